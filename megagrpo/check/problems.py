@@ -48,6 +48,17 @@ def model_description(config: ExperimentConfig) -> dict[str, object] | None:
     return None
 
 
+def describe_model(config: ExperimentConfig) -> dict[str, object]:
+    """Returns the model's config.json, which the layouts can cut. Raises ValueError with every problem."""
+    description = model_description(config)
+    if description is None:
+        raise ValueError(f"model.path: {config.model.path} holds no config.json; no other file of the model is needed")
+    problems = check_against_model(config, description)
+    if problems:
+        raise ValueError("the experiment does not fit its model:\n  " + "\n  ".join(problems))
+    return description
+
+
 def check_against_model(
     config: ExperimentConfig, hf: dict[str, object], largest_token_id: int | None = None
 ) -> list[str]:

@@ -11,6 +11,7 @@ import megagrpo
 from megagrpo.check.problems import preflight
 from megagrpo.config.placement import Nodes, place
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.planning.roofline import fit_problems
 from megagrpo.system import environment
 from megagrpo.system.run_folder import RunFolder
 
@@ -41,8 +42,6 @@ def submit(config: ExperimentConfig, experiment: list[str], request: Request, dr
 
     `dry_run` prints the script and the command instead. Raises ValueError with all problems.
     """
-    from megagrpo.planning.search import fit_problems  # its import takes seconds
-
     problems = misfits(config, request) + preflight(config, nodes_of(request))
     problems += fit_problems(config, request.gpus_per_node)
     scripts = Path(megagrpo.__file__).parent.parent / "slurm"

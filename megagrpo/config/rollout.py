@@ -188,6 +188,11 @@ class WeightsConfig(Section):
         """What others must know of the transport."""
         return _TRANSPORTS[self.transport]
 
+    def suited(self, colocate: bool) -> "WeightsConfig":
+        """Returns this section, with a transport that suits engines on the trainers' GPUs or on others."""
+        usable = not self.traits.uses_groups if colocate else not self.traits.needs_colocation
+        return self if usable else self.model_copy(update={"transport": "ipc" if colocate else "reshard"})
+
     @field_validator("in_flight", mode="before")
     @classmethod
     def _not_in_place(cls, given: object) -> object:

@@ -58,17 +58,12 @@ def whole_parameters_tp(d: Draft, world: int, tp: int) -> int:
 
 
 def engines_on_trainers(d: Draft, world: int, gpus: int, tp: int, key: str, *keys: str) -> None:
-    """Puts engines on the trainers' GPUs of one node; over several nodes on GPUs of their own, which is a loss.
-
-    world: GPUs of the trainers; gpus: of a node; key: the one that shares them.
-    """
+    """Puts engines on the trainers' GPUs. world: GPUs of trainers; gpus: of a node; key: the one that shares them."""
     d.put("rollout.num_engines", max(world // tp, 1), *keys)
     d.put("rollout.nodes_per_engine", max(tp // gpus, 1), *keys)
-    nodes = -(-world // gpus)
-    if nodes == 1:
-        d.put("rollout.colocate", True, key, *keys)
-        d.put("weights.transport", "ipc", key, *keys)
-        return
-    d.put("rollout.host", "eth0", *keys)
-    d.remarks.append(f"Start with `megagrpo submit FILE --trainer-nodes {nodes} --rollout-nodes {nodes}`.")
-    d.lack(key, f"trainers and engines share GPUs of one node only: here engines get {world} GPUs of their own")
+    d.put("rollout.colocate", True, key, *keys)
+    d.put("weights.transport", "ipc", key, *keys)
+    d.put("cluster.gpus_per_node", gpus, *keys)
+    if world > gpus:
+        d.put("rollout.host", "eth0", *keys)
+        d.remarks.append(f"Start with `megagrpo submit FILE --gpus-per-node {gpus}`.")

@@ -10,14 +10,13 @@ from statistics import NormalDist
 import numpy as np
 from pydantic import BaseModel
 
-from megagrpo.check.problems import longest_samples, model_description
+from megagrpo.check.problems import describe_model, longest_samples, model_description
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.table import architecture_of
 from megagrpo.monitor.rollouts import read_rollouts
 from megagrpo.planning.hardware import CONTEXT_BYTES, Hardware, hardware_of, usable_bytes
 from megagrpo.planning.layer_costs import ITEM, ModelWork, model_work
-from megagrpo.planning.recordings import describe_model, resolve_all
 from megagrpo.planning.trainer_memory import RankMemory, TrainerSide
 from megagrpo.rollout.admission import tokens_in_cache
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
@@ -298,6 +297,8 @@ def _cache_tokens(config: ExperimentConfig, lengths: Lengths, hardware: str | No
     gpu, server = hardware_of(kind), server_of(rollout)
     how = f"on an {kind} by the closed forms; `--hardware {kind}` asks SGLang for its arguments"
     if hardware is not None:
+        from megagrpo.planning.recordings import resolve_all  # loads torch
+
         server = server_of(rollout, resolve_all([config], (gpu, _GPUS_PER_NODE))[0])
         how = f"on an {kind}, as SGLang resolves its arguments"
     work = model_work(architecture_of(describe_model(config)))

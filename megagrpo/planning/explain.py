@@ -15,7 +15,7 @@ from megagrpo.planning.checkpoint_cost import checkpoint_cost
 from megagrpo.planning.engine_memory import assumed_lengths, concurrency_report, engine_side, gpu_phases, server_of
 from megagrpo.planning.hardware import gigabytes, hardware_of
 from megagrpo.planning.layer_costs import model_work
-from megagrpo.planning.search import fit_problems
+from megagrpo.planning.roofline import fit_problems, with_model
 from megagrpo.planning.settings_report import engine_report, settings_report
 from megagrpo.planning.trainer_memory import Load, RankMemory, TrainerSide, links, trained_elements, trainer_side
 from megagrpo.rewards.graders.table import SERVICES
@@ -45,7 +45,7 @@ def explain(
     at_once: lines of planning/engine_memory.py about the engines. everything: also the ranks, and all settings that are
     passed to Megatron and SGLang.
     """
-    hf = model_description(config)
+    hf = model_description(with_model(config))
     arch = None if hf is None or model_problems(hf) else architecture_of(hf)
     counts = None if arch is None else parameter_counts(arch)
     steps = _num_steps(config)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from megagrpo.check.problems import check_against_model, model_description
+from megagrpo.check.problems import describe_model
 from megagrpo.config.layout import rank_coordinates
 from megagrpo.config.load import dump_config
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig
@@ -91,17 +91,6 @@ def resolve_all(configs: Sequence[ExperimentConfig], gpu: tuple[Hardware, int]) 
             _write_server_job(folder, config, *gpu)
         _run_children(Path(name), folders, configs[0], ("engine",))
         return [pickle.loads((folder / "server.pickle").read_bytes()) for folder in folders]
-
-
-def describe_model(config: ExperimentConfig) -> dict[str, object]:
-    """Returns the model's config.json, which the layouts can cut. Raises ValueError with every problem."""
-    description = model_description(config)
-    if description is None:
-        raise ValueError(f"model.path: {config.model.path} holds no config.json; no other file of the model is needed")
-    problems = check_against_model(config, description)
-    if problems:
-        raise ValueError("the experiment does not fit its model:\n  " + "\n  ".join(problems))
-    return description
 
 
 def _recorded(folder: Path, config: ExperimentConfig) -> Recordings:

@@ -13,11 +13,14 @@ from statistics import fmean
 
 import numpy as np
 
-from megagrpo.check.problems import longest_samples
+import megagrpo
+from megagrpo.check.problems import describe_model, longest_samples, model_description
+from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
-from megagrpo.config.schema import ExperimentConfig
+from megagrpo.config.placement import needs_gpus
+from megagrpo.config.schema import ExperimentConfig, ModelConfig
 from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import architecture_of
+from megagrpo.families.table import architecture_of, model_problems
 from megagrpo.monitor.record import read_metrics
 from megagrpo.planning.engine_memory import (
     EngineSide,
@@ -30,12 +33,12 @@ from megagrpo.planning.engine_memory import (
     server_of,
     weight_elements,
 )
-from megagrpo.planning.hardware import EXPERT_IMBALANCE, HOST_GB_S, Hardware
+from megagrpo.planning.hardware import EXPERT_IMBALANCE, HOST_GB_S, Hardware, hardware_of
 from megagrpo.planning.layer_costs import ITEM, ModelWork, model_work
-from megagrpo.planning.recordings import describe_model
 from megagrpo.planning.trainer_memory import Load, RankMemory, StageCost, TrainerSide, links, trainer_side
 from megagrpo.system.run_folder import RunFolder
 
+_SHIPPED_MODELS = Path(megagrpo.__file__).parents[1] / "configs" / "models"
 _OPTIMIZER_BYTES = 40.0  # read and written for each float32 weight of a shard: gradient, two moments, the weight
 PHASES = ("rollout", "logprobs", "update", "publish")  # logprobs: of the old policy and of the reference
 
@@ -126,6 +129,25 @@ def plan_step(config: ExperimentConfig, target: Target) -> Plan:
     phases = gpu_phases(config, trainers, engine)
     problems = memory_problems(phases, engine, target.hardware)
     return Plan(config, target, trainers, engine, parts, phases, tuple(problems))
+
+
+def with_model(config: ExperimentConfig) -> ExperimentConfig:
+    """Returns the experiment with a folder that has the model's config.json: its own, or the shipped one."""
+    shipped = _SHIPPED_MODELS / Path(config.model.path).name
+    if model_description(config) is None and (shipped / "config.json").is_file():
+        return config.model_copy(update={"model": ModelConfig(path=str(shipped))})
+    return config
+
+
+def fit_problems(config: ExperimentConfig, gpus_per_node: int | None = None) -> list[str]:
+    """Returns why an experiment for GPUs does not fit into their memory; [] for a model that nothing describes."""
+    config = with_model(config)
+    hf = model_description(config)
+    if not needs_gpus(config) or hf is None or model_problems(hf) or layout_problems(architecture_of(hf), config.actor):
+        return []
+    gpus = gpus_per_node or config.cluster.gpus_per_node
+    target = Target(architecture_of(hf), hardware_of(config.cluster.gpu), gpus, assumed_lengths(config))
+    return list(plan_step(config, target).problems)
 
 
 def load_of(config: ExperimentConfig, target: Target) -> Load:

@@ -7,18 +7,16 @@ from itertools import product
 from json import dumps
 from pathlib import Path
 
-import megagrpo
-from megagrpo.check.problems import model_description
+from megagrpo.check.problems import describe_model
 from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.config.layout import layout_problems
-from megagrpo.config.placement import Nodes, needs_gpus, placement_problems
+from megagrpo.config.placement import Nodes, placement_problems
 from megagrpo.config.rollout import RolloutConfig
-from megagrpo.config.schema import ExperimentConfig, ModelConfig
-from megagrpo.families.table import architecture_of, model_problems
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.families.table import architecture_of
 from megagrpo.planning.engine_memory import assumed_lengths, engine_side, given_lengths, server_of
 from megagrpo.planning.hardware import hardware_of, usable_bytes
 from megagrpo.planning.publish_bytes import table_lines
-from megagrpo.planning.recordings import describe_model
 from megagrpo.planning.roofline import (
     Plan,
     Target,
@@ -27,12 +25,12 @@ from megagrpo.planning.roofline import (
     plan_step,
     rollout_seconds,
     train_seconds,
+    with_model,
 )
 from megagrpo.planning.trainer_memory import tensor_groups, trainer_stages
 from megagrpo.system.progress import Progress
 from megagrpo.system.run_folder import write_whole
 
-_SHIPPED_MODELS = Path(megagrpo.__file__).parents[1] / "configs" / "models"
 _DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)  # pipeline stages
 _ROUNDS = (1, 2, 3, 4, 6)  # virtual stages
 _POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -72,23 +70,6 @@ def plan_command(config: ExperimentConfig, options: Options, progress: Progress)
         data = {"plan": as_json(plan), "proposals": [as_json(other) for other in proposals]}
         write_whole(options.json, dumps(data, indent=1, default=float) + "\n")
     return "\n".join(lines), not plan.problems
-
-
-def with_model(config: ExperimentConfig) -> ExperimentConfig:
-    """Returns the experiment with a folder that has the model's config.json: its own, or the shipped one."""
-    shipped = _SHIPPED_MODELS / Path(config.model.path).name
-    if model_description(config) is None and (shipped / "config.json").is_file():
-        return config.model_copy(update={"model": ModelConfig(path=str(shipped))})
-    return config
-
-
-def fit_problems(config: ExperimentConfig, gpus_per_node: int | None = None) -> list[str]:
-    """Returns why an experiment for GPUs does not fit into their memory; [] for a model that nothing describes."""
-    config = with_model(config)
-    hf = model_description(config)
-    if not needs_gpus(config) or hf is None or model_problems(hf) or layout_problems(architecture_of(hf), config.actor):
-        return []
-    return list(plan_step(config, target_of(config, Options(gpus_per_node=gpus_per_node))).problems)
 
 
 def target_of(config: ExperimentConfig, options: Options) -> Target:
@@ -207,10 +188,8 @@ def best_layouts(config: ExperimentConfig, target: Target, nodes: int) -> list[P
 
 def _apart(config: ExperimentConfig, target: Target, nodes: int) -> Iterator[Plan]:
     stride = 1 if nodes <= 12 else 2 if nodes <= 48 else 4
-    transport = "reshard" if config.weights.traits.needs_colocation else config.weights.transport
-    weights = config.weights.model_copy(update={"transport": transport})
     rollout = config.rollout.model_copy(update={"colocate": False})
-    apart = config.model_copy(update={"rollout": rollout, "weights": weights})
+    apart = config.model_copy(update={"rollout": rollout, "weights": config.weights.suited(colocate=False)})
     for count in range(stride, nodes, stride):
         engines = _best_engines(apart, target, nodes - count)
         trainers = _best_trainers(apart, target, count) if engines else []
@@ -220,7 +199,7 @@ def _apart(config: ExperimentConfig, target: Target, nodes: int) -> Iterator[Pla
 
 def _colocated(config: ExperimentConfig, target: Target, nodes: int) -> Iterator[Plan]:
     """Yields plans with the largest fraction of the memory for engines that trainers leave."""
-    weights = config.weights.model_copy(update={"transport": "ipc"})
+    weights = config.weights.suited(colocate=True)
     for actor in _best_trainers(config, target, nodes):
         for fraction in _FRACTIONS:
             shared = {"colocate": True, "mem_fraction": fraction, "max_staleness": 0, "extra_groups": 0}

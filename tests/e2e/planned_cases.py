@@ -7,7 +7,7 @@ from transport_cases import ENGINES, TRAINERS, TransportCase, experiment, make_m
 
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ParallelConfig
 from megagrpo.planning.hardware import HARDWARE
-from megagrpo.planning.publish_bytes import Forecast, forecast_publish, place_ranks
+from megagrpo.planning.publish_bytes import Forecast, cluster_of, forecast_publish
 from megagrpo.planning.recordings import record_all
 
 
@@ -17,8 +17,7 @@ def plan_cases(cases: Sequence[TransportCase], folder: Path) -> list[Forecast]:
     configs = [_experiment(case, models[case.family]) for case in cases]
     forecasts = []
     for config, recorded in zip(configs, record_all(configs), strict=True):
-        rollout = config.rollout
-        cluster = place_ranks(config.actor.world_size, rollout.num_engines, rollout.tp, rollout.nodes_per_engine, 8)
+        cluster = cluster_of(config, config.rollout.num_engines, 8)
         forecasts.append(forecast_publish(config, recorded, [cluster], HARDWARE["H100"].rates)[0][0])
     return forecasts
 

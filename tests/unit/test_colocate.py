@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import threading
 from datetime import timedelta
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
@@ -20,19 +22,20 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from examples.laptop.model import make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.cluster.machine import _devices
-from megagrpo.cluster.nodes import Node, serve_node, train_node
-from megagrpo.cluster.submit import Request, misfits
+from megagrpo.cluster.nodes import Node, run_node
 from megagrpo.config.load import load_config
 from megagrpo.planning.explain import explain
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_command
 from megagrpo.rollout.service.sleep import CACHE, WEIGHTS, EngineMemory, SleepFailed
 from megagrpo.weights.copies.views import ParameterSlice
+from megagrpo.weights.transports.ipc import IpcTransport
+from megagrpo.weights.transports.reshard_plan import Nearness
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.group import PeerLost
 from megagrpo.weights.wire.handover import Handover, take_batches
 from megagrpo.weights.wire.mailbox import listening_store
 from megagrpo.weights.wire.messages import Message
-from megagrpo.weights.wire.shared_buffer import SharedBuffer, open_shared
+from megagrpo.weights.wire.shared_buffer import Place, SharedBuffer, open_shared
 from tests.experiments import QUICKSTART
 
 SETTINGS = ["rollout.colocate=true", "weights.transport=ipc"]
@@ -53,7 +56,6 @@ def test_engines_beside_trainers_get_less_memory_and_can_release_it():
     [
         (["rollout.colocate=true"], "weights.transport broadcast: NCCL takes no two ranks on one GPU"),
         ([*SETTINGS, "weights.transport=reshard"], "set weights.transport: ipc, or disk"),
-        ([*SETTINGS, "rollout.nodes_per_engine=2", "rollout.tp=2"], "colocate is for one machine"),
     ],
 )
 def test_what_cannot_be_colocated_is_refused(settings, named):
@@ -61,22 +63,31 @@ def test_what_cannot_be_colocated_is_refused(settings, named):
         load_config(QUICKSTART, settings)
 
 
-def test_several_machines_are_refused():
-    config, node = load_config(QUICKSTART, SETTINGS), Node(0, 1, None, None, 1)
-    for start in (train_node, serve_node):
-        with pytest.raises(ValueError, match="works on one machine so far: `megagrpo run`"):
-            start(config, [], node)
-    assert "submit with --kind one-node" in misfits(config, Request("one-job"))[0]
-    assert misfits(config, Request("one-node", gpus_per_node=2)) == []
-    assert "need 2 GPUs, not 1" in misfits(config, Request("one-node", gpus_per_node=1))[0]
-
-
 def test_an_engine_rank_without_a_trainer_beside_it_is_refused():
     config = load_config(QUICKSTART, [*SETTINGS, "rollout.num_engines=3"])
-    with pytest.raises(ValueError, match=r"3 engine ranks .* need one trainer rank each, .* is 2"):
+    with pytest.raises(ValueError, match=r"3 engine ranks .* each of these needs a trainer rank beside it"):
         _devices(config, ["0", "1", "2"])
     config = load_config(QUICKSTART, [*SETTINGS, "rollout.num_engines=2"])
     assert _devices(config, ["4", "5", "6"]) == ({"CUDA_VISIBLE_DEVICES": "4,5"},) * 2
+
+
+def test_only_a_colocated_run_has_one_launcher_for_both_sides():
+    with pytest.raises(ValueError, match="without rollout.colocate trainers and engines have nodes of their own"):
+        run_node(load_config(QUICKSTART, []), [], Node(0, 2, None, "10.0.0.1", 1))
+
+
+def test_an_engine_rank_takes_the_nearest_holder():
+    """Its carrier, else a trainer of its node, else another; where no trainer is beside it there is no plan."""
+    near = Nearness([0, 3], ["a", "a", "b", "b"])
+    assert near.best_of((0, 1, 2), 0) == (0,) and near.best_of((0, 1, 2), 1) == (2,)
+    assert near.best_of((1, 2), 0) == (1,) and near.best_of((0, 1), 1) == (0, 1)
+    transport = IpcTransport.__new__(IpcTransport)
+    transport._places = [Place("a", "gpu-0"), Place("a", "gpu-1"), Place("b", "gpu-0")]
+    engine = SimpleNamespace(places=[Place("b", "gpu-0"), Place("a", "gpu-1")], tp=2)
+    assert transport._carriers(engine, 0) == (2, 1)
+    engine.places[0] = Place("c", "gpu-0")
+    with pytest.raises(ValueError, match="rank 0 runs on node c, gpu-0, where no trainer rank is"):
+        transport._carriers(engine, 0)
 
 
 def test_check_says_what_is_on_a_gpu_when(tmp_path):
@@ -85,7 +96,11 @@ def test_check_says_what_is_on_a_gpu_when(tmp_path):
     lines = {line.split()[0]: line for line in text.partition("  colocated")[2].splitlines()[1:5]}
     assert list(lines) == ["rollout", "logprobs", "update", "publish"]
     assert all(("optimiser" in line and "gradients" in line) == (phase == "update") for phase, line in lines.items())
-    assert all(("engine asleep" in line) == (phase in ("logprobs", "update")) for phase, line in lines.items())
+    awake = {phase for phase, line in lines.items() if "engine's weights" in line}
+    assert awake == {"rollout", "publish"} and "engine's cache" in lines["rollout"]
+    table = [line.split()[1:3] for line in lines.values()]
+    (most,) = re.findall(r"at most +([\d.]+ \w+) on a GPU", text)
+    assert most in {" ".join(cells) for cells in table}, "the largest of the table"
     assert "ADVICE   1 engines of tp 1 are 1 ranks beside 2 trainer ranks" in text
 
 

@@ -217,7 +217,7 @@ def test_the_page_of_names_is_fresh():
     [
         ({"data": {"path": "a.jsonl", "train_files": "b"}}, "verl's data.train_files is data.path here"),
         ({"rollout_batch_size": 64}, "ROLL's rollout_batch_size is train.num_prompts_per_step here"),
-        ({"trainer": {"n_gpus_per_node": 8}}, "verl's trainer.n_gpus_per_node is actor.world_size here"),
+        ({"trainer": {"n_gpus_per_node": 8}}, "verl's trainer.n_gpus_per_node is cluster.gpus_per_node here"),
         ({"algorithm": {"kl": {"estimator": "low_var_kl"}}}, "'low_var_kl' is 'k3' here"),
         ({"algorithm": {"loss": {"name": "vanilla"}}}, "'vanilla' is 'ppo_clip' here"),
         ({"algorithm": {"advantage": {"name": "grpo_vectorized"}}}, "'grpo_vectorized' is 'grpo' here"),

@@ -88,7 +88,7 @@ def environments(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> di
         nodes.train_node(config, ["t.yaml"], place)
         with supervise.Launch(RunFolder(folder), "serve", end=[signal.SIGINT]) as launch:
             ray = nodes._ray_environment(nodes.Node(0, 1, "127.0.0.1", "127.0.0.1", 29500))
-            launch.spawn(nodes._ray_command(place, folder), folder / "log", ray)
+            launch.spawn(nodes._ray_command(config, place, folder), folder / "log", ray)
             launch.start(["serve", "t.yaml"], "service", ray)
     else:
         machine._serve_and_train(config, *machine._devices(config, gpus))

@@ -3,16 +3,21 @@
 import json
 import re
 from functools import cache
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
 from megagrpo.check.problems import check_against_model, longest_samples, model_description
-from megagrpo.cluster.submit import Request, misfits
+from megagrpo.cluster.submit import Request, misfits, nodes_of, submit
 from megagrpo.config.load import load_config
+from megagrpo.config.placement import placement_problems
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.table import architecture_of
 from megagrpo.planning.explain import explain
+from megagrpo.planning.roofline import with_model
+from megagrpo.planning.search import Options, plan_command
+from megagrpo.system.progress import Progress
 from tests.experiments import ROOT, python
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -22,6 +27,7 @@ LARGE = {
     *("glm45_355b", "glm45_air_106b", "kimi_k2_1t", "deepseek_v3_671b"),
 }
 # not published elsewhere; nor are those of examples/laptop
+HYBRID = {"qwen3_235b_hybrid", "deepseek_v3_671b_hybrid"}
 ONE_NODE = {"qwen3_30b_a3b_one_node", "moonlight_16b_a3b_one_node"}
 OURS = {"gsm8k", *LARGE, *ONE_NODE} - {"deepseek_v3_671b"}
 LAPTOP = {path.stem for path in (ROOT / "examples" / "laptop").glob("*.yaml")}
@@ -94,6 +100,7 @@ def test_a_large_experiment_stays_inside_nodes_and_is_submitted_as_its_head_says
     *_, file, _, trainers, _, samplers, _, gpus, _, time = line.split()
     request = Request("one-job", int(trainers), int(samplers), int(gpus), time)
     assert (file, int(gpus)) == (f"configs/{name}.yaml", GPUS) and misfits(config, request) == []
+    assert placement_problems(config, nodes_of(request)) == []
     engines = f"{config.rollout.num_engines} of tp {config.rollout.tp}"
     assert rows(5)[name] == [
         f"{config.train.num_prompts_per_step} x {config.train.group_size}",
@@ -114,6 +121,31 @@ def test_a_mixture_of_experts_fits_one_node(name):
     assert float(fullest) < 80
 
 
+def clashes(config: ExperimentConfig) -> list[str]:
+    """What `check` prints of ranks without a place and of memory."""
+    found = re.findall(r"^  (.*)$", explain(config).partition("PROBLEMS")[2], re.MULTILINE)
+    return [problem for problem in found if "does not exist" not in problem]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("change", [[], ["rollout.host=lo"], ["cluster.gpus_per_node=3"], ["actor.recompute=none"]])
+def test_check_plan_and_submit_say_the_same(path, change):
+    """As it is, and in forms that have no place on the nodes or no room in their memory."""
+    config = load_config(path, change)
+    of_check = clashes(config)
+    try:
+        submit(config, [], Request(), dry_run=True)
+        refused = ""
+    except ValueError as exc:
+        refused = str(exc)
+    of_submit = [line.strip() for line in refused.splitlines()[1:] if "does not exist" not in line]
+    assert of_submit == of_check and (change or not of_check)
+    if model_description(with_model(config)) is not None:
+        text, fits = plan_command(config, Options(), Progress("", stream=StringIO()))
+        of_plan = [line.strip() for line in text.partition("DOES NOT FIT\n")[2].splitlines()]
+        assert [line for line in of_plan if not line.startswith("--search")] == of_check and fits == (not of_check)
+
+
 def quoted(config: ExperimentConfig) -> list[str]:
     """What the table says of an experiment."""
     train, kl, loss = config.train, config.algorithm.kl, config.algorithm.loss
@@ -126,7 +158,7 @@ def quoted(config: ExperimentConfig) -> list[str]:
         f"{charged}, {kl.estimator}" if kl.coef else "none",
         f"{config.data.max_prompt_tokens} + {config.sampling.max_response_tokens}",
         f"{loss.clip_ratio_low:g}, {loss.clip_ratio_high:g}",
-        f"{config.actor.world_size} + {rollout.num_engines * rollout.tp}",
+        f"{config.actor.world_size} {'shared' if rollout.colocate else f'+ {rollout.num_engines * rollout.tp}'}",
     ]
 
 

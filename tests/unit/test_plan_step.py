@@ -275,11 +275,13 @@ def test_a_search_proposes_what_fits():
     assert found and all(not plan.problems for plan in found)
     assert [plan.step for plan in found] == sorted(plan.step for plan in found)
     best = found[0].config
-    assert best.actor.world_size == best.rollout.num_engines * best.rollout.tp == 8
+    assert {plan.config.rollout.colocate for plan in found} == {True, False}, "side by side"
+    for plan in found:
+        ranks = plan.config.actor.world_size, plan.config.rollout.num_engines * plan.config.rollout.tp
+        assert ranks == ((16, 16) if plan.config.rollout.colocate else (8, 8))
     made = load_config(ROOT / "configs" / "qwen3_8b_gsm8k.yaml", changes(config, best))
-    assert made.actor == best.actor and made.rollout == best.rollout
-    with pytest.raises(ValueError, match="nodes of their own"):
-        best_layouts(config, target, 1)
+    assert made.actor == best.actor and made.rollout == best.rollout and made.weights == best.weights
+    assert all(plan.config.rollout.colocate for plan in best_layouts(config, target, 1)), "one node has no others"
 
 
 @pytest.mark.slow

@@ -9,14 +9,23 @@ from examples.laptop.recipe import TinyModelConfig
 from megagrpo.certify.tiny_model import hf_config
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig
 from megagrpo.planning.hardware import HARDWARE, Rates, rates_of
-from megagrpo.planning.publish_bytes import broadcast_forecast, place_ranks, plan_weights, reshard_forecast
+from megagrpo.planning.publish_bytes import Cluster, broadcast_forecast, cluster_of, plan_weights, reshard_forecast
 from megagrpo.planning.recordings import Recordings, record_both_sides, representative_ranks
 from megagrpo.weights.transports.gather_plan import make_gather_plan
 from megagrpo.weights.transports.reshard_plan import Cover, make_cover, plan_transfer, trainer_atoms
 from megagrpo.weights.wire.messages import Batches
+from tests import experiments
 from tests.unit.test_weights_reshard_plan import SPECS, engine, trainers
 
 PLAIN = Rates(between_gb_s=1, inside_gb_s=10, efficiency=0.5, message_us=0, call_ms=0)
+
+
+def placed(world: int, engines: int, tp: int, across: int, gpus: int, *, shared: bool = False) -> Cluster:
+    rollout = {"tp": tp, "nodes_per_engine": across, "host": "eth0", "colocate": shared}
+    weights = {"transport": "ipc" if shared else "reshard"}
+    return cluster_of(
+        experiments.experiment(actor={"world_size": world}, rollout=rollout, weights=weights), engines, gpus
+    )
 
 
 def cover_of(tp: int, ep: int, replicas: int, engine_tp: int, engine_ep: int, piece_bytes: int = 100) -> Cover:
@@ -38,7 +47,7 @@ def test_reshard_is_what_the_ranks_would_send(monkeypatch, engines, sizes, cast,
     monkeypatch.setattr("megagrpo.weights.transports.reshard_plan._UNPACKED_BYTES", alone)
     cover, tp, bucket = cover_of(*sizes), sizes[3], 400
     world = sizes[0] * sizes[1] * sizes[2]
-    forecast = reshard_forecast(cover, place_ranks(world, engines, tp, 1, 8), bucket, PLAIN, same_dtype=not cast)
+    forecast = reshard_forecast(cover, placed(world, engines, tp, 1, 8), bucket, PLAIN, same_dtype=not cast)
     plans = [plan_transfer(cover, slot, engines, bucket) for slot in range(engines)]
     sent = [[plan.sent_by(rank) for plan in plans] for rank in range(world)]
     messages = [m for ends in sent for batches in ends for batch in batches for m in batch]
@@ -54,20 +63,20 @@ def test_reshard_is_what_the_ranks_would_send(monkeypatch, engines, sizes, cast,
 
 def test_the_fullest_link_takes_the_time():
     cover = cover_of(1, 1, 1, 2, 1)
-    one_node = reshard_forecast(cover, place_ranks(1, 1, 2, 1, 8), 400, PLAIN)
-    two_nodes = reshard_forecast(cover, place_ranks(1, 1, 2, 1, 2), 400, PLAIN)
+    one_node = reshard_forecast(cover, placed(1, 1, 2, 1, 8), 400, PLAIN)
+    two_nodes = reshard_forecast(cover, placed(1, 1, 2, 1, 2), 400, PLAIN)
     assert one_node.between_bytes == 0 and two_nodes.between_bytes == two_nodes.wire_bytes
     assert one_node.limit == two_nodes.limit == "sending from trainer 0"
     assert one_node.seconds == pytest.approx(cover.total_bytes / 5e9)  # half of 10 GB/s
     assert two_nodes.seconds == pytest.approx(cover.total_bytes / 0.5e9)
     slow_calls = Rates(between_gb_s=1, inside_gb_s=10, efficiency=0.5, message_us=2e6, call_ms=3e3)
-    seconds = reshard_forecast(cover, place_ranks(1, 1, 2, 1, 8), 400, slow_calls).seconds
+    seconds = reshard_forecast(cover, placed(1, 1, 2, 1, 8), 400, slow_calls).seconds
     assert seconds == pytest.approx(3 + 2 * one_node.messages, rel=1e-6)
 
 
 def test_replicas_share_the_work():
     forecasts = [
-        reshard_forecast(cover_of(1, 1, replicas, 2, 2, piece_bytes=64), place_ranks(replicas, 4, 2, 1, 2), 400, PLAIN)
+        reshard_forecast(cover_of(1, 1, replicas, 2, 2, piece_bytes=64), placed(replicas, 4, 2, 1, 2), 400, PLAIN)
         for replicas in (1, 2, 4)
     ]
     most = [forecast.busiest_sender[1] for forecast in forecasts]
@@ -81,7 +90,7 @@ def test_broadcast_sends_everything_to_every_rank(engines):
     model = sum(int(np.prod(shape)) for shape, _ in SPECS.values()) * 4
     copied = [(rank, c.box.numel * 4) for b in plan.buckets for rank, copies in b.parts.items() for c in copies]
     foreign = sum(size for rank, size in copied if rank)
-    forecast = broadcast_forecast(plan, place_ranks(4, engines, tp, 1, 2), 1, PLAIN)
+    forecast = broadcast_forecast(plan, placed(4, engines, tp, 1, 2), 1, PLAIN)
     assert forecast.wire_bytes == foreign + engines * tp * model
     assert forecast.busiest_sender == ("trainer 0", engines * model)
     # nodes 0 and 1 have two trainers each, every other one an engine, of which one rank gets the model from outside
@@ -91,15 +100,48 @@ def test_broadcast_sends_everything_to_every_rank(engines):
 
 
 def test_ranks_fill_nodes():
-    assert place_ranks(2, 2, 2, 1, 8).num_nodes == 1
-    apart = place_ranks(12, 3, 4, 1, 8)
-    assert apart.trainers.tolist() == [0] * 8 + [1] * 4
+    assert placed(2, 2, 2, 1, 8).num_nodes == 1
+    apart = placed(12, 3, 4, 1, 8)
+    assert apart.trainers.tolist() == [0] * 6 + [1] * 6, "equally many on every node"
     assert apart.engines.tolist() == [[2] * 4, [2] * 4, [3] * 4]
-    assert place_ranks(8, 2, 16, 2, 8).engines.tolist() == [[1] * 8 + [2] * 8, [3] * 8 + [4] * 8]
-    with pytest.raises(ValueError, match=r"nodes_per_engine = 16 ranks on a node, but --gpus-per-node is 8"):
-        place_ranks(8, 1, 16, 1, 8)
-    with pytest.raises(ValueError, match="must be at least 1"):
-        place_ranks(8, 0, 8, 1, 8)
+    assert placed(8, 2, 16, 2, 8).engines.tolist() == [[1] * 8 + [2] * 8, [3] * 8 + [4] * 8]
+    with pytest.raises(ValueError, match="an engine has 16 ranks a node, but a node 8 GPUs: raise"):
+        placed(8, 1, 16, 1, 8)
+    with pytest.raises(ValueError, match="--engines 0 must be at least 1"):
+        placed(8, 0, 8, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("world", "engines", "tp", "across", "nodes", "carriers"),
+    [
+        (8, 2, 4, 1, [[0] * 4, [1] * 4], [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (8, 4, 2, 1, [[0] * 2, [0] * 2, [1] * 2, [1] * 2], [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        (8, 1, 8, 2, [[0] * 4 + [1] * 4], [[*range(8)]]),
+        (8, 2, 4, 2, [[0, 0, 1, 1]] * 2, [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        (4, 1, 2, 1, [[0, 0]], [[0, 1]]),
+    ],
+)
+def test_colocated_engines_are_where_trainers_are(world, engines, tp, across, nodes, carriers):
+    cluster = placed(world, engines, tp, across, 4, shared=True)
+    assert cluster.engines.tolist() == nodes and cluster.carriers.tolist() == carriers
+
+
+def test_what_is_on_the_node_stays_there():
+    """ipc: what the carriers hold needs no link; between nodes go the elements that no trainer of the node holds."""
+    atoms = trainer_atoms(trainers(2, 2, 1), SPECS)  # 4 ranks, 2 a node
+    cover = make_cover(atoms, engine(2, 1), SPECS, 100)
+    for engines in (1, 2):
+        cluster = placed(4, engines, 2, 1, 2, shared=True)
+        forecast = reshard_forecast(cover, cluster, 400, PLAIN)
+        far = own = 0
+        for node, carriers in zip(cluster.engines, cluster.carriers, strict=True):
+            here = set(np.flatnonzero(cluster.trainers == node[0]).tolist())
+            for held, target, size in zip(cover.holders, cover.targets, cover.num_bytes, strict=True):
+                ranks = cover.ranks[held]
+                own += int(size) * (int(carriers[target]) in ranks)
+                far += int(size) * (not here & set(ranks))
+        assert far > 0 < own and forecast.transport == "ipc"
+        assert forecast.between_bytes == far and forecast.wire_bytes == forecast.needed_bytes - own
 
 
 def test_rates_are_the_tables_unless_told():
@@ -114,7 +156,7 @@ def test_rates_are_the_tables_unless_told():
 def experiment() -> ExperimentConfig:
     values = {"name": "t", "output_dir": "unused", "model": {"path": "unused"}, "data": {"path": "unused.jsonl"}}
     values |= {"actor": {"world_size": 4, "parallel": {"tp": 2, "ep": 2}}, "weights": {"bucket_mb": 0.001}}
-    return ExperimentConfig.model_validate(values | {"rollout": {"tp": 2}})
+    return ExperimentConfig.model_validate(values | {"rollout": {"tp": 2, "host": "eth0"}})
 
 
 def test_the_plan_as_text_and_as_json(monkeypatch, tmp_path):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from megagrpo.cluster.submit import SCRIPTS, Request, misfits, sbatch_command, seconds
+from megagrpo.cluster.submit import SCRIPTS, Request, completed, misfits, nodes_of, sbatch_command, seconds
+from megagrpo.config.placement import placement_problems
 from megagrpo.config.schema import ExperimentConfig
 from tests import experiments
 from tests.experiments import ROOT
@@ -14,7 +15,10 @@ def experiment(**sections) -> ExperimentConfig:
 
 REACHED = {"host": "0.0.0.0"}
 ENGINES = {"rollout": REACHED | {"num_engines": 4, "tp": 4}}
+SHARED = {"rollout": REACHED | {"colocate": True, "num_engines": 4, "tp": 4}, "weights": {"transport": "ipc"}}
 FITS = [
+    (SHARED, Request("colocated", 2, gpus_per_node=8)),
+    (SHARED, Request("one-node")),
     ({}, Request("one-job", 1, 1)),
     ({}, Request("het", 2, 1, gpus_per_node=8)),
     (ENGINES, Request("one-job", 2, 2, gpus_per_node=8)),
@@ -22,24 +26,42 @@ FITS = [
     ({"rollout": {"num_engines": 2}, "actor": {"world_size": 4}}, Request("one-node", gpus_per_node=8)),
 ]
 REFUSED = [
-    ({}, Request("one-job", 3, 1), "--trainer-nodes 3: actor.world_size is 16, they do not divide; it may be 1, 2, 4,"),
-    ({}, Request("one-job", 0, 1), "--trainer-nodes 0"),
+    ({}, Request("one-job", 3, 1), "3 trainer nodes: actor.world_size is 16, they do not divide; it may be 1, 2, 4,"),
+    ({}, Request("one-job", 0, 1), "0 trainer nodes"),
     ({}, Request("het", 1, 1, gpus_per_node=8), "16 ranks a node on 8 GPUs; it may be 2, 4, 8, 16"),
-    ({}, Request("one-job", 2, 2), "--rollout-nodes 2: 1 engine(s) over 1 node(s) each, so it may be 1 to 1"),
+    ({}, Request("one-job", 2, 2), "2 rollout nodes: 1 engine(s) over 1 node(s) each, so it may be 1 to 1"),
     ({"rollout": REACHED | {"tp": 2, "nodes_per_engine": 2}}, Request("one-job", 2, 1), "it may be 2 to 2"),
     (ENGINES, Request("one-job", 2, 1, gpus_per_node=8), "it may be 2 to 4"),
     ({"rollout": REACHED | {"tp": 16}}, Request("one-job", 2, 1, gpus_per_node=8), "raise rollout.nodes_per_engine"),
     ({"rollout": {}}, Request("one-job", 2, 1), "rollout.host 127.0.0.1: trainers on other nodes cannot reach it"),
-    ({}, Request("one-node", gpus_per_node=8), "16 trainer ranks and 1 engine ranks need 17 GPUs, not 8"),
+    ({}, Request("one-node", gpus_per_node=8), "need 17 GPUs, and the node has 8"),
     ({}, Request("one-job", time="5", grace_s=300), "--time 5 is 300 s, not more than --grace-s 300"),
-    ({}, Request("one-node", 2, 1), "omit --trainer-nodes and --rollout-nodes"),
+    ({}, Request("one-node", 1, 1), "trainers and engines share one node; omit --rollout-nodes"),
+    (SHARED, Request("one-job", 2), "rollout.colocate wants colocated"),
+    ({}, Request("colocated", 2), "--kind colocated wants rollout.colocate: true"),
+    (SHARED, Request("colocated", 2, 1), "engines share the trainers' nodes; omit --rollout-nodes"),
 ]
 
 
 @pytest.mark.parametrize(("sections", "request_", "said"), [*((*fitting, None) for fitting in FITS), *REFUSED])
 def test_a_request_that_does_not_fit_is_refused_with_one_that_would(sections, request_, said):
-    problems = misfits(experiment(**sections), request_)
+    config = experiment(**sections)
+    problems = misfits(config, request_) or placement_problems(config, nodes_of(request_))
     assert problems == [] if said is None else len(problems) == 1 and said in problems[0], problems
+
+
+@pytest.mark.parametrize(
+    ("sections", "gpus", "kind", "nodes"),
+    [
+        (SHARED, None, "one-node", (1, 0)),
+        (SHARED, 8, "colocated", (2, 0)),
+        (ENGINES, 8, "one-job", (2, 2)),
+        ({}, 32, "one-node", (1, 0)),
+    ],
+)
+def test_what_is_not_asked_for_is_what_the_experiment_takes(sections, gpus, kind, nodes):
+    request = completed(experiment(**sections), Request(gpus_per_node=gpus))
+    assert (request.kind, (request.trainer_nodes, request.rollout_nodes)) == (kind, nodes)
 
 
 def test_time_limits():
