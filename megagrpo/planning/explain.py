@@ -7,6 +7,7 @@ from pathlib import Path
 from megagrpo.check.loading import Trial
 from megagrpo.check.problems import is_made, longest_samples, model_description, preflight
 from megagrpo.config.layout import layout_problems, rank_coordinates
+from megagrpo.config.placement import place, placement_problems
 from megagrpo.config.schema import ActorConfig, ExperimentConfig
 from megagrpo.data.rows import read_rows
 from megagrpo.families.architecture import Architecture
@@ -219,9 +220,26 @@ def _rollout(config: ExperimentConfig, everything: bool) -> list[str]:
         timeouts = f"weights.timeout_s {config.weights.timeout_s:g} is no more than rollout.start_timeout_s"
         found = f"{r.start_timeout_s:g}: a publish that finds fewer than {r.min_healthy_engines} engines"
         lines.append(f"  ADVICE   {timeouts} {found} may not outwait the start of new ones, and ends the run")
-    for i in range(min(r.num_engines, _MAX_RANK_ROWS) if everything and (r.num_engines > 1 or r.tp > 1) else 0):
-        lines.append(f"  engine {i}: ranks {i * r.tp}..{(i + 1) * r.tp - 1}")
-    return lines
+    return [*lines, *_places(config, everything)]
+
+
+def _places(config: ExperimentConfig, everything: bool) -> list[str]:
+    """Returns on which nodes ranks are; everything: also who is on which GPU."""
+    if placement_problems(config):
+        return []
+    found = place(config)
+    shared = "shared by engines" if config.rollout.colocate else ""
+    apart = f"{found.rollout_nodes} for engines" if found.rollout_nodes else shared
+    lines = [f"  nodes      {', '.join(filter(None, [f'{found.trainer_nodes} for trainers', apart]))}"]
+    if not everything:
+        return lines
+    trainers = {gpu: f"trainer {rank}" for rank, gpu in enumerate(found.trainers)}
+    engines = {gpu: f"engine {e} rank {r}" for e, ranks in enumerate(found.engines) for r, gpu in enumerate(ranks)}
+    gpus = sorted(trainers.keys() | engines.keys())
+    rows = [["node", "GPU", "trainer", "engine"]]
+    rows += [[str(g.node), str(g.number), trainers.get(g, "-"), engines.get(g, "-")] for g in gpus[:_MAX_RANK_ROWS]]
+    lines += ["    " + "".join(f"{cell:<14}" for cell in row).rstrip() for row in rows]
+    return lines + [f"    ... {len(gpus) - _MAX_RANK_ROWS} more in the same order"] * (len(gpus) > _MAX_RANK_ROWS)
 
 
 def _memory(config: ExperimentConfig, arch: Architecture | None, counts: ParameterCounts | None) -> list[str]:

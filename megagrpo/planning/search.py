@@ -1,4 +1,4 @@
-"""Runs `megagrpo plan`: memory and roofline of an experiment, and the layouts of both sides with the best bound."""
+"""Runs `megagrpo plan`: memory and roofline of an experiment, and the layouts with the best bound, colocated or not."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -167,6 +167,27 @@ def test_scancel_leaves_nothing_behind(slurm, experiments):
 
 
 @pytest.mark.slow
+def test_engines_on_the_trainers_nodes(slurm, experiments, undisturbed):
+    """Two nodes, an engine of two ranks over both; asked to stop, it goes back into the queue and on."""
+    folder, slow = experiments / "colocated", experiments / "slow"
+    slow.touch()
+    rollout = SECTIONS["rollout"] | {"colocate": True, "tp": 2, "nodes_per_engine": 2}
+    sections = SECTIONS | {"rollout": rollout, "weights": {"transport": "ipc"}}
+    job = submit(slurm, write_experiment(folder, **sections, train={"num_steps": 500}), "--trainer-nodes", "2")
+    wait_for(lambda: step_done(folder), "step 1", folder)
+    assert slurm.job(job)["NumNodes"] == "2"
+    slurm.run("scancel", "--batch", "--signal=USR1", str(job))
+    wait_for(lambda: "back into the queue" in output(folder), "requeue", folder)
+    slow.unlink()
+    write_experiment(folder, **sections, train={"num_steps": NUM_STEPS})
+    text = finish(slurm, job, folder)
+    assert f"continues after step {saved_step(text)}" in text and slurm.job(job)["Restarts"] == "1"
+    # an engine of two ranks sums in another order than one of one rank
+    assert_agrees(folder)
+    assert sorted(metrics(folder)) == list(range(NUM_STEPS + 1))
+
+
+@pytest.mark.slow
 def test_the_same_launchers_without_slurm(experiments, undisturbed):
     """Two trainer nodes and a rollout node by hand; TERM to one trainer node stops both, started again they go on."""
     folder, slow = experiments / "by_hand", experiments / "slow"

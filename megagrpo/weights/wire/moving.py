@@ -24,9 +24,9 @@ class Traffic:
     """Counts what one rank sent, or several together."""
 
     wire_bytes: int = 0  # that left the rank, once for every receiver
-    between_bytes: int = 0  # of these between nodes; transport ipc alone counts them
     messages: int = 0
     staging_bytes: int = 0  # held at most besides the parameters, on either end
+    between_bytes: int = 0  # of wire_bytes, between nodes; transport ipc alone counts them
 
     def add(self, other: "Traffic") -> None:
         """Adds traffic of another rank or time; its staging memory is not part of this rank's."""
