@@ -23,8 +23,8 @@ from megagrpo.system.run_folder import RunFolder
 
 
 def preflight(config: ExperimentConfig, nodes: Nodes | None = None) -> list[str]:
-    """Returns every problem: missing files, broken lines, unknown functions, a model that the layout cannot cut, ranks
-    that have no place on the nodes.
+    """Returns every problem: missing files, broken lines, unknown functions, ranks that have no place on the nodes, a
+    model that the layout cannot cut.
     """
     checks = (_missing_files, _missing_packages, _broken_lines, _function_problems, _source_problems)
     problems = [problem for check in checks for problem in check(config)]

@@ -81,6 +81,7 @@ def run_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
     with alone_in(folder) if node.rank == 0 else nullcontext():
         if node.rank == 0:
             dump_config(config, folder.config)
+            folder.service.unlink(missing_ok=True)  # of a killed run: the trainers would use its URL
         with _launch_of_trainers(folder, "run", node, _GRACE_S) as launch:
             needed = _start_service(launch, config, arguments, node, shared)
             trainers = replace(node, first_port=node.first_port + _TO_TRAINERS)

@@ -130,18 +130,20 @@ class _Fit:
 
     def placement(self) -> Placement:
         """Returns the GPUs of all ranks: trainers in order; engine after engine, each on nodes_per_engine nodes."""
-        ranks, across = self.world // self.trainer_nodes, self.rollout.nodes_per_engine
-        trainers = tuple(Gpu(rank // ranks, rank % ranks) for rank in range(self.world))
-        first, offset = (0, 0) if self.rollout.colocate else (self.trainer_nodes, 0)
-        if self.one_node:
-            first, offset = 0, self.world
-        each = self.rollout.num_engines if self.one_node else self.engines_on_a_node
+        ranks, tp = self.world // self.trainer_nodes, self.rollout.tp
+        first = 0 if self.rollout.colocate or self.one_node else self.trainer_nodes
 
         def gpu(engine: int, rank: int) -> Gpu:
-            node = first + engine // each * across + (0 if self.one_node else rank // self.part)
-            width = self.rollout.tp if self.one_node else self.part
-            return Gpu(node, offset + engine % each * width + rank % width)
+            if self.one_node:
+                return Gpu(0, self.world + engine * tp + rank)
+            group, position = divmod(engine, self.engines_on_a_node)
+            part, number = divmod(rank, self.part)
+            return Gpu(first + group * self.rollout.nodes_per_engine + part, position * self.part + number)
 
-        engines = tuple(tuple(gpu(e, r) for r in range(self.rollout.tp)) for e in range(self.rollout.num_engines))
-        more = 0 if first == 0 else self.nodes.rollout or self.least_rollout_nodes
-        return Placement(self.gpus, self.trainer_nodes, more, trainers, engines)
+        return Placement(
+            gpus_per_node=self.gpus,
+            trainer_nodes=self.trainer_nodes,
+            rollout_nodes=(self.nodes.rollout or self.least_rollout_nodes) if first else 0,
+            trainers=tuple(Gpu(rank // ranks, rank % ranks) for rank in range(self.world)),
+            engines=tuple(tuple(gpu(e, r) for r in range(tp)) for e in range(self.rollout.num_engines)),
+        )

@@ -3,10 +3,10 @@
 Whatever is killed in whatever phase, the run ends as one of the same layout whose engine has a place of its own.
 """
 
-import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -95,16 +95,22 @@ class ColocatedRun:
         path = self.folder / "rollouts" / f"step_{step:06}.replica_0.jsonl"
         self.wait_for(path.exists, f"step {step}", poll_s=0.1)
 
-    def wait_for_phase(self, phase: str) -> None:
-        """Until engine-0 is in the phase, in the order of a step: sampling, asleep, waking, publishing."""
-        state = lambda: (engine(self.folder) or {}).get("state")  # noqa: E731
+    def in_phase(self, phase: str, find: Callable[[], Callable[[], None]]) -> str:
+        """Does what `find` returns once engine-0 is in the phase; returns its state then, as the service says it.
+
+        In the order of a step: sampling, asleep, waking, publishing. `find` runs before the moment comes.
+        """
+        state = lambda: (engine(self.folder) or {}).get("state", "")  # noqa: E731
         self.wait_for(lambda: state() == "ready", "an engine that samples")
         if phase != "sampling":
             self.wait_for(lambda: state() == "asleep", "an engine asleep", poll_s=0.002)
+        act, seen = find(), state()
         if phase in ("waking", "publishing"):
-            self.wait_for(lambda: state() != "asleep", "an engine that wakes", poll_s=0.002)
+            seen = self.wait_for(lambda: (now := state()) != "asleep" and now, "an engine that wakes", poll_s=0.002)
         if phase == "publishing":
-            time.sleep(0.1)
+            time.sleep(0.05)
+        act()
+        return seen
 
     def finish(self, timeout_s: float = 900.0) -> None:
         until(lambda: None not in self.statuses(), timeout_s, self.end, 0.2)
@@ -184,25 +190,20 @@ def test_whoever_is_killed_in_any_phase(experiments, whose):
     reference = apart(experiments, NUM_STEPS, **sections)
     config = colocated(experiments / f"killed-{whose}", NUM_STEPS, **sections)
     with Hosts(2) as hosts, ColocatedRun(hosts, config) as run:
-        for step, phase in enumerate(PHASES, 1):
-            run.wait_for_step(2 * step - 1)
-            run.wait_for_phase(phase)
-            print(f"{whose} is killed: {phase}, the engine is {(engine(run.folder) or {}).get('state')}", flush=True)
-            if whose == "engine":
-                psutil.Process((engine(run.folder) or {})["pid"]).send_signal(signal.SIGKILL)
-            elif whose == "trainer":
-                found = run.trainer(3)
-                assert found is not None
-                found.kill()
-            elif whose == "node":
-                run.kill(2)
-                run.start(2)
-            else:
-                run.kill(1)
-                until(lambda: run.statuses()[1] is not None, 900, run.end)  # the other host ends with a reason
-                assert run.statuses()[1] == 1 and run.log(2).read_text().strip(), run.end()
-                for number in (1, 2):
-                    run.start(number)
+        victims = {
+            "engine": lambda: psutil.Process((engine(run.folder) or {})["pid"]).kill,
+            "trainer": lambda: run.trainer(3).kill,  # type: ignore[union-attr]
+            "node": lambda: lambda: run.kill(2),
+            "launcher": lambda: lambda: run.kill(1),
+        }
+        for number, phase in enumerate(PHASES):
+            run.wait_for_step(2 * number + 1)
+            print(f"{whose} killed, {phase}: the engine was {run.in_phase(phase, victims[whose])}", flush=True)
+            if whose == "launcher":  # the other host ends with a reason
+                until(lambda: run.statuses()[1] is not None, 900, run.end)
+                assert run.statuses()[1] == 1 and "megagrpo: " in run.log(2).read_text(), run.end()
+            for host in {"node": (2,), "launcher": (1, 2)}.get(whose, ()):
+                run.start(host)
         run.finish()
     assert_same_run(run.folder, reference, NUM_STEPS)
     assert_agrees(run.folder)

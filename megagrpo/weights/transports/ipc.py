@@ -51,7 +51,7 @@ class IpcTransport(LinkTransport):
         self._places = weights.mesh.gather_world(place_of(weights.mesh.device))
 
     def _slot(self, engine: EngineConnection) -> int:
-        """Returns the number in an engine's id, engine-3, which determines its carriers: engines start in any order."""
+        """Returns the number in an engine's id, engine-3: they start in any order."""
         found = re.search(r"\d+$", engine.id)
         return int(found.group()) if found else 0
 

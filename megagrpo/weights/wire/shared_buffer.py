@@ -6,6 +6,7 @@ The file has no name (memfd): the kernel frees it when the last process that map
 import base64
 import mmap
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -27,13 +28,13 @@ Handle = tuple[int, str, list]
 class Place(NamedTuple):
     """Where a rank runs: ranks of equal places can share memory."""
 
-    node: str  # boot id, namespaces of processes and of the network
+    node: str  # host name, boot id, namespaces of processes and of the network
     device: str  # UUID of its GPU; "cpu"
 
 
 def place_of(device: torch.device) -> Place:
     """Returns the place of this process, which computes on `device`."""
-    node = f"{_machine()} {os.readlink('/proc/self/ns/net')}"
+    node = f"{socket.gethostname()} {_machine()} {os.readlink('/proc/self/ns/net')}"
     return Place(node, str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu")
 
 
