@@ -110,6 +110,7 @@ def test_each_source_is_passed_in_its_own_order(whole):
     assert len(of_a) == 16 and len(set(of_a[:7])) == 7 and len(set(of_a[7:14])) == 7, "two passes over seven rows"
 
 
+@pytest.mark.slow
 def test_killed_in_a_mixture_and_run_again_it_is_the_same_run(whole):
     folder = whole.parent / "mixture-resumed"
     config = write_experiment(folder, **sections(folder))
