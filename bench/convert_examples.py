@@ -14,6 +14,8 @@ import re
 import sys
 import tempfile
 from collections import Counter
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pyarrow
@@ -23,10 +25,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.common import RESULTS, ROOT, provenance, write_results
 from megagrpo.check.problems import preflight
+from megagrpo.cluster.submit import Request, submit
 from megagrpo.config.foreign import FRAMEWORKS
 from megagrpo.config.load import ConfigError, load_config
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.convert.command import translate
 from megagrpo.convert.draft import Draft
+from megagrpo.planning.roofline import fit_problems
 
 STATUSES = ("translated", "as here", "not translated", "unknown")
 USER = [{"role": "user", "content": "What is 1 + 1?"}]
@@ -64,11 +69,23 @@ def check_problems(draft: Draft, framework: str, folder: Path) -> list[str]:
     known = [f"model.path={json.dumps(str(model))}"] if model.is_dir() else []
     files = [f"{key}={json.dumps(str(data))}" for key in ("data.path", "eval.data.path") if key in draft.values]
     try:
-        found = preflight(load_config(folder / "mine.yaml", [*known, *files]))
+        config = load_config(folder / "mine.yaml", [*known, *files])
     except ConfigError as exc:
         return str(exc).splitlines()[1:]
+    found = preflight(config) + fit_problems(config)
+    assert sorted(found) == sorted(submit_problems(config)), "check and submit --dry-run say the same"
     missing = ("does not exist", "not installed", "FileNotFoundError")  # code of theirs, too
     return [problem for problem in found if not any(part in problem for part in missing)]
+
+
+def submit_problems(config: ExperimentConfig) -> list[str]:
+    """What `megagrpo submit --dry-run` refuses."""
+    try:
+        with redirect_stdout(StringIO()):
+            submit(config, [], Request(), dry_run=True)
+    except ValueError as exc:
+        return [line.strip() for line in str(exc).split("\n  ")[1:]]
+    return []
 
 
 def main() -> None:

@@ -27,9 +27,9 @@ _POINTS = 4096  # of a distribution that is given by numbers
 _MEDIAN = 0.3  # of the longest response, if nothing is known
 _SPREAD = math.log(1 / _MEDIAN) / NormalDist().inv_cdf(0.99)  # sigma of a log-normal with 1 % above the longest
 _PROMPT_SHARE = 0.25  # of data.max_prompt_tokens that a prompt has
-# Activations and graphs of an engine beside trainers: what SGLang 0.5.21 reserves for a prefill of 8,192 tokens and
-# graphs of 256 samples (arg_groups/memory_hook.py): 512 + 1.5 x 8192 + 2 x 256 MB
-_WORKSPACE_BYTES = (512 + 1.5 * 8192 + 2 * 256) * 2**20
+# An engine's activations and graphs beside trainers, estimated: a prefill of 8,192 tokens with 16 values of the hidden
+# size each, and 2 MB for each of 256 samples in graphs, as SGLang 0.5.21 reserves (arg_groups/memory_hook.py)
+_PREFILL_TOKENS, _PREFILL_WIDTH, _GRAPH_BYTES = 8192, 16, 2 * 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,9 @@ def engine_side(work: ModelWork, server: Server, lengths: Lengths, longest: int,
     return EngineSide(server, parts, hardware.memory_bytes, tokens * replicas, concurrent, tuple(problems))
 
 
-def gpu_phases(config: ExperimentConfig, trainers: TrainerSide, engine: EngineSide) -> dict[str, RankMemory]:
+def gpu_phases(
+    config: ExperimentConfig, trainers: TrainerSide, engine: EngineSide, hidden_size: int
+) -> dict[str, RankMemory]:
     """Returns the bytes on the fullest trainer GPU by phase: with the engine's, under rollout.colocate.
 
     The optimiser and gradients are on the host while engines are awake, and until the first backward of an update.
@@ -235,7 +237,7 @@ def gpu_phases(config: ExperimentConfig, trainers: TrainerSide, engine: EngineSi
         return dict(trainers.phases)
     asleep = {"engine's context": engine.parts["context"]}
     weights = {"engine's weights": engine.weights}
-    workspace = min(engine.parts["graphs and activations"], _WORKSPACE_BYTES)
+    workspace = _GRAPH_BYTES + _PREFILL_TOKENS * _PREFILL_WIDTH * ITEM * hidden_size
     sampling = weights | {"engine's cache": engine.parts["cache"], "engine's workspace": workspace}
     awake = {"rollout": sampling, "checkpoint": sampling, "publish": weights}
     phases = {}
@@ -254,7 +256,14 @@ def memory_problems(phases: Mapping[str, RankMemory], engine: EngineSide, gpu: H
         return list(engine.problems)
     parts = ", ".join(f"{part} {size / 1e9:.1f}" for part, size in fullest.parts.items())
     needs = f"rank {fullest.rank} ({fullest.kind}) needs {fullest.total / 1e9:.1f} GB ({parts})"
-    return [f"trainers do not fit: in {name} {needs}, and {gpu.device_name} has {room / 1e9:.1f}", *engine.problems]
+    remedy, free = "", gpu.memory_bytes - CONTEXT_BYTES
+    fraction = math.floor(100 * (engine.server.memory_fraction - (fullest.total - room) / free)) / 100
+    if "engine's cache" in fullest.parts and fraction * free > engine.weights:
+        remedy = f"; with rollout.mem_fraction {fraction:g} they do"
+    return [
+        f"trainers do not fit: in {name} {needs}, and {gpu.device_name} has {room / 1e9:.1f}{remedy}",
+        *engine.problems,
+    ]
 
 
 _DEFAULT_GPU, _GPUS_PER_NODE = "H100", 8

@@ -251,7 +251,7 @@ def _memory(config: ExperimentConfig, arch: Architecture | None, counts: Paramet
     side, r = _trainer_side(config, arch, config.actor), config.rollout
     gpu, longest = hardware_of(config.cluster.gpu), longest_samples(config)["data"]
     engine = engine_side(model_work(arch), server_of(r), assumed_lengths(config), longest, gpu)
-    held, phases = side.phases["rollout"].parts, gpu_phases(config, side, engine)
+    held, phases = side.phases["rollout"].parts, gpu_phases(config, side, engine, arch.hidden_size)
     phase = max(phases, key=lambda name: phases[name].total)
     fullest, on_host = phases[phase], side.host_bytes["optimiser"]
     return [

@@ -126,7 +126,7 @@ def plan_step(config: ExperimentConfig, target: Target) -> Plan:
     if config.rollout.colocate:  # the optimiser's state leaves for the engines and comes back
         moved = trainers.phases["rollout"].parts.get("optimiser", 0.0) / HOST_GB_S / 1e9
         parts["publish"]["state to the host"] = parts["update"]["state from the host"] = moved
-    phases = gpu_phases(config, trainers, engine)
+    phases = gpu_phases(config, trainers, engine, target.arch.hidden_size)
     problems = memory_problems(phases, engine, target.hardware)
     return Plan(config, target, trainers, engine, parts, phases, tuple(problems))
 

@@ -15,7 +15,6 @@ import pytest
 from netns_hosts import NEEDED, Hosts, available
 from run_megagrpo import (
     GRADERS,
-    LONG_RUN,
     assert_agrees,
     assert_same_run,
     engine,
@@ -38,7 +37,7 @@ PARALLEL = {"tp": 2, "pp": 2, "ep": 1}  # a stage on each host: half of the weig
 ACTOR = {"world_size": 4, "parallel": PARALLEL, "device": "cpu", "max_restarts": 20}
 ROLLOUT = {"deterministic": True, "tp": 2, "start_timeout_s": 600, "max_restarts": 20}
 PHASES = ("asleep", "waking", "publishing", "sampling")
-NUM_STEPS = 10  # under faults
+NUM_STEPS = 8  # under faults
 
 
 class ColocatedRun:
@@ -185,8 +184,7 @@ def test_the_same_bits_as_apart_and_no_byte_more_than_planned(experiments, acros
 @pytest.mark.parametrize("whose", ["engine", "trainer", "node", "launcher"])
 def test_whoever_is_killed_in_any_phase(experiments, whose):
     """An engine over both hosts, trainer rank 3, the second host, the first one with the service and the rendezvous."""
-    sections = LONG_RUN | {"train": LONG_RUN["train"] | {"num_steps": NUM_STEPS}}
-    sections = {name: sections[name] for name in ("train", "checkpoint")}
+    sections = {"checkpoint": {"every": 1, "keep": 20}}
     reference = apart(experiments, NUM_STEPS, **sections)
     config = colocated(experiments / f"killed-{whose}", NUM_STEPS, **sections)
     with Hosts(2) as hosts, ColocatedRun(hosts, config) as run:
