@@ -25,6 +25,7 @@ from megagrpo.monitor.record import read_metrics
 from megagrpo.planning.engine_memory import (
     EngineSide,
     Lengths,
+    Server,
     assumed_lengths,
     engine_side,
     gpu_phases,
@@ -164,35 +165,53 @@ def rollout_seconds(config: ExperimentConfig, target: Target, engine: EngineSide
     """
     if engine.concurrent < 1:
         return {"weights": math.inf}
-    train, lengths, work, server = config.train, target.lengths, target.work, engine.server
+    train, lengths, server = config.train, target.lengths, engine.server
     samples = math.ceil(train.num_prompts_per_step * train.group_size / config.rollout.num_engines)
     slots = min(samples, engine.concurrent)
     wave = lengths.spread(slots)
     steps = np.concatenate([[(samples - slots) * lengths.mean / slots], np.diff(wave, prepend=0.0)])
     running = np.concatenate([[slots], np.arange(slots, 0, -1)]).astype(np.float64)
     held = np.concatenate([[lengths.running], lengths.prompt + wave - np.diff(wave, prepend=0.0) / 2])
+    decode = {name: float(steps @ each) for name, each in decode_seconds(target, server, running, held).items()}
+    prompts = samples * lengths.prompt
+    decode["communication"] += prompts * _all_reduced_bytes(target, server) / _engine_link(target, server)
+    return decode | {"prefill": samples * prefill_seconds(target, server, lengths.prompt)}
+
+
+def decode_seconds(target: Target, server: Server, running: np.ndarray, held: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns the seconds of decode steps by part, float64 [steps]: of `running` samples with `held` tokens each."""
+    work, layers = target.work, target.arch.num_layers
     memory, peak = target.hardware.memory_tb_s * 1e12, target.hardware.bf16_tflops * 1e12
-    experts, layers = work.expert / server.tp * ITEM, target.arch.num_layers
+    experts = work.expert / server.tp * ITEM
     dense = weight_elements(work, server.tp, server.attention_tp) * ITEM - experts
     dense -= work.vocabulary / server.tp * ITEM  # only few of its rows are read
     weights = (dense + experts * (1.0 - (1.0 - work.share) ** running)) / memory
     context = running * held * server.attention_tp / server.tp  # of one attention replica
     cache = context * work.cache_bytes(server.attention_tp, server.cache_width) / memory
-    token = work.token_flops / server.tp
     scores = context * work.decode_attention_flops * layers / server.attention_tp
-    compute = np.maximum(0.0, (running * token + scores) / peak - weights - cache)
-    prompts = samples * lengths.prompt
-    pairs = prompts * lengths.prompt / 2 * work.attention_flops * layers / server.tp
-    rates = target.hardware.rates
-    link = (rates.inside_gb_s if server.tp <= target.gpus_per_node else rates.between_gb_s) * 1e9
-    moved = 2 * layers * 2 * (server.tp - 1) / server.tp * target.arch.hidden_size * ITEM  # two all-reduces a layer
+    products = (running * work.token_flops / server.tp + scores) / peak
     return {
-        "weights": float(steps @ weights),
-        "cache": float(steps @ cache),
-        "compute": float(steps @ compute),
-        "communication": (prompts + float(steps @ running)) * moved / link,
-        "prefill": (prompts * token + pairs) / peak,
+        "weights": weights,
+        "cache": cache,
+        "compute": np.maximum(0.0, products - weights - cache),
+        "communication": running * _all_reduced_bytes(target, server) / _engine_link(target, server),
     }
+
+
+def prefill_seconds(target: Target, server: Server, tokens: float) -> float:
+    """Returns the seconds of the products of one sample's first `tokens` tokens."""
+    pairs = tokens * tokens / 2 * target.work.attention_flops * target.arch.num_layers
+    return (tokens * target.work.token_flops + pairs) / server.tp / (target.hardware.bf16_tflops * 1e12)
+
+
+def _all_reduced_bytes(target: Target, server: Server) -> float:
+    """Returns the bytes that an engine rank sends for each token: two all-reduces a layer."""
+    return 2 * target.arch.num_layers * 2 * (server.tp - 1) / server.tp * target.arch.hidden_size * ITEM
+
+
+def _engine_link(target: Target, server: Server) -> float:
+    rates = target.hardware.rates
+    return (rates.inside_gb_s if server.tp <= target.gpus_per_node else rates.between_gb_s) * 1e9
 
 
 def train_seconds(
