@@ -21,11 +21,10 @@ from common import ROOT, provenance, write_results
 from megagrpo.check.problems import longest_samples
 from megagrpo.config.load import load_config
 from megagrpo.planning.engine_memory import EngineSide, Lengths, engine_side
-from megagrpo.planning.hardware import CONTEXT_BYTES
+from megagrpo.planning.hardware import CONTEXT_BYTES, HOST_GB_S
 from megagrpo.planning.roofline import Plan, decode_seconds, plan_step, prefill_seconds
 from megagrpo.planning.search import Options, target_of
 
-HOST_GB_S = 55.0  # of a GPU to its host and back: PCIe 5 x16, pinned memory
 ALLOCATE_S, RELEASE_S = 5.0, 1.0  # of an engine: memory and calls; its process and graphs are kept
 DIGEST_SHARE = 0.1  # of the memory's rate at which weights are proved
 SLOW_WAKE_S = 60.0  # instead of ALLOCATE_S, to see how much hangs on it

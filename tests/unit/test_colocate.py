@@ -85,8 +85,10 @@ def test_an_engine_rank_takes_the_nearest_holder():
     transport._places = [Place("a", "gpu-0"), Place("a", "gpu-1"), Place("b", "gpu-0")]
     engine = SimpleNamespace(places=[Place("b", "gpu-0"), Place("a", "gpu-1")], tp=2)
     assert transport._carriers(engine, 0) == (2, 1)
+    engine.places[0] = Place("b", "gpu-7")
+    assert transport._carriers(engine, 0) == (2, 1), "ipc beside the trainers, on GPUs of their own"
     engine.places[0] = Place("c", "gpu-0")
-    with pytest.raises(ValueError, match="rank 0 runs on node c, gpu-0, where no trainer rank is"):
+    with pytest.raises(ValueError, match="rank 0 runs on node c, where no trainer rank is"):
         transport._carriers(engine, 0)
 
 

@@ -56,14 +56,15 @@ class IpcTransport(LinkTransport):
         return int(found.group()) if found else 0
 
     def _carriers(self, engine: EngineConnection, slot: int) -> tuple[int, ...]:
-        """Returns the trainer rank at each engine rank's place. Raises ValueError if there is none."""
+        """Returns the trainer rank on each engine rank's GPU, else one of its node. Raises ValueError for none."""
         found = []
         for rank, place in enumerate(engine.places):
-            here = [trainer for trainer, other in enumerate(self._places) if other == place]
-            if not here:
-                problem = f"{engine} rank {rank} runs on node {place.node}, {place.device}, where no trainer rank is"
-                raise ValueError(f"weights.transport ipc: {problem}; both sides must be given the same GPUs")
-            found.append(here[(slot * engine.tp + rank) % len(here)])
+            there = [trainer for trainer, other in enumerate(self._places) if other.node == place.node]
+            if not there:
+                problem = f"{engine} rank {rank} runs on node {place.node}, where no trainer rank is"
+                raise ValueError(f"weights.transport ipc: {problem}; engines must share the trainers' nodes")
+            beside = [trainer for trainer in there if self._places[trainer] == place] or there
+            found.append(beside[(slot * engine.tp + rank) % len(beside)])
         return tuple(found)
 
     def _make_plan(self, cover: Cover, link: Link) -> TransferPlan:
