@@ -45,9 +45,8 @@ def main() -> None:
     side = _trainer_side(experiment, read_architecture(Path(experiment.model.path)), experiment.actor)
     measured = by_phase(RunFolder(Path(experiment.output_dir)), bare, samples)
     lines = []
-    for phase in PHASES:
-        planned = side.phases[phase].total
-        found = measured[phase]
+    for phase in (phase for phase in PHASES if measured.get(phase)):  # one update of a step needs no old log-probs
+        planned, found = side.phases[phase].total, measured[phase]
         lines.append([phase, f"{planned / 1e9:.2f}", f"{found / 1e9:.2f}", f"{found / planned:.2f}"])
     data = {**provenance(), "planned": {p: side.phases[p].parts for p in PHASES}, "measured": measured}
     header = ["phase", "planned trainer, GB", "measured, GB", "measured / planned"]
