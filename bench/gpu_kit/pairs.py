@@ -83,7 +83,16 @@ def reshard_end(figures: Figures, setting: Setting) -> None:
     mesh = make_mesh(0, 1, setting.torch_device(), _LIMIT_S)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_LIMIT_S))
     link = Link(
-        "kit", "http://127.0.0.1:1", 0, 0, 0, ("127.0.0.1", store.port), _LIMIT_S, GroupLimits(_LIMIT_S), _LIMIT_S
+        name="kit",
+        url="http://127.0.0.1:1",
+        num_ranks=0,
+        slot=0,
+        copy_list=0,
+        carriers=(),
+        store=("127.0.0.1", store.port),
+        patience_s=_LIMIT_S,
+        limits=GroupLimits(_LIMIT_S),
+        left_s=_LIMIT_S,
     )
     end = _TrainerEnd(link, cast(TransferPlan, SimpleNamespace(trainers=[0], numbered_sent_by=lambda rank: {})), 0)
     weights = cast(TrainerWeights, SimpleNamespace(mesh=mesh, parameters=dict))
