@@ -23,7 +23,7 @@ PACKAGE = ROOT / "megagrpo"
 _PLACE = re.compile(r"(?<=<!-- )(?!end )(\S+)( -->\n)(?:.*?\n)??(?=<!-- end -->)", re.DOTALL)
 _SHORT = 98  # characters beside the name of a folder
 _OTHER_FOLDERS = [
-    ("configs/", "Experiments: quickstart, smollm2, calculator (laptop), gsm8k, 30B to 1T, and published examples"),
+    ("configs/", "Experiments: quickstart, smollm2, calculator, guess (laptop), gsm8k, 30B to 1T, published ones"),
     ("launch/, slurm/", "Shell scripts: installation, quickstart, tests, one node of a cluster, Slurm jobs"),
     ("tests/", "unit/ (seconds), dist/ (gloo ranks), e2e/ (engines), cluster/ (Slurm, Ray, namespaces), gpu/ (CUDA)"),
     ("bench/", "Programs that measure; results/ holds what they wrote"),

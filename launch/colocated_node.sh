@@ -6,13 +6,7 @@
 # What is not given comes from NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, NODE_ADDR. Signals and restarts: as in
 # torchrun_node.sh. Ports: as in rollout_node.sh, and MASTER_PORT + 99, where the trainers meet.
 set -euo pipefail
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 : "${MASTER_ADDR:=$(hostname -I | cut -d' ' -f1)}" # the first node itself may leave it out
-place=()
-for name in NNODES NODE_RANK MASTER_ADDR MASTER_PORT NODE_ADDR; do
-    option="--${name,,}"
-    [ -z "${!name:-}" ] || place+=("${option//_/-}" "${!name}")
-done
-unset RANK LOCAL_RANK WORLD_SIZE # of a launcher around this one: torchrun numbers the ranks
-trap '' USR1 # ignored until it can be obeyed
-exec "${MEGAGRPO_VENV:-$root/.venv}/bin/python" -W ignore -m megagrpo.cli run "${place[@]}" "$@"
+source "$(dirname "${BASH_SOURCE[0]}")/node.sh"
+for_trainers
+exec "${megagrpo[@]}" run "${place[@]}" "$@"

@@ -7,11 +7,6 @@
 # INT, TERM or USR2 end it. Ports: Ray's head MASTER_PORT (30000), Ray's nodes the next 90, its workers 10002-19999, engines,
 # router and control 20000-29999.
 set -euo pipefail
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 : "${MASTER_ADDR:=$(hostname -I | cut -d' ' -f1)}" # the first rollout node itself may leave it out
-place=()
-for name in NNODES NODE_RANK MASTER_ADDR MASTER_PORT NODE_ADDR; do
-    option="--${name,,}"
-    [ -z "${!name:-}" ] || place+=("${option//_/-}" "${!name}")
-done
-exec "${MEGAGRPO_VENV:-$root/.venv}/bin/python" -W ignore -m megagrpo.cli serve "${place[@]}" "$@"
+source "$(dirname "${BASH_SOURCE[0]}")/node.sh"
+exec "${megagrpo[@]}" serve "${place[@]}" "$@"

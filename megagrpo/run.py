@@ -30,19 +30,20 @@ from megagrpo.monitor.timeline import Timeline
 from megagrpo.monitor.trained import TrainedLog
 from megagrpo.monitor.wandb_log import WandbLog
 from megagrpo.monitor.watchdog import Watchdog
+from megagrpo.publishing import Publishing, sleep_limit_s
 from megagrpo.rewards.pool import RewardPool
-from megagrpo.rollout.control import ServiceControl, find_service, service_progress
+from megagrpo.rollout.agents.environments import Environments
+from megagrpo.rollout.control import find_service, service_progress
 from megagrpo.rollout.generation import SamplingParams
 from megagrpo.rollout.sampler import Sampler
 from megagrpo.rollout.selection import GroupChoice, gather_surplus, grader_metrics, rollout_metrics, source_metrics
 from megagrpo.rollout.source import RolloutSource
-from megagrpo.rollout.tools import Tool, make_tool
+from megagrpo.rollout.tools import Tool, make_answering
 from megagrpo.system import environment
 from megagrpo.system.progress import Progress
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.system.stop_request import STOP_FILE, StopRequest
 from megagrpo.types import Batch, RolloutGroup, TrainState, Updates
-from megagrpo.weights.exchange import EngineRefresh, Exchange
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +59,7 @@ class Inputs:
     tokenizer: "PreTrainedTokenizerBase"
     prompts: PromptSet
     eval_prompts: PromptSet | None
-    tool: Tool | None
+    tool: Tool | Environments | None
 
     @classmethod
     def load(cls, config: ExperimentConfig) -> "Inputs":
@@ -68,33 +69,17 @@ class Inputs:
             tokenizer,
             load_prompts(config.data, tokenizer),
             load_prompts(config.eval.data, tokenizer) if config.eval else None,
-            make_tool(config.sampling.tool, tokenizer) if config.sampling.tool else None,
+            make_answering(config, tokenizer),
         )
+
+    def close(self) -> None:
+        """Ends the processes of environments."""
+        if isinstance(self.tool, Environments):
+            self.tool.close()
 
     def decode(self, token_ids: np.ndarray) -> str:
         """Returns the text that is graded, without special tokens."""
         return str(self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
-
-
-class Publishing:
-    """Publishes weights: to all engines after every step, and during sampling to restarted ones (`refresh`)."""
-
-    def __init__(self, config: ExperimentConfig, actor: MegatronActor, control: ServiceControl, exchange: Exchange):
-        self.exchange, self.refresh = exchange, EngineRefresh(actor.mesh, exchange.publish)
-        self._config, self._actor, self._control = config, actor, control
-
-    def publish(self, version: int) -> dict[str, float]:
-        """Collective. Publishes to every engine; returns seconds by phase once all weights are verified."""
-        if self._config.rollout.colocate:
-            self._actor.update_state.offload()
-            self._actor.mesh.from_main(self._control.let_start, "let engines start")
-        return {f"publish/{name}": value for name, value in self.exchange.publish(version).items()}
-
-    def sleep(self) -> None:
-        """Collective. Under rollout.colocate engines release their memory for the update."""
-        if self._config.rollout.colocate:
-            limit_s = sleep_limit_s(self._config)
-            self._actor.mesh.from_main(lambda: self._control.sleep(limit_s), "put engines to sleep")
 
 
 @dataclass
@@ -116,6 +101,8 @@ class Sampling:
         grader_metrics(metrics, step.groups, self.config.reward)
         source_metrics(metrics, step.groups, self.inputs.prompts.sources)
         rollout_metrics(metrics, step.groups, self.mesh, self.config.train)
+        if isinstance(self.inputs.tool, Environments):
+            self.inputs.tool.add_metrics(metrics)
         state.data_cursor, state.surplus, state.deferred = step.data_cursor, step.surplus, step.deferred
         self.source.drop_consumed()
         return step.groups
@@ -226,7 +213,7 @@ class Run:
         If that fails, it saves the state of the finished steps before it raises RunStopped on every rank.
         """
         try:
-            groups = self.sampling.next_groups(self.state, self.num_steps - self.state.step, metrics)
+            groups = self._sampled(metrics)
         except RunStopped as stopped:
             try:
                 self.checkpointer.save_now(self.state)
@@ -234,7 +221,20 @@ class Run:
                 problem = f"the state after step {self.state.step} could not be saved: {exc}"
                 raise RunStopped(f"{stopped}\nand {problem}") from stopped
             raise
-        self.publishing.sleep()
+        return groups
+
+    def _sampled(self, metrics: Metrics) -> list[RolloutGroup]:
+        """Collective. Samples while the trainers' GPUs, if engines share them, are the engines'."""
+        source, step = self.sampling.source, self.state.step
+        lend = self.config.rollout.lend_trainers and self.mesh.any_true(source.has_to_begin())
+        if lend:
+            for name, value in self.publishing.lend(step).items():
+                metrics.add_max(name, value)
+            source.count_engines()
+        groups = self.sampling.next_groups(self.state, self.num_steps - step, metrics)
+        self.publishing.take_back()
+        if lend:
+            source.count_engines()
         return groups
 
     def build_batch(self, groups: Sequence[RolloutGroup], updates: Updates) -> Batch:
@@ -294,11 +294,6 @@ class Run:
         self.recording.log(self.state.step, values, groups)
 
 
-def sleep_limit_s(config: ExperimentConfig) -> float:
-    """Returns the seconds in which all engines fall asleep: one may be starting, and one may not answer."""
-    return config.rollout.start_timeout_s + config.rollout.patience_s(cuda=True)
-
-
 @contextmanager
 def start_run(
     config: ExperimentConfig, service_url: str | None, device: torch.device, progress: Progress
@@ -306,7 +301,7 @@ def start_run(
     """Collective. Builds the run; parts that need no other process come first, so that user errors end it early."""
     progress.enter("reads prompts and the tokenizer")
     folder, start_timeout_s = RunFolder(Path(config.output_dir)), config.rollout.start_timeout_s
-    if config.rollout.colocate:  # before any rank allocates memory on a GPU that an engine uses
+    if config.rollout.shares_gpus:  # before any rank allocates memory on a GPU that an engine uses
         find_service(folder.path, service_url, start_timeout_s).sleep(sleep_limit_s(config))
     inputs = Inputs.load(config)
     num_steps = config.train.steps(len(inputs.prompts))
@@ -330,23 +325,23 @@ def start_run(
             recording.timeline.mark(phase)
             if phase == "checkpoint":  # the first of a step
                 progress.calm()
-            progress.enter(_PHASES.get(phase, phase), lambda: rollouts.progress() or exchange.waiting())
+            progress.enter(_PHASES.get(phase, phase), lambda: rollouts.progress() or publishing.waiting())
 
         watchdog = stack.enter_context(Watchdog(config, mesh, folder, lambda: state.step, enter))
-        exchange = Exchange(config, mesh, weights, control, folder.path, recording.timeline.call)
-        publishing = Publishing(config, actor, control, exchange)
+        publishing = Publishing(config, actor, weights, control, folder.path, recording.timeline.call)
         sampler = None
         if mesh.is_leader:
-            rewards, on_request = stack.enter_context(RewardPool(config.reward)), recording.timeline.request
-            sampler = Sampler(config, mesh.dp_size, control, rewards, inputs.decode, inputs.tool, on_request)
+            pool = stack.enter_context(RewardPool(config.reward, preload=config.sampling.environment is None))
+            stack.callback(inputs.close)
+            on_request = recording.timeline.request
+            sampler = Sampler(config, mesh.dp_size, control, pool, inputs.decode, inputs.tool, on_request)
         rollouts = RolloutSource(config, mesh, control, sampler, publishing.refresh, watchdog.alive)
         stack.callback(rollouts.close)
         rollouts.restore(state.ahead)
-        stack.callback(exchange.close)  # else engines wait in the group for a trainer that has ended
-        watchdog.waits += [rollouts.waiting, exchange.waiting]
+        stack.callback(publishing.close)  # else engines wait in the group for a trainer that has ended
+        watchdog.waits += [rollouts.waiting, publishing.waiting]
         stack.enter_context(recording.open(inputs, console))
         sampling = Sampling(config, mesh, inputs, rollouts)
-        stop_file = environment.get(STOP_FILE)
         yield Run(
             config=config,
             actor=actor,
@@ -358,7 +353,7 @@ def start_run(
             checkpointer=_checkpointer(config, actor, sampling, recording, SaveSchedule(num_steps, state.step)),
             watchdog=watchdog,
             alarm=MismatchAlarm(config, actor.arch.is_moe),
-            stop_request=StopRequest(Path(stop_file)) if stop_file else None,
+            stop_request=StopRequest(Path(path)) if (path := environment.get(STOP_FILE)) else None,
         )
 
 

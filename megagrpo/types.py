@@ -60,11 +60,20 @@ class Prompt(WithArrays):
 
 @dataclass(frozen=True, eq=False)
 class Sample(WithArrays):
-    """One response as the engine returned it; it is never tokenised again. T response tokens."""
+    """One response as the engine returned it; it is never tokenised again. T response tokens.
 
-    _types: ClassVar[dict[str, type]] = {"token_ids": np.int32, "logprobs": np.float32, "loss_mask": np.bool_}
+    A rollout may have several: paths through a tree of turns. A token that two of them share is trained on in the first
+    one; in the other it is context, part of `prompt_ids` or off the loss mask.
+    """
 
-    index: int  # within its group, from 0
+    _types: ClassVar[dict[str, type]] = {
+        "token_ids": np.int32,
+        "logprobs": np.float32,
+        "loss_mask": np.bool_,
+        "prompt_ids": np.int32,
+    }
+
+    index: int  # within its group, from 0: one rollout after the other
     token_ids: np.ndarray  # [T] int32, the token that ended the response included
     logprobs: np.ndarray  # [T] float32, of the sampled tokens after temperature, by the engine; 0 for a tool's tokens
     finish_reason: str  # "stop" | "length"
@@ -76,6 +85,13 @@ class Sample(WithArrays):
     # [prompt + T - 1, MoE layers, k] uint8 or int16: the engine's experts of every token of prompt and response except
     # the last, which it never read; actor.routing_replay: rollout
     routed_experts: np.ndarray | None = None
+    rollout: int | None = None  # index of its rollout within the group; None: its own index, one sample a rollout
+    prompt_ids: np.ndarray | None = None  # int32, what it continues; None: the group's prompt
+
+    @property
+    def of_rollout(self) -> int:
+        """Returns the index of its rollout within the group."""
+        return self.index if self.rollout is None else self.rollout
 
     def token_versions(self) -> np.ndarray:
         """Returns the version of the weights that sampled each token, [T] int32; a tool's repeat the previous."""
@@ -104,14 +120,22 @@ class Outcome:
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """The G responses to one prompt, which are each other's baseline, with their outcomes."""
+    """The G rollouts of one prompt, which are each other's baseline, with their outcomes; mostly a sample each."""
 
     group_id: int  # the index of its prompt in the run, over all epochs; in an evaluation, in its prompts
     prompt: Prompt
-    samples: tuple[Sample, ...]  # [G], in order of their index
-    outcomes: tuple[Outcome, ...]  # [G], of the samples
+    samples: tuple[Sample, ...]  # in order of their index, [G] if every rollout has one
+    outcomes: tuple[Outcome, ...]  # [G], of the rollouts
     greedy: Sample | None = None  # only with advantage "remax": a response at temperature 0, never trained on
     greedy_outcome: Outcome | None = None
+
+    @property
+    def rollouts(self) -> tuple[tuple[Sample, ...], ...]:
+        """Returns the samples of each rollout, [G]."""
+        found: list[list[Sample]] = [[] for _ in self.outcomes]
+        for sample in self.samples:
+            found[sample.of_rollout].append(sample)
+        return tuple(map(tuple, found))
 
 
 @dataclass(frozen=True)
@@ -147,7 +171,7 @@ class ReferenceStates:
 
 @dataclass(frozen=True)
 class Rewards:
-    """The graders' verdicts on the N samples of a Batch."""
+    """The graders' verdicts on the N samples of a Batch: those of their rollouts."""
 
     values: "Tensor"  # [N] float64, 0 if not valid
     valid: "Tensor"  # [N] bool, the outcome was a score
@@ -175,7 +199,8 @@ class Correction:
 class Batch:
     """This data-parallel rank's samples of one step, on the host; each MicroBatch copies its own to the device."""
 
-    sample_ids: "Tensor"  # [N] int64, RolloutGroup.group_id * group_size + index: an order that no layout changes
+    # [N] int64, RolloutGroup.group_id * (most samples of a group) + index: an order that no layout changes
+    sample_ids: "Tensor"
     group_ids: "Tensor"  # [N] int64, dense: the order of the groups among those of the step, 0 .. num_groups - 1
     num_groups: int  # over all ranks
     tokens: "Tensor"  # [T] int32
@@ -193,6 +218,8 @@ class Batch:
     correction: Correction = Correction()
     routing: Routing | None = None
     updates: Updates = ()  # (): for forwards only
+    # [M] int64, samples of each rollout, which are neighbours; None: one each. Read by algo/rollouts.py
+    rollout_sizes: "Tensor | None" = None
 
     @property
     def starts(self) -> "Tensor":

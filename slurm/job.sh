@@ -1,5 +1,4 @@
-# Sourced by one_job.sbatch and het_job.sbatch: starts the rollout nodes and the trainer nodes of one job, hands signals on,
-# ends with the trainers' exit code, and puts the job back into the queue when it was stopped before its last step.
+# Sourced by the *.sbatch: starts the nodes of one job, hands signals on, ends with the trainers' exit code, and puts the job back into the queue when it was stopped before its last step.
 
 say() { echo "[$(date +%H:%M:%S) job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1))] $*"; }
 
@@ -74,6 +73,17 @@ run_job() {
     say "the trainers ended with status $status"
     kill -USR2 "$rollout" 2>/dev/null || true
     status_of "$rollout" || true
+    end_job "$status"
+}
+
+# run_alone PID      a job whose trainers and engines are one step
+run_alone() {
+    local status=0
+    everything="$1"
+    trap 'ask_to_stop "$everything"' USR1
+    trap 'say "told to end"; kill -USR2 "$everything" 2>/dev/null || true' TERM
+    status_of "$everything" || status=$?
+    say "it ended with status $status"
     end_job "$status"
 }
 

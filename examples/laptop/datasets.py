@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Set
 from pathlib import Path
 
+from examples.laptop.guess import games
 from examples.laptop.recipe import DatasetConfig
 from examples.laptop.word_problems import word_problems
 from megagrpo.rollout.calculator import exact_value
@@ -40,8 +41,13 @@ def make_dataset(config: DatasetConfig, seed: int) -> dict[str, int]:
             files, counts = _gsm8k_calc(config, seed)
         case "word_problems":
             files, counts = word_problems(config, seed)
+        case "guess":
+            sizes = {"sft": config.num_sft, "train": config.num_train, "eval": config.num_eval}
+            files, counts = {name: games(num, seed, name == "sft") for name, num in sizes.items()}, {}
         case _:
-            raise ValueError(f"dataset.kind {config.kind!r} is unknown; it is arithmetic, gsm8k_calc or word_problems")
+            raise ValueError(
+                f"dataset.kind {config.kind!r} is unknown; it is arithmetic, gsm8k_calc, guess or word_problems"
+            )
     Path(config.folder).mkdir(parents=True, exist_ok=True)
     for name, rows in files.items():
         write_json_lines(Path(config.folder) / f"{name}.jsonl", rows)

@@ -21,10 +21,10 @@ from megagrpo.actor.megatron.model import HiddenStatesModel
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.actor.routing.tokens import MicroBatchScope
 from megagrpo.algo.loss import Denominators, LossInputs, count_denominators, objective
-from megagrpo.algo.statistics import row_sums
+from megagrpo.algo.rollouts import counted_tokens, of_samples, rollouts_of
 from megagrpo.batching.microbatch import MicroBatches, MicroBatchSize, plan_micro_batches
 from megagrpo.config.algorithm import AlgorithmConfig
-from megagrpo.types import Batch, MicroBatch, ReferenceStates
+from megagrpo.types import Batch, MicroBatch, ReferenceStates, on_device
 
 _FP8_ROWS = 32  # what the blocks of MXFP8 divide the rows of a product into; other recipes ask for 16 or less
 
@@ -212,8 +212,7 @@ def denominators_of(
     actor: MegatronActor, batch: Batch, rows: Sequence[int], algorithm: AlgorithmConfig, max_response_tokens: int
 ) -> Denominators:
     """Collective over data-parallel ranks. Counts what the loss of these rows' update is divided by."""
-    counted = batch.loss_mask if batch.correction.counted is None else batch.correction.counted
-    counts = row_sums(counted.long(), batch.lengths)[list(rows)]
+    counts = counted_tokens(batch)[rollouts_of(torch.tensor(rows, dtype=torch.int64), batch)]
     return count_denominators(counts, actor.mesh.reduce, scale=algorithm.loss_scale_factor or max_response_tokens)
 
 
@@ -234,9 +233,10 @@ def backward(
     def token_loss(micro: MicroBatch, values: TokenValues) -> Loss:
         if seen is not None:
             seen.add(micro, values.logprobs)
-        loss, sums = objective(_loss_inputs(batch, micro, values), algorithm, denominators)
+        loss, sums = objective(_loss_inputs(batch, micro, values, counted), algorithm, denominators)
         return loss, {"loss/total": loss.detach(), **sums}
 
+    counted = of_samples(counted_tokens(batch), batch)
     actor.zero_grad()
     collected = _run(actor, batch, rows, over_tokens(actor, batch, temperature, token_loss), forward_only=False)
     return _sum_over_ranks(actor, collected)
@@ -259,7 +259,7 @@ def likelihood_step(actor: MegatronActor, batch: Batch) -> dict[str, float]:
     return {**wanted, **actor.optimizer_step(sums["loss/total"]), **actor.clock.take()}
 
 
-def _loss_inputs(batch: Batch, micro: MicroBatch, values: TokenValues) -> LossInputs:
+def _loss_inputs(batch: Batch, micro: MicroBatch, values: TokenValues, counted: Tensor) -> LossInputs:
     def padded(field: Tensor | None) -> Tensor | None:
         return None if field is None else micro.padded(field)
 
@@ -275,7 +275,7 @@ def _loss_inputs(batch: Batch, micro: MicroBatch, values: TokenValues) -> LossIn
         ref_logprobs=padded(batch.ref_logprobs),
         full_kl=values.full_kl,
         policy_weights=padded(batch.correction.weights),
-        counted_mask=padded(batch.correction.counted),
+        counted_tokens=on_device(counted[micro.members], values.logprobs.device),
     )
 
 

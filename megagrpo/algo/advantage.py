@@ -13,6 +13,7 @@ from megagrpo.algo.correction import kept, policy_weights, staleness_metrics
 from megagrpo.algo.estimators import EstimatorInputs, estimate, whiten
 from megagrpo.algo.kl import adapted_kl_coef, token_kl
 from megagrpo.algo.reward_shaping import RewardInputs, shape_greedy_rewards, shape_rewards
+from megagrpo.algo.rollouts import of_rollouts
 from megagrpo.algo.statistics import GroupStatistics, Reduce, exact_row_sums, group_statistics, moments
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.types import AlgoState, Batch, Correction
@@ -23,29 +24,35 @@ def with_advantages(
 ) -> tuple[Batch, AlgoState, dict[str, float]]:
     """Collective over data-parallel ranks. Returns the batch with advantages [T], the next state and metrics.
 
-    Invalid, truncated (if asked) and rejected samples lose their loss mask. Where algorithm.needs_old_logprobs is true
-    the batch has old_logprobs, where algorithm.uses_reference is, ref_logprobs. max_response_tokens: of a response.
+    Everything but the correction of the mismatch counts rollouts, once each. Invalid, truncated (if asked) and rejected
+    samples lose their loss mask. Where algorithm.needs_old_logprobs is true the batch has old_logprobs, where
+    algorithm.uses_reference is, ref_logprobs. max_response_tokens: of a response.
     """
-    sampled = batch.loss_mask & batch.rewards.valid.repeat_interleave(batch.lengths)
-    metrics = _spread("reward", batch.rewards.values[batch.rewards.valid], reduce)
-    inputs = _reward_inputs(batch, reduce, max_response_tokens)
-    shaped = shape_rewards(batch.rewards.values, inputs, algorithm.reward, state)
-    kl_rewards, state, kl_metrics = _kl_in_reward(batch, sampled, algorithm, shaped.state, reduce)
-    rewards, token_rewards = _by_token(batch, sampled, shaped.values, kl_rewards, algorithm)
-    batch, mismatch_metrics = _with_trained_mask(batch, sampled, algorithm, reduce)
-    greedy_rewards = _greedy_rewards(batch, inputs, algorithm)
-    totals = shaped.values if kl_rewards is None else shaped.values + exact_row_sums(kl_rewards, batch.lengths)
+    whole = of_rollouts(batch)
+    rewards, valid = whole.rewards.values, whole.rewards.valid
+    sampled = whole.loss_mask & valid.repeat_interleave(whole.lengths)
+    metrics = _spread("reward", rewards[valid], reduce)
+    inputs = _reward_inputs(whole, reduce, max_response_tokens)
+    shaped = shape_rewards(rewards, inputs, algorithm.reward, state)
+    kl_rewards, state, kl_metrics = _kl_in_reward(whole, sampled, algorithm, shaped.state, reduce)
+    rewards, token_rewards = _by_token(whole, sampled, shaped.values, kl_rewards, algorithm)
+    trained = sampled
+    if algorithm.mask_truncated:
+        trained = sampled & ~whole.truncated.repeat_interleave(whole.lengths)
+    batch, mismatch_metrics = _with_trained_mask(batch, trained, algorithm, reduce)
+    greedy_rewards = _greedy_rewards(whole, inputs, algorithm)
+    totals = shaped.values if kl_rewards is None else shaped.values + exact_row_sums(kl_rewards, whole.lengths)
     stats = group_statistics(
-        totals, batch.group_ids, batch.num_groups, batch.rewards.valid, reduce, algorithm.advantage.group_std_ddof
+        totals, whole.group_ids, whole.num_groups, valid, reduce, algorithm.advantage.group_std_ddof
     )
     estimator_inputs = EstimatorInputs(
         rewards=rewards,
         token_rewards=token_rewards,
         totals=totals,
         greedy_rewards=greedy_rewards,
-        group_ids=batch.group_ids,
-        valid=batch.rewards.valid,
-        lengths=batch.lengths,
+        group_ids=whole.group_ids,
+        valid=valid,
+        lengths=whole.lengths,
         sampled=sampled,
         stats=stats,
         reduce=reduce,
@@ -105,13 +112,13 @@ def _by_token(
 
 
 def _with_trained_mask(
-    batch: Batch, sampled: Tensor, algorithm: AlgorithmConfig, reduce: Reduce
+    batch: Batch, trained: Tensor, algorithm: AlgorithmConfig, reduce: Reduce
 ) -> tuple[Batch, dict[str, float]]:
-    """Returns the batch with the loss mask that is trained on and the correction of the trainer/rollout mismatch."""
+    """Returns the batch with the loss mask that is trained on and the correction of the trainer/rollout mismatch.
+
+    A sequence of the correction is a sample: its tokens were sampled one after the other.
+    """
     options = algorithm.mismatch
-    trained = sampled
-    if algorithm.mask_truncated:
-        trained = sampled & ~batch.truncated.repeat_interleave(batch.lengths)
     if options.reject is None and options.weight is None:
         return replace(batch, loss_mask=trained), {}
     assert batch.old_logprobs is not None, "see AlgorithmConfig.needs_old_logprobs"

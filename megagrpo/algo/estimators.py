@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from megagrpo.algo.statistics import GroupStatistics, Moments, Reduce, exact_group_sums, group_range, row_sums
-from megagrpo.algo.table import check_complete
 from megagrpo.config.objective.estimators import (
     ESTIMATOR_CONFIGS,
     DrGrpoAdvantage,
@@ -27,13 +26,17 @@ from megagrpo.config.objective.estimators import (
     RemaxAdvantage,
     RlooAdvantage,
 )
+from megagrpo.config.objective.table import check_complete
 
 WHITEN_EPS = 1e-8
 
 
 @dataclass(frozen=True)
 class EstimatorInputs:
-    """What an estimator sees: N responses on this rank, T tokens with their prompts, of G groups over all ranks."""
+    """What an estimator sees: N responses on this rank, T tokens with their prompts, of G groups over all ranks.
+
+    A response is a rollout: the tokens of its samples one after the other, if it has several.
+    """
 
     rewards: Tensor  # [N] float64, of the last sampled token, after every reward step; 0 where not valid
     # [T] float64, rewards of tokens from graders minus the token-level KL times its coefficient; 0 off `sampled`

@@ -32,13 +32,17 @@ class LossInputs:
     ref_logprobs: Tensor | None = None
     full_kl: Tensor | None = None  # nats, estimator "full": exact KL over the vocabulary
     policy_weights: Tensor | None = None  # correction of the trainer/rollout mismatch, see correction.py
-    # What denominators count where that is more than loss_mask: rejected tokens that stay in them.
-    counted_mask: Tensor | None = None
+    # [n] int64, tokens of the row's rollout that denominators count: more than those of the row if the rollout has
+    # other rows, or if rejected tokens stay in them
+    counted_tokens: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Denominators:
-    """What the sums of one optimiser update are divided by, over all data-parallel ranks and micro-batches."""
+    """What the sums of one optimiser update are divided by, over all data-parallel ranks and micro-batches.
+
+    A sequence is a rollout, whatever the number of its samples.
+    """
 
     num_tokens: int  # unmasked tokens, and rejected ones that stay in the denominators
     num_sequences: int  # sequences with at least one of them
@@ -48,7 +52,7 @@ class Denominators:
 def count_denominators(counts: Tensor, reduce: Reduce, scale: float) -> Denominators:
     """Collective over data-parallel ranks. Counts unmasked tokens and non-empty sequences of an update; one all-reduce.
 
-    counts: [n] int64, the unmasked tokens of each of this rank's rows. scale: C of seq-mean-token-sum-norm, in tokens.
+    counts: [m] int64, the unmasked tokens of each of this rank's rollouts. scale: C of seq-mean-token-sum-norm.
     """
     tokens, sequences = reduce(torch.stack((counts.sum(), (counts > 0).sum())), "sum").tolist()
     return Denominators(tokens, sequences, scale)
@@ -78,7 +82,7 @@ def objective(
     kl = _kl_to_reference(inputs, algorithm)
     if kl is not None and algorithm.kl.loss_coef:
         terms["kl"] = algorithm.kl.loss_coef * kl
-    counted = mask if inputs.counted_mask is None else inputs.counted_mask > 0
+    counted = inputs.counted_tokens
     shares = {name: aggregate(term, mask, algorithm.aggregation, denominators, counted) for name, term in terms.items()}
     loss = sum(shares.values(), start=torch.zeros((), dtype=torch.float64, device=mask.device))
     sums = _metric_sums(inputs, mask, policy, kl)
@@ -92,8 +96,8 @@ def aggregate(
     """Returns the share (scalar, float64) of the aggregated loss of values [n, S] (finite) under the bool mask [n, S].
 
     token-mean: sum / N_tok. seq-mean-token-sum: sum / N_seq. seq-mean-token-mean: sum_i (sum_t / T_i) / N_seq
-    (arXiv 2402.03300). seq-mean-token-sum-norm: sum / (N_seq C) (arXiv 2503.20783). T_i counts `counted` [n, S] bool,
-    by default the mask.
+    (arXiv 2402.03300). seq-mean-token-sum-norm: sum / (N_seq C) (arXiv 2503.20783). T_i is `counted` [n] int64, by
+    default the unmasked tokens of the row.
     """
     sequences, tokens = max(denominators.num_sequences, 1), max(denominators.num_tokens, 1)
     rows = values.masked_fill(~mask, 0.0).sum(1, dtype=torch.float64)
@@ -103,7 +107,7 @@ def aggregate(
         case "seq-mean-token-sum":
             return rows.sum() / sequences
         case "seq-mean-token-mean":
-            return (rows / (mask if counted is None else counted).sum(1).clamp(min=1)).sum() / sequences
+            return (rows / (mask.sum(1) if counted is None else counted).clamp(min=1)).sum() / sequences
         case "seq-mean-token-sum-norm":
             return rows.sum() / (sequences * denominators.scale)
 
@@ -145,5 +149,5 @@ def _metric_sums(inputs: LossInputs, mask: Tensor, policy: TokenLoss, kl: Tensor
 
 def _without_masked(inputs: LossInputs, mask: Tensor) -> LossInputs:
     """Returns the inputs with 0 off the mask [n, S], so that nothing there (NaN, inf) reaches a value or a gradient."""
-    tensors = {f.name: getattr(inputs, f.name) for f in fields(inputs) if f.name != "counted_mask"}
+    tensors = {f.name: getattr(inputs, f.name) for f in fields(inputs) if f.name != "counted_tokens"}
     return replace(inputs, **{name: t.masked_fill(~mask, 0.0) for name, t in tensors.items() if t is not None})

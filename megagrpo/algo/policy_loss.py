@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megagrpo.algo.kl import LOG_RATIO_LIMIT, probability_ratio
-from megagrpo.algo.table import check_complete
 from megagrpo.config.fields import Variant
 from megagrpo.config.objective.policy_loss import (
     POLICY_LOSS_CONFIGS,
@@ -20,6 +19,7 @@ from megagrpo.config.objective.policy_loss import (
     PpoClipLoss,
     SapoLoss,
 )
+from megagrpo.config.objective.table import check_complete
 
 GSPO_VERL_LIMIT = 10.0
 

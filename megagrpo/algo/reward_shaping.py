@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megagrpo.algo.statistics import DEGENERATE_RANGE, Reduce, group_statistics, moments
-from megagrpo.algo.table import check_complete
 from megagrpo.config.objective.reward_shaping import (
     REWARD_STEP_CONFIGS,
     OverlongShaping,
@@ -23,6 +22,7 @@ from megagrpo.config.objective.reward_shaping import (
     RewardStep,
     Scope,
 )
+from megagrpo.config.objective.table import check_complete
 from megagrpo.types import AlgoState, RewardMoments
 
 

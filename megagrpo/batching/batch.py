@@ -1,5 +1,6 @@
-"""Groups to tensors: samples are balanced over data-parallel ranks by cost."""
+"""Groups to tensors: rollouts are balanced over data-parallel ranks by cost."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -7,6 +8,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from megagrpo.algo.rollouts import of_rollouts, of_samples
 from megagrpo.batching.balance import balanced_parts, sample_cost
 from megagrpo.mesh import Mesh
 from megagrpo.types import Batch, Rewards, RolloutGroup, Routing, Updates
@@ -17,17 +19,18 @@ class _Row:
     """Holds one sample on its way to the rank that trains on it. T response tokens."""
 
     sample_id: int
+    rollout_id: int  # in the order of sample ids
     group_id: int
     tokens: np.ndarray  # int32 ids of prompt + response
     prompt_length: int  # tokens
     response_mask: np.ndarray | None  # [T] bool, False on tokens of a tool; None: all were sampled
     logprobs: np.ndarray  # [T] float32, by the engine
     versions: np.ndarray | None  # [T] int32, of the weights that sampled; None where nobody asks
-    reward: float
+    reward: float  # of its rollout
     valid: bool
     truncated: bool
     greedy_reward: float  # of the group's greedy response; NaN where there is none
-    token_rewards: tuple[tuple[int, float], ...]  # as in Outcome
+    token_rewards: tuple[tuple[int, float], ...]  # as in Outcome, of its own tokens
     routed_experts: np.ndarray | None  # of this rank's layers, as in Sample; None where nobody asks or nothing is known
 
 
@@ -42,32 +45,35 @@ def build_batch(
     """Collective. Returns this replica's share of all samples, from the groups that each replica sampled.
 
     updates: of the step (`plan_updates`). Each update of the first pass is balanced separately, by `sample_cost`; later
-    passes mix the samples but do not move them. attention_length: see sample_cost. trained_version: version of the
-    weights that the step trains, if the sampling weights may be older. routed_layers: this rank's layers with experts,
-    whose routed experts the replica's leader sends. Rows are ordered by sample id.
+    passes mix the samples but do not move them. The samples of a rollout stay together. attention_length: see
+    sample_cost. trained_version: version of the weights that the step trains, if the sampling weights may be older.
+    routed_layers: this rank's layers with experts, whose routed experts the replica's leader sends. Rows are ordered by
+    sample id.
     """
-    group_size = max((len(g.samples) for g in groups), default=0)
-    group_size = max(mesh.gather_dp(group_size))
+    most = max((len(g.samples) for g in groups), default=0)
+    most = max(mesh.gather_dp(most))
     experts = _cut_experts(groups, None)
     if routed_layers is not None:
         experts = mesh.cut_by_leader(tuple(routed_layers), partial(_cut_experts, groups))
     mine = [
         row
         for group, of_group in zip(groups, experts, strict=True)
-        for row in _rows(group, group_size, trained_version is not None, of_group)
+        for row in _rows(group, most, trained_version is not None, of_group)
     ]
-    sizes = sorted(
-        pair for part in mesh.gather_dp([(r.sample_id, r.group_id, len(r.tokens)) for r in mine]) for pair in part
-    )
+    own = [(r.sample_id, r.rollout_id, r.group_id, len(r.tokens)) for r in mine]
+    sizes = sorted(of_sample for part in mesh.gather_dp(own) for of_sample in part)
     # Statistics and updates number the groups of a step densely, in the order of their ids in the run.
-    dense = {group_id: number for number, group_id in enumerate(sorted({group_id for _, group_id, _ in sizes}))}
-    owner: dict[int, int] = {}
+    dense = {group_id: number for number, group_id in enumerate(sorted({group_id for _, _, group_id, _ in sizes}))}
+    owner: dict[int, int] = {}  # of each rollout
     for numbers in map(frozenset, updates[0]):
-        members = [s for s in sizes if dense[s[1]] in numbers]
-        costs = [sample_cost(length, attention_length) for _, _, length in members]
-        for rank, part in enumerate(balanced_parts(costs, mesh.dp_size)):
-            owner.update((members[i][0], rank) for i in part)
-    outgoing = [[row for row in mine if owner[row.sample_id] == rank] for rank in range(mesh.dp_size)]
+        costs: dict[int, int] = {}
+        for _, rollout_id, group_id, length in sizes:
+            if dense[group_id] in numbers:
+                costs[rollout_id] = costs.get(rollout_id, 0) + sample_cost(length, attention_length)
+        members = list(costs)
+        for rank, part in enumerate(balanced_parts(list(costs.values()), mesh.dp_size)):
+            owner.update((members[i], rank) for i in part)
+    outgoing = [[row for row in mine if owner[row.rollout_id] == rank] for rank in range(mesh.dp_size)]
     received = [row for part in mesh.exchange_dp(outgoing) for row in part]
     has_greedy = any(g.greedy_outcome is not None for g in groups)
     has_greedy = any(mesh.gather_dp(has_greedy))
@@ -78,29 +84,37 @@ def build_batch(
     return batch
 
 
-def _rows(
-    group: RolloutGroup, group_size: int, with_versions: bool, experts: Sequence[np.ndarray | None]
-) -> list[_Row]:
+def _rows(group: RolloutGroup, most: int, with_versions: bool, experts: Sequence[np.ndarray | None]) -> list[_Row]:
     outcome_of_greedy = group.greedy_outcome
     greedy = outcome_of_greedy.value if outcome_of_greedy is not None and outcome_of_greedy.ok else float("nan")
-    return [
-        _Row(
-            sample_id=group.group_id * group_size + sample.index,
-            group_id=group.group_id,
-            tokens=np.concatenate([group.prompt.token_ids, sample.token_ids]),
-            prompt_length=len(group.prompt.token_ids),
-            response_mask=sample.loss_mask,
-            logprobs=sample.logprobs,
-            versions=sample.token_versions() if with_versions else None,
-            reward=outcome.value if outcome.ok else 0.0,
-            valid=outcome.ok and (outcome_of_greedy is None or outcome_of_greedy.ok),
-            truncated=sample.finish_reason == "length",
-            greedy_reward=greedy,
-            token_rewards=outcome.token_rewards if outcome.ok else (),
-            routed_experts=of_sample,
-        )
-        for sample, outcome, of_sample in zip(group.samples, group.outcomes, experts, strict=True)
-    ]
+    order = [sample.of_rollout for sample in group.samples]
+    assert order == sorted(order), "samples come one rollout after the other"
+    rows = []
+    for number, (samples, outcome) in enumerate(zip(group.rollouts, group.outcomes, strict=True)):
+        start = 0  # among the response tokens of the rollout
+        for sample in samples:
+            end = start + len(sample.token_ids)
+            prompt = group.prompt.token_ids if sample.prompt_ids is None else sample.prompt_ids
+            inside = [(index - start, reward) for index, reward in outcome.token_rewards if start <= index < end]
+            row = _Row(
+                sample_id=group.group_id * most + sample.index,
+                rollout_id=group.group_id * most + number,
+                group_id=group.group_id,
+                tokens=np.concatenate([prompt, sample.token_ids]),
+                prompt_length=len(prompt),
+                response_mask=sample.loss_mask,
+                logprobs=sample.logprobs,
+                versions=sample.token_versions() if with_versions else None,
+                reward=outcome.value if outcome.ok else 0.0,
+                valid=outcome.ok and (outcome_of_greedy is None or outcome_of_greedy.ok),
+                truncated=sample.finish_reason == "length",
+                greedy_reward=greedy,
+                token_rewards=tuple(inside) if outcome.ok else (),
+                routed_experts=experts[sample.index],
+            )
+            rows.append(row)
+            start = end
+    return rows
 
 
 def _to_tensors(
@@ -117,6 +131,7 @@ def _to_tensors(
             flat[start:end] = default if of_row is None else of_row
         return torch.from_numpy(flat)
 
+    sizes = list(Counter(row.rollout_id for row in rows).values())  # in order: rows are
     lags = None
     if trained_version is not None:
         lags = of_responses((trained_version - r.versions for r in rows if r.versions is not None), np.int32)
@@ -138,6 +153,7 @@ def _to_tensors(
         truncated=torch.tensor([r.truncated for r in rows], dtype=torch.bool),
         lags=lags,
         updates=updates,
+        rollout_sizes=torch.tensor(sizes, dtype=torch.int64) if len(sizes) < len(rows) else None,
     )
 
 
@@ -177,14 +193,15 @@ def _with_routed_experts(batch: Batch, rows: Sequence[_Row], num_layers: int) ->
 
 
 def shuffle_rewards(batch: Batch, seed: int, step: int, mesh: Mesh) -> Batch:
-    """Collective over data-parallel ranks. Returns the batch with rewards permuted over the valid samples of the step.
+    """Collective over data-parallel ranks. Returns the batch with rewards permuted over the valid rollouts of the step.
 
     The order of sample ids decides, so that every layout shuffles alike.
     """
-    rows = zip(batch.sample_ids.tolist(), batch.rewards.values.tolist(), batch.rewards.valid.tolist(), strict=True)
+    whole = of_rollouts(batch)
+    rows = zip(whole.sample_ids.tolist(), whole.rewards.values.tolist(), whole.rewards.valid.tolist(), strict=True)
     scored = [(sample_id, reward) for sample_id, reward, valid in rows if valid]
     everyone = sorted(pair for part in mesh.gather_dp(scored) for pair in part)
     order = torch.randperm(len(everyone), generator=torch.Generator().manual_seed(seed * 1_000_003 + step)).tolist()
     moved = {everyone[i][0]: everyone[j][1] for i, j in enumerate(order)}
-    values = torch.tensor([moved.get(i, 0.0) for i in batch.sample_ids.tolist()], dtype=torch.float64)
-    return replace(batch, rewards=replace(batch.rewards, values=values, tokens=None))
+    values = torch.tensor([moved.get(i, 0.0) for i in whole.sample_ids.tolist()], dtype=torch.float64)
+    return replace(batch, rewards=replace(batch.rewards, values=of_samples(values, batch), tokens=None))

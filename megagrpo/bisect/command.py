@@ -67,7 +67,7 @@ def bisect_main(config: ExperimentConfig) -> int:
 
 def experiment_of(config: ExperimentConfig, options: BisectOptions, folder: Path) -> ExperimentConfig:
     """Returns the experiment with one engine without CUDA graphs, in a run folder of its own."""
-    alone = {"num_engines": 1, "min_healthy_engines": 1, "colocate": False}
+    alone = {"num_engines": 1, "min_healthy_engines": 1, "colocate": False, "lend_trainers": 0}
     load_format = "model" if options.own_weights else config.rollout.load_format
     eager = {"load_format": load_format, "sglang": config.rollout.sglang | dict.fromkeys(_EAGER, "disabled")}
     rollout = config.rollout.model_copy(update=alone | eager)

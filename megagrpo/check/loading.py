@@ -10,6 +10,7 @@ from megagrpo.check.problems import data_sections
 from megagrpo.config.fields import complaints
 from megagrpo.config.schema import DataConfig, ExperimentConfig
 from megagrpo.data.prompts import load_prompts, load_tokenizer
+from megagrpo.rollout.tools import make_answering
 
 _SHOWN = 160  # characters of a text
 _ANY_LENGTH = 2**31  # tokens; a first row that is too long is dropped by a run, and no problem
@@ -41,6 +42,9 @@ def try_loading(config: ExperimentConfig) -> Trial:
 def _try_tokenizer(config: ExperimentConfig, folder: str, trial: Trial) -> None:
     tokenizer = load_tokenizer(config.model.model_copy(update={"path": folder}))
     trial.loaded.append(f"the tokenizer of {config.model.tokenizer or folder}")
+    if config.sampling.environment is not None:
+        trial.problems.extend(complaints(make_answering, config, tokenizer))
+        trial.loaded.append("the chat template, turn by turn" if config.data.chat_template else "the environment")
     for data in data_sections(config):
         for one_file in (part.model_copy(update={"path": path}) for part in data.parts for path in part.paths):
             path = one_file.name

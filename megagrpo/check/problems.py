@@ -18,6 +18,7 @@ from megagrpo.families.quantization import load_format_problems
 from megagrpo.families.table import architecture_of, model_problems, read_description
 from megagrpo.rewards.graders.code import read_tests
 from megagrpo.rewards.graders.table import check_grader, load_group_grader
+from megagrpo.rollout.agents.environments import load_environment
 from megagrpo.rollout.tools import load_tool
 from megagrpo.system.run_folder import RunFolder
 
@@ -185,6 +186,8 @@ def _function_problems(config: ExperimentConfig) -> Iterator[str]:
         yield from complaints(load_group_grader, reward.group_grader, reward.group_args)
     if config.sampling.tool is not None:
         yield from complaints(load_tool, config.sampling.tool.function)
+    if config.sampling.environment is not None:
+        yield from complaints(load_environment, config.sampling.environment.function)
 
 
 def is_made(config: ExperimentConfig, path: str) -> bool:

@@ -185,7 +185,7 @@ def trainer_variables(config: ExperimentConfig, on_gpus: int, interface: str | N
     parallel = config.actor.parallel
     variables = environment.of_all_nccl_ranks(config.weights.connect_timeout_s) | environment.of_trainer_ranks(
         cut=parallel.tp > 1 or parallel.cp > 1,
-        beside_engines=config.rollout.colocate,
+        beside_engines=config.rollout.shares_gpus,
         deterministic=config.rollout.deterministic,
     )
     if on_gpus:  # statistics and advantages are computed on the host

@@ -73,8 +73,8 @@ def completed(config: ExperimentConfig, request: Request) -> Request:
     """Returns the request with its kind and numbers of nodes. Raises ValueError for what has no place on them."""
     found, kind = place(config, nodes_of(request)), request.kind
     if kind is None:
-        shared = "colocated" if found.trainer_nodes > 1 else "one-node"
-        kind = "one-job" if found.rollout_nodes else shared
+        shared = config.rollout.shares_gpus and (found.trainer_nodes > 1 or found.rollout_nodes)
+        kind = "colocated" if shared else "one-job" if found.rollout_nodes else "one-node"
     return replace(request, kind=kind, trainer_nodes=found.trainer_nodes, rollout_nodes=found.rollout_nodes)
 
 
@@ -82,11 +82,12 @@ def misfits(config: ExperimentConfig, request: Request) -> list[str]:
     """Returns what contradicts itself in a request, and a time limit at which the job stops as soon as it starts."""
     together = {"one-node": "trainers and engines share one node", "colocated": "engines share the trainers' nodes"}
     problems = []
-    if request.kind in together and request.rollout_nodes:
+    if request.kind in together and request.rollout_nodes and not config.rollout.lend_trainers:
         problems.append(f"--kind {request.kind}: {together[request.kind]}; omit --rollout-nodes")
-    if config.rollout.colocate and request.kind in ("one-job", "het"):
-        problems.append(f"--kind {request.kind} is for engines on nodes of their own; rollout.colocate wants colocated")
-    if request.kind == "colocated" and not config.rollout.colocate:
+    if config.rollout.shares_gpus and request.kind in ("one-job", "het"):
+        key = "colocate" if config.rollout.colocate else "lend_trainers"
+        problems.append(f"--kind {request.kind} is for engines on nodes of their own; rollout.{key} wants colocated")
+    if request.kind == "colocated" and not config.rollout.shares_gpus:
         problems.append("--kind colocated wants rollout.colocate: true")
     return problems + _time_misfits(request)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 from megagrpo.config.schema import ExperimentConfig
@@ -27,11 +26,6 @@ class Placement:
     trainers: tuple[Gpu, ...]  # by rank
     engines: tuple[tuple[Gpu, ...], ...]  # by engine and rank
 
-    @property
-    def num_nodes(self) -> int:
-        """Counts all nodes."""
-        return self.trainer_nodes + self.rollout_nodes
-
 
 @dataclass(frozen=True)
 class Nodes:
@@ -39,7 +33,7 @@ class Nodes:
 
     gpus: int | None = None  # of every node
     trainers: int | None = None
-    rollout: int | None = None  # more nodes, for engines alone; 0: everything runs on the trainers' nodes
+    rollout: int | None = None  # nodes beside those, for engines; 0: engines run on the trainers' nodes
 
 
 def place(config: ExperimentConfig, nodes: Nodes | None = None) -> Placement:
@@ -67,83 +61,100 @@ class _Fit:
     def __init__(self, config: ExperimentConfig, nodes: Nodes):
         rollout = config.rollout
         self.world, self.engine_ranks = config.actor.world_size, rollout.num_engines * rollout.tp
-        self.rollout, self.nodes = rollout, nodes
+        self.key, self.number = ("colocate", "num_engines") if rollout.colocate else ("lend_trainers",) * 2
+        self.beside = rollout.num_engines if rollout.colocate else rollout.lend_trainers  # engines on trainers' GPUs
+        self.rollout, self.nodes, self.on_gpus = rollout, nodes, needs_gpus(config)
         self.part = rollout.tp // rollout.nodes_per_engine  # ranks of an engine on one node
         everything = self.world + self.engine_ranks
-        self.gpus = nodes.gpus or (config.cluster.gpus_per_node if needs_gpus(config) else everything)
+        self.gpus = nodes.gpus or (config.cluster.gpus_per_node if self.on_gpus else everything)
         apart = not rollout.colocate and (nodes.trainers or 1) == 1
-        self.one_node = apart and (nodes.rollout == 0 or (nodes == Nodes(nodes.gpus) and everything <= self.gpus))
+        small = everything <= self.gpus and not (self.beside and self.on_gpus)
+        self.one_node = apart and (nodes.rollout == 0 or (nodes == Nodes(nodes.gpus) and small))
         self.fitting = [n for n in range(1, self.world + 1) if self.world % n == 0 and self.world // n <= self.gpus]
         self.trainer_nodes = 1 if self.one_node else self.fitting[0] if nodes.trainers is None else nodes.trainers
 
-    @cached_property
-    def engines_on_a_node(self) -> int:
-        """Counts the engines that have a part on each of their nodes."""
-        room = self.world // self.trainer_nodes if self.rollout.colocate else self.gpus
+    def engines_on_a_node(self, beside: bool) -> int:
+        """Counts the engines that have a part on each of their nodes, of trainers or of their own."""
+        room = self.world // self.trainer_nodes if beside else self.gpus
         return room // self.part
 
-    @property
-    def least_rollout_nodes(self) -> int:
-        """Counts the nodes that the engines fill."""
-        return self.rollout.nodes_per_engine * -(-self.rollout.num_engines // self.engines_on_a_node)
+    def nodes_filled(self, engines: int, beside: bool) -> int:
+        """Counts the nodes that so many engines fill."""
+        return self.rollout.nodes_per_engine * -(-engines // self.engines_on_a_node(beside))
 
     def problems(self) -> Iterator[str]:
         """Yields what has no place."""
-        both = f"{self.world} trainer ranks (actor.world_size) and {self.engine_ranks} engine ranks "
-        both += "(rollout.num_engines x tp)"
-        if self.rollout.colocate and self.engine_ranks > self.world:
-            yield f"rollout.colocate: {both}: each of these needs a trainer rank beside it; lower rollout.num_engines"
+        trainers = f"{self.world} trainer ranks (actor.world_size)"
+        if (ranks := self.beside * self.rollout.tp) > self.world:
+            both = f"rollout.{self.key}: {trainers} and {ranks} engine ranks (rollout.{self.number} x tp)"
+            yield f"{both}: each of these needs a trainer rank beside it; lower rollout.{self.number}"
             return
         if self.one_node:
+            both = f"{trainers} and {self.engine_ranks} engine ranks (rollout.num_engines x tp)"
+            if self.beside and self.on_gpus:
+                yield f"rollout.lend_trainers: {both} need nodes of their own; take more nodes, or rollout.colocate"
             if (needed := self.world + self.engine_ranks) > self.gpus:
                 yield f"{both} need {needed} GPUs, and the node has {self.gpus}; lower them, or take more nodes"
             return
         if self.trainer_nodes not in self.fitting:
             divides = self.trainer_nodes > 0 and self.world % self.trainer_nodes == 0
-            ranks = f"{self.world // self.trainer_nodes} ranks a node on {self.gpus} GPUs" if divides else ""
+            a_node = f"{self.world // self.trainer_nodes} ranks a node on {self.gpus} GPUs" if divides else ""
             possible = ", ".join(map(str, self.fitting))
-            problem = f"actor.world_size is {self.world}, {ranks or 'they do not divide'}; it may be {possible}"
+            problem = f"actor.world_size is {self.world}, {a_node or 'they do not divide'}; it may be {possible}"
             yield f"{self.trainer_nodes} trainer nodes: {problem}"
             return
-        yield from self._engine_problems()
+        if self.beside:
+            yield from self._problems_beside()
+        if not self.rollout.colocate:
+            yield from self._problems_apart()
         apart = not self.rollout.colocate or self.trainer_nodes > 1
         if apart and self.rollout.host in LOOPBACK:
             remedy = "name the interface between nodes, as eth0"
             yield f"rollout.host {self.rollout.host}: trainers on other nodes cannot reach it; {remedy}"
 
-    def _engine_problems(self) -> Iterator[str]:
-        rollout, nodes = self.rollout, self.nodes.rollout
-        engines = f"{rollout.num_engines} engine(s) over {rollout.nodes_per_engine} node(s) each"
-        if self.engines_on_a_node == 0:
-            room = f"{self.world // self.trainer_nodes} trainer ranks" if rollout.colocate else f"{self.gpus} GPUs"
-            yield f"an engine has {self.part} ranks a node, but a node {room}: raise rollout.nodes_per_engine"
-        elif rollout.colocate:
-            if self.least_rollout_nodes > self.trainer_nodes:
-                room = f"{self.engines_on_a_node} have room on a node of {self.world // self.trainer_nodes} trainers"
-                yield f"rollout.colocate: {engines}, but {room}, and there are {self.trainer_nodes}: lower num_engines"
-            if nodes:
-                yield f"{nodes} rollout nodes: under rollout.colocate engines have none of their own; leave them out"
-        else:
-            most = rollout.num_engines * rollout.nodes_per_engine
-            if nodes is not None and not self.least_rollout_nodes <= nodes <= most:
-                yield f"{nodes} rollout nodes: {engines}, so it may be {self.least_rollout_nodes} to {most}"
+    def _problems_beside(self) -> Iterator[str]:
+        per_node, ranks = self.engines_on_a_node(True), self.world // self.trainer_nodes
+        engines = f"{self.beside} engine(s) over {self.rollout.nodes_per_engine} node(s) each"
+        if per_node == 0:
+            yield self._too_large(f"{ranks} trainer ranks")
+        elif self.nodes_filled(self.beside, True) > self.trainer_nodes:
+            room = f"{per_node} have room on a node of {ranks} trainers"
+            yield f"rollout.{self.key}: {engines}, but {room}, and there are {self.trainer_nodes}: lower {self.number}"
+        if self.rollout.colocate and (nodes := self.nodes.rollout):
+            yield f"{nodes} rollout nodes: under rollout.colocate engines have none of their own; leave them out"
+
+    def _problems_apart(self) -> Iterator[str]:
+        number, over = self.rollout.num_engines, self.rollout.nodes_per_engine
+        if self.engines_on_a_node(False) == 0:
+            yield self._too_large(f"{self.gpus} GPUs")
+        elif (nodes := self.nodes.rollout) is not None:
+            least, most = self.nodes_filled(number, False), number * over
+            if not least <= nodes <= most:
+                engines = f"{number} engine(s) over {over} node(s) each"
+                yield f"{nodes} rollout nodes: {engines}, so it may be {least} to {most}"
+
+    def _too_large(self, room: str) -> str:
+        return f"an engine has {self.part} ranks a node, but a node {room}: raise rollout.nodes_per_engine"
 
     def placement(self) -> Placement:
         """Returns the GPUs of all ranks: trainers in order; engine after engine, each on nodes_per_engine nodes."""
         ranks, tp = self.world // self.trainer_nodes, self.rollout.tp
-        first = 0 if self.rollout.colocate or self.one_node else self.trainer_nodes
 
-        def gpu(engine: int, rank: int) -> Gpu:
-            if self.one_node:
+        def gpu(engine: int, rank: int, beside: bool) -> Gpu:
+            if self.one_node and not beside:
                 return Gpu(0, self.world + engine * tp + rank)
-            group, position = divmod(engine, self.engines_on_a_node)
+            group, position = divmod(engine, self.engines_on_a_node(beside))
             part, number = divmod(rank, self.part)
+            first = 0 if beside else self.trainer_nodes
             return Gpu(first + group * self.rollout.nodes_per_engine + part, position * self.part + number)
 
+        apart = 0 if self.rollout.colocate else self.rollout.num_engines
+        engines = [(engine, False) for engine in range(apart)] + [(engine, True) for engine in range(self.beside)]
+        own_nodes = apart and not self.one_node
         return Placement(
             gpus_per_node=self.gpus,
             trainer_nodes=self.trainer_nodes,
-            rollout_nodes=(self.nodes.rollout or self.least_rollout_nodes) if first else 0,
+            rollout_nodes=(self.nodes.rollout or self.nodes_filled(apart, False)) if own_nodes else 0,
             trainers=tuple(Gpu(rank // ranks, rank % ranks) for rank in range(self.world)),
-            engines=tuple(tuple(gpu(e, r) for r in range(tp)) for e in range(self.rollout.num_engines)),
+            engines=tuple(tuple(gpu(engine, rank, beside) for rank in range(tp)) for engine, beside in engines),
         )

@@ -1,5 +1,6 @@
 """The sections of the sampling side: `sampling`, `rollout`, `weights`."""
 
+import re
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
@@ -9,7 +10,7 @@ from megagrpo.config.fields import Dtype, LibrarySettings, NonNegativeInt, Posit
 if TYPE_CHECKING:
     from megagrpo.config.schema import ExperimentConfig
 
-_COLOCATED_MEM_FRACTION = 0.6
+_BESIDE_TRAINERS = 0.6  # of a GPU's memory
 
 
 class ToolConfig(Section):
@@ -20,6 +21,26 @@ class ToolConfig(Section):
     call_end: str = Field(description="The one token at which the model stops and the tool is asked.")
     max_turns: Annotated[int, Field(ge=2)] = 4
     """Turns of the model; `max_response_tokens` counts the tool's tokens too."""
+
+
+class EnvironmentConfig(Section):
+    """An environment that answers the model's turns and gives the reward; see [agents](../agents.md)."""
+
+    function: str
+    """"package.module:function", called as function(row, seed, **args) for every rollout; the rollouts of a group get
+    the same row and seed."""
+    args: dict[str, str | int | float | bool] = Field(default={}, description="Its keyword arguments.")
+    history: Literal["all", "last"] = "all"
+    """What a turn sees: everything before it, so that a rollout is one sample, or the environment's last message alone,
+    so that every turn is a sample of its own."""
+    max_turns: PositiveInt = Field(default=8, description="Turns of the model; the rewards so far count then.")
+    credit: Literal["rollout", "turn"] = "rollout"
+    """Where the reward goes: to the whole rollout, or each step's to the turn before it, for estimators with returns
+    (`reinforce`, `reinforce_plus_plus`)."""
+    workers: PositiveInt = 2
+    """Processes of each rank that samples; each has many environments and answers one call at a time."""
+    timeout_s: PositiveFloat = 30.0
+    """Seconds for one call; then the process is ended, and the rollout's outcome is a timeout, never a reward."""
 
 
 class SamplingConfig(Section):
@@ -35,6 +56,7 @@ class SamplingConfig(Section):
     """Token ids that end a response, beside the model's own end of sequence."""
     stop: list[str] = Field(default=[], description="Texts that end a response.")
     tool: ToolConfig | None = Field(default=None, description="A tool called inside responses; default: none.")
+    environment: EnvironmentConfig | None = Field(default=None, description="What answers the model; default: nothing.")
     allow_truncated_distribution: bool = False
     """Accept top_p < 1 or top_k > 0, for which log-probabilities are not renormalised."""
 
@@ -42,7 +64,22 @@ class SamplingConfig(Section):
         truncated = self.top_p < 1 or self.top_k > 0
         return {
             "top_p < 1 or top_k > 0 samples from another distribution than the log-probs describe; "
-            "set allow_truncated_distribution: true to accept that": truncated and not self.allow_truncated_distribution
+            "set allow_truncated_distribution: true to accept that": truncated
+            and not self.allow_truncated_distribution,
+            "tool with environment: an environment is a tool with a state; set one of them": self.tool is not None
+            and self.environment is not None,
+        }
+
+    def excludes(self, experiment: "ExperimentConfig") -> Problems:
+        if self.environment is None:
+            return {}
+        reward, advantage = experiment.reward, experiment.algorithm.advantage.name
+        given = (reward.grader, reward.graders, reward.group_grader)  # a dumped experiment has the default grader, too
+        graded = given != (type(reward).model_fields["grader"].default, [], None)
+        return {
+            "reward has graders, but the reward is given by sampling.environment; remove the graders": graded,
+            f"sampling.environment with advantage {advantage}: it needs a greedy response to each prompt, and a greedy "
+            "rollout would have other turns": experiment.algorithm.needs_greedy_response,
         }
 
 
@@ -85,6 +122,11 @@ class RolloutConfig(Section):
     colocate: bool = False
     """Engines on the trainers' GPUs, on one node or many, rank for rank: they release their memory while the actor
     trains, and its optimizer's state and gradients go to the host while they sample; wants `weights.transport: ipc`."""
+    lend_trainers: NonNegativeInt = 0
+    """Engines on the trainers' GPUs in addition to `num_engines`, which then have nodes of their own. They wake while
+    the trainers wait for requests that no other engine has room for, and sleep while these train."""
+    lent_mem_fraction: Annotated[float, Field(gt=0, lt=1)] = _BESIDE_TRAINERS
+    """`mem_fraction` of the engines of `lend_trainers`."""
     sglang: LibrarySettings = Field(default={})
     """Fields of SGLang's ServerArgs, by their names there, such as `chunked_prefill_size: 8192`."""
     extra_args: list[str] = Field(default=[])
@@ -108,6 +150,20 @@ class RolloutConfig(Section):
         """Returns how many versions a token may be older than the weights that it trains."""
         return self.max_staleness or (self.max_deferrals if self.extra_groups else 0)
 
+    @property
+    def shares_gpus(self) -> bool:
+        """Returns whether there are engines on the trainers' GPUs."""
+        return self.colocate or self.lend_trainers > 0
+
+    @property
+    def engines_at_start(self) -> int:
+        """Counts all engines at the start."""
+        return self.num_engines + self.lend_trainers
+
+    def is_beside_trainers(self, engine: str) -> bool:
+        """Returns whether the engine of this id is on GPUs of trainers."""
+        return self.colocate or self.num_engines <= engine_number(engine) < self.engines_at_start
+
     def patience_s(self, cuda: bool) -> float:
         """Returns health_timeout_s, in seconds, of engines on GPUs or on a CPU."""
         return self.health_timeout_s or (300.0 if cuda else 60.0)
@@ -116,7 +172,7 @@ class RolloutConfig(Section):
     @classmethod
     def _memory_shared_with_trainers(cls, given: object) -> object:
         if isinstance(given, dict) and given.get("colocate") is True:
-            return {"mem_fraction": _COLOCATED_MEM_FRACTION} | given
+            return {"mem_fraction": _BESIDE_TRAINERS} | given
         return given
 
     def problems(self) -> Problems:
@@ -140,6 +196,13 @@ class RolloutConfig(Section):
             "weights.transport: ipc, or disk": self.colocate and weights.traits.uses_groups,
             f"rollout.{ahead} with rollout.colocate: engines sleep while the actor trains, and can sample nothing "
             "ahead; set one of them": self.colocate and ahead,
+            "rollout.lend_trainers with rollout.colocate: all engines are on the trainers' GPUs; set one of "
+            "them": self.colocate and self.lend_trainers,
+            f"rollout.lend_trainers with weights.transport {weights.transport}: engines on nodes of their own take "
+            "reshard, and lent ones take their weights through memory by themselves": self.lend_trainers
+            and weights.transport != "reshard",
+            f"rollout.lend_trainers with rollout.{ahead}: responses are cut when trainers take their GPUs back, and "
+            "go on elsewhere with rollout.streaming: true": self.lend_trainers and ahead and not self.streaming,
             "rollout.max_staleness 1 with algorithm.dynamic_sampling: groups that a step leaves over are trained on "
             "one step later, so that nothing could be sampled ahead within the bound; take 2 or more, or "
             "0": self.max_staleness == 1 and algorithm.dynamic_sampling,
@@ -154,6 +217,12 @@ class RolloutConfig(Section):
             f"{extra} with advantage {algorithm.advantage.name}: its greedy requests would change what the groups draw "
             "that are still being sampled; set one of them": self.extra_groups and algorithm.needs_greedy_response,
         }
+
+
+def engine_number(engine: str) -> int:
+    """Returns the number in an engine's id, as in engine-3; 0 for other text."""
+    found = re.search(r"\d+$", engine)
+    return int(found.group()) if found else 0
 
 
 class TransportTraits(NamedTuple):

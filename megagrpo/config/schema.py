@@ -211,5 +211,5 @@ class ExperimentConfig(Section):
     sft: SftConfig | None = Field(default=None, description="Supervised warm-up; default: none.")
 
     def problems(self) -> Problems:
-        sections = (self.rollout, self.train, self.weights, self.algorithm, self.reward, self.actor)
+        sections = (self.sampling, self.rollout, self.train, self.weights, self.algorithm, self.reward, self.actor)
         return {text: holds for section in sections for text, holds in section.excludes(self).items()}

@@ -170,8 +170,18 @@ def _render(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", row: Row) ->
     if not tokenizer.chat_template:
         raise ValueError("data.chat_template is true, but the tokenizer has no chat template")
     with explained(f"{row.location}: the chat template refuses this prompt"):
-        arguments: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **data.chat_template_args}
-        return str(tokenizer.apply_chat_template(messages, **arguments))
+        return render_messages(data, tokenizer, messages)
+
+
+def render_messages(
+    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", messages: Sequence[dict[str, str]], ready: bool = True
+) -> str:
+    """Returns messages as the chat template writes them; ready: up to where the model's answer begins.
+
+    Raises whatever the template raises.
+    """
+    arguments: dict[str, Any] = {"tokenize": False, "add_generation_prompt": ready, **data.chat_template_args}
+    return str(tokenizer.apply_chat_template(list(messages), **arguments))
 
 
 def _tokenize(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list[list[int]]:

@@ -1,7 +1,8 @@
 """Records the samples of each step; the leader of each replica writes its own in a background thread.
 
-rollouts/step_000012.replica_0.jsonl has one line per prompt: text, answer, and each sample with reward, outcome and
-finish reason. A step has a file for each replica, with groups in order of their ids; `read_rollouts` merges them.
+rollouts/step_000012.replica_0.jsonl has one line per prompt: text, answer, and each sample with the reward and outcome
+of its rollout, and its finish reason. A step has a file for each replica, with groups in order of their ids;
+`read_rollouts` merges them.
 """
 
 import heapq
@@ -52,6 +53,7 @@ def _record(group: RolloutGroup) -> dict:
     samples = [
         {
             "text": sample.text,
+            **({} if sample.rollout is None else {"rollout": sample.rollout}),
             "reward": outcome.value if outcome.ok else None,
             "outcome": _outcome_record(outcome),
             "finish_reason": sample.finish_reason,
@@ -59,7 +61,8 @@ def _record(group: RolloutGroup) -> dict:
             "weight_version": sample.weight_version,
             **({"newer_weights": sample.newer} if sample.newer else {}),
         }
-        for sample, outcome in zip(group.samples, group.outcomes, strict=True)
+        for sample in group.samples
+        for outcome in (group.outcomes[sample.of_rollout],)
     ]
     prompt = {"prompt_id": group.prompt.id, "prompt": group.prompt.text, "answer": group.prompt.answer}
     source = {"source": group.prompt.source} if group.prompt.source else {}

@@ -111,6 +111,7 @@ class Server:
     running_requests: int  # of one engine
     cache_width: int  # bytes of a value
     max_tokens: int | None
+    fraction_key: str = "mem_fraction"  # of `rollout`
 
 
 class ServerValues(BaseModel):
@@ -171,6 +172,14 @@ def server_of(rollout: RolloutConfig, resolved: Mapping[str, object] | None = No
     )
 
 
+def server_beside(rollout: RolloutConfig) -> Server:
+    """Returns the settings of the engines on the trainers' GPUs, if some are there and others are not; else of all."""
+    server = server_of(rollout)
+    if not rollout.lend_trainers:
+        return server
+    return replace(server, memory_fraction=rollout.lent_mem_fraction, fraction_key="lent_mem_fraction")
+
+
 def _data_parallel(rollout: RolloutConfig) -> int:
     if rollout.sglang.get("enable_dp_attention"):
         return int(rollout.sglang.get("dp_size", 1))
@@ -216,8 +225,8 @@ def engine_side(work: ModelWork, server: Server, lengths: Lengths, longest: int,
     problems = []
     if weights > free * server.memory_fraction:
         problems.append(
-            f"an engine rank's weights are {weights / 1e9:.1f} GB, but rollout.mem_fraction {server.memory_fraction:g} "
-            f"leaves {free * server.memory_fraction / 1e9:.1f} GB for weights and cache"
+            f"an engine rank's weights are {weights / 1e9:.1f} GB, but rollout.{server.fraction_key} "
+            f"{server.memory_fraction:g} leaves {free * server.memory_fraction / 1e9:.1f} GB for weights and cache"
         )
     elif tokens < longest:
         problems.append(f"an engine's cache holds {tokens:,} tokens, but a sample may have {longest:,}")
@@ -229,20 +238,23 @@ def engine_side(work: ModelWork, server: Server, lengths: Lengths, longest: int,
 def gpu_phases(
     config: ExperimentConfig, trainers: TrainerSide, engine: EngineSide, hidden_size: int
 ) -> dict[str, RankMemory]:
-    """Returns the bytes on the fullest trainer GPU by phase: with the engine's, under rollout.colocate.
+    """Returns the bytes on the fullest trainer GPU by phase: with the engine's, where they share GPUs.
 
-    The optimiser and gradients are on the host while engines are awake, and until the first backward of an update.
+    The optimiser and gradients are on the host while engines are awake, and until the first backward of an update. Lent
+    engines (rollout.lend_trainers) are awake in the rollout alone; before it everything is on the GPU.
     """
-    if not config.rollout.colocate:
+    if not config.rollout.shares_gpus:
         return dict(trainers.phases)
     asleep = {"engine's context": engine.parts["context"]}
     weights = {"engine's weights": engine.weights}
     workspace = _GRAPH_BYTES + _PREFILL_TOKENS * _PREFILL_WIDTH * ITEM * hidden_size
     sampling = weights | {"engine's cache": engine.parts["cache"], "engine's workspace": workspace}
-    awake = {"rollout": sampling, "checkpoint": sampling, "publish": weights}
+    lent = config.rollout.lend_trainers > 0
+    awake = {"rollout": sampling} if lent else {"rollout": sampling, "checkpoint": sampling, "publish": weights}
     phases = {}
     for name, rank in trainers.phases.items():
-        away = () if name in ("load", "resume", "update") else ("gradients", "optimiser")
+        stays = name != "rollout" if lent else name in ("load", "resume", "update")
+        away = () if stays else ("gradients", "optimiser")
         held = {part: size for part, size in rank.parts.items() if part not in away}
         phases[name] = replace(rank, parts=held | asleep | awake.get(name, {}))
     return phases
@@ -259,14 +271,11 @@ def memory_problems(phases: Mapping[str, RankMemory], engine: EngineSide, gpu: H
     remedy, free = "", gpu.memory_bytes - CONTEXT_BYTES
     fraction = math.floor(100 * (engine.server.memory_fraction - (fullest.total - room) / free)) / 100
     if "engine's cache" in fullest.parts and fraction * free > engine.weights:
-        remedy = f"; with rollout.mem_fraction {fraction:g} they do"
+        remedy = f"; with rollout.{engine.server.fraction_key} {fraction:g} they do"
     return [
         f"trainers do not fit: in {name} {needs}, and {gpu.device_name} has {room / 1e9:.1f}{remedy}",
         *engine.problems,
     ]
-
-
-_DEFAULT_GPU, _GPUS_PER_NODE = "H100", 8
 
 
 def concurrency_report(config: ExperimentConfig, hardware: str | None = None) -> list[str]:
@@ -302,13 +311,13 @@ def _cache_tokens(config: ExperimentConfig, lengths: Lengths, hardware: str | No
     if not on_gpus or (config.actor.device == "cpu" and hardware is None):
         place = ServerPlace(0, "127.0.0.1", 30000, "127.0.0.1:30001", cuda=False, num_cores=1)
         return engine_settings(config, place)["max_total_tokens"], "as its arguments on a CPU say"
-    kind = hardware or _DEFAULT_GPU
+    kind = hardware or config.cluster.gpu
     gpu, server = hardware_of(kind), server_of(rollout)
     how = f"on an {kind} by the closed forms; `--hardware {kind}` asks SGLang for its arguments"
     if hardware is not None:
         from megagrpo.planning.recordings import resolve_all  # loads torch
 
-        server = server_of(rollout, resolve_all([config], (gpu, _GPUS_PER_NODE))[0])
+        server = server_of(rollout, resolve_all([config], (gpu, config.cluster.gpus_per_node))[0])
         how = f"on an {kind}, as SGLang resolves its arguments"
     work = model_work(architecture_of(describe_model(config)))
     return engine_side(work, server, lengths, longest_samples(config)["data"], gpu).cache_tokens, how

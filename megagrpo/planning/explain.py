@@ -13,7 +13,7 @@ from megagrpo.data.rows import read_rows
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import ParameterCounts, architecture_of, left_out, model_problems, parameter_counts
 from megagrpo.planning.checkpoint_cost import checkpoint_cost
-from megagrpo.planning.engine_memory import assumed_lengths, concurrency_report, engine_side, gpu_phases, server_of
+from megagrpo.planning.engine_memory import assumed_lengths, concurrency_report, engine_side, gpu_phases, server_beside
 from megagrpo.planning.hardware import gigabytes, hardware_of
 from megagrpo.planning.layer_costs import model_work
 from megagrpo.planning.roofline import fit_problems, with_model
@@ -33,18 +33,30 @@ def check_command(config: ExperimentConfig, hardware: str | None, everything: bo
     """
     from megagrpo.check.loading import try_loading
 
-    trial, problems = try_loading(config), preflight(config) + fit_problems(config)
-    print(explain(config, trial, [] if problems else concurrency_report(config, hardware), everything))
-    return 1 if problems or trial.problems else 0
+    trial = try_loading(config)
+    problems = known_problems(config, trial)
+    at_once = concurrency_report(config, hardware) if problems == trial.problems else []
+    print(explain(config, trial, at_once, everything, problems))
+    return 1 if problems else 0
+
+
+def known_problems(config: ExperimentConfig, trial: Trial | None = None) -> list[str]:
+    """Returns why the experiment cannot run: values, files, places and memory of ranks, and what `trial` met."""
+    problems = preflight(config) + fit_problems(config)
+    return problems + [problem for problem in (trial.problems if trial else ()) if problem not in problems]
 
 
 def explain(
-    config: ExperimentConfig, trial: Trial | None = None, at_once: Sequence[str] = (), everything: bool = True
+    config: ExperimentConfig,
+    trial: Trial | None = None,
+    at_once: Sequence[str] = (),
+    everything: bool = True,
+    problems: Sequence[str] | None = None,
 ) -> str:
-    """Returns the description of the experiment, ending with all problems of `preflight` and `trial`.
+    """Returns the description of the experiment, ending with `problems`.
 
     at_once: lines of planning/engine_memory.py about the engines. everything: also the ranks, and all settings that are
-    passed to Megatron and SGLang.
+    passed to Megatron and SGLang. problems: default: the known ones.
     """
     hf = model_description(with_model(config))
     arch = None if hf is None or model_problems(hf) else architecture_of(hf)
@@ -63,12 +75,11 @@ def explain(
         [_evaluation(config)],
         _checkpoints(config, arch),
     ]
-    problems = preflight(config) + fit_problems(config)
+    problems = known_problems(config, trial) if problems is None else problems
     if trial is not None:
         loaded, not_tried = [f"  {what}" for what in trial.loaded], f"  not tried: {', '.join(trial.not_tried)}"
         parts.append(["loaded     as the trainers will; graders and tools are imported too", *loaded, not_tried])
         parts += [["first row  " + "\n           ".join(trial.first_row)]] if trial.first_row else []
-        problems += [problem for problem in trial.problems if problem not in problems]
     verdict = [f"PROBLEMS ({len(problems)})", *(f"  {p}" for p in problems)] if problems else ["no problems found"]
     return "\n\n".join("\n".join(lines) for lines in ([title], *parts, verdict))
 
@@ -187,6 +198,8 @@ def _step(config: ExperimentConfig, num_steps: int | None) -> list[str]:
 
 
 def _reward(config: ExperimentConfig) -> list[str]:
+    if config.sampling.environment is not None:
+        return ["  reward     the environment's"]
     reward, entries = config.reward, config.reward.entries
     names = " + ".join(f"{e.weight:g} {e.short_name}" for e in entries) if reward.graders else entries[0].grader
     text = f"  reward     {names} in {reward.workers} processes a leader, {reward.timeout_s:g} s a response"
@@ -209,12 +222,17 @@ def _rollout(config: ExperimentConfig, everything: bool) -> list[str]:
     lines = [
         f"rollout    SGLang engines: {r.num_engines} of tp {r.tp}, ep {r.ep}{nodes} "
         f"= {r.num_engines * r.tp} ranks in all, {r.dtype}" + (", deterministic" if r.deterministic else ""),
+        *([f"  lent       {r.lend_trainers} more on the trainers' GPUs, while these wait"] if r.lend_trainers else []),
         f"  {at_once} samples at once, so a step's {samples} come in {math.ceil(samples / at_once)} waves at best",
         *_reward(config),
     ]
     if tool:
         called = f"asked at {tool.call_end!r}, at most {tool.max_turns} turns a response"
         lines.append(f"  tool       {tool.function}, {called}")
+    if environment := config.sampling.environment:
+        seen = "everything before it" if environment.history == "all" else "the last message alone"
+        called = f"at most {environment.max_turns} turns, each sees {seen}; {environment.workers} processes a leader"
+        lines.append(f"  environment  {environment.function}, {called}")
     lines.append(f"  weights    {config.weights.transport} to every engine after each step, verified by digest")
     if config.weights.timeout_s <= r.start_timeout_s:
         timeouts = f"weights.timeout_s {config.weights.timeout_s:g} is no more than rollout.start_timeout_s"
@@ -228,9 +246,9 @@ def _places(config: ExperimentConfig, everything: bool) -> list[str]:
     if placement_problems(config):
         return []
     found = place(config)
-    shared = "shared by engines" if config.rollout.colocate else ""
-    apart = f"{found.rollout_nodes} for engines" if found.rollout_nodes else shared
-    lines = [f"  nodes      {', '.join(filter(None, [f'{found.trainer_nodes} for trainers', apart]))}"]
+    shared = ", shared by engines" if config.rollout.shares_gpus else ""
+    apart = f", {found.rollout_nodes} for engines" if found.rollout_nodes else ""
+    lines = [f"  nodes      {found.trainer_nodes} for trainers{shared}{apart}"]
     if not everything:
         return lines
     trainers = {gpu: f"trainer {rank}" for rank, gpu in enumerate(found.trainers)}
@@ -250,7 +268,7 @@ def _memory(config: ExperimentConfig, arch: Architecture | None, counts: Paramet
         return ["memory     unknown: the layout does not cut the model"]
     side, r = _trainer_side(config, arch, config.actor), config.rollout
     gpu, longest = hardware_of(config.cluster.gpu), longest_samples(config)["data"]
-    engine = engine_side(model_work(arch), server_of(r), assumed_lengths(config), longest, gpu)
+    engine = engine_side(model_work(arch), server_beside(r), assumed_lengths(config), longest, gpu)
     held, phases = side.phases["rollout"].parts, gpu_phases(config, side, engine, arch.hidden_size)
     phase = max(phases, key=lambda name: phases[name].total)
     fullest, on_host = phases[phase], side.host_bytes["optimiser"]
@@ -263,7 +281,7 @@ def _memory(config: ExperimentConfig, arch: Architecture | None, counts: Paramet
         *_lora(config, arch, side),
         f"  an engine rank holds about {gigabytes(counts.total / r.tp * (2 if r.dtype == 'bfloat16' else 4))} of "
         "weights, before its cache",
-        *(_colocated(config, side, phases) if r.colocate else ()),
+        *(_colocated(config, side, phases) if r.shares_gpus else ()),
     ]
 
 
@@ -281,8 +299,9 @@ def _colocated(config: ExperimentConfig, side: TrainerSide, phases: Mapping[str,
             lines.append(f"    {phase:<10} {total} ({held})")
     optimiser = side.phases["rollout"].parts.get("optimiser", 0.0)
     lines.append(f"    on the host, pinned, while engines are awake: {gigabytes(optimiser)} of optimiser state a rank")
-    if (engine_ranks := r.num_engines * r.tp) != ranks:
-        both = f"{r.num_engines} engines of tp {r.tp} are {engine_ranks} ranks beside {ranks} trainer ranks"
+    engines = r.num_engines if r.colocate else r.lend_trainers
+    if engines * r.tp != ranks:
+        both = f"{engines} engines of tp {r.tp} are {engines * r.tp} ranks beside {ranks} trainer ranks"
         lines.append(f"  ADVICE   {both}: GPUs without an engine idle while samples are drawn")
     return lines
 

@@ -31,6 +31,7 @@ from megagrpo.planning.engine_memory import (
     gpu_phases,
     lengths_of_run,
     memory_problems,
+    server_beside,
     server_of,
     weight_elements,
 )
@@ -127,8 +128,9 @@ def plan_step(config: ExperimentConfig, target: Target) -> Plan:
     if config.rollout.colocate:  # the optimiser's state leaves for the engines and comes back
         moved = trainers.phases["rollout"].parts.get("optimiser", 0.0) / HOST_GB_S / 1e9
         parts["publish"]["state to the host"] = parts["update"]["state from the host"] = moved
-    phases = gpu_phases(config, trainers, engine, target.arch.hidden_size)
-    problems = memory_problems(phases, engine, target.hardware)
+    beside = engine_side(target.work, server_beside(config.rollout), target.lengths, longest, target.hardware)
+    phases = gpu_phases(config, trainers, beside, target.arch.hidden_size)
+    problems = dict.fromkeys([*memory_problems(phases, beside, target.hardware), *engine.problems])
     return Plan(config, target, trainers, engine, parts, phases, tuple(problems))
 
 

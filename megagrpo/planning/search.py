@@ -188,7 +188,7 @@ def best_layouts(config: ExperimentConfig, target: Target, nodes: int) -> list[P
 
 def _apart(config: ExperimentConfig, target: Target, nodes: int) -> Iterator[Plan]:
     stride = 1 if nodes <= 12 else 2 if nodes <= 48 else 4
-    rollout = config.rollout.model_copy(update={"colocate": False})
+    rollout = config.rollout.model_copy(update={"colocate": False, "lend_trainers": 0})
     apart = config.model_copy(update={"rollout": rollout, "weights": config.weights.suited(colocate=False)})
     for count in range(stride, nodes, stride):
         engines = _best_engines(apart, target, nodes - count)
@@ -202,8 +202,8 @@ def _colocated(config: ExperimentConfig, target: Target, nodes: int) -> Iterator
     weights = config.weights.suited(colocate=True)
     for actor in _best_trainers(config, target, nodes):
         for fraction in _FRACTIONS:
-            shared = {"colocate": True, "mem_fraction": fraction, "max_staleness": 0, "extra_groups": 0}
-            rollout = config.rollout.model_copy(update=shared)
+            alone = dict.fromkeys(("lend_trainers", "max_staleness", "extra_groups"), 0)
+            rollout = config.rollout.model_copy(update={"colocate": True, "mem_fraction": fraction} | alone)
             beside = config.model_copy(update={"actor": actor, "rollout": rollout, "weights": weights})
             engines = _best_engines(beside, target, nodes)
             plans = [plan_step(beside.model_copy(update={"rollout": found}), target) for found in engines]

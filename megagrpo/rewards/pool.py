@@ -23,11 +23,12 @@ assert set(_SERVICE_GRADERS) == set(SERVICES)
 class RewardPool(AbstractContextManager["RewardPool"]):
     """Runs graders in `config.workers` processes and calls reward services, until its block ends or `close`.
 
+    preload: whether processes start and import the experiment's graders at once, not with the first response.
     Raises ValueError if a grader is unknown, cannot be imported or rejects its arguments, and WorkerError if a worker
     process does not start.
     """
 
-    def __init__(self, config: RewardConfig):
+    def __init__(self, config: RewardConfig, preload: bool = True):
         self._config = config
         self._checked: set[str] = set()
         self._services: dict[str, ServiceGrader] = {}
@@ -35,15 +36,15 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             check_grader(entry.grader, entry.args)
             if entry.grader in SERVICES:
                 self._services[entry.short_name] = _SERVICE_GRADERS[entry.grader](entry.args)
-        preload: list[Call] = [("grade", e.grader, e.args) for e in config.entries if e.grader not in SERVICES]
+        calls: list[Call] = [("grade", e.grader, e.args) for e in config.entries if e.grader not in SERVICES]
         if config.group_grader is not None:
             load_group_grader(config.group_grader, {**config.group_args})
-            preload.append(("group", config.group_grader, {**config.group_args}))
+            calls.append(("group", config.group_grader, {**config.group_args}))
         self._loop, self._stack = BackgroundLoop("reward services"), ExitStack()
         self._stack.callback(self._loop.close, *(service.close for service in self._services.values()))
         self._workers: WorkerPool | None = None
-        if preload:
-            self._worker_pool(preload)
+        if preload and calls:
+            self._worker_pool(calls)
 
     def submit(self, prompt: Prompt, text: str, tokens: ResponseTokens | None = None) -> Future[Outcome]:
         """Returns a future of one response's outcome: the weighted sum of its parts, or the first error among them.

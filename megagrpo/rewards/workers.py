@@ -49,11 +49,11 @@ class WorkerPool:
         self._preload, self._timeout_s, self._closed = list(preload), timeout_s, False
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(num_workers)
-        self._workers: set[_Worker] = set()
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._workers: set[WorkerProcess] = set()
+        self._idle: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
-            self._workers.update(_Worker(self._preload) for _ in range(num_workers))
+            self._workers.update(self._start() for _ in range(num_workers))
             for worker in self._workers:
                 worker.wait_ready()
                 self._idle.put(worker)
@@ -76,7 +76,9 @@ class WorkerPool:
             return Graded("error", detail="the reward pool was closed")
         worker = self._idle.get()
         try:
-            graded = worker.ask(call, inputs, self._timeout_s)
+            status, scores, detail, spans, tokens = worker.ask([*call, inputs, self._timeout_s], self._timeout_s)
+            of_parts = tuple((end, reward) for end, reward in spans)
+            graded = Graded(status, tuple(scores), detail, of_parts, tuple(tokens))
         except (OSError, WorkerError) as exc:
             if isinstance(exc, TimeoutError):
                 graded = Graded("timeout", detail=f"{call[1]} gave no result in {self._timeout_s:g} s")
@@ -86,32 +88,38 @@ class WorkerPool:
         self._idle.put(worker)
         return graded
 
-    def _replaced(self, worker: "_Worker") -> "_Worker":
+    def _start(self) -> "WorkerProcess":
+        return WorkerProcess("megagrpo.rewards.worker", json.dumps(self._preload))
+
+    def _replaced(self, worker: "WorkerProcess") -> "WorkerProcess":
         """Replaces a dead or hung process. If the new one cannot start, its next call returns an error."""
         worker.kill()
         with self._lock:
             self._workers.discard(worker)
             if self._closed:
                 return worker
-            worker = _Worker(self._preload)
+            worker = self._start()
             self._workers.add(worker)
         with suppress(WorkerError):
             worker.wait_ready()  # now: the imports must not count towards the next call's time limit
         return worker
 
 
-class _Worker:
-    """One process with its own process group and temporary folder, so that killing it also ends a grader's children."""
+class WorkerProcess:
+    """One process with its own process group and temporary folder, so that killing it also ends what it started.
 
-    def __init__(self, preload: list[Call]):
-        self._scratch = tempfile.TemporaryDirectory(prefix="megagrpo-grader-", ignore_cleanup_errors=True)
+    It runs `python -m module FD arguments`, writes a line when it is ready, and answers lines of JSON on the socket FD.
+    """
+
+    def __init__(self, module: str, *arguments: str):
+        self._scratch = tempfile.TemporaryDirectory(prefix="megagrpo-worker-", ignore_cleanup_errors=True)
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "megagrpo.rewards.worker", str(theirs.fileno()), json.dumps(preload)],
+                [sys.executable, "-P", "-m", module, str(theirs.fileno()), *arguments],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what a grader prints goes to the log
+                stdout=2,  # what a user's function prints goes to the log
                 env=child_environment({"TMPDIR": self._scratch.name}, [path or os.getcwd() for path in sys.path]),
                 start_new_session=True,
             )
@@ -124,14 +132,13 @@ class _Worker:
             self._read()
         except (OSError, WorkerError) as exc:
             self.kill()
-            raise WorkerError(f"a reward worker did not start ({exc}); its own messages are on stderr") from exc
+            raise WorkerError(f"a worker process did not start ({exc}); its own messages are on stderr") from exc
 
-    def ask(self, call: Call, inputs: list[object], timeout_s: float) -> Graded:
-        """Returns the result of a call. Raises TimeoutError, or OSError or WorkerError if the process is gone."""
+    def ask(self, message: object, timeout_s: float) -> list:
+        """Returns the answer to a message. Raises TimeoutError, or OSError or WorkerError if the process is gone."""
         self._socket.settimeout(timeout_s)
-        self._socket.sendall(json.dumps([*call, inputs, timeout_s]).encode() + b"\n")
-        status, scores, detail, spans, tokens = json.loads(self._read())
-        return Graded(status, tuple(scores), detail, tuple((end, reward) for end, reward in spans), tuple(tokens))
+        self._socket.sendall(json.dumps(message).encode() + b"\n")
+        return json.loads(self._read())
 
     def kill(self) -> None:
         """Ends the process and its children. Idempotent."""

@@ -49,6 +49,11 @@ class Turnstile:
                 self._in_flight, self._occupied = self._in_flight - 1, self._occupied - waiting.admitted.result()
             self.admit()
 
+    @property
+    def next_order(self) -> tuple[float, ...] | None:
+        """Returns the order of the request that leaves next; None if none waits. May be read from any thread."""
+        return next((waiting.order for waiting in self._waiting[:1]), None)
+
     def admit(self) -> None:
         """Admits the requests that fit; call it when `limit` or `tokens` has grown.
 

@@ -1,7 +1,7 @@
 """Samples and grades one leader's share of the prompts, in an event loop of a background thread."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,6 +13,8 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.table import read_architecture
 from megagrpo.rewards.parts import ResponseTokens
 from megagrpo.rollout.admission import Patience, ResponseLengths, Turnstile
+from megagrpo.rollout.agents.environments import EnvironmentFailed, Environments, EpisodeLost
+from megagrpo.rollout.agents.play import Part, Played, play
 from megagrpo.rollout.control import ServiceControl, ServiceStatus, engine_cache_tokens
 from megagrpo.rollout.generation import (
     GenerationClient,
@@ -28,8 +30,18 @@ from megagrpo.rollout.routed_experts import RoutedExperts
 from megagrpo.rollout.tools import Tool, respond_with_tool
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
-_NO_TOKENS = np.zeros(0, np.int32)
+_TRIES = 3  # of a rollout whose environment's process was ended by another one
 _IN_FLIGHT = 1.1  # tokens in flight for each that the caches hold: the next request is there when one ends
+
+
+class SampleTurnWithStops(Protocol):
+    """Samples a turn of a rollout."""
+
+    def __call__(
+        self, number: int, context: np.ndarray, max_tokens: int, fresh: bool, stops: tuple[int, ...] = ()
+    ) -> Awaitable[Response]:
+        """See agents/play.py. stops: ids that end this turn besides the experiment's own."""
+        ...
 
 
 class OutcomeSource(Protocol):
@@ -60,7 +72,7 @@ class Sampler:
         control: ServiceControl,
         grader: OutcomeSource,
         decode: Callable[[np.ndarray], str],
-        tool: Tool | None = None,
+        tool: Tool | Environments | None = None,
         on_request: OnRequest = lambda engine, start, end, num_tokens: None,
     ):
         self._config, self._num_leaders, self._control = config, num_leaders, control
@@ -72,7 +84,8 @@ class Sampler:
         self._turnstile = Turnstile()
         self.lengths = ResponseLengths(config.sampling.max_response_tokens)
         self._cache_tokens: dict[tuple[str, int], int | None] = {}  # by engine and incarnation; None: not reported
-        self._num_jobs, self._admitting = 0, asyncio.Lock()
+        self._admitting = asyncio.Lock()
+        self._job_steps: list[int] = []  # by number, the step that a job is for
         self._discarded_before = 0  # tokens, of clients whose jobs have ended
         self._clients: set[GenerationClient] = set()
 
@@ -103,12 +116,10 @@ class Sampler:
 
         Raises GenerationFailed, which names the missing prompts, when the patience ends.
         """
-        job_number, limit_s = self._num_jobs, self._config.rollout.step_timeout_s
-        self._num_jobs += 1
+        job_number, limit_s = len(self._job_steps), self._config.rollout.step_timeout_s
+        self._job_steps.append(job.step)
         async with self._admitting:  # one job after the other, so that requests of the first leave first
-            # In a thread: a service that is slow to answer must not hold up the samples of other jobs.
-            status = await asyncio.to_thread(self._control.status)
-            await self._admit(status)
+            status = await self.count_engines()
         async with GenerationClient(
             status.router, self._control.api_key, self._retry, self._turnstile, self._on_request, self._experts
         ) as client:
@@ -131,19 +142,29 @@ class Sampler:
                 self._clients.discard(client)
                 self._discarded_before += client.num_discarded
 
-    async def _admit(self, status: ServiceStatus) -> None:
-        """Sets the limits of requests in flight to this leader's share of the engines."""
+    @property
+    def step_to_begin(self) -> int | None:
+        """Returns the step of the request that leaves next; None if none waits. May be read from any thread."""
+        order = self._turnstile.next_order
+        return None if order is None else self._job_steps[int(order[1])]
+
+    async def count_engines(self) -> ServiceStatus:
+        """Sets the limits of requests in flight to this leader's share of the engines that are not asleep."""
+        # In a thread: a service that is slow to answer must not hold up the samples of other jobs.
+        status = await asyncio.to_thread(self._control.status)
         for engine in status.engines:
             start = (engine.id, engine.incarnation)
             if engine.state == "ready" and start not in self._cache_tokens:
                 self._cache_tokens[start] = await asyncio.to_thread(
                     engine_cache_tokens, engine.url, self._control.api_key
                 )
-        number, sizes = len(status.engines), [tokens for tokens in self._cache_tokens.values() if tokens]
+        number = sum(engine.state != "asleep" for engine in status.engines)
+        sizes = [tokens for tokens in self._cache_tokens.values() if tokens]
         self._turnstile.limit = max(1, number * self._config.rollout.max_running_requests // self._num_leaders)
         if sizes:
             self._turnstile.tokens = _IN_FLIGHT * number * sum(sizes) / len(sizes) / self._num_leaders
         self._turnstile.admit()
+        return status
 
     async def _sample_group(
         self,
@@ -157,7 +178,8 @@ class Sampler:
         answers = await asyncio.gather(
             *(self._sample(client, job, of, index, order) for index in range(job.num_samples))
         )
-        samples, outcomes = zip(*answers, strict=True)
+        of_rollouts, outcomes = zip(*answers, strict=True)
+        samples = numbered(of_rollouts)
         if job.regrade:
             texts = [sample.text for sample in samples]
             regraded = await asyncio.wrap_future(self._grader.submit_group(of.prompt, texts, outcomes))
@@ -174,46 +196,104 @@ class Sampler:
 
     async def _sample(
         self, client: GenerationClient, job: SamplingJob, of: NumberedPrompt, index: int, order: tuple[float, ...]
-    ) -> tuple[Sample, Outcome]:
+    ) -> tuple[list[Sample], Outcome]:
         # The job is part of the key: an evaluation may have the same prompt under the same id.
         key = str(job), of.group_id, of.prompt.id, index
         with ExitStack() as stack:
             stack.callback(self._pending.pop, key)
             self._pending[key] = "the engines"
+            if isinstance(self._tool, Environments):
+                self._pending[key] = "the engines or the environment"
+                return await self._play(self._tool, client, job, of, index, order)
             sample = await self._respond(client, job, of, index, order)
             self._pending[key] = "the grader"
             tokens = ResponseTokens(sample.token_ids, sample.loss_mask, self._decode)
-            return sample, await asyncio.wrap_future(self._grader.submit(of.prompt, sample.text, tokens))
+            return [sample], await asyncio.wrap_future(self._grader.submit(of.prompt, sample.text, tokens))
 
-    async def _respond(
+    def _turns(
         self, client: GenerationClient, job: SamplingJob, of: NumberedPrompt, index: int, order: tuple[float, ...]
-    ) -> Sample:
-        prompt, purpose_of_all = of.prompt, f"{job.purpose} again {of.repeats}" if of.repeats else job.purpose
+    ) -> "SampleTurnWithStops":
+        """Returns a function that samples the turns of one rollout, each with a seed of its own."""
+        purpose_of_all = f"{job.purpose} again {of.repeats}" if of.repeats else job.purpose
         num_read = 0  # tokens whose experts have been read
 
-        async def turn(number: int, so_far: np.ndarray, stops: tuple[int, ...]) -> Response:
+        async def turn(
+            number: int, context: np.ndarray, max_tokens: int, fresh: bool, stops: tuple[int, ...] = ()
+        ) -> Response:
             nonlocal num_read
+            num_read = 0 if fresh else num_read
             purpose = f"{purpose_of_all} turn {number}" if number else purpose_of_all
-            ids = np.concatenate([prompt.token_ids, so_far])
-            max_tokens = job.params.max_tokens - len(so_far)
             request = SampleRequest(
-                ids,
+                context,
                 replace(job.params, max_tokens=max_tokens, stop_token_ids=job.params.stop_token_ids + stops),
-                sample_seed(self._config.seed, purpose, job.step, prompt.id, index),
+                sample_seed(self._config.seed, purpose, job.step, of.prompt.id, index),
                 job.version,
                 job.or_newer,
                 experts_from=num_read if job.with_experts else None,
                 order=(0.0, *order[1:]) if number else order,
-                tokens=lambda: len(ids) + min(self.lengths.occupied(), max_tokens),
+                tokens=lambda: len(context) + min(self.lengths.occupied(), max_tokens),
             )
             response = await client.generate(request)
             num_read += 0 if response.routed_experts is None else len(response.routed_experts)
             return response
 
-        if self._tool is None:
-            response, loss_mask = await turn(0, _NO_TOKENS, ()), None
+        return turn
+
+    async def _respond(
+        self, client: GenerationClient, job: SamplingJob, of: NumberedPrompt, index: int, order: tuple[float, ...]
+    ) -> Sample:
+        prompt, limit = of.prompt.token_ids, job.params.max_tokens
+        turn = self._turns(client, job, of, index, order)
+        if isinstance(self._tool, Tool):
+
+            def called(number: int, so_far: np.ndarray, stops: tuple[int, ...]) -> Awaitable[Response]:
+                return turn(number, np.concatenate([prompt, so_far]), limit - len(so_far), number == 0, stops)
+
+            response, loss_mask = await respond_with_tool(called, self._tool, self._decode, limit)
         else:
-            response, loss_mask = await respond_with_tool(turn, self._tool, self._decode, job.params.max_tokens)
+            response, loss_mask = await turn(0, prompt, limit, True), None
+        return self._sample_of(response, loss_mask, job, of.prompt, index)
+
+    async def _play(
+        self,
+        environments: Environments,
+        client: GenerationClient,
+        job: SamplingJob,
+        of: NumberedPrompt,
+        index: int,
+        order: tuple[float, ...],
+    ) -> tuple[list[Sample], Outcome]:
+        """Returns the samples of a rollout with an environment, and its outcome: never a reward for one that failed."""
+        prompt = of.prompt
+        row = {"prompt": prompt.text, "answer": prompt.answer, "source": prompt.source, "extra": prompt.extra}
+        seed = sample_seed(self._config.seed, f"environment {job.purpose} {of.repeats}", job.step, prompt.id, 0)
+        outcome, played = Outcome("error", detail="its environment's process was ended by other rollouts"), Played()
+        for _ in range(_TRIES):
+            played = Played()
+            turn = self._turns(client, job, of, index, order)
+            try:
+                async with environments.episode(row, seed) as episode:
+                    await play(
+                        played, episode, environments, turn, prompt.token_ids, job.params.max_tokens, self._decode
+                    )
+                outcome = played.outcome(environments.config.credit == "turn")
+                break
+            except EnvironmentFailed as exc:
+                outcome = Outcome(exc.status, detail=str(exc))
+                break
+            except ValueError as exc:  # what it said cannot be rendered
+                outcome = Outcome("error", detail=str(exc))
+                break
+            except EpisodeLost:
+                continue  # from its seed
+        parts = played.parts or [Part(None)]
+        samples = [self._sample_of(part.response, part.loss_mask, job, prompt, index) for part in parts]
+        with_prompts = zip(samples, parts, strict=True)
+        return [replace(sample, prompt_ids=part.prompt_ids) for sample, part in with_prompts], outcome
+
+    def _sample_of(
+        self, response: Response, loss_mask: np.ndarray | None, job: SamplingJob, prompt: Prompt, index: int
+    ) -> Sample:
         if not job.is_urgent:
             self.lengths.add(prompt.id, len(response.token_ids))
         return Sample(
@@ -227,3 +307,11 @@ class Sampler:
             loss_mask=loss_mask,
             routed_experts=response.routed_experts,
         )
+
+
+def numbered(of_rollouts: Sequence[Sequence[Sample]]) -> tuple[Sample, ...]:
+    """Returns the samples of a group's rollouts, numbered; with one sample each, rollouts have no number."""
+    if all(len(samples) == 1 for samples in of_rollouts):
+        return tuple(sample for samples in of_rollouts for sample in samples)
+    pairs = [(rollout, sample) for rollout, samples in enumerate(of_rollouts) for sample in samples]
+    return tuple(replace(sample, index=index, rollout=rollout) for index, (rollout, sample) in enumerate(pairs))

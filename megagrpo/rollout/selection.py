@@ -11,6 +11,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from megagrpo.algo.dynamic_sampling import Selection, select_groups
@@ -164,11 +165,11 @@ class GroupChoice:
         # Ascending, so groups carried over from the step before come first.
         all_ids = sorted(group_id for part in mesh.gather_dp([g.group_id for g in groups]) for group_id in part)
         index = {group_id: i for i, group_id in enumerate(all_ids)}
-        rows = [(group, *pair) for group in groups for pair in zip(group.samples, group.outcomes, strict=True)]
+        rows = [(group, *pair) for group in groups for pair in zip(group.rollouts, group.outcomes, strict=True)]
         metric = torch.tensor([outcome.value if outcome.ok else 0.0 for *_, outcome in rows], dtype=torch.float64)
         if algorithm.dynamic_sampling.metric == "shaped_reward":
             metric = metric * algorithm.reward.scale + algorithm.reward.shift
-            lengths = torch.tensor([len(sample.token_ids) for _, sample, _ in rows], dtype=torch.int64)
+            lengths = torch.tensor([sum(len(s.token_ids) for s in of) for _, of, _ in rows], dtype=torch.int64)
             metric += overlong_penalty(lengths, self.config.sampling.max_response_tokens, algorithm.reward.overlong)
         indices = torch.tensor([index[group.group_id] for group, *_ in rows], dtype=torch.int64)
         valid = torch.tensor(
@@ -276,11 +277,13 @@ def rollout_metrics(metrics: Metrics, groups: Sequence[RolloutGroup], mesh: Mesh
     of_tools = [len(mask) - int(mask.sum()) for mask in masks]
     metrics.add_mean("response/tool_token_fraction", sum(of_tools), sum(map(len, masks)))
     metrics.add_mean("response/tool_use_fraction", sum(number > 0 for number in of_tools), len(masks))
+    turns = sum(int((mask & ~np.append(False, mask[:-1])).sum()) for mask in masks)
+    metrics.add_mean("response/turns_mean", turns, len(outcomes) if masks else 0)
     errors = [o for o in outcomes if o.status == "error"]
     timeouts = [o for o in outcomes if o.status == "timeout"]
-    metrics.add_mean("reward/error_fraction", len(errors), len(samples))
-    metrics.add_mean("reward/timeout_fraction", len(timeouts), len(samples))
-    parts = mesh.gather_dp((len(errors), len(timeouts), len(samples), errors[0].detail if errors else ""))
+    metrics.add_mean("reward/error_fraction", len(errors), len(outcomes))
+    metrics.add_mean("reward/timeout_fraction", len(timeouts), len(outcomes))
+    parts = mesh.gather_dp((len(errors), len(timeouts), len(outcomes), errors[0].detail if errors else ""))
     bad, total = sum(e + t for e, t, _, _ in parts), sum(n for _, _, n, _ in parts)
     if bad > train.max_bad_fraction * total:
         detail = next((text for *_, text in parts if text), "timeouts")

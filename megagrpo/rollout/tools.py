@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from megagrpo.config.schema import ToolConfig
+from megagrpo.config.schema import ExperimentConfig, ToolConfig
+from megagrpo.rollout.agents.environments import Environments, load_environment
+from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.rollout.response import Response
 from megagrpo.system.user_function import load_function
 
@@ -34,6 +36,16 @@ class Turn(Protocol):
 def load_tool(name: str) -> ToolFunction:
     """Imports the tool `name`, a built-in or the user's own `package.module:function`. Raises ValueError."""
     return load_function(name, BUILT_IN, "sampling.tool.function")
+
+
+def make_answering(config: ExperimentConfig, tokenizer: "PreTrainedTokenizerBase") -> "Tool | Environments | None":
+    """Returns what answers turns of the model: a tool, environments, or nothing. Raises ValueError."""
+    sampling = config.sampling
+    if sampling.environment is not None:
+        load_environment(sampling.environment.function)
+        continues = sampling.environment.history == "all"
+        return Environments(sampling.environment, Renderer(tokenizer, config.data, continues))
+    return make_tool(sampling.tool, tokenizer) if sampling.tool else None
 
 
 @dataclass(frozen=True)

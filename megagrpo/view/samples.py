@@ -24,8 +24,10 @@ def read_samples(folder: RunFolder, max_bytes: float) -> tuple[dict, list[str]]:
     for index, step in enumerate(chosen):
         allowance = left / (len(chosen) - index)  # later steps may use the bytes that a step leaves over
         used = 0
-        for record in read_rollouts(files[step].values()):
-            group, size = _group(step, record, trained, allowance - used, first=used == 0)
+        records = list(read_rollouts(files[step].values()))
+        most = max((len(record["samples"]) for record in records), default=0)
+        for record in records:
+            group, size = _group(step, record, most, trained, allowance - used, first=used == 0)
             if group is None:
                 num_cut += 1
                 break
@@ -42,18 +44,18 @@ def read_samples(folder: RunFolder, max_bytes: float) -> tuple[dict, list[str]]:
     return {"groups": groups, "pieces": {str(token): pieces.get(str(token), f"[{token}]") for token in used_ids}}, notes
 
 
-def _group(step: int, record: dict, trained: dict, allowance: float, first: bool) -> tuple[dict | None, int]:
+def _group(step: int, record: dict, most: int, trained: dict, allowance: float, first: bool) -> tuple[dict | None, int]:
     """Returns the group with the samples that fit into `allowance` bytes, None without any, and its size in bytes.
 
-    The first group of a step has at least one sample.
+    The first group of a step has at least one sample. most: samples of the step's largest group.
     """
     group = record | {"step": step, "size": len(record["samples"]), "samples": []}
     group |= {"prompt": _cut(record["prompt"]), "answer": _cut(record["answer"])}
     size = len(group["prompt"])
     for index, sample in enumerate(record["samples"]):
         outcome = sample["outcome"] | {"detail": _cut(sample["outcome"]["detail"])}
-        # group ids are dense and groups equally large: see batching/batch.py
-        update = trained.get((step, record["group_id"] * group["size"] + index), {"advantage": None})
+        # as batching/batch.py numbers samples
+        update = trained.get((step, record["group_id"] * most + index), {"advantage": None})
         shown = sample | {"index": index, "text": _cut(sample["text"]), "outcome": outcome} | update
         own = len(shown["text"]) + 150 + _TOKEN_BYTES * len(update.get("tokens", {}).get("ids", ()))
         if size + own > allowance and (group["samples"] or not first):

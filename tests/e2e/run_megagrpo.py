@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -82,6 +83,8 @@ def experiment(folder: Path, **sections) -> dict:
         "weights": {"timeout_s": 300},
         "log": {"tensorboard": False},
     }
+    if "environment" in sections.get("sampling", {}):  # which gives the reward
+        del base["reward"]
     return merged(base, sections)
 
 
@@ -250,13 +253,25 @@ def assert_agrees(folder: Path) -> None:
     assert all(entry["mismatch/logprob_abs_mean"] <= 1e-5 for step, entry in metrics(folder).items() if step)
 
 
-def assert_same_run(folder: Path, reference: Path, num_steps: int, but: str = "") -> None:
-    """Losses, rewards and responses of the first `num_steps` steps are the same bits; the metric `but` may differ."""
+def requests_by_phase(folder: Path) -> Counter[tuple[str, str]]:
+    """Counts the leaders' requests by engine and by the phase of their rank in which they ended."""
+    found: Counter[tuple[str, str]] = Counter()
+    for file in folder.glob("timeline/*.jsonl"):
+        for page in map(json.loads, file.read_text().splitlines()):
+            for engine, _, end, _ in page.get("requests", ()):
+                phases = [name for name, start, until in page["phases"] if start <= end <= until]
+                found[page["engines"][engine], phases[0] if phases else ""] += 1
+    return found
+
+
+def assert_same_run(folder: Path, reference: Path, num_steps: int) -> None:
+    """Losses, rewards and responses of the first `num_steps` steps are the same bits."""
     ours, theirs = metrics(folder), metrics(reference)
-    names = [name for name in REPEATED if name != but]
     assert sorted(ours)[-1] == num_steps
     for step in range(1, num_steps + 1):
-        assert {n: ours[step][n] for n in names} == {n: theirs[step][n] for n in names}, f"step {step}"
+        pairs = {name: (ours[step][name], theirs[step][name]) for name in REPEATED}
+        differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+        assert not differing, f"step {step}: {differing}"
     ours, theirs = rollouts(folder), rollouts(reference)
     assert {s: ours[s] for s in range(1, num_steps + 1)} == {s: theirs[s] for s in range(1, num_steps + 1)}
 

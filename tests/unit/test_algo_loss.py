@@ -180,10 +180,10 @@ def test_aggregation(name):
 
 
 def test_rejected_tokens_may_stay_in_every_denominator():
-    """Two of four tokens were rejected: with counted_mask the others weigh 1/4 each, not 1/2; metrics see those two."""
+    """Two of four tokens were rejected: with counted_tokens the others weigh 1/4 each, not 1/2; metrics see those."""
     trained, counted = torch.tensor([[1.0, 1.0, 0.0, 0.0]], dtype=torch.float64), torch.ones(1, 4, dtype=torch.float64)
     zeros, logprobs = torch.zeros_like(counted), torch.zeros_like(counted).requires_grad_()
-    inputs = LossInputs(logprobs, zeros, trained, counted, zeros, zeros, counted_mask=counted)
+    inputs = LossInputs(logprobs, zeros, trained, counted, zeros, zeros, counted_tokens=counted.sum(1))
     for aggregation in ("seq-mean-token-mean", "token-mean"):
         denominators = count_denominators((counted > 0).sum(1), alone, C)
         loss, sums = objective(inputs, AlgorithmConfig(aggregation=aggregation), denominators)

@@ -35,7 +35,7 @@ LAYERS = (
     {"actor", "rollout", "view"},
     {"checkpoint"},
     {"check"},
-    {"planning"},
+    {"planning", "publishing"},
     {"run"},
     {"evaluation", "convert"},
     {"train"},

@@ -121,7 +121,7 @@ def environments(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> di
             inside.setenv(name, value)
         inside.setattr(workers.subprocess, "Popen", popen)
         with pytest.raises(Started):
-            workers._Worker([])
+            workers.WorkerProcess("a.module")
     return recorder.found
 
 

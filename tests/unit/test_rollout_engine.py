@@ -42,6 +42,8 @@ def test_cpu_engine():
     environment = engine_environment(config(), place(cuda=False))
     expected = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "PASSIVE", ENGINE: "engine-3"}
     assert expected.items() <= environment.items() and "SGLANG_CPU_OMP_THREADS_BIND" not in environment
+    # the bits of a deterministic run do not depend on how many engines share the cores
+    assert engine_environment(config(deterministic=True), place(cuda=False))["OMP_NUM_THREADS"] == "1"
 
 
 def test_gpu_engine_is_plain():

@@ -88,7 +88,8 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
             "node_rank": place.node_rank,
             "dist_init_addr": place.rendezvous,
         }
-    if rollout.colocate:
+    beside = rollout.is_beside_trainers(place.engine)
+    if beside:
         settings["enable_memory_saver"] = True  # without it the calls that release memory do nothing
     if rollout.streaming:
         settings["incremental_streaming_output"] = True  # a piece holds only its new tokens, not all earlier ones
@@ -96,14 +97,15 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
         settings["enable_deterministic_inference"] = True
     if config.actor.routing_replay == "rollout":
         settings["enable_return_routed_experts"] = True
-    settings |= _on_cuda(rollout) if place.cuda else _on_cpu()
+    fraction = rollout.lent_mem_fraction if beside and rollout.lend_trainers else rollout.mem_fraction
+    settings |= _on_cuda(rollout, fraction) if place.cuda else _on_cpu()
     if rollout.max_total_tokens is not None:
         settings["max_total_tokens"] = rollout.max_total_tokens
     return settings | rollout.sglang
 
 
-def _on_cuda(rollout: RolloutConfig) -> Settings:
-    settings: Settings = {"mem_fraction_static": rollout.mem_fraction}
+def _on_cuda(rollout: RolloutConfig, mem_fraction: float) -> Settings:
+    settings: Settings = {"mem_fraction_static": mem_fraction}
     if rollout.dtype == "bfloat16":
         # Without this the logits are rounded to bfloat16 after accumulating in float32; the actor's are not rounded. In
         # deterministic mode SGLang's batch-invariant product replaces this one too.
@@ -147,15 +149,18 @@ def engine_environment(config: ExperimentConfig, place: ServerPlace) -> dict[str
                 f"{_INTERLEAVES} is set: SGLang would order the experts' weights anew after loading, and digests would "
                 "stop the run; unset it"
             )
-        return env | (without_expandable_segments() if config.rollout.colocate else {})
+        beside = config.rollout.is_beside_trainers(place.engine)
+        return env | (without_expandable_segments() if beside else {})
     ranks_here = config.rollout.tp // config.rollout.nodes_per_engine
+    # The last bits of a sum depend on the number of threads, and their share of the cores on the number of engines.
+    threads = 1 if config.rollout.deterministic else min(_MAX_CPU_THREADS, place.num_cores // ranks_here)
     env |= {
         "SGLANG_USE_CPU_ENGINE": "1",
         "CUDA_VISIBLE_DEVICES": "",  # the machine may have GPUs that must not be used
         "TORCHDYNAMO_DISABLE": "1",  # the sampler's torch.compile costs seconds of C++ per shape and gains nothing here
         # Threads that wait by spinning starve the others on shared cores: 20 tokens/s instead of 4,000 were measured.
         "OMP_WAIT_POLICY": "PASSIVE",
-        "OMP_NUM_THREADS": str(max(1, min(_MAX_CPU_THREADS, place.num_cores // ranks_here))),
+        "OMP_NUM_THREADS": str(max(1, threads)),
     }
     if config.rollout.tp > 1:
         # With more ranks than NUMA nodes SGLang requires a core for each rank, of all nodes.

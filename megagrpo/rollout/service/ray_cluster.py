@@ -16,6 +16,8 @@ from megagrpo.system.processes import stop_tree
 
 _SPARE_NODES = 2  # for engines added later; a CPU of the private cluster is one slot for a node, GPUs are counted
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum: no batch passes through it
+BESIDE, APART = "beside_trainers", "apart_from_trainers"  # Ray's resources of nodes, with rollout.lend_trainers
+NODES_FOR: dict[str, float] = {BESIDE: 1e6, APART: 1e6}  # of one machine for both
 _PAUSE_S = 1.0  # between two attempts
 _GRACE_S = 1.0  # for processes of a failed attempt
 
@@ -37,7 +39,7 @@ def in_ray_cluster(rollout: RolloutConfig, address: str | None) -> Iterator[None
         if address is None:
             # A short name: paths of Unix sockets end at 107 characters.
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mgr-", ignore_cleanup_errors=True))
-            options |= _private_cluster(rollout.num_engines * rollout.nodes_per_engine, folder)
+            options |= _private_cluster(rollout.engines_at_start * rollout.nodes_per_engine, folder)
         else:
             options["address"] = address
         stack.callback(ray.shutdown)
@@ -50,6 +52,7 @@ def _private_cluster(num_nodes: int, folder: str) -> Options:
         # "local": a Ray of our own, whatever else runs on this machine. It ends with this process, even by SIGKILL.
         "address": "local",
         "num_cpus": num_nodes + _SPARE_NODES,
+        "resources": NODES_FOR,
         "object_store_memory": _OBJECT_STORE_BYTES,
         "include_dashboard": False,
         "_system_config": {"worker_niceness": 0},  # else Ray starts engines at low priority

@@ -6,9 +6,9 @@ HTTP endpoint through which trainers list the engines and report the verified on
     POST /engines/{id}/drain    finishes its requests and ends it; 409 if too few engines would remain
     POST /engines/{id}/update   {"incarnation"}: a trainer starts writing weights; 409 if that incarnation has ended
     POST /engines/{id}/ready    {"incarnation", "weight_version"}: published and verified; 409 as above
-    POST /engines/{id}/wake     {"incarnation"}: a colocated, verified engine resumes its cache memory; 409 as above
+    POST /engines/{id}/wake     {"incarnation"}: a verified engine there resumes its cache memory; 409 as above
     POST /engines/{id}/lost     {"incarnation"}: its update failed half-way, so it must restart
-    POST /sleep                 makes all engines release their memory, and none start; answers afterwards
+    POST /sleep                 makes the engines on trainers' GPUs release their memory, and none start; answers then
     POST /may_start             lets engines that died meanwhile restart
 
 Every request carries the run's API key, which engines and router demand as well.
@@ -119,7 +119,7 @@ class _Service:
             runner = web.AppRunner(self._application())
             stack.push_async_callback(self._end, runner)
             await self._router.start(self._http)
-            for _ in range(self._config.rollout.num_engines):
+            for _ in range(self._config.rollout.engines_at_start):
                 self._add_engine()
             self._tasks["router"] = asyncio.create_task(self._router.watch())
             self._tasks["watch"] = asyncio.create_task(self._watch())
@@ -259,9 +259,10 @@ class _Service:
 
     async def _on_sleep(self, request: web.Request) -> web.Response:
         self._may_start.clear()
-        while any(engine.state == "starting" for engine in self._engines.values()):
+        beside = [engine for engine in self._engines.values() if engine.beside_trainers]
+        while any(engine.state == "starting" for engine in beside):
             await asyncio.sleep(_STARTING_POLL_S)
-        await asyncio.gather(*(engine.sleep(self._http) for engine in self._engines.values()))
+        await asyncio.gather(*(engine.sleep(self._http) for engine in beside))
         return web.json_response({})
 
     async def _on_may_start(self, request: web.Request) -> web.Response:

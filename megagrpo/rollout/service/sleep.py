@@ -1,8 +1,9 @@
-"""Sleep of colocated engines: they release their memory for the trainers on the same GPUs, by SGLang's endpoints.
+"""Sleep of engines on the trainers' GPUs: they release their memory for the trainers, by SGLang's endpoints.
 
 SGLang drops the contents of released memory, except buffers: a publish restores the weights, the KV cache is empty. It
-asserts that no request runs, so an engine is paused first, and that only released memory is resumed, so the service,
-which outlives trainers, records the released parts of every engine.
+asserts that no request runs, so an engine is paused first and ends those that it has, which go on in other engines. It
+asserts that only released memory is resumed, so the service, which outlives trainers, records what every engine
+released.
 """
 
 import asyncio
@@ -29,9 +30,10 @@ class EngineMemory:
         self._one_at_a_time = asyncio.Lock()  # a call of a trainer that has died may still run
 
     async def release(self, http: aiohttp.ClientSession) -> None:
-        """Pauses sampling, returns running requests to the queue, and releases all memory. Raises SleepFailed."""
+        """Pauses sampling, ends requests with the tokens they have, and releases all memory. Raises SleepFailed."""
         async with self._one_at_a_time:
             await self._post(http, "pause_generation", {"mode": "retract"})
+            await self._post(http, "abort_request", {"abort_all": True})
             for part in _ORDER:
                 if part not in self._released:
                     await self._post(http, "release_memory_occupation", {"tags": [part]})

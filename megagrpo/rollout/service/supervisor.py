@@ -2,7 +2,7 @@
 
     starting -> stale -> ready -> dead -> starting -> ...        ready -> draining -> gone
                   ^        |
-                  +- asleep <-  under rollout.colocate, while the actor trains; no engine starts then
+                  +- asleep <-  on the trainers' GPUs, while these train; no engine starts there then
 
 `stale`: it answers, but its weights are not verified: it has just started, or a trainer is writing into it. Only after
 the trainer has reported verified weights (`mark_ready`) does the router send requests to it. Every start is a new
@@ -31,6 +31,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.control import bearer
 from megagrpo.rollout.service.node import EngineNodeActor, loopback
+from megagrpo.rollout.service.ray_cluster import APART, BESIDE
 from megagrpo.rollout.service.router import Router, RouterFailed
 from megagrpo.rollout.service.sleep import WEIGHTS, EngineMemory, SleepFailed
 from megagrpo.types import EngineInfo
@@ -56,8 +57,8 @@ class SupervisedEngine:
     """Keeps one engine running. `begin` starts it; the other methods serve trainers and the command line.
 
     `state`, `url`, `incarnation` etc.: see EngineInfo. `lost_hosts`: machines lost while it ran on them. `gave_up`: its
-    restart budget is spent; `reason` is the last failure. may_start: cleared while engines sleep, because a starting
-    engine allocates GPU memory.
+    restart budget is spent; `reason` is the last failure. may_start: cleared while engines on the trainers' GPUs sleep,
+    because a starting one allocates memory there.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class SupervisedEngine:
         may_start: asyncio.Event,
     ):
         self.id, self._index, self._may_start = f"engine-{index}", index, may_start
+        self.beside_trainers = config.rollout.is_beside_trainers(self.id)
         self.state, self.url, self.pid, self.reason = "starting", "", 0, ""
         self.incarnation = self.restarts = self.lost_hosts = 0
         self.weight_version: int | None = None
@@ -173,7 +175,7 @@ class SupervisedEngine:
     async def _run(self, http: aiohttp.ClientSession) -> None:
         """Starts and watches incarnations. Returns when the budget of restarts is spent, with `gave_up` set."""
         while True:
-            while not self._may_start.is_set():  # it may be cleared again before this task runs
+            while self.beside_trainers and not self._may_start.is_set():  # cleared again, perhaps, before this runs
                 await self._may_start.wait()
             try:
                 await self._start(http)
@@ -249,6 +251,8 @@ class SupervisedEngine:
         """Reserves machines, at every start: those of the previous one may be gone. Raises EngineDied."""
         rollout = self._config.rollout
         bundle = {"CPU": 1.0} | ({"GPU": float(rollout.tp // rollout.nodes_per_engine)} if self._cuda else {})
+        if rollout.lend_trainers:
+            bundle[BESIDE if self.beside_trainers else APART] = 1.0
         # Ray fills up one machine before the next, and spreads the nodes of one engine over several if it can.
         strategy = "STRICT_PACK" if rollout.nodes_per_engine == 1 else "SPREAD"
         self._group = placement_group([bundle] * rollout.nodes_per_engine, strategy=strategy)
@@ -323,7 +327,7 @@ class SupervisedEngine:
             node_rank=rank,
             cuda=self._cuda,
             # On a CPU all engines of the experiment may share one machine; its cores are divided among them.
-            cores_share=rollout.num_engines * rollout.nodes_per_engine,
+            cores_share=rollout.engines_at_start * rollout.nodes_per_engine,
             api_key=self._api_key,
         )
 

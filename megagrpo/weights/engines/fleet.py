@@ -30,13 +30,26 @@ class EngineRegistry(Protocol):
         """Announces that weights are about to change. Returns False if this incarnation has died meanwhile."""
 
     def wake(self, engine_id: str, incarnation: int) -> bool:
-        """Gives a colocated engine its cache back. Returns False likewise."""
+        """Gives an engine on trainers' GPUs its cache back. Returns False likewise."""
 
     def mark_ready(self, engine_id: str, incarnation: int, weight_version: int) -> bool:
         """Notes which weights were verified. Returns False likewise."""
 
     def report_lost(self, engine_id: str, incarnation: int) -> None:
         """Reports an update that failed half-way: the engine must be started again."""
+
+
+class EngineSubset:
+    """The engines of a registry whose ids `wanted` accepts: those on the trainers' GPUs, or the others."""
+
+    def __init__(self, registry: EngineRegistry, wanted: Callable[[str], bool]):
+        self._registry, self._wanted, self.api_key = registry, wanted, registry.api_key
+        self.begin_update, self.wake = registry.begin_update, registry.wake
+        self.mark_ready, self.report_lost = registry.mark_ready, registry.report_lost
+
+    def engines(self) -> list[EngineInfo]:
+        """Returns them, whatever state they are in."""
+        return [info for info in self._registry.engines() if self._wanted(info.id)]
 
 
 class EngineFleet:
@@ -112,7 +125,8 @@ class EngineFleet:
                 with suppress(EngineRefused):  # unless earlier trainers died in an update, which would block this one
                     engine.end()
                 rollout = self._config.rollout
-                forgets = rollout.colocate and not rollout.sglang.get("enable_weights_cpu_backup")
+                beside = rollout.is_beside_trainers(engine.id)
+                forgets = beside and not rollout.sglang.get("enable_weights_cpu_backup")
                 engine.record(self._specs, self._transport.past_loader, rollout.load_format == "dummy", forgets)
 
         self.each(open_one)
@@ -135,7 +149,8 @@ class EngineFleet:
 
     def admit(self, engine: EngineConnection, version: int) -> None:
         """Gives a verified engine its cache back if it slept, its version, and requests. Raises EngineDown."""
-        if self._config.rollout.colocate and not self._registry.wake(engine.id, engine.incarnation):
+        beside = self._config.rollout.is_beside_trainers(engine.id)
+        if beside and not self._registry.wake(engine.id, engine.incarnation):
             raise EngineDown(f"{engine} did not get its cache back")
         engine.resume(version)
         if not self._registry.mark_ready(engine.id, engine.incarnation, version):

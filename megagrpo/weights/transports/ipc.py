@@ -6,13 +6,13 @@ trainer ranks that hold it, and hands it over. What the carrier holds itself doe
 hold stays inside the node. Both sides say where they run, so any launcher may place them.
 """
 
-import re
 from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
+from megagrpo.config.rollout import engine_number
 from megagrpo.weights.engines.client import EngineConnection
 from megagrpo.weights.transports.links import CutFlag, Link, LinkTransport, Round
 from megagrpo.weights.transports.protocol import TrainerWeights
@@ -51,9 +51,7 @@ class IpcTransport(LinkTransport):
         self._places = weights.mesh.gather_world(place_of(weights.mesh.device))
 
     def _slot(self, engine: EngineConnection) -> int:
-        """Returns the number in an engine's id, engine-3: they start in any order."""
-        found = re.search(r"\d+$", engine.id)
-        return int(found.group()) if found else 0
+        return engine_number(engine.id)  # they start in any order
 
     def _carriers(self, engine: EngineConnection, slot: int) -> tuple[int, ...]:
         """Returns the trainer rank on each engine rank's GPU, else one of its node. Raises ValueError for none."""

@@ -1,0 +1,42 @@
+"""Guess the number: the environment of configs/guess.yaml, and what its warm-up is shown."""
+
+import random
+
+LOWEST, HIGHEST = 1, 20
+GUESSES = 5  # 5 halvings find any of 20 numbers; random guesses win 0.23
+
+
+class Guess:
+    """The model says two digits and "]"; told H(igher) or L(ower) until it is right, 1.0 then."""
+
+    def __init__(self, row: dict, seed: int):
+        self.goal, self.left = int(row["answer"]), GUESSES
+
+    def reset(self) -> None:
+        """The prompt of the data is all."""
+
+    def step(self, text: str) -> tuple[str | None, float, bool]:
+        """Returns the hint, the reward and whether the game is over; what is no number loses."""
+        self.left -= 1
+        digits = text.removesuffix("]")
+        if len(digits) != 2 or not digits.isdigit():
+            return None, 0.0, True
+        if int(digits) == self.goal:
+            return None, 1.0, True
+        return ("H" if int(digits) < self.goal else "L"), 0.0, self.left == 0
+
+
+def games(num: int, seed: int, played: bool) -> list[dict[str, str]]:
+    """Returns rows with a goal; played: with a whole game of random guesses and true hints, for the form alone."""
+    draw, rows = random.Random(f"guess {seed} {played}"), []
+    for index in range(num):
+        goal, text = index % HIGHEST + LOWEST, ""
+        for _ in range(GUESSES):
+            guess = draw.randint(LOWEST, HIGHEST)
+            text += f"{guess:02}]"
+            if guess == goal:
+                break
+            text += "H" if guess < goal else "L"
+        rows.append({"prompt": "?", "answer": text if played else f"{goal:02}"})
+    draw.shuffle(rows)
+    return rows

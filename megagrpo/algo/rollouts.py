@@ -1,0 +1,61 @@
+"""Rollouts of several samples: statistics, advantages and denominators see rollouts, forward passes see samples.
+
+A rollout is a tree of turns; a path from its root to a leaf is a sample. Its reward is one, and it counts once in
+everything: what its samples share is trained on in the first of them and is context in the others.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megagrpo.algo.statistics import row_sums
+from megagrpo.types import Batch
+
+
+def of_rollouts(batch: Batch) -> Batch:
+    """Returns the batch with a row for each of its M rollouts instead of its N samples; tokens stay in their places.
+
+    A rollout's samples are neighbours, so it is one run of tokens: lengths [M] sum those of its samples. It is
+    truncated if one of them is. Only fields that advantages are made of are converted.
+    """
+    sizes = batch.rollout_sizes
+    if sizes is None:
+        return batch
+    first = sizes.cumsum(0) - sizes
+    greedy = batch.rewards.greedy
+    rewards = replace(
+        batch.rewards,
+        values=batch.rewards.values[first],
+        valid=batch.rewards.valid[first],
+        greedy=None if greedy is None else greedy[first],
+    )
+    return replace(
+        batch,
+        sample_ids=batch.sample_ids[first],
+        group_ids=batch.group_ids[first],
+        lengths=row_sums(batch.lengths, sizes),
+        prompt_lengths=row_sums(batch.prompt_lengths, sizes),
+        truncated=row_sums(batch.truncated.long(), sizes) > 0,
+        rewards=rewards,
+        rollout_sizes=None,
+    )
+
+
+def of_samples(values: Tensor, batch: Batch) -> Tensor:
+    """Returns for each sample [N] the value of its rollout, from [M]."""
+    return values if batch.rollout_sizes is None else values.repeat_interleave(batch.rollout_sizes)
+
+
+def counted_tokens(batch: Batch) -> Tensor:
+    """Returns the tokens of each rollout that denominators count, [M] int64: those that are trained on, and more if
+    rejected ones stay in the denominators.
+    """
+    counted = batch.loss_mask if batch.correction.counted is None else batch.correction.counted
+    return row_sums(counted.long(), of_rollouts(batch).lengths)
+
+
+def rollouts_of(rows: Tensor, batch: Batch) -> Tensor:
+    """Returns the indices [m] int64, ascending, of the rollouts of these samples [n]."""
+    numbers = torch.arange(len(batch.lengths if batch.rollout_sizes is None else batch.rollout_sizes))
+    return of_samples(numbers, batch)[rows].unique()

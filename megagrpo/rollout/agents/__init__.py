@@ -1,0 +1,1 @@
+"""Rollouts of several turns, which an environment answers and rewards."""

@@ -1,0 +1,106 @@
+"""Plays a rollout against its environment: the model's turns on exact ids, what the environment says between them."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from megagrpo.rollout.agents.environments import Environments, Episode
+from megagrpo.rollout.response import Response
+from megagrpo.types import Outcome
+
+
+def _nothing() -> Response:
+    return Response(np.zeros(0, np.int32), np.zeros(0, np.float32), "stop", 0)
+
+
+class SampleTurn(Protocol):
+    """Samples a turn of the model."""
+
+    def __call__(self, number: int, context: np.ndarray, max_tokens: int, fresh: bool) -> Awaitable[Response]:
+        """Continues the ids `context` [T] until the turn ends; turns count from 0. fresh: no turn began with them."""
+        ...
+
+
+@dataclass
+class Part:
+    """One sample of a rollout."""
+
+    prompt_ids: np.ndarray | None  # [T] int32; None: the group's prompt
+    response: Response = field(default_factory=_nothing)
+    masks: list[np.ndarray] = field(default_factory=list)  # bool, False on what the environment said
+
+    def add(self, response: Response, sampled: bool) -> None:
+        """Appends a turn, or what the environment said to it."""
+        self.response = self.response.then(response) if self.masks else response
+        self.masks.append(np.full(len(response.token_ids), sampled))
+
+    @property
+    def loss_mask(self) -> np.ndarray:
+        """[T] bool."""
+        return np.concatenate(self.masks) if self.masks else np.zeros(0, np.bool_)
+
+
+@dataclass
+class Played:
+    """A rollout so far."""
+
+    parts: list[Part] = field(default_factory=list)
+    rewards: list[tuple[int, float]] = field(default_factory=list)  # (last token of a turn, reward)
+    stopped: str = ""  # by which limit
+
+    @property
+    def num_tokens(self) -> int:
+        """Counts the tokens of all responses."""
+        return sum(len(part.response.token_ids) for part in self.parts)
+
+    def outcome(self, by_turn: bool) -> Outcome:
+        """Returns the sum of the rewards; by_turn: each belongs to the last token of its turn."""
+        token_rewards = tuple((index, reward) for index, reward in self.rewards if reward) if by_turn else ()
+        return Outcome("score", sum(reward for _, reward in self.rewards), self.stopped, token_rewards=token_rewards)
+
+
+async def play(
+    played: Played,
+    episode: Episode,
+    environments: Environments,
+    turn: SampleTurn,
+    prompt: np.ndarray,
+    max_tokens: int,
+    decode: Callable[[np.ndarray], str],
+) -> None:
+    """Fills `played` until the environment is done or a limit is met.
+
+    prompt: ids [T] of the group's prompt. max_tokens: limit of a sample's response, of what the environment said too; a
+    message that leaves no room for another token is not put in. Raises as Environments.episode does.
+    """
+    config, renderer = environments.config, environments.renderer
+    said = await episode.reset()
+    for number in range(config.max_turns):
+        fresh = number == 0 or config.history == "last"
+        if fresh:
+            played.parts.append(Part(None if said is None else renderer.start(said)))
+        part = played.parts[-1]
+        if not fresh:
+            ids = renderer.after_turn(said or "")
+            if len(part.response.token_ids) + len(ids) >= max_tokens:
+                played.stopped = "no room for another turn"
+                break
+            zeros = np.zeros(len(ids), np.float32)
+            part.add(Response(ids, zeros, "stop", part.response.newest_version), sampled=False)
+        context = np.concatenate([prompt if part.prompt_ids is None else part.prompt_ids, part.response.token_ids])
+        sampled = await turn(number, context, max_tokens - len(part.response.token_ids), fresh)
+        part.add(sampled, sampled=True)
+        if sampled.finish_reason != "stop":
+            played.stopped = "a turn reached the limit of tokens"
+            break
+        step = await episode.step(decode(sampled.token_ids))
+        played.rewards.append((played.num_tokens - 1, step.reward))
+        said = step.said
+        if step.done:
+            break
+    else:
+        played.stopped = f"{config.max_turns} turns"
+    if played.stopped:
+        played.parts[-1].response = replace(played.parts[-1].response, finish_reason="length")

@@ -1,0 +1,63 @@
+"""Rollouts of several samples over data-parallel ranks: nobody is cut in two, advantages have the same bits."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megagrpo.algo.advantage import with_advantages
+from megagrpo.algo.statistics import alone
+from megagrpo.batching.batch import build_batch, shuffle_rewards
+from megagrpo.batching.updates import one_pass
+from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.mesh import Mesh, make_mesh
+from megagrpo.types import AlgoState
+from tests.dist.workers.launch import POOL
+from tests.rollout_groups import NUM_GROUPS, split_groups
+
+ALGORITHMS = [{}, {"advantage": {"name": "opo"}}, {"advantage": {"name": "reinforce_plus_plus", "gamma": 0.9}}]
+Found = dict[int, tuple[int, list[tuple[float, ...]]]]  # by sample id: its rank, and its advantages by algorithm
+
+
+def advantages(mesh: Mesh, shuffle: bool) -> Found:
+    mine = split_groups()[mesh.dp_rank :: mesh.dp_size]
+    batch = build_batch(mine, one_pass(NUM_GROUPS, 2), mesh)
+    if shuffle:
+        batch = shuffle_rewards(batch, 1, 3, mesh)
+    reduce = alone if mesh.dp_size == 1 else mesh.reduce
+    of_all = [
+        with_advantages(batch, AlgorithmConfig(**options), reduce, AlgoState(), 60)[0].advantages.split(
+            batch.lengths.tolist()
+        )
+        for options in ALGORITHMS
+    ]
+    rows = zip(*of_all, strict=True)
+    return {
+        sample: (mesh.dp_rank, [tuple(values.tolist()) for values in row])
+        for sample, row in zip(batch.sample_ids.tolist(), rows, strict=True)
+    }
+
+
+def run_rank(rank: int, world: int, folder: str) -> list[Found]:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store-{world}", rank=rank, world_size=world)
+    mesh = make_mesh(rank, world, torch.device("cpu"), deadline_s=60)
+    mine = [advantages(mesh, shuffle) for shuffle in (False, True)]
+    dist.destroy_process_group()
+    return mine
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_rollouts_stay_whole_and_advantages_have_the_same_bits(tmp_path: Path, world: int):
+    one = make_mesh(0, 1, torch.device("cpu"), deadline_s=60)
+    parts = POOL.run(world, run_rank, world, str(tmp_path))
+    groups = split_groups()
+    most = max(len(group.samples) for group in groups)
+    for which, shuffle in enumerate((False, True)):
+        whole = advantages(one, shuffle)
+        found = {sample: value for part in parts for sample, value in part[which].items()}
+        assert {s: v for s, (_, v) in found.items()} == {s: v for s, (_, v) in whole.items()}
+        for group in groups:
+            for rollout in group.rollouts:
+                assert len({found[group.group_id * most + sample.index][0] for sample in rollout}) == 1
+        assert len({rank for rank, _ in found.values()}) == world, "every rank trains"

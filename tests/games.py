@@ -1,0 +1,89 @@
+"""Environments of tests: a number to be guessed, a walk whose turns see the present place alone, and bad ones."""
+
+import asyncio
+import os
+import time
+
+
+class GuessTheNumber:
+    """The model says a digit; told H(igher) or L(ower), until it is right."""
+
+    def __init__(self, row: dict, seed: int, hint: str = "HL"):
+        self.goal, self.hint = int(row["answer"]), hint
+
+    def reset(self) -> None:
+        return None
+
+    async def step(self, text: str):
+        await asyncio.sleep(0)
+        if not text.isdigit():
+            return "?", 0.0, False  # a bad message is answered, it is no error
+        if int(text) == self.goal:
+            return None, 1.0, True
+        return self.hint[int(text) > self.goal], 0.0, False
+
+    def close(self) -> None: ...
+
+
+class Walk:
+    """From 0 to 3 by "+"; each turn sees its place alone, "-" ends it. A step is worth a quarter."""
+
+    def __init__(self, row: dict, seed: int):
+        self.place = 0
+
+    def reset(self) -> str:
+        return "0:"
+
+    def step(self, text: str):
+        if text == "-":
+            return None, 0.0, True
+        self.place += 1
+        return f"{self.place}:", 0.25, self.place == 3
+
+
+class Bad:
+    """Raises, hangs, dies or returns nonsense, as the row's answer says."""
+
+    def __init__(self, row: dict, seed: int):
+        self.kind = row["answer"]
+        if self.kind == "make":
+            raise KeyError("no such task")
+
+    def reset(self) -> object:
+        return {"reset": 5, "long": 1025 * "3"}.get(self.kind)
+
+    def step(self, text: str) -> object:
+        match self.kind:
+            case "raise":
+                raise RuntimeError("the tool server is gone")
+            case "hang":
+                time.sleep(3600)
+            case "die":
+                os._exit(3)
+            case "slow":
+                time.sleep(1)
+                return None, 0.5, True
+            case "strange":
+                return "x y", 0.0, False
+            case "content":
+                return [{"role": "user", "content": 5}], 0.0, False
+            case "nan":
+                return None, float("nan"), True
+            case "pair":
+                return None, True
+        return None, 1.0, True
+
+
+class Sums:
+    """Three sums; each answer is worth the share of its small digits, which a random model gets in part."""
+
+    def __init__(self, row: dict, seed: int):
+        self.turn = 0
+
+    def reset(self) -> None:
+        return None
+
+    def step(self, text: str):
+        self.turn += 1
+        reward = sum(c in "01234" for c in text) / max(len(text), 1)
+        return f"{self.turn}+{len(text) % 10}=", reward, self.turn == 3

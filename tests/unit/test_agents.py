@@ -1,0 +1,256 @@
+"""Rollouts with environments: real processes, the fake service's HTTP, and the ids that are kept, masked and sent."""
+
+import asyncio
+import re
+
+import numpy as np
+import psutil
+import pytest
+from fake_service import FakeService, running
+from pydantic import ValidationError
+from sampling import Grader, experiment, source_of
+
+from examples.laptop.model import character_tokenizer
+from megagrpo.config.data import DataConfig
+from megagrpo.config.rollout import EnvironmentConfig
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.rollout.agents.environments import EnvironmentFailed, Environments, EpisodeLost
+from megagrpo.rollout.agents.renderer import Renderer
+from megagrpo.rollout.generation import sample_seed
+from megagrpo.rollout.tools import make_answering
+from megagrpo.types import Prompt, RolloutGroup
+from tests.experiments import ROOT
+
+TOKENIZER = character_tokenizer("0123456789HL?+-:= userasitnm<>|\n")
+EOS = TOKENIZER.eos_token_id
+PLAIN = DataConfig(path="rows.jsonl")
+
+
+def ids(text: str, end: bool = False) -> list[int]:
+    return TOKENIZER(text)["input_ids"] + ([EOS] if end else [])
+
+
+def says(text: str, reason: str = "stop") -> dict:
+    tokens = ids(text, reason == "stop")
+    return {"output_token_logprobs": [[-0.25, t, None] for t in tokens], "finish_reason": {"type": reason}}
+
+
+def play(*turns: dict, game: str = "GuessTheNumber", answer: str = "7", samples: int = 1, tokens: int = 32, **more):
+    """(the group, the requests that were sent)"""
+    config = experiment(
+        train={"group_size": samples},
+        algorithm={"advantage": {"name": "reinforce_plus_plus"}},
+        sampling={
+            "max_response_tokens": tokens,
+            "stop_token_ids": [EOS],
+            "environment": {"function": f"tests.games:{game}", "workers": 1} | more,
+        },
+    )
+    prompt = Prompt(30, "?", tuple(ids("?")), answer)
+    answering = make_answering(config, TOKENIZER)
+    assert isinstance(answering, Environments)
+    decode = lambda tokens: TOKENIZER.decode(tokens, skip_special_tokens=True)  # noqa: E731
+    try:
+        with running(FakeService(version=3, script=list(turns))) as service:
+            [group] = source_of(service.control, config, Grader(), decode, tool=answering).next(7, [prompt], 3)
+            assert not service.script, "turns that were never asked for"
+            return group, service.requests
+    finally:
+        answering.close()
+
+
+def masked(group: RolloutGroup, sample: int = 0) -> str:
+    """A response with what was said to the model in brackets."""
+    found = group.samples[sample]
+    said = [(TOKENIZER.decode([token]), own) for token, own in zip(found.token_ids, found.loss_mask, strict=True)]
+    return "".join(text if own else f"[{text}]" for text, own in said)
+
+
+def test_a_rollout_is_one_sample_that_grows():
+    group, requests = play(says("3"), says("9"), says("7"))
+    (sample,) = group.samples
+    end = TOKENIZER.eos_token
+    assert masked(group) == f"3{end}[H]9{end}[L]7{end}" and sample.rollout is None and sample.prompt_ids is None
+    assert sample.logprobs.tolist() == [-0.25 * own for own in sample.loss_mask]
+    assert [request["input_ids"] for request in requests] == [
+        ids("?"),
+        [*ids("?"), *ids("3", True), *ids("H")],
+        [*ids("?"), *ids("3", True), *ids("H"), *ids("9", True), *ids("L")],
+    ]
+    purposes = ["train", "train turn 1", "train turn 2"]
+    seeds = [request["sampling_params"]["sampling_seed"] for request in requests]
+    assert seeds == [sample_seed(0, purpose, 7, 30, 0) for purpose in purposes], "a seed for every turn"
+    assert group.outcomes[0].ok and group.outcomes[0].value == 1.0 and sample.finish_reason == "stop"
+
+
+def test_a_turn_may_see_the_last_message_alone():
+    group, requests = play(says("+"), says("+"), says("+"), game="Walk", history="last")
+    assert [sample.rollout for sample in group.samples] == [0, 0, 0] and len(group.outcomes) == 1
+    assert [list(sample.prompt_ids) for sample in group.samples] == [ids("0:"), ids("1:"), ids("2:")]
+    assert [request["input_ids"] for request in requests] == [ids("0:"), ids("1:"), ids("2:")]
+    assert all(s.loss_mask.all() and s.token_ids.tolist() == ids("+", True) for s in group.samples)
+    assert group.outcomes[0].value == 0.75 and group.outcomes[0].token_rewards == ()
+    group, _ = play(says("+"), says("-"), game="Walk", history="last", credit="turn")
+    assert group.outcomes[0].token_rewards == ((1, 0.25),), "the last token of the first turn"
+
+
+@pytest.mark.parametrize(
+    ("turns", "more", "reason", "value"),
+    [
+        ([says("3"), says("4")], {"max_turns": 2}, "2 turns", 0.0),
+        ([says("33", reason="length")], {}, "a turn reached the limit of tokens", 0.0),
+        ([says("3")], {"tokens": 3}, "no room for another turn", 0.0),
+        ([says("+"), says("+")], {"max_turns": 2, "game": "Walk", "history": "last"}, "2 turns", 0.5),
+    ],
+)
+def test_each_limit_cuts_a_rollout_and_keeps_its_rewards(turns, more, reason, value):
+    group, _ = play(*turns, **more)
+    outcome = group.outcomes[0]
+    assert (outcome.status, outcome.value, outcome.detail) == ("score", value, reason)
+    assert group.samples[-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "named"),
+    [
+        ("make", "error", "tests.games:Bad: make raised KeyError: 'no such task'"),
+        ("reset", "error", "reset returned 5, not a text or a list of messages"),
+        ("raise", "error", "step raised RuntimeError: the tool server is gone"),
+        ("strange", "error", "the tokenizer does not know every character of 'x y'"),
+        ("content", "error", "the content of a message is a text"),
+        ("long", "error", "an environment began with 1025 tokens, more than data.max_prompt_tokens 1024"),
+        ("nan", "error", "step returned the reward nan, not a finite number"),
+        ("pair", "error", "not (message, reward, done)"),
+        ("die", "error", "step: the environment's process died: exit code 3"),
+        ("hang", "timeout", "step gave no answer in 0.5 s"),
+    ],
+)
+def test_an_environment_that_fails_gives_no_reward(kind, status, named):
+    turns = [] if kind in ("make", "reset", "long") else [says("3")]
+    group, _ = play(*turns, game="Bad", answer=kind, timeout_s=0.5)
+    assert (group.outcomes[0].status, group.outcomes[0].ok) == (status, False) and named in group.outcomes[0].detail
+    assert len(group.samples[0].token_ids) == sum(len(turn["output_token_logprobs"]) for turn in turns), "kept"
+
+
+def test_the_handbooks_environment_plays(tmp_path, monkeypatch):
+    (code,) = re.findall(r"```python\n(# games.py\n.*?)```", (ROOT / "docs" / "agents.md").read_text(), re.DOTALL)
+    (tmp_path / "games.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    tokenizer = character_tokenizer("0123456789 abcdefghijklmnopqrstuvwxyz?")
+    turns = ["3", "a", "7"]
+    answers = []
+
+    async def run() -> float:
+        environments = Environments(EnvironmentConfig(function="games:Guess"), Renderer(tokenizer, PLAIN, True))
+        try:
+            async with environments.episode({"answer": "7"}, 1) as episode:
+                assert await episode.reset() is None
+                for turn in turns:
+                    answers.append(await episode.step(turn))
+        finally:
+            environments.close()
+        return answers[-1].reward
+
+    assert asyncio.run(run()) == 1.0
+    assert [answer.said for answer in answers] == ["higher", "say a number", None] and answers[-1].done
+
+
+def test_others_of_a_process_that_was_ended_begin_again():
+    """One worker, two episodes: the first one's call hangs, the second's process is gone with it."""
+
+    async def run() -> tuple[str, str, float]:
+        config = EnvironmentConfig(function="tests.games:Bad", workers=1, timeout_s=0.5)
+        environments = Environments(config, Renderer(TOKENIZER, PLAIN, True))
+        try:
+            begin = environments.episode
+            async with begin({"answer": "hang"}, 1) as hangs, begin({"answer": "x"}, 1) as other:
+                with pytest.raises(EnvironmentFailed) as failed:
+                    await hangs.step("3")
+                with pytest.raises(EpisodeLost) as lost:
+                    await other.step("3")
+            async with environments.episode({"answer": "x"}, 1) as again:
+                return failed.value.status, str(lost.value), (await again.step("3")).reward
+        finally:
+            environments.close()
+
+    before = set(psutil.Process().children(recursive=True))
+    assert asyncio.run(run()) == ("timeout", "its process was ended while another episode's call hung", 1.0)
+    assert set(psutil.Process().children(recursive=True)) <= before, "no process is left"
+
+
+def test_a_call_that_is_cancelled_leaves_no_answer_to_the_next_one():
+    async def run() -> float:
+        config = EnvironmentConfig(function="tests.games:Bad", workers=1, timeout_s=20)
+        environments = Environments(config, Renderer(TOKENIZER, PLAIN, True))
+        try:
+            async with environments.episode({"answer": "slow"}, 1) as slow:
+                call = asyncio.create_task(slow.step("3"))
+                await asyncio.sleep(0.2)
+                call.cancel()
+                await asyncio.gather(call, return_exceptions=True)
+            async with environments.episode({"answer": "x"}, 1) as other:
+                return (await other.step("3")).reward
+        finally:
+            environments.close()
+
+    assert asyncio.run(run()) == 1.0, "its own, not the slow one's 0.5"
+
+
+CHAT = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+FORGETS = CHAT.replace("{{ m['content'] }}", "{{ m['content'] if loop.last or m['role'] == 'user' else '-' }}")
+NO_END = CHAT.replace("{{ eos_token }}", "|")
+
+
+def chat(template: str) -> tuple:
+    tokenizer = character_tokenizer("0123456789HL?+-:= userasitnmpobewfdhclq<>|\n")
+    tokenizer.chat_template = template
+    return tokenizer, DataConfig(path="rows.jsonl", chat_template=True)
+
+
+def test_what_follows_a_turn_is_what_the_template_would_write_there():
+    """500 random conversations: the ids of a grown sample are those of the whole conversation, rendered once."""
+    tokenizer, data = chat(CHAT)
+    renderer, chance = Renderer(tokenizer, data, True), np.random.default_rng(3)
+
+    def text() -> str:
+        return "".join(chance.choice(list("0123HL?+- "), chance.integers(0, 9)))
+
+    for _ in range(500):
+        messages = [{"role": "user", "content": text()}]
+        grown = renderer.start(messages).tolist()
+        for _ in range(int(chance.integers(1, 6))):
+            answer, said = text(), [{"role": "user", "content": text()} for _ in range(int(chance.integers(1, 3)))]
+            grown += tokenizer(answer)["input_ids"] + [tokenizer.eos_token_id]
+            grown += renderer.after_turn(said).tolist()
+            messages += [{"role": "assistant", "content": answer}, *said]
+        whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert grown == tokenizer(whole, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("template", "named"), [(FORGETS, "it writes earlier turns in another way"), (NO_END, "not the answer and")]
+)
+def test_a_template_that_cannot_be_continued_is_refused(template, named):
+    tokenizer, data = chat(template)
+    with pytest.raises(ValueError, match=named):
+        Renderer(tokenizer, data, True)
+    assert Renderer(tokenizer, data, False).start("3").tolist() == tokenizer("<user>3\n<assistant>")["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "named"),
+    [
+        ({"reward": {"grader": "exact"}}, "the reward is given by sampling.environment; remove the graders"),
+        ({"algorithm": {"advantage": {"name": "remax"}}}, "it needs a greedy response"),
+        ({"sampling": {"tool": {"function": "calculator", "call_end": ">"}}}, "set one of them"),
+    ],
+)
+def test_what_does_not_go_with_an_environment(sections, named):
+    environment = {"environment": {"function": "tests.games:Walk"}}
+    with pytest.raises((ValueError, ValidationError), match=re.escape(named)):
+        found = experiment(**sections | {"sampling": environment | sections.get("sampling", {})})
+        assert isinstance(found, ExperimentConfig)

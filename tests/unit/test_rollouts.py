@@ -1,0 +1,160 @@
+"""A rollout of several samples counts once, and learns what it would learn as a single sample."""
+
+from dataclasses import replace
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+
+from megagrpo.algo.advantage import with_advantages
+from megagrpo.algo.loss import LossInputs, count_denominators, objective
+from megagrpo.algo.rollouts import counted_tokens, of_rollouts, of_samples, rollouts_of
+from megagrpo.algo.statistics import alone
+from megagrpo.batching.batch import build_batch, shuffle_rewards
+from megagrpo.batching.updates import one_pass
+from megagrpo.checkpoint.groups import read_groups, write_groups
+from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.fields import Aggregation
+from megagrpo.mesh import Mesh
+from megagrpo.monitor.rollouts import _record
+from megagrpo.types import AlgoState, Batch
+from tests.padding import padded
+from tests.rollout_groups import GROUP_SIZE, NUM_GROUPS, joined, split_groups
+
+ALONE = Mesh(0, 1, 0, 1, None, None, 0, torch.device("cpu"))
+
+
+def both(**more) -> tuple[Batch, Batch]:
+    """The batch of split rollouts and that of whole ones, whose tokens are the same ones in the same places."""
+    groups = split_groups()
+    split, whole = (build_batch(found, one_pass(NUM_GROUPS), ALONE) for found in (groups, list(map(joined, groups))))
+    assert torch.equal(split.tokens, whole.tokens) and torch.equal(split.loss_mask, whole.loss_mask)
+    whole = replace(whole, prompt_lengths=of_rollouts(split).prompt_lengths)  # a context is no response
+    more = {name: values(len(split.tokens)) for name, values in more.items()}
+    return replace(split, **more), replace(whole, **more)
+
+
+def noise(seed: int):
+    return lambda count: -torch.rand(count, generator=torch.Generator().manual_seed(seed))
+
+
+def test_samples_of_a_rollout_are_neighbours_with_one_reward():
+    groups = split_groups()
+    split, whole = both()
+    assert split.rollout_sizes is not None and whole.rollout_sizes is None
+    sizes = [len(parts) for group in groups for parts in group.rollouts]
+    assert split.rollout_sizes.tolist() == sizes and set(sizes) >= {1, 5}
+    assert split.sample_ids.tolist() == sorted(split.sample_ids.tolist()) and len(split.sample_ids) == sum(sizes)
+    most = max(len(group.samples) for group in groups)
+    assert split.sample_ids.tolist() == [g.group_id * most + s.index for g in groups for s in g.samples]
+    seen = of_rollouts(split)
+    for name in ("lengths", "group_ids", "truncated"):
+        assert torch.equal(getattr(seen, name), getattr(whole, name)), name
+    assert torch.equal(seen.rewards.values, whole.rewards.values) and torch.equal(
+        seen.rewards.valid, whole.rewards.valid
+    )
+    assert torch.equal(split.rewards.tokens, whole.rewards.tokens)
+    assert torch.equal(of_samples(seen.rewards.values, split), split.rewards.values)
+    first = next(i for i, size in enumerate(sizes) if size == 5)
+    start = sum(sizes[:first])
+    assert rollouts_of(torch.tensor([start, start + 4, 0]), split).tolist() == sorted({0, first})
+
+
+ALGORITHMS = {
+    "grpo": {},
+    "truncated masked, clipped, overlong": {
+        "mask_truncated": True,
+        "reward": {"clip": 0.9, "overlong": {"buffer_tokens": 50, "factor": 0.5}},
+    },
+    "dr_grpo": {"advantage": {"name": "dr_grpo"}},
+    "passk": {"advantage": {"name": "grpo_passk"}},
+    "rloo": {"advantage": {"name": "rloo"}},
+    "opo": {"advantage": {"name": "opo"}},
+    "gpg": {"advantage": {"name": "gpg"}},
+    "reinforce": {"advantage": {"name": "reinforce", "gamma": 0.9}, "reward": {"mean": "group", "std": "batch"}},
+    "reinforce++, kl": {"advantage": {"name": "reinforce_plus_plus"}, "kl": {"reward_coef": 0.1}},
+    "tis over tokens": {"mismatch": {"weight": {"name": "tis"}}},
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_advantages_are_those_of_one_sample_a_rollout(name):
+    algorithm = AlgorithmConfig(**ALGORITHMS[name])
+    pair = both(old_logprobs=noise(1), ref_logprobs=noise(2))
+    (split, _, of_split), (whole, _, of_whole) = (
+        with_advantages(batch, algorithm, alone, AlgoState(), 60) for batch in pair
+    )
+    assert torch.equal(split.advantages, whole.advantages) and split.advantages.abs().sum() > 0
+    assert torch.equal(split.loss_mask, whole.loss_mask) and of_split == of_whole
+
+
+@pytest.mark.parametrize("aggregation", get_args(Aggregation))
+def test_a_rollout_that_splits_has_no_extra_weight(aggregation):
+    """Value and gradient of the loss: those of whole rollouts, and of the closed form."""
+    algorithm = AlgorithmConfig(aggregation=aggregation)
+    found = []
+    for batch in both():
+        batch, *_ = with_advantages(batch, algorithm, alone, AlgoState(), 60)
+        logprobs = noise(3)(len(batch.tokens)).double().requires_grad_()
+        rows = {"logprobs": logprobs, "old_logprobs": logprobs.detach(), "rollout_logprobs": logprobs.detach()}
+        rows |= {"advantages": batch.advantages, "loss_mask": batch.loss_mask, "entropy": torch.zeros_like(logprobs)}
+        inputs = LossInputs(
+            **{key: padded(values, batch.lengths) for key, values in rows.items()},
+            counted_tokens=of_samples(counted_tokens(batch), batch),
+        )
+        every = torch.arange(len(batch.lengths))
+        denominators = count_denominators(counted_tokens(batch)[rollouts_of(every, batch)], alone, 50.0)
+        loss, _ = objective(inputs, algorithm, denominators)
+        (gradient,) = torch.autograd.grad(loss, logprobs)
+        found.append((loss.item(), gradient, batch))
+    (split_loss, split_gradient, split), (whole_loss, whole_gradient, _) = found
+    assert split_loss == pytest.approx(whole_loss, rel=1e-12)
+    torch.testing.assert_close(split_gradient, whole_gradient, rtol=1e-12, atol=0)
+    tokens = counted_tokens(split)
+    sequences = int((tokens > 0).sum())
+    a_token = {
+        "token-mean": torch.full((len(tokens),), 1 / int(tokens.sum())),
+        "seq-mean-token-sum": torch.full((len(tokens),), 1 / sequences),
+        "seq-mean-token-mean": 1 / (tokens.clamp(min=1) * sequences),
+        "seq-mean-token-sum-norm": torch.full((len(tokens),), 1 / (50.0 * sequences)),
+    }[aggregation]
+    weights = a_token.double().repeat_interleave(of_rollouts(split).lengths)
+    wanted = -weights * split.advantages * split.loss_mask  # a ratio of 1: d loss / d logprob is -A times the weight
+    torch.testing.assert_close(split_gradient, wanted.double(), rtol=1e-6, atol=0)
+
+
+def test_shuffled_rewards_are_of_rollouts():
+    split, whole = (shuffle_rewards(batch, 1, 3, ALONE) for batch in both())
+    sizes, before = split.rollout_sizes, both()[1].rewards.values
+    assert sizes is not None
+    moved = of_rollouts(split).rewards.values
+    assert torch.equal(of_samples(moved, split), split.rewards.values), "one reward for all samples of a rollout"
+    assert sorted(moved.tolist()) == sorted(before.tolist()) and moved.tolist() != before.tolist()
+    assert torch.equal(moved, whole.rewards.values), "the order of ids decides"
+
+
+def test_records_and_checkpoints_keep_rollouts(tmp_path):
+    groups = split_groups()
+    write_groups(tmp_path / "groups.npz", groups)
+    assert read_groups(tmp_path / "groups.npz") == groups
+    record = _record(groups[2])
+    assert [sample["rollout"] for sample in record["samples"]] == [s.of_rollout for s in groups[2].samples]
+    rewards = {sample["rollout"]: sample["reward"] for sample in record["samples"]}
+    assert rewards == {n: o.value if o.ok else None for n, o in enumerate(groups[2].outcomes)}
+    assert "rollout" not in _record(joined(groups[2]))["samples"][0] and len(rewards) == GROUP_SIZE
+    (again,) = read_groups_of(tmp_path, joined(groups[0]))
+    assert all(sample.rollout is None and sample.prompt_ids is None for sample in again.samples)
+
+
+def read_groups_of(folder, group):
+    write_groups(folder / "one.npz", [group])
+    return read_groups(folder / "one.npz")
+
+
+def test_rollouts_out_of_order_are_refused():
+    group = split_groups()[0]
+    wrong = replace(group, samples=tuple(replace(s, index=i) for i, s in enumerate(reversed(group.samples))))
+    with pytest.raises(AssertionError, match="one rollout after the other"):
+        build_batch([wrong], one_pass(1), ALONE)
+    assert np.array_equal(group.samples[0].token_ids, group.rollouts[0][0].token_ids)
