@@ -54,7 +54,7 @@ def test_samples_outlive_the_weights_that_began_them(experiments):
 def test_requests_of_lent_trainers_go_on_elsewhere(experiments):
     """Trainers take their GPUs back in the middle of responses, which keep their tokens."""
     ahead = {"max_staleness": 1, "max_running_requests": 2, "streaming": True, "lend_trainers": 1}
-    folder = run(experiments / "lent", rollout=ahead, weights={"transport": "reshard"})
+    folder = run(experiments / "lent_ahead", rollout=ahead, weights={"transport": "reshard"})
     entries, trained = metrics(folder), prompts_of(rollouts(folder))
     assert len(trained) == len(set(trained)) == STEPS * 4, "every prompt once"
     assert all(entries[step]["lag/max"] <= 1 for step in range(1, STEPS + 1))
