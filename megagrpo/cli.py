@@ -85,8 +85,8 @@ def _add_submit(commands: _Commands) -> None:
     kinds = "first nodes train, last sample | heterogeneous job | one node | engines on the trainers' nodes"
     option("--kind", choices=("one-job", "het", "one-node", "colocated"), help=f"{kinds}; default: what it takes")
     option("--trainer-nodes", type=int, help="default: as few as have room")
-    option("--rollout-nodes", type=int, help="nodes for engines alone; default: as few as have room")
-    option("--gpus-per-node", type=int, help="of every node; default: none is asked for")
+    option("--rollout-nodes", type=int, help="nodes that have only engines; default: as few as have room")
+    option("--gpus-per-node", type=int, help="of every node; default: the job requests none")
     option("--time", help="time limit, as sbatch takes it")
     option("--partition")
     rest = "seconds for the rest of a step and a checkpoint before the limit"
@@ -147,7 +147,7 @@ def _add_checkpoints(commands: _Commands) -> None:
     text = "write a checkpoint as a Hugging Face model folder"
     option = commands.add_with_config("export", _export, text).add_argument
     option("output", help="folder to create")
-    option("--lora", action="store_true", help="the adapters alone, in PEFT's format")
+    option("--lora", action="store_true", help="only the adapters, in PEFT's format")
     option("--checkpoint", help="checkpoint folder; default: the latest of the run")
     text = "update once more on a dumped batch: of a step that was not finite, or of log.dump_steps"
     replay = commands.add_with_config("replay", _replay, text)

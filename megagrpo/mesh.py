@@ -50,12 +50,12 @@ class Mesh:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank is its replica's leader."""
+        """Returns whether this rank is its replica's leader."""
         return self.rank == self.leader
 
     @property
     def is_main(self) -> bool:
-        """Whether this is global rank 0, which also leads its replica."""
+        """Returns whether this is global rank 0, which also leads its replica."""
         return self.rank == 0
 
     def reduce(self, tensor: Tensor, op: str) -> Tensor:

@@ -109,7 +109,7 @@ class Outcome:
     value: float = 0.0  # the score; meaningful for status "score" only
     detail: str = ""  # why there is no score, or the grader's note on it
     parts: "dict[str, Outcome]" = field(default_factory=dict)  # of several graders, by name; {} for a single one
-    # (index of a response token, reward), ascending: what of the score belongs to parts of the response
+    # (index of a response token, reward), ascending: shares of the score that belong to parts of the response
     token_rewards: tuple[tuple[int, float], ...] = ()
 
     @property
@@ -176,7 +176,7 @@ class Rewards:
     values: "Tensor"  # [N] float64, 0 if not valid
     valid: "Tensor"  # [N] bool, the outcome was a score
     greedy: "Tensor | None" = None  # [N] float64, of the group's greedy response; only with advantage "remax"
-    tokens: "Tensor | None" = None  # [T] float64, what of the values belongs to tokens; None: graders gave none
+    tokens: "Tensor | None" = None  # [T] float64, shares of the values that belong to tokens; None: graders gave none
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def _full_kl(
 ) -> Tensor:
     """Returns the exact KL [T] to the reference at the flat positions [T]; index: their rows of its hidden states."""
     weight = chunk.output_weight()
-    # on a GPU the device checks it when it comes there, and nobody waits
+    # on a GPU the device checks it when it comes there, and the host does not wait
     torch._assert_async((index >= 0).all(), "the reference did not see a position on the rank that trains on it")
     assert reference.output_weight is not None, "the last stage has the reference's output weight"
     return chunked_full_kl(

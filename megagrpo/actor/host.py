@@ -92,7 +92,7 @@ def uses_transformer_engine(config: ActorConfig) -> bool:
 
 
 def _admits_transformer_engine() -> bool:
-    """Whether CUDA and a version of Transformer Engine are here that Megatron-Core takes, and that can be imported.
+    """Returns whether there are CUDA and a version of Transformer Engine that Megatron-Core takes and Python imports.
 
     False once it is hidden.
     """

@@ -79,7 +79,7 @@ def _check_kind_of_optimizer(actor: MegatronActor, metadata: dict, folder: Path)
 
 
 class _Checksummed(RawIOBase):
-    """Writes a file from its start to its end, as torch.save does, and knows the CRC-32 of what it wrote."""
+    """Writes a file from its start to its end, as torch.save does, and knows the CRC-32 of its content."""
 
     def __init__(self, file: BufferedWriter):
         super().__init__()
@@ -161,7 +161,7 @@ def _save_actor(actor: MegatronActor, folder: Path, reshardable: bool, snapshot:
             async_sharded_save=True,
             content_metadata=metadata,
         )
-    # on the host: copies of what is on a GPU, and what lies on the host itself, but for views that Megatron had to copy
+    # on the host: copies of GPU tensors, and tensors that lie there already, except for views that Megatron had to copy
     buckets = request.preload_fn() if request.preload_fn else []
     live = {_memory(tensor) for tensor in _live_tensors(actor)} if snapshot else set()
     buckets = [  # tensors of their own, which stay what they are when the optimiser's are moved

@@ -53,7 +53,7 @@ def token_logprobs(actor: MegatronActor, batch: Batch, temperature: float) -> Te
 
 
 class Updated(NamedTuple):
-    """What the optimiser updates of one step measured."""
+    """The measurements of one step's optimiser updates."""
 
     metrics: dict[str, float]  # equal on all ranks
     logprobs: Tensor  # [T] float32, of the policy before the step; NaN for samples that no update trained on

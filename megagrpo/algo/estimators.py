@@ -33,7 +33,7 @@ WHITEN_EPS = 1e-8
 
 @dataclass(frozen=True)
 class EstimatorInputs:
-    """What an estimator sees: N responses on this rank, T tokens with their prompts, of G groups over all ranks.
+    """The input of an estimator: N responses on this rank, T tokens with their prompts, of G groups over all ranks.
 
     A response is a rollout: the tokens of its samples one after the other, if it has several.
     """
@@ -83,7 +83,7 @@ def leave_one_out(inputs: EstimatorInputs, options: RlooAdvantage) -> Tensor:
 
 
 def grpo_passk(inputs: EstimatorInputs, options: GrpoPassKAdvantage) -> Tensor:
-    """Returns best - second best for the best response alone, 0 for the others [N]. arXiv 2503.19595.
+    """Returns best - second best for the best response, 0 for all others [N]. arXiv 2503.19595.
 
     A tie of the best two and a group with a single valid response give 0.
     """
@@ -177,7 +177,7 @@ def discounted_returns(
     bool; lengths [N] int64, tokens. Credit passes through masked tokens (tool output) undiscounted, as if they were not
     there.
     """
-    out = torch.zeros(len(mask) + 1, dtype=torch.float64, device=rewards.device)  # the last is nobody's
+    out = torch.zeros(len(mask) + 1, dtype=torch.float64, device=rewards.device)  # the last belongs to no token
     starts, mask = lengths.cumsum(0) - lengths, torch.cat((mask, mask.new_zeros(1)))
     carry = rewards.clone()  # gamma has nothing to discount before the last unmasked token is met
     started = torch.zeros_like(rewards, dtype=torch.bool)

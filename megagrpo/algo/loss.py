@@ -18,7 +18,7 @@ from megagrpo.config.fields import Aggregation
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What the objective of a micro-batch needs: float tensors [n, S] of n sequences.
+    """The inputs of a micro-batch's objective: float tensors [n, S] of n sequences.
 
     Only logprobs, entropy and full_kl carry gradients. Values off the mask are ignored, NaN included.
     """
@@ -39,7 +39,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class Denominators:
-    """What the sums of one optimiser update are divided by, over all data-parallel ranks and micro-batches.
+    """The divisors of one optimiser update's sums, counted over all data-parallel ranks and micro-batches.
 
     A sequence is a rollout, whatever the number of its samples.
     """
@@ -77,7 +77,7 @@ def objective(
     )
     value = policy.value if inputs.policy_weights is None else policy.value * inputs.policy_weights
     terms = {"policy": value}
-    if algorithm.entropy_coef:  # at 0 no gradient of the entropy is asked for, and the head's backward leaves it out
+    if algorithm.entropy_coef:  # at 0 the entropy has no gradient, and the head's backward leaves it out
         terms["entropy"] = -algorithm.entropy_coef * inputs.entropy
     kl = _kl_to_reference(inputs, algorithm)
     if kl is not None and algorithm.kl.loss_coef:

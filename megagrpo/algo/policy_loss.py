@@ -26,7 +26,7 @@ GSPO_VERL_LIMIT = 10.0
 
 @dataclass(frozen=True)
 class PolicyInputs:
-    """What a policy loss sees: tensors [n, S] of n sequences, finite everywhere; only logprobs carries a gradient."""
+    """Inputs of a policy loss: tensors [n, S] of n sequences, finite everywhere; only logprobs carries a gradient."""
 
     logprobs: Tensor  # float
     old_logprobs: Tensor  # float, of the actor before the first update of the step

@@ -28,7 +28,7 @@ from megagrpo.types import AlgoState, RewardMoments
 
 @dataclass(frozen=True)
 class RewardInputs:
-    """What a reward step may look at beside the rewards: N responses on this rank."""
+    """The inputs of a reward step besides the rewards: N responses on this rank."""
 
     response_lengths: Tensor  # [N] int64, tokens of a response, tool output included
     group_ids: Tensor  # [N] int64 in 0..num_groups-1
@@ -40,7 +40,7 @@ class RewardInputs:
 
 @dataclass(frozen=True)
 class ShapedRewards:
-    """What one reward step hands to the next."""
+    """The output of a reward step, and the input of the next one."""
 
     values: Tensor  # [N] float64, 0 where not valid
     state: AlgoState  # running moments, this step's batch included

@@ -17,7 +17,7 @@ Reduce = Callable[[Tensor, str], Tensor]
 LIMB_BITS = 30
 NUM_LIMBS = 3
 MAX_TERMS = 2**32  # |limb| <= 2^30, so an int64 sum of this many cannot overflow
-_BLOCK = 2**16  # values; a sum of so many limbs is below 2^53, and they fit into a cache
+_BLOCK = 2**16  # values; a sum of 2^16 limbs is below 2^53, and they fit into a cache
 LARGEST = 2.0**1022  # a reward beyond it is no number
 DEGENERATE_RANGE = 1e-12  # of the group's largest magnitude
 

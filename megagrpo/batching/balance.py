@@ -117,7 +117,7 @@ def candidate_cuts(
 
     count: not below the number of `fewest_micro_batches`. longest_of_all: [count], the element-wise largest
     `longest_lengths` of all ranks. Every rank has the same number of ways, so that they can be compared: full
-    micro-batches and the rest; even ones; even ones but for the first, which meet other ranks' long samples.
+    micro-batches and the rest; even ones; even ones except for the first, which meet other ranks' long samples.
     """
     order = _longest_first(lengths)
     lengths = [lengths[i] for i in order]

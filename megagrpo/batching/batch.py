@@ -25,13 +25,13 @@ class _Row:
     prompt_length: int  # tokens
     response_mask: np.ndarray | None  # [T] bool, False on tokens of a tool; None: all were sampled
     logprobs: np.ndarray  # [T] float32, by the engine
-    versions: np.ndarray | None  # [T] int32, of the weights that sampled; None where nobody asks
+    versions: np.ndarray | None  # [T] int32, of the weights that sampled; None if nothing reads them
     reward: float  # of its rollout
     valid: bool
     truncated: bool
     greedy_reward: float  # of the group's greedy response; NaN where there is none
     token_rewards: tuple[tuple[int, float], ...]  # as in Outcome, of its own tokens
-    routed_experts: np.ndarray | None  # of this rank's layers, as in Sample; None where nobody asks or nothing is known
+    routed_experts: np.ndarray | None  # of this rank's layers, as in Sample; None if unknown or never read
 
 
 def build_batch(

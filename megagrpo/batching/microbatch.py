@@ -90,7 +90,7 @@ def plan_micro_batches(
 
 
 class MicroBatches(Sequence[MicroBatch]):
-    """Makes each micro-batch when it is asked for: all at once they would be several times the batch.
+    """Makes each micro-batch when it is consumed: all at once they would be several times the batch.
 
     shapes: [b, s] of each, of the whole under context parallelism.
     """

@@ -9,7 +9,7 @@ from megagrpo.types import Updates
 
 
 def plan_updates(train: TrainConfig, seed: int, step: int) -> Updates:
-    """Cuts a step's groups into num_updates_per_step equal parts, anew for each of num_epochs_per_step passes.
+    """Cuts a step's groups into num_updates_per_step equal parts, differently for each of num_epochs_per_step passes.
 
     The first pass takes the groups in the order of their ids, every other one in an order of its own, drawn from (seed,
     step, pass).

@@ -61,7 +61,7 @@ class Finding:
 
 
 class TorchAnswer(TypedDict):
-    """What torch says of CUDA."""
+    """Torch's view of CUDA."""
 
     available: bool
     why: str  # it is not available

@@ -31,7 +31,7 @@ def finished_checkpoints(root: Path) -> list[Path]:
 
 
 def is_reshardable(folder: Path) -> bool:
-    """Whether any layout can load a finished checkpoint. Those before this was recorded all were reshardable."""
+    """Returns whether any layout can load a finished checkpoint. All were before this was recorded."""
     return bool(json.loads((folder / "state.json").read_text()).get("reshardable", True))
 
 

@@ -69,7 +69,7 @@ class SavePlan(Protocol):
 
     @property
     def reshardable(self) -> bool:
-        """Whether another layout will be able to load it; the same on every rank."""
+        """Returns whether another layout will be able to load it; the same on every rank."""
 
     def write(self) -> dict[Path, SizeAndCrc]:
         """Writes this rank's files, perhaps in a thread, without collectives; returns their sizes and checksums."""

@@ -71,7 +71,7 @@ class Node:
 def run_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
     """Runs this node's ranks and engines on the same GPUs (`rollout.colocate`): `megagrpo run --master-addr ...`.
 
-    With `rollout.lend_trainers` the first nodes are those of trainers, the last ones have engines alone. Signals and
+    With `rollout.lend_trainers` the first nodes are those of trainers, the last ones have only engines. Signals and
     statuses are train_node's. Raises ValueError for what cannot run on these nodes.
     """
     if not config.rollout.shares_gpus:

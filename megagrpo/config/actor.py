@@ -120,12 +120,12 @@ class LoraConfig(Section):
 
     @property
     def scale(self) -> float:
-        """What B (A x) is multiplied by."""
+        """Returns the factor of B (A x)."""
         return self.alpha / self.rank
 
 
 class RouterLossConfig(Section):
-    """Losses of the routers, of real tokens alone, divided by what is counted over the whole update on all ranks."""
+    """Losses of the routers, only of real tokens, divided by counts over the whole update on all ranks."""
 
     balance: NonNegativeFloat = 0.0
     """Coefficient of the balance loss of single sequences (DeepSeek-V3's; 1 is balanced): the mean over the update's
@@ -143,7 +143,7 @@ class ActorConfig(Section):
 
     world_size: PositiveInt = Field(default=1, description="Trainer ranks, over all nodes.")
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """What trainers compute on; auto: CUDA where a GPU is visible, else the CPU, where bfloat16 is then refused."""
+    """Device of trainers; auto: CUDA if a GPU is visible, else the CPU, on which bfloat16 is then refused."""
     dtype: Dtype = "float32"
     """Type of weights and activations; sums and optimizer state are float32."""
     parallel: ParallelConfig = ParallelConfig()
@@ -168,7 +168,7 @@ class ActorConfig(Section):
     """Activations computed again in the backward pass: none; those of `megatron.recompute_modules`; or all, layer by
     layer."""
     transformer_engine: Literal["auto"] | bool = "auto"
-    """Use Transformer Engine's layers, attention and grouped experts; auto: on CUDA where it is installed, but for
+    """Use Transformer Engine's layers, attention and grouped experts; auto: on CUDA if it is installed, except for
     `lora`, whose adapters are added to Megatron's own layers, and for float32, which it would multiply as TF32."""
     megatron: LibrarySettings = Field(default={})
     """Fields of Megatron's TransformerConfig by their own names, such as `moe_permute_fusion: true`; what is set
@@ -190,7 +190,7 @@ class ActorConfig(Section):
 
     @property
     def expects_transformer_engine(self) -> bool:
-        """Whether GPUs that have Transformer Engine compute with its layers; which of them do is seen when they start.
+        """Returns whether GPUs that have Transformer Engine compute with its layers; they find out when they start.
 
         Of a machine without it nothing is known here: actor/host.py's uses_transformer_engine decides there.
         """
@@ -199,7 +199,7 @@ class ActorConfig(Section):
 
     @property
     def layout(self) -> dict[str, int | None]:
-        """What two starts must share to hold the same slices on the same ranks: `ranks` and every field of parallel."""
+        """Returns the fields that fix which slices each rank holds: `ranks` and all of parallel."""
         return {"ranks": self.world_size, **self.parallel.model_dump()}
 
     def problems(self) -> Problems:

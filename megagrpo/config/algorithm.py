@@ -38,7 +38,7 @@ class AlgorithmConfig(Section):
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus; positive values keep the policy random."""
     reward: RewardShapingConfig = RewardShapingConfig()
-    """What happens to the grader's reward before the advantage."""
+    """Steps from the grader's reward to the advantage's input."""
     whiten_advantages: bool = False
     """Shifts and scales advantages to mean 0 and variance 1 over the step's tokens."""
     advantage_clip: PositiveFloat | None = None
@@ -91,28 +91,28 @@ class AlgorithmConfig(Section):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether a reference model is kept."""
+        """Returns whether a reference model is kept."""
         return self.kl.loss_coef > 0 or self.kl.reward_coef > 0
 
     @property
     def measures_kl_before_update(self) -> bool:
-        """Whether the KL to the reference is needed before the first update of a step."""
+        """Returns whether the KL to the reference is needed before the first update of a step."""
         return self.kl.reward_coef > 0 or self.kl.adaptive is not None
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether the advantages need old log-probabilities; several updates a step need them in any case."""
+        """Returns whether advantages need old log-probabilities; several updates a step need them in any case."""
         corrects_mismatch = self.mismatch.weight is not None or self.mismatch.reject is not None
         return self.measures_kl_before_update or corrects_mismatch
 
     @property
     def needs_greedy_response(self) -> bool:
-        """Whether every prompt gets one more response, at temperature 0."""
+        """Returns whether every prompt gets one more response, at temperature 0."""
         return self.advantage.needs_greedy_response
 
     @property
     def whitens(self) -> bool:
-        """Whether advantages are shifted and scaled to mean 0 and variance 1 over the step's tokens."""
+        """Returns whether advantages are shifted and scaled to mean 0 and variance 1 over the step's tokens."""
         return self.whiten_advantages or self.advantage.whitens
 
     @property
@@ -129,7 +129,7 @@ class AlgorithmConfig(Section):
 
     @property
     def formula(self) -> str:
-        """What this configuration computes, in one line of the papers' notation."""
+        """Returns the loss of this configuration in one line of the papers' notation."""
         weight, reject, clip = self.mismatch.weight, self.mismatch.reject, self.advantage_clip
         terms = [f"w {self.loss.formula}" if weight else self.loss.formula]
         if self.kl.loss_coef:

@@ -79,7 +79,7 @@ class _Fit:
         return room // self.part
 
     def nodes_filled(self, engines: int, beside: bool) -> int:
-        """Counts the nodes that so many engines fill."""
+        """Counts the nodes that this number of engines fills."""
         return self.rollout.nodes_per_engine * -(-engines // self.engines_on_a_node(beside))
 
     def problems(self) -> Iterator[str]:

@@ -34,14 +34,14 @@ class CodeOptions(Section):
     tolerance: NonNegativeFloat = 0.0
     """Largest absolute or relative difference of numbers that are equal."""
     isolation: Literal["preferred", "required"] = "preferred"
-    """What to do where the kernel allows no namespaces: run programs within limits alone (network and readable files
+    """If the kernel allows no namespaces: run programs only within limits (network and readable files
     stay in reach), or refuse."""
 
 
 class ServiceOptions(Section):
-    """What graders that ask a service over HTTP share."""
+    """Fields that all graders over HTTP share."""
 
-    url: str = Field(description="URL that is asked by POST; without user name or password.")
+    url: str = Field(description="URL of the POST requests; without user name or password.")
     timeout_s: PositiveFloat = 60.0
     """Seconds for one request with its retries; then the outcome is a timeout."""
     retries: NonNegativeInt = 4
@@ -141,7 +141,7 @@ class RewardConfig(Section):
 
     @property
     def has_parts(self) -> bool:
-        """Whether a reward is made of scores that are worth a record of their own."""
+        """Returns whether a reward is made of scores that are worth a record of their own."""
         return bool(self.graders) or self.group_grader is not None
 
     def problems(self) -> Problems:
@@ -163,7 +163,7 @@ class RewardConfig(Section):
     def excludes(self, experiment: "ExperimentConfig") -> Problems:
         advantage = experiment.algorithm.advantage
         return {
-            f"reward.group_grader with advantage {advantage.name}: its greedy baseline is graded alone, and cannot be "
+            f"reward.group_grader with advantage {advantage.name}: its greedy baseline has no group, and cannot be "
             "compared with rewards that depend on the group": self.group_grader and advantage.needs_greedy_response
         }
 

@@ -18,7 +18,7 @@ class ToolConfig(Section):
 
     function: str
     """`calculator`, or "package.module:function", called with the text so far; None ends the response."""
-    call_end: str = Field(description="The one token at which the model stops and the tool is asked.")
+    call_end: str = Field(description="The one token at which the model stops and the tool runs.")
     max_turns: Annotated[int, Field(ge=2)] = 4
     """Turns of the model; `max_response_tokens` counts the tool's tokens too."""
 
@@ -132,7 +132,7 @@ class RolloutConfig(Section):
     extra_args: list[str] = Field(default=[])
     """Words appended to the engine's command line, for what is no field of ServerArgs."""
     host: str = "127.0.0.1"
-    """What the services bind to: an address, or an interface that every machine has, such as eth0."""
+    """The address that services bind to, or an interface that every machine has, such as eth0."""
     request_timeout_s: PositiveFloat = Field(default=600.0, description="Seconds for one request.")
     step_timeout_s: PositiveFloat = 3600.0
     """Seconds for all groups of a step, of each batch under dynamic sampling, or of an evaluation."""
@@ -226,7 +226,7 @@ def engine_number(engine: str) -> int:
 
 
 class TransportTraits(NamedTuple):
-    """What the rest of the program must know of a weight transport."""
+    """The traits of a weight transport that other parts of the program depend on."""
 
     uses_groups: bool  # process groups of trainer and engine ranks: NCCL refuses two of them on one GPU
     needs_colocation: bool  # every engine rank is on the machine and GPU of a trainer rank
@@ -248,13 +248,13 @@ class WeightsConfig(Section):
     checkpoint on a disk that engines and trainers share; or slices through memory of a machine that they share, as
     `rollout.colocate` needs (`ipc`)."""
     in_flight: Literal["drain", "retract"] = "retract"
-    """What becomes of responses that are being sampled at a publish (rollout.max_staleness): they keep their tokens and
+    """Treatment of responses in flight at a publish (rollout.max_staleness): they keep their tokens and
     go on with the new weights, which read them again (retract), or are waited for (drain): then a deterministic run
     repeats bit by bit."""
 
     @property
     def traits(self) -> TransportTraits:
-        """What others must know of the transport."""
+        """Returns the traits of the transport."""
         return _TRANSPORTS[self.transport]
 
     def suited(self, colocate: bool) -> "WeightsConfig":
@@ -285,7 +285,7 @@ class WeightsConfig(Section):
     timeout_s: PositiveFloat = 600.0
     """Seconds for one publish, restarted engines included; below `actor.deadline_s`."""
     connect_timeout_s: PositiveFloat = 60.0
-    """Seconds for an engine's ranks and trainers to form a process group, at most a quarter of what is left of a
+    """Seconds for an engine's ranks and trainers to form a process group, at most a quarter of the time left of a
     publish."""
     max_ctas: PositiveInt = 8
     """NCCL's thread blocks for each group of an engine and trainers; fewer leave more of a GPU to others."""

@@ -65,9 +65,9 @@ class TrainConfig(Section):
     num_updates_per_step: PositiveInt = 1
     """Optimizer updates of each pass over a step's samples; its groups are split between them."""
     num_epochs_per_step: PositiveInt = 1
-    """Passes over a step's samples; each later one splits the groups between its updates anew, at random."""
+    """Passes over a step's samples; each later one splits the groups between its updates again, at random."""
     non_finite: Literal["halt", "skip"] = "halt"
-    """What follows an update whose loss or gradient is not finite; its batch is dumped either way."""
+    """Reaction to an update whose loss or gradient is not finite; its batch is dumped either way."""
     max_bad_fraction: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Fraction of reward errors and timeouts in a step above which the run stops."""
 
@@ -103,7 +103,7 @@ class CheckpointConfig(Section):
 
     every: NonNegativeInt = Field(default=0, description="Steps between checkpoints; 0: only at the end.")
     reshardable: Literal["last", "always", "never"] = "last"
-    """Which saves another layout can load too: the last one of a start (after its last step, or when it is asked to
+    """Saves that another layout can load too: the last one of a start (after its last step, or when it is asked to
     stop), all, or none. The others are faster and smaller in memory: every rank writes its own part."""
     keep: PositiveInt = Field(default=2, description="Newest checkpoints kept.")
     keep_gb: PositiveFloat | None = None
@@ -153,7 +153,7 @@ class AlarmsConfig(Section):
 
 
 class LogConfig(Section):
-    """What is written beside metrics.jsonl."""
+    """Files and services that get metrics besides metrics.jsonl."""
 
     tensorboard: bool = Field(default=True, description="Write TensorBoard files.")
     wandb: WandbConfig | None = None

@@ -15,7 +15,7 @@ Status = Literal["translated", "as here", "not translated", "unknown"]
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of one of their keys."""
+    """The translation of one of their keys."""
 
     key: str
     value: Plain

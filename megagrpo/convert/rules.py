@@ -1,4 +1,4 @@
-"""What the rules of several frameworks share."""
+"""Rules that several frameworks share."""
 
 from megagrpo.config.objective.estimators import ESTIMATOR_CONFIGS
 from megagrpo.convert.draft import Draft

@@ -108,7 +108,7 @@ def parameter_counts(arch: Architecture) -> ParameterCounts:
 
 
 def left_out(hf: HfConfig) -> list[str]:
-    """Returns what of a model with this config.json is not loaded, trained, published or exported, in words."""
+    """Returns in words the parts of a model that are not loaded, trained, published or exported."""
     layers = hf.get(_PREDICTION_LAYERS) or 0
     if not layers:
         return []

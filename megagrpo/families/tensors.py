@@ -35,7 +35,7 @@ class TensorSpec:
 
 
 class GatedNames(NamedTuple):
-    """Says what a family calls the three projections of a gated MLP."""
+    """A family's names of the three projections of a gated MLP."""
 
     gate: str
     up: str

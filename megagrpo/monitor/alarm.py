@@ -44,7 +44,7 @@ class MismatchAlarm:
 def alarm_bounds(config: ExperimentConfig, is_moe: bool) -> tuple[float, float] | None:
     """Returns the bounds of the mean and of the 99.9th percentile, in nats; None without an alarm.
 
-    In bfloat16 with experts chosen anew the mean is the limit of slime's own tests (train_rollout_logprob_abs_diff).
+    In bfloat16 without replayed experts the mean is the limit of slime's own tests (train_rollout_logprob_abs_diff).
     """
     given = config.algorithm.mismatch.alarm
     if given is None:
@@ -130,7 +130,7 @@ def _clipped(values: Values) -> float:
 
 
 def _mismatch(values: Values) -> float | None:
-    """Returns the mismatch of numerics alone; None in a step that mixes it with staleness."""
+    """Returns the mismatch that is only numerics; None in a step that mixes it with staleness."""
     if "lag/mean" in values:
         return values.get("mismatch/logprob_abs_mean_lag_0")
     return None if values.get("dynamic_sampling/carried") else values.get("mismatch/logprob_abs_mean")

@@ -40,7 +40,7 @@ class Watchdog:
     """Writes this rank's progress, and a page about all ranks if one is stuck. A context manager.
 
     Construction is collective over the world. `step` returns the number of finished steps. Each of `waits` returns a
-    description of what this rank waits for outside the trainers, or "". `on_enter` gets every phase.
+    description of this rank's wait outside the trainers, or "". `on_enter` gets every phase.
     """
 
     def __init__(

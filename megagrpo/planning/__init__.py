@@ -1,1 +1,1 @@
-"""What an experiment needs on its cluster, from the model's config.json only: `megagrpo plan`."""
+"""Memory, bytes and a bound of the seconds of an experiment, from the model's config.json only: `megagrpo plan`."""

@@ -241,7 +241,7 @@ def gpu_phases(
     """Returns the bytes on the fullest trainer GPU by phase: with the engine's, where they share GPUs.
 
     The optimiser and gradients are on the host while engines are awake, and until the first backward of an update. Lent
-    engines (rollout.lend_trainers) are awake in the rollout alone; before it everything is on the GPU.
+    engines (rollout.lend_trainers) are awake only in the rollout; before it everything is on the GPU.
     """
     if not config.rollout.shares_gpus:
         return dict(trainers.phases)

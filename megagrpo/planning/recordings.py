@@ -41,7 +41,7 @@ _ALONE = {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false"}
 
 @dataclass(frozen=True)
 class Recordings:
-    """What both sides copy from the HF tensors. Ranks that are replicas of one another share one list."""
+    """The copies of both sides from the HF tensors. Ranks that are replicas of one another share one list."""
 
     trainers: list[list[Copy]]  # by trainer rank
     distinct: int  # trainer ranks that were recorded; the others are replicas of these

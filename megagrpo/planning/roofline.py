@@ -296,7 +296,7 @@ def measured_efficiency(folder: Path, hardware: Hardware, gpus_per_node: int) ->
     """Returns the share of its own bound that each phase of a run reached on these GPUs, and the run's lengths.
 
     The first step, which warms up, does not count if there are others. A run that samples ahead has no seconds of its
-    rollout, only of what training waited. Raises ValueError for a folder without measured steps.
+    rollout, only the time that training waited. Raises ValueError for a folder without measured steps.
     """
     run = RunFolder(folder)
     if not (run.config.exists() and run.metrics.exists()):

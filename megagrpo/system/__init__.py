@@ -1,1 +1,1 @@
-"""What one process owns: its environment, its children, its run folder, its end."""
+"""Everything that one process owns: its environment, its children, its run folder, its end."""

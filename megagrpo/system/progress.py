@@ -1,4 +1,4 @@
-"""Says what a process does while nothing else is printed."""
+"""Lines about the current phase of a process while nothing else is printed."""
 
 import sys
 import threading

@@ -191,7 +191,7 @@ def adapter_specs(arch: Architecture, lora: LoraConfig, dtype: torch.dtype) -> S
 
 
 def load_adapters(chunks: list[GPTModel], hf: Mapping[str, Tensor]) -> None:
-    """Copies this rank's slices of whole A and B (adapter_specs' names) into the adapters: slices and copies alone."""
+    """Copies this rank's slices of whole A and B (adapter_specs' names) into the adapters: only slices and copies."""
     with torch.no_grad():
         for adapters in all_adapters(chunks):
             for name, _, parameter, cut in adapters.hf_names():
@@ -272,7 +272,7 @@ def sum_expert_replicas(chunks: list[GPTModel]) -> None:
 
 
 def sharded_adapters(chunk: GPTModel) -> dict[str, ShardedTensor]:
-    """Returns what of a chunk a checkpoint holds, by the parameter's name in it; the frozen weights are the HF model's.
+    """Returns the parameters of a chunk that a checkpoint holds, by their names in it; frozen ones are the HF model's.
 
     Keys are HF names, so that any layout finds its slices.
     """

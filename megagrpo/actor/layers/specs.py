@@ -35,7 +35,7 @@ class RmsNorm(torch.nn.RMSNorm):
 def block_spec(config: TransformerConfig, vp_stage: int | None, transformer_engine: bool) -> TransformerBlockSubmodules:
     """Returns this stage's layers of torch or of Transformer Engine.
 
-    Both have parameters of the same names, but for experts: norms stay modules of their own.
+    Both have parameters of the same names, except for experts: norms stay modules of their own.
     """
     if transformer_engine:
         from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider

@@ -15,7 +15,7 @@ _YARN = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
 
 @dataclass(frozen=True)
 class Kernels:
-    """Says what trainers compute with."""
+    """The kernels and device of trainers."""
 
     cuda: bool
     transformer_engine: bool  # layers are its

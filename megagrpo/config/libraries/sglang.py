@@ -202,6 +202,6 @@ def _words(field: LibraryField, value: object) -> list[str]:
 
 
 def _as_json(field: LibraryField) -> bool:
-    """Whether SGLang reads the option's value as one word of JSON."""
+    """Returns whether SGLang reads the option's value as one word of JSON."""
     parser = str(field.options.get("type_parser", ""))
     return "json" in parser or "config" in parser

@@ -52,7 +52,7 @@ class LibraryField:
         return f"one of {', '.join(choices)}" if choices else self.declared
 
     def accepts(self, value: object) -> bool:
-        """Whether an experiment's value has the field's type."""
+        """Returns whether an experiment's value has the field's type."""
         if value is None and self.default is None:
             return True
         if isinstance(value, bool) and "bool" not in self.declared:  # for pydantic true is one of Literal[0, 1]

@@ -12,7 +12,7 @@ class TruncatedImportance(Section):
 
     name: Literal["tis"] = Field(description="Selects truncated importance sampling.")
     over: Literal["token", "sequence", "geometric"] = "token"
-    """What the ratio is of: a token, a sequence (the product of its tokens' ratios), or the geometric mean of a
+    """Unit of the ratio: a token, a sequence (the product of its tokens' ratios), or the geometric mean of a
     sequence's ratios."""
     cap: PositiveFloat = Field(default=2.0, description="Largest weight.")
     floor: NonNegativeFloat = Field(default=0.0, description="Smallest weight.")
@@ -51,7 +51,7 @@ class Rejection(Section):
     """Responses on which trainer and engine disagree too much leave the loss mask before anything is counted."""
 
     measure: Literal["ratio", "k2", "k3"] = "ratio"
-    """What is limited: old / rollout, or a KL estimate of it, in nats."""
+    """The limited quantity: old / rollout, or a KL estimate of it, in nats."""
     over: Literal["mean", "sum", "max", "token"] = "mean"
     """How a sequence is judged: by the mean over its tokens (of the log-ratio: the geometric mean of the ratio), the
     sum or the extremes. token: every token for itself."""
@@ -63,7 +63,7 @@ class Rejection(Section):
 
     @property
     def formula(self) -> str:
-        """What is left out, as AlgorithmConfig.formula writes it."""
+        """Returns the rejected part, as AlgorithmConfig.formula writes it."""
         of = "tokens" if self.over == "token" else "responses"
         measure = "old / rollout" if self.measure == "ratio" else self.measure
         over = "" if self.over == "token" else f"{self.over} "
@@ -77,7 +77,7 @@ class Rejection(Section):
 
 
 class Alarm(Section):
-    """What trainer and engine may differ by in the first step of a start, in nats of trained tokens."""
+    """Bounds of the difference between trainer and engine in the first step of a start, in nats of trained tokens."""
 
     mean: PositiveFloat | None = None
     """Of the mean. Default: 0.001 in float32, 0.05 in bfloat16, there 0.1 if experts are not replayed."""

@@ -160,7 +160,7 @@ class GpgAdvantage(_ComparesResponses):
 
     name: Literal["gpg"] = Field(default="gpg", description=_CHOOSES)
     alpha: Literal["non_degenerate", "nonzero_reward"] = "non_degenerate"
-    """What alpha divides the number of responses by: those in groups whose rewards differ, or those with a reward other
+    """Divisor of the number of responses in alpha: those in groups whose rewards differ, or those with a reward other
     than 0, as verl does."""
 
 

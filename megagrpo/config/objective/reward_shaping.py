@@ -79,7 +79,7 @@ class RewardClip(RewardStep):
 
 
 class RewardShapingConfig(RewardClip, RewardNormalisation, RewardOverlong, RewardScaling):
-    """What happens to the grader's reward before the advantage. pydantic lists the fields of the last base first."""
+    """Steps from the grader's reward to the advantage's input. pydantic lists the fields of the last base first."""
 
     @property
     def formula(self) -> str:
@@ -93,7 +93,7 @@ class RewardShapingConfig(RewardClip, RewardNormalisation, RewardOverlong, Rewar
 
     @property
     def normalises_by_group(self) -> bool:
-        """Whether the group's mean or standard deviation enters the rewards."""
+        """Returns whether the group's mean or standard deviation enters the rewards."""
         return "group" in (self.mean, self.std)
 
     @property

@@ -146,7 +146,7 @@ def engine_environment(config: ExperimentConfig, place: ServerPlace) -> dict[str
     if place.cuda:
         if get(_INTERLEAVES, "").lower() in ("1", "true", "yes", "y"):
             raise ValueError(
-                f"{_INTERLEAVES} is set: SGLang would order the experts' weights anew after loading, and digests would "
+                f"{_INTERLEAVES} is set: SGLang would reorder the experts' weights after loading, and digests would "
                 "stop the run; unset it"
             )
         beside = config.rollout.is_beside_trainers(place.engine)

@@ -24,7 +24,7 @@ def fused_digest(bits: Tensor, *seeds: int) -> Tensor:
     lead = bits.shape[: -len(seeds)]
     if not bits.numel():
         return torch.zeros(lead, dtype=torch.int64, device=bits.device)
-    matrices = bits.reshape(-1, bits.shape[-2] if weigh_rows else 1, bits.shape[-1])  # a view, but for odd 3-D boxes
+    matrices = bits.reshape(-1, bits.shape[-2] if weigh_rows else 1, bits.shape[-1])  # a view, except for odd 3-D boxes
     row_seed, column_seed = seeds if weigh_rows else (0, *seeds)
     if weigh_rows and matrices.stride(1) < matrices.stride(2):  # neighbours in memory must be neighbours in a tile
         matrices, row_seed, column_seed = matrices.transpose(1, 2), column_seed, row_seed

@@ -114,7 +114,7 @@ class EngineFleet:
         for id in self._round:
             if id not in self._connections:
                 self._connections[id] = self._connect(infos[id])
-            # Half of what is left: an engine that hangs must leave time to restart it.
+            # Half of the time left: an engine that hangs must leave time to restart it.
             self._connections[id].deadline = Deadline(deadline.left / 2)
 
         def open_one(engine: EngineConnection) -> None:

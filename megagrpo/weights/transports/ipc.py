@@ -1,7 +1,7 @@
 """Transport `ipc`: an engine rank copies its slices from a buffer filled by the colocated trainer rank.
 
 The plan is reshard's, without a process group: NCCL refuses two ranks on one GPU. The trainer rank on an engine rank's
-GPU (on a CPU: on its node) is its *carrier*: it collects batch after batch of what the engine rank needs from the
+GPU (on a CPU: on its node) is its *carrier*: it collects batch after batch of the engine rank's slices from the
 trainer ranks that hold it, and hands it over. What the carrier holds itself does not travel, and what ranks of its node
 hold stays inside the node. Both sides say where they run, so any launcher may place them.
 """

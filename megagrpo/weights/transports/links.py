@@ -39,7 +39,7 @@ class Link:
     left_s: float  # for the whole transfer
 
     def open_store(self, timeout_s: float | None = None) -> TCPStore:
-        """Connects to the store on rank 0; timeout_s: of it, and of what it is asked for."""
+        """Connects to the store on rank 0; timeout_s: of the connection and of each request."""
         return TCPStore(*self.store, wait_for_workers=False, timeout=timedelta(seconds=timeout_s or self.left_s))
 
 
