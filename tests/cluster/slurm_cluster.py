@@ -7,11 +7,15 @@ process id.
 
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from megagrpo.system.environment import child_environment
 from megagrpo.system.processes import spawn, stop_tree
@@ -82,6 +86,7 @@ class SlurmCluster:
         self._cpus = cpus_per_node
         self._parameters = "preempt_send_user_signal" if user_signal_at_preemption else "enable_configless"
         self._daemons: list[subprocess.Popen] = []
+        self._slurmd: dict[str, subprocess.Popen] = {}
 
     def __enter__(self) -> "SlurmCluster":
         try:
@@ -96,7 +101,7 @@ class SlurmCluster:
             self._start("slurmctld", "-D", "-c")
             for node in self.nodes:
                 (self.root / f"spool-{node}").mkdir()
-                self._start("slurmd", "-D", "-N", node, log=f"slurmd-{node}")
+                self.start_node(node)
             idle = [str(len(self.nodes)), "idle"]
             self._until(lambda: self.run("sinfo", "-h", "-p", "main", "-o", "%D %t").split() == idle, "the nodes")
             return self
@@ -122,6 +127,22 @@ class SlurmCluster:
         assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
         return done.stdout
 
+    def start_node(self, node: str) -> None:
+        self._slurmd[node] = self._start("slurmd", "-D", "-N", node, log=f"slurmd-{node}")
+
+    def lose_node(self, node: str) -> None:
+        """SIGKILL its daemon and all that ever started there, at once, as when its power is gone."""
+        self._daemons.remove(daemon := self._slurmd.pop(node))
+        daemon.send_signal(signal.SIGSTOP)  # reports no end of a step
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                words = process.cmdline()
+                step = "slurmstepd" in " ".join(words[:1]) and process.ppid() == daemon.pid
+                if step or process.environ().get("SLURMD_NODENAME") == node:
+                    process.kill()
+        daemon.kill()
+        daemon.wait()
+
     def cancel(self, job: int) -> None:
         self.run("scancel", str(job))
 
@@ -138,9 +159,11 @@ class SlurmCluster:
             time.sleep(0.3)
         return state
 
-    def _start(self, name: str, *arguments: str, log: str | None = None) -> None:
+    def _start(self, name: str, *arguments: str, log: str | None = None) -> subprocess.Popen:
         program = shutil.which(name, path=_SYSTEM_PATH)
-        self._daemons.append(spawn([program, *arguments], self.env, self.root / f"{log or name}.log"))
+        daemon = spawn([program, *arguments], self.env, self.root / f"{log or name}.log")
+        self._daemons.append(daemon)
+        return daemon
 
     def _until(self, ready, what: str) -> None:
         deadline = time.monotonic() + _START_S

@@ -1,10 +1,12 @@
 """Jobs of a real Slurm: to the end, pre-empted, out of time, cancelled, submitted again; the same run every time."""
 
+import json
 import re
 import signal
 import subprocess
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -12,7 +14,9 @@ import pytest
 from run_megagrpo import GRADERS, assert_agrees, assert_same_run, make_inputs, metrics, write_experiment
 from slurm_cluster import SlurmCluster, why_not
 
-from megagrpo.system.environment import child_environment
+from megagrpo.rollout.control import ServiceControl
+from megagrpo.system.environment import API_KEY, child_environment
+from megagrpo.system.run_folder import RunFolder
 from megagrpo.system.stop_request import STOPPED
 from tests.experiments import until
 
@@ -71,22 +75,23 @@ def output(folder: Path) -> str:
 def finish(slurm: SlurmCluster, job: int, folder: Path, state: str = "COMPLETED") -> str:
     """Wait for the end of the job; returns what it printed. No process of it may be left."""
     assert slurm.wait(job, timeout_s=END_S) == state, output(folder)
-    until(lambda: not processes_of(job), 30, lambda: f"left behind: {processes_of(job)}", 0.2)
+    until(lambda: not processes_of(job), 30, lambda: f"left behind: {[found for found, _ in processes_of(job)]}", 0.2)
     return output(folder)
 
 
-def processes_of(job: int) -> list[str]:
-    """All processes with the job's number in their environment, whatever their parent is now."""
+def processes_of(job: int) -> list[tuple[str, dict[str, str]]]:
+    """All processes with the job's number in their environment, whatever their parent is now; and that environment."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.environ().get("SLURM_JOB_ID") == str(job) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(f"{process.pid} {' '.join(process.cmdline())[:120]}")
+            environ = process.environ()
+            if environ.get("SLURM_JOB_ID") == str(job) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append((f"{process.pid} {' '.join(process.cmdline())[:120]}", environ))
     return found
 
 
-def wait_for(ready, what: str, folder: Path, timeout_s: float = END_S) -> None:
-    until(ready, timeout_s, lambda: f"no {what} in {timeout_s} s\n{output(folder)}", 0.2)
+def wait_for(ready, what: str, folder: Path, timeout_s: float = END_S, poll_s: float = 0.2) -> None:
+    until(ready, timeout_s, lambda: f"no {what} in {timeout_s} s\n{output(folder)}", poll_s)
 
 
 def step_done(folder: Path) -> bool:
@@ -184,6 +189,48 @@ def test_engines_on_the_trainers_nodes(slurm, experiments, undisturbed):
     # an engine of two ranks sums in another order than one of one rank
     assert_agrees(folder)
     assert sorted(metrics(folder)) == list(range(NUM_STEPS + 1))
+
+
+@pytest.mark.slow
+def test_a_node_is_lost_in_any_phase(slurm, experiments):
+    """The second of two colocated nodes vanishes: Slurm puts the job back into the queue, and the run goes on."""
+    rollout = SECTIONS["rollout"] | {"colocate": True, "tp": 2, "nodes_per_engine": 2}
+    sections = SECTIONS | {"rollout": rollout, "weights": {"transport": "ipc"}, "train": {"num_steps": NUM_STEPS}}
+    sections |= {"checkpoint": {"every": 1, "keep": 20}}
+    folder, reference, slow = experiments / "lost", experiments / "kept", experiments / "slow"
+    finish(slurm, submit(slurm, write_experiment(reference, **sections), "--trainer-nodes", "2"), reference)
+    slow.touch()
+    job = submit(slurm, write_experiment(folder, **sections), "--trainer-nodes", "2")
+    for lost, phase in enumerate(("sampling", "asleep", "waking")):
+        wait_for((folder / "checkpoints" / f"step_{2 * lost + 1:06}").exists, "checkpoint", folder)
+        nodes = slurm.run("scontrol", "show", "hostnames", slurm.job(job)["NodeList"]).split()
+        wait_for_engine(folder, job, phase)
+        slurm.lose_node(nodes[1])
+        wait_for(partial(was_restarted, slurm, job, lost + 1), f"requeue after a loss while {phase}", folder)
+        slurm.start_node(nodes[1])
+    slow.unlink()
+    assert finish(slurm, job, folder).count("continues after step") == 3
+    assert_same_run(folder, reference, NUM_STEPS)
+    assert_agrees(folder)
+
+
+def was_restarted(slurm: SlurmCluster, job: int, times: int) -> bool:
+    return slurm.job(job)["Restarts"] == str(times)
+
+
+def wait_for_engine(folder: Path, job: int, phase: str) -> None:
+    """Until engine-0 is in the phase: sampling, asleep or waking."""
+    keys = {environ.get(API_KEY) for _, environ in processes_of(job)} - {None}  # made anew at each start of the job
+    control = ServiceControl(json.loads(RunFolder(folder).service.read_text())["url"], str(keys.pop()))
+
+    def state() -> str:
+        return control.status().engines[0].state
+
+    wait_for(lambda: state() == "ready", "engine that samples", folder)
+    if phase != "sampling":
+        wait_for(lambda: state() == "asleep", "engine asleep", folder, poll_s=0.005)
+    if phase == "waking":
+        wait_for(lambda: state() != "asleep", "engine that wakes", folder, poll_s=0.002)
 
 
 @pytest.mark.slow
