@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megagrpo.config.schema import ModelConfig
 from megagrpo.data.torchvision_ops import define_torchvision_operators, torchvision_problem
 from megagrpo.families.table import read_description
 from megagrpo.system.explained import explained
@@ -67,7 +68,7 @@ def images_apart(
             else:
                 raise ValueError(f"{location}: a message has a part of type {kind!r}; text and images are supported")
 
-    found = [{**message, "content": list(parts(message["content"]))} for message in messages]
+    found: list[Message] = [{**message, "content": list(parts(message["content"]))} for message in messages]
     if wanted != len(column):
         raise ValueError(
             f"{location}: the prompt has {wanted} {IMAGE_TEXT} and the row {len(column)} image(s) (data.images_key); "
@@ -95,12 +96,12 @@ def image_bytes(source: object, folder: Path) -> bytes:
 class ImageStore:
     """The images of an experiment's prompts in a folder that its ranks share, by their keys (ImageRef.key)."""
 
-    def __init__(self, model: Path, hf: Mapping[str, Any], folder: Path):
+    def __init__(self, processor: str, hf: Mapping[str, Any], folder: Path):
         define_torchvision_operators()
         from transformers import AutoImageProcessor  # takes seconds
 
-        with explained(f"{model}: no image processor can be loaded from here", lambda exc: torchvision_problem()):
-            self._processor = AutoImageProcessor.from_pretrained(str(model), local_files_only=True)
+        with explained(f"{processor}: no image processor can be loaded from here", lambda exc: torchvision_problem()):
+            self._processor = AutoImageProcessor.from_pretrained(processor, local_files_only=True)
         self.image_token, self.video_token = int(hf["image_token_id"]), int(hf["video_token_id"])
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
@@ -109,11 +110,10 @@ class ImageStore:
         self.uri = lru_cache(maxsize=_URIS_KEPT)(self._uri)
 
     @classmethod
-    def of(cls, model: str, folder: Path) -> "ImageStore | None":
+    def of(cls, model: ModelConfig, folder: Path) -> "ImageStore | None":
         """Returns the store of a model's prompts; None if the model does not see. Raises ValueError."""
-        path = Path(model) / "config.json"
-        hf = read_description(path) if path.is_file() else {}
-        return cls(Path(model), hf, folder) if "vision_config" in hf else None
+        hf = read_description(Path(model.path) / "config.json")
+        return cls(model.tokenizer or model.path, hf, folder) if "vision_config" in hf else None
 
     def add(self, data: bytes) -> tuple[str, Grid]:
         """Returns key and grid of an encoded image, which is kept as a PNG of the processor's own size.
@@ -145,12 +145,12 @@ class ImageStore:
         """Returns the number of tokens of an image."""
         return grid[0] * grid[1] * grid[2] // self._processor.merge_size**2
 
-    def expand(self, short_ids: Sequence[int], images: Sequence[tuple[str, Grid]]) -> tuple[np.ndarray, list[ImageRef]]:
+    def expand(self, short_ids: np.ndarray, images: Sequence[tuple[str, Grid]]) -> tuple[np.ndarray, list[ImageRef]]:
         """Returns the ids with every image's placeholders, [T] int32, and the images with their places.
 
         Raises ValueError unless the short ids have one placeholder an image.
         """
-        ids = np.asarray(short_ids, np.int32)
+        ids = short_ids.astype(np.int32)
         places = np.flatnonzero(ids == self.image_token)
         if len(places) != len(images) or self.video_token in ids:
             raise ValueError(

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -212,7 +212,7 @@ def render_messages(
     Raises whatever the template raises.
     """
     arguments: dict[str, Any] = {"tokenize": False, "add_generation_prompt": ready, **data.chat_template_args}
-    return str(tokenizer.apply_chat_template(list(messages), **arguments))
+    return str(tokenizer.apply_chat_template(cast(list[dict[str, str]], messages), **arguments))
 
 
 def _tokenize(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list[list[int]]:
