@@ -107,7 +107,7 @@ class Sight:
             micro.rope_positions, arch.head_dim, arch.rope_theta, vision.mrope_section, vision.mrope_interleaved
         )
         self.angles = angles if micro.cu_seqlens is None else angles[:, 0]  # as rotate_packed takes those of tokens
-        self.deep: list[Tensor] = []  # features that layer i adds to its output: those of its own tokens
+        self._deep: list[Tensor] = []  # features that layer i adds to its output
         height, width = micro.tokens.shape
         where = micro.images.places % width * height + micro.images.places // width  # in [s, b], as decoders have it
         self._places, self._rows = on_device(where, device), on_device(micro.images.rows, device)
@@ -115,7 +115,7 @@ class Sight:
         part = height * width // mpu.get_tensor_model_parallel_world_size()
         first = part * mpu.get_tensor_model_parallel_rank()
         own = (where >= first) & (where < first + part)
-        self.own_places = on_device(where[own] - first, device)
+        self._own_places = on_device(where[own] - first, device)
         self._own_rows = on_device(micro.images.rows[own], device)
 
     def with_features(self, embedded: Tensor, tower: Tower) -> Tensor:
@@ -144,20 +144,25 @@ class Sight:
         A recomputed layer is differentiated by itself. Were the tower part of its graph, the backward would go through
         the tower once for each of these layers.
         """
-        if not features:
+        self._deep = features
+        if not any(part.requires_grad for part in features):
             return hidden
-        if not features[0].requires_grad:
-            self.deep = [part[self._own_rows] for part in features]
+        self._deep = [part.detach().requires_grad_() for part in features]
+        return _ThroughLeaves.apply(hidden, self._deep, *features)
+
+    def with_deep(self, index: int, hidden: Tensor) -> Tensor:
+        """Returns the output [s / tp, b, h] of layer `index` with features added to image tokens, if it adds any."""
+        if index >= len(self._deep):
             return hidden
-        leaves = [part.detach().requires_grad_() for part in features]
-        self.deep = [leaf[self._own_rows] for leaf in leaves]
-        return _ThroughLeaves.apply(hidden, leaves, *features)
+        added = self._deep[index][self._own_rows].to(hidden.dtype)
+        return hidden.flatten(0, 1).index_add(0, self._own_places, added).view_as(hidden)
 
 
 class _ThroughLeaves(torch.autograd.Function):
     """Hands hidden states on; its backward gives features the gradients that their leaves got in later layers.
 
-    It comes after the backward of these layers, which its output goes through.
+    It comes after the backward of these layers, which its output goes through; a leaf's gradient is there as soon as
+    that of its layer's output is.
     """
 
     @staticmethod
@@ -167,7 +172,7 @@ class _ThroughLeaves(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple:  # type: ignore[override]
-        found = torch.stack([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in ctx.leaves])
+        found = torch.stack([leaf.grad for leaf in ctx.leaves])
         if mpu.get_tensor_model_parallel_world_size() > 1:  # each had its part of the sequence
             dist.all_reduce(found, group=mpu.get_tensor_model_parallel_group())
         return gradient, None, *found.unbind()
@@ -183,8 +188,6 @@ class SeeingLayer(TransformerLayer):
     def forward(self, *args, attention_bias: Sight | None = None, **kwargs) -> tuple[Tensor, Tensor | None]:
         """As TransformerLayer's."""
         hidden, context = super().forward(*args, **kwargs)
-        index = self.layer_number - 1
-        if attention_bias is not None and index < len(attention_bias.deep):
-            added = attention_bias.deep[index].to(hidden.dtype)
-            hidden = hidden.flatten(0, 1).index_add(0, attention_bias.own_places, added).view_as(hidden)
+        if attention_bias is not None:
+            hidden = attention_bias.with_deep(self.layer_number - 1, hidden)
         return hidden, context
