@@ -6,7 +6,7 @@ certificate then support it.
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ from megagrpo.families.models.deepseek_v3 import DeepseekV3
 from megagrpo.families.models.dense import Llama, Qwen2, Qwen3
 from megagrpo.families.models.sigmoid_moe import Glm4Moe
 from megagrpo.families.models.softmax_moe import Mixtral, Qwen3Moe
+from megagrpo.families.models.vision_language import Qwen2_5VL, Qwen3VL, Qwen3VLMoe
 from megagrpo.families.quantization import dequantised_config, quantization_problems
 from megagrpo.families.tensors import TensorSpec
+from megagrpo.families.vision import tower_tensors
 
 # model_type of config.json -> the family's module
 FAMILIES: dict[str, Family] = {
@@ -29,6 +31,9 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": Glm4Moe(),
     "deepseek_v3": DeepseekV3(),
     "kimi_k2": DeepseekV3(),
+    "qwen2_5_vl": Qwen2_5VL(),
+    "qwen3_vl": Qwen3VL(),
+    "qwen3_vl_moe": Qwen3VLMoe(),
 }
 _PREDICTION_LAYERS = "num_nextn_predict_layers"
 
@@ -85,6 +90,15 @@ def read_description(path: Path) -> dict[str, Any]:
 
 def model_tensors(arch: Architecture) -> Iterator[TensorSpec]:
     """Yields every tensor of the HF checkpoint, in the order in which a random model draws them."""
+    family = FAMILIES[arch.family]
+    for spec in _text_tensors(arch):
+        stored = family.stored_name(spec.name)
+        yield spec if stored == spec.name else replace(spec, name=stored)
+    if arch.vision is not None:
+        yield from tower_tensors(arch.vision)
+
+
+def _text_tensors(arch: Architecture) -> Iterator[TensorSpec]:
     vocabulary = (arch.vocab_size, arch.hidden_size)
     yield TensorSpec("model.embed_tokens.weight", vocabulary, "matrix")
     for index in range(arch.num_layers):
