@@ -1,6 +1,5 @@
 """The jobs of actor_ranks.py on models that see: samples of vision_samples.py, a frozen or a trained tower."""
 
-import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -19,9 +18,9 @@ from megagrpo.config.actor import VisionConfig
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
 from megagrpo.types import Batch
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
-from tests.dist.workers import recorded, vision_samples
+from tests.dist.workers import recorded
 from tests.dist.workers.harness import with_actors
-from tests.dist.workers.vision_samples import NUM_SAMPLES, PAD, VOCAB, images_of, pixels, samples
+from tests.dist.workers.vision_samples import NUM_SAMPLES, VOCAB, images_of, pixels, samples
 
 _batch_of = actor_ranks.batch_of
 
