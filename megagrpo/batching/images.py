@@ -48,9 +48,7 @@ def with_images(batch: Batch, micro: MicroBatch, merge: int) -> MicroBatch:
     return replace(micro, rope_positions=rope, images=MicroImages(refs, found[places], places))
 
 
-def _features(
-    lengths: Tensor, images: Sequence[Sequence[ImageRef]], merge: int
-) -> tuple[Tensor, tuple[ImageRef, ...]]:
+def _features(lengths: Tensor, images: Sequence[Sequence[ImageRef]], merge: int) -> tuple[Tensor, tuple[ImageRef, ...]]:
     """Returns the row of the feature of every token, [t + 1], -1 where there is none, and the distinct images."""
     first: dict[str, tuple[int, ImageRef]] = {}  # by key: the first row, any reference
     feature, start, count = torch.full((int(lengths.sum()) + 1,), -1), 0, 0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megagrpo.families.tensors import TensorSpec
 
-HfConfig = Mapping[str, object]
+HfConfig = Mapping[str, Any]
 Trained = Literal["none", "projector", "all"]  # what of a tower is trained: nothing, its mergers, or everything
 _TOWER_KEYS = (
     "depth",
@@ -56,14 +56,18 @@ class Vision:
         """Counts the tokens of an image of `grid` patches: time, height, width."""
         return grid[0] * grid[1] * grid[2] // self.merge**2
 
+    def owns(self, name: str) -> bool:
+        """Tells whether an HF tensor is one of the tower's."""
+        return name.startswith(self.prefix)
+
     def trains(self, name: str, trained: Trained) -> bool:
         """Tells whether an HF tensor has a gradient, whatever else is trained; tensors of the text part have."""
-        if not name.startswith(self.prefix) or trained == "all":
+        if not self.owns(name) or trained == "all":
             return True
         return trained == "projector" and "merger" in name.removeprefix(self.prefix).split(".")[0]
 
 
-def vision_refusals(hf: HfConfig, text: Mapping[str, object], kind: str) -> list[str]:
+def vision_refusals(hf: HfConfig, text: HfConfig, kind: str) -> list[str]:
     """Returns what of a config.json keeps its vision part from being computed; text: the text part's keys."""
     tower = hf.get("vision_config")
     if not isinstance(tower, Mapping):
@@ -71,12 +75,13 @@ def vision_refusals(hf: HfConfig, text: Mapping[str, object], kind: str) -> list
     keys = _TOWER_KEYS + (_QWEN3_KEYS if kind == "qwen3_vl" else ())
     problems = [f"config.json lacks vision_config.{key}" for key in keys if key not in tower]
     problems += [f"config.json lacks {key}" for key in _ID_KEYS if key not in hf]
-    if (section := mrope_of(text).get("mrope_section")) is None:
+    section = mrope_of(text).get("mrope_section", ())
+    if not section:
         problems.append("config.json lacks mrope_section in its rope_scaling or rope_parameters")
     if problems:
         return problems
-    heads, width = int(text["num_attention_heads"]), int(text["hidden_size"])  # type: ignore[call-overload]
-    half = int(text.get("head_dim") or width // heads) // 2  # type: ignore[call-overload]
+    width = text["hidden_size"]
+    half = (text.get("head_dim") or width // text["num_attention_heads"]) // 2
     if len(section) != 3 or sum(section) != half:
         problems.append(f"mrope_section {section} must be three numbers with the sum {half}, half a head")
     if tower["out_hidden_size"] != width:
@@ -84,13 +89,13 @@ def vision_refusals(hf: HfConfig, text: Mapping[str, object], kind: str) -> list
     return problems
 
 
-def mrope_of(text: Mapping[str, object]) -> dict:
+def mrope_of(text: HfConfig) -> dict:
     """Returns the settings of rotary embedding that name sections; {} without any."""
     found = [text.get(key) for key in ("rope_scaling", "rope_parameters")]
     return next((dict(rope) for rope in found if isinstance(rope, Mapping) and "mrope_section" in rope), {})
 
 
-def read_vision(hf: HfConfig, text: Mapping[str, object], kind: Literal["qwen2_5_vl", "qwen3_vl"]) -> Vision:
+def read_vision(hf: HfConfig, text: HfConfig, kind: Literal["qwen2_5_vl", "qwen3_vl"]) -> Vision:
     """Reads a config.json without refusals."""
     tower, rope = hf["vision_config"], mrope_of(text)
     assert isinstance(tower, Mapping)
@@ -107,9 +112,9 @@ def read_vision(hf: HfConfig, text: Mapping[str, object], kind: Literal["qwen2_5
         channels=tower.get("in_channels", 3),
         num_positions=tower["num_position_embeddings"] if kind == "qwen3_vl" else 0,
         deepstack=len(tower["deepstack_visual_indexes"]) if kind == "qwen3_vl" else 0,
-        image_token_id=hf["image_token_id"],  # type: ignore[arg-type]
-        video_token_id=hf["video_token_id"],  # type: ignore[arg-type]
-        vision_start_token_id=hf["vision_start_token_id"],  # type: ignore[arg-type]
+        image_token_id=hf["image_token_id"],
+        video_token_id=hf["video_token_id"],
+        vision_start_token_id=hf["vision_start_token_id"],
         mrope_section=tuple(rope["mrope_section"]),
         mrope_interleaved=bool(rope.get("mrope_interleaved", False)),
         config=tower,

@@ -81,7 +81,8 @@ class Tower(torch.nn.Module):
             return planned | {"window_index": on_device(index, device), "cu_window_seqlens": bounds}
         side = int(config.num_position_embeddings**0.5)
         indices, weights = vision_utils.get_vision_bilinear_indices_and_weights(grid, side, merge)
-        return planned | {"bilinear_indices": on_device(indices, device), "bilinear_weights": on_device(weights, device)}
+        corners = {"bilinear_indices": indices, "bilinear_weights": weights}
+        return planned | {name: on_device(tensor, device) for name, tensor in corners.items()}
 
     def load_hf(self, hf: Mapping[str, Tensor]) -> None:
         """Copies the tower's HF tensors into its parameters (recordable)."""
@@ -171,7 +172,7 @@ class _ThroughLeaves(torch.autograd.Function):
         return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple:  # type: ignore[override]
+    def backward(ctx, gradient: Tensor) -> tuple:
         found = torch.stack([leaf.grad for leaf in ctx.leaves])
         if mpu.get_tensor_model_parallel_world_size() > 1:  # each had its part of the sequence
             dist.all_reduce(found, group=mpu.get_tensor_model_parallel_group())

@@ -32,7 +32,7 @@ class Seeing(Family):
         return replace(super().architecture(text), vision=read_vision(hf, text, self.KIND))
 
 
-class Qwen2_5VL(Seeing, Qwen2):
+class Qwen25VL(Seeing, Qwen2):
     """Qwen2.5 with a tower of windowed attention."""
 
     HF_CLASS = "Qwen2_5_VLForConditionalGeneration"

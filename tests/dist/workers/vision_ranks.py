@@ -13,6 +13,7 @@ from tests.dist.workers import actor_ranks  # comes first: it prepares the host 
 import torch
 
 from megagrpo.actor import step
+from megagrpo.actor.megatron.vision import Sight
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.config.actor import VisionConfig
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
@@ -32,13 +33,15 @@ def batch_of(mesh, shift: int = 0, keep: int = NUM_SAMPLES) -> Batch:
 
 
 @contextmanager
-def replaced(module: ModuleType, **values: object) -> Iterator[None]:
-    before = {name: getattr(module, name) for name in values}
-    vars(module).update(values)
+def replaced(owner: ModuleType | type, **values: object) -> Iterator[None]:
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        vars(module).update(before)
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 def settings(job: dict) -> tuple[ActorConfig, OptimizerConfig]:
@@ -56,28 +59,60 @@ def towerless_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder
 
 
 def swapped_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
-    """How far log-probabilities move by one planted mistake; samples without an image must not."""
+    """How far log-probabilities move by one planted mistake, of samples with images and of others."""
     batch = batch_of(actor.mesh)
     with torch.no_grad():
         before = step.token_logprobs(actor, batch, 1.0)
-        wrong = job["mistake"](batch) if callable(job["mistake"]) else MISTAKES[job["mistake"]](actor, batch)
-        after = step.token_logprobs(actor, wrong, 1.0)
+        with MISTAKES[job["mistake"]](batch) as wrong:
+            after = step.token_logprobs(actor, wrong, 1.0)
     moved = (after - before).abs()
     seen = torch.tensor([bool(of) for of in batch.images]).repeat_interleave(batch.lengths)
     return {"moved": float(moved[seen].max()), "others": float(moved[~seen].max())}
 
 
-def _grids_swapped(actor: MegatronActor, batch: Batch) -> Batch:
+def frozen_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
+    """Which parts of the tower an update moves, and which have optimizer state."""
+
+    def part(name: str) -> str:
+        return name.partition(".visual.module.")[2].split(".")[0]
+
+    before = {name: p.detach().clone() for name, p in actor.parameters().items()}
+    actor_ranks.gradient(actor, batch_of(actor.mesh), actor_ranks.PLAIN)
+    actor.optimizer_step()
+    moved = [name for name, p in actor.parameters().items() if not torch.equal(p, before[name])]
+    kept = {id(p) for group in actor.optimizer.param_groups for p in group["params"]}
+    with_state = [name for name, p in actor.parameters().items() if id(p) in kept]
+    tower = {
+        key: sorted({part(name) for name in names if ".visual." in name})
+        for key, names in (("moved", moved), ("with_state", with_state))
+    }
+    return {**tower, "text_moved": any(".visual." not in name for name in moved)}
+
+
+@contextmanager
+def _grids_swapped(batch: Batch) -> Iterator[Batch]:
     images = [tuple(replace(ref, grid=(1, ref.grid[2], ref.grid[1])) for ref in of) for of in batch.images]
-    return replace(batch, images=tuple(images))
+    yield replace(batch, images=tuple(images))
 
 
-def _one_late(actor: MegatronActor, batch: Batch) -> Batch:
-    return replace(batch, images=tuple(tuple(replace(ref, start=ref.start + 1) for ref in of) for of in batch.images))
+@contextmanager
+def _one_late(batch: Batch) -> Iterator[Batch]:
+    yield replace(batch, images=tuple(tuple(replace(r, start=r.start + 1) for r in of) for of in batch.images))
 
 
-MISTAKES = {"grids swapped": _grids_swapped, "a token late": _one_late}
-JOBS = {**actor_ranks.JOBS, "towerless": towerless_job, "swapped": swapped_job}
+@contextmanager
+def _deepstack_late(batch: Batch) -> Iterator[Batch]:
+    with_deep = Sight.with_deep
+
+    def late(self: Sight, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden if index == 0 else with_deep(self, index - 1, hidden)
+
+    with replaced(Sight, with_deep=late):
+        yield batch
+
+
+MISTAKES = {"grids swapped": _grids_swapped, "a token late": _one_late, "deepstack late": _deepstack_late}
+JOBS = {**actor_ranks.JOBS, "towerless": towerless_job, "swapped": swapped_job, "frozen": frozen_job}
 
 
 def main(folder: Path) -> None:
