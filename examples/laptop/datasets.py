@@ -49,7 +49,8 @@ def make_dataset(config: DatasetConfig, seed: int) -> dict[str, int]:
             files, counts = pictures(config, seed), {}
         case _:
             raise ValueError(
-                f"dataset.kind {config.kind!r} is unknown; it is arithmetic, gsm8k_calc, guess, squares or word_problems"
+                f"dataset.kind {config.kind!r} is unknown; "
+                "it is arithmetic, gsm8k_calc, guess, squares or word_problems"
             )
     Path(config.folder).mkdir(parents=True, exist_ok=True)
     for name, rows in files.items():

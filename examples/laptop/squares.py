@@ -83,9 +83,10 @@ def pictures(config: DatasetConfig, seed: int) -> dict[str, list[dict]]:
     while len(drawn) < sum(sizes.values()):
         number = choose.randint(1, _MOST)
         drawn[_picture(choose, number)] = number
+    uris = ["data:image/png;base64," + base64.b64encode(png).decode() for png in drawn]
     rows = [
-        {"prompt": _QUESTION, "answer": str(number), "images": ["data:image/png;base64," + base64.b64encode(png).decode()]}
-        for png, number in drawn.items()
+        {"prompt": _QUESTION, "answer": str(number), "images": [uri]}
+        for uri, number in zip(uris, drawn.values(), strict=True)
     ]
     files, start = {}, 0
     for name, size in sizes.items():
@@ -124,6 +125,7 @@ def _write_processor(folder: Path) -> None:
     define_torchvision_operators()
     import transformers
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
     core = Tokenizer(models.WordLevel(_IDS, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"(?m:.)"), behavior="isolated")
@@ -146,7 +148,7 @@ def _write_processor(folder: Path) -> None:
     transformers.Qwen2_5_VLProcessor(
         image_processor=transformers.Qwen2VLImageProcessor(patch_size=_PATCH, merge_size=_MERGE, **pixels),
         tokenizer=tokenizer,
-        video_processor=transformers.Qwen2VLVideoProcessor(patch_size=_PATCH),
+        video_processor=Qwen2VLVideoProcessor(patch_size=_PATCH),
         chat_template=_TEMPLATE,
     ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

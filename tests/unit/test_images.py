@@ -2,6 +2,7 @@
 
 import io
 import json
+from contextlib import closing
 
 import numpy as np
 import pyarrow
@@ -21,7 +22,10 @@ from megagrpo.config.fields import complaints
 from megagrpo.config.schema import DataConfig, ModelConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
-from megagrpo.types import RolloutGroup
+from megagrpo.monitor.rollouts import RolloutLog
+from megagrpo.system.run_folder import RunFolder
+from megagrpo.types import Outcome, RolloutGroup, Sample
+from megagrpo.view.samples import read_samples
 from tests.experiments import experiment
 from tests.pictures import picture, png, uri, write_rows
 from tests.tiny_vlm import VOCABULARY, make_tiny_vlm
@@ -172,3 +176,17 @@ def test_references_go_into_checkpoints_and_come_back(load, tmp_path):
     write_groups(tmp_path / "groups.npz", groups)
     assert read_groups(tmp_path / "groups.npz") == groups
     assert (tmp_path / "groups.npz").stat().st_size < 6000, "no pixels"
+
+
+@pytest.mark.parametrize("model", ["qwen2_5_vl"], indirect=True)
+def test_view_shows_the_images_of_the_prompts(load, tmp_path):
+    prompts, store = load({"prompt": "<image>", "images": [uri(png(picture(0)))]}, {"prompt": "1"})
+    outcome, sample = Outcome("score", 1.0), Sample(0, [1], [0.0], "stop", 0, "3")
+    groups = [RolloutGroup(number, prompt, (sample,), (outcome,)) for number, prompt in enumerate(prompts)]
+    with closing(RolloutLog(RunFolder(tmp_path), 0, 1)) as log:
+        log.write(1, groups)
+    (key,) = (ref.key for ref in prompts[0].images)
+    shown, _ = read_samples(RunFolder(tmp_path), 1e6)
+    assert shown["images"] == {key: store.uri(key)}
+    assert [group.get("images") for group in shown["groups"]] == [[key], None]
+    assert read_samples(RunFolder(tmp_path), 100)[0]["images"] == {}, "more bytes than may be shown"
