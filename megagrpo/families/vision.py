@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+from megagrpo.families.architecture import HfConfig
 from megagrpo.families.tensors import TensorSpec
 
-HfConfig = Mapping[str, Any]
 Trained = Literal["none", "projector", "all"]  # what of a tower is trained: nothing, its mergers, or everything
 _TOWER_KEYS = (
     "depth",
@@ -20,7 +20,10 @@ _TOWER_KEYS = (
     "spatial_merge_size",
     "temporal_patch_size",
 )
-_QWEN3_KEYS = ("num_position_embeddings", "deepstack_visual_indexes")
+_OWN_KEYS = {
+    "qwen2_5_vl": ("window_size", "fullatt_block_indexes"),
+    "qwen3_vl": ("num_position_embeddings", "deepstack_visual_indexes"),
+}
 _ID_KEYS = ("image_token_id", "video_token_id", "vision_start_token_id")
 
 
@@ -72,8 +75,7 @@ def vision_refusals(hf: HfConfig, text: HfConfig, kind: str) -> list[str]:
     tower = hf.get("vision_config")
     if not isinstance(tower, Mapping):
         return ["config.json lacks vision_config"]
-    keys = _TOWER_KEYS + (_QWEN3_KEYS if kind == "qwen3_vl" else ())
-    problems = [f"config.json lacks vision_config.{key}" for key in keys if key not in tower]
+    problems = [f"config.json lacks vision_config.{key}" for key in _TOWER_KEYS + _OWN_KEYS[kind] if key not in tower]
     problems += [f"config.json lacks {key}" for key in _ID_KEYS if key not in hf]
     section = mrope_of(text).get("mrope_section", ())
     if not section:

@@ -6,7 +6,6 @@ the same gradient of it; context-parallel ranks that of their own tokens, and Me
 
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,6 +45,7 @@ class Tower(torch.nn.Module):
         super().__init__()
         self.vision = vision
         self.module = build_tower(vision)
+        self._frequencies = self.module.get_buffer("rotary_pos_emb.inv_freq").clone()  # no buffer: nothing casts it
         for name, parameter in self.module.named_parameters():
             parameter.requires_grad_(vision.trains(vision.prefix + name, trained))
             # Every tensor-parallel rank computes the same gradient. Megatron averages it, which keeps the ranks' bits
@@ -72,14 +72,15 @@ class Tower(torch.nn.Module):
         """Computes on the host what follows from grids; lengths stay there, where torch's attention reads them."""
         from transformers import vision_utils
 
-        config: Any = self.module.config
-        merge = config.spatial_merge_size
+        vision = self.vision
+        merge = vision.merge
         planned = {"position_ids": on_device(vision_utils.get_vision_position_ids(grid, merge), device)}
         planned["cu_seqlens"] = vision_utils.get_vision_cu_seqlens(grid)
-        if self.vision.kind == "qwen2_5_vl":
-            index, bounds = vision_utils.get_vision_window_index(grid, merge, config.window_size, config.patch_size)
+        if vision.kind == "qwen2_5_vl":
+            window = vision.config["window_size"]
+            index, bounds = vision_utils.get_vision_window_index(grid, merge, window, vision.patch)
             return planned | {"window_index": on_device(index, device), "cu_window_seqlens": bounds}
-        side = int(config.num_position_embeddings**0.5)
+        side = int(vision.num_positions**0.5)
         indices, weights = vision_utils.get_vision_bilinear_indices_and_weights(grid, side, merge)
         corners = {"bilinear_indices": indices, "bilinear_weights": weights}
         return planned | {name: on_device(tensor, device) for name, tensor in corners.items()}
@@ -91,9 +92,8 @@ class Tower(torch.nn.Module):
 
     def keep_float32_angles(self) -> None:
         """Restores the frequencies of rotary embedding after a cast: rounded, they would turn by other angles."""
-        rotary: Any = self.module.rotary_pos_emb
-        exponents = torch.arange(0, rotary.dim, 2, dtype=torch.float, device=rotary.inv_freq.device) / rotary.dim
-        rotary.inv_freq = 1.0 / rotary.theta**exponents
+        rotary = self.module.get_submodule("rotary_pos_emb")
+        rotary.inv_freq = self._frequencies.to(self.module.get_buffer("rotary_pos_emb.inv_freq").device)
 
 
 class Sight:
