@@ -322,30 +322,29 @@ def start_run(
             progress.follow(console.status)
         progress.enter("waits for the engines", lambda: service_progress(folder))
         control = find_service(folder.path, service_url, start_timeout_s)
-        recording = RunRecord(config, mesh, state.step)
-        stack.callback(recording.timeline.close)
+        record = RunRecord(config, mesh, state.step)
+        stack.callback(record.timeline.close)
 
         def enter(phase: str) -> None:
-            recording.timeline.mark(phase)
+            record.timeline.mark(phase)
             if phase == "checkpoint":  # the first of a step
                 progress.calm()
             progress.enter(_PHASES.get(phase, phase), lambda: rollouts.progress() or publishing.waiting())
 
         watchdog = stack.enter_context(Watchdog(config, mesh, folder, lambda: state.step, enter))
-        publishing = Publishing(config, actor, weights, control, folder.path, recording.timeline.call)
+        publishing = Publishing(config, actor, weights, control, folder.path, record.timeline.call)
         sampler = None
         if mesh.is_leader:
             pool = stack.enter_context(RewardPool(config.reward, preload=config.sampling.environment is None))
             stack.callback(inputs.close)
-            on_request = recording.timeline.request
-            sampler = Sampler(config, mesh.dp_size, control, pool, inputs.decode, inputs.tool, on_request)
+            sampler = Sampler(config, mesh.dp_size, control, pool, inputs.decode, inputs.tool, record.timeline.request)
             sampler.images = inputs.images
         rollouts = RolloutSource(config, mesh, control, sampler, publishing.refresh, watchdog.alive)
         stack.callback(rollouts.close)
         rollouts.restore(state.ahead)
         stack.callback(publishing.close)  # else engines wait in the group for a trainer that has ended
         watchdog.waits += [rollouts.waiting, publishing.waiting]
-        stack.enter_context(recording.open(inputs, console))
+        stack.enter_context(record.open(inputs, console))
         sampling = Sampling(config, mesh, inputs, rollouts)
         yield Run(
             config=config,
@@ -354,8 +353,8 @@ def start_run(
             num_steps=num_steps,
             sampling=sampling,
             publishing=publishing,
-            recording=recording,
-            checkpointer=_checkpointer(config, actor, sampling, recording, SaveSchedule(num_steps, state.step)),
+            recording=record,
+            checkpointer=_checkpointer(config, actor, sampling, record, SaveSchedule(num_steps, state.step)),
             watchdog=watchdog,
             alarm=MismatchAlarm(config, actor.arch.is_moe),
             stop_request=StopRequest(Path(path)) if (path := environment.get(STOP_FILE)) else None,
