@@ -18,6 +18,7 @@ from megagrpo.checkpoint.resume import find_checkpoint, initial_weights, make_ac
 from megagrpo.checkpoint.save import Checkpointer, SaveSchedule
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import PromptSet, describe_dropped, load_prompts, load_tokenizer
 from megagrpo.mesh import LeaderError, Mesh, RunStopped
 from megagrpo.monitor.alarm import HealthWatch, MismatchAlarm
@@ -60,16 +61,19 @@ class Inputs:
     prompts: PromptSet
     eval_prompts: PromptSet | None
     tool: Tool | Environments | None
+    images: ImageStore | None  # of a model that sees
 
     @classmethod
     def load(cls, config: ExperimentConfig) -> "Inputs":
         """Loads the inputs of an experiment. Raises ValueError."""
         tokenizer = load_tokenizer(config.model)
+        images = ImageStore.of(config.model, RunFolder(Path(config.output_dir)).images)
         return cls(
             tokenizer,
-            load_prompts(config.data, tokenizer),
-            load_prompts(config.eval.data, tokenizer) if config.eval else None,
+            load_prompts(config.data, tokenizer, images),
+            load_prompts(config.eval.data, tokenizer, images) if config.eval else None,
             make_answering(config, tokenizer),
+            images,
         )
 
     def close(self) -> None:
@@ -307,7 +311,7 @@ def start_run(
     num_steps = config.train.steps(len(inputs.prompts))
     progress.enter(f"{config.actor.world_size} trainer ranks meet and build the model")
     actor = make_actor(config, num_steps, device)
-    mesh = actor.mesh
+    actor.images, mesh = inputs.images.pixels if inputs.images else None, actor.mesh
     progress.enter("loads weights")
     source = find_checkpoint(config, folder, mesh)
     weights = initial_weights(config, config.algorithm, source, actor)
@@ -318,29 +322,29 @@ def start_run(
             progress.follow(console.status)
         progress.enter("waits for the engines", lambda: service_progress(folder))
         control = find_service(folder.path, service_url, start_timeout_s)
-        recording = RunRecord(config, mesh, state.step)
-        stack.callback(recording.timeline.close)
+        record = RunRecord(config, mesh, state.step)
+        stack.callback(record.timeline.close)
 
         def enter(phase: str) -> None:
-            recording.timeline.mark(phase)
+            record.timeline.mark(phase)
             if phase == "checkpoint":  # the first of a step
                 progress.calm()
             progress.enter(_PHASES.get(phase, phase), lambda: rollouts.progress() or publishing.waiting())
 
         watchdog = stack.enter_context(Watchdog(config, mesh, folder, lambda: state.step, enter))
-        publishing = Publishing(config, actor, weights, control, folder.path, recording.timeline.call)
+        publishing = Publishing(config, actor, weights, control, folder.path, record.timeline.call)
         sampler = None
         if mesh.is_leader:
             pool = stack.enter_context(RewardPool(config.reward, preload=config.sampling.environment is None))
             stack.callback(inputs.close)
-            on_request = recording.timeline.request
-            sampler = Sampler(config, mesh.dp_size, control, pool, inputs.decode, inputs.tool, on_request)
+            sampler = Sampler(config, mesh.dp_size, control, pool, inputs.decode, inputs.tool, record.timeline.request)
+            sampler.images = inputs.images
         rollouts = RolloutSource(config, mesh, control, sampler, publishing.refresh, watchdog.alive)
         stack.callback(rollouts.close)
         rollouts.restore(state.ahead)
         stack.callback(publishing.close)  # else engines wait in the group for a trainer that has ended
         watchdog.waits += [rollouts.waiting, publishing.waiting]
-        stack.enter_context(recording.open(inputs, console))
+        stack.enter_context(record.open(inputs, console))
         sampling = Sampling(config, mesh, inputs, rollouts)
         yield Run(
             config=config,
@@ -349,8 +353,8 @@ def start_run(
             num_steps=num_steps,
             sampling=sampling,
             publishing=publishing,
-            recording=recording,
-            checkpointer=_checkpointer(config, actor, sampling, recording, SaveSchedule(num_steps, state.step)),
+            recording=record,
+            checkpointer=_checkpointer(config, actor, sampling, record, SaveSchedule(num_steps, state.step)),
             watchdog=watchdog,
             alarm=MismatchAlarm(config, actor.arch.is_moe),
             stop_request=StopRequest(Path(path)) if (path := environment.get(STOP_FILE)) else None,

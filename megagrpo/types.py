@@ -42,11 +42,20 @@ class WithArrays:
     __hash__ = None  # type: ignore[assignment]  # as for every class that defines __eq__
 
 
+@dataclass(frozen=True)
+class ImageRef:
+    """One image of a prompt by its content; a store (data/images.py) has its bytes."""
+
+    key: str  # sha256 of the bytes that engines get: PNG of the resized RGB image, hex
+    start: int  # index of its first token in the prompt, placeholders expanded
+    grid: tuple[int, int, int]  # patches: time, height, width; it takes t*h*w / merge^2 tokens
+
+
 @dataclass(frozen=True, eq=False)
 class Prompt(WithArrays):
     """One problem of a data file, with its reference answer and grader."""
 
-    _types: ClassVar[dict[str, type]] = {"token_ids": np.int32}
+    _types: ClassVar[dict[str, type]] = {"token_ids": np.int32, "short_ids": np.int32}
 
     id: int  # line in the data file, from 0; numbered over all files if there are several
     text: str  # as tokenised, chat template included
@@ -56,6 +65,8 @@ class Prompt(WithArrays):
     location: str = ""  # file:line, for messages
     source: str = ""  # name of its source, in metrics by source
     extra: dict[str, object] = field(default_factory=dict)  # of data.extra_key: for graders with `extra_info`
+    images: tuple[ImageRef, ...] = ()  # in the order of their tokens
+    short_ids: np.ndarray | None = None  # int32, one pad an image: what engines are sent; None: token_ids
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,6 +231,7 @@ class Batch:
     updates: Updates = ()  # (): for forwards only
     # [M] int64, samples of each rollout, which are neighbours; None: one each. Read by algo/rollouts.py
     rollout_sizes: "Tensor | None" = None
+    images: tuple[tuple[ImageRef, ...], ...] = ()  # of each sample, [N]; (): none has any
 
     @property
     def starts(self) -> "Tensor":
@@ -250,6 +262,15 @@ class Targets:
 
 
 @dataclass(frozen=True)
+class MicroImages:
+    """The k distinct images of a micro-batch, and where their features go: always on the host."""
+
+    refs: tuple[ImageRef, ...]  # [k], whose features are F rows, one image after the other
+    rows: "Tensor"  # [p] int64: of a feature among the F
+    places: "Tensor"  # [p] int64, ascending: where it goes in the flattened [b, s] of this context-parallel rank
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """The input of one forward pass: samples of a Batch, laid out [b, s] padded or as one packed row [1, s].
 
@@ -269,6 +290,8 @@ class MicroBatch:
     target_grid: "Tensor"  # [R] int64, indices of the targets in the flattened [n, S]
     longest: int  # S, of the whole Batch: a sum over a row has the same bits in every micro-batch
     max_seqlen: int = 0  # tokens of the longest sequence, padding included
+    rope_positions: "Tensor | None" = None  # [3, b, s] int64: in time, height, width; only of models that see
+    images: MicroImages | None = None  # None: of a model that reads text alone
 
     def to(self, device: "torch.device") -> "MicroBatch":
         """Returns it on `device`, without waiting."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from examples.laptop.guess import games
 from examples.laptop.recipe import DatasetConfig
+from examples.laptop.squares import pictures
 from examples.laptop.word_problems import word_problems
 from megagrpo.rollout.calculator import exact_value
 from megagrpo.system.run_folder import write_json_lines
@@ -44,9 +45,12 @@ def make_dataset(config: DatasetConfig, seed: int) -> dict[str, int]:
         case "guess":
             sizes = {"sft": config.num_sft, "train": config.num_train, "eval": config.num_eval}
             files, counts = {name: games(num, seed, name == "sft") for name, num in sizes.items()}, {}
+        case "squares":
+            files, counts = pictures(config, seed), {}
         case _:
             raise ValueError(
-                f"dataset.kind {config.kind!r} is unknown; it is arithmetic, gsm8k_calc, guess or word_problems"
+                f"dataset.kind {config.kind!r} is unknown; "
+                "it is arithmetic, gsm8k_calc, guess, squares or word_problems"
             )
     Path(config.folder).mkdir(parents=True, exist_ok=True)
     for name, rows in files.items():

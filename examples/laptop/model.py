@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from examples.laptop.recipe import TinyModelConfig
+from examples.laptop.squares import FAMILY, make_seeing_model
 from megagrpo.certify.tiny_model import MAX_POSITIONS, VOCAB, hf_config, random_tensors
 from megagrpo.families.table import architecture_of, model_problems
 from megagrpo.weights.hf_folder import write_hf_folder
@@ -28,6 +29,8 @@ def make_tiny_model(config: TinyModelConfig, seed: int) -> int:
     Returns the number of parameters. The folder `config.path` is whole or absent. Raises ValueError for sizes that
     the family cannot have.
     """
+    if config.family == FAMILY:
+        return make_seeing_model(config.path, seed)
     vocab = -(-(len(SPECIAL_TOKENS) + len(config.alphabet)) // VOCAB) * VOCAB  # spare rows are never sampled
     hf = hf_config(config) | {"vocab_size": vocab}
     problems = _problems(config) or model_problems(hf)

@@ -36,7 +36,7 @@ class PretrainedConfig:
 class DatasetConfig:
     """sft.jsonl, train.jsonl and eval.jsonl, which share no problem."""
 
-    kind: Literal["arithmetic", "gsm8k_calc", "word_problems", "guess"]
+    kind: Literal["arithmetic", "gsm8k_calc", "word_problems", "guess", "squares"]
     folder: str = ""
     source: str | None = None  # gsm8k_calc: folder with GSM8K's train.jsonl and test.jsonl
     num_sft: int = 4000  # problems of the supervised warm-up

@@ -2,7 +2,7 @@
 
 import gc
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -158,6 +158,7 @@ class MegatronActor:
         self.router_bias = None if rate is None else RouterBias(found, scope, arch, rate, device)
         self.router_losses = None if losses is None else RouterLosses(found, scope, arch, losses, device)
         self.routing = None if config.routing_replay is None else RoutingReplay(found, scope, arch, device)
+        self.images: Callable[[str], Tensor] | None = None  # pixels [patches, values] of an image by its key
 
     @property
     def routed_layers(self) -> tuple[int, ...]:
@@ -210,11 +211,16 @@ class MegatronActor:
         lora.load_adapters(self.chunks, whole)
 
     def trained_weights(self, weights: ActorWeights) -> ActorWeights:
-        """Returns where the tensors with gradients lie: `weights` of the HF model without biases of routers, or the
-        adapters of any slices.
+        """Returns where the tensors with gradients lie: `weights` of the HF model without biases of routers and what
+        is frozen of a vision tower, or the adapters of any slices.
         """
         if self.config.lora is None:
-            untrained = {spec.name for spec in model_tensors(self.arch) if not spec.trained}
+            vision, trained = self.arch.vision, self.config.trained_vision
+            untrained = {
+                spec.name
+                for spec in model_tensors(self.arch)
+                if not (spec.trained and (vision is None or vision.trains(spec.name, trained)))
+            }
             copies = [copy for copy in weights.copies if copy.hf not in untrained]
             kept = {name: spec for name, spec in weights.hf_specs.items() if name not in untrained}
             return ActorWeights(copies, kept, self.trained)

@@ -18,6 +18,7 @@ from torch import Tensor
 from megagrpo.actor.head import LastStage, Loss, TokenValues, gathered, over_tokens
 from megagrpo.actor.layers.attention import PackedSequences
 from megagrpo.actor.megatron.model import HiddenStatesModel
+from megagrpo.actor.megatron.vision import Sight
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.actor.routing.tokens import MicroBatchScope
 from megagrpo.algo.loss import Denominators, LossInputs, count_denominators, objective
@@ -282,7 +283,8 @@ def _loss_inputs(batch: Batch, micro: MicroBatch, values: TokenValues, counted: 
 def micro_batches(actor: MegatronActor, batch: Batch, rows: Sequence[int]) -> MicroBatches:
     """Collective over data-parallel ranks. Cuts `rows` into the micro-batches of the experiment, always the same."""
     config, cp_rank = actor.config, mpu.get_context_parallel_rank()
-    size = MicroBatchSize(config.micro_batch_tokens, config.packing, _FP8_ROWS if actor.transformer.fp8 else 1)
+    multiple, vision = _FP8_ROWS if actor.transformer.fp8 else 1, actor.arch.vision
+    size = MicroBatchSize(config.micro_batch_tokens, config.packing, multiple, vision.merge if vision else 0)
     return plan_micro_batches(batch, rows, size, config.parallel, actor.mesh, cp_rank)
 
 
@@ -313,7 +315,8 @@ def _run(
         micro = next(iterator).to(device)
         packed = None if micro.cu_seqlens is None else PackedSequences.make(micro.cu_seqlens, micro.max_seqlen)
         with actor.router_scope.of(MicroBatchScope(micro, batch, forward_only)):
-            hidden = model(micro.tokens, micro.positions, None, packed_seq_params=packed)
+            sight = {} if actor.arch.vision is None else {"sight": Sight(actor.arch, actor.images, micro)}
+            hidden = model(micro.tokens, micro.positions, None, packed_seq_params=packed, **sight)
         return hidden, partial(loss, micro, model.module)
 
     actor.router_scope.begin()

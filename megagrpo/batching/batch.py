@@ -11,7 +11,7 @@ import torch
 from megagrpo.algo.rollouts import of_rollouts, of_samples
 from megagrpo.batching.balance import balanced_parts, sample_cost
 from megagrpo.mesh import Mesh
-from megagrpo.types import Batch, Rewards, RolloutGroup, Routing, Updates
+from megagrpo.types import Batch, ImageRef, Rewards, RolloutGroup, Routing, Updates
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class _Row:
     greedy_reward: float  # of the group's greedy response; NaN where there is none
     token_rewards: tuple[tuple[int, float], ...]  # as in Outcome, of its own tokens
     routed_experts: np.ndarray | None  # of this rank's layers, as in Sample; None if unknown or never read
+    images: tuple[ImageRef, ...]  # of its prompt
 
 
 def build_batch(
@@ -111,6 +112,7 @@ def _rows(group: RolloutGroup, most: int, with_versions: bool, experts: Sequence
                 greedy_reward=greedy,
                 token_rewards=tuple(inside) if outcome.ok else (),
                 routed_experts=experts[sample.index],
+                images=group.prompt.images,
             )
             rows.append(row)
             start = end
@@ -154,6 +156,7 @@ def _to_tensors(
         lags=lags,
         updates=updates,
         rollout_sizes=torch.tensor(sizes, dtype=torch.int64) if len(sizes) < len(rows) else None,
+        images=tuple(row.images for row in rows) if any(row.images for row in rows) else (),
     )
 
 

@@ -20,6 +20,7 @@ from megagrpo.batching.balance import (
     longest_lengths,
     token_load,
 )
+from megagrpo.batching.images import with_images
 from megagrpo.config.schema import ParallelConfig
 from megagrpo.mesh import Mesh
 from megagrpo.types import Batch, MicroBatch, Targets
@@ -41,6 +42,7 @@ class MicroBatchSize(NamedTuple):
     budget: int  # tokens of several samples, at most
     packed: bool  # behind each other in one row, else a row for each
     multiple: int = 1  # of tokens in each rank's part of a row
+    merge: int = 0  # patches of an image token on a side; 0: the model reads text alone
 
 
 def plan_micro_batches(
@@ -58,7 +60,7 @@ def plan_micro_batches(
     all micro-batches of all ranks have one shape, and with virtual ones their number is a multiple of pp: Megatron's
     schedule requires both.
     """
-    budget, packed, multiple = size
+    budget, packed, multiple, merge = size
     unit = 2 * layout.cp if layout.cp > 1 else 1
     of_rows = batch.lengths.tolist()
     lengths = [_up(of_rows[r], unit) for r in rows]
@@ -84,7 +86,8 @@ def plan_micro_batches(
             planned = _pack(batch.lengths, members, [length_of[r] for r in members], width)
         else:
             planned = _pad(batch.lengths, members, height, width)
-        return _micro_batch(batch, planned, (cp_rank, layout.cp))
+        micro = _micro_batch(batch, planned, (cp_rank, layout.cp))
+        return with_images(batch, micro, merge) if merge else micro
 
     return MicroBatches(build, shapes)
 

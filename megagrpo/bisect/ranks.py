@@ -14,6 +14,7 @@ from megagrpo.bisect.procedure import bisect_pair
 from megagrpo.bisect.report import write_findings
 from megagrpo.checkpoint.resume import load_checkpoint, make_actor
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
 from megagrpo.mesh import LeaderError
 from megagrpo.rollout.control import find_service
@@ -27,7 +28,10 @@ def bisect_ranks(config: ExperimentConfig, options: BisectOptions, device: torch
 
     Raises ValueError for an unusable model, prompts or checkpoint.
     """
-    prompts = load_prompts(config.data, load_tokenizer(config.model))
+    images = ImageStore.of(config.model, Path(config.output_dir) / "images")
+    prompts = load_prompts(config.data, load_tokenizer(config.model), images)
+    if any(prompt.images for prompt in prompts.prompts):
+        raise ValueError("bisect compares prompts of text; name data without images by --set data.path=FILE")
     tokens = [p.token_ids.tolist() for p in prompts.batch(0, min(options.num_prompts, len(prompts)), config.seed)]
     actor = make_actor(config, 1, device)
     weights = load_initial_weights(actor, config.model.path)

@@ -5,14 +5,17 @@ It imports transformers, and with it torch: some seconds. problems.py, which run
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from megagrpo.check.problems import data_sections
 from megagrpo.config.fields import complaints
 from megagrpo.config.schema import DataConfig, ExperimentConfig
+from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
 from megagrpo.rollout.tools import make_answering
 
 _SHOWN = 160  # characters of a text
+_ROWS_WITH_IMAGES = 8  # tried of a file with a column of images; of others, the first
 _ANY_LENGTH = 2**31  # tokens; a first row that is too long is dropped by a run, and no problem
 
 
@@ -40,24 +43,30 @@ def try_loading(config: ExperimentConfig) -> Trial:
 
 
 def _try_tokenizer(config: ExperimentConfig, folder: str, trial: Trial) -> None:
-    tokenizer = load_tokenizer(config.model.model_copy(update={"path": folder}))
+    model = config.model.model_copy(update={"path": folder})
+    tokenizer = load_tokenizer(model)
     trial.loaded.append(f"the tokenizer of {config.model.tokenizer or folder}")
     if config.sampling.environment is not None:
         trial.problems.extend(complaints(make_answering, config, tokenizer))
         trial.loaded.append("the chat template, turn by turn" if config.data.chat_template else "the environment")
-    for data in data_sections(config):
-        for one_file in (part.model_copy(update={"path": path}) for part in data.parts for path in part.paths):
-            path = one_file.name
-            if Path(path).exists():
-                trial.problems.extend(complaints(_try_first_row, one_file, tokenizer, trial))
-            else:
-                trial.not_tried.insert(0, f"{path} (not there yet)")
+    with TemporaryDirectory() as images:
+        store = ImageStore.of(model, Path(images))
+        for data in data_sections(config):
+            for one_file in (part.model_copy(update={"path": path}) for part in data.parts for path in part.paths):
+                path = one_file.name
+                if Path(path).exists():
+                    trial.problems.extend(complaints(_try_first_row, one_file, tokenizer, store, trial))
+                else:
+                    trial.not_tried.insert(0, f"{path} (not there yet)")
 
 
-def _try_first_row(data: DataConfig, tokenizer, trial: Trial) -> None:
-    prompts = load_prompts(data.model_copy(update={"limit": 1, "max_prompt_tokens": _ANY_LENGTH}), tokenizer)
+def _try_first_row(data: DataConfig, tokenizer, store: ImageStore | None, trial: Trial) -> None:
+    rows = _ROWS_WITH_IMAGES if data.images_key is not None else 1
+    prompts = load_prompts(data.model_copy(update={"limit": rows, "max_prompt_tokens": _ANY_LENGTH}), tokenizer, store)
     template = ", by the chat template" if data.chat_template else ""
-    trial.loaded.append(f"the first row of {data.name}: {len(prompts.prompts[0].token_ids)} tokens{template}")
+    first = prompts.prompts[0]
+    images = f" with {len(first.images)} image(s)" if first.images else ""
+    trial.loaded.append(f"the first row of {data.name}: {len(first.token_ids)} tokens{images}{template}")
     if not trial.first_row:
         prompt = prompts.prompts[0]
         trial.first_row.append(f"{prompt.location}, graded by {prompt.grader or 'the graders of reward'}:")

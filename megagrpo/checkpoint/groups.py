@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
+from megagrpo.types import ImageRef, Outcome, Prompt, RolloutGroup, Sample
 
 Record = dict[str, Any]  # JSON
 _RECORDS = "records"  # in the file: the JSON text; in addition one flat array per type, named after the type
@@ -61,9 +61,10 @@ def read_groups(path: Path) -> list[RolloutGroup]:
 def _group(record: Record) -> RolloutGroup:
     greedy, of_greedy, prompt = record["greedy"], record["greedy_outcome"], record["prompt"]
     location = prompt.pop(_LOCATION, "")
+    images = tuple(ImageRef(image["key"], image["start"], tuple(image["grid"])) for image in prompt.pop("images", ()))
     return RolloutGroup(
         group_id=record["group_id"],
-        prompt=Prompt(**prompt, location=location),
+        prompt=Prompt(**prompt, location=location, images=images),
         samples=tuple(map(_sample, record["samples"])),
         outcomes=tuple(map(_outcome, record["outcomes"])),
         greedy=None if greedy is None else _sample(greedy),

@@ -124,6 +124,13 @@ class LoraConfig(Section):
         return self.alpha / self.rank
 
 
+class VisionConfig(Section):
+    """The vision tower of a model that sees."""
+
+    train: Literal["none", "projector", "all"] = "all"
+    """What of the tower is trained: nothing; its projector, the mergers that make features of patches; or all."""
+
+
 class RouterLossConfig(Section):
     """Losses of the routers, only of real tokens, divided by counts over the whole update on all ranks."""
 
@@ -151,6 +158,8 @@ class ActorConfig(Section):
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="Adam and its learning rate.")
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights; default: all weights."""
+    vision: VisionConfig | None = None
+    """What of the tower is trained, of a model that sees; default: all of it."""
     router_bias_update: PositiveFloat | None = None
     """Move each bias of a router by this after an update, up where its expert got fewer tokens than the mean:
     DeepSeek-V3's balance without an auxiliary loss, which took 0.001 for most of its training; default: biases stay as
@@ -187,6 +196,11 @@ class ActorConfig(Section):
     def dp(self) -> int:
         """Number of data-parallel ranks."""
         return self.world_size // (self.parallel.tp * self.parallel.pp * self.parallel.cp)
+
+    @property
+    def trained_vision(self) -> Literal["none", "projector", "all"]:
+        """What of a vision tower is trained."""
+        return "all" if self.vision is None else self.vision.train
 
     @property
     def expects_transformer_engine(self) -> bool:

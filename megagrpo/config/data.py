@@ -64,6 +64,9 @@ class DataConfig(Section):
     """Grader for each value of `source_key`, such as `{openai/gsm8k: gsm8k, lighteval/MATH: math}`."""
     extra_key: str | None = None
     """Column that graders with a parameter `extra_info` receive, as verl's compute_score does."""
+    images_key: str | None = None
+    """Column with the images of a prompt, whose text has `<image>` for each: paths, bytes or {bytes, path}; needs
+    `chat_template`. A row without images is text. See [vision](../vision.md)."""
     chat_template: bool = Field(default=False, description="Render prompts with the tokenizer's chat template.")
     chat_template_args: dict[str, str | int | float | bool] = Field(default={})
     """Arguments of the chat template, such as `enable_thinking: false` for Qwen3."""
@@ -114,6 +117,7 @@ class DataConfig(Section):
             f"add_bos with chat_template: {templated}; remove add_bos": self.add_bos and chat,
             f"system_prompt {unread}": self.system_prompt and not chat,
             f"chat_template_args {unread}": self.chat_template_args and not chat,
+            "images_key needs chat_template: true, which places the images": self.images_key and not chat,
             "grader_by_source needs source_key, the column that names a row's source (verl: "
             "data_source)": self.grader_by_source and self.source_key is None,
             "grader_key and grader_by_source both choose a row's grader; remove one": self.grader_by_source

@@ -6,7 +6,8 @@ from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.config.fields import complaints
 from megagrpo.families.architecture import Architecture
 
-_WITHOUT_ADAPTERS = ("mixtral", "glm4_moe", "deepseek_v3", "kimi_k2")  # actor/layers/lora.py does not know their layers
+# actor/layers/lora.py does not know their layers
+_WITHOUT_ADAPTERS = ("mixtral", "glm4_moe", "deepseek_v3", "kimi_k2", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 
 
 def layout_problems(arch: Architecture, config: ActorConfig) -> list[str]:
@@ -14,7 +15,8 @@ def layout_problems(arch: Architecture, config: ActorConfig) -> list[str]:
 
     Rules between the sizes themselves (world_size, vpp) are the schema's.
     """
-    problems = [problem for rule in (_sizes, _stages, _routers, _adapters) for problem in rule(arch, config)]
+    rules = (_sizes, _stages, _routers, _adapters, _vision)
+    problems = [problem for rule in rules for problem in rule(arch, config)]
     gpu = config.device == "cuda" or (config.device == "auto" and config.dtype == "bfloat16")
     if gpu and (problem := context_problem(config, config.expects_transformer_engine)):
         problems.append(problem)
@@ -81,6 +83,24 @@ def _adapters(arch: Architecture, config: ActorConfig) -> Iterator[str]:
         )
     if arch.family in _WITHOUT_ADAPTERS:
         yield f"actor.lora is not supported with a {arch.family} model: train all weights, or another family"
+
+
+def _vision(arch: Architecture, config: ActorConfig) -> Iterator[str]:
+    if arch.vision is None:
+        if config.vision is not None:
+            yield f"actor.vision: a {arch.family} model reads text alone; remove it"
+        return
+    if config.megatron.get("apply_rope_fusion"):
+        yield "actor.megatron.apply_rope_fusion: the fused kernel does not know positions of images; remove it"
+    p, needed = config.parallel, arch.vision.deepstack
+    if needed and p.pp > 1 and not complaints(p.stage_layers, arch.num_layers):
+        first = p.stage_layers(arch.num_layers)[0] // p.vpp
+        if first < needed:
+            yield (
+                f"actor.parallel: the first stage has {first} layers (of its first virtual one), but features of "
+                f"images are added behind the model's first {needed}, where the tower is; take fewer stages, or raise "
+                "first_stage_layers"
+            )
 
 
 def _experts(arch: Architecture, config: ActorConfig) -> Iterator[str]:

@@ -71,8 +71,14 @@ class SamplingConfig(Section):
         }
 
     def excludes(self, experiment: "ExperimentConfig") -> Problems:
+        sections = [experiment.data, *([experiment.eval.data] if experiment.eval is not None else [])]
+        sees = any(data.images_key is not None for data in sections)
+        answered: Problems = {
+            "sampling.tool and sampling.environment with data.images_key: they continue prompts of text only; remove "
+            "one": sees and (self.tool is not None or self.environment is not None)
+        }
         if self.environment is None:
-            return {}
+            return answered
         reward, advantage = experiment.reward, experiment.algorithm.advantage.name
         given = (reward.grader, reward.graders, reward.group_grader)  # a dumped experiment has the default grader, too
         graded = given != (type(reward).model_fields["grader"].default, [], None)
@@ -80,7 +86,7 @@ class SamplingConfig(Section):
             "reward has graders, but the reward is given by sampling.environment; remove the graders": graded,
             f"sampling.environment with advantage {advantage}: it needs a greedy response to each prompt, and a greedy "
             "rollout would have other turns": experiment.algorithm.needs_greedy_response,
-        }
+        } | answered
 
 
 class RolloutConfig(Section):

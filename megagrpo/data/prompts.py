@@ -6,8 +6,9 @@ The order depends only on the seed and the mixture, so the number of consumed pr
 import json
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -15,9 +16,10 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from megagrpo.config.schema import DataConfig, ModelConfig
+from megagrpo.data.images import ImageStore, image_bytes, images_apart
 from megagrpo.data.rows import Row, read_rows
 from megagrpo.data.torchvision_ops import define_torchvision_operators, torchvision_problem
-from megagrpo.system.explained import explained
+from megagrpo.system.explained import explained, translated
 from megagrpo.types import Prompt
 
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
@@ -118,25 +120,32 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
-def load_prompts(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> PromptSet:
+def load_prompts(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", store: ImageStore | None = None) -> PromptSet:
     """Returns the rendered and tokenised rows of data.path or data.sources; Prompt.id is the row's id.
 
     Raises ValueError with file and line for a missing file, a broken line, a missing key, a value of the wrong type, an
-    empty prompt, and if no prompt of the file, or of a source with a ratio, is short enough.
+    empty prompt, an image that cannot be read, and if no prompt of the file, or of a source with a ratio, is short
+    enough. store: keeps the images of a model that sees.
     """
     rows, parts = read_rows(data), data.parts
-    texts = [_render(parts[row.of], tokenizer, row) for row in rows]
+    rendered = [_render(parts[row.of], tokenizer, row) for row in rows]
+    texts = [text for text, _ in rendered]
     prompts: list[list[Prompt]] = [[] for _ in parts]
     shortest = 0
+    found = []
     for row, text, ids in zip(rows, texts, _tokenize(data, tokenizer, texts), strict=True):
         if not ids:
             raise ValueError(f"{row.location}: the prompt {text!r} has no tokens")
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
             raise ValueError(f"{row.location}: the tokenizer does not know every character of {text!r:.80}")
-        shortest = min(shortest or len(ids), len(ids))
-        if len(ids) <= data.max_prompt_tokens:
-            prompt = Prompt(row.id, text, np.array(ids), row.answer, row.grader, row.location, row.source, row.extra)
-            prompts[row.of].append(prompt)
+        found.append(Prompt(row.id, text, np.array(ids), row.answer, row.grader, row.location, row.source, row.extra))
+    with ThreadPoolExecutor() as pool:  # Pillow lets other threads run
+        sources = [sources for _, sources in rendered]
+        for row, prompt in zip(rows, pool.map(lambda *each: _with_images(store, *each), found, sources), strict=True):
+            length = len(prompt.token_ids)
+            shortest = min(shortest or length, length)
+            if length <= data.max_prompt_tokens:
+                prompts[row.of].append(prompt)
     ratios = [source.ratio for source in data.sources if source.ratio is not None]
     for part, found in zip(parts, prompts, strict=True) if ratios else [(data, [p for of in prompts for p in of])]:
         if not found:
@@ -157,31 +166,53 @@ def describe_dropped(data: DataConfig, prompts: PromptSet) -> str:
     return f"{data.name}: {prompts.num_too_long} of {total} prompts dropped, longer than {limit}"
 
 
-def _render(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", row: Row) -> str:
-    """Returns the text to tokenise. With a chat template, a prompt may be a list of {role, content} messages."""
-    messages = cast(list[dict[str, str]] | str, row.prompt)
+def _with_images(store: ImageStore | None, prompt: Prompt, sources: Sequence[object]) -> Prompt:
+    """Returns the prompt with its images, which are kept in the store, and their placeholders."""
+    if store is None:
+        if sources:
+            raise ValueError(f"{prompt.location}: the prompt has images, but the model (model.path) does not see")
+        return prompt
+    folder, images = Path(prompt.location).parent, []
+    for number, source in enumerate(sources, 1):
+        with explained(f"{prompt.location}: image {number} cannot be used"):
+            images.append(store.add(image_bytes(source, folder)))
+    with translated(prompt.location, ValueError):
+        token_ids, refs = store.expand(prompt.token_ids, images)
+    return replace(prompt, token_ids=token_ids, images=tuple(refs), short_ids=prompt.token_ids) if refs else prompt
+
+
+def _render(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", row: Row) -> tuple[str, list[object]]:
+    """Returns the text to tokenise, and the sources of its images.
+
+    With a chat template, a prompt may be a list of {role, content} messages.
+    """
+    messages: Sequence[Mapping[str, object]] | str = row.prompt
     if isinstance(messages, str):
         text = data.prompt_template.replace("{prompt}", messages)
         if not data.chat_template:
-            return text
+            return text, []
         messages = [{"role": "user", "content": text}]
     if data.system_prompt is not None:
         messages = [{"role": "system", "content": data.system_prompt}, *messages]
     if not tokenizer.chat_template:
         raise ValueError("data.chat_template is true, but the tokenizer has no chat template")
+    messages, sources = images_apart(messages, row.images, data.images_key is not None, row.location)
     with explained(f"{row.location}: the chat template refuses this prompt"):
-        return render_messages(data, tokenizer, messages)
+        return render_messages(data, tokenizer, messages), sources
 
 
 def render_messages(
-    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", messages: Sequence[dict[str, str]], ready: bool = True
+    data: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[Mapping[str, object]],
+    ready: bool = True,
 ) -> str:
     """Returns messages as the chat template writes them; ready: up to where the model's answer begins.
 
     Raises whatever the template raises.
     """
     arguments: dict[str, Any] = {"tokenize": False, "add_generation_prompt": ready, **data.chat_template_args}
-    return str(tokenizer.apply_chat_template(list(messages), **arguments))
+    return str(tokenizer.apply_chat_template(cast(list[dict[str, str]], messages), **arguments))
 
 
 def _tokenize(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list[list[int]]:

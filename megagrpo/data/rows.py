@@ -27,6 +27,7 @@ class Row:
     grader: str | None  # that the row, or its source, chooses
     extra: Values  # of data.extra_key
     of: int  # the part of the section that it is of: an index into DataConfig.parts
+    images: tuple[object, ...] = ()  # of data.images_key, as the file has them
 
 
 def read_rows(data: DataConfig) -> list[Row]:
@@ -65,7 +66,9 @@ def _row(data: DataConfig, of: int, row_id: int, location: str, values: Values) 
         value = _field(values, data.extra_key, location)
         extra = value if isinstance(value, dict) else {data.extra_key: value}
         extra = json.loads(json.dumps(extra, default=str))  # a parquet file has dates, and bytes
-    return Row(row_id, location, prompt, answer, source, grader, extra, of)
+    images = values.get(data.images_key) if data.images_key is not None else None  # a text row may lack the column
+    images = images if isinstance(images, list) else [] if images is None else [images]
+    return Row(row_id, location, prompt, answer, source, grader, extra, of, tuple(images))
 
 
 def _messages(prompt: object, data: DataConfig, location: str) -> str | list[Values]:

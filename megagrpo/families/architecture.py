@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megagrpo.families.vision import Vision
 
 HfConfig = Mapping[str, Any]  # a parsed config.json, or an object in it
 
@@ -90,6 +93,7 @@ class Architecture:
     routed_scale: float = 1.0  # times the output of routed experts
     dense_layers: int = 0  # first layers, which have one MLP and no experts
     shared_ffn_size: int = 0  # of the experts that every token meets, together; 0: none
+    vision: Vision | None = None  # None: it reads text alone
 
     @property
     def is_moe(self) -> bool:

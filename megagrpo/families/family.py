@@ -81,6 +81,14 @@ class Family:
 
     attention_tensors = staticmethod(attention_tensors)
 
+    def stored_name(self, name: str) -> str:
+        """Returns what checkpoints call a tensor of the text part that other families call `name`."""
+        return name
+
+    def stored(self, hf: Mapping[str, Tensor], name: str) -> Tensor:
+        """Returns the tensor that other families call `name`, or a view of where it lies."""
+        return hf[self.stored_name(name)]
+
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
         """Returns the keys of a tiny model's config.json that add to or replace the common ones."""
         return {}

@@ -6,7 +6,7 @@ certificate then support it.
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ from megagrpo.families.models.deepseek_v3 import DeepseekV3
 from megagrpo.families.models.dense import Llama, Qwen2, Qwen3
 from megagrpo.families.models.sigmoid_moe import Glm4Moe
 from megagrpo.families.models.softmax_moe import Mixtral, Qwen3Moe
+from megagrpo.families.models.vision_language import Qwen3VL, Qwen3VLMoe, Qwen25VL
 from megagrpo.families.quantization import dequantised_config, quantization_problems
 from megagrpo.families.tensors import TensorSpec
+from megagrpo.families.vision import tower_tensors
 
 # model_type of config.json -> the family's module
 FAMILIES: dict[str, Family] = {
@@ -29,6 +31,9 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": Glm4Moe(),
     "deepseek_v3": DeepseekV3(),
     "kimi_k2": DeepseekV3(),
+    "qwen2_5_vl": Qwen25VL(),
+    "qwen3_vl": Qwen3VL(),
+    "qwen3_vl_moe": Qwen3VLMoe(),
 }
 _PREDICTION_LAYERS = "num_nextn_predict_layers"
 
@@ -85,6 +90,16 @@ def read_description(path: Path) -> dict[str, Any]:
 
 def model_tensors(arch: Architecture) -> Iterator[TensorSpec]:
     """Yields every tensor of the HF checkpoint, in the order in which a random model draws them."""
+    family = FAMILIES[arch.family]
+    for spec in text_tensors(arch):
+        stored = family.stored_name(spec.name)
+        yield spec if stored == spec.name else replace(spec, name=stored)
+    if arch.vision is not None:
+        yield from tower_tensors(arch.vision)
+
+
+def text_tensors(arch: Architecture) -> Iterator[TensorSpec]:
+    """Yields the tensors of the text part, under the names that text models have."""
     vocabulary = (arch.vocab_size, arch.hidden_size)
     yield TensorSpec("model.embed_tokens.weight", vocabulary, "matrix")
     for index in range(arch.num_layers):
@@ -92,6 +107,13 @@ def model_tensors(arch: Architecture) -> Iterator[TensorSpec]:
     yield TensorSpec("model.norm.weight", (arch.hidden_size,), "norm")
     if not arch.tied:
         yield TensorSpec("lm_head.weight", vocabulary, "matrix")
+
+
+def planned_tensors(arch: Architecture) -> Iterator[TensorSpec]:
+    """Yields every tensor of a model, those of the text part under the names that text models have."""
+    yield from text_tensors(arch)
+    if arch.vision is not None:
+        yield from tower_tensors(arch.vision)
 
 
 def parameter_counts(arch: Architecture) -> ParameterCounts:

@@ -19,7 +19,7 @@ from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.mesh import Mesh
 from megagrpo.system.explained import translated
 from megagrpo.system.run_folder import write_whole
-from megagrpo.types import Batch, Correction, Rewards, Routing
+from megagrpo.types import Batch, Correction, ImageRef, Rewards, Routing
 
 _DESCRIPTION = "step.json"
 # Hidden states of a whole model, of one layout: a replay computes them again. Experts are in files of their own.
@@ -45,6 +45,7 @@ def write_dump(
         folder.mkdir(parents=True, exist_ok=True)
         parts = {name: value for name, value in vars(batch).items() if name not in _LEFT_OUT}
         parts |= {name: vars(parts[name]) for name in _PARTS}
+        parts["images"] = [[tuple(vars(ref).values()) for ref in refs] for refs in batch.images]  # torch.load reads it
         parts["routed_lengths"] = None if batch.routing is None else batch.routing.lengths
         for earlier in folder.glob(f"dp_{mesh.dp_rank}_experts_*"):
             earlier.unlink()  # of an earlier start, possibly with other stages
@@ -99,6 +100,7 @@ class Dump:
             raise ValueError(f"{self.folder} was written by an earlier version of megagrpo, replay it with that one")
         lengths = parts.pop("routed_lengths")
         parts |= {name: kind(**parts[name]) for name, kind in _PARTS.items()}
+        parts["images"] = tuple(tuple(ImageRef(*ref) for ref in refs) for refs in parts.get("images", ()))
         files = sorted(self.folder.glob(f"dp_{mesh.dp_rank}_experts_*.pt"))
         if not files or not layers:
             return Batch(**parts)

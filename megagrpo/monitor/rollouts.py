@@ -66,7 +66,8 @@ def _record(group: RolloutGroup) -> dict:
     ]
     prompt = {"prompt_id": group.prompt.id, "prompt": group.prompt.text, "answer": group.prompt.answer}
     source = {"source": group.prompt.source} if group.prompt.source else {}
-    return {"group_id": group.group_id, **prompt, **source, "samples": samples}
+    images = {"images": [image.key for image in group.prompt.images]} if group.prompt.images else {}
+    return {"group_id": group.group_id, **prompt, **source, **images, "samples": samples}
 
 
 def _outcome_record(outcome: Outcome) -> dict:

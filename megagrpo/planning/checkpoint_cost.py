@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megagrpo.config.layout import rank_coordinates
 from megagrpo.config.schema import ActorConfig, ParallelConfig
 from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import model_tensors
+from megagrpo.families.table import planned_tensors
 from megagrpo.families.tensors import TensorSpec, adapter_tensors
 
 # Megatron gathers moment by moment: at the peak these bytes exist in addition to the whole state of 3 float32 a
@@ -76,7 +76,7 @@ def _host_of_a_rank(
 
 def _stages(arch: Architecture, actor: ActorConfig) -> list[tuple[int, int]]:
     """Counts the parameters of each pipeline stage: dense ones, and those of all experts."""
-    tensors: Iterable[TensorSpec] = model_tensors(arch)
+    tensors: Iterable[TensorSpec] = planned_tensors(arch)
     if actor.lora is not None:
         tensors = adapter_tensors(tensors, actor.lora.targets, actor.lora.rank)
     layers = stage_of_layer(arch, actor.parallel)
@@ -96,6 +96,8 @@ def stage_of_layer(arch: Architecture, parallel: ParallelConfig) -> list[int]:
 
 def stages_of(spec: TensorSpec, arch: Architecture, layers: list[int]) -> list[int]:
     """Returns the stages that have a tensor: a tied embedding is on the first and the last. layers: stage of each."""
+    if arch.vision is not None and arch.vision.owns(spec.name):
+        return [0]
     words = spec.name.split(".")
     if words[:2] == ["model", "layers"]:
         return [layers[int(words[2])]]

@@ -13,7 +13,9 @@ from pydantic import BaseModel
 from megagrpo.check.problems import describe_model, longest_samples, model_description
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import architecture_of
+from megagrpo.families.vision import tower_tensors
 from megagrpo.monitor.rollouts import read_rollouts
 from megagrpo.planning.hardware import CONTEXT_BYTES, Hardware, hardware_of, usable_bytes
 from megagrpo.planning.layer_costs import ITEM, ModelWork, model_work
@@ -207,6 +209,25 @@ def weight_elements(work: ModelWork, tp: int, attention_tp: int) -> float:
     return divided + work.whole * layers + expert + vocabulary + repeated * layers / attention_tp
 
 
+def tower_elements(arch: Architecture, tp: int) -> float:
+    """Counts the weights of a vision tower that one rank of an engine holds.
+
+    Matrices of blocks and mergers, and biases of their outputs, are divided; embeddings of patches and biases behind a
+    sum over ranks are whole.
+    """
+    if arch.vision is None:
+        return 0
+    whole = divided = 0
+    for spec in tower_tensors(arch.vision):
+        *_, module, kind = spec.name.split(".")
+        summed = module in ("proj", "down_proj", "linear_fc2", "2")
+        if spec.kind == "norm" or "norm" in spec.name or "patch_embed" in spec.name or (summed and kind == "bias"):
+            whole += spec.size
+        else:
+            divided += spec.size
+    return whole + divided / tp
+
+
 def engine_side(work: ModelWork, server: Server, lengths: Lengths, longest: int, hardware: Hardware) -> EngineSide:
     """Returns an engine rank's memory.
 
@@ -215,7 +236,7 @@ def engine_side(work: ModelWork, server: Server, lengths: Lengths, longest: int,
     """
     free = hardware.memory_bytes - CONTEXT_BYTES
     width = ITEM if server.cache_width == 1 else server.cache_width
-    weights = weight_elements(work, server.tp, server.attention_tp) * width
+    weights = (weight_elements(work, server.tp, server.attention_tp) + tower_elements(work.arch, server.tp)) * width
     cell = work.cache_bytes(server.attention_tp, server.cache_width)
     replicas = server.tp // server.attention_tp  # each with a cache of its own
     budget = free * server.memory_fraction - weights

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import model_tensors
+from megagrpo.families.table import planned_tensors
 from megagrpo.families.tensors import TensorSpec, adapter_tensors
 from megagrpo.planning.checkpoint_cost import checkpoint_cost, stage_of_layer, stages_of
 from megagrpo.planning.layer_costs import LayerCost, layer_cost, optimizer_bytes
@@ -156,7 +156,7 @@ _ROW_PARALLEL = ("o_proj", "down_proj")  # cut along the inputs: their A is, and
 
 def tensor_groups(arch: Architecture, actor: ActorConfig) -> Counter[TensorSpec]:
     """Counts the model's and its adapters' tensors; the experts of a layer, which are alike, are one tensor."""
-    model = list(model_tensors(arch))
+    model = list(planned_tensors(arch))
     lora = actor.lora
     adapters = [] if lora is None else list(adapter_tensors(model, lora.targets, lora.rank))
     return Counter(
@@ -172,7 +172,7 @@ def stage_parameters(
     kinds = ("dense", "expert", "trained_dense", "trained_expert")
     counts = [dict.fromkeys(kinds, 0.0) for _ in range(max(layers) + 1)]
     for spec, number in (tensor_groups(arch, actor) if groups is None else groups).items():
-        trained = spec.trained and (actor.lora is None or ".lora_" in spec.name)
+        trained = _is_trained(spec, arch, actor) and (actor.lora is None or ".lora_" in spec.name)
         size, kind = number * elements_held(spec, arch, actor), "expert" if spec.expert else "dense"
         for stage in stages_of(spec, arch, layers):
             counts[stage][kind] += size
@@ -182,10 +182,14 @@ def stage_parameters(
 
 def trained_elements(arch: Architecture, actor: ActorConfig) -> int:
     """Counts the elements of the whole model that have gradients: of its parameters, or of its adapters."""
-    tensors = model_tensors(arch)
+    tensors = planned_tensors(arch)
     if actor.lora is not None:
         tensors = adapter_tensors(tensors, actor.lora.targets, actor.lora.rank)
-    return sum(spec.size for spec in tensors if spec.trained)
+    return sum(spec.size for spec in tensors if _is_trained(spec, arch, actor))
+
+
+def _is_trained(spec: TensorSpec, arch: Architecture, actor: ActorConfig) -> bool:
+    return spec.trained and (arch.vision is None or arch.vision.trains(spec.name, actor.trained_vision))
 
 
 def elements_held(spec: TensorSpec, arch: Architecture, actor: ActorConfig) -> float:
@@ -193,7 +197,7 @@ def elements_held(spec: TensorSpec, arch: Architecture, actor: ActorConfig) -> f
     p = actor.parallel
     if spec.name in ("model.embed_tokens.weight", "lm_head.weight"):
         return -(-arch.vocab_size // p.tp) * arch.hidden_size
-    if spec.whole:
+    if spec.whole or (arch.vision is not None and arch.vision.owns(spec.name)):
         return spec.size
     cut = p.etp if spec.expert else p.tp
     *_, projection, half, _ = ["", "", *spec.name.split(".")]

@@ -88,6 +88,16 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class SentImages:
+    """The images of a request. The engine puts placeholders into the short ids, and its result must be the prompt."""
+
+    uris: Sequence[str]  # data URIs
+    short_ids: np.ndarray  # of the prompt, one placeholder an image
+    num_tokens: int  # of all images
+    location: str  # the row's file:line
+
+
+@dataclass(frozen=True)
 class SampleRequest:
     """A request for one response to a prompt.
 
@@ -103,6 +113,7 @@ class SampleRequest:
     experts_from: int | None = None
     order: tuple[float, ...] = ()
     tokens: Callable[[], float] = lambda: 0.0
+    images: SentImages | None = None
 
     def accepts(self, version: int) -> bool:
         """Returns whether weights of this version may sample the response."""
@@ -268,8 +279,11 @@ class Attempt:
 
     async def _last_piece(self) -> Response:
         request, client = self._request, self._client
-        ids = np.concatenate([np.asarray(request.prompt), *(piece.token_ids for piece in self._pieces)])
-        data = orjson.dumps(self._body(ids), option=orjson.OPT_SERIALIZE_NUMPY)
+        ids, sent = (
+            np.concatenate([np.asarray(prompt), *(piece.token_ids for piece in self._pieces)])
+            for prompt in (request.prompt, request.images.short_ids if request.images else request.prompt)
+        )
+        data = orjson.dumps(self._body(sent), option=orjson.OPT_SERIALIZE_NUMPY)
         async with client.http.post(client.url, data=data, headers=_JSON) as answer:
             self.engine = answer.headers.get(ENGINE_HEADER, "")
             if answer.status != 200:
@@ -289,6 +303,7 @@ class Attempt:
                     response = _checked(whole, request)
                     self._num_unchecked = 0
         self.num_tokens = len(response.token_ids)
+        _check_images(whole, request.images, ids)
         if request.experts_from is not None:
             assert client.experts is not None, "requested only for models whose experts are described"
             # In a thread: for a long response of a large model it takes a noticeable part of a second.
@@ -303,6 +318,8 @@ class Attempt:
         body: dict[str, object] = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True}
         if self._request.experts_from is not None:
             body["return_routed_experts"] = True  # for engines without a router, which drops it: engine_process.py
+        if self._request.images is not None:
+            body |= {"image_data": self._request.images.uris, "return_prompt_token_ids": True}  # dropped likewise
         if self._client.retry.streaming:
             sampling["stream_interval"] = _STREAM_INTERVAL
             body["stream"] = True
@@ -347,6 +364,19 @@ def collector_paused() -> Iterator[None]:
         stack.callback(gc.enable)
         gc.disable()
         yield
+
+
+def _check_images(answer: Answer, images: SentImages | None, ids: np.ndarray) -> None:
+    """Raises GenerationFailed unless the engine has read `ids` and as many tokens of images."""
+    if images is None:
+        return
+    read, number = answer.get("prompt_token_ids"), answer["meta_info"].get("image_tokens")
+    if number != images.num_tokens or not np.array_equal(ids, read if read is not None else []):
+        raise GenerationFailed(
+            f"{images.location}: the engine has read another prompt than the trainer would: {number} tokens of images, "
+            f"not {images.num_tokens}, and {len(read or ())} tokens, not {len(ids)}; the processor of the engines "
+            "(model.tokenizer, rollout.sglang) must be that of model.path"
+        )
 
 
 def _checked(answer: Answer, request: SampleRequest) -> Response:

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.data.images import ImageStore
 from megagrpo.families.table import read_architecture
 from megagrpo.rewards.parts import ResponseTokens
 from megagrpo.rollout.admission import Patience, ResponseLengths, Turnstile
@@ -22,6 +23,7 @@ from megagrpo.rollout.generation import (
     OnRequest,
     RetryPolicy,
     SampleRequest,
+    SentImages,
     sample_seed,
 )
 from megagrpo.rollout.jobs import NumberedPrompt, SamplingJob
@@ -88,6 +90,7 @@ class Sampler:
         self._job_steps: list[int] = []  # by number, the step that a job is for
         self._discarded_before = 0  # tokens, of clients whose jobs have ended
         self._clients: set[GenerationClient] = set()
+        self.images: ImageStore | None = None  # of a model that sees; set before the first request
 
     def ask_again(self) -> None:
         """Abandons the present attempt of every request and starts another. May be called from any thread."""
@@ -216,6 +219,8 @@ class Sampler:
         """Returns a function that samples the turns of one rollout, each with a seed of its own."""
         purpose_of_all = f"{job.purpose} again {of.repeats}" if of.repeats else job.purpose
         num_read = 0  # tokens whose experts have been read
+        # A sampled placeholder ends the response: an engine that got it again would look for its image.
+        never = (self.images.image_token, self.images.video_token) if self.images is not None else ()
 
         async def turn(
             number: int, context: np.ndarray, max_tokens: int, fresh: bool, stops: tuple[int, ...] = ()
@@ -225,19 +230,30 @@ class Sampler:
             purpose = f"{purpose_of_all} turn {number}" if number else purpose_of_all
             request = SampleRequest(
                 context,
-                replace(job.params, max_tokens=max_tokens, stop_token_ids=job.params.stop_token_ids + stops),
+                replace(job.params, max_tokens=max_tokens, stop_token_ids=job.params.stop_token_ids + stops + never),
                 sample_seed(self._config.seed, purpose, job.step, of.prompt.id, index),
                 job.version,
                 job.or_newer,
                 experts_from=num_read if job.with_experts else None,
                 order=(0.0, *order[1:]) if number else order,
                 tokens=lambda: len(context) + min(self.lengths.occupied(), max_tokens),
+                images=self._sent_images(of.prompt),
             )
             response = await client.generate(request)
             num_read += 0 if response.routed_experts is None else len(response.routed_experts)
             return response
 
         return turn
+
+    def _sent_images(self, prompt: Prompt) -> SentImages | None:
+        if not prompt.images:
+            return None
+        assert self.images is not None and prompt.short_ids is not None, "the prompts were loaded with a store"
+        if self._tool is not None:
+            raise GenerationFailed(f"{prompt.location}: tools and environments continue prompts of text only")
+        uris = [self.images.uri(image.key) for image in prompt.images]
+        number = sum(self.images.tokens(image.grid) for image in prompt.images)
+        return SentImages(uris, prompt.short_ids, number, prompt.location)
 
     async def _respond(
         self, client: GenerationClient, job: SamplingJob, of: NumberedPrompt, index: int, order: tuple[float, ...]

@@ -33,6 +33,7 @@ class Meta(TypedDict):
     output_token_logprobs: NotRequired[list[tuple[float, int, None]]]
     weight_versions: NotRequired[list[VersionSpan]]
     routed_experts: NotRequired[str]
+    image_tokens: NotRequired[int]
 
 
 class StreamError(TypedDict):
@@ -46,6 +47,7 @@ class Answer(TypedDict):
     """An answer of /generate, whole or a piece of it."""
 
     meta_info: Meta
+    prompt_token_ids: NotRequired[list[int]]
     error: NotRequired[StreamError]
 
 

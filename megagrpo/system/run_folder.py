@@ -3,6 +3,7 @@
 config.yaml     the resolved experiment          metrics.jsonl  tensorboard/  rollouts/  summary.md  curve.png
 checkpoints/    step_000010/ ...                 dumps/         step_000012/ ...: batches for `megagrpo replay`
 weights/        published by transport `disk`    sft/           metrics of the supervised warm-up
+images/         of the prompts, as engines and trainers see them: PNG files named after their content
 engine_model/   bfloat16 model description from which engines start if model.path is quantised
 timeline/       phases of every rank             trained/       samples of every replica as the update saw them
 view.html  trace.json.gz                         written by `megagrpo view`
@@ -93,6 +94,7 @@ class RunFolder:
     checkpoints = _Inside("checkpoints")
     weights = _Inside("weights")
     engine_model = _Inside("engine_model")
+    images = _Inside("images")
     metrics = _Inside("metrics.jsonl")
     tensorboard = _Inside("tensorboard")
     wandb_id = _Inside("wandb_id")

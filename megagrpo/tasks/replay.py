@@ -8,6 +8,7 @@ from megagrpo.actor.step import update, with_logprobs
 from megagrpo.checkpoint.folder import latest
 from megagrpo.checkpoint.resume import initial_weights, load_checkpoint, make_actor
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
 from megagrpo.monitor.dump import Dump, read_dump
 from megagrpo.system.run_folder import RunFolder
@@ -20,8 +21,10 @@ def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) ->
     """
     dump = read_dump(dump_folder)
     by_epochs = config.train.num_epochs is not None  # else the run's length does not depend on the prompts
-    num_prompts = len(load_prompts(config.data, load_tokenizer(config.model))) if by_epochs else 0
+    images = ImageStore.of(config.model, RunFolder(Path(config.output_dir)).images)
+    num_prompts = len(load_prompts(config.data, load_tokenizer(config.model), images)) if by_epochs else 0
     actor = make_actor(config, config.train.steps(num_prompts), device)
+    actor.images = images.pixels if images else None
     version, source = 0, latest(RunFolder(Path(config.output_dir)).checkpoints, dump.weight_version)
     initial_weights(config, dump.algorithm, source, actor)
     if source is not None:

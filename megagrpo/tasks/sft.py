@@ -11,6 +11,7 @@ from megagrpo.actor.step import likelihood_step
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import describe_dropped, load_prompts, load_tokenizer
 from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.record import StepLog
@@ -37,8 +38,10 @@ def sft(config: ExperimentConfig, device: torch.device, progress: Progress) -> N
     )
     mesh = actor.mesh
     weights = load_initial_weights(actor, options.model)
-    tokenizer = load_tokenizer(config.model.model_copy(update={"path": options.model}))
-    prompts = load_prompts(options.data, tokenizer)
+    start = config.model.model_copy(update={"path": options.model})
+    tokenizer, images = load_tokenizer(start), ImageStore.of(start, RunFolder(Path(config.output_dir)).images)
+    prompts = load_prompts(options.data, tokenizer, images)
+    actor.images = images.pixels if images else None
     _check_answers(prompts.prompts, tokenizer)
     log = StepLog(RunFolder(Path(config.output_dir)).sft, config.log) if mesh.is_main else None
     running: float | None = None

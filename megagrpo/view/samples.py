@@ -1,5 +1,7 @@
 """Selects the samples shown on the page: a whole run has too many for a browser."""
 
+import base64
+
 from megagrpo.monitor.rollouts import read_rollouts
 from megagrpo.monitor.step_lines import read_step_lines
 from megagrpo.system.run_folder import RunFolder
@@ -11,7 +13,9 @@ _TOKEN_BYTES = 12  # of a token in the page: its id and its difference
 
 
 def read_samples(folder: RunFolder, max_bytes: float) -> tuple[dict, list[str]]:
-    """Returns {"groups": [...], "pieces": {token id: text}} of about `max_bytes`, and notes on omissions.
+    """Returns {"groups": [...], "pieces": {token id: text}, "images": {key: data URI}} and notes on omissions.
+
+    Samples take about `max_bytes`, and so do their images.
 
     A group is a line of rollouts/ with its step; a sample also has its advantage and, if they were recorded, its
     tokens: {"ids", "difference"}. Selects the first groups of every step, or of evenly spread steps.
@@ -41,7 +45,18 @@ def read_samples(folder: RunFolder, max_bytes: float) -> tuple[dict, list[str]]:
         notes.append(f"samples: in {num_cut} step(s) only the first groups, within --sample-mb {max_bytes / 1e6:g}")
     samples = [sample for group in groups for sample in group["samples"]]
     used_ids = {token for sample in samples for token in sample.get("tokens", {}).get("ids", ())}
-    return {"groups": groups, "pieces": {str(token): pieces.get(str(token), f"[{token}]") for token in used_ids}}, notes
+    shown = {"groups": groups, "images": _images(folder, groups, max_bytes)}
+    return shown | {"pieces": {str(token): pieces.get(str(token), f"[{token}]") for token in used_ids}}, notes
+
+
+def _images(folder: RunFolder, groups: list[dict], max_bytes: float) -> dict[str, str]:
+    """Returns the images of the groups' prompts, by their keys, as far as the bytes go."""
+    found: dict[str, str] = {}
+    for key in dict.fromkeys(key for group in groups for key in group.get("images", ())):
+        path = folder.images / f"{key}.png"
+        if path.is_file() and (max_bytes := max_bytes - path.stat().st_size * 4 / 3) > 0:
+            found[key] = "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
+    return found
 
 
 def _group(step: int, record: dict, most: int, trained: dict, allowance: float, first: bool) -> tuple[dict | None, int]:

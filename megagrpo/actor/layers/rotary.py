@@ -4,6 +4,8 @@ Megatron's own rounds cosines and sines to bfloat16, which no engine does, and s
 reads back from the GPU, for queries and keys of every layer.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -38,15 +40,38 @@ def rotate_packed(
     mscale: float = 1.0,
     cp_group: torch.distributed.ProcessGroup | None = None,
 ) -> Tensor:
-    """Rotates t [T / cp, heads, d], in which cu_seqlens [k + 1] bounds whole sequences, by freqs [s, 1, 1, d']."""
+    """Rotates t [T / cp, heads, d], in which cu_seqlens [k + 1] bounds whole sequences, by freqs [s, 1, 1, d'].
+
+    freqs [T / cp, 1, d'] are the angles of these very tokens, which positions in a sequence do not tell of images.
+    """
     assert not rotary_interleaved and cp_group is not None
     known = _of_packed.get(cu_seqlens)
     if known is None or known[0] is not freqs or known[1] != mscale:
-        angles = freqs[packed_positions(cu_seqlens, len(t), cp_group.rank(), cp_group.size())]
+        of_tokens = freqs.dim() == 3
+        places = None if of_tokens else packed_positions(cu_seqlens, len(t), cp_group.rank(), cp_group.size())
+        angles = freqs[:, None] if places is None else freqs[places]
         known = (freqs, mscale, torch.cos(angles) * mscale, torch.sin(angles) * mscale)
         _of_packed[cu_seqlens] = known
     _, _, cos, sin = known
     return _rotated(t.unsqueeze(1), cos, sin, multi_latent_attention).squeeze(1)
+
+
+def section_angles(positions: Tensor, dim: int, theta: float, section: Sequence[int], interleaved: bool) -> Tensor:
+    """Returns the angles [s, b, 1, dim] of heads at positions [3, b, s] in time, height and width.
+
+    section: how many of the dim / 2 frequencies turn with each. In blocks (Qwen2-VL), or interleaved (Qwen3-VL): the
+    first three times the height's of them alternate, time, height, width, and so on to the width's; the rest are time.
+    """
+    half = dim // 2
+    frequencies = theta ** -(torch.arange(0, dim, 2, device=positions.device).float() / dim)
+    axis = [0] * half
+    for number in (1, 2):
+        first, step = (number, 3) if interleaved else (sum(section[:number]), 1)
+        for place in range(first, first + step * section[number], step):
+            axis[place] = number
+    by_axis = positions.float()[..., None] * frequencies  # [3, b, s, half]
+    angles = torch.stack([by_axis[number, ..., place] for place, number in enumerate(axis)], -1)
+    return torch.cat((angles, angles), -1).transpose(0, 1)[:, :, None]
 
 
 def packed_positions(cu_seqlens: Tensor, count: int, cp_rank: int, cp_size: int) -> Tensor:

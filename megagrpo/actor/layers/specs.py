@@ -32,8 +32,10 @@ class RmsNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # read by Megatron
 
 
-def block_spec(config: TransformerConfig, vp_stage: int | None, transformer_engine: bool) -> TransformerBlockSubmodules:
-    """Returns this stage's layers of torch or of Transformer Engine.
+def block_spec(
+    config: TransformerConfig, vp_stage: int | None, transformer_engine: bool, layer: type[TransformerLayer]
+) -> TransformerBlockSubmodules:
+    """Returns this stage's layers, of a class `layer`, of torch or of Transformer Engine.
 
     Both have parameters of the same names, except for experts: norms stay modules of their own.
     """
@@ -48,8 +50,8 @@ def block_spec(config: TransformerConfig, vp_stage: int | None, transformer_engi
         attention_spec = _latent_attention(backend, norm, attention, whole_linear)
     else:
         attention_spec = _grouped_attention(backend, norm if config.qk_layernorm else IdentityOp, attention)
-    layer = ModuleSpec(
-        module=TransformerLayer,
+    spec = ModuleSpec(
+        module=layer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=attention_spec,
@@ -60,11 +62,11 @@ def block_spec(config: TransformerConfig, vp_stage: int | None, transformer_engi
         ),
     )
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    layers = [layer] * count
+    layers = [spec] * count
     if isinstance(config.moe_layer_freq, list):  # by layer of the whole model: 0 without experts
         first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-        dense = replace(layer, submodules=replace(layer.submodules, mlp=_one_mlp(backend)))
-        layers = [layer if experts else dense for experts in config.moe_layer_freq[first : first + count]]
+        dense = replace(spec, submodules=replace(spec.submodules, mlp=_one_mlp(backend)))
+        layers = [spec if experts else dense for experts in config.moe_layer_freq[first : first + count]]
     return TransformerBlockSubmodules(layers, layer_norm=norm)
 
 

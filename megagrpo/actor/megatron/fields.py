@@ -38,7 +38,7 @@ def transformer_defaults(arch: Architecture, actor: ActorConfig, kernels: Kernel
 
     | field | if |
     |---|---|
-    | apply_rope_fusion | Transformer Engine, without latent attention, for which Megatron calls it experimental |
+    | apply_rope_fusion | Transformer Engine, without latent attention (Megatron calls it experimental) or vision |
     | moe_permute_fusion | Transformer Engine and experts; the map that is counted stays the same |
     | moe_router_fusion | likewise, without routing_replay, which the kernel would ignore |
     | gradient_accumulation_fusion | CUDA with Transformer Engine, or with Apex's kernel; not with adapters |
@@ -54,7 +54,7 @@ def transformer_defaults(arch: Architecture, actor: ActorConfig, kernels: Kernel
     others = given.get("deallocate_pipeline_outputs") or given.get("batch_p2p_comm")
     messages = kernels.cuda and p.vpp > 1 and not others
     wanted = {
-        "apply_rope_fusion": engine and arch.mla is None,
+        "apply_rope_fusion": engine and arch.mla is None and arch.vision is None,
         "moe_permute_fusion": engine and arch.is_moe,
         "moe_router_fusion": engine and arch.is_moe and actor.routing_replay is None,
         "gradient_accumulation_fusion": (

@@ -1,7 +1,7 @@
 """Every use of a private name of Megatron-Core 0.16, each with its reason; a new version of Megatron means a new file.
 
-Two private names stay elsewhere because a subclass overrides them: HiddenStatesModel._postprocess (model.py) and the
-attribute `router_replay` of TopKRouter, which is public but undocumented (routing/replay.py).
+Three private names stay elsewhere because a subclass overrides them: HiddenStatesModel._preprocess and ._postprocess
+(model.py), and the attribute `router_replay` of TopKRouter, which is public but undocumented (routing/replay.py).
 """
 
 from collections.abc import Iterable, Iterator

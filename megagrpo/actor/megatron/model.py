@@ -13,14 +13,17 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megagrpo.actor.layers.lora import add_adapters, is_adapter
 from megagrpo.actor.layers.specs import block_spec
 from megagrpo.actor.megatron import internals_0_16
 from megagrpo.actor.megatron.fields import Kernels
+from megagrpo.actor.megatron.vision import SeeingLayer, Sight, Tower
 from megagrpo.config.actor import ActorConfig
 from megagrpo.families.architecture import Architecture
+from megagrpo.families.family import Family
 from megagrpo.families.loading import RankPlace, Shard, load_vocabulary
 from megagrpo.families.table import FAMILIES
 
@@ -28,7 +31,29 @@ _SHARDED_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelL
 
 
 class HiddenStatesModel(GPTModel):
-    """Ends a GPTModel at the hidden states: logits of all tokens are never held, see algo/logprob.py."""
+    """Ends a GPTModel at the hidden states: logits of all tokens are never held, see algo/logprob.py.
+
+    One that sees has the module `visual` on the first stage, and its forward gets the micro-batch's Sight.
+    """
+
+    _sight: Sight | None = None  # of the forward under way
+
+    def forward(self, *args, sight: Sight | None = None, **kwargs) -> Tensor:
+        """As GPTModel's; sight: of a model that sees."""
+        self._sight = sight
+        if sight is not None and self.pre_process:
+            kwargs["extra_block_kwargs"] = {"attention_bias": sight}  # see SeeingLayer
+        return super().forward(*args, **kwargs)
+
+    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args, **kwargs) -> tuple:
+        sight, self._sight = self._sight, None
+        if sight is None:
+            return super()._preprocess(input_ids, position_ids, *args, **kwargs)
+        if self.pre_process:
+            embedded = self.embedding(input_ids=input_ids, position_ids=position_ids)
+            kwargs["decoder_input"] = sight.with_features(embedded, self.visual)
+        hidden, _, *rest = super()._preprocess(input_ids, position_ids, *args, **kwargs)
+        return (hidden, sight.angles, *rest)
 
     def _postprocess(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
         return hidden_states
@@ -41,20 +66,21 @@ class HiddenStatesModel(GPTModel):
 
 
 def build_chunk(
-    arch: Architecture, config: TransformerConfig, vp_stage: int | None, transformer_engine: bool
+    arch: Architecture, actor: ActorConfig, config: TransformerConfig, vp_stage: int | None, transformer_engine: bool
 ) -> HiddenStatesModel:
     """Builds this rank's model of one pipeline stage (`vp_stage` with virtual ones), its weights uninitialised."""
     scaling = arch.rope_scaling if arch.mla is None else None  # latent attention's is in the configuration
     tp = config.tensor_model_parallel_size
     chunk = HiddenStatesModel(
         config,
-        block_spec(config, vp_stage, transformer_engine),
+        block_spec(config, vp_stage, transformer_engine, TransformerLayer if arch.vision is None else SeeingLayer),
         vocab_size=-(-arch.vocab_size // tp) * tp,
         max_sequence_length=arch.max_positions,
         pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         share_embeddings_and_output_weights=arch.tied,
-        position_embedding_type="rope",
+        position_embedding_type="rope" if arch.vision is None else "none",  # Sight has the angles
+        scatter_embedding_sequence_parallel=arch.vision is None,  # Sight does it, with features of images inserted
         rotary_percent=arch.rotary_fraction,
         rotary_base=arch.rope_theta,
         rope_scaling=scaling is not None,
@@ -76,6 +102,8 @@ def build_chunk(
             module.weight.partition_stride = 1
     if transformer_engine:
         _mark_whole_weights(chunk)
+    if arch.vision is not None and chunk.pre_process:
+        chunk.visual = Tower(arch.vision, actor.trained_vision, actor.recompute == "full")
     return chunk
 
 
@@ -97,7 +125,7 @@ def build_chunks(
 ) -> list[HiddenStatesModel]:
     """Builds this rank's models of all its pipeline stages on `device`, in the actor's dtype, uninitialised."""
     stages = range(config.parallel.vpp) if config.parallel.vpp > 1 else [None]
-    chunks = [build_chunk(arch, transformer, stage, kernels.transformer_engine).to(device) for stage in stages]
+    chunks = [build_chunk(arch, config, transformer, stage, kernels.transformer_engine).to(device) for stage in stages]
     if config.lora is not None:
         for chunk in chunks:
             add_adapters(chunk, arch, config.lora, _place(), transformer.params_dtype)
@@ -106,8 +134,10 @@ def build_chunks(
 
 
 def _in_bfloat16(chunk: HiddenStatesModel) -> HiddenStatesModel:
-    """Casts a chunk except the biases of its routers."""
+    """Casts a chunk except the biases of its routers and the frequencies of its tower."""
     chunk.bfloat16()
+    if isinstance(getattr(chunk, "visual", None), Tower):
+        chunk.visual.keep_float32_angles()
     for router in routers([chunk]).values():
         internals_0_16.keep_float32_bias(router)
     return chunk
@@ -144,11 +174,14 @@ def _named_parameters(chunks: list[HiddenStatesModel]) -> Iterator[tuple[str, Te
 def load_hf(chunks: list[HiddenStatesModel], arch: Architecture, hf: Mapping[str, Tensor]) -> None:
     """Copies this rank's slices of the HF tensors (checkpoint names and shapes) into the chunks' parameters."""
     place = _place()
-    family = FAMILIES[arch.family]
+    family, stored = FAMILIES[arch.family], hf
+    hf = _Named(family, stored)
     with torch.no_grad():
         for chunk in chunks:
             if chunk.pre_process:
                 load_vocabulary(chunk.embedding.word_embeddings.weight, hf["model.embed_tokens.weight"], place.tensor)
+                if arch.vision is not None:
+                    chunk.visual.load_hf(stored)
             for layer in chunk.decoder.layers:
                 family.load_layer(layer, arch, hf, place)
             if chunk.post_process:
@@ -157,6 +190,22 @@ def load_hf(chunks: list[HiddenStatesModel], arch: Architecture, hf: Mapping[str
                     load_vocabulary(chunk.output_layer.weight, hf["lm_head.weight"], place.tensor)
                 elif not chunk.pre_process:  # tied over two pipeline stages: each holds a copy
                     load_vocabulary(chunk.output_layer.weight, hf["model.embed_tokens.weight"], place.tensor)
+
+
+class _Named(Mapping[str, Tensor]):
+    """Is a checkpoint whose tensors have the names and shapes that loaders know, whatever the family stores."""
+
+    def __init__(self, family: Family, stored: Mapping[str, Tensor]):
+        self._family, self._stored = family, stored
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._family.stored(self._stored, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
 
 
 def _place() -> RankPlace:

@@ -10,7 +10,9 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 
+from megagrpo.families.table import read_description
 from megagrpo.system import environment
 
 _PR_SET_PDEATHSIG = 1
@@ -58,16 +60,16 @@ class NamesEngine:
         await self._app(scope, receive, send_named)
 
 
-def tell_experts_of_every_answer(request) -> None:
-    """Makes True the default of a request's `return_routed_experts`, because the router drops this field.
+def set_default(request, name: str) -> None:
+    """Makes True the default of a request's field, because the router drops it.
 
     request: SGLang's class of requests, before FastAPI has read its defaults.
     """
-    request.__dataclass_fields__["return_routed_experts"].default = True
+    request.__dataclass_fields__[name].default = True
     parameters = inspect.signature(request.__init__).parameters.values()
     names = [p.name for p in parameters if p.default is not inspect.Parameter.empty]
     defaults = list(request.__init__.__defaults__)
-    defaults[names.index("return_routed_experts")] = True
+    defaults[names.index(name)] = True
     request.__init__.__defaults__ = tuple(defaults)
 
 
@@ -79,10 +81,12 @@ if __name__ == "__main__":
 
     load_plugins()
     arguments = prepare_server_args([*sys.argv[1:], *([f"--api-key={_KEY}"] if _KEY else [])])
-    if arguments.enable_return_routed_experts:
-        from sglang.srt.managers.io_struct import GenerateReqInput
+    from sglang.srt.managers.io_struct import GenerateReqInput
 
-        tell_experts_of_every_answer(GenerateReqInput)
+    if arguments.enable_return_routed_experts:
+        set_default(GenerateReqInput, "return_routed_experts")
+    if "vision_config" in read_description(Path(arguments.model_path) / "config.json"):
+        set_default(GenerateReqInput, "return_prompt_token_ids")
     from sglang.srt.entrypoints.http_server import app  # only now: plugins change its modules
 
     app.add_middleware(NamesEngine)

@@ -123,6 +123,11 @@ function showSample({ run, group, sample }) {
   const pane = byId("detail");
   pane.replaceChildren(make("h2", facts.join("  \u00b7  ")), make("h2", "prompt"), make("pre", group.prompt),
     make("h2", "answer"), make("pre", group.answer), make("h2", "response"), make("pre", sample.text));
+  pane.children[2].after(...(group.images || []).filter((key) => run.images[key]).map((key) => {
+    const image = make("img", "");
+    image.src = run.images[key];
+    return image;
+  }));
   if (sample.tokens) pane.append(make("h2", "tokens, coloured by |trainer \u2212 rollout| log-probability"), legend(),
     tokensOf(run, sample.tokens));
   else pane.append(make("h2", "its tokens were not recorded (log.tokens: groups of a step)"));

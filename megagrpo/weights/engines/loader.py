@@ -159,10 +159,12 @@ class EngineEnd:
         """Returns the digests of all recorded copies' live values in the published dtype, in the order of `record`.
 
         digests: int64, little-endian, as base64. problems: live values that the published dtype cannot represent,
-        constants that have changed, and computed matrices that differ from a fresh computation.
+        constants that have changed, computed matrices that differ from a fresh computation, and features of images that
+        the tower computed with older weights and that could not be forgotten.
         """
         recorded, live = self.recorded, _live(self._model)
         digests, problems = self._digest_copies(live)
+        problems += _forget_images(self._model)
         fills = recorded.recording.fills
         with torch.no_grad():
             changed = [(fill.view(live) != fill.value).any() for fill in fills]
@@ -290,6 +292,23 @@ def record_engine_model(model: torch.nn.Module, specs: Specs, allow_computed: bo
 def _live(model: torch.nn.Module) -> dict[str, Tensor]:
     """Returns the live parameters and buffers by name."""
     return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def _forget_images(model: torch.nn.Module) -> list[str]:
+    """Empties this rank's cache of image features; returns a line if it is not empty then.
+
+    SGLang keeps what its tower has computed by the image's hash, over every update of weights and every flush.
+    """
+    if not hasattr(model, "visual"):
+        return []
+    from sglang.srt.managers import mm_schedule
+
+    cache = mm_schedule.embedding_cache
+    if cache is None:
+        return []
+    cache.clear()
+    left = len(cache.mm_cache)
+    return [f"{left} features of images that older weights computed are still in the engine's cache"] if left else []
 
 
 def _digests_of(names: Iterable[str], live: dict[str, Tensor]) -> dict[str, int]:

@@ -1,7 +1,8 @@
 """Stands in for SGLang's compiled kernels, of which no CPU wheel is published.
 
 SGLang imports names from here at load time and, on a CPU without AMX, calls none of them: every name is a function that
-raises. One operator is called and so is real, in plain torch: the hash behind per-request sampling seeds.
+raises. One operator is called and so is real, in plain torch: the hash behind per-request sampling seeds. Others are
+only declared: SGLang's file for Qwen3.5, which its image processors import, looks them up.
 """
 
 import torch
@@ -54,3 +55,16 @@ def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Te
 _library = torch.library.Library("sgl_kernel", "FRAGMENT")
 _library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
 _library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+for _name in (
+    "causal_conv1d_fwd_cpu",
+    "causal_conv1d_update_cpu",
+    "chunk_gated_delta_rule_cpu",
+    "fused_gdn_gating_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    "fused_qkvzba_split_reshape_cat_cpu",
+    "fused_sigmoid_gating_delta_rule_update_cpu",
+    "fused_sigmoid_mul_cpu",
+):
+    _library.define(f"{_name}(Tensor x, Tensor y) -> Tensor")

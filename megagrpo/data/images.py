@@ -1,0 +1,189 @@
+"""Images of prompts: read, resized once to the grid of the model's processor, and kept as PNG files by their content.
+
+Trainers and engines read the same PNG, which no later resizing changes, so both see the same pixels. A message's image
+is a part {"type": "image"}; its pixels come from the row's column or from the part itself.
+"""
+
+import base64
+import hashlib
+import io
+import os
+import secrets
+import urllib.parse
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megagrpo.config.schema import ModelConfig
+from megagrpo.data.torchvision_ops import define_torchvision_operators, torchvision_problem
+from megagrpo.families.table import read_description
+from megagrpo.system.explained import explained
+from megagrpo.types import ImageRef
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+IMAGE_TEXT = "<image>"  # in a prompt's text: an image of the row's column comes here
+_IMAGE_PART = {"type": "image"}
+_PIXELS_KEPT = 64  # images; one of 1,024 tokens takes 19 MB as patches
+_URIS_KEPT = 256  # images; the samples of a prompt are requested close together
+
+Message = Mapping[str, object]
+Grid = tuple[int, int, int]
+
+
+def images_apart(
+    messages: Sequence[Message], column: Sequence[object], marked: bool, location: str
+) -> tuple[list[Message], list[object]]:
+    """Returns messages whose images are parts without content, and where each image comes from, in order.
+
+    column: the row's images, for the parts without a source and, if `marked`, for every `<image>` in the texts. Raises
+    ValueError, naming the row, unless the numbers agree, and for parts that are neither text nor image.
+    """
+    rest, sources = iter(column), []
+    wanted = 0
+
+    def parts(content: object) -> Iterator[Message]:
+        nonlocal wanted
+        for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
+            kind = part.get("type") if isinstance(part, dict) else part
+            if kind == "text":
+                whole = str(part.get("text") or "")
+                for number, text in enumerate(whole.split(IMAGE_TEXT) if marked else [whole]):
+                    if number:
+                        wanted += 1
+                        sources.append(next(rest, None))
+                        yield _IMAGE_PART
+                    if text:
+                        yield {"type": "text", "text": text}
+            elif kind in ("image", "image_url"):
+                source = part.get(kind) or part.get("path") or part.get("url")
+                source = source["url"] if kind == "image_url" and isinstance(source, dict) else source
+                wanted += source is None
+                sources.append(next(rest, None) if source is None else source)
+                yield _IMAGE_PART
+            else:
+                raise ValueError(f"{location}: a message has a part of type {kind!r}; text and images are supported")
+
+    found: list[Message] = [{**message, "content": list(parts(message["content"]))} for message in messages]
+    if wanted != len(column):
+        raise ValueError(
+            f"{location}: the prompt has {wanted} {IMAGE_TEXT} and the row {len(column)} image(s) (data.images_key); "
+            f"write {IMAGE_TEXT} once for each image, where it belongs"
+        )
+    return found if sources else list(messages), sources
+
+
+def image_bytes(source: object, folder: Path) -> bytes:
+    """Returns the encoded image: bytes, {bytes, path}, a path (relative: to `folder`), or a data URI.
+
+    Raises ValueError for another source, and OSError.
+    """
+    if isinstance(source, dict):
+        source = source.get("bytes") or source.get("path")
+    if isinstance(source, bytes):
+        return source
+    if not isinstance(source, str) or source.startswith(("http:", "https:")):
+        raise ValueError(f"{source!r:.60} is no image: bytes, a path or a data URI; nothing is downloaded")
+    if source.startswith("data:"):
+        return base64.b64decode(source.partition("base64,")[2], validate=True)
+    return (folder / urllib.parse.unquote(source.removeprefix("file://"))).read_bytes()
+
+
+class ImageStore:
+    """The images of an experiment's prompts in a folder that its ranks share, by their keys (ImageRef.key)."""
+
+    def __init__(self, processor: str, hf: Mapping[str, Any], folder: Path):
+        define_torchvision_operators()
+        from transformers import AutoImageProcessor  # takes seconds
+
+        with explained(f"{processor}: no image processor can be loaded from here", lambda exc: torchvision_problem()):
+            self._processor = AutoImageProcessor.from_pretrained(processor, local_files_only=True)
+        self.image_token, self.video_token = int(hf["image_token_id"]), int(hf["video_token_id"])
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._grid = lru_cache(maxsize=4096)(self._grid_of_size)
+        self.pixels = lru_cache(maxsize=_PIXELS_KEPT)(self._pixels)
+        self.uri = lru_cache(maxsize=_URIS_KEPT)(self._uri)
+
+    @classmethod
+    def of(cls, model: ModelConfig, folder: Path) -> "ImageStore | None":
+        """Returns the store of a model's prompts; None if the model does not see. Raises ValueError."""
+        hf = read_description(Path(model.path) / "config.json")
+        return cls(model.tokenizer or model.path, hf, folder) if "vision_config" in hf else None
+
+    def add(self, data: bytes) -> tuple[str, Grid]:
+        """Returns key and grid of an encoded image, which is kept as a PNG of the processor's own size.
+
+        Raises what Pillow raises for data that is no image, and ValueError for a shape that the processor refuses.
+        """
+        from PIL import Image, ImageOps
+
+        with Image.open(io.BytesIO(data)) as opened:
+            upright = ImageOps.exif_transpose(opened)
+            if upright.has_transparency_data:  # black would hide a drawing's black lines
+                white = Image.new("RGBA", upright.size, "white")
+                upright = Image.alpha_composite(white, upright.convert("RGBA"))
+            image = upright.convert("RGB")
+        grid = self._grid(image.size)
+        size = (grid[2] * self._processor.patch_size, grid[1] * self._processor.patch_size)
+        if self._grid(size) != grid:
+            raise ValueError(f"the processor resizes {image.size} to {size}, and this again")
+        buffer = io.BytesIO()
+        image.resize(size, Image.Resampling(int(self._processor.resample))).save(buffer, "PNG")
+        key = hashlib.sha256(buffer.getvalue()).hexdigest()
+        if not (path := self.path(key)).exists():
+            draft = path.with_suffix(f".{secrets.token_hex(8)}")
+            draft.write_bytes(buffer.getvalue())
+            os.replace(draft, path)  # other ranks write the same bytes
+        return key, grid
+
+    def tokens(self, grid: Grid) -> int:
+        """Returns the number of tokens of an image."""
+        return grid[0] * grid[1] * grid[2] // self._processor.merge_size**2
+
+    def expand(self, short_ids: np.ndarray, images: Sequence[tuple[str, Grid]]) -> tuple[np.ndarray, list[ImageRef]]:
+        """Returns the ids with every image's placeholders, [T] int32, and the images with their places.
+
+        Raises ValueError unless the short ids have one placeholder an image.
+        """
+        ids = short_ids.astype(np.int32)
+        places = np.flatnonzero(ids == self.image_token)
+        if len(places) != len(images) or self.video_token in ids:
+            raise ValueError(
+                f"the prompt's tokens have {len(places)} image placeholder(s) for {len(images)} image(s)"
+                f"{', and one of a video' if self.video_token in ids else ''}: its text must not hold the placeholder "
+                "itself, and the chat template must write one for each image"
+            )
+        counts, refs = np.ones(len(ids), np.int64), []
+        for place, (key, grid) in zip(places, images, strict=True):
+            refs.append(ImageRef(key, int(counts[:place].sum()), grid))
+            counts[place] = self.tokens(grid)
+        return np.repeat(ids, counts), refs
+
+    def path(self, key: str) -> Path:
+        """Returns the file of an image."""
+        return self._folder / f"{key}.png"
+
+    def png(self, key: str) -> bytes:
+        """Returns the image as engines get it."""
+        return self.path(key).read_bytes()
+
+    def _uri(self, key: str) -> str:
+        return "data:image/png;base64," + base64.b64encode(self.png(key)).decode()
+
+    def _pixels(self, key: str) -> "Tensor":
+        """Returns what the processor makes of the image: [t*h*w, patch values] float32."""
+        from PIL import Image
+
+        with Image.open(io.BytesIO(self.png(key))) as image:
+            return self._processor(images=image, return_tensors="pt")["pixel_values"]
+
+    def _grid_of_size(self, size: tuple[int, int]) -> Grid:
+        from PIL import Image
+
+        t, h, w = self._processor(images=Image.new("RGB", size), return_tensors="pt")["image_grid_thw"][0].tolist()
+        return t, h, w

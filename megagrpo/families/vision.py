@@ -1,0 +1,169 @@
+"""Vision towers: their numbers from config.json, and the tensors of their checkpoints by arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from megagrpo.families.architecture import HfConfig
+from megagrpo.families.tensors import TensorSpec
+
+Trained = Literal["none", "projector", "all"]  # what of a tower is trained: nothing, its mergers, or everything
+_TOWER_KEYS = (
+    "depth",
+    "hidden_size",
+    "intermediate_size",
+    "num_heads",
+    "out_hidden_size",
+    "patch_size",
+    "spatial_merge_size",
+    "temporal_patch_size",
+)
+_OWN_KEYS = {
+    "qwen2_5_vl": ("window_size", "fullatt_block_indexes"),
+    "qwen3_vl": ("num_position_embeddings", "deepstack_visual_indexes"),
+}
+_ID_KEYS = ("image_token_id", "video_token_id", "vision_start_token_id")
+
+
+@dataclass(frozen=True)
+class Vision:
+    """Holds the numbers of a model's vision tower, and of the positions that images have in its text part."""
+
+    kind: Literal["qwen2_5_vl", "qwen3_vl"]
+    prefix: str  # begins the names of the tower's tensors
+    depth: int
+    hidden_size: int
+    ffn_size: int
+    out_size: int  # of a feature: the text part's hidden size
+    patch: int  # pixels on a side
+    temporal_patch: int  # frames
+    merge: int  # patches of one token on a side
+    channels: int
+    num_positions: int  # learned ones; 0: none
+    deepstack: int  # first layers of the text part behind which features are added to image tokens
+    image_token_id: int
+    video_token_id: int
+    vision_start_token_id: int
+    mrope_section: tuple[int, int, int]  # frequencies that turn with time, height and width; half a head together
+    mrope_interleaved: bool  # they alternate; else one block each
+    config: HfConfig  # vision_config of config.json, for transformers' class
+
+    @property
+    def patch_values(self) -> int:
+        """Counts the values of one patch as image processors give it."""
+        return self.channels * self.temporal_patch * self.patch**2
+
+    def tokens(self, grid: tuple[int, int, int]) -> int:
+        """Counts the tokens of an image of `grid` patches: time, height, width."""
+        return grid[0] * grid[1] * grid[2] // self.merge**2
+
+    def owns(self, name: str) -> bool:
+        """Tells whether an HF tensor is one of the tower's."""
+        return name.startswith(self.prefix)
+
+    def trains(self, name: str, trained: Trained) -> bool:
+        """Tells whether an HF tensor has a gradient, whatever else is trained; tensors of the text part have."""
+        if not self.owns(name) or trained == "all":
+            return True
+        return trained == "projector" and "merger" in name.removeprefix(self.prefix).split(".")[0]
+
+
+def vision_refusals(hf: HfConfig, text: HfConfig, kind: str) -> list[str]:
+    """Returns what of a config.json keeps its vision part from being computed; text: the text part's keys."""
+    tower = hf.get("vision_config")
+    if not isinstance(tower, Mapping):
+        return ["config.json lacks vision_config"]
+    problems = [f"config.json lacks vision_config.{key}" for key in _TOWER_KEYS + _OWN_KEYS[kind] if key not in tower]
+    problems += [f"config.json lacks {key}" for key in _ID_KEYS if key not in hf]
+    section = mrope_of(text).get("mrope_section", ())
+    if not section:
+        problems.append("config.json lacks mrope_section in its rope_scaling or rope_parameters")
+    if problems:
+        return problems
+    width = text["hidden_size"]
+    half = (text.get("head_dim") or width // text["num_attention_heads"]) // 2
+    if len(section) != 3 or sum(section) != half:
+        problems.append(f"mrope_section {section} must be three numbers with the sum {half}, half a head")
+    if tower["out_hidden_size"] != width:
+        problems.append(f"vision_config.out_hidden_size {tower['out_hidden_size']} is not hidden_size {width}")
+    return problems
+
+
+def mrope_of(text: HfConfig) -> dict:
+    """Returns the settings of rotary embedding that name sections; {} without any."""
+    found = [text.get(key) for key in ("rope_scaling", "rope_parameters")]
+    return next((dict(rope) for rope in found if isinstance(rope, Mapping) and "mrope_section" in rope), {})
+
+
+def read_vision(hf: HfConfig, text: HfConfig, kind: Literal["qwen2_5_vl", "qwen3_vl"]) -> Vision:
+    """Reads a config.json without refusals."""
+    tower, rope = hf["vision_config"], mrope_of(text)
+    assert isinstance(tower, Mapping)
+    return Vision(
+        kind=kind,
+        prefix="visual." if kind == "qwen2_5_vl" else "model.visual.",
+        depth=tower["depth"],
+        hidden_size=tower["hidden_size"],
+        ffn_size=tower["intermediate_size"],
+        out_size=tower["out_hidden_size"],
+        patch=tower["patch_size"],
+        temporal_patch=tower["temporal_patch_size"],
+        merge=tower["spatial_merge_size"],
+        channels=tower.get("in_channels", 3),
+        num_positions=tower["num_position_embeddings"] if kind == "qwen3_vl" else 0,
+        deepstack=len(tower["deepstack_visual_indexes"]) if kind == "qwen3_vl" else 0,
+        image_token_id=hf["image_token_id"],
+        video_token_id=hf["video_token_id"],
+        vision_start_token_id=hf["vision_start_token_id"],
+        mrope_section=tuple(rope["mrope_section"]),
+        mrope_interleaved=bool(rope.get("mrope_interleaved", False)),
+        config=tower,
+    )
+
+
+def tower_tensors(vision: Vision) -> Iterator[TensorSpec]:
+    """Yields the tensors of a tower in the order of transformers' module."""
+    width, prefix = vision.hidden_size, vision.prefix
+    patches = (width, vision.channels, vision.temporal_patch, vision.patch, vision.patch)
+    yield TensorSpec(prefix + "patch_embed.proj.weight", patches, "matrix")
+    if vision.kind == "qwen3_vl":
+        yield TensorSpec(prefix + "patch_embed.proj.bias", (width,), "bias")
+        yield TensorSpec(prefix + "pos_embed.weight", (vision.num_positions, width), "matrix")
+    for index in range(vision.depth):
+        yield from _block(vision, f"{prefix}blocks.{index}.")
+    merged = width * vision.merge**2
+    if vision.kind == "qwen2_5_vl":
+        yield TensorSpec(prefix + "merger.ln_q.weight", (width,), "norm")
+        yield from _linear(prefix + "merger.mlp.0", merged, merged)
+        yield from _linear(prefix + "merger.mlp.2", vision.out_size, merged)
+        return
+    names = [("merger", width), *((f"deepstack_merger_list.{index}", merged) for index in range(vision.deepstack))]
+    for name, normed in names:
+        yield TensorSpec(f"{prefix}{name}.norm.weight", (normed,), "norm")
+        yield TensorSpec(f"{prefix}{name}.norm.bias", (normed,), "bias")
+        yield from _linear(f"{prefix}{name}.linear_fc1", merged, merged)
+        yield from _linear(f"{prefix}{name}.linear_fc2", vision.out_size, merged)
+
+
+def _block(vision: Vision, prefix: str) -> Iterator[TensorSpec]:
+    width, ffn = vision.hidden_size, vision.ffn_size
+    for name in ("norm1", "norm2"):
+        yield TensorSpec(f"{prefix}{name}.weight", (width,), "norm")
+        if vision.kind == "qwen3_vl":
+            yield TensorSpec(f"{prefix}{name}.bias", (width,), "bias")
+    yield from _linear(prefix + "attn.qkv", 3 * width, width)
+    yield from _linear(prefix + "attn.proj", width, width)
+    if vision.kind == "qwen2_5_vl":
+        yield from _linear(prefix + "mlp.gate_proj", ffn, width)
+        yield from _linear(prefix + "mlp.up_proj", ffn, width)
+        yield from _linear(prefix + "mlp.down_proj", width, ffn)
+    else:
+        yield from _linear(prefix + "mlp.linear_fc1", ffn, width)
+        yield from _linear(prefix + "mlp.linear_fc2", width, ffn)
+
+
+def _linear(name: str, outputs: int, inputs: int) -> Iterator[TensorSpec]:
+    yield TensorSpec(name + ".weight", (outputs, inputs), "matrix")
+    yield TensorSpec(name + ".bias", (outputs,), "bias")
