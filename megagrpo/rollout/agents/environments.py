@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # it pulls in torch, which the processes of environments need
 
 T = TypeVar("T")
 _MODULE = "megagrpo.rollout.agents.worker"
+BUILT_IN = {"sql": "megagrpo.rollout.agents.sql:Sql"}
 
 
 class EnvironmentFailed(Exception):
@@ -50,7 +51,7 @@ class _Worker:
 
 def load_environment(name: str) -> Callable[..., object]:
     """Imports the user's function that makes an environment. Raises ValueError."""
-    return load_function(name, {}, "sampling.environment.function")
+    return load_function(name, BUILT_IN, "sampling.environment.function")
 
 
 class Environments:
