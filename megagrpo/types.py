@@ -111,6 +111,8 @@ class Outcome:
     parts: "dict[str, Outcome]" = field(default_factory=dict)  # of several graders, by name; {} for a single one
     # (index of a response token, reward), ascending: what of the score belongs to parts of the response
     token_rewards: tuple[tuple[int, float], ...] = ()
+    end: str = ""  # what ended a rollout with an environment, one of agents/environments.py ENDS; "" without one
+    turn_rewards: tuple[float, ...] = ()  # of the turns that an environment answered
 
     @property
     def ok(self) -> bool:

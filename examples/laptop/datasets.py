@@ -52,7 +52,8 @@ def make_dataset(config: DatasetConfig, seed: int) -> dict[str, int]:
             files, counts = maps(sizes, config.num_sft_maps, seed), {}
         case _:
             raise ValueError(
-                f"dataset.kind {config.kind!r} is unknown; it is arithmetic, gsm8k_calc, guess, lake, sql or word_problems"
+                f"dataset.kind {config.kind!r} is unknown; "
+                "it is arithmetic, gsm8k_calc, guess, lake, sql or word_problems"
             )
     Path(config.folder).mkdir(parents=True, exist_ok=True)
     for name, rows in files.items():

@@ -1,4 +1,4 @@
-"""Text to SQL: the databases of configs/sql.yaml, and what its warm-up is shown; the environment is the package's `sql`.
+"""Text to SQL: the databases of configs/sql.yaml, and what its warm-up is shown; the environment is `sql`.
 
 Every database has one table, whose column of prices has one of four names. The question does not say which: a query of
 the schema does, and a query with a wrong name gets SQLite's error.

@@ -23,14 +23,14 @@ class Sql:
     """Text to SQL. A row's `answer` is a query, `extra.database` the statements that make the database.
 
     A query that reads a table is the model's answer: reward 1 if its rows are those of the row's, in any order unless
-    that one has "order by". Others (of the schema, or of no table) and errors are shown, and the model has another turn.
+    that one has "order by". Others (of the schema, or of no table) and errors are shown, and the model has a turn more.
     max_rows: shown. max_chars: of a message. max_steps: of SQLite's machine, for one query.
     """
 
     def __init__(
         self,
         row: Mapping[str, Any],
-        seed: int,  # noqa: ARG002 -- nothing here is random
+        seed: int,
         max_rows: int = 20,
         max_chars: int = 2000,
         max_steps: int = 1_000_000,
