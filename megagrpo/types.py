@@ -122,6 +122,8 @@ class Outcome:
     parts: "dict[str, Outcome]" = field(default_factory=dict)  # of several graders, by name; {} for a single one
     # (index of a response token, reward), ascending: shares of the score that belong to parts of the response
     token_rewards: tuple[tuple[int, float], ...] = ()
+    end: str = ""  # what ended a rollout with an environment, one of agents/environments.py ENDS; "" without one
+    turn_rewards: tuple[float, ...] = ()  # of the turns that an environment answered
 
     @property
     def ok(self) -> bool:

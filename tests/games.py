@@ -2,7 +2,13 @@
 
 import asyncio
 import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
+
+from megagrpo.rollout.agents import Unavailable, UnusableRow
 
 
 class GuessTheNumber:
@@ -60,6 +66,13 @@ class Bad:
                 time.sleep(3600)
             case "die":
                 os._exit(3)
+            case "fork":
+                subprocess.Popen(["sleep", "3600"])
+                time.sleep(3600)
+            case "garbage":
+                os.write(int(sys.argv[1]), b"\x00 no JSON\n")
+            case "other answer":
+                os.write(int(sys.argv[1]), b'[0, [null, 1.0, true], null, ""]\n')
             case "slow":
                 time.sleep(1)
                 return None, 0.5, True
@@ -71,6 +84,42 @@ class Bad:
                 return None, float("nan"), True
             case "pair":
                 return None, True
+        return None, 1.0, True
+
+
+class Slow:
+    """Answers after 1.2 s and is never done."""
+
+    def __init__(self, row: dict, seed: int): ...
+
+    def reset(self) -> None: ...
+
+    def step(self, text: str):
+        time.sleep(1.2)
+        return "H", 0.25, False
+
+
+class Flaky:
+    """Fails as the row's answer says until it was begun so often; every begin is a line of a file."""
+
+    def __init__(self, row: dict, seed: int, file: str, good: int):
+        with Path(file).open("a") as log:
+            log.write(f"{os.getpid()} {seed}\n")
+        self.kind, self.bad = row["answer"], len(Path(file).read_text().splitlines()) < good
+
+    def reset(self) -> None: ...
+
+    def step(self, text: str):
+        if self.bad:
+            match self.kind:
+                case "unavailable":
+                    raise Unavailable("no free sandbox")
+                case "connection":
+                    raise ConnectionRefusedError("the tool server is gone")
+                case "unusable":
+                    raise UnusableRow("the row has no test")
+                case "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
         return None, 1.0, True
 
 

@@ -12,8 +12,10 @@ from collections.abc import Set
 from pathlib import Path
 
 from examples.laptop.guess import games
+from examples.laptop.lake import maps
 from examples.laptop.recipe import DatasetConfig
 from examples.laptop.squares import pictures
+from examples.laptop.sql import questions
 from examples.laptop.word_problems import word_problems
 from megagrpo.rollout.calculator import exact_value
 from megagrpo.system.run_folder import write_json_lines
@@ -35,6 +37,7 @@ def make_dataset(config: DatasetConfig, seed: int) -> dict[str, int]:
     """
     if config.calculator and config.kind != "arithmetic":
         raise ValueError(f"dataset.calculator belongs to kind arithmetic; kind is {config.kind}")
+    sizes = {"sft": config.num_sft, "train": config.num_train, "eval": config.num_eval}
     match config.kind:
         case "arithmetic":
             files, counts = _arithmetic(config, seed)
@@ -43,14 +46,17 @@ def make_dataset(config: DatasetConfig, seed: int) -> dict[str, int]:
         case "word_problems":
             files, counts = word_problems(config, seed)
         case "guess":
-            sizes = {"sft": config.num_sft, "train": config.num_train, "eval": config.num_eval}
             files, counts = {name: games(num, seed, name == "sft") for name, num in sizes.items()}, {}
         case "squares":
             files, counts = pictures(config, seed), {}
+        case "sql":
+            files, counts = {name: questions(num, seed, name) for name, num in sizes.items()}, {}
+        case "lake":
+            files, counts = maps(sizes, config.num_sft_maps, seed), {}
         case _:
             raise ValueError(
                 f"dataset.kind {config.kind!r} is unknown; "
-                "it is arithmetic, gsm8k_calc, guess, squares or word_problems"
+                "it is arithmetic, gsm8k_calc, guess, lake, sql, squares or word_problems"
             )
     Path(config.folder).mkdir(parents=True, exist_ok=True)
     for name, rows in files.items():

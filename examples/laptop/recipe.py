@@ -36,7 +36,7 @@ class PretrainedConfig:
 class DatasetConfig:
     """sft.jsonl, train.jsonl and eval.jsonl, which share no problem."""
 
-    kind: Literal["arithmetic", "gsm8k_calc", "word_problems", "guess", "squares"]
+    kind: Literal["arithmetic", "gsm8k_calc", "word_problems", "guess", "lake", "sql", "squares"]
     folder: str = ""
     source: str | None = None  # gsm8k_calc: folder with GSM8K's train.jsonl and test.jsonl
     num_sft: int = 4000  # problems of the supervised warm-up
@@ -47,6 +47,7 @@ class DatasetConfig:
     max_expression: int = 16  # gsm8k_calc: characters; longer ones are left out
     max_answer: int = 6  # gsm8k_calc: characters
     operators: str = "+-*/"  # gsm8k_calc: expressions with others are left out
+    num_sft_maps: int = 40  # lake: of the warm-up
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,4 +79,5 @@ def _sample(record: Record) -> Sample:
 def _outcome(record: Record) -> Outcome:
     parts = {name: _outcome(part) for name, part in record["parts"].items()}
     token_rewards = tuple((index, reward) for index, reward in record.get("token_rewards", ()))  # older files have none
-    return Outcome(**{**record, "parts": parts, "token_rewards": token_rewards})
+    turn_rewards = tuple(record.get("turn_rewards", ()))
+    return Outcome(**{**record, "parts": parts, "token_rewards": token_rewards, "turn_rewards": turn_rewards})

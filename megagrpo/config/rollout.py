@@ -41,6 +41,19 @@ class EnvironmentConfig(Section):
     """Processes of each rank that samples; each has many environments and answers one call at a time."""
     timeout_s: PositiveFloat = 30.0
     """Seconds for one call; then the process is ended, and the rollout's outcome is a timeout, never a reward."""
+    episode_timeout_s: PositiveFloat | None = None
+    """Seconds for all calls of a rollout together, after which its rewards so far count; not the time for which it
+    waits for engines or for a process. Default: no limit but `rollout.step_timeout_s`."""
+    max_open: PositiveInt | None = None
+    """Environments that are open at once on each rank that samples; other rollouts wait. Default: no limit."""
+
+    def problems(self) -> Problems:
+        whole = self.episode_timeout_s
+        return {
+            f"episode_timeout_s {whole} must be above timeout_s {self.timeout_s:g}, the limit of one call": whole
+            is not None
+            and whole <= self.timeout_s
+        }
 
 
 class SamplingConfig(Section):
@@ -86,6 +99,8 @@ class SamplingConfig(Section):
             "reward has graders, but the reward is given by sampling.environment; remove the graders": graded,
             f"sampling.environment with advantage {advantage}: it needs a greedy response to each prompt, and a greedy "
             "rollout would have other turns": experiment.algorithm.needs_greedy_response,
+            "sampling.environment.episode_timeout_s must be below rollout.step_timeout_s, that of all rollouts of a "
+            "step": (self.environment.episode_timeout_s or 0.0) >= experiment.rollout.step_timeout_s,
         } | answered
 
 

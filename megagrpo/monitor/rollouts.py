@@ -73,6 +73,7 @@ def _record(group: RolloutGroup) -> dict:
 def _outcome_record(outcome: Outcome) -> dict:
     record = asdict(outcome)
     parts = {name: _outcome_record(part) for name, part in outcome.parts.items()}
-    optional = {"parts": parts, "token_rewards": outcome.token_rewards}
+    optional = {"parts": parts, "token_rewards": outcome.token_rewards, "end": outcome.end}
+    optional["turn_rewards"] = outcome.turn_rewards
     kept = {key: value for key, value in record.items() if key not in optional}
     return kept | {key: value for key, value in optional.items() if value}

@@ -140,6 +140,11 @@ class WorkerProcess:
         self._socket.sendall(json.dumps(message).encode() + b"\n")
         return json.loads(self._read())
 
+    @property
+    def was_killed(self) -> bool:
+        """Returns whether it was ended by a SIGKILL that is not ours, such as the kernel's for want of memory."""
+        return self._socket.fileno() >= 0 and self._process.poll() == -signal.SIGKILL
+
     def kill(self) -> None:
         """Ends the process and its children. Idempotent."""
         if self._socket.fileno() < 0:

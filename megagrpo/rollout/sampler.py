@@ -14,8 +14,8 @@ from megagrpo.data.images import ImageStore
 from megagrpo.families.table import read_architecture
 from megagrpo.rewards.parts import ResponseTokens
 from megagrpo.rollout.admission import Patience, ResponseLengths, Turnstile
-from megagrpo.rollout.agents.environments import EnvironmentFailed, Environments, EpisodeLost
-from megagrpo.rollout.agents.play import Part, Played, play
+from megagrpo.rollout.agents.environments import Environments
+from megagrpo.rollout.agents.play import Part, play_rollout
 from megagrpo.rollout.control import ServiceControl, ServiceStatus, engine_cache_tokens
 from megagrpo.rollout.generation import (
     GenerationClient,
@@ -32,7 +32,6 @@ from megagrpo.rollout.routed_experts import RoutedExperts
 from megagrpo.rollout.tools import Tool, respond_with_tool
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
-_TRIES = 3  # of a rollout whose environment's process was ended by another one
 _IN_FLIGHT = 1.1  # tokens in flight for each that the caches hold: the next request is there when one ends
 
 
@@ -283,25 +282,14 @@ class Sampler:
         prompt = of.prompt
         row = {"prompt": prompt.text, "answer": prompt.answer, "source": prompt.source, "extra": prompt.extra}
         seed = sample_seed(self._config.seed, f"environment {job.purpose} {of.repeats}", job.step, prompt.id, 0)
-        outcome, played = Outcome("error", detail="its environment's process was ended by other rollouts"), Played()
-        for _ in range(_TRIES):
-            played = Played()
-            turn = self._turns(client, job, of, index, order)
-            try:
-                async with environments.episode(row, seed) as episode:
-                    await play(
-                        played, episode, environments, turn, prompt.token_ids, job.params.max_tokens, self._decode
-                    )
-                outcome = played.outcome(environments.config.credit == "turn")
-                break
-            except EnvironmentFailed as exc:
-                outcome = Outcome(exc.status, detail=str(exc))
-                break
-            except ValueError as exc:  # what it said cannot be rendered
-                outcome = Outcome("error", detail=str(exc))
-                break
-            except EpisodeLost:
-                continue  # from its seed
+        played, outcome = await play_rollout(
+            environments,
+            (row, seed),
+            lambda: self._turns(client, job, of, index, order),
+            prompt.token_ids,
+            job.params.max_tokens,
+            self._decode,
+        )
         parts = played.parts or [Part(None)]
         samples = [self._sample_of(part.response, part.loss_mask, job, prompt, index) for part in parts]
         with_prompts = zip(samples, parts, strict=True)

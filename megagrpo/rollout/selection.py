@@ -20,7 +20,8 @@ from megagrpo.config.schema import ExperimentConfig, RewardConfig, TrainConfig
 from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import Mesh, RunStopped
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.types import Prompt, RolloutGroup, TrainState
+from megagrpo.rollout.agents.environments import ENDS
+from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TrainState
 
 
 class GroupSource(Protocol):
@@ -279,6 +280,7 @@ def rollout_metrics(metrics: Metrics, groups: Sequence[RolloutGroup], mesh: Mesh
     metrics.add_mean("response/tool_use_fraction", sum(number > 0 for number in of_tools), len(masks))
     turns = sum(int((mask & ~np.append(False, mask[:-1])).sum()) for mask in masks)
     metrics.add_mean("response/turns_mean", turns, len(outcomes) if masks else 0)
+    _environment_metrics(metrics, samples, [outcome for outcome in outcomes if outcome.end])
     errors = [o for o in outcomes if o.status == "error"]
     timeouts = [o for o in outcomes if o.status == "timeout"]
     metrics.add_mean("reward/error_fraction", len(errors), len(outcomes))
@@ -291,3 +293,13 @@ def rollout_metrics(metrics: Metrics, groups: Sequence[RolloutGroup], mesh: Mesh
             f"{bad} of {total} rewards of this step are errors or timeouts, more than train.max_bad_fraction "
             f"{train.max_bad_fraction}; first: {detail}"
         )
+
+
+def _environment_metrics(metrics: Metrics, samples: Sequence[Sample], played: Sequence[Outcome]) -> None:
+    """Adds what ended the rollouts with an environment, and the tokens of policy and environment in one of them."""
+    for end in ENDS:
+        metrics.add_mean(f"environment/{end}_fraction", sum(outcome.end == end for outcome in played), len(played))
+    own = sum(len(s.token_ids) if s.loss_mask is None else int(s.loss_mask.sum()) for s in samples)
+    said = sum(len(s.token_ids) + (0 if s.prompt_ids is None else len(s.prompt_ids)) for s in samples) - own
+    metrics.add_mean("environment/policy_tokens_mean", own, len(played))
+    metrics.add_mean("environment/said_tokens_mean", said, len(played))

@@ -1,7 +1,9 @@
 """Rollouts with environments: real processes, the fake service's HTTP, and the ids that are kept, masked and sent."""
 
 import asyncio
+import itertools
 import re
+from contextlib import nullcontext
 
 import numpy as np
 import psutil
@@ -95,18 +97,19 @@ def test_a_turn_may_see_the_last_message_alone():
 
 
 @pytest.mark.parametrize(
-    ("turns", "more", "reason", "value"),
+    ("turns", "more", "end", "reason", "value"),
     [
-        ([says("3"), says("4")], {"max_turns": 2}, "2 turns", 0.0),
-        ([says("33", reason="length")], {}, "a turn reached the limit of tokens", 0.0),
-        ([says("3")], {"tokens": 3}, "no room for another turn", 0.0),
-        ([says("+"), says("+")], {"max_turns": 2, "game": "Walk", "history": "last"}, "2 turns", 0.5),
+        ([says("3"), says("4")], {"max_turns": 2}, "turns", "2 turns", 0.0),
+        ([says("33", reason="length")], {}, "tokens", "a turn reached the limit of tokens", 0.0),
+        ([says("3")], {"tokens": 3}, "tokens", "no room for another turn", 0.0),
+        ([says("+"), says("+")], {"max_turns": 2, "game": "Walk", "history": "last"}, "turns", "2 turns", 0.5),
+        (3 * [says("3")], {"game": "Slow", "episode_timeout_s": 3.1, "timeout_s": 3}, "time", "environment took", 0.75),
     ],
 )
-def test_each_limit_cuts_a_rollout_and_keeps_its_rewards(turns, more, reason, value):
+def test_each_limit_cuts_a_rollout_and_keeps_its_rewards(turns, more, end, reason, value):
     group, _ = play(*turns, **more)
     outcome = group.outcomes[0]
-    assert (outcome.status, outcome.value, outcome.detail) == ("score", value, reason)
+    assert (outcome.status, outcome.value, outcome.end) == ("score", value, end) and reason in outcome.detail
     assert group.samples[-1].finish_reason == "length"
 
 
@@ -123,13 +126,63 @@ def test_each_limit_cuts_a_rollout_and_keeps_its_rewards(turns, more, reason, va
         ("pair", "error", "not (message, reward, done)"),
         ("die", "error", "step: the environment's process died: exit code 3"),
         ("hang", "timeout", "step gave no answer in 0.5 s"),
+        ("fork", "timeout", "step gave no answer in 0.5 s"),
+        ("garbage", "error", "step: the environment's process died: Expecting value"),
+        ("other answer", "error", "which answers no call"),
     ],
 )
 def test_an_environment_that_fails_gives_no_reward(kind, status, named):
     turns = [] if kind in ("make", "reset", "long") else [says("3")]
-    group, _ = play(*turns, game="Bad", answer=kind, timeout_s=0.5)
-    assert (group.outcomes[0].status, group.outcomes[0].ok) == (status, False) and named in group.outcomes[0].detail
+    before = set(psutil.Process().children(recursive=True))
+    group, _ = play(*turns, game="Bad", answer=kind, timeout_s=0.5 if kind in ("hang", "fork") else 20)
+    (outcome,) = group.outcomes
+    assert (outcome.status, outcome.end, outcome.ok) == (status, status, False) and named in outcome.detail
+    assert set(psutil.Process().children(recursive=True)) <= before, "no process is left"
     assert len(group.samples[0].token_ids) == sum(len(turn["output_token_logprobs"]) for turn in turns), "kept"
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "begun", "end"),
+    [
+        ("unavailable", 3, 3, "done"),
+        ("connection", 9, 3, "infrastructure"),
+        ("killed", 2, 2, "done"),
+        ("unusable", 2, 2, "done"),
+        ("unusable", 9, 2, "data"),
+    ],
+)
+def test_a_rollout_begins_again_where_that_may_help(tmp_path, kind, good, begun, end):
+    """Elsewhere if it can, from the same seed; what it sampled first is in no sample."""
+    file = tmp_path / "begun"
+    args = {"file": str(file), "good": good}
+    group, requests = play(*begun * [says("3")], game="Flaky", answer=kind, args=args, workers=2)
+    assert (group.outcomes[0].end, group.outcomes[0].ok) == (end, end == "done")
+    processes, seeds = zip(*(line.split() for line in file.read_text().splitlines()), strict=True)
+    assert len(processes) == begun and len(set(seeds)) == 1
+    assert all(one != other for one, other in itertools.pairwise(processes)), "elsewhere"
+    assert len(requests) == begun and masked(group) == f"3{TOKENIZER.eos_token}"
+
+
+def test_at_most_max_open_environments_are_open():
+    async def run() -> int:
+        config = EnvironmentConfig(function="tests.games:Walk", workers=1, max_open=2)
+        environments = Environments(config, Renderer(TOKENIZER, PLAIN, True))
+        now, most = 0, 0
+
+        async def one() -> None:
+            nonlocal now, most
+            async with environments.episode({}, 1):
+                now, most = now + 1, max(most, now + 1)
+                await asyncio.sleep(0.01)
+                now -= 1
+
+        try:
+            await asyncio.gather(*(one() for _ in range(6)))
+        finally:
+            environments.close()
+        return most
+
+    assert asyncio.run(run()) == 2
 
 
 def test_the_handbooks_environment_plays(tmp_path, monkeypatch):
@@ -169,7 +222,7 @@ def test_others_of_a_process_that_was_ended_begin_again():
                 with pytest.raises(EpisodeLost) as lost:
                     await other.step("3")
             async with environments.episode({"answer": "x"}, 1) as again:
-                return failed.value.status, str(lost.value), (await again.step("3")).reward
+                return failed.value.end, str(lost.value), (await again.step("3")).reward
         finally:
             environments.close()
 
@@ -247,10 +300,17 @@ def test_a_template_that_cannot_be_continued_is_refused(template, named):
         ({"reward": {"grader": "exact"}}, "the reward is given by sampling.environment; remove the graders"),
         ({"algorithm": {"advantage": {"name": "remax"}}}, "it needs a greedy response"),
         ({"sampling": {"tool": {"function": "calculator", "call_end": ">"}}}, "set one of them"),
+        ({"rollout": {"step_timeout_s": 99}}, "episode_timeout_s must be below rollout.step_timeout_s"),
+        ({"rollout": {"step_timeout_s": 999}}, ""),
     ],
 )
 def test_what_does_not_go_with_an_environment(sections, named):
-    environment = {"environment": {"function": "tests.games:Walk"}}
-    with pytest.raises((ValueError, ValidationError), match=re.escape(named)):
+    environment = {"environment": {"function": "tests.games:Walk", "episode_timeout_s": 100}}
+    with pytest.raises((ValueError, ValidationError), match=re.escape(named)) if named else nullcontext():
         found = experiment(**sections | {"sampling": environment | sections.get("sampling", {})})
         assert isinstance(found, ExperimentConfig)
+
+
+def test_a_call_has_less_time_than_a_rollout():
+    with pytest.raises(ValidationError, match="episode_timeout_s 30.0 must be above timeout_s 30"):
+        EnvironmentConfig(function="tests.games:Walk", episode_timeout_s=30)

@@ -2,10 +2,11 @@
 
 import asyncio
 import itertools
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
@@ -19,18 +20,24 @@ if TYPE_CHECKING:  # it pulls in torch, which the processes of environments need
 
 T = TypeVar("T")
 _MODULE = "megagrpo.rollout.agents.worker"
+BUILT_IN = {"sql": "megagrpo.rollout.agents.sql:Sql"}
+
+
+# What ends a rollout: its environment; a limit of tokens, turns or seconds; a call that hung; an environment that
+# raised or returned nonsense; what it needs and lacked, three times; a row that it cannot play, twice.
+ENDS = ("done", "tokens", "turns", "time", "timeout", "error", "infrastructure", "data")
 
 
 class EnvironmentFailed(Exception):
-    """Raised for an episode that cannot go on. status: "error" | "timeout", of its outcome."""
+    """Raised for an episode that cannot go on. end: one of ENDS. worker: the process it was in."""
 
-    def __init__(self, status: str, detail: str):
+    def __init__(self, end: str, detail: str, worker: "_Worker | None" = None):
         super().__init__(detail)
-        self.status = status
+        self.end, self.worker = end, worker
 
 
-class EpisodeLost(Exception):
-    """Raised for an episode whose process was ended by another one's fault: it may begin again from its seed."""
+class EpisodeLost(EnvironmentFailed):
+    """Raised for an episode whose process was ended by another one's fault."""
 
 
 class Step(NamedTuple):
@@ -39,6 +46,18 @@ class Step(NamedTuple):
     said: Said | None  # what follows; None: nothing
     reward: float
     done: bool
+
+
+@dataclass
+class Used:
+    """What rollouts took of a leader's time."""
+
+    rollouts: int = 0
+    calls: int = 0
+    call_s: float = 0.0
+    queue_s: float = 0.0  # that calls waited for a process
+    engines_s: float = 0.0  # that rollouts waited for the model's turns
+    begun_again: int = 0
 
 
 @dataclass(eq=False)
@@ -50,7 +69,7 @@ class _Worker:
 
 def load_environment(name: str) -> Callable[..., object]:
     """Imports the user's function that makes an environment. Raises ValueError."""
-    return load_function(name, {}, "sampling.environment.function")
+    return load_function(name, BUILT_IN, "sampling.environment.function")
 
 
 class Environments:
@@ -64,13 +83,17 @@ class Environments:
         self._threads = ThreadPoolExecutor(config.workers, "environments")
         self._workers = [_Worker() for _ in range(config.workers)]
         self._numbers = itertools.count()
-        self._calls, self._call_s, self._queue_s = 0, 0.0, 0.0  # since the last `add_metrics`
+        self._open = nullcontext() if config.max_open is None else asyncio.Semaphore(config.max_open)
+        self.used = Used()
 
     def add_metrics(self, metrics: "Metrics") -> None:
-        """Adds the mean seconds of the calls since the last time, and those for which they waited for a process."""
-        metrics.add_mean("environment/call_s", self._call_s, self._calls)
-        metrics.add_mean("environment/queue_s", self._queue_s, self._calls)
-        self._calls, self._call_s, self._queue_s = 0, 0.0, 0.0
+        """Adds the mean seconds of the calls and rollouts that ended since the last time."""
+        used, self.used = self.used, Used()
+        metrics.add_mean("environment/call_s", used.call_s, used.calls)
+        metrics.add_mean("environment/queue_s", used.queue_s, used.calls)
+        metrics.add_mean("environment/rollout_s", used.call_s, used.rollouts)
+        metrics.add_mean("environment/engines_s", used.engines_s, used.rollouts)
+        metrics.add_sum("environment/begun_again", used.begun_again)
 
     def close(self) -> None:
         """Ends all processes."""
@@ -79,47 +102,57 @@ class Environments:
         self._threads.shutdown()
 
     @asynccontextmanager
-    async def episode(self, row: Mapping[str, object], seed: int) -> "AsyncIterator[Episode]":
-        """Makes the environment of one rollout, which is closed after the block.
+    async def episode(
+        self, row: Mapping[str, object], seed: int, avoid: _Worker | None = None
+    ) -> "AsyncIterator[Episode]":
+        """Makes the environment of one rollout, which is closed after the block; elsewhere than in `avoid` if it can.
 
         Raises EnvironmentFailed if the environment raises or does not answer in time, EpisodeLost as it says.
         """
-        worker = min(self._workers, key=lambda each: each.episodes)
-        worker.episodes += 1
-        try:
-            episode = Episode(self, worker, await self._process_of(worker), next(self._numbers))
+        async with self._open:
+            worker = min(self._workers, key=lambda each: (each is avoid, each.episodes))
+            worker.episodes += 1
             try:
-                await episode.call("make", row, seed, self.config.args)
-                yield episode
+                episode = Episode(self, worker, await self._process_of(worker), next(self._numbers))
+                try:
+                    await episode.call("make", row, seed, self.config.args)
+                    yield episode
+                finally:
+                    with suppress(EnvironmentFailed):  # its rollout is over, or has failed already
+                        await episode.call("close")
             finally:
-                with suppress(EnvironmentFailed, EpisodeLost):  # its rollout is over, or has failed already
-                    await episode.call("close")
-        finally:
-            worker.episodes -= 1
+                worker.episodes -= 1
 
-    async def ask(self, worker: _Worker, process: WorkerProcess, message: Sequence[object]) -> list:
+    async def ask(self, episode: "Episode", message: Sequence[object]) -> list:
         """Returns the answer of an episode's process, which is ended unless it gives one. Raises as `episode` does."""
-        asked = time.monotonic()
+        asked, worker, process = time.monotonic(), episode.worker, episode.process
         async with worker.free:
             if worker.process is not process:
-                raise EpisodeLost("its process was ended while another episode's call hung")
+                lost = "its process was ended while another episode's call hung"
+                raise EpisodeLost("infrastructure", lost, worker)
             worker.process = None  # unless this call, which may be cancelled, comes to its end
             began = time.monotonic()
             try:
-                answer = await self._in_thread(lambda: process.ask(message, self.config.timeout_s))
+                number = next(self._numbers)
+                answer = await self._in_thread(lambda: process.ask([number, *message], self.config.timeout_s))
+                if not isinstance(answer, list) or len(answer) != 4 or answer[0] != number:
+                    raise WorkerError(f"it wrote {answer!r:.80} to its socket, which answers no call")
                 worker.process = process
             except TimeoutError as exc:
                 limit = f"{message[1]} gave no answer in {self.config.timeout_s:g} s"
                 raise EnvironmentFailed("timeout", limit) from exc
-            except (OSError, WorkerError) as exc:
-                raise EnvironmentFailed("error", f"{message[1]}: the environment's process died: {exc}") from exc
+            except (OSError, WorkerError, json.JSONDecodeError) as exc:
+                end = "infrastructure" if process.was_killed else "error"
+                raise EnvironmentFailed(end, f"{message[1]}: the environment's process died: {exc}", worker) from exc
             finally:
                 if worker.process is None:
                     process.kill()
-                self._calls += 1
-                self._queue_s += began - asked
-                self._call_s += time.monotonic() - began
-            return answer
+                took = time.monotonic() - began
+                episode.seconds += took
+                self.used.calls += 1
+                self.used.queue_s += began - asked
+                self.used.call_s += took
+            return answer[1:]
 
     async def _process_of(self, worker: _Worker) -> WorkerProcess:
         def started() -> WorkerProcess:
@@ -132,7 +165,7 @@ class Environments:
                 try:
                     worker.process = await self._in_thread(started)
                 except WorkerError as exc:
-                    raise EnvironmentFailed("error", str(exc)) from exc
+                    raise EnvironmentFailed("infrastructure", str(exc), worker) from exc
             return worker.process
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
@@ -143,7 +176,8 @@ class Episode:
     """The environment of one rollout."""
 
     def __init__(self, of: Environments, worker: _Worker, process: WorkerProcess, number: int):
-        self._of, self._worker, self._process, self._number = of, worker, process, number
+        self._of, self.worker, self.process, self._number = of, worker, process, number
+        self.seconds = 0.0  # of its calls
 
     async def reset(self) -> Said | None:
         """Returns what the environment says first; None: the prompt of the data is all."""
@@ -155,7 +189,7 @@ class Episode:
 
     async def call(self, method: str, *arguments: object) -> object:
         """Returns what a method of the environment gives. Raises as Environments.episode does."""
-        result, error = await self._of.ask(self._worker, self._process, [self._number, method, list(arguments)])
+        result, error, end = await self._of.ask(self, [self._number, method, list(arguments)])
         if error is not None:
-            raise EnvironmentFailed("error", error)
+            raise EnvironmentFailed(end, error, self.worker)
         return result

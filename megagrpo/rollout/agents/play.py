@@ -1,14 +1,20 @@
 """Plays a rollout against its environment: the model's turns on exact ids, what the environment says between them."""
 
-from collections.abc import Awaitable, Callable
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
-from megagrpo.rollout.agents.environments import Environments, Episode
+from megagrpo.rollout.agents.environments import EnvironmentFailed, Environments, Episode
 from megagrpo.rollout.response import Response
 from megagrpo.types import Outcome
+
+_TRIES = {"infrastructure": 3, "data": 2}  # by what ended the one before
+_PAUSE_S = 0.25  # doubled before each further try
 
 
 def _nothing() -> Response:
@@ -48,7 +54,8 @@ class Played:
 
     parts: list[Part] = field(default_factory=list)
     rewards: list[tuple[int, float]] = field(default_factory=list)  # (last token of a turn, reward)
-    stopped: str = ""  # by which limit
+    end: str = "done"  # one of ENDS
+    stopped: str = ""  # by which limit, in words
 
     @property
     def num_tokens(self) -> int:
@@ -58,7 +65,47 @@ class Played:
     def outcome(self, by_turn: bool) -> Outcome:
         """Returns the sum of the rewards; by_turn: each belongs to the last token of its turn."""
         token_rewards = tuple((index, reward) for index, reward in self.rewards if reward) if by_turn else ()
-        return Outcome("score", sum(reward for _, reward in self.rewards), self.stopped, token_rewards=token_rewards)
+        rewards = tuple(reward for _, reward in self.rewards)
+        return Outcome("score", sum(rewards), self.stopped, {}, token_rewards, self.end, rewards)
+
+    def stop(self, end: str, detail: str) -> None:
+        """Ends it by a limit."""
+        self.end, self.stopped = end, detail
+        self.parts[-1].response = replace(self.parts[-1].response, finish_reason="length")
+
+
+async def play_rollout(
+    environments: Environments,
+    task: tuple[Mapping[str, object], int],
+    turns: Callable[[], SampleTurn],
+    prompt: np.ndarray,
+    max_tokens: int,
+    decode: Callable[[np.ndarray], str],
+) -> tuple[Played, Outcome]:
+    """Plays a rollout to its end, from its beginning again if what it needs was lacking: 3 times in all, elsewhere.
+
+    task: row and seed. turns: makes the function that samples a rollout's turns. See `play` for the others. A rollout
+    that failed has an outcome without a score.
+    """
+    failed: EnvironmentFailed | None = None
+    for attempt in itertools.count(1):
+        played, turn = Played(), turns()
+        try:
+            async with environments.episode(*task, failed and failed.worker) as episode:
+                await play(played, episode, environments, turn, prompt, max_tokens, decode)
+            outcome = played.outcome(environments.config.credit == "turn")
+            break
+        except EnvironmentFailed as exc:
+            failed = exc
+        except ValueError as exc:  # what it said cannot be rendered
+            failed = EnvironmentFailed("error", str(exc))
+        if attempt >= _TRIES.get(failed.end, 1):
+            outcome = Outcome("timeout" if failed.end == "timeout" else "error", detail=str(failed), end=failed.end)
+            break
+        environments.used.begun_again += 1
+        await asyncio.sleep(_PAUSE_S * 2**attempt)
+    environments.used.rollouts += 1
+    return played, outcome
 
 
 async def play(
@@ -78,6 +125,8 @@ async def play(
     config, renderer = environments.config, environments.renderer
     said = await episode.reset()
     for number in range(config.max_turns):
+        if config.episode_timeout_s is not None and number and episode.seconds > config.episode_timeout_s:
+            return played.stop("time", f"its environment took {episode.seconds:.1f} s")
         fresh = number == 0 or config.history == "last"
         if fresh:
             played.parts.append(Part(None if said is None else renderer.start(said)))
@@ -85,22 +134,19 @@ async def play(
         if not fresh:
             ids = renderer.after_turn(said or "")
             if len(part.response.token_ids) + len(ids) >= max_tokens:
-                played.stopped = "no room for another turn"
-                break
+                return played.stop("tokens", "no room for another turn")
             zeros = np.zeros(len(ids), np.float32)
             part.add(Response(ids, zeros, "stop", part.response.newest_version), sampled=False)
         context = np.concatenate([prompt if part.prompt_ids is None else part.prompt_ids, part.response.token_ids])
+        asked = time.monotonic()
         sampled = await turn(number, context, max_tokens - len(part.response.token_ids), fresh)
+        environments.used.engines_s += time.monotonic() - asked
         part.add(sampled, sampled=True)
         if sampled.finish_reason != "stop":
-            played.stopped = "a turn reached the limit of tokens"
-            break
+            return played.stop("tokens", "a turn reached the limit of tokens")
         step = await episode.step(decode(sampled.token_ids))
         played.rewards.append((played.num_tokens - 1, step.reward))
         said = step.said
         if step.done:
-            break
-    else:
-        played.stopped = f"{config.max_turns} turns"
-    if played.stopped:
-        played.parts[-1].response = replace(played.parts[-1].response, finish_reason="length")
+            return None
+    return played.stop("turns", f"{config.max_turns} turns")

@@ -14,13 +14,14 @@ from collections.abc import Callable, Sequence
 from numbers import Real
 
 from megagrpo.rewards.sandbox.calls import tried
+from megagrpo.rollout.agents import Unavailable, UnusableRow
 from megagrpo.rollout.agents.environments import load_environment
 
 Environment = object  # reset() -> text, messages or None; step(text) -> (text, messages or None, reward, done); close()
 
 
 def main(fd: int, function: str) -> None:
-    """Answers calls until the socket is closed: [episode, method, arguments] -> [result, error]."""
+    """Answers calls until the socket is closed: [call, episode, method, arguments] -> [call, result, error, end]."""
     connection = socket.socket(fileno=fd)
     make = load_environment(function)
     loop, episodes = asyncio.new_event_loop(), dict[int, Environment]()
@@ -28,11 +29,21 @@ def main(fd: int, function: str) -> None:
         stream.write(b"[null, null]\n")
         stream.flush()
         for line in stream:
-            number, method, arguments = json.loads(line)
+            call, number, method, arguments = json.loads(line)
             result, raised = tried(lambda: _called(loop, make, episodes, number, method, arguments))  # noqa: B023
             error = None if raised is None else f"{function}: {method} raised {type(raised).__name__}: {raised}"
-            stream.write(json.dumps([None if error else result, error]).encode() + b"\n")
+            stream.write(json.dumps([call, None if error else result, error, _end(raised)]).encode() + b"\n")
             stream.flush()
+
+
+def _end(raised: BaseException | None) -> str:
+    """Returns what an exception of an environment means for its rollout, one of ENDS."""
+    match raised:
+        case UnusableRow():
+            return "data"
+        case Unavailable() | ConnectionError():
+            return "infrastructure"
+    return "error"
 
 
 def _called(

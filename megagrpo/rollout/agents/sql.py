@@ -1,0 +1,86 @@
+"""The environment `sql`: the model queries a private SQLite database until a query of its tables is the answer.
+
+A query runs on a copy in memory which it can only read, for a bounded number of steps of SQLite's machine.
+"""
+
+import sqlite3
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import closing
+from typing import Any
+
+from megagrpo.rollout.agents import UnusableRow
+
+_ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
+_SCHEMA = {"sqlite_master", "sqlite_schema"}
+_PRAGMAS = ("table_info",)
+_TICK = 1000  # steps of SQLite's machine between two looks at the budget
+_MAX_BYTES = 1_000_000  # of one value, a query included
+_FAILURES = (sqlite3.Error, sqlite3.Warning, ValueError)  # a Warning: two statements; a ValueError: a null character
+
+
+class Sql:
+    """Text to SQL. A row's `answer` is a query, `extra.database` the statements that make the database.
+
+    A query that reads a table is the model's answer: reward 1 if its rows are those of the row's, in any order unless
+    that one has "order by". Others (of the schema, or of no table) and errors are shown, and the model has a turn more.
+    max_rows: shown. max_chars: of a message. max_steps: of SQLite's machine, for one query.
+    """
+
+    def __init__(
+        self,
+        row: Mapping[str, Any],
+        seed: int,
+        max_rows: int = 20,
+        max_chars: int = 2000,
+        max_steps: int = 1_000_000,
+    ):
+        self._max_rows, self._max_chars, self._max_steps = max_rows, max_chars, max_steps
+        try:
+            with closing(sqlite3.connect(":memory:")) as made:
+                made.executescript(row["extra"]["database"])
+                self._image = made.serialize()
+            self._ordered = "order by" in row["answer"].lower()
+            self._wanted, _ = self._rows(row["answer"])
+        except (*_FAILURES, KeyError) as exc:
+            raise UnusableRow(f"database or answer: {type(exc).__name__}: {exc}") from exc
+
+    def reset(self) -> None:
+        """The prompt of the data is all."""
+
+    def step(self, text: str) -> tuple[str | None, float, bool]:
+        """Returns rows or an error, and the reward of an answer, which ends the rollout."""
+        try:
+            rows, tables = self._rows(text.strip().removeprefix("```sql").strip("`").strip())
+        except _FAILURES as exc:
+            return f"error: {exc}\n"[-self._max_chars :], 0.0, False
+        if tables <= _SCHEMA:
+            lines = ["|".join(map(str, row)) for row in rows[: self._max_rows]]
+            more = ["..."] if len(rows) > self._max_rows else []
+            return "\n".join([*lines, *more])[: self._max_chars] + "\n", 0.0, False
+        same = rows == self._wanted if self._ordered else Counter(rows) == Counter(self._wanted)
+        return None, float(same), True
+
+    def _rows(self, query: str) -> tuple[list[tuple], set[str]]:
+        """Returns the rows of a query and the tables that it reads. Raises _FAILURES."""
+        tables: set[str] = set()
+        left = self._max_steps // _TICK
+
+        def authorize(action: int, name: str | None, *_: object) -> int:
+            if action == sqlite3.SQLITE_READ:
+                tables.add(str(name).lower())
+            allowed = action in _ALLOWED or (action == sqlite3.SQLITE_PRAGMA and name in _PRAGMAS)
+            return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
+
+        def tick() -> bool:
+            nonlocal left
+            left -= 1
+            return left < 0
+
+        with closing(sqlite3.connect(":memory:")) as copy:
+            copy.deserialize(self._image)
+            copy.execute("pragma temp_store = memory")
+            copy.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_BYTES)
+            copy.set_authorizer(authorize)
+            copy.set_progress_handler(tick, _TICK)
+            return copy.execute(query).fetchall(), tables
