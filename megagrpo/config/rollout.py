@@ -128,6 +128,10 @@ class RolloutConfig(Section):
     ep: PositiveInt = Field(default=1, description="Expert-parallel ranks of one engine; divides `tp`.")
     nodes_per_engine: PositiveInt = Field(default=1, description="Nodes that one engine spans; divides `tp`.")
     dtype: Dtype = Field(default="float32", description="Type of the engines' weights and activations.")
+    quantization: Literal["fp8"] | None = None
+    """Format of the engines' linear layers and experts, if not `dtype`: E4M3 in blocks of 128 x 128 with a float32
+    scale each. Trainers quantise what they publish; embeddings, output layer, norms and routers stay in `dtype`. See
+    [FP8 engines](../fp8.md)."""
     load_format: Literal["dummy", "model"] = "dummy"
     """How engines start: with random weights, which the first publish fills and proves before anybody samples
     (`dummy`), or with those in `model.path`, which is read from disk once an engine and start (`model`)."""
@@ -204,6 +208,8 @@ class RolloutConfig(Section):
             "them": self.extra_groups and self.max_staleness,
             f"tp {self.tp} does not divide over nodes_per_engine {nodes}": self.tp % nodes,
             f"tp {self.tp} is not a multiple of ep {self.ep}": self.tp % self.ep,
+            "quantization fp8 with load_format model: the trainers quantise, and the model's files hold none of that; "
+            "take dummy": self.quantization and self.load_format == "model",
             f"min_healthy_engines {healthy} is more than num_engines {self.num_engines}": healthy > self.num_engines,
         }
 
@@ -213,6 +219,10 @@ class RolloutConfig(Section):
         extra = f"rollout.extra_groups {self.extra_groups}"
         corrected = algorithm.mismatch.weight or algorithm.mismatch.reject
         return {
+            "rollout.quantization fp8 with rollout.dtype float32: FP8 layers on GPUs compute in bfloat16; set "
+            "rollout.dtype: bfloat16, or actor.device: cpu": self.quantization
+            and self.dtype == "float32"
+            and experiment.actor.device != "cpu",
             f"rollout.colocate with weights.transport {weights.transport}: NCCL takes no two ranks on one GPU; set "
             "weights.transport: ipc, or disk": self.colocate and weights.traits.uses_groups,
             f"rollout.{ahead} with rollout.colocate: engines sleep while the actor trains, and can sample nothing "

@@ -1,8 +1,13 @@
-"""The quantisation of a checkpoint by its config.json: FP8 in blocks, which is read as bfloat16, or rejected."""
+"""The quantisation of a checkpoint by its config.json: FP8 in blocks, which is read as bfloat16, or rejected.
+
+Engines may have their weights in FP8, too: in the blocks of DeepSeek-V3.
+"""
 
 from megagrpo.families.architecture import HfConfig
 
 _KEY = "quantization_config"
+FP8_BLOCK = (128, 128)  # rows and columns with one scale, in engines
+SCALES = "_scale_inv"  # after a tensor's name: the name of its blocks' scales
 
 
 def quantization_problems(hf: HfConfig) -> list[str]:
@@ -53,6 +58,12 @@ def dequantised_config(hf: HfConfig) -> dict[str, object]:
         for key in {"dtype", "torch_dtype"} & plain.keys() or {"dtype"}:
             plain[key] = "bfloat16"
     return plain
+
+
+def fp8_config(hf: HfConfig) -> dict[str, object]:
+    """Returns the config.json of the same model in FP8, as DeepSeek-V3's names it: no tensor is exempted by name."""
+    method = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    return {**dequantised_config(hf), _KEY: method | {"weight_block_size": list(FP8_BLOCK)}}
 
 
 def load_format_problems(hf: HfConfig, load_format: str) -> list[str]:

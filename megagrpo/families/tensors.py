@@ -33,6 +33,11 @@ class TensorSpec:
         """Tells whether every tensor-parallel rank, of trainers and of engines, holds all of it."""
         return self.kind == "norm" or self.name.split(".")[-2] in _WHOLE
 
+    @property
+    def in_fp8(self) -> bool:
+        """Tells whether engines with FP8 weights keep it in FP8: matrices of layers but routers, as DeepSeek-V3."""
+        return self.kind == "matrix" and ".layers." in self.name and self.name.split(".")[-2] != "gate"
+
 
 class GatedNames(NamedTuple):
     """A family's names of the three projections of a gated MLP."""

@@ -302,7 +302,7 @@ def _bucket_bytes(bucket: Bucket, plan: GatherPlan, same_dtype: bool) -> _Bucket
     in_place = sum(prod(copy.size) for copy in own) * item if same_dtype else 0
     coming = {rank: sum(prod(c.size) for c in copies) * item for rank, copies in bucket.parts.items() if rank}
     held = sum(coming.values()) + sum(sizes) - in_place
-    if sent_unpacked(sizes):
+    if sent_unpacked(sizes, bucket.dtype):
         return _BucketBytes(sum(sizes), coming, held, packed=0, messages=len(sizes))
     return _BucketBytes(sum(sizes), coming, held, packed=sum(sizes), messages=1)
 

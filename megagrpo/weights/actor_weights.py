@@ -51,6 +51,7 @@ class ActorWeights:
     merged: Callable[[], AbstractContextManager[None]] = nullcontext  # around any use of them as the model's weights
     # HF tensors that keep a dtype of their own wherever the model goes, such as a router's bias.
     kept: Mapping[str, torch.dtype] = field(default_factory=dict)
+    fp8: frozenset[str] = frozenset()  # HF tensors that engines with FP8 weights must keep in FP8
 
 
 def load_initial_weights(actor: LoadableActor, path: str, overwritten: bool = False) -> ActorWeights:
@@ -72,7 +73,9 @@ def load_initial_weights(actor: LoadableActor, path: str, overwritten: bool = Fa
     else:
         read_recorded(hf, recording, parameters)
         actor.weights_loaded()
-    return ActorWeights(recording.copies, specs, actor.parameters, actor.merged, kept)
+    tensors = model_tensors(architecture_of(config)) if config else ()
+    fp8 = frozenset(spec.name for spec in tensors if spec.in_fp8)
+    return ActorWeights(recording.copies, specs, actor.parameters, actor.merged, kept, fp8)
 
 
 def kept_dtypes(config: HfConfig) -> dict[str, torch.dtype]:

@@ -25,6 +25,7 @@ from megagrpo.weights.copies.record import Copy
 from megagrpo.weights.engines.client import EngineConnection, OnCall
 from megagrpo.weights.engines.fleet import EngineFleet, EngineRegistry
 from megagrpo.weights.expected_digests import ExpectedDigests, SliceKey
+from megagrpo.weights.quantised import format_table, quantised
 from megagrpo.weights.transports.broadcast import BroadcastTransport
 from megagrpo.weights.transports.disk import DiskTransport
 from megagrpo.weights.transports.gather_plan import published_specs
@@ -58,7 +59,17 @@ class Exchange:
         run_dir: Path,
         on_call: OnCall = lambda engine, name, start, end: None,
     ):
-        self._config, self._mesh, self._merged = config, mesh, weights.merged
+        self._config, self._mesh, self._registry = config, mesh, registry
+        self._run_dir, self._on_call = run_dir, on_call
+        # By engine and rank: indices of its slices among the expected digests.
+        self._indices: weakref.WeakKeyDictionary[EngineConnection, list[np.ndarray]] = weakref.WeakKeyDictionary()
+        self._ids: list[str] = []  # of the engines to update; on the main rank
+        self._weights, self._formats_known = weights, config.rollout.quantization is None
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Collective. Makes everything that follows from the weights' names, shapes and dtypes."""
+        config, mesh, weights = self._config, self._mesh, self._weights
         dtype: torch.dtype = getattr(torch, config.rollout.dtype)
         specs = published_specs(weights.hf_specs, dtype, weights.kept)
         trainers = TrainerWeights(
@@ -69,18 +80,27 @@ class Exchange:
             dtype=dtype,
             bucket_bytes=int(config.weights.bucket_mb * 2**20),
             num_engines=_num_engines(config),
-            folder=RunFolder(run_dir).weights,
+            folder=RunFolder(self._run_dir).weights,
             checkpoint=Path(config.model.path),
             limits=GroupLimits(config.weights.connect_timeout_s, config.weights.max_ctas),
         )
         self._num_bytes = sum(prod(shape) * each.itemsize for shape, each in specs.values())
         self._digests = ExpectedDigests(trainers)
-        # By engine and rank: indices of its slices among the expected digests.
-        self._indices: weakref.WeakKeyDictionary[EngineConnection, list[np.ndarray]] = weakref.WeakKeyDictionary()
-        self._ids: list[str] = []  # of the engines to update; on the main rank
         self._transport = TRANSPORTS[config.weights.transport](trainers)
         patience_s = config.rollout.patience_s(mesh.device.type == "cuda")
-        self._fleet = EngineFleet(config, registry, specs, self._transport, on_call, patience_s)
+        self._fleet = EngineFleet(config, self._registry, specs, self._transport, self._on_call, patience_s)
+
+    def _know_formats(self, deadline: Deadline) -> None:
+        """Collective. Before the first transfer to FP8 engines: learns their formats, which the weights then have."""
+        if self._formats_known:
+            return
+        names = self._mesh.from_main(lambda: self._fleet.formats(self._ids, deadline), "learn the engines' formats")
+        self._fleet.close()
+        plain, self._weights = self._weights, quantised(self._weights, names, self._mesh)
+        if self._mesh.is_main:
+            print(*format_table(plain, self._weights), sep="\n", flush=True)
+        self._prepare()
+        self._formats_known = True
 
     def publish(self, version: int, only: list[str] | None = None) -> dict[str, float]:
         """Collective. Updates all usable engines, or those in `only`, to the actor's present weights, called `version`.
@@ -91,7 +111,9 @@ class Exchange:
         """
         timer, deadline, traffic = PhaseTimer(), Deadline(self._config.weights.timeout_s), Traffic()
         more = self._next(lambda: self._fleet.choose(only, deadline), "find engines")
-        with self._merged():
+        if more:
+            self._know_formats(deadline)
+        with self._weights.merged():
             while more:
                 more = self._update(version, deadline, timer, traffic)
         seconds = self._mesh.from_main(lambda: timer.seconds(*_PHASES), "report timings")
@@ -103,9 +125,10 @@ class Exchange:
     def verify(self, only: list[str] | None = None) -> None:
         """Collective. Compares the engines' live parameters with the actor's. LeaderError names what differs."""
         deadline = Deadline(self._config.weights.timeout_s)
-        self._next(lambda: self._fleet.choose(only, deadline), "find engines")
+        if self._next(lambda: self._fleet.choose(only, deadline), "find engines"):
+            self._know_formats(deadline)
         self._open(deadline, writing=False)
-        with self._merged():
+        with self._weights.merged():
             expected = self._digests.compute()
 
         def check_all() -> None:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megagrpo.families.quantization import fp8_block
+from megagrpo.families.quantization import SCALES, fp8_block, fp8_config
 from megagrpo.families.table import exported_config, read_description
 from megagrpo.system.explained import translated
 from megagrpo.system.run_folder import whole_folder
@@ -25,7 +25,6 @@ from megagrpo.weights.copies.views import Box
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth"}
-_SCALES = "_scale_inv"  # after a tensor's name: the name of its blocks' scales
 _SECONDS_BETWEEN_LINES, _BAR_WIDTH = 5.0, 24
 _DTYPES = {
     "F64": torch.float64,
@@ -105,11 +104,11 @@ class HfFolder(Mapping[str, Tensor]):
     def _show_dequantised(self, name: str) -> None:
         """Replaces the spec of an FP8 tensor by that of its products, and hides its scales."""
         shape, _ = self.specs[name]
-        scales, dtype = self.specs.pop(name + _SCALES, ((), torch.float32))
+        scales, dtype = self.specs.pop(name + SCALES, ((), torch.float32))
         wanted = tuple(-(-size // block) for size, block in zip(shape, self._block, strict=False))
         if len(shape) != 2 or scales != wanted or not dtype.is_floating_point:
             raise ValueError(
-                f"{self.path}: tensor {name} {shape} in FP8 needs scales {name}{_SCALES} of shape {wanted}, "
+                f"{self.path}: tensor {name} {shape} in FP8 needs scales {name}{SCALES} of shape {wanted}, "
                 f"one for each block of {self._block}; the files have {scales or 'none'}"
             )
         self.specs[name] = (shape, torch.bfloat16)
@@ -135,7 +134,7 @@ class HfFolder(Mapping[str, Tensor]):
 
     def _dequantise(self, target: Tensor, name: str, start: tuple[int, ...]) -> None:
         """Computes bfloat16(weight * scale of its block) as SGLang's block_quant_dequant, a row of blocks at a time."""
-        weight, scales = self._stored(name), self._stored(name + _SCALES)
+        weight, scales = self._stored(name), self._stored(name + SCALES)
         (top, left), (height, width) = start, self._block
         bottom, right = top + target.shape[0], left + target.shape[1]
         part = scales[top // height : -(-bottom // height), left // width : -(-right // width)]
@@ -189,18 +188,22 @@ class ReadingProgress:
 
 
 def write_hf_folder(
-    target: str | Path, tensors: Iterator[dict[str, Tensor]], like: str | Path, dtype: torch.dtype
+    target: str | Path,
+    tensors: Iterator[dict[str, Tensor]],
+    like: str | Path,
+    dtype: torch.dtype,
+    fp8: bool = False,
 ) -> int:
     """Writes an HF checkpoint, one shard per dict of `tensors`; config.json and tokenizer files come from `like`.
 
-    dtype: for config.json only; tensors keep their own. `target` is whole or absent, see whole_folder. Returns the
+    dtype, fp8: for config.json only; tensors keep their own. `target` is whole or absent, see whole_folder. Returns the
     bytes of all tensors. Raises OSError (disk full, ...) naming the folder.
     """
     target, like = Path(target), Path(like)
     what = f"cannot write the checkpoint {target}, whose unfinished copy was removed"
     with translated(what, OSError, SafetensorError, raised=OSError), whole_folder(target) as draft:
         size = _write_shards(draft, tensors)
-        write_description(like, draft, dtype)
+        write_description(like, draft, dtype, fp8)
     return size
 
 
@@ -228,10 +231,13 @@ def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]]) -> int:
     return size
 
 
-def write_description(like: str | Path, target: str | Path, dtype: torch.dtype | None = None) -> None:
+def write_description(
+    like: str | Path, target: str | Path, dtype: torch.dtype | None = None, fp8: bool = False
+) -> None:
     """Copies all but the weights of an HF folder (tokenizer, settings) into another; config.json without quantisation.
 
-    dtype: of the weights, for config.json. Raises ValueError if `like` has no config.json.
+    dtype: of the weights, for config.json. fp8: which then says FP8 in blocks. Raises ValueError if `like` has no
+    config.json.
     """
     like, folder = Path(like), Path(target)
     if not (like / "config.json").exists():
@@ -244,4 +250,6 @@ def write_description(like: str | Path, target: str | Path, dtype: torch.dtype |
     if dtype is not None:
         for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
             config[key] = str(dtype).removeprefix("torch.")
+    if fp8:
+        config = fp8_config(config)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -66,10 +66,11 @@ _RANKS = "an engine's ranks are rollout.tp; a publish would not reach the others
 _LOGPROBS = "log-probabilities would be of another distribution than the actor's"
 _UNEXAMINED = "no test shows that a publish into live parameters holds with it"
 SERVER_REFUSED = {name: Refusal("", key) for name, key in OURS.items()} | refusals({
-    "engines sample from the actor's weights in rollout.dtype; with fewer bits they would not": """quantization*
+    "rollout.quantization says in which format engines keep weights; with fewer bits they would not be the published "
+    "ones": """quantization*
         modelopt_* quantize_and_serve rl_quant_profile enable_tf32_matmul enable_w4a4_* flashinfer_mxfp4_*
         flashinfer_a2a_dispatch_type deepep_dispatcher_output_dtype enable_quant_* *_fp4_allgather
-        prefill_kv_cache_dequant_dtype fp?_gemm_runner_backend""",
+        prefill_kv_cache_dequant_dtype fp4_gemm_runner_backend""",
     "experts would leave the ranks for which the publish has planned their slices": """*eplb* ep_num_redundant_experts
         ep_dispatch_algorithm init_expert_location *elastic_ep* enable_elastic_expert_backup mooncake_ib_device
         enable_waterfill ep_join_* max_ep_size kt_*""",
@@ -100,6 +101,10 @@ _VALUES: dict[str, tuple[tuple[str, ...], str]] = {
         ("triton", "deep_gemm", "flashinfer_cutlass"),
         "others reorder the experts' weights after loading, as flashinfer_trtllm does, which SGLang also takes for "
         "auto on Blackwell, or need quantised ones: digests would stop the run",
+    ),
+    "fp8_gemm_runner_backend": (
+        ("auto", "deep_gemm", "triton"),
+        "others order values or scales anew after loading: digests would stop the run",
     ),
     "moe_a2a_backend": (("none", "deepep"), _UNEXAMINED),
 }

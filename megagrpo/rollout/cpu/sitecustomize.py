@@ -152,6 +152,13 @@ def rotary_embedding_without_scaling(module) -> None:
     module.get_rope_wrapper = get_rope_wrapper
 
 
+def fp8_in_blocks(module) -> None:
+    """FP8 layers need AMX on a CPU. Here they compute as on a GPU, in float32."""
+    from megagrpo.rollout.cpu.block_fp8 import install
+
+    install(module)
+
+
 REPAIRS = {
     "torchvision.extension": torchvision_operators,
     "sglang.srt.utils.common": no_amx,
@@ -159,6 +166,7 @@ REPAIRS = {
     "sglang.srt.utils.weight_checker": no_cuda_synchronize,
     "sglang.srt.layers.rotary_embedding.factory": rotary_embedding_without_scaling,
     "sglang.srt.layers.moe.fused_moe_native": skip_remote_experts,
+    "sglang.srt.layers.quantization.fp8": fp8_in_blocks,
     "sglang.srt.layers.attention.torch_native_backend": decode_in_one_call,
     "sglang.srt.arg_groups.choices": allow_deterministic_attention,
     "sglang.srt.models.deepseek_common.attention_backend_handler": absorb_latent_attention,

@@ -1,6 +1,6 @@
-"""The model folder that engines load: the model's own, or a bfloat16 description if that is quantised.
+"""The model folder that engines load: the model's own, or a description in the engines' format if that differs.
 
-With its quantization_config SGLang would build FP8 layers, whose parameters no publish of bfloat16 weights fills.
+A quantization_config makes SGLang build FP8 layers, whose parameters only a publish of FP8 weights fills.
 """
 
 from pathlib import Path
@@ -13,19 +13,20 @@ from megagrpo.weights.hf_folder import write_description
 
 
 def as_engines_see_it(config: ExperimentConfig, folder: RunFolder) -> ExperimentConfig:
-    """Returns the experiment with model.path set to the folder for engines, which is written if the model is quantised.
+    """Returns the experiment with model.path set to the folder for engines, which is written if formats differ.
 
     All nodes must see the run folder. Raises ValueError if engines would read quantised weights themselves.
     """
     model = Path(config.model.path)
     description = model / "config.json"
     hf = read_description(description) if description.is_file() else {}
-    if fp8_block(hf) is None:
+    quantised = config.rollout.quantization is not None
+    if fp8_block(hf) is None and not quantised:
         return config
     problems = load_format_problems(hf, config.rollout.load_format)
     if problems:
         raise ValueError("; ".join(problems))
-    write_description(model, folder.engine_model)
+    write_description(model, folder.engine_model, fp8=quantised)
     tokenizer = config.model.tokenizer or config.model.path
     seen = ModelConfig(path=str(folder.engine_model), tokenizer=tokenizer)
     return config.model_copy(update={"model": seen})

@@ -119,6 +119,17 @@ class EngineConnection:
         """Closes the session; the engine may process the loaded weights."""
         self.post("/end_weight_update")
 
+    def formats(self, specs: Specs) -> set[str]:
+        """Returns the HF tensors that some rank keeps in FP8. specs: of a model without scales."""
+        key = self._put(specs)
+        answers = self.ask("formats", [{"specs": key}] * self.tp)
+        self.mailbox.store.delete_key(key)
+        return {name for answer in answers for name in answer["fp8"]}
+
+    def _put(self, specs: Specs) -> str:
+        message = {name: (shape, str(dtype).removeprefix("torch.")) for name, (shape, dtype) in specs.items()}
+        return self.mailbox.put("specs", message)
+
     def record(self, specs: Specs, past_loader: bool, dummy_start: bool, forgets: bool = False) -> None:
         """Records the copy list of every rank. specs: with published dtypes. past_loader: see Transport.
 
@@ -126,8 +137,7 @@ class EngineConnection:
         its buffers in its sleep. Raises RuntimeError naming parameters that these tensors do not fill, or buffers that
         cannot be updated.
         """
-        message = {name: (shape, str(dtype).removeprefix("torch.")) for name, (shape, dtype) in specs.items()}
-        key = self.mailbox.put("specs", message)
+        key = self._put(specs)
         request = {"specs": key, "allow_computed": past_loader, "dummy_start": dummy_start}
         answers = self.ask("record", [request] * self.tp)
         self.mailbox.store.delete_key(key)
@@ -156,6 +166,8 @@ class EngineConnection:
                     f"{self} would lose {names} in its sleep, and no publish brings them back: set rollout.sglang: "
                     "{enable_weights_cpu_backup: true}, which keeps a copy of the weights in host memory"
                 )
+            if any(dtype == torch.float8_e4m3fn for _, dtype in specs.values()):
+                raise RuntimeError(f"{self} holds {names} besides FP8 parameters, and no digest covers them")
             print(f"{self}: no digest covers {names}, which it holds besides parameters and buffers", flush=True)
 
     def digests(self, flush: bool) -> tuple[list[np.ndarray], list[str]]:

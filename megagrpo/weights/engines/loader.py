@@ -8,7 +8,7 @@ import base64
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, field
@@ -25,6 +25,7 @@ from megagrpo.weights.copies.record import Copy, Recording, Specs, coverage_prob
 from megagrpo.weights.copies.views import Box, row_major
 from megagrpo.weights.digests.batches import CopyBatches
 from megagrpo.weights.digests.digest import batched_digest, slice_digest
+from megagrpo.weights.engines.formats import dequantised, format_problems, fp8_sources
 from megagrpo.weights.engines.hooks import Recorder, Tap
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.group import EngineGroup, GroupLimits, PeerLost, join_group
@@ -86,7 +87,7 @@ class _Recorded:
 class EngineEnd:
     """One engine rank's end of the exchange. In the order of its life, one method for each request:
 
-    1. `record`: records once which slices of which HF tensors this rank's model copies.
+    1. `record`: records once which slices of which HF tensors this rank's model copies. `formats` may come before.
     2. `receive`: joins the trainers if their link is new, and writes their slices into the live parameters.
     3. `digest`: digests the live parameters. 2 and 3 repeat in every publish.
     4. `leave`: forgets the trainers; others may come.
@@ -104,6 +105,7 @@ class EngineEnd:
     def answer(self, request: dict, store: TCPStore) -> dict:
         """Runs the operation that a request names."""
         operations: dict[str, Callable[[], dict]] = {
+            "formats": lambda: self.formats(decode(store.get(request["specs"]))),
             "record": lambda: self.record(request, decode(store.get(request["specs"]))),
             "receive": lambda: self.receive(cast(ReceiveRequest, request), store, tuple(request["mailbox"])),
             "digest": self.digest,
@@ -119,13 +121,18 @@ class EngineEnd:
         assert model is not None, "SGLang passes the model with every request"
         return model
 
+    def formats(self, specs: dict) -> dict:
+        """Returns the HF tensors that this rank keeps in FP8. specs: of a model without scales."""
+        recording, _ = record_engine_model(self._model, _decoded(specs), allow_computed=True)
+        return {"fp8": fp8_sources(recording, _live(self._model))}
+
     def record(self, request: dict, specs: dict) -> dict:
-        """Returns this rank's copies. problems: elements that the HF tensors do not fill exactly once."""
-        model = self._model
-        hf = {name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in specs.items()}
+        """Returns this rank's copies. problems: elements that HF tensors do not fill exactly once, wrong formats."""
+        model, hf = self._model, _decoded(specs)
         recording, whole = record_engine_model(model, hf, request["allow_computed"])
         self.recorded = _Recorded(recording, hf, CopyBatches(recording.copies, hf), whole)
         problems = coverage_problems(recording, dict(model.named_parameters())) + _copies_of_the_start(model)
+        problems += format_problems(recording.copies, _live(model), hf)
         if request["dummy_start"]:
             problems += _random_buffers(model, recording)
         return {
@@ -289,6 +296,10 @@ def record_engine_model(model: torch.nn.Module, specs: Specs, allow_computed: bo
     ]
 
 
+def _decoded(specs: Mapping[str, tuple[Sequence[int], str]]) -> Specs:
+    return {name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in specs.items()}
+
+
 def _live(model: torch.nn.Module) -> dict[str, Tensor]:
     """Returns the live parameters and buffers by name."""
     return dict(model.named_parameters()) | dict(model.named_buffers())
@@ -356,11 +367,14 @@ def _absorbed(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
     w_kc [heads, nope, rank] and w_vc [heads, rank, v].
 
     SGLang copies them from kv_b_proj.weight [heads * (nope + v), rank] at the end of load_weights and in
-    post_load_weights. Left out: matrices that it computes in another way (quantised).
+    post_load_weights; an FP8 one times its scales, in bfloat16. Left out: matrices that it computes in another way.
     """
     for path, module in model.named_modules():
         keys, values = getattr(module, "w_kc", None), getattr(module, "w_vc", None)
-        weight = getattr(getattr(module, "kv_b_proj", None), "weight", None)
+        projection = getattr(module, "kv_b_proj", None)
+        weight = getattr(projection, "weight", None)
+        if keys is not None and weight is not None and weight.dtype == torch.float8_e4m3fn:
+            weight = dequantised(weight, projection.weight_scale_inv)  # type: ignore[union-attr]
         if keys is None or values is None or weight is None or not keys.dtype == values.dtype == weight.dtype:
             continue
         heads = weight.detach().unflatten(0, (len(keys), -1))  # [heads, nope + v, rank]

@@ -29,7 +29,8 @@ class DiskTransport:
         target = (weights.folder / f"v{version}").resolve()
 
         def write_and_load(buckets: Iterator[dict[str, Tensor]]) -> None:
-            write_hf_folder(target, timer.waiting(buckets, "gather"), weights.checkpoint, weights.dtype)
+            described = weights.checkpoint, weights.dtype, weights.fp8
+            write_hf_folder(target, timer.waiting(buckets, "gather"), *described)
             # One load_weights call for all files, so it does not matter which of them a tensor is in.
             # The format, because the default is the one that the engine started with, which may be "dummy".
             body = {"model_path": str(target), "load_format": "auto", "flush_cache": False}

@@ -38,6 +38,11 @@ class TrainerWeights:
     checkpoint: Path  # HF folder whose config.json and tokenizer describe the model
     limits: GroupLimits  # of groups with engines
 
+    @property
+    def fp8(self) -> bool:
+        """Returns whether some tensors are published in FP8."""
+        return any(dtype == torch.float8_e4m3fn for _, dtype in self.specs.values())
+
 
 class Transport(Protocol):
     """Puts the trainers' live weights into the engines' live parameters. Every trainer rank has one, for the whole run.
