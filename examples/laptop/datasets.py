@@ -14,8 +14,8 @@ from pathlib import Path
 from examples.laptop.guess import games
 from examples.laptop.lake import maps
 from examples.laptop.recipe import DatasetConfig
-from examples.laptop.squares import pictures
 from examples.laptop.sql import questions
+from examples.laptop.squares import pictures
 from examples.laptop.word_problems import word_problems
 from megagrpo.rollout.calculator import exact_value
 from megagrpo.system.run_folder import write_json_lines
