@@ -1,5 +1,6 @@
 """The start of a run: its actor, the model's weights, and the checkpoint it continues from."""
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,7 +24,9 @@ from megagrpo.weights.hf_folder import HfFolder
 
 def run_identity(config: ExperimentConfig, actor: MegatronActor) -> RunIdentity:
     """Collective. Returns the properties that a checkpoint must share with the run that loads it."""
-    model: dict = {"model": asdict(actor.arch), "dtype": config.actor.dtype}
+    model: dict = {"model": json.loads(json.dumps(asdict(actor.arch))), "dtype": config.actor.dtype}  # as it is read
+    if actor.arch.vision is not None:
+        model["trained_vision"] = config.actor.trained_vision  # what is frozen has no optimizer state
     model["distributed_optimizer"] = config.actor.optimizer.distributed
     if config.actor.lora is not None:  # the checkpoint holds only adapters
         model["lora"] = config.actor.lora.model_dump()

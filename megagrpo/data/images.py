@@ -112,7 +112,8 @@ class ImageStore:
     @classmethod
     def of(cls, model: ModelConfig, folder: Path) -> "ImageStore | None":
         """Returns the store of a model's prompts; None if the model does not see. Raises ValueError."""
-        hf = read_description(Path(model.path) / "config.json")
+        path = Path(model.path) / "config.json"
+        hf = read_description(path) if path.is_file() else {}
         return cls(model.tokenizer or model.path, hf, folder) if "vision_config" in hf else None
 
     def add(self, data: bytes) -> tuple[str, Grid]:

@@ -9,7 +9,7 @@ import random
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -139,13 +139,12 @@ def load_prompts(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", store: 
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
             raise ValueError(f"{row.location}: the tokenizer does not know every character of {text!r:.80}")
         found.append(Prompt(row.id, text, np.array(ids), row.answer, row.grader, row.location, row.source, row.extra))
-    with ThreadPoolExecutor() as pool:  # Pillow lets other threads run
-        sources = [sources for _, sources in rendered]
-        for row, prompt in zip(rows, pool.map(lambda *each: _with_images(store, *each), found, sources), strict=True):
-            length = len(prompt.token_ids)
-            shortest = min(shortest or length, length)
-            if length <= data.max_prompt_tokens:
-                prompts[row.of].append(prompt)
+    found = _with_images(store, found, [sources for _, sources in rendered])
+    for row, prompt in zip(rows, found, strict=True):
+        length = len(prompt.token_ids)
+        shortest = min(shortest or length, length)
+        if length <= data.max_prompt_tokens:
+            prompts[row.of].append(prompt)
     ratios = [source.ratio for source in data.sources if source.ratio is not None]
     for part, found in zip(parts, prompts, strict=True) if ratios else [(data, [p for of in prompts for p in of])]:
         if not found:
@@ -166,12 +165,18 @@ def describe_dropped(data: DataConfig, prompts: PromptSet) -> str:
     return f"{data.name}: {prompts.num_too_long} of {total} prompts dropped, longer than {limit}"
 
 
-def _with_images(store: ImageStore | None, prompt: Prompt, sources: Sequence[object]) -> Prompt:
-    """Returns the prompt with its images, which are kept in the store, and their placeholders."""
-    if store is None:
-        if sources:
-            raise ValueError(f"{prompt.location}: the prompt has images, but the model (model.path) does not see")
-        return prompt
+def _with_images(store: ImageStore | None, prompts: list[Prompt], sources: list[list[object]]) -> list[Prompt]:
+    """Returns the prompts with their images, which the store keeps."""
+    if store is not None:
+        with ThreadPoolExecutor() as pool:  # Pillow lets other threads run
+            return list(pool.map(partial(_expanded, store), prompts, sources))
+    for prompt in (prompt for prompt, its in zip(prompts, sources, strict=True) if its):
+        raise ValueError(f"{prompt.location}: the prompt has images, but the model (model.path) does not see")
+    return prompts
+
+
+def _expanded(store: ImageStore, prompt: Prompt, sources: list[object]) -> Prompt:
+    """Returns the prompt with its images, and the placeholders of all their tokens."""
     folder, images = Path(prompt.location).parent, []
     for number, source in enumerate(sources, 1):
         with explained(f"{prompt.location}: image {number} cannot be used"):

