@@ -36,7 +36,11 @@ class Seeing(Family):
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
         half = sizes.head_dim // 2
-        rope = {"rope_type": "default", "mrope_section": [half - 2 * (half // 4), half // 4, half // 4]}
+        rope = {
+            "rope_type": "default",
+            "mrope_section": [half - 2 * (half // 4), half // 4, half // 4],
+            "mrope_interleaved": self.KIND == "qwen3_vl",
+        }
         tower = {
             "depth": 2,
             "hidden_size": 32,
@@ -49,7 +53,6 @@ class Seeing(Family):
             **self.TINY_TOWER,
         }
         ids = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5}
-        rope |= {"mrope_interleaved": True} if self.KIND == "qwen3_vl" else {}
         return super().tiny_options(sizes) | ids | {"rope_scaling": rope, "vision_config": tower}
 
     def refusals(self, hf: HfConfig) -> list[str]:
@@ -117,7 +120,7 @@ def _text_part(hf: HfConfig) -> dict:
     text["tie_word_embeddings"] = bool(hf.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
     rope = mrope_of(text)
     plain = rope.get("rope_type", rope.get("type", "default")) in ("default", "mrope")
-    if plain and text.get("rope_scaling"):
+    if plain and "mrope_section" in (text.get("rope_scaling") or {}):
         text = {**text, "rope_scaling": None, "rope_parameters": {**(text.get("rope_parameters") or {}), **rope}}
         text["rope_parameters"]["rope_type"] = "default"
     return text
