@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -20,7 +21,7 @@ from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import plan_updates
 from megagrpo.certify.cases import REFERENCE, Case
 from megagrpo.certify.report import CaseFigures
-from megagrpo.certify.subject import MAX_PROMPT, MAX_RESPONSE, NUM_GROUPS, longest, make_groups, near
+from megagrpo.certify.subject import MAX_PROMPT, MAX_RESPONSE, NUM_GROUPS, longest, make_groups, near, pixels
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
 from megagrpo.families.table import read_architecture
 from megagrpo.mesh import Mesh
@@ -34,7 +35,8 @@ from megagrpo.weights.transports.gather_plan import gather_buckets, make_gather_
 # A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into a full step.
 OPTIMIZER = OptimizerConfig(lr=1e-3, clip_grad=1.0, adam_eps=1e-4, distributed=False)
 _CHUNK_TOKENS = 32
-_KEPT = {"transformer_engine", "deadline_s", "lora", "router_losses", "routing_replay"}  # of the experiment's actor
+# of the experiment's actor
+_KEPT = {"transformer_engine", "deadline_s", "lora", "vision", "router_losses", "routing_replay"}
 Read = TypeVar("Read")
 
 
@@ -123,6 +125,7 @@ def measure(config: ExperimentConfig, case: Case, *, folder: Path, store: Path, 
         if config.algorithm.uses_reference:
             actor.load_hf(HfFolder(folder / "reference"))
             actor.keep_reference()
+        actor.images = partial(pixels, arch=actor.arch)
         weights = actor.trained_weights(load_initial_weights(actor, model))
         if config.actor.lora is not None:
             initial = InitialAdapters(actor.adapter_specs(), seed=0)  # with noise: while B is 0, A has no gradient

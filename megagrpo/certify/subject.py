@@ -15,11 +15,14 @@ from megagrpo.config.schema import ExperimentConfig, ParallelConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import FAMILIES, architecture_of
 from megagrpo.families.tiny import TinySizes
-from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
+from megagrpo.types import ImageRef, Outcome, Prompt, RolloutGroup, Sample
 from megagrpo.weights.hf_folder import write_hf_folder
 
 VOCAB = 131  # no tensor-parallel size divides it: padded vocabularies are part of every certificate
 NUM_GROUPS, MAX_PROMPT, MAX_RESPONSE = 5, 10, 24
+_SQUARE, _FLAT = (1, 4, 4), (1, 2, 4)  # patches, of 4 and 2 tokens
+# of every third group's prompt, if the model sees
+IMAGES = ((), (ImageRef("a", 1, _SQUARE),), (ImageRef("b", 1, _FLAT), ImageRef("a", 4, _SQUARE)))
 
 
 def make_models(folder: Path, config: ExperimentConfig, parallel: ParallelConfig, seed: int) -> Architecture:
@@ -70,7 +73,8 @@ def make_models(folder: Path, config: ExperimentConfig, parallel: ParallelConfig
 
 def _description(real: dict[str, object], sizes: TinySizes) -> dict[str, object]:
     """Returns config.json of a model of these sizes with the options of a real one."""
-    of_family = FAMILIES[str(real["model_type"])].SIZE_KEYS
+    family = FAMILIES[str(real["model_type"])]
+    real, of_family = dict(family.text_part(real)), family.SIZE_KEYS
     options = {key: value for key, value in real.items() if key not in of_family}
     absent = ("q_lora_rank", "n_shared_experts", "first_k_dense_replace")  # parts that not every model has
     options |= {key: real[key] for key in absent if not real.get(key, 1)}
@@ -109,7 +113,9 @@ def make_groups(config: ExperimentConfig, seed: int, arch: Architecture) -> list
             outcomes.append(Outcome("error", detail="planted") if (g, index) == (3, 1) else scored)
         greedy = Sample(0, np.ones(1), np.zeros(1), "stop", 0, ""), Outcome("score", 0.5)
         baseline = greedy if config.algorithm.needs_greedy_response else (None, None)
-        prompt = Prompt(g, "", tokens(number(2, MAX_PROMPT)), "")
+        images = () if arch.vision is None else IMAGES[g % 3]
+        shortest = max([2, *(image.start + 1 + arch.vision.tokens(image.grid) for image in images if arch.vision)])
+        prompt = Prompt(g, "", tokens(number(shortest, MAX_PROMPT)), "", images=images)
         groups.append(RolloutGroup(g, prompt, tuple(samples), tuple(outcomes), *baseline))
     replays = config.actor.routing_replay == "rollout"
     return [_with_experts(group, arch, generator) for group in groups] if replays else groups
@@ -125,6 +131,13 @@ def _with_experts(group: RolloutGroup, arch: Architecture, generator: torch.Gene
         return replace(sample, routed_experts=experts.astype(arch.expert_id_type))
 
     return replace(group, samples=tuple(map(drawn, group.samples)))
+
+
+def pixels(key: str, arch: Architecture) -> Tensor:
+    """Returns the patches of one of IMAGES, at random."""
+    assert arch.vision is not None
+    grid = next(image.grid for of_group in IMAGES for image in of_group if image.key == key)
+    return near(torch.zeros(math.prod(grid), arch.vision.patch_values), 1.0, ord(key))
 
 
 def near(values: Tensor, spread: float, seed: int) -> Tensor:

@@ -1,5 +1,7 @@
 """A tiny model of any family: its config.json and random tensors, named as in released checkpoints."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -54,7 +56,9 @@ def random_tensors(arch: Architecture, generator: torch.Generator) -> dict[str, 
 def _initial(spec: TensorSpec, generator: torch.Generator) -> Tensor:
     match spec.kind:
         case "matrix":
-            return torch.randn(spec.shape, generator=generator) * spec.shape[-1] ** -0.5
+            inputs = spec.shape[-1] if len(spec.shape) == 2 else math.prod(spec.shape[1:])
+            inputs = spec.shape[1] if spec.expert and len(spec.shape) == 3 else inputs  # experts together, transposed
+            return torch.randn(spec.shape, generator=generator) * inputs**-0.5
         case "norm":
             return torch.ones(spec.shape)
         case "bias":

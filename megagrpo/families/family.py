@@ -81,6 +81,10 @@ class Family:
 
     attention_tensors = staticmethod(attention_tensors)
 
+    def text_part(self, hf: HfConfig) -> HfConfig:
+        """Returns the keys of config.json as a model that reads text alone has them."""
+        return hf
+
     def stored_name(self, name: str) -> str:
         """Returns what checkpoints call a tensor of the text part that other families call `name`."""
         return name

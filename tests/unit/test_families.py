@@ -32,11 +32,15 @@ DIGESTS = {
     ("glm4_moe", False): "418d5b826b9c4988",
     ("deepseek_v3", False): "b5cab126e366b585",
     ("kimi_k2", False): "b5cab126e366b585",
+    ("qwen2_5_vl", False): "b44bbd5758532621",
+    ("qwen3_vl", True): "b0a892305c437d03",
+    ("qwen3_vl_moe", False): "901941073f111c1c",
 }
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+UNSCALED = ("glm4_moe", "deepseek_v3", "kimi_k2", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 TOY = '''
 """A family whose MLP has Mixtral's names."""
 
@@ -118,9 +122,9 @@ def test_what_would_be_silently_wrong_is_refused_by_name(family, tmp_path):
         problems = model_problems(hf | {key: value})
         assert len(problems) == 1 and key.replace("rope_scaling", "rope scaling") in problems[0]
     assert len(model_problems(hf | wrong)) == len(wrong)
-    assert bool(model_problems(hf | {"attention_bias": True})) == (family not in ("qwen2", "glm4_moe"))
+    assert bool(model_problems(hf | {"attention_bias": True})) == (family not in ("qwen2", "glm4_moe", "qwen2_5_vl"))
     assert bool(model_problems(hf | {"partial_rotary_factor": 0.25})) == (family != "glm4_moe")
-    assert bool(model_problems(hf | {"rope_scaling": LLAMA3})) == (family in ("glm4_moe", "deepseek_v3", "kimi_k2"))
+    assert bool(model_problems(hf | {"rope_scaling": LLAMA3})) == (family in UNSCALED)
     del hf["rms_norm_eps"]
     (tmp_path / "config.json").write_text(json.dumps(hf))
     with pytest.raises(ValueError, match=r"config\.json: config\.json lacks rms_norm_eps"):

@@ -6,22 +6,54 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from megagrpo.families.architecture import Architecture, HfConfig, every_scaling_refused
+from megagrpo.families.architecture import COMMON_SIZE_KEYS, Architecture, HfConfig, every_scaling_refused
 from megagrpo.families.family import Family
 from megagrpo.families.models.dense import Qwen2, Qwen3
 from megagrpo.families.models.softmax_moe import Qwen3Moe
 from megagrpo.families.tensors import TensorSpec
+from megagrpo.families.tiny import TinySizes
 from megagrpo.families.vision import mrope_of, read_vision, vision_refusals
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+# of the text part and of the tower, and what follows from the size of a head
+_SIZE_KEYS = {"text_config", "vision_config", "rope_scaling", "rope_parameters", "image_token_id", "video_token_id"}
+_SIZE_KEYS |= {"vision_start_token_id", "vision_end_token_id"}
+
+
 class Seeing(Family):
     """Reads a config.json whose text part stands in text_config, or beside vision_config as older ones have it."""
 
     KIND: ClassVar[Literal["qwen2_5_vl", "qwen3_vl"]]
+    TINY_TOWER: ClassVar[dict[str, object]]  # its own keys in a tiny model
+    SIZE_KEYS = COMMON_SIZE_KEYS | _SIZE_KEYS
     ROPE_SCALING_REFUSALS = staticmethod(every_scaling_refused)
+
+    def text_part(self, hf: HfConfig) -> HfConfig:
+        return _text_part(hf)
+
+    def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
+        half = sizes.head_dim // 2
+        rope = {
+            "rope_type": "default",
+            "mrope_section": [half - 2 * (half // 4), half // 4, half // 4],
+            "mrope_interleaved": self.KIND == "qwen3_vl",
+        }
+        tower = {
+            "depth": 2,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "intermediate_size": 48,
+            "out_hidden_size": sizes.hidden_size,
+            "patch_size": 4,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 1,
+            **self.TINY_TOWER,
+        }
+        ids = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5}
+        return super().tiny_options(sizes) | ids | {"rope_scaling": rope, "vision_config": tower}
 
     def refusals(self, hf: HfConfig) -> list[str]:
         text = _text_part(hf)
@@ -37,6 +69,7 @@ class Qwen25VL(Seeing, Qwen2):
 
     HF_CLASS = "Qwen2_5_VLForConditionalGeneration"
     KIND = "qwen2_5_vl"
+    TINY_TOWER: ClassVar = {"window_size": 16, "fullatt_block_indexes": [1]}
 
 
 class Qwen3VL(Seeing, Qwen3):
@@ -44,6 +77,7 @@ class Qwen3VL(Seeing, Qwen3):
 
     HF_CLASS = "Qwen3VLForConditionalGeneration"
     KIND = "qwen3_vl"
+    TINY_TOWER: ClassVar = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 
     def stored_name(self, name: str) -> str:
         return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
@@ -53,6 +87,7 @@ class Qwen3VLMoe(Qwen3VL, Qwen3Moe):
     """Qwen3-MoE with that tower; a layer's experts are two tensors, each expert's matrices transposed."""
 
     HF_CLASS = "Qwen3VLMoeForConditionalGeneration"
+    SIZE_KEYS = Qwen3Moe.SIZE_KEYS | _SIZE_KEYS
 
     def stored(self, hf: Mapping[str, Tensor], name: str) -> Tensor:
         layer, found, expert = name.partition(".experts.")
@@ -85,7 +120,7 @@ def _text_part(hf: HfConfig) -> dict:
     text["tie_word_embeddings"] = bool(hf.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
     rope = mrope_of(text)
     plain = rope.get("rope_type", rope.get("type", "default")) in ("default", "mrope")
-    if plain and text.get("rope_scaling"):
+    if plain and "mrope_section" in (text.get("rope_scaling") or {}):
         text = {**text, "rope_scaling": None, "rope_parameters": {**(text.get("rope_parameters") or {}), **rope}}
         text["rope_parameters"]["rope_type"] = "default"
     return text
