@@ -12,7 +12,7 @@ import numpy as np
 from megagrpo.cluster.machine import ENDING, alone_in
 from megagrpo.cluster.supervise import Launch, last_lines
 from megagrpo.config.load import dump_config
-from megagrpo.config.schema import ExperimentConfig, WeightsConfig
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import load_prompts, load_tokenizer
 from megagrpo.monitor.rollouts import Decode, turns_of
 from megagrpo.rewards.pool import RewardPool
@@ -73,7 +73,7 @@ async def _sampled(
 def _with_one_engine(config: ExperimentConfig, folder: RunFolder) -> ExperimentConfig:
     """Returns the experiment with one engine of its own, which reads `model.path`, in a run folder of its own."""
     alone = {"num_engines": 1, "min_healthy_engines": 1, "colocate": False, "lend_trainers": 0, "load_format": "model"}
-    changes = {"rollout": config.rollout.model_copy(update=alone), "weights": WeightsConfig()}
+    changes = {"rollout": config.rollout.model_copy(update=alone), "weights": config.weights.suited(colocate=False)}
     actor = config.actor.model_copy(update={"routing_replay": None})
     return config.model_copy(update={"output_dir": str(folder.path), "actor": actor} | changes)
 
