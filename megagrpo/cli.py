@@ -102,6 +102,9 @@ def _add_preparation(commands: _Commands) -> None:
     option("-o", "--output", type=Path, metavar="FILE", help="experiment to write; default: standard output")
     option("--partial", action="store_true", help="write it also if keys are lost")
     commands.add_with_config("sft", _sft, "supervised warm-up with the same actor")
+    text = "sample a few rollouts from the model as it is, and print them with their rewards and what is trained on"
+    attempt = commands.add_with_config("try", _try, text)
+    attempt.add_argument("--prompts", type=int, default=3, help="how many, from the start of the data (default 3)")
     check = commands.add_with_config("check", _check, "explain the experiment without starting anything")
     check.add_argument("--all", action="store_true", help="also every rank, and every setting of Megatron and SGLang")
     check.add_argument("--hardware", help="GPUs on which SGLang resolves the engines' arguments, such as H100; seconds")
@@ -244,6 +247,12 @@ def _check(args: argparse.Namespace, config: ExperimentConfig) -> int:
     from megagrpo.planning.explain import check_command
 
     return check_command(config, args.hardware, args.all)
+
+
+def _try(args: argparse.Namespace, config: ExperimentConfig) -> int:
+    from megagrpo.cluster.trial import try_out
+
+    return try_out(config, args.prompts)
 
 
 def _certify(args: argparse.Namespace, config: ExperimentConfig) -> int:

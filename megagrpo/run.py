@@ -150,7 +150,7 @@ class RunRecord:
             if config.log.rollouts and holds_token_values():
                 self._trained = stack.enter_context(closing(TrainedLog(*replica, config.log.tokens, pieces, start)))
             if config.log.rollouts and mesh.is_leader:
-                self._rollouts = stack.enter_context(closing(RolloutLog(*replica, start)))
+                self._rollouts = stack.enter_context(closing(RolloutLog(*replica, start, inputs.decode)))
             if console is not None:
                 step_log = stack.enter_context(closing(StepLog(self.folder, config.log, start)))
                 wandb_log = stack.enter_context(WandbLog(config, self.folder, start, console.note))

@@ -19,7 +19,7 @@ from megagrpo.rollout.service.engine_command import on_gpus
 from megagrpo.system import environment
 from megagrpo.system.run_folder import RunFolder
 
-_ENDING = (signal.SIGTERM, signal.SIGINT)
+ENDING = (signal.SIGTERM, signal.SIGINT)
 _POLL_S = 0.2
 _DEAD_LOCK_S = 150.0  # a file server may hold the lock of a dead node; Slurm restarts its job elsewhere
 _SERVICE_GRACE_S = 30.0  # for engines, Ray and the router to end in order
@@ -78,7 +78,7 @@ def _locked(file: IO) -> bool:
 
 
 def _serve_and_train(config: ExperimentConfig, of_trainers: dict[str, str], of_engines: dict[str, str]) -> int:
-    end, ask = (*_ENDING, signal.SIGUSR2), (signal.SIGUSR1,)
+    end, ask = (*ENDING, signal.SIGUSR2), (signal.SIGUSR1,)
     with Launch(RunFolder(Path(config.output_dir)), "run", end=end, ask=ask, grace_s=_SERVICE_GRACE_S) as launch:
         return _watch_both(launch, config, "train", config.actor.max_restarts, of_trainers, of_engines)
     return launch.status
@@ -92,7 +92,7 @@ def ranks_beside_service(config: ExperimentConfig) -> int:
     visible = visible_gpus()
     refuse_what_cannot_run(config, _this_node(config, visible))
     folder, devices = RunFolder(Path(config.output_dir)), _devices(config, visible)
-    launch = Launch(folder, "bisect", end=_ENDING, ranks="bisect", grace_s=_SERVICE_GRACE_S)
+    launch = Launch(folder, "bisect", end=ENDING, ranks="bisect", grace_s=_SERVICE_GRACE_S)
     with alone_in(folder), launch:
         return _watch_both(launch, config, "bisect", 0, *devices)
     return launch.status
@@ -167,7 +167,7 @@ def train_ranks(config: ExperimentConfig, command: list[str]) -> int:
         raise ValueError(f"`megagrpo {name}` runs on one machine: {lacking}. Over several nodes start {remedy}")
     folder = RunFolder(Path(config.output_dir))
     dump_config(config, folder.config)
-    with Launch(folder, name, end=_ENDING, ranks=name) as launch:
+    with Launch(folder, name, end=ENDING, ranks=name) as launch:
         options = [*torchrun(ranks), "--standalone"]
         command = [name, str(folder.config), *rest]
         return launch.watch(launch.start_ranks(command, options, trainer_variables(config, ranks if gpus else 0)))

@@ -1,34 +1,39 @@
 """Records the samples of each step; the leader of each replica writes its own in a background thread.
 
 rollouts/step_000012.replica_0.jsonl has one line per prompt: text, answer, and each sample with the reward and outcome
-of its rollout, and its finish reason. A step has a file for each replica, with groups in order of their ids;
-`read_rollouts` merges them.
+of its rollout, its finish reason, and with an environment its turns: who said what, and each turn's reward. A step has
+a file for each replica, with groups in order of their ids; `read_rollouts` merges them.
 """
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from operator import itemgetter
 from pathlib import Path
 
+import numpy as np
 import orjson
 
 from megagrpo.monitor.step_lines import BackgroundWriter
 from megagrpo.system.run_folder import RunFolder, write_json_lines
-from megagrpo.types import Outcome, RolloutGroup
+from megagrpo.types import Outcome, RolloutGroup, Sample
+
+Decode = Callable[[np.ndarray], str]
 
 
 class RolloutLog(BackgroundWriter):
     """Writes the samples of one replica.
 
     A run that resumes after `start_step` finished steps (0: a new run) drops this replica's files of later steps,
-    and replica 0 those of replicas beyond `num_replicas`, left by an earlier start.
+    and replica 0 those of replicas beyond `num_replicas`, left by an earlier start. decode: token ids -> text.
     """
 
-    def __init__(self, folder: RunFolder, replica: int, num_replicas: int, start_step: int = 0) -> None:
+    def __init__(
+        self, folder: RunFolder, replica: int, num_replicas: int, start_step: int = 0, decode: Decode = str
+    ) -> None:
         super().__init__("rollouts")
-        self._folder, self._replica = folder, replica
+        self._folder, self._replica, self._decode = folder, replica, decode
         last_kept = start_step if start_step > 0 else -1
         for step, files in folder.rollout_files().items():
             for of, path in files.items():
@@ -39,7 +44,7 @@ class RolloutLog(BackgroundWriter):
         """Starts writing this replica's groups of a step."""
         path = self._folder.rollout_file(step, self._replica)
         in_order = sorted(groups, key=lambda group: group.group_id)
-        self.submit(lambda: write_json_lines(path, map(_record, in_order)))
+        self.submit(lambda: write_json_lines(path, (_record(group, self._decode) for group in in_order)))
 
 
 def read_rollouts(files: Iterable[Path]) -> Iterator[dict]:
@@ -49,7 +54,23 @@ def read_rollouts(files: Iterable[Path]) -> Iterator[dict]:
         yield from heapq.merge(*lines, key=itemgetter("group_id"))
 
 
-def _record(group: RolloutGroup) -> dict:
+def turns_of(sample: Sample, rewards: Iterator[float], decode: Decode) -> list[dict]:
+    """Returns what was said in a response, [{"by": "model" or "environment", "text"}]; the model's is trained on.
+
+    rewards: of the rollout's turns from here on; a turn of the model takes the next one as its "reward".
+    """
+    mask = np.ones(len(sample.token_ids), np.bool_) if sample.loss_mask is None else sample.loss_mask
+    turns = []
+    for ids in np.split(np.arange(len(mask)), np.flatnonzero(mask[1:] != mask[:-1]) + 1):
+        if len(ids):
+            own = bool(mask[ids[0]])
+            turn = {"by": "model" if own else "environment", "text": decode(sample.token_ids[ids])}
+            turns.append(turn | ({"reward": reward} if own and (reward := next(rewards, None)) is not None else {}))
+    return turns
+
+
+def _record(group: RolloutGroup, decode: Decode) -> dict:
+    rewards = [iter(outcome.turn_rewards) for outcome in group.outcomes]
     samples = [
         {
             "text": sample.text,
@@ -60,6 +81,8 @@ def _record(group: RolloutGroup) -> dict:
             "num_tokens": len(sample.token_ids),
             "weight_version": sample.weight_version,
             **({"newer_weights": sample.newer} if sample.newer else {}),
+            **({} if sample.prompt_ids is None else {"prompt": decode(sample.prompt_ids)}),
+            **({"turns": turns_of(sample, rewards[sample.of_rollout], decode)} if outcome.end else {}),
         }
         for sample in group.samples
         for outcome in (group.outcomes[sample.of_rollout],)
@@ -73,7 +96,7 @@ def _record(group: RolloutGroup) -> dict:
 def _outcome_record(outcome: Outcome) -> dict:
     record = asdict(outcome)
     parts = {name: _outcome_record(part) for name, part in outcome.parts.items()}
-    optional = {"parts": parts, "token_rewards": outcome.token_rewards, "end": outcome.end}
+    optional: dict[str, object] = {"parts": parts, "token_rewards": outcome.token_rewards, "end": outcome.end}
     optional["turn_rewards"] = outcome.turn_rewards
     kept = {key: value for key, value in record.items() if key not in optional}
     return kept | {key: value for key, value in optional.items() if value}

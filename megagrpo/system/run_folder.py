@@ -12,6 +12,7 @@ service.progress  a line about its start
 wandb/          data for `wandb sync`            wandb_id       id of the W&B run (log.wandb)
 certify/        written by `megagrpo certify`    logs/          of every process
 bisect/         a run folder of `megagrpo bisect`: also options.json, report.md, report.json
+try/            a run folder of `megagrpo try`
 logs/trainer.log, service.log, engine-0.node-0.log ...
 logs/trainer.stop_request                        stop request of one node, see stop_request.py
 logs/error_trainer_rank3.txt, .final.txt         why a rank failed; "final": a restart would fail again

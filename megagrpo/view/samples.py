@@ -72,7 +72,10 @@ def _group(step: int, record: dict, most: int, trained: dict, allowance: float, 
         # as batching/batch.py numbers samples
         update = trained.get((step, record["group_id"] * most + index), {"advantage": None})
         shown = sample | {"index": index, "text": _cut(sample["text"]), "outcome": outcome} | update
-        own = len(shown["text"]) + 150 + _TOKEN_BYTES * len(update.get("tokens", {}).get("ids", ()))
+        if turns := sample.get("turns"):
+            shown["turns"] = [turn | {"text": _cut(turn["text"])} for turn in turns]
+        own = (2 if turns else 1) * len(shown["text"]) + 150
+        own += _TOKEN_BYTES * len(update.get("tokens", {}).get("ids", ()))
         if size + own > allowance and (group["samples"] or not first):
             break
         group["samples"].append(shown)

@@ -14,6 +14,7 @@ from megagrpo.config.schema import LogConfig
 from megagrpo.monitor.record import StepLog
 from megagrpo.monitor.rollouts import RolloutLog
 from megagrpo.system.run_folder import RunFolder
+from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 from megagrpo.view.command import ViewLimits, write_view
 from megagrpo.view.samples import read_samples
 from megagrpo.view.trace import read_trace, spread
@@ -98,6 +99,25 @@ def test_samples_are_bounded_in_bytes_and_spread_over_steps(tmp_path):
     everything, notes = read_samples(folder, 1e9)
     assert len(everything["groups"]) == 1200 and notes == ["samples: of 200 of 300 steps, evenly spread"]
     assert spread(range(5), 7) == [0, 1, 2, 3, 4] and spread(range(101), 3) == [0, 50, 100]
+
+
+def test_a_rollout_with_an_environment_is_a_conversation(tmp_path):
+    prompt = Prompt(0, "?", (1,), "")
+    grown = Sample(0, (5, 6, 9, 5), 4 * (-0.5,), "stop", 0, "5695", loss_mask=(True, True, False, True))
+    outcome = Outcome("score", 1.25, end="done", turn_rewards=(0.25, 1.0))
+    walk = [replace(grown, index=i, token_ids=(i,), logprobs=(-0.5,), loss_mask=None, rollout=1) for i in (1, 2)]
+    walk = [replace(sample, prompt_ids=(7, sample.index)) for sample in walk]
+    cut = Outcome("error", detail="the tool is gone", end="error", turn_rewards=(0.5,))
+    group = RolloutGroup(0, prompt, (replace(grown, rollout=0), *walk), (outcome, cut))
+    with closing(RolloutLog(RunFolder(tmp_path), 0, 1, decode=lambda ids: "".join(map(str, ids)))) as log:
+        log.write(1, [group])
+    samples = read_samples(RunFolder(tmp_path), 50_000)[0]["groups"][0]["samples"]
+    first = {"by": "model", "text": "56", "reward": 0.25}, {"by": "environment", "text": "9"}
+    assert samples[0]["turns"] == [*first, {"by": "model", "text": "5", "reward": 1.0}]
+    assert (samples[0]["outcome"]["end"], samples[0]["reward"], samples[2]["reward"]) == ("done", 1.25, None)
+    assert [s["prompt"] for s in samples[1:]] == ["71", "72"], "its own"
+    assert samples[1]["turns"] == [{"by": "model", "text": "1", "reward": 0.5}]
+    assert samples[2]["turns"] == [{"by": "model", "text": "2"}], "its environment gave no answer"
 
 
 def test_one_huge_response_does_not_fill_the_page(tmp_path):

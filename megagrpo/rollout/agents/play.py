@@ -91,7 +91,7 @@ async def play_rollout(
     for attempt in itertools.count(1):
         played, turn = Played(), turns()
         try:
-            async with environments.episode(*task, failed and failed.worker) as episode:
+            async with environments.episode(*task, failed.worker if failed else None) as episode:
                 await play(played, episode, environments, turn, prompt, max_tokens, decode)
             outcome = played.outcome(environments.config.credit == "turn")
             break

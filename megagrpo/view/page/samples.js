@@ -117,17 +117,20 @@ function choose(row, line) {
 function showSample({ run, group, sample }) {
   const reward = sample.outcome.status === "score" ? `reward ${number(sample.reward, 5)}`
     : `${sample.outcome.status}: ${sample.outcome.detail}`;
-  const facts = [`step ${group.step}, prompt ${group.prompt_id}, sample ${sample.index} of ${group.size}`, reward,
-    `advantage ${number(sample.advantage, 5)}`, `${sample.num_tokens} tokens, ended by ${sample.finish_reason}`,
+  const rollout = sample.rollout === undefined ? "" : ` of rollout ${sample.rollout}`;
+  const end = sample.outcome.end ? `, the rollout by ${sample.outcome.end}` : "";
+  const facts = [`step ${group.step}, prompt ${group.prompt_id}, sample ${sample.index}${rollout} of ${group.size}`, reward,
+    `advantage ${number(sample.advantage, 5)}`, `${sample.num_tokens} tokens, ended by ${sample.finish_reason}${end}`,
     `weights ${sample.weight_version}`];
   const pane = byId("detail");
-  pane.replaceChildren(make("h2", facts.join("  \u00b7  ")), make("h2", "prompt"), make("pre", group.prompt),
-    make("h2", "answer"), make("pre", group.answer), make("h2", "response"), make("pre", sample.text));
+  pane.replaceChildren(make("h2", facts.join("  \u00b7  ")), make("h2", "prompt"), make("pre", sample.prompt ?? group.prompt),
+    make("h2", "answer"), make("pre", group.answer), make("h2", "response"));
   pane.children[2].after(...(group.images || []).filter((key) => run.images[key]).map((key) => {
     const image = make("img", "");
     image.src = run.images[key];
     return image;
   }));
+  for (const turn of sample.turns ?? [{ by: "model", text: sample.text }]) pane.append(turnOf(turn));
   if (sample.tokens) pane.append(make("h2", "tokens, coloured by |trainer \u2212 rollout| log-probability"), legend(),
     tokensOf(run, sample.tokens));
   else pane.append(make("h2", "its tokens were not recorded (log.tokens: groups of a step)"));
@@ -138,6 +141,15 @@ function showSample({ run, group, sample }) {
     line.className = other.advantage > 0 ? "good" : other.advantage < 0 ? "bad" : "";
     pane.append(line);
   }
+}
+
+function turnOf({ by, text, reward }) {
+  const box = make("pre", text);
+  box.className = by;
+  if (by !== "model") box.title = "the environment's: not trained on";
+  else if (reward !== undefined) box.title = `reward ${number(reward, 5)}`;
+  if (reward) box.append(make("b", `  reward ${number(reward, 5)}`));
+  return box;
 }
 
 function shadeOf(difference) {

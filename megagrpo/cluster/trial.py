@@ -1,0 +1,133 @@
+"""`megagrpo try`: rollouts of the model as it is, by one engine and without a trainer, printed to be read."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+
+import httpx
+import numpy as np
+
+from megagrpo.cluster.machine import ENDING, alone_in
+from megagrpo.cluster.supervise import Launch, last_lines
+from megagrpo.config.load import dump_config
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.data.prompts import load_prompts, load_tokenizer
+from megagrpo.monitor.rollouts import Decode, turns_of
+from megagrpo.rewards.pool import RewardPool
+from megagrpo.rollout.admission import Patience
+from megagrpo.rollout.agents.environments import Environments
+from megagrpo.rollout.control import ServiceControl, ServiceUnreachable, bearer, find_service
+from megagrpo.rollout.generation import SamplingParams
+from megagrpo.rollout.jobs import SamplingJob, numbered_prompts
+from megagrpo.rollout.sampler import Sampler
+from megagrpo.rollout.tools import make_answering
+from megagrpo.system.run_folder import RunFolder
+from megagrpo.types import Outcome, Prompt, RolloutGroup
+
+_POLL_S = 0.5
+
+
+def try_out(config: ExperimentConfig, num_prompts: int) -> int:
+    """Samples a rollout of each of the first prompts and prints them; returns the exit status.
+
+    Raises ValueError for what a run would refuse of model, data, graders and environment, and without an engine.
+    """
+    if num_prompts < 1:
+        raise ValueError("--prompts is at least 1")
+    if not Path(config.model.path).exists():
+        raise ValueError(f"model.path {config.model.path} does not exist; run `megagrpo sft` first, or name a model")
+    folder = RunFolder(Path(config.output_dir) / "try")
+    config = _with_one_engine(config, folder)
+    tokenizer = load_tokenizer(config.model)
+    prompts = load_prompts(config.data, tokenizer).prompts[:num_prompts]
+
+    def decode(token_ids: np.ndarray) -> str:
+        return str(tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
+
+    with alone_in(folder), Launch(folder, "try", end=ENDING) as launch, ExitStack() as stack:
+        answering = make_answering(config, tokenizer)
+        if isinstance(answering, Environments):
+            stack.enter_context(closing(answering))
+        grader = stack.enter_context(RewardPool(config.reward, preload=config.sampling.environment is None))
+        control = _service(launch, config, folder)
+        sampler = Sampler(config, 1, control, grader, decode, answering)
+        job = SamplingJob("try", 0, 0, SamplingParams.of(config.sampling), num_samples=1)
+        for group in asyncio.run(_sampled(sampler, job, prompts, config.rollout.step_timeout_s)):
+            print("\n".join(_lines(group, decode)))
+        launch.status = 0
+    return launch.status
+
+
+async def _sampled(
+    sampler: Sampler, job: SamplingJob, prompts: tuple[Prompt, ...], limit_s: float
+) -> list[RolloutGroup]:
+    finished: dict[int, RolloutGroup] = {}
+    patience = Patience(limit_s)
+    patience.start()
+    await sampler.sample_share(job, numbered_prompts(prompts, range(len(prompts))), finished, patience)
+    return [group for _, group in sorted(finished.items())]
+
+
+def _with_one_engine(config: ExperimentConfig, folder: RunFolder) -> ExperimentConfig:
+    """Returns the experiment with one engine of its own, which reads `model.path`, in a run folder of its own."""
+    alone = {"num_engines": 1, "min_healthy_engines": 1, "colocate": False, "lend_trainers": 0, "load_format": "model"}
+    changes = {"rollout": config.rollout.model_copy(update=alone), "weights": config.weights.suited(colocate=False)}
+    actor = config.actor.model_copy(update={"routing_replay": None})
+    return config.model_copy(update={"output_dir": str(folder.path), "actor": actor} | changes)
+
+
+def _service(launch: Launch, config: ExperimentConfig, folder: RunFolder) -> ServiceControl:
+    """Starts the service; returns it once its engine samples with the weights that it has read, as version 0."""
+    dump_config(config, folder.config)
+    for left in (folder.service, folder.service_progress):
+        left.unlink(missing_ok=True)
+    service = launch.start(["serve", str(folder.config)], "service")
+    print(f"{config.name}: an engine starts, which takes a minute; {service.log}", flush=True)
+    limit_s, failed = config.rollout.start_timeout_s, None
+    deadline = time.monotonic() + limit_s
+    while service.process.poll() is None and time.monotonic() < deadline and not failed:
+        with suppress(ServiceUnreachable):  # it has not started
+            control = find_service(folder.path)
+            status = control.status()
+            failed = status.failed
+            for engine in status.engines:
+                if engine.alive:
+                    key, body = bearer(control.api_key), {"new_version": "0", "abort_all_requests": False}
+                    httpx.post(f"{engine.url}/update_weight_version", json=body, headers=key, trust_env=False)
+                    control.mark_ready(engine.id, engine.incarnation, 0)
+                    return control
+        time.sleep(_POLL_S)
+    reason = failed or f"it took longer than {limit_s:g} s (rollout.start_timeout_s), or ended"
+    raise ValueError(f"no engine started: {reason}\n{last_lines(service.log)}\nwhole log: {service.log}")
+
+
+def _lines(group: RolloutGroup, decode: Decode) -> Iterator[str]:
+    """Yields a rollout as lines: what was said by turns, of which only the model's are trained on, and its outcome."""
+    (outcome,) = group.outcomes
+    rewards = iter(outcome.turn_rewards)
+    yield f"\n== prompt {group.prompt.id}, answer {group.prompt.answer!r}"
+    for number, sample in enumerate(group.samples):
+        context = group.prompt.text if sample.prompt_ids is None else decode(sample.prompt_ids)
+        if len(group.samples) > 1:
+            yield f"-- sample {number} of {len(group.samples)}"
+        yield from _said("prompt", context)
+        for turn in turns_of(sample, rewards, decode):
+            yield from _said(turn["by"], turn["text"])
+            if turn.get("reward"):
+                yield f"{'':>13}   reward {turn['reward']:g}"
+    own = sum(len(s.token_ids) if s.loss_mask is None else int(s.loss_mask.sum()) for s in group.samples)
+    yield f"{_verdict(outcome)}; {own} tokens of {len(group.samples)} sample(s) would be trained on"
+
+
+def _said(who: str, text: str) -> Iterator[str]:
+    for index, line in enumerate(text.splitlines() or [""]):
+        yield f"{who if index == 0 else '':>13} {'>' if who == 'model' else '|'} {line}"
+
+
+def _verdict(outcome: Outcome) -> str:
+    parts = ", ".join(f"{name} {part.value:g}" for name, part in outcome.parts.items() if part.ok)
+    found = f"reward {outcome.value:g}" if outcome.ok else f"no reward, {outcome.status}"
+    ended = f", ended by {outcome.end}" if outcome.end else ""
+    return f"{found}{f' ({parts})' if parts else ''}{ended}{f': {outcome.detail}' if outcome.detail else ''}"
