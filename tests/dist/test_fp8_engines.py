@@ -203,8 +203,6 @@ def refused(rank: int, engines: dict, folder: Path) -> str:
     rollout = {"tp": 2, "dtype": "bfloat16", "quantization": "fp8", "num_engines": len(fakes)}
     rollout["min_healthy_engines"] = len(fakes)
     sections = {"rollout": rollout, "weights": {"timeout_s": 40}, "actor": {"device": "cpu"}}
-    if engines[0].get("rounded"):
-        pass
     with ExitStack() as stack:
         for fake in fakes:
             stack.enter_context(running(fake))
@@ -223,7 +221,10 @@ def test_a_layer_in_another_format_stops_the_run_by_its_name(tmp_path):
     for number, (engines, message) in enumerate(
         [
             ([{"plain": ("kv",)}], "kv: not in FP8, but must be"),
-            ([{}, {"plain": ("kv",)}], "parameter kv is in torch.bfloat16, and HF tensor kv is published in torch.float8"),
+            (
+                [{}, {"plain": ("kv",)}],
+                "parameter kv is in torch.bfloat16, and HF tensor kv is published in torch.float8",
+            ),
         ]
     ):
         folder = tmp_path / str(number)
