@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -109,9 +109,9 @@ def engine_of(**by_rank) -> FakeEngine:
     engine = FakeEngine(models=[ToyEngine(rank, **by_rank) for rank in range(2)])
 
     def take(body: dict) -> None:
-        files = [safe_open(file, "pt") for file in Path(body["model_path"]).glob("*.safetensors")]
+        files = [load_file(file) for file in Path(body["model_path"]).glob("*.safetensors")]
         for model in engine.models:
-            model.load_weights([(name, file.get_tensor(name)) for file in files for name in file.keys()])  # noqa
+            model.load_weights([pair for file in files for pair in file.items()])
 
     engine.more["/update_weights_from_disk"] = take
     return engine
