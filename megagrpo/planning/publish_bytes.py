@@ -144,6 +144,7 @@ def _head(config: ExperimentConfig, recorded: Recordings, cluster: Cluster, rate
         f"rates      {rates.between_gb_s:g} GB/s a rank between nodes, {rates.inside_gb_s:g} inside one, "
         f"of which {rates.efficiency:.0%} are reached; {rates.message_us:g} us a message, {rates.call_ms:g} ms a call",
         f"bucket     {config.weights.bucket_mb:g} MiB",
+        *(["Bytes are those of rollout.dtype, without rollout.quantization."] if rollout.quantization else []),
         "Seconds are of links and calls only: no digests, no copies inside a GPU, no other traffic.",
     ]
 

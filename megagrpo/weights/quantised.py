@@ -40,7 +40,7 @@ def quantised_specs(specs: Specs, names: set[str]) -> Specs:
         if len(shape) != 2:
             raise ValueError(f"HF tensor {name} {shape} has FP8 parameters in the engine, but blocks are of matrices")
         found[name] = shape, FP8
-        found[name + SCALES] = _grid_of((0, 0), shape).size, torch.float32  # type: ignore[assignment]
+        found[name + SCALES] = _grid_of((0, 0), shape).size, torch.float32
     return found
 
 

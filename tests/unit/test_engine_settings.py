@@ -78,7 +78,7 @@ def test_fields_and_options_are_those_of_sglang_itself():
         ({"radix_eviction_policy_config": "{}"}, "should be Optional[Dict[str, Any]]"),
         ({"tp_size": 8}, "rollout.sglang.tp_size: is set by rollout.tp"),
         ({"speculative_algorithm": "EAGLE"}, "a draft model would keep its first weights"),
-        ({"quantization": "fp8"}, "is refused: engines sample from the actor's weights"),
+        ({"quantization": "fp8"}, "is refused: rollout.quantization says in which format"),
         ({"moe_runner_backend": "flashinfer_trtllm"}, "digests would stop the run; it may be triton, deep_gemm"),
         ({"moe_runner_backend": "auto"}, "digests would stop the run"),
         ({"kv_cache_dtype": "fp8_e4m3"}, "of another distribution"),
@@ -98,7 +98,7 @@ def test_refused(given, said):
     [
         (["--tensor-parallel-size", "8"], "rollout.extra_args: --tensor-parallel-size is set by rollout.tp"),
         (["--tensor-par=8"], "is set by rollout.tp"),  # argparse takes a beginning for the whole
-        (["--quantization=fp8"], "is refused: engines sample"),
+        (["--quantization=fp8"], "is refused: rollout.quantization says"),
         (["--moe-runner-backend", "flashinfer_trtllm"], "digests would stop the run"),
         (["--config", "x.yaml"], "a file of settings is not read here"),
         (["--custom-weight-loader", "mine.run"], "is set by weights.transport"),

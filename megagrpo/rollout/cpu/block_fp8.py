@@ -44,7 +44,6 @@ def experts(layer: torch.nn.Module, x: Tensor, weights: Tensor, ids: Tensor, blo
 
 def install(module) -> None:
     """Patches sglang.srt.layers.quantization.fp8, whose CPU branches need AMX, for FP8 in blocks."""
-    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
     def product(input, weight, block_size, weight_scale, input_scale=None, bias=None):
         out = linear(input.reshape(-1, input.shape[-1]), weight, weight_scale, block_size)
@@ -52,6 +51,8 @@ def install(module) -> None:
         return out.to(input.dtype).view(*input.shape[:-1], weight.shape[0])
 
     def apply(self, layer, dispatch_output):
+        from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput  # which imports the patched module
+
         settings = self.moe_runner_config
         if settings.activation != "silu" or settings.apply_router_weight_on_input:
             raise NotImplementedError(f"FP8 experts on a CPU with {settings}")

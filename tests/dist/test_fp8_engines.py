@@ -1,0 +1,235 @@
+"""Trainer ranks publish to engines in FP8: each byte is what an engine's own loader makes of a quantised checkpoint."""
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from fake_engine import FakeEngine, FakeFleet, exchange_config, running, write_checkpoint
+
+from megagrpo.mesh import LeaderError, make_mesh
+from megagrpo.weights.actor_weights import ActorWeights
+from megagrpo.weights.copies.record import record_copies
+from megagrpo.weights.exchange import Exchange
+from tests.dist.workers.launch import POOL
+from tests.fp8_checkpoint import quantised
+
+HIDDEN, FFN, LATENT = 320, 256, 200  # 2.5 blocks, 2, 1.6
+SHAPES = {"embed": (50, HIDDEN), "norm": (HIDDEN,), "kv": (LATENT, HIDDEN)}
+SHAPES |= {"gate": (FFN, HIDDEN), "up": (FFN, HIDDEN), "down": (HIDDEN, FFN)}
+SPECS = {name: (shape, torch.float32) for name, shape in SHAPES.items()}
+IN_FP8 = frozenset({"kv", "gate", "up", "down"})
+FP8, SCALES = torch.float8_e4m3fn, "_scale_inv"
+STEP = 32  # rows of gate, then rows of up, in the trainers' parameter
+
+
+def hf_tensors(seed: int) -> dict[str, Tensor]:
+    """Rows of very different size, a block of zeros, and a tensor so small that its scales are the smallest ones."""
+    draw = torch.Generator().manual_seed(seed)
+    tensors = {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
+    tensors["gate"] *= torch.logspace(-3, 3, FFN)[:, None]
+    tensors["up"][:128, :128] = 0
+    tensors["kv"] *= 1e-14
+    return tensors
+
+
+def checkpoint(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """These weights as the independent quantiser stores them."""
+    stored = {}
+    for name, tensor in tensors.items():
+        if name in IN_FP8:
+            stored[name], stored[name + SCALES] = quantised(tensor, (128, 128))
+        else:
+            stored[name] = tensor.to(dtype)
+    return stored
+
+
+class ToyActor:
+    """A tensor-parallel rank: gate and up in turns in one parameter, down cut by columns, the rest whole."""
+
+    def __init__(self, tp: int, rank: int):
+        self.width, self.rank = FFN // tp, rank
+        sizes = {"embed": SHAPES["embed"], "norm": SHAPES["norm"], "kv": SHAPES["kv"]}
+        sizes |= {"fc1": (2 * self.width, HIDDEN), "fc2": (HIDDEN, self.width)}
+        self.live = {name: torch.zeros(size) for name, size in sizes.items()}
+
+    def load(self, hf) -> None:
+        for name in ("embed", "norm", "kv"):
+            self.live[name].copy_(hf[name])
+        begin = self.rank * self.width
+        turns = self.live["fc1"].view(-1, 2, STEP, HIDDEN)
+        for row, both in enumerate(turns):
+            for target, name in zip(both, ("gate", "up"), strict=True):
+                target.copy_(hf[name][begin + row * STEP :][:STEP])
+        self.live["fc2"].copy_(hf["down"][:, begin : begin + self.width])
+
+
+class ToyEngine(nn.Module):
+    """One of two ranks, as SGLang builds FP8 layers. plain: parameters left in bfloat16."""
+
+    def __init__(self, rank: int, plain: tuple[str, ...] = ()):
+        super().__init__()
+        self.rank = rank
+        half = FFN // 2
+        sizes = {"kv": (LATENT, HIDDEN), "gate_up": (2 * half, HIDDEN), "down": (HIDDEN, half)}
+        for name, (rows, columns) in sizes.items():
+            scales = torch.full((-(-rows // 128), -(-columns // 128)), 7.0)
+            self._add(name, torch.zeros(rows, columns, dtype=torch.bfloat16 if name in plain else FP8))
+            if name not in plain:
+                self._add(name + SCALES, scales)
+        for name in ("embed", "norm"):
+            self._add(name, torch.zeros(SHAPES[name], dtype=torch.bfloat16))
+
+    def _add(self, name: str, values: Tensor) -> None:
+        self.register_parameter(name, nn.Parameter(values, requires_grad=False))
+
+    def load_weights(self, weights) -> None:
+        live = {name: parameter.data for name, parameter in self.named_parameters()}
+        for name, tensor in weights:
+            base = name.removesuffix(SCALES)
+            into = live.get(("gate_up" if base in ("gate", "up") else base) + name[len(base) :])
+            if into is None:
+                continue  # as SGLang, which warns
+            if base in ("gate", "up"):
+                into = into.chunk(2)[base == "up"]
+                into.copy_(tensor.chunk(2)[self.rank])
+            elif base == "down":
+                into.copy_(tensor.chunk(2, 1)[self.rank])
+            else:
+                into.copy_(tensor)
+
+
+def engine_of(**by_rank) -> FakeEngine:
+    engine = FakeEngine(models=[ToyEngine(rank, **by_rank) for rank in range(2)])
+
+    def take(body: dict) -> None:
+        files = [load_file(file) for file in Path(body["model_path"]).glob("*.safetensors")]
+        for model in engine.models:
+            model.load_weights([pair for file in files for pair in file.items()])
+
+    engine.more["/update_weights_from_disk"] = take
+    return engine
+
+
+def bits(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.data.clone().view(torch.uint8) for name, p in model.named_parameters()}
+
+
+def differing(engine: FakeEngine, hf: dict[str, Tensor]) -> list[str]:
+    """The parameters that do not have the bytes that a rank's own loader makes of the stored checkpoint."""
+    wrong = []
+    for rank, model in enumerate(engine.models):
+        like = ToyEngine(rank)
+        like.load_weights(list(checkpoint(hf, torch.bfloat16).items()))
+        found, wanted = bits(model), bits(like)
+        wrong += [name for name in wanted if not torch.equal(found[name], wanted[name])]
+    return wrong
+
+
+def run_rank(rank: int, world: int, transport: str, folder: Path) -> dict:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    mesh = make_mesh(0, 1, torch.device("cpu"), deadline_s=60)
+    actor, engine, report = ToyActor(world, rank), engine_of(), {}
+    copies = record_copies(actor.load, SPECS, actor.live)
+    weights = ActorWeights(copies, SPECS, lambda: actor.live, fp8=IN_FP8)
+    sections = {
+        "rollout": {"tp": 2, "dtype": "bfloat16", "quantization": "fp8"},
+        "weights": {"timeout_s": 40, "bucket_mb": 0.05, "transport": transport},
+        "actor": {"device": "cpu"},
+    }
+    config = exchange_config(folder, folder / "initial/model", **sections)
+    with ExitStack() as stack:
+        if rank == 0:
+            stack.enter_context(running(engine))
+        exchange = Exchange(config, mesh, weights, FakeFleet([engine]), folder)
+        stack.callback(exchange.close)
+        for version in (1, 2):
+            hf = hf_tensors(version)
+            actor.load(hf)
+            report = exchange.publish(version)
+            if rank == 0:
+                assert not differing(engine, hf)
+        exchange.verify()
+        for name, where, change in FAULTS:
+            live = dict(engine.models[1].named_parameters())[name].data
+            before = live.clone()
+            change(live.view(torch.uint8) if name == "down" else live)
+            with pytest.raises(LeaderError, match=rf"in 1 places:\n.*rank 1: parameter {name} does not hold .*{where}"):
+                exchange.verify()
+            live.copy_(before)
+        exchange.verify()
+        assert not any(name.endswith("FP8") for name in exchange._weights.parameters()), "buffers outlive a publish"
+    dist.destroy_process_group()
+    return report
+
+
+def flip_a_bit(codes: Tensor) -> None:
+    codes[300, 5] ^= 1
+
+
+def take_the_neighbours(scales: Tensor) -> None:
+    scales[1, 2] = scales[1, 1]
+
+
+FAULTS = [
+    ("down", r"down \[0:320, 128:256\]", flip_a_bit),
+    ("gate_up_scale_inv", r"up_scale_inv \[1:2, 0:3\]", take_the_neighbours),
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "transport"),
+    [(1, "reshard"), (2, "reshard"), (4, "reshard"), (4, "ipc"), (4, "disk")],  # 4 ranks cut blocks in halves
+)
+def test_engines_hold_what_their_loader_makes_of_a_quantised_checkpoint(tmp_path, world, transport):
+    write_checkpoint(tmp_path / "initial", hf_tensors(0))
+    reports = POOL.run(world, run_rank, world, transport, tmp_path)
+    assert all(report == reports[0] for report in reports)
+    if transport == "reshard":
+        parameters = [p for rank in range(2) for p in ToyEngine(rank).parameters()]
+        assert reports[0]["wire_bytes"] == sum(p.nbytes for p in parameters), "each byte of the engine once"
+
+
+def refused(rank: int, engines: dict, folder: Path) -> str:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=1)
+    mesh = make_mesh(0, 1, torch.device("cpu"), deadline_s=60)
+    actor = ToyActor(1, 0)
+    weights = ActorWeights(record_copies(actor.load, SPECS, actor.live), SPECS, lambda: actor.live, fp8=IN_FP8)
+    fakes = [engine_of(**settings) for settings in engines]
+    rollout = {"tp": 2, "dtype": "bfloat16", "quantization": "fp8", "num_engines": len(fakes)}
+    rollout["min_healthy_engines"] = len(fakes)
+    sections = {"rollout": rollout, "weights": {"timeout_s": 40}, "actor": {"device": "cpu"}}
+    with ExitStack() as stack:
+        for fake in fakes:
+            stack.enter_context(running(fake))
+        exchange = Exchange(
+            exchange_config(folder, folder / "initial/model", **sections), mesh, weights, FakeFleet(fakes), folder
+        )
+        stack.callback(exchange.close)
+        with pytest.raises((LeaderError, ValueError)) as caught:
+            exchange.publish(1)
+    dist.destroy_process_group()
+    return str(caught.value)
+
+
+def test_a_layer_in_another_format_stops_the_run_by_its_name(tmp_path):
+    write_checkpoint(tmp_path / "initial", hf_tensors(0))
+    for number, (engines, message) in enumerate(
+        [
+            ([{"plain": ("kv",)}], "kv: not in FP8, but must be"),
+            (
+                [{}, {"plain": ("kv",)}],
+                "parameter kv is in torch.bfloat16, and HF tensor kv is published in torch.float8",
+            ),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "initial").symlink_to(tmp_path / "initial")
+        assert message in POOL.run(1, refused, engines, folder)[0]

@@ -1,0 +1,163 @@
+"""SGLang's own models in FP8 in this process, one tensor-parallel rank: python -m tests.e2e.fp8_in_process FOLDER.
+
+The stand-ins for a CPU must come first on PYTHONPATH. Prints what `main` returns as JSON.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from sglang.srt.configs.load_config import LoadConfig
+from sglang.srt.layers.moe.topk import StandardTopKOutput
+from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
+from sglang.srt.model_loader.utils import get_model_architecture, set_default_torch_dtype
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import prepare_server_args
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from fake_engine import FakeEngine, exchange_config, running
+from safetensors import safe_open
+
+from examples.laptop.model import write_model
+from examples.laptop.recipe import TinyModelConfig
+from megagrpo.certify.tiny_model import hf_config, random_tensors
+from megagrpo.families.table import architecture_of, model_tensors
+from megagrpo.mesh import LeaderError, make_mesh
+from megagrpo.rollout.cpu import block_fp8
+from megagrpo.rollout.service.engine_dry_run import _pretended_rank
+from megagrpo.rollout.service.engine_model import as_engines_see_it
+from megagrpo.system.environment import temporarily
+from megagrpo.system.run_folder import RunFolder
+from megagrpo.weights.actor_weights import ActorWeights
+from megagrpo.weights.copies.record import record_copies
+from megagrpo.weights.exchange import Exchange
+from tests.fp8_checkpoint import quantise_folder
+
+SIZES = {"hidden_size": 256, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "ffn_size": 256}
+
+
+class PlainActor:
+    """Parameters that are the HF tensors."""
+
+    def __init__(self, hf: dict, tensors: dict[str, torch.Tensor]):
+        specs = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        self.live = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        fp8 = frozenset(spec.name for spec in model_tensors(architecture_of(hf)) if spec.in_fp8)
+        self.weights = ActorWeights(record_copies(self.load, specs, self.live), specs, lambda: self.live, fp8=fp8)
+
+    def load(self, hf) -> None:
+        for name, tensor in self.live.items():
+            tensor.copy_(hf[name])
+
+
+def built(config) -> torch.nn.Module:
+    """A model of SGLang with memory, processed after loading as a start with random weights processes it."""
+    get_model_architecture(config)
+    with set_default_torch_dtype(config.dtype):
+        model = _initialize_model(config, LoadConfig(), _get_quantization_config(config, LoadConfig()))
+    processed(model)
+    return model
+
+
+def processed(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        if getattr(module, "quant_method", None) is not None:
+            module.quant_method.process_weights_after_loading(module)
+
+
+def differing(model: torch.nn.Module, reference: torch.nn.Module) -> list[str]:
+    wanted = dict(reference.named_parameters())
+    return [
+        name
+        for name, held in model.named_parameters()
+        if held.dtype != wanted[name].dtype
+        or not torch.equal(held.data.view(torch.uint8), wanted[name].data.view(torch.uint8))
+    ]
+
+
+def layer_outputs(model: torch.nn.Module) -> dict[str, float]:
+    """Relative distance of a fused projection, and of the experts, to products with the dequantised weights."""
+    layer, draw = model.model.layers[1], torch.Generator().manual_seed(3)
+    x = torch.randn(5, SIZES["hidden_size"], generator=draw).bfloat16()
+    qkv, experts = layer.self_attn.qkv_proj, layer.mlp.experts
+    exact = x.float() @ block_fp8.dequantised(qkv.weight, qkv.weight_scale_inv, [128, 128]).t()
+    found = {"qkv": qkv(x)[0].float() - exact}
+    ids = torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7], [1, 6]], dtype=torch.int32)
+    shares = torch.full((5, 2), 0.5)
+    out = experts(x.clone(), StandardTopKOutput(shares, ids, torch.zeros(5, 8))).float()
+    wanted = torch.zeros_like(out)
+    for token, chosen in enumerate(ids.tolist()):
+        for one in chosen:
+            w13 = block_fp8.dequantised(experts.w13_weight[one], experts.w13_weight_scale_inv[one], [128, 128])
+            w2 = block_fp8.dequantised(experts.w2_weight[one], experts.w2_weight_scale_inv[one], [128, 128])
+            gate, up = (w13 @ x[token].float()).chunk(2)
+            wanted[token] += 0.5 * (w2 @ (torch.nn.functional.silu(gate) * up))
+    found["experts"] = out - wanted
+    norms = {"qkv": exact.norm(), "experts": wanted.norm()}
+    return {name: float(difference.norm() / norms[name]) for name, difference in found.items()}
+
+
+def main(folder: Path) -> dict:
+    sizes = TinyModelConfig(path=str(folder / "model"), family="qwen3_moe", expert_ffn_size=128, **SIZES)
+    hf = hf_config(sizes) | {"vocab_size": 131}
+    tensors = random_tensors(architecture_of(hf), torch.Generator().manual_seed(0))
+    write_model(folder / "model", hf, tensors, sizes.alphabet)
+    quantise_folder(folder / "model", folder / "fp8", folder / "twin", (128, 128))
+    stored = [safe_open(file, "pt") for file in sorted((folder / "fp8").glob("*.safetensors"))]
+    actor, mesh, found = PlainActor(hf, tensors), make_mesh(0, 1, torch.device("cpu"), 200.0), {}
+    sections = {"rollout": {"quantization": "fp8", "dtype": "bfloat16"}, "actor": {"device": "cpu"}}
+
+    def config_of(transport: str):
+        weights = {"transport": transport, "bucket_mb": 0.5, "timeout_s": 150.0}
+        return exchange_config(folder, folder / "model", weights=weights, **sections)
+
+    seen = as_engines_see_it(config_of("reshard"), RunFolder(folder / "run"))
+    words = ["--model-path", seen.model.path, "--load-format", "dummy", "--dtype", "bfloat16", "--device", "cpu"]
+    load_plugins()
+    server = prepare_server_args([*words, "--attention-backend", "torch_native", "--sampling-backend", "pytorch"])
+
+    def read(model: torch.nn.Module, files) -> None:
+        model.load_weights([(name, file.get_tensor(name)) for file in files for name in file.keys()])  # noqa: SIM118
+        processed(model)
+
+    with _pretended_rank(server, 0) as description, tempfile.TemporaryDirectory() as scratch:
+        reference, model = built(description), built(description)
+        read(reference, stored)
+        found["outputs"] = layer_outputs(reference)
+        engine = FakeEngine(models=[model])
+        disk = "/update_weights_from_disk"
+        engine.more[disk] = lambda body: read(
+            model, [safe_open(file, "pt") for file in Path(body["model_path"]).glob("*.safetensors")]
+        )
+        with running(engine):
+            for version, transport in enumerate(("reshard", "disk"), 1):
+                exchange = Exchange(config_of(transport), mesh, actor.weights, engine, Path(scratch))
+                actor.load({name: -tensor for name, tensor in tensors.items()})
+                exchange.publish(2 * version - 1)
+                found[f"{transport}, others"] = len(differing(model, reference))
+                actor.load(tensors)
+                report = exchange.publish(2 * version)
+                found[transport] = differing(model, reference)
+                found[f"{transport}, bytes"] = report["wire_bytes"]
+                exchange.verify()
+                exchange.close()
+        found["parameters"] = len(list(model.parameters()))
+        padding = 2 * (model.lm_head.weight.shape[0] - hf["vocab_size"]) * SIZES["hidden_size"]  # of two vocabularies
+        found["bytes"] = sum(p.nbytes for p in model.parameters()) - 2 * padding
+        with temporarily("SGLANG_FP8_IGNORED_LAYERS", "model.layers.1.self_attn.o_proj"):
+            exempting = FakeEngine(models=[built(description)])
+        with running(exempting):
+            exchange = Exchange(config_of("reshard"), mesh, actor.weights, exempting, Path(scratch))
+            try:
+                exchange.publish(1)
+            except (LeaderError, ValueError) as exc:
+                found["exempted"] = str(exc)
+            exchange.close()
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps(main(Path(sys.argv[1]))))

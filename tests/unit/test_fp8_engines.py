@@ -1,0 +1,175 @@
+"""FP8 engines: the trainers' quantiser, formats of parameters, what engines start from, and what is refused."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from megagrpo.certify.tiny_model import hf_config
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.families.table import FAMILIES, architecture_of, model_tensors
+from megagrpo.families.tiny import TinySizes
+from megagrpo.mesh import make_mesh
+from megagrpo.rollout.cpu import block_fp8
+from megagrpo.rollout.service.engine_model import as_engines_see_it
+from megagrpo.system.run_folder import RunFolder
+from megagrpo.weights.actor_weights import ActorWeights
+from megagrpo.weights.copies.record import Copy, record_copies
+from megagrpo.weights.engines.formats import dequantised, format_problems
+from megagrpo.weights.engines.loader import _absorbed
+from megagrpo.weights.quantised import block_maxima, block_scales, quantise, quantised, quantised_specs
+from tests import experiments
+
+FP8 = torch.float8_e4m3fn
+
+
+def nearest_codes(values: torch.Tensor) -> torch.Tensor:
+    """By definition: the finite code nearest to each value, the even one of two as near."""
+    codes = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8)
+    numbers = codes.view(FP8).double()
+    distance = (values.double().reshape(-1, 1) - numbers).abs() + (codes & 1) * 1e-13
+    signed = distance + (torch.signbit(numbers) != torch.signbit(values.double().reshape(-1, 1))) * 1e-12
+    return codes[signed.argmin(1)].view(values.shape)
+
+
+def test_the_quantiser_rounds_each_block_by_its_largest_element():
+    draw = torch.Generator().manual_seed(0)
+    matrix = torch.randn(200, 300, generator=draw) * torch.logspace(-2, 2, 200)[:, None]
+    matrix[:128, 128:256] = 0
+    scales = block_scales(block_maxima(matrix, (0, 0)))
+    assert scales.shape == (2, 3)
+    whole = quantise(matrix, (0, 0), scales)
+    for i in range(2):
+        for j in range(3):
+            block = matrix[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)]
+            assert scales[i, j] == block.abs().max().clamp(min=1e-12) / 448
+            codes = whole.view(torch.uint8)[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)]
+            assert torch.equal(codes, nearest_codes(block / scales[i, j]))
+    part = matrix[100:190, 50:290]  # begins and ends within blocks
+    assert torch.equal(quantise(part, (100, 50), scales).view(torch.uint8), whole[100:190, 50:290].view(torch.uint8))
+    assert torch.equal(block_maxima(matrix[128:], (128, 0)), block_maxima(matrix, (0, 0))[1:])
+    bad = matrix.clone()
+    bad[0, 0] = torch.nan
+    assert quantise(bad, (0, 0), block_scales(block_maxima(bad, (0, 0)))).float()[0, 0].isnan(), "not hidden"
+
+
+def test_a_large_slice_is_quantised_in_parts(monkeypatch):
+    monkeypatch.setattr("megagrpo.weights.quantised._AT_ONCE", 128 * 300)
+    live, specs = {"p": torch.randn(500, 300)}, {"x": ((500, 300), torch.float32)}
+    copies = record_copies(lambda hf: live["p"].copy_(hf["x"]), specs, live)
+    mesh = make_mesh(0, 1, torch.device("cpu"), 10.0)
+    weights = quantised(ActorWeights(copies, specs, lambda: live, fp8=frozenset("x")), {"x"}, mesh)
+    with weights.merged():
+        values, scales = (c.view(weights.parameters()) for c in sorted(weights.copies, key=lambda c: len(c.hf)))
+        expected = block_scales(block_maxima(live["p"], (0, 0)))
+        assert torch.equal(scales, expected)
+        assert torch.equal(values.view(torch.uint8), quantise(live["p"], (0, 0), expected).view(torch.uint8))
+    assert weights.parameters().keys() == {"p"}
+    with pytest.raises(ValueError, match=r"bias \(4,\) has FP8 parameters in the engine, but blocks are of matrices"):
+        quantised_specs({"bias": ((4,), torch.float32)}, {"bias"})
+
+
+def test_formats_that_no_publish_can_write_are_named():
+    copies = [Copy("x", (0, 0), (4, 4), "w", 0, (4, 1)), Copy("n", (4,), (4,), "norm", 0, (1,))]
+    specs = {"x": ((4, 4), FP8), "n": ((4,), torch.bfloat16)}
+    live = {"w": torch.zeros(4, 4).to(FP8), "norm": torch.zeros(4)}
+    assert not list(format_problems(copies, live, specs))
+    (line,) = format_problems(copies, live | {"w": torch.zeros(4, 4)}, specs)
+    assert line == "parameter w is in torch.float32, and HF tensor x is published in torch.float8_e4m3fn"
+    (line,) = format_problems(copies, live | {"norm": torch.zeros(4).to(FP8)}, specs)
+    assert "parameter norm is in torch.float8_e4m3fn" in line
+    live["w_scale_inv"] = torch.ones(1, 1)
+    live["w_scale_inv"].format_ue8m0 = True  # as SGLang marks them
+    (line,) = format_problems(copies, live, specs)
+    assert "w_scale_inv: scales are rounded to powers of two" in line and "fp8_gemm_runner_backend: triton" in line
+
+
+def test_what_latent_attention_keeps_beside_fp8_weights_is_compared_with_their_products():
+    heads, nope, v, rank = 2, 96, 64, 192
+    matrix = torch.randn(heads * (nope + v), rank)
+    projection = nn.Module()
+    scales = block_scales(block_maxima(matrix, (0, 0)))
+    projection.weight, projection.weight_scale_inv = quantise(matrix, (0, 0), scales), scales
+    attention = nn.Module()
+    attention.kv_b_proj = projection
+    by_head = dequantised(projection.weight, scales).unflatten(0, (heads, -1))
+    assert torch.allclose(by_head.flatten(0, 1).float(), matrix, rtol=0.1, atol=0.02)
+    attention.w_kc, attention.w_vc = by_head[:, :nope].clone(), by_head[:, nope:].transpose(1, 2).clone()
+    assert [bool((has != wanted).any()) for _, has, wanted in _absorbed(attention)] == [False, False]
+    projection.weight_scale_inv = scales * 2  # a publish after which nobody computed them anew
+    assert [bool((has != wanted).any()) for _, has, wanted in _absorbed(attention)] == [True, True]
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_names_its_matrices(family):
+    hf = hf_config(TinySizes(family=family)) | {"vocab_size": 32}
+    tensors = list(model_tensors(architecture_of(hf)))
+    plain = [spec.name for spec in tensors if spec.kind == "matrix" and not spec.in_fp8]
+    assert all(name.startswith(("model.embed", "lm_head")) or name.endswith(".gate.weight") for name in plain)
+    assert all(len(spec.shape) == 2 for spec in tensors if spec.in_fp8) and any(spec.in_fp8 for spec in tensors)
+
+
+def test_engines_start_from_a_description_in_fp8(tmp_path):
+    model, run = tmp_path / "model", RunFolder(tmp_path / "run")
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "toy", "dtype": "bfloat16"}))
+    sections = {"model": {"path": str(model)}, "rollout": {"quantization": "fp8", "dtype": "bfloat16"}}
+    seen = as_engines_see_it(experiments.experiment(output_dir=str(run.path), **sections), run)
+    assert json.loads((run.engine_model / "config.json").read_text()) == {
+        "model_type": "toy",
+        "dtype": "bfloat16",
+        "quantization_config": {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+        },
+    }
+    assert seen.model.path == str(run.engine_model)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "reason"),
+    [
+        ({"dtype": "bfloat16", "load_format": "model"}, "quantization fp8 with load_format model"),
+        ({"dtype": "float32"}, "rollout.quantization fp8 with rollout.dtype float32"),
+    ],
+)
+def test_combinations_are_refused_with_the_reason(rollout, reason):
+    with pytest.raises(ValueError, match=reason):
+        experiments.experiment(rollout=rollout | {"quantization": "fp8"})
+    assert isinstance(experiments.experiment(rollout={"quantization": "fp8", "dtype": "bfloat16"}), ExperimentConfig)
+
+
+def test_the_stand_in_multiplies_dequantised_blocks_and_rounded_activations():
+    draw = torch.Generator().manual_seed(1)
+    weight, x = torch.randn(256, 256, generator=draw), torch.randn(3, 256, generator=draw)
+    scales = block_scales(block_maxima(weight, (0, 0)))
+    codes = quantise(weight, (0, 0), scales)
+    out = block_fp8.linear(x, codes, scales, [128, 128])
+    for row in range(3):  # the definition, block by block
+        expected = torch.zeros(256, dtype=torch.float64)
+        for j in range(2):
+            group = x[row, 128 * j : 128 * (j + 1)]
+            of_group = group.abs().max() / 448
+            rounded = (group / of_group).to(FP8).double()
+            for i in range(2):
+                rows, columns = slice(128 * i, 128 * (i + 1)), slice(128 * j, 128 * (j + 1))
+                product = codes[rows, columns].double() @ rounded
+                expected[rows] += product * scales[i, j].double() * of_group.double()
+        assert torch.allclose(out[row].double(), expected, rtol=1e-5, atol=1e-4)
+    assert (out - x @ weight.t()).norm() / out.norm() < 0.06
+    layer = SimpleNamespace(w13_weight=codes[None].repeat(2, 1, 1), w13_weight_scale_inv=scales[None].repeat(2, 1, 1))
+    layer.w2_weight, layer.w2_weight_scale_inv = (
+        codes[None, :, :128].repeat(2, 1, 1),
+        scales[None, :, :1].repeat(2, 1, 1),
+    )
+    ids, shares = torch.tensor([[0, 1], [1, -1], [0, -1]]), torch.tensor([[0.5, 0.5], [1.0, 9.0], [1.0, 9.0]])
+    found = block_fp8.experts(layer, x, shares, ids, [128, 128])
+    gate, up = out.chunk(2, -1)
+    alone = block_fp8.linear(
+        nn.functional.silu(gate) * up, layer.w2_weight[0], layer.w2_weight_scale_inv[0], [128, 128]
+    )
+    assert torch.allclose(found, alone, rtol=1e-4, atol=1e-3), "equal experts, whose shares sum to 1"
