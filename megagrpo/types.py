@@ -56,6 +56,7 @@ class Prompt(WithArrays):
     location: str = ""  # file:line, for messages
     source: str = ""  # name of its source, in metrics by source
     extra: dict[str, object] = field(default_factory=dict)  # of data.extra_key: for graders with `extra_info`
+    messages: list[dict] = field(default_factory=list)  # of `text`; []: it has no chat template
 
 
 @dataclass(frozen=True, eq=False)

@@ -42,9 +42,9 @@ def try_loading(config: ExperimentConfig) -> Trial:
 def _try_tokenizer(config: ExperimentConfig, folder: str, trial: Trial) -> None:
     tokenizer = load_tokenizer(config.model.model_copy(update={"path": folder}))
     trial.loaded.append(f"the tokenizer of {config.model.tokenizer or folder}")
-    if config.sampling.environment is not None:
+    if key := config.sampling.rewarding:
         trial.problems.extend(complaints(make_answering, config, tokenizer))
-        trial.loaded.append("the chat template, turn by turn" if config.data.chat_template else "the environment")
+        trial.loaded.append("the chat template, turn by turn" if config.data.chat_template else f"the {key[9:]}")
     for data in data_sections(config):
         for one_file in (part.model_copy(update={"path": path}) for part in data.parts for path in part.paths):
             path = one_file.name

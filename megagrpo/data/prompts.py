@@ -7,10 +7,10 @@ import json
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -125,10 +125,11 @@ def load_prompts(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> Prom
     empty prompt, and if no prompt of the file, or of a source with a ratio, is short enough.
     """
     rows, parts = read_rows(data), data.parts
-    texts = [_render(parts[row.of], tokenizer, row) for row in rows]
+    chats = [_chat(parts[row.of], row) for row in rows]
+    texts = [_render(parts[row.of], tokenizer, row, chat) for row, chat in zip(rows, chats, strict=True)]
     prompts: list[list[Prompt]] = [[] for _ in parts]
     shortest = 0
-    for row, text, ids in zip(rows, texts, _tokenize(data, tokenizer, texts), strict=True):
+    for row, chat, text, ids in zip(rows, chats, texts, _tokenize(data, tokenizer, texts), strict=True):
         if not ids:
             raise ValueError(f"{row.location}: the prompt {text!r} has no tokens")
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
@@ -136,7 +137,7 @@ def load_prompts(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> Prom
         shortest = min(shortest or len(ids), len(ids))
         if len(ids) <= data.max_prompt_tokens:
             prompt = Prompt(row.id, text, np.array(ids), row.answer, row.grader, row.location, row.source, row.extra)
-            prompts[row.of].append(prompt)
+            prompts[row.of].append(replace(prompt, messages=chat) if parts[row.of].chat_template else prompt)
     ratios = [source.ratio for source in data.sources if source.ratio is not None]
     for part, found in zip(parts, prompts, strict=True) if ratios else [(data, [p for of in prompts for p in of])]:
         if not found:
@@ -157,16 +158,20 @@ def describe_dropped(data: DataConfig, prompts: PromptSet) -> str:
     return f"{data.name}: {prompts.num_too_long} of {total} prompts dropped, longer than {limit}"
 
 
-def _render(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", row: Row) -> str:
-    """Returns the text to tokenise. With a chat template, a prompt may be a list of {role, content} messages."""
-    messages = cast(list[dict[str, str]] | str, row.prompt)
-    if isinstance(messages, str):
-        text = data.prompt_template.replace("{prompt}", messages)
-        if not data.chat_template:
-            return text
-        messages = [{"role": "user", "content": text}]
-    if data.system_prompt is not None:
-        messages = [{"role": "system", "content": data.system_prompt}, *messages]
+def _chat(data: DataConfig, row: Row) -> list[dict]:
+    """Returns the messages of a row, which is a list of them, or one text of the user."""
+    if not isinstance(row.prompt, str):
+        messages = row.prompt
+    else:
+        messages = [{"role": "user", "content": data.prompt_template.replace("{prompt}", row.prompt)}]
+    system = data.system_prompt if data.chat_template else None
+    return messages if system is None else [{"role": "system", "content": system}, *messages]
+
+
+def _render(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", row: Row, messages: list[dict]) -> str:
+    """Returns the text to tokenise."""
+    if not data.chat_template:
+        return str(messages[-1]["content"])
     if not tokenizer.chat_template:
         raise ValueError("data.chat_template is true, but the tokenizer has no chat template")
     with explained(f"{row.location}: the chat template refuses this prompt"):
@@ -174,14 +179,18 @@ def _render(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", row: Row) ->
 
 
 def render_messages(
-    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", messages: Sequence[dict[str, str]], ready: bool = True
+    data: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[dict],
+    ready: bool = True,
+    tools: Sequence[dict] | None = None,
 ) -> str:
     """Returns messages as the chat template writes them; ready: up to where the model's answer begins.
 
     Raises whatever the template raises.
     """
     arguments: dict[str, Any] = {"tokenize": False, "add_generation_prompt": ready, **data.chat_template_args}
-    return str(tokenizer.apply_chat_template(list(messages), **arguments))
+    return str(tokenizer.apply_chat_template(list(messages), tools=list(tools) if tools else None, **arguments))
 
 
 def _tokenize(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list[list[int]]:

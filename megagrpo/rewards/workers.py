@@ -140,6 +140,11 @@ class WorkerProcess:
         self._socket.sendall(json.dumps(message).encode() + b"\n")
         return json.loads(self._read())
 
+    def connection(self) -> socket.socket:
+        """Returns the socket once more, for a caller that reads answers in another way than `ask` does."""
+        self._socket.setblocking(False)
+        return self._socket.dup()
+
     def kill(self) -> None:
         """Ends the process and its children. Idempotent."""
         if self._socket.fileno() < 0:

@@ -15,6 +15,7 @@ from megagrpo.rewards.parts import ResponseTokens
 from megagrpo.rollout.admission import Patience, ResponseLengths, Turnstile
 from megagrpo.rollout.agents.environments import EnvironmentFailed, Environments, EpisodeLost
 from megagrpo.rollout.agents.play import Part, Played, play
+from megagrpo.rollout.agents.programs import Programs, Task
 from megagrpo.rollout.control import ServiceControl, ServiceStatus, engine_cache_tokens
 from megagrpo.rollout.generation import (
     GenerationClient,
@@ -38,9 +39,15 @@ class SampleTurnWithStops(Protocol):
     """Samples a turn of a rollout."""
 
     def __call__(
-        self, number: int, context: np.ndarray, max_tokens: int, fresh: bool, stops: tuple[int, ...] = ()
+        self,
+        number: int,
+        context: np.ndarray,
+        max_tokens: int,
+        fresh: bool,
+        stops: tuple[int, ...] = (),
+        known: int | None = None,
     ) -> Awaitable[Response]:
-        """See agents/play.py. stops: ids that end this turn besides the experiment's own."""
+        """See agents/play.py, conversation.py. stops: ids that end this turn besides the experiment's own."""
         ...
 
 
@@ -72,7 +79,7 @@ class Sampler:
         control: ServiceControl,
         grader: OutcomeSource,
         decode: Callable[[np.ndarray], str],
-        tool: Tool | Environments | None = None,
+        tool: Tool | Environments | Programs | None = None,
         on_request: OnRequest = lambda engine, start, end, num_tokens: None,
     ):
         self._config, self._num_leaders, self._control = config, num_leaders, control
@@ -205,6 +212,9 @@ class Sampler:
             if isinstance(self._tool, Environments):
                 self._pending[key] = "the engines or the environment"
                 return await self._play(self._tool, client, job, of, index, order)
+            if isinstance(self._tool, Programs):
+                self._pending[key] = "the engines or the agent"
+                return await self._run_program(self._tool, client, job, of, index, order)
             sample = await self._respond(client, job, of, index, order)
             self._pending[key] = "the grader"
             tokens = ResponseTokens(sample.token_ids, sample.loss_mask, self._decode)
@@ -218,10 +228,15 @@ class Sampler:
         num_read = 0  # tokens whose experts have been read
 
         async def turn(
-            number: int, context: np.ndarray, max_tokens: int, fresh: bool, stops: tuple[int, ...] = ()
+            number: int,
+            context: np.ndarray,
+            max_tokens: int,
+            fresh: bool,
+            stops: tuple[int, ...] = (),
+            known: int | None = None,
         ) -> Response:
             nonlocal num_read
-            num_read = 0 if fresh else num_read
+            num_read = (0 if fresh else num_read) if known is None else known
             purpose = f"{purpose_of_all} turn {number}" if number else purpose_of_all
             request = SampleRequest(
                 context,
@@ -286,10 +301,31 @@ class Sampler:
                 break
             except EpisodeLost:
                 continue  # from its seed
-        parts = played.parts or [Part(None)]
+        return self._samples_of(played.parts or [Part(None)], job, prompt, index), outcome
+
+    async def _run_program(
+        self,
+        programs: Programs,
+        client: GenerationClient,
+        job: SamplingJob,
+        of: NumberedPrompt,
+        index: int,
+        order: tuple[float, ...],
+    ) -> tuple[list[Sample], Outcome]:
+        """Returns the samples of a rollout by an agent program, and its outcome."""
+        prompt = of.prompt
+        seed = sample_seed(self._config.seed, f"agent {job.purpose} {of.repeats}", job.step, prompt.id, 0)
+        row: dict = {"prompt": prompt.text, "answer": prompt.answer, "source": prompt.source, "extra": prompt.extra}
+        row |= {"messages": prompt.messages or [{"role": "user", "content": prompt.text}], "seed": seed}
+        turn = self._turns(client, job, of, index, order)
+        task = Task(row, prompt.token_ids, turn, job.params.max_tokens)
+        parts, outcome = await programs.rollout(task, self._control)
+        return self._samples_of(parts, job, prompt, index), outcome
+
+    def _samples_of(self, parts: Sequence[Part], job: SamplingJob, prompt: Prompt, index: int) -> list[Sample]:
         samples = [self._sample_of(part.response, part.loss_mask, job, prompt, index) for part in parts]
         with_prompts = zip(samples, parts, strict=True)
-        return [replace(sample, prompt_ids=part.prompt_ids) for sample, part in with_prompts], outcome
+        return [replace(sample, prompt_ids=part.prompt_ids) for sample, part in with_prompts]
 
     def _sample_of(
         self, response: Response, loss_mask: np.ndarray | None, job: SamplingJob, prompt: Prompt, index: int
