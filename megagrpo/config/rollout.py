@@ -115,6 +115,11 @@ class SamplingConfig(Section):
         """Returns the key of what gives the reward in place of graders, or ""."""
         return next((f"sampling.{key}" for key in ("environment", "agent") if getattr(self, key) is not None), "")
 
+    @property
+    def several_turns(self) -> bool:
+        """Returns whether rollouts may have several turns, each a request."""
+        return bool(self.rewarding) or self.tool is not None
+
     def excludes(self, experiment: "ExperimentConfig") -> Problems:
         if not self.rewarding:
             return {}

@@ -225,6 +225,8 @@ class Sampler:
     ) -> "SampleTurnWithStops":
         """Returns a function that samples the turns of one rollout, each with a seed of its own."""
         purpose_of_all = f"{job.purpose} again {of.repeats}" if of.repeats else job.purpose
+        sticky = self._config.sampling.several_turns
+        routing_key = f"{purpose_of_all}-{job.step}-{of.prompt.id}-{index}".replace(" ", "-") if sticky else ""
         num_read = 0  # tokens whose experts have been read
 
         async def turn(
@@ -247,6 +249,7 @@ class Sampler:
                 experts_from=num_read if job.with_experts else None,
                 order=(0.0, *order[1:]) if number else order,
                 tokens=lambda: len(context) + min(self.lengths.occupied(), max_tokens),
+                routing_key=routing_key,
             )
             response = await client.generate(request)
             num_read += 0 if response.routed_experts is None else len(response.routed_experts)

@@ -1,47 +1,72 @@
-"""Runs with an agent program, over real engines and trainers: what an agent saw is what is trained on, bit for bit."""
+"""Agent programs in front of a real engine: what an agent saw is what is trained on, bit for bit."""
 
-import shutil
-from pathlib import Path
+from collections.abc import Sequence
+from functools import partial
 
-from run_megagrpo import metrics, rollouts, run_experiment
+import numpy as np
+import pytest
+import torch
+from sampling import Grader, experiment, source_of
+from tiny_model import EOS
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests import games, sums_agent
+from megagrpo.rollout.tools import make_answering
+from megagrpo.types import Prompt, RolloutGroup
 
-LEARNS = {"num_steps": 2, "num_prompts_per_step": 4, "group_size": 4}
-
-
-def run(folder: Path, **sampling) -> Path:
-    for module, name in ((games, "games_of_tests"), (sums_agent, "agents_of_tests")):
-        shutil.copy(module.__file__, folder.parent / f"{name}.py")
-    # turns end at a digit, too: a random model hardly ever ends them by itself
-    sampling |= {"max_response_tokens": 24, "stop_token_ids": [4, 5, 6, 7]}
-    run_experiment(folder, train=LEARNS, sampling=sampling, rollout={"deterministic": True})
-    return folder
+pytestmark = pytest.mark.timeout(1200)
+TURN_ENDS = [EOS, *range(40, 90)]  # of a random model, which hardly ever ends a turn by itself
+SAMPLES = 4
 
 
-def test_a_program_over_plain_openai_trains_on_the_bits_of_the_same_environment(experiments):
-    """Ids, log-probabilities, masks, rewards and advantages, the updates that follow, and the next step's samples."""
-    limits = {"max_turns": 4}
-    theirs = run(
-        experiments / "gateway_environment", environment={"function": "games_of_tests:Sums", "history": "all", **limits}
+def groups(service, model, **sampling) -> Sequence[RolloutGroup]:
+    """Two groups of rollouts, of step 3."""
+    config = experiment(
+        model={"path": str(model)},
+        train={"group_size": SAMPLES},
+        rollout={"deterministic": True, "streaming": True, "request_timeout_s": 300.0, "step_timeout_s": 300.0},
+        sampling={"max_response_tokens": 60, "stop_token_ids": TURN_ENDS} | sampling,
     )
-    ours = run(
-        experiments / "gateway_program",
-        agent={"function": "agents_of_tests:sums", "truncated_reward": 0.0, "workers": 1, **limits},
-    )
-    assert rollouts(ours) == rollouts(theirs)
-    for step in (1, 2):
-        mine, other = metrics(ours)[step], metrics(theirs)[step]
-        shared = [name for name in other if name.split("/")[0] in ("loss", "optim", "policy", "reward", "mismatch")]
-        assert len(shared) > 10 and {name: mine[name] for name in shared} == {name: other[name] for name in shared}
-        assert mine["mismatch/logprob_abs_mean"] <= 5e-6
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompts = [Prompt(n, text, tokenizer(text)["input_ids"], "") for n, text in enumerate(("12+3=", "4+5="))]
+    answering = make_answering(config, tokenizer)
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    source = source_of(service.control, config, Grader(), decode, tool=answering)
+    try:
+        return source.next(3, prompts, service.control.engines()[0].weight_version)
+    finally:
+        source.close()
+        answering.close()
 
 
-def test_forks_and_compactions_are_trained_on_once_and_as_the_engine_sampled_them(experiments):
-    """One forward of the actor over every sample gives the engine's log-probabilities."""
-    folder = run(experiments / "gateway_branches", agent={"function": "agents_of_tests:branches", "workers": 1})
-    for step in (1, 2):
-        assert metrics(folder)[step]["mismatch/logprob_abs_mean"] <= 5e-6
-        for group in rollouts(folder)[step]:
-            assert [sample["rollout"] for sample in group["samples"]] == [n for n in range(4) for _ in range(3)]
-            assert len({sample["reward"] for sample in group["samples"]}) == 1
+def forward_logprobs(model, ids: np.ndarray) -> np.ndarray:
+    """One forward of the model over all ids of a sample: the log-probability of each token after the first."""
+    with torch.no_grad():
+        logprobs = model(torch.tensor(ids)[None].long()).logits[0, :-1].log_softmax(-1)
+    return logprobs.gather(1, torch.tensor(ids[1:, None]).long())[:, 0].numpy()
+
+
+def test_a_program_samples_the_bits_of_the_same_environment_and_branches_are_trained_on_once(service, tiny_model):
+    service.set_version(1)
+    theirs = groups(service, tiny_model, environment={"function": "tests.games:Sums", "max_turns": 4})
+    ours = groups(service, tiny_model, agent={"function": "tests.sums_agent:sums", "workers": 1, "max_turns": 4})
+    assert [group.samples for group in ours] == [group.samples for group in theirs]
+    assert [group.outcomes for group in ours] == [group.outcomes for group in theirs]
+    assert sum(not sample.loss_mask.all() for group in ours for sample in group.samples) > SAMPLES, "several turns"
+
+    trees = groups(service, tiny_model, agent={"function": "tests.sums_agent:branches", "workers": 1})
+    for group in trees:
+        assert [outcome.ok for outcome in group.outcomes] == [True] * SAMPLES, group.outcomes
+        assert [sample.rollout for sample in group.samples] == [n for n in range(SAMPLES) for _ in range(3)]
+        for outcome, samples in zip(group.outcomes, group.rollouts, strict=True):
+            assert sum(int(sample.loss_mask.sum()) for sample in samples) == int(outcome.detail), "as many as sampled"
+            assert not samples[1].loss_mask[0] and samples[1].loss_mask.any(), "its first turn is the other's"
+            assert samples[2].prompt_ids is not None and samples[2].loss_mask.all()
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    differences = []
+    for group in (*ours, *trees):
+        for sample in group.samples:
+            prompt = group.prompt.token_ids if sample.prompt_ids is None else sample.prompt_ids
+            found = forward_logprobs(model, np.concatenate([prompt, sample.token_ids]))[len(prompt) - 1 :]
+            differences.append(np.abs(found - sample.logprobs)[sample.loss_mask])
+    assert np.concatenate(differences).mean() <= 5e-6
