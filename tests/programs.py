@@ -29,13 +29,14 @@ async def guess(base_url: str, key: str, row: dict, hint: str = "HL") -> dict:
 
 
 def guess_in_a_thread(base_url: str, key: str, row: dict) -> float:
-    """The same with the client that blocks."""
+    """The same with the client that blocks, and streams."""
     from openai import OpenAI
 
     goal, messages = row["answer"], list(row["messages"])
     client = OpenAI(base_url=base_url, api_key=key, max_retries=0)
     for _ in range(10):
-        text = client.chat.completions.create(model="policy", messages=messages).choices[0].message.content
+        pieces = list(client.chat.completions.create(model="policy", messages=messages, stream=True))
+        text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
         if text == goal:
             return 1.0
         hint = "L" if int(text) > int(goal) else "H"
