@@ -34,6 +34,7 @@ from megagrpo.monitor.watchdog import Watchdog
 from megagrpo.publishing import Publishing, sleep_limit_s
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.agents.environments import Environments
+from megagrpo.rollout.agents.programs import Programs
 from megagrpo.rollout.control import find_service, service_progress
 from megagrpo.rollout.generation import SamplingParams
 from megagrpo.rollout.sampler import Sampler
@@ -60,7 +61,7 @@ class Inputs:
     tokenizer: "PreTrainedTokenizerBase"
     prompts: PromptSet
     eval_prompts: PromptSet | None
-    tool: Tool | Environments | None
+    tool: Tool | Environments | Programs | None
     images: ImageStore | None  # of a model that sees
 
     @classmethod
@@ -77,8 +78,8 @@ class Inputs:
         )
 
     def close(self) -> None:
-        """Ends the processes of environments."""
-        if isinstance(self.tool, Environments):
+        """Ends the processes of environments and agents."""
+        if isinstance(self.tool, Environments | Programs):
             self.tool.close()
 
     def decode(self, token_ids: np.ndarray) -> str:
@@ -105,7 +106,7 @@ class Sampling:
         grader_metrics(metrics, step.groups, self.config.reward)
         source_metrics(metrics, step.groups, self.inputs.prompts.sources)
         rollout_metrics(metrics, step.groups, self.mesh, self.config.train)
-        if isinstance(self.inputs.tool, Environments):
+        if isinstance(self.inputs.tool, Environments | Programs):
             self.inputs.tool.add_metrics(metrics)
         state.data_cursor, state.surplus, state.deferred = step.data_cursor, step.surplus, step.deferred
         self.source.drop_consumed()
@@ -335,7 +336,7 @@ def start_run(
         publishing = Publishing(config, actor, weights, control, folder.path, record.timeline.call)
         sampler = None
         if mesh.is_leader:
-            pool = stack.enter_context(RewardPool(config.reward, preload=config.sampling.environment is None))
+            pool = stack.enter_context(RewardPool(config.reward, preload=not config.sampling.rewarding))
             stack.callback(inputs.close)
             sampler = Sampler(config, mesh.dp_size, control, pool, inputs.decode, inputs.tool, record.timeline.request)
             sampler.images = inputs.images

@@ -67,6 +67,7 @@ class Prompt(WithArrays):
     extra: dict[str, object] = field(default_factory=dict)  # of data.extra_key: for graders with `extra_info`
     images: tuple[ImageRef, ...] = ()  # in the order of their tokens
     short_ids: np.ndarray | None = None  # int32, one pad an image: what engines are sent; None: token_ids
+    messages: list[dict] = field(default_factory=list)  # of `text`; []: it has no chat template
 
 
 @dataclass(frozen=True, eq=False)

@@ -46,9 +46,9 @@ def _try_tokenizer(config: ExperimentConfig, folder: str, trial: Trial) -> None:
     model = config.model.model_copy(update={"path": folder})
     tokenizer = load_tokenizer(model)
     trial.loaded.append(f"the tokenizer of {config.model.tokenizer or folder}")
-    if config.sampling.environment is not None:
+    if key := config.sampling.rewarding:
         trial.problems.extend(complaints(make_answering, config, tokenizer))
-        trial.loaded.append("the chat template, turn by turn" if config.data.chat_template else "the environment")
+        trial.loaded.append("the chat template, turn by turn" if config.data.chat_template else f"the {key[9:]}")
     with TemporaryDirectory() as images:
         store = ImageStore.of(model, Path(images))
         for data in data_sections(config):

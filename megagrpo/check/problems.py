@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import find_spec
@@ -19,6 +20,7 @@ from megagrpo.families.table import architecture_of, model_problems, read_descri
 from megagrpo.rewards.graders.code import read_tests
 from megagrpo.rewards.graders.table import check_grader, load_group_grader
 from megagrpo.rollout.agents.environments import load_environment
+from megagrpo.rollout.agents.program_worker import load_program
 from megagrpo.rollout.tools import load_tool
 from megagrpo.system.run_folder import RunFolder
 
@@ -188,6 +190,10 @@ def _function_problems(config: ExperimentConfig) -> Iterator[str]:
         yield from complaints(load_tool, config.sampling.tool.function)
     if config.sampling.environment is not None:
         yield from complaints(load_environment, config.sampling.environment.function)
+    if (agent := config.sampling.agent) is not None and agent.function is not None:
+        yield from complaints(load_program, agent.function)
+    if agent is not None and agent.command and shutil.which(agent.command[0]) is None:
+        yield f"sampling.agent.command: {agent.command[0]} is no program that this machine has"
 
 
 def is_made(config: ExperimentConfig, path: str) -> bool:

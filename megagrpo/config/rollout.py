@@ -56,6 +56,43 @@ class EnvironmentConfig(Section):
         }
 
 
+class AgentConfig(Section):
+    """A program that talks to the model over a chat endpoint and returns the reward; see [agents](../agents.md)."""
+
+    function: str | None = None
+    """"package.module:function", async or not, called as function(base_url, key, row, **args) for every rollout."""
+    args: dict[str, str | int | float | bool] = Field(default={}, description="Its keyword arguments.")
+    command: list[str] = Field(default=[])
+    """Instead of a function: a command that finds MEGAGRPO_BASE_URL and MEGAGRPO_KEY (and OpenAI's and Anthropic's
+    names for them) in its environment and the row on its standard input, and prints the reward as its last line."""
+    fork: Literal["sample", "refuse"] = "sample"
+    """What becomes of messages that do not extend the last turn, such as a second request after the same messages, or a
+    history that was edited or summarised: they begin a sample of their own, or the request is refused."""
+    history: Literal["all", "last"] = "all"
+    """A turn continues the tokens of those before it, so that a rollout that does not fork is one sample; or every turn
+    is a sample of its own, which renders its messages anew, for chat templates that cannot be continued."""
+    max_turns: PositiveInt = Field(default=32, description="Turns of the model.")
+    credit: Literal["rollout", "turn"] = "rollout"
+    """Where the reward goes: to the whole rollout, or `turn_rewards` to their turns, for estimators with returns
+    (`reinforce`, `reinforce_plus_plus`)."""
+    truncated_reward: float | None = None
+    """The reward if a limit of tokens or turns made the program fail; default: an error, which has no reward."""
+    tool_parser: str = ""
+    """SGLang's name of the parser of the model's tool calls, such as qwen25; default: its text is the message."""
+    reasoning_parser: str = Field(default="", description="SGLang's name of the parser of reasoning, such as qwen3.")
+    workers: PositiveInt = 2
+    """Processes of each rank that samples; each runs many programs at once."""
+    timeout_s: PositiveFloat = 600.0
+    """Seconds of a program, without those for which engines sample its turns; then it is ended, and the rollout's
+    outcome is a timeout, never a reward."""
+
+    def problems(self) -> Problems:
+        return {
+            "set function or command, one of them": bool(self.command) == (self.function is not None),
+            "args are a function's; a command has its words": bool(self.args and self.command),
+        }
+
+
 class SamplingConfig(Section):
     """How responses are sampled."""
 
@@ -70,6 +107,7 @@ class SamplingConfig(Section):
     stop: list[str] = Field(default=[], description="Texts that end a response.")
     tool: ToolConfig | None = Field(default=None, description="A tool called inside responses; default: none.")
     environment: EnvironmentConfig | None = Field(default=None, description="What answers the model; default: nothing.")
+    agent: AgentConfig | None = Field(default=None, description="The program that talks to the model; default: none.")
     allow_truncated_distribution: bool = False
     """Accept top_p < 1 or top_k > 0, for which log-probabilities are not renormalised."""
 
@@ -81,26 +119,39 @@ class SamplingConfig(Section):
             and not self.allow_truncated_distribution,
             "tool with environment: an environment is a tool with a state; set one of them": self.tool is not None
             and self.environment is not None,
+            "agent with tool or environment: the program has its own; set one of them": self.agent is not None
+            and (self.tool or self.environment) is not None,
         }
+
+    @property
+    def rewarding(self) -> str:
+        """Returns the key of what gives the reward in place of graders, or ""."""
+        return next((f"sampling.{key}" for key in ("environment", "agent") if getattr(self, key) is not None), "")
+
+    @property
+    def several_turns(self) -> bool:
+        """Returns whether rollouts may have several turns, each a request."""
+        return bool(self.rewarding) or self.tool is not None
 
     def excludes(self, experiment: "ExperimentConfig") -> Problems:
         sections = [experiment.data, *([experiment.eval.data] if experiment.eval is not None else [])]
         sees = any(data.images_key is not None for data in sections)
         answered: Problems = {
-            "sampling.tool and sampling.environment with data.images_key: they continue prompts of text only; remove "
-            "one": sees and (self.tool is not None or self.environment is not None)
+            "sampling.tool, environment and agent with data.images_key: they continue prompts of text only; remove one "
+            "of both": sees and self.several_turns
         }
-        if self.environment is None:
+        if not self.rewarding:
             return answered
         reward, advantage = experiment.reward, experiment.algorithm.advantage.name
         given = (reward.grader, reward.graders, reward.group_grader)  # a dumped experiment has the default grader, too
         graded = given != (type(reward).model_fields["grader"].default, [], None)
         return {
-            "reward has graders, but the reward is given by sampling.environment; remove the graders": graded,
-            f"sampling.environment with advantage {advantage}: it needs a greedy response to each prompt, and a greedy "
+            f"reward has graders, but the reward is given by {self.rewarding}; remove the graders": graded,
+            f"{self.rewarding} with advantage {advantage}: it needs a greedy response to each prompt, and a greedy "
             "rollout would have other turns": experiment.algorithm.needs_greedy_response,
             "sampling.environment.episode_timeout_s must be below rollout.step_timeout_s, that of all rollouts of a "
-            "step": (self.environment.episode_timeout_s or 0.0) >= experiment.rollout.step_timeout_s,
+            "step": self.environment is not None
+            and (self.environment.episode_timeout_s or 0.0) >= experiment.rollout.step_timeout_s,
         } | answered
 
 

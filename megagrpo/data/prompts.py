@@ -128,17 +128,19 @@ def load_prompts(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", store: 
     enough. store: keeps the images of a model that sees.
     """
     rows, parts = read_rows(data), data.parts
-    rendered = [_render(parts[row.of], tokenizer, row) for row in rows]
+    chats = [_chat(parts[row.of], row) for row in rows]
+    rendered = [_render(parts[row.of], tokenizer, row, chat) for row, chat in zip(rows, chats, strict=True)]
     texts = [text for text, _ in rendered]
     prompts: list[list[Prompt]] = [[] for _ in parts]
     shortest = 0
     found = []
-    for row, text, ids in zip(rows, texts, _tokenize(data, tokenizer, texts), strict=True):
+    for row, chat, text, ids in zip(rows, chats, texts, _tokenize(data, tokenizer, texts), strict=True):
         if not ids:
             raise ValueError(f"{row.location}: the prompt {text!r} has no tokens")
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
             raise ValueError(f"{row.location}: the tokenizer does not know every character of {text!r:.80}")
-        found.append(Prompt(row.id, text, np.array(ids), row.answer, row.grader, row.location, row.source, row.extra))
+        prompt = Prompt(row.id, text, np.array(ids), row.answer, row.grader, row.location, row.source, row.extra)
+        found.append(replace(prompt, messages=chat) if parts[row.of].chat_template else prompt)
     found = _with_images(store, found, [sources for _, sources in rendered])
     for row, prompt in zip(rows, found, strict=True):
         length = len(prompt.token_ids)
@@ -186,22 +188,25 @@ def _expanded(store: ImageStore, prompt: Prompt, sources: list[object]) -> Promp
     return replace(prompt, token_ids=token_ids, images=tuple(refs), short_ids=prompt.token_ids) if refs else prompt
 
 
-def _render(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", row: Row) -> tuple[str, list[object]]:
-    """Returns the text to tokenise, and the sources of its images.
+def _chat(data: DataConfig, row: Row) -> list[dict]:
+    """Returns the messages of a row, which is a list of them, or one text of the user."""
+    if not isinstance(row.prompt, str):
+        messages = row.prompt
+    else:
+        messages = [{"role": "user", "content": data.prompt_template.replace("{prompt}", row.prompt)}]
+    system = data.system_prompt if data.chat_template else None
+    return messages if system is None else [{"role": "system", "content": system}, *messages]
 
-    With a chat template, a prompt may be a list of {role, content} messages.
-    """
-    messages: Sequence[Mapping[str, object]] | str = row.prompt
-    if isinstance(messages, str):
-        text = data.prompt_template.replace("{prompt}", messages)
-        if not data.chat_template:
-            return text, []
-        messages = [{"role": "user", "content": text}]
-    if data.system_prompt is not None:
-        messages = [{"role": "system", "content": data.system_prompt}, *messages]
+
+def _render(
+    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", row: Row, chat: list[dict]
+) -> tuple[str, list[object]]:
+    """Returns the text to tokenise, and the sources of its images."""
+    if not data.chat_template:
+        return str(chat[-1]["content"]), []
     if not tokenizer.chat_template:
         raise ValueError("data.chat_template is true, but the tokenizer has no chat template")
-    messages, sources = images_apart(messages, row.images, data.images_key is not None, row.location)
+    messages, sources = images_apart(chat, row.images, data.images_key is not None, row.location)
     with explained(f"{row.location}: the chat template refuses this prompt"):
         return render_messages(data, tokenizer, messages), sources
 
@@ -211,13 +216,15 @@ def render_messages(
     tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Mapping[str, object]],
     ready: bool = True,
+    tools: Sequence[dict] | None = None,
 ) -> str:
     """Returns messages as the chat template writes them; ready: up to where the model's answer begins.
 
     Raises whatever the template raises.
     """
     arguments: dict[str, Any] = {"tokenize": False, "add_generation_prompt": ready, **data.chat_template_args}
-    return str(tokenizer.apply_chat_template(cast(list[dict[str, str]], messages), **arguments))
+    chat = cast(list[dict[str, str]], list(messages))
+    return str(tokenizer.apply_chat_template(chat, tools=list(tools) if tools else None, **arguments))
 
 
 def _tokenize(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list[list[int]]:

@@ -198,8 +198,8 @@ def _step(config: ExperimentConfig, num_steps: int | None) -> list[str]:
 
 
 def _reward(config: ExperimentConfig) -> list[str]:
-    if config.sampling.environment is not None:
-        return ["  reward     the environment's"]
+    if key := config.sampling.rewarding:
+        return [f"  reward     the {key.removeprefix('sampling.')}'s"]
     reward, entries = config.reward, config.reward.entries
     names = " + ".join(f"{e.weight:g} {e.short_name}" for e in entries) if reward.graders else entries[0].grader
     text = f"  reward     {names} in {reward.workers} processes a leader, {reward.timeout_s:g} s a response"
@@ -233,6 +233,9 @@ def _rollout(config: ExperimentConfig, everything: bool) -> list[str]:
         seen = "everything before it" if environment.history == "all" else "the last message alone"
         called = f"at most {environment.max_turns} turns, each sees {seen}; {environment.workers} processes a leader"
         lines.append(f"  environment  {environment.function}, {called}")
+    if agent := config.sampling.agent:
+        called = f"at most {agent.max_turns} turns and {agent.timeout_s:g} s; {agent.workers} processes a leader"
+        lines.append(f"  agent      {agent.function or ' '.join(agent.command)}, {called}")
     lines.append(f"  weights    {config.weights.transport} to every engine after each step, verified by digest")
     if config.weights.timeout_s <= r.start_timeout_s:
         timeouts = f"weights.timeout_s {config.weights.timeout_s:g} is no more than rollout.start_timeout_s"

@@ -145,6 +145,11 @@ class WorkerProcess:
         """Returns whether it was ended by a SIGKILL that is not ours, such as the kernel's for want of memory."""
         return self._socket.fileno() >= 0 and self._process.poll() == -signal.SIGKILL
 
+    def connection(self) -> socket.socket:
+        """Returns the socket once more, for a caller that reads answers in another way than `ask` does."""
+        self._socket.setblocking(False)
+        return self._socket.dup()
+
     def kill(self) -> None:
         """Ends the process and its children. Idempotent."""
         if self._socket.fileno() < 0:

@@ -25,6 +25,7 @@ from megagrpo.rollout.streaming import Answer, StreamedAnswer, events, version_n
 from megagrpo.system.environment import ENGINE_HEADER
 
 _JSON = {"Content-Type": "application/json"}
+_ROUTING_KEY = "X-SMG-Routing-Key"  # sglang-router's, for its policy `manual`
 _STREAM_INTERVAL = 32  # tokens of a piece: the most that a cut response loses
 
 # engine id ("": unknown), start and end in seconds since the epoch, tokens (0: no sample)
@@ -114,6 +115,7 @@ class SampleRequest:
     order: tuple[float, ...] = ()
     tokens: Callable[[], float] = lambda: 0.0
     images: SentImages | None = None
+    routing_key: str = ""  # requests with the same one go to the same engine, if the router is sticky
 
     def accepts(self, version: int) -> bool:
         """Returns whether weights of this version may sample the response."""
@@ -200,7 +202,8 @@ class GenerationClient:
         waits = failures = 0
         async with self._turnstile.passing(request.order, request.tokens):
             while True:
-                attempt = Attempt(self, request, pieces)
+                again = replace(request, routing_key="") if waits + failures else request  # its engine may be lost
+                attempt = Attempt(self, again, pieces)
                 self._attempts.add(attempt)
                 with ExitStack() as stack:
                     stack.callback(self._attempts.discard, attempt)
@@ -284,7 +287,8 @@ class Attempt:
             for prompt in (request.prompt, request.images.short_ids if request.images else request.prompt)
         )
         data = orjson.dumps(self._body(sent), option=orjson.OPT_SERIALIZE_NUMPY)
-        async with client.http.post(client.url, data=data, headers=_JSON) as answer:
+        key = {_ROUTING_KEY: request.routing_key} if request.routing_key else {}
+        async with client.http.post(client.url, data=data, headers=_JSON | key) as answer:
             self.engine = answer.headers.get(ENGINE_HEADER, "")
             if answer.status != 200:
                 why = await answer.text()

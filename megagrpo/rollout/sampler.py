@@ -16,6 +16,7 @@ from megagrpo.rewards.parts import ResponseTokens
 from megagrpo.rollout.admission import Patience, ResponseLengths, Turnstile
 from megagrpo.rollout.agents.environments import Environments
 from megagrpo.rollout.agents.play import Part, play_rollout
+from megagrpo.rollout.agents.programs import Programs, Task
 from megagrpo.rollout.control import ServiceControl, ServiceStatus, engine_cache_tokens
 from megagrpo.rollout.generation import (
     GenerationClient,
@@ -39,9 +40,15 @@ class SampleTurnWithStops(Protocol):
     """Samples a turn of a rollout."""
 
     def __call__(
-        self, number: int, context: np.ndarray, max_tokens: int, fresh: bool, stops: tuple[int, ...] = ()
+        self,
+        number: int,
+        context: np.ndarray,
+        max_tokens: int,
+        fresh: bool,
+        stops: tuple[int, ...] = (),
+        known: int | None = None,
     ) -> Awaitable[Response]:
-        """See agents/play.py. stops: ids that end this turn besides the experiment's own."""
+        """See agents/play.py, conversation.py. stops: ids that end this turn besides the experiment's own."""
         ...
 
 
@@ -73,7 +80,7 @@ class Sampler:
         control: ServiceControl,
         grader: OutcomeSource,
         decode: Callable[[np.ndarray], str],
-        tool: Tool | Environments | None = None,
+        tool: Tool | Environments | Programs | None = None,
         on_request: OnRequest = lambda engine, start, end, num_tokens: None,
     ):
         self._config, self._num_leaders, self._control = config, num_leaders, control
@@ -207,6 +214,9 @@ class Sampler:
             if isinstance(self._tool, Environments):
                 self._pending[key] = "the engines or the environment"
                 return await self._play(self._tool, client, job, of, index, order)
+            if isinstance(self._tool, Programs):
+                self._pending[key] = "the engines or the agent"
+                return await self._run_program(self._tool, client, job, of, index, order)
             sample = await self._respond(client, job, of, index, order)
             self._pending[key] = "the grader"
             tokens = ResponseTokens(sample.token_ids, sample.loss_mask, self._decode)
@@ -217,15 +227,22 @@ class Sampler:
     ) -> "SampleTurnWithStops":
         """Returns a function that samples the turns of one rollout, each with a seed of its own."""
         purpose_of_all = f"{job.purpose} again {of.repeats}" if of.repeats else job.purpose
+        sticky = self._config.sampling.several_turns
+        routing_key = f"{purpose_of_all}-{job.step}-{of.prompt.id}-{index}".replace(" ", "-") if sticky else ""
         num_read = 0  # tokens whose experts have been read
         # A sampled placeholder ends the response: an engine that got it again would look for its image.
         never = (self.images.image_token, self.images.video_token) if self.images is not None else ()
 
         async def turn(
-            number: int, context: np.ndarray, max_tokens: int, fresh: bool, stops: tuple[int, ...] = ()
+            number: int,
+            context: np.ndarray,
+            max_tokens: int,
+            fresh: bool,
+            stops: tuple[int, ...] = (),
+            known: int | None = None,
         ) -> Response:
             nonlocal num_read
-            num_read = 0 if fresh else num_read
+            num_read = (0 if fresh else num_read) if known is None else known
             purpose = f"{purpose_of_all} turn {number}" if number else purpose_of_all
             request = SampleRequest(
                 context,
@@ -237,6 +254,7 @@ class Sampler:
                 order=(0.0, *order[1:]) if number else order,
                 tokens=lambda: len(context) + min(self.lengths.occupied(), max_tokens),
                 images=self._sent_images(of.prompt),
+                routing_key=routing_key,
             )
             response = await client.generate(request)
             num_read += 0 if response.routed_experts is None else len(response.routed_experts)
@@ -290,10 +308,31 @@ class Sampler:
             job.params.max_tokens,
             self._decode,
         )
-        parts = played.parts or [Part(None)]
+        return self._samples_of(played.parts or [Part(None)], job, prompt, index), outcome
+
+    async def _run_program(
+        self,
+        programs: Programs,
+        client: GenerationClient,
+        job: SamplingJob,
+        of: NumberedPrompt,
+        index: int,
+        order: tuple[float, ...],
+    ) -> tuple[list[Sample], Outcome]:
+        """Returns the samples of a rollout by an agent program, and its outcome."""
+        prompt = of.prompt
+        seed = sample_seed(self._config.seed, f"agent {job.purpose} {of.repeats}", job.step, prompt.id, 0)
+        row: dict = {"prompt": prompt.text, "answer": prompt.answer, "source": prompt.source, "extra": prompt.extra}
+        row |= {"messages": prompt.messages or [{"role": "user", "content": prompt.text}], "seed": seed}
+        turn = self._turns(client, job, of, index, order)
+        task = Task(row, prompt.token_ids, turn, job.params.max_tokens)
+        parts, outcome = await programs.rollout(task, self._control)
+        return self._samples_of(parts, job, prompt, index), outcome
+
+    def _samples_of(self, parts: Sequence[Part], job: SamplingJob, prompt: Prompt, index: int) -> list[Sample]:
         samples = [self._sample_of(part.response, part.loss_mask, job, prompt, index) for part in parts]
         with_prompts = zip(samples, parts, strict=True)
-        return [replace(sample, prompt_ids=part.prompt_ids) for sample, part in with_prompts], outcome
+        return [replace(sample, prompt_ids=part.prompt_ids) for sample, part in with_prompts]
 
     def _sample_of(
         self, response: Response, loss_mask: np.ndarray | None, job: SamplingJob, prompt: Prompt, index: int

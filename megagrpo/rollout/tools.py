@@ -13,8 +13,11 @@ import numpy as np
 
 from megagrpo.config.schema import ExperimentConfig, ToolConfig
 from megagrpo.rollout.agents.environments import Environments, load_environment
+from megagrpo.rollout.agents.program_worker import load_program
+from megagrpo.rollout.agents.programs import Programs
 from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.rollout.response import Response
+from megagrpo.rollout.service.addresses import own_address
 from megagrpo.system.user_function import load_function
 
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
@@ -38,9 +41,20 @@ def load_tool(name: str) -> ToolFunction:
     return load_function(name, BUILT_IN, "sampling.tool.function")
 
 
-def make_answering(config: ExperimentConfig, tokenizer: "PreTrainedTokenizerBase") -> "Tool | Environments | None":
-    """Returns what answers turns of the model: a tool, environments, or nothing. Raises ValueError."""
+def make_answering(
+    config: ExperimentConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> "Tool | Environments | Programs | None":
+    """Returns what answers turns of the model: a tool, environments, agent programs, or nothing. Raises ValueError."""
     sampling = config.sampling
+    if sampling.agent is not None:
+        if sampling.agent.function is not None:
+            load_program(sampling.agent.function)
+        renderer = Renderer(tokenizer, config.data, continues=sampling.agent.history == "all")
+
+        def decode(token_ids: np.ndarray) -> str:
+            return str(tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
+
+        return Programs(sampling.agent, renderer, own_address(config.rollout.host), config.name, decode)
     if sampling.environment is not None:
         load_environment(sampling.environment.function)
         continues = sampling.environment.history == "all"

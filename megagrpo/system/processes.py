@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -29,15 +29,6 @@ def spawn(
     Output is appended to `log`, or inherited without one; `share_stdout` inherits only standard output. Call it from a
     thread that lives as long as the child may: Linux ties the signal to the thread that forked.
     """
-    parent = os.getpid()
-
-    def die_with_parent() -> None:
-        _libc.prctl(_PR_SET_PDEATHSIG, int(death_signal))
-        for number in (signal.SIGUSR1, signal.SIGUSR2):  # for the launcher; some Slurms also send them to its children
-            signal.signal(number, signal.SIG_IGN)
-        if os.getppid() != parent:  # it died before the line above
-            os._exit(1)
-
     if log is not None:
         log.parent.mkdir(parents=True, exist_ok=True)
     with nullcontext() if log is None else log.open("ab") as output:
@@ -48,8 +39,21 @@ def spawn(
             stdout=None if share_stdout else output,
             stderr=output,
             start_new_session=True,
-            preexec_fn=die_with_parent,
+            preexec_fn=dies_with_parent(os.getpid(), death_signal),
         )
+
+
+def dies_with_parent(parent: int, death_signal: signal.Signals) -> Callable[[], None]:
+    """Returns what a child of process `parent` calls between fork and exec so that the kernel sends it the signal."""
+
+    def arrange() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, int(death_signal))
+        for number in (signal.SIGUSR1, signal.SIGUSR2):  # for the launcher; some Slurms also send them to its children
+            signal.signal(number, signal.SIG_IGN)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(1)
+
+    return arrange
 
 
 def process_tree(pid: int) -> list[psutil.Process]:

@@ -83,7 +83,7 @@ def experiment(folder: Path, **sections) -> dict:
         "weights": {"timeout_s": 300},
         "log": {"tensorboard": False},
     }
-    if "environment" in sections.get("sampling", {}):  # which gives the reward
+    if {"environment", "agent"} & sections.get("sampling", {}).keys():  # which give the reward
         del base["reward"]
     return merged(base, sections)
 

@@ -1,6 +1,8 @@
 """Messages to token ids, beside the ids that were sampled: what the model said is never rendered or tokenised again."""
 
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,10 +14,12 @@ from megagrpo.system.explained import explained
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
     from transformers import PreTrainedTokenizerBase
 
-Message = dict[str, str]  # {"role", "content"}
+Message = dict  # {"role", "content", ...}, as in OpenAI's chat completions
 Said = str | Sequence[Message]  # a text is a message of the user
+Tools = Sequence[Message] | None  # {"type": "function", "function": {"name", "parameters", ...}}
 
-_PROBE: list[Message] = [{"role": "user", "content": "a probe"}, {"role": "assistant", "content": "its answer"}]
+_ANSWER = "its answer"
+_PROBE: list[Message] = [{"role": "user", "content": "a probe"}, {"role": "assistant", "content": _ANSWER}]
 
 
 class Renderer:
@@ -34,28 +38,44 @@ class Renderer:
 
     def start(self, said: Said) -> np.ndarray:
         """Returns the ids [T] int32 of a first message, ready for the model's turn. Raises ValueError."""
-        if self._data.chat_template:
-            messages = _messages(said)
-            if self._data.system_prompt is not None:
-                messages = [{"role": "system", "content": self._data.system_prompt}, *messages]
-            ids = self._encode(self._render(messages, ready=True))
-        else:
-            begin = [self._tokenizer.bos_token_id] if self._data.add_bos else []
-            ids = [*begin, *self._encode(_text(said))]
-        if len(ids) > (longest := self._data.max_prompt_tokens):
+        messages = _messages(said)
+        if self._data.chat_template and self._data.system_prompt is not None:
+            messages = [{"role": "system", "content": self._data.system_prompt}, *messages]
+        ids = self.begin(messages)
+        if len(ids) > (longest := self.max_prompt_tokens):
             raise ValueError(f"an environment began with {len(ids)} tokens, more than data.max_prompt_tokens {longest}")
-        return np.array(ids, np.int32)
+        return ids
 
-    def after_turn(self, said: Said) -> np.ndarray:
+    def begin(self, messages: Said, tools: Tools = None) -> np.ndarray:
+        """Returns the ids [T] int32 of a conversation as it is, ready for the model's turn. Raises ValueError."""
+        if self._data.chat_template:
+            return np.array(self._encode(self._render(_messages(messages), True, tools)), np.int32)
+        begin = [self._tokenizer.bos_token_id] if self._data.add_bos else []
+        return np.array([*begin, *self._encode(_text(messages, tools))], np.int32)
+
+    def after_turn(self, said: Said, tools: Tools = None) -> np.ndarray:
         """Returns the ids [T] int32 that follow an answer which ended by itself. Raises ValueError."""
         if not self._data.chat_template:
-            return np.array(self._encode(_text(said)), np.int32)
-        whole = self._render([*_PROBE, *_messages(said)], ready=True)
-        return np.array(self._encode(self._before + whole.removeprefix(self._render(_PROBE))), np.int32)
+            return np.array(self._encode(_text(said, tools)), np.int32)
+        probe, messages, end = _PROBE, _messages(said), str(self._tokenizer.eos_token) + self._before
+        if called := [message["tool_call_id"] for message in messages if "tool_call_id" in message]:
+            function = {"name": "probe", "arguments": "{}"}  # some templates want the call of every tool's output
+            calls = [{"id": each, "type": "function", "function": function} for each in called]
+            probe = [*_PROBE[:1], {"role": "assistant", "content": "", "tool_calls": calls}]
+        before = self._render(probe, tools=tools)
+        whole = self._render([*probe, *messages], True, tools)
+        if not before.endswith(end) or not whole.startswith(before):
+            raise ValueError("the chat template writes a turn with tools in another way when more follow")
+        return np.array(self._encode(self._before + whole.removeprefix(before)), np.int32)
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Returns the limit of a first message, in tokens."""
+        return self._data.max_prompt_tokens
 
     def _checked(self) -> str:
         """Returns what the template writes after the end of sequence of an answer."""
-        end, question, answer = str(self._tokenizer.eos_token), _PROBE[:1], _PROBE[1]["content"]
+        end, question, answer = str(self._tokenizer.eos_token), _PROBE[:1], _ANSWER
         asked, answered = self._render(question, ready=True), self._render(_PROBE)
         longer = self._render([*_PROBE, {"role": "user", "content": "more"}], ready=True)
         if not answered.startswith(asked + answer + end) or not longer.startswith(answered):
@@ -64,24 +84,51 @@ class Renderer:
                 found = "it writes earlier turns in another way when more follow"
             raise ValueError(
                 f"the chat template cannot be continued turn by turn: {found}. Take another one, or "
-                "sampling.environment.history: last, where every turn is a sample of its own"
+                "history: last (sampling.environment or sampling.agent), where every turn is a sample of its own"
             )
         return answered[len(asked + answer + end) :]
 
-    def _render(self, messages: Sequence[Message], ready: bool = False) -> str:
-        with explained("the chat template refuses the messages of an environment"):
-            return render_messages(self._data, self._tokenizer, messages, ready)
+    def _render(self, messages: Sequence[Message], ready: bool = False, tools: Tools = None) -> str:
+        with explained("the chat template refuses the messages of an environment or agent"):
+            return render_messages(self._data, self._tokenizer, [*map(_for_template, messages)], ready, tools)
 
     def _encode(self, text: str) -> list[int]:
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if self._tokenizer.unk_token_id is not None and self._tokenizer.unk_token_id in ids:
-            raise ValueError(f"the tokenizer does not know every character of {text!r:.80}, said by an environment")
+            raise ValueError(f"the tokenizer does not know every character of {text!r:.80}, said to the model")
         return ids
 
 
 def _messages(said: Said) -> list[Message]:
-    return [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
+    return [{"role": "user", "content": said}] if isinstance(said, str) else [dict(message) for message in said]
 
 
-def _text(said: Said) -> str:
-    return said if isinstance(said, str) else "".join(message["content"] for message in said)
+def _text(said: Said, tools: Tools) -> str:
+    if tools:
+        raise ValueError("tools are written by a chat template: set data.chat_template: true")
+    return said if isinstance(said, str) else "".join(text_of(message) for message in said)
+
+
+def text_of(message: Message) -> str:
+    """Returns the content of a message as text. Raises ValueError for a content of another kind, such as images."""
+    content = message.get("content") or ""
+    parts = [{"text": content}] if isinstance(content, str) else content
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"the content of a message is a text, not {content!r:.80}")
+    return "".join(map(str, texts))
+
+
+def _for_template(message: Message) -> Message:
+    """Returns a message as chat templates take it: its content a text, arguments of calls objects."""
+    out = {**message, "content": text_of(message)}
+    if calls := message.get("tool_calls"):
+        out["tool_calls"] = [{**call, "function": _read_arguments(call["function"])} for call in calls]
+    return out
+
+
+def _read_arguments(function: Message) -> Message:
+    found = dict(function)
+    with suppress(ValueError):  # what is no JSON stays a text
+        found["arguments"] = json.loads(str(function.get("arguments") or "{}"))
+    return found

@@ -36,14 +36,22 @@ class RouterFailed(RuntimeError):
 
 
 class Router:
-    """The router's process and the set of engines that it should list.
+    """The router's process and the set of engines that it should list. sticky: for rollouts of several turns.
 
     `watch` keeps the router's own list equal to that set: after a restart of the router, and after engines were added
     or removed while it did not answer.
     """
 
     def __init__(
-        self, *, bind_host: str, url: str, metrics_port: int, request_timeout_s: float, api_key: str, log: Path
+        self,
+        *,
+        bind_host: str,
+        url: str,
+        metrics_port: int,
+        request_timeout_s: float,
+        api_key: str,
+        log: Path,
+        sticky: bool = False,
     ):
         self.url = url
         self._api_key, self._log = api_key, log
@@ -55,8 +63,9 @@ class Router:
             "--log-level": "warn",
             "--request-timeout-secs": str(int(request_timeout_s) + 1),
             "--worker-startup-check-interval": "1",
-            # Even load matters more than a shared prompt prefix: a step is as slow as its slowest engine.
-            "--policy": "round_robin",
+            # Even load matters more than a shared prompt prefix: a step is as slow as its slowest engine. Later turns
+            # of a rollout go where its cache is; a first one to the engine with the fewest requests.
+            **({"--policy": "manual", "--assignment-mode": "min_load"} if sticky else {"--policy": "round_robin"}),
         }
         # Only the supervisor judges an engine's health, and only the trainers' client retries.
         flags = ["--disable-retries", "--disable-circuit-breaker", "--disable-health-check"]

@@ -1,0 +1,274 @@
+"""A rollout as a tree of turns: messages that extend what the model was sent continue the exact ids that it sampled.
+
+A turn holds only the ids that it adds. A path from a first turn to a last one is a sample; a turn that several paths
+share is trained on in the first, and is context in the others.
+"""
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+import numpy as np
+
+from megagrpo.rollout.agents.play import Part
+from megagrpo.rollout.agents.renderer import Message, Renderer, Tools, text_of
+from megagrpo.rollout.generation import GenerationFailed
+from megagrpo.rollout.response import Response
+from megagrpo.system.explained import explained
+from megagrpo.types import Outcome
+
+Parse = Callable[[str, Tools, str], Awaitable[Message]]  # (text, tools, prefix of the calls' ids) -> message
+
+
+class Refused(ValueError):
+    """Raised for a request that no turn can answer. code: "context_length_exceeded" | "invalid_request" and so on."""
+
+    def __init__(self, code: str, text: str):
+        super().__init__(text)
+        self.code = code
+
+
+class SampleTurnAfter(Protocol):
+    """Samples a turn of the model."""
+
+    def __call__(
+        self, number: int, context: np.ndarray, max_tokens: int, fresh: bool, *, known: int
+    ) -> Awaitable[Response]:
+        """See agents/play.py. known: tokens of the context whose experts have been returned."""
+        ...
+
+
+@dataclass(eq=False)
+class ChatTurn:
+    """A turn of the model, and what was put in before it."""
+
+    before: "ChatTurn | None"  # which it continues; None: it is a first one
+    said: tuple[bytes, ...]  # digests of the messages since then
+    tools: bytes  # digest of the tools
+    added: np.ndarray  # [T] int32, their ids; of a first turn the whole prompt
+    num_tokens: int = 0  # of its path, this turn included
+    num_responding: int = 0  # the same without the prompt
+    number: int = 0  # turns begun before it
+    response: Response = field(default_factory=lambda: Part(None).response)
+    message: Message = field(default_factory=dict)  # which the agent was sent
+    answer: tuple[bytes, bytes] = (b"", b"")  # digests of the message without its reasoning, and of that
+    text: str = ""  # which the message was parsed from
+    followers: list["ChatTurn"] = field(default_factory=list)
+    num_begun: int = 0  # followers, those that are being sampled included
+
+    def context(self) -> np.ndarray:
+        """Returns the ids [T] int32 of its path."""
+        path = self.path()
+        return np.concatenate([ids for turn in path for ids in (turn.added, turn.response.token_ids)])
+
+    def take_back(self) -> None:
+        """Uncounts a follower that was begun and has no end."""
+        self.num_begun -= 1
+
+    def path(self) -> list["ChatTurn"]:
+        """Returns the turns from the first one to this one."""
+        turn, path = self, [self]
+        while turn.before is not None:
+            turn = turn.before
+            path.append(turn)
+        return path[::-1]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What ends a conversation."""
+
+    max_tokens: int  # of a sample's response, of what was said to the model too
+    max_turns: int  # of the rollout
+    fork: Literal["sample", "refuse"]  # what becomes of messages that do not extend the last turn
+    history: Literal["all", "last"] = "all"  # last: every turn is a sample of its own
+
+
+class Conversation:
+    """What the agent of one rollout says to the model, in whatever order. Coroutines are of one loop.
+
+    prompt: ids [T] of the group's prompt. parse: makes the message that the agent is sent of the text of a turn.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        renderer: Renderer,
+        sample: SampleTurnAfter,
+        prompt: np.ndarray,
+        decode: Callable[[np.ndarray], str],
+        parse: Parse,
+    ):
+        self.limits, self._renderer, self._sample, self._prompt = limits, renderer, sample, prompt
+        self._decode, self._parse = decode, parse
+        self._root = ChatTurn(None, (), b"", np.zeros(0, np.int32))  # first turns follow it
+        self._turns: list[ChatTurn] = []  # in the order of their ends
+        self._num_begun = 0
+        self._running: set[asyncio.Task[ChatTurn]] = set()
+        self._since, self._waited_s = 0.0, 0.0
+        self.closed = False
+        self.stopped = ""  # by which limit the last request was refused, or its turn cut
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # if the engines gave no sample
+
+    @property
+    def waited_s(self) -> float:
+        """Returns for how long engines have been sampling its turns, in seconds."""
+        return self._waited_s + (time.monotonic() - self._since if self._running else 0.0)
+
+    async def say(self, messages: Sequence[Message], tools: Tools = None) -> ChatTurn:
+        """Returns the model's turn after these messages. Raises ValueError; GenerationFailed sets `failed` too.
+
+        Cancelled, it leaves no turn: the agent has not seen it.
+        """
+        if self.closed:
+            raise Refused("invalid_request", "the rollout is over")
+        task = asyncio.create_task(self._next(messages, tools))
+        self._since = self._since if self._running else time.monotonic()
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        return await task
+
+    def close(self) -> None:
+        """Ends it: turns that are being sampled are no part of it."""
+        self.closed = True
+        for task in self._running:
+            task.cancel()
+        self.failed.cancel()
+
+    def samples(self) -> tuple[list[Part], dict[int, int]]:
+        """Returns the samples, and for each turn the index of its last token among the tokens of all responses."""
+        parts, ends, before = [], dict[int, int](), 0
+        for leaf in sorted((turn for turn in self._turns if not turn.followers), key=lambda turn: turn.number):
+            first, *_ = path = leaf.path()
+            part = Part(None if np.array_equal(first.added, self._prompt) else first.added)
+            for turn in path:
+                if turn is not first:
+                    zeros = np.zeros(len(turn.added), np.float32)
+                    part.add(Response(turn.added, zeros, "stop", part.response.newest_version), sampled=False)
+                part.add(turn.response, sampled=turn.number not in ends)
+                ends.setdefault(turn.number, before + len(part.response.token_ids) - 1)
+            parts.append(part)
+            before += len(part.response.token_ids)
+        if self.stopped and parts:
+            parts[-1].response = replace(parts[-1].response, finish_reason="length")
+        return parts or [Part(None)], ends
+
+    def outcome(self, reward: float, turn_rewards: Sequence[float] | None, note: str, by_turn: bool) -> Outcome:
+        """Returns the outcome of a rollout. turn_rewards: of the turns in the order in which they began.
+
+        by_turn: each belongs to the last token of its turn. More rewards than turns are an error.
+        """
+        ends = self.samples()[1]
+        if turn_rewards and len(turn_rewards) > len(ends):
+            return Outcome("error", detail=f"it returned {len(turn_rewards)} turn_rewards for {len(ends)} turns")
+        pairs = zip(sorted(ends), turn_rewards or (), strict=False)
+        rewards = sorted((ends[number], each) for number, each in pairs if each) if by_turn else ()
+        return Outcome("score", reward, "; ".join(filter(None, (self.stopped, note))), token_rewards=tuple(rewards))
+
+    def _ended(self, task: "asyncio.Task[ChatTurn]") -> None:
+        self._running.discard(task)
+        if not self._running:
+            self._waited_s += time.monotonic() - self._since
+        if not task.cancelled() and isinstance(exc := task.exception(), GenerationFailed) and not self.failed.done():
+            self.failed.set_exception(exc)
+
+    async def _next(self, messages: Sequence[Message], tools: Tools) -> ChatTurn:
+        turn = self._begun(messages, tools)
+        parent, room = turn.before or self._root, self.limits.max_tokens - (turn.num_responding)
+        if room <= 0:
+            raise self._limited("context_length_exceeded", "no room for another turn")
+        if self._num_begun >= self.limits.max_turns:
+            raise self._limited("max_turns", f"{self.limits.max_turns} turns")
+        turn.number, self._num_begun = self._num_begun, self._num_begun + 1
+        parent.num_begun += 1
+        with ExitStack() as unfinished:
+            unfinished.callback(parent.take_back)
+            context, known = turn.context(), 0 if turn.before is None else turn.before.num_tokens - 1
+            turn.response = await self._sample(turn.number, context, room, turn.before is None, known=known)
+            turn.text = self._decode(turn.response.token_ids)
+            turn.message = await self._parse(turn.text, tools, f"c{turn.number:05}")
+            unfinished.pop_all()
+        turn.num_tokens += len(turn.response.token_ids)
+        turn.num_responding += len(turn.response.token_ids)
+        turn.answer = _digests(turn.message)
+        cut = turn.response.finish_reason != "stop"
+        self.stopped = "a turn reached the limit of tokens" if cut else ""
+        parent.followers.append(turn)
+        self._turns.append(turn)
+        return turn
+
+    def _begun(self, messages: Sequence[Message], tools: Tools) -> ChatTurn:
+        """Returns the turn that answers the messages, before it is sampled."""
+        if not messages or messages[-1].get("role") == "assistant":
+            raise Refused("invalid_request", "the last message is the model's own: say something to it")
+        with explained("messages or tools cannot be read"):
+            digests, of_tools = [_digests(message) for message in messages], _digest(tools or [])
+        before, number = self._extended(digests, of_tools)
+        if any(message.get("role") == "assistant" for message in messages[number:]):
+            before, number = None, 0  # some turn of the model's was edited or is not its own
+        new = messages[number:]
+        with explained("messages or tools cannot be rendered"):
+            ids = self._renderer.begin(new, tools) if before is None else self._renderer.after_turn(new, tools)
+        said = tuple(visible for visible, _ in digests[number:])
+        parent = before or self._root
+        if parent.num_begun and self.limits.fork == "refuse":
+            raise Refused("fork", "these messages do not extend the last turn (sampling.agent.fork: refuse)")
+        if before is None:
+            if len(ids) > (longest := self._renderer.max_prompt_tokens):
+                text = f"{len(ids)} tokens, more than data.max_prompt_tokens {longest}"
+                raise self._limited("context_length_exceeded", text)
+            return ChatTurn(None, said, of_tools, ids, num_tokens=len(ids))
+        total, responding = before.num_tokens + len(ids), before.num_responding + len(ids)
+        if before.response.finish_reason != "stop":
+            raise self._limited("context_length_exceeded", "a turn reached the limit of tokens")
+        return ChatTurn(before, said, of_tools, ids, total, responding)
+
+    def _extended(self, digests: list[tuple[bytes, bytes]], tools: bytes) -> tuple[ChatTurn | None, int]:
+        """Returns the last turn that messages of these digests extend, and the number of messages up to it.
+
+        None: there is no such turn, or it is not known which of several it is.
+        """
+        found: list[tuple[int, ChatTurn]] = []
+        todo = [(0, turn) for turn in self._root.followers if turn.tools == tools and self.limits.history == "all"]
+        while todo:
+            start, turn = todo.pop()
+            end = start + len(turn.said)
+            if tuple(visible for visible, _ in digests[start:end]) != turn.said or end >= len(digests):
+                continue
+            visible, reasoning = digests[end]
+            if visible == turn.answer[0] and reasoning in (turn.answer[1], _NOTHING):  # many agents drop the reasoning
+                found.append((end + 1, turn))
+                todo += [(end + 1, follower) for follower in turn.followers]
+        number = max((number for number, _ in found), default=0)
+        last = [turn for end, turn in found if end == number]
+        if len({turn.context().tobytes() for turn in last}) != 1:
+            return None, 0
+        return min(last, key=lambda turn: turn.num_begun), number
+
+    def _limited(self, code: str, reason: str) -> Refused:
+        self.stopped = reason
+        return Refused(code, f"this rollout has a limit: {reason}")
+
+
+def _digest(value: object) -> bytes:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
+
+
+_NOTHING = _digest("")
+
+
+def _digests(message: Message) -> tuple[bytes, bytes]:
+    """Returns digests of what a message says, in canonical JSON, and of its reasoning."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        name, arguments = call["function"]["name"], call["function"].get("arguments") or "{}"
+        with suppress(ValueError, TypeError):  # what is no JSON stays a text
+            arguments = json.loads(arguments)
+        calls.append([call.get("id"), name, arguments])
+    said = [message.get("role"), text_of(message), calls, message.get("tool_call_id"), message.get("name")]
+    return _digest(said), _digest(message.get("reasoning_content") or "")

@@ -1,0 +1,150 @@
+"""The chat endpoint of agents: OpenAI's chat completions and Anthropic's messages, over the turns of conversations.
+
+Each rollout has a key of its own, in the URL or as the API key, which reads and continues its conversation only.
+"""
+
+import asyncio
+import secrets
+import socket
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+
+import orjson
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response as HttpResponse
+from starlette.responses import StreamingResponse
+from starlette.routing import Route
+
+from megagrpo.rollout.agents import chat
+from megagrpo.rollout.agents.conversation import ChatTurn, Conversation, Refused
+from megagrpo.rollout.generation import GenerationFailed
+
+_KEY_BYTES = 24
+_BACKLOG = 4096  # connections of agents that start together
+
+
+class Gateway:
+    """Serves conversations by HTTP in the loop that calls `start`, until that ends.
+
+    host: the address that it listens on. model: the name that answers give.
+    """
+
+    def __init__(self, host: str, model: str):
+        self._host, self._model = host, model
+        self._conversations: dict[str, Conversation] = {}
+        self._socket: socket.socket | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins to serve, unless it does."""
+        if self._socket is None:
+            self._socket = socket.create_server((self._host, 0), backlog=_BACKLOG)
+            self._serving = asyncio.create_task(self._serve(self._socket))
+
+    @property
+    def url(self) -> str:
+        """Returns where it serves."""
+        assert self._socket is not None, "started"
+        return f"http://{self._host}:{self._socket.getsockname()[1]}"
+
+    def close(self) -> None:
+        """Frees its port, after the loop has ended."""
+        if self._socket is not None:
+            self._socket.close()
+
+    @contextmanager
+    def session(self, conversation: Conversation) -> Iterator[tuple[str, str]]:
+        """Yields (base URL of OpenAI's clients, key) of a conversation, which ends with the block."""
+        key = secrets.token_urlsafe(_KEY_BYTES)
+        self._conversations[key] = conversation
+        with ExitStack() as stack:
+            stack.callback(self._conversations.pop, key)
+            stack.callback(conversation.close)
+            yield f"{self.url}/e/{key}/v1", key
+
+    async def _serve(self, where: socket.socket) -> None:
+        routes = [
+            Route(f"{prefix}/v1/{path}", endpoint, methods=[method])
+            for prefix in ("", "/e/{key}")
+            for path, method, endpoint in (
+                ("chat/completions", "POST", self._completions),
+                ("messages", "POST", self._messages),
+                ("models", "GET", self._models),
+            )
+        ]
+        config = uvicorn.Config(
+            Starlette(routes=routes), lifespan="off", log_config=None, access_log=False, ws="none", backlog=_BACKLOG
+        )
+        await uvicorn.Server(config).serve(sockets=[where])
+
+    async def _completions(self, request: Request) -> HttpResponse:
+        return await self._answer(request, chat.OPENAI)
+
+    async def _messages(self, request: Request) -> HttpResponse:
+        return await self._answer(request, chat.ANTHROPIC)
+
+    async def _models(self, request: Request) -> HttpResponse:
+        if self._conversation(request) is None:
+            return _json(401, chat.OPENAI.error(401, "invalid_api_key", _UNKNOWN))
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "megagrpo"}
+        return _json(200, {"object": "list", "data": [model]})
+
+    def _conversation(self, request: Request) -> Conversation | None:
+        """Returns the conversation whose key the request has."""
+        key = request.path_params.get("key")
+        if key is None:
+            header = request.headers.get("x-api-key") or request.headers.get("authorization", "")
+            key = header.removeprefix("Bearer ")
+        return self._conversations.get(key)
+
+    async def _answer(self, request: Request, dialect: "chat.Dialect") -> HttpResponse:
+        conversation = self._conversation(request)
+        if conversation is None:
+            return _json(401, dialect.error(401, "invalid_api_key", _UNKNOWN))
+        try:
+            body = orjson.loads(await request.body())
+            asked = dialect.read(body)
+            turn = await _while_connected(request, conversation, asked)
+        except ValueError as exc:
+            code = exc.code if isinstance(exc, Refused) else "invalid_request"
+            return _json(400, dialect.error(400, code, str(exc)))
+        except (GenerationFailed, asyncio.CancelledError) as exc:  # the run, or its rollout, ends
+            return _json(503, dialect.error(503, "unavailable", str(exc)))
+        if turn is None:
+            return HttpResponse(status_code=499)  # nobody reads it
+        answer = dialect.write(turn, body, self._model)
+        if not body.get("stream"):
+            return _json(200, answer)
+
+        async def pieces() -> AsyncIterator[bytes]:
+            for name, piece in dialect.pieces(answer, body):
+                data = piece if isinstance(piece, bytes) else orjson.dumps(piece, option=orjson.OPT_SERIALIZE_NUMPY)
+                yield (f"event: {name}\n".encode() if name else b"") + b"data: " + data + b"\n\n"
+
+        return StreamingResponse(pieces(), media_type="text/event-stream")
+
+
+_UNKNOWN = "no rollout has this key, or it is over"
+
+
+async def _while_connected(request: Request, conversation: Conversation, asked: "chat.Asked") -> ChatTurn | None:
+    """Returns the turn; None if the agent has closed its connection, and the turn is none."""
+    saying = asyncio.ensure_future(conversation.say(asked.messages, asked.tools))
+    leaving = asyncio.ensure_future(request.receive())
+    with ExitStack() as stack:
+        stack.callback(leaving.cancel)
+        stack.callback(saying.cancel)
+        await asyncio.wait([saying, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if saying.done():
+            return saying.result()
+        saying.cancel()
+        with suppress(asyncio.CancelledError):
+            return await saying  # it may have ended meanwhile
+    return None
+
+
+def _json(status: int, body: Mapping[str, object]) -> HttpResponse:
+    text = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+    return HttpResponse(text, status, media_type="application/json")

@@ -1,0 +1,71 @@
+"""Tool calls and reasoning in a turn of the model, found by the parsers of SGLang's own registry inside an engine.
+
+What the parsers drop is lost to the agent's message only, never to the ids. A text that gives nothing stays whole.
+"""
+
+import asyncio
+
+import aiohttp
+
+from megagrpo.rollout.agents.renderer import Message, Tools
+from megagrpo.rollout.control import ServiceControl, bearer
+from megagrpo.rollout.generation import GenerationFailed
+
+_TRIES, _PAUSE_S, _REQUEST_S = 20, 1.0, 30.0
+
+
+class EngineParsers:
+    """Asks any engine that is ready; the router does not pass these requests. Empty names: the text is the message."""
+
+    def __init__(self, control: ServiceControl, tool_parser: str = "", reasoning_parser: str = ""):
+        self._control, self._tool_parser, self._reasoning_parser = control, tool_parser, reasoning_parser
+        self._engine = ""  # URL of one that answered
+        self._http: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        """Closes its connections."""
+        if self._http is not None:
+            await self._http.close()
+
+    async def message(self, text: str, tools: Tools, prefix: str) -> Message:
+        """Returns the message of a turn. prefix: of the ids of its calls. Raises GenerationFailed without an engine."""
+        message: Message = {"role": "assistant", "content": text}
+        if self._reasoning_parser:
+            asked: dict[str, object] = {"text": text, "reasoning_parser": self._reasoning_parser}
+            found = await self._ask("separate_reasoning", asked)
+            if reasoning := found.get("reasoning_text"):
+                message |= {"content": found.get("text") or "", "reasoning_content": reasoning}
+        if self._tool_parser and tools:
+            asked = {"text": message["content"], "tools": list(tools), "tool_call_parser": self._tool_parser}
+            found = await self._ask("parse_function_call", asked)
+            calls = [
+                {
+                    "id": f"{prefix}{index:03}",
+                    "type": "function",
+                    "function": {"name": call["name"], "arguments": call["parameters"]},
+                }
+                for index, call in enumerate(found.get("calls") or ())
+            ]
+            if calls:
+                message |= {"content": found.get("normal_text") or "", "tool_calls": calls}
+        return message
+
+    async def _ask(self, path: str, body: dict[str, object]) -> dict:
+        """Returns the answer; {} if the parser cannot read the text, which is then the message."""
+        if self._http is None:
+            timeout = aiohttp.ClientTimeout(total=_REQUEST_S)
+            self._http = aiohttp.ClientSession(headers=bearer(self._control.api_key), timeout=timeout)
+        problem = "no engine is ready"
+        for _ in range(_TRIES):
+            self._engine = self._engine or await self._ready_engine()
+            try:
+                async with self._http.post(f"{self._engine}/{path}", json=body) as answer:
+                    return await answer.json() if answer.status == 200 else {}
+            except (aiohttp.ClientError, TimeoutError) as exc:
+                problem, self._engine = f"{self._engine}/{path}: {exc!r}", ""
+                await asyncio.sleep(_PAUSE_S)
+        raise GenerationFailed(f"no engine parsed a turn in {_TRIES} tries: {problem}")
+
+    async def _ready_engine(self) -> str:
+        status = await asyncio.to_thread(self._control.status)
+        return next((engine.url for engine in status.engines if engine.state == "ready"), "")

@@ -1,0 +1,155 @@
+"""Conversations by themselves: which ids a request continues, and what the two dialects make of a turn."""
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+
+from examples.laptop.model import character_tokenizer
+from megagrpo.config.data import DataConfig
+from megagrpo.rollout.agents.chat import ANTHROPIC, OPENAI
+from megagrpo.rollout.agents.conversation import ChatTurn, Conversation, Limits, Refused
+from megagrpo.rollout.agents.renderer import Renderer
+from megagrpo.rollout.response import Response
+
+TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | length }}\n{% endif %}"
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}"
+    "{% for c in m['tool_calls'] or [] %}|{{ c['function']['name'] }}{{ c['function']['arguments']['x'] }}{% endfor %}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TOKENIZER = character_tokenizer("0123456789?+= adelmnorstuiy<>|\n")
+TOKENIZER.chat_template = TEMPLATE
+DATA = DataConfig(path="rows.jsonl", chat_template=True)
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+USER = {"role": "user", "content": "?"}
+
+
+def ids(text: str) -> list[int]:
+    return [i for part in text.split("$") for i in (TOKENIZER.eos_token_id, *TOKENIZER(part)["input_ids"])][1:]
+
+
+def talk(*texts: str, **limits) -> tuple[Conversation, list[list[int]]]:
+    """(a conversation whose turns are these texts, the contexts that they were sampled after)"""
+    contexts, left = [], list(texts)
+
+    async def sample(number: int, context: np.ndarray, max_tokens: int, fresh: bool, *, known: int) -> Response:
+        read = [len(before) + len(text) for before, text in zip(contexts, texts, strict=False)]  # the end was not
+        assert known in ([0] if fresh else read)
+        contexts.append(context.tolist())
+        answer = ids(f"{left.pop(0)}$")
+        return Response(answer, np.zeros(len(answer)), "stop", 0)
+
+    async def parse(text: str, tools, prefix: str) -> dict:
+        """Every digit of a text is a call; what follows "=" is the answer after the reasoning."""
+        if not tools:
+            reasoning, _, content = text.rpartition("=")
+            return {"role": "assistant", "content": content, "reasoning_content": reasoning}
+        calls = [
+            {"id": f"{prefix}{x}", "type": "function", "function": {"name": "add", "arguments": json.dumps({"x": x})}}
+            for x in text
+        ]
+        return {"role": "assistant", "content": "", "tool_calls": calls}
+
+    found = Limits(**{"max_tokens": 100, "max_turns": 9, "fork": "sample"} | limits)
+    decode = lambda tokens: TOKENIZER.decode(tokens, skip_special_tokens=True)  # noqa: E731
+    return Conversation(found, Renderer(TOKENIZER, DATA, True), sample, np.zeros(0, np.int32), decode, parse), contexts
+
+
+def test_parallel_tool_calls_and_their_outputs_continue_the_exact_ids():
+    async def run() -> tuple[ChatTurn, list[list[int]]]:
+        conversation, contexts = talk("12", "7")
+        first = await conversation.say([USER], TOOLS)
+        echo = json.loads(json.dumps(first.message)) | {"content": None, "refusal": None}  # as clients send it back
+        for call in echo["tool_calls"]:
+            call["function"]["arguments"] = call["function"]["arguments"].replace(" ", "")
+        outputs = [{"role": "tool", "tool_call_id": call["id"], "content": "3"} for call in echo["tool_calls"]]
+        return await conversation.say([USER, echo, *outputs], TOOLS), contexts
+
+    turn, contexts = asyncio.run(run())
+    first = "<tools>1\n<user>?\n<assistant>"
+    assert contexts == [ids(first), ids(first + "12$\n<tool>3\n<tool>3\n<assistant>")]
+    assert [call["id"] for call in turn.before.message["tool_calls"]] == ["c000001", "c000002"]
+
+
+@pytest.mark.parametrize(
+    ("change", "continues"),
+    [
+        ({}, True),
+        ({"reasoning_content": None}, True),
+        ({"content": [{"type": "text", "text": "4"}]}, True),
+        ({"reasoning_content": "9"}, False),
+        ({"content": "4 "}, False),
+        ({"role": "user"}, False),
+    ],
+)
+def test_a_request_continues_what_was_sent_and_nothing_else(change, continues):
+    async def run() -> tuple[bool, list[list[int]]]:
+        conversation, contexts = talk("2+2=4", "8")
+        first = await conversation.say([USER])
+        messages = [USER, first.message | change, {"role": "user", "content": "and?"[-1]}]
+        return (await conversation.say(messages)).before is first, contexts
+
+    found, contexts = asyncio.run(run())
+    assert found == continues
+    if continues:
+        assert contexts[1] == [*contexts[0], *ids("2+2=4$\n<user>?\n<assistant>")], "the reasoning is kept"
+
+
+def test_equal_messages_of_different_ids_are_not_guessed():
+    async def run() -> list[ChatTurn | None]:
+        conversation, _ = talk("1=4", "2=4", "8", "8")
+        await conversation.say([USER])
+        await conversation.say([USER])
+        answer = {"role": "assistant", "content": "4"}
+        unknown = await conversation.say([USER, answer, USER])
+        known = await conversation.say([USER, answer | {"reasoning_content": "2"}, USER])
+        return [unknown.before, known.before]
+
+    unknown, known = asyncio.run(run())
+    assert unknown is None and known is not None and known.text == "2=4"
+
+
+def test_anthropics_blocks_are_the_same_messages_and_their_stream_the_same_blocks():
+    body = {
+        "system": [{"type": "text", "text": "s"}],
+        "messages": [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "add", "input": {"x": 1}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "3"}]},
+        ],
+        "tools": [{"name": "add", "input_schema": {"type": "object"}}],
+    }
+    asked = ANTHROPIC.read(body)
+    assert [message["role"] for message in asked.messages] == ["system", "user", "assistant", "tool"]
+    assert asked.messages[2]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"x": 1}'}
+    assert asked.tools[0]["function"]["parameters"] == {"type": "object"}
+
+    conversation, contexts = asyncio.run(_two_turns(asked))
+    assert contexts[0] == ids("<tools>1\n<system>s\n<user>?\n<assistant>|add1$\n<tool>3\n<assistant>")
+    answer = ANTHROPIC.write(conversation, body, "policy")
+    assert answer["stop_reason"] == "tool_use" and answer["content"][0]["input"] == {"x": "5"}
+    events = [name for name, _ in ANTHROPIC.pieces(answer, body)]
+    block = ["content_block_start", "content_block_delta", "content_block_stop"]
+    assert events == ["message_start", *block, "message_delta", "message_stop"]
+
+
+async def _two_turns(asked) -> tuple[ChatTurn, list[list[int]]]:
+    conversation, contexts = talk("5")
+    return await conversation.say(asked.messages, asked.tools), contexts
+
+
+def test_ids_are_answered_under_both_names_if_they_are_asked_for():
+    turn, [context] = asyncio.run(_two_turns(OPENAI.read({"messages": [USER], "tools": TOOLS})))
+    asked = {"return_token_ids": True, "logprobs": True, "return_meta_info": True}
+    answer = OPENAI.write(turn, asked, "policy")
+    [choice] = answer["choices"]
+    assert answer["prompt_token_ids"].tolist() == choice["prompt_token_ids"].tolist() == context
+    assert choice["token_ids"].tolist() == choice["response_token_ids"].tolist() == ids("5$")
+    assert [token for _, token, _ in choice["meta_info"]["output_token_logprobs"]] == ids("5$")
+    assert len(choice["logprobs"]["content"]) == 2 and choice["finish_reason"] == "tool_calls"
+    assert "token_ids" not in OPENAI.write(turn, {}, "policy")["choices"][0]
+    with pytest.raises(Refused, match="n is 1"):
+        OPENAI.read({"messages": [USER], "n": 2})
