@@ -13,11 +13,13 @@ from megagrpo.cluster.machine import ENDING, alone_in
 from megagrpo.cluster.supervise import Launch, last_lines
 from megagrpo.config.load import dump_config
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
 from megagrpo.monitor.rollouts import Decode, turns_of
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.admission import Patience
 from megagrpo.rollout.agents.environments import Environments
+from megagrpo.rollout.agents.programs import Programs
 from megagrpo.rollout.control import ServiceControl, ServiceUnreachable, bearer, find_service
 from megagrpo.rollout.generation import SamplingParams
 from megagrpo.rollout.jobs import SamplingJob, numbered_prompts
@@ -41,18 +43,20 @@ def try_out(config: ExperimentConfig, num_prompts: int) -> int:
     folder = RunFolder(Path(config.output_dir) / "try")
     config = _with_one_engine(config, folder)
     tokenizer = load_tokenizer(config.model)
-    prompts = load_prompts(config.data, tokenizer).prompts[:num_prompts]
+    images = ImageStore.of(config.model, folder.images)
+    prompts = load_prompts(config.data, tokenizer, images).prompts[:num_prompts]
 
     def decode(token_ids: np.ndarray) -> str:
         return str(tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
 
     with alone_in(folder), Launch(folder, "try", end=ENDING) as launch, ExitStack() as stack:
         answering = make_answering(config, tokenizer)
-        if isinstance(answering, Environments):
+        if isinstance(answering, Environments | Programs):
             stack.enter_context(closing(answering))
-        grader = stack.enter_context(RewardPool(config.reward, preload=config.sampling.environment is None))
+        grader = stack.enter_context(RewardPool(config.reward, preload=not config.sampling.rewarding))
         control = _service(launch, config, folder)
         sampler = Sampler(config, 1, control, grader, decode, answering)
+        sampler.images = images
         job = SamplingJob("try", 0, 0, SamplingParams.of(config.sampling), num_samples=1)
         for group in asyncio.run(_sampled(sampler, job, prompts, config.rollout.step_timeout_s)):
             print("\n".join(_lines(group, decode)))
@@ -72,7 +76,8 @@ async def _sampled(
 
 def _with_one_engine(config: ExperimentConfig, folder: RunFolder) -> ExperimentConfig:
     """Returns the experiment with one engine of its own, which reads `model.path`, in a run folder of its own."""
-    alone = {"num_engines": 1, "min_healthy_engines": 1, "colocate": False, "lend_trainers": 0, "load_format": "model"}
+    alone = {"num_engines": 1, "min_healthy_engines": 1, "colocate": False, "lend_trainers": 0}
+    alone |= {"load_format": "model", "quantization": None}
     changes = {"rollout": config.rollout.model_copy(update=alone), "weights": config.weights.suited(colocate=False)}
     actor = config.actor.model_copy(update={"routing_replay": None})
     return config.model_copy(update={"output_dir": str(folder.path), "actor": actor} | changes)

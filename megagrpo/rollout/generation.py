@@ -282,10 +282,9 @@ class Attempt:
 
     async def _last_piece(self) -> Response:
         request, client = self._request, self._client
-        ids, sent = (
-            np.concatenate([np.asarray(prompt), *(piece.token_ids for piece in self._pieces)])
-            for prompt in (request.prompt, request.images.short_ids if request.images else request.prompt)
-        )
+        pieces = [piece.token_ids for piece in self._pieces]
+        ids = np.concatenate([np.asarray(request.prompt), *pieces])
+        sent = np.concatenate([request.images.short_ids, *pieces]) if request.images else ids
         data = orjson.dumps(self._body(sent), option=orjson.OPT_SERIALIZE_NUMPY)
         key = {_ROUTING_KEY: request.routing_key} if request.routing_key else {}
         async with client.http.post(client.url, data=data, headers=_JSON | key) as answer:
@@ -378,8 +377,7 @@ def _check_images(answer: Answer, images: SentImages | None, ids: np.ndarray) ->
     if number != images.num_tokens or not np.array_equal(ids, read if read is not None else []):
         raise GenerationFailed(
             f"{images.location}: the engine has read another prompt than the trainer would: {number} tokens of images, "
-            f"not {images.num_tokens}, and {len(read or ())} tokens, not {len(ids)}; the processor of the engines "
-            "(model.tokenizer, rollout.sglang) must be that of model.path"
+            f"not {images.num_tokens}, and {len(read or ())} tokens, not {len(ids)}; its processor must be model.path's"
         )
 
 
