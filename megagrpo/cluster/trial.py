@@ -76,8 +76,8 @@ async def _sampled(
 
 def _with_one_engine(config: ExperimentConfig, folder: RunFolder) -> ExperimentConfig:
     """Returns the experiment with one engine of its own, which reads `model.path`, in a run folder of its own."""
-    alone = {"num_engines": 1, "min_healthy_engines": 1, "colocate": False, "lend_trainers": 0}
-    alone |= {"load_format": "model", "quantization": None}
+    one = {"num_engines": 1, "min_healthy_engines": 1, "colocate": False, "lend_trainers": 0}
+    alone: dict[str, object] = one | {"load_format": "model", "quantization": None}
     changes = {"rollout": config.rollout.model_copy(update=alone), "weights": config.weights.suited(colocate=False)}
     actor = config.actor.model_copy(update={"routing_replay": None})
     return config.model_copy(update={"output_dir": str(folder.path), "actor": actor} | changes)
