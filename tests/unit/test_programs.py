@@ -10,8 +10,9 @@ import pytest
 from fake_service import FakeService, running
 from sampling import Grader, experiment, source_of
 from test_agents import TOKENIZER, ids, masked, says
-from test_agents import play as play_environment
 
+from examples.laptop.model import character_tokenizer
+from megagrpo.rollout.agents.environments import Environments
 from megagrpo.rollout.agents.programs import Programs
 from megagrpo.rollout.tools import make_answering
 from megagrpo.types import Prompt, RolloutGroup
@@ -28,6 +29,7 @@ def decode(tokens: np.ndarray) -> str:
 def run_all(answers: list[str], *turns, program: str, **more) -> tuple[list[RolloutGroup], list[dict]]:
     """(the groups, the requests that were sent); turns: what the engines answer first."""
     function = {} if more.keys() & {"command", "function"} else {"function": f"tests.programs:{program}"}
+    tokenizer, environment = more.pop("tokenizer", TOKENIZER), more.pop("environment", None)
     tokens, hang = more.pop("tokens", 32), more.pop("hang", lambda body: False)
     config = experiment(
         train={"group_size": 1},
@@ -36,11 +38,11 @@ def run_all(answers: list[str], *turns, program: str, **more) -> tuple[list[Roll
         sampling={
             "max_response_tokens": tokens,
             "stop_token_ids": [EOS],
-            "agent": function | {"workers": 1} | more,
+            **({"environment": environment} if environment else {"agent": function | {"workers": 1} | more}),
         },
     )
-    answering = make_answering(config, TOKENIZER)
-    assert isinstance(answering, Programs)
+    answering = make_answering(config, tokenizer)
+    assert isinstance(answering, Programs | Environments)
     prompts = [Prompt(30 + number, "?", tuple(ids("?")), answer) for number, answer in enumerate(answers)]
     before = set(psutil.Process().children(recursive=True))
     try:
@@ -64,7 +66,7 @@ def run(*turns, answer: str = "7", program: str = "guess", **more) -> tuple[Roll
 def test_a_program_and_an_environment_of_the_same_game_are_the_same_bits(program):
     turns = says("3"), says("9"), says("7")
     group, requests = run(*turns, program=program)
-    expected, their_requests = play_environment(*turns)
+    expected, their_requests = run(*turns, environment={"function": "tests.games:GuessTheNumber", "workers": 1})
     assert requests == their_requests, "ids, seeds and limits"
     assert group.samples == expected.samples
     assert group.outcomes[0].value == expected.outcomes[0].value == 1.0
@@ -189,5 +191,6 @@ def test_branches_of_parallel_requests_and_a_turn_that_its_agent_did_not_wait_fo
 def test_the_handbooks_program_plays(tmp_path):
     (code,) = re.findall(r"```python\n(# agent.py\n.*?)```", (ROOT / "docs" / "agents.md").read_text(), re.DOTALL)
     (tmp_path / "agent.py").write_text(code)
-    group, _ = run(says("3"), says("7"), function=f"{tmp_path / 'agent.py'}:guess")
+    tokenizer = character_tokenizer("0123456789 abcdefghijklmnopqrstuvwxyz?")
+    group, _ = run(says("3"), says("7"), function=f"{tmp_path / 'agent.py'}:guess", tokenizer=tokenizer)
     assert group.outcomes[0].value == 1.0
