@@ -13,12 +13,13 @@ import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megagrpo.config.schema import ModelConfig
 from megagrpo.data.torchvision_ops import define_torchvision_operators, torchvision_problem
+from megagrpo.families.architecture import HfConfig
 from megagrpo.families.table import read_description
 from megagrpo.system.explained import explained
 from megagrpo.types import ImageRef
@@ -96,7 +97,7 @@ def image_bytes(source: object, folder: Path) -> bytes:
 class ImageStore:
     """The images of an experiment's prompts in a folder that its ranks share, by their keys (ImageRef.key)."""
 
-    def __init__(self, processor: str, hf: Mapping[str, Any], folder: Path):
+    def __init__(self, processor: str, hf: HfConfig, folder: Path):
         define_torchvision_operators()
         from transformers import AutoImageProcessor  # takes seconds
 
