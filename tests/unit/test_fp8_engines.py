@@ -102,7 +102,7 @@ def test_what_latent_attention_keeps_beside_fp8_weights_is_compared_with_their_p
     assert [bool((has != wanted).any()) for _, has, wanted in _absorbed(attention)] == [True, True]
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(name for name in FAMILIES if "_vl" not in name))  # refused with the others
 def test_every_family_names_its_matrices(family):
     hf = hf_config(TinySizes(family=family)) | {"vocab_size": 32}
     tensors = list(model_tensors(architecture_of(hf)))

@@ -312,7 +312,7 @@ def test_wrong_combinations_are_refused(reward, said):
 
 
 def test_a_greedy_baseline_does_not_go_with_a_group_grader():
-    with pytest.raises(ValueError, match="its greedy baseline is graded alone"):
+    with pytest.raises(ValueError, match="its greedy baseline has no group"):
         experiment(reward={"group_grader": "rank"}, algorithm={"advantage": {"name": "remax"}})
 
 

@@ -138,11 +138,11 @@ def test_records_and_checkpoints_keep_rollouts(tmp_path):
     groups = split_groups()
     write_groups(tmp_path / "groups.npz", groups)
     assert read_groups(tmp_path / "groups.npz") == groups
-    record = _record(groups[2])
+    record = _record(groups[2], str)
     assert [sample["rollout"] for sample in record["samples"]] == [s.of_rollout for s in groups[2].samples]
     rewards = {sample["rollout"]: sample["reward"] for sample in record["samples"]}
     assert rewards == {n: o.value if o.ok else None for n, o in enumerate(groups[2].outcomes)}
-    assert "rollout" not in _record(joined(groups[2]))["samples"][0] and len(rewards) == GROUP_SIZE
+    assert "rollout" not in _record(joined(groups[2]), str)["samples"][0] and len(rewards) == GROUP_SIZE
     (again,) = read_groups_of(tmp_path, joined(groups[0]))
     assert all(sample.rollout is None and sample.prompt_ids is None for sample in again.samples)
 
