@@ -24,9 +24,10 @@ NO_TESTS = 5  # pytest's exit status when a selection leaves none
 COUNT = re.compile(r"(\d+) (failed|passed|skipped|deselected|xfailed|xpassed|warning|error)")
 # Tests of e2e by what they start; those that are not named share one undisturbed `megagrpo run`.
 E2E = {
-    "e2e-engines": ("engines", "service", "service_failures", "tools", "plan_weights"),  # one service, and two engines
+    # one service, and two engines
+    "e2e-engines": ("engines", "gateway", "plan_weights", "service", "service_failures", "sticky_routing", "tools"),
     "e2e-faults": ("clone_names", "restart", "run_failures", "soak"),  # runs of their own
-    "e2e-weights": ("exchange", "transports"),  # engines without a service
+    "e2e-weights": ("exchange", "fp8_engine", "transports", "vision_publish"),  # engines without a service
 }
 # Other processors round in another order. These repeat the tests that compare numbers: unit tests in each, and files of
 # ranks pairwise, each with what rests on that library most; without `-m "not slow"` all of DIST_NUMERIC in each.
