@@ -14,7 +14,6 @@ import numpy as np
 from megagrpo.config.schema import ExperimentConfig, ToolConfig
 from megagrpo.rollout.agents.environments import Environments, load_environment
 from megagrpo.rollout.agents.program_worker import load_program
-from megagrpo.rollout.agents.programs import Programs
 from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.rollout.response import Response
 from megagrpo.rollout.service.addresses import own_address
@@ -22,6 +21,8 @@ from megagrpo.system.user_function import load_function
 
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
     from transformers import PreTrainedTokenizerBase
+
+    from megagrpo.rollout.agents.programs import Programs
 
 ToolFunction = Callable[[str], str | None]  # (the response so far, as text) -> output, or None to end the response
 
@@ -47,6 +48,8 @@ def make_answering(
     """Returns what answers turns of the model: a tool, environments, agent programs, or nothing. Raises ValueError."""
     sampling = config.sampling
     if sampling.agent is not None:
+        from megagrpo.rollout.agents.programs import Programs  # its HTTP server: not where a model is only checked
+
         if sampling.agent.function is not None:
             load_program(sampling.agent.function)
         renderer = Renderer(tokenizer, config.data, continues=sampling.agent.history == "all")
