@@ -178,7 +178,7 @@ def _speed(plan: Plan, engine: EngineSide) -> Speed:
     running, held = np.arange(slots + 1.0), target.lengths.running
     base, full = (sum(decode_seconds(target, server, running, np.array(tokens)).values()) for tokens in (0.0, held))
     slope = (full - base) / np.maximum(running * held, 1)
-    one, two = (prefill_seconds(target, server, tokens) for tokens in (1e4, 2e4))
+    one, two = (prefill_seconds(target, server, tokens, tokens * tokens / 2) for tokens in (1e4, 2e4))
     square = (two - 2 * one) / 2e8
     return Speed(slots, base.tolist(), slope.tolist(), (one / 1e4 - square * 1e4, square))
 

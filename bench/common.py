@@ -48,10 +48,12 @@ def prepare(config: Path, recipe: str | Path, overrides: Sequence[str]) -> None:
     subprocess.run([sys.executable, "-W", "ignore", str(script), str(config), *words], check=True, cwd=ROOT)
 
 
-def call_megagrpo(command: str, config: Path, overrides: Sequence[str]) -> None:
-    """Runs `megagrpo COMMAND CONFIG --set OVERRIDE ...`; raises CalledProcessError when it fails."""
+def call_megagrpo(command: str, config: Path, overrides: Sequence[str], *words: str) -> None:
+    """Runs `megagrpo COMMAND CONFIG WORDS --set OVERRIDE ...`; raises CalledProcessError when it fails."""
     settings = [part for override in overrides for part in ("--set", override)]
     print(f"== megagrpo {command} {config.name} {' '.join(overrides)}", flush=True)
     subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "megagrpo.cli", command, str(config), *settings], check=True, cwd=ROOT
+        [sys.executable, "-W", "ignore", "-m", "megagrpo.cli", command, str(config), *words, *settings],
+        check=True,
+        cwd=ROOT,
     )

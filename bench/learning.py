@@ -4,8 +4,9 @@
 
 Every run is the shipped experiment with another seed (data, model, warm-up and GRPO alike) in a folder of its own. The
 control starts from a seed's warm-up (the first's; `--controls 3`: of the first three) and permutes the rewards over the
-samples of each step. Where the experiment asks for it (eval.num_as_trained), accuracy is that of greedy answers and of
-answers sampled as in training. Writes bench/results/learning_NAME.*
+samples of each step. If data/permuted.jsonl exists (held-out rows with each other's images), the model that the first
+seed has trained answers it, too. Where the experiment asks for it (eval.num_as_trained), accuracy is that of greedy
+answers and of answers sampled as in training. Writes bench/results/learning_NAME.*
 
     python bench/learning.py quickstart --under ATEN_CPU_CAPABILITY=default --under "MKL_CBWR=COMPATIBLE ..."
 
@@ -45,6 +46,8 @@ def main() -> None:
             for seed, run in list(zip(args.seeds, runs, strict=True))[: args.controls]:
                 run.result()  # the control needs its warm-up
                 runs.append(pool.submit(_control, name, seed, args.folder, args.overrides))
+            if (args.folder / f"{name}-{args.seeds[0]}" / "data" / "permuted.jsonl").exists():
+                runs.append(pool.submit(_permuted, name, args.seeds[0], args.folder))
             for _ in as_completed(runs):  # they take long: every result is kept as soon as it is there
                 _write(name, args, [run.result() for run in runs if run.done()])
 
@@ -107,6 +110,18 @@ def _control(name: str, seed: int, root: Path, overrides: list[str]) -> dict:
     started = time.time()
     call_megagrpo("run", config, [f"seed={seed}", "reward.shuffle=true", *overrides])
     return _measure(f"seed {seed}, rewards shuffled", folder, time.time() - started)
+
+
+def _permuted(name: str, seed: int, root: Path) -> dict:
+    folder, config = root / f"{name}-{seed}", root / f"{name}-{seed}.yaml"
+    started = time.time()
+    call_megagrpo("export", config, [], str(folder / "trained"))
+    into = root / f"{name}-{seed}-permuted"
+    shutil.rmtree(into, ignore_errors=True)
+    data = folder / "data" / "permuted.jsonl"
+    changes = [f"output_dir={into}", f"model.path={folder / 'trained'}", f"eval.data.path={data}", "train.num_steps=1"]
+    call_megagrpo("run", config, changes)
+    return _measure(f"seed {seed} trained, held-out rows with each other's images", into, time.time() - started)
 
 
 def _write_config(name: str, target: Path, replace: dict[str, str]) -> None:

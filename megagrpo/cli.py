@@ -128,6 +128,7 @@ def _add_planning(commands: _Commands) -> None:
     whole = commands.add_with_config("plan", _plan, text)
     option = whole.add_argument
     option("--lengths", help="of responses in tokens: their mean, or a file with one number a line")
+    option("--turns", help="of agents, means: count=20 tool_s=3 said=0.6 found=0.85 (found in prefix caches)")
     option("--measured", type=Path, metavar="RUN", help="a run folder whose seconds scale the roofline")
     option("--search", type=int, metavar="NODES", help="also layouts of as many nodes by their bound")
     text = "what a publish will move on the cluster, from the model's config.json alone"
@@ -269,7 +270,7 @@ def _bisect(args: argparse.Namespace, config: ExperimentConfig) -> int:
 
 
 def _plan(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    names = ("hardware", "gpus_per_node", "lengths", "measured", "search", "json")
+    names = ("hardware", "gpus_per_node", "lengths", "turns", "measured", "search", "json")
     with Progress(f"plan {config.name}", stream=sys.stderr) as progress:
         progress.enter("imports the planner")
         from megagrpo.planning.search import Options, plan_command

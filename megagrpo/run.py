@@ -62,20 +62,16 @@ class Inputs:
     prompts: PromptSet
     eval_prompts: PromptSet | None
     tool: Tool | Environments | Programs | None
-    images: ImageStore | None  # of a model that sees
+    images: ImageStore | None  # of a vision-language model
 
     @classmethod
     def load(cls, config: ExperimentConfig) -> "Inputs":
         """Loads the inputs of an experiment. Raises ValueError."""
         tokenizer = load_tokenizer(config.model)
         images = ImageStore.of(config.model, RunFolder(Path(config.output_dir)).images)
-        return cls(
-            tokenizer,
-            load_prompts(config.data, tokenizer, images),
-            load_prompts(config.eval.data, tokenizer, images) if config.eval else None,
-            make_answering(config, tokenizer),
-            images,
-        )
+        prompts = load_prompts(config.data, tokenizer, images)
+        eval_prompts = load_prompts(config.eval.data, tokenizer, images) if config.eval else None
+        return cls(tokenizer, prompts, eval_prompts, make_answering(config, tokenizer), images)
 
     def close(self) -> None:
         """Ends the processes of environments and agents."""
@@ -106,8 +102,9 @@ class Sampling:
         grader_metrics(metrics, step.groups, self.config.reward)
         source_metrics(metrics, step.groups, self.inputs.prompts.sources)
         rollout_metrics(metrics, step.groups, self.mesh, self.config.train)
-        if isinstance(self.inputs.tool, Environments | Programs):
-            self.inputs.tool.add_metrics(metrics)
+        for part in (self.inputs.tool, self.inputs.images):
+            if isinstance(part, Environments | Programs | ImageStore):
+                part.add_metrics(metrics)
         state.data_cursor, state.surplus, state.deferred = step.data_cursor, step.surplus, step.deferred
         self.source.drop_consumed()
         return step.groups
@@ -246,7 +243,7 @@ class Run:
         """Collective. Returns this rank's share of the step's samples, with their lags if weights may differ."""
         version = self.state.step if self.config.rollout.max_lag else None
         layers = self.actor.routed_layers if self.config.actor.routing_replay == "rollout" else None
-        return build_batch(groups, updates, self.mesh, self.actor.arch.attention_length, version, layers)
+        return build_batch(groups, updates, self.mesh, self.actor.arch, version, layers)
 
     def evaluation_groups(self, as_trained: bool = False) -> list[RolloutGroup]:
         """Collective. Returns this rank's share of the evaluation's groups, sampled and scored."""

@@ -152,6 +152,10 @@ class RolloutGroup:
         return tuple(map(tuple, found))
 
 
+# An engine's load: the share of its KV cache in use, requests that run and wait, and those put back for lack of cache.
+LOADS = ("kv_use", "running", "waiting", "put_back")
+
+
 @dataclass(frozen=True)
 class EngineInfo:
     """The state of one engine as the rollout service reports it."""
@@ -164,6 +168,7 @@ class EngineInfo:
     restarts: int  # counted against rollout.max_restarts
     pid: int  # of its first server process; 0 while starting
     reason: str  # of its last death; "" before
+    load: dict[str, float] = field(default_factory=dict, hash=False)  # most since its weights were verified: see LOADS
 
     @property
     def alive(self) -> bool:
@@ -293,8 +298,8 @@ class MicroBatch:
     target_grid: "Tensor"  # [R] int64, indices of the targets in the flattened [n, S]
     longest: int  # S, of the whole Batch: a sum over a row has the same bits in every micro-batch
     max_seqlen: int = 0  # tokens of the longest sequence, padding included
-    rope_positions: "Tensor | None" = None  # [3, b, s] int64: in time, height, width; only of models that see
-    images: MicroImages | None = None  # None: of a model that reads text alone
+    rope_positions: "Tensor | None" = None  # [3, b, s] int64: in time, height, width; only of vision-language models
+    images: MicroImages | None = None  # None: of a text-only model
 
     def to(self, device: "torch.device") -> "MicroBatch":
         """Returns it on `device`, without waiting."""

@@ -59,15 +59,22 @@ def call(url: str, path: str, key: str | None, body: object = None, timeout: flo
 
 
 def scripted(base_url: str, key: str, row: dict) -> float:
-    """Does what the row's answer says: a list of [number of messages so far that are kept, text]; 0 begins anew."""
+    """Does what the row's answer says: a list of [number of messages so far that are kept, text]; 0 begins anew.
+
+    Of several texts each is a tool's output. Its reward follows from the number of tokens that were sampled.
+    """
     messages: list = []
-    for kept, text in json.loads(row["answer"]):
-        messages = [*messages[:kept], {"role": "user", "content": text}]
+    sampled = 0
+    for kept, said in json.loads(row["answer"]):
+        new = [{"role": "user", "content": said}] if isinstance(said, str) else []
+        new += [{"role": "tool", "content": text} for text in said if isinstance(said, list)]
+        messages = [*messages[:kept], *new]
         status, answer = call(base_url, "chat/completions", key, {"messages": messages})
         if status != 200:
             raise RuntimeError(answer["error"]["message"])
         messages.append(answer["choices"][0]["message"])
-    return 1.0
+        sampled += answer["usage"]["completion_tokens"]
+    return sampled % 7 / 6
 
 
 async def bad(base_url: str, key: str, row: dict):
@@ -105,6 +112,14 @@ async def bad(base_url: str, key: str, row: dict):
                 await say("L", timeout=0.5)
             except TimeoutError:
                 return 0.5
+        case "patient":  # a tool that takes longer than servers commonly keep a connection that is idle
+            where = urlsplit(base_url)
+            connection = http.client.HTTPConnection(where.netloc, timeout=20)
+            for pause in (6, 0):
+                connection.request("GET", f"{where.path}/models")
+                assert connection.getresponse().read()
+                await asyncio.sleep(pause)
+            return 1.0
         case "statuses":
             bodies = [{"messages": 5}, {"messages": []}, {"n": 2}, {"tool_choice": "required"}, {"tools": [{}]}]
             found = [await say("?", **body) for body in bodies]

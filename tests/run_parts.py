@@ -39,15 +39,16 @@ ARITHMETIC = {
 }
 UNIT_NUMERIC = ("algo_*", "golden_*", "batch", "weights_digest", "weights_digest_batches")
 DIST_NUMERIC = {
-    "certify": "arithmetic-avx2",  # float32 gradients of every layout to 1e-5
-    "optimizer_variants": "arithmetic-default",  # Adam's own kernels, bfloat16 weights
+    "certify": "arithmetic-avx2",  # float32 gradients of every layout to 1e-5; without --full SHORT alone
+    "logprob_ranks": "arithmetic-default",  # logarithms and exponentials, torch's own kernels
     "shared_kv_heads": "arithmetic-onednn",  # gradients of attention, by matrix products
     "actor_layouts": None,
     "full_kl": None,
-    "logprob_ranks": None,
+    "optimizer_variants": None,
     "overlap": None,
     "router_bias": None,
 }
+SHORT = {"certify": "::test_every_fault_is_found_and_nothing_else"}
 UNIT_WORKERS = min(len(os.sched_getaffinity(0)), 8)
 
 
@@ -63,7 +64,8 @@ def parts_of_arithmetic(full: bool) -> dict[str, list[str]]:
     for part in ARITHMETIC:
         dist = [name for name, own in DIST_NUMERIC.items() if part == own or (full and part != "arithmetic-threads")]
         ranks = ["arithmetic", *dist] if dist else []
-        parts[part] = [*unit, *(str(TESTS / "dist" / f"test_{name}.py") for name in ranks)]
+        files = [str(TESTS / "dist" / f"test_{name}.py") + ("" if full else SHORT.get(name, "")) for name in ranks]
+        parts[part] = [*unit, *files]
     return parts
 
 

@@ -47,13 +47,17 @@ TOWER = {
 CLASSES = {"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_vl_moe": "Qwen3VLMoe"}
 
 
-def make_tiny_vlm(folder: Path, family: str = "qwen2_5_vl", seed: int = 0, tied: bool = False) -> Path:
+def make_tiny_vlm(folder: Path, family: str = "qwen2_5_vl", seed: int = 0, tied: bool = False, layers: int = 4) -> Path:
     """A float32 model of one of FAMILIES, its fused experts in the published layout."""
     ids = {f"{name}_token_id": VOCABULARY[f"<|{name}|>"] for name in ("vision_start", "vision_end")}
     ids |= {f"{name}_token_id": VOCABULARY[f"<|{name}_pad|>"] for name in ("image", "video")}
     make_config = getattr(transformers, f"{CLASSES[family]}Config")
     config = make_config(
-        text_config=_text(family, tied), vision_config=_tower(family), tie_word_embeddings=tied, dtype="float32", **ids
+        text_config=_text(family, tied) | {"num_hidden_layers": layers},
+        vision_config=_tower(family),
+        tie_word_embeddings=tied,
+        dtype="float32",
+        **ids,
     )
     torch.manual_seed(seed)
     model = getattr(transformers, f"{CLASSES[family]}ForConditionalGeneration")(config).float()

@@ -7,7 +7,7 @@ the schema does, and a query with a wrong name gets SQLite's error.
 import random
 from typing import Any
 
-from megagrpo.rollout.agents.sql import Sql
+from megagrpo.rollout.agents.built_in.sql import Sql
 
 NAMES, FUNCTIONS, KEYS = ("cost", "fee", "rate", "due"), ("max", "min", "sum", "avg"), 5
 TURNS = 3

@@ -3,8 +3,10 @@
 Values come with rows and columns of the batch, which undoes packing, sequence and context parallelism.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,8 +18,8 @@ from megagrpo.actor.megatron.model import routers
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.routing.tokens import RouterScope
 from megagrpo.actor.step import micro_batches, token_logprobs
-from megagrpo.types import Batch, MicroBatch
-from megagrpo.weights.engines.hooks import Recorder, SeenTokens, Tap, experts_key
+from megagrpo.types import Batch, ImageRef, MicroBatch
+from megagrpo.weights.engines.hooks import TOWER_MODULE, Recorder, SeenTokens, Tap, experts_key
 
 
 class CapturedForward(NamedTuple):
@@ -44,11 +46,19 @@ def captured_forward(
         own = stack.enter_context(_forced_routing(actor, forced))
         logprobs = token_logprobs(actor, batch, 1.0)
     recorder.seen.update({key: maps for key, maps in own.items() if key in recorder.seen})
-    pieces = []
+    pieces, images = [], list(distinct_images(batch))
+    seeing = [micro for micro in micros if micro.images and micro.images.refs]
+    in_tower = {tap.key for tap in taps if tap.module.startswith(TOWER_MODULE)}
     for key, calls in recorder.seen.items():
-        assert len(calls) == len(micros), f"{key} was called {len(calls)} times for {len(micros)} micro-batches"
-        pieces += [_piece(key, micro, values) for micro, values in zip(micros, calls, strict=True)]
+        of, cut = (seeing, partial(_image_piece, images)) if key in in_tower else (micros, _piece)
+        assert len(calls) == len(of), f"{key} was called {len(calls)} times for {len(of)} micro-batches"
+        pieces += [cut(key, micro, values) for micro, values in zip(of, calls, strict=True)]
     return CapturedForward(logprobs, pieces, recorder.problems)
+
+
+def distinct_images(batch: Batch) -> dict[str, ImageRef]:
+    """Returns the images of a batch by key, in the order in which they come first."""
+    return {image.key: image for images in batch.images for image in images}
 
 
 def head_logprobs(actor: MegatronActor, hidden: Tensor, tokens: Tensor) -> Tensor | None:
@@ -94,6 +104,16 @@ def _piece(key: str, micro: MicroBatch, values: Tensor) -> SeenTokens:
     rows, columns = rows.flatten(), columns.flatten()
     real = rows >= 0
     return SeenTokens(key, tp_rank, rows[real], columns[real], flat.reshape(len(flat), -1)[real])
+
+
+def _image_piece(images: Sequence[str], key: str, micro: MicroBatch, values: Tensor) -> SeenTokens:
+    """Returns the tower's values of a micro-batch, which follow its images. rows: indices of `images`, by key."""
+    assert micro.images is not None
+    patches = torch.tensor([math.prod(image.grid) for image in micro.images.refs])
+    counts = patches * len(values) // int(patches.sum())  # patches, or features of several
+    rows = torch.tensor([images.index(image.key) for image in micro.images.refs]).repeat_interleave(counts)
+    columns = torch.cat([torch.arange(count) for count in counts.tolist()])
+    return SeenTokens(key, mpu.get_tensor_model_parallel_rank(), rows, columns, values.reshape(len(values), -1))
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Groups to tensors: rollouts are balanced over data-parallel ranks by cost."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ import torch
 
 from megagrpo.algo.rollouts import of_rollouts, of_samples
 from megagrpo.batching.balance import balanced_parts, sample_cost
+from megagrpo.families.architecture import Architecture
 from megagrpo.mesh import Mesh
 from megagrpo.types import Batch, ImageRef, Rewards, RolloutGroup, Routing, Updates
 
@@ -39,17 +41,17 @@ def build_batch(
     groups: Sequence[RolloutGroup],
     updates: Updates,
     mesh: Mesh,
-    attention_length: int | None = None,
+    arch: Architecture | None = None,
     trained_version: int | None = None,
     routed_layers: Sequence[int] | None = None,
 ) -> Batch:
     """Collective. Returns this replica's share of all samples, from the groups that each replica sampled.
 
-    updates: of the step (`plan_updates`). Each update of the first pass is balanced separately, by `sample_cost`; later
-    passes mix the samples but do not move them. The samples of a rollout stay together. attention_length: see
-    sample_cost. trained_version: version of the weights that the step trains, if the sampling weights may be older.
-    routed_layers: this rank's layers with experts, whose routed experts the replica's leader sends. Rows are ordered by
-    sample id.
+    updates: of the step (`plan_updates`). Each update of the first pass is balanced separately, by cost; later passes
+    mix the samples but do not move them. The samples of a rollout stay together. arch: of the model, whose attention
+    and vision tower then count as cost. trained_version: version of the weights that the step trains, if the sampling
+    weights may be older. routed_layers: this rank's layers with experts, whose routed experts the replica's leader
+    sends. Rows are ordered by sample id.
     """
     most = max((len(g.samples) for g in groups), default=0)
     most = max(mesh.gather_dp(most))
@@ -61,16 +63,16 @@ def build_batch(
         for group, of_group in zip(groups, experts, strict=True)
         for row in _rows(group, most, trained_version is not None, of_group)
     ]
-    own = [(r.sample_id, r.rollout_id, r.group_id, len(r.tokens)) for r in mine]
+    own = [(r.sample_id, r.rollout_id, r.group_id, _cost(r, arch)) for r in mine]
     sizes = sorted(of_sample for part in mesh.gather_dp(own) for of_sample in part)
     # Statistics and updates number the groups of a step densely, in the order of their ids in the run.
     dense = {group_id: number for number, group_id in enumerate(sorted({group_id for _, _, group_id, _ in sizes}))}
     owner: dict[int, int] = {}  # of each rollout
     for numbers in map(frozenset, updates[0]):
         costs: dict[int, int] = {}
-        for _, rollout_id, group_id, length in sizes:
+        for _, rollout_id, group_id, cost in sizes:
             if dense[group_id] in numbers:
-                costs[rollout_id] = costs.get(rollout_id, 0) + sample_cost(length, attention_length)
+                costs[rollout_id] = costs.get(rollout_id, 0) + cost
         members = list(costs)
         for rank, part in enumerate(balanced_parts(list(costs.values()), mesh.dp_size)):
             owner.update((members[i], rank) for i in part)
@@ -83,6 +85,13 @@ def build_batch(
     if routed_layers is not None:
         batch = _with_routed_experts(batch, in_order, len(routed_layers))
     return batch
+
+
+def _cost(row: _Row, arch: Architecture | None) -> int:
+    if arch is None:
+        return sample_cost(len(row.tokens))
+    patches = sum(math.prod(image.grid) for image in row.images)
+    return sample_cost(len(row.tokens), arch.attention_length) + round(patches * arch.patch_cost)
 
 
 def _rows(group: RolloutGroup, most: int, with_versions: bool, experts: Sequence[np.ndarray | None]) -> list[_Row]:

@@ -42,7 +42,7 @@ class MicroBatchSize(NamedTuple):
     budget: int  # tokens of several samples, at most
     packed: bool  # behind each other in one row, else a row for each
     multiple: int = 1  # of tokens in each rank's part of a row
-    merge: int = 0  # patches of an image token on a side; 0: the model reads text alone
+    merge: int = 0  # patches of an image token on a side; 0: a text-only model
 
 
 def plan_micro_batches(

@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from megagrpo.bisect.points import Point
+from megagrpo.bisect.points import Point, Sizes
 
 
 @dataclass(frozen=True)
@@ -76,16 +76,16 @@ def compare_points(
     points: Sequence[Point],
     engine: Mapping[str, Tensor],
     trainer: Mapping[str, Tensor],
-    lengths: Sequence[int],
+    sizes: Sizes,
     bounds: Bounds,
 ) -> tuple[list[Difference], list[Flips], list[str]]:
     """Returns differences at the points that both sides have, in order, flips by layer, and notes on unequal shapes.
 
-    Values are [tokens, width] of all sequences, whose lengths are given.
+    Values are [tokens, width] of all sequences, or of the patches or features of all images.
     """
     differences, flips, notes = list[Difference](), list[Flips](), list[str]()
     for point in (point for point in points if point.name in engine and point.name in trainer):
-        ours, theirs = trainer[point.name], engine[point.name]
+        ours, theirs, lengths = trainer[point.name], engine[point.name], sizes[point.unit]
         if ours.shape != theirs.shape:
             notes.append(f"{point.name}: {list(theirs.shape)} in the engine, {list(ours.shape)} in the trainers")
         elif point.layout == "map":

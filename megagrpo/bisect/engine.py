@@ -9,8 +9,9 @@ import httpx
 import torch
 from torch import Tensor
 
+from megagrpo.bisect.points import TOWER
 from megagrpo.rollout.control import bearer
-from megagrpo.types import EngineInfo
+from megagrpo.types import EngineInfo, ImageRef
 from megagrpo.weights.engines.client import EngineConnection
 from megagrpo.weights.engines.hooks import Tap
 from megagrpo.weights.wire.clock import Deadline
@@ -19,13 +20,33 @@ from megagrpo.weights.wire.mailbox import Mailbox, address_towards
 _PASSES = Tap("passes", "model.embed_tokens", "out")  # has a row for each token
 
 
+class Question(NamedTuple):
+    """A prompt; if it has images, also what an engine is sent."""
+
+    tokens: list[int]
+    images: tuple[ImageRef, ...] = ()
+    short: Sequence[int] = ()  # with one placeholder an image
+    uris: tuple[str, ...] = ()  # of the images
+
+
 class Sequenced(NamedTuple):
     """A prompt and the response that the engine sampled at temperature 1."""
 
-    tokens: list[int]  # of both
-    prompt_length: int  # tokens
+    question: Question
+    response: list[int]
     logprobs: list[float]  # of the response's tokens, from decoding
     version: str  # of the weights, by the engine's own count
+
+    @property
+    def tokens(self) -> list[int]:
+        """Returns those of both."""
+        return self.question.tokens + self.response
+
+    @property
+    def of_text(self) -> list[bool]:
+        """Tells for each token whether it is none of an image, whose ids an engine replaces."""
+        pad = {self.question.tokens[image.start] for image in self.question.images}
+        return [token not in pad for token in self.tokens]
 
 
 class Prefilled(NamedTuple):
@@ -48,29 +69,34 @@ class ProbedEngine:
         self._folder, self._limit_s = folder, limit_s
         self._http = httpx.Client(base_url=info.url, trust_env=False, headers=bearer(api_key), timeout=limit_s)
 
-    def sample(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Sequenced]:
-        """Returns the prompts with responses, sampled one after the other: each is the only one of its batch."""
-        found = []
-        for prompt in map(list, prompts):
-            out = self._generate(prompt, {"max_new_tokens": max_new_tokens, "temperature": 1.0})
-            logprobs = [entry[0] for entry in out["meta_info"]["output_token_logprobs"]]
-            version = str(out["meta_info"]["weight_version"])
-            found.append(Sequenced([*prompt, *out["output_ids"]], len(prompt), logprobs, version))
-        return found
+    def sample(self, questions: Sequence[Question], max_new_tokens: int, stop: Sequence[int] = ()) -> list[Sequenced]:
+        """Returns the prompts with responses, sampled one after the other: each is the only one of its batch.
 
-    def prefill(self, sequences: Sequence[Sequence[int]], taps: Sequence[Tap]) -> Prefilled:
+        stop: ids that are in no response; one that they leave empty is sampled again.
+        """
+        sampling = {"max_new_tokens": max_new_tokens, "temperature": 1.0, "stop_token_ids": list(stop)}
+        return [self._sampled(question, sampling, set(stop)) for question in questions]
+
+    def _sampled(self, question: Question, sampling: dict, stop: set[int]) -> Sequenced:
+        while True:
+            meta = (out := self._generate(question, [], sampling))["meta_info"]
+            response = [token for token in out["output_ids"] if token not in stop]
+            logprobs = [entry[0] for entry in meta["output_token_logprobs"]][: len(response)]
+            if response:
+                return Sequenced(question, response, logprobs, str(meta["weight_version"]))
+
+    def prefill(self, sequences: Sequence[Sequenced], taps: Sequence[Tap]) -> Prefilled:
         """Computes whole sequences without the prefix cache; returns the records of the taps."""
-        whole = [list(tokens) for tokens in sequences]
         answers = self._request("capture", [{"taps": [*taps, _PASSES]}] * self._engine.tp)
-        logprobs = []
-        for tokens in whole:
-            out = self._generate(tokens, {"max_new_tokens": 1, "temperature": 1.0}, logprob_start_len=0)
+        logprobs, once = [], {"max_new_tokens": 1, "temperature": 1.0}
+        for sequence in sequences:
+            out = self._generate(sequence.question, sequence.response, once, logprob_start_len=0)
             logprobs.append([entry[0] for entry in out["meta_info"]["input_token_logprobs"][1:]])
         files = [self._folder / f"engine_rank{rank}.{secrets.token_hex(4)}.pt" for rank in range(self._engine.tp)]
         problems = [f"the engine's model has no {module}" for answer in answers for module in answer["missing"]]
         for answer in self._request("read", [{"file": str(file)} for file in files]):
             problems += answer["problems"]
-        ranks = [only_prefills(torch.load(file), list(map(len, whole))) for file in files]
+        ranks = [only_prefills(torch.load(file), [len(sequence.tokens) for sequence in sequences]) for file in files]
         for file in files:
             file.unlink()
         return Prefilled(ranks, logprobs, list(dict.fromkeys(problems)))
@@ -92,10 +118,13 @@ class ProbedEngine:
         self._engine.post("/continue_generation")
         return answers
 
-    def _generate(self, tokens: list[int], sampling: dict[str, float], **more: int) -> dict:
+    def _generate(self, question: Question, response: list[int], sampling: dict, **more: int) -> dict:
         own_prefix = secrets.token_hex(8)  # the cache would leave one token to compute
-        body = {"input_ids": tokens, "sampling_params": sampling, "return_logprob": True, "extra_key": own_prefix}
-        answer = self._http.post("/generate", json=body | more)
+        body = {"sampling_params": sampling, "return_logprob": True, "extra_key": own_prefix, **more}
+        body["input_ids"] = [*(question.short or question.tokens), *response]
+        if question.images:
+            body["image_data"] = list(question.uris)
+        answer = self._http.post("/generate", json=body)
         if answer.status_code != 200:
             raise RuntimeError(f"{self._engine} rejects a request: {answer.status_code} {answer.text[:1000]}")
         return answer.json()
@@ -105,7 +134,7 @@ def only_prefills(seen: dict[str, list[Tensor]], lengths: Sequence[int]) -> dict
     """Returns the records without decode passes, of sequences of these lengths prefilled one by one.
 
     An overlapping scheduler starts a decode step before a response of one token has ended. If the passes do not add up
-    to the lengths, or a module was not called once in each, its records stay complete.
+    to the lengths, or a module was not called once in each, its records stay complete; a tower's always do.
     """
     sizes = [len(rows) for rows in seen[_PASSES.key]]
     kept, at = [], 0
@@ -119,7 +148,7 @@ def only_prefills(seen: dict[str, list[Tensor]], lengths: Sequence[int]) -> dict
         while at < len(sizes) and sizes[at] == 1:  # a sequence has at least two tokens
             at += 1
     return {
-        key: [calls[number] for number in kept] if len(calls) == len(sizes) else calls
+        key: [calls[number] for number in kept] if len(calls) == len(sizes) and not key.startswith(TOWER) else calls
         for key, calls in seen.items()
         if key != _PASSES.key
     }

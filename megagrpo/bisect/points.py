@@ -4,14 +4,18 @@ An engine's layer adds its residual in the next norm, whose second result it is:
 of its MLP.
 """
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from megagrpo.families.architecture import Architecture
-from megagrpo.weights.engines.hooks import Tap, experts_key
+from megagrpo.weights.engines.hooks import TOWER_MODULE, Tap, experts_key
 
 FINAL_NORM = "final_norm"
+TOWER = "tower."  # begins the names of points in a vision tower
 Layout = Literal["whole", "heads", "qkv", "map", "shares"]
+Unit = Literal["tokens", "patches", "features"]
+Sizes = Mapping[Unit, Sequence[int]]  # tokens of the sequences; patches and features of their distinct images
 
 _MLP_NAMES = {"mixtral": "block_sparse_moe"}  # of families whose engine model does not call it "mlp"
 
@@ -21,7 +25,8 @@ class Point:
     """One point that both sides have.
 
     layout: how tensor-parallel ranks hold it: replicated; sharded by heads; sharded by heads of queries, keys and
-    values; ids or weights of experts, compared as a map or as the share of each expert.
+    values; ids or weights of experts, compared as a map or as the share of each expert. depth: layers before the point;
+    the bound grows with it. unit: what its rows are of.
     """
 
     name: str
@@ -31,26 +36,54 @@ class Point:
     layout: Layout = "whole"
     layer: int | None = None  # counted from 0
     one_rank: bool = False  # partial sums on an engine of several ranks: not compared there
-
-    @property
-    def depth(self) -> int:
-        """Returns the number of layers before the point; the bound grows with it."""
-        return 0 if self.layer is None else self.layer + 1
+    depth: int = 0
+    unit: Unit = "tokens"
 
 
 def residual_points(arch: Architecture) -> list[Point]:
-    """Returns the residual stream from the embedding to the final norm, and the experts of each layer."""
-    points = [_point("embedding", "embedding", ("model.embed_tokens", 0), ("embedding", "out", 0))]
+    """Returns the vision tower, the residual stream up to the final norm, and the experts of each layer."""
+    points = [*_tower_points(arch), _first(arch)]
     for layer in range(arch.num_layers):
-        names = {f"layers.{layer}.{name}" for name in ("after_attention", "experts", "output")}
+        names = {f"layers.{layer}.{name}" for name in ("after_attention", "experts", "output", "deepstack")}
         points += [point for point in layer_points(arch, layer) if point.name in names]
     return [*points, final_norm(arch)]
 
 
+def depth_before(arch: Architecture, layer: int) -> int:
+    """Returns the number of layers, of the tower and its projector too, before layer `layer` counted from 0."""
+    return layer if arch.vision is None else arch.vision.depth + 1 + layer
+
+
+def _first(arch: Architecture) -> Point:
+    if arch.vision is None:
+        return _point("embedding", "embedding", ("model.embed_tokens", 0), ("embedding", "out", 0))
+    engine = Tap("scatter", "model.layers.0", "in", 1)  # after the positions
+    trainer = Tap("scatter", "decoder.layers.0.input_layernorm", "in")
+    return Point("scatter", "embeddings with the images' features", engine, trainer, depth=depth_before(arch, 0))
+
+
+def _tower_points(arch: Architecture) -> Iterator[Point]:
+    if (vision := arch.vision) is None:
+        return
+
+    def point(name: str, says: str, module: str, depth: int, unit: Unit) -> Point:
+        engine, trainer = Tap(name, f"visual.{module}", "out"), Tap(name, f"{TOWER_MODULE}.{module}", "out")
+        return Point(name, says, engine, trainer, depth=depth, unit=unit)
+
+    yield point(TOWER + "patch_embed", "the tower's embedding of patches", "patch_embed", 0, "patches")
+    for index in range(vision.depth):
+        yield point(f"{TOWER}blocks.{index}", f"block {index} of the tower", f"blocks.{index}", index + 1, "patches")
+    last = vision.depth + 1
+    yield point(TOWER + "projector", "projector", "merger", last, "features")
+    for index in range(vision.deepstack):
+        module = f"deepstack_merger_list.{index}"
+        yield point(f"{TOWER}deepstack.{index}", f"deepstack projector {index}", module, last, "features")
+
+
 def final_norm(arch: Architecture) -> Point:
     """Returns the last point before the output layer."""
-    of_trainer = ("decoder.final_layernorm", "out", 0)
-    return _point(FINAL_NORM, "final norm", ("model.norm", 0), of_trainer, layer=arch.num_layers - 1)
+    of_trainer, depth = ("decoder.final_layernorm", "out", 0), depth_before(arch, arch.num_layers)
+    return _point(FINAL_NORM, "final norm", ("model.norm", 0), of_trainer, layer=arch.num_layers - 1, depth=depth)
 
 
 def layer_points(arch: Architecture, layer: int) -> list[Point]:
@@ -62,8 +95,8 @@ def layer_points(arch: Architecture, layer: int) -> list[Point]:
     def point(
         name: str, says: str, of_engine: tuple[str, int], of_trainer: tuple[str, str, int], layout: Layout = "whole"
     ) -> Point:
-        one_rank = name in ("attention_out", "mlp_out")
-        return _point(f"layers.{layer}.{name}", f"{says} layer {layer}", of_engine, of_trainer, layout, layer, one_rank)
+        place, depth = f"layers.{layer}.{name}", depth_before(arch, layer + 1)
+        return _point(place, f"{says} layer {layer}", of_engine, of_trainer, layout, layer, depth)
 
     def attention(name: str, says: str, of_engine: str, of_trainer: str, layout: Layout = "whole") -> Point:
         modules = (f"{engine}.self_attn.{of_engine}", 0), (f"{trainer}.self_attention.{of_trainer}", "out", 0)
@@ -82,7 +115,13 @@ def layer_points(arch: Architecture, layer: int) -> list[Point]:
         if arch.qk_norm:
             points.append(attention("q_norm", "normed queries", "q_norm", "q_layernorm", "heads"))
             points.append(attention("k_norm", "normed keys", "k_norm", "k_layernorm", "heads"))
-        says = "attention (rotary embedding, scale, mask, softmax)"
+        for item, says in enumerate(("queries", "keys")):  # as attention gets them
+            name, depth = f"layers.{layer}.{says[0]}_rotary", depth_before(arch, layer + 1)
+            of_engine = Tap(name, f"{engine}.self_attn.attn", "in", item)
+            of_trainer = Tap(name, f"{trainer}.self_attention.core_attention", "in", item)
+            place = f"{says} with positions of layer {layer}"
+            points.append(Point(name, place, of_engine, of_trainer, "heads", layer, depth=depth))
+        says = "attention (scale, mask, softmax)"
         points.append(attention("core_attention", says, "attn", "core_attention", "heads"))
     points.append(attention("attention_out", "output projection of attention", "o_proj", "linear_proj"))
     mlp_norm = f"{trainer}.pre_mlp_layernorm"
@@ -97,7 +136,9 @@ def layer_points(arch: Architecture, layer: int) -> list[Point]:
     points.append(point("mlp_out", "MLP or experts of", (mlp, 0), (f"{trainer}.mlp", "out", 0)))
     last = layer == arch.num_layers - 1
     following = "model.norm" if last else f"model.layers.{layer + 1}.input_layernorm"
-    return [*points, point("output", "residual stream after", (following, 1), (trainer, "out", 0))]
+    deep = arch.vision is not None and layer < arch.vision.deepstack
+    name, says = ("deepstack", " and deepstack's features") if deep else ("output", "")
+    return [*points, point(name, f"residual stream{says} after", (following, 1), (trainer, "out", 0))]
 
 
 def _point(
@@ -107,8 +148,9 @@ def _point(
     trainer: tuple[str, str, int],
     layout: Layout = "whole",
     layer: int | None = None,
-    one_rank: bool = False,
+    depth: int = 0,
 ) -> Point:
     """engine: a module and the index of its result; trainer: a module, the side of it, and the index there."""
     module, index = engine
-    return Point(name, says, Tap(name, module, "out", index), Tap(name, *trainer), layout, layer, one_rank)
+    one_rank = name.endswith(("attention_out", "mlp_out"))
+    return Point(name, says, Tap(name, module, "out", index), Tap(name, *trainer), layout, layer, one_rank, depth)

@@ -1,5 +1,6 @@
 """Runs the same tokens through the engine and the actor: the residual stream, then the first layer that differs."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,11 +10,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megagrpo.actor.capture import CapturedForward, captured_forward, first_replica, head_logprobs
+from megagrpo.actor.capture import CapturedForward, captured_forward, distinct_images, first_replica, head_logprobs
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.bisect.compare import BOUNDS, Bounds, bound_at, compare_points, difference
-from megagrpo.bisect.engine import Prefilled, ProbedEngine, Sequenced
-from megagrpo.bisect.points import FINAL_NORM, Point, final_norm, layer_points, residual_points
+from megagrpo.bisect.engine import Prefilled, ProbedEngine, Question, Sequenced
+from megagrpo.bisect.points import FINAL_NORM, Point, Sizes, depth_before, final_norm, layer_points, residual_points
 from megagrpo.bisect.report import OUTPUT, Findings, Pass, layer_to_open
 from megagrpo.bisect.sides import from_engine, from_trainer
 from megagrpo.mesh import Mesh
@@ -43,11 +44,22 @@ class _Job:
     def lengths(self) -> list[int]:
         return [len(sequence.tokens) for sequence in self.sequences]
 
+    @property
+    def sizes(self) -> Sizes:
+        vision, grids = self.actor.arch.vision, [image.grid for image in distinct_images(self.batch).values()]
+        features = [vision.tokens(grid) for grid in grids] if vision else []
+        return {"tokens": self.lengths, "patches": list(map(math.prod, grids)), "features": features}
+
+    @property
+    def of_text(self) -> Tensor:
+        """[T'] bool: the second and later tokens of all sequences, without those of images."""
+        return torch.tensor([text for sequence in self.sequences for text in sequence.of_text[1:]])
+
 
 def bisect_pair(
     actor: MegatronActor,
     engine: ProbedEngine | None,
-    prompts: Sequence[Sequence[int]],
+    questions: Sequence[Question],
     max_new_tokens: int,
     folder: Path,
     bounds: Bounds | None = None,
@@ -55,14 +67,16 @@ def bisect_pair(
 ) -> Findings | None:
     """Collective. Compares an engine (on the main rank) with the actor; returns the findings, on the main rank.
 
-    prompts: token ids. folder: on a disk of all ranks. bounds: default, those of the actor's dtype. version: expected
-    of the engine's weights; None: any.
+    folder: on a disk of all ranks. bounds: default, those of the actor's dtype. version: expected of the engine's
+    weights; None: any.
     """
-    mesh = actor.mesh
-    sequences = mesh.from_main(lambda: _on_main(engine).sample(prompts, max_new_tokens), "sample responses")
+    mesh, vision = actor.mesh, actor.arch.vision
+    # in a request that goes on with a response, a placeholder would stand for one more image
+    stop = (vision.image_token_id, vision.video_token_id) if vision else ()
+    sequences = mesh.from_main(lambda: _on_main(engine).sample(questions, max_new_tokens, stop), "sample responses")
     bounds = bounds or BOUNDS[actor.config.dtype]
     job = _Job(actor, engine, folder, batch_of_sequences(sequences), sequences, bounds, [])
-    points = residual_points(actor.arch)
+    points = [point for point in residual_points(actor.arch) if sum(job.sizes[point.unit])]  # prompts without images
     prefilled, ids = _prefill(job, points, with_experts=True)
     title = "residual stream" if ids is None else "residual stream, the engine's experts replayed"
     stream, logprobs = _compare(job, title, points, prefilled, ids)
@@ -91,7 +105,7 @@ def _prefill(job: _Job, points: Sequence[Point], with_experts: bool) -> tuple[Pr
     kept: list[Prefilled] = []  # not sent to other ranks
 
     def ask() -> Tensor | None:
-        kept.append(_on_main(job.engine).prefill([s.tokens for s in job.sequences], [point.engine for point in points]))
+        kept.append(_on_main(job.engine).prefill(job.sequences, [point.engine for point in points]))
         return _routed(job, kept[0]) if with_experts else None
 
     ids = job.mesh.from_main(ask, "compute on the engine")
@@ -125,9 +139,9 @@ def _compare(
 
     def both() -> Pass:
         seen = _on_main(prefilled)
-        engine = from_engine(points, seen.ranks, sum(job.lengths), arch)
-        trainer = from_trainer(points, pieces, job.lengths, arch)
-        differences, flips, unlike = compare_points(points, engine.values, trainer.values, job.lengths, job.bounds)
+        engine = from_engine(points, seen.ranks, job.sizes, arch)
+        trainer = from_trainer(points, pieces, job.sizes, arch)
+        differences, flips, unlike = compare_points(points, engine.values, trainer.values, job.sizes, job.bounds)
         job.notes.extend([*seen.problems, *found.problems, *engine.notes, *trainer.notes, *unlike])
         return Pass(title, differences, flips)
 
@@ -163,12 +177,14 @@ def _outputs(job: _Job, prefilled: Prefilled | None, logprobs: Tensor) -> Pass:
 
 def _output_pass(job: _Job, prefilled: Prefilled | None, heads: Sequence[Tensor], logprobs: Tensor) -> Pass:
     prefilled, found, shorter = _on_main(prefilled), [], [length - 1 for length in job.lengths]
+    text = job.of_text[:, None]
     engine = torch.cat([torch.tensor(row, dtype=torch.float64) for row in prefilled.logprobs])[:, None]
+    engine = engine.where(text, 0.0)
     if heads:
         says = "output layer and log-softmax, on the engine's last hidden states"
-        found.append(difference("head", says, engine, heads[0][:, None], shorter, job.bounds.head))
-    bound = bound_at(job.bounds.relative, job.actor.arch.num_layers)
-    ours = torch.cat([sequence[1:] for sequence in logprobs.split(job.lengths)])[:, None]
+        found.append(difference("head", says, engine, heads[0][:, None].where(text, 0.0), shorter, job.bounds.head))
+    bound = bound_at(job.bounds.relative, depth_before(job.actor.arch, job.actor.arch.num_layers))
+    ours = torch.cat([sequence[1:] for sequence in logprobs.split(job.lengths)])[:, None].where(text, 0.0)
     found.append(difference("logprobs", "log-probabilities", engine, ours, shorter, bound))
     decoded = [torch.tensor(sequence.logprobs, dtype=torch.float64) for sequence in job.sequences]
     again = [row[-len(part) :] for row, part in zip(engine[:, 0].split(shorter), decoded, strict=True)]
@@ -181,7 +197,7 @@ def _output_pass(job: _Job, prefilled: Prefilled | None, heads: Sequence[Tensor]
 def _head_inputs(job: _Job, prefilled: Prefilled) -> tuple[Tensor | None, Tensor]:
     """Returns the engine's last hidden states [n, h] that predict a token, None without a record, and these tokens."""
     tokens = torch.tensor([token for sequence in job.sequences for token in sequence.tokens[1:]])
-    side = from_engine([final_norm(job.actor.arch)], prefilled.ranks, sum(job.lengths), job.actor.arch)
+    side = from_engine([final_norm(job.actor.arch)], prefilled.ranks, job.sizes, job.actor.arch)
     if FINAL_NORM not in side.values:
         return None, tokens
     parts = side.values[FINAL_NORM].split(job.lengths)
@@ -201,9 +217,10 @@ def batch_of_sequences(sequences: Sequence[Sequenced]) -> Batch:
         num_groups=count,
         tokens=tokens,
         lengths=lengths,
-        prompt_lengths=torch.tensor([sequence.prompt_length for sequence in sequences]),
+        prompt_lengths=torch.tensor([len(sequence.question.tokens) for sequence in sequences]),
         loss_mask=sampled,
         rollout_logprobs=torch.zeros(len(tokens)),
         rewards=Rewards(torch.zeros(count, dtype=torch.float64), torch.ones(count, dtype=torch.bool)),
         truncated=torch.zeros(count, dtype=torch.bool),
+        images=tuple(sequence.question.images for sequence in sequences),
     )

@@ -8,7 +8,7 @@ import torch
 
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.bisect.compare import BOUNDS
-from megagrpo.bisect.engine import ProbedEngine
+from megagrpo.bisect.engine import ProbedEngine, Question
 from megagrpo.bisect.options import BisectOptions
 from megagrpo.bisect.procedure import bisect_pair
 from megagrpo.bisect.report import write_findings
@@ -18,6 +18,7 @@ from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
 from megagrpo.mesh import LeaderError
 from megagrpo.rollout.control import find_service
+from megagrpo.types import Prompt
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 from megagrpo.weights.engines.fleet import EngineRegistry
 from megagrpo.weights.exchange import WEIGHTS_DIFFER, Exchange
@@ -30,10 +31,10 @@ def bisect_ranks(config: ExperimentConfig, options: BisectOptions, device: torch
     """
     images = ImageStore.of(config.model, Path(config.output_dir) / "images")
     prompts = load_prompts(config.data, load_tokenizer(config.model), images)
-    if any(prompt.images for prompt in prompts.prompts):
-        raise ValueError("bisect compares prompts of text; name data without images by --set data.path=FILE")
-    tokens = [p.token_ids.tolist() for p in prompts.batch(0, min(options.num_prompts, len(prompts)), config.seed)]
+    chosen = prompts.batch(0, min(options.num_prompts, len(prompts)), config.seed)
+    questions = [question_of(prompt, images) for prompt in chosen]
     actor = make_actor(config, 1, device)
+    actor.images = images.pixels if images else None
     weights = load_initial_weights(actor, config.model.path)
     version = 0
     if options.checkpoint is not None:
@@ -51,13 +52,21 @@ def bisect_ranks(config: ExperimentConfig, options: BisectOptions, device: torch
             engine = ProbedEngine(info, config.rollout.tp, control.api_key, folder, limit_s)
             stack.callback(engine.close)
             engine.resume()
-        found = bisect_pair(actor, engine, tokens, options.max_new_tokens, folder, bounds, expected)
+        found = bisect_pair(actor, engine, questions, options.max_new_tokens, folder, bounds, expected)
 
     def write() -> None:
         assert found is not None, "runs on the main rank"
         write_findings(folder, replace(found, weights=found.weights + wrong))
 
     actor.mesh.from_main(write, "write the report")
+
+
+def question_of(prompt: Prompt, images: ImageStore | None) -> Question:
+    """Returns what an engine is asked; images: the store with which the prompt was loaded."""
+    if images is None or prompt.short_ids is None:
+        return Question(prompt.token_ids.tolist())
+    uris = tuple(images.uri(image.key) for image in prompt.images)
+    return Question(prompt.token_ids.tolist(), prompt.images, prompt.short_ids.tolist(), uris)
 
 
 def prove_weights(

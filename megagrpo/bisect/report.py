@@ -13,12 +13,17 @@ UNSEEN = "nothing compared"  # the verdict if hooks have recorded nothing
 _EXPLAINED = {  # by the last part of a point's name
     **dict.fromkeys(("input_norm", "mlp_norm", "final_norm"), "the norm's weight or epsilon"),
     "qkv": "the projection's weight or bias",
-    "core_attention": "the rotary embedding, the scale, the mask or the kernel",
+    "patch_embed": "the pixels that each side has, or the weight",
+    "projector": "the order of patches that it merges, or its weights",
+    "scatter": "where features are put, or the embedding's weight",
+    **dict.fromkeys(("q_rotary", "k_rotary"), "the rotary embedding: positions, their sections, theta or scaling"),
+    "core_attention": "the scale, the mask or the kernel",
     "attention_out": "the projection's weight",
     "after_attention": "attention",
     "router_logits": "the router's weight or precision",
     "expert_shares": "how scores become weights",
     **dict.fromkeys(("mlp_out", "output"), "the MLP, or the experts and how they are combined"),
+    "deepstack": "which layer adds features of images, and where",
     "head": "the output layer's weight or precision, or the log-softmax",
     "decode": "kernels and cache of decoding; prefill of the same tokens is another matter",
 }

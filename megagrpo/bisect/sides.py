@@ -1,6 +1,6 @@
 """Assembles the records of all ranks, so that both sides have one array [tokens, width] a point.
 
-Tokens are those of all sequences, one sequence after the other.
+Tokens are those of all sequences, one sequence after the other; patches and features those of their distinct images.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megagrpo.bisect.points import Point
+from megagrpo.bisect.points import Point, Sizes
 from megagrpo.families.architecture import Architecture
 from megagrpo.weights.engines.hooks import SeenTokens, experts_key
 
@@ -24,20 +24,18 @@ class Side(NamedTuple):
     notes: list[str]  # why a point is missing
 
 
-def from_engine(points: Sequence[Point], ranks: _Records, num_tokens: int, arch: Architecture) -> Side:
+def from_engine(points: Sequence[Point], ranks: _Records, sizes: Sizes, arch: Architecture) -> Side:
     """Returns the engine's side. ranks: by rank and tap, a tensor [tokens, ...] for each forward pass."""
-    return _side((point, _of_engine(point, ranks, num_tokens, arch)) for point in points)
+    return _side((point, _of_engine(point, ranks, sum(sizes[point.unit]), arch)) for point in points)
 
 
-def from_trainer(
-    points: Sequence[Point], pieces: Iterable[SeenTokens], lengths: Sequence[int], arch: Architecture
-) -> Side:
-    """Returns the trainers' side of the pieces of all ranks. lengths: of the sequences, in tokens."""
-    starts = torch.tensor([0, *accumulate(lengths)])
+def from_trainer(points: Sequence[Point], pieces: Iterable[SeenTokens], sizes: Sizes, arch: Architecture) -> Side:
+    """Returns the trainers' side of the pieces of all ranks."""
+    starts = {unit: torch.tensor([0, *accumulate(counts)]) for unit, counts in sizes.items()}
     by_key: dict[str, list[SeenTokens]] = {}
     for piece in pieces:
         by_key.setdefault(piece.key, []).append(piece)
-    return _side((point, _of_trainer(point, by_key.get(point.name, []), starts, arch)) for point in points)
+    return _side((p, _of_trainer(p, by_key.get(p.name, []), starts[p.unit], arch)) for p in points)
 
 
 def _side(found: Iterable[tuple[Point, Tensor | str]]) -> Side:
@@ -58,7 +56,7 @@ def _of_engine(point: Point, ranks: _Records, num_tokens: int, arch: Architectur
     recorded = {name: [list(seen.get(name, [])) for seen in ranks] for name in names}
     rows = [sum(map(len, calls)) for name in names for calls in recorded[name]]
     if (bad := next((count for count in rows if not count or count % num_tokens), None)) is not None:
-        return f"the engine's hooks saw {bad} rows of {num_tokens} tokens"
+        return f"the engine's hooks saw {bad} rows of {num_tokens} {point.unit}"
     # norms over heads have one row after the other for the heads of a token
     parts = [torch.cat(calls).reshape(num_tokens, -1) for calls in recorded[point.name]]
     match point.layout:
@@ -91,7 +89,7 @@ def _of_trainer(point: Point, pieces: Sequence[SeenTokens], starts: Tensor, arch
             at = starts[piece.rows] + piece.columns
             values[at], seen[at] = piece.values.float(), True
         if not bool(seen.all()):
-            return f"the trainers' ranks saw {int(seen.sum())} of {len(seen)} tokens"
+            return f"the trainers' ranks saw {int(seen.sum())} of {len(seen)} {point.unit}"
         parts.append(values)
     if point.layout == "qkv":
         if arch.num_kv_heads % len(parts):

@@ -91,7 +91,7 @@ def longest_samples(config: ExperimentConfig) -> dict[str, int]:
 
 def _engine_problems(config: ExperimentConfig, arch: Architecture) -> Iterator[str]:
     if config.rollout.quantization and arch.vision is not None:
-        yield f"rollout.quantization {config.rollout.quantization}: not for models that see; remove it"
+        yield f"rollout.quantization {config.rollout.quantization}: not for vision-language models; remove it"
     tp, ep, heads, kv_heads = config.rollout.tp, config.rollout.ep, arch.num_heads, arch.num_kv_heads
     sizes = (("tp", tp, "num_attention_heads", heads), ("ep", ep, "num_experts", arch.num_experts))
     for key, by, what, number in sizes:

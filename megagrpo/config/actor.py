@@ -125,7 +125,7 @@ class LoraConfig(Section):
 
 
 class VisionConfig(Section):
-    """The vision tower of a model that sees."""
+    """The vision tower of a vision-language model."""
 
     train: Literal["none", "projector", "all"] = "all"
     """What of the tower is trained: nothing; its projector, the mergers that make features of patches; or all."""
@@ -159,7 +159,7 @@ class ActorConfig(Section):
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights; default: all weights."""
     vision: VisionConfig | None = None
-    """What of the tower is trained, of a model that sees; default: all of it."""
+    """Which parameters of the vision tower are trained; default: all of them."""
     router_bias_update: PositiveFloat | None = None
     """Move each bias of a router by this after an update, up where its expert got fewer tokens than the mean:
     DeepSeek-V3's balance without an auxiliary loss, which took 0.001 for most of its training; default: biases stay as
@@ -196,6 +196,11 @@ class ActorConfig(Section):
     def dp(self) -> int:
         """Number of data-parallel ranks."""
         return self.world_size // (self.parallel.tp * self.parallel.pp * self.parallel.cp)
+
+    @property
+    def adapters(self) -> tuple[tuple[str, ...], int] | None:
+        """Targets and rank of the adapters."""
+        return None if self.lora is None else (tuple(self.lora.targets), self.lora.rank)
 
     @property
     def trained_vision(self) -> Literal["none", "projector", "all"]:

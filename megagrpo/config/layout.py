@@ -88,7 +88,7 @@ def _adapters(arch: Architecture, config: ActorConfig) -> Iterator[str]:
 def _vision(arch: Architecture, config: ActorConfig) -> Iterator[str]:
     if arch.vision is None:
         if config.vision is not None:
-            yield f"actor.vision: a {arch.family} model reads text alone; remove it"
+            yield f"actor.vision: {arch.family} models are text-only; remove it"
         return
     if config.megatron.get("apply_rope_fusion"):
         yield "actor.megatron.apply_rope_fusion: the fused kernel does not know positions of images; remove it"

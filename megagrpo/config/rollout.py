@@ -60,7 +60,8 @@ class AgentConfig(Section):
     """A program that talks to the model over a chat endpoint and returns the reward; see [agents](../agents.md)."""
 
     function: str | None = None
-    """"package.module:function", async or not, called as function(base_url, key, row, **args) for every rollout."""
+    """"package.module:function", async or not, called as function(base_url, key, row, **args) for every rollout, or
+    verifiers, an environment of that library."""
     args: dict[str, str | int | float | bool] = Field(default={}, description="Its keyword arguments.")
     command: list[str] = Field(default=[])
     """Instead of a function: a command that finds MEGAGRPO_BASE_URL and MEGAGRPO_KEY (and OpenAI's and Anthropic's
@@ -70,7 +71,7 @@ class AgentConfig(Section):
     history that was edited or summarised: they begin a sample of their own, or the request is refused."""
     history: Literal["all", "last"] = "all"
     """A turn continues the tokens of those before it, so that a rollout that does not fork is one sample; or every turn
-    is a sample of its own, which renders its messages anew, for chat templates that cannot be continued."""
+    is a sample of its own, for which all messages are rendered: for chat templates that cannot be continued."""
     max_turns: PositiveInt = Field(default=32, description="Turns of the model.")
     credit: Literal["rollout", "turn"] = "rollout"
     """Where the reward goes: to the whole rollout, or `turn_rewards` to their turns, for estimators with returns
@@ -172,6 +173,13 @@ class RolloutConfig(Section):
     order: Literal["arrival", "long_prompts_first", "shortest_expected_first"] = "arrival"
     """Which requests of a batch leave first: in the order of the data, by the length of their prompts, or by the mean
     response to the same prompt in earlier epochs (else to all prompts)."""
+    engine_choice: Literal["request", "group"] = "request"
+    """Which requests an engine gets together: each goes to the next engine (request), or those of a group to one engine
+    (group), which reads their prompt once if `sglang: {schedule_policy: lpm}`. Later turns always follow the first."""
+    prefix_cache: Literal["flush", "by_version"] = "flush"
+    """What a publish does to the engines' prefix caches: it empties them, so that open rollouts are read again; or each
+    rollout has the cache of the weights with which it began, whose tokens after a publish rest on keys and values of
+    older weights."""
     streaming: bool = False
     """Responses come in pieces: one that is cut by its engine's end goes on from the tokens that came, instead of from
     its beginning. Costs a message for every 32 tokens of every response."""
@@ -290,6 +298,10 @@ class RolloutConfig(Section):
             "0": self.max_staleness == 1 and algorithm.dynamic_sampling,
             f"rollout.{ahead} trains on tokens of older weights, which needs a correction: set "
             "algorithm.mismatch.weight, such as {name: tis}, or algorithm.mismatch.reject": ahead and not corrected,
+            "rollout.prefix_cache by_version with neither max_staleness nor extra_groups: no rollout outlives a "
+            "publish, and what is kept would be of no use; take flush": self.prefix_cache == "by_version" and not ahead,
+            "rollout.prefix_cache by_version with rollout.deterministic: bits would depend on what caches still "
+            "hold; take flush": self.prefix_cache == "by_version" and self.deterministic,
             f"{extra} is more than train.num_prompts_per_step {wanted}: groups would be left behind more often than "
             "they are taken": self.extra_groups > wanted,
             f"{extra} with weights.in_flight drain: every publish would wait for the groups that the step did not wait "

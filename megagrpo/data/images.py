@@ -9,7 +9,9 @@ import hashlib
 import io
 import os
 import secrets
+import time
 import urllib.parse
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -26,6 +28,8 @@ from megagrpo.types import ImageRef
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from megagrpo.monitor.metrics import Metrics
 
 IMAGE_TEXT = "<image>"  # in a prompt's text: an image of the row's column comes here
 _IMAGE_PART = {"type": "image"}
@@ -107,8 +111,10 @@ class ImageStore:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self._grid = lru_cache(maxsize=4096)(self._grid_of_size)
-        self.pixels = lru_cache(maxsize=_PIXELS_KEPT)(self._pixels)
-        self.uri = lru_cache(maxsize=_URIS_KEPT)(self._uri)
+        self._kept_pixels = lru_cache(maxsize=_PIXELS_KEPT)(self._pixels)
+        self._kept_uri = lru_cache(maxsize=_URIS_KEPT)(self._uri)
+        self._held: dict[str, int] = {}  # bytes by key
+        self._used: Counter[str] = Counter()  # since the last `add_metrics`: bytes `sent` and `moved`, microseconds
 
     @classmethod
     def of(cls, model: ModelConfig, folder: Path) -> "ImageStore | None":
@@ -137,6 +143,7 @@ class ImageStore:
         buffer = io.BytesIO()
         image.resize(size, Image.Resampling(int(self._processor.resample))).save(buffer, "PNG")
         key = hashlib.sha256(buffer.getvalue()).hexdigest()
+        self._held[key] = len(buffer.getvalue())
         if not (path := self.path(key)).exists():
             draft = path.with_suffix(f".{secrets.token_hex(8)}")
             draft.write_bytes(buffer.getvalue())
@@ -174,11 +181,31 @@ class ImageStore:
         """Returns the image as engines get it."""
         return self.path(key).read_bytes()
 
+    def uri(self, key: str) -> str:
+        """Returns the image as a request has it."""
+        uri = self._kept_uri(key)
+        self._used["sent"] += len(uri)
+        return uri
+
+    def pixels(self, key: str) -> "Tensor":
+        """Returns what the processor makes of the image: [t*h*w, patch values] float32."""
+        start = time.perf_counter_ns()
+        pixels = self._kept_pixels(key)
+        self._used.update(moved=pixels.nbytes, microseconds=(time.perf_counter_ns() - start) // 1000)
+        return pixels
+
+    def add_metrics(self, metrics: "Metrics") -> None:
+        """Adds the bytes of images that are held, were sent to engines and were given to the tower, and its seconds."""
+        used, self._used = self._used, Counter()
+        metrics.add_max("images/held_mb", sum(self._held.values()) / 1e6)
+        metrics.add_sum("images/sent_mb", used["sent"] / 1e6)
+        metrics.add_sum("images/moved_mb", used["moved"] / 1e6)
+        metrics.add_sum("images/processing_s", used["microseconds"] / 1e6)
+
     def _uri(self, key: str) -> str:
         return "data:image/png;base64," + base64.b64encode(self.png(key)).decode()
 
     def _pixels(self, key: str) -> "Tensor":
-        """Returns what the processor makes of the image: [t*h*w, patch values] float32."""
         from PIL import Image
 
         with Image.open(io.BytesIO(self.png(key))) as image:

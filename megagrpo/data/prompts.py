@@ -125,7 +125,7 @@ def load_prompts(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", store: 
 
     Raises ValueError with file and line for a missing file, a broken line, a missing key, a value of the wrong type, an
     empty prompt, an image that cannot be read, and if no prompt of the file, or of a source with a ratio, is short
-    enough. store: keeps the images of a model that sees.
+    enough. store: keeps the images of a vision-language model.
     """
     rows, parts = read_rows(data), data.parts
     chats = [_chat(parts[row.of], row) for row in rows]

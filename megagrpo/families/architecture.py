@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Architecture:
     max_positions: int  # tokens
     rms_eps: float
     rope_theta: float
-    rope_scaling: HfConfig | None
+    rope_scaling: HfConfig | None = field(hash=False)
     tied: bool  # the output layer is the input embedding
     qkv_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head of queries and keys
@@ -93,7 +93,7 @@ class Architecture:
     routed_scale: float = 1.0  # times the output of routed experts
     dense_layers: int = 0  # first layers, which have one MLP and no experts
     shared_ffn_size: int = 0  # of the experts that every token meets, together; 0: none
-    vision: Vision | None = None  # None: it reads text alone
+    vision: Vision | None = None  # None: a text-only model
 
     @property
     def is_moe(self) -> bool:
@@ -117,11 +117,19 @@ class Architecture:
         """
         # of a token at the end of a sequence of n: heads * n multiply-adds, twice, and half of that on average
         heads = self.num_heads * (self.head_dim + (self.mla.v_dim if self.mla else self.head_dim)) // 2
+        return max(self._products() // self.num_layers // heads, 1)
+
+    @property
+    def patch_cost(self) -> float:
+        """Returns the matrix products of a patch in the vision tower over those of a token in the text part."""
+        return 0.0 if self.vision is None else self.vision.products_of_a_patch / self._products()
+
+    def _products(self) -> int:
+        """Counts the elements of all matrices that a token meets."""
         feed_forward = self.dense_layers * self._mlp(self.ffn_size)
         width = self.experts_per_token * self.expert_ffn_size + self.shared_ffn_size if self.is_moe else self.ffn_size
         feed_forward += (self.num_layers - self.dense_layers) * self._mlp(width)
-        whole = feed_forward + self.hidden_size * self.vocab_size
-        return max((self._projections() + whole // self.num_layers) // heads, 1)
+        return self.num_layers * self._projections() + feed_forward + self.hidden_size * self.vocab_size
 
     def _mlp(self, width: int) -> int:
         """Counts the elements of a gated MLP's matrices."""

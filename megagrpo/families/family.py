@@ -82,7 +82,7 @@ class Family:
     attention_tensors = staticmethod(attention_tensors)
 
     def text_part(self, hf: HfConfig) -> HfConfig:
-        """Returns the keys of config.json as a model that reads text alone has them."""
+        """Returns the keys of config.json as a text-only model has them."""
         return hf
 
     def stored_name(self, name: str) -> str:

@@ -5,8 +5,11 @@ certificate then support it.
 """
 
 import json
-from collections.abc import Iterator
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from megagrpo.families.models.sigmoid_moe import Glm4Moe
 from megagrpo.families.models.softmax_moe import Mixtral, Qwen3Moe
 from megagrpo.families.models.vision_language import Qwen3VL, Qwen3VLMoe, Qwen25VL
 from megagrpo.families.quantization import dequantised_config, quantization_problems
-from megagrpo.families.tensors import TensorSpec
+from megagrpo.families.tensors import TensorSpec, adapter_tensors
 from megagrpo.families.vision import tower_tensors
 
 # model_type of config.json -> the family's module
@@ -116,14 +119,27 @@ def planned_tensors(arch: Architecture) -> Iterator[TensorSpec]:
         yield from tower_tensors(arch.vision)
 
 
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+@lru_cache(maxsize=16)
+def tensor_groups(arch: Architecture, lora: tuple[tuple[str, ...], int] | None) -> Mapping[TensorSpec, int]:
+    """Counts the model's and its adapters' tensors; the experts of a layer, which are alike, are one tensor.
+
+    lora: targets and rank.
+    """
+    model = list(planned_tensors(arch))
+    adapters = [] if lora is None else list(adapter_tensors(model, *lora))
+    return Counter(
+        replace(spec, name=_EXPERT.sub(".experts.0.", spec.name)) if spec.expert else spec for spec in model + adapters
+    )
+
+
 def parameter_counts(arch: Architecture) -> ParameterCounts:
     """Counts the parameters of a whole model."""
-    dense, expert = 0, 0
-    for spec in model_tensors(arch):
-        if spec.expert:
-            expert += spec.size
-        else:
-            dense += spec.size
+    groups = tensor_groups(arch, None)
+    expert = sum(number * spec.size for spec, number in groups.items() if spec.expert)
+    dense = sum(number * spec.size for spec, number in groups.items() if not spec.expert)
     share = expert * arch.experts_per_token // arch.num_experts if arch.is_moe else 0
     looked_up = 0 if arch.tied else arch.vocab_size * arch.hidden_size
     return ParameterCounts(dense=dense, expert=expert, active=dense + share - looked_up)

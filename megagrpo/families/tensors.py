@@ -34,6 +34,11 @@ class TensorSpec:
         return self.kind == "norm" or self.name.split(".")[-2] in _WHOLE
 
     @property
+    def is_adapter(self) -> bool:
+        """Tells whether it is half of a LoRA adapter."""
+        return self.name.split(".")[-2] in ("lora_A", "lora_B")
+
+    @property
     def in_fp8(self) -> bool:
         """Tells whether engines with FP8 weights keep it in FP8: matrices of layers but routers, as DeepSeek-V3."""
         return self.kind == "matrix" and ".layers." in self.name and self.name.split(".")[-2] != "gate"

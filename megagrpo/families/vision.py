@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from megagrpo.families.architecture import HfConfig
@@ -48,12 +49,18 @@ class Vision:
     vision_start_token_id: int
     mrope_section: tuple[int, int, int]  # frequencies that turn with time, height and width; half a head together
     mrope_interleaved: bool  # they alternate; else one block each
-    config: HfConfig  # vision_config of config.json, for transformers' class
+    config: HfConfig = field(hash=False)  # vision_config of config.json, for transformers' class
 
     @property
     def patch_values(self) -> int:
         """Counts the values of one patch as image processors give it."""
         return self.channels * self.temporal_patch * self.patch**2
+
+    @cached_property
+    def products_of_a_patch(self) -> int:
+        """Counts the multiply-adds of a patch with the tower's matrices; a merger takes merge**2 patches at once."""
+        matrices = [spec for spec in tower_tensors(self) if spec.kind == "matrix" and "pos_embed" not in spec.name]
+        return sum(spec.size // (self.merge**2 if "merger" in spec.name else 1) for spec in matrices)
 
     def tokens(self, grid: tuple[int, int, int]) -> int:
         """Counts the tokens of an image of `grid` patches: time, height, width."""

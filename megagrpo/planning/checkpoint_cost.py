@@ -6,14 +6,13 @@ adapters; host bytes count them as cut like the weights. bench/checkpoints.py co
 figures.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megagrpo.config.layout import rank_coordinates
 from megagrpo.config.schema import ActorConfig, ParallelConfig
 from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import planned_tensors
-from megagrpo.families.tensors import TensorSpec, adapter_tensors
+from megagrpo.families.table import tensor_groups
+from megagrpo.families.tensors import TensorSpec
 
 # Megatron gathers moment by moment: at the peak these bytes exist in addition to the whole state of 3 float32 a
 # parameter (received pieces, their concatenation, and those of the moment before).
@@ -76,14 +75,12 @@ def _host_of_a_rank(
 
 def _stages(arch: Architecture, actor: ActorConfig) -> list[tuple[int, int]]:
     """Counts the parameters of each pipeline stage: dense ones, and those of all experts."""
-    tensors: Iterable[TensorSpec] = planned_tensors(arch)
-    if actor.lora is not None:
-        tensors = adapter_tensors(tensors, actor.lora.targets, actor.lora.rank)
     layers = stage_of_layer(arch, actor.parallel)
     counts = [[0, 0] for _ in range(actor.parallel.pp)]
-    for spec in tensors:
-        for stage in stages_of(spec, arch, layers):
-            counts[stage][spec.expert] += spec.size
+    for spec, number in tensor_groups(arch, actor.adapters).items():
+        if spec.is_adapter == (actor.lora is not None):
+            for stage in stages_of(spec, arch, layers):
+                counts[stage][spec.expert] += number * spec.size
     return [(dense, expert) for dense, expert in counts]
 
 

@@ -20,11 +20,13 @@ from megagrpo.monitor.rollouts import read_rollouts
 from megagrpo.planning.hardware import CONTEXT_BYTES, Hardware, hardware_of, usable_bytes
 from megagrpo.planning.layer_costs import ITEM, ModelWork, model_work
 from megagrpo.planning.trainer_memory import RankMemory, TrainerSide
+from megagrpo.planning.turns import ONE_TURN, Turns, assumed_turns
 from megagrpo.rollout.admission import tokens_in_cache
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 from megagrpo.system.run_folder import RunFolder
 
 _CACHE_WIDTHS = {"bfloat16": 2, "bf16": 2, "fp8_e5m2": 1, "fp8_e4m3": 1}  # bytes of a value
+FP8_ITEM = 1 + 4 / 128**2  # bytes of an element in blocks of 128 x 128 with a float32 scale each
 _POINTS = 4096  # of a distribution that is given by numbers
 _MEDIAN = 0.3  # of the longest response, if nothing is known
 _SPREAD = math.log(1 / _MEDIAN) / NormalDist().inv_cdf(0.99)  # sigma of a log-normal with 1 % above the longest
@@ -41,6 +43,7 @@ class Lengths:
     prompt: float
     responses: np.ndarray
     origin: str
+    turns: Turns = ONE_TURN
 
     @property
     def mean(self) -> float:
@@ -65,7 +68,7 @@ def assumed_lengths(config: ExperimentConfig, mean: float | None = None) -> Leng
     origin = f"assumed: log-normal, half of them up to {median:.0f}, 1 % at the limit"
     if mean is not None:
         origin = f"log-normal with mean {mean:g} before the cut at {longest}"
-    return Lengths(_PROMPT_SHARE * config.data.max_prompt_tokens, responses, origin)
+    return Lengths(_PROMPT_SHARE * config.data.max_prompt_tokens, responses, origin, assumed_turns(config.sampling))
 
 
 @cache
@@ -114,6 +117,7 @@ class Server:
     cache_width: int  # bytes of a value
     max_tokens: int | None
     fraction_key: str = "mem_fraction"  # of `rollout`
+    fp8: bool = False  # rollout.quantization
 
 
 class ServerValues(BaseModel):
@@ -162,6 +166,7 @@ def server_of(rollout: RolloutConfig, resolved: Mapping[str, object] | None = No
             running_requests=rollout.max_running_requests,
             cache_width=width,
             max_tokens=rollout.max_total_tokens,
+            fp8=rollout.quantization == "fp8",
         )
     values = ServerValues.model_validate(resolved)
     return Server(
@@ -171,6 +176,7 @@ def server_of(rollout: RolloutConfig, resolved: Mapping[str, object] | None = No
         running_requests=values.max_running_requests,
         cache_width=_CACHE_WIDTHS.get(values.kv_cache_dtype, width),
         max_tokens=values.max_total_tokens,
+        fp8=rollout.quantization == "fp8",
     )
 
 
@@ -209,6 +215,23 @@ def weight_elements(work: ModelWork, tp: int, attention_tp: int) -> float:
     return divided + work.whole * layers + expert + vocabulary + repeated * layers / attention_tp
 
 
+def expert_bytes(work: ModelWork, server: Server) -> float:
+    """Returns the bytes of experts' weights on one rank of an engine."""
+    return work.expert / server.tp * (FP8_ITEM if server.fp8 else ITEM)
+
+
+def weight_bytes(work: ModelWork, server: Server, width: int = ITEM) -> float:
+    """Returns the bytes of the text part's weights on one rank. width: bytes of an element that is not in FP8.
+
+    FP8 leaves out embeddings, output layer and, here, all that is whole on every rank.
+    """
+    elements = weight_elements(work, server.tp, server.attention_tp)
+    if not server.fp8:
+        return elements * width
+    plain = work.vocabulary * (1 if work.arch.tied else 2) / server.tp + work.whole * work.arch.num_layers
+    return plain * width + (elements - plain) * FP8_ITEM
+
+
 def tower_elements(arch: Architecture, tp: int) -> float:
     """Counts the weights of a vision tower that one rank of an engine holds.
 
@@ -236,7 +259,7 @@ def engine_side(work: ModelWork, server: Server, lengths: Lengths, longest: int,
     """
     free = hardware.memory_bytes - CONTEXT_BYTES
     width = ITEM if server.cache_width == 1 else server.cache_width
-    weights = (weight_elements(work, server.tp, server.attention_tp) + tower_elements(work.arch, server.tp)) * width
+    weights = weight_bytes(work, server, width) + tower_elements(work.arch, server.tp) * width
     cell = work.cache_bytes(server.attention_tp, server.cache_width)
     replicas = server.tp // server.attention_tp  # each with a cache of its own
     budget = free * server.memory_fraction - weights

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megagrpo.check.loading import Trial
 from megagrpo.check.problems import is_made, longest_samples, model_description, preflight
+from megagrpo.check.settings_report import engine_report, settings_report
 from megagrpo.config.layout import layout_problems, rank_coordinates
 from megagrpo.config.placement import place, placement_problems
 from megagrpo.config.schema import ActorConfig, ExperimentConfig
@@ -17,7 +18,6 @@ from megagrpo.planning.engine_memory import assumed_lengths, concurrency_report,
 from megagrpo.planning.hardware import gigabytes, hardware_of
 from megagrpo.planning.layer_costs import model_work
 from megagrpo.planning.roofline import fit_problems, with_model
-from megagrpo.planning.settings_report import engine_report, settings_report
 from megagrpo.planning.trainer_memory import Load, RankMemory, TrainerSide, links, trained_elements, trainer_side
 from megagrpo.rewards.graders.table import SERVICES
 from megagrpo.rewards.sandbox.sandbox import isolation

@@ -6,7 +6,7 @@ own bound that a real run reached. docs/planning.md states the formulas.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -28,16 +28,18 @@ from megagrpo.planning.engine_memory import (
     Server,
     assumed_lengths,
     engine_side,
+    expert_bytes,
     gpu_phases,
     lengths_of_run,
     memory_problems,
     server_beside,
     server_of,
-    weight_elements,
+    weight_bytes,
 )
 from megagrpo.planning.hardware import EXPERT_IMBALANCE, HOST_GB_S, Hardware, hardware_of
 from megagrpo.planning.layer_costs import ITEM, ModelWork, model_work
 from megagrpo.planning.trainer_memory import Load, RankMemory, StageCost, TrainerSide, links, trainer_side
+from megagrpo.planning.turns import turns_of_run
 from megagrpo.system.run_folder import RunFolder
 
 _SHIPPED_MODELS = Path(megagrpo.__file__).parents[1] / "configs" / "models"
@@ -125,6 +127,8 @@ def plan_step(config: ExperimentConfig, target: Target) -> Plan:
         "update": update,
         "publish": publish_seconds(config, target, engine),
     }
+    if config.data.images_key is not None and target.arch.vision is not None:
+        _add_tower(parts, config, target)
     if config.rollout.colocate:  # the optimiser's state leaves for the engines and comes back
         moved = trainers.phases["rollout"].parts.get("optimiser", 0.0) / HOST_GB_S / 1e9
         parts["publish"]["state to the host"] = parts["update"]["state from the host"] = moved
@@ -174,18 +178,40 @@ def rollout_seconds(config: ExperimentConfig, target: Target, engine: EngineSide
     steps = np.concatenate([[(samples - slots) * lengths.mean / slots], np.diff(wave, prepend=0.0)])
     running = np.concatenate([[slots], np.arange(slots, 0, -1)]).astype(np.float64)
     held = np.concatenate([[lengths.running], lengths.prompt + wave - np.diff(wave, prepend=0.0) / 2])
-    decode = {name: float(steps @ each) for name, each in decode_seconds(target, server, running, held).items()}
-    prompts = samples * lengths.prompt
-    decode["communication"] += prompts * _all_reduced_bytes(target, server) / _engine_link(target, server)
-    return decode | {"prefill": samples * prefill_seconds(target, server, lengths.prompt)}
+    turns = lengths.turns
+    sampled = steps * (1 - turns.said)
+    decode = {name: float(sampled @ each) for name, each in decode_seconds(target, server, running, held).items()}
+    later = turns.tokens_read(lengths.prompt, lengths.mean)
+    decode["communication"] += (
+        samples * (lengths.prompt + later) * _all_reduced_bytes(target, server) / _engine_link(target, server)
+    )
+    pairs = lengths.prompt**2 / 2 + later * (lengths.prompt + lengths.mean / 2)
+    prefill = samples * prefill_seconds(target, server, lengths.prompt + later, pairs)
+    waited = {"tools": turns.waited_s} if turns.waited_s else {}  # of the last rollouts; others are sampled meanwhile
+    return decode | {"prefill": prefill} | waited
+
+
+def _add_tower(parts: Mapping[str, dict[str, float]], config: ExperimentConfig, target: Target) -> None:
+    """Adds the tower's seconds, as if all tokens of a prompt were of images: once a prompt on an engine and in each
+    forward of a data-parallel rank, whose tensor- and context-parallel ranks all compute the whole tower.
+    """
+    vision, actor, train = target.arch.vision, config.actor, config.train
+    assert vision is not None
+    patches = target.lengths.prompt * vision.merge**2 * train.num_prompts_per_step
+    seconds = 2 * patches * vision.products_of_a_patch / (target.hardware.bf16_tflops * 1e12)
+    parts["rollout"]["tower"] = seconds / config.rollout.num_engines / config.rollout.tp
+    forward = seconds / actor.dp
+    parts["logprobs"]["tower"] = forward * (parts["logprobs"]["forward"] > 0)
+    again = 0 if actor.trained_vision == "none" else 2 + (actor.trained_vision == "all" and actor.recompute == "full")
+    parts["update"]["tower"] = forward * (1 + again) * train.num_epochs_per_step
 
 
 def decode_seconds(target: Target, server: Server, running: np.ndarray, held: np.ndarray) -> dict[str, np.ndarray]:
     """Returns the seconds of decode steps by part, float64 [steps]: of `running` samples with `held` tokens each."""
     work, layers = target.work, target.arch.num_layers
     memory, peak = target.hardware.memory_tb_s * 1e12, target.hardware.bf16_tflops * 1e12
-    experts = work.expert / server.tp * ITEM
-    dense = weight_elements(work, server.tp, server.attention_tp) * ITEM - experts
+    experts = expert_bytes(work, server)
+    dense = weight_bytes(work, server) - experts
     dense -= work.vocabulary / server.tp * ITEM  # only few of its rows are read
     weights = (dense + experts * (1.0 - (1.0 - work.share) ** running)) / memory
     context = running * held * server.attention_tp / server.tp  # of one attention replica
@@ -200,10 +226,10 @@ def decode_seconds(target: Target, server: Server, running: np.ndarray, held: np
     }
 
 
-def prefill_seconds(target: Target, server: Server, tokens: float) -> float:
-    """Returns the seconds of the products of one sample's first `tokens` tokens."""
-    pairs = tokens * tokens / 2 * target.work.attention_flops * target.arch.num_layers
-    return (tokens * target.work.token_flops + pairs) / server.tp / (target.hardware.bf16_tflops * 1e12)
+def prefill_seconds(target: Target, server: Server, tokens: float, pairs: float) -> float:
+    """Returns the seconds of the products of tokens that are read. pairs: of one of them and a token before it."""
+    attention = pairs * target.work.attention_flops * target.arch.num_layers
+    return (tokens * target.work.token_flops + attention) / server.tp / (target.hardware.bf16_tflops * 1e12)
 
 
 def _all_reduced_bytes(target: Target, server: Server) -> float:
@@ -309,6 +335,7 @@ def measured_efficiency(folder: Path, hardware: Hardware, gpus_per_node: int) ->
     lengths = assumed_lengths(config, fmean(entry["response/length_mean"] for entry in entries))
     if run.rollout_files():
         lengths = lengths_of_run(folder, config)
+    lengths = replace(lengths, turns=turns_of_run(entries, f"means of {folder}"))
     plan = plan_step(config, Target(architecture_of(describe_model(config)), hardware, gpus_per_node, lengths))
     seconds = {name: fmean(entry.get(f"time/{name}_s") or 0.0 for entry in entries) for name in PHASES}
     ahead = {"rollout"} if config.rollout.max_staleness else set()

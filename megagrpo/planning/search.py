@@ -27,7 +27,8 @@ from megagrpo.planning.roofline import (
     train_seconds,
     with_model,
 )
-from megagrpo.planning.trainer_memory import tensor_groups, trainer_stages
+from megagrpo.planning.trainer_memory import trainer_stages
+from megagrpo.planning.turns import Turns, given_turns
 from megagrpo.system.progress import Progress
 from megagrpo.system.run_folder import write_whole
 
@@ -45,6 +46,7 @@ class Options:
     hardware: str | None = None  # None, as for the GPUs of a node: what section `cluster` says
     gpus_per_node: int | None = None
     lengths: str | None = None  # mean or file
+    turns: str | None = None  # figures of agents, see planning/turns.py
     measured: Path | None = None  # run folder
     search: int | None = None  # nodes
     json: Path | None = None
@@ -81,7 +83,9 @@ def target_of(config: ExperimentConfig, options: Options) -> Target:
     if options.measured is not None:
         efficiency, lengths = measured_efficiency(options.measured, hardware, gpus)
     if options.lengths is not None:
-        lengths = given_lengths(options.lengths, config)
+        lengths = replace(given_lengths(options.lengths, config), turns=lengths.turns)
+    if options.turns is not None:
+        lengths = replace(lengths, turns=given_turns(options.turns, lengths.turns))
     return Target(arch, hardware, gpus, lengths, efficiency)
 
 
@@ -99,6 +103,7 @@ def report(plan: Plan, hardware_name: str) -> list[str]:
     lines = [
         f"{config.name} on {hardware_name} nodes of {target.gpus_per_node}: {target.work.total / 1e9:.1f} B parameters",
         f"lengths    {lengths.origin}: mean {lengths.mean:,.0f}; prompts {lengths.prompt:,.0f}",
+        *_turns(lengths.turns),
         f"trainers   {actor.world_size} ranks on {nodes[0]} nodes ({_layout(actor)}), "
         f"{actor.micro_batch_tokens:,} tokens a micro-batch, recompute {actor.recompute}",
         f"engines    {rollout.num_engines} on {where}, each tp {rollout.tp}, ep {rollout.ep}",
@@ -117,6 +122,13 @@ def report(plan: Plan, hardware_name: str) -> list[str]:
             f"  --search {nodes[0] if rollout.colocate else sum(nodes)} proposes layouts of as many nodes that fit"
         )
     return lines
+
+
+def _turns(turns: Turns) -> list[str]:
+    if not turns.origin:
+        return []
+    read = f"{turns.said:.0%} of the tokens said to the model, {turns.found:.0%} of what turns read again in caches"
+    return [f"turns      {turns.origin}: {turns.count:.1f}, {turns.tool_s:.1f} s between two; {read}"]
 
 
 def _layout(actor: ActorConfig) -> str:
@@ -154,6 +166,7 @@ def as_json(plan: Plan) -> dict[str, object]:
         "actor": plan.config.actor.model_dump(),
         "rollout_config": plan.config.rollout.model_dump(),
         "lengths": {"origin": plan.target.lengths.origin, "mean": plan.target.lengths.mean},
+        "turns": asdict(plan.target.lengths.turns),
         "trainers": {phase: {**asdict(rank), "total": rank.total} for phase, rank in plan.phases.items()},
         "host_bytes": dict(plan.trainers.host_bytes),
         "engine": asdict(plan.engine),
@@ -213,11 +226,11 @@ def _colocated(config: ExperimentConfig, target: Target, nodes: int) -> Iterator
 
 
 def _best_trainers(config: ExperimentConfig, target: Target, nodes: int) -> list[ActorConfig]:
-    groups, room = tensor_groups(target.arch, config.actor), usable_bytes(target.hardware)
+    room = usable_bytes(target.hardware)
     found: list[tuple[float, ActorConfig]] = []
     for actor in _trainer_layouts(config.actor, target, nodes * target.gpus_per_node):
         changed = config.model_copy(update={"actor": actor})
-        stages = trainer_stages(target.arch, actor, load_of(changed, target), groups)
+        stages = trainer_stages(target.arch, actor, load_of(changed, target))
         if max(stage.memory("update", 0.0).total for stage in stages) <= room:
             _, update = train_seconds(changed, target, tuple(stage.cost() for stage in stages))
             found.append((sum(update.values()), actor))

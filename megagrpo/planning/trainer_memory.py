@@ -3,16 +3,14 @@
 Bytes of one rank are given by part; docs/planning.md states the formula of each.
 """
 
-import re
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import planned_tensors
-from megagrpo.families.tensors import TensorSpec, adapter_tensors
+from megagrpo.families.table import tensor_groups
+from megagrpo.families.tensors import TensorSpec
 from megagrpo.planning.checkpoint_cost import checkpoint_cost, stage_of_layer, stages_of
 from megagrpo.planning.layer_costs import LayerCost, layer_cost, optimizer_bytes
 
@@ -121,11 +119,9 @@ def trainer_side(
     )
 
 
-def trainer_stages(
-    arch: Architecture, actor: ActorConfig, load: Load, groups: Mapping[TensorSpec, int] | None = None
-) -> list["Stage"]:
-    """Returns every pipeline stage. groups: tensor_groups(arch, actor), for callers with many layouts of one model."""
-    elements = stage_parameters(arch, actor, groups)
+def trainer_stages(arch: Architecture, actor: ActorConfig, load: Load) -> list["Stage"]:
+    """Returns every pipeline stage."""
+    elements = stage_parameters(arch, actor)
     return [Stage(arch, actor, load, number, elements[number]) for number in range(actor.parallel.pp)]
 
 
@@ -150,29 +146,16 @@ def in_flight(parallel: ParallelConfig, stage: int) -> float:
     return min((p.pp - stage - 1) * 2 + (p.vpp - 1) * p.pp + 1, 2 * p.pp * p.vpp) / p.vpp
 
 
-_EXPERT = re.compile(r"\.experts\.\d+\.")
 _ROW_PARALLEL = ("o_proj", "down_proj")  # cut along the inputs: their A is, and B is whole; of the others it is B
 
 
-def tensor_groups(arch: Architecture, actor: ActorConfig) -> Counter[TensorSpec]:
-    """Counts the model's and its adapters' tensors; the experts of a layer, which are alike, are one tensor."""
-    model = list(planned_tensors(arch))
-    lora = actor.lora
-    adapters = [] if lora is None else list(adapter_tensors(model, lora.targets, lora.rank))
-    return Counter(
-        replace(spec, name=_EXPERT.sub(".experts.0.", spec.name)) if spec.expert else spec for spec in model + adapters
-    )
-
-
-def stage_parameters(
-    arch: Architecture, actor: ActorConfig, groups: Mapping[TensorSpec, int] | None = None
-) -> list[StageElements]:
+def stage_parameters(arch: Architecture, actor: ActorConfig) -> list[StageElements]:
     """Counts the elements of a rank of each pipeline stage, all and those with gradients."""
     layers = stage_of_layer(arch, actor.parallel)
     kinds = ("dense", "expert", "trained_dense", "trained_expert")
     counts = [dict.fromkeys(kinds, 0.0) for _ in range(max(layers) + 1)]
-    for spec, number in (tensor_groups(arch, actor) if groups is None else groups).items():
-        trained = _is_trained(spec, arch, actor) and (actor.lora is None or ".lora_" in spec.name)
+    for spec, number in tensor_groups(arch, actor.adapters).items():
+        trained = _is_trained(spec, arch, actor)
         size, kind = number * elements_held(spec, arch, actor), "expert" if spec.expert else "dense"
         for stage in stages_of(spec, arch, layers):
             counts[stage][kind] += size
@@ -182,14 +165,13 @@ def stage_parameters(
 
 def trained_elements(arch: Architecture, actor: ActorConfig) -> int:
     """Counts the elements of the whole model that have gradients: of its parameters, or of its adapters."""
-    tensors = planned_tensors(arch)
-    if actor.lora is not None:
-        tensors = adapter_tensors(tensors, actor.lora.targets, actor.lora.rank)
-    return sum(spec.size for spec in tensors if _is_trained(spec, arch, actor))
+    groups = tensor_groups(arch, actor.adapters).items()
+    return sum(number * spec.size for spec, number in groups if _is_trained(spec, arch, actor))
 
 
 def _is_trained(spec: TensorSpec, arch: Architecture, actor: ActorConfig) -> bool:
-    return spec.trained and (arch.vision is None or arch.vision.trains(spec.name, actor.trained_vision))
+    part = arch.vision is None or arch.vision.trains(spec.name, actor.trained_vision)
+    return spec.trained and part and (actor.lora is None or spec.is_adapter)
 
 
 def elements_held(spec: TensorSpec, arch: Architecture, actor: ActorConfig) -> float:

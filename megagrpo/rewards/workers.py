@@ -157,6 +157,9 @@ class WorkerProcess:
         with suppress(ProcessLookupError):  # it and its children have ended
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        with suppress(ChildProcessError):  # no orphan of its group is ours: only a subreaper has some
+            while True:
+                os.waitpid(-self._process.pid, 0)
         self._socket.close()
         self._scratch.cleanup()
 

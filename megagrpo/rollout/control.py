@@ -211,5 +211,7 @@ def print_status(run_dir: Path, as_json: bool = False) -> int:
     print(f"router {status.router}" + (f"\nFAILED: {status.failed}" if status.failed else ""))
     for engine in status.engines:
         weights = "not verified" if engine.weight_version is None else f"version {engine.weight_version}"
-        print(f"{engine.id}: {engine.state}, {engine.url or 'no URL'}, weights {weights}, {engine.restarts} restart(s)")
+        load = f", at most {engine.load['kv_use']:.0%} of its cache in use since" if engine.load else ""
+        state = f"{engine.state}, {engine.url or 'no URL'}, weights {weights}{load}"
+        print(f"{engine.id}: {state}, {engine.restarts} restart(s)")
     return 1 if status.failed else 0

@@ -116,6 +116,7 @@ class SampleRequest:
     tokens: Callable[[], float] = lambda: 0.0
     images: SentImages | None = None
     routing_key: str = ""  # requests with the same one go to the same engine, if the router is sticky
+    cache_key: Callable[[], str] | None = None  # asked when it leaves: only requests with the same one share prefixes
 
     def accepts(self, version: int) -> bool:
         """Returns whether weights of this version may sample the response."""
@@ -185,9 +186,8 @@ class GenerationClient:
     async def __aenter__(self) -> "GenerationClient":
         timeout = aiohttp.ClientTimeout(total=self.retry.request_timeout_s)
         self._loop = asyncio.get_running_loop()
-        self.http = aiohttp.ClientSession(
-            timeout=timeout, connector=aiohttp.TCPConnector(limit=0), headers=self._headers
-        )
+        connector = aiohttp.TCPConnector(limit=0)
+        self.http = aiohttp.ClientSession(timeout=timeout, connector=connector, headers=self._headers)
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -232,11 +232,8 @@ class GenerationClient:
         A request whose engine went down with its host would otherwise wait for its whole time limit, and the router
         does not report which those are.
         """
-        self._loop.call_soon_threadsafe(self._abandon_all)
-
-    def _abandon_all(self) -> None:
-        for attempt in self._attempts:
-            attempt.abandon()
+        for attempt in set(self._attempts):
+            self._loop.call_soon_threadsafe(attempt.abandon)
 
 
 class Attempt:
@@ -321,6 +318,8 @@ class Attempt:
         body: dict[str, object] = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True}
         if self._request.experts_from is not None:
             body["return_routed_experts"] = True  # for engines without a router, which drops it: engine_process.py
+        if self._request.cache_key is not None:
+            body["extra_key"] = self._request.cache_key()
         if self._request.images is not None:
             body |= {"image_data": self._request.images.uris, "return_prompt_token_ids": True}  # dropped likewise
         if self._client.retry.streaming:
@@ -359,10 +358,7 @@ class Attempt:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pauses Python's garbage collector: the block makes many small lists, and each collection would scan Megatron.
-
-    JSON has no reference cycles, so reference counts free it.
-    """
+    """Pauses Python's garbage collector, which would scan Megatron often: JSON is many lists, without a cycle."""
     with ExitStack() as stack:
         stack.callback(gc.enable)
         gc.disable()
@@ -397,4 +393,5 @@ def _checked(answer: Answer, request: SampleRequest) -> Response:
         raise _Refused(f"sampled by weights of version {found}, wanted {needed}")
     pairs = meta.get("output_token_logprobs") or []
     logprobs, token_ids = np.array([pair[0] for pair in pairs]), np.array([pair[1] for pair in pairs])
-    return Response(token_ids, logprobs, reason["type"], spans[0][1], tuple(spans[1:]))
+    newer, num_cached = tuple(spans[1:]), meta.get("cached_tokens", 0)
+    return Response(token_ids, logprobs, reason["type"], spans[0][1], newer, num_cached=num_cached)

@@ -1,12 +1,18 @@
-"""A response as an engine sampled it, and how parts of one are joined. Loads without an HTTP client."""
+"""A response as an engine sampled it, how parts of one are joined, and what engines read from their prefix caches.
+
+Loads without an HTTP client.
+"""
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from megagrpo.types import WithArrays
+
+if TYPE_CHECKING:  # it pulls in torch
+    from megagrpo.monitor.metrics import Metrics
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,6 +27,7 @@ class Response(WithArrays):
     weight_version: int  # of the weights that sampled its first token
     newer: tuple[tuple[int, int], ...] = ()  # as in Sample
     routed_experts: np.ndarray | None = None  # [tokens, layers with experts, k], from the requested token on
+    num_cached: int = 0  # tokens before it that the engine found in its prefix cache
 
     @property
     def newest_version(self) -> int:
@@ -40,4 +47,45 @@ class Response(WithArrays):
             self.weight_version,
             tuple(now for before, now in pairwise(spans) if before[1] != now[1]),
             np.concatenate(experts) if experts else None,
+            self.num_cached + rest.num_cached,
         )
+
+
+@dataclass
+class CacheUse:
+    """Counts tokens of requests since the last `add_metrics`."""
+
+    newest: int = 0  # version of the weights that rollouts begin with now
+    num_read: int = 0
+    num_cached: int = 0  # of these, found in a prefix cache
+    num_sampled: int = 0  # by rollouts with a key
+    num_on_older: int = 0  # of these, by newer weights than the key's, after what older ones may have read
+
+    def count(self, num_read: int, response: Response, key: "CacheKey | None") -> None:
+        """Counts a request of `num_read` tokens."""
+        self.num_read, self.num_cached = self.num_read + num_read, self.num_cached + response.num_cached
+        self.newest = max(self.newest, response.newest_version)
+        if key is not None and key.version is not None:
+            spans = [(0, response.weight_version), *response.newer]
+            end = len(response.token_ids)
+            self.num_sampled += end
+            self.num_on_older += end - next((start for start, version in spans if version > key.version), end)
+
+    def add_metrics(self, metrics: "Metrics") -> None:
+        """Adds the fractions, and begins to count anew."""
+        metrics.add_mean("prefix/hit_fraction", self.num_cached, self.num_read)
+        metrics.add_mean("prefix/on_older_keys_fraction", self.num_on_older, self.num_sampled)
+        self.num_read = self.num_cached = self.num_sampled = self.num_on_older = 0
+
+
+@dataclass
+class CacheKey:
+    """The key of a rollout's requests in prefix caches: the weights that it began with, when its first request left."""
+
+    use: CacheUse
+    version: int | None = None
+
+    def __call__(self) -> str:
+        """Returns the key."""
+        self.version = self.use.newest if self.version is None else self.version
+        return f"weights {self.version}"

@@ -28,7 +28,7 @@ from megagrpo.rollout.generation import (
     sample_seed,
 )
 from megagrpo.rollout.jobs import NumberedPrompt, SamplingJob
-from megagrpo.rollout.response import Response
+from megagrpo.rollout.response import CacheKey, CacheUse, Response
 from megagrpo.rollout.routed_experts import RoutedExperts
 from megagrpo.rollout.tools import Tool, respond_with_tool
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
@@ -96,7 +96,8 @@ class Sampler:
         self._job_steps: list[int] = []  # by number, the step that a job is for
         self._discarded_before = 0  # tokens, of clients whose jobs have ended
         self._clients: set[GenerationClient] = set()
-        self.images: ImageStore | None = None  # of a model that sees; set before the first request
+        self.cache_use = CacheUse()
+        self.images: ImageStore | None = None  # of a vision-language model; set before the first request
 
     def ask_again(self) -> None:
         """Abandons the present attempt of every request and starts another. May be called from any thread."""
@@ -127,6 +128,7 @@ class Sampler:
         """
         job_number, limit_s = len(self._job_steps), self._config.rollout.step_timeout_s
         self._job_steps.append(job.step)
+        self.cache_use.newest = max(self.cache_use.newest, job.version)
         async with self._admitting:  # one job after the other, so that requests of the first leave first
             status = await self.count_engines()
         async with GenerationClient(
@@ -227,8 +229,10 @@ class Sampler:
     ) -> "SampleTurnWithStops":
         """Returns a function that samples the turns of one rollout, each with a seed of its own."""
         purpose_of_all = f"{job.purpose} again {of.repeats}" if of.repeats else job.purpose
-        sticky = self._config.sampling.several_turns
-        routing_key = f"{purpose_of_all}-{job.step}-{of.prompt.id}-{index}".replace(" ", "-") if sticky else ""
+        routing_key = f"{purpose_of_all}-{job.step}-{of.prompt.id}".replace(" ", "-")
+        if self._config.rollout.engine_choice == "request":
+            routing_key = f"{routing_key}-{index}" if self._config.sampling.several_turns else ""
+        key = CacheKey(self.cache_use) if self._config.rollout.prefix_cache == "by_version" else None
         num_read = 0  # tokens whose experts have been read
         # A sampled placeholder ends the response: an engine that got it again would look for its image.
         never = (self.images.image_token, self.images.video_token) if self.images is not None else ()
@@ -255,8 +259,10 @@ class Sampler:
                 tokens=lambda: len(context) + min(self.lengths.occupied(), max_tokens),
                 images=self._sent_images(of.prompt),
                 routing_key=routing_key,
+                cache_key=key,
             )
             response = await client.generate(request)
+            self.cache_use.count(len(context), response, key)
             num_read += 0 if response.routed_experts is None else len(response.routed_experts)
             return response
 

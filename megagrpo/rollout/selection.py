@@ -43,8 +43,8 @@ class GroupSource(Protocol):
         """Collective. Returns the ids of the groups that are complete first, and this rank's share of them."""
         ...
 
-    def newly_discarded(self) -> int:
-        """Returns the tokens received since the last call that belong to no sample."""
+    def add_metrics(self, metrics: Metrics) -> None:
+        """Adds what sampling the groups since the last call took."""
         ...
 
 
@@ -73,6 +73,11 @@ class GroupChoice:
         With rollout.max_staleness it first starts the batches of coming steps; steps_left: this step included. Raises
         RunStopped on every rank when max_num_gen_batches batches hold too few groups whose responses differ.
         """
+        chosen = self._next_groups(state, metrics, steps_left)
+        self.source.add_metrics(metrics)
+        return chosen
+
+    def _next_groups(self, state: TrainState, metrics: Metrics, steps_left: int) -> StepGroups:
         config, source, wanted = self.config, self.source, self.config.train.num_prompts_per_step
         if config.rollout.extra_groups or state.deferred:
             return self._first_groups(state, metrics, steps_left)
@@ -111,6 +116,7 @@ class GroupChoice:
             groups, num_consumed, surplus = self._choose(generate, state.surplus, metrics)
         if algorithm.needs_greedy_response:  # greedy requests would change what others draw in the same engine
             start_ahead(num_consumed)
+        source.add_metrics(metrics)
         return StepGroups(groups, cursor + num_consumed * wanted, surplus)
 
     def _first_groups(self, state: TrainState, metrics: Metrics, steps_left: int) -> StepGroups:
@@ -135,7 +141,6 @@ class GroupChoice:
             tokens = sum(len(sample.token_ids) for sample in samples)
             metrics.add_mean(f"extra_groups/length_{kind}_mean", tokens, len(samples))
         metrics.add_mean("extra_groups/deferrals_mean", sum(times.get(g.group_id, 0) for g in groups), len(groups))
-        metrics.add_sum("extra_groups/discarded_tokens", source.newly_discarded())
         left = [(group_id, times.get(group_id, 0) + 1) for group_id in group_ids if group_id not in set(consumed)]
         metrics.add_max("extra_groups/left_behind", len(left))
         return StepGroups(groups, end, state.surplus, left)

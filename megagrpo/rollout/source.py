@@ -16,14 +16,16 @@ import torch.distributed as dist
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import Mesh
+from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout.admission import Patience
 from megagrpo.rollout.control import ServiceControl, ServiceFailed, ServiceUnreachable
 from megagrpo.rollout.generation import SamplingParams
 from megagrpo.rollout.jobs import SampledBatch, SamplingJob, numbered_prompts
+from megagrpo.rollout.response import CacheUse
 from megagrpo.rollout.routed_experts import for_other_ranks
 from megagrpo.rollout.sampler import Sampler
 from megagrpo.system.background import BackgroundLoop
-from megagrpo.types import EngineInfo, Prompt, RolloutGroup
+from megagrpo.types import LOADS, EngineInfo, Prompt, RolloutGroup
 
 _FIRST_POLL_S, _POLL_S = 0.02, 0.2  # pause between two meetings of all ranks
 _UNREACHABLE_S = 30.0  # a control endpoint that is silent for longer ends the run
@@ -61,6 +63,7 @@ class RolloutSource:
         self._last_answer = time.monotonic()
         self._awaited: Sequence[SampledBatch] = []
         self._reported_discarded = 0  # tokens
+        self._loads: list[dict[str, float]] = []  # of engines, on the main rank
         self._lost_hosts = 0  # of the service, when requests were last repeated
         self._background = BackgroundLoop("rollout")
         self._batches: dict[int, SampledBatch] = {}  # by number, until steps have consumed all of their groups
@@ -211,11 +214,15 @@ class RolloutSource:
         done = sum(len(batch.finished) for batch in self._awaited)
         return f"{done} of {wanted} groups" + (" of this replica" if self._mesh.dp_size > 1 else "") if wanted else ""
 
-    def newly_discarded(self) -> int:
-        """Local. Returns the tokens received since the last call that belong to no sample."""
-        before, now = self._reported_discarded, 0 if self._sampler is None else self._sampler.num_discarded
-        self._reported_discarded = now
-        return now - before
+    def add_metrics(self, metrics: Metrics) -> None:
+        """Local. Adds hits in engines' prefix caches since the last call, and their load as the main rank saw it."""
+        sampler = self._sampler
+        (CacheUse() if sampler is None else sampler.cache_use).add_metrics(metrics)
+        before, self._reported_discarded = self._reported_discarded, 0 if sampler is None else sampler.num_discarded
+        if self._config.rollout.extra_groups:
+            metrics.add_sum("extra_groups/discarded_tokens", self._reported_discarded - before)
+        for name in LOADS:
+            metrics.add_max(f"engines/{name}_max", max((load.get(name, 0.0) for load in self._loads), default=0.0))
 
     def _training(self, step: int, version: int, attempt: int = 0, or_newer: bool = False) -> SamplingJob:
         config, label = self._config, f" batch {attempt}" if attempt else ""
@@ -324,6 +331,7 @@ class RolloutSource:
         except ServiceFailed as exc:
             return str(exc), False, 0
         self._last_answer = time.monotonic()
+        self._loads = [engine.load for engine in status.engines]
         if version is None:
             return "", all(engine.state != "ready" for engine in status.engines), status.lost_hosts
         return "", self._refresh.due(status.engines, version), status.lost_hosts

@@ -34,6 +34,7 @@ class Meta(TypedDict):
     weight_versions: NotRequired[list[VersionSpan]]
     routed_experts: NotRequired[str]
     image_tokens: NotRequired[int]
+    cached_tokens: NotRequired[int]  # of the prompt
 
 
 class StreamError(TypedDict):

@@ -64,6 +64,7 @@ class Exchange:
         # By engine and rank: indices of its slices among the expected digests.
         self._indices: weakref.WeakKeyDictionary[EngineConnection, list[np.ndarray]] = weakref.WeakKeyDictionary()
         self._ids: list[str] = []  # of the engines to update; on the main rank
+        self._filled: weakref.WeakSet[EngineConnection] = weakref.WeakSet()  # whose caches this process has emptied
         self._weights, self._formats_known = weights, config.rollout.quantization is None
         self._prepare()
 
@@ -187,7 +188,9 @@ class Exchange:
 
     def _admit(self, engine: EngineConnection, version: int, expected: np.ndarray) -> None:
         """Verifies one engine, sets its version, lets it continue and marks it ready. Rank 0 only."""
-        self._check(engine, expected, flush=True)
+        kept = self._config.rollout.prefix_cache == "by_version" and engine in self._filled
+        self._check(engine, expected, flush=not kept)
+        self._filled.add(engine)
         self._fleet.admit(engine, version)
 
     def _check(self, engine: EngineConnection, expected: np.ndarray, flush: bool) -> None:

@@ -127,6 +127,18 @@ def test_a_checkpoint_goes_on_in_another_layout(models: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_virtual_stages_with_deepstack(models: Path):
+    deep = {"folder": models, "family": "qwen3_vl_12_layers"}
+    run(models, 1, {"reference": job(**deep, do="layout", write=True, packing=False, budget=4096)})
+    virtual = {"parallel": LAYOUTS["PP2xVPP2"]}
+    cases = (("packed", PACKED), ("padded", PADDED | {"recompute": "full"}))
+    jobs = {
+        f"{do}, {name}": job(**deep, do=do, **virtual, **batch) for name, batch in cases for do in ("forward", "layout")
+    }
+    run(models, 2, jobs)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_layout(models: Path, family: str, world: int):

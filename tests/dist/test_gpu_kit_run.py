@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from bench.gpu import SECTIONS
 from megagrpo.system.environment import child_environment
 from tests.dist.workers.launch import POOL
@@ -16,6 +18,7 @@ SCRIPT = ROOT / "tests" / "dist" / "workers" / "bare_machine.py"
 NEEDS_A_GPU = {"engine", "whole loop"}  # they start SGLang
 
 
+@pytest.mark.slow
 def test_every_section_writes_its_figures(tmp_path):
     command = [sys.executable, str(SCRIPT), "--device", "cpu", "--small", "--out", str(tmp_path), "--commit", "abc"]
     env = child_environment({"PATH": ""})  # neither git nor a compiler

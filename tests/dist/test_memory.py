@@ -57,7 +57,7 @@ def models(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("world", CASES)
+@pytest.mark.parametrize("world", [pytest.param(world, marks=[pytest.mark.slow] * (world == 1)) for world in CASES])
 def test_closed_forms_are_what_real_ranks_take(models: Path, tmp_path: Path, world: int):
     jobs = [
         {"model": str(models / model), "actor": {"parallel": parallel, **options}, "lengths": LENGTHS}

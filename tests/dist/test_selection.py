@@ -41,6 +41,9 @@ class Source:
         first, last = len(prompts) * rank // size, len(prompts) * (rank + 1) // size
         return [self.group(first_id + i, prompts[i], version) for i in range(first, last)]
 
+    def add_metrics(self, metrics: Metrics) -> None:
+        metrics.add_max("source/calls", 1)
+
     def group(self, group_id: int, prompt: Prompt, version: int) -> RolloutGroup:
         alike = self.always_alike or prompt.id % 3 == 0
         other = Outcome("score", 0.1) if alike else Outcome("timeout") if prompt.id == 1 else Outcome("score", 1.0)
@@ -185,4 +188,5 @@ def test_without_dynamic_sampling_the_step_is_the_next_prompts():
         assert [g.prompt for g in taken.groups] == PROMPTS.batch(step * WANTED, WANTED, 0)
         assert taken.data_cursor == (step + 1) * WANTED
         state = TrainState(step=step + 1, data_cursor=taken.data_cursor)
-    assert metrics.reduced(alone().reduce) == {} and [attempt for _, attempt, _ in source.asked] == [0, 0]
+    assert metrics.reduced(alone().reduce) == {"source/calls": 1}
+    assert [attempt for _, attempt, _ in source.asked] == [0, 0]

@@ -52,8 +52,11 @@ def rank_main(rank: int, stuck, folder: Path) -> None:
         mesh.reduce(torch.ones(1), "sum")
 
 
+STUCK_IN = [pytest.param(stopped, marks=pytest.mark.slow), holds_the_interpreter, sleeps_in_a_loader]
+
+
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("stuck", [stopped, holds_the_interpreter, sleeps_in_a_loader], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("stuck", STUCK_IN, ids=lambda f: f.__name__)
 def test_the_page_names_who_holds_up_whom(tmp_path: Path, stuck):
     ranks = mp.spawn(rank_main, args=(stuck, tmp_path), nprocs=WORLD, join=False)
     try:

@@ -19,6 +19,7 @@ from tests.experiments import experiment
 
 PROMPTS = [[1, 40, 41, 42, 43], [1, *range(60, 95)]]
 NEW_TOKENS = 12
+PICTURES = {"images_key": "images", "chat_template": True, "max_prompt_tokens": 512}
 Tensors = dict[str, Tensor]
 
 
@@ -89,19 +90,71 @@ def _rounded_head() -> AbstractContextManager:
     return patch.object(head, "chunked_logprobs", rounded)
 
 
+def _wrong_section() -> AbstractContextManager:
+    """Rotary embedding with one frequency more that turns with time, and one less with height."""
+    from megagrpo.actor.megatron import vision
+
+    right = vision.section_angles
+
+    def wrong(positions: Tensor, dim: int, theta: float, section: tuple[int, int, int], interleaved: bool) -> Tensor:
+        return right(positions, dim, theta, (section[0] + 1, section[1] - 1, section[2]), interleaved)
+
+    return patch.object(vision, "section_angles", wrong)
+
+
+def _turned_grids() -> AbstractContextManager:
+    """The tower takes an image's height for its width."""
+    from megagrpo.actor.megatron.vision import Tower
+
+    right = Tower.forward
+
+    def turned(self: Tower, pixels: Tensor, grids: list[tuple[int, int, int]]) -> list[Tensor]:
+        return right(self, pixels, [(time, width, height) for time, height, width in grids])
+
+    return patch.object(Tower, "forward", turned)
+
+
+def _wrong_features() -> AbstractContextManager:
+    """The features of every image come in the opposite order."""
+    from megagrpo.actor.megatron.vision import Tower
+
+    right = Tower.forward
+    return patch.object(Tower, "forward", lambda *args: [features.flip(0) for features in right(*args)])
+
+
+def _late_deepstack() -> AbstractContextManager:
+    from megagrpo.actor.megatron.vision import Sight
+
+    right = Sight.with_deep
+    return patch.object(Sight, "with_deep", lambda self, i, hidden: right(self, i - 1, hidden) if i else hidden)
+
+
+MISTAKES: dict[str, Callable[[], AbstractContextManager]] = {
+    "": nullcontext,
+    "a bf16 head": _rounded_head,
+    "a rotary section off by one": _wrong_section,
+    "grids turned": _turned_grids,
+    "features in another order": _wrong_features,
+    "deepstack a layer late": _late_deepstack,
+}
+
+
 def bisect_cases(
     rank: int, info: EngineInfo, api_key: str, tp: int, folder: Path, cases: list[dict], world: int = 1
 ) -> list[Found]:
     """Collective. Bisects the engine against one actor after the other.
 
-    A case: "model", an HF folder; "head": whether its product is rounded; "parallel"; "version" of the weights;
-    "publish": whether they are published first, for the engine has others; "dtype" of both.
+    A case: "model", an HF folder; "mistake": one of MISTAKES in what the actor computes; "parallel"; "version" of the
+    weights; "publish": whether they are published first, for the engine has others; "dtype" of both; "data": a file of
+    prompts, for PROMPTS.
     """
-    from megagrpo.bisect.engine import ProbedEngine
+    from megagrpo.bisect.engine import ProbedEngine, Question
     from megagrpo.bisect.procedure import bisect_pair
-    from megagrpo.bisect.ranks import prove_weights
+    from megagrpo.bisect.ranks import prove_weights, question_of
     from megagrpo.bisect.report import verdict, write_findings
     from megagrpo.certify.measure import joined
+    from megagrpo.data.images import ImageStore
+    from megagrpo.data.prompts import load_prompts, load_tokenizer
     from megagrpo.weights.actor_weights import load_initial_weights
 
     registry = ListedEngines([info])
@@ -116,6 +169,7 @@ def bisect_cases(
         config = experiment(
             output_dir=str(own),
             model={"path": str(case["model"])},
+            data=PICTURES | {"path": str(case["data"])} if "data" in case else {"path": "none"},
             rollout={"tp": tp, "dtype": dtype, "load_format": "dummy" if case.get("publish") else "model"},
             weights={"timeout_s": 60.0, "bucket_mb": 0.1},
         ).model_copy(update={"actor": actor_config})
@@ -126,8 +180,14 @@ def bisect_cases(
             engine = ProbedEngine(info, tp, api_key, own, 120.0) if rank == 0 else None
             if engine is not None:
                 engine.resume()
-            with _rounded_head() if case.get("head") else nullcontext():
-                found = bisect_pair(actor, engine, PROMPTS, NEW_TOKENS, own, version=case.get("version"))
+            questions = [Question(prompt) for prompt in PROMPTS]
+            if "data" in case:
+                images = ImageStore.of(config.model, own / "images")
+                actor.images = images.pixels
+                prompts = load_prompts(config.data, load_tokenizer(config.model), images)
+                questions = [question_of(prompt, images) for prompt in prompts.prompts]
+            with MISTAKES[case.get("mistake", "")]():
+                found = bisect_pair(actor, engine, questions, NEW_TOKENS, own, version=case.get("version"))
             if engine is not None and found is not None:
                 engine.close()
                 found.weights += wrong

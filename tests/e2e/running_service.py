@@ -71,6 +71,12 @@ def running_service(
         running.stop() if running else stop_tree(process.pid)
 
 
+def scheduler_of(engine: int) -> psutil.Process:
+    """The process of an engine of one rank that computes. SGLang starts it first; not every system shows its title."""
+    children = psutil.Process(engine).children(recursive=True)
+    return min((c for c in children if "resource_tracker" not in " ".join(c.cmdline())), key=psutil.Process.create_time)
+
+
 def start_service(
     config: ExperimentConfig, run_dir: Path, *ray_address: str, env: dict[str, str] | None = None
 ) -> subprocess.Popen:

@@ -51,6 +51,7 @@ def test_samples_outlive_the_weights_that_began_them(experiments):
         assert entries[step]["router/replay_differs"] < 0.2, "experts of other tokens: almost all would differ"
 
 
+@pytest.mark.slow
 def test_requests_of_lent_trainers_go_on_elsewhere(experiments):
     """Trainers take their GPUs back in the middle of responses, which keep their tokens."""
     ahead = {"max_staleness": 1, "max_running_requests": 2, "streaming": True, "lend_trainers": 1}

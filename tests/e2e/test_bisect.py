@@ -22,7 +22,7 @@ class Planted:
     words: tuple[str, ...]  # of the verdict
     tensors: Callable[[Tensors], None] | None = None
     config: Callable[[dict], None] | None = None
-    head: bool = False  # computed in bfloat16
+    mistake: str = ""  # in what the actor computes, see bisect_pairs.py
     stale: bool = False  # the engine has the weights of the version before
 
 
@@ -34,10 +34,10 @@ OF_EXPERTS = ("model.layers.1.mlp.experts", "MLP or experts of layer 1")
 PLANTED = {
     "nothing": Planted(None, None, ("nothing differs",)),
     "a perturbed weight": Planted("weights", "layers.1.attention_out", OF_PROJECTION, tensors=noisy(PROJECTION)),
-    "a wrong rope theta": Planted(*["layers.0.core_attention"] * 2, OF_ROTARY, config=with_config(rope_theta=1e6)),
+    "a wrong rope theta": Planted(*["layers.0.q_rotary"] * 2, OF_ROTARY, config=with_config(rope_theta=1e6)),
     "a wrong norm epsilon": Planted(*["layers.0.input_norm"] * 2, OF_NORM, config=with_config(rms_norm_eps=1e-5)),
     "swapped experts": Planted("weights", "layers.1.mlp_out", OF_EXPERTS, tensors=swapped(*EXPERTS)),
-    "a bf16 head": Planted("head", "head", ("output layer",), head=True),
+    "a bf16 head": Planted("head", "head", ("output layer",), mistake="a bf16 head"),
     "stale weights": Planted("weights", "embedding", ("version 3, the trainers have 4",), stale=True),
 }
 IN_EVERY_RUN = ("nothing", "a perturbed weight", "a wrong rope theta")
@@ -66,7 +66,7 @@ def test_planted_mistakes_are_found_and_named(names, service, pool, tiny_model, 
         one = PLANTED[name]
         base = make_tiny_model(tmp_path / "other", seed=5) if one.stale else tiny_model
         model = changed_copy(base, tmp_path / str(len(cases)), one.tensors, one.config)
-        cases.append({"model": model, "head": one.head, "version": 4 if one.stale else 3})
+        cases.append({"model": model, "mistake": one.mistake, "version": 4 if one.stale else 3})
     args = (service.wait_alive(), service.control.api_key, 1, tmp_path / "out", cases)
     for name, said in zip(names, pool.run(1, bisect_cases, *args)[0], strict=True):
         one = PLANTED[name]

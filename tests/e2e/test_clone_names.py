@@ -45,6 +45,7 @@ def environment_of(clone: Path, **variables: str) -> dict[str, str]:
     return {name: value for name, value in env.items() if name != "MEGAGRPO_VENV"}
 
 
+@pytest.mark.slow
 def test_the_watchdog_names_our_line_and_not_torchs(clone: Path):
     command = [clone / ".venv" / "bin" / "python", "-m", "pytest", "-q", "tests/dist/test_watchdog.py", "-k", "loader"]
     captured = {"capture_output": True, "text": True, "timeout": LIMIT_S}

@@ -200,6 +200,7 @@ def test_an_engine_killed_during_the_update_is_updated_after_its_restart(moe_eng
     exchange.close()
 
 
+@pytest.mark.slow
 def test_dense_with_tied_embeddings_on_two_ranks(tmp_path):
     models = [make_tied_model(tmp_path / f"d{seed}", seed) for seed in range(2)]
     source = PlainSource(models[0])

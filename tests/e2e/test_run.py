@@ -54,6 +54,8 @@ def test_ten_steps_are_measured_and_agree_with_the_engine(long_run):
         assert not missing, f"step {step}: {missing}"
         assert entries[step]["optim/grad_norm"] > 0, "nothing was learned, so nothing was tested"
     assert_agrees(folder)
+    # 0 where no look at the engine, once a second, met the samples of a step: see test_service.py
+    assert all(0 <= entry["engines/running_max"] <= NUM_PROMPTS * GROUP_SIZE for step, entry in entries.items() if step)
 
 
 def test_every_sample_is_there_with_its_weights_and_its_reward(long_run):

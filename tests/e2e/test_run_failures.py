@@ -47,10 +47,10 @@ def test_engines_killed_during_a_rollout_and_during_an_update(long_run):
     assert max(entries[step]["publish/restart"] for step in (2, 3, 4)) > 1, "one update waited for an engine"
 
 
-def during_rollout(log: str) -> bool:
+def during_rollout(log: str, samples: int = SAMPLES) -> bool:
     """The engine computes, and some samples of the step are not answered."""
     since = log.rpartition("POST /pause_generation")[2]
-    return "Prefill batch" in since and since.count("POST /generate") < SAMPLES
+    return "Prefill batch" in since and since.count("POST /generate") < samples
 
 
 def during_update(log: str) -> bool:

@@ -19,6 +19,7 @@ from megagrpo.rollout.generation import GenerationClient, GenerationFailed, Retr
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.streaming import StreamedAnswer
 from megagrpo.types import Prompt
+from tests.experiments import until
 
 PROMPTS = [(1, 40, 41, 42), (1, *range(50, 80)), (1, 7), (1, *range(100, 190))]
 RETRY = RetryPolicy(retries=3, request_timeout_s=120.0)
@@ -100,6 +101,17 @@ def test_a_response_that_is_cut_twice_has_the_tokens_of_one_that_is_not(ready, m
 def test_an_engine_says_how_many_tokens_its_cache_holds(ready):
     assert engine_cache_tokens(ready.wait_alive().url, ready.control.api_key) == 20_000
     assert engine_cache_tokens("http://127.0.0.1:9", "key") is None
+
+
+def test_the_load_of_an_engine_is_the_most_since_its_weights_were_verified(ready, capsys):
+    sampled = [(PROMPTS[0], SamplingParams(temperature=1.0, max_tokens=400), seed) for seed in range(4)]
+    load = lambda: ready.control.engines()[0].load  # noqa: E731
+    until(lambda: generate(ready, sampled) and load().get("running", 0) >= 1, 120)  # the service looks once a second
+    seen = load()
+    assert seen["running"] <= 4 and 0 < seen["kv_use"] <= 1 and seen["put_back"] == 0
+    assert print_status(ready.run_dir) == 0 and " of its cache in use since" in capsys.readouterr().out
+    ready.set_version(0)
+    assert load().get("running", 0) == 0
 
 
 def test_how_a_response_ends(ready):

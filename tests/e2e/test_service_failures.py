@@ -4,7 +4,8 @@ import os
 import signal
 
 import psutil
-from running_service import START_S, start_service
+import pytest
+from running_service import START_S, scheduler_of, start_service
 from sampling import Grader
 from test_service import PROMPTS, SAMPLED, generate, make_source
 
@@ -43,18 +44,19 @@ def test_engine_killed_during_a_rollout(service):
     assert not service.control.mark_ready(victim.id, victim.incarnation, 2), "that incarnation is dead"
 
 
+@pytest.mark.slow
 def test_scheduler_killed(service):
     """Not the server process itself, but the one that computes: the supervisor sees the engine end."""
     service.set_version(1)
     before = service.control.engines()[0]
-    children = psutil.Process(before.pid).children(recursive=True)
-    next(child for child in children if "scheduler" in child.name() or "sched" in child.cmdline()[0]).kill()
+    scheduler_of(before.pid).kill()
     service.control.report_lost(before.id, before.incarnation)
     until(lambda: service.control.engines()[0].incarnation != before.incarnation, START_S)
     service.set_version(1)
     assert generate(service, [(PROMPTS[0], SAMPLED, 0)], version=1)
 
 
+@pytest.mark.slow
 def test_model_that_does_not_exist(service, tmp_path):
     """The service ends by itself with the engine's own words, after one more try."""
     nothing = service.config.model.model_copy(update={"path": str(tmp_path / "nothing")})

@@ -12,6 +12,7 @@ from soak import soak
 NUM_STEPS, EVERY = 7, 2
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_seven_steps_in_which_engines_and_a_trainer_are_killed(experiments, tmp_path):
     prepare(tmp_path / "soak", made=experiments)

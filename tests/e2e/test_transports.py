@@ -39,7 +39,12 @@ def plans(tmp_path_factory) -> dict[TransportCase, Forecast]:
     return dict(zip(cases, plan_cases(cases, tmp_path_factory.mktemp("plans")), strict=True))
 
 
-@pytest.mark.parametrize(("family", "engines"), CASES)
+OFTEN = [("qwen3_moe", "TP2xEP2"), ("qwen2", "two nodes")]  # test_engines.py has two engines, COMPUTED those of TP2
+
+
+@pytest.mark.parametrize(
+    ("family", "engines"), [pytest.param(*case, marks=[pytest.mark.slow] * (case not in OFTEN)) for case in CASES]
+)
 def test_parameters_are_those_of_disk_and_no_byte_travels_twice(family, engines, pool, plans, tmp_path: Path):
     cases = [TransportCase(family, trainers, engines) for trainers in CASES[family, engines]]
     transports = ["reshard", "ipc"] if engines == "TP2" else ["reshard"]

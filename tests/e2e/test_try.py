@@ -24,8 +24,8 @@ def test_rollouts_with_an_environment_are_printed_as_conversations(experiments):
         assert len(said) == samples
         own = re.search(rf"; (\d+) tokens of {samples} sample\(s\) would be trained on", text)
         assert own and int(own[1]) >= sum(map(len, said)), "a token a character, and the ends of turns"
-        ended = "reward .*ended by (done|turns)" if samples == 3 else "ended by tokens: a turn reached the limit"
-        assert re.search(ended, text)
+        ended = "tokens: a turn reached the limit" + "|done|turns" * (samples == 3)
+        assert re.search(rf"reward .*ended by ({ended})", text), text
     assert not (folder / "metrics.jsonl").exists() and (folder / "try" / "config.yaml").is_file()
 
 

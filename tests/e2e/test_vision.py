@@ -1,6 +1,7 @@
 """Models that see, with real engines: what they read of images, and their log-probabilities beside transformers'."""
 
 import asyncio
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +9,18 @@ import numpy as np
 import pytest
 import torch
 from engine_process import OneEngine, started_engines
-from run_megagrpo import metrics, rollouts, run_experiment, succeed
+from run_megagrpo import (
+    Job,
+    assert_agrees,
+    assert_same_run,
+    metrics,
+    rollouts,
+    run_experiment,
+    succeed,
+    write_experiment,
+)
+from test_restart import kill_rank
+from test_run_failures import WATCHED, during_rollout, kill_engine
 
 import megagrpo.rollout.cpu.sitecustomize  # noqa: F401  before transformers, whose models load torchvision, see there
 
@@ -111,6 +123,20 @@ def test_engines_read_the_trainers_prompts_and_agree_with_transformers(engine):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_engines_count_the_tokens_of_images_of_500_sizes_as_trainers_do(engine, tmp_path):
+    """The client refuses an answer whose count of image tokens, or whose expanded prompt, differs."""
+    random = np.random.default_rng(0)
+    sizes = [tuple(map(int, size)) for size in random.integers(24, 700, (500, 2))]
+    path = write_rows(tmp_path / "rows.jsonl", [[size] for size in sizes])
+    data = engine.running.config.data.model_copy(update={"path": str(path)})
+    prompts = load_prompts(data, load_tokenizer(engine.running.config.model), engine.store).prompts
+    assert len(prompts) == len(sizes) and len({prompt.images[0].grid for prompt in prompts}) > 50
+    for first in range(0, len(prompts), 50):
+        assert len(engine.generate([engine.request(prompt, 1) for prompt in prompts[first : first + 50]])) == 50
+
+
+@pytest.mark.slow
 def test_an_engine_that_reads_another_prompt_is_an_error_that_names_the_row(engine):
     first = engine.prompts[0]
     other = engine.store.uri(engine.prompts[2].images[0].key)
@@ -131,22 +157,25 @@ def test_a_sampled_placeholder_ends_the_response(engine):
     assert ended > 2, "a random model samples one in every few hundred tokens"
 
 
-def test_a_run_on_pictures_that_come_again_and_text_beside_them(tmp_path):
-    """Every prompt in every step: features of older weights that an engine kept would show in the mismatch."""
-    folder = tmp_path / "run"
-    model = make_tiny_vlm(tmp_path / "model")
-    path = write_rows(tmp_path / "rows.jsonl", SIZES)
-    data = {"path": str(path), "images_key": "images", "chat_template": True, "max_prompt_tokens": 256}
-    sections = {
-        "model": {"path": str(model)},
-        "data": data,
+@pytest.fixture(scope="module")
+def sections(tmp_path_factory) -> dict:
+    """Of an experiment in which every prompt comes in every step."""
+    folder = tmp_path_factory.mktemp("seen")
+    path = write_rows(folder / "rows.jsonl", SIZES)
+    return {
+        "model": {"path": str(make_tiny_vlm(folder / "model"))},
+        "data": {"path": str(path), "images_key": "images", "chat_template": True, "max_prompt_tokens": 256},
         "sampling": {"max_response_tokens": 16},
         "train": {"num_steps": STEPS, "num_prompts_per_step": len(SIZES), "group_size": 4},
         "actor": {"world_size": 1, "parallel": {"ep": 1}, "optimizer": {"lr": 1e-2}},
         "rollout": {"start_timeout_s": 480},
-        "log": {"tensorboard": False, "dump_steps": [2]},
     }
-    run_experiment(folder, timeout_s=560, **sections)
+
+
+def test_a_run_on_pictures_that_come_again_and_text_beside_them(sections, tmp_path):
+    """Features of older weights that an engine kept would show in the mismatch."""
+    folder = tmp_path / "run"
+    run_experiment(folder, timeout_s=560, **sections, log={"tensorboard": False, "dump_steps": [2]})
     entries = metrics(folder)
     for step in range(1, STEPS + 1):
         assert entries[step]["mismatch/logprob_abs_mean"] < 1e-5, entries[step]
@@ -156,3 +185,29 @@ def test_a_run_on_pictures_that_come_again_and_text_beside_them(tmp_path):
     replayed = succeed("replay", folder.with_suffix(".yaml"), RunFolder(folder).dump(2))
     then, now = next(line.split()[-2:] for line in replayed.stdout.splitlines() if line.startswith("loss/total"))
     assert then != "-" and now != "-"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_killed_with_images_on_the_way_and_run_again_it_is_the_same_run(sections, tmp_path):
+    """The engine dies in a rollout, a trainer in the next one, then all; the run goes on from a checkpoint."""
+    rollout = sections["rollout"] | WATCHED["rollout"]
+    more = sections | {"rollout": rollout, "weights": WATCHED["weights"], "checkpoint": {"every": 1, "keep": 20}}
+    more["train"] = sections["train"] | {"num_steps": 2 * STEPS}
+    run_experiment(tmp_path / "undisturbed", timeout_s=560, **more)
+    folder = tmp_path / "killed"
+    config = write_experiment(folder, **more)
+    with Job("run", config) as job:
+        job.wait_for_step(1)
+        kill_engine(job, folder, lambda log: during_rollout(log, len(SIZES) * 4))
+        job.wait_for_step(2)
+        kill_rank(job, folder, 0, lambda log: during_rollout(log, len(SIZES) * 4))
+        job.wait_for_step(4)
+        job.tree()
+        job.signal(signal.SIGKILL)
+        job.process.wait()
+        assert not (left := job.left_behind(60)), left
+    done = succeed("run", config)
+    assert "continues after step" in done.stdout
+    assert_same_run(folder, tmp_path / "undisturbed", 2 * STEPS)
+    assert_agrees(folder)

@@ -70,28 +70,43 @@ class Asked:
         return float((found - self.logprobs(model, response)).abs().max())
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", pytest.param("qwen3_vl_moe", marks=pytest.mark.slow)])
-def models(request, tmp_path_factory) -> list[Path]:
-    folder = tmp_path_factory.mktemp(request.param)
-    return [make_tiny_vlm(folder / f"m{seed}", request.param, seed) for seed in range(2)]
+CASES = [
+    ("qwen2_5_vl", 1),
+    pytest.param(("qwen3_vl_moe", 1), marks=pytest.mark.slow),
+    pytest.param(("qwen2_5_vl", 2), marks=pytest.mark.slow),
+    pytest.param(("qwen3_vl", 2), marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-TP{case[1]}")
+def case(request) -> tuple[str, int]:
+    """Family, and tensor-parallel ranks of the engine."""
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def engine(models, tmp_path_factory) -> Iterator[OneEngine]:
-    with started(experiment(models[0], 1, "reshard"), tmp_path_factory.mktemp("engine")) as engine:
+def models(case, tmp_path_factory) -> list[Path]:
+    folder = tmp_path_factory.mktemp(case[0])
+    return [make_tiny_vlm(folder / f"m{seed}", case[0], seed) for seed in range(2)]
+
+
+@pytest.fixture(scope="module")
+def engine(case, models, tmp_path_factory) -> Iterator[OneEngine]:
+    with started(experiment(models[0], case[1], "broadcast"), tmp_path_factory.mktemp("engine")) as engine:
         yield engine
 
 
 def test_a_new_tower_sees_images_that_were_seen_before(engine, models, tmp_path):
     source, asked = PlainSource(models[0]), Asked(models[0], 1, (112, 84))
-    for version, (transport, model) in enumerate((("reshard", 0), ("reshard", 1), ("disk", 0)), 1):
+    ways = (("reshard", 0), ("reshard", 1), ("disk", 0), ("broadcast", 1), ("ipc", 0), ("ipc", 1), ("reshard", 1))
+    for version, (transport, model) in enumerate(ways, 1):
         exchange = exchange_for(engine, source.load(models[model]), transport, tmp_path)
         exchange.publish(version)
         exchange.verify()
         exchange.close()
         assert asked.distance(engine.info.url, models[model]) < 1e-5, (version, transport)
         assert asked.distance(engine.info.url, models[model]) < 1e-5, "from the cache"
-    assert asked.distance(engine.info.url, models[1]) > 1e-2, "weights that differ"
+    assert asked.distance(engine.info.url, models[0]) > 1e-2, "weights that differ"
 
 
 def test_a_tower_that_one_engine_does_not_have_is_named(engine, models, tmp_path):
@@ -99,7 +114,8 @@ def test_a_tower_that_one_engine_does_not_have_is_named(engine, models, tmp_path
     exchange.publish(10)
     ends = ("blocks.2.mlp.down_proj.weight", "blocks.2.mlp.linear_fc2.weight")
     name = next(name for name in HfFolder(models[0]) if name.endswith(ends))
-    plant_fault(engine.info.url, 1, 0, name.removeprefix("model."), 7)
+    tp = engine.config.rollout.tp
+    plant_fault(engine.info.url, tp, tp - 1, name.removeprefix("model."), 7)
     with pytest.raises(LeaderError, match=name.replace(".", r"\.")):
         exchange.verify()
     exchange.publish(11)
@@ -111,7 +127,7 @@ def test_features_that_stay_in_the_cache_stop_the_publish(engine, models, tmp_pa
     exchange.publish(20)
     asked = Asked(models[0], 2, (56, 56))
     asked.answer(engine.info.url)
-    plant_fault(engine.info.url, 1, 0, "keep the features of images", 0)
+    plant_fault(engine.info.url, engine.config.rollout.tp, 0, "keep the features of images", 0)
     with pytest.raises(LeaderError, match="1 features of images that older weights computed are still in the engine"):
         exchange.publish(21)
     exchange.close()

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from megagrpo.batching.microbatch import MicroBatchSize, _context_part, plan_mic
 from megagrpo.batching.updates import one_pass, plan_updates
 from megagrpo.config.schema import ParallelConfig, TrainConfig
 from megagrpo.mesh import Mesh
-from megagrpo.types import Batch, MicroBatch, Outcome, Prompt, RolloutGroup, Sample
+from megagrpo.types import Batch, ImageRef, MicroBatch, Outcome, Prompt, RolloutGroup, Sample
 
 ALONE = Mesh(0, 1, 0, 1, None, None, 0, torch.device("cpu"))
 SHAPES = st.lists(
@@ -47,6 +48,19 @@ def groups_of(shapes: list[tuple[int, list[int]]], masks: bool = False) -> list[
 
 def batch_of(shapes: list[tuple[int, list[int]]], **options) -> Batch:
     return build_batch(groups_of(shapes, **options), one_pass(len(shapes)), ALONE)
+
+
+def test_patches_of_images_count_as_cost():
+    """A patch as costly as four tokens: a sample of 20 tokens with 16 patches is as long as four without."""
+    seeing, *others = groups_of([(20, [0])] * 5)
+    seeing = replace(seeing, prompt=replace(seeing.prompt, images=(ImageRef("key", 0, (1, 4, 4)),)))
+    outgoing: list[list] = []
+    mesh = SimpleNamespace(
+        dp_size=2, gather_dp=lambda own: [own], exchange_dp=lambda rows: outgoing.append(rows) or rows
+    )
+    for arch, sizes in ((SimpleNamespace(attention_length=10**9, patch_cost=4.0), [1, 4]), (None, [2, 3])):
+        build_batch([seeing, *others], one_pass(5), mesh, arch)
+        assert sorted(map(len, outgoing.pop())) == sizes
 
 
 @given(SHAPES, st.booleans(), st.randoms(use_true_random=False))

@@ -13,7 +13,7 @@ from megagrpo.bisect.command import experiment_of
 from megagrpo.bisect.compare import BOUNDS, Flips, bound_at, compare_points, difference
 from megagrpo.bisect.engine import only_prefills
 from megagrpo.bisect.options import BisectOptions
-from megagrpo.bisect.points import Point, layer_points, residual_points
+from megagrpo.bisect.points import Point, Sizes, layer_points, residual_points
 from megagrpo.bisect.report import OUTPUT, UNSEEN, Findings, Pass, layer_to_open, verdict, write_findings
 from megagrpo.bisect.sides import Side, from_engine, from_trainer
 from megagrpo.certify.tiny_model import hf_config
@@ -27,6 +27,7 @@ from megagrpo.weights.engines.hooks import Recorder, SeenTokens, Tap
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 LENGTHS = [9, 14]
+SIZES: Sizes = {"tokens": LENGTHS}
 TOKENS, EXPERTS = sum(LENGTHS), 8
 ARCH = architecture_of(hf_config(TinySizes(hidden_size=16, head_dim=4)))
 POINTS = residual_points(ARCH)
@@ -52,7 +53,7 @@ def both_sides(points: list[Point] = POINTS) -> tuple[Values, Values]:
 
 
 def found_in(engine: Values, trainer: Values, points: list[Point] = POINTS) -> Findings:
-    differences, flips, notes = compare_points(points, engine, trainer, LENGTHS, FLOAT32)
+    differences, flips, notes = compare_points(points, engine, trainer, SIZES, FLOAT32)
     return Findings([], [Pass("x", differences, flips)], notes, LENGTHS, FLOAT32)
 
 
@@ -88,14 +89,15 @@ def test_the_first_of_several_differences_is_named_and_its_layer_opened(name, la
 def test_modules_of_a_layer_are_named_before_its_sum():
     points = layer_points(ARCH, 1)
     assert [point.name.rpartition(".")[2] for point in points] == [
-        *("input_norm", "qkv", "q_norm", "k_norm", "core_attention", "attention_out", "after_attention"),
+        *("input_norm", "qkv", "q_norm", "k_norm", "q_rotary", "k_rotary", "core_attention", "attention_out"),
+        "after_attention",
         *("mlp_norm", "router_logits", "experts", "expert_shares", "mlp_out", "output"),
     ]
     engine, trainer = both_sides(points)
-    for later in ("core_attention", "attention_out", "after_attention", "output"):
+    for later in ("k_rotary", "core_attention", "attention_out", "after_attention", "output"):
         trainer[f"layers.1.{later}"] = trainer[f"layers.1.{later}"] + 0.01
     found = found_in(engine, trainer, points)
-    assert verdict(found).point == "layers.1.core_attention"
+    assert verdict(found).point == "layers.1.k_rotary"
     assert "rotary" in verdict(found).text
 
 
@@ -203,7 +205,7 @@ def test_both_sides_come_out_in_the_order_of_tokens_and_heads():
         own, kv = slice(2 * rank, 2 * rank + 2), slice(rank, rank + 1)
         fused = torch.cat([q[:, own].flatten(1), k[:, kv].flatten(1), v[:, kv].flatten(1)], 1)
         ranks.append(engine_rank({qkv.name: fused, q_norm.name: normed[:, own].reshape(-1, 4), experts.name: ids}))
-    engine = from_engine([qkv, q_norm, experts], ranks, TOKENS, ARCH)
+    engine = from_engine([qkv, q_norm, experts], ranks, SIZES, ARCH)
     pieces = []
     for rank in range(2):  # Megatron keeps a group's queries next to its key and value
         own = slice(2 * rank, 2 * rank + 2)
@@ -212,7 +214,7 @@ def test_both_sides_come_out_in_the_order_of_tokens_and_heads():
     maps = torch.zeros(TOKENS, EXPERTS, dtype=torch.bool)
     maps[:, :2] = True
     pieces += pieces_of(experts.name, maps)
-    trainer = from_trainer([qkv, q_norm, experts], pieces, LENGTHS, ARCH)
+    trainer = from_trainer([qkv, q_norm, experts], pieces, SIZES, ARCH)
     assert engine.notes == trainer.notes == []
     for name, values in engine.values.items():
         assert torch.equal(values, trainer.values[name]), name
@@ -223,24 +225,24 @@ def test_shares_are_of_the_chosen_experts_whatever_their_order_and_factor():
     chosen = [INSIDE["experts"], INSIDE["expert_shares"]]
     ids = torch.tensor([[3, 1]]).repeat(TOKENS, 1).int()
     weights = torch.tensor([[0.6, 0.2]]).repeat(TOKENS, 1)
-    engine = from_engine(chosen, [engine_rank({chosen[0].name: ids, chosen[1].name: weights})], TOKENS, ARCH)
+    engine = from_engine(chosen, [engine_rank({chosen[0].name: ids, chosen[1].name: weights})], SIZES, ARCH)
     dense = torch.zeros(TOKENS, EXPERTS)
     dense[:, 3], dense[:, 1] = 1.5, 0.5
-    trainer = from_trainer(chosen[1:], pieces_of(chosen[1].name, dense), LENGTHS, ARCH)
+    trainer = from_trainer(chosen[1:], pieces_of(chosen[1].name, dense), SIZES, ARCH)
     assert torch.allclose(engine.values[chosen[1].name], trainer.values[chosen[1].name])
 
 
 def test_what_cannot_be_compared_is_said():
     norm, out = INSIDE["input_norm"], INSIDE["attention_out"]
     seen = engine_rank({norm.name: torch.ones(TOKENS, 16), out.name: torch.ones(TOKENS, 16)})
-    side: Side = from_engine([norm, out], [seen, seen], TOKENS, ARCH)
+    side: Side = from_engine([norm, out], [seen, seen], SIZES, ARCH)
     assert side.values.keys() == {norm.name}
     assert "part of a sum" in side.notes[0]
     short = {norm.name: [torch.ones(TOKENS - 1, 16)]}  # a cache has shortened the prefill, or a graph hid a pass
-    assert f"saw {TOKENS - 1} rows of {TOKENS}" in from_engine([norm], [short], TOKENS, ARCH).notes[0]
+    assert f"saw {TOKENS - 1} rows of {TOKENS}" in from_engine([norm], [short], SIZES, ARCH).notes[0]
     some = pieces_of(norm.name, torch.ones(TOKENS, 16))[:1]
-    assert "of 23 tokens" in from_trainer([norm], some, LENGTHS, ARCH).notes[0]
-    assert "no such module" in from_trainer([norm], [], LENGTHS, ARCH).notes[0]
+    assert "of 23 tokens" in from_trainer([norm], some, SIZES, ARCH).notes[0]
+    assert "no such module" in from_trainer([norm], [], SIZES, ARCH).notes[0]
 
 
 def test_the_engine_is_one_whose_passes_hooks_can_see(tmp_path):

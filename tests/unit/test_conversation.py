@@ -10,8 +10,10 @@ from examples.laptop.model import character_tokenizer
 from megagrpo.config.data import DataConfig
 from megagrpo.rollout.agents.chat import ANTHROPIC, OPENAI
 from megagrpo.rollout.agents.conversation import ChatTurn, Conversation, Limits, Refused
+from megagrpo.rollout.agents.gateway import Gateway
 from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.rollout.response import Response
+from tests.programs import call as post
 
 TEMPLATE = (
     "{% if tools %}<tools>{{ tools | length }}\n{% endif %}"
@@ -153,3 +155,34 @@ def test_ids_are_answered_under_both_names_if_they_are_asked_for():
     assert "token_ids" not in OPENAI.write(turn, {}, "policy")["choices"][0]
     with pytest.raises(Refused, match="n is 1"):
         OPENAI.read({"messages": [USER], "n": 2})
+
+
+def test_a_key_reaches_its_own_rollout_only_and_the_endpoint_one_address():
+    async def run() -> tuple[list[int], list[list[int]], list[list[int]]]:
+        (mine, of_mine), (other, of_other) = talk("1", "2"), talk("3", "4")
+        gateway = Gateway("127.0.0.1", "policy")
+        gateway.start()
+        statuses = []
+
+        async def ask(url: str, key: str, *messages: dict) -> dict:
+            status, answer = await asyncio.to_thread(post, url, "chat/completions", key, {"messages": messages})
+            statuses.append(status)
+            return answer
+
+        with gateway.session(mine) as (url, key):
+            with gateway.session(other) as (their_url, their_key):
+                answer = await ask(their_url, their_key, USER)
+                history = [USER, answer["choices"][0]["message"], USER]
+                await ask(url, key, *history)  # what the other was told is no turn of mine
+                await ask(f"{gateway.url}/v1", key, *history)
+                await ask(url.replace(key, "x" * len(key)), their_key, *history)
+                port = int(gateway.url.rpartition(":")[2])
+                with pytest.raises(OSError):
+                    await asyncio.open_connection("127.0.0.2", port)
+            await ask(their_url, their_key, *history)  # it is over
+        return statuses, of_mine, of_other
+
+    statuses, of_mine, of_other = asyncio.run(run())
+    assert statuses == [200, 200, 200, 401, 401]
+    anew = ids("<user>?\n<assistant>3$\n<user>?\n<assistant>")
+    assert of_mine == [anew, anew] and len(of_other) == 1

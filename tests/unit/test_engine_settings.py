@@ -5,10 +5,10 @@ from fnmatch import fnmatchcase
 
 import pytest
 
+from megagrpo.check.settings_report import engine_report
 from megagrpo.config.libraries import sglang as server_settings
 from megagrpo.config.libraries.sglang import SERVER_REFUSED, engine_setting_problems, server_fields, server_options
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.planning.settings_report import engine_report
 from megagrpo.rollout.service.engine_command import (
     ServerPlace,
     engine_command,

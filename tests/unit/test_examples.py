@@ -25,11 +25,13 @@ MODELS = ROOT / "configs" / "models"
 LARGE = {
     *("qwen3_30b_a3b", "qwen3_235b_a22b", "qwen3_235b_a22b_8k"),
     *("glm45_355b", "glm45_air_106b", "kimi_k2_1t", "deepseek_v3_671b"),
+    *("qwen3_vl_30b_a3b", "qwen3_vl_235b_a22b"),
 }
 # not published elsewhere; nor are those of examples/laptop
 HYBRID = {"qwen3_235b_hybrid", "deepseek_v3_671b_hybrid"}
 ONE_NODE = {"qwen3_30b_a3b_one_node", "moonlight_16b_a3b_one_node"}
-OURS = {"gsm8k", *LARGE, *ONE_NODE} - {"deepseek_v3_671b"}
+AGENTS = {"qwen3_30b_swe", "qwen3_235b_search"}
+OURS = {"gsm8k", *LARGE, *ONE_NODE, *AGENTS} - {"deepseek_v3_671b"}
 LAPTOP = {path.stem for path in (ROOT / "examples" / "laptop").glob("*.yaml")}
 GPUS = 8  # of a node
 BUILD = """
@@ -46,7 +48,7 @@ for path, model in zip(sys.argv[1::2], map(Path, sys.argv[2::2])):
     actor, arch = load_config(path).actor.model_copy(update={"lora": None}), read_architecture(model)
     specs = hf_specs(model, getattr(torch, actor.dtype))
     place, copies = record_trainer_rank(arch, actor, specs, actor.world_size - 1)
-    layers = {copy.hf.split(".")[2] for copy in copies if ".layers." in copy.hf}
+    layers = {copy.hf.partition(".layers.")[2].split(".")[0] for copy in copies if ".layers." in copy.hf}
     print(path, len(layers), "lm_head.weight" in {copy.hf for copy in copies}, *place.values())
 """
 
@@ -95,7 +97,8 @@ def test_a_large_experiment_stays_inside_nodes_and_is_submitted_as_its_head_says
     assert GPUS % parallel.tp == 0 and GPUS % (parallel.ep * parallel.etp) == 0, "no all-to-all between nodes"
     assert config.rollout.tp // config.rollout.nodes_per_engine <= GPUS
     assert config.actor.micro_batch_tokens >= longest_samples(config)["data"]
-    assert longest_samples(config)["data"] == 2048 + (8192 if name.endswith("_8k") else 32768)
+    shorter = name.endswith("_8k") or "_vl_" in name
+    assert longest_samples(config)["data"] == 2048 + (8192 if shorter else 32768)
     (line,) = re.findall(r"^# (megagrpo submit .*)$", path.read_text(), re.MULTILINE)
     *_, file, _, trainers, _, samplers, _, gpus, _, time = line.split()
     request = Request("one-job", int(trainers), int(samplers), int(gpus), time)
@@ -106,6 +109,25 @@ def test_a_large_experiment_stays_inside_nodes_and_is_submitted_as_its_head_says
         f"{config.train.num_prompts_per_step} x {config.train.group_size}",
         f"{trainers}: tp {parallel.tp} pp {parallel.pp} ep {parallel.ep}",
         f"{samplers}: {engines}",
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(AGENTS))
+def test_an_experiment_with_an_agent_is_submitted_as_its_head_says(name):
+    path = ROOT / "configs" / f"{name}.yaml"
+    config, parallel = load_config(path), load_config(path).actor.parallel
+    assert config.sampling.agent is not None and config.rollout.prefix_cache == "by_version"
+    assert config.actor.micro_batch_tokens >= longest_samples(config)["data"]
+    (line,) = re.findall(r"^# (megagrpo submit .*)$", path.read_text(), re.MULTILINE)
+    *_, file, _, trainers, _, samplers, _, gpus, _, time = line.split()
+    request = Request("one-job", int(trainers), int(samplers), int(gpus), time)
+    assert file == f"configs/{name}.yaml" and misfits(config, request) == []
+    cut = f"cp {parallel.cp}" if parallel.cp > 1 else f"pp {parallel.pp}"
+    assert rows(6)[name] == [
+        f"{config.train.num_prompts_per_step} x {config.train.group_size}",
+        f"{longest_samples(config)['data']:,} tokens, {config.sampling.agent.max_turns} turns",
+        f"{trainers}: tp {parallel.tp} {cut} ep {parallel.ep}",
+        f"{samplers}: {config.rollout.num_engines} of tp {config.rollout.tp}",
     ]
 
 
@@ -128,7 +150,7 @@ def clashes(config: ExperimentConfig) -> list[str]:
 
 def without_files(problems: list[str]) -> list[str]:
     """Those that are not of a file which is not made yet, or not seen from a test's folder."""
-    pattern = r"does not exist|importing examples/\S+ failed: FileNotFoundError"
+    pattern = r"does not exist|importing \S+ failed: FileNotFoundError|is no program that this"
     return [problem for problem in problems if not re.search(pattern, problem)]
 
 

@@ -93,6 +93,15 @@ def test_counts_of_published_models():
     assert parameter_counts(architecture_of(QWEN3_VL_30B)).total // 10**8 == 310
 
 
+def test_the_cost_of_a_patch():
+    """Qwen2.5-VL's tower: 32 layers of width 1280, a gated MLP of 3420, a merger to 3584 that takes four patches."""
+    arch = architecture_of(QWEN2_5_VL_7B)
+    merger = (5120 * 5120 + 5120 * 3584) // 4
+    tower = 3 * 2 * 14 * 14 * 1280 + 32 * (4 * 1280 * 1280 + 3 * 1280 * 3420) + merger
+    text = 28 * (2 * 3584 * (28 + 4) * 128 + 3 * 3584 * 18944) + 3584 * 152064
+    assert arch.vision.products_of_a_patch == tower and arch.patch_cost == pytest.approx(tower / text)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -171,7 +180,7 @@ def test_features_of_the_first_layers_need_these_in_the_first_stage():
 
 def test_what_cannot_see_has_no_tower_and_adapters_have_none():
     text = architecture_of({**QWEN3_VL_30B["text_config"], "model_type": "qwen3_moe", "rope_scaling": None})
-    assert "reads text alone" in layout(text, vision={"train": "none"})
+    assert "are text-only" in layout(text, vision={"train": "none"})
     assert "not supported with a qwen3_vl_moe model" in layout(architecture_of(QWEN3_VL_30B), lora={})
     assert "fused kernel" in layout(architecture_of(QWEN3_VL_30B), megatron={"apply_rope_fusion": True})
 

@@ -25,6 +25,7 @@ from megagrpo.config.schema import DataConfig, ModelConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
 from megagrpo.families.table import read_architecture
+from megagrpo.monitor.metrics import Metrics
 from megagrpo.monitor.rollouts import RolloutLog
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import Outcome, RolloutGroup, Sample
@@ -201,3 +202,18 @@ def test_view_shows_the_images_of_the_prompts(load, tmp_path):
     assert shown["images"] == {key: store.uri(key)}
     assert [group.get("images") for group in shown["groups"]] == [[key], None]
     assert read_samples(RunFolder(tmp_path), 100)[0]["images"] == {}, "more bytes than may be shown"
+
+
+def test_bytes_of_images_are_counted(model, load):
+    data = png(picture(1, (112, 112)))
+    prompts, store = load(*[{"prompt": "<image>How many?", "images": [uri(data)]}] * 3)
+    key, (kept,) = prompts[0].images[0].key, store._folder.iterdir()
+    for prompt in prompts:
+        sent = store.uri(prompt.images[0].key)
+    pixels = store.pixels(key)
+    for used in (1, 0):
+        store.add_metrics(metrics := Metrics())
+        found = metrics.reduced(lambda values, op: values)
+        assert found["images/held_mb"] == kept.stat().st_size / 1e6, "three prompts, one file"
+        assert found["images/sent_mb"] == used * 3 * len(sent) / 1e6
+        assert found["images/moved_mb"] == used * pixels.nbytes / 1e6 and (found["images/processing_s"] > 0) == used

@@ -13,10 +13,10 @@ from megagrpo.actor.megatron.fields import (
     transformer_fields,
 )
 from megagrpo.check.problems import model_description
+from megagrpo.check.settings_report import settings_report
 from megagrpo.config.actor import ActorConfig
 from megagrpo.families.table import architecture_of, read_architecture
 from megagrpo.planning.layer_costs import optimizer_bytes
-from megagrpo.planning.settings_report import settings_report
 from megagrpo.system.environment import child_environment
 from tests.experiments import ROOT, python
 from tests.unit.test_examples import CONFIGS, LAPTOP, MODELS, described

@@ -9,17 +9,20 @@ import pytest
 
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.load import dump_config, load_config
+from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.architecture import LatentAttention
-from megagrpo.families.table import parameter_counts, read_architecture
+from megagrpo.families.table import parameter_counts, read_architecture, tensor_groups
 from megagrpo.planning.engine_memory import (
     EngineSide,
     Lengths,
     assumed_lengths,
     engine_side,
+    expert_bytes,
     given_lengths,
     lengths_of_run,
     server_of,
+    weight_bytes,
     weight_elements,
 )
 from megagrpo.planning.hardware import CONTEXT_BYTES, HARDWARE, hardware_of
@@ -34,6 +37,7 @@ from megagrpo.planning.roofline import (
 )
 from megagrpo.planning.search import Options, best_layouts, changes, plan_command, target_of, with_model
 from megagrpo.planning.trainer_memory import Load, trainer_side
+from megagrpo.planning.turns import Turns, assumed_turns, given_turns, turns_of_run
 from megagrpo.system.progress import Progress
 from megagrpo.system.run_folder import write_json_lines
 
@@ -119,6 +123,19 @@ def test_what_an_engine_rank_holds():
     assert repeated == pytest.approx(94 * 2 * 4096 * 128 * 4 / 8)  # 4 heads of key and of value on 8 ranks
 
 
+@pytest.mark.parametrize("name", ["Qwen3-235B-A22B", "GLM-4.5", "DeepSeek-V3-0324", "Qwen3-8B"])
+def test_fp8_engines_hold_a_byte_an_element_and_a_scale_a_block(name):
+    """By the tensors in FP8, without the first halves of latent projections: 0.1 % of DeepSeek-V3."""
+    arch = read_architecture(MODELS / name)
+    work, server = model_work(arch), server_of(RolloutConfig(quantization="fp8", dtype="bfloat16"))
+    groups = tensor_groups(arch, None).items()
+    tensors = sum(number * spec.size * (1 + 4 / 128**2 if spec.in_fp8 else 2) for spec, number in groups)
+    assert weight_bytes(work, server) == pytest.approx(tensors, rel=3e-3)
+    assert weight_bytes(work, replace(server, fp8=False)) == pytest.approx(2 * work.total, rel=1e-6)
+    eight = replace(server, tp=8, attention_tp=8)
+    assert expert_bytes(work, eight) == pytest.approx(work.expert * (1 + 4 / 128**2) / 8)
+
+
 def engine(config: ExperimentConfig, lengths: Lengths) -> EngineSide:
     return engine_side(qwen(lengths).work, server_of(config.rollout), lengths, 10240, H100)
 
@@ -149,6 +166,50 @@ def test_a_rollout_reads_weights_and_cache_once_a_step():
     moved = 2 * 7 / 8 * 4096 * 2 * 188  # two all-reduces of each of 94 layers, a token
     assert found["communication"] == pytest.approx(samples * 640 * moved / 450e9)
     assert found["prefill"] == 0.0
+
+
+def test_a_tower_is_run_once_a_prompt_on_engines_and_by_every_replica_of_the_trainers():
+    config = shipped("qwen3_vl_30b_a3b")
+    target = replace(qwen(lengths_of(100, prompt=1000)), arch=read_architecture(Path(config.model.path)))
+    parts, blind = (plan_step(c, target).parts for c in (config, config.model_copy(update={"data": shipped().data})))
+    per_patch = 1152 * 1536 + 27 * (4 * 1152**2 + 2 * 1152 * 4304) + 4 * 4608 * (4608 + 2048) / 4
+    whole = 2 * per_patch * 4 * 1000 * 128 / 989e12  # 128 prompts of 1,000 tokens, each of 2 x 2 patches
+    found = {phase: part.get("tower") for phase, part in parts.items()}
+    # 4 engines of 4 ranks; dp 4; forward, twice as much backward, and once more for what was not kept
+    of_phases = {"rollout": whole / 16, "logprobs": whole / 4, "update": whole / 4 * 4, "publish": None}
+    assert found == {phase: seconds and pytest.approx(seconds, rel=1e-6) for phase, seconds in of_phases.items()}
+    assert not any("tower" in part for part in blind.values())
+
+
+def test_turns_are_read_again_and_wait_for_tools():
+    config, lengths = shipped(LARGE), lengths_of(1000, prompt=500.0)
+    plain = rollout_seconds(config, qwen(lengths), engine(config, lengths))
+    turns = given_turns("count=5 tool_s=3 said=0.6 found=0.75", Turns())
+    played = replace(lengths, turns=turns)
+    found = rollout_seconds(config, qwen(played), engine(config, played))
+    assert found["weights"] == pytest.approx(0.4 * plain["weights"]) and found["tools"] == 12.0
+    read = 0.6 * 1000 + 0.25 * 4 * (500 + 500)
+    assert turns.tokens_read(500, 1000) == pytest.approx(read)
+    work, layers = qwen(lengths).work, 94
+    flops = read * (work.token_flops + 1000 * work.attention_flops * layers)
+    samples = config.train.num_prompts_per_step * config.train.group_size / config.rollout.num_engines
+    more = samples * flops / config.rollout.tp / (H100.bf16_tflops * 1e12)
+    assert found["prefill"] - plain["prefill"] == pytest.approx(more)
+    assert "tools" not in plain
+
+
+def test_turns_as_they_are_given_assumed_and_measured():
+    agent = load_config(ROOT / "configs" / "qwen3_30b_swe.yaml")
+    assert assumed_turns(agent.sampling) == Turns(30.0, origin="assumed: 0.5 of max_turns")
+    assert assumed_turns(shipped().sampling) == Turns()
+    for text, problem in (("cuont=3", "did you mean 'count'"), ("count=x", "could not convert"), ("said=1", "below 1")):
+        with pytest.raises(ValueError, match=f"--turns {text}: .*{problem}"):
+            given_turns(text, Turns())
+    steps = [
+        {"response/turns_mean": 5.0, "response/tool_token_fraction": 0.4, "agent/program_s": s} for s in (6.0, 10.0)
+    ]
+    assert turns_of_run(steps, "here") == Turns(5.0, 2.0, 0.4, 1.0, "here")
+    assert turns_of_run([{"response/length_mean": 3.0, "response/turns_mean": None}], "here") == Turns()
 
 
 def test_the_long_tail_and_few_slots_take_longer():

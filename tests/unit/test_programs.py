@@ -31,6 +31,7 @@ def run_all(answers: list[str], *turns, program: str, **more) -> tuple[list[Roll
     function = {} if more.keys() & {"command", "function"} else {"function": f"tests.programs:{program}"}
     tokenizer, environment = more.pop("tokenizer", TOKENIZER), more.pop("environment", None)
     tokens, hang = more.pop("tokens", 32), more.pop("hang", lambda body: False)
+    extra = more.pop("extra", lambda number: {})
     config = experiment(
         train={"group_size": 1},
         rollout={"request_timeout_s": 200.0, "step_timeout_s": 200.0},
@@ -43,7 +44,9 @@ def run_all(answers: list[str], *turns, program: str, **more) -> tuple[list[Roll
     )
     answering = make_answering(config, tokenizer)
     assert isinstance(answering, Programs | Environments)
-    prompts = [Prompt(30 + number, "?", tuple(ids("?")), answer) for number, answer in enumerate(answers)]
+    prompts = [
+        Prompt(30 + number, "?", tuple(ids("?")), answer, extra=extra(number)) for number, answer in enumerate(answers)
+    ]
     before = set(psutil.Process().children(recursive=True))
     try:
         with running(FakeService(version=3, script=list(turns), hang=hang)) as service:
@@ -176,12 +179,13 @@ def test_branches_of_parallel_requests_and_a_turn_that_its_agent_did_not_wait_fo
     def hang(body: dict) -> bool:
         return body["input_ids"] == ids("L")
 
-    groups, requests = run_all(["parallel", "leave", "statuses"], program="bad", hang=hang)
-    parallel, left, told = groups
+    groups, requests = run_all(["parallel", "leave", "statuses", "patient"], program="bad", hang=hang)
+    parallel, left, told, patient = groups
+    assert patient.outcomes[0].value == 1.0, "its connection was kept"
     assert parallel.outcomes[0].value == 1.0 and [sample.rollout for sample in parallel.samples] == [0] * 4
     assert all(sample.prompt_ids is None and sample.loss_mask.all() for sample in parallel.samples)
     seeds = {request["sampling_params"]["sampling_seed"] for request in requests}
-    assert len(seeds) == len(requests) == 4 + 2 + 1, "seeds of their own"
+    assert len(seeds) == len(requests) == 4 + 2 + 1 + 1, "seeds of their own"
     assert left.outcomes[0].value == 0.5 and len(left.samples) == 1
     assert json.loads(told.outcomes[0].detail) == [400, 400, 400, 400, 400, 400, 401, 200, 200, 401]
     group, requests = run(program="bad", answer="refused", fork="refuse")

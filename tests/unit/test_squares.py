@@ -1,4 +1,4 @@
-"""The laptop's pictures say what their answers say; its tiny model that sees is one for transformers, too."""
+"""The laptop's pictures say what their answers say; its tiny vision-language model is one for transformers, too."""
 
 import base64
 import io

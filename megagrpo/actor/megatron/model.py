@@ -33,13 +33,13 @@ _SHARDED_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelL
 class HiddenStatesModel(GPTModel):
     """Ends a GPTModel at the hidden states: logits of all tokens are never held, see algo/logprob.py.
 
-    One that sees has the module `visual` on the first stage, and its forward gets the micro-batch's Sight.
+    A vision-language model has the module `visual` on the first stage, and its forward gets the micro-batch's Sight.
     """
 
     _sight: Sight | None = None  # of the forward under way
 
     def forward(self, *args, sight: Sight | None = None, **kwargs) -> Tensor:
-        """As GPTModel's; sight: of a model that sees."""
+        """As GPTModel's; sight: of a vision-language model."""
         self._sight = sight
         if sight is not None and self.pre_process:
             kwargs["extra_block_kwargs"] = {"attention_bias": sight}  # see SeeingLayer

@@ -97,7 +97,7 @@ class Tower(torch.nn.Module):
 
 
 class Sight:
-    """What one micro-batch needs to be seen: angles of its tokens, features of its images and their places."""
+    """The image inputs of one micro-batch: rotary angles of its tokens, features of its images and their places."""
 
     def __init__(self, arch: Architecture, images: Callable[[str], Tensor] | None, micro: MicroBatch):
         """micro: on the device. images: pixels [patches, values] by an image's key, on the host."""

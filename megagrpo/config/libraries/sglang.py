@@ -104,7 +104,7 @@ _VALUES: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "fp8_gemm_runner_backend": (
         ("auto", "deep_gemm", "triton"),
-        "others order values or scales anew after loading: digests would stop the run",
+        "others reorder values or scales after loading: digests would stop the run",
     ),
     "moe_a2a_backend": (("none", "deepep"), _UNEXAMINED),
 }

@@ -20,9 +20,13 @@ if TYPE_CHECKING:  # it pulls in torch, which the processes of environments need
 
 T = TypeVar("T")
 _MODULE = "megagrpo.rollout.agents.worker"
-BUILT_IN = {"sql": "megagrpo.rollout.agents.sql:Sql"}
-
-
+_BUILT_IN = "megagrpo.rollout.agents.built_in"
+BUILT_IN = {
+    "sql": f"{_BUILT_IN}.sql:Sql",
+    "gymnasium": f"{_BUILT_IN}.gymnasium_text:GymnasiumText",
+    "mcp": f"{_BUILT_IN}.mcp_tools:McpTools",
+    "openenv": f"{_BUILT_IN}.openenv:OpenEnv",
+}
 # What ends a rollout: its environment; a limit of tokens, turns or seconds; a call that hung; an environment that
 # raised or returned nonsense; what it needs and lacked, three times; a row that it cannot play, twice.
 ENDS = ("done", "tokens", "turns", "time", "timeout", "error", "infrastructure", "data")

@@ -23,6 +23,7 @@ from megagrpo.rollout.generation import GenerationFailed
 
 _KEY_BYTES = 24
 _BACKLOG = 4096  # connections of agents that start together
+_IDLE_S = 86400  # a client whose connection was closed while a tool ran would fail with its next turn
 
 
 class Gateway:
@@ -75,7 +76,13 @@ class Gateway:
             )
         ]
         config = uvicorn.Config(
-            Starlette(routes=routes), lifespan="off", log_config=None, access_log=False, ws="none", backlog=_BACKLOG
+            Starlette(routes=routes),
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            ws="none",
+            backlog=_BACKLOG,
+            timeout_keep_alive=_IDLE_S,
         )
         await uvicorn.Server(config).serve(sockets=[where])
 

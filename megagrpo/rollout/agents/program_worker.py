@@ -1,7 +1,8 @@
 """The process that runs agent programs: `python -m megagrpo.rollout.agents.program_worker FD FUNCTION`.
 
-JSON lines on the socket: [number, arguments] begins a program, [number, null] cancels it; its end is
-[number, result, error]. It ends itself, and all that it started, when its socket closes.
+A program is a function, or a command: the endpoint in its environment, the row on its standard input, the reward as its
+last line of standard output. JSON lines on the socket: [number, arguments] begins a program, [number, null] cancels it;
+its end is [number, result, error]. It ends itself, and all that it started, when its socket closes.
 """
 
 import asyncio
@@ -9,26 +10,34 @@ import inspect
 import json
 import math
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from numbers import Real
 
 from megagrpo.rewards.sandbox.calls import tried
+from megagrpo.system.environment import API_KEY, child_environment
+from megagrpo.system.explained import explained
+from megagrpo.system.processes import dies_with_parent, stop_tree
 from megagrpo.system.user_function import load_function
 
 Program = Callable  # (base_url=, key=, row=, **args) -> reward or {"reward", "turn_rewards", "info"}
 
 LONGEST_LINE = 2**28  # bytes
 _THREADS = 1024  # programs that are no coroutines, at once
-COMMAND = "megagrpo.rollout.agents.command:run_command"
+COMMAND = "megagrpo.rollout.agents.program_worker:run_command"
+BUILT_IN = {"verifiers": "megagrpo.rollout.agents.built_in.verifiers_program:play_verifiers"}
+_KEPT = 2**16  # bytes of a command's output: the last ones
+_PIECE = 2**14
 
 
 def load_program(name: str) -> Program:
-    """Imports the user's agent function. Raises ValueError."""
-    return load_function(name, {}, "sampling.agent.function")
+    """Imports the user's agent function, or a built-in one. Raises ValueError."""
+    return load_function(name, BUILT_IN, "sampling.agent.function")
 
 
 def read_result(value: object) -> tuple[float, list[float] | None, str]:
@@ -46,6 +55,47 @@ def read_result(value: object) -> tuple[float, list[float] | None, str]:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and math.isfinite(value)
+
+
+def foreign_environment(given: dict[str, str]) -> dict[str, str]:
+    """Returns this process's environment and what is given, for a program whose interpreter may be another one and
+    whose business the engines are not.
+    """
+    own = ("PYTHONPATH", API_KEY)
+    return {name: value for name, value in child_environment(given).items() if name not in own}
+
+
+async def run_command(base_url: str, key: str, row: Mapping[str, object], command: Sequence[str]) -> object:
+    """Returns the JSON of the last line that the command prints. Raises RuntimeError if it fails, ValueError if that
+    is none. Cancelled, it ends the command and everything that this started.
+    """
+    root = base_url.removesuffix("/v1")
+    given = {"MEGAGRPO_BASE_URL": base_url, "MEGAGRPO_KEY": key, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key}
+    given |= {"ANTHROPIC_BASE_URL": root, "ANTHROPIC_API_KEY": key}
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        env=foreign_environment(given),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=dies_with_parent(os.getpid(), signal.SIGKILL),
+    )
+    assert process.stdin is not None and process.stdout is not None, "pipes"
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(asyncio.to_thread, stop_tree, process.pid, 0.0)  # what it left behind, too
+        with suppress(BrokenPipeError, ConnectionResetError):  # it need not read
+            process.stdin.write(json.dumps(row).encode() + b"\n")
+            await process.stdin.drain()
+            process.stdin.close()
+        output = b""
+        while piece := await process.stdout.read(_PIECE):
+            output = (output + piece)[-_KEPT:]
+        code = await process.wait()
+    if code:
+        raise RuntimeError(f"{command[0]} ended with exit code {code}")
+    last = (output.decode(errors="replace").strip().splitlines() or [""])[-1]
+    with explained(f"the last line that {command[0]} printed is no reward in JSON: {last!r:.200}"):
+        return json.loads(last)
 
 
 async def serve_programs(fd: int, function: str) -> None:

@@ -36,7 +36,7 @@ class RouterFailed(RuntimeError):
 
 
 class Router:
-    """The router's process and the set of engines that it should list. sticky: for rollouts of several turns.
+    """The router's process and the set of engines that it should list. sticky: requests of one key go to one engine.
 
     `watch` keeps the router's own list equal to that set: after a restart of the router, and after engines were added
     or removed while it did not answer.

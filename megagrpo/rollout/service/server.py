@@ -100,7 +100,7 @@ class _Service:
             request_timeout_s=config.rollout.request_timeout_s,
             api_key=api_key,
             log=folder.logs / "router.log",
-            sticky=config.sampling.several_turns,
+            sticky=config.sampling.several_turns or config.rollout.engine_choice == "group",
         )
         self._engines: dict[str, SupervisedEngine] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}  # of each engine by id, of the router, and `_watch`

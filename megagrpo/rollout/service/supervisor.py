@@ -34,7 +34,7 @@ from megagrpo.rollout.service.node import EngineNodeActor, loopback
 from megagrpo.rollout.service.ray_cluster import APART, BESIDE
 from megagrpo.rollout.service.router import Router, RouterFailed
 from megagrpo.rollout.service.sleep import WEIGHTS, EngineMemory, SleepFailed
-from megagrpo.types import EngineInfo
+from megagrpo.types import LOADS, EngineInfo
 
 _WATCH_S = 1.0  # between two checks of the processes
 _DRAIN_POLL_S = 0.5
@@ -77,6 +77,7 @@ class SupervisedEngine:
         self.state, self.url, self.pid, self.reason = "starting", "", 0, ""
         self.incarnation = self.restarts = self.lost_hosts = 0
         self.weight_version: int | None = None
+        self.load: dict[str, float] = {}  # as in EngineInfo
         self.gave_up = self._was_up = False
         self._config, self._cuda, self._router, self._api_key, self._log_dir = config, cuda, router, api_key, log_dir
         self._patience_s = config.rollout.patience_s(cuda)
@@ -89,7 +90,7 @@ class SupervisedEngine:
     def status(self) -> dict[str, object]:
         """Returns the fields of EngineInfo."""
         version, counts = self.weight_version, (self.incarnation, self.restarts, self.pid)
-        return asdict(EngineInfo(self.id, self.url, self.state, version, *counts, self.reason))
+        return asdict(EngineInfo(self.id, self.url, self.state, version, *counts, self.reason, self.load))
 
     @property
     def is_starting(self) -> bool:
@@ -138,7 +139,7 @@ class SupervisedEngine:
         self._check_current(incarnation)  # if it died meanwhile, the router has not failed
         if problem:
             raise RouterFailed(problem)
-        self.state, self.weight_version = "ready", weight_version
+        self.state, self.weight_version, self.load = "ready", weight_version, {}
 
     def lost(self, incarnation: int) -> None:
         """Ends this incarnation after an unfinished update, because its weights are undefined."""
@@ -286,6 +287,8 @@ class SupervisedEngine:
             # During an update the scheduler may take longer to answer.
             if self.state != state or probe.result() is not None:
                 answered = time.monotonic()
+                if self.state == "ready":
+                    await self._read_load(http)
             elif time.monotonic() - answered >= patience_s:
                 raise EngineDied(
                     f"{self.url} hangs: no answer to {path} for {patience_s:.0f} s (rollout.health_timeout_s)"
@@ -348,7 +351,17 @@ class SupervisedEngine:
 
     async def _is_busy(self, http: aiohttp.ClientSession) -> bool:
         """Returns whether it has requests in flight; False if it does not answer, because then it has died."""
-        body = await self._fetch(http, f"{self.url}/v1/loads?include=core")
-        return body is not None and any(
-            load["num_running_reqs"] + load["num_waiting_reqs"] for load in json.loads(body)["loads"]
+        load = await self._read_load(http)
+        return load["running"] + load["waiting"] > 0
+
+    async def _read_load(self, http: aiohttp.ClientSession) -> dict[str, float]:
+        """Returns its load, over its data-parallel ranks, of which `load` keeps the most; zeros without an answer."""
+        body = await self._fetch(http, f"{self.url}/v1/loads?include=core,queues")
+        ranks = [] if body is None else json.loads(body)["loads"]
+        now = (
+            max((rank["token_usage"] for rank in ranks), default=0.0),
+            *(sum(rank[f"num_{kind}_reqs"] for rank in ranks) for kind in ("running", "waiting")),
+            sum(rank["queues"]["retracted"] for rank in ranks),
         )
+        self.load = {name: max(value, self.load.get(name, 0.0)) for name, value in zip(LOADS, now, strict=True)}
+        return dict(zip(LOADS, now, strict=True))

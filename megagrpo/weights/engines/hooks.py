@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+TOWER_MODULE = "visual.module"  # the vision tower in the actor's model
 # SGLang calls this method of a norm, which bypasses hooks, if an all-reduce is fused with it; with the same results.
 _FUSED = "forward_with_allreduce_fusion"
 

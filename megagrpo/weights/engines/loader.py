@@ -199,7 +199,8 @@ class EngineEnd:
         return {}
 
     def capture(self, taps: list) -> dict:
-        """Starts to record what taps see. missing: modules that this rank's model does not have."""
+        """Starts to record what taps see, of images too. missing: modules that this rank's model does not have."""
+        _forget_images(self._model)
         if self._capture is not None:
             self._capture.remove()
         self._capture = Recorder(dict(self._model.named_modules()), [Tap(*tap) for tap in taps])

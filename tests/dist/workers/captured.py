@@ -12,7 +12,7 @@ LENGTHS = (13, 6, 22)
 def captured(rank: int, folder: Path, model: Path, cases: list[dict]) -> list[dict[str, Tensor]]:
     """Collective. Of each case everything that both passes over the points show, natural and "forced/..."; rank 0."""
     from megagrpo.actor.capture import captured_forward, head_logprobs
-    from megagrpo.bisect.engine import Sequenced
+    from megagrpo.bisect.engine import Question, Sequenced
     from megagrpo.bisect.points import layer_points, residual_points
     from megagrpo.bisect.procedure import batch_of_sequences
     from megagrpo.bisect.sides import from_trainer
@@ -35,13 +35,13 @@ def captured(rank: int, folder: Path, model: Path, cases: list[dict]) -> list[di
                 points |= {p.name: p for p in layer_points(arch, layer)}
             generator = torch.Generator().manual_seed(SEED_TOKENS)
             rows = [torch.randint(3, arch.vocab_size, (n,), generator=generator).tolist() for n in LENGTHS]
-            batch = batch_of_sequences([Sequenced(row, 2, [], "0") for row in rows])
+            batch = batch_of_sequences([Sequenced(Question(row[:2]), row[2:], [], "0") for row in rows])
             found: dict[str, Tensor] = {}
             for prefix, forced in (("", None), ("forced/", planted(arch))):
                 forward = captured_forward(actor, batch, [p.trainer for p in points.values()], forced)
                 assert not forward.problems
                 pieces = [piece for part in mesh.gather_world(forward.pieces) for piece in part]
-                side = from_trainer(list(points.values()), pieces, LENGTHS, arch)
+                side = from_trainer(list(points.values()), pieces, {"tokens": LENGTHS}, arch)
                 assert not side.notes, side.notes
                 found |= {prefix + name: values for name, values in side.values.items()}
                 found[f"{prefix}logprobs"] = padded(forward.logprobs, batch.lengths)

@@ -23,8 +23,11 @@ def main(folder: Path) -> None:
         _stir(folder / family / "model.safetensors")
         _write_truth(folder, family)
     tied = make_tiny_vlm(folder / "qwen2_5_vl_tied", "qwen2_5_vl", tied=True)
-    _stir(tied / "model.safetensors")
-    _write_truth(folder, tied.name)
+    # four chunks of virtual stages, of which the first has the three layers that deepstack adds to
+    deep = make_tiny_vlm(folder / "qwen3_vl_12_layers", "qwen3_vl", layers=12)
+    for model in (tied, deep):
+        _stir(model / "model.safetensors")
+        _write_truth(folder, model.name)
 
 
 def _stir(path: Path) -> None:

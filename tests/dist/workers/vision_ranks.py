@@ -1,4 +1,4 @@
-"""The jobs of actor_ranks.py on models that see: samples of vision_samples.py, a frozen or a trained tower."""
+"""The jobs of actor_ranks.py on vision-language models: samples of vision_samples.py, a frozen or a trained tower."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

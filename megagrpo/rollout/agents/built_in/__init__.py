@@ -1,0 +1,1 @@
+"""Environments and agent programs that ship with the package, by their short names."""

@@ -1,0 +1,67 @@
+"""The environment `openenv`: a session of an OpenEnv server. The client of websockets is the user's to install."""
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+
+from megagrpo.rollout.agents import Unavailable
+
+
+class OpenEnv:
+    """A session with {"type": "reset" | "step" | "close", "data": ...} on `url`, such as ws://host:8000/ws.
+
+    action: the field of an action that gets a turn of the model. observation: the field that is shown; default: all, as
+    JSON. A row's `extra` is passed to reset beside the seed. timeout_s: for an answer. Protocol: openenv-core 0.3.0.
+    """
+
+    def __init__(
+        self,
+        row: Mapping[str, dict],
+        seed: int,
+        url: str,
+        action: str = "message",
+        observation: str = "",
+        timeout_s: float = 20.0,
+    ):
+        from websockets.exceptions import WebSocketException
+        from websockets.sync.client import connect
+
+        self._lost = (WebSocketException, OSError, TimeoutError)
+        self._reset = {"seed": seed % 2**31, **row["extra"]}
+        self._action, self._observation, self._timeout_s = action, observation, timeout_s
+        try:
+            self._session = ExitStack()
+            self._socket = self._session.enter_context(connect(url, open_timeout=timeout_s, max_size=None))
+        except self._lost as exc:
+            raise Unavailable(f"{url}: {exc}") from exc
+
+    def reset(self) -> str | None:
+        """Returns the first observation; None, for the prompt of the data, if it is empty."""
+        return self._shown(self._asked("reset", self._reset)) or None
+
+    def step(self, text: str) -> tuple[str | None, float, bool]:
+        """Returns the observation after an action, its reward (0 if it has none), and whether it was the last."""
+        found = self._asked("step", {self._action: text})
+        done = bool(found.get("done"))
+        return None if done else self._shown(found), float(found.get("reward") or 0.0), done
+
+    def close(self) -> None:
+        """Ends the session."""
+        with self._session, suppress(*self._lost):  # the server may have ended it
+            self._socket.send(json.dumps({"type": "close"}))
+
+    def _asked(self, kind: str, data: Mapping[str, object]) -> dict:
+        try:
+            self._socket.send(json.dumps({"type": kind, "data": data}))
+            answer = json.loads(self._socket.recv(self._timeout_s))
+        except self._lost as exc:
+            raise Unavailable(f"{kind}: {type(exc).__name__}: {exc}") from exc
+        if answer["type"] == "error":
+            raise RuntimeError(f"{kind}: {answer['data'].get('code')}: {answer['data'].get('message')}")
+        return answer["data"]
+
+    def _shown(self, found: Mapping[str, object]) -> str:
+        observation = found.get("observation") or {}
+        assert isinstance(observation, dict), "the protocol's"
+        shown = observation.get(self._observation) if self._observation else observation
+        return shown if isinstance(shown, str) else json.dumps(shown) if shown else ""

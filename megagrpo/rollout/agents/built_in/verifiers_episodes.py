@@ -1,0 +1,135 @@
+"""Plays episodes of an environment of the library `verifiers`, in the interpreter that has it, and imports nothing of
+megagrpo. `PYTHON verifiers_episodes.py ENVIRONMENT [N]` prints its (first N) tasks as rows for `data.path`.
+
+ENVIRONMENT is a name for `verifiers.load_environment` (the classic API, to 0.2), a taskset's id (the API of
+`verifiers.v1`), or a TOML file that has the latter's [env] block. With `--serve`, lines of JSON on standard input:
+[number, {"base_url", "index"}] begins an episode, [number, null] cancels it; [number, [reward, note] or null, error] is
+its end.
+"""
+
+import asyncio
+import json
+import os
+import sys
+import tomllib
+from contextlib import nullcontext
+from functools import partial
+from itertools import islice
+
+
+class Classic:
+    """An environment of the classic API, whose rows are a dataset's."""
+
+    def __init__(self, vf, name):
+        self.vf, self.environment = vf, vf.load_environment(name)
+        self.dataset = self.environment.get_dataset()
+
+    def rows(self):
+        """Yields (prompt, answer) of each row of the dataset."""
+        for row in self.dataset:
+            yield row["prompt"], str(row.get("answer", ""))
+
+    def serving(self):
+        """Returns the context of all episodes, which share nothing."""
+        return nullcontext()
+
+    async def play(self, base_url, index):
+        """Returns (reward, note) of an episode. Raises RuntimeError."""
+        given = {"api_base_url": base_url, "api_key_var": "MEGAGRPO_NO_KEY", "max_retries": 0, "timeout": 1e6}
+        client = self.vf.ClientConfig(**given)
+        found = await self.environment.run_rollout(self.dataset[index], client, "policy", {})
+        if found.get("error"):
+            raise RuntimeError(f"verifiers: {found['error']}")
+        return found["reward"], str(found.get("stop_condition") or "")
+
+
+class Tasks:
+    """An environment of `verifiers.v1`, whose rows are a taskset's."""
+
+    def __init__(self, env):
+        import verifiers.v1 as vf
+        from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+        self.vf, self.environment, self.tasks = vf, load_environment(resolve_env_config(env)), []
+        self.left = iter(self.environment.taskset)
+
+    def rows(self):
+        """Yields (prompt, answer) of each task; an endless taskset is cut by the reader."""
+        for task in self.environment.taskset:
+            prompt, system = task.data.prompt, task.data.system_prompt
+            spoken = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*map(_plain, prompt or [])]
+            yield ([{"role": "system", "content": system}] if system else []) + spoken, ""
+
+    def serving(self):
+        """Returns the context of all episodes, in which what they share runs."""
+        return self.environment.serving()
+
+    async def play(self, base_url, index):
+        """Returns (reward, note) of an episode: the sum of its agents' rewards. Raises RuntimeError."""
+        self.tasks += islice(self.left, max(0, index + 1 - len(self.tasks)))
+        client = self.vf.EvalClientConfig(base_url=base_url, api_key_var="MEGAGRPO_NO_KEY")
+        (slot,) = self.environment.slots(self.tasks[index])
+        episode = await self.environment.run_slot(slot, self.vf.ModelContext(model="policy", client=client))
+        if not episode.ok:
+            errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+            raise RuntimeError(f"verifiers: {'; '.join(map(str, errors))}"[:2000])
+        return sum(trace.reward for trace in episode.traces), ""
+
+
+def _plain(message):
+    return message if isinstance(message, dict) else message.model_dump(exclude_none=True)
+
+
+def environment_of(name):
+    """Returns the environment of the interface that the installed version has."""
+    if name.endswith(".toml"):
+        with open(name, "rb") as file:
+            return Tasks(tomllib.load(file)["env"])
+    import verifiers as vf
+
+    return Classic(vf, name) if hasattr(vf, "load_environment") else Tasks({"taskset": {"id": name}})
+
+
+async def serve(environment, output):
+    """Plays episodes until standard input closes."""
+    running: dict[int, asyncio.Task] = {}
+    reader = asyncio.StreamReader(limit=2**28)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+
+    def report(number, task):
+        del running[number]
+        if not task.cancelled():
+            exc = task.exception()
+            found, error = (None, f"{type(exc).__name__}: {exc}") if exc else (task.result(), None)
+            print(json.dumps([number, found, error]), file=output, flush=True)
+
+    async with environment.serving():
+        async for line in reader:
+            number, task = json.loads(line)
+            if task is not None:
+                running[number] = asyncio.create_task(environment.play(**task))
+                running[number].add_done_callback(partial(report, number))
+            elif number in running:
+                running[number].cancel()
+        left = list(running.values())
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+
+def main(name, *options):
+    """Prints the rows, or serves."""
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what environments print is no answer
+    sys.path[0] = os.getcwd()  # environments are modules of the working folder or installed ones
+    environment = environment_of(name)
+    if options == ("--serve",):
+        asyncio.run(serve(environment, output))
+    else:
+        for index, (prompt, answer) in enumerate(islice(environment.rows(), int(options[0]) if options else None)):
+            print(json.dumps({"prompt": prompt, "answer": answer, "extra": {"index": index}}), file=output)
+        output.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,120 @@
+"""The environment `mcp` with a server on stdio and one that listens, and what a server that is gone means."""
+
+import asyncio
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import psutil
+import pytest
+
+from examples.laptop.model import character_tokenizer
+from megagrpo.config.data import DataConfig
+from megagrpo.config.rollout import EnvironmentConfig
+from megagrpo.rollout.agents import Unavailable
+from megagrpo.rollout.agents.built_in.mcp_tools import McpTools
+from megagrpo.rollout.agents.environments import EnvironmentFailed, Environments
+from megagrpo.rollout.agents.renderer import Renderer
+from tests.mcp_server import answer
+
+ROW = {"prompt": "2 + 3?", "answer": "5", "source": "", "extra": {}}
+COMMAND = f"{sys.executable} {Path(__file__).parents[1] / 'mcp_server.py'}"
+
+
+def call(name: str, **arguments: int) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers by JSON, and calls of tools by a stream of events."""
+
+    def do_POST(self) -> None:
+        message = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        first = message["method"] == "initialize"
+        assert first or self.headers["mcp-session-id"] == "s1"
+        self.send_response(200 if "id" in message else 202)
+        if first:
+            self.send_header("Mcp-Session-Id", "s1")
+        body = json.dumps({"jsonrpc": "2.0", "id": message["id"], **answer(message, [])}) if "id" in message else ""
+        stream = message["method"] == "tools/call"
+        if stream:
+            notice = json.dumps({"jsonrpc": "2.0", "method": "notifications/message", "params": {}})
+            body = f": comment\n\nevent: message\ndata: {notice}\n\ndata: {body}\n\n"
+        self.send_header("Content-Type", "text/event-stream" if stream else "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def do_DELETE(self) -> None:
+        self.server.ended = self.headers["mcp-session-id"]
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None: ...
+
+
+@pytest.fixture
+def listening() -> Iterator[ThreadingHTTPServer]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("way", ["command", "url"])
+def test_a_model_calls_tools_until_it_answers(way: str, listening):
+    url = f"http://127.0.0.1:{listening.server_port}/mcp"
+    environment = McpTools(ROW, 0, "exact", **({"command": COMMAND} if way == "command" else {"url": url}))
+    said = environment.reset()
+    assert said.endswith("\n\n2 + 3?") and '{"name": "add", "description": "The sum."' in said
+    assert '"fail"' in said and "left out" not in said
+    calls = [call("add", a=2, b=3), "and", call("fail"), call("add"), call("none"), "<tool_call>2 +</tool_call>"]
+    results, reward, done = environment.step(" ".join(calls))
+    told = [part.strip() for part in results.replace("</tool_response>", "").split("<tool_response>")[1:]]
+    assert told[:4] == [
+        *("5\n[image]", "error: no luck", "error: a and b are missing", "error: no tool 'none'; there are add, fail"),
+    ]
+    assert told[4].startswith("error: the call is no JSON with name and arguments") and (reward, done) == (0.0, False)
+    assert environment.step("6") == (None, 0.0, True) and environment.step("5") == (None, 1.0, True)
+    environment.close()
+    assert way == "command" or listening.ended == "s1"
+    assert not [child for child in psutil.Process().children() if "mcp_server" in " ".join(child.cmdline())]
+
+
+def test_a_server_that_is_gone_is_no_fault_of_the_model(listening):
+    environment = McpTools(ROW, 0, "exact", command=f"{COMMAND} die")
+    with pytest.raises(Unavailable, match="tools/call: the server is gone"):
+        environment.step(call("add", a=1, b=1))
+    environment.close()
+    with pytest.raises(Unavailable, match="No such file"):
+        McpTools(ROW, 0, "exact", command="/no/such/server")
+    listening.shutdown()
+    listening.server_close()
+    with pytest.raises(Unavailable, match="ConnectError"):
+        McpTools(ROW, 0, "exact", url=f"http://127.0.0.1:{listening.server_port}/mcp")
+    with pytest.raises(ValueError, match="one of them"):
+        McpTools(ROW, 0, "exact")
+
+
+def test_its_rollout_ends_as_infrastructure():
+    args = {"command": f"{COMMAND} die", "grader": "exact"}
+    renderer = Renderer(character_tokenizer("<>"), DataConfig(path="rows.jsonl"), True)
+
+    async def played() -> str:
+        async with environments.episode(ROW, 0) as episode:
+            assert "2 + 3?" in str(await episode.reset())
+            await episode.step(call("add", a=1, b=1))
+        return ""
+
+    environments = Environments(EnvironmentConfig(function="mcp", args=args, workers=1), renderer)
+    try:
+        with pytest.raises(EnvironmentFailed) as failed:
+            asyncio.run(played())
+    finally:
+        environments.close()
+    assert failed.value.end == "infrastructure" and "the server is gone" in str(failed.value)
