@@ -26,20 +26,21 @@ STEPS = 3
 LEARNS = {"num_steps": STEPS, "num_prompts_per_step": 4, "group_size": 4}
 
 
-def run(folder: Path, history: str, **more) -> Path:
+def played(folder: Path, history: str, **more) -> dict:
+    """Sections of a run with an environment, whose module is put where runs find it."""
     shutil.copy(games.__file__, folder.parent / "games_of_tests.py")
     environment = {"function": "games_of_tests:Sums", "history": history, "max_turns": 4}
     # turns end at a digit, too: a random model hardly ever ends them by itself
     sampling = {"max_response_tokens": 24, "stop_token_ids": [4, 5, 6, 7], "environment": environment}
-    run_experiment(folder, train=LEARNS, sampling=sampling, rollout={"deterministic": True}, **more)
-    return folder
+    return {"train": LEARNS, "sampling": sampling, "rollout": {"deterministic": True}, **more}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("history", ["all", "last"])
 def test_what_was_sampled_is_what_is_trained_on(experiments, history):
     """One forward of the actor over every sample gives the engine's log-probabilities; a rollout is counted once."""
-    folder = run(experiments / f"environment_{history}", history)
+    folder = experiments / f"environment_{history}"
+    run_experiment(folder, **played(folder, history))
     steps, entries = rollouts(folder), metrics(folder)
     turns = 0
     for step in range(1, STEPS + 1):
@@ -60,9 +61,25 @@ def test_what_was_sampled_is_what_is_trained_on(experiments, history):
 
 
 @pytest.mark.slow
-def test_a_run_with_an_environment_repeats_bit_by_bit(experiments):
-    first = run(experiments / "environment_again", "last")
-    assert_same_run(run(experiments / "environment_once_more", "last"), first, STEPS)
+@pytest.mark.parametrize("history", ["all", "last"])
+def test_a_run_with_an_environment_that_is_killed_goes_on_as_the_undisturbed_one(experiments, history):
+    """Rollouts of the next step are open when one trainer dies, and when everything does."""
+    ahead = {
+        "train": LEARNS | {"num_steps": 4},
+        "rollout": {"deterministic": True, "max_staleness": 1},
+        "algorithm": {"mismatch": {"weight": {"name": "tis"}}},
+        "weights": {"in_flight": "drain"},
+        "checkpoint": {"every": 1},
+    }
+    reference, folder = experiments / f"played_{history}", experiments / f"played_killed_{history}"
+    run_experiment(reference, **played(reference, history, **ahead))
+    experiment = write_experiment(folder, **played(folder, history, **ahead))
+    with Job("run", experiment) as job:
+        job.wait_for_step(1)
+        trainer(job, 1).kill()
+        job.wait_for_step(3)  # the end of the block kills everything
+    Job("run", experiment).succeed()
+    assert_same_run(folder, reference, 4)
 
 
 def trees(steps: int = STEPS, **more) -> dict:

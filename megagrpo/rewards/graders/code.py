@@ -10,10 +10,9 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 
 from megagrpo.config.reward import CodeOptions, Scalar
-from megagrpo.rewards.sandbox.sandbox import Limits, Sandbox, SandboxError, check_limits_hold, isolation, run_program
+from megagrpo.rewards.sandbox.sandbox import Limits, Sandbox, isolates, run_program
 from megagrpo.system.explained import explained
 
 _FENCE = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -40,7 +39,7 @@ def grade(text: str, answer: str, **options: Scalar | dict[str, Scalar]) -> tupl
     tests = read_tests(answer, settings.tolerance)
     run = _run_scripts if tests.scripts else _run_calls
     num_passed, failure = 0, ""
-    for number, problem in enumerate(run(program_of(text), tests, settings, _isolates(settings.isolation)), start=1):
+    for number, problem in enumerate(run(program_of(text), tests, settings, isolates(settings.isolation)), start=1):
         num_passed += not problem
         if problem and not failure:
             failure = f"test {number} of {len(tests)}: {problem}"
@@ -53,9 +52,12 @@ def grade(text: str, answer: str, **options: Scalar | dict[str, Scalar]) -> tupl
 
 def program_of(text: str) -> str:
     """Returns the last block marked as Python, else the last block, else the whole text."""
-    blocks = _FENCE.findall(text)
-    marked = [body for language, body in blocks if language.lower() in _PYTHON]
-    return marked[-1] if marked else blocks[-1][1] if blocks else text
+    return (marked_programs(text) or [body for _, body in _FENCE.findall(text)] or [text])[-1]
+
+
+def marked_programs(text: str) -> list[str]:
+    """Returns all blocks marked as Python."""
+    return [body for language, body in _FENCE.findall(text) if language.lower() in _PYTHON]
 
 
 def read_tests(answer: str, tolerance: float = 0.0) -> TestCases:
@@ -189,16 +191,3 @@ def _instructions(tests: TestCases) -> dict[str, list[str]]:
     free = loaded - bound - set(vars(builtins)) - {"same"}  # a program's own `len` must not judge it
     modules = free & sys.stdlib_module_names
     return {"names": sorted(free - modules), "modules": sorted(modules), "tests": list(tests.statements)}
-
-
-@cache
-def _isolates(wish: str) -> bool:
-    """Returns whether programs run in their own namespaces; logs once per process if they cannot."""
-    problem = isolation()
-    if not problem:
-        return True
-    if wish == "required":
-        raise SandboxError(f"grader code cannot isolate programs here ({problem}), and its isolation is required")
-    check_limits_hold()
-    print(f"grader code: programs run with limits only, network and files are reachable: {problem}", file=sys.stderr)
-    return False

@@ -85,6 +85,22 @@ def check_limits_hold() -> None:
         raise SandboxError(f"another user than root cannot run {_interpreter()} ({problem}); install it elsewhere")
 
 
+@cache
+def isolates(wish: str) -> bool:
+    """Returns whether programs run in namespaces of their own; logs once per process if they cannot.
+
+    wish: "preferred" or "required". Raises SandboxError if they cannot and it is required, or if limits do not hold.
+    """
+    problem = isolation()
+    if not problem:
+        return True
+    if wish == "required":
+        raise SandboxError(f"programs cannot be isolated here ({problem}), and their isolation is required")
+    check_limits_hold()
+    print(f"programs run with limits only, network and files are reachable: {problem}", file=sys.stderr)
+    return False
+
+
 def run_program(source: str, stdin: bytes, limits: Limits, isolate: bool) -> Ended:
     """Runs a program to its end or to a limit. Raises SandboxError."""
     deadline = time.monotonic() + limits.wall_s

@@ -23,6 +23,7 @@ _MODULE = "megagrpo.rollout.agents.worker"
 _BUILT_IN = "megagrpo.rollout.agents.built_in"
 BUILT_IN = {
     "sql": f"{_BUILT_IN}.sql:Sql",
+    "python": f"{_BUILT_IN}.python_programs:PythonPrograms",
     "gymnasium": f"{_BUILT_IN}.gymnasium_text:GymnasiumText",
     "mcp": f"{_BUILT_IN}.mcp_tools:McpTools",
     "openenv": f"{_BUILT_IN}.openenv:OpenEnv",

@@ -16,9 +16,8 @@ from contextlib import suppress
 
 import httpx
 
-from megagrpo.rewards.graders.table import load_grader
-from megagrpo.rewards.worker import grade
 from megagrpo.rollout.agents import Unavailable
+from megagrpo.rollout.agents.built_in.answers import AnswerGrader
 
 _VERSION = "2025-06-18"
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
@@ -51,8 +50,7 @@ class McpTools:
     ):
         if bool(command) == bool(url):
             raise ValueError("args.command or args.url, one of them")
-        self._row, self._grader, self._max_chars = row, grader, max_chars
-        load_grader(grader, {})  # an unknown one is refused before the rollout
+        self._prompt, self._answer, self._max_chars = row["prompt"], AnswerGrader(grader, row), max_chars
         self._server = _Process(command) if command else _Http(url, timeout_s)
         about = {"name": "megagrpo", "version": "1"}
         begin = {"protocolVersion": _VERSION, "capabilities": {}, "clientInfo": about}
@@ -65,18 +63,14 @@ class McpTools:
         tools = "\n".join(
             json.dumps({k: tool.get(k) for k in ("name", "description", "inputSchema")}) for tool in self._tools
         )
-        return _ABOUT.format(tools=tools, prompt=self._row["prompt"])
+        return _ABOUT.format(tools=tools, prompt=self._prompt)
 
     def step(self, text: str) -> tuple[str | None, float, bool]:
         """Returns the results of a turn's calls, or the reward of an answer."""
         if calls := _CALL.findall(text):
             results = [f"<tool_response>\n{self._result(call)}\n</tool_response>" for call in calls]
             return "\n".join(results), 0.0, False
-        inputs = [text, *(self._row[key] for key in ("answer", "source", "extra"))]
-        graded = grade("grade", self._grader, {}, inputs)
-        if graded.status != "score" or graded.spans or graded.tokens:
-            raise RuntimeError(graded.detail or f"{self._grader} rewards parts of a text, and an answer has one reward")
-        return None, graded.scores[0], True
+        return None, self._answer.reward(text), True
 
     def close(self) -> None:
         """Ends the session."""
