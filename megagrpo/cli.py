@@ -136,6 +136,7 @@ def _add_planning(commands: _Commands) -> None:
     option = publish.add_argument
     engines = "numbers of engines to plan for; default: rollout.num_engines"
     option("--engines", type=lambda text: [int(part) for part in text.split(",")], metavar="8,16,32", help=engines)
+    option("--changed", type=float, metavar="0.01", help="share of the elements that a step changes, for weights.delta")
     option("--between-gb-s", type=float, help="GB/s of one rank between nodes, instead of the table's")
     option("--inside-gb-s", type=float, help="GB/s of one rank inside a node")
     option("--efficiency", type=float, help="share of these rates that transfers reach")
@@ -286,7 +287,8 @@ def _plan_weights(args: argparse.Namespace, config: ExperimentConfig) -> int:
 
     names = ("between_gb_s", "inside_gb_s", "efficiency", "message_us", "call_ms")
     rates = rates_of(args.hardware or config.cluster.gpu, {name: getattr(args, name) for name in names})
-    print(plan_weights(config, args.engines or [config.rollout.num_engines], rates, args.gpus_per_node, args.json))
+    engines = args.engines or [config.rollout.num_engines]
+    print(plan_weights(config, engines, rates, args.gpus_per_node, args.json, args.changed))
     return 0
 
 

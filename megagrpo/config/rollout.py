@@ -354,7 +354,8 @@ class WeightsConfig(Section):
     def suited(self, colocate: bool) -> "WeightsConfig":
         """Returns this section, with a transport that suits engines on the trainers' GPUs or on others."""
         usable = not self.traits.uses_groups if colocate else not self.traits.needs_colocation
-        return self if usable else self.model_copy(update={"transport": "ipc" if colocate else "reshard"})
+        other = {"transport": "ipc" if colocate else "reshard", "delta": False}
+        return self if usable else self.model_copy(update=other)
 
     @field_validator("in_flight", mode="before")
     @classmethod
@@ -367,6 +368,11 @@ class WeightsConfig(Section):
             )
         return given
 
+    def problems(self) -> Problems:
+        return {
+            f"delta goes with transport: reshard, not {self.transport}": self.delta and self.transport != "reshard",
+        }
+
     def excludes(self, experiment: "ExperimentConfig") -> Problems:
         deadline_s = experiment.actor.deadline_s
         return {
@@ -374,6 +380,9 @@ class WeightsConfig(Section):
             "engines, the other ranks wait for it in a collective": self.timeout_s >= deadline_s
         }
 
+    delta: bool = False
+    """Send only the elements that have changed since the last publish, wherever these are fewer bytes; every rank keeps
+    what it has sent in host memory. After a step of GRPO in bfloat16 most elements are the same."""
     bucket_mb: PositiveFloat = 512.0
     """MiB of weights that a rank holds beside its parameters during a transfer."""
     timeout_s: PositiveFloat = 600.0

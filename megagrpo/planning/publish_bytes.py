@@ -29,6 +29,7 @@ from megagrpo.weights.transports.reshard_plan import (
     plan_transfer,
     trainer_atoms,
 )
+from megagrpo.weights.wire.changes import changes_bytes
 
 _MAX_COLUMNS = 8  # of the table of nodes
 
@@ -87,10 +88,16 @@ class Forecast:
 
 
 def plan_weights(
-    config: ExperimentConfig, engines: Sequence[int], rates: Rates, gpus_per_node: int | None, output: Path | None
+    config: ExperimentConfig,
+    engines: Sequence[int],
+    rates: Rates,
+    gpus_per_node: int | None,
+    output: Path | None,
+    changed: float | None = None,
 ) -> str:
     """Returns the plan as text, for each number of engines; writes it with all links to `output` as JSON.
 
+    changed: the share of elements that a step changes, for weights.delta.
     Raises ValueError for a layout that does not suit the model or the nodes.
     """
     clusters = [cluster_of(config, number, gpus_per_node) for number in engines]
@@ -106,6 +113,8 @@ def plan_weights(
     lines += [*table_lines([list(cells[0]), *(list(row.values()) for row in cells)]), ""]
     for cluster, (direct, *_) in zip(clusters, forecasts, strict=True):
         lines += _nodes(cluster, direct)
+        if changed is not None and cluster.carriers is None:
+            lines.append(_with_changes(direct, changed, getattr(torch, config.rollout.dtype)))
     return "\n".join(lines)
 
 
@@ -183,6 +192,17 @@ def _nodes(cluster: Cluster, forecast: Forecast) -> list[str]:
     for row, values in zip(rows, block, strict=True):
         table.append([f"node {row}", *(f"{value / 1e9:.1f}" for value in values)])
     return [title, *table_lines(table)]
+
+
+def _with_changes(forecast: Forecast, share: float, dtype: torch.dtype) -> str:
+    """Returns what weights.delta sends if a share of the elements has changed, in every message the same."""
+    count = share * forecast.wire_bytes / dtype.itemsize
+    sent = min(changes_bytes(round(count), dtype), forecast.wire_bytes)
+    held = gigabytes(forecast.busiest_sender[1])
+    return (
+        f"weights.delta with {share:.2%} of the elements changed: {gigabytes(sent)} on the wire, "
+        f"{sent / forecast.wire_bytes:.1%} of all; {held} of host memory at most on a trainer rank"
+    )
 
 
 def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:

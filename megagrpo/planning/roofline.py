@@ -109,6 +109,9 @@ class Plan:
 
 def plan_step(config: ExperimentConfig, target: Target) -> Plan:
     """Returns memory and bound of one step. Raises ValueError if the layers cannot be cut into stages."""
+    longest, rollout = max(longest_samples(config).values()), config.rollout
+    engine = engine_side(target.work, server_of(rollout), target.lengths, longest, target.hardware)
+    sent = engine.parts["weights"] * rollout.tp * rollout.num_engines
     trainers = trainer_side(
         target.arch,
         config.actor,
@@ -116,9 +119,8 @@ def plan_step(config: ExperimentConfig, target: Target) -> Plan:
         reference=config.algorithm.uses_reference,
         bucket_mb=config.weights.bucket_mb,
         ranks_per_node=target.gpus_per_node,
+        sent_bytes=sent if config.weights.delta else 0.0,
     )
-    longest = max(longest_samples(config).values())
-    engine = engine_side(target.work, server_of(config.rollout), target.lengths, longest, target.hardware)
     forward, update = train_seconds(config, target, trainers.stages)
     old = config.train.updates_of_step > 1 or config.algorithm.needs_old_logprobs
     parts = {

@@ -92,10 +92,12 @@ def trainer_side(
     reference: bool = False,
     bucket_mb: float = 512.0,
     ranks_per_node: int = 8,
+    sent_bytes: float = 0.0,
 ) -> TrainerSide:
     """Returns memory and work of the trainers. Raises ValueError if the layers cannot be cut into stages.
 
-    reference: whether the loss needs a second model, which is swapped in.
+    reference: whether the loss needs a second model, which is swapped in. sent_bytes: that all ranks keep of the last
+    publish (weights.delta).
     """
     stages = trainer_stages(arch, actor, load)
     ranks = {
@@ -110,6 +112,7 @@ def trainer_side(
         "optimiser": max(stage.shards for stage in stages) * optimizer_bytes(actor).host * node,
         "checkpoint": max(cost.save_host_bytes.values()),
         "resume": max(cost.resume_host_bytes.values()),
+        "sent last": sent_bytes * node / actor.world_size,
     }
     return TrainerSide(
         phases={phase: max(found, key=lambda rank: rank.total) for phase, found in ranks.items()},

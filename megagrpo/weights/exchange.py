@@ -84,6 +84,7 @@ class Exchange:
             folder=RunFolder(self._run_dir).weights,
             checkpoint=Path(config.model.path),
             limits=GroupLimits(config.weights.connect_timeout_s, config.weights.max_ctas),
+            delta=config.weights.delta,
         )
         self._num_bytes = sum(prod(shape) * each.itemsize for shape, each in specs.values())
         self._digests = ExpectedDigests(trainers)

@@ -132,7 +132,7 @@ def differing(engine: FakeEngine, hf: dict[str, Tensor]) -> list[str]:
     return wrong
 
 
-def run_rank(rank: int, world: int, transport: str, folder: Path) -> dict:
+def run_rank(rank: int, world: int, transport: str, delta: bool, folder: Path) -> dict:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     mesh = make_mesh(0, 1, torch.device("cpu"), deadline_s=60)
     actor, engine, report = ToyActor(world, rank), engine_of(), {}
@@ -140,17 +140,18 @@ def run_rank(rank: int, world: int, transport: str, folder: Path) -> dict:
     weights = ActorWeights(copies, SPECS, lambda: actor.live, fp8=IN_FP8)
     sections = {
         "rollout": {"tp": 2, "dtype": "bfloat16", "quantization": "fp8"},
-        "weights": {"timeout_s": 40, "bucket_mb": 0.05, "transport": transport},
+        "weights": {"timeout_s": 40, "bucket_mb": 0.05, "transport": transport, "delta": delta},
         "actor": {"device": "cpu"},
     }
     config = exchange_config(folder, folder / "initial/model", **sections)
+    turned = hf_tensors(2)
+    turned["down"][300, 130] *= -1  # one code of one block
     with ExitStack() as stack:
         if rank == 0:
             stack.enter_context(running(engine))
         exchange = Exchange(config, mesh, weights, FakeFleet([engine]), folder)
         stack.callback(exchange.close)
-        for version in (1, 2):
-            hf = hf_tensors(version)
+        for version, hf in enumerate([hf_tensors(1), hf_tensors(2), *([turned] if delta else [])], 1):
             actor.load(hf)
             report = exchange.publish(version)
             if rank == 0:
@@ -184,18 +185,22 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(
-    ("world", "transport"),
+    ("world", "transport", "delta"),
     [
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, "reshard"), (2, "reshard"), (4, "disk"))),
-        (4, "reshard"),  # 4 ranks cut blocks in halves
-        (4, "ipc"),
+        *(pytest.param(*case, False, marks=pytest.mark.slow) for case in ((1, "reshard"), (2, "reshard"), (4, "disk"))),
+        (4, "reshard", False),  # 4 ranks cut blocks in halves
+        (4, "reshard", True),
+        (4, "ipc", False),
     ],
 )
-def test_engines_hold_what_their_loader_makes_of_a_quantised_checkpoint(tmp_path, world, transport):
+def test_engines_hold_what_their_loader_makes_of_a_quantised_checkpoint(tmp_path, world, transport, delta):
     write_checkpoint(tmp_path / "initial", hf_tensors(0))
-    reports = POOL.run(world, run_rank, world, transport, tmp_path)
+    reports = POOL.run(world, run_rank, world, transport, delta, tmp_path)
     assert all(report == reports[0] for report in reports)
-    if transport == "reshard":
+    if delta:
+        counts = reports[0]["wire_bytes"] - (4 + 1)  # a position and a code
+        assert reports[0]["changed"] == 1 and 4 * (reports[0]["messages"] - 1) <= counts < 2000
+    elif transport == "reshard":
         parameters = [p for rank in range(2) for p in ToyEngine(rank).parameters()]
         assert reports[0]["wire_bytes"] == sum(p.nbytes for p in parameters), "each byte of the engine once"
 

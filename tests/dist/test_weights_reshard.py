@@ -90,9 +90,9 @@ def dies_once(engine: FakeEngine, while_joining: bool) -> None:
     EngineEnd.receive = receive
 
 
-def experiment(folder: Path, dtype: str, transport: str, num_engines: int) -> ExperimentConfig:
+def experiment(folder: Path, dtype: str, transport: str, num_engines: int, delta: bool = False) -> ExperimentConfig:
     rollout = {"num_engines": num_engines, "tp": ENGINE_TP, "min_healthy_engines": num_engines, "dtype": dtype}
-    weights = {"timeout_s": 40, "bucket_mb": 2e-3, "transport": transport}
+    weights = {"timeout_s": 40, "bucket_mb": 2e-3, "transport": transport, "delta": delta}
     return exchange_config(folder, folder / "initial/model", rollout=rollout, weights=weights)
 
 
@@ -167,6 +167,83 @@ def test_engines_are_filled_exactly_and_outlive_a_rank_that_dies(tmp_path, world
     bound -= 2 * 2 * (ENGINE_VOCAB - VOCAB) * HIDDEN  # padding of two vocabularies in two engines
     assert results[0]["wire_bytes"] == bound * getattr(torch, dtype).itemsize, "each engine element once"
     assert results[0]["staging_bytes"] <= 2e-3 * 2**20
+
+
+def few(hf: dict[str, torch.Tensor]) -> None:
+    """Changes elements of slices that lie together and of such that do not, some by less than bfloat16 has bits for."""
+    hf["norm"][3] = float("inf")
+    hf["1.down"][2, 5:8] *= -1
+    hf["2.gate"][:, 1] += 1
+    hf["0.q"][5] *= 1 + 2**-20
+
+
+def one_tensor(hf: dict[str, torch.Tensor]) -> None:
+    hf["head"].neg_()
+    hf["1.norm"][0] = -0.0
+
+
+def back(hf: dict[str, torch.Tensor]) -> None:
+    hf["norm"][3] = 1.0
+
+
+VERSIONS = (few, one_tensor, lambda hf: None, back)
+
+
+def delta_rank(rank: int, world: int, tp: int, pp: int, dtype: str, folder: Path) -> list[tuple[dict, int]]:
+    """Publishes changes to two engines, of which one dies in the last publish. Returns reports and changed elements."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    mesh = make_mesh(rank // (tp * pp), world // (tp * pp), torch.device("cpu"), deadline_s=60)
+    actor, hf = ToyActor(tp, rank % tp, pp, rank // tp % pp), hf_tensors()
+    weights = ActorWeights(record_copies(actor.load, SPECS, actor.live), SPECS, lambda: actor.live)
+    engines = [FakeEngine(models=[ToyEngine(r) for r in range(ENGINE_TP)]) for _ in range(2)]
+    config, fleet, found = experiment(folder, dtype, "reshard", 2, delta=True), FakeFleet(engines), []
+    with ExitStack() as stack:
+        for engine in engines if rank == 0 else ():
+            stack.enter_context(running(engine))
+        exchange = Exchange(config, mesh, weights, fleet, folder)
+        for version, change in enumerate((lambda hf: None, *VERSIONS), 1):
+            change(hf)
+            actor.load(hf)
+            published = {name: tensor.to(getattr(torch, dtype)).float() for name, tensor in hf.items()}
+            before = [p.clone() for engine in engines for model in engine.models for p in model.parameters()]
+            if rank == 0 and change is VERSIONS[-1]:
+                dies_once(engines[1], while_joining=False)
+            report = exchange.publish(version)
+            after = [p for engine in engines for model in engine.models for p in model.parameters()]
+            bits = ((a.view(torch.int32) != b.view(torch.int32)).sum() for a, b in zip(after, before, strict=True))
+            found.append((report, int(sum(bits))))
+            for engine in engines if rank == 0 else ():
+                for number, model in enumerate(engine.models):
+                    expected = ToyEngine(number)
+                    expected.load_weights(list(published.items()))
+                    for name, parameter in expected.named_parameters():
+                        assert torch.equal(model.get_parameter(name).view(torch.int32), parameter.view(torch.int32))
+        exchange.close()
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "pp", "dtype"),
+    [(1, 1, 1, "float32"), (3, 1, 3, "float32"), (4, 2, 2, "float32"), (4, 2, 1, "bfloat16")],
+)
+def test_only_what_has_changed_is_sent_and_an_engine_that_dies_gets_all(tmp_path, world, tp, pp, dtype):
+    write_checkpoint(tmp_path / "initial", hf_tensors())
+    (whole, _), *later = POOL.run(world, delta_rank, world, tp, pp, dtype, tmp_path)[0]
+    item = getattr(torch, dtype).itemsize
+    elements = 2 * sum(p.numel() for number in range(ENGINE_TP) for p in ToyEngine(number).parameters())
+    elements -= 2 * 2 * (ENGINE_VOCAB - VOCAB) * HIDDEN  # padding of two vocabularies in two engines
+    counts = whole["wire_bytes"] - elements * item  # of every message, 4 bytes
+    assert whole["compared"] == 0 and 0 < counts <= 4 * whole["messages"]
+    for (report, changed), change in zip(later[:3], VERSIONS, strict=False):
+        assert (report["compared"], report["changed"]) == (elements, changed)
+        assert (changed == 0) == (change is VERSIONS[2])
+        assert report["wire_bytes"] <= counts + changed * (4 + item), "positions and values, or less"
+    few_changed = later[0][1]
+    assert later[0][0]["wire_bytes"] == counts + few_changed * (4 + item), "the lower bound"
+    assert later[1][0]["wire_bytes"] < counts + later[1][1] * (4 + item), "a tensor that has changed as a whole"
+    again, _ = later[3]
+    assert again["wire_bytes"] > elements / 2 * item, "the engine that died"
 
 
 class OneQueue:

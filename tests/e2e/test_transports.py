@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from planned_cases import plan_cases, planning_problems
 from transport_cases import (
+    CHANGES,
     COMPUTED,
     DENSE,
     ENGINES,
@@ -47,7 +48,7 @@ OFTEN = [("qwen3_moe", "TP2xEP2"), ("qwen2", "two nodes")]  # test_engines.py ha
 )
 def test_parameters_are_those_of_disk_and_no_byte_travels_twice(family, engines, pool, plans, tmp_path: Path):
     cases = [TransportCase(family, trainers, engines) for trainers in CASES[family, engines]]
-    transports = ["reshard", "ipc"] if engines == "TP2" else ["reshard"]
+    transports = ["reshard", "ipc"] if engines == "TP2" else ["reshard", f"reshard{CHANGES}"]
     rows = list(run_engine_cases(pool, cases, tmp_path, transports))
     assert not [problem for row in rows for problem in problems_of(row)]
     assert len(transports) * len(cases) == len(rows)

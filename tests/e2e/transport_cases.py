@@ -65,6 +65,7 @@ COMPUTED = {
     ("mixtral", "TP1"): ("TP2+SP",),
     ("mixtral", "TP2"): ("TP2xEP2", "PP2"),
 }
+CHANGES = ", changes"  # after a transport's name: weights.delta, and a publish after which a fiftieth has changed
 _MOST_MEAN, _MOST = 1e-5, 1e-4  # distance of log-probabilities
 _VOCAB = 131  # not divisible: padded vocabularies on both sides
 _BUCKET_MB = 0.05  # of some 0.5 MiB: several buckets
@@ -105,7 +106,12 @@ def experiment(model: Path, engines: str, transport: str, dtype: str = "float32"
         output_dir=str(model.parent),
         model={"path": str(model)},
         rollout={"max_total_tokens": 2000, "dtype": dtype, **ENGINES[engines]},
-        weights={"transport": transport, "bucket_mb": _BUCKET_MB, "timeout_s": _PUBLISH_S},
+        weights={
+            "transport": transport.removesuffix(CHANGES),
+            "delta": transport.endswith(CHANGES),
+            "bucket_mb": _BUCKET_MB,
+            "timeout_s": _PUBLISH_S,
+        },
         actor={"deadline_s": _PUBLISH_S + 60.0, "device": "cpu"},
     )
 
@@ -155,12 +161,15 @@ def problems_of(row: dict) -> list[str]:
     name = f"{row['family']}, trainers {row['trainers']}, engines {row['engines']}, {row['transport']}"
     report, unchanged = row["report"], row["parameters"] - row["changed"]
     resharded, planned = row["transport"] == "reshard", row["transport"] in ("reshard", "ipc")
+    delta = row["transport"].endswith(CHANGES)
     distance = row.get("logprobs", {"mean": 0.0, "largest": 0.0})
     found = {
         f"not what disk gives: {', '.join(row['wrong'])}": row["wrong"],
         f"{unchanged} parameters were not changed by other weights": unchanged,
         f"{report['wire_bytes']:.0f} bytes on the wire, not {row['lower_bound']}": resharded
         and report["wire_bytes"] != row["lower_bound"],
+        f"{report['changed']:.0f} elements changed, {report['wire_bytes']:.0f} bytes": delta
+        and not 0 < report["changed"] * 8 <= report["wire_bytes"] < report["changed"] * 8 + 8 * report["messages"],
         f"{report['staging_bytes']:.0f} bytes staged, more than weights.bucket_mb": planned
         and report["staging_bytes"] > _BUCKET_MB * 2**20,
         f"log-probabilities are {distance} from transformers'": distance["mean"] > _MOST_MEAN
@@ -187,6 +196,9 @@ def publish_and_compare(
     with joined(folder / "store", config=actor_config, model_path=str(model), **settings) as actor:
         weights, wanted = load_initial_weights(actor, str(model)), HfFolder(model)
         others = {name: -tensor for name, tensor in wanted.items()}
+        nearly = {name: tensor.clone() for name, tensor in wanted.items()}
+        for tensor in nearly.values():
+            tensor.view(-1)[::50] += 1
 
         def publish(exchange: Exchange, version: int, hf: Mapping) -> tuple[dict, dict]:
             actor.load_hf(hf)
@@ -205,7 +217,9 @@ def publish_and_compare(
         for transport in transports:
             with exchange_by(transport) as exchange:
                 _, before = publish(exchange, 2, others)
-                report, after = publish(exchange, 3, wanted)
+                if transport.endswith(CHANGES):
+                    publish(exchange, 3, nearly)
+                report, after = publish(exchange, 4, wanted)
                 needed = lower_bound(exchange) if rank == 0 else 0
             if rank == 0:
                 assert reference and reference.keys() == before.keys() == after.keys()

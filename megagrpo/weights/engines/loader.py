@@ -82,6 +82,7 @@ class _Recorded:
     whole: list[Copy]  # of HF tensors from which the model's own loader computes parameters
     arrived: list[int] | None = None  # digests of these tensors, as they arrived
     computed: dict[str, int] = field(default_factory=dict)  # digests of the computed parameters, right after
+    kept: dict[str, Tensor] = field(default_factory=dict)  # `whole` as it arrived, which changes are written into
 
 
 class EngineEnd:
@@ -221,15 +222,17 @@ class EngineEnd:
             self.link = self._join(request, store, mailbox)
         model, recorded = self._model, self.recorded
         device = next(model.parameters()).device
-        sent = {
+        delta = request.get("delta", False)
+        sent = recorded.kept or {
             copy.parameter: torch.empty(copy.size, dtype=recorded.specs[copy.hf][1], device=device)
             for copy in recorded.whole
         }
+        recorded.kept = sent if delta else {}
         staging_bytes, targets = 0, live | sent
         if self.link.group is None:
             take_batches(store, request["memory"], self.link.batches, targets, device, deadline, patience_s)
         else:
-            traffic = receive_batches(self.link.group, self.link.batches, targets, deadline, patience_s)
+            traffic = receive_batches(self.link.group, self.link.batches, targets, deadline, patience_s, delta)
             staging_bytes = traffic.staging_bytes
         if sent:  # these go through the model's own loader
             recorded.arrived = [int(slice_digest(sent[copy.parameter], copy.box)) for copy in recorded.whole]

@@ -37,6 +37,7 @@ class TrainerWeights:
     folder: Path  # of this run, for what is published through files
     checkpoint: Path  # HF folder whose config.json and tokenizer describe the model
     limits: GroupLimits  # of groups with engines
+    delta: bool = False  # send what has changed since the last publish, where the transport can
 
     @property
     def fp8(self) -> bool:

@@ -17,6 +17,7 @@ from megagrpo.weights.engines.fleet import EngineFleet
 from megagrpo.weights.transports.links import CutFlag, Link, LinkTransport, Round
 from megagrpo.weights.transports.protocol import TrainerWeights
 from megagrpo.weights.transports.reshard_plan import Cover, TransferPlan, plan_transfer
+from megagrpo.weights.wire.changes import LastSent
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.group import EngineGroup, PeerLost, join_group
 from megagrpo.weights.wire.mailbox import address_towards
@@ -53,7 +54,7 @@ class ReshardTransport(LinkTransport):
             if link.name in self._ends:
                 self._ends[link.name].link = link
             elif self._weights.mesh.rank in plan.trainers:
-                self._ends[link.name] = _TrainerEnd(link, plan, self._weights.mesh.rank)
+                self._ends[link.name] = _TrainerEnd(link, plan, self._weights.mesh.rank, self._weights.delta)
 
     def _move(self, now: Round, traffic: Traffic) -> dict[str, Exception]:
         ends = [self._ends[link.name] for link in now.links if link.name in self._ends]
@@ -101,13 +102,14 @@ class ReshardTransport(LinkTransport):
     def _request(self, link: Link, now: Round, rank: int) -> dict[str, object]:
         trainers = len(self._plan(link).trainers)
         size = trainers + link.num_ranks
-        return {"rank": trainers + rank, "size": size, "num_ranks": link.num_ranks, **link.limits._asdict()}
+        group = {"rank": trainers + rank, "size": size, "num_ranks": link.num_ranks, **link.limits._asdict()}
+        return {**group, "delta": self._weights.delta}
 
 
 class _TrainerEnd:
     """This rank's end of one link."""
 
-    def __init__(self, link: Link, plan: TransferPlan, rank: int):
+    def __init__(self, link: Link, plan: TransferPlan, rank: int, delta: bool = False):
         self.link = link
         trainers = plan.trainers
         self._rank, self._num_trainers = trainers.index(rank), len(trainers)
@@ -117,6 +119,7 @@ class _TrainerEnd:
             [replace(message, peer=len(trainers) + message.peer) for message in batch] for batch in batches.values()
         ]
         self._group: EngineGroup | None = None
+        self._last = LastSent() if delta else None
 
     def send(self, weights: TrainerWeights, order: SendOrder, index: int) -> Traffic:
         """Sends all batches as link `index` of the order, joining the engine first if need be. Raises PeerLost."""
@@ -145,7 +148,8 @@ class _TrainerEnd:
             flag.wait_until(lambda: store.check(ready), Deadline(link.limits.join_s), f"{link.url} to join")
             self._group = join_group(store, link.name, self._rank, size, device, here, link.limits)
             self._group.set_timeout(link.left_s)
-        return send_batches(self._group, self._batches, weights.parameters(), deadline, link.patience_s, turn)
+        live = weights.parameters()
+        return send_batches(self._group, self._batches, live, deadline, link.patience_s, turn, self._last)
 
     def abort(self) -> None:
         """Ends the group, whatever state the others are in."""

@@ -37,6 +37,7 @@ class ReceiveRequest(TypedDict):
     plan: str  # mailbox key of the encoded batches, "" if the engine rank has them already
     patience_s: float  # for one batch
     left_s: float  # for the whole transfer
+    delta: NotRequired[bool]  # counts come before each batch; see changes.py
     memory: NotRequired[str]  # key of the handover in the store
     rank: NotRequired[int]  # in the group, in which trainers come first
     size: NotRequired[int]  # of the group

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megagrpo.weights.wire.changes import ALL, LastSent, changes_bytes, count_tags, write_changes
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.group import EngineGroup, Receive, Send
 from megagrpo.weights.wire.messages import Batches, Message
@@ -27,21 +28,26 @@ class Traffic:
     messages: int = 0
     staging_bytes: int = 0  # held at most besides the parameters, on either end
     between_bytes: int = 0  # of wire_bytes, between nodes; transport ipc alone counts them
+    compared: int = 0  # elements, with those sent last (weights.delta)
+    changed: int = 0  # of these
 
     def add(self, other: "Traffic") -> None:
         """Adds traffic of another rank or time; its staging memory is not part of this rank's."""
         self.wire_bytes += other.wire_bytes
         self.between_bytes += other.between_bytes
         self.messages += other.messages
+        self.compared += other.compared
+        self.changed += other.changed
         self.staging_bytes = max(self.staging_bytes, other.staging_bytes)
 
 
 class _Staged(NamedTuple):
-    """A message on the wire. copied: whether `values` [n] have memory of their own, besides the parameters."""
+    """A message on the wire. copied: whether `values` have memory of their own, besides the parameters."""
 
     message: Message
-    values: Tensor
+    values: Tensor  # [n], or the bytes of changes
     copied: bool
+    num_changed: int = ALL  # elements that `values` are
 
 
 def send_batches(
@@ -51,58 +57,112 @@ def send_batches(
     deadline: Deadline,
     patience_s: float,
     turn: Turn = nullcontext,
+    last: LastSent | None = None,
 ) -> Traffic:
-    """Sends this rank's batches, each started inside `turn()`.
+    """Sends this rank's batches, each started inside `turn()`. last: to send what has changed; see changes.py.
 
     Raises PeerLost if one is not taken within patience_s, or by the deadline of all.
     """
+    sent = Traffic()
 
-    def stage(message: Message) -> _Staged:
-        return _Staged(message, *read_message(message, parameters))
+    def stage(batch: list[Message]) -> list[_Staged]:
+        return [staged(message) for message in batch]
+
+    def staged(message: Message) -> _Staged:
+        values, copied = read_message(message, parameters)
+        if last is None:
+            return _Staged(message, values, copied)
+        count, content = last.update(message, values)
+        return _Staged(message, content, copied or count != ALL, count)
 
     def begin(batch: list[_Staged]) -> list[dist.Work]:
+        counts = [] if last is None else _counts(batch)
+        messages = [Send(one.values, one.message.peer, one.message.tag) for one in batch if one.num_changed]
+        sent.wire_bytes += sum(each.values.nbytes for each in (*counts, *messages))
+        sent.messages += len(counts) + len(messages)
         with turn():
-            return group.start([Send(one.values, one.message.peer, one.message.tag) for one in batch])
+            return [work for part in (counts, messages) if part for work in group.start(part)]
 
-    traffic = _move(group, batches, stage, begin, lambda staged: None, deadline, patience_s)
-    traffic.wire_bytes = sum(message.num_bytes for batch in batches for message in batch)
-    traffic.messages = sum(map(len, batches))
-    return traffic
+    sent.staging_bytes = _move(group, batches, stage, begin, lambda staged: None, deadline, patience_s)
+    if last is not None:
+        sent.compared, sent.changed = last.counted()
+    return sent
 
 
 def receive_batches(
-    group: EngineGroup, batches: Batches, parameters: Mapping[str, Tensor], deadline: Deadline, patience_s: float
+    group: EngineGroup,
+    batches: Batches,
+    parameters: Mapping[str, Tensor],
+    deadline: Deadline,
+    patience_s: float,
+    delta: bool = False,
 ) -> Traffic:
-    """Writes this rank's batches into the parameters. Raises PeerLost as send_batches does."""
+    """Writes this rank's batches into the parameters. delta: the senders have `last`. Raises as send_batches does."""
     device = next(iter(parameters.values())).device
 
-    def stage(message: Message) -> _Staged:
+    def stage(batch: list[Message]) -> list[_Staged]:
+        counts = _heard(group, batch, device, deadline.part(patience_s)) if delta else [ALL] * len(batch)
+        return [staged(message, count) for message, count in zip(batch, counts, strict=True)]
+
+    def staged(message: Message, count: int) -> _Staged:
+        if count != ALL:
+            content = torch.empty(changes_bytes(count, message.dtype), dtype=torch.uint8, device=device)
+            return _Staged(message, content, copied=True, num_changed=count)
         live = _in_place(message, parameters)
         if live is not None:
             return _Staged(message, live, copied=False)
         return _Staged(message, torch.empty(message.numel, dtype=message.dtype, device=device), copied=True)
 
     def finish(staged: _Staged) -> None:
-        if staged.copied:
+        if staged.num_changed > 0:
+            values, copied = read_message(staged.message, parameters)
+            write_changes(staged.message, staged.num_changed, staged.values, values)
+            if copied:
+                unpack(staged.message, values, parameters)
+        elif staged.copied and staged.num_changed == ALL:
             unpack(staged.message, staged.values, parameters)
 
     def begin(batch: list[_Staged]) -> list[dist.Work]:
-        return group.start([Receive(one.values, one.message.peer, one.message.tag) for one in batch])
+        return group.start([Receive(one.values, one.message.peer, one.message.tag) for one in batch if one.num_changed])
 
-    return _move(group, batches, stage, begin, finish, deadline, patience_s)
+    return Traffic(staging_bytes=_move(group, batches, stage, begin, finish, deadline, patience_s))
+
+
+def _counts(batch: list[_Staged]) -> list[Send]:
+    """Returns for each peer the message with the counts of its messages, int32."""
+    device, counts = batch[0].values.device, list[Send]()
+    for peer, tag in count_tags([one.message for one in batch]).items():
+        of_peer = [one.num_changed for one in batch if one.message.peer == peer]
+        counts.append(Send(torch.tensor(of_peer, dtype=torch.int32, device=device), peer, tag))
+    return counts
+
+
+def _heard(group: EngineGroup, batch: list[Message], device: torch.device, deadline: Deadline) -> list[int]:
+    """Receives the count of every message of a batch."""
+    peers = [message.peer for message in batch]
+    counts = {
+        peer: Receive(torch.empty(peers.count(peer), dtype=torch.int32, device=device), peer, tag)
+        for peer, tag in count_tags(batch).items()
+    }
+    group.wait(group.start(list(counts.values())), deadline)
+    of_peers = {peer: iter(received.values.tolist()) for peer, received in counts.items()}
+    return [next(of_peers[peer]) for peer in peers]
 
 
 def _move(
     group: EngineGroup,
     batches: Batches,
-    stage: Callable[[Message], _Staged],
+    stage: Callable[[list[Message]], list[_Staged]],
     begin: Callable[[list[_Staged]], list[dist.Work]],
     finish: Callable[[_Staged], None],
     deadline: Deadline,
     patience_s: float,
-) -> Traffic:
-    """Puts all batches on the wire, at most _IN_FLIGHT at once; `finish` gets every message when its batch is done."""
-    traffic, held = Traffic(), 0
+) -> int:
+    """Puts all batches on the wire, at most _IN_FLIGHT at once; `finish` gets every message when its batch is done.
+
+    Returns the most bytes that were staged.
+    """
+    held = most = 0
     flying: deque[tuple[list[dist.Work], list[_Staged]]] = deque()
 
     def finish_first() -> int:
@@ -113,15 +173,15 @@ def _move(
         return _copied_bytes(batch)
 
     for batch in batches:
-        ready = [stage(message) for message in batch]
+        ready = stage(batch)
         held += _copied_bytes(ready)
-        traffic.staging_bytes = max(traffic.staging_bytes, held)
+        most = max(most, held)
         flying.append((begin(ready), ready))
         while len(flying) >= _IN_FLIGHT:
             held -= finish_first()
     while flying:
         finish_first()
-    return traffic
+    return most
 
 
 def _copied_bytes(batch: list[_Staged]) -> int:
