@@ -35,7 +35,7 @@ def main() -> None:
         call_megagrpo("sft", config, [])
         for dtype in args.dtypes:
             folder = args.folder / f"{name}-{dtype}"
-            changes = [f"output_dir={folder}", f"rollout.dtype={dtype}", "weights.transport=reshard"]
+            changes = [f"output_dir={folder}", f"rollout.dtype={dtype}", "weights.transport=reshard", "actor.device=cpu"]
             call_megagrpo("run", config, [*changes, "weights.delta=true", "log.tensorboard=false"])
             rows.append({"experiment": name, "dtype": dtype, **_measure(folder)})
             data = {**provenance(), "rows": rows}

@@ -17,8 +17,8 @@ from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.copies.record import Copy, record_copies
+from megagrpo.weights.engines.beside_parameters import absorbed_matrices
 from megagrpo.weights.engines.formats import dequantised, format_problems
-from megagrpo.weights.engines.loader import _absorbed
 from megagrpo.weights.quantised import block_maxima, block_scales, quantise, quantised, quantised_specs
 from tests import experiments
 
@@ -97,9 +97,9 @@ def test_what_latent_attention_keeps_beside_fp8_weights_is_compared_with_their_p
     by_head = dequantised(projection.weight, scales).unflatten(0, (heads, -1))
     assert torch.allclose(by_head.flatten(0, 1).float(), matrix, rtol=0.1, atol=0.02)
     attention.w_kc, attention.w_vc = by_head[:, :nope].clone(), by_head[:, nope:].transpose(1, 2).clone()
-    assert [bool((has != wanted).any()) for _, has, wanted in _absorbed(attention)] == [False, False]
+    assert [bool((has != wanted).any()) for _, has, wanted in absorbed_matrices(attention)] == [False, False]
     projection.weight_scale_inv = scales * 2  # a publish after which nobody computed them anew
-    assert [bool((has != wanted).any()) for _, has, wanted in _absorbed(attention)] == [True, True]
+    assert [bool((has != wanted).any()) for _, has, wanted in absorbed_matrices(attention)] == [True, True]
 
 
 @pytest.mark.parametrize("family", sorted(name for name in FAMILIES if "_vl" not in name))  # refused with the others

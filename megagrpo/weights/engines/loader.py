@@ -25,7 +25,15 @@ from megagrpo.weights.copies.record import Copy, Recording, Specs, coverage_prob
 from megagrpo.weights.copies.views import Box, row_major
 from megagrpo.weights.digests.batches import CopyBatches
 from megagrpo.weights.digests.digest import batched_digest, slice_digest
-from megagrpo.weights.engines.formats import dequantised, format_problems, fp8_sources
+from megagrpo.weights.engines.beside_parameters import (
+    absorbed_matrices,
+    copies_of_the_start,
+    derived_tensors,
+    forget_images,
+    live_tensors,
+    random_buffers,
+)
+from megagrpo.weights.engines.formats import format_problems, fp8_sources
 from megagrpo.weights.engines.hooks import Recorder, Tap
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.group import EngineGroup, GroupLimits, PeerLost, join_group
@@ -125,31 +133,31 @@ class EngineEnd:
     def formats(self, specs: dict) -> dict:
         """Returns the HF tensors that this rank keeps in FP8. specs: of a model without scales."""
         recording, _ = record_engine_model(self._model, _decoded(specs), allow_computed=True)
-        return {"fp8": fp8_sources(recording, _live(self._model))}
+        return {"fp8": fp8_sources(recording, live_tensors(self._model))}
 
     def record(self, request: dict, specs: dict) -> dict:
         """Returns this rank's copies. problems: elements that HF tensors do not fill exactly once, wrong formats."""
         model, hf = self._model, _decoded(specs)
         recording, whole = record_engine_model(model, hf, request["allow_computed"])
         self.recorded = _Recorded(recording, hf, CopyBatches(recording.copies, hf), whole)
-        problems = coverage_problems(recording, dict(model.named_parameters())) + _copies_of_the_start(model)
-        problems += format_problems(recording.copies, _live(model), hf)
+        problems = coverage_problems(recording, dict(model.named_parameters())) + copies_of_the_start(model)
+        problems += format_problems(recording.copies, live_tensors(model), hf)
         if request["dummy_start"]:
-            problems += _random_buffers(model, recording)
+            problems += random_buffers(model, recording)
         return {
             "copies": [astuple(copy) for copy in [*recording.copies, *whole]],
             "problems": problems,
             "place": place_of(next(model.parameters()).device),
             "computed": {name: computed.how for name, computed in recording.computed.items()},
             "together": sorted(recording.together),
-            "derived": _derived_tensors(model),
-            "proven": [f"{name} {tuple(live.shape)}" for name, live, _ in _absorbed(model)],
+            "derived": derived_tensors(model),
+            "proven": [f"{name} {tuple(live.shape)}" for name, live, _ in absorbed_matrices(model)],
             "post_load": hasattr(model, "post_load_weights"),
         }
 
     def receive(self, request: ReceiveRequest, store: TCPStore, mailbox: tuple[str, int]) -> dict:
         """Fills the live parameters from the trainers. Returns the peak staged bytes, or why the trainers were lost."""
-        live, lost = _live(self._model), ""
+        live, lost = live_tensors(self._model), ""
         try:
             staging_bytes = self._take(request, store, mailbox, live)
         except PeerLost as exc:
@@ -170,13 +178,13 @@ class EngineEnd:
         constants that have changed, computed matrices that differ from a fresh computation, and features of images that
         the tower computed with older weights and that could not be forgotten.
         """
-        recorded, live = self.recorded, _live(self._model)
+        recorded, live = self.recorded, live_tensors(self._model)
         digests, problems = self._digest_copies(live)
-        problems += _forget_images(self._model)
+        problems += forget_images(self._model)
         fills = recorded.recording.fills
         with torch.no_grad():
             changed = [(fill.view(live) != fill.value).any() for fill in fills]
-            absorbed = {name: (has != expected).any() for name, has, expected in _absorbed(self._model)}
+            absorbed = {name: (has != expected).any() for name, has, expected in absorbed_matrices(self._model)}
         problems += [
             f"parameter {fill.parameter}: elements that the loader sets to {fill.value} hold something else"
             for fill, differs in zip(fills, torch.stack(changed).tolist() if changed else [], strict=True)
@@ -201,7 +209,7 @@ class EngineEnd:
 
     def capture(self, taps: list) -> dict:
         """Starts to record what taps see, of images too. missing: modules that this rank's model does not have."""
-        _forget_images(self._model)
+        forget_images(self._model)
         if self._capture is not None:
             self._capture.remove()
         self._capture = Recorder(dict(self._model.named_modules()), [Tap(*tap) for tap in taps])
@@ -237,7 +245,7 @@ class EngineEnd:
         if sent:  # these go through the model's own loader
             recorded.arrived = [int(slice_digest(sent[copy.parameter], copy.box)) for copy in recorded.whole]
             model.load_weights([(copy.hf, sent[copy.parameter]) for copy in recorded.whole])  # type: ignore[operator]
-            recorded.computed = _digests_of(recorded.recording.computed, _live(model))
+            recorded.computed = _digests_of(recorded.recording.computed, live_tensors(model))
         return staging_bytes + sum(tensor.nbytes for tensor in sent.values())
 
     def _join(self, request: ReceiveRequest, store: TCPStore, mailbox: tuple[str, int]) -> _Link:
@@ -291,7 +299,7 @@ def record_engine_model(model: torch.nn.Module, specs: Specs, allow_computed: bo
         model.load_weights(list(hf.items()))  # type: ignore[operator]  # torch takes it for a Tensor or a Module
 
     with _threads_run_inline():  # some loaders copy in worker threads, which a dispatch mode does not see
-        recording = record(load, specs, _live(model), allow_computed)
+        recording = record(load, specs, live_tensors(model), allow_computed)
     names = sorted(set().union(*(computed.hf for computed in recording.computed.values())))
     whole = [Box((0,) * len(specs[name][0]), specs[name][0]) for name in names]
     return recording, [  # into buffers of this loader, under names that no parameter has
@@ -304,88 +312,10 @@ def _decoded(specs: Mapping[str, tuple[Sequence[int], str]]) -> Specs:
     return {name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in specs.items()}
 
 
-def _live(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Returns the live parameters and buffers by name."""
-    return dict(model.named_parameters()) | dict(model.named_buffers())
-
-
-def _forget_images(model: torch.nn.Module) -> list[str]:
-    """Empties this rank's cache of image features; returns a line if it is not empty then.
-
-    SGLang keeps what its tower has computed by the image's hash, over every update of weights and every flush.
-    """
-    if not hasattr(model, "visual"):
-        return []
-    from sglang.srt.managers import mm_schedule
-
-    cache = mm_schedule.embedding_cache
-    if cache is None:
-        return []
-    cache.clear()
-    left = len(cache.mm_cache)
-    return [f"{left} features of images that older weights computed are still in the engine's cache"] if left else []
-
-
 def _digests_of(names: Iterable[str], live: dict[str, Tensor]) -> dict[str, int]:
     """Returns the digest of each whole parameter."""
     tensors = {name: live[name].detach() for name in names}
     return {name: int(slice_digest(t, Box((0,) * t.dim(), tuple(t.shape)))) for name, t in tensors.items()}
-
-
-def _random_buffers(model: torch.nn.Module, recording: Recording) -> list[str]:
-    """Returns a line for each buffer that a dummy start fills with random values and no HF tensor overwrites."""
-    # SGLang's initialize_dummy_weights fills the state dict, which leaves out non-persistent buffers.
-    persistent = model.state_dict()
-    filled = {copy.parameter for copy in recording.copies} | {fill.parameter for fill in recording.fills}
-    return [
-        f"buffer {name} {tuple(buffer.shape)}: random since the start; set rollout.load_format: model"
-        for name, buffer in model.named_buffers()
-        if name in persistent and buffer.is_floating_point() and name not in filled
-    ]
-
-
-def _derived_tensors(model: torch.nn.Module) -> list[str]:
-    """Returns the matrices besides parameters and buffers, perhaps computed from weights: no digest covers them."""
-    storages = {t.untyped_storage()._cdata for t in _live(model).values()}
-    found = []
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            matrix = isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2
-            if matrix and value.untyped_storage()._cdata not in storages:
-                found.append(f"{path}.{name} {tuple(value.shape)}")
-    return found
-
-
-def _copies_of_the_start(model: torch.nn.Module) -> list[str]:
-    """Returns a line for each matrix that SGLang gathers over ranks once, at the start of an engine."""
-    return [
-        f"{path}.{name}: no publish brings it up to date; leave out --dcp-replicate-q-proj"
-        for path, module in model.named_modules()
-        for name in ("w_kc_qrep", "q_b_proj_qrep_weight")
-        if getattr(module, name, None) is not None
-    ]
-
-
-def _absorbed(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yields name, live values and expected values of the matrices that replace kv_b_proj in latent attention:
-    w_kc [heads, nope, rank] and w_vc [heads, rank, v].
-
-    SGLang copies them from kv_b_proj.weight [heads * (nope + v), rank] at the end of load_weights and in
-    post_load_weights; an FP8 one times its scales, in bfloat16. Left out: matrices that it computes in another way.
-    """
-    for path, module in model.named_modules():
-        keys, values = getattr(module, "w_kc", None), getattr(module, "w_vc", None)
-        projection = getattr(module, "kv_b_proj", None)
-        weight = getattr(projection, "weight", None)
-        if keys is not None and weight is not None and weight.dtype == torch.float8_e4m3fn:
-            weight = dequantised(weight, projection.weight_scale_inv)  # type: ignore[union-attr]
-        if keys is None or values is None or weight is None or not keys.dtype == values.dtype == weight.dtype:
-            continue
-        heads = weight.detach().unflatten(0, (len(keys), -1))  # [heads, nope + v, rank]
-        nope, v = keys.shape[1], values.shape[2]
-        if heads.shape[1] == nope + v:
-            yield f"{path}.w_kc", keys, heads[:, :nope]
-            yield f"{path}.w_vc", values, heads[:, nope:].transpose(1, 2)
 
 
 @contextmanager

@@ -1,0 +1,87 @@
+"""What an engine's model holds besides its recorded parameters: buffers, derived matrices, features of images."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megagrpo.weights.copies.record import Recording
+from megagrpo.weights.engines.formats import dequantised
+
+
+def live_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Returns the live parameters and buffers by name."""
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def random_buffers(model: torch.nn.Module, recording: Recording) -> list[str]:
+    """Returns a line for each buffer that a dummy start fills with random values and no HF tensor overwrites."""
+    # SGLang's initialize_dummy_weights fills the state dict, which leaves out non-persistent buffers.
+    persistent = model.state_dict()
+    filled = {copy.parameter for copy in recording.copies} | {fill.parameter for fill in recording.fills}
+    return [
+        f"buffer {name} {tuple(buffer.shape)}: random since the start; set rollout.load_format: model"
+        for name, buffer in model.named_buffers()
+        if name in persistent and buffer.is_floating_point() and name not in filled
+    ]
+
+
+def derived_tensors(model: torch.nn.Module) -> list[str]:
+    """Returns the matrices besides parameters and buffers, perhaps computed from weights: no digest covers them."""
+    storages = {t.untyped_storage()._cdata for t in live_tensors(model).values()}
+    found = []
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            matrix = isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2
+            if matrix and value.untyped_storage()._cdata not in storages:
+                found.append(f"{path}.{name} {tuple(value.shape)}")
+    return found
+
+
+def copies_of_the_start(model: torch.nn.Module) -> list[str]:
+    """Returns a line for each matrix that SGLang gathers over ranks once, at the start of an engine."""
+    return [
+        f"{path}.{name}: no publish brings it up to date; leave out --dcp-replicate-q-proj"
+        for path, module in model.named_modules()
+        for name in ("w_kc_qrep", "q_b_proj_qrep_weight")
+        if getattr(module, name, None) is not None
+    ]
+
+
+def absorbed_matrices(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yields name, live values and expected values of the matrices that replace kv_b_proj in latent attention:
+    w_kc [heads, nope, rank] and w_vc [heads, rank, v].
+
+    SGLang copies them from kv_b_proj.weight [heads * (nope + v), rank] at the end of load_weights and in
+    post_load_weights; an FP8 one times its scales, in bfloat16. Left out: matrices that it computes in another way.
+    """
+    for path, module in model.named_modules():
+        keys, values = getattr(module, "w_kc", None), getattr(module, "w_vc", None)
+        projection = getattr(module, "kv_b_proj", None)
+        weight = getattr(projection, "weight", None)
+        if keys is not None and weight is not None and weight.dtype == torch.float8_e4m3fn:
+            weight = dequantised(weight, projection.weight_scale_inv)  # type: ignore[union-attr]
+        if keys is None or values is None or weight is None or not keys.dtype == values.dtype == weight.dtype:
+            continue
+        heads = weight.detach().unflatten(0, (len(keys), -1))  # [heads, nope + v, rank]
+        nope, v = keys.shape[1], values.shape[2]
+        if heads.shape[1] == nope + v:
+            yield f"{path}.w_kc", keys, heads[:, :nope]
+            yield f"{path}.w_vc", values, heads[:, nope:].transpose(1, 2)
+
+
+def forget_images(model: torch.nn.Module) -> list[str]:
+    """Empties this rank's cache of image features; returns a line if it is not empty then.
+
+    SGLang keeps what its tower has computed by the image's hash, over every update of weights and every flush.
+    """
+    if not hasattr(model, "visual"):
+        return []
+    from sglang.srt.managers import mm_schedule
+
+    cache = mm_schedule.embedding_cache
+    if cache is None:
+        return []
+    cache.clear()
+    left = len(cache.mm_cache)
+    return [f"{left} features of images that older weights computed are still in the engine's cache"] if left else []
