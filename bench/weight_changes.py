@@ -8,6 +8,7 @@ all publishes after the first, which sends everything. Writes bench/results/weig
 """
 
 import argparse
+import shutil
 import statistics
 from pathlib import Path
 
@@ -35,8 +36,9 @@ def main() -> None:
         call_megagrpo("sft", config, [])
         for dtype in args.dtypes:
             folder = args.folder / f"{name}-{dtype}"
-            changes = [f"output_dir={folder}", f"rollout.dtype={dtype}", "weights.transport=reshard", "actor.device=cpu"]
-            call_megagrpo("run", config, [*changes, "weights.delta=true", "log.tensorboard=false"])
+            shutil.rmtree(folder, ignore_errors=True)
+            changes = [f"output_dir={folder}", f"rollout.dtype={dtype}", "actor.device=cpu", "log.tensorboard=false"]
+            call_megagrpo("run", config, [*changes, "weights.transport=reshard", "weights.delta=true"])
             rows.append({"experiment": name, "dtype": dtype, **_measure(folder)})
             data = {**provenance(), "rows": rows}
             write_results("weight_changes", data, HEADER, [_line(row) for row in rows])

@@ -196,8 +196,8 @@ def _nodes(cluster: Cluster, forecast: Forecast) -> list[str]:
 
 def _with_changes(forecast: Forecast, share: float, dtype: torch.dtype) -> str:
     """Returns what weights.delta sends if a share of the elements has changed, in every message the same."""
-    count = share * forecast.wire_bytes / dtype.itemsize
-    sent = min(changes_bytes(round(count), dtype), forecast.wire_bytes)
+    elements = forecast.wire_bytes // dtype.itemsize
+    sent = min(changes_bytes(round(share * elements), elements, dtype), forecast.wire_bytes)
     held = gigabytes(forecast.busiest_sender[1])
     return (
         f"weights.delta with {share:.2%} of the elements changed: {gigabytes(sent)} on the wire, "

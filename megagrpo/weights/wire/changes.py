@@ -1,7 +1,8 @@
-"""What of a message has changed since it was sent last: positions and values of elements, if these are fewer bytes.
+"""What of a message has changed since it was sent last: values and places of elements, if these are fewer bytes.
 
-A sender counts, for every message of a batch, the elements that follow. A message of which `count` elements follow
-travels as that many int32 positions and as many values; one with count 0 not at all; one with ALL as all its values.
+A sender counts, for every message of a batch, the elements that follow. A message of n elements of which `count` have
+changed travels as that many values, then int32 positions or a mask of n bits, the shorter of the two; one with count 0
+not at all; one with ALL as all its values.
 """
 
 from collections.abc import Mapping
@@ -33,16 +34,19 @@ class LastSent:
         if last is None:
             self._bits[key] = bits.to("cpu", copy=True)
             return ALL, values
-        positions = (bits != last.to(bits.device)).nonzero()[:, 0]
+        differs = bits != last.to(bits.device)
+        positions = differs.nonzero()[:, 0]
         count = len(positions)
         self.compared += message.numel
         self.changed += count
-        if changes_bytes(count, message.dtype) >= message.num_bytes:
+        if changes_bytes(count, message.numel, message.dtype) >= message.num_bytes:
             last.copy_(bits)
             return ALL, values
         changed = bits[positions]
         last[positions.cpu()] = changed.cpu()
-        return count, torch.cat([positions.to(_POSITION).view(torch.uint8), changed.view(torch.uint8)])
+        listed = _is_listed(count, message.numel)
+        places = positions.to(_POSITION).view(torch.uint8) if listed else _packed(differs)
+        return count, torch.cat([changed.view(torch.uint8), places])
 
     def counted(self) -> tuple[int, int]:
         """Returns how many elements were compared, and how many of them had changed, since the last call."""
@@ -50,16 +54,18 @@ class LastSent:
         return found
 
 
-def changes_bytes(count: int, dtype: torch.dtype) -> int:
-    """Returns the bytes of `count` changed elements."""
-    return count * (_POSITION.itemsize + dtype.itemsize)
+def changes_bytes(count: int, numel: int, dtype: torch.dtype) -> int:
+    """Returns the bytes of `count` changed elements of `numel`."""
+    return count * dtype.itemsize + (count * _POSITION.itemsize if _is_listed(count, numel) else _mask_bytes(numel))
 
 
 def write_changes(message: Message, count: int, content: Tensor, values: Tensor) -> None:
     """Writes changed elements, uint8 [bytes], over the values [n] of a message as it was received before."""
-    positions, changed = content.split([count * _POSITION.itemsize, count * message.dtype.itemsize])
     bits = _bits(values)
-    bits[positions.view(_POSITION).long()] = changed.view(bits.dtype)
+    split = count * message.dtype.itemsize
+    changed, places = content[:split].view(bits.dtype), content[split:].clone()  # whose memory begins anywhere
+    listed = _is_listed(count, message.numel)
+    bits[places.view(_POSITION).long() if listed else _unpacked(places, message.numel)] = changed
 
 
 def count_tags(batch: list[Message]) -> Mapping[int, int]:
@@ -76,3 +82,24 @@ _FIRST_COUNT_TAG = 1 << 24  # no link has so many messages
 def _bits(values: Tensor) -> Tensor:
     """Returns values as integers: equal bits are equal, of NaN and of -0.0 too."""
     return values.detach().view(_BITS[values.itemsize])
+
+
+def _is_listed(count: int, numel: int) -> bool:
+    """Returns whether places travel as positions."""
+    return count * _POSITION.itemsize <= _mask_bytes(numel)
+
+
+def _mask_bytes(numel: int) -> int:
+    return -(-numel // 8)
+
+
+def _packed(mask: Tensor) -> Tensor:
+    """Returns a mask [n], bool, as uint8 [n / 8], the first element in the lowest bit."""
+    whole = torch.nn.functional.pad(mask.to(torch.uint8), (0, -len(mask) % 8)).view(-1, 8)
+    return (whole << torch.arange(8, dtype=torch.uint8, device=mask.device)).sum(1).to(torch.uint8)
+
+
+def _unpacked(packed: Tensor, numel: int) -> Tensor:
+    """Inverts _packed."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return (packed[:, None] >> shifts & 1).view(-1)[:numel].bool()

@@ -106,7 +106,8 @@ def receive_batches(
 
     def staged(message: Message, count: int) -> _Staged:
         if count != ALL:
-            content = torch.empty(changes_bytes(count, message.dtype), dtype=torch.uint8, device=device)
+            num_bytes = changes_bytes(count, message.numel, message.dtype)
+            content = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             return _Staged(message, content, copied=True, num_changed=count)
         live = _in_place(message, parameters)
         if live is not None:
