@@ -10,12 +10,12 @@ from typing import Any
 from megagrpo.rollout.agents.built_in.sql import Sql
 
 NAMES, FUNCTIONS, KEYS = ("cost", "fee", "rate", "due"), ("max", "min", "sum", "avg"), 5
-TURNS = 3
+TURNS, LOOKS = 3, 0.25  # of a rollout; the share of the warm-up's games that begin with the schema
 LOOK = "select sql from sqlite_master;"
 
 
 def questions(num: int, seed: int, file: str) -> list[dict[str, Any]]:
-    """Returns rows; those of "sft" with a whole rollout of true messages and random names, for the form alone."""
+    """Returns rows; those of "sft" with a whole rollout of true messages."""
     draw, rows = random.Random(f"sql {seed} {file}"), []
     for _ in range(num):
         name, function, key = draw.choice(NAMES), draw.choice(FUNCTIONS), draw.randrange(KEYS)
@@ -30,11 +30,12 @@ def questions(num: int, seed: int, file: str) -> list[dict[str, Any]]:
 
 
 def _game(row: dict[str, Any], function: str, key: int, draw: random.Random) -> str:
-    """Returns the turns of a player who tries names at random, and looks at the schema first in one of four games."""
+    """Returns the turns of a player who in one of four games looks at the schema and then knows the name, else guesses."""
     environment, text = Sql(row | {"extra": row["database"]}, 0), ""
+    known = next(name for name in NAMES if f"({name})" in row["answer"]) if draw.random() < LOOKS else None
     for turn in range(TURNS):
-        look = turn == 0 and draw.random() < 0.25
-        query = LOOK if look else f"select {function}({draw.choice(NAMES)}) from t where k={key};"
+        name = known or draw.choice(NAMES)
+        query = LOOK if known and turn == 0 else f"select {function}({name}) from t where k={key};"
         said, _, done = environment.step(query)
         text += query + ("" if said is None else said)
         if done:
