@@ -30,7 +30,7 @@ def questions(num: int, seed: int, file: str) -> list[dict[str, Any]]:
 
 
 def _game(row: dict[str, Any], function: str, key: int, draw: random.Random) -> str:
-    """Returns the turns of a player who in one of four games looks at the schema and then knows the name, else guesses."""
+    """Returns the turns of a player who in one of four games looks at the schema and knows the name, or guesses."""
     environment, text = Sql(row | {"extra": row["database"]}, 0), ""
     known = next(name for name in NAMES if f"({name})" in row["answer"]) if draw.random() < LOOKS else None
     for turn in range(TURNS):
