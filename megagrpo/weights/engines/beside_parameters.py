@@ -1,4 +1,4 @@
-"""What an engine's model holds besides its recorded parameters: buffers, derived matrices, features of images."""
+"""What an engine's model holds besides its recorded parameters: buffers and matrices derived from weights."""
 
 from collections.abc import Iterator
 
@@ -68,20 +68,3 @@ def absorbed_matrices(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Ten
         if heads.shape[1] == nope + v:
             yield f"{path}.w_kc", keys, heads[:, :nope]
             yield f"{path}.w_vc", values, heads[:, nope:].transpose(1, 2)
-
-
-def forget_images(model: torch.nn.Module) -> list[str]:
-    """Empties this rank's cache of image features; returns a line if it is not empty then.
-
-    SGLang keeps what its tower has computed by the image's hash, over every update of weights and every flush.
-    """
-    if not hasattr(model, "visual"):
-        return []
-    from sglang.srt.managers import mm_schedule
-
-    cache = mm_schedule.embedding_cache
-    if cache is None:
-        return []
-    cache.clear()
-    left = len(cache.mm_cache)
-    return [f"{left} features of images that older weights computed are still in the engine's cache"] if left else []

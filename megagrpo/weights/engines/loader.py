@@ -29,7 +29,6 @@ from megagrpo.weights.engines.beside_parameters import (
     absorbed_matrices,
     copies_of_the_start,
     derived_tensors,
-    forget_images,
     live_tensors,
     random_buffers,
 )
@@ -180,7 +179,7 @@ class EngineEnd:
         """
         recorded, live = self.recorded, live_tensors(self._model)
         digests, problems = self._digest_copies(live)
-        problems += forget_images(self._model)
+        problems += _forget_images(self._model)
         fills = recorded.recording.fills
         with torch.no_grad():
             changed = [(fill.view(live) != fill.value).any() for fill in fills]
@@ -209,7 +208,7 @@ class EngineEnd:
 
     def capture(self, taps: list) -> dict:
         """Starts to record what taps see, of images too. missing: modules that this rank's model does not have."""
-        forget_images(self._model)
+        _forget_images(self._model)
         if self._capture is not None:
             self._capture.remove()
         self._capture = Recorder(dict(self._model.named_modules()), [Tap(*tap) for tap in taps])
@@ -310,6 +309,23 @@ def record_engine_model(model: torch.nn.Module, specs: Specs, allow_computed: bo
 
 def _decoded(specs: Mapping[str, tuple[Sequence[int], str]]) -> Specs:
     return {name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in specs.items()}
+
+
+def _forget_images(model: torch.nn.Module) -> list[str]:
+    """Empties this rank's cache of image features; returns a line if it is not empty then.
+
+    SGLang keeps what its tower has computed by the image's hash, over every update of weights and every flush.
+    """
+    if not hasattr(model, "visual"):
+        return []
+    from sglang.srt.managers import mm_schedule
+
+    cache = mm_schedule.embedding_cache
+    if cache is None:
+        return []
+    cache.clear()
+    left = len(cache.mm_cache)
+    return [f"{left} features of images that older weights computed are still in the engine's cache"] if left else []
 
 
 def _digests_of(names: Iterable[str], live: dict[str, Tensor]) -> dict[str, int]:
