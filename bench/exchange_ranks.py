@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
 
-HOST = "127.0.0.1"
+HOST, EVERY = "127.0.0.1", 100
 
 
 def experiment(job: dict) -> ExperimentConfig:
@@ -26,10 +26,19 @@ def experiment(job: dict) -> ExperimentConfig:
             "data": {"path": "none.jsonl"},
             "rollout": {"max_total_tokens": 1000, "max_running_requests": 8, "health_timeout_s": limit_s}
             | job["rollout"],
-            "weights": {"transport": job["transport"], "bucket_mb": job["bucket_mb"], "timeout_s": limit_s},
+            "weights": {
+                "transport": job["transport"].partition(",")[0],
+                "delta": _changes(job),
+                "bucket_mb": job["bucket_mb"],
+                "timeout_s": limit_s,
+            },
             "actor": {"deadline_s": limit_s + 60.0},
         }
     )
+
+
+def _changes(job: dict) -> bool:
+    return job["transport"].endswith(", changes")
 
 
 def command(job: dict) -> dict:
@@ -94,7 +103,7 @@ def train(job: dict) -> None:
     publishes = []
     for version in range(job["publishes"]):
         for parameter in {id(p): p for p in actor.parameters().values()}.values():
-            parameter.detach().neg_()
+            parameter.detach().view(-1)[version :: EVERY if _changes(job) else 1].neg_()
         begin = time.monotonic()
         report = exchange.publish(version)
         publishes.append({"begin": begin, "end": time.monotonic(), "report": report})
