@@ -28,6 +28,7 @@ CASES = {  # (family, engines) -> trainers: an engine start each
     ("llama", "two engines"): ("DP2", "TP2+SP"),
     ("qwen2", "two nodes"): ("TP2xPP2", "1"),
     ("qwen3", "TP2"): ("PP2", "DP2"),
+    ("qwen3_moe", "DP attention"): ("TP2+SP", "EP2"),
 }
 
 IN_EVERY_RUN = ("deepseek_v3", "TP2")
