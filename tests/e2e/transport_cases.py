@@ -51,7 +51,7 @@ ENGINES: dict[str, dict[str, Any]] = {  # section `rollout`
     "TP2xEP2": {"tp": 2, "ep": 2},
     "two engines": {"num_engines": 2, "min_healthy_engines": 2},
     "two nodes": {"tp": 2, "nodes_per_engine": 2},
-    "DP attention": {"tp": 2, "sglang": {"enable_dp_attention": True, "dp_size": 2}},  # experts are cut, the rest is not
+    "DP attention": {"tp": 2, "sglang": {"enable_dp_attention": True, "dp_size": 2}},  # only experts are cut
 }
 # (family, engines) -> trainers after whose publishes log-probabilities are compared with transformers': an engine start
 # each. Of the families that no other test of real engines has.
