@@ -206,7 +206,7 @@ class Prefixes:
     EPISODES, TURNS, READ, SPOKEN, ADDED = 32, 4, 256, 32, 64  # tokens of a prompt, a turn, what is said to it
 
     def __init__(self, service: RunningService) -> None:
-        self._control, self._chance = service.control, np.random.default_rng(0)
+        self._service, self._control, self._chance = service, service.control, np.random.default_rng(0)
         self._prompts = [self._ids(self.READ) for _ in range(self.EPISODES)]
         self._version, self._number = 0, 0
 
@@ -217,12 +217,10 @@ class Prefixes:
         """What a publish does to engines, beside their weights, which stay."""
         self._version += 1
         headers = bearer(self._control.api_key)
-        for engine in self._control.engines():
+        for number, engine in enumerate(self._control.engines()):
             if flush:
                 httpx.post(f"{engine.url}/flush_cache", headers=headers, timeout=60).raise_for_status()
-            body = {"new_version": str(self._version)}
-            httpx.post(f"{engine.url}/update_weight_version", json=body, headers=headers, timeout=60).raise_for_status()
-            assert self._control.mark_ready(engine.id, engine.incarnation, self._version)
+            self._service.set_version(self._version, number)
 
     def episodes(self, sticky: bool = True, publish: str = "") -> dict:
         """Plays all episodes at once. publish: "flush" or "by_version", before the third turn, and new ones after it.

@@ -40,6 +40,15 @@ def write_results(
     print("\n".join(table))
 
 
+def write_config(name: str, target: Path, replace: dict[str, str]) -> None:
+    """Writes a shipped experiment to `target` with texts replaced, such as its folders."""
+    text = (ROOT / "configs" / f"{name}.yaml").read_text()
+    for old, new in replace.items():
+        text = text.replace(old, new)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text)
+
+
 def prepare(config: Path, recipe: str | Path, overrides: Sequence[str]) -> None:
     """Makes the experiment's model and data. recipe: a file, or the name of one in examples/laptop."""
     file = recipe if isinstance(recipe, Path) else ROOT / "examples" / "laptop" / f"{recipe}.yaml"

@@ -12,7 +12,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import httpx
 import numpy as np
 from common import ROOT, provenance, write_results
 
@@ -25,7 +24,6 @@ from tiny_model import make_tiny_model
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.admission import Turnstile
-from megagrpo.rollout.control import bearer
 from megagrpo.rollout.generation import GenerationClient, RetryPolicy, SampleRequest, SamplingParams
 
 GROUPS, SAMPLES, PROMPT = 16, 8, 2000
@@ -57,15 +55,6 @@ async def sampled(service: RunningService, together: bool, seed: int) -> dict:
     return {"read": len(requests) * PROMPT, "cached": sum(r.num_cached for r in responses), "seconds": seconds}
 
 
-def make_ready(service: RunningService) -> None:
-    """What a publish does to engines, beside their weights, which are those of the folder."""
-    for number in range(2):
-        engine, key = service.wait_alive(number), bearer(service.control.api_key)
-        body = {"new_version": "1"}
-        httpx.post(f"{engine.url}/update_weight_version", json=body, headers=key, timeout=60).raise_for_status()
-        assert service.control.mark_ready(engine.id, engine.incarnation, 1)
-
-
 def main() -> None:
     found, lines = {}, []
     with tempfile.TemporaryDirectory() as folder:
@@ -80,7 +69,8 @@ def main() -> None:
                 | {"rollout": rollout}
             )
             with running_service(config, Path(folder) / order) as service:
-                make_ready(service)
+                for number in range(2):
+                    service.set_version(1, number)
                 for name, together in (("each to any engine", False), ("all to one engine", True)):
                     row = found[f"{order}, {name}"] = asyncio.run(sampled(service, together, len(found)))
                     share = f"{row['cached'] / row['read']:.1%}"

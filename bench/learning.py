@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
 
-from common import ROOT, call_megagrpo, prepare, provenance, write_results
+from common import ROOT, call_megagrpo, prepare, provenance, write_config, write_results
 
 from megagrpo.monitor.record import read_metrics
 from megagrpo.system.environment import temporarily
@@ -91,7 +91,7 @@ def _write_table(name: str, args: argparse.Namespace, rows: list[dict]) -> None:
 def _seed(name: str, seed: int, root: Path, overrides: list[str]) -> dict:
     folder, config = root / f"{name}-{seed}", root / f"{name}-{seed}.yaml"
     shutil.rmtree(folder, ignore_errors=True)
-    _write_config(name, config, {f"runs/{name}": str(folder)})
+    write_config(name, config, {f"runs/{name}": str(folder)})
     started = time.time()
     prepare(config, name, [f"seed={seed}", *overrides])
     for command in ("sft", "run"):
@@ -102,7 +102,7 @@ def _seed(name: str, seed: int, root: Path, overrides: list[str]) -> dict:
 def _control(name: str, seed: int, root: Path, overrides: list[str]) -> dict:
     folder, config = root / f"{name}-{seed}-shuffled", root / f"{name}-{seed}-shuffled.yaml"
     shutil.rmtree(folder, ignore_errors=True)
-    _write_config(
+    write_config(
         name,
         config,
         {f"output_dir: runs/{name}": f"output_dir: {folder}", f"runs/{name}": str(root / f"{name}-{seed}")},
@@ -122,14 +122,6 @@ def _permuted(name: str, seed: int, root: Path) -> dict:
     changes = [f"output_dir={into}", f"model.path={folder / 'trained'}", f"eval.data.path={data}", "train.num_steps=1"]
     call_megagrpo("run", config, changes)
     return _measure(f"seed {seed} trained, held-out rows with each other's images", into, time.time() - started)
-
-
-def _write_config(name: str, target: Path, replace: dict[str, str]) -> None:
-    text = (ROOT / "configs" / f"{name}.yaml").read_text()
-    for old, new in replace.items():
-        text = text.replace(old, new)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(text)
 
 
 def _measure(label: str, folder: Path, seconds: float) -> dict:

@@ -12,7 +12,7 @@ import shutil
 import statistics
 from pathlib import Path
 
-from common import ROOT, call_megagrpo, prepare, provenance, write_results
+from common import ROOT, call_megagrpo, prepare, provenance, write_config, write_results
 
 from megagrpo.monitor.record import read_metrics
 from megagrpo.system.run_folder import RunFolder
@@ -30,8 +30,7 @@ def main() -> None:
     rows: list[dict] = []
     for name in args.experiments:
         config = args.folder / f"{name}.yaml"
-        args.folder.mkdir(parents=True, exist_ok=True)
-        config.write_text((ROOT / "configs" / f"{name}.yaml").read_text().replace("runs/", f"{args.folder}/"))
+        write_config(name, config, {"runs/": f"{args.folder}/"})
         prepare(config, name, [])
         call_megagrpo("sft", config, [])
         for dtype in args.dtypes:

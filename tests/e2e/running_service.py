@@ -50,9 +50,9 @@ class RunningService:
         finally:
             stop_tree(self.process.pid)
 
-    def set_version(self, version: int) -> None:
-        """What the exchange does after an update; here the weights stay those of the folder."""
-        engine = self.wait_alive()
+    def set_version(self, version: int, number: int = 0) -> None:
+        """What the exchange does after an update of one engine; here the weights stay those of the folder."""
+        engine = self.wait_alive(number)
         body, key = {"new_version": str(version)}, bearer(self.control.api_key)
         httpx.post(f"{engine.url}/update_weight_version", json=body, headers=key, timeout=60).raise_for_status()
         assert self.control.mark_ready(engine.id, engine.incarnation, version)

@@ -13,6 +13,7 @@ from torch import Tensor
 from megagrpo.weights.wire.messages import Message
 
 ALL = -1
+_FIRST_COUNT_TAG = 1 << 24  # no link has so many messages
 _POSITION = torch.int32
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
@@ -74,9 +75,6 @@ def count_tags(batch: list[Message]) -> Mapping[int, int]:
     for message in batch:
         first.setdefault(message.peer, _FIRST_COUNT_TAG + message.tag)
     return first
-
-
-_FIRST_COUNT_TAG = 1 << 24  # no link has so many messages
 
 
 def _bits(values: Tensor) -> Tensor:
