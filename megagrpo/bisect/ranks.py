@@ -62,7 +62,7 @@ def bisect_ranks(config: ExperimentConfig, options: BisectOptions, device: torch
 
 
 def question_of(prompt: Prompt, images: ImageStore | None) -> Question:
-    """Returns what an engine is asked; images: the store with which the prompt was loaded."""
+    """Returns the prompt as an engine gets it. images: the store of its images."""
     if images is None or prompt.short_ids is None:
         return Question(prompt.token_ids.tolist())
     uris = tuple(images.uri(image.key) for image in prompt.images)
