@@ -32,11 +32,11 @@ def make_tiny_model(config: TinyModelConfig, seed: int) -> int:
     if config.family == FAMILY:
         return make_seeing_model(config.path, seed)
     vocab = -(-(len(SPECIAL_TOKENS) + len(config.alphabet)) // VOCAB) * VOCAB  # spare rows are never sampled
-    hf = hf_config(config) | {"vocab_size": vocab}
+    hf = hf_config(config) | {"vocab_size": vocab} | ({"num_nextn_predict_layers": 1} if config.draft else {})
     problems = _problems(config) or model_problems(hf)
     if problems:
         raise ValueError("model: " + "; ".join(problems))
-    tensors = random_tensors(architecture_of(hf), torch.Generator().manual_seed(seed))
+    tensors = random_tensors(architecture_of(hf, config.draft), torch.Generator().manual_seed(seed))
     write_model(config.path, hf, tensors, config.alphabet)
     return sum(t.numel() for t in tensors.values())
 

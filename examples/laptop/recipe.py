@@ -22,6 +22,7 @@ class TinyModelConfig(TinySizes):
 
     path: str = ""  # folder to create
     alphabet: str = "0123456789+-*/=.()<># "  # one token a character
+    draft: bool = False  # with a multi-token-prediction layer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,10 @@ from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
+from megagrpo.actor.layers.draft import gather_context
 from megagrpo.actor.megatron.model import HiddenStatesModel
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.algo.logprob import VocabularyShard, chunked_full_kl, chunked_logprobs
+from megagrpo.algo.logprob import VocabularyShard, chunked_draft_kl, chunked_full_kl, chunked_logprobs
 from megagrpo.types import Batch, MicroBatch, ReferenceStates
 
 _TP_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -61,6 +62,26 @@ def over_tokens(actor: MegatronActor, batch: Batch, temperature: float, token_lo
             logprobs=grid(logprobs), entropy=grid(entropy), full_kl=None if full_kl is None else grid(full_kl)
         )
         return token_loss(micro, values)
+
+    return from_hidden
+
+
+def with_draft(actor: MegatronActor, of_model: LastStage, temperature: float, num_tokens: Tensor | int) -> LastStage:
+    """Returns `of_model` with the draft's loss added where the draft ran: its mean KL over the update's tokens."""
+
+    def from_hidden(micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor) -> Loss:
+        loss, sums = of_model(micro, chunk, hidden)
+        drafted = chunk.take_drafted()
+        if drafted is None:
+            return loss, sums
+        proposed, follows = drafted
+        flat, weight = micro.targets.flat, chunk.output_weight().detach()
+        rows, shard = actor.config.logprob_chunk_tokens, _vocabulary(actor, weight)
+        with torch.no_grad():
+            next_hidden = gather_context(gathered(actor, hidden.detach()))[follows.places[flat]]
+        kl = chunked_draft_kl(gathered(actor, proposed)[flat], next_hidden, weight, temperature, rows, shard)
+        of_draft = _all_context_ranks((kl * follows.sampled[flat]).sum() / num_tokens)
+        return loss + of_draft, {**sums, "draft/kl": of_draft.detach()}
 
     return from_hidden
 

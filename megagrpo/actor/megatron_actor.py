@@ -15,6 +15,7 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from megagrpo.actor.layers import lora
+from megagrpo.actor.layers.draft import copy_embedding
 from megagrpo.actor.megatron.config import checked_kernels, megatron_configs
 from megagrpo.actor.megatron.model import (
     adapter_parameters,
@@ -23,7 +24,7 @@ from megagrpo.actor.megatron.model import (
     load_hf,
     routers,
 )
-from megagrpo.actor.optimizer import build_optimizer, take_step, wrap_chunks
+from megagrpo.actor.optimizer import build_optimizer, draft_norm, take_step, wrap_chunks
 from megagrpo.actor.reference import AdaptersOff, HostReference
 from megagrpo.actor.routing.bias import ExpertLoad, RouterBias
 from megagrpo.actor.routing.losses import RouterLosses
@@ -33,6 +34,7 @@ from megagrpo.actor.timing import ScheduleClock
 from megagrpo.actor.update_state import UpdateState
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
 from megagrpo.families.table import model_tensors, read_architecture
+from megagrpo.families.tensors import layer_prefix
 from megagrpo.mesh import Mesh, RunStopped, make_mesh
 from megagrpo.system import environment
 from megagrpo.weights.actor_weights import ActorWeights
@@ -131,7 +133,7 @@ class MegatronActor:
 
         Raises ValueError for a model or a layout that cannot be computed.
         """
-        self.arch = read_architecture(model_path)
+        self.arch = read_architecture(model_path, config.has_draft)
         kernels = checked_kernels(self.arch, config)
         self.config = config = config.model_copy(update={"optimizer": optimizer})
         self.transformer, ddp_settings, optimizer_settings = megatron_configs(self.arch, config, kernels)
@@ -164,6 +166,22 @@ class MegatronActor:
     def routed_layers(self) -> tuple[int, ...]:
         """Returns the layers of this rank whose experts are replayed, as RoutingReplay.layers; () without replay."""
         return () if self.routing is None else self.routing.layers
+
+    @property
+    def trains_draft(self) -> bool:
+        """Tells whether updates train a draft, too."""
+        return self.config.draft is not None and self.config.draft.train
+
+    def bring_embedding(self) -> None:
+        """Collective. Copies the input embedding to the draft if that is on another pipeline stage, and not tied."""
+        if self.config.parallel.pp == 1 or self.arch.tied:
+            return
+        self.gather_parameters()
+        first, last = self.chunks[0], self.chunks[-1]
+        source = first.embedding.word_embeddings.weight.data if first.pre_process else None
+        if last.draft is not None and last.draft.embedding is None:
+            last.draft.embedding = torch.empty_like(last.output_weight().data)
+        copy_embedding(source, None if last.draft is None else last.draft.embedding)
 
     def _reduce_gradients(self, model: list, num_tokens: Tensor | None = None, **groups) -> None:
         """Collective. Sums gradients over ranks as Megatron does, without its token count.
@@ -216,10 +234,12 @@ class MegatronActor:
         """
         if self.config.lora is None:
             vision, trained = self.arch.vision, self.config.trained_vision
+            frozen_draft = layer_prefix(self.arch.num_layers) if self.arch.draft and not self.trains_draft else None
             untrained = {
                 spec.name
                 for spec in model_tensors(self.arch)
                 if not (spec.trained and (vision is None or vision.trains(spec.name, trained)))
+                or (frozen_draft and spec.name.startswith(frozen_draft))
             }
             copies = [copy for copy in weights.copies if copy.hf not in untrained]
             kept = {name: spec for name, spec in weights.hf_specs.items() if name not in untrained}
@@ -255,22 +275,27 @@ class MegatronActor:
         norm or the loss is not finite.
         """
         self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
+        norm, metrics = float(self.optimizer.get_grad_norm()), {}
+        if self.trains_draft:
+            metrics["optim/draft_grad_norm"] = draft_norm(self.optimizer)
+        of_draft = metrics.get("optim/draft_grad_norm", 0.0)
         # one decision for all ranks: a rank that steps while another does not would leave the weights of no version
-        if not self.mesh.all_true(math.isfinite(loss) and math.isfinite(norm)):
+        if not self.mesh.all_true(math.isfinite(loss) and math.isfinite(norm) and math.isfinite(of_draft)):
             raise NonFiniteUpdate(
-                f"update {self.updates_done}: loss {loss}, gradient norm {norm}; no weight was changed"
+                f"update {self.updates_done}: loss {loss}, gradient norm {norm}"
+                + (f", of the draft {of_draft}" if metrics else "")
+                + "; no weight was changed"
             )
         lr = learning_rate(self.optimizer_config, self.updates_done, self.num_updates)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * (self.config.draft.lr_factor if self.config.draft and group["is_decoupled_lr"] else 1.0)
             # Megatron leaves it to its own scheduler to spare norms and biases
             group["weight_decay"] = self.optimizer_config.weight_decay * group.get("wd_mult", 1.0)
-        take_step(self.optimizer, norm)
+        take_step(self.optimizer, norm, of_draft)
         self._to_gather = self.model[0].ddp_config.overlap_param_gather
         if not followed:
             self.gather_parameters()
         if self.router_bias is not None:
             self.router_bias.move()
         self.updates_done += 1
-        return {"optim/grad_norm": norm, "optim/lr": lr}
+        return {"optim/grad_norm": norm, "optim/lr": lr, **metrics}

@@ -1,14 +1,24 @@
 """Builds Megatron's data-parallel wrappers and optimizer, and runs one optimizer step."""
 
+import math
 from functools import partial
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer import (
+    ChainedOptimizer,
+    OptimizerConfig,
+    ParamKey,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megagrpo.actor.layers.draft import OF_DRAFT
 from megagrpo.actor.megatron.model import HiddenStatesModel
 
 
@@ -63,7 +73,9 @@ def build_optimizer(
     model: list[DistributedDataParallel], settings: OptimizerConfig, with_adapters: bool
 ) -> ChainedOptimizer:
     """Collective. Returns Megatron's optimiser of dense and expert parameters."""
-    optimizer = get_megatron_optimizer(settings, model)
+    # groups of their own: a field by which Megatron tells groups apart, and reads nowhere else
+    groups = {**get_standard_config_overrides(settings), ParamKey(attr=OF_DRAFT): {"is_decoupled_lr": True}}
+    optimizer = get_megatron_optimizer(settings, model, config_overrides=groups)
     if with_adapters:  # if only experts have adapters, the dense optimiser is a stub without a state
         parts = optimizer.chained_optimizers
         optimizer.chained_optimizers = [part for part in parts if not part.is_stub_optimizer]
@@ -71,14 +83,39 @@ def build_optimizer(
 
 
 @torch.no_grad()
-def take_step(optimizer: ChainedOptimizer, norm: float) -> None:
-    """Collective. Clips gradients by their global `norm` and steps, as Megatron's `step` does once both are known.
+def take_step(optimizer: ChainedOptimizer, norm: float, norm_of_draft: float = 0.0) -> None:
+    """Collective. Clips gradients by their global norm, the model's and the draft's each by its own, and steps.
 
-    Its own would prepare the gradients and compute the norm again. `prepare_grads` and `get_grad_norm` came before.
+    Megatron's own `step` would prepare the gradients and compute the norm again. `prepare_grads` and `get_grad_norm`
+    came before.
     """
     for part in optimizer.chained_optimizers:
-        parameters: list[Tensor] = [] if part.is_stub_optimizer else part.get_parameters()
-        if parameters and part.config.clip_grad > 0:
-            decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm, use_decoupled_grad=decoupled)
+        for parameters, of_group in ((_parameters(part, False), norm), (_parameters(part, True), norm_of_draft)):
+            if parameters and part.config.clip_grad > 0:
+                decoupled = _decoupled(part)
+                clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, of_group, use_decoupled_grad=decoupled)
     optimizer.step_with_ready_grads()
+
+
+@torch.no_grad()
+def draft_norm(optimizer: ChainedOptimizer) -> float:
+    """Collective. Returns the norm of the draft's gradients, which Megatron's norm leaves out; see mark_parameters."""
+    squares = 0.0
+    for part in optimizer.chained_optimizers:
+        attribute = "decoupled_grad" if _decoupled(part) else "grad"
+        found = [p for p in _parameters(part, True) if param_is_not_tensor_parallel_duplicate(p)]
+        gradients = [g for g in (getattr(p, attribute, None) for p in found) if g is not None]
+        squares += (
+            float(get_grad_norm_fp32(gradients, grad_stats_parallel_group=part.get_grad_stats_parallel_group())) ** 2
+        )
+    return math.sqrt(squares)
+
+
+def _parameters(part: MegatronOptimizer, of_draft: bool) -> list[Tensor]:
+    """Returns the parameters that an optimiser steps, the model's or the draft's."""
+    groups = [] if part.is_stub_optimizer else part.param_groups
+    return [p for group in groups if group["is_decoupled_lr"] == of_draft for p in group["params"]]
+
+
+def _decoupled(part: MegatronOptimizer) -> bool:
+    return part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8

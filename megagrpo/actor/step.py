@@ -15,8 +15,9 @@ from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megagrpo.actor.head import LastStage, Loss, TokenValues, gathered, over_tokens
+from megagrpo.actor.head import LastStage, Loss, TokenValues, gathered, over_tokens, with_draft
 from megagrpo.actor.layers.attention import PackedSequences
+from megagrpo.actor.layers.draft import following
 from megagrpo.actor.megatron.model import HiddenStatesModel
 from megagrpo.actor.megatron.vision import Sight
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
@@ -200,7 +201,7 @@ class _Measured:
 
     def means(self) -> dict[str, float]:
         """Returns losses of an update, which are divided already, and everything else of a token trained on."""
-        counts, divided = ("padded", "real", "tokens"), ("loss/", "router/")
+        counts, divided = ("padded", "real", "tokens"), ("loss/", "router/", "draft/")
         tokens = self.sums.get("tokens", 1.0)
         return {
             name: value / max(self.num_updates if name.startswith(divided) else tokens, 1.0)
@@ -239,8 +240,9 @@ def backward(
 
     counted = of_samples(counted_tokens(batch), batch)
     actor.zero_grad()
-    collected = _run(actor, batch, rows, over_tokens(actor, batch, temperature, token_loss), forward_only=False)
-    return _sum_over_ranks(actor, collected)
+    of_model = over_tokens(actor, batch, temperature, token_loss)
+    on_last_stage = with_draft(actor, of_model, temperature, denominators.num_tokens)
+    return _sum_over_ranks(actor, _run(actor, batch, rows, on_last_stage, forward_only=False))
 
 
 def likelihood_step(actor: MegatronActor, batch: Batch) -> dict[str, float]:
@@ -254,9 +256,9 @@ def likelihood_step(actor: MegatronActor, batch: Batch) -> dict[str, float]:
     actor.zero_grad()
     actor.clock.clear()
     every = range(len(batch.lengths))
-    collected = _run(actor, batch, every, over_tokens(actor, batch, 1.0, token_loss), forward_only=False)
-    sums = _sum_over_ranks(actor, collected)
-    wanted = {name: value for name, value in sums.items() if name.startswith(("loss/", "router/"))}
+    on_last_stage = with_draft(actor, over_tokens(actor, batch, 1.0, token_loss), 1.0, num_tokens)
+    sums = _sum_over_ranks(actor, _run(actor, batch, every, on_last_stage, forward_only=False))
+    wanted = {name: value for name, value in sums.items() if name.startswith(("loss/", "router/", "draft/"))}
     return {**wanted, **actor.optimizer_step(sums["loss/total"]), **actor.clock.take()}
 
 
@@ -314,11 +316,16 @@ def _run(
     def forward_step(iterator: Iterator[MicroBatch], model):
         micro = next(iterator).to(device)
         packed = None if micro.cu_seqlens is None else PackedSequences.make(micro.cu_seqlens, micro.max_seqlen)
+        drafts = not forward_only and actor.trains_draft and model.module.post_process
         with actor.router_scope.of(MicroBatchScope(micro, batch, forward_only)):
-            sight = {} if actor.arch.vision is None else {"sight": Sight(actor.arch, actor.images, micro)}
-            hidden = model(micro.tokens, micro.positions, None, packed_seq_params=packed, **sight)
+            more: dict[str, object] = {"following": following(micro)} if drafts else {}
+            if actor.arch.vision is not None:
+                more["sight"] = Sight(actor.arch, actor.images, micro)
+            hidden = model(micro.tokens, micro.positions, None, packed_seq_params=packed, **more)
         return hidden, partial(loss, micro, model.module)
 
+    if not forward_only and actor.trains_draft:
+        actor.bring_embedding()
     actor.router_scope.begin()
     if actor.router_losses is not None and not forward_only:
         actor.router_losses.begin(*actor.mesh.reduce(torch.tensor([len(rows), real]), "sum").tolist())

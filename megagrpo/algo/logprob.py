@@ -184,6 +184,40 @@ class _FullKl(torch.autograd.Function):
         return grad_hidden.to(hidden.dtype), None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 6
 
 
+def chunked_draft_kl(
+    draft_hidden: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    temperature: float,
+    chunk_tokens: int,
+    shard: VocabularyShard = WHOLE_VOCABULARY,
+) -> Tensor:
+    """Collective over tensor-parallel ranks. Returns KL(policy || draft) of every position, float32 [T], in nats.
+
+    Both of softmax(hidden weight^T / temperature). The gradient is of draft_hidden alone, this rank's PARTIAL sum: that
+    of the cross-entropy to the policy's distribution, from which the KL differs by the policy's entropy. Other
+    arguments as for chunked_logprobs.
+    """
+    options = (temperature, chunk_tokens, shard.columns(weight), shard.reduce)
+    return _DraftKl.apply(hidden, weight, draft_hidden, weight, *options)
+
+
+class _DraftKl(torch.autograd.Function):
+    forward = staticmethod(_FullKl.forward)
+
+    @staticmethod
+    def backward(ctx, grad_kl):
+        hidden, weight, draft_hidden, _, log_z, draft_log_z, _ = ctx.saved_tensors
+        grad_draft = torch.zeros_like(draft_hidden, dtype=torch.float32)
+        scale = grad_kl / ctx.options[0]
+        pairs = zip(_tiles(hidden, weight, *ctx.options), _tiles(draft_hidden, weight, *ctx.options), strict=True)
+        for (rows, cols, logits), (_, _, draft_logits) in pairs:
+            draft_logits.sub_(draft_log_z[rows, None]).exp_()
+            draft_logits -= logits.sub_(log_z[rows, None]).exp_()  # d KL = q - p
+            _accumulate(grad_draft[rows], draft_logits.mul_(scale[rows, None]), weight[cols])
+        return None, None, grad_draft.to(draft_hidden.dtype), *[None] * 5
+
+
 def _tiles(
     hidden: Tensor, weight: Tensor, temperature: float, chunk_tokens: int, columns: int
 ) -> Iterator[tuple[slice, slice, Tensor]]:

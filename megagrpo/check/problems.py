@@ -16,7 +16,7 @@ from megagrpo.config.schema import DataConfig, ExperimentConfig, RewardConfig
 from megagrpo.data.rows import read_rows
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.quantization import load_format_problems
-from megagrpo.families.table import architecture_of, model_problems, read_description
+from megagrpo.families.table import architecture_of, draft_problems, model_problems, read_description
 from megagrpo.rewards.graders.code import read_tests
 from megagrpo.rewards.graders.table import check_grader, load_group_grader
 from megagrpo.rollout.agents.environments import load_environment
@@ -67,9 +67,10 @@ def check_against_model(
 ) -> list[str]:
     """Returns every clash between the experiment and the model's own config.json, each with its numbers."""
     problems = [f"model.path: {problem}" for problem in model_problems(hf)]
+    problems += draft_problems(hf) if config.actor.has_draft else []
     if problems:
         return problems
-    arch = architecture_of(hf)
+    arch = architecture_of(hf, config.actor.has_draft)
     problems += layout_problems(arch, config.actor)
     problems += _engine_problems(config, arch)
     problems += load_format_problems(hf, config.rollout.load_format)

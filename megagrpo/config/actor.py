@@ -131,6 +131,16 @@ class VisionConfig(Section):
     """What of the tower is trained: nothing; its projector, the mergers that make features of patches; or all."""
 
 
+class DraftConfig(Section):
+    """The model's multi-token-prediction layer, which proposes tokens to engines (rollout.draft_tokens)."""
+
+    train: bool = True
+    """Train it in every update towards the policy's own distribution of the token after next, on detached inputs: the
+    policy's gradients stay what they are."""
+    lr_factor: PositiveFloat = 1.0
+    """Its learning rate over that of the model, `optimizer.lr`."""
+
+
 class RouterLossConfig(Section):
     """Losses of the routers, only of real tokens, divided by counts over the whole update on all ranks."""
 
@@ -160,6 +170,8 @@ class ActorConfig(Section):
     """Train low-rank adapters instead of all weights; default: all weights."""
     vision: VisionConfig | None = None
     """Which parameters of the vision tower are trained; default: all of them."""
+    draft: DraftConfig | None = None
+    """Load, train, publish and export the multi-token-prediction layer; default: it is left out."""
     router_bias_update: PositiveFloat | None = None
     """Move each bias of a router by this after an update, up where its expert got fewer tokens than the mean:
     DeepSeek-V3's balance without an auxiliary loss, which took 0.001 for most of its training; default: biases stay as
@@ -203,6 +215,11 @@ class ActorConfig(Section):
         return None if self.lora is None else (tuple(self.lora.targets), self.lora.rank)
 
     @property
+    def has_draft(self) -> bool:
+        """Whether the multi-token-prediction layer is part of the model."""
+        return self.draft is not None
+
+    @property
     def trained_vision(self) -> Literal["none", "projector", "all"]:
         """What of a vision tower is trained."""
         return "all" if self.vision is None else self.vision.train
@@ -231,6 +248,7 @@ class ActorConfig(Section):
             f"{own_layers}: set transformer_engine: false": with_lora and self.transformer_engine is True,
             f"{frozen} biases too: remove router_bias_update": with_lora and self.router_bias_update is not None,
             f"{frozen} too: remove router_losses": with_lora and self.router_losses is not None,
+            "lora trains adapters of the model alone: remove draft": with_lora and self.draft is not None,
             "routing_replay with megatron.moe_router_fusion: the fused kernel chooses experts by itself, whatever it "
             "is given; remove one of them": self.routing_replay and self.megatron.get("moe_router_fusion"),
         }

@@ -32,8 +32,8 @@ A *required* key has no default; *none* is written `null`.
 """
 _REFUSED_HEAD = """\
 All other fields of Megatron's and SGLang's classes may be set by their own names; `*` stands for any characters. Whole
-classes of ServerArgs are refused too: speculative decoding, SGLang's LoRA, disaggregation, multi-modal inputs,
-diffusion, recurrent layers and offloading.
+classes of ServerArgs are refused too: speculative decoding but for `rollout.draft_tokens`, SGLang's LoRA,
+disaggregation, multi-modal inputs, diffusion, recurrent layers and offloading.
 """
 _SIGNS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))  # of the classes in annotated_types
 _SCALARS: dict[object, str] = {int: "integer", float: "number", str: "text", bool: "true or false"}

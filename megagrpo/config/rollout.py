@@ -191,6 +191,9 @@ class RolloutConfig(Section):
     """Format of the engines' linear layers and experts, if not `dtype`: E4M3 in blocks of 128 x 128 with a float32
     scale each. Trainers quantise what they publish; embeddings, output layer, norms and routers stay in `dtype`. See
     [FP8 engines](../fp8.md)."""
+    draft_tokens: PositiveInt | None = None
+    """Tokens that the model's draft (`actor.draft`) proposes for each forward of the model, which accepts or replaces
+    them: samples and log-probabilities stay the model's (arXiv 2302.01318). Default: no speculation."""
     load_format: Literal["dummy", "model"] = "dummy"
     """How engines start: with random weights, which the first publish fills and proves before anybody samples
     (`dummy`), or with those in `model.path`, which is read from disk once an engine and start (`model`)."""
@@ -282,6 +285,8 @@ class RolloutConfig(Section):
             "rollout.dtype: bfloat16, or actor.device: cpu": self.quantization
             and self.dtype == "float32"
             and experiment.actor.device != "cpu",
+            "rollout.draft_tokens without actor.draft: engines would propose with a layer that no publish reaches; set "
+            "actor.draft: {}": self.draft_tokens and not experiment.actor.has_draft,
             f"rollout.colocate with weights.transport {weights.transport}: NCCL takes no two ranks on one GPU; set "
             "weights.transport: ipc, or disk": self.colocate and weights.traits.uses_groups,
             f"rollout.{ahead} with rollout.colocate: engines sleep while the actor trains, and can sample nothing "

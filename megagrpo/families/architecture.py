@@ -94,6 +94,7 @@ class Architecture:
     dense_layers: int = 0  # first layers, which have one MLP and no experts
     shared_ffn_size: int = 0  # of the experts that every token meets, together; 0: none
     vision: Vision | None = None  # None: a text-only model
+    draft: bool = False  # with the multi-token-prediction layer, which proposes tokens to engines
 
     @property
     def is_moe(self) -> bool:

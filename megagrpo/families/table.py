@@ -7,7 +7,7 @@ certificate then support it.
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -21,7 +21,7 @@ from megagrpo.families.models.sigmoid_moe import Glm4Moe
 from megagrpo.families.models.softmax_moe import Mixtral, Qwen3Moe
 from megagrpo.families.models.vision_language import Qwen3VL, Qwen3VLMoe, Qwen25VL
 from megagrpo.families.quantization import dequantised_config, quantization_problems
-from megagrpo.families.tensors import TensorSpec, adapter_tensors
+from megagrpo.families.tensors import TensorSpec, adapter_tensors, draft_norms
 from megagrpo.families.vision import tower_tensors
 
 # model_type of config.json -> the family's module
@@ -63,24 +63,32 @@ def model_problems(hf: HfConfig) -> list[str]:
     return [*quantization_problems(hf), *FAMILIES[name].refusals(hf)]
 
 
-def architecture_of(hf: HfConfig) -> Architecture:
-    """Reads the parsed config.json of a model. Raises ValueError with every problem."""
-    problems = model_problems(hf)
+def architecture_of(hf: HfConfig, draft: bool = False) -> Architecture:
+    """Reads the parsed config.json of a model, its draft included if asked. Raises ValueError with every problem."""
+    problems = model_problems(hf) + (draft_problems(hf) if draft else [])
     if problems:
         raise ValueError("; ".join(problems))
-    return FAMILIES[hf["model_type"]].architecture(hf)
+    return replace(FAMILIES[hf["model_type"]].architecture(hf), draft=draft)
 
 
-def read_architecture(folder: str | Path) -> Architecture:
+def draft_problems(hf: HfConfig) -> list[str]:
+    """Returns why a model has no draft that can be trained."""
+    layers = hf.get(_PREDICTION_LAYERS) or 0
+    if layers == 1:
+        return []
+    return [f"actor.draft needs a model with one multi-token-prediction layer; {_PREDICTION_LAYERS} is {layers} here"]
+
+
+def read_architecture(folder: str | Path, draft: bool = False) -> Architecture:
     """Reads config.json of an HF folder. Raises ValueError, naming the file, when it is missing or has problems."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} does not exist; model.path must be a Hugging Face model folder with a config.json")
     hf = read_description(path)
-    problems = model_problems(hf)
+    problems = model_problems(hf) + (draft_problems(hf) if draft else [])
     if problems:
         raise ValueError(f"{path}: {'; '.join(problems)}")
-    return architecture_of(hf)
+    return architecture_of(hf, draft)
 
 
 def read_description(path: Path) -> dict[str, Any]:
@@ -110,6 +118,9 @@ def text_tensors(arch: Architecture) -> Iterator[TensorSpec]:
     yield TensorSpec("model.norm.weight", (arch.hidden_size,), "norm")
     if not arch.tied:
         yield TensorSpec("lm_head.weight", vocabulary, "matrix")
+    if arch.draft:
+        yield from draft_norms(arch)
+        yield from FAMILIES[arch.family].layer_tensors(arch, arch.num_layers)
 
 
 def planned_tensors(arch: Architecture) -> Iterator[TensorSpec]:
@@ -145,28 +156,39 @@ def parameter_counts(arch: Architecture) -> ParameterCounts:
     return ParameterCounts(dense=dense, expert=expert, active=dense + share - looked_up)
 
 
-def left_out(hf: HfConfig) -> list[str]:
-    """Returns in words the parts of a model that are not loaded, trained, published or exported."""
+def left_out(hf: HfConfig, draft: bool = False) -> list[str]:
+    """Returns in words the parts of a model that are not loaded, trained, published or exported.
+
+    draft: whether actor.draft asks for the multi-token-prediction layer.
+    """
     layers = hf.get(_PREDICTION_LAYERS) or 0
-    if not layers:
+    if not layers or draft:
         return []
     first = hf["num_hidden_layers"]
     names = f"model.layers.{first}" + (f" to {first + layers - 1}" if layers > 1 else "")
     return [f"{layers} multi-token-prediction layer{'s' if layers > 1 else ''} ({names}), which only speculate"]
 
 
-def is_left_out(hf: HfConfig, tensor: str) -> bool:
+def has_draft(names: Iterable[str]) -> bool:
+    """Returns whether the tensors of a checkpoint, by their names, are also those of a draft."""
+    return any(name.endswith(".eh_proj.weight") for name in names)
+
+
+def is_left_out(hf: HfConfig, tensor: str, draft: bool = False) -> bool:
     """Returns whether a tensor of a checkpoint is ignored: listed by `left_out`, or determined by config.json.
 
-    Some tied models store their output layer, too; it is the input embedding, whatever the file contains.
+    Some tied models store their output layer, too; it is the input embedding, whatever the file contains. A draft's
+    copies of input embedding and output layer are the model's.
     """
     if tensor.endswith("rotary_emb.inv_freq") or (tensor == "lm_head.weight" and hf.get("tie_word_embeddings")):
         return True
     prefix, _, rest = tensor.partition("model.layers.")
     number, layers = rest.partition(".")[0], hf.get("num_hidden_layers")
-    return not prefix and number.isdecimal() and layers is not None and int(number) >= layers
+    if prefix or not number.isdecimal() or layers is None or int(number) < layers:
+        return False
+    return not draft or rest.partition(".")[2] in ("embed_tokens.weight", "shared_head.head.weight")
 
 
-def exported_config(hf: HfConfig) -> dict[str, object]:
+def exported_config(hf: HfConfig, draft: bool = False) -> dict[str, object]:
     """Returns the config.json for export and publish: without quantisation and ignored layers."""
-    return {**dequantised_config(hf), **({_PREDICTION_LAYERS: 0} if left_out(hf) else {})}
+    return {**dequantised_config(hf), **({_PREDICTION_LAYERS: 0} if left_out(hf, draft) else {})}

@@ -9,7 +9,8 @@ from typing import Literal, NamedTuple
 
 from megagrpo.families.architecture import Architecture
 
-_WHOLE = ("gate", "q_a_proj", "kv_a_proj_with_mqa")  # a router, and what latent attention projects down
+# a router, what latent attention projects down, and a draft's projection
+_WHOLE = ("gate", "q_a_proj", "kv_a_proj_with_mqa", "eh_proj")
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class TensorSpec:
     @property
     def in_fp8(self) -> bool:
         """Tells whether engines with FP8 weights keep it in FP8: matrices of layers but routers, as DeepSeek-V3."""
-        return self.kind == "matrix" and ".layers." in self.name and self.name.split(".")[-2] != "gate"
+        layer = self.kind == "matrix" and ".layers." in self.name
+        return layer and self.name.split(".")[-2] not in ("gate", "eh_proj")
 
 
 class GatedNames(NamedTuple):
@@ -58,6 +60,14 @@ GATED_NAMES = GatedNames("gate_proj", "up_proj", "down_proj")
 def layer_prefix(index: int) -> str:
     """Returns what the names of a layer's tensors begin with; layers count from 0."""
     return f"model.layers.{index}."
+
+
+def draft_norms(arch: Architecture) -> Iterator[TensorSpec]:
+    """Yields what a draft has besides its layer: the norms of both inputs, their projection, and the last norm."""
+    prefix, hidden = layer_prefix(arch.num_layers), arch.hidden_size
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        yield TensorSpec(f"{prefix}{name}.weight", (hidden,), "norm")
+    yield TensorSpec(prefix + "eh_proj.weight", (hidden, 2 * hidden), "matrix")
 
 
 def adapter_tensors(tensors: Iterable[TensorSpec], targets: Iterable[str], rank: int) -> Iterator[TensorSpec]:

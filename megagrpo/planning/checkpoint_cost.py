@@ -85,10 +85,11 @@ def _stages(arch: Architecture, actor: ActorConfig) -> list[tuple[int, int]]:
 
 
 def stage_of_layer(arch: Architecture, parallel: ParallelConfig) -> list[int]:
-    """Returns the pipeline stage of every layer; each stage has one chunk of every virtual round."""
+    """Returns the pipeline stage of every layer, and of a draft's; each stage has one chunk of every virtual round."""
     layers = parallel.stage_layers(arch.num_layers)
     rounds = range(parallel.vpp)
-    return [stage for _ in rounds for stage, number in enumerate(layers) for _ in range(number // parallel.vpp)]
+    found = [stage for _ in rounds for stage, number in enumerate(layers) for _ in range(number // parallel.vpp)]
+    return found + [parallel.pp - 1] * arch.draft
 
 
 def stages_of(spec: TensorSpec, arch: Architecture, layers: list[int]) -> list[int]:

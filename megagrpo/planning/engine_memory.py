@@ -202,7 +202,7 @@ def weight_elements(work: ModelWork, tp: int, attention_tp: int) -> float:
 
     Heads that are fewer than ranks are repeated; norms, router and the first halves of low-rank projections are whole.
     """
-    arch, layers = work.arch, work.arch.num_layers
+    arch, layers = work.arch, work.layers
     repeated = 0
     if arch.mla is None and arch.num_kv_heads < attention_tp:
         repeated = 2 * arch.hidden_size * arch.head_dim * (attention_tp - arch.num_kv_heads)
@@ -228,7 +228,7 @@ def weight_bytes(work: ModelWork, server: Server, width: int = ITEM) -> float:
     elements = weight_elements(work, server.tp, server.attention_tp)
     if not server.fp8:
         return elements * width
-    plain = work.vocabulary * (1 if work.arch.tied else 2) / server.tp + work.whole * work.arch.num_layers
+    plain = work.vocabulary * (1 if work.arch.tied else 2) / server.tp + work.whole * work.layers
     return plain * width + (elements - plain) * FP8_ITEM
 
 
@@ -363,5 +363,5 @@ def _cache_tokens(config: ExperimentConfig, lengths: Lengths, hardware: str | No
 
         server = server_of(rollout, resolve_all([config], (gpu, config.cluster.gpus_per_node))[0])
         how = f"on an {kind}, as SGLang resolves its arguments"
-    work = model_work(architecture_of(describe_model(config)))
+    work = model_work(architecture_of(describe_model(config), config.actor.has_draft))
     return engine_side(work, server, lengths, longest_samples(config)["data"], gpu).cache_tokens, how

@@ -59,7 +59,7 @@ def explain(
     passed to Megatron and SGLang. problems: default: the known ones.
     """
     hf = model_description(with_model(config))
-    arch = None if hf is None or model_problems(hf) else architecture_of(hf)
+    arch = None if hf is None or model_problems(hf) else architecture_of(hf, config.actor.has_draft)
     counts = None if arch is None else parameter_counts(arch)
     steps = _num_steps(config)
     title = f"{config.name}: {'?' if steps is None else steps} steps into {config.output_dir}, seed {config.seed}"
@@ -101,7 +101,7 @@ def _model(config: ExperimentConfig, hf: Mapping[str, object] | None, counts: Pa
         reference = "the reference is the model without adapters, no copy"
     return [
         f"model      {config.model.path}: {family}, {_count(counts.total)} parameters{active}{there}",
-        *(f"  left out {text}" for text in left_out(hf)),
+        *(f"  left out {text}" for text in left_out(hf, config.actor.has_draft)),
         f"algorithm  {algorithm.advantage.name} advantages, {algorithm.loss.name} loss, "
         f"{algorithm.aggregation}; {reference}",
         f"  loss     {algorithm.formula}",

@@ -190,6 +190,11 @@ class ModelWork:
         return self.arch.experts_per_token / self.arch.num_experts if self.arch.num_experts else 0.0
 
     @property
+    def layers(self) -> int:
+        """Counts the layers, a draft's among them."""
+        return self.arch.num_layers + self.arch.draft
+
+    @property
     def token_flops(self) -> float:
         """Returns the FLOPs of one token without attention's own products, head included."""
         return 2.0 * self.dense + 2.0 * self.expert * self.share + 2.0 * self.vocabulary
@@ -214,7 +219,7 @@ class ModelWork:
         """
         arch, mla = self.arch, self.arch.mla
         heads = 2 * max(1, arch.num_kv_heads // attention_tp) * arch.head_dim
-        return arch.num_layers * (mla.kv_lora_rank + mla.rope_dim if mla else heads) * width
+        return self.layers * (mla.kv_lora_rank + mla.rope_dim if mla else heads) * width
 
     @property
     def total(self) -> int:

@@ -18,11 +18,11 @@ from megagrpo.families.table import model_tensors, read_architecture
 from megagrpo.weights.copies.record import Specs
 
 
-def hf_specs(model: Path, dtype: torch.dtype) -> Specs:
+def hf_specs(model: Path, dtype: torch.dtype, draft: bool = False) -> Specs:
     """Returns the tensors of a folder's checkpoint by its config.json, in `dtype` unless a tensor fixes another."""
     return {
         spec.name: (spec.shape, getattr(torch, spec.dtype) if spec.dtype else dtype)
-        for spec in model_tensors(read_architecture(model))
+        for spec in model_tensors(read_architecture(model, draft))
     }
 
 
@@ -36,8 +36,8 @@ def _trainers(folder: Path) -> list:
     # travel.
     actor = load_config(folder / "config.yaml").actor
     actor = actor.model_copy(update={"transformer_engine": False, "lora": None, "megatron": {}})
-    arch = read_architecture(folder / "model")
-    specs = hf_specs(folder / "model", getattr(torch, actor.dtype))
+    arch = read_architecture(folder / "model", actor.has_draft)
+    specs = hf_specs(folder / "model", getattr(torch, actor.dtype), actor.has_draft)
     ranks = json.loads((folder / "ranks.json").read_text())
     return [record_trainer_rank(arch, actor, specs, rank) for rank in ranks]
 
@@ -45,9 +45,10 @@ def _trainers(folder: Path) -> list:
 def _engine(folder: Path) -> list:
     from megagrpo.rollout.service.engine_dry_run import record_engine
 
-    dtype = getattr(torch, load_config(folder / "config.yaml").rollout.dtype)
+    config = load_config(folder / "config.yaml")
+    dtype = getattr(torch, config.rollout.dtype)
     arguments = json.loads((folder / "arguments.json").read_text())
-    return list(record_engine(arguments, hf_specs(folder / "model", dtype)))
+    return list(record_engine(arguments, hf_specs(folder / "model", dtype, config.actor.has_draft)))
 
 
 def _servers(folders: list[Path]) -> None:

@@ -106,7 +106,7 @@ def _recorded(folder: Path, config: ExperimentConfig) -> Recordings:
         trainers=[found[rank][1] for rank in representatives],
         distinct=len(found),
         engine=pickle.loads((folder / "engine.pickle").read_bytes()),
-        specs=hf_specs(folder / "model", getattr(torch, config.rollout.dtype)),
+        specs=hf_specs(folder / "model", getattr(torch, config.rollout.dtype), config.actor.has_draft),
         server=pickle.loads(server.read_bytes()) if server.exists() else None,
     )
 
@@ -128,7 +128,7 @@ def _coordinates(rank: int, actor: ActorConfig) -> dict[str, int]:
 def _write_jobs(folder: Path, config: ExperimentConfig, description: Mapping[str, object]) -> None:
     model = folder / "model"
     model.mkdir(parents=True)
-    (model / "config.json").write_text(json.dumps(exported_config(description)))
+    (model / "config.json").write_text(json.dumps(exported_config(description, config.actor.has_draft)))
     # all of an engine's ranks on one node: a rank's copies do not depend on its node
     rollout = config.rollout.model_copy(update={"nodes_per_engine": 1})
     here = config.model_copy(update={"model": ModelConfig(path=str(model)), "rollout": rollout})

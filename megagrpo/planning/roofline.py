@@ -44,6 +44,7 @@ from megagrpo.system.run_folder import RunFolder
 
 _SHIPPED_MODELS = Path(megagrpo.__file__).parents[1] / "configs" / "models"
 _OPTIMIZER_BYTES = 40.0  # read and written for each float32 weight of a shard: gradient, two moments, the weight
+ACCEPTANCE = 0.8  # of a proposed token, if no run has measured it; DeepSeek-V3 reports 0.85 to 0.9 (arXiv 2412.19437)
 PHASES = ("rollout", "logprobs", "update", "publish")  # logprobs: of the old policy and of the reference
 
 
@@ -155,7 +156,8 @@ def fit_problems(config: ExperimentConfig, gpus_per_node: int | None = None) -> 
     if not needs_gpus(config) or hf is None or model_problems(hf) or layout_problems(architecture_of(hf), config.actor):
         return []
     gpus = gpus_per_node or config.cluster.gpus_per_node
-    target = Target(architecture_of(hf), hardware_of(config.cluster.gpu), gpus, assumed_lengths(config))
+    arch = architecture_of(hf, config.actor.has_draft)
+    target = Target(arch, hardware_of(config.cluster.gpu), gpus, assumed_lengths(config))
     return list(plan_step(config, target).problems)
 
 
@@ -182,7 +184,10 @@ def rollout_seconds(config: ExperimentConfig, target: Target, engine: EngineSide
     held = np.concatenate([[lengths.running], lengths.prompt + wave - np.diff(wave, prepend=0.0) / 2])
     turns = lengths.turns
     sampled = steps * (1 - turns.said)
-    decode = {name: float(sampled @ each) for name, each in decode_seconds(target, server, running, held).items()}
+    of_steps = decode_seconds(target, server, running, held)
+    if config.rollout.draft_tokens is not None:
+        of_steps = drafted_seconds(target, server, running, held, config.rollout.draft_tokens)
+    decode = {name: float(sampled @ each) for name, each in of_steps.items()}
     later = turns.tokens_read(lengths.prompt, lengths.mean)
     decode["communication"] += (
         samples * (lengths.prompt + later) * _all_reduced_bytes(target, server) / _engine_link(target, server)
@@ -208,23 +213,45 @@ def _add_tower(parts: Mapping[str, dict[str, float]], config: ExperimentConfig, 
     parts["update"]["tower"] = forward * (1 + again) * train.num_epochs_per_step
 
 
-def decode_seconds(target: Target, server: Server, running: np.ndarray, held: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns the seconds of decode steps by part, float64 [steps]: of `running` samples with `held` tokens each."""
+def drafted_seconds(
+    target: Target, server: Server, running: np.ndarray, held: np.ndarray, drafts: int
+) -> dict[str, np.ndarray]:
+    """Returns decode_seconds for one token of each sample if a draft proposes `drafts` tokens for each forward.
+
+    The forward sees the last token and the proposed ones; before it the draft, one layer and the output layer, runs
+    once for each. It gives 1 + a + ... + a^drafts tokens if each is accepted with probability a = ACCEPTANCE.
+    """
+    verify = decode_seconds(target, server, running, held, 1 + drafts)
+    single = decode_seconds(target, server, running, held)
+    head = target.work.vocabulary / server.tp * ITEM / (target.hardware.memory_tb_s * 1e12)
+    tokens = sum(ACCEPTANCE**number for number in range(drafts + 1))
+    proposed = {name: drafts / target.arch.num_layers * seconds for name, seconds in single.items()}
+    proposed["weights"] = proposed["weights"] + drafts * head
+    return {name: (seconds + proposed[name]) / tokens for name, seconds in verify.items()}
+
+
+def decode_seconds(
+    target: Target, server: Server, running: np.ndarray, held: np.ndarray, together: int = 1
+) -> dict[str, np.ndarray]:
+    """Returns the seconds of decode steps by part, float64 [steps]: of `running` samples with `held` tokens each.
+
+    together: tokens of a sample that one step reads.
+    """
     work, layers = target.work, target.arch.num_layers
     memory, peak = target.hardware.memory_tb_s * 1e12, target.hardware.bf16_tflops * 1e12
     experts = expert_bytes(work, server)
     dense = weight_bytes(work, server) - experts
     dense -= work.vocabulary / server.tp * ITEM  # only few of its rows are read
-    weights = (dense + experts * (1.0 - (1.0 - work.share) ** running)) / memory
+    weights = (dense + experts * (1.0 - (1.0 - work.share) ** (running * together))) / memory
     context = running * held * server.attention_tp / server.tp  # of one attention replica
     cache = context * work.cache_bytes(server.attention_tp, server.cache_width) / memory
     scores = context * work.decode_attention_flops * layers / server.attention_tp
-    products = (running * work.token_flops / server.tp + scores) / peak
+    products = together * (running * work.token_flops / server.tp + scores) / peak
     return {
         "weights": weights,
         "cache": cache,
         "compute": np.maximum(0.0, products - weights - cache),
-        "communication": running * _all_reduced_bytes(target, server) / _engine_link(target, server),
+        "communication": together * running * _all_reduced_bytes(target, server) / _engine_link(target, server),
     }
 
 
@@ -338,7 +365,8 @@ def measured_efficiency(folder: Path, hardware: Hardware, gpus_per_node: int) ->
     if run.rollout_files():
         lengths = lengths_of_run(folder, config)
     lengths = replace(lengths, turns=turns_of_run(entries, f"means of {folder}"))
-    plan = plan_step(config, Target(architecture_of(describe_model(config)), hardware, gpus_per_node, lengths))
+    arch = architecture_of(describe_model(config), config.actor.has_draft)
+    plan = plan_step(config, Target(arch, hardware, gpus_per_node, lengths))
     seconds = {name: fmean(entry.get(f"time/{name}_s") or 0.0 for entry in entries) for name in PHASES}
     ahead = {"rollout"} if config.rollout.max_staleness else set()
     return {

@@ -18,6 +18,7 @@ from megagrpo.planning.engine_memory import assumed_lengths, engine_side, given_
 from megagrpo.planning.hardware import hardware_of, usable_bytes
 from megagrpo.planning.publish_bytes import table_lines
 from megagrpo.planning.roofline import (
+    ACCEPTANCE,
     Plan,
     Target,
     load_of,
@@ -78,7 +79,7 @@ def target_of(config: ExperimentConfig, options: Options) -> Target:
     """Returns the target of a plan. Raises ValueError with everything that does not fit together."""
     hardware, gpus = hardware_of(options.hardware or config.cluster.gpu), options.gpus_per_node
     gpus = gpus or config.cluster.gpus_per_node
-    arch = architecture_of(describe_model(config))
+    arch = architecture_of(describe_model(config), config.actor.has_draft)
     lengths, efficiency = assumed_lengths(config), dict[str, float]()
     if options.measured is not None:
         efficiency, lengths = measured_efficiency(options.measured, hardware, gpus)
@@ -155,6 +156,7 @@ def _step_lines(plan: Plan) -> list[str]:
         *table_lines(rows),
         f"step       {plan.synchronous:.3g} s; {plan.off_policy:.3g} s if engines sample for the next step meanwhile",
         f"limit      {plan.limit}",
+        *([] if plan.config.rollout.draft_tokens is None else [f"drafts     {ACCEPTANCE:g} of them accepted: assumed"]),
     ]
 
 

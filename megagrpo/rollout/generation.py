@@ -394,4 +394,5 @@ def _checked(answer: Answer, request: SampleRequest) -> Response:
     pairs = meta.get("output_token_logprobs") or []
     logprobs, token_ids = np.array([pair[0] for pair in pairs]), np.array([pair[1] for pair in pairs])
     newer, num_cached = tuple(spans[1:]), meta.get("cached_tokens", 0)
-    return Response(token_ids, logprobs, reason["type"], spans[0][1], newer, num_cached=num_cached)
+    accepted = tuple(meta.get("spec_correct_drafts_histogram") or ())
+    return Response(token_ids, logprobs, reason["type"], spans[0][1], newer, None, num_cached, accepted)

@@ -3,8 +3,9 @@
 Loads without an HTTP client.
 """
 
-from dataclasses import dataclass
-from itertools import pairwise
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -28,6 +29,7 @@ class Response(WithArrays):
     newer: tuple[tuple[int, int], ...] = ()  # as in Sample
     routed_experts: np.ndarray | None = None  # [tokens, layers with experts, k], from the requested token on
     num_cached: int = 0  # tokens before it that the engine found in its prefix cache
+    accepted: tuple[int, ...] = ()  # how many forwards accepted 0, 1, ... tokens of a draft; () without one
 
     @property
     def newest_version(self) -> int:
@@ -48,6 +50,7 @@ class Response(WithArrays):
             tuple(now for before, now in pairwise(spans) if before[1] != now[1]),
             np.concatenate(experts) if experts else None,
             self.num_cached + rest.num_cached,
+            tuple(map(sum, zip_longest(self.accepted, rest.accepted, fillvalue=0))),
         )
 
 
@@ -60,19 +63,29 @@ class CacheUse:
     num_cached: int = 0  # of these, found in a prefix cache
     num_sampled: int = 0  # by rollouts with a key
     num_on_older: int = 0  # of these, by newer weights than the key's, after what older ones may have read
+    accepted: Counter[int] = field(default_factory=Counter)  # forwards by the number of a draft's tokens they accepted
 
     def count(self, num_read: int, response: Response, key: "CacheKey | None") -> None:
         """Counts a request of `num_read` tokens."""
         self.num_read, self.num_cached = self.num_read + num_read, self.num_cached + response.num_cached
         self.newest = max(self.newest, response.newest_version)
+        self.accepted.update(dict(enumerate(response.accepted)))
         if key is not None and key.version is not None:
             spans = [(0, response.weight_version), *response.newer]
             end = len(response.token_ids)
             self.num_sampled += end
             self.num_on_older += end - next((start for start, version in spans if version > key.version), end)
 
-    def add_metrics(self, metrics: "Metrics") -> None:
-        """Adds the fractions, and begins to count anew."""
+    def add_metrics(self, metrics: "Metrics", drafts: int) -> None:
+        """Adds the fractions, and begins to count anew. drafts: tokens that a draft proposes for each forward."""
+        forwards = self.accepted.total()
+        for depth in range(1, drafts + 1):
+            passed = sum(number for accepted, number in self.accepted.items() if accepted >= depth)
+            metrics.add_mean(f"draft/accepted_{depth}", passed, forwards)
+        if drafts:
+            tokens = sum((1 + accepted) * number for accepted, number in self.accepted.items())
+            metrics.add_mean("draft/tokens_per_forward", tokens, forwards)
+        self.accepted.clear()
         metrics.add_mean("prefix/hit_fraction", self.num_cached, self.num_read)
         metrics.add_mean("prefix/on_older_keys_fraction", self.num_on_older, self.num_sampled)
         self.num_read = self.num_cached = self.num_sampled = self.num_on_older = 0

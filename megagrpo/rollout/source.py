@@ -215,9 +215,12 @@ class RolloutSource:
         return f"{done} of {wanted} groups" + (" of this replica" if self._mesh.dp_size > 1 else "") if wanted else ""
 
     def add_metrics(self, metrics: Metrics) -> None:
-        """Local. Adds hits in engines' prefix caches since the last call, and their load as the main rank saw it."""
+        """Local. Adds hits in engines' prefix caches and drafts' since the last call, and the load of engines, as the
+        main rank saw it.
+        """
         sampler = self._sampler
-        (CacheUse() if sampler is None else sampler.cache_use).add_metrics(metrics)
+        of_engines = CacheUse() if sampler is None else sampler.cache_use
+        of_engines.add_metrics(metrics, self._config.rollout.draft_tokens or 0)
         before, self._reported_discarded = self._reported_discarded, 0 if sampler is None else sampler.num_discarded
         if self._config.rollout.extra_groups:
             metrics.add_sum("extra_groups/discarded_tokens", self._reported_discarded - before)

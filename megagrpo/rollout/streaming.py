@@ -35,6 +35,7 @@ class Meta(TypedDict):
     routed_experts: NotRequired[str]
     image_tokens: NotRequired[int]
     cached_tokens: NotRequired[int]  # of the prompt
+    spec_correct_drafts_histogram: NotRequired[list[int]]  # forwards by the number of a draft's tokens they accepted
 
 
 class StreamError(TypedDict):

@@ -27,7 +27,7 @@ def export(
     if found is None:
         raise ValueError(f"{checkpoints} holds no finished checkpoint; name one with --checkpoint")
     actor = make_actor(config, 1, device)
-    weights = load_initial_weights(actor, config.model.path, overwritten=lora is None)
+    weights = load_initial_weights(actor, config.model.path, lora is None, config.actor.has_draft)
     load_checkpoint(config, found, actor)
     if only_adapters and lora is not None:
         folder = PeftFolder(Path(output), lora, config.model.path)

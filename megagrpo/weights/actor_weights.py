@@ -54,17 +54,19 @@ class ActorWeights:
     fp8: frozenset[str] = frozenset()  # HF tensors that engines with FP8 weights must keep in FP8
 
 
-def load_initial_weights(actor: LoadableActor, path: str, overwritten: bool = False) -> ActorWeights:
+def load_initial_weights(
+    actor: LoadableActor, path: str, overwritten: bool = False, draft: bool = False
+) -> ActorWeights:
     """Loads a Hugging Face folder into the actor and records its copy list. Raises ValueError for an unusable folder.
 
     overwritten: a checkpoint is loaded next, so only names, shapes and dtypes are read and parameters are 0; elements
-    without a source, such as padding of a vocabulary, stay 0.
+    without a source, such as padding of a vocabulary, stay 0. draft: the actor has one.
     """
     hf, parameters = HfFolder(path), actor.parameters()
     description = hf.path / "config.json"
     config = read_description(description) if description.is_file() else {}
-    specs = {name: spec for name, spec in hf.specs.items() if not (config and is_left_out(config, name))}
-    recording, kept = record_whole(actor.load_hf, specs, parameters), kept_dtypes(config)
+    specs = {name: spec for name, spec in hf.specs.items() if not (config and is_left_out(config, name, draft))}
+    recording, kept = record_whole(actor.load_hf, specs, parameters), kept_dtypes(config, draft)
     _check_kept(recording.copies, parameters, kept)
     if overwritten:
         with torch.no_grad():
@@ -73,14 +75,14 @@ def load_initial_weights(actor: LoadableActor, path: str, overwritten: bool = Fa
     else:
         read_recorded(hf, recording, parameters)
         actor.weights_loaded()
-    tensors = model_tensors(architecture_of(config)) if config else ()
+    tensors = model_tensors(architecture_of(config, draft)) if config else ()
     fp8 = frozenset(spec.name for spec in tensors if spec.in_fp8)
     return ActorWeights(recording.copies, specs, actor.parameters, actor.merged, kept, fp8)
 
 
-def kept_dtypes(config: HfConfig) -> dict[str, torch.dtype]:
+def kept_dtypes(config: HfConfig, draft: bool) -> dict[str, torch.dtype]:
     """Returns the dtypes of the HF tensors that keep their own in a model with this config.json."""
-    tensors = model_tensors(architecture_of(config)) if config else ()
+    tensors = model_tensors(architecture_of(config, draft)) if config else ()
     return {spec.name: getattr(torch, spec.dtype) for spec in tensors if spec.dtype is not None}
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megagrpo.families.quantization import SCALES, fp8_block, fp8_config
-from megagrpo.families.table import exported_config, read_description
+from megagrpo.families.table import exported_config, has_draft, read_description
 from megagrpo.system.explained import translated
 from megagrpo.system.run_folder import whole_folder
 from megagrpo.weights.copies.views import Box
@@ -202,13 +202,13 @@ def write_hf_folder(
     target, like = Path(target), Path(like)
     what = f"cannot write the checkpoint {target}, whose unfinished copy was removed"
     with translated(what, OSError, SafetensorError, raised=OSError), whole_folder(target) as draft:
-        size = _write_shards(draft, tensors)
-        write_description(like, draft, dtype, fp8)
+        size, names = _write_shards(draft, tensors)
+        write_description(like, draft, dtype, fp8, has_draft(names))
     return size
 
 
-def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]]) -> int:
-    """Writes the shards, and the index if there are several; returns the bytes of all tensors."""
+def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]]) -> tuple[int, list[str]]:
+    """Writes the shards, and the index if there are several; returns the bytes of all tensors, and their names."""
     files: list[tuple[Path, list[str]]] = []
     size = 0
     for shard in filter(None, tensors):
@@ -222,22 +222,22 @@ def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]]) -> int:
         raise ValueError(f"no tensors to write to {folder}")
     if len(files) == 1:
         files[0][0].rename(folder / SINGLE)
-        return size
+        return size, files[0][1]
     file_of: dict[str, str] = {}
     for number, (file, names) in enumerate(files, 1):
         final = file.rename(folder / f"model-{number:05d}-of-{len(files):05d}.safetensors")
         file_of |= dict.fromkeys(names, final.name)
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": file_of}, indent=1))
-    return size
+    return size, list(file_of)
 
 
 def write_description(
-    like: str | Path, target: str | Path, dtype: torch.dtype | None = None, fp8: bool = False
+    like: str | Path, target: str | Path, dtype: torch.dtype | None = None, fp8: bool = False, draft: bool = False
 ) -> None:
     """Copies all but the weights of an HF folder (tokenizer, settings) into another; config.json without quantisation.
 
-    dtype: of the weights, for config.json. fp8: which then says FP8 in blocks. Raises ValueError if `like` has no
-    config.json.
+    dtype: of the weights, for config.json. fp8: which then says FP8 in blocks. draft: whether the weights have one.
+    Raises ValueError if `like` has no config.json.
     """
     like, folder = Path(like), Path(target)
     if not (like / "config.json").exists():
@@ -246,7 +246,7 @@ def write_description(
     for file in like.iterdir():
         if file.is_file() and file.suffix not in _WEIGHT_SUFFIXES and not file.name.endswith(".index.json"):
             shutil.copyfile(file, folder / file.name)
-    config = exported_config(read_description(like / "config.json"))
+    config = exported_config(read_description(like / "config.json"), draft)
     if dtype is not None:
         for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
             config[key] = str(dtype).removeprefix("torch.")

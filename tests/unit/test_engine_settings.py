@@ -77,7 +77,7 @@ def test_fields_and_options_are_those_of_sglang_itself():
         ({"cuda_graph_bs_decode": [1, "2"]}, "should be Optional[List[int]]"),
         ({"radix_eviction_policy_config": "{}"}, "should be Optional[Dict[str, Any]]"),
         ({"tp_size": 8}, "rollout.sglang.tp_size: is set by rollout.tp"),
-        ({"speculative_algorithm": "EAGLE"}, "a draft model would keep its first weights"),
+        ({"speculative_algorithm": "EAGLE"}, "is set by rollout.draft_tokens"),
         ({"quantization": "fp8"}, "is refused: rollout.quantization says in which format"),
         ({"moe_runner_backend": "flashinfer_trtllm"}, "digests would stop the run; it may be triton, deep_gemm"),
         ({"moe_runner_backend": "auto"}, "digests would stop the run"),

@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megagrpo.actor.layers.attention import CausalAttention
+from megagrpo.actor.layers.draft import DraftModules
 from megagrpo.actor.layers.whole_linear import WholeLinear
 
 
@@ -35,9 +36,29 @@ class RmsNorm(torch.nn.RMSNorm):
 def block_spec(
     config: TransformerConfig, vp_stage: int | None, transformer_engine: bool, layer: type[TransformerLayer]
 ) -> TransformerBlockSubmodules:
-    """Returns this stage's layers, of a class `layer`, of torch or of Transformer Engine.
+    """Returns this stage's layers, of a class `layer`, of torch or of Transformer Engine."""
+    backend, (spec, norm, _) = _modules(config, transformer_engine, layer)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    layers = [spec] * count
+    if isinstance(config.moe_layer_freq, list):  # by layer of the whole model: 0 without experts
+        first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+        dense = replace(spec, submodules=replace(spec.submodules, mlp=_one_mlp(backend)))
+        layers = [spec if experts else dense for experts in config.moe_layer_freq[first : first + count]]
+    return TransformerBlockSubmodules(layers, layer_norm=norm)
 
-    Both have parameters of the same names, except for experts: norms stay modules of their own.
+
+def draft_modules(config: TransformerConfig, transformer_engine: bool) -> DraftModules:
+    """Returns what a draft is built of; its layer is like the model's last one."""
+    return _modules(config, transformer_engine, TransformerLayer)[1]
+
+
+def _modules(
+    config: TransformerConfig, transformer_engine: bool, layer: type[TransformerLayer]
+) -> tuple[BackendSpecProvider, DraftModules]:
+    """Returns the spec of a layer, with experts if the model has any, with the classes of norms and whole projections.
+
+    Torch's and Transformer Engine's have parameters of the same names, except for experts: norms stay modules of their
+    own.
     """
     if transformer_engine:
         from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
@@ -61,13 +82,7 @@ def block_spec(
             mlp_bda=get_bias_dropout_add,
         ),
     )
-    count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    layers = [spec] * count
-    if isinstance(config.moe_layer_freq, list):  # by layer of the whole model: 0 without experts
-        first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-        dense = replace(spec, submodules=replace(spec.submodules, mlp=_one_mlp(backend)))
-        layers = [spec if experts else dense for experts in config.moe_layer_freq[first : first + count]]
-    return TransformerBlockSubmodules(layers, layer_norm=norm)
+    return backend, DraftModules(spec, norm, whole_linear)
 
 
 def _feed_forward(backend: BackendSpecProvider, config: TransformerConfig) -> ModuleSpec:

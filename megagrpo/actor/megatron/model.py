@@ -16,8 +16,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from megagrpo.actor.layers.draft import DraftLayer, Following, embed, mark_parameters
 from megagrpo.actor.layers.lora import add_adapters, is_adapter
-from megagrpo.actor.layers.specs import block_spec
+from megagrpo.actor.layers.specs import block_spec, draft_modules
 from megagrpo.actor.megatron import internals_0_16
 from megagrpo.actor.megatron.fields import Kernels
 from megagrpo.actor.megatron.vision import SeeingLayer, Sight, Tower
@@ -26,21 +27,27 @@ from megagrpo.families.architecture import Architecture
 from megagrpo.families.family import Family
 from megagrpo.families.loading import RankPlace, Shard, load_vocabulary
 from megagrpo.families.table import FAMILIES
+from megagrpo.families.tensors import layer_prefix
 
 _SHARDED_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
+_DRAFT_NAMES = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}  # ours: HF's
 
 
 class HiddenStatesModel(GPTModel):
     """Ends a GPTModel at the hidden states: logits of all tokens are never held, see algo/logprob.py.
 
-    A vision-language model has the module `visual` on the first stage, and its forward gets the micro-batch's Sight.
+    A vision-language model has the module `visual` on the first stage, and its forward gets the micro-batch's Sight. A
+    model with a draft has it on the last stage; a forward that gets what follows its tokens runs it, too.
     """
 
+    draft: DraftLayer | None  # set by build_chunk
     _sight: Sight | None = None  # of the forward under way
+    _following: Following | None = None
+    _drafted: tuple[Tensor, Following] | None = None
 
-    def forward(self, *args, sight: Sight | None = None, **kwargs) -> Tensor:
-        """As GPTModel's; sight: of a vision-language model."""
-        self._sight = sight
+    def forward(self, *args, sight: Sight | None = None, following: Following | None = None, **kwargs) -> Tensor:
+        """As GPTModel's; sight: of a vision-language model; following: for the draft."""
+        self._sight, self._following = sight, following
         if sight is not None and self.pre_process:
             kwargs["extra_block_kwargs"] = {"attention_bias": sight}  # see SeeingLayer
         return super().forward(*args, **kwargs)
@@ -56,7 +63,26 @@ class HiddenStatesModel(GPTModel):
         return (hidden, sight.angles, *rest)
 
     def _postprocess(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
+        following, self._following = self._following, None
+        if self.draft is not None and following is not None:
+            attention = {name: kwargs[name] for name in ("attention_mask", "rotary_pos_emb", "packed_seq_params")}
+            embedded = embed(self._input_embedding(), following.tokens)
+            self._drafted = self.draft(hidden_states.detach(), embedded, **attention), following
         return hidden_states
+
+    def take_drafted(self) -> tuple[Tensor, Following] | None:
+        """Returns, once, the draft's hidden states [s / tp, b, h] of the last forward; None if it did not run."""
+        drafted, self._drafted = self._drafted, None
+        return drafted
+
+    def _input_embedding(self) -> Tensor:
+        """Returns this rank's rows [padded vocab / tp, hidden] of the input embedding; on the draft's stage."""
+        if self.pre_process:
+            return self.embedding.word_embeddings.weight
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        assert self.draft is not None and self.draft.embedding is not None
+        return self.draft.embedding
 
     def output_weight(self) -> Tensor:
         """Returns this rank's rows [padded vocab / tp, hidden]; on the last pipeline stage."""
@@ -87,6 +113,10 @@ def build_chunk(
         rope_scaling_factor=scaling["factor"] if scaling else 8.0,
         vp_stage=vp_stage,
     )
+    with_draft = arch.draft and chunk.post_process
+    chunk.draft = DraftLayer(config, draft_modules(config, transformer_engine), vp_stage) if with_draft else None
+    if chunk.draft is not None:
+        mark_parameters(chunk.draft, actor.draft is not None and actor.draft.train)
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
             # Megatron says "reduce over data-parallel ranks only" unless EP > 1, which leaves expert gradients of
@@ -138,7 +168,8 @@ def _in_bfloat16(chunk: HiddenStatesModel) -> HiddenStatesModel:
     chunk.bfloat16()
     if isinstance(getattr(chunk, "visual", None), Tower):
         chunk.visual.keep_float32_angles()
-    for router in routers([chunk]).values():
+    drafts = [] if chunk.draft is None else [chunk.draft.layer.mlp]
+    for router in [*routers([chunk]).values(), *(mlp.router for mlp in drafts if isinstance(mlp, MoELayer))]:
         internals_0_16.keep_float32_bias(router)
     return chunk
 
@@ -190,6 +221,11 @@ def load_hf(chunks: list[HiddenStatesModel], arch: Architecture, hf: Mapping[str
                     load_vocabulary(chunk.output_layer.weight, hf["lm_head.weight"], place.tensor)
                 elif not chunk.pre_process:  # tied over two pipeline stages: each holds a copy
                     load_vocabulary(chunk.output_layer.weight, hf["model.embed_tokens.weight"], place.tensor)
+            if chunk.draft is not None:
+                prefix = layer_prefix(arch.num_layers)
+                for module, name in _DRAFT_NAMES.items():
+                    getattr(chunk.draft, module).weight.copy_(hf[f"{prefix}{name}.weight"])
+                family.load_layer(chunk.draft.layer, arch, hf, place)
 
 
 class _Named(Mapping[str, Tensor]):

@@ -46,6 +46,9 @@ OURS = {
     "warmups": _WARMUP,
     "enable_memory_saver": "rollout.colocate",
     "enable_return_routed_experts": "actor.routing_replay: rollout",
+    "speculative_algorithm": "rollout.draft_tokens",
+    "speculative_num_steps": "rollout.draft_tokens",
+    "speculative_num_draft_tokens": "rollout.draft_tokens",
     "incremental_streaming_output": "rollout.streaming",
     "preferred_sampling_params": "sampling",
     "sampling_defaults": "sampling",
@@ -53,7 +56,7 @@ OURS = {
 # Classes whose fields are refused, all of them.
 _GROUPS = refusals(
     {
-        "a draft model would keep its first weights: a publish reaches the model only": "Spec",
+        "rollout.draft_tokens speculates with the model's own layer; a publish reaches no other draft": "Spec",
         "engines receive whole weights, with the actor's adapters added (actor.lora)": "Lora",
         "an engine answers whole requests; router and publish handle no other kind": "Disagg",
         "text models only are trained": "Mm",

@@ -95,6 +95,13 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
         settings["incremental_streaming_output"] = True  # a piece holds only its new tokens, not all earlier ones
     if rollout.deterministic:
         settings["enable_deterministic_inference"] = True
+    if rollout.draft_tokens is not None:  # a chain: of each position the one most probable token
+        settings |= {
+            "speculative_algorithm": "NEXTN",
+            "speculative_num_steps": rollout.draft_tokens,
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": rollout.draft_tokens + 1,
+        }
     if config.actor.routing_replay == "rollout":
         settings["enable_return_routed_experts"] = True
     fraction = rollout.lent_mem_fraction if beside and rollout.lend_trainers else rollout.mem_fraction

@@ -26,7 +26,7 @@ def as_engines_see_it(config: ExperimentConfig, folder: RunFolder) -> Experiment
     problems = load_format_problems(hf, config.rollout.load_format)
     if problems:
         raise ValueError("; ".join(problems))
-    write_description(model, folder.engine_model, fp8=quantised)
+    write_description(model, folder.engine_model, fp8=quantised, draft=config.actor.has_draft)
     tokenizer = config.model.tokenizer or config.model.path
     seen = ModelConfig(path=str(folder.engine_model), tokenizer=tokenizer)
     return config.model_copy(update={"model": seen})

@@ -58,6 +58,7 @@ class EngineConnection:
         self._asked: list[str] = []  # the calls that it has not answered yet; several threads call
         self.address = mailbox.address  # of this host, as the engine reaches it
         self.mailbox, self._patience_s = mailbox, patience_s
+        self.has_draft = False  # whether it speculates: SGLang then passes requests to both models, the draft's last
         self._sockets: list[socket.socket] = []  # of the HTTP connections, one for each call at a time
         self._closed, self._lock, self._on_call = False, threading.Lock(), on_call
         self._http = httpx.Client(
@@ -202,7 +203,7 @@ class EngineConnection:
         one does not come, RuntimeError with the traceback of a rank in which the operation failed.
         """
         keys = [self.mailbox.new_key(f"{operation}/{self.id}") for _ in range(self.tp)]
-        base = {"operation": operation, "mailbox": [self.address, self.mailbox.port]}
+        base = {"operation": operation, "mailbox": [self.address, self.mailbox.port], "draft": self.has_draft}
         payloads = [_pickled({**base, **request, "reply": key}) for request, key in zip(requests, keys, strict=True)]
         self.begin()
         self.post(

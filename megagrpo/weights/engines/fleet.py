@@ -217,7 +217,9 @@ class EngineFleet:
         if self._mailbox is None:
             self._mailbox = Mailbox(address_towards(info.url), self._config.weights.timeout_s)
         tp, key = self._config.rollout.tp, self._registry.api_key
-        return EngineConnection(info, tp, self._mailbox, key, self._patience_s, self._on_call)
+        engine = EngineConnection(info, tp, self._mailbox, key, self._patience_s, self._on_call)
+        engine.has_draft = self._config.rollout.draft_tokens is not None
+        return engine
 
     def _end(self, engine: EngineConnection) -> None:
         engine.close()

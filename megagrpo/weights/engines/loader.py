@@ -45,12 +45,22 @@ from megagrpo.weights.wire.shared_buffer import place_of
 _CONNECT_S = 30.0
 _PATCHING = Lock()
 _ends: "weakref.WeakKeyDictionary[torch.nn.Module, EngineEnd]" = weakref.WeakKeyDictionary()  # by model
+_models: dict[str, torch.nn.Module] = {}  # of requests that SGLang is about to pass to the draft's model, too
 
 
 def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Runs the request, uint8 [bytes] in "request", and puts its answer into the trainer's mailbox. Raises nothing."""
+    """Runs the request, uint8 [bytes] in "request", and puts its answer into the trainer's mailbox. Raises nothing.
+
+    An engine with a draft calls it twice, for the model and then for the draft; the answer is of both.
+    """
     with _reported(lambda text: print(text, file=sys.stderr)):  # no mailbox: the trainer's deadline ends its wait
-        request = decode(bytes(dict(named_tensors)["request"].cpu().numpy()))
+        request, draft = decode(bytes(dict(named_tensors)["request"].cpu().numpy())), None
+        if request["draft"] and request["reply"] not in _models:
+            _models.clear()
+            _models[request["reply"]] = model
+            return
+        if request["draft"]:
+            model, draft = _models.pop(request["reply"]), model
         mailbox: tuple[str, int] = tuple(request["mailbox"])
         store = TCPStore(*mailbox, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S))
 
@@ -58,7 +68,7 @@ def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None
             store.set(request["reply"], encode(answer))  # type: ignore[arg-type]  # takes bytes; torch's stub says str
 
         with _reported(lambda text: reply({"error": text})):
-            reply({"answer": engine_end(model).answer(request, store)})
+            reply({"answer": engine_end(model, draft).answer(request, store)})
 
 
 @contextmanager
@@ -103,9 +113,9 @@ class EngineEnd:
     `capture` and `read` are for `megagrpo bisect`.
     """
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: torch.nn.Module, draft: torch.nn.Module | None = None):
         # Weak, because _ends keeps this object as long as the model lives.
-        self._weak_model = weakref.ref(model)
+        self._weak_model, self._weak_draft = weakref.ref(model), None if draft is None else weakref.ref(draft)
         self.recorded: _Recorded  # from the first request on
         self.link: _Link | None = None
         self._capture: Recorder | None = None
@@ -125,9 +135,9 @@ class EngineEnd:
 
     @property
     def _model(self) -> torch.nn.Module:
-        model = self._weak_model()
+        model, draft = self._weak_model(), None if self._weak_draft is None else self._weak_draft()
         assert model is not None, "SGLang passes the model with every request"
-        return model
+        return model if draft is None else WithDraft(model, draft)
 
     def formats(self, specs: dict) -> dict:
         """Returns the HF tensors that this rank keeps in FP8. specs: of a model without scales."""
@@ -211,7 +221,9 @@ class EngineEnd:
         _forget_images(self._model)
         if self._capture is not None:
             self._capture.remove()
-        self._capture = Recorder(dict(self._model.named_modules()), [Tap(*tap) for tap in taps])
+        model = self._weak_model()  # without a draft, of which nothing is compared
+        assert model is not None, "as above"
+        self._capture = Recorder(dict(model.named_modules()), [Tap(*tap) for tap in taps])
         return {"missing": self._capture.missing}
 
     def read(self, file: str) -> dict:
@@ -286,9 +298,29 @@ class EngineEnd:
         ]
 
 
-def engine_end(model: torch.nn.Module) -> EngineEnd:
-    """Returns the one EngineEnd of a model."""
-    return _ends.setdefault(model, EngineEnd(model))
+class WithDraft(torch.nn.Module):
+    """A model and its draft as one: tensors that they share, such as the embedding, are the model's."""
+
+    def __init__(self, model: torch.nn.Module, draft: torch.nn.Module):
+        super().__init__()
+        self.model, self.draft = model, draft
+        if any(hasattr(part, "post_load_weights") for part in self.children()):
+            self.post_load_weights = self._post_load_weights
+
+    def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
+        """Loads HF tensors by both models' own loaders, each of which leaves out those of the other."""
+        for part in self.children():
+            part.load_weights(weights)  # type: ignore[operator]  # torch takes it for a Tensor or a Module
+
+    def _post_load_weights(self) -> None:
+        for part in self.children():
+            if hasattr(part, "post_load_weights"):
+                part.post_load_weights()  # type: ignore[operator]  # as above
+
+
+def engine_end(model: torch.nn.Module, draft: torch.nn.Module | None = None) -> EngineEnd:
+    """Returns the one EngineEnd of a model and its draft."""
+    return _ends.setdefault(model, EngineEnd(model, draft))
 
 
 def record_engine_model(model: torch.nn.Module, specs: Specs, allow_computed: bool) -> tuple[Recording, list[Copy]]:

@@ -24,7 +24,7 @@ from megagrpo.certify.measure import ratios, whole
 from megagrpo.certify.subject import near
 from megagrpo.checkpoint import save as checkpoint
 from megagrpo.checkpoint.save import Retention, RunIdentity
-from megagrpo.config.actor import LoraConfig
+from megagrpo.config.actor import DraftConfig, LoraConfig
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.types import Batch, TrainState
@@ -350,6 +350,7 @@ def settings(job: dict) -> tuple[ActorConfig, OptimizerConfig]:
         transformer_engine=job.get("transformer_engine", False),
         logprob_chunk_tokens=32,
         lora=LoraConfig(**job["lora"]) if "lora" in job else None,
+        draft=DraftConfig(**job["draft"]) if "draft" in job else None,
         ddp=job.get("ddp", {}),
     )
     distributed, megatron = job.get("distributed", False), job.get("optimizer", {})
@@ -360,7 +361,7 @@ def main(folder: Path) -> None:
     def measure(actor: MegatronActor, job: dict) -> dict:
         overwritten = "load" in job and "lora" not in job
         with weights_unreadable() if overwritten else nullcontext():  # a resume does without them
-            weights = load_initial_weights(actor, job["model"], overwritten=overwritten)
+            weights = load_initial_weights(actor, job["model"], overwritten, "draft" in job)
         if "lora" in job and "load" not in job:
             actor.load_adapters(near_initial(actor))
             actor.weights_loaded()
