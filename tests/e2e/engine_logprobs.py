@@ -39,8 +39,14 @@ def sampled(url: str, new_tokens: int = NEW_TOKENS) -> list[dict]:
 def logprobs_by(model: Path | str, tokens: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
     """Of every token after the first, by transformers in float32."""
     ids = torch.tensor(tokens)
-    logits = _load(model)(ids[None]).logits[0, :-1] / temperature
+    logits = logits_by(model, ids[None])[0, :-1] / temperature
     return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+
+
+@torch.no_grad()
+def logits_by(model: Path | str, rows: torch.Tensor) -> torch.Tensor:
+    """[rows, length, vocabulary] of rows of the same length, by transformers in float32."""
+    return torch.cat([_load(model)(some).logits for some in rows.split(250)])
 
 
 @lru_cache(maxsize=4)

@@ -62,34 +62,25 @@ def allow_deterministic_attention(module) -> None:
 def decode_in_one_call(module) -> None:
     """torch_native attends one sequence of a decoding batch after the other, in Python. Here all attend at once, over
     keys padded to the longest. Not in the deterministic mode: the padding depends on the rest of the batch."""
-    import torch
+    from megagrpo.rollout.cpu.draft_attention import attend, batch_invariant, verify_chains
 
     one_by_one = module.TorchNativeAttnBackend._run_sdpa_forward_decode
 
     def decode(
         self, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens=None, **options
     ):
-        invariant = sys.modules.get("sglang.srt.batch_invariant_ops.batch_invariant_ops")
         window = options.get("sliding_window_size")
         plain = encoder_lens is None and not options.get("causal")
-        if not plain or (window is not None and window > -1) or getattr(invariant, "_batch_invariant_MODE", False):
+        if not plain or (window is not None and window > -1) or batch_invariant():
             caches = (query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens)
             return one_by_one(self, *caches, **options)
-        present = torch.arange(int(seq_lens.max()), device=query.device) < seq_lens[:, None]
-        tokens = req_to_token[req_pool_indices, : present.shape[1]]
-        tokens = torch.where(present, tokens, tokens[:, :1])  # slots beyond the end may hold NaN
-        keys, values = (cache[tokens].transpose(1, 2).to(query.dtype) for cache in (k_cache, v_cache))
-        output[:] = torch.nn.functional.scaled_dot_product_attention(
-            query.unsqueeze(2),
-            keys,
-            values,
-            attn_mask=present[:, None, None],
-            enable_gqa=options.get("enable_gqa", False),
-            scale=options.get("scaling"),
-        ).squeeze(2)
+        slots = req_to_token[req_pool_indices, : int(seq_lens.max())]
+        settings = {"enable_gqa": options.get("enable_gqa", False), "scale": options.get("scaling")}
+        output[:] = attend(query[:, None], (k_cache, v_cache), slots, seq_lens, **settings)[:, 0]
         return None
 
     module.TorchNativeAttnBackend._run_sdpa_forward_decode = decode
+    verify_chains(module)
 
 
 def batch_invariant_products(module) -> None:
@@ -159,6 +150,20 @@ def fp8_in_blocks(module) -> None:
     install(module)
 
 
+def drafts_by_torch_native(module) -> None:
+    """Speculative decoding has no multi-step backend for torch_native."""
+    from megagrpo.rollout.cpu.draft_attention import draft_with_torch_native
+
+    draft_with_torch_native(module)
+
+
+def drafts_sampled(module) -> None:
+    """On a CPU SGLang answers greedily as soon as it drafts, at every temperature."""
+    from megagrpo.rollout.cpu.draft_attention import sample_drafts
+
+    sample_drafts(module)
+
+
 REPAIRS = {
     "torchvision.extension": torchvision_operators,
     "sglang.srt.utils.common": no_amx,
@@ -171,6 +176,8 @@ REPAIRS = {
     "sglang.srt.arg_groups.choices": allow_deterministic_attention,
     "sglang.srt.models.deepseek_common.attention_backend_handler": absorb_latent_attention,
     "sglang.srt.batch_invariant_ops.batch_invariant_ops": batch_invariant_products,
+    "sglang.srt.speculative.draft_utils": drafts_by_torch_native,
+    "sglang.srt.speculative.eagle_utils": drafts_sampled,
 }
 
 

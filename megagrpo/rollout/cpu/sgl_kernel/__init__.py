@@ -1,11 +1,14 @@
 """Stands in for SGLang's compiled kernels, of which no CPU wheel is published.
 
 SGLang imports names from here at load time and, on a CPU without AMX, calls none of them: every name is a function that
-raises. One operator is called and so is real, in plain torch: the hash behind per-request sampling seeds. Others are
-only declared: SGLang's file for Qwen3.5, which its image processors import, looks them up.
+raises. Called, and so real, in plain torch, are the hash behind per-request sampling seeds and the functions of
+speculative decoding. Some operators are only declared: SGLang's file for Qwen3.5, which its image processors import,
+looks them up.
 """
 
 import torch
+
+from megagrpo.rollout.cpu import drafts
 
 __version__ = "0.0.0+cpu"
 _U32 = 0xFFFFFFFF
@@ -14,6 +17,8 @@ _U32 = 0xFFFFFFFF
 def __getattr__(name: str):
     if name.startswith("__"):
         raise AttributeError(name)
+    if hasattr(drafts, name):
+        return getattr(drafts, name)
 
     def missing(*args, **kwargs):
         raise NotImplementedError(f"sgl_kernel.{name} does not exist on a CPU")

@@ -1,0 +1,216 @@
+"""Engines that draft tokens by the model's own additional layer: what they answer is the model's, only sooner."""
+
+import base64
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from engine_logprobs import logits_by
+from engine_process import OneEngine
+from tiny_model import make_drafting_model
+
+from megagrpo.rollout.control import bearer
+from megagrpo.rollout.generation import SamplingParams
+from tests.experiments import experiment
+
+pytestmark = pytest.mark.timeout(900)
+PROMPT = [1, 5, 6, 7, 8, 9]
+NUM_SAMPLES, NEW_TOKENS = 3000, 6
+
+
+def drafting(steps: int) -> list[str]:
+    """Of a command line; SGLang's tree of one branch has steps drafts and the token before them."""
+    sizes = {"num-steps": steps, "eagle-topk": 1, "num-draft-tokens": steps + 1}
+    options = [word for name, value in sizes.items() for word in (f"--speculative-{name}", str(value))]
+    return ["--speculative-algorithm", "NEXTN", *options]
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory) -> Iterator[dict[str, OneEngine]]:
+    """GLM-4.5 with drafts and without, deterministic; DeepSeek-V3 with drafts, sharing prefixes."""
+    folder = tmp_path_factory.mktemp("drafts")
+    glm, deepseek = (make_drafting_model(folder / family, family) for family in ("glm4_moe", "deepseek_v3"))
+    experts = ["--enable-return-routed-experts"]
+    table = {
+        "drafting": (glm, True, [*drafting(3), *experts]),
+        "plain": (glm, True, experts),
+        "deepseek": (deepseek, False, drafting(1)),
+    }
+    with ExitStack() as stack:
+        started = {}
+        for name, (model, deterministic, words) in table.items():
+            rollout = {"deterministic": deterministic, "load_format": "model"}
+            config = experiment(output_dir=str(folder), model={"path": str(model)}, rollout=rollout)
+            started[name] = OneEngine(config, folder, id=name, words=words)
+            stack.callback(started[name].stop)
+            started[name].begin_start()
+        yield {name: engine.finish_start() for name, engine in started.items()}
+
+
+def post(engine: OneEngine, path: str, **body):
+    headers = bearer(engine.api_key)
+    return httpx.post(engine.info.url + path, json=body, headers=headers, timeout=400).raise_for_status().json()
+
+
+def generate(engine: OneEngine, prompts: list[list[int]], seeds: range | list[int], **params) -> list[dict]:
+    """As GenerationClient asks, but without an end of the text, unless one is in params."""
+    more = {"ignore_eos": "stop_token_ids" not in params}
+    sampling = [SamplingParams(**params).body(seed, 0) | more for seed in seeds]
+    return post(engine, "/generate", input_ids=prompts, sampling_params=sampling, return_logprob=True)
+
+
+def logprobs(answer: dict, of: str = "output") -> np.ndarray:
+    return np.array([entry[0] for entry in answer["meta_info"][f"{of}_token_logprobs"]], dtype=np.float64)
+
+
+def experts(answer: dict) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(answer["meta_info"]["routed_experts"]), np.int32)
+
+
+def acceptance(answers: list[dict]) -> float:
+    drafts = [(x["meta_info"]["spec_num_correct_drafts"], x["meta_info"]["spec_num_proposed_drafts"]) for x in answers]
+    accepted, proposed = np.array(drafts).sum(0)
+    return accepted / proposed
+
+
+def some_prompts(count: int, seed: int = 0) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[1, *(draw.randrange(3, 320) for _ in range(draw.randrange(3, 60)))] for _ in range(count)]
+
+
+def as_read_by(engine: OneEngine, prompts: list[list[int]], answers: list[dict]) -> list[dict]:
+    """The engine's answers to prompts and responses together: it reads these tokens at once and drafts none."""
+    whole = [prompt + answer["output_ids"] for prompt, answer in zip(prompts, answers, strict=True)]
+    sampling = {"max_new_tokens": 1, "temperature": 0.0}
+    body = {"input_ids": whole, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+    return post(engine, "/generate", **body, return_routed_experts=True)
+
+
+def assert_own_logprobs(engine: OneEngine, prompts: list[list[int]], answers: list[dict]) -> None:
+    for prompt, answer, read in zip(prompts, answers, as_read_by(engine, prompts, answers), strict=True):
+        assert np.abs(logprobs(answer) - logprobs(read, "input")[len(prompt) :]).max() < 1e-5
+
+
+def test_greedy_answers_and_experts_are_those_without_drafts(engines):
+    prompts = some_prompts(24)
+    sampling = {"max_new_tokens": 64, "temperature": 0.0, "ignore_eos": True}
+    body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True, "return_routed_experts": True}
+    with_drafts, without = (post(engines[name], "/generate", **body) for name in ("drafting", "plain"))
+    for one, other in zip(with_drafts, without, strict=True):
+        assert one["output_ids"] == other["output_ids"]
+        assert np.abs(logprobs(one) - logprobs(other)).max() < 1e-5
+        assert np.array_equal(experts(one), experts(other))
+        assert not [key for key in other["meta_info"] if key.startswith("spec_")]
+    assert 0.2 < acceptance(with_drafts) < 0.9, "else drafts would not be tested"
+
+
+def test_a_chain_ends_where_the_response_does(engines):
+    engine, prompt = engines["drafting"], some_prompts(1)
+    [whole] = generate(engine, prompt, [0], temperature=0.0, max_tokens=64)
+    tokens = whole["output_ids"]
+    for length in range(1, 8):
+        [answer] = generate(engine, prompt, [0], temperature=0.0, max_tokens=length)
+        assert answer["output_ids"] == tokens[:length] and len(logprobs(answer)) == length
+        end = tokens.index(tokens[length])
+        [answer] = generate(engine, prompt, [0], temperature=0.0, max_tokens=64, stop_token_ids=(tokens[length],))
+        assert answer["output_ids"] == tokens[: end + 1] and len(logprobs(answer)) == end + 1
+        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": tokens[length]}
+
+
+def test_the_same_seeds_give_the_same_samples_in_any_company(engines):
+    engine, prompts = engines["drafting"], some_prompts(16, 1)
+    together = generate(engine, prompts, range(16), temperature=1.0, max_tokens=40)
+    for number in range(8):
+        [alone] = generate(engine, [prompts[number]], [number], temperature=1.0, max_tokens=40)
+        assert alone["output_ids"] == together[number]["output_ids"]
+        assert np.array_equal(logprobs(alone), logprobs(together[number])), "bit for bit"
+    assert_own_logprobs(engines["plain"], prompts, together)
+    for answer, read in zip(together, as_read_by(engines["plain"], prompts, together), strict=True):
+        assert np.array_equal(experts(answer), experts(read)[: len(experts(answer))])
+
+
+@pytest.mark.parametrize("name, temperature", [("drafting", 1.0), ("drafting", 0.7), ("deepseek", 1.0)])
+def test_samples_have_the_distribution_of_the_model(engines, name, temperature):
+    """With the exact probability of every token after its prefix, u = P(smaller token) + v P(token) is uniform and
+    independent of the u before, for uniform v. A greedy verifier fails by far: its tokens are the likely ones."""
+    engine = engines[name]
+    params = {"temperature": temperature, "max_tokens": NEW_TOKENS}
+    answers = generate(engine, [PROMPT] * NUM_SAMPLES, range(NUM_SAMPLES), **params)
+    tokens = torch.tensor([answer["output_ids"] for answer in answers])
+    rows = torch.cat([torch.tensor(PROMPT).expand(NUM_SAMPLES, -1), tokens], 1)
+    logits = logits_by(engine.config.model.path, rows)[:, len(PROMPT) - 1 : -1].double() / temperature
+    exact = logits.log_softmax(-1).gather(2, tokens[:, :, None])[:, :, 0]
+    assert np.abs(exact.numpy() - np.stack([logprobs(answer) for answer in answers])).max() < 2e-5
+    assert 0.1 < acceptance(answers) < 0.9
+    probabilities, places = logits.softmax(-1).sort(-1, descending=True)
+    rank = (places == tokens[:, :, None]).int().argmax(-1, keepdim=True)
+    own, to_here = (x.gather(2, rank)[:, :, 0] for x in (probabilities, probabilities.cumsum(-1)))
+    u = to_here - own * torch.rand(own.shape, generator=torch.Generator().manual_seed(0), dtype=own.dtype)
+    sixth = (6 * u).long().clamp(0, 5)
+    for position in range(NEW_TOKENS - 1):
+        pairs = 6 * sixth[:, position] + sixth[:, position + 1]
+        expected = NUM_SAMPLES / 36
+        chi_squared = float(((pairs.bincount(minlength=36) - expected) ** 2 / expected).sum())
+        assert chi_squared < 80.0, f"{position}: of 35 degrees of freedom, by chance one in 40,000"
+
+
+def test_top_k_and_greedy_requests_share_a_batch(engines):
+    engine, prompt = engines["drafting"], some_prompts(1)[0]
+    [greedy] = generate(engine, [prompt], [0], temperature=0.0, max_tokens=16)
+    sampling = [{"max_new_tokens": 16, "temperature": 0.0}, {"max_new_tokens": 16, "sampling_seed": 7}]
+    sampling += [{"max_new_tokens": 16, "top_k": 3, "top_p": 0.8, "sampling_seed": seed} for seed in range(30)]
+    body = {"input_ids": [prompt] * 32, "sampling_params": sampling, "return_logprob": True}
+    answers = post(engine, "/generate", **body)
+    assert answers[0]["output_ids"] == greedy["output_ids"]
+    for answer in answers[2:]:
+        row = torch.tensor([prompt + answer["output_ids"]])
+        logits = logits_by(engine.config.model.path, row)[0, len(prompt) - 1 : -1]
+        likely = logits.topk(3).indices
+        assert (likely == torch.tensor(answer["output_ids"])[:, None]).any(1).all()
+    assert len({tuple(answer["output_ids"]) for answer in answers[2:]}) > 10
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
+def test_a_pause_between_chains(engines, mode):
+    engine, prompts, found = engines["drafting"], some_prompts(12, 2), []
+
+    def sample() -> None:
+        found.extend(generate(engine, prompts, range(12), temperature=1.0, max_tokens=150))
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    time.sleep(0.8)
+    post(engine, "/pause_generation", mode=mode)
+    post(engine, "/continue_generation")
+    thread.join()
+    reasons = {answer["meta_info"]["finish_reason"]["type"] for answer in found}
+    assert reasons == ({"abort"} if mode == "abort" else {"length"}), "the pause came too late"
+    assert {answer["meta_info"]["num_retractions"] for answer in found} == {int(mode == "retract")}
+    assert_own_logprobs(engines["plain"], prompts, found)
+
+
+def test_an_update_from_disk_reaches_the_drafts(engines, tmp_path):
+    """Last: it changes both engines of GLM-4.5."""
+    other = make_drafting_model(tmp_path / "other", "glm4_moe", seed=5)
+    checksums = []
+    for name in ("drafting", "plain", "drafting"):
+        if checksums:
+            post(engines[name], "/update_weights_from_disk", model_path=str(other), flush_cache=True)
+        checksums.append(post(engines[name], "/weights_checker", action="checksum")["ranks"][0]["checksums"])
+    before, plain, after = checksums
+    drafts = [key for key in before if key.startswith("draft.")]
+    constant = ("hnorm", "eh_proj", "e_score_correction_bias")
+    assert [key for key in drafts if before[key] == after[key]] == [k for k in drafts if any(c in k for c in constant)]
+    assert {key: after[key] for key in plain} == plain
+    for shared in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert after["draft." + shared] == after[shared]
+    prompts = some_prompts(8, 3)
+    answers = generate(engines["drafting"], prompts, range(8), temperature=1.0, max_tokens=40)
+    assert acceptance(answers) > 0.1
+    assert_own_logprobs(engines["plain"], prompts, answers)
