@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from megagrpo.config.schema import ExperimentConfig
 
 
+_CHUNK = 2048  # SGLang's smallest default of chunked_prefill_size, tokens
+
+
 class ParallelConfig(Section):
     """Megatron's layout. Data parallel: world_size / (tp pp cp) ranks; sequence parallelism is on when tp > 1."""
 
@@ -262,6 +265,8 @@ class ActorConfig(Section):
         sglang, words = experiment.rollout.sglang, experiment.rollout.extra_args
         chunk, by_engine = sglang.get("chunked_prefill_size"), self.routing_replay == "rollout"
         unchunked = by_engine and isinstance(chunk, int) and chunk <= 0
+        read = (experiment.rollout.draft_tokens or 0) + 1  # tokens of a request in one forward of the model
+        held = experiment.rollout.max_running_requests * read
         halves = sglang.get("enable_two_batch_overlap") or any(word.startswith("--enable-two") for word in words)
         return {
             "actor.routing_replay old changes nothing with one update a step: the weights before it are those that "
@@ -269,6 +274,9 @@ class ActorConfig(Section):
             "rollout": self.routing_replay == "old" and experiment.train.updates_of_step == 1,
             f"actor.routing_replay rollout with rollout.sglang.chunked_prefill_size {chunk}: SGLang keeps the experts "
             "of one chunk, and a longer prompt in one piece would end the engine; remove the latter": unchunked,
+            f"actor.routing_replay rollout with rollout.draft_tokens: a forward reads {held} tokens, max_running_requests "
+            f"times {read}, and SGLang keeps the experts of a chunk; lower it, or set rollout.sglang: "
+            f"{{chunked_prefill_size: {held}}}": by_engine and read > 1 and held > (chunk or _CHUNK),
             "actor.routing_replay rollout with SGLang's enable_two_batch_overlap, which keeps the experts of a batch's "
             "second half where those of the first are; remove one of them": by_engine and halves,
         }

@@ -28,20 +28,13 @@ def engine_info(url: str, state: str, incarnation: int, id: str = "e0") -> Engin
 class OneEngine:
     """Starts, kills and restarts one engine; has the methods of the service's control that the exchange uses.
 
-    An engine over several nodes has a server process for each, all on this machine. words: more of its command line.
+    An engine over several nodes has a server process for each, all on this machine.
     """
 
     api_key = "of one engine"
 
-    def __init__(
-        self,
-        config: ExperimentConfig,
-        folder: Path,
-        python_path: Sequence[str] = (),
-        id: str = "e0",
-        words: Sequence[str] = (),
-    ):
-        self.config, self.folder, self.python_path, self.words = config, folder, python_path, words
+    def __init__(self, config: ExperimentConfig, folder: Path, python_path: Sequence[str] = (), id: str = "e0"):
+        self.config, self.folder, self.python_path = config, folder, python_path
         self.info = engine_info("", "starting", 0, id)
         self.ready_calls: list[tuple] = []
         self.lost: list[str] = []
@@ -68,7 +61,7 @@ class OneEngine:
             env = child_environment(variables, engine_python_path(place) + list(self.python_path))
             with log.open("wb") as output:
                 streams = {"stdout": output, "stderr": output, "stdin": subprocess.DEVNULL}
-                command = [*engine_command(self.config, place), *self.words]
+                command = engine_command(self.config, place)
                 self.processes.append(subprocess.Popen(command, env=env, start_new_session=True, **streams))
 
     def finish_start(self) -> "OneEngine":

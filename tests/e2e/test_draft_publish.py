@@ -38,7 +38,7 @@ def experiment(model: Path, transport: str) -> ExperimentConfig:
     )
 
 
-@pytest.fixture(scope="module", params=list(LAYOUTS))
+@pytest.fixture(scope="module", params=["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.slow)])
 def models(request, tmp_path_factory) -> list[Path]:
     folder = tmp_path_factory.mktemp("drafts") / request.param
     return [make_drafting_model(folder / f"m{seed}", request.param, seed) for seed in range(2)]

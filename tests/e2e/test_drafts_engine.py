@@ -5,7 +5,8 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -24,33 +25,28 @@ PROMPT = [1, 5, 6, 7, 8, 9]
 NUM_SAMPLES, NEW_TOKENS = 3000, 6
 
 
-def drafting(steps: int) -> list[str]:
-    """Of a command line; SGLang's tree of one branch has steps drafts and the token before them."""
-    sizes = {"num-steps": steps, "eagle-topk": 1, "num-draft-tokens": steps + 1}
-    options = [word for name, value in sizes.items() for word in (f"--speculative-{name}", str(value))]
-    return ["--speculative-algorithm", "NEXTN", *options]
+@contextmanager
+def started(folder: Path, table: dict[str, tuple[Path, bool, int | None]]) -> Iterator[dict[str, OneEngine]]:
+    """Engines of models, deterministic or not, with so many drafts for each forward; the latter say their experts."""
+    with ExitStack() as stack:
+        found = {}
+        for name, (model, deterministic, drafts) in table.items():
+            rollout = {"deterministic": deterministic, "load_format": "model", "draft_tokens": drafts}
+            actor = {"draft": {}} | ({"routing_replay": "rollout"} if deterministic else {})
+            config = experiment(output_dir=str(folder), model={"path": str(model)}, rollout=rollout, actor=actor)
+            found[name] = OneEngine(config, folder, id=name)
+            stack.callback(found[name].stop)
+            found[name].begin_start()
+        yield {name: engine.finish_start() for name, engine in found.items()}
 
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory) -> Iterator[dict[str, OneEngine]]:
-    """GLM-4.5 with drafts and without, deterministic; DeepSeek-V3 with drafts, sharing prefixes."""
+    """GLM-4.5 with drafts and without, deterministic."""
     folder = tmp_path_factory.mktemp("drafts")
-    glm, deepseek = (make_drafting_model(folder / family, family) for family in ("glm4_moe", "deepseek_v3"))
-    experts = ["--enable-return-routed-experts"]
-    table = {
-        "drafting": (glm, True, [*drafting(3), *experts]),
-        "plain": (glm, True, experts),
-        "deepseek": (deepseek, False, drafting(1)),
-    }
-    with ExitStack() as stack:
-        started = {}
-        for name, (model, deterministic, words) in table.items():
-            rollout = {"deterministic": deterministic, "load_format": "model"}
-            config = experiment(output_dir=str(folder), model={"path": str(model)}, rollout=rollout)
-            started[name] = OneEngine(config, folder, id=name, words=words)
-            stack.callback(started[name].stop)
-            started[name].begin_start()
-        yield {name: engine.finish_start() for name, engine in started.items()}
+    model = make_drafting_model(folder / "model", "glm4_moe")
+    with started(folder, {"drafting": (model, True, 3), "plain": (model, True, None)}) as found:
+        yield found
 
 
 def post(engine: OneEngine, path: str, **body):
@@ -135,11 +131,21 @@ def test_the_same_seeds_give_the_same_samples_in_any_company(engines):
         assert np.array_equal(experts(answer), experts(read)[: len(experts(answer))])
 
 
-@pytest.mark.parametrize("name, temperature", [("drafting", 1.0), ("drafting", 0.7), ("deepseek", 1.0)])
-def test_samples_have_the_distribution_of_the_model(engines, name, temperature):
+@pytest.mark.parametrize("temperature", [1.0, pytest.param(0.7, marks=pytest.mark.slow)])
+def test_samples_have_the_distribution_of_the_model(engines, temperature):
+    assert_distribution(engines["drafting"], temperature)
+
+
+@pytest.mark.slow
+def test_samples_have_the_distribution_of_a_model_with_latent_attention(tmp_path):
+    model = make_drafting_model(tmp_path / "model", "deepseek_v3")
+    with started(tmp_path, {"deepseek": (model, False, 1)}) as found:
+        assert_distribution(found["deepseek"], 1.0)
+
+
+def assert_distribution(engine: OneEngine, temperature: float) -> None:
     """With the exact probability of every token after its prefix, u = P(smaller token) + v P(token) is uniform and
     independent of the u before, for uniform v. A greedy verifier fails by far: its tokens are the likely ones."""
-    engine = engines[name]
     params = {"temperature": temperature, "max_tokens": NEW_TOKENS}
     answers = generate(engine, [PROMPT] * NUM_SAMPLES, range(NUM_SAMPLES), **params)
     tokens = torch.tensor([answer["output_ids"] for answer in answers])
@@ -176,7 +182,9 @@ def test_top_k_and_greedy_requests_share_a_batch(engines):
     assert len({tuple(answer["output_ids"]) for answer in answers[2:]}) > 10
 
 
-@pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
+@pytest.mark.parametrize(
+    "mode", ["retract", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("in_place", "abort"))]
+)
 def test_a_pause_between_chains(engines, mode):
     engine, prompts, found = engines["drafting"], some_prompts(12, 2), []
 
@@ -195,6 +203,7 @@ def test_a_pause_between_chains(engines, mode):
     assert_own_logprobs(engines["plain"], prompts, found)
 
 
+@pytest.mark.slow  # test_draft_publish.py has every transport
 def test_an_update_from_disk_reaches_the_drafts(engines, tmp_path):
     """Last: it changes both engines of GLM-4.5."""
     other = make_drafting_model(tmp_path / "other", "glm4_moe", seed=5)

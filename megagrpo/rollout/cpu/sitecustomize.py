@@ -8,6 +8,8 @@ import importlib.abc
 import importlib.util
 import sys
 
+_REGISTERS = 128  # elements: a multiple of what torch's loops on a CPU compute at once
+
 
 def torchvision_operators(module) -> None:
     """torchvision registers shapes for two operators that a wheel linked to CUDA lacks on a CPU, and fails."""
@@ -85,7 +87,8 @@ def decode_in_one_call(module) -> None:
 
 def batch_invariant_products(module) -> None:
     """The deterministic mode replaces matrix products by Triton kernels. Here each row is multiplied separately, so
-    that its sums do not depend on the rest of the batch."""
+    that its sums do not depend on the rest of the batch. Sigmoids of a router's scores have other bits in a vector
+    register than one by one, as the last ones of a tensor are computed; padded, all are in registers."""
     import torch
 
     def mm(a, b):
@@ -97,6 +100,11 @@ def batch_invariant_products(module) -> None:
     def addmm(bias, a, b, beta=1, alpha=1):
         return mm(a, b) * alpha + bias * beta
 
+    def sigmoid(values):
+        flat = values.flatten()
+        padded = torch.nn.functional.pad(flat, (0, -len(flat) % _REGISTERS))
+        return torch.ops.aten.sigmoid.out(padded, out=torch.empty_like(padded))[: len(flat)].view_as(values)
+
     def enable_batch_invariant_mode(enable_bmm=True):
         if module._batch_invariant_MODE:
             return
@@ -104,6 +112,7 @@ def batch_invariant_products(module) -> None:
         module._batch_invariant_LIB = torch.library.Library("aten", "IMPL")
         module._batch_invariant_LIB.impl("aten::mm", mm, "CPU")
         module._batch_invariant_LIB.impl("aten::addmm", addmm, "CPU")
+        module._batch_invariant_LIB.impl("aten::sigmoid", sigmoid, "CPU")
 
     module.enable_batch_invariant_mode = enable_batch_invariant_mode
 

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megagrpo.mesh import only_fake_groups
 from megagrpo.weights.copies.record import Copy, Specs, coverage_problems
-from megagrpo.weights.engines.loader import record_engine_model
+from megagrpo.weights.engines.loader import WithDraft, record_engine_model
 
 
 def record_engine(arguments: list[str], specs: Specs) -> Iterator[list[Copy]]:
@@ -36,6 +36,8 @@ def record_engine(arguments: list[str], specs: Specs) -> Iterator[list[Copy]]:
     for rank in range(server.tp_size):
         with _pretended_rank(server, rank) as model_config:
             model = _build(model_config)
+            if server.speculative_algorithm is not None:
+                model = _with_draft(model, server)
             recording, whole = record_engine_model(model, specs, allow_computed=True)
             problems = coverage_problems(recording, dict(model.named_parameters()))
         if problems:
@@ -50,6 +52,14 @@ def _build(config: ModelConfig) -> torch.nn.Module:
     load = LoadConfig()
     with set_default_torch_dtype(config.dtype), torch.device("meta"):
         return _initialize_model(config, load, _get_quantization_config(config, load))
+
+
+def _with_draft(model: torch.nn.Module, server: ServerArgs) -> WithDraft:
+    """Builds the draft of an engine that speculates, which shares embedding and output layer with its model."""
+    draft = _build(ModelConfig.from_server_args(server, is_draft_model=True))
+    for name in ("model.embed_tokens", "lm_head"):
+        draft.get_submodule(name).weight = model.get_submodule(name).weight
+    return WithDraft(model, draft)
 
 
 @contextmanager
