@@ -274,9 +274,9 @@ class ActorConfig(Section):
             "rollout": self.routing_replay == "old" and experiment.train.updates_of_step == 1,
             f"actor.routing_replay rollout with rollout.sglang.chunked_prefill_size {chunk}: SGLang keeps the experts "
             "of one chunk, and a longer prompt in one piece would end the engine; remove the latter": unchunked,
-            f"actor.routing_replay rollout with rollout.draft_tokens: a forward reads {held} tokens, max_running_requests "
-            f"times {read}, and SGLang keeps the experts of a chunk; lower it, or set rollout.sglang: "
-            f"{{chunked_prefill_size: {held}}}": by_engine and read > 1 and held > (chunk or _CHUNK),
+            f"actor.routing_replay rollout with rollout.draft_tokens: a forward may read {held} tokens, "
+            f"max_running_requests times {read}, and SGLang keeps the experts of one chunk; lower the former, or set "
+            f"rollout.sglang: {{chunked_prefill_size: {held}}}": by_engine and read > 1 and held > (chunk or _CHUNK),
             "actor.routing_replay rollout with SGLang's enable_two_batch_overlap, which keeps the experts of a batch's "
             "second half where those of the first are; remove one of them": by_engine and halves,
         }

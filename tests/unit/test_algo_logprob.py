@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megagrpo.algo import logprob
-from megagrpo.algo.logprob import VocabularyShard, chunked_full_kl, chunked_logprobs
+from megagrpo.algo.logprob import VocabularyShard, chunked_draft_kl, chunked_full_kl, chunked_logprobs
 
 TOKENS, HIDDEN, VOCAB, PADDED = 21, 8, 29, 32
 REAL = VocabularyShard(size=VOCAB)
@@ -93,6 +93,22 @@ def test_full_kl(problem, monkeypatch, tile):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     itself = chunked_full_kl(hidden, weight, hidden.detach(), weight.detach(), 0.7, 4, REAL)
     assert itself.abs().max() < 1e-5 and gradients(itself.sum(), hidden)[0].abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("tile", [5, 8192])
+def test_a_draft_is_pulled_to_the_policy_which_has_no_gradient(problem, monkeypatch, tile):
+    monkeypatch.setattr(logprob, "TILE_COLUMNS", tile)
+    hidden, weight, _ = problem
+    draft = torch.randn(TOKENS, hidden.shape[1], requires_grad=True)
+    mine = chunked_draft_kl(draft, hidden, weight, 0.7, 4, REAL)
+    logp, logq = (((h @ weight.detach()[:VOCAB].T) / 0.7).log_softmax(-1) for h in (hidden.detach(), draft))
+    right = (logp.exp() * (logp - logq)).sum(1)
+    torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
+    coefficients = torch.randn(TOKENS)
+    found, expected = (gradients(value @ coefficients, draft)[0] for value in (mine, right))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    mine = chunked_draft_kl(draft, hidden, weight, 0.7, 4, REAL)
+    assert torch.autograd.grad(mine.sum(), [hidden, weight], allow_unused=True) == (None, None)
 
 
 def test_largest_block_is_one_tile(problem, monkeypatch):

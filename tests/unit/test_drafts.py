@@ -1,10 +1,18 @@
-"""The stand-ins for SGLang's kernels of speculative decoding, and the attention of a chain of drafts."""
+"""Drafts: the stand-ins for SGLang's kernels, the attention of a chain, what is counted, what is refused."""
+
+import json
 
 import pytest
 import torch
 
+from megagrpo.algo.statistics import alone
+from megagrpo.config.load import ConfigError, load_config
+from megagrpo.families.table import architecture_of, is_left_out, left_out, model_tensors, read_architecture
+from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout.cpu import drafts
 from megagrpo.rollout.cpu.draft_attention import attend
+from megagrpo.rollout.response import CacheUse, Response
+from tests.experiments import ROOT
 
 CHAIN, WORDS = 3, 5
 
@@ -109,3 +117,56 @@ def test_the_last_tokens_attend_as_in_the_whole_sequence():
             scores = 0.3 * torch.einsum("hd,thd->ht", query[row, i], keys[seen].repeat_interleave(2, 1))
             wanted = torch.einsum("ht,thd->hd", scores.softmax(-1), values[seen].repeat_interleave(2, 1))
             assert torch.allclose(found[row, i], wanted, atol=1e-6)
+
+
+def test_forwards_are_counted_by_what_they_accepted():
+    use, parts = CacheUse(), [Response([1, 2], [0.0, 0.0], "cut", 1, accepted=(1, 1))]
+    parts.append(Response([3, 4, 5, 6], [0.0] * 4, "stop", 1, accepted=(1, 0, 1)))
+    whole = parts[0].then(parts[1])
+    assert whole.accepted == (2, 1, 1)
+    use.count(4, whole, None)
+    metrics = Metrics()
+    use.add_metrics(metrics, 2)
+    found = metrics.reduced(alone)
+    assert found["draft/accepted_1"] == 2 / 4 and found["draft/accepted_2"] == 1 / 4
+    assert found["draft/tokens_per_forward"] == (2 + 2 + 3) / 4
+    metrics = Metrics()
+    use.add_metrics(metrics, 2)
+    assert not [name for name in metrics.reduced(alone) if name.startswith("draft/")], "it began anew"
+
+
+QUICKSTART = ROOT / "configs" / "quickstart_draft.yaml"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["actor.draft=null"], "rollout.draft_tokens without actor.draft"),
+        (["actor.lora={}"], "adapters of the model alone: remove draft"),
+        (["rollout.sglang={speculative_num_steps: 3}"], "is set by rollout.draft_tokens"),
+        (["rollout.sglang={speculative_draft_model_path: x}"], "a publish reaches no other draft"),
+        (["actor.routing_replay=rollout", "rollout.max_running_requests=1024"], "may read 3072 tokens"),
+    ],
+)
+def test_refused(settings, said):
+    with pytest.raises(ConfigError, match=said.replace(".", "[.]")):
+        load_config(QUICKSTART, settings)
+
+
+def test_a_model_without_such_a_layer_is_refused_and_one_with_it_has_it_on_request():
+    models = ROOT / "configs" / "models"
+    with pytest.raises(ValueError, match="one multi-token-prediction layer; num_nextn_predict_layers is 0 here"):
+        read_architecture(models / "Kimi-K2-Instruct", True)
+    hf = {"num_nextn_predict_layers": 1, "num_hidden_layers": 61}
+    plain, whole = (read_architecture(models / "DeepSeek-V3-0324", draft) for draft in (False, True))
+    names = {spec.name for spec in model_tensors(whole)} - {spec.name for spec in model_tensors(plain)}
+    assert all(name.startswith("model.layers.61.") for name in names)
+    assert sum(spec.size for spec in model_tensors(whole) if spec.name in names) == pytest.approx(11.5e9, rel=0.01)
+    assert left_out(hf) and not left_out(hf, True)
+    assert all(is_left_out(hf, name) and not is_left_out(hf, name, True) for name in names)
+    assert is_left_out(hf, "model.layers.61.embed_tokens.weight", True), "the model's own"
+    assert not architecture_of({**hf_of(models / "GLM-4.5")}).draft
+
+
+def hf_of(folder) -> dict:
+    return json.loads((folder / "config.json").read_text())

@@ -28,7 +28,10 @@ from megagrpo.planning.engine_memory import (
 from megagrpo.planning.hardware import CONTEXT_BYTES, HARDWARE, hardware_of
 from megagrpo.planning.layer_costs import model_work
 from megagrpo.planning.roofline import (
+    ACCEPTANCE,
     Target,
+    decode_seconds,
+    drafted_seconds,
     measured_efficiency,
     plan_step,
     publish_seconds,
@@ -166,6 +169,27 @@ def test_a_rollout_reads_weights_and_cache_once_a_step():
     moved = 2 * 7 / 8 * 4096 * 2 * 188  # two all-reduces of each of 94 layers, a token
     assert found["communication"] == pytest.approx(samples * 640 * moved / 450e9)
     assert found["prefill"] == 0.0
+
+
+def _one_draft(*of_step) -> dict[str, np.ndarray]:
+    return drafted_seconds(*of_step, 1)
+
+
+def test_a_draft_of_every_token_divides_what_a_forward_reads():
+    """Each of two forwards in a row reads the weights; the second is that of the draft, of one layer and the head."""
+    lengths = lengths_of(640)
+    deepseek = Target(read_architecture(MODELS / "DeepSeek-V3-0324", True), H100, 8, lengths)
+    server = server_of(shipped("deepseek_v3_671b").rollout)
+    running, held = np.array([4.0]), np.array([1000.0])
+    plain, pair = decode_seconds(deepseek, server, running, held), decode_seconds(deepseek, server, running, held, 2)
+    assert pair["cache"] == plain["cache"] and pair["communication"] == 2 * plain["communication"]
+    assert plain["weights"] < pair["weights"] < 2 * plain["weights"], "more experts, the rest is read once"
+    found = drafted_seconds(deepseek, server, running, held, 1)
+    head = 2 * 129280 * 7168 / server.tp / 3.35e12
+    expected = (pair["weights"] + plain["weights"] / 61 + head) / (1 + ACCEPTANCE)
+    assert found["weights"] == pytest.approx(expected)
+    full = [plan(deepseek, server, np.array([9e4]), np.array([1.0])) for plan in (decode_seconds, _one_draft)]
+    assert full[1]["compute"] > full[0]["compute"], "products of rejected tokens"
 
 
 def test_a_tower_is_run_once_a_prompt_on_engines_and_by_every_replica_of_the_trainers():
