@@ -14,8 +14,10 @@ from pathlib import Path
 import torch
 
 from megagrpo.config.load import load_config
+from megagrpo.config.schema import RolloutConfig
 from megagrpo.families.table import model_tensors, read_architecture
 from megagrpo.weights.copies.record import Specs
+from megagrpo.weights.quantised import quantised_specs
 
 
 def hf_specs(model: Path, dtype: torch.dtype) -> Specs:
@@ -24,6 +26,17 @@ def hf_specs(model: Path, dtype: torch.dtype) -> Specs:
         spec.name: (spec.shape, getattr(torch, spec.dtype) if spec.dtype else dtype)
         for spec in model_tensors(read_architecture(model))
     }
+
+
+def fp8_names(model: Path, rollout: RolloutConfig) -> set[str]:
+    """Returns the tensors of a folder's checkpoint that such engines keep in FP8."""
+    tensors = model_tensors(read_architecture(model)) if rollout.quantization else ()
+    return {spec.name for spec in tensors if spec.in_fp8}
+
+
+def engine_specs(model: Path, rollout: RolloutConfig) -> Specs:
+    """Returns the tensors that are published to such engines, scales of FP8 included, by the folder's config.json."""
+    return quantised_specs(hf_specs(model, getattr(torch, rollout.dtype)), fp8_names(model, rollout))
 
 
 def _trainers(folder: Path) -> list:
@@ -45,9 +58,9 @@ def _trainers(folder: Path) -> list:
 def _engine(folder: Path) -> list:
     from megagrpo.rollout.service.engine_dry_run import record_engine
 
-    dtype = getattr(torch, load_config(folder / "config.yaml").rollout.dtype)
+    rollout = load_config(folder / "config.yaml").rollout
     arguments = json.loads((folder / "arguments.json").read_text())
-    return list(record_engine(arguments, hf_specs(folder / "model", dtype)))
+    return list(record_engine(arguments, engine_specs(folder / "model", rollout)))
 
 
 def _servers(folders: list[Path]) -> None:
