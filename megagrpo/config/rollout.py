@@ -198,6 +198,8 @@ class RolloutConfig(Section):
     """Batch-invariant kernels, one seed a sample, deterministic algorithms in trainers: a run can be repeated bit by
     bit. On a GPU torch warns of an operator that has no such algorithm."""
     max_running_requests: PositiveInt = Field(default=128, description="Requests that one engine works on at once.")
+    min_running_requests: PositiveInt | None = None
+    """Lets requests per engine fall to this number while a cache is full, and rise again. Default: they stay."""
     max_total_tokens: PositiveInt | None = None
     """Tokens in one engine's KV cache; default: SGLang's choice (20,000 on a CPU)."""
     mem_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.85
@@ -269,6 +271,8 @@ class RolloutConfig(Section):
             f"tp {self.tp} is not a multiple of ep {self.ep}": self.tp % self.ep,
             "quantization fp8 with load_format model: the trainers quantise, and the model's files hold none of that; "
             "take dummy": self.quantization and self.load_format == "model",
+            "min_running_requests is more than max_running_requests": self.max_running_requests
+            < (self.min_running_requests or 0),
             f"min_healthy_engines {healthy} is more than num_engines {self.num_engines}": healthy > self.num_engines,
         }
 

@@ -1,4 +1,4 @@
-"""SGLang's own models in FP8 in this process, one tensor-parallel rank: python -m tests.e2e.fp8_in_process FOLDER FAMILY.
+"""SGLang's own models in FP8 in this process, one rank: python -m tests.e2e.fp8_in_process FOLDER FAMILY.
 
 The stand-ins for a CPU must come first on PYTHONPATH. Prints what `main` returns as JSON.
 """
