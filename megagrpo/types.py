@@ -169,6 +169,7 @@ class EngineInfo:
     pid: int  # of its first server process; 0 while starting
     reason: str  # of its last death; "" before
     load: dict[str, float] = field(default_factory=dict, hash=False)  # most since its weights were verified: see LOADS
+    load_now: dict[str, float] = field(default_factory=dict, hash=False)  # at the last look; {}: it did not answer
 
     @property
     def alive(self) -> bool:

@@ -31,6 +31,7 @@ class FakeService:
     failed: str | None = None
     url: str = ""
     cache_tokens: int | None = None  # what /server_info says
+    load_now: dict[str, float] = field(default_factory=dict)
     hang: Callable[[dict], bool] = lambda body: False
     requests: list[dict] = field(default_factory=list)
     marked: list[tuple] = field(default_factory=list)
@@ -42,7 +43,7 @@ class FakeService:
     async def status(self, request: web.Request) -> web.Response:
         verified = self.version if self.state == "ready" else None
         engine = {"id": "engine-0", "url": self.url, "state": self.state, "weight_version": verified, "incarnation": 1}
-        engine |= {"restarts": 0, "pid": 1, "reason": ""}
+        engine |= {"restarts": 0, "pid": 1, "reason": "", "load_now": self.load_now}
         found = {"router": self.url, "failed": self.failed, "lost_hosts": self.lost_hosts, "engines": [engine]}
         return web.json_response(found)
 

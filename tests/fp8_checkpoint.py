@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megagrpo.weights.hf_folder import HfFolder
 
-WHOLE = ("embed_tokens", "lm_head", "norm", "mlp.gate.")  # what published checkpoints do not quantise
+WHOLE = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "moe.gate.")  # what published checkpoints do not quantise
 
 
 def dequantised(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:

@@ -192,8 +192,7 @@ class RolloutConfig(Section):
     scale each. Trainers quantise what they publish; embeddings, output layer, norms and routers stay in `dtype`. See
     [FP8 engines](../fp8.md)."""
     draft_tokens: PositiveInt | None = None
-    """Tokens that the model's draft (`actor.draft`) proposes for each forward of the model, which accepts or replaces
-    them: samples and log-probabilities stay the model's (arXiv 2302.01318). Default: no speculation."""
+    """Tokens that a draft (`actor.draft`) proposes for a forward of the model; samples stay the model's. Default: 0."""
     load_format: Literal["dummy", "model"] = "dummy"
     """How engines start: with random weights, which the first publish fills and proves before anybody samples
     (`dummy`), or with those in `model.path`, which is read from disk once an engine and start (`model`)."""
@@ -201,6 +200,8 @@ class RolloutConfig(Section):
     """Batch-invariant kernels, one seed a sample, deterministic algorithms in trainers: a run can be repeated bit by
     bit. On a GPU torch warns of an operator that has no such algorithm."""
     max_running_requests: PositiveInt = Field(default=128, description="Requests that one engine works on at once.")
+    min_running_requests: PositiveInt | None = None
+    """Lets requests per engine fall to this number while a cache is full, and rise again. Default: they stay."""
     max_total_tokens: PositiveInt | None = None
     """Tokens in one engine's KV cache; default: SGLang's choice (20,000 on a CPU)."""
     mem_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.85
@@ -216,10 +217,8 @@ class RolloutConfig(Section):
     """`mem_fraction` of the engines of `lend_trainers`."""
     sglang: LibrarySettings = Field(default={})
     """Fields of SGLang's ServerArgs, by their names there, such as `chunked_prefill_size: 8192`."""
-    extra_args: list[str] = Field(default=[])
-    """Words appended to the engine's command line, for what is no field of ServerArgs."""
-    host: str = "127.0.0.1"
-    """The address that services bind to, or an interface that every machine has, such as eth0."""
+    extra_args: list[str] = Field(default=[], description="More words of an engine's command line, for other options.")
+    host: str = Field(default="127.0.0.1", description="Address of services, or an interface of all machines: eth0.")
     request_timeout_s: PositiveFloat = Field(default=600.0, description="Seconds for one request.")
     step_timeout_s: PositiveFloat = 3600.0
     """Seconds for all groups of a step, of each batch under dynamic sampling, or of an evaluation."""
@@ -272,6 +271,8 @@ class RolloutConfig(Section):
             f"tp {self.tp} is not a multiple of ep {self.ep}": self.tp % self.ep,
             "quantization fp8 with load_format model: the trainers quantise, and the model's files hold none of that; "
             "take dummy": self.quantization and self.load_format == "model",
+            "min_running_requests is above max_running_requests": (self.min_running_requests or 0)
+            > self.max_running_requests,
             f"min_healthy_engines {healthy} is more than num_engines {self.num_engines}": healthy > self.num_engines,
         }
 
@@ -285,7 +286,7 @@ class RolloutConfig(Section):
             "rollout.dtype: bfloat16, or actor.device: cpu": self.quantization
             and self.dtype == "float32"
             and experiment.actor.device != "cpu",
-            "rollout.draft_tokens without actor.draft: engines would propose with a layer that no publish reaches; set "
+            "rollout.draft_tokens without actor.draft: no publish would reach the draft; set "
             "actor.draft: {}": self.draft_tokens and not experiment.actor.has_draft,
             f"rollout.colocate with weights.transport {weights.transport}: NCCL takes no two ranks on one GPU; set "
             "weights.transport: ipc, or disk": self.colocate and weights.traits.uses_groups,

@@ -16,6 +16,7 @@ import torch
 
 from megagrpo.config.placement import Nodes, place
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.families.quantization import SCALES
 from megagrpo.planning.hardware import Rates, gigabytes
 from megagrpo.planning.recordings import Recordings, record_both_sides
 from megagrpo.system.run_folder import write_whole
@@ -74,6 +75,7 @@ class Forecast:
     transport: str
     engines: int
     needed_bytes: int  # the lower bound: each element of every engine rank once
+    needed_of_dtype: dict[str, int]  # of these by published dtype
     wire_bytes: int  # received by all ranks together
     between_bytes: int  # of these over the links between nodes
     busiest_sender: tuple[str, int]
@@ -114,7 +116,7 @@ def plan_weights(
     for cluster, (direct, *_) in zip(clusters, forecasts, strict=True):
         lines += _nodes(cluster, direct)
         if changed is not None and cluster.carriers is None:
-            lines.append(_with_changes(direct, changed, getattr(torch, config.rollout.dtype)))
+            lines.append(_with_changes(direct, changed))
     return "\n".join(lines)
 
 
@@ -127,33 +129,34 @@ def forecast_publish(
         trainer_atoms(recorded.trainers, recorded.specs), recorded.engine, recorded.specs, piece_limit(bucket_bytes)
     )
     gather = broadcast_plan(recorded.trainers, recorded.specs, bucket_bytes)
-    same_dtype = config.actor.dtype == config.rollout.dtype
+    cast = None if config.actor.dtype == config.rollout.dtype else getattr(torch, config.rollout.dtype)
     found = []
     for cluster in clusters:
-        reshard = reshard_forecast(cover, cluster, bucket_bytes, rates, same_dtype)
+        reshard = reshard_forecast(cover, cluster, bucket_bytes, rates, cast)
         found.append([reshard])
         if cluster.carriers is None:
-            found[-1].append(broadcast_forecast(gather, cluster, reshard.needed_bytes, rates, same_dtype))
+            found[-1].append(broadcast_forecast(gather, cluster, reshard, rates, cast))
     return found
 
 
 def _head(config: ExperimentConfig, recorded: Recordings, cluster: Cluster, rates: Rates) -> list[str]:
     p, rollout = config.actor.parallel, config.rollout
-    numbers = sum(prod(shape) for shape, _ in recorded.specs.values())
-    size = numbers * getattr(torch, rollout.dtype).itemsize
-    held = sum(prod(copy.size) for copies in recorded.engine for copy in copies)
+    weights = [shape for name, (shape, _) in recorded.specs.items() if not name.endswith(SCALES)]
+    size = sum(prod(shape) * dtype.itemsize for shape, dtype in recorded.specs.values())
+    held = sum(prod(copy.size) * recorded.specs[copy.hf][1].itemsize for copies in recorded.engine for copy in copies)
+    formats = rollout.dtype + (" and FP8 with scales" if rollout.quantization else "")
     nodes = len(set(cluster.trainers.tolist()))
     layout = " ".join(f"{key} {getattr(p, key)}" for key in ("tp", "pp", "vpp", "cp", "ep", "etp"))
     return [
-        f"{config.name}: {numbers:,} parameters in {len(recorded.specs):,} tensors, {gigabytes(size)} {rollout.dtype}",
+        f"{config.name}: {sum(map(prod, weights)):,} parameters in {len(weights):,} tensors, "
+        f"{gigabytes(size)} {formats}",
         f"trainers   {config.actor.world_size} ranks on {nodes} nodes ({layout}); "
         f"{recorded.distinct} hold different slices, {sum(map(len, recorded.trainers)):,} copies in all",
         f"engine     tp {rollout.tp}, ep {rollout.ep}, {rollout.nodes_per_engine} node(s); "
-        f"{sum(map(len, recorded.engine)):,} copies, {gigabytes(held * size // numbers)} over its ranks",
+        f"{sum(map(len, recorded.engine)):,} copies, {gigabytes(held)} over its ranks",
         f"rates      {rates.between_gb_s:g} GB/s a rank between nodes, {rates.inside_gb_s:g} inside one, "
         f"of which {rates.efficiency:.0%} are reached; {rates.message_us:g} us a message, {rates.call_ms:g} ms a call",
         f"bucket     {config.weights.bucket_mb:g} MiB",
-        *(["Bytes are those of rollout.dtype, without rollout.quantization."] if rollout.quantization else []),
         "Seconds are of links and calls only: no digests, no copies inside a GPU, no other traffic.",
     ]
 
@@ -194,10 +197,13 @@ def _nodes(cluster: Cluster, forecast: Forecast) -> list[str]:
     return [title, *table_lines(table)]
 
 
-def _with_changes(forecast: Forecast, share: float, dtype: torch.dtype) -> str:
+def _with_changes(forecast: Forecast, share: float) -> str:
     """Returns what weights.delta sends if a share of the elements has changed, in every message the same."""
-    elements = forecast.wire_bytes // dtype.itemsize
-    sent = min(changes_bytes(round(share * elements), elements, dtype), forecast.wire_bytes)
+    sent = 0
+    for name, num_bytes in forecast.needed_of_dtype.items():
+        dtype: torch.dtype = getattr(torch, name)
+        elements = num_bytes // dtype.itemsize
+        sent += min(changes_bytes(round(share * elements), elements, dtype), num_bytes)
     held = gigabytes(forecast.busiest_sender[1])
     return (
         f"weights.delta with {share:.2%} of the elements changed: {gigabytes(sent)} on the wire, "
@@ -212,19 +218,20 @@ def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def reshard_forecast(
-    cover: Cover, cluster: Cluster, bucket_bytes: int, rates: Rates, same_dtype: bool = True
+    cover: Cover, cluster: Cluster, bucket_bytes: int, rates: Rates, cast: torch.dtype | None = None
 ) -> Forecast:
     """Sums bytes, messages and staging of the transport's own plans into all engines; `ipc` with carriers, which hand
     over what they hold without a link.
 
-    same_dtype: whether the trainers' parameters have the published dtype; else each value is cast and staged.
+    cast: the published dtype of values that the trainers hold in another, each of which is cast and staged.
     """
     world, (engines, tp) = len(cluster.trainers), cluster.engines.shape
     sent = np.zeros((world, engines, tp), dtype=np.int64)  # bytes
     messages = np.zeros((world, engines, tp), dtype=np.int64)
     trainer_staging = np.zeros(world, dtype=np.int64)
     engine_staging = 0
-    packed = np.array([not (same_dtype and part.contiguous) for part in cover.sent], dtype=bool)
+    is_cast = np.array([dtype == cast for dtype in cover.dtypes], dtype=bool)[cover.dtype_indices]
+    packed = is_cast | np.array([not part.contiguous for part in cover.sent], dtype=bool)
     unpacked = np.array([not part.contiguous for part in cover.received], dtype=bool)
     on_nodes, carriers = cluster.trainers.tolist(), cluster.carriers
     for slot in range(engines):
@@ -249,6 +256,10 @@ def reshard_forecast(
         transport="reshard" if cluster.carriers is None else "ipc",
         engines=engines,
         needed_bytes=cover.total_bytes * engines,
+        needed_of_dtype={
+            str(dtype).removeprefix("torch."): int(cover.num_bytes[cover.dtype_indices == index].sum()) * engines
+            for index, dtype in enumerate(cover.dtypes)
+        },
         wire_bytes=int(flat.sum()),
         between_bytes=int(flat[~inside].sum()),
         busiest_sender=_busiest(flat.sum(1), names[0]),
@@ -264,15 +275,15 @@ def reshard_forecast(
 
 
 def broadcast_forecast(
-    plan: GatherPlan, cluster: Cluster, needed_bytes: int, rates: Rates, same_dtype: bool = True
+    plan: GatherPlan, cluster: Cluster, least: Forecast, rates: Rates, cast: torch.dtype | None = None
 ) -> Forecast:
     """Sums the star: slices into rank 0, each whole bucket once to every engine and on from rank to rank inside it.
 
-    plan: the transport's own. While the engines load a bucket, the next one is gathered and sent.
+    plan: the transport's own. least: of `reshard`. While the engines load a bucket, the next one is gathered and sent.
     """
     engines, tp = cluster.engines.shape
     gathered = np.zeros(len(cluster.trainers), dtype=np.int64)  # bytes, by the rank that sends them
-    buckets = [_bucket_bytes(bucket, plan, same_dtype) for bucket in plan.buckets]
+    buckets = [_bucket_bytes(bucket, plan, cast) for bucket in plan.buckets]
     for bucket in buckets:
         for rank, size in bucket.coming.items():
             gathered[rank] += size
@@ -292,7 +303,8 @@ def broadcast_forecast(
     return Forecast(
         transport="broadcast",
         engines=engines,
-        needed_bytes=needed_bytes,
+        needed_bytes=least.needed_bytes,
+        needed_of_dtype=least.needed_of_dtype,
         wire_bytes=int(gathered.sum()) + model_bytes * engines * tp,
         between_bytes=int(nodes.sum() - np.trace(nodes)),
         busiest_sender=("trainer 0", model_bytes * engines),
@@ -316,11 +328,11 @@ class _BucketBytes:
     messages: int  # to each engine rank
 
 
-def _bucket_bytes(bucket: Bucket, plan: GatherPlan, same_dtype: bool) -> _BucketBytes:
+def _bucket_bytes(bucket: Bucket, plan: GatherPlan, cast: torch.dtype | None) -> _BucketBytes:
     item = bucket.dtype.itemsize
     sizes = [prod(plan.specs[name][0]) * item for name in bucket.names]
     own = [c for c in bucket.parts.get(0, ()) if c.size == plan.specs[c.hf][0] and c.target.contiguous]
-    in_place = sum(prod(copy.size) for copy in own) * item if same_dtype else 0
+    in_place = sum(prod(copy.size) for copy in own) * item if bucket.dtype != cast else 0
     coming = {rank: sum(prod(c.size) for c in copies) * item for rank, copies in bucket.parts.items() if rank}
     held = sum(coming.values()) + sum(sizes) - in_place
     if sent_unpacked(sizes, bucket.dtype):

@@ -14,8 +14,10 @@ from pathlib import Path
 import torch
 
 from megagrpo.config.load import load_config
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.table import model_tensors, read_architecture
 from megagrpo.weights.copies.record import Specs
+from megagrpo.weights.quantised import quantised_specs
 
 
 def hf_specs(model: Path, dtype: torch.dtype, draft: bool = False) -> Specs:
@@ -24,6 +26,19 @@ def hf_specs(model: Path, dtype: torch.dtype, draft: bool = False) -> Specs:
         spec.name: (spec.shape, getattr(torch, spec.dtype) if spec.dtype else dtype)
         for spec in model_tensors(read_architecture(model, draft))
     }
+
+
+def fp8_names(model: Path, config: ExperimentConfig) -> set[str]:
+    """Returns the tensors of a folder's checkpoint that the experiment's engines keep in FP8."""
+    quantised = config.rollout.quantization is not None
+    tensors = model_tensors(read_architecture(model, config.actor.has_draft)) if quantised else ()
+    return {spec.name for spec in tensors if spec.in_fp8}
+
+
+def engine_specs(model: Path, config: ExperimentConfig) -> Specs:
+    """Returns the tensors that are published to engines, scales of FP8 included, by the folder's config.json."""
+    specs = hf_specs(model, getattr(torch, config.rollout.dtype), config.actor.has_draft)
+    return quantised_specs(specs, fp8_names(model, config))
 
 
 def _trainers(folder: Path) -> list:
@@ -46,9 +61,8 @@ def _engine(folder: Path) -> list:
     from megagrpo.rollout.service.engine_dry_run import record_engine
 
     config = load_config(folder / "config.yaml")
-    dtype = getattr(torch, config.rollout.dtype)
     arguments = json.loads((folder / "arguments.json").read_text())
-    return list(record_engine(arguments, hf_specs(folder / "model", dtype, config.actor.has_draft)))
+    return list(record_engine(arguments, engine_specs(folder / "model", config)))
 
 
 def _servers(folders: list[Path]) -> None:

@@ -11,15 +11,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from megagrpo.check.problems import describe_model
 from megagrpo.config.layout import rank_coordinates
 from megagrpo.config.load import dump_config
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig
+from megagrpo.families.quantization import fp8_config
 from megagrpo.families.table import exported_config
 from megagrpo.planning.hardware import Hardware
-from megagrpo.planning.record_process import hf_specs
+from megagrpo.planning.record_process import engine_specs, fp8_names
 from megagrpo.rollout.service.engine_command import (
     ServerPlace,
     engine_command,
@@ -30,6 +29,7 @@ from megagrpo.system.environment import child_environment
 from megagrpo.system.processes import spawn, stop_tree
 from megagrpo.system.progress import Progress
 from megagrpo.weights.copies.record import Copy, Specs
+from megagrpo.weights.quantised import quantised_copies
 
 _LIMIT_S = 1800.0
 _POLL_S = 0.1
@@ -41,7 +41,7 @@ _ALONE = {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false"}
 
 @dataclass(frozen=True)
 class Recordings:
-    """The copies of both sides from the HF tensors. Ranks that are replicas of one another share one list."""
+    """The copies of both sides from the published HF tensors. Ranks that are replicas of one another share one list."""
 
     trainers: list[list[Copy]]  # by trainer rank
     distinct: int  # trainer ranks that were recorded; the others are replicas of these
@@ -101,12 +101,14 @@ def _recorded(folder: Path, config: ExperimentConfig) -> Recordings:
     for rank, (coordinates, _) in found.items():
         expected = _coordinates(rank, config.actor)
         assert coordinates == expected, f"rank {rank}: {coordinates} in Megatron, {expected} in this program"
-    server = folder / "server.pickle"
+    model, server = folder / "model", folder / "server.pickle"
+    specs, quantised = engine_specs(model, config), fp8_names(model, config)
+    copies = {rank: quantised_copies(of_rank, specs, quantised) for rank, (_, of_rank) in found.items()}
     return Recordings(
-        trainers=[found[rank][1] for rank in representatives],
+        trainers=[copies[rank] for rank in representatives],
         distinct=len(found),
         engine=pickle.loads((folder / "engine.pickle").read_bytes()),
-        specs=hf_specs(folder / "model", getattr(torch, config.rollout.dtype), config.actor.has_draft),
+        specs=specs,
         server=pickle.loads(server.read_bytes()) if server.exists() else None,
     )
 
@@ -128,7 +130,8 @@ def _coordinates(rank: int, actor: ActorConfig) -> dict[str, int]:
 def _write_jobs(folder: Path, config: ExperimentConfig, description: Mapping[str, object]) -> None:
     model = folder / "model"
     model.mkdir(parents=True)
-    (model / "config.json").write_text(json.dumps(exported_config(description, config.actor.has_draft)))
+    seen = exported_config(description, config.actor.has_draft)  # by engines; trainers do not look at its quantisation
+    (model / "config.json").write_text(json.dumps(fp8_config(seen) if config.rollout.quantization else seen))
     # all of an engine's ranks on one node: a rank's copies do not depend on its node
     rollout = config.rollout.model_copy(update={"nodes_per_engine": 1})
     here = config.model_copy(update={"model": ModelConfig(path=str(model)), "rollout": rollout})

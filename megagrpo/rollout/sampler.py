@@ -1,9 +1,10 @@
 """Samples and grades one leader's share of the prompts, in an event loop of a background thread."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Protocol
 
@@ -13,11 +14,11 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.families.table import read_architecture
 from megagrpo.rewards.parts import ResponseTokens
-from megagrpo.rollout.admission import Patience, ResponseLengths, Turnstile
+from megagrpo.rollout.admission import Concurrency, Patience, ResponseLengths, Turnstile
 from megagrpo.rollout.agents.environments import Environments
 from megagrpo.rollout.agents.play import Part, play_rollout
 from megagrpo.rollout.agents.programs import Programs, Task
-from megagrpo.rollout.control import ServiceControl, ServiceStatus, engine_cache_tokens
+from megagrpo.rollout.control import ServiceControl, ServiceStatus, ServiceUnreachable, engine_cache_tokens
 from megagrpo.rollout.generation import (
     GenerationClient,
     GenerationFailed,
@@ -33,6 +34,7 @@ from megagrpo.rollout.routed_experts import RoutedExperts
 from megagrpo.rollout.tools import Tool, respond_with_tool
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
+_LOOK_S = 2.0  # between looks at the engines' load, which the service reads once a second
 _IN_FLIGHT = 1.1  # tokens in flight for each that the caches hold: the next request is there when one ends
 
 
@@ -90,6 +92,8 @@ class Sampler:
         self._experts = RoutedExperts.of(read_architecture(config.model.path)) if replays else None
         self._retry = RetryPolicy.of(config)
         self._turnstile = Turnstile()
+        most = config.rollout.max_running_requests
+        self.concurrency, self._looked = Concurrency(config.rollout.min_running_requests or most, most), 0.0
         self.lengths = ResponseLengths(config.sampling.max_response_tokens)
         self._cache_tokens: dict[tuple[str, int], int | None] = {}  # by engine and incarnation; None: not reported
         self._admitting = asyncio.Lock()
@@ -136,6 +140,7 @@ class Sampler:
         ) as client:
             self._clients.add(client)
             tasks = [asyncio.create_task(self._sample_group(client, job, each, finished, job_number)) for each in share]
+            watch = asyncio.create_task(self._watch_load())
             try:
                 async with patience:
                     await asyncio.gather(*tasks)
@@ -147,9 +152,9 @@ class Sampler:
                     f"the last because of: {client.last_problem or 'nothing, the engines are slow'}"
                 ) from None
             finally:
-                for task in tasks:
+                for task in (*tasks, watch):
                     task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await asyncio.gather(*tasks, watch, return_exceptions=True)
                 self._clients.discard(client)
                 self._discarded_before += client.num_discarded
 
@@ -169,13 +174,28 @@ class Sampler:
                 self._cache_tokens[start] = await asyncio.to_thread(
                     engine_cache_tokens, engine.url, self._control.api_key
                 )
+        self._adapt(status)
         number = sum(engine.state != "asleep" for engine in status.engines)
         sizes = [tokens for tokens in self._cache_tokens.values() if tokens]
-        self._turnstile.limit = max(1, number * self._config.rollout.max_running_requests // self._num_leaders)
+        self._turnstile.limit = max(1, number * self.concurrency.limit // self._num_leaders)
         if sizes:
             self._turnstile.tokens = _IN_FLIGHT * number * sum(sizes) / len(sizes) / self._num_leaders
         self._turnstile.admit()
         return status
+
+    async def _watch_load(self) -> None:
+        """Adapts the requests in flight to the engines' load while a job runs, if they may change."""
+        while self.concurrency.least < self.concurrency.most:
+            await asyncio.sleep(_LOOK_S)
+            with suppress(ServiceUnreachable):  # the rank that waits for samples acts on that
+                await self.count_engines()
+
+    def _adapt(self, status: ServiceStatus) -> None:
+        if time.monotonic() < self._looked + _LOOK_S:  # several jobs look
+            return
+        self._looked = time.monotonic()
+        loads = [engine.load_now for engine in status.engines if engine.state == "ready" and engine.load_now]
+        self.concurrency.observe(loads, self._turnstile.in_flight, self._turnstile.limit)
 
     async def _sample_group(
         self,

@@ -226,6 +226,8 @@ class RolloutSource:
             metrics.add_sum("extra_groups/discarded_tokens", self._reported_discarded - before)
         for name in LOADS:
             metrics.add_max(f"engines/{name}_max", max((load.get(name, 0.0) for load in self._loads), default=0.0))
+        if self._config.rollout.min_running_requests:
+            metrics.add_max("engines/limit_max", 0.0 if sampler is None else sampler.concurrency.limit)
 
     def _training(self, step: int, version: int, attempt: int = 0, or_newer: bool = False) -> SamplingJob:
         config, label = self._config, f" batch {attempt}" if attempt else ""

@@ -21,10 +21,14 @@ NEW_TOKENS = 24
 
 
 class Difference(NamedTuple):
-    """Of the log-probabilities of all tokens after the first: the mean and the largest distance."""
+    """Of the log-probabilities of all tokens after the first: the mean and the largest distance.
+
+    replicas: the engine's data-parallel ranks that sampled.
+    """
 
     mean: float
     largest: float
+    replicas: int
 
 
 def sampled(url: str, new_tokens: int = NEW_TOKENS) -> list[dict]:
@@ -56,13 +60,14 @@ def _load(model: Path | str) -> torch.nn.Module:
 
 def logprob_difference(url: str, model: Path, version: int | None = None) -> Difference:
     """Samples from an engine whose cache holds nothing of the prompts, as after a publish of `version`."""
-    distances = []
+    distances, replicas = [], set()
     for prompt, out in zip(PROMPTS, sampled(url), strict=True):
         info = out["meta_info"]
+        replicas.add(info.get("dp_rank"))
         assert version is None or info["weight_version"] == str(version)
         found = [entry[0] for entry in [*info["input_token_logprobs"], *info["output_token_logprobs"]]]
         expected = logprobs_by(model, prompt + out["output_ids"])
         assert found[0] is None and len(found) == 1 + len(expected)
         distances.append((torch.tensor(found[1:]) - expected).abs())
     together = torch.cat(distances)
-    return Difference(float(together.mean()), float(together.max()))
+    return Difference(float(together.mean()), float(together.max()), len(replicas))

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ import httpx
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_command, engine_environment, engine_python_path
+from megagrpo.rollout.service.node import free_port
 from megagrpo.system.environment import API_KEY, child_environment
 from megagrpo.types import EngineInfo
 
@@ -150,9 +150,8 @@ class ListedEngines:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, all different."""
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
+    """Ports that nobody listens on, all different, and where no connection takes one that the engine counts from it."""
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port("127.0.0.1"))
+    return list(ports)

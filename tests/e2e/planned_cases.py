@@ -14,7 +14,11 @@ from megagrpo.planning.recordings import record_all
 def plan_cases(cases: Sequence[TransportCase], folder: Path) -> list[Forecast]:
     """The forecast of `reshard` for every case; models are made in `folder`."""
     models = {family: make_model(folder / family, family) for family in {case.family for case in cases}}
-    configs = [_experiment(case, models[case.family]) for case in cases]
+    return planned([_experiment(case, models[case.family]) for case in cases])
+
+
+def planned(configs: Sequence[ExperimentConfig]) -> list[Forecast]:
+    """The forecast of `reshard` for every experiment, on nodes of 8 GPUs."""
     forecasts = []
     for config, recorded in zip(configs, record_all(configs), strict=True):
         cluster = cluster_of(config, config.rollout.num_engines, 8)

@@ -1,7 +1,10 @@
 """A whole run whose engine keeps its layers in FP8: it samples, every publish is proven, the mismatch is corrected."""
 
 import pytest
+from planned_cases import planned
 from run_megagrpo import GRADERS, make_inputs, metrics, run_experiment, write_experiment
+
+from megagrpo.config.load import load_config
 
 STEPS = 3
 SIZES = {  # SGLang requires whole blocks of 128 wherever it cuts or fuses matrices
@@ -26,5 +29,8 @@ def test_an_engine_in_fp8_samples_and_takes_every_publish(tmp_path, transport):
         algorithm={"mismatch": {"weight": {"name": "tis"}}},
     )
     entries = metrics(folder)
+    if transport == "reshard":
+        wire_bytes = planned([load_config(folder.with_suffix(".yaml"))])[0].wire_bytes
+        assert {entries[step]["publish/wire_bytes"] for step in range(1, STEPS + 1)} == {wire_bytes}
     for step in range(1, STEPS + 1):
         assert 1e-3 < entries[step]["mismatch/logprob_abs_mean"] < 0.3, "of a random model: measured 0.084 to 0.103"

@@ -1,10 +1,13 @@
-"""`megagrpo run` and `export` with Mixtral, GLM-4.5 and DeepSeek-V3, in float32, and in bfloat16 with exact biases."""
+"""`megagrpo run` and `export` with Mixtral, GLM-4.5 and DeepSeek-V3, in float32, and in bfloat16 with exact biases.
+
+And a run whose engine has data-parallel attention.
+"""
 
 from pathlib import Path
 
 import pytest
 import torch
-from run_megagrpo import make_inputs, metrics, succeed, transformers_accepts, write_experiment
+from run_megagrpo import assert_agrees, make_inputs, metrics, succeed, transformers_accepts, write_experiment
 
 from megagrpo.weights.hf_folder import HfFolder
 
@@ -38,3 +41,16 @@ def test_steps_agree_with_the_engine_and_are_exported(family, dtype, mismatch, t
     assert before.keys() == exported.keys()
     assert all(torch.equal(before[name], exported[name]) for name in before if name.endswith(BIAS))
     assert transformers_accepts(tmp_path / "exported") == {"wrong": [], "finite": True}
+
+
+@pytest.mark.slow
+def test_an_engine_with_data_parallel_attention_agrees_and_its_experts_are_replayed(tmp_path: Path):
+    """Both publishes between steps are into an engine that has sampled, whose ranks each have a cache of their own."""
+    attention = {"enable_dp_attention": True, "dp_size": 2}
+    sections = {"rollout": {"tp": 2, "ep": 2, "sglang": attention}, "actor": {"routing_replay": "rollout"}}
+    config = write_experiment(tmp_path / "run", **sections, weights={"transport": "reshard"})
+    make_inputs(config)
+    succeed("run", config, timeout_s=900)
+    assert_agrees(tmp_path / "run")
+    entries = metrics(tmp_path / "run")
+    assert all(entries[step]["optim/grad_norm"] > 0 for step in (1, 2))

@@ -45,13 +45,15 @@ TRAINERS: dict[str, tuple[int, dict[str, int]]] = {  # ranks, layout
     "TP2xPP2": (4, {"tp": 2, "pp": 2}),
     "TP2xEP2": (4, {"tp": 2, "ep": 2}),  # two replicas of everything but experts, which have two holders each
 }
+_DP_ATTENTION = {"enable_dp_attention": True, "dp_size": 2}
 ENGINES: dict[str, dict[str, Any]] = {  # section `rollout`
     "TP1": {},
     "TP2": {"tp": 2},
     "TP2xEP2": {"tp": 2, "ep": 2},
     "two engines": {"num_engines": 2, "min_healthy_engines": 2},
     "two nodes": {"tp": 2, "nodes_per_engine": 2},
-    "DP attention": {"tp": 2, "sglang": {"enable_dp_attention": True, "dp_size": 2}},  # only experts are cut
+    "DP attention": {"tp": 2, "sglang": _DP_ATTENTION},  # only experts are cut
+    "DP attention, EP2": {"tp": 2, "ep": 2, "sglang": _DP_ATTENTION},
 }
 # (family, engines) -> trainers after whose publishes log-probabilities are compared with transformers': an engine start
 # each. Of the families that no other test of real engines has.
@@ -61,6 +63,8 @@ COMPUTED = {
     ("deepseek_v3", "TP2xEP2"): ("PP2", "EP2"),
     ("moonlight", "TP1"): ("TP2+SP",),
     ("moonlight", "TP2"): ("PP2", "EP2"),
+    ("qwen3_moe", "DP attention"): ("EP2",),
+    ("deepseek_v3", "DP attention, EP2"): ("TP2xPP2",),
     ("glm4_moe", "TP1"): ("DP2", "TP2xEP2"),
     ("glm4_moe", "TP2xEP2"): ("TP2xPP2",),
     ("mixtral", "TP1"): ("TP2+SP",),
@@ -163,7 +167,8 @@ def problems_of(row: dict) -> list[str]:
     report, unchanged = row["report"], row["parameters"] - row["changed"]
     resharded, planned = row["transport"] == "reshard", row["transport"] in ("reshard", "ipc")
     delta = row["transport"].endswith(CHANGES)
-    distance = row.get("logprobs", {"mean": 0.0, "largest": 0.0})
+    replicas = ENGINES[row["engines"]].get("sglang", {}).get("dp_size", 1)
+    distance = row.get("logprobs", {"mean": 0.0, "largest": 0.0, "replicas": replicas})
     found = {
         f"not what disk gives: {', '.join(row['wrong'])}": row["wrong"],
         f"{unchanged} parameters were not changed by other weights": unchanged,
@@ -175,6 +180,7 @@ def problems_of(row: dict) -> list[str]:
         and report["staging_bytes"] > _BUCKET_MB * 2**20,
         f"log-probabilities are {distance} from transformers'": distance["mean"] > _MOST_MEAN
         or distance["largest"] > _MOST,
+        f"{distance['replicas']} of {replicas} data-parallel ranks sampled": distance["replicas"] != replicas,
     }
     return [f"{name}: {problem}" for problem, true in found.items() if true]
 

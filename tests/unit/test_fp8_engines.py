@@ -16,8 +16,8 @@ from megagrpo.rollout.cpu import block_fp8
 from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.weights.actor_weights import ActorWeights
-from megagrpo.weights.copies.record import Copy, record_copies
-from megagrpo.weights.engines.beside_parameters import absorbed_matrices
+from megagrpo.weights.copies.record import Copy, Recording, coverage_problems, record_copies
+from megagrpo.weights.engines.beside_parameters import absorbed_matrices, cache_scales, random_cache_scales
 from megagrpo.weights.engines.formats import dequantised, format_problems
 from megagrpo.weights.quantised import block_maxima, block_scales, quantise, quantised, quantised_specs
 from tests import experiments
@@ -100,6 +100,23 @@ def test_what_latent_attention_keeps_beside_fp8_weights_is_compared_with_their_p
     assert [bool((has != wanted).any()) for _, has, wanted in absorbed_matrices(attention)] == [False, False]
     projection.weight_scale_inv = scales * 2  # a publish after which nobody computed them anew
     assert [bool((has != wanted).any()) for _, has, wanted in absorbed_matrices(attention)] == [True, True]
+
+
+def test_scales_of_a_cache_are_constants_and_a_drawn_one_is_named():
+    model = nn.Module()
+    model.attn = nn.Module()
+    model.attn.k_scale, model.attn.v_scale = (nn.Parameter(torch.ones(()), requires_grad=False) for _ in "kv")
+    model.attn.k_scale_float = model.attn.v_scale_float = 1.0
+    model.plain = nn.Module()
+    model.plain.k_scale = model.plain.k_scale_float = None  # as SGLang's attention without such scales
+    recording = Recording(fills=list(cache_scales(model)))
+    live = dict(model.named_parameters())
+    assert not coverage_problems(recording, live) and len(recording.fills) == 2
+    assert all(fill.view(live) == fill.value == 1 for fill in recording.fills)
+    assert not random_cache_scales(model)
+    model.attn.v_scale_float = 3e-4
+    (line,) = random_cache_scales(model)
+    assert line.startswith("attn.v_scale_float = 0.0003: drawn at random")
 
 
 @pytest.mark.parametrize("family", sorted(name for name in FAMILIES if "_vl" not in name))  # refused with the others

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.certify.tiny_model import hf_config
@@ -47,7 +48,7 @@ def test_reshard_is_what_the_ranks_would_send(monkeypatch, engines, sizes, cast,
     monkeypatch.setattr("megagrpo.weights.transports.reshard_plan._UNPACKED_BYTES", alone)
     cover, tp, bucket = cover_of(*sizes), sizes[3], 400
     world = sizes[0] * sizes[1] * sizes[2]
-    forecast = reshard_forecast(cover, placed(world, engines, tp, 1, 8), bucket, PLAIN, same_dtype=not cast)
+    forecast = reshard_forecast(cover, placed(world, engines, tp, 1, 8), bucket, PLAIN, torch.float32 if cast else None)
     plans = [plan_transfer(cover, slot, engines, bucket) for slot in range(engines)]
     sent = [[plan.sent_by(rank) for plan in plans] for rank in range(world)]
     messages = [m for ends in sent for batches in ends for batch in batches for m in batch]
@@ -90,7 +91,8 @@ def test_broadcast_sends_everything_to_every_rank(engines):
     model = sum(int(np.prod(shape)) for shape, _ in SPECS.values()) * 4
     copied = [(rank, c.box.numel * 4) for b in plan.buckets for rank, copies in b.parts.items() for c in copies]
     foreign = sum(size for rank, size in copied if rank)
-    forecast = broadcast_forecast(plan, placed(4, engines, tp, 1, 2), 1, PLAIN)
+    least = reshard_forecast(cover_of(2, 2, 1, tp, 1), placed(4, engines, tp, 1, 2), 400, PLAIN)
+    forecast = broadcast_forecast(plan, placed(4, engines, tp, 1, 2), least, PLAIN)
     assert forecast.wire_bytes == foreign + engines * tp * model
     assert forecast.busiest_sender == ("trainer 0", engines * model)
     # nodes 0 and 1 have two trainers each, every other one an engine, of which one rank gets the model from outside

@@ -83,6 +83,18 @@ def decode_in_one_call(module) -> None:
 
     module.TorchNativeAttnBackend._run_sdpa_forward_decode = decode
     verify_chains(module)
+    # With data-parallel attention a batch is padded by requests of one token, which needs this backend's own length.
+    module.TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
+
+
+def reduce_scatter_without_nccl(module) -> None:
+    """Data-parallel attention with expert parallelism adds up the experts' parts by NCCL only. Here they are all
+    reduced and cut, as SGLang does in the deterministic mode."""
+
+    def reduce_scatterv(self, input_, output=None, sizes=None):
+        return self._deterministic_reduce_scatterv(input_, output, sizes)
+
+    module.GroupCoordinator.reduce_scatterv = reduce_scatterv
 
 
 def batch_invariant_products(module) -> None:
@@ -177,6 +189,7 @@ REPAIRS = {
     "torchvision.extension": torchvision_operators,
     "sglang.srt.utils.common": no_amx,
     "sglang.srt.mem_cache.pool_host.common": plain_host_buffers,
+    "sglang.srt.distributed.parallel_state": reduce_scatter_without_nccl,
     "sglang.srt.utils.weight_checker": no_cuda_synchronize,
     "sglang.srt.layers.rotary_embedding.factory": rotary_embedding_without_scaling,
     "sglang.srt.layers.moe.fused_moe_native": skip_remote_experts,

@@ -77,7 +77,8 @@ class SupervisedEngine:
         self.state, self.url, self.pid, self.reason = "starting", "", 0, ""
         self.incarnation = self.restarts = self.lost_hosts = 0
         self.weight_version: int | None = None
-        self.load: dict[str, float] = {}  # as in EngineInfo
+        self.load: dict[str, float] = {}  # both as in EngineInfo
+        self.load_now: dict[str, float] = {}
         self.gave_up = self._was_up = False
         self._config, self._cuda, self._router, self._api_key, self._log_dir = config, cuda, router, api_key, log_dir
         self._patience_s = config.rollout.patience_s(cuda)
@@ -89,8 +90,8 @@ class SupervisedEngine:
 
     def status(self) -> dict[str, object]:
         """Returns the fields of EngineInfo."""
-        version, counts = self.weight_version, (self.incarnation, self.restarts, self.pid)
-        return asdict(EngineInfo(self.id, self.url, self.state, version, *counts, self.reason, self.load))
+        counts, loads = (self.incarnation, self.restarts, self.pid), (self.load, self.load_now)
+        return asdict(EngineInfo(self.id, self.url, self.state, self.weight_version, *counts, self.reason, *loads))
 
     @property
     def is_starting(self) -> bool:
@@ -139,7 +140,7 @@ class SupervisedEngine:
         self._check_current(incarnation)  # if it died meanwhile, the router has not failed
         if problem:
             raise RouterFailed(problem)
-        self.state, self.weight_version, self.load = "ready", weight_version, {}
+        self.state, self.weight_version, self.load, self.load_now = "ready", weight_version, {}, {}
 
     def lost(self, incarnation: int) -> None:
         """Ends this incarnation after an unfinished update, because its weights are undefined."""
@@ -364,4 +365,5 @@ class SupervisedEngine:
             sum(rank["queues"]["retracted"] for rank in ranks),
         )
         self.load = {name: max(value, self.load.get(name, 0.0)) for name, value in zip(LOADS, now, strict=True)}
+        self.load_now = dict(zip(LOADS, now, strict=True)) if ranks else {}
         return dict(zip(LOADS, now, strict=True))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megagrpo.weights.copies.record import Recording
+from megagrpo.weights.copies.record import Fill, Recording
 from megagrpo.weights.engines.formats import dequantised
 
 
@@ -23,6 +23,30 @@ def random_buffers(model: torch.nn.Module, recording: Recording) -> list[str]:
         f"buffer {name} {tuple(buffer.shape)}: random since the start; set rollout.load_format: model"
         for name, buffer in model.named_buffers()
         if name in persistent and buffer.is_floating_point() and name not in filled
+    ]
+
+
+def cache_scales(model: torch.nn.Module) -> Iterator[Fill]:
+    """Yields the scales by which an FP8 model's attention would multiply cached keys and values, as constants of 1.
+
+    Some models of SGLang have these parameters. No published tensor fills them, and the cache stays in bfloat16.
+    """
+    for path, module in model.named_modules():
+        for name in ("k_scale", "v_scale"):
+            if isinstance(getattr(module, name, None), torch.nn.Parameter):
+                yield Fill(f"{path}.{name}", 0, (), (), 1.0)
+
+
+def random_cache_scales(model: torch.nn.Module) -> list[str]:
+    """Returns a line for each of `cache_scales` that attention uses as another number.
+
+    A dummy start draws them, and SGLang replaces negative draws by 1. Captured CUDA graphs may hold the number.
+    """
+    return [
+        f"{path}.{name} = {value}: drawn at random at the start, and a publish does not reach it"
+        for path, module in model.named_modules()
+        for name in ("k_scale_float", "v_scale_float")
+        if (value := getattr(module, name, None)) not in (None, 1.0)
     ]
 
 

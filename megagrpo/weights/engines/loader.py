@@ -27,10 +27,12 @@ from megagrpo.weights.digests.batches import CopyBatches
 from megagrpo.weights.digests.digest import batched_digest, slice_digest
 from megagrpo.weights.engines.beside_parameters import (
     absorbed_matrices,
+    cache_scales,
     copies_of_the_start,
     derived_tensors,
     live_tensors,
     random_buffers,
+    random_cache_scales,
 )
 from megagrpo.weights.engines.formats import format_problems, fp8_sources
 from megagrpo.weights.engines.hooks import Recorder, Tap
@@ -150,7 +152,7 @@ class EngineEnd:
         recording, whole = record_engine_model(model, hf, request["allow_computed"])
         self.recorded = _Recorded(recording, hf, CopyBatches(recording.copies, hf), whole)
         problems = coverage_problems(recording, dict(model.named_parameters())) + copies_of_the_start(model)
-        problems += format_problems(recording.copies, live_tensors(model), hf)
+        problems += [*format_problems(recording.copies, live_tensors(model), hf), *random_cache_scales(model)]
         if request["dummy_start"]:
             problems += random_buffers(model, recording)
         return {
@@ -331,6 +333,7 @@ def record_engine_model(model: torch.nn.Module, specs: Specs, allow_computed: bo
 
     with _threads_run_inline():  # some loaders copy in worker threads, which a dispatch mode does not see
         recording = record(load, specs, live_tensors(model), allow_computed)
+    recording.fills += cache_scales(model)
     names = sorted(set().union(*(computed.hf for computed in recording.computed.values())))
     whole = [Box((0,) * len(specs[name][0]), specs[name][0]) for name in names]
     return recording, [  # into buffers of this loader, under names that no parameter has
