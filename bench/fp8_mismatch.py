@@ -19,7 +19,8 @@ import torch
 from common import ROOT, provenance, write_results
 
 sys.path.pop(0)  # this folder, whose statistics.py torch would take for Python's own
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "e2e")]
+sys.path.insert(0, str(ROOT / "tests" / "e2e"))
+sys.path.insert(0, str(ROOT))
 
 import engine_logprobs
 from test_exchange import KEY, PlainSource, started
