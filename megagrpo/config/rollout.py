@@ -198,7 +198,7 @@ class RolloutConfig(Section):
     (`dummy`), or with those in `model.path`, which is read from disk once an engine and start (`model`)."""
     deterministic: bool = False
     """Batch-invariant kernels, one seed a sample, deterministic algorithms in trainers: a run can be repeated bit by
-    bit. On a GPU torch warns of an operator that has no such algorithm."""
+    bit, unless caches overflow. On a GPU torch warns of an operator that has no such algorithm."""
     max_running_requests: PositiveInt = Field(default=128, description="Requests that one engine works on at once.")
     min_running_requests: PositiveInt | None = None
     """Lets requests per engine fall to this number while a cache is full, and rise again. Default: they stay."""

@@ -237,6 +237,9 @@ def _rollout(config: ExperimentConfig, everything: bool) -> list[str]:
         called = f"at most {agent.max_turns} turns and {agent.timeout_s:g} s; {agent.workers} processes a leader"
         lines.append(f"  agent      {agent.function or ' '.join(agent.command)}, {called}")
     lines.append(f"  weights    {config.weights.transport} to every engine after each step, verified by digest")
+    if config.actor.draft is not None:
+        trained = "trained in every update" if config.actor.draft.train else "kept as it is"
+        lines.append(f"  draft      {r.draft_tokens or 'no'} tokens for each forward of an engine's model; {trained}")
     if config.weights.timeout_s <= r.start_timeout_s:
         timeouts = f"weights.timeout_s {config.weights.timeout_s:g} is no more than rollout.start_timeout_s"
         found = f"{r.start_timeout_s:g}: a publish that finds fewer than {r.min_healthy_engines} engines"

@@ -60,7 +60,9 @@ def test_resume_never_is_about_an_earlier_start(start, tmp_path, monkeypatch):
 @pytest.mark.parametrize("reference", [False, True])
 def test_the_model_is_read_unless_a_checkpoint_overwrites_it(monkeypatch, source: Path | None, reference: bool):
     done = []
-    monkeypatch.setattr(beginning, "load_initial_weights", lambda actor, path, overwritten: done.append(overwritten))
+    monkeypatch.setattr(
+        beginning, "load_initial_weights", lambda actor, path, overwritten, draft: done.append(overwritten)
+    )
     actor = SimpleNamespace(keep_reference=lambda: done.append("reference"))
     config = experiment(algorithm={"kl": {"loss_coef": 0.1}} if reference else {})
     beginning.initial_weights(config, config.algorithm, source, actor)
