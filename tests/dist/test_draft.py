@@ -10,7 +10,7 @@ import torch
 
 from megagrpo.weights.hf_folder import HfFolder
 from tests.dist.cases import BATCHES, LAYOUTS
-from tests.dist.workers.launch import run_ranks, run_transformers
+from tests.dist.workers.launch import TRANSFORMER_ENGINE_POOL, run_ranks, run_transformers
 
 BOUND = 1e-5  # of each parameter's largest gradient
 MODELS = ("glm4_moe", "deepseek_v3")
@@ -92,3 +92,19 @@ def test_a_draft_that_is_not_trained_stays(models: Path):
     frozen = {"do": "checkpoint", "model": plain["model"], "warm": 1, "draft": {"train": False}, "then": str(path)}
     run_ranks(1, models / "frozen", [frozen])
     assert not [name for name in torch.load(path)["weights11"] if name.startswith("model.layers.4.")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fused", [False, True])
+def test_with_layers_of_transformer_engine(models: Path, fused: bool):
+    """Megatron's wrappers around the stand-in; fused: weight gradients go into Megatron's buffers."""
+    cases = [("glm4_moe", "TP2+SP", "packed"), ("deepseek_v3", "EP2", "padded")]
+    more = {"transformer_engine": True, "megatron": {"gradient_accumulation_fusion": fused}}
+    jobs = []
+    for case in cases:
+        of_model = job(models, *case, **more)
+        of_model["alone"] += f".te{fused}"
+        jobs += [of_model, of_model | {"draft": {}}]
+    found = run_ranks(2, models / f"te{fused}", jobs, "draft_ranks.py", pool=TRANSFORMER_ENGINE_POOL)[1::2]
+    for case, result in zip(cases, found, strict=True):
+        check(result, " ".join(case))
