@@ -1,6 +1,7 @@
 """Runs `megagrpo plan`: memory and roofline of an experiment, and the layouts with the best bound, colocated or not."""
 
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -36,6 +37,7 @@ from megagrpo.system.run_folder import write_whole
 _DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)  # pipeline stages
 _ROUNDS = (1, 2, 3, 4, 6)  # virtual stages
 _POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_ATTENTION_DP = 8  # replicas of attention in an engine that are tried besides none
 _KEPT, _PROPOSED = 2, 3  # layouts of each side for each split of the nodes; proposals of each way to share GPUs
 _FRACTIONS = (0.85, 0.75, 0.65, 0.55, 0.45, 0.35, 0.25)  # of colocated engines
 
@@ -294,6 +296,9 @@ def _engine_layouts(rollout: RolloutConfig, target: Target, nodes: int) -> Itera
                 "min_healthy_engines": max(1, min(rollout.min_healthy_engines, total // tp)),
             }
             yield rollout.model_copy(update=engines)
+            if arch.is_moe and tp % _ATTENTION_DP == 0 and not rollout.colocate:
+                apart = {"enable_dp_attention": True, "dp_size": _ATTENTION_DP}
+                yield rollout.model_copy(update=engines | {"sglang": {**rollout.sglang, **apart}})
 
 
 def _proposals(plans: Sequence[Plan], before: Plan) -> list[str]:
@@ -310,7 +315,7 @@ def _proposals(plans: Sequence[Plan], before: Plan) -> list[str]:
         seconds = [f"{value:.3g}" for value in (plan.synchronous, hours, *plan.seconds.values())]
         most = max(rank.total for rank in plan.phases.values())
         rows.append([str(number), nodes, *seconds, ahead, f"{most / 1e9:.1f}", f"{plan.engine.cache_tokens:,}"])
-        set_words = " ".join(f"--set {word}" for word in changes(before.config, plan.config))
+        set_words = " ".join(f"--set {shlex.quote(word)}" for word in changes(before.config, plan.config))
         words.append(f"{number}: {set_words or 'the experiment as it is'}")
     return ["layouts with the best bound of a step:", *table_lines(rows), *words]
 
@@ -324,7 +329,7 @@ def changes(before: ExperimentConfig, after: ExperimentConfig) -> list[str]:
 def _changes(prefix: str, before: Mapping[str, object], after: Mapping[str, object]) -> Iterator[str]:
     for key, value in after.items():
         old = before[key]
-        if isinstance(value, dict) and isinstance(old, dict):
+        if isinstance(value, dict) and isinstance(old, dict) and value.keys() == old.keys():
             yield from _changes(f"{prefix}{key}.", old, value)
         elif value != old:
-            yield f"{prefix}{key}={'null' if value is None else value}"
+            yield f"{prefix}{key}={dumps(value) if value is None or isinstance(value, dict) else value}"

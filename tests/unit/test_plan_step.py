@@ -370,6 +370,14 @@ def test_a_search_proposes_what_fits():
     assert all(plan.config.rollout.colocate for plan in best_layouts(config, target, 1)), "one node has no others"
 
 
+def test_words_of_a_proposal_make_it():
+    config = shipped("deepseek_v3_671b", "rollout.sglang={schedule_policy: lpm}")
+    apart = {**config.rollout.sglang, "enable_dp_attention": True, "dp_size": 8}
+    other = config.model_copy(update={"rollout": config.rollout.model_copy(update={"sglang": apart})})
+    made = load_config(ROOT / "configs" / "deepseek_v3_671b.yaml", changes(config, other))
+    assert made.rollout == other.rollout
+
+
 @pytest.mark.slow
 def test_a_search_is_no_worse_than_the_shipped_file():
     config = with_model(load_config(ROOT / "configs" / f"{LARGE}.yaml"))
