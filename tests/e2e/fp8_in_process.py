@@ -30,7 +30,7 @@ from megagrpo.rollout.service.engine_dry_run import _pretended_rank
 from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.environment import temporarily
 from megagrpo.system.run_folder import RunFolder
-from megagrpo.weights.actor_weights import ActorWeights
+from megagrpo.weights.actor_weights import ActorWeights, kept_dtypes
 from megagrpo.weights.copies.record import record_copies
 from megagrpo.weights.exchange import Exchange
 from tests.fp8_checkpoint import quantise_folder
@@ -45,7 +45,8 @@ class PlainActor:
         specs = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         self.live = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
         fp8 = frozenset(spec.name for spec in model_tensors(architecture_of(hf)) if spec.in_fp8)
-        self.weights = ActorWeights(record_copies(self.load, specs, self.live), specs, lambda: self.live, fp8=fp8)
+        copies, kept = record_copies(self.load, specs, self.live), kept_dtypes(hf, False)
+        self.weights = ActorWeights(copies, specs, lambda: self.live, kept=kept, fp8=fp8)
 
     def load(self, hf) -> None:
         for name, tensor in self.live.items():
@@ -100,7 +101,8 @@ def layer_outputs(model: torch.nn.Module) -> dict[str, float]:
 
 
 def main(folder: Path, family: str) -> dict:
-    sizes = TinyModelConfig(path=str(folder / "model"), family=family, expert_ffn_size=128, **SIZES)
+    own = {"hidden_size": 512, "num_kv_heads": 4, "head_dim": 32} if family == "deepseek_v3" else {}  # whole blocks
+    sizes = TinyModelConfig(path=str(folder / "model"), family=family, expert_ffn_size=128, **(SIZES | own))
     hf = hf_config(sizes) | {"vocab_size": 131}
     tensors = random_tensors(architecture_of(hf), torch.Generator().manual_seed(0))
     write_model(folder / "model", hf, tensors, sizes.alphabet)
@@ -144,7 +146,7 @@ def main(folder: Path, family: str) -> dict:
                 exchange.verify()
                 exchange.close()
         found["parameters"] = len(list(model.parameters()))
-        padding = 2 * (model.lm_head.weight.shape[0] - hf["vocab_size"]) * SIZES["hidden_size"]  # of two vocabularies
+        padding = 2 * (model.lm_head.weight.shape[0] - hf["vocab_size"]) * sizes.hidden_size  # of two vocabularies
         found["bytes"] = sum(p.nbytes for p in model.parameters() if p.dim()) - 2 * padding
         with temporarily("SGLANG_FP8_IGNORED_LAYERS", "model.layers.1.self_attn.o_proj"):
             exempting = FakeEngine(models=[built(description)])

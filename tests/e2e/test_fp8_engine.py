@@ -10,7 +10,9 @@ from megagrpo.system.environment import child_environment
 from tests.experiments import ROOT, experiment, python
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", *(pytest.param(family, marks=pytest.mark.slow) for family in ("mixtral", "deepseek_v3"))]
+)
 def test_a_publish_gives_what_sglang_makes_of_a_quantised_checkpoint(tmp_path, family):
     """The checkpoint is an independent quantiser's. A layer that the engine exempts stops the run by its name.
 

@@ -185,6 +185,16 @@ def drafts_sampled(module) -> None:
     sample_drafts(module)
 
 
+def latents_as_on_a_gpu(module) -> None:
+    """On a CPU the matrices of an FP8 model's latent attention would have one scale each, and a dtype of their own.
+    On a GPU they are multiplied by the scales of their blocks."""
+    import torch
+
+    dequantised = module.block_quant_dequant
+    module._is_xpu = True  # read nowhere else in this module
+    module.block_quant_dequant = lambda *arguments: dequantised(*arguments).to(torch.get_default_dtype())
+
+
 REPAIRS = {
     "torchvision.extension": torchvision_operators,
     "sglang.srt.utils.common": no_amx,
@@ -196,6 +206,7 @@ REPAIRS = {
     "sglang.srt.layers.quantization.fp8": fp8_in_blocks,
     "sglang.srt.layers.attention.torch_native_backend": decode_in_one_call,
     "sglang.srt.arg_groups.choices": allow_deterministic_attention,
+    "sglang.srt.models.deepseek_common.deepseek_weight_loader": latents_as_on_a_gpu,
     "sglang.srt.models.deepseek_common.attention_backend_handler": absorb_latent_attention,
     "sglang.srt.batch_invariant_ops.batch_invariant_ops": batch_invariant_products,
     "sglang.srt.speculative.draft_utils": drafts_by_torch_native,

@@ -84,7 +84,7 @@ def absorbed_matrices(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Ten
         projection = getattr(module, "kv_b_proj", None)
         weight = getattr(projection, "weight", None)
         if keys is not None and weight is not None and weight.dtype == torch.float8_e4m3fn:
-            weight = dequantised(weight, projection.weight_scale_inv)  # type: ignore[union-attr]
+            weight = dequantised(weight, projection.weight_scale_inv).to(keys.dtype)  # type: ignore[union-attr]
         if keys is None or values is None or weight is None or not keys.dtype == values.dtype == weight.dtype:
             continue
         heads = weight.detach().unflatten(0, (len(keys), -1))  # [heads, nope + v, rank]
