@@ -286,8 +286,7 @@ class RolloutConfig(Section):
             "rollout.dtype: bfloat16, or actor.device: cpu": self.quantization
             and self.dtype == "float32"
             and experiment.actor.device != "cpu",
-            "rollout.draft_tokens without actor.draft: no publish would reach the draft; set "
-            "actor.draft: {}": self.draft_tokens and not experiment.actor.has_draft,
+            "rollout.draft_tokens without actor.draft: {}": self.draft_tokens and not experiment.actor.has_draft,
             f"rollout.colocate with weights.transport {weights.transport}: NCCL takes no two ranks on one GPU; set "
             "weights.transport: ipc, or disk": self.colocate and weights.traits.uses_groups,
             f"rollout.{ahead} with rollout.colocate: engines sleep while the actor trains, and can sample nothing "
@@ -302,8 +301,9 @@ class RolloutConfig(Section):
             "rollout.max_staleness 1 with algorithm.dynamic_sampling: groups that a step leaves over are trained on "
             "one step later, so that nothing could be sampled ahead within the bound; take 2 or more, or "
             "0": self.max_staleness == 1 and algorithm.dynamic_sampling,
-            f"rollout.{ahead} trains on tokens of older weights, which needs a correction: set "
-            "algorithm.mismatch.weight, such as {name: tis}, or algorithm.mismatch.reject": ahead and not corrected,
+            f"rollout.{ahead or 'sglang.kv_cache_dtype fp8_e4m3'} trains on tokens of other probabilities, which needs a "
+            "correction: set algorithm.mismatch.weight, such as {name: tis}, or algorithm.mismatch.reject": not corrected
+            and (ahead or self.sglang.get("kv_cache_dtype") == "fp8_e4m3"),
             "rollout.prefix_cache by_version with neither max_staleness nor extra_groups: no rollout outlives a "
             "publish, and what is kept would be of no use; take flush": self.prefix_cache == "by_version" and not ahead,
             "rollout.prefix_cache by_version with rollout.deterministic: bits would depend on what caches still "

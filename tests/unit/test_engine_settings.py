@@ -81,7 +81,7 @@ def test_fields_and_options_are_those_of_sglang_itself():
         ({"quantization": "fp8"}, "is refused: rollout.quantization says in which format"),
         ({"moe_runner_backend": "flashinfer_trtllm"}, "digests would stop the run; it may be triton, deep_gemm"),
         ({"moe_runner_backend": "auto"}, "digests would stop the run"),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "of another distribution"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "it may be auto, bf16, bfloat16, fp8_e4m3"),
         ({"dp_size": 2}, "rollout.sglang.dp_size: is refused without enable_dp_attention"),
     ],
 )  # fmt: skip
@@ -91,6 +91,13 @@ def test_refused(given, said):
     assert len(found) == 1 and said in found[0], found
     with pytest.raises(ValueError, match="rollout.sglang"):
         engine_command(config(sglang=given), PLACE[True])
+
+
+def test_keys_and_values_in_fp8_want_a_correction():
+    cache = {"rollout": {"sglang": {"kv_cache_dtype": "fp8_e4m3"}}}
+    with pytest.raises(ValueError, match="kv_cache_dtype fp8_e4m3 trains on tokens of other probabilities"):
+        experiment(**cache)
+    experiment(**cache, algorithm={"mismatch": {"weight": {"name": "tis"}}})
 
 
 @pytest.mark.parametrize(

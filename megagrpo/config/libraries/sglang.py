@@ -99,7 +99,7 @@ SERVER_REFUSED = {name: Refusal("", key) for name, key in OURS.items()} | refusa
 })  # fmt: skip
 # Of fields that may be set, the values that keep the promises of a publish.
 _VALUES: dict[str, tuple[tuple[str, ...], str]] = {
-    "kv_cache_dtype": (("auto", "bf16", "bfloat16"), "with fewer bits a value's " + _LOGPROBS),
+    "kv_cache_dtype": (("auto", "bf16", "bfloat16", "fp8_e4m3"), _UNEXAMINED),
     "moe_runner_backend": (
         ("triton", "deep_gemm", "flashinfer_cutlass"),
         "others reorder the experts' weights after loading, as flashinfer_trtllm does, which SGLang also takes for "
