@@ -301,8 +301,8 @@ class RolloutConfig(Section):
             "rollout.max_staleness 1 with algorithm.dynamic_sampling: groups that a step leaves over are trained on "
             "one step later, so that nothing could be sampled ahead within the bound; take 2 or more, or "
             "0": self.max_staleness == 1 and algorithm.dynamic_sampling,
-            f"rollout.{ahead or 'sglang.kv_cache_dtype fp8_e4m3'} trains on tokens of other probabilities, which needs a "
-            "correction: set algorithm.mismatch.weight, such as {name: tis}, or algorithm.mismatch.reject": not corrected
+            f"rollout.{ahead or 'sglang.kv_cache_dtype fp8_e4m3'} trains on tokens of other probabilities, which needs "
+            "a correction: set algorithm.mismatch.weight, such as {name: tis}, or mismatch.reject": not corrected
             and (ahead or self.sglang.get("kv_cache_dtype") == "fp8_e4m3"),
             "rollout.prefix_cache by_version with neither max_staleness nor extra_groups: no rollout outlives a "
             "publish, and what is kept would be of no use; take flush": self.prefix_cache == "by_version" and not ahead,
