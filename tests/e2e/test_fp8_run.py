@@ -5,6 +5,7 @@ from planned_cases import planned
 from run_megagrpo import GRADERS, make_inputs, metrics, run_experiment, write_experiment
 
 from megagrpo.config.load import load_config
+from tests.fp8_checkpoint import quantise_folder
 
 STEPS = 3
 SIZES = {  # SGLang requires whole blocks of 128 wherever it cuts or fuses matrices
@@ -36,3 +37,22 @@ def test_an_engine_in_fp8_samples_and_takes_every_publish(tmp_path, transport, s
         assert {entries[step]["publish/wire_bytes"] for step in range(1, STEPS + 1)} == {wire_bytes}
     for step in range(1, STEPS + 1):
         assert 1e-3 < entries[step]["mismatch/logprob_abs_mean"] < 0.3, "of a random model: measured 0.084 to 0.103"
+
+
+@pytest.mark.slow
+def test_a_checkpoint_in_fp8_is_trained_with_an_engine_in_fp8(tmp_path):
+    """As DeepSeek-V3 is published: the actor reads it in its own dtype, and publishes it in FP8 again."""
+    (tmp_path / "graders_of_tests.py").write_text(GRADERS)
+    make_inputs(write_experiment(tmp_path / "prepared"), model=SIZES)
+    quantise_folder(tmp_path / "model", tmp_path / "stored", tmp_path / "twin", (128, 128))
+    run_experiment(
+        tmp_path / "run",
+        model={"path": str(tmp_path / "stored"), "tokenizer": str(tmp_path / "model")},
+        train={"num_steps": 2},
+        actor={"device": "cpu"},
+        rollout={"deterministic": True, "quantization": "fp8"},
+        weights={"transport": "reshard"},
+        algorithm={"mismatch": {"weight": {"name": "tis"}}},
+    )
+    entries = metrics(tmp_path / "run")
+    assert 1e-3 < entries[1]["mismatch/logprob_abs_mean"] < 0.3
