@@ -1,4 +1,4 @@
-"""Plants 20 faults in algo, batching, weights and actor, one at a time, and runs the tests that must find them.
+"""Plants 25 faults in algo, batching, weights and actor, one at a time, and runs the tests that must find them.
 
     python bench/plant.py [--only TEXT]
 
@@ -24,6 +24,7 @@ LIMIT_S = 900
 HEADER = ("fault", "file", "found by", "seconds")
 LOSS, ADVANTAGE = ("unit/test_algo_loss.py",), ("unit/test_algo_advantage.py", "unit/test_algo_statistics.py")
 BATCH, DIGEST = ("unit/test_batch.py",), ("unit/test_weights_digest.py",)
+DRAFT = ("dist/test_draft.py",)
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,41 @@ FAULTS = (
         "torch.cat(added, -1) * self.scale",
         "torch.cat(added, -1)",
         ("dist/test_actor_lora.py",),
+    ),
+    Fault(
+        "sign of the draft's gradient",
+        "algo/logprob.py",
+        "draft_logits -= logits.sub_",
+        "draft_logits += logits.sub_",
+        ("unit/test_algo_logprob.py",),
+    ),
+    Fault(
+        "draft pulled to its own position",
+        "actor/head.py",
+        "[follows.places[flat]]",
+        "[flat]",
+        DRAFT,
+    ),
+    Fault(
+        "draft sees the present token",
+        "actor/layers/draft.py",
+        "torch.where(found, every[places, 1], 0)",
+        "torch.where(found, every[order, 1], 0)",
+        DRAFT,
+    ),
+    Fault(
+        "draft trains the model",
+        "actor/megatron/model.py",
+        "self.draft(hidden_states.detach(), embedded",
+        "self.draft(hidden_states, embedded",
+        DRAFT,
+    ),
+    Fault(
+        "draft in the model's norm",
+        "actor/layers/draft.py",
+        "parameter.shared = True",
+        "parameter.shared = False",
+        DRAFT,
     ),
 )
 
