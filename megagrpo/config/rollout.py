@@ -194,8 +194,7 @@ class RolloutConfig(Section):
     draft_tokens: PositiveInt | None = None
     """Tokens that a draft (`actor.draft`) proposes for a forward of the model; samples stay the model's. Default: 0."""
     load_format: Literal["dummy", "model"] = "dummy"
-    """How engines start: with random weights, which the first publish fills and proves before anybody samples
-    (`dummy`), or with those in `model.path`, which is read from disk once an engine and start (`model`)."""
+    """Engines start with random weights, which the first publish fills and proves (dummy), or read `model.path`."""
     deterministic: bool = False
     """Batch-invariant kernels, one seed a sample, deterministic algorithms in trainers: a run can be repeated bit by
     bit, unless caches overflow. On a GPU torch warns of an operator that has no such algorithm."""
@@ -281,6 +280,7 @@ class RolloutConfig(Section):
         ahead = next((f"{k} {n}" for k in ("max_staleness", "extra_groups") if (n := getattr(self, k))), "")
         extra = f"rollout.extra_groups {self.extra_groups}"
         corrected = algorithm.mismatch.weight or algorithm.mismatch.reject
+        what = f"rollout.{ahead} trains on tokens of older weights" if ahead else "a cache in fp8_e4m3 rounds"
         return {
             "rollout.quantization fp8 with rollout.dtype float32: FP8 layers on GPUs compute in bfloat16; set "
             "rollout.dtype: bfloat16, or actor.device: cpu": self.quantization
@@ -301,9 +301,8 @@ class RolloutConfig(Section):
             "rollout.max_staleness 1 with algorithm.dynamic_sampling: groups that a step leaves over are trained on "
             "one step later, so that nothing could be sampled ahead within the bound; take 2 or more, or "
             "0": self.max_staleness == 1 and algorithm.dynamic_sampling,
-            f"rollout.{ahead or 'sglang.kv_cache_dtype fp8_e4m3'} trains on tokens of other probabilities, which needs "
-            "a correction: set algorithm.mismatch.weight, such as {name: tis}, or mismatch.reject": not corrected
-            and (ahead or self.sglang.get("kv_cache_dtype") == "fp8_e4m3"),
+            f"{what}, which needs a correction: set algorithm.mismatch.weight, such as {{name: tis}}, or "
+            "algorithm.mismatch.reject": not corrected and (ahead or self.sglang.get("kv_cache_dtype") == "fp8_e4m3"),
             "rollout.prefix_cache by_version with neither max_staleness nor extra_groups: no rollout outlives a "
             "publish, and what is kept would be of no use; take flush": self.prefix_cache == "by_version" and not ahead,
             "rollout.prefix_cache by_version with rollout.deterministic: bits would depend on what caches still "

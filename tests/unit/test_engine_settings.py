@@ -95,7 +95,7 @@ def test_refused(given, said):
 
 def test_keys_and_values_in_fp8_want_a_correction():
     cache = {"rollout": {"sglang": {"kv_cache_dtype": "fp8_e4m3"}}}
-    with pytest.raises(ValueError, match="kv_cache_dtype fp8_e4m3 trains on tokens of other probabilities"):
+    with pytest.raises(ValueError, match="a cache in fp8_e4m3 rounds, which needs a correction"):
         experiment(**cache)
     experiment(**cache, algorithm={"mismatch": {"weight": {"name": "tis"}}})
 
