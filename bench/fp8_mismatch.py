@@ -28,11 +28,13 @@ from transformers import AutoTokenizer
 
 from megagrpo.families.table import model_tensors, read_architecture
 from megagrpo.mesh import make_mesh
+from megagrpo.rollout.service.engine_model import as_engines_see_it
+from megagrpo.system.run_folder import RunFolder
 from megagrpo.weights.exchange import Exchange
 from megagrpo.weights.quantised import block_maxima, block_scales, quantise
 from tests import experiments
 
-KINDS = {"attention": r"self_attn\.", "experts": r"\.experts\.", "all of them": r""}
+KINDS = {"attention": r"self_attn\.", "experts": r"\.experts\.", "both": r""}
 NEW_TOKENS = 8
 
 
@@ -71,7 +73,8 @@ def answers(model: Path, prompts: list[list[int]]) -> tuple[list[dict], list[dic
             rollout={"quantization": "fp8", "max_running_requests": 64},
             weights={"transport": "reshard", "timeout_s": 120.0},
         )
-        with started(config, Path(folder)) as engine:
+        seen = as_engines_see_it(config, RunFolder(Path(folder) / "run"))  # a config.json that says FP8
+        with started(seen, Path(folder)) as engine:
             mesh, source = make_mesh(0, 1, torch.device("cpu"), 60.0), PlainSource(model).load(model)
             source.fp8 = frozenset(s.name for s in model_tensors(read_architecture(model)) if s.in_fp8)
             exchange = Exchange(config, mesh, source, engine, Path(folder))
