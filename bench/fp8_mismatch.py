@@ -26,8 +26,10 @@ import engine_logprobs
 from test_exchange import KEY, PlainSource, started
 from transformers import AutoTokenizer
 
+from megagrpo.families.quantization import FP8_BLOCK
 from megagrpo.families.table import model_tensors, read_architecture
 from megagrpo.mesh import make_mesh
+from megagrpo.rollout.cpu.block_fp8 import dequantised
 from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.weights.exchange import Exchange
@@ -124,8 +126,7 @@ def rounded(whole: dict[str, torch.Tensor], names: set[str], pattern: str) -> di
 def back(matrix: torch.Tensor) -> torch.Tensor:
     """A matrix rounded to FP8 and back."""
     scales = block_scales(block_maxima(matrix, (0, 0)))
-    spread = scales.repeat_interleave(128, 0)[: len(matrix)].repeat_interleave(128, 1)[:, : matrix.shape[1]]
-    return quantise(matrix, (0, 0), scales).float() * spread
+    return dequantised(quantise(matrix, (0, 0), scales), scales, list(FP8_BLOCK))
 
 
 def difference(exact: torch.Tensor, other: torch.Tensor) -> dict[str, float]:

@@ -167,11 +167,6 @@ class MegatronActor:
         """Returns the layers of this rank whose experts are replayed, as RoutingReplay.layers; () without replay."""
         return () if self.routing is None else self.routing.layers
 
-    @property
-    def trains_draft(self) -> bool:
-        """Tells whether updates train a draft, too."""
-        return self.config.draft is not None and self.config.draft.train
-
     def bring_embedding(self) -> None:
         """Collective. Copies the input embedding to the draft if that is on another pipeline stage, and not tied."""
         if self.config.parallel.pp == 1 or self.arch.tied:
@@ -234,12 +229,12 @@ class MegatronActor:
         """
         if self.config.lora is None:
             vision, trained = self.arch.vision, self.config.trained_vision
-            frozen_draft = layer_prefix(self.arch.num_layers) if self.arch.draft and not self.trains_draft else None
+            frozen = () if self.config.trains_draft else (layer_prefix(self.arch.num_layers),)  # a draft's tensors
             untrained = {
                 spec.name
                 for spec in model_tensors(self.arch)
                 if not (spec.trained and (vision is None or vision.trains(spec.name, trained)))
-                or (frozen_draft and spec.name.startswith(frozen_draft))
+                or spec.name.startswith(frozen)
             }
             copies = [copy for copy in weights.copies if copy.hf not in untrained]
             kept = {name: spec for name, spec in weights.hf_specs.items() if name not in untrained}
@@ -276,7 +271,7 @@ class MegatronActor:
         """
         self.optimizer.prepare_grads()
         norm, metrics = float(self.optimizer.get_grad_norm()), {}
-        if self.trains_draft:
+        if self.config.trains_draft:
             metrics["optim/draft_grad_norm"] = draft_norm(self.optimizer)
         of_draft = metrics.get("optim/draft_grad_norm", 0.0)
         # one decision for all ranks: a rank that steps while another does not would leave the weights of no version

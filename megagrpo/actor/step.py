@@ -316,7 +316,7 @@ def _run(
     def forward_step(iterator: Iterator[MicroBatch], model):
         micro = next(iterator).to(device)
         packed = None if micro.cu_seqlens is None else PackedSequences.make(micro.cu_seqlens, micro.max_seqlen)
-        drafts = not forward_only and actor.trains_draft and model.module.post_process
+        drafts = not forward_only and actor.config.trains_draft and model.module.post_process
         with actor.router_scope.of(MicroBatchScope(micro, batch, forward_only)):
             more: dict[str, object] = {"following": following(micro)} if drafts else {}
             if actor.arch.vision is not None:
@@ -324,7 +324,7 @@ def _run(
             hidden = model(micro.tokens, micro.positions, None, packed_seq_params=packed, **more)
         return hidden, partial(loss, micro, model.module)
 
-    if not forward_only and actor.trains_draft:
+    if not forward_only and actor.config.trains_draft:
         actor.bring_embedding()
     actor.router_scope.begin()
     if actor.router_losses is not None and not forward_only:

@@ -194,9 +194,8 @@ def chunked_draft_kl(
 ) -> Tensor:
     """Collective over tensor-parallel ranks. Returns KL(policy || draft) of every position, float32 [T], in nats.
 
-    Both of softmax(hidden weight^T / temperature). The gradient is of draft_hidden alone, this rank's PARTIAL sum: that
-    of the cross-entropy to the policy's distribution, from which the KL differs by the policy's entropy. Other
-    arguments as for chunked_logprobs.
+    Both are softmax(hidden weight^T / temperature). Only draft_hidden has a gradient, this rank's PARTIAL sum; it
+    equals that of the cross-entropy, the KL plus the policy's entropy. Other arguments as for chunked_logprobs.
     """
     options = (temperature, chunk_tokens, shard.columns(weight), shard.reduce)
     return _DraftKl.apply(hidden, weight, draft_hidden, weight, *options)

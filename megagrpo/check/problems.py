@@ -16,7 +16,7 @@ from megagrpo.config.schema import DataConfig, ExperimentConfig, RewardConfig
 from megagrpo.data.rows import read_rows
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.quantization import load_format_problems
-from megagrpo.families.table import architecture_of, draft_problems, model_problems, read_description
+from megagrpo.families.table import architecture_of, model_problems, read_description
 from megagrpo.rewards.graders.code import read_tests
 from megagrpo.rewards.graders.table import check_grader, load_group_grader
 from megagrpo.rollout.agents.environments import load_environment
@@ -62,12 +62,16 @@ def describe_model(config: ExperimentConfig) -> dict[str, object]:
     return description
 
 
+def described_architecture(config: ExperimentConfig) -> Architecture:
+    """Returns the architecture of the experiment's model. Raises ValueError as describe_model."""
+    return architecture_of(describe_model(config), config.actor.has_draft)
+
+
 def check_against_model(
     config: ExperimentConfig, hf: dict[str, object], largest_token_id: int | None = None
 ) -> list[str]:
     """Returns every clash between the experiment and the model's own config.json, each with its numbers."""
-    problems = [f"model.path: {problem}" for problem in model_problems(hf)]
-    problems += draft_problems(hf) if config.actor.has_draft else []
+    problems = [f"model.path: {problem}" for problem in model_problems(hf, config.actor.has_draft)]
     if problems:
         return problems
     arch = architecture_of(hf, config.actor.has_draft)

@@ -219,8 +219,13 @@ class ActorConfig(Section):
 
     @property
     def has_draft(self) -> bool:
-        """Whether the multi-token-prediction layer is part of the model."""
+        """Returns whether the multi-token-prediction layer is part of the model."""
         return self.draft is not None
+
+    @property
+    def trains_draft(self) -> bool:
+        """Returns whether updates train it."""
+        return self.draft is not None and self.draft.train
 
     @property
     def trained_vision(self) -> Literal["none", "projector", "all"]:

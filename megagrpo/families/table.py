@@ -55,23 +55,23 @@ class ParameterCounts:
         return self.dense + self.expert
 
 
-def model_problems(hf: HfConfig) -> list[str]:
-    """Returns why a config.json cannot be read; [] when `architecture_of` can."""
+def model_problems(hf: HfConfig, draft: bool = False) -> list[str]:
+    """Returns why a config.json cannot be read, its draft included if asked; [] when `architecture_of` can."""
     name = hf.get("model_type")
     if name not in FAMILIES:
         return [f"model_type {name!r} is not supported; supported: {', '.join(FAMILIES)}"]
-    return [*quantization_problems(hf), *FAMILIES[name].refusals(hf)]
+    return [*quantization_problems(hf), *FAMILIES[name].refusals(hf), *(_draft_problems(hf) if draft else ())]
 
 
 def architecture_of(hf: HfConfig, draft: bool = False) -> Architecture:
     """Reads the parsed config.json of a model, its draft included if asked. Raises ValueError with every problem."""
-    problems = model_problems(hf) + (draft_problems(hf) if draft else [])
+    problems = model_problems(hf, draft)
     if problems:
         raise ValueError("; ".join(problems))
     return replace(FAMILIES[hf["model_type"]].architecture(hf), draft=draft)
 
 
-def draft_problems(hf: HfConfig) -> list[str]:
+def _draft_problems(hf: HfConfig) -> list[str]:
     """Returns why a model has no draft that can be trained."""
     layers = hf.get(_PREDICTION_LAYERS) or 0
     if layers == 1:
@@ -85,7 +85,7 @@ def read_architecture(folder: str | Path, draft: bool = False) -> Architecture:
     if not path.is_file():
         raise ValueError(f"{path} does not exist; model.path must be a Hugging Face model folder with a config.json")
     hf = read_description(path)
-    problems = model_problems(hf) + (draft_problems(hf) if draft else [])
+    problems = model_problems(hf, draft)
     if problems:
         raise ValueError(f"{path}: {'; '.join(problems)}")
     return architecture_of(hf, draft)

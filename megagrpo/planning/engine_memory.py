@@ -10,11 +10,10 @@ from statistics import NormalDist
 import numpy as np
 from pydantic import BaseModel
 
-from megagrpo.check.problems import describe_model, longest_samples, model_description
+from megagrpo.check.problems import described_architecture, longest_samples, model_description
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import architecture_of
 from megagrpo.families.vision import tower_tensors
 from megagrpo.monitor.rollouts import read_rollouts
 from megagrpo.planning.hardware import CONTEXT_BYTES, Hardware, hardware_of, usable_bytes
@@ -363,5 +362,5 @@ def _cache_tokens(config: ExperimentConfig, lengths: Lengths, hardware: str | No
 
         server = server_of(rollout, resolve_all([config], (gpu, config.cluster.gpus_per_node))[0])
         how = f"on an {kind}, as SGLang resolves its arguments"
-    work = model_work(architecture_of(describe_model(config), config.actor.has_draft))
+    work = model_work(described_architecture(config))
     return engine_side(work, server, lengths, longest_samples(config)["data"], gpu).cache_tokens, how

@@ -58,8 +58,8 @@ def explain(
     at_once: lines of planning/engine_memory.py about the engines. everything: also the ranks, and all settings that are
     passed to Megatron and SGLang. problems: default: the known ones.
     """
-    hf = model_description(with_model(config))
-    arch = None if hf is None or model_problems(hf) else architecture_of(hf, config.actor.has_draft)
+    hf, draft = model_description(with_model(config)), config.actor.has_draft
+    arch = None if hf is None or model_problems(hf) else architecture_of(hf, draft)
     counts = None if arch is None else parameter_counts(arch)
     steps = _num_steps(config)
     title = f"{config.name}: {'?' if steps is None else steps} steps into {config.output_dir}, seed {config.seed}"

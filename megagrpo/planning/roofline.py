@@ -14,7 +14,7 @@ from statistics import fmean
 import numpy as np
 
 import megagrpo
-from megagrpo.check.problems import describe_model, longest_samples, model_description
+from megagrpo.check.problems import described_architecture, longest_samples, model_description
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.config.placement import needs_gpus
@@ -153,10 +153,11 @@ def fit_problems(config: ExperimentConfig, gpus_per_node: int | None = None) -> 
     """Returns why an experiment for GPUs does not fit into their memory; [] for a model that nothing describes."""
     config = with_model(config)
     hf = model_description(config)
-    if not needs_gpus(config) or hf is None or model_problems(hf) or layout_problems(architecture_of(hf), config.actor):
+    if not needs_gpus(config) or hf is None or model_problems(hf):
         return []
-    gpus = gpus_per_node or config.cluster.gpus_per_node
-    arch = architecture_of(hf, config.actor.has_draft)
+    arch, gpus = architecture_of(hf, config.actor.has_draft), gpus_per_node or config.cluster.gpus_per_node
+    if layout_problems(arch, config.actor):
+        return []
     target = Target(arch, hardware_of(config.cluster.gpu), gpus, assumed_lengths(config))
     return list(plan_step(config, target).problems)
 
@@ -184,8 +185,9 @@ def rollout_seconds(config: ExperimentConfig, target: Target, engine: EngineSide
     held = np.concatenate([[lengths.running], lengths.prompt + wave - np.diff(wave, prepend=0.0) / 2])
     turns = lengths.turns
     sampled = steps * (1 - turns.said)
-    of_steps = decode_seconds(target, server, running, held)
-    if config.rollout.draft_tokens is not None:
+    if config.rollout.draft_tokens is None:
+        of_steps = decode_seconds(target, server, running, held)
+    else:
         of_steps = drafted_seconds(target, server, running, held, config.rollout.draft_tokens)
     decode = {name: float(sampled @ each) for name, each in of_steps.items()}
     later = turns.tokens_read(lengths.prompt, lengths.mean)
@@ -365,8 +367,7 @@ def measured_efficiency(folder: Path, hardware: Hardware, gpus_per_node: int) ->
     if run.rollout_files():
         lengths = lengths_of_run(folder, config)
     lengths = replace(lengths, turns=turns_of_run(entries, f"means of {folder}"))
-    arch = architecture_of(describe_model(config), config.actor.has_draft)
-    plan = plan_step(config, Target(arch, hardware, gpus_per_node, lengths))
+    plan = plan_step(config, Target(described_architecture(config), hardware, gpus_per_node, lengths))
     seconds = {name: fmean(entry.get(f"time/{name}_s") or 0.0 for entry in entries) for name in PHASES}
     ahead = {"rollout"} if config.rollout.max_staleness else set()
     return {

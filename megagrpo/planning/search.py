@@ -8,13 +8,12 @@ from itertools import product
 from json import dumps
 from pathlib import Path
 
-from megagrpo.check.problems import describe_model
+from megagrpo.check.problems import described_architecture
 from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.placement import Nodes, placement_problems
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.families.table import architecture_of
 from megagrpo.planning.engine_memory import assumed_lengths, engine_side, given_lengths, server_of
 from megagrpo.planning.hardware import hardware_of, usable_bytes
 from megagrpo.planning.publish_bytes import table_lines
@@ -81,7 +80,7 @@ def target_of(config: ExperimentConfig, options: Options) -> Target:
     """Returns the target of a plan. Raises ValueError with everything that does not fit together."""
     hardware, gpus = hardware_of(options.hardware or config.cluster.gpu), options.gpus_per_node
     gpus = gpus or config.cluster.gpus_per_node
-    arch = architecture_of(describe_model(config), config.actor.has_draft)
+    arch = described_architecture(config)
     lengths, efficiency = assumed_lengths(config), dict[str, float]()
     if options.measured is not None:
         efficiency, lengths = measured_efficiency(options.measured, hardware, gpus)

@@ -11,7 +11,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core.tensor_parallel import reduce_scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -72,7 +75,7 @@ def mark_parameters(draft: DraftLayer, trained: bool) -> None:
 
 
 class Following(NamedTuple):
-    """What follows each of a micro-batch's n = b s / cp positions of this rank, in its sample."""
+    """Holds, for each of this rank's n = b s / cp positions, what the sample has behind it."""
 
     tokens: Tensor  # [b, s / cp] int64, 0 behind the last one
     places: Tensor  # [n] int64: where the next position lies among those of all context-parallel ranks, rank after rank
@@ -97,12 +100,7 @@ def following(micro: MicroBatch) -> Following:
 @torch.no_grad()
 def gather_context(part: Tensor) -> Tensor:
     """Collective over context-parallel ranks. Returns their parts [n, ...] behind each other, rank after rank."""
-    size = mpu.get_context_parallel_world_size()
-    if size == 1:
-        return part
-    parts = [torch.empty_like(part) for _ in range(size)]
-    dist.all_gather(parts, part.contiguous(), group=mpu.get_context_parallel_group())
-    return torch.cat(parts)
+    return gather_from_sequence_parallel_region(part, group=mpu.get_context_parallel_group())
 
 
 @torch.no_grad()
@@ -123,8 +121,9 @@ def embed(weight: Tensor, tokens: Tensor) -> Tensor:
 @torch.no_grad()
 def copy_embedding(source: Tensor | None, target: Tensor | None) -> None:
     """Collective over first and last pipeline stages. Copies the input embedding of the first to the last."""
-    ranks = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
+    group = mpu.get_pipeline_model_parallel_group()
+    ranks = dist.get_process_group_ranks(group)
     if source is not None:
-        dist.send(source, ranks[-1], group=mpu.get_pipeline_model_parallel_group())
+        dist.send(source, ranks[-1], group=group)
     if target is not None:
-        dist.recv(target, ranks[0], group=mpu.get_pipeline_model_parallel_group())
+        dist.recv(target, ranks[0], group=group)

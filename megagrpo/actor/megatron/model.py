@@ -116,7 +116,7 @@ def build_chunk(
     with_draft = arch.draft and chunk.post_process
     chunk.draft = DraftLayer(config, draft_modules(config, transformer_engine), vp_stage) if with_draft else None
     if chunk.draft is not None:
-        mark_parameters(chunk.draft, actor.draft is not None and actor.draft.train)
+        mark_parameters(chunk.draft, actor.trains_draft)
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
             # Megatron says "reduce over data-parallel ranks only" unless EP > 1, which leaves expert gradients of

@@ -70,10 +70,7 @@ def _commit(tokens: Tensor, num_accepted: Tensor, predicts: Tensor, accept_index
     accept_num.copy_(num_accepted)
 
 
-def verify_tree_greedy_cpu(
-    predicts, accept_index, accept_token_num, candidates, retrive_index, retrive_next_token, retrive_next_sibling,
-    target_predict,
-) -> None:  # fmt: skip
+def verify_tree_greedy_cpu(predicts, accept_index, accept_token_num, candidates, target_predict, **_tree) -> None:
     """Accepts drafts that are the model's most probable token; candidates, target_predict [bs, n]."""
     right = candidates[:, 1:] == target_predict[:, :-1]
     _commit(target_predict, right.long().cumprod(1).sum(1), predicts, accept_index, accept_token_num)
