@@ -52,12 +52,15 @@ def main() -> None:
     model = engine_logprobs._load(args.model)
     whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     exact = logprobs(args.model, prompts, sampled)
-    found = {"the engine, activations too": difference(exact, torch.cat([a["logprobs"] for a in sampled]))}
+    of_engine = torch.cat([answer["logprobs"] for answer in sampled])
+    found = {"the engine, activations too": difference(exact, of_engine)}
     same = [greedy_answer(model, prompt) == answer["ids"] for prompt, answer in zip(prompts, greedy, strict=True)]
     names = {spec.name for spec in model_tensors(read_architecture(args.model)) if spec.in_fp8}
     for kind, pattern in KINDS.items():
         model.load_state_dict(rounded(whole, names, pattern))
-        found[f"weights of {kind}"] = difference(exact, logprobs(args.model, prompts, sampled))
+        of_rounded = logprobs(args.model, prompts, sampled)
+        found[f"weights of {kind}"] = difference(exact, of_rounded)
+    found["the engine, from an actor that rounds both"] = difference(of_rounded, of_engine)
     lines = [(name, *(f"{value:.2e}" for value in values.values())) for name, values in found.items()]
     lines.append((f"greedy answers that are the same: {sum(same)} of {len(same)}", "", "", ""))
     data = {**provenance(), "rows": found, "greedy_same": sum(same), "prompts": len(same), "tokens": len(exact)}
@@ -104,12 +107,7 @@ def logprobs(model: Path, prompts: list[list[int]], found: list[dict]) -> torch.
 @torch.no_grad()
 def greedy_answer(model: torch.nn.Module, prompt: list[int]) -> list[int]:
     """The most probable tokens by transformers, to the end of the answer."""
-    tokens = list(prompt)
-    while len(tokens) - len(prompt) < NEW_TOKENS:
-        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-        if tokens[-1] == model.config.eos_token_id:
-            break
-    return tokens[len(prompt) :]
+    return model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)[0, len(prompt) :].tolist()
 
 
 def rounded(whole: dict[str, torch.Tensor], names: set[str], pattern: str) -> dict[str, torch.Tensor]:

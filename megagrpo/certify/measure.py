@@ -36,7 +36,15 @@ from megagrpo.weights.transports.gather_plan import gather_buckets, make_gather_
 OPTIMIZER = OptimizerConfig(lr=1e-3, clip_grad=1.0, adam_eps=1e-4, distributed=False)
 _CHUNK_TOKENS = 32
 # of the experiment's actor
-_KEPT = {"transformer_engine", "deadline_s", "lora", "vision", "router_losses", "routing_replay"}
+_KEPT = {
+    "transformer_engine",
+    "deadline_s",
+    "lora",
+    "vision",
+    "router_losses",
+    "routing_replay",
+    "fake_quantization",
+}
 Read = TypeVar("Read")
 
 
@@ -126,7 +134,9 @@ def measure(config: ExperimentConfig, case: Case, *, folder: Path, store: Path, 
             actor.load_hf(HfFolder(folder / "reference"))
             actor.keep_reference()
         actor.images = partial(pixels, arch=actor.arch)
-        weights = actor.trained_weights(load_initial_weights(actor, model))
+        of_model = load_initial_weights(actor, model)
+        actor.round_weights(of_model)
+        weights = actor.trained_weights(of_model)
         if config.actor.lora is not None:
             initial = InitialAdapters(actor.adapter_specs(), seed=0)  # with noise: while B is 0, A has no gradient
             adapters = enumerate(initial.items())

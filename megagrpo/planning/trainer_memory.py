@@ -136,6 +136,7 @@ class StageElements:
     expert: float
     trained_dense: float
     trained_expert: float
+    rounded: float  # by actor.fake_quantization
 
 
 def in_flight(parallel: ParallelConfig, stage: int) -> float:
@@ -153,9 +154,9 @@ _ROW_PARALLEL = ("o_proj", "down_proj")  # cut along the inputs: their A is, and
 
 
 def stage_parameters(arch: Architecture, actor: ActorConfig) -> list[StageElements]:
-    """Counts the elements of a rank of each pipeline stage, all and those with gradients."""
+    """Counts the elements of a rank of each pipeline stage: all, those with gradients, those that forwards round."""
     layers = stage_of_layer(arch, actor.parallel)
-    kinds = ("dense", "expert", "trained_dense", "trained_expert")
+    kinds = ("dense", "expert", "trained_dense", "trained_expert", "rounded")
     counts = [dict.fromkeys(kinds, 0.0) for _ in range(max(layers) + 1)]
     for spec, number in tensor_groups(arch, actor.adapters).items():
         trained = _is_trained(spec, arch, actor)
@@ -163,6 +164,7 @@ def stage_parameters(arch: Architecture, actor: ActorConfig) -> list[StageElemen
         for stage in stages_of(spec, arch, layers):
             counts[stage][kind] += size
             counts[stage]["trained_" + kind] += size * trained
+            counts[stage]["rounded"] += size * (spec.in_fp8 and actor.fake_quantization is not None)
     return [StageElements(**count) for count in counts]
 
 
@@ -216,6 +218,8 @@ class Stage:
             "optimiser": self.shards * each.state,
             "NCCL": self._communicators(),
         }
+        if phase in ("logprobs", "reference", "update"):
+            parts["weights before rounding"] = elements.rounded * self.width
         if phase in ("logprobs", "reference"):
             layer = max((layer.kept / 2 + layer.transient for layer in self.layers), default=0.0)
             head = self._head(backward=False)

@@ -9,8 +9,8 @@ treat both as any other tensors.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 
 import numpy as np
@@ -76,9 +76,12 @@ def block_scales(maxima: Tensor) -> Tensor:
 
 def quantise(values: Tensor, start: tuple[int, ...], scales: Tensor) -> Tensor:
     """Returns values / scale of their block in E4M3, [n, m]. start: see block_maxima; scales [blocks, blocks]."""
-    for dim, (first, block) in enumerate(zip(start, FP8_BLOCK, strict=True)):
-        scales = scales.repeat_interleave(block, dim).narrow(dim, first % block, values.shape[dim])
-    return (values.float() / scales).to(FP8)
+    return (values.float() / _of_elements(scales, start, values.shape)).to(FP8)
+
+
+def dequantise(values: Tensor, start: tuple[int, ...], scales: Tensor) -> Tensor:
+    """Returns values in E4M3 * scale of their block, float32 [n, m]; arguments as those of `quantise`."""
+    return values.float() * _of_elements(scales, start, values.shape)
 
 
 def quantised(weights: ActorWeights, names: set[str], mesh: Mesh) -> ActorWeights:
@@ -98,6 +101,15 @@ def quantised(weights: ActorWeights, names: set[str], mesh: Mesh) -> ActorWeight
     specs = quantised_specs(weights.hf_specs, names)
     kept = {name: spec[1] for name, spec in specs.items() if name not in weights.hf_specs or name in names}
     return ActorWeights(view.copies, specs, view.parameters, view.merged, {**weights.kept, **kept})
+
+
+def rounding(weights: ActorWeights, mesh: Mesh) -> Callable[[], AbstractContextManager[None]]:
+    """Collective. Returns a context, entered collectively, inside which live parameters have what engines compute with.
+
+    Those that engines keep in FP8 (ActorWeights.fp8) are value * scale there, in their own dtype; on leaving they get
+    their bits back.
+    """
+    return _QuantisedView(weights, set(weights.fp8), mesh).rounded
 
 
 def format_table(actor: ActorWeights, published: ActorWeights) -> Iterator[str]:
@@ -144,22 +156,47 @@ class _QuantisedView:
             finally:
                 self._buffers = {}
 
+    @contextmanager
+    def rounded(self) -> Iterator[None]:
+        """Collective on entry. See `rounding`."""
+        live = self._weights.parameters()
+        with torch.no_grad():
+            scales = self._scales(live)
+            kept = {name: live[name].detach().clone() for name in self._quantised}
+            for part, of_part in self._with_scales(scales):
+                values = part.view(live)
+                values.copy_(dequantise(quantise(values, part.start, of_part), part.start, of_part))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, values in kept.items():
+                    live[name].copy_(values)
+
     def _fill(self) -> None:
         live, device = self._weights.parameters(), self._mesh.device
         buffers = {_twin(name): torch.empty(_extent(live[name]), dtype=FP8, device=device) for name in self._quantised}
-        maxima = {name: torch.zeros(grid, device=device) for name, grid in self._grids.items()}
+        scales = self._scales(live)
+        for part, of_part in self._with_scales(scales):
+            twin = Copy(part.hf, part.start, part.size, _twin(part.parameter), part.offset, part.strides)
+            twin.view(buffers).copy_(quantise(part.view(live), part.start, of_part))
+        self._buffers = buffers | {name + SCALES: of_tensor for name, of_tensor in scales.items()}
+
+    def _scales(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Collective. Returns by HF tensor the scales of all its blocks; right where this rank holds a part of one."""
+        maxima = {name: torch.zeros(grid, device=self._mesh.device) for name, grid in self._grids.items()}
         for name, parts in self._parts.items():
             for part in parts:
                 blocks = maxima[name][_grid_of(part.start, part.size).slices]
                 torch.maximum(blocks, block_maxima(part.view(live), part.start), out=blocks)
         self._share(maxima)
+        return {name: block_scales(of_tensor) for name, of_tensor in maxima.items()}
+
+    def _with_scales(self, scales: Mapping[str, Tensor]) -> Iterator[tuple[Copy, Tensor]]:
+        """Yields every part of this rank's slices with the scales of its blocks."""
         for name, parts in self._parts.items():
-            scales = buffers[name + SCALES] = block_scales(maxima[name])
             for part in parts:
-                of_part = scales[_grid_of(part.start, part.size).slices]
-                twin = Copy(part.hf, part.start, part.size, _twin(part.parameter), part.offset, part.strides)
-                twin.view(buffers).copy_(quantise(part.view(live), part.start, of_part))
-        self._buffers = buffers
+                yield part, scales[name][_grid_of(part.start, part.size).slices]
 
     def _shared_blocks(self) -> dict[str, Tensor]:
         """Collective. Returns by HF tensor the blocks that some rank holds in part, int64, as indices in its grid.
@@ -194,6 +231,13 @@ class _QuantisedView:
         dist.all_reduce(flat, op=dist.ReduceOp.MAX)
         for part, of_tensor, blocks in own:
             of_tensor[blocks] = part
+
+
+def _of_elements(scales: Tensor, start: tuple[int, ...], shape: Sequence[int]) -> Tensor:
+    """Returns the scale of each element of a part that begins at `start`; scales of the blocks that it touches."""
+    for dim, (first, block) in enumerate(zip(start, FP8_BLOCK, strict=True)):
+        scales = scales.repeat_interleave(block, dim).narrow(dim, first % block, shape[dim])
+    return scales
 
 
 def _grid_of(start: Sequence[int], size: Sequence[int]) -> Box:
