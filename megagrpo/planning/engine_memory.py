@@ -278,6 +278,14 @@ def engine_side(work: ModelWork, server: Server, lengths: Lengths, longest: int,
     return EngineSide(server, parts, hardware.memory_bytes, tokens * replicas, concurrent, tuple(problems))
 
 
+def host_cache_bytes(rollout: RolloutConfig, engine: EngineSide) -> float:
+    """Returns the host memory that a rank's hierarchical cache takes; 0 without one."""
+    settings = rollout.sglang
+    if not settings.get("enable_hierarchical_cache"):
+        return 0.0
+    return settings.get("hicache_size", 0) * 1e9 or settings.get("hicache_ratio", 0.0) * engine.parts["cache"]
+
+
 def gpu_phases(
     config: ExperimentConfig, trainers: TrainerSide, engine: EngineSide, hidden_size: int
 ) -> dict[str, RankMemory]:

@@ -14,7 +14,14 @@ from megagrpo.data.rows import read_rows
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import ParameterCounts, architecture_of, left_out, model_problems, parameter_counts
 from megagrpo.planning.checkpoint_cost import checkpoint_cost
-from megagrpo.planning.engine_memory import assumed_lengths, concurrency_report, engine_side, gpu_phases, server_beside
+from megagrpo.planning.engine_memory import (
+    assumed_lengths,
+    concurrency_report,
+    engine_side,
+    gpu_phases,
+    host_cache_bytes,
+    server_beside,
+)
 from megagrpo.planning.hardware import gigabytes, hardware_of
 from megagrpo.planning.layer_costs import model_work
 from megagrpo.planning.roofline import fit_problems, with_model
@@ -278,6 +285,7 @@ def _memory(config: ExperimentConfig, arch: Architecture | None, counts: Paramet
     held, phases = side.phases["rollout"].parts, gpu_phases(config, side, engine, arch.hidden_size)
     phase = max(phases, key=lambda name: phases[name].total)
     fullest, on_host = phases[phase], side.host_bytes["optimiser"]
+    on_its_host = host_cache_bytes(r, engine)
     return [
         f"memory     a trainer rank holds about {gigabytes(held['parameters'] + held['gradients'])} of weights and "
         f"gradients + {gigabytes(held.get('optimiser', 0))} of optimiser state"
@@ -287,6 +295,7 @@ def _memory(config: ExperimentConfig, arch: Architecture | None, counts: Paramet
         *_lora(config, arch, side),
         f"  an engine rank holds about {gigabytes(counts.total / r.tp * (2 if r.dtype == 'bfloat16' else 4))} of "
         "weights, before its cache",
+        *([f"  and {gigabytes(on_its_host)} of host memory for its hierarchical cache"] if on_its_host else []),
         *(_colocated(config, side, phases) if r.shares_gpus else ()),
     ]
 

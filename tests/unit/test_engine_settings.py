@@ -83,6 +83,8 @@ def test_fields_and_options_are_those_of_sglang_itself():
         ({"moe_runner_backend": "auto"}, "digests would stop the run"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "it may be auto, bf16, bfloat16, fp8_e4m3"),
         ({"dp_size": 2}, "rollout.sglang.dp_size: is refused without enable_dp_attention"),
+        ({"hicache_storage_backend": "file"}, "is refused: keys and values of older weights would outlive a publish"),
+        ({"enable_hierarchical_cache": True}, "needs hicache_size, GB of host memory for each engine rank"),
     ],
 )  # fmt: skip
 def test_refused(given, said):
@@ -91,6 +93,15 @@ def test_refused(given, said):
     assert len(found) == 1 and said in found[0], found
     with pytest.raises(ValueError, match="rollout.sglang"):
         engine_command(config(sglang=given), PLACE[True])
+
+
+def test_a_hierarchical_cache_has_a_size_and_no_drafts():
+    sized = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}
+    assert problems(sglang=sized) == []
+    assert problems(extra_args=["--enable-hierarchical-cache", "--hicache-size=8"]) == []
+    assert "needs hicache_size" in problems(extra_args=["--enable-hierarchical-cache"])[0]
+    drafting = experiment(rollout={"sglang": sized, "draft_tokens": 2}, actor={"draft": {}}).rollout
+    assert "is refused with rollout.draft_tokens" in next(iter(engine_setting_problems(drafting)))[1]
 
 
 def test_keys_and_values_in_fp8_want_a_correction():

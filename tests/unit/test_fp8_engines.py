@@ -160,6 +160,19 @@ def test_combinations_are_refused_with_the_reason(rollout, reason):
     assert isinstance(experiments.experiment(rollout={"quantization": "fp8", "dtype": "bfloat16"}), ExperimentConfig)
 
 
+@pytest.mark.parametrize(
+    ("actor", "rollout", "reason"),
+    [
+        ({}, {}, "fake_quantization without rollout.quantization"),
+        ({"lora": {}}, {"quantization": "fp8"}, "lora with fake_quantization"),
+        ({"megatron": {"fp8": "e4m3"}}, {"quantization": "fp8"}, "weights would be rounded twice"),
+    ],
+)
+def test_an_actor_rounds_only_as_engines_do(actor, rollout, reason):
+    with pytest.raises(ValueError, match=reason):
+        experiments.experiment(actor=actor | {"device": "cpu", "fake_quantization": "fp8"}, rollout=rollout)
+
+
 def test_the_stand_in_multiplies_dequantised_blocks_and_rounded_activations():
     draw = torch.Generator().manual_seed(1)
     weight, x = torch.randn(256, 256, generator=draw), torch.randn(3, 256, generator=draw)

@@ -79,9 +79,9 @@ SERVER_REFUSED = {name: Refusal("", key) for name, key in OURS.items()} | refusa
         enable_waterfill ep_join_* max_ep_size kt_*""",
     _RANKS: """dcp_* pp_* attn_cp_size moe_dp_size dwdp_size enable_prefill_cp cp_strategy enable_cp_decode_attn_tp
         enable_dsa_cache_layer_split""",
-    "keys and values of older weights would outlive a publish outside the cache that it flushes": """hicache_*
-        enable_hierarchical_cache enable_session_radix_cache radix_cache_backend *unified_cache_external* *hisparse*
-        enable_linker_mla_dedup *lmcache* *flexkv*""",
+    "keys and values of older weights would outlive a publish, which empties the caches on GPU and host only": """
+        hicache_storage_* hicache_host_memory_mode enable_session_radix_cache radix_cache_backend
+        *unified_cache_external* *hisparse* enable_linker_mla_dedup *lmcache* *flexkv*""",
     "weights come from model.path or from the first publish (rollout.load_format)": """revision model_impl
         model_config_parser startup_weight_load_mode remote_instance_* engine_info_bootstrap_port modelexpress_config
         download_dir model_checksum delete_ckpt_after_loading decrypted_* weight_cache_* *_weights_cpu_backup
@@ -150,6 +150,19 @@ def engine_setting_problems(rollout: RolloutConfig) -> Iterator[tuple[tuple[str,
         yield ("rollout", "extra_args"), problem
     if rollout.sglang.get("dp_size", 1) != 1 and not rollout.sglang.get("enable_dp_attention"):
         yield ("rollout", "sglang", "dp_size"), f"is refused without enable_dp_attention: {_RANKS}; raise num_engines"
+    if _has(rollout, "enable_hierarchical_cache"):
+        where, sizes = ("rollout", "sglang", "enable_hierarchical_cache"), ("hicache_size", "hicache_ratio")
+        if not any(_has(rollout, name) for name in sizes):
+            why = "SGLang would take 80 % of the node's free memory, and trainers and checkpoints need some"
+            yield where, f"needs hicache_size, GB of host memory for each engine rank, or hicache_ratio: {why}"
+        if rollout.draft_tokens:
+            yield where, f"is refused with rollout.draft_tokens: {_UNEXAMINED}"
+
+
+def _has(rollout: RolloutConfig, name: str) -> bool:
+    """Returns whether a setting of engines is given, by its field or by its option."""
+    option = "--" + name.replace("_", "-")
+    return bool(rollout.sglang.get(name)) or any(word.partition("=")[0] == option for word in rollout.extra_args)
 
 
 def engine_setting_words(given: LibrarySettings) -> list[str]:

@@ -195,10 +195,28 @@ def latents_as_on_a_gpu(module) -> None:
     module.block_quant_dequant = lambda *arguments: dequantised(*arguments).to(torch.get_default_dtype())
 
 
+def copies_between_tiers(module) -> None:
+    """Of a hierarchical cache a kernel copies keys and values between the engine's memory and the host's."""
+
+    def transfer_kv_direct(src_layers, dst_layers, src_indices, dst_indices, page_size):
+        for source, target in zip(src_layers, dst_layers, strict=True):
+            target[dst_indices] = source[src_indices]
+
+    module.transfer_kv_direct = transfer_kv_direct
+
+
+def small_hosts(module) -> None:
+    """A hierarchical cache leaves 10 GiB of host memory alone, which is all that a laptop may have."""
+    module.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
+
+
 REPAIRS = {
     "torchvision.extension": torchvision_operators,
     "sglang.srt.utils.common": no_amx,
+    "sglang.srt.mem_cache.pool_host.base": small_hosts,
     "sglang.srt.mem_cache.pool_host.common": plain_host_buffers,
+    "sglang.srt.mem_cache.pool_host.mha": copies_between_tiers,
+    "sglang.srt.mem_cache.pool_host.mla": copies_between_tiers,
     "sglang.srt.distributed.parallel_state": reduce_scatter_without_nccl,
     "sglang.srt.utils.weight_checker": no_cuda_synchronize,
     "sglang.srt.layers.rotary_embedding.factory": rotary_embedding_without_scaling,

@@ -134,6 +134,8 @@ def _on_cpu() -> Settings:
         "sampling_backend": "pytorch",
         "cuda_graph_backend_decode": "disabled",
         "cuda_graph_backend_prefill": "disabled",
+        "hicache_io_backend": "direct",  # of a hierarchical cache; its other copies have no stand-ins
+        "hicache_mem_layout": "layer_first",
     }
 
 
