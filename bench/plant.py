@@ -1,4 +1,4 @@
-"""Plants 25 faults in algo, batching, weights and actor, one at a time, and runs the tests that must find them.
+"""Plants 27 faults in algo, batching, weights and actor, one at a time, and runs the tests that must find them.
 
     python bench/plant.py [--only TEXT]
 
@@ -24,7 +24,7 @@ LIMIT_S = 900
 HEADER = ("fault", "file", "found by", "seconds")
 LOSS, ADVANTAGE = ("unit/test_algo_loss.py",), ("unit/test_algo_advantage.py", "unit/test_algo_statistics.py")
 BATCH, DIGEST = ("unit/test_batch.py",), ("unit/test_weights_digest.py",)
-DRAFT = ("dist/test_draft.py",)
+DRAFT, ROUNDING = ("dist/test_draft.py",), ("dist/test_rounding.py",)
 
 
 @dataclass(frozen=True)
@@ -179,6 +179,20 @@ FAULTS = (
         "parameter.shared = True",
         "parameter.shared = False",
         DRAFT,
+    ),
+    Fault(
+        "rounded weights stay behind a backward",
+        "weights/quantised.py",
+        "live[name].copy_(values)",
+        "values.copy_(live[name])",
+        ROUNDING,
+    ),
+    Fault(
+        "blocks of several ranks rounded by each rank's own maxima",
+        "weights/quantised.py",
+        "        self._share(maxima)\n",
+        "",
+        ROUNDING,
     ),
 )
 

@@ -16,7 +16,7 @@ from megagrpo.config.schema import DataConfig, ExperimentConfig, RewardConfig
 from megagrpo.data.rows import read_rows
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.quantization import load_format_problems
-from megagrpo.families.table import architecture_of, model_problems, read_description
+from megagrpo.families.table import FAMILIES, architecture_of, model_problems, read_description
 from megagrpo.rewards.graders.code import read_tests
 from megagrpo.rewards.graders.table import check_grader, load_group_grader
 from megagrpo.rollout.agents.environments import load_environment
@@ -95,8 +95,8 @@ def longest_samples(config: ExperimentConfig) -> dict[str, int]:
 
 
 def _engine_problems(config: ExperimentConfig, arch: Architecture) -> Iterator[str]:
-    if config.rollout.quantization and arch.vision is not None:
-        yield f"rollout.quantization {config.rollout.quantization}: not for vision-language models; remove it"
+    if config.rollout.quantization and (reason := FAMILIES[arch.family].FP8_REFUSAL):
+        yield f"rollout.quantization {config.rollout.quantization}: {reason}; remove it"
     tp, ep, heads, kv_heads = config.rollout.tp, config.rollout.ep, arch.num_heads, arch.num_kv_heads
     sizes = (("tp", tp, "num_attention_heads", heads), ("ep", ep, "num_experts", arch.num_experts))
     for key, by, what, number in sizes:

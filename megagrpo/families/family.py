@@ -42,6 +42,7 @@ class Family:
     ROPE_SCALING_REFUSALS = staticmethod(llama3_refusals)
     PARTIAL_ROTARY: ClassVar[bool] = False  # rotary embedding may apply to part of a head
     LOADS_ATTENTION_BIAS: ClassVar[bool] = False
+    FP8_REFUSAL: ClassVar[str] = ""  # why engines cannot have weights of such a model in FP8
 
     def refusals(self, hf: HfConfig) -> list[str]:
         """Returns what would fail, or be silently wrong, with this config.json: missing keys, unsupported options."""

@@ -101,7 +101,8 @@ def layer_outputs(model: torch.nn.Module) -> dict[str, float]:
 
 
 def main(folder: Path, family: str) -> dict:
-    own = {"hidden_size": 512, "num_kv_heads": 4, "head_dim": 32} if family == "deepseek_v3" else {}  # whole blocks
+    latent = {"hidden_size": 512, "num_kv_heads": 4, "head_dim": 32}  # whole blocks
+    own = latent if family in ("deepseek_v3", "kimi_k2") else {}
     sizes = TinyModelConfig(path=str(folder / "model"), family=family, expert_ffn_size=128, **(SIZES | own))
     hf = hf_config(sizes) | {"vocab_size": 131}
     tensors = random_tensors(architecture_of(hf), torch.Generator().manual_seed(0))
@@ -147,7 +148,12 @@ def main(folder: Path, family: str) -> dict:
                 exchange.close()
         found["parameters"] = len(list(model.parameters()))
         padding = 2 * (model.lm_head.weight.shape[0] - hf["vocab_size"]) * sizes.hidden_size  # of two vocabularies
-        found["bytes"] = sum(p.nbytes for p in model.parameters() if p.dim()) - 2 * padding
+        found["bytes"] = sum(  # GLM-4.5's routers are in float32 there, and published in bfloat16
+            p.numel() * 2 if name.endswith(".gate.weight") else p.nbytes
+            for name, p in model.named_parameters()
+            if p.dim()
+        )
+        found["bytes"] -= 2 * padding
         with temporarily("SGLANG_FP8_IGNORED_LAYERS", "model.layers.1.self_attn.o_proj"):
             exempting = FakeEngine(models=[built(description)])
         with running(exempting):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from megagrpo.certify.tiny_model import hf_config
+from megagrpo.check.problems import check_against_model
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.table import FAMILIES, architecture_of, model_tensors
 from megagrpo.families.tiny import TinySizes
@@ -119,13 +120,20 @@ def test_scales_of_a_cache_are_constants_and_a_drawn_one_is_named():
     assert line.startswith("attn.v_scale_float = 0.0003: drawn at random")
 
 
-@pytest.mark.parametrize("family", sorted(name for name in FAMILIES if "_vl" not in name))  # refused with the others
+@pytest.mark.parametrize("family", sorted(name for name, family in FAMILIES.items() if not family.FP8_REFUSAL))
 def test_every_family_names_its_matrices(family):
     hf = hf_config(TinySizes(family=family)) | {"vocab_size": 32}
     tensors = list(model_tensors(architecture_of(hf)))
     plain = [spec.name for spec in tensors if spec.kind == "matrix" and not spec.in_fp8]
     assert all(name.startswith(("model.embed", "lm_head")) or name.endswith(".gate.weight") for name in plain)
     assert all(len(spec.shape) == 2 for spec in tensors if spec.in_fp8) and any(spec.in_fp8 for spec in tensors)
+
+
+def test_families_that_sglang_cannot_hold_in_fp8_are_refused():
+    for family, reason in (("llama", "drops the scales of a Llama's blocks"), ("qwen3_vl", "not for vision-language")):
+        config = experiments.experiment(rollout={"quantization": "fp8"}, actor={"device": "cpu"})
+        (problem,) = check_against_model(config, hf_config(TinySizes(family=family)) | {"vocab_size": 32})
+        assert problem.startswith("rollout.quantization fp8: ") and reason in problem
 
 
 def test_engines_start_from_a_description_in_fp8(tmp_path):

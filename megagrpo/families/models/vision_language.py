@@ -30,6 +30,7 @@ class Seeing(Family):
     TINY_TOWER: ClassVar[dict[str, object]]  # its own keys in a tiny model
     SIZE_KEYS = COMMON_SIZE_KEYS | _SIZE_KEYS
     ROPE_SCALING_REFUSALS = staticmethod(every_scaling_refused)
+    FP8_REFUSAL = "not for vision-language models"
 
     def text_part(self, hf: HfConfig) -> HfConfig:
         return _text_part(hf)
