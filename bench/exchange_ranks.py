@@ -32,7 +32,7 @@ def experiment(job: dict) -> ExperimentConfig:
                 "bucket_mb": job["bucket_mb"],
                 "timeout_s": limit_s,
             },
-            "actor": {"deadline_s": limit_s + 60.0},
+            "actor": {"deadline_s": limit_s + 60.0, "device": "cpu"},
         }
     )
 
@@ -49,8 +49,10 @@ def command(job: dict) -> dict:
         engine_environment,
         engine_python_path,
     )
+    from megagrpo.rollout.service.engine_model import as_engines_see_it
+    from megagrpo.system.run_folder import RunFolder
 
-    config = experiment(job)
+    config = as_engines_see_it(experiment(job), RunFolder(Path(job["folder"], "run")))
     places = [
         ServerPlace(0, HOST, port, f"{HOST}:{port}", cuda=False, num_cores=os.cpu_count()) for port in job["ports"]
     ]

@@ -13,9 +13,7 @@ from tests.experiments import ROOT, experiment, python
 OTHERS = sorted(name for name, family in FAMILIES.items() if name != "qwen3_moe" and not family.FP8_REFUSAL)
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen3_moe", *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)]
-)
+@pytest.mark.parametrize("family", ["qwen3_moe", *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)])
 def test_a_publish_gives_what_sglang_makes_of_a_quantised_checkpoint(tmp_path, family):
     """The checkpoint is an independent quantiser's. A layer that the engine exempts stops the run by its name.
 
