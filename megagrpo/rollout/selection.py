@@ -7,9 +7,7 @@ step, sampled one step earlier, which the mismatch metrics and corrections see. 
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,31 +19,8 @@ from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import Mesh, RunStopped
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout.agents.environments import ENDS
+from megagrpo.rollout.source import RolloutSource
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TrainState
-
-
-class GroupSource(Protocol):
-    """Samples and grades responses, as rollout/source.py does."""
-
-    def next(
-        self, step: int, prompts: Sequence[Prompt], version: int, first_id: int, attempt: int
-    ) -> list[RolloutGroup]:
-        """Collective. Returns this rank's share of the groups, whose ids count from `first_id`."""
-        ...
-
-    def start(
-        self, batch: int, group_ids: Sequence[int], prompts: Sequence[Prompt], version: int, oldest: int = 0
-    ) -> None:
-        """Starts to sample a batch for `next` (as step `batch`) or `first`, unless it is in flight."""
-        ...
-
-    def first(self, wanted: int, must: AbstractSet[int], version: int) -> tuple[list[int], list[RolloutGroup]]:
-        """Collective. Returns the ids of the groups that are complete first, and this rank's share of them."""
-        ...
-
-    def add_metrics(self, metrics: Metrics) -> None:
-        """Adds what sampling the groups since the last call took."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -62,7 +37,7 @@ class StepGroups:
 class GroupChoice:
     """Chooses the groups of each step from those that `source` samples of `prompts`."""
 
-    source: GroupSource
+    source: RolloutSource
     prompts: PromptSet
     config: ExperimentConfig
     mesh: Mesh

@@ -8,8 +8,9 @@ import pytest
 
 from examples.laptop.model import character_tokenizer
 from megagrpo.config.data import DataConfig
+from megagrpo.config.rollout import AgentConfig
 from megagrpo.rollout.agents.chat import ANTHROPIC, OPENAI
-from megagrpo.rollout.agents.conversation import ChatTurn, Conversation, Limits, Refused
+from megagrpo.rollout.agents.conversation import ChatTurn, Conversation, Refused
 from megagrpo.rollout.agents.gateway import Gateway
 from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.rollout.response import Response
@@ -37,9 +38,10 @@ def talk(*texts: str, **limits) -> tuple[Conversation, list[list[int]]]:
     """(a conversation whose turns are these texts, the contexts that they were sampled after)"""
     contexts, left = [], list(texts)
 
-    async def sample(number: int, context: np.ndarray, max_tokens: int, fresh: bool, *, known: int) -> Response:
-        read = [len(before) + len(text) for before, text in zip(contexts, texts, strict=False)]  # the end was not
-        assert known in ([0] if fresh else read)
+    async def sample(number: int, context: np.ndarray, max_tokens: int, known: int) -> Response:
+        turns = [before + ids(f"{text}$") for before, text in zip(contexts, texts, strict=False)]
+        read = [len(turn) - 1 for turn in turns if context[: len(turn)].tolist() == turn]  # the end was not
+        assert known == max(read, default=0)
         contexts.append(context.tolist())
         answer = ids(f"{left.pop(0)}$")
         return Response(answer, np.zeros(len(answer)), "stop", 0)
@@ -55,9 +57,11 @@ def talk(*texts: str, **limits) -> tuple[Conversation, list[list[int]]]:
         ]
         return {"role": "assistant", "content": "", "tool_calls": calls}
 
-    found = Limits(**{"max_tokens": 100, "max_turns": 9, "fork": "sample"} | limits)
+    max_tokens = limits.pop("max_tokens", 100)
+    config = AgentConfig(function="of_no_module:function", **{"max_turns": 9} | limits)
     decode = lambda tokens: TOKENIZER.decode(tokens, skip_special_tokens=True)  # noqa: E731
-    return Conversation(found, Renderer(TOKENIZER, DATA, True), sample, np.zeros(0, np.int32), decode, parse), contexts
+    renderer, prompt = Renderer(TOKENIZER, DATA, True), np.zeros(0, np.int32)
+    return Conversation(config, max_tokens, renderer, sample, prompt, decode, parse), contexts
 
 
 def test_parallel_tool_calls_and_their_outputs_continue_the_exact_ids():
