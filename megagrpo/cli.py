@@ -316,10 +316,10 @@ def _report(args: argparse.Namespace) -> int:
 
 def _view(args: argparse.Namespace) -> int:
     from megagrpo.system.run_folder import RunFolder
-    from megagrpo.view.command import ViewLimits, write_view
+    from megagrpo.view.command import write_view
 
     folders = [RunFolder(Path(name)) for name in args.run_dirs]
-    print(write_view(folders, ViewLimits(args.sample_mb, args.timeline_steps), args.output, args.trace))
+    print(write_view(folders, args.sample_mb, args.timeline_steps, args.output, args.trace))
     return 0
 
 

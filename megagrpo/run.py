@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,14 +18,14 @@ from megagrpo.checkpoint.save import Checkpointer, SaveSchedule
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
-from megagrpo.data.prompts import PromptSet, describe_dropped, load_prompts, load_tokenizer
+from megagrpo.data.prompts import PromptSet, decoder, describe_dropped, load_prompts, load_tokenizer
 from megagrpo.mesh import LeaderError, Mesh, RunStopped
 from megagrpo.monitor.alarm import HealthWatch, MismatchAlarm
 from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.dump import write_dump
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.monitor.record import StepLog
-from megagrpo.monitor.rollouts import RolloutLog
+from megagrpo.monitor.rollouts import Decode, RolloutLog
 from megagrpo.monitor.timeline import Timeline
 from megagrpo.monitor.trained import TrainedLog
 from megagrpo.monitor.wandb_log import WandbLog
@@ -59,6 +58,7 @@ class Inputs:
     """The inputs that a run reads before it needs any other process."""
 
     tokenizer: "PreTrainedTokenizerBase"
+    decode: Decode
     prompts: PromptSet
     eval_prompts: PromptSet | None
     tool: Tool | Environments | Programs | None
@@ -71,16 +71,12 @@ class Inputs:
         images = ImageStore.of(config.model, RunFolder(Path(config.output_dir)).images)
         prompts = load_prompts(config.data, tokenizer, images)
         eval_prompts = load_prompts(config.eval.data, tokenizer, images) if config.eval else None
-        return cls(tokenizer, prompts, eval_prompts, make_answering(config, tokenizer), images)
+        return cls(tokenizer, decoder(tokenizer), prompts, eval_prompts, make_answering(config, tokenizer), images)
 
     def close(self) -> None:
         """Ends the processes of environments and agents."""
         if isinstance(self.tool, Environments | Programs):
             self.tool.close()
-
-    def decode(self, token_ids: np.ndarray) -> str:
-        """Returns the text that is graded, without special tokens."""
-        return str(self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
 
 
 @dataclass

@@ -77,12 +77,6 @@ class TrainerSide:
     stages: tuple[StageCost, ...]
     ranks: Mapping[str, tuple[RankMemory, ...]] = field(repr=False)  # by phase, one of every pipeline stage
 
-    @property
-    def peak(self) -> tuple[str, RankMemory]:
-        """Returns the phase that needs most, and its fullest rank."""
-        phase = max(self.phases, key=lambda name: self.phases[name].total)
-        return phase, self.phases[phase]
-
 
 def trainer_side(
     arch: Architecture,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megagrpo.config.schema import ExperimentConfig, ToolConfig
+from megagrpo.data.prompts import decoder
 from megagrpo.rollout.agents.environments import Environments, load_environment
 from megagrpo.rollout.agents.program_worker import load_program
 from megagrpo.rollout.agents.renderer import Renderer
@@ -45,11 +46,7 @@ def make_answering(
         if sampling.agent.function is not None:
             load_program(sampling.agent.function)
         renderer = Renderer(tokenizer, config.data, continues=sampling.agent.history == "all")
-
-        def decode(token_ids: np.ndarray) -> str:
-            return str(tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
-
-        return Programs(sampling.agent, renderer, own_address(config.rollout.host), config.name, decode)
+        return Programs(sampling.agent, renderer, own_address(config.rollout.host), config.name, decoder(tokenizer))
     if sampling.environment is not None:
         load_environment(sampling.environment.function)
         continues = sampling.environment.history == "all"

@@ -16,7 +16,7 @@ from examples.laptop.model import character_tokenizer
 from megagrpo.config.data import DataConfig
 from megagrpo.config.rollout import EnvironmentConfig
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.rollout.agents.environments import EnvironmentFailed, Environments, EpisodeLost
+from megagrpo.rollout.agents.environments import EnvironmentFailed, Environments
 from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.rollout.generation import sample_seed
 from megagrpo.rollout.tools import make_answering
@@ -219,7 +219,7 @@ def test_others_of_a_process_that_was_ended_begin_again():
             async with begin({"answer": "hang"}, 1) as hangs, begin({"answer": "x"}, 1) as other:
                 with pytest.raises(EnvironmentFailed) as failed:
                     await hangs.step("3")
-                with pytest.raises(EpisodeLost) as lost:
+                with pytest.raises(EnvironmentFailed) as lost:
                     await other.step("3")
             async with environments.episode({"answer": "x"}, 1) as again:
                 return failed.value.end, str(lost.value), (await again.step("3")).reward

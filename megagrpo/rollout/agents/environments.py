@@ -41,10 +41,6 @@ class EnvironmentFailed(Exception):
         self.end, self.worker = end, worker
 
 
-class EpisodeLost(EnvironmentFailed):
-    """Raised for an episode whose process was ended by another one's fault."""
-
-
 class Step(NamedTuple):
     """What an environment says to a turn of the model."""
 
@@ -112,7 +108,8 @@ class Environments:
     ) -> "AsyncIterator[Episode]":
         """Makes the environment of one rollout, which is closed after the block; elsewhere than in `avoid` if it can.
 
-        Raises EnvironmentFailed if the environment raises or does not answer in time, EpisodeLost as it says.
+        Raises EnvironmentFailed if the environment raises or does not answer in time, or if another episode's call has
+        ended its process.
         """
         async with self._open:
             worker = min(self._workers, key=lambda each: (each is avoid, each.episodes))
@@ -134,7 +131,7 @@ class Environments:
         async with worker.free:
             if worker.process is not process:
                 lost = "its process was ended while another episode's call hung"
-                raise EpisodeLost("infrastructure", lost, worker)
+                raise EnvironmentFailed("infrastructure", lost, worker)
             worker.process = None  # unless this call, which may be cancelled, comes to its end
             began = time.monotonic()
             try:
