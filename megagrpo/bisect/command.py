@@ -67,8 +67,9 @@ def bisect_main(config: ExperimentConfig) -> int:
 
 def experiment_of(config: ExperimentConfig, options: BisectOptions, folder: RunFolder) -> ExperimentConfig:
     """Returns the experiment with one engine without CUDA graphs, in a run folder of its own."""
-    load_format = "model" if options.own_weights else config.rollout.load_format
-    eager = {"load_format": load_format, "sglang": config.rollout.sglang | dict.fromkeys(_EAGER, "disabled")}
+    eager: dict[str, object] = {"sglang": config.rollout.sglang | dict.fromkeys(_EAGER, "disabled")}
+    if options.own_weights:
+        eager["load_format"] = "model"
     # a fused router does not accept given experts
     actor = config.actor.model_copy(update={"megatron": config.actor.megatron | {"moe_router_fusion": False}})
     return with_one_engine(config, folder, eager).model_copy(update={"actor": actor})

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -113,9 +113,9 @@ def start_service(launch: Launch, config: ExperimentConfig, folder: RunFolder, e
     return launch.start(["serve", str(folder.config)], "service", env)
 
 
-def with_one_engine(config: ExperimentConfig, folder: RunFolder, changes: Mapping[str, object]) -> ExperimentConfig:
+def with_one_engine(config: ExperimentConfig, folder: RunFolder, changes: dict[str, object]) -> ExperimentConfig:
     """Returns the experiment with one engine of its own in a run folder of its own. changes: of section `rollout`."""
-    alone = {"num_engines": 1, "min_healthy_engines": 1, "colocate": False, "lend_trainers": 0}
+    alone: dict[str, object] = {"num_engines": 1, "min_healthy_engines": 1, "colocate": False, "lend_trainers": 0}
     rollout, weights = config.rollout.model_copy(update=alone | changes), config.weights.suited(colocate=False)
     return config.model_copy(update={"output_dir": str(folder.path), "rollout": rollout, "weights": weights})
 

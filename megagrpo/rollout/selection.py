@@ -48,11 +48,6 @@ class GroupChoice:
         With rollout.max_staleness it first starts the batches of coming steps; steps_left: this step included. Raises
         RunStopped on every rank when max_num_gen_batches batches hold too few groups whose responses differ.
         """
-        chosen = self._next_groups(state, metrics, steps_left)
-        self.source.add_metrics(metrics)
-        return chosen
-
-    def _next_groups(self, state: TrainState, metrics: Metrics, steps_left: int) -> StepGroups:
         config, source, wanted = self.config, self.source, self.config.train.num_prompts_per_step
         if config.rollout.extra_groups or state.deferred:
             return self._first_groups(state, metrics, steps_left)
@@ -118,6 +113,7 @@ class GroupChoice:
         metrics.add_mean("extra_groups/deferrals_mean", sum(times.get(g.group_id, 0) for g in groups), len(groups))
         left = [(group_id, times.get(group_id, 0) + 1) for group_id in group_ids if group_id not in set(consumed)]
         metrics.add_max("extra_groups/left_behind", len(left))
+        source.add_metrics(metrics)
         return StepGroups(groups, end, state.surplus, left)
 
     def _choose(
