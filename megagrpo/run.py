@@ -79,46 +79,6 @@ class Inputs:
             self.tool.close()
 
 
-@dataclass
-class Sampling:
-    """Samples and grades the groups of steps and evaluations."""
-
-    config: ExperimentConfig
-    mesh: Mesh
-    inputs: Inputs
-    source: RolloutSource
-
-    def next_groups(self, state: TrainState, steps_left: int, metrics: Metrics) -> list[RolloutGroup]:
-        """Collective. Returns this rank's groups of the step after `state`, which then counts them as consumed.
-
-        Raises RunStopped on every rank, before `state` changes.
-        """
-        choice = GroupChoice(self.source, self.inputs.prompts, self.config, self.mesh)
-        step = choice.next_groups(state, metrics, steps_left)
-        grader_metrics(metrics, step.groups, self.config.reward)
-        source_metrics(metrics, step.groups, self.inputs.prompts.sources)
-        rollout_metrics(metrics, step.groups, self.mesh, self.config.train)
-        for part in (self.inputs.tool, self.inputs.images):
-            if isinstance(part, Environments | Programs | ImageStore):
-                part.add_metrics(metrics)
-        state.data_cursor, state.surplus, state.deferred = step.data_cursor, step.surplus, step.deferred
-        self.source.drop_consumed()
-        return step.groups
-
-    def evaluation_groups(self, version: int, as_trained: bool) -> list[RolloutGroup]:
-        """Collective. Returns this rank's groups of the evaluation, or of the one that samples as training does."""
-        config, prompts = self.config.eval, self.inputs.eval_prompts
-        assert config is not None and prompts is not None, "called only with an eval section"
-        params = SamplingParams.of_evaluation(self.config.sampling, config, as_trained)
-        num_samples = config.num_as_trained if as_trained else config.num_samples
-        return self.source.evaluate(prompts.prompts, version, params, num_samples)
-
-    def with_groups(self, state: TrainState) -> TrainState:
-        """Collective. Returns, on the main rank, the state with all ranks' groups, for a checkpoint."""
-        surplus, ahead = (gather_surplus(groups, self.mesh) for groups in (state.surplus, self.source.finished()))
-        return replace(state, surplus=surplus, ahead=ahead)
-
-
 class RunRecord:
     """The record of a run: the main rank's metrics, each replica's groups, every rank's timeline."""
 
@@ -184,7 +144,8 @@ class Run:
     actor: MegatronActor
     state: TrainState
     num_steps: int  # after which it ends
-    sampling: Sampling
+    inputs: Inputs
+    source: RolloutSource
     publishing: Publishing
     recording: RunRecord
     checkpointer: Checkpointer
@@ -201,7 +162,7 @@ class Run:
         """Collective. Publishes weights of version `state.step` to every engine; returns seconds by phase."""
         if self.config.weights.in_flight == "drain" and self.config.rollout.max_staleness:
             self.watchdog.enter("drain")
-            self.sampling.source.drain()
+            self.source.drain()
         self.watchdog.enter("publish")
         return self.publishing.publish(self.state.step)
 
@@ -223,17 +184,35 @@ class Run:
 
     def _sampled(self, metrics: Metrics) -> list[RolloutGroup]:
         """Collective. Samples while the trainers' GPUs, if engines share them, are the engines'."""
-        source, step = self.sampling.source, self.state.step
+        source, step = self.source, self.state.step
         lend = self.config.rollout.lend_trainers and self.mesh.any_true(source.has_to_begin())
         if lend:
             for name, value in self.publishing.lend(step).items():
                 metrics.add_max(name, value)
             source.count_engines()
-        groups = self.sampling.next_groups(self.state, self.num_steps - step, metrics)
+        groups = self._consumed(metrics)
         self.publishing.take_back()
         if lend:
             source.count_engines()
         return groups
+
+    def _consumed(self, metrics: Metrics) -> list[RolloutGroup]:
+        """Collective. Returns this rank's groups of the step after `state`, which then counts them as consumed.
+
+        Raises RunStopped on every rank, before `state` changes.
+        """
+        config, inputs, state = self.config, self.inputs, self.state
+        choice = GroupChoice(self.source, inputs.prompts, config, self.mesh)
+        step = choice.next_groups(state, metrics, self.num_steps - state.step)
+        grader_metrics(metrics, step.groups, config.reward)
+        source_metrics(metrics, step.groups, inputs.prompts.sources)
+        rollout_metrics(metrics, step.groups, self.mesh, config.train)
+        for part in (inputs.tool, inputs.images):
+            if isinstance(part, Environments | Programs | ImageStore):
+                part.add_metrics(metrics)
+        state.data_cursor, state.surplus, state.deferred = step.data_cursor, step.surplus, step.deferred
+        self.source.drop_consumed()
+        return step.groups
 
     def build_batch(self, groups: Sequence[RolloutGroup], updates: Updates) -> Batch:
         """Collective. Returns this rank's share of the step's samples, with their lags if weights may differ."""
@@ -242,14 +221,18 @@ class Run:
         return build_batch(groups, updates, self.mesh, self.actor.arch, version, layers)
 
     def evaluation_groups(self, as_trained: bool = False) -> list[RolloutGroup]:
-        """Collective. Returns this rank's share of the evaluation's groups, sampled and scored."""
+        """Collective. Returns this rank's groups of the evaluation, or of the one that samples as training does."""
         self.watchdog.enter("evaluate")
-        return self.sampling.evaluation_groups(self.state.step, as_trained)
+        config, prompts = self.config.eval, self.inputs.eval_prompts
+        assert config is not None and prompts is not None, "called only with an eval section"
+        params = SamplingParams.of_evaluation(self.config.sampling, config, as_trained)
+        num_samples = config.num_as_trained if as_trained else config.num_samples
+        return self.source.evaluate(prompts.prompts, self.state.step, params, num_samples)
 
     @property
     def eval_sources(self) -> list[str]:
         """The names of the sources of the evaluation's prompts."""
-        return prompts.sources if (prompts := self.sampling.inputs.eval_prompts) else []
+        return prompts.sources if (prompts := self.inputs.eval_prompts) else []
 
     def inspect_update(
         self, batch: Batch, algorithm: AlgorithmConfig, values: dict[str, float], logprobs: Tensor
@@ -339,16 +322,16 @@ def start_run(
         stack.callback(publishing.close)  # else engines wait in the group for a trainer that has ended
         watchdog.waits += [rollouts.waiting, publishing.waiting]
         stack.enter_context(record.open(inputs, console))
-        sampling = Sampling(config, mesh, inputs, rollouts)
         yield Run(
             config=config,
             actor=actor,
             state=state,
             num_steps=num_steps,
-            sampling=sampling,
+            inputs=inputs,
+            source=rollouts,
             publishing=publishing,
             recording=record,
-            checkpointer=_checkpointer(config, actor, sampling, record, SaveSchedule(num_steps, state.step)),
+            checkpointer=_checkpointer(config, actor, rollouts, record, SaveSchedule(num_steps, state.step)),
             watchdog=watchdog,
             alarm=MismatchAlarm(config, actor.arch.is_moe),
             stop_request=StopRequest(Path(path)) if (path := environment.get(STOP_FILE)) else None,
@@ -356,14 +339,15 @@ def start_run(
 
 
 def _checkpointer(
-    config: ExperimentConfig, actor: MegatronActor, sampling: Sampling, recording: RunRecord, schedule: SaveSchedule
+    config: ExperimentConfig, actor: MegatronActor, source: RolloutSource, recording: RunRecord, schedule: SaveSchedule
 ) -> Checkpointer:
     asynchronous = config.checkpoint.asynchronous
     background = environment.num_trainer_nodes() > 1 if asynchronous == "auto" else asynchronous
 
     def gather_state(state: TrainState) -> TrainState:
         recording.flush()
-        return sampling.with_groups(state)
+        surplus, ahead = (gather_surplus(groups, actor.mesh) for groups in (state.surplus, source.finished()))
+        return replace(state, surplus=surplus, ahead=ahead)
 
     return Checkpointer(
         config.checkpoint,

@@ -128,12 +128,12 @@ def test_anthropics_blocks_are_the_same_messages_and_their_stream_the_same_block
         ],
         "tools": [{"name": "add", "input_schema": {"type": "object"}}],
     }
-    asked = ANTHROPIC.read(body)
-    assert [message["role"] for message in asked.messages] == ["system", "user", "assistant", "tool"]
-    assert asked.messages[2]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"x": 1}'}
-    assert asked.tools[0]["function"]["parameters"] == {"type": "object"}
+    messages, tools = ANTHROPIC.read(body)
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool"]
+    assert messages[2]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"x": 1}'}
+    assert tools[0]["function"]["parameters"] == {"type": "object"}
 
-    conversation, contexts = asyncio.run(_two_turns(asked))
+    conversation, contexts = asyncio.run(_two_turns((messages, tools)))
     assert contexts[0] == ids("<tools>1\n<system>s\n<user>?\n<assistant>|add1$\n<tool>3\n<assistant>")
     answer = ANTHROPIC.write(conversation, body, "policy")
     assert answer["stop_reason"] == "tool_use" and answer["content"][0]["input"] == {"x": "5"}
@@ -144,7 +144,7 @@ def test_anthropics_blocks_are_the_same_messages_and_their_stream_the_same_block
 
 async def _two_turns(asked) -> tuple[ChatTurn, list[list[int]]]:
     conversation, contexts = talk("5")
-    return await conversation.say(asked.messages, asked.tools), contexts
+    return await conversation.say(*asked), contexts
 
 
 def test_ids_are_answered_under_both_names_if_they_are_asked_for():

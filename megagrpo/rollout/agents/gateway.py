@@ -133,7 +133,7 @@ _UNKNOWN = "no rollout has this key, or it is over"
 
 async def _while_connected(request: Request, conversation: Conversation, asked: chat.Asked) -> ChatTurn | None:
     """Returns the turn; None if the agent has closed its connection, and the turn is none."""
-    saying = asyncio.ensure_future(conversation.say(asked.messages, asked.tools))
+    saying = asyncio.ensure_future(conversation.say(*asked))
     leaving = asyncio.ensure_future(request.receive())
     with ExitStack() as stack:
         stack.callback(leaving.cancel)
