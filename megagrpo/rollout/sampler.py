@@ -280,10 +280,9 @@ class Sampler:
     async def _respond(self, rollout: _Rollout) -> Sample:
         prompt, limit, turn = rollout.of.prompt.token_ids, rollout.job.params.max_tokens, self._turns(rollout)
         if isinstance(self._tool, Tool):
-            response, loss_mask = await respond_with_tool(turn, self._tool, prompt, self._decode, limit)
-        else:
-            response, loss_mask = await turn(0, prompt, limit, 0), None
-        return self._sample_of(rollout, response, loss_mask)
+            whole = await respond_with_tool(turn, self._tool, prompt, self._decode, limit)
+            return self._sample_of(rollout, whole.response, whole.loss_mask)
+        return self._sample_of(rollout, await turn(0, prompt, limit, 0), None)
 
     def _task_seed(self, rollout: _Rollout, whose: str) -> int:
         """Returns the seed that an environment or an agent gets: of all rollouts of a group the same."""

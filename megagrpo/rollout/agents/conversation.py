@@ -130,8 +130,7 @@ class Conversation:
             part = Part(None if np.array_equal(first.added, self._prompt) else first.added)
             for turn in path:
                 if turn is not first:
-                    zeros = np.zeros(len(turn.added), np.float32)
-                    part.add(Response(turn.added, zeros, "stop", part.response.newest_version), sampled=False)
+                    part.add_said(turn.added)
                 part.add(turn.response, sampled=turn.number not in ends)
                 ends.setdefault(turn.number, before + len(part.response.token_ids) - 1)
             parts.append(part)

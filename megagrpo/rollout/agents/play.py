@@ -29,9 +29,14 @@ class Part:
     masks: list[np.ndarray] = field(default_factory=list)  # bool, False on what the environment said
 
     def add(self, response: Response, sampled: bool) -> None:
-        """Appends a turn, or what the environment said to it."""
+        """Appends a turn. sampled: whether it is trained on."""
         self.response = self.response.then(response) if self.masks else response
         self.masks.append(np.full(len(response.token_ids), sampled))
+
+    def add_said(self, ids: np.ndarray) -> None:
+        """Appends ids [T] int32 that no turn sampled: what an environment or a tool said."""
+        said = Response(ids, np.zeros(len(ids), np.float32), "stop", self.response.newest_version)
+        self.add(said, sampled=False)
 
     @property
     def loss_mask(self) -> np.ndarray:
@@ -127,8 +132,7 @@ async def play(
             ids = renderer.after_turn(said or "")
             if len(part.response.token_ids) + len(ids) >= max_tokens:
                 return played.stop("tokens", "no room for another turn")
-            zeros = np.zeros(len(ids), np.float32)
-            part.add(Response(ids, zeros, "stop", part.response.newest_version), sampled=False)
+            part.add_said(ids)
         context = np.concatenate([begin, part.response.token_ids])
         asked = time.monotonic()
         sampled = await turn(number, context, max_tokens - len(part.response.token_ids), known)

@@ -199,23 +199,6 @@ REPAIRS = {
 }
 
 
-class RepairingLoader(importlib.abc.Loader):
-    """Loads a module by its own loader, then patches it."""
-
-    def __init__(self, loader, repair):
-        self.loader, self.repair = loader, repair
-
-    def create_module(self, spec):
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module):
-        self.loader.exec_module(module)
-        self.repair(module)
-
-    def __getattr__(self, name):  # get_source and the like, for tracebacks and torch.compile
-        return getattr(self.loader, name)
-
-
 class RepairingFinder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name not in REPAIRS:
@@ -223,7 +206,13 @@ class RepairingFinder(importlib.abc.MetaPathFinder):
         repair = REPAIRS.pop(name)  # popped first: the next line calls this function again
         spec = importlib.util.find_spec(name)
         if spec is not None:
-            spec.loader = RepairingLoader(spec.loader, repair)
+            execute = spec.loader.exec_module
+
+            def execute_and_repair(module):
+                execute(module)
+                repair(module)
+
+            spec.loader.exec_module = execute_and_repair
         return spec
 
 
