@@ -150,10 +150,7 @@ def _layout(d: Draft) -> None:
     d.put("rollout.num_engines", max(len(engines) // tp, 1), _ENGINES)
     d.put("rollout.nodes_per_engine", max(tp // gpus, 1), *of_engine)
     if both := trainers & engines:
-        d.lack(
-            _ENGINES,
-            f"{len(both)} GPUs train and sample: colocate shares all or none; engines get their own",
-        )
+        d.lack(_ENGINES, f"{len(both)} GPUs train and sample: colocate shares all or none; engines get their own")
     d.put("cluster.gpus_per_node", gpus, "num_gpus_per_node")
     if len(trainers) + len(engines) > gpus:
         d.put("rollout.host", "eth0", _ENGINES)

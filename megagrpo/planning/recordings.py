@@ -19,12 +19,7 @@ from megagrpo.families.quantization import fp8_config
 from megagrpo.families.table import exported_config
 from megagrpo.planning.hardware import Hardware
 from megagrpo.planning.record_process import engine_specs, fp8_names
-from megagrpo.rollout.service.engine_command import (
-    ServerPlace,
-    engine_command,
-    engine_environment,
-    engine_python_path,
-)
+from megagrpo.rollout.service.engine_command import ServerPlace, engine_command, engine_environment, engine_python_path
 from megagrpo.system.environment import child_environment
 from megagrpo.system.processes import spawn, stop_tree
 from megagrpo.system.progress import Progress
