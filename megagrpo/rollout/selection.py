@@ -194,7 +194,8 @@ def _too_few_groups(groups: Sequence[RolloutGroup], selection: Selection, config
     assert options is not None
     outcomes = [outcome for group in groups for outcome in group.outcomes]
     num_groups = len(selection.chosen) + len(selection.surplus) + len(selection.dropped)
-    scored, total = (_sum(n, mesh) for n in (sum(outcome.ok for outcome in outcomes), len(outcomes)))
+    counts = torch.tensor([sum(outcome.ok for outcome in outcomes), len(outcomes)], device=mesh.device)
+    scored, total = mesh.reduce(counts, "sum").tolist()
     return (
         f"dynamic sampling: {options.max_num_gen_batches} batches of {wanted} prompts "
         f"(algorithm.dynamic_sampling.max_num_gen_batches) gave {len(selection.chosen)} of {wanted} groups whose "
@@ -202,11 +203,6 @@ def _too_few_groups(groups: Sequence[RolloutGroup], selection: Selection, config
         f"{total - scored} of {total} responses could not be scored. The prompts are too easy or too hard for this "
         "model: take others, raise train.group_size or max_num_gen_batches"
     )
-
-
-def _sum(number: int, mesh: Mesh) -> int:
-    """Collective over data-parallel ranks."""
-    return int(mesh.reduce(torch.tensor(number, device=mesh.device), "sum"))
 
 
 def grader_metrics(metrics: Metrics, groups: Sequence[RolloutGroup], reward: RewardConfig) -> None:
