@@ -190,3 +190,15 @@ def test_a_key_reaches_its_own_rollout_only_and_the_endpoint_one_address():
     assert statuses == [200, 200, 200, 401, 401]
     anew = ids("<user>?\n<assistant>3$\n<user>?\n<assistant>")
     assert of_mine == [anew, anew] and len(of_other) == 1
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages"])
+def test_a_body_that_is_no_object_is_the_agents_mistake(path):
+    async def run() -> tuple[int, dict]:
+        gateway, (conversation, _) = Gateway("127.0.0.1", "policy"), talk()
+        gateway.start()
+        with gateway.session(conversation) as (url, key):
+            return await asyncio.to_thread(post, url, path, key, [USER])
+
+    status, answer = asyncio.run(run())
+    assert status == 400 and "JSON object" in answer["error"]["message"]

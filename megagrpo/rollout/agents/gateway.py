@@ -107,6 +107,8 @@ class Gateway:
             return _json(401, dialect.error(401, "invalid_api_key", _UNKNOWN))
         try:
             body = orjson.loads(await request.body())
+            if not isinstance(body, dict):
+                raise Refused("invalid_request", f"the body is a JSON object, not {body!r:.80}")
             asked = dialect.read(body)
             turn = await _while_connected(request, conversation, asked)
         except ValueError as exc:
