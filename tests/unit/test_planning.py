@@ -8,6 +8,7 @@ import torch
 
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.certify.tiny_model import hf_config
+from megagrpo.cli import main
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig
 from megagrpo.planning.hardware import HARDWARE, Rates, rates_of
 from megagrpo.planning.publish_bytes import Cluster, broadcast_forecast, cluster_of, plan_weights, reshard_forecast
@@ -185,6 +186,12 @@ def test_a_model_without_a_description_and_one_that_does_not_fit(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(description | {"num_experts": 3}))
     with pytest.raises(ValueError, match=r"actor.parallel.ep = 2 does not divide the model's num_experts = 3"):
         record_all([config])
+
+
+def test_numbers_of_engines_that_are_none_are_called_so(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan-weights", "unread.yaml", "--engines", "8,a"])
+    assert "argument --engines: invalid numbers value: '8,a'" in capsys.readouterr().err
 
 
 def test_one_rank_stands_for_its_replicas():
