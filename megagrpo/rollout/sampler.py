@@ -29,7 +29,6 @@ from megagrpo.rollout.generation import (
 )
 from megagrpo.rollout.jobs import NumberedPrompt, SamplingJob
 from megagrpo.rollout.response import CacheKey, CacheUse, Response, SampleTurn
-from megagrpo.rollout.routed_experts import RoutedExperts
 from megagrpo.rollout.tools import Tool, respond_with_tool
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
@@ -82,7 +81,7 @@ class Sampler:
         self._grader, self._decode, self._tool, self._on_request = grader, decode, tool, on_request
         self._pending: dict[tuple[str, int, int, int], str] = {}  # (job, group, prompt, sample) -> what it waits for
         replays = config.actor.routing_replay == "rollout"
-        self._experts = RoutedExperts.of(read_architecture(config.model.path)) if replays else None
+        self._experts = read_architecture(config.model.path) if replays else None
         self._retry = RetryPolicy.of(config)
         self._turnstile = Turnstile()
         most = config.rollout.max_running_requests
