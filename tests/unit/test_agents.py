@@ -202,10 +202,10 @@ def test_the_handbooks_environment_plays(tmp_path, monkeypatch):
                     answers.append(await episode.step(turn))
         finally:
             environments.close()
-        return answers[-1].reward
+        return answers[-1][1]
 
     assert asyncio.run(run()) == 1.0
-    assert [answer.said for answer in answers] == ["higher", "say a number", None] and answers[-1].done
+    assert [(said, done) for said, _, done in answers] == [("higher", False), ("say a number", False), (None, True)]
 
 
 def test_others_of_a_process_that_was_ended_begin_again():
@@ -222,7 +222,7 @@ def test_others_of_a_process_that_was_ended_begin_again():
                 with pytest.raises(EnvironmentFailed) as lost:
                     await other.step("3")
             async with environments.episode({"answer": "x"}, 1) as again:
-                return failed.value.end, str(lost.value), (await again.step("3")).reward
+                return failed.value.end, str(lost.value), (await again.step("3"))[1]
         finally:
             environments.close()
 
@@ -242,7 +242,7 @@ def test_a_call_that_is_cancelled_leaves_no_answer_to_the_next_one():
                 call.cancel()
                 await asyncio.gather(call, return_exceptions=True)
             async with environments.episode({"answer": "x"}, 1) as other:
-                return (await other.step("3")).reward
+                return (await other.step("3"))[1]
         finally:
             environments.close()
 

@@ -140,9 +140,8 @@ async def play(
         part.add(sampled, sampled=True)
         if sampled.finish_reason != "stop":
             return played.stop("tokens", "a turn reached the limit of tokens")
-        step = await episode.step(decode(sampled.token_ids))
-        played.rewards.append((played.num_tokens - 1, step.reward))
-        said = step.said
-        if step.done:
+        said, reward, done = await episode.step(decode(sampled.token_ids))
+        played.rewards.append((played.num_tokens - 1, reward))
+        if done:
             return None
     return played.stop("turns", f"{config.max_turns} turns")
