@@ -42,9 +42,10 @@ from tiny_model import make_tiny_model
 
 from examples.laptop.model import character_tokenizer
 from megagrpo.config.data import DataConfig
+from megagrpo.config.rollout import AgentConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.admission import Turnstile
-from megagrpo.rollout.agents.conversation import Conversation, Limits
+from megagrpo.rollout.agents.conversation import Conversation
 from megagrpo.rollout.agents.gateway import Gateway
 from megagrpo.rollout.agents.renderer import Message, Renderer, Tools
 from megagrpo.rollout.control import bearer
@@ -62,14 +63,14 @@ class Load:
 
     def __init__(self, turns: int) -> None:
         self._tokenizer = character_tokenizer(LETTERS)
-        self._limits = Limits(100_000, turns, "sample")
+        self._config = AgentConfig(function="of_no_module:function", max_turns=turns)
         self._renderer = Renderer(self._tokenizer, DataConfig(path="rows.jsonl", max_prompt_tokens=PROMPT), True)
         self._params = SamplingParams(1.0, SAMPLED)
 
     def conversation(self, client: GenerationClient, number: int) -> Conversation:
         """A rollout's."""
 
-        async def sample(turn: int, context: np.ndarray, max_tokens: int, fresh: bool, *, known: int) -> Response:
+        async def sample(turn: int, context: np.ndarray, max_tokens: int, known: int) -> Response:
             request = SampleRequest(context, self._params, number * 1000 + turn, routing_key=f"{number}")
             return await client.generate(request)
 
@@ -77,7 +78,7 @@ class Load:
             return {"role": "assistant", "content": text}
 
         decode: Callable[[np.ndarray], str] = lambda ids: str(self._tokenizer.decode(ids.tolist()))  # noqa: E731
-        return Conversation(self._limits, self._renderer, sample, np.zeros(0, np.int32), decode, parse)
+        return Conversation(self._config, 100_000, self._renderer, sample, np.zeros(0, np.int32), decode, parse)
 
     async def run(self, sessions: int, turns: int, engine_s: float) -> dict:
         """Returns what was measured."""

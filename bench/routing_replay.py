@@ -42,7 +42,7 @@ from megagrpo.batching.updates import one_pass
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig
 from megagrpo.families.table import read_architecture
 from megagrpo.rollout.control import bearer
-from megagrpo.rollout.routed_experts import RoutedExperts
+from megagrpo.rollout.routed_experts import read_experts
 from megagrpo.types import Batch, Outcome, Prompt, RolloutGroup, Sample
 from megagrpo.weights.actor_weights import load_initial_weights
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
@@ -161,7 +161,7 @@ def _sampled(actor: MegatronActor, model: Path, engine: OneEngine, num_tokens: i
     for number, (prompt, out) in enumerate(zip(prompts, _asked(engine, "/generate", body), strict=True)):
         logprobs, tokens, *_ = zip(*out["meta_info"]["output_token_logprobs"], strict=True)
         num_read = len(prompt) + len(tokens) - 1
-        experts = RoutedExperts.of(arch).read(out["meta_info"]["routed_experts"], num_read)
+        experts = read_experts(arch, out["meta_info"]["routed_experts"], num_read)
         sample = Sample(0, np.array(tokens), np.array(logprobs), "length", 0, "", routed_experts=experts)
         groups.append(RolloutGroup(number, Prompt(number, "", np.array(prompt), ""), (sample,), (Outcome("score"),)))
     assert actor.routing is not None

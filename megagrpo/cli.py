@@ -135,7 +135,7 @@ def _add_planning(commands: _Commands) -> None:
     publish = commands.add_with_config("plan-weights", _plan_weights, text)
     option = publish.add_argument
     engines = "numbers of engines to plan for; default: rollout.num_engines"
-    option("--engines", type=lambda text: [int(part) for part in text.split(",")], metavar="8,16,32", help=engines)
+    option("--engines", type=numbers, metavar="8,16,32", help=engines)
     option("--changed", type=float, metavar="0.01", help="share of the elements that a step changes, for weights.delta")
     option("--between-gb-s", type=float, help="GB/s of one rank between nodes, instead of the table's")
     option("--inside-gb-s", type=float, help="GB/s of one rank inside a node")
@@ -146,6 +146,11 @@ def _add_planning(commands: _Commands) -> None:
         command.add_argument("--gpus-per-node", type=int, help="of every node; default: cluster.gpus_per_node")
         command.add_argument("--hardware", help="H100, H200, H20, B200; default: cluster.gpu")
         command.add_argument("--json", type=Path, metavar="FILE", help="also write all figures")
+
+
+def numbers(text: str) -> list[int]:
+    """Returns whole numbers that commas separate; argparse shows this function's name for any other text."""
+    return [int(part) for part in text.split(",")]
 
 
 def _add_checkpoints(commands: _Commands) -> None:
@@ -316,10 +321,10 @@ def _report(args: argparse.Namespace) -> int:
 
 def _view(args: argparse.Namespace) -> int:
     from megagrpo.system.run_folder import RunFolder
-    from megagrpo.view.command import ViewLimits, write_view
+    from megagrpo.view.command import write_view
 
     folders = [RunFolder(Path(name)) for name in args.run_dirs]
-    print(write_view(folders, ViewLimits(args.sample_mb, args.timeline_steps), args.output, args.trace))
+    print(write_view(folders, args.sample_mb, args.timeline_steps, args.output, args.trace))
     return 0
 
 

@@ -36,10 +36,8 @@ def evaluation_metrics(metrics: Metrics, prefix: str, groups: Sequence[RolloutGr
     """
     scores = [[o.value if o.ok else 0.0 for o in group.outcomes] for group in groups]
     flat = [s for group in scores for s in group]
-    samples, unscored = (
-        [sample for g in groups for sample in g.samples],
-        sum(not o.ok for g in groups for o in g.outcomes),
-    )
+    samples = [sample for group in groups for sample in group.samples]
+    unscored = sum(not outcome.ok for group in groups for outcome in group.outcomes)
     metrics.add_mean(f"{prefix}/accuracy", sum(flat), len(flat))
     metrics.add_mean(f"{prefix}/unscored_fraction", unscored, len(flat))
     metrics.add_mean(f"{prefix}/length_mean", sum(len(s.token_ids) for s in samples), len(flat))

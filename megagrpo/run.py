@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,14 +18,14 @@ from megagrpo.checkpoint.save import Checkpointer, SaveSchedule
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
-from megagrpo.data.prompts import PromptSet, describe_dropped, load_prompts, load_tokenizer
+from megagrpo.data.prompts import PromptSet, decoder, describe_dropped, load_prompts, load_tokenizer
 from megagrpo.mesh import LeaderError, Mesh, RunStopped
 from megagrpo.monitor.alarm import HealthWatch, MismatchAlarm
 from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.dump import write_dump
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.monitor.record import StepLog
-from megagrpo.monitor.rollouts import RolloutLog
+from megagrpo.monitor.rollouts import Decode, RolloutLog
 from megagrpo.monitor.timeline import Timeline
 from megagrpo.monitor.trained import TrainedLog
 from megagrpo.monitor.wandb_log import WandbLog
@@ -59,6 +58,7 @@ class Inputs:
     """The inputs that a run reads before it needs any other process."""
 
     tokenizer: "PreTrainedTokenizerBase"
+    decode: Decode
     prompts: PromptSet
     eval_prompts: PromptSet | None
     tool: Tool | Environments | Programs | None
@@ -71,56 +71,12 @@ class Inputs:
         images = ImageStore.of(config.model, RunFolder(Path(config.output_dir)).images)
         prompts = load_prompts(config.data, tokenizer, images)
         eval_prompts = load_prompts(config.eval.data, tokenizer, images) if config.eval else None
-        return cls(tokenizer, prompts, eval_prompts, make_answering(config, tokenizer), images)
+        return cls(tokenizer, decoder(tokenizer), prompts, eval_prompts, make_answering(config, tokenizer), images)
 
     def close(self) -> None:
         """Ends the processes of environments and agents."""
         if isinstance(self.tool, Environments | Programs):
             self.tool.close()
-
-    def decode(self, token_ids: np.ndarray) -> str:
-        """Returns the text that is graded, without special tokens."""
-        return str(self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
-
-
-@dataclass
-class Sampling:
-    """Samples and grades the groups of steps and evaluations."""
-
-    config: ExperimentConfig
-    mesh: Mesh
-    inputs: Inputs
-    source: RolloutSource
-
-    def next_groups(self, state: TrainState, steps_left: int, metrics: Metrics) -> list[RolloutGroup]:
-        """Collective. Returns this rank's groups of the step after `state`, which then counts them as consumed.
-
-        Raises RunStopped on every rank, before `state` changes.
-        """
-        choice = GroupChoice(self.source, self.inputs.prompts, self.config, self.mesh)
-        step = choice.next_groups(state, metrics, steps_left)
-        grader_metrics(metrics, step.groups, self.config.reward)
-        source_metrics(metrics, step.groups, self.inputs.prompts.sources)
-        rollout_metrics(metrics, step.groups, self.mesh, self.config.train)
-        for part in (self.inputs.tool, self.inputs.images):
-            if isinstance(part, Environments | Programs | ImageStore):
-                part.add_metrics(metrics)
-        state.data_cursor, state.surplus, state.deferred = step.data_cursor, step.surplus, step.deferred
-        self.source.drop_consumed()
-        return step.groups
-
-    def evaluation_groups(self, version: int, as_trained: bool) -> list[RolloutGroup]:
-        """Collective. Returns this rank's groups of the evaluation, or of the one that samples as training does."""
-        config, prompts = self.config.eval, self.inputs.eval_prompts
-        assert config is not None and prompts is not None, "called only with an eval section"
-        params = SamplingParams.of_evaluation(self.config.sampling, config, as_trained)
-        num_samples = config.num_as_trained if as_trained else config.num_samples
-        return self.source.evaluate(prompts.prompts, version, params, num_samples)
-
-    def with_groups(self, state: TrainState) -> TrainState:
-        """Collective. Returns, on the main rank, the state with all ranks' groups, for a checkpoint."""
-        surplus, ahead = (gather_surplus(groups, self.mesh) for groups in (state.surplus, self.source.finished()))
-        return replace(state, surplus=surplus, ahead=ahead)
 
 
 class RunRecord:
@@ -188,7 +144,8 @@ class Run:
     actor: MegatronActor
     state: TrainState
     num_steps: int  # after which it ends
-    sampling: Sampling
+    inputs: Inputs
+    source: RolloutSource
     publishing: Publishing
     recording: RunRecord
     checkpointer: Checkpointer
@@ -205,7 +162,7 @@ class Run:
         """Collective. Publishes weights of version `state.step` to every engine; returns seconds by phase."""
         if self.config.weights.in_flight == "drain" and self.config.rollout.max_staleness:
             self.watchdog.enter("drain")
-            self.sampling.source.drain()
+            self.source.drain()
         self.watchdog.enter("publish")
         return self.publishing.publish(self.state.step)
 
@@ -227,17 +184,35 @@ class Run:
 
     def _sampled(self, metrics: Metrics) -> list[RolloutGroup]:
         """Collective. Samples while the trainers' GPUs, if engines share them, are the engines'."""
-        source, step = self.sampling.source, self.state.step
+        source, step = self.source, self.state.step
         lend = self.config.rollout.lend_trainers and self.mesh.any_true(source.has_to_begin())
         if lend:
             for name, value in self.publishing.lend(step).items():
                 metrics.add_max(name, value)
             source.count_engines()
-        groups = self.sampling.next_groups(self.state, self.num_steps - step, metrics)
+        groups = self._consumed(metrics)
         self.publishing.take_back()
         if lend:
             source.count_engines()
         return groups
+
+    def _consumed(self, metrics: Metrics) -> list[RolloutGroup]:
+        """Collective. Returns this rank's groups of the step after `state`, which then counts them as consumed.
+
+        Raises RunStopped on every rank, before `state` changes.
+        """
+        config, inputs, state = self.config, self.inputs, self.state
+        choice = GroupChoice(self.source, inputs.prompts, config, self.mesh)
+        step = choice.next_groups(state, metrics, self.num_steps - state.step)
+        grader_metrics(metrics, step.groups, config.reward)
+        source_metrics(metrics, step.groups, inputs.prompts.sources)
+        rollout_metrics(metrics, step.groups, self.mesh, config.train)
+        for part in (inputs.tool, inputs.images):
+            if isinstance(part, Environments | Programs | ImageStore):
+                part.add_metrics(metrics)
+        state.data_cursor, state.surplus, state.deferred = step.data_cursor, step.surplus, step.deferred
+        self.source.drop_consumed()
+        return step.groups
 
     def build_batch(self, groups: Sequence[RolloutGroup], updates: Updates) -> Batch:
         """Collective. Returns this rank's share of the step's samples, with their lags if weights may differ."""
@@ -246,14 +221,18 @@ class Run:
         return build_batch(groups, updates, self.mesh, self.actor.arch, version, layers)
 
     def evaluation_groups(self, as_trained: bool = False) -> list[RolloutGroup]:
-        """Collective. Returns this rank's share of the evaluation's groups, sampled and scored."""
+        """Collective. Returns this rank's groups of the evaluation, or of the one that samples as training does."""
         self.watchdog.enter("evaluate")
-        return self.sampling.evaluation_groups(self.state.step, as_trained)
+        config, prompts = self.config.eval, self.inputs.eval_prompts
+        assert config is not None and prompts is not None, "called only with an eval section"
+        params = SamplingParams.of_evaluation(self.config.sampling, config, as_trained)
+        num_samples = config.num_as_trained if as_trained else config.num_samples
+        return self.source.evaluate(prompts.prompts, self.state.step, params, num_samples)
 
     @property
     def eval_sources(self) -> list[str]:
         """The names of the sources of the evaluation's prompts."""
-        return prompts.sources if (prompts := self.sampling.inputs.eval_prompts) else []
+        return prompts.sources if (prompts := self.inputs.eval_prompts) else []
 
     def inspect_update(
         self, batch: Batch, algorithm: AlgorithmConfig, values: dict[str, float], logprobs: Tensor
@@ -343,16 +322,16 @@ def start_run(
         stack.callback(publishing.close)  # else engines wait in the group for a trainer that has ended
         watchdog.waits += [rollouts.waiting, publishing.waiting]
         stack.enter_context(record.open(inputs, console))
-        sampling = Sampling(config, mesh, inputs, rollouts)
         yield Run(
             config=config,
             actor=actor,
             state=state,
             num_steps=num_steps,
-            sampling=sampling,
+            inputs=inputs,
+            source=rollouts,
             publishing=publishing,
             recording=record,
-            checkpointer=_checkpointer(config, actor, sampling, record, SaveSchedule(num_steps, state.step)),
+            checkpointer=_checkpointer(config, actor, rollouts, record, SaveSchedule(num_steps, state.step)),
             watchdog=watchdog,
             alarm=MismatchAlarm(config, actor.arch.is_moe),
             stop_request=StopRequest(Path(path)) if (path := environment.get(STOP_FILE)) else None,
@@ -360,14 +339,15 @@ def start_run(
 
 
 def _checkpointer(
-    config: ExperimentConfig, actor: MegatronActor, sampling: Sampling, recording: RunRecord, schedule: SaveSchedule
+    config: ExperimentConfig, actor: MegatronActor, source: RolloutSource, recording: RunRecord, schedule: SaveSchedule
 ) -> Checkpointer:
     asynchronous = config.checkpoint.asynchronous
     background = environment.num_trainer_nodes() > 1 if asynchronous == "auto" else asynchronous
 
     def gather_state(state: TrainState) -> TrainState:
         recording.flush()
-        return sampling.with_groups(state)
+        surplus, ahead = (gather_surplus(groups, actor.mesh) for groups in (state.surplus, source.finished()))
+        return replace(state, surplus=surplus, ahead=ahead)
 
     return Checkpointer(
         config.checkpoint,

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megagrpo.bisect.options import BisectOptions
-from megagrpo.cluster.machine import ranks_beside_service
-from megagrpo.config.schema import ExperimentConfig, WeightsConfig
+from megagrpo.cluster.machine import ranks_beside_service, with_one_engine
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system.run_folder import RunFolder, write_whole
 from megagrpo.tasks.ranks import guarded
 
@@ -35,7 +35,7 @@ def bisect(config: ExperimentConfig, options: BisectOptions) -> int:
     folder = RunFolder(Path(config.output_dir)).bisect
     folder.bisect_report.unlink(missing_ok=True)
     write_whole(folder.bisect_options, json.dumps(asdict(options)))
-    if ranks_beside_service(experiment_of(config, options, folder.path)):
+    if ranks_beside_service(experiment_of(config, options, folder)):
         return 2
     found = json.loads(folder.bisect_report.read_text())
     print((folder.path / "report.md").read_text(), end="")
@@ -65,16 +65,11 @@ def bisect_main(config: ExperimentConfig) -> int:
     return guarded(config, "bisect", body)
 
 
-def experiment_of(config: ExperimentConfig, options: BisectOptions, folder: Path) -> ExperimentConfig:
+def experiment_of(config: ExperimentConfig, options: BisectOptions, folder: RunFolder) -> ExperimentConfig:
     """Returns the experiment with one engine without CUDA graphs, in a run folder of its own."""
-    alone = {"num_engines": 1, "min_healthy_engines": 1, "colocate": False, "lend_trainers": 0}
-    load_format = "model" if options.own_weights else config.rollout.load_format
-    eager = {"load_format": load_format, "sglang": config.rollout.sglang | dict.fromkeys(_EAGER, "disabled")}
-    rollout = config.rollout.model_copy(update=alone | eager)
-    weights = config.weights
-    if weights.traits.needs_colocation:  # no GPU is shared here
-        weights = weights.model_copy(update={"transport": WeightsConfig().transport})
+    eager: dict[str, object] = {"sglang": config.rollout.sglang | dict.fromkeys(_EAGER, "disabled")}
+    if options.own_weights:
+        eager["load_format"] = "model"
     # a fused router does not accept given experts
     actor = config.actor.model_copy(update={"megatron": config.actor.megatron | {"moe_router_fusion": False}})
-    changes = {"output_dir": str(folder), "actor": actor, "rollout": rollout, "weights": weights}
-    return config.model_copy(update=changes)
+    return with_one_engine(config, folder, eager).model_copy(update={"actor": actor})

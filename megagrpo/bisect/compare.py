@@ -73,11 +73,7 @@ def bound_at(relative: float, depth: int) -> float:
 
 
 def compare_points(
-    points: Sequence[Point],
-    engine: Mapping[str, Tensor],
-    trainer: Mapping[str, Tensor],
-    sizes: Sizes,
-    bounds: Bounds,
+    points: Sequence[Point], engine: Mapping[str, Tensor], trainer: Mapping[str, Tensor], sizes: Sizes, bounds: Bounds
 ) -> tuple[list[Difference], list[Flips], list[str]]:
     """Returns differences at the points that both sides have, in order, flips by layer, and notes on unequal shapes.
 

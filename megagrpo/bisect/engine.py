@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from megagrpo.bisect.points import TOWER
+from megagrpo.data.images import ImageStore
 from megagrpo.rollout.control import bearer
-from megagrpo.types import EngineInfo, ImageRef
+from megagrpo.types import EngineInfo, Prompt
 from megagrpo.weights.engines.client import EngineConnection
 from megagrpo.weights.engines.hooks import Tap
 from megagrpo.weights.wire.clock import Deadline
@@ -20,19 +21,10 @@ from megagrpo.weights.wire.mailbox import Mailbox, address_towards
 _PASSES = Tap("passes", "model.embed_tokens", "out")  # has a row for each token
 
 
-class Question(NamedTuple):
-    """A prompt; if it has images, also what an engine is sent."""
-
-    tokens: list[int]
-    images: tuple[ImageRef, ...] = ()
-    short: Sequence[int] = ()  # with one placeholder an image
-    uris: tuple[str, ...] = ()  # of the images
-
-
 class Sequenced(NamedTuple):
     """A prompt and the response that the engine sampled at temperature 1."""
 
-    question: Question
+    prompt: Prompt
     response: list[int]
     logprobs: list[float]  # of the response's tokens, from decoding
     version: str  # of the weights, by the engine's own count
@@ -40,12 +32,12 @@ class Sequenced(NamedTuple):
     @property
     def tokens(self) -> list[int]:
         """Returns those of both."""
-        return self.question.tokens + self.response
+        return self.prompt.token_ids.tolist() + self.response
 
     @property
     def of_text(self) -> list[bool]:
         """Tells for each token whether it is none of an image, whose ids an engine replaces."""
-        pad = {self.question.tokens[image.start] for image in self.question.images}
+        pad = {int(self.prompt.token_ids[image.start]) for image in self.prompt.images}
         return [token not in pad for token in self.tokens]
 
 
@@ -60,37 +52,40 @@ class Prefilled(NamedTuple):
 class ProbedEngine:
     """Connection to one incarnation of an engine with `tp` ranks, which has no other requests meanwhile.
 
-    folder: for its ranks' files, on a disk shared with this process. limit_s: seconds for each answer.
+    folder: for its ranks' files, on a disk shared with this process. limit_s: seconds for each answer. images: those
+    of its prompts.
     """
 
-    def __init__(self, info: EngineInfo, tp: int, api_key: str, folder: Path, limit_s: float):
+    def __init__(
+        self, info: EngineInfo, tp: int, api_key: str, folder: Path, limit_s: float, images: ImageStore | None = None
+    ):
         mailbox = Mailbox(address_towards(info.url), limit_s)
         self._engine = EngineConnection(info, tp, mailbox, api_key, limit_s)
-        self._folder, self._limit_s = folder, limit_s
+        self._folder, self._limit_s, self._images = folder, limit_s, images
         self._http = httpx.Client(base_url=info.url, trust_env=False, headers=bearer(api_key), timeout=limit_s)
 
-    def sample(self, questions: Sequence[Question], max_new_tokens: int, stop: Sequence[int] = ()) -> list[Sequenced]:
+    def sample(self, prompts: Sequence[Prompt], max_new_tokens: int, stop: Sequence[int] = ()) -> list[Sequenced]:
         """Returns the prompts with responses, sampled one after the other: each is the only one of its batch.
 
         stop: ids that are in no response; one that they leave empty is sampled again.
         """
         sampling = {"max_new_tokens": max_new_tokens, "temperature": 1.0, "stop_token_ids": list(stop)}
-        return [self._sampled(question, sampling, set(stop)) for question in questions]
+        return [self._sampled(prompt, sampling, set(stop)) for prompt in prompts]
 
-    def _sampled(self, question: Question, sampling: dict, stop: set[int]) -> Sequenced:
+    def _sampled(self, prompt: Prompt, sampling: dict, stop: set[int]) -> Sequenced:
         while True:
-            meta = (out := self._generate(question, [], sampling))["meta_info"]
+            meta = (out := self._generate(prompt, [], sampling))["meta_info"]
             response = [token for token in out["output_ids"] if token not in stop]
             logprobs = [entry[0] for entry in meta["output_token_logprobs"]][: len(response)]
             if response:
-                return Sequenced(question, response, logprobs, str(meta["weight_version"]))
+                return Sequenced(prompt, response, logprobs, str(meta["weight_version"]))
 
     def prefill(self, sequences: Sequence[Sequenced], taps: Sequence[Tap]) -> Prefilled:
         """Computes whole sequences without the prefix cache; returns the records of the taps."""
         answers = self._request("capture", [{"taps": [*taps, _PASSES]}] * self._engine.tp)
         logprobs, once = [], {"max_new_tokens": 1, "temperature": 1.0}
         for sequence in sequences:
-            out = self._generate(sequence.question, sequence.response, once, logprob_start_len=0)
+            out = self._generate(sequence.prompt, sequence.response, once, logprob_start_len=0)
             logprobs.append([entry[0] for entry in out["meta_info"]["input_token_logprobs"][1:]])
         files = [self._folder / f"engine_rank{rank}.{secrets.token_hex(4)}.pt" for rank in range(self._engine.tp)]
         problems = [f"the engine's model has no {module}" for answer in answers for module in answer["missing"]]
@@ -118,12 +113,14 @@ class ProbedEngine:
         self._engine.post("/continue_generation")
         return answers
 
-    def _generate(self, question: Question, response: list[int], sampling: dict, **more: int) -> dict:
+    def _generate(self, prompt: Prompt, response: list[int], sampling: dict, **more: int) -> dict:
         own_prefix = secrets.token_hex(8)  # the cache would leave one token to compute
         body = {"sampling_params": sampling, "return_logprob": True, "extra_key": own_prefix, **more}
-        body["input_ids"] = [*(question.short or question.tokens), *response]
-        if question.images:
-            body["image_data"] = list(question.uris)
+        sent = prompt.token_ids if prompt.short_ids is None else prompt.short_ids
+        body["input_ids"] = sent.tolist() + response
+        if prompt.images:
+            assert self._images is not None, "the prompts were loaded with a store"
+            body["image_data"] = [self._images.uri(image.key) for image in prompt.images]
         answer = self._http.post("/generate", json=body)
         if answer.status_code != 200:
             raise RuntimeError(f"{self._engine} rejects a request: {answer.status_code} {answer.text[:1000]}")

@@ -13,12 +13,12 @@ from torch import Tensor
 from megagrpo.actor.capture import CapturedForward, captured_forward, distinct_images, first_replica, head_logprobs
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.bisect.compare import BOUNDS, Bounds, bound_at, compare_points, difference
-from megagrpo.bisect.engine import Prefilled, ProbedEngine, Question, Sequenced
+from megagrpo.bisect.engine import Prefilled, ProbedEngine, Sequenced
 from megagrpo.bisect.points import FINAL_NORM, Point, Sizes, depth_before, final_norm, layer_points, residual_points
 from megagrpo.bisect.report import OUTPUT, Findings, Pass, layer_to_open
 from megagrpo.bisect.sides import from_engine, from_trainer
 from megagrpo.mesh import Mesh
-from megagrpo.types import Batch, Rewards
+from megagrpo.types import Batch, Prompt, Rewards
 from megagrpo.weights.engines.hooks import SeenTokens
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class _Job:
 def bisect_pair(
     actor: MegatronActor,
     engine: ProbedEngine | None,
-    questions: Sequence[Question],
+    prompts: Sequence[Prompt],
     max_new_tokens: int,
     folder: Path,
     bounds: Bounds | None = None,
@@ -73,7 +73,7 @@ def bisect_pair(
     mesh, vision = actor.mesh, actor.arch.vision
     # in a request that goes on with a response, a placeholder would stand for one more image
     stop = (vision.image_token_id, vision.video_token_id) if vision else ()
-    sequences = mesh.from_main(lambda: _on_main(engine).sample(questions, max_new_tokens, stop), "sample responses")
+    sequences = mesh.from_main(lambda: _on_main(engine).sample(prompts, max_new_tokens, stop), "sample responses")
     bounds = bounds or BOUNDS[actor.config.dtype]
     job = _Job(actor, engine, folder, batch_of_sequences(sequences), sequences, bounds, [])
     points = [point for point in residual_points(actor.arch) if sum(job.sizes[point.unit])]  # prompts without images
@@ -217,10 +217,10 @@ def batch_of_sequences(sequences: Sequence[Sequenced]) -> Batch:
         num_groups=count,
         tokens=tokens,
         lengths=lengths,
-        prompt_lengths=torch.tensor([len(sequence.question.tokens) for sequence in sequences]),
+        prompt_lengths=torch.tensor([len(sequence.prompt.token_ids) for sequence in sequences]),
         loss_mask=sampled,
         rollout_logprobs=torch.zeros(len(tokens)),
         rewards=Rewards(torch.zeros(count, dtype=torch.float64), torch.ones(count, dtype=torch.bool)),
         truncated=torch.zeros(count, dtype=torch.bool),
-        images=tuple(sequence.question.images for sequence in sequences),
+        images=tuple(sequence.prompt.images for sequence in sequences),
     )

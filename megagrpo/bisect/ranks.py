@@ -8,7 +8,7 @@ import torch
 
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.bisect.compare import BOUNDS
-from megagrpo.bisect.engine import ProbedEngine, Question
+from megagrpo.bisect.engine import ProbedEngine
 from megagrpo.bisect.options import BisectOptions
 from megagrpo.bisect.procedure import bisect_pair
 from megagrpo.bisect.report import write_findings
@@ -18,7 +18,6 @@ from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
 from megagrpo.mesh import LeaderError
 from megagrpo.rollout.control import find_service
-from megagrpo.types import Prompt
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 from megagrpo.weights.engines.fleet import EngineRegistry
 from megagrpo.weights.exchange import WEIGHTS_DIFFER, Exchange
@@ -32,7 +31,6 @@ def bisect_ranks(config: ExperimentConfig, options: BisectOptions, device: torch
     images = ImageStore.of(config.model, Path(config.output_dir) / "images")
     prompts = load_prompts(config.data, load_tokenizer(config.model), images)
     chosen = prompts.batch(0, min(options.num_prompts, len(prompts)), config.seed)
-    questions = [question_of(prompt, images) for prompt in chosen]
     actor = make_actor(config, 1, device)
     actor.images = images.pixels if images else None
     weights = load_initial_weights(actor, config.model.path, draft=config.actor.has_draft)
@@ -50,24 +48,16 @@ def bisect_ranks(config: ExperimentConfig, options: BisectOptions, device: torch
         if actor.mesh.is_main:
             (info,) = control.engines()
             limit_s = config.rollout.patience_s(actor.mesh.device.type == "cuda")
-            engine = ProbedEngine(info, config.rollout.tp, control.api_key, folder, limit_s)
+            engine = ProbedEngine(info, config.rollout.tp, control.api_key, folder, limit_s, images)
             stack.callback(engine.close)
             engine.resume()
-        found = bisect_pair(actor, engine, questions, options.max_new_tokens, folder, bounds, expected)
+        found = bisect_pair(actor, engine, chosen, options.max_new_tokens, folder, bounds, expected)
 
     def write() -> None:
         assert found is not None, "runs on the main rank"
         write_findings(folder, replace(found, weights=found.weights + wrong))
 
     actor.mesh.from_main(write, "write the report")
-
-
-def question_of(prompt: Prompt, images: ImageStore | None) -> Question:
-    """Returns the prompt as an engine gets it. images: the store of its images."""
-    if images is None or prompt.short_ids is None:
-        return Question(prompt.token_ids.tolist())
-    uris = tuple(images.uri(image.key) for image in prompt.images)
-    return Question(prompt.token_ids.tolist(), prompt.images, prompt.short_ids.tolist(), uris)
 
 
 def prove_weights(

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from megagrpo.cluster.supervise import Launch, torchrun
+from megagrpo.cluster.supervise import Child, Launch, torchrun
 from megagrpo.config.load import dump_config
 from megagrpo.config.placement import Nodes, place
 from megagrpo.config.schema import ExperimentConfig
@@ -31,11 +31,9 @@ def run(config: ExperimentConfig) -> int:
     USR1: save after the current step and return STOPPED. TERM, INT, USR2: end at once.
     Raises ValueError before anything starts, with all known problems.
     """
-    visible = visible_gpus()
-    refuse_what_cannot_run(config, _this_node(config, visible))
-    devices = _devices(config, visible)
-    with alone_in(RunFolder(Path(config.output_dir))):
-        return _serve_and_train(config, *devices)
+    end, ask, folder = (*ENDING, signal.SIGUSR2), (signal.SIGUSR1,), RunFolder(Path(config.output_dir))
+    launch = Launch(folder, "run", end=end, ask=ask, grace_s=_SERVICE_GRACE_S)
+    return _beside_service(launch, config, "train", config.actor.max_restarts)
 
 
 def refuse_what_cannot_run(config: ExperimentConfig, nodes: Nodes) -> None:
@@ -77,49 +75,49 @@ def _locked(file: IO) -> bool:
     return True
 
 
-def _serve_and_train(config: ExperimentConfig, of_trainers: dict[str, str], of_engines: dict[str, str]) -> int:
-    end, ask = (*ENDING, signal.SIGUSR2), (signal.SIGUSR1,)
-    with Launch(RunFolder(Path(config.output_dir)), "run", end=end, ask=ask, grace_s=_SERVICE_GRACE_S) as launch:
-        return _watch_both(launch, config, "train", config.actor.max_restarts, of_trainers, of_engines)
-    return launch.status
-
-
 def ranks_beside_service(config: ExperimentConfig) -> int:
     """Runs `bisect` as `actor.world_size` ranks with its own engines, all on this machine.
 
     Returns its exit status; no process remains. Raises ValueError before anything starts, with all known problems.
     """
+    folder = RunFolder(Path(config.output_dir))
+    launch = Launch(folder, "bisect", end=ENDING, ranks="bisect", grace_s=_SERVICE_GRACE_S)
+    return _beside_service(launch, config, "bisect", 0)
+
+
+def _beside_service(launch: Launch, config: ExperimentConfig, command: str, max_restarts: int) -> int:
+    """Starts the service and the ranks of a subcommand, and waits for the ranks."""
     visible = visible_gpus()
     refuse_what_cannot_run(config, _this_node(config, visible))
-    folder, devices = RunFolder(Path(config.output_dir)), _devices(config, visible)
-    launch = Launch(folder, "bisect", end=ENDING, ranks="bisect", grace_s=_SERVICE_GRACE_S)
+    of_trainers, of_engines = _devices(config, visible)
+    folder = RunFolder(Path(config.output_dir))
     with alone_in(folder), launch:
-        return _watch_both(launch, config, "bisect", 0, *devices)
+        service = start_service(launch, config, folder, of_engines)
+        options = [*torchrun(config.actor.world_size, max_restarts), "--standalone"]
+        engine_ranks = 0 if config.rollout.colocate else config.rollout.num_engines * config.rollout.tp
+        on_gpus = config.actor.world_size + engine_ranks if of_trainers else 0
+        of_trainers = trainer_variables(config, on_gpus, interface_of_engines(config)) | of_trainers
+        ranks = launch.start_ranks([command, str(folder.config)], options, of_trainers)
+        logs = f"{service.log} and {ranks.log}"
+        said = f"the rollout service and {config.actor.world_size} trainer ranks start"
+        print(f"{config.name}: {said}; {logs}", flush=True)
+        return launch.watch(ranks, service)
     return launch.status
 
 
-def _watch_both(
-    launch: Launch,
-    config: ExperimentConfig,
-    command: str,
-    max_restarts: int,
-    of_trainers: dict[str, str],
-    of_engines: dict[str, str],
-) -> int:
-    """Starts the service and the ranks of a subcommand, and waits for the ranks."""
-    folder = RunFolder(Path(config.output_dir))
+def start_service(launch: Launch, config: ExperimentConfig, folder: RunFolder, env: dict[str, str]) -> Child:
+    """Writes the experiment into the run folder and starts its service."""
     dump_config(config, folder.config)
     for left in (folder.service, folder.service_progress):  # by a killed run: the trainers would use its URL
         left.unlink(missing_ok=True)
-    service = launch.start(["serve", str(folder.config)], "service", of_engines)
-    options = [*torchrun(config.actor.world_size, max_restarts), "--standalone"]
-    engine_ranks = 0 if config.rollout.colocate else config.rollout.num_engines * config.rollout.tp
-    on_gpus = config.actor.world_size + engine_ranks if of_trainers else 0
-    of_trainers = trainer_variables(config, on_gpus, interface_of_engines(config)) | of_trainers
-    ranks = launch.start_ranks([command, str(folder.config)], options, of_trainers)
-    logs = f"{service.log} and {ranks.log}"
-    print(f"{config.name}: the rollout service and {config.actor.world_size} trainer ranks start; {logs}", flush=True)
-    return launch.watch(ranks, service)
+    return launch.start(["serve", str(folder.config)], "service", env)
+
+
+def with_one_engine(config: ExperimentConfig, folder: RunFolder, changes: dict[str, object]) -> ExperimentConfig:
+    """Returns the experiment with one engine of its own in a run folder of its own. changes: of section `rollout`."""
+    alone: dict[str, object] = {"num_engines": 1, "min_healthy_engines": 1, "colocate": False, "lend_trainers": 0}
+    rollout, weights = config.rollout.model_copy(update=alone | changes), config.weights.suited(colocate=False)
+    return config.model_copy(update={"output_dir": str(folder.path), "rollout": rollout, "weights": weights})
 
 
 def visible_gpus() -> list[str]:

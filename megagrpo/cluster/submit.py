@@ -89,13 +89,10 @@ def misfits(config: ExperimentConfig, request: Request) -> list[str]:
         problems.append(f"--kind {request.kind} is for engines on nodes of their own; rollout.{key} wants colocated")
     if request.kind == "colocated" and not config.rollout.shares_gpus:
         problems.append("--kind colocated wants rollout.colocate: true")
-    return problems + _time_misfits(request)
-
-
-def _time_misfits(request: Request) -> list[str]:
-    if request.time is None or (limit := seconds(request.time)) > request.grace_s:
-        return []
-    return [f"--time {request.time} is {limit} s, not more than --grace-s {request.grace_s}, at which the job stops"]
+    if request.time is not None and (limit := seconds(request.time)) <= request.grace_s:
+        stops = f"not more than --grace-s {request.grace_s}, at which the job stops"
+        problems.append(f"--time {request.time} is {limit} s, {stops}")
+    return problems
 
 
 def seconds(limit: str) -> int:

@@ -7,14 +7,12 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import httpx
-import numpy as np
 
-from megagrpo.cluster.machine import ENDING, alone_in
+from megagrpo.cluster.machine import ENDING, alone_in, start_service, with_one_engine
 from megagrpo.cluster.supervise import Launch, last_lines
-from megagrpo.config.load import dump_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
-from megagrpo.data.prompts import load_prompts, load_tokenizer
+from megagrpo.data.prompts import decoder, load_prompts, load_tokenizer
 from megagrpo.monitor.rollouts import Decode, turns_of
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.admission import Patience
@@ -41,14 +39,12 @@ def try_out(config: ExperimentConfig, num_prompts: int) -> int:
     if not Path(config.model.path).exists():
         raise ValueError(f"model.path {config.model.path} does not exist; run `megagrpo sft` first, or name a model")
     folder = RunFolder(Path(config.output_dir) / "try")
-    config = _with_one_engine(config, folder)
+    config = with_one_engine(config, folder, {"load_format": "model", "quantization": None})
+    config = config.model_copy(update={"actor": config.actor.model_copy(update={"routing_replay": None})})
     tokenizer = load_tokenizer(config.model)
     images = ImageStore.of(config.model, folder.images)
     prompts = load_prompts(config.data, tokenizer, images).prompts[:num_prompts]
-
-    def decode(token_ids: np.ndarray) -> str:
-        return str(tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
-
+    decode = decoder(tokenizer)
     with alone_in(folder), Launch(folder, "try", end=ENDING) as launch, ExitStack() as stack:
         answering = make_answering(config, tokenizer)
         if isinstance(answering, Environments | Programs):
@@ -74,21 +70,9 @@ async def _sampled(
     return [group for _, group in sorted(finished.items())]
 
 
-def _with_one_engine(config: ExperimentConfig, folder: RunFolder) -> ExperimentConfig:
-    """Returns the experiment with one engine of its own, which reads `model.path`, in a run folder of its own."""
-    one = {"num_engines": 1, "min_healthy_engines": 1, "colocate": False, "lend_trainers": 0}
-    alone: dict[str, object] = one | {"load_format": "model", "quantization": None}
-    changes = {"rollout": config.rollout.model_copy(update=alone), "weights": config.weights.suited(colocate=False)}
-    actor = config.actor.model_copy(update={"routing_replay": None})
-    return config.model_copy(update={"output_dir": str(folder.path), "actor": actor} | changes)
-
-
 def _service(launch: Launch, config: ExperimentConfig, folder: RunFolder) -> ServiceControl:
     """Starts the service; returns it once its engine samples with the weights that it has read, as version 0."""
-    dump_config(config, folder.config)
-    for left in (folder.service, folder.service_progress):
-        left.unlink(missing_ok=True)
-    service = launch.start(["serve", str(folder.config)], "service")
+    service = start_service(launch, config, folder, {})
     print(f"{config.name}: an engine starts, which takes a minute; {service.log}", flush=True)
     limit_s, failed = config.rollout.start_timeout_s, None
     deadline = time.monotonic() + limit_s

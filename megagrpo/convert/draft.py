@@ -1,7 +1,7 @@
 """An experiment in the making: our keys with the foreign ones that they come from, and what became of each of these."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal, cast
@@ -146,6 +146,9 @@ class Draft:
                 comment = ", ".join(self.because[ours]) or "its default"
                 lines.append(f"{indent}{key}: {_flow(value)}  # {shown}: {comment}")
         return lines
+
+
+Rule = Callable[[Draft], None]  # translates keys that depend on each other
 
 
 def _flow(value: Plain) -> str:

@@ -1,10 +1,9 @@
 """ROLL's options (RLVR pipeline) that depend on each other."""
 
 import re
-from collections.abc import Callable
 
 from megagrpo.config.load import Plain
-from megagrpo.convert.draft import Draft
+from megagrpo.convert.draft import Draft, Rule
 from megagrpo.convert.rules import (
     engines_on_trainers,
     estimator,
@@ -139,10 +138,8 @@ def _layout(d: Draft) -> None:
         of_sequences = "actor.router_losses.balance is of single sequences"
         d.lack(f"{_TS}moe_aux_loss_coeff", f"Megatron's is of a micro-batch; {of_sequences}")
     dynamic, tokens = f"{_T}use_dynamic_batching_in_train", f"{_T}max_tokens_per_microbatch_in_train"
-    longest, each = (
-        d.number("prompt_length") + d.number("response_length"),
-        f"{_T}training_args.per_device_train_batch_size",
-    )
+    longest = d.number("prompt_length") + d.number("response_length")
+    each = f"{_T}training_args.per_device_train_batch_size"
     micro_batch(d, longest, d.number(tokens, default=0) if d.get(dynamic) else 0, d.number(each), dynamic, tokens, each)
     if trainers == engines:
         engines_on_trainers(d, len(trainers), gpus, tp, _ENGINES, *keys)
@@ -150,10 +147,7 @@ def _layout(d: Draft) -> None:
     d.put("rollout.num_engines", max(len(engines) // tp, 1), _ENGINES)
     d.put("rollout.nodes_per_engine", max(tp // gpus, 1), *of_engine)
     if both := trainers & engines:
-        d.lack(
-            _ENGINES,
-            f"{len(both)} GPUs train and sample: colocate shares all or none; engines get their own",
-        )
+        d.lack(_ENGINES, f"{len(both)} GPUs train and sample: colocate shares all or none; engines get their own")
     d.put("cluster.gpus_per_node", gpus, "num_gpus_per_node")
     if len(trainers) + len(engines) > gpus:
         d.put("rollout.host", "eth0", _ENGINES)
@@ -207,4 +201,4 @@ def _run(d: Draft) -> None:
         d.lack("track_with", f"no tracker {tracker}; there are TensorBoard files and log.wandb")
 
 
-RULES: list[Callable[[Draft], None]] = [_run, _model, _data, _layout, _batch, _advantage, _kl, _loss]
+RULES: list[Rule] = [_run, _model, _data, _layout, _batch, _advantage, _kl, _loss]

@@ -1,9 +1,7 @@
 """TRL's GRPOTrainer and GRPOConfig arguments that depend on each other."""
 
-from collections.abc import Callable
-
 from megagrpo.config.load import Plain
-from megagrpo.convert.draft import Draft
+from megagrpo.convert.draft import Draft, Rule
 from megagrpo.convert.rules import engines_on_trainers, evaluated_as_trained, micro_batch, truncated_sampling
 
 _LONGEST_PROMPT = 1024  # TRL has no limit: ours, which `megagrpo check` compares with the data
@@ -112,4 +110,4 @@ def _run(d: Draft) -> None:
         d.put("log.wandb", {"project": "huggingface"}, "report_to")
 
 
-RULES: list[Callable[[Draft], None]] = [_run, _data, _batch, _advantage, _loss]
+RULES: list[Rule] = [_run, _data, _batch, _advantage, _loss]

@@ -1,9 +1,7 @@
 """verl's options that depend on each other."""
 
-from collections.abc import Callable
-
 from megagrpo.config.load import Plain
-from megagrpo.convert.draft import Draft
+from megagrpo.convert.draft import Draft, Rule
 from megagrpo.convert.rules import (
     engines_on_trainers,
     estimator,
@@ -188,11 +186,8 @@ def _batch(d: Draft) -> None:
 
 def _layout(d: Draft) -> None:
     gpus, keys = d.number("trainer.n_gpus_per_node"), ("trainer.n_gpus_per_node", "trainer.nnodes")
-    world, engine, tp = (
-        gpus * d.number("trainer.nnodes"),
-        f"{_R}tensor_model_parallel_size",
-        f"{_G}tensor_model_parallel_size",
-    )
+    world, engine = gpus * d.number("trainer.nnodes"), f"{_R}tensor_model_parallel_size"
+    tp = f"{_G}tensor_model_parallel_size"
     d.put("actor.world_size", world, *keys)
     if any(key.startswith(_G) for key in d.given) or d.get(f"{_A}strategy") == "megatron":
         d.put("actor.parallel.tp", d.number(tp), tp)
@@ -263,15 +258,4 @@ def _run(d: Draft) -> None:
         d.put("checkpoint.resume", resume, "trainer.resume_mode")
 
 
-RULES: list[Callable[[Draft], None]] = [
-    _run,
-    _model,
-    _rewards,
-    _data,
-    _batch,
-    _advantage,
-    _kl,
-    _loss,
-    _mismatch,
-    _layout,
-]
+RULES: list[Rule] = [_run, _model, _rewards, _data, _batch, _advantage, _kl, _loss, _mismatch, _layout]

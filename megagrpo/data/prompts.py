@@ -6,7 +6,7 @@ The order depends only on the seed and the mixture, so the number of consumed pr
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -118,6 +118,11 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
             "they do not belong together"
         )
     return tokenizer
+
+
+def decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[np.ndarray], str]:
+    """Returns the function from token ids to the text that is graded, without special tokens."""
+    return lambda token_ids: str(tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
 
 
 def load_prompts(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", store: ImageStore | None = None) -> PromptSet:

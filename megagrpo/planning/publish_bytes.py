@@ -18,7 +18,7 @@ from megagrpo.config.placement import Nodes, place
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.quantization import SCALES
 from megagrpo.planning.hardware import Rates, gigabytes
-from megagrpo.planning.recordings import Recordings, record_both_sides
+from megagrpo.planning.recordings import Recordings, record_all
 from megagrpo.system.run_folder import write_whole
 from megagrpo.weights.transports.broadcast import broadcast_plan, sent_unpacked
 from megagrpo.weights.transports.gather_plan import Bucket, GatherPlan
@@ -103,7 +103,7 @@ def plan_weights(
     Raises ValueError for a layout that does not suit the model or the nodes.
     """
     clusters = [cluster_of(config, number, gpus_per_node) for number in engines]
-    recorded = record_both_sides(config)
+    (recorded,) = record_all([config])
     forecasts = forecast_publish(config, recorded, clusters, rates)
     rows = [forecast for pair in forecasts for forecast in pair]
     if output is not None:

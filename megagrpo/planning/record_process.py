@@ -1,14 +1,14 @@
 """Records one side of exchanges in a process of its own: `python -m megagrpo.planning.record_process SIDE FOLDER ...`.
 
 Megatron's and SGLang's patches of the host exclude each other. A folder holds config.yaml and model/config.json; for
-the trainers ranks.json, a list of ranks; for the engine arguments.json, its command line on a CPU, and server.json, its
-command line on a GPU and the GPU's properties. Writes SIDE.pickle there, and the process `engine` server.pickle; a
-missing input has no output.
+the trainers ranks.json, a list of ranks; for the engine arguments.json, its command line on a CPU, or server.json, its
+command line on a GPU and the GPU's properties: then its arguments are resolved instead. Writes SIDE.pickle there.
 """
 
 import json
 import pickle
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -41,48 +41,44 @@ def engine_specs(model: Path, config: ExperimentConfig) -> Specs:
     return quantised_specs(specs, fp8_names(model, config))
 
 
-def _trainers(folder: Path) -> list:
+def _trainers(folders: list[Path]) -> Iterator[list]:
     from megagrpo.actor.host import prepare_host
 
     prepare_host()
     from megagrpo.actor.dry_run import record_trainer_rank
 
-    # Transformer Engine and settings for it need CUDA; its layers take the same slices. Adapters are merged before they
-    # travel.
-    actor = load_config(folder / "config.yaml").actor
-    actor = actor.model_copy(update={"transformer_engine": False, "lora": None, "megatron": {}})
-    arch = read_architecture(folder / "model", actor.has_draft)
-    specs = hf_specs(folder / "model", getattr(torch, actor.dtype), actor.has_draft)
-    ranks = json.loads((folder / "ranks.json").read_text())
-    return [record_trainer_rank(arch, actor, specs, rank) for rank in ranks]
+    for folder in folders:
+        # Transformer Engine and settings for it need CUDA; its layers take the same slices. Adapters are merged before
+        # they travel.
+        actor = load_config(folder / "config.yaml").actor
+        actor = actor.model_copy(update={"transformer_engine": False, "lora": None, "megatron": {}})
+        arch = read_architecture(folder / "model", actor.has_draft)
+        specs = hf_specs(folder / "model", getattr(torch, actor.dtype), actor.has_draft)
+        ranks = json.loads((folder / "ranks.json").read_text())
+        yield [record_trainer_rank(arch, actor, specs, rank) for rank in ranks]
 
 
-def _engine(folder: Path) -> list:
+def _engine(folders: list[Path]) -> Iterator[list]:
     from megagrpo.rollout.service.engine_dry_run import record_engine
 
-    config = load_config(folder / "config.yaml")
-    arguments = json.loads((folder / "arguments.json").read_text())
-    return list(record_engine(arguments, engine_specs(folder / "model", config)))
+    for folder in folders:
+        config = load_config(folder / "config.yaml")
+        arguments = json.loads((folder / "arguments.json").read_text())
+        yield list(record_engine(arguments, engine_specs(folder / "model", config)))
 
 
-def _servers(folders: list[Path]) -> None:
-    """Resolves the engines' arguments on their GPUs, after everything that needs the CPU: it replaces the device."""
+def _server(folders: list[Path]) -> Iterator[dict[str, object]]:
     from megagrpo.rollout.service.arguments_dry_run import Device, resolve_servers
 
     jobs = [json.loads((folder / "server.json").read_text()) for folder in folders]
-    device = Device(**jobs[0]["device"])
-    for folder, found in zip(folders, resolve_servers([job["arguments"] for job in jobs], device), strict=True):
-        (folder / "server.pickle").write_bytes(pickle.dumps(found))
+    return resolve_servers([job["arguments"] for job in jobs], Device(**jobs[0]["device"]))
 
 
 def _main(side: str, folders: list[Path]) -> None:
-    record, wanted = {"trainers": (_trainers, "ranks.json"), "engine": (_engine, "arguments.json")}[side]
-    for folder in folders:
-        if (folder / wanted).exists():
-            (folder / f"{side}.pickle").write_bytes(pickle.dumps(record(folder)))
-    on_gpus = [folder for folder in folders if (folder / "server.json").exists()]
-    if side == "engine" and on_gpus:
-        _servers(on_gpus)
+    of_engine = _server if (folders[0] / "server.json").exists() else _engine
+    record: Callable[[list[Path]], Iterator] = _trainers if side == "trainers" else of_engine
+    for folder, found in zip(folders, record(folders), strict=True):
+        (folder / f"{side}.pickle").write_bytes(pickle.dumps(found))
 
 
 if __name__ == "__main__":

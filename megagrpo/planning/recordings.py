@@ -19,12 +19,7 @@ from megagrpo.families.quantization import fp8_config
 from megagrpo.families.table import exported_config
 from megagrpo.planning.hardware import Hardware
 from megagrpo.planning.record_process import engine_specs, fp8_names
-from megagrpo.rollout.service.engine_command import (
-    ServerPlace,
-    engine_command,
-    engine_environment,
-    engine_python_path,
-)
+from megagrpo.rollout.service.engine_command import ServerPlace, engine_command, engine_environment, engine_python_path
 from megagrpo.system.environment import child_environment
 from megagrpo.system.processes import spawn, stop_tree
 from megagrpo.system.progress import Progress
@@ -48,20 +43,13 @@ class Recordings:
     engine: list[list[Copy]]  # by rank of one engine; all engines are alike
     specs: Specs
     seconds: float = 0.0  # that recording took, of all experiments recorded with it
-    server: dict[str, object] | None = None  # the engine's arguments as SGLang resolves them on a GPU, if recorded
 
 
-def record_both_sides(config: ExperimentConfig) -> Recordings:
-    """Records one experiment, see record_all."""
-    return record_all([config])[0]
-
-
-def record_all(configs: Sequence[ExperimentConfig], gpu: tuple[Hardware, int] | None = None) -> list[Recordings]:
+def record_all(configs: Sequence[ExperimentConfig]) -> list[Recordings]:
     """Records the distinct trainer ranks and the ranks of one engine of each, both sides in a process of its own.
 
-    gpu: on which SGLang resolves the engine's arguments, too, and how many of them a node has. Of the models only
-    config.json is read. Raises ValueError for a model that the layouts cannot cut, and with the end of its output when
-    one of the processes fails.
+    Of the models only config.json is read. Raises ValueError for a model that the layouts cannot cut, and with the end
+    of its output when one of the processes fails.
     """
     start = time.monotonic()
     descriptions = [describe_model(config) for config in configs]
@@ -69,8 +57,6 @@ def record_all(configs: Sequence[ExperimentConfig], gpu: tuple[Hardware, int] | 
         folders = [Path(name) / str(number) for number in range(len(configs))]
         for folder, config, description in zip(folders, configs, descriptions, strict=True):
             _write_jobs(folder, config, description)
-            if gpu is not None:
-                _write_server_job(folder, config, *gpu)
         with Progress(f"plan {configs[0].name}", stream=sys.stderr) as progress:
             progress.enter("records what trainer ranks and engine ranks copy, without weights")
             _run_children(Path(name), folders, configs[0], ("trainers", "engine"))
@@ -90,7 +76,7 @@ def resolve_all(configs: Sequence[ExperimentConfig], gpu: tuple[Hardware, int]) 
             (folder / "model" / "config.json").write_text(json.dumps(describe_model(config)))
             _write_server_job(folder, config, *gpu)
         _run_children(Path(name), folders, configs[0], ("engine",))
-        return [pickle.loads((folder / "server.pickle").read_bytes()) for folder in folders]
+        return [pickle.loads((folder / "engine.pickle").read_bytes()) for folder in folders]
 
 
 def _recorded(folder: Path, config: ExperimentConfig) -> Recordings:
@@ -101,7 +87,7 @@ def _recorded(folder: Path, config: ExperimentConfig) -> Recordings:
     for rank, (coordinates, _) in found.items():
         expected = _coordinates(rank, config.actor)
         assert coordinates == expected, f"rank {rank}: {coordinates} in Megatron, {expected} in this program"
-    model, server = folder / "model", folder / "server.pickle"
+    model = folder / "model"
     specs, quantised = engine_specs(model, config), fp8_names(model, config)
     copies = {rank: quantised_copies(of_rank, specs, quantised) for rank, (_, of_rank) in found.items()}
     return Recordings(
@@ -109,7 +95,6 @@ def _recorded(folder: Path, config: ExperimentConfig) -> Recordings:
         distinct=len(found),
         engine=pickle.loads((folder / "engine.pickle").read_bytes()),
         specs=specs,
-        server=pickle.loads(server.read_bytes()) if server.exists() else None,
     )
 
 

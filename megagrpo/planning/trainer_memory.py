@@ -4,7 +4,7 @@ Bytes of one rank are given by part; docs/planning.md states the formula of each
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.config.schema import ExperimentConfig
@@ -59,7 +59,6 @@ class RankMemory:
 class StageCost:
     """The work and traffic of one rank of a pipeline stage, for one micro-batch of `tokens`."""
 
-    layers: int
     tokens: int  # of the micro-batch, over all context-parallel ranks
     flops: float  # of a forward without attention's scores; a backward is twice as many
     pair_flops: float  # of a forward, for each query and key that it sees: a sequence of n has n^2 / 2 / cp on a rank
@@ -75,13 +74,6 @@ class TrainerSide:
     phases: Mapping[str, RankMemory]  # the fullest rank of each of PHASES
     host_bytes: Mapping[str, float]  # of the fullest node, by what they are for
     stages: tuple[StageCost, ...]
-    ranks: Mapping[str, tuple[RankMemory, ...]] = field(repr=False)  # by phase, one of every pipeline stage
-
-    @property
-    def peak(self) -> tuple[str, RankMemory]:
-        """Returns the phase that needs most, and its fullest rank."""
-        phase = max(self.phases, key=lambda name: self.phases[name].total)
-        return phase, self.phases[phase]
 
 
 def trainer_side(
@@ -100,11 +92,8 @@ def trainer_side(
     publish (weights.delta).
     """
     stages = trainer_stages(arch, actor, load)
-    ranks = {
-        phase: tuple(stage.memory(phase, bucket_mb * 2**20) for stage in stages)
-        for phase in PHASES
-        if phase != "reference" or reference
-    }
+    phases = [phase for phase in PHASES if phase != "reference" or reference]
+    ranks = {phase: [stage.memory(phase, bucket_mb * 2**20) for stage in stages] for phase in phases}
     node = min(ranks_per_node, actor.world_size)
     cost, second_model = checkpoint_cost(arch, actor, node), reference and actor.lora is None
     host = {
@@ -118,7 +107,6 @@ def trainer_side(
         phases={phase: max(found, key=lambda rank: rank.total) for phase, found in ranks.items()},
         host_bytes=host,
         stages=tuple(stage.cost() for stage in stages),
-        ranks=ranks,
     )
 
 
@@ -284,7 +272,6 @@ class Stage:
         sent["pp"] = arch.hidden_size * self.part * self.width * p.vpp if p.pp > 1 and not self.last else 0.0
         head = 2 * arch.hidden_size * -(-arch.vocab_size // p.tp) * self.load.tokens / p.cp if self.last else 0.0
         return StageCost(
-            layers=len(self.layers),
             tokens=self.load.tokens,
             flops=sum(layer.flops for layer in self.layers) + head,
             pair_flops=sum(layer.pair_flops for layer in self.layers),

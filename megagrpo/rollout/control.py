@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 
 from megagrpo.system import environment
+from megagrpo.system.explained import translated
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import EngineInfo
 
@@ -180,6 +181,12 @@ def service_progress(folder: RunFolder) -> str:
     return "the service starts"
 
 
+def _running_service(run_dir: Path) -> ServiceControl:
+    """Returns the service of a run for the command line. Raises ValueError if none answers."""
+    with translated(str(run_dir), ServiceUnreachable):
+        return find_service(run_dir)
+
+
 def change_engines(run_dir: Path, action: str, engine: str | None) -> str:
     """Adds an engine to the service of a run, or drains `engine`; returns a message about it.
 
@@ -187,7 +194,7 @@ def change_engines(run_dir: Path, action: str, engine: str | None) -> str:
     """
     if (action == "drain") != bool(engine):
         raise ValueError("drain requires the name of an engine; add makes the next one, which has no name yet")
-    service = find_service(run_dir)
+    service = _running_service(run_dir)
     if engine is None:
         return f"{service.add_engine()} is starting"
     service.drain_engine(engine)
@@ -204,7 +211,7 @@ def print_status(run_dir: Path, as_json: bool = False) -> int:
     file = RunFolder(run_dir).service
     if not file.exists():
         raise ValueError(f"{file} does not exist: no rollout service runs for this folder")
-    status = find_service(run_dir).status()
+    status = _running_service(run_dir).status()
     if as_json:
         print(json.dumps(asdict(status), indent=2))
         return 1 if status.failed else 0

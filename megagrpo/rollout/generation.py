@@ -17,10 +17,11 @@ import numpy as np
 import orjson
 
 from megagrpo.config.schema import EvalConfig, ExperimentConfig, SamplingConfig
+from megagrpo.families.architecture import Architecture
 from megagrpo.rollout.admission import Turnstile
 from megagrpo.rollout.control import bearer
 from megagrpo.rollout.response import Response
-from megagrpo.rollout.routed_experts import RoutedExperts, WrongExperts
+from megagrpo.rollout.routed_experts import WrongExperts, read_experts
 from megagrpo.rollout.streaming import Answer, StreamedAnswer, events, version_number
 from megagrpo.system.environment import ENGINE_HEADER
 
@@ -164,7 +165,7 @@ class GenerationClient:
     """Requests samples from the router, one HTTP request each. For one event loop; an async context manager.
 
     turnstile: requests wait there and not in an engine's queue, which would use up their time limit. on_request: called
-    at the end of every attempt. experts: the format in which engines return routed experts.
+    at the end of every attempt. experts: of the model, if engines return routed experts.
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class GenerationClient:
         retry: RetryPolicy,
         turnstile: Turnstile,
         on_request: OnRequest = lambda engine, start, end, num_tokens: None,
-        experts: RoutedExperts | None = None,
+        experts: Architecture | None = None,
     ):
         self.url, self.retry, self.on_request, self.experts = f"{router_url}/generate", retry, on_request, experts
         self._headers, self._turnstile = bearer(api_key), turnstile
@@ -308,7 +309,7 @@ class Attempt:
             assert client.experts is not None, "requested only for models whose experts are described"
             # In a thread: for a long response of a large model it takes a noticeable part of a second.
             encoded, num_read = whole["meta_info"].get("routed_experts"), len(ids) + self.num_tokens - 1
-            experts = await asyncio.to_thread(client.experts.read, encoded, num_read)
+            experts = await asyncio.to_thread(read_experts, client.experts, encoded, num_read)
             response = replace(response, routed_experts=experts[request.experts_from :])
         self._stream.clear()
         return response

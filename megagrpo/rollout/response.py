@@ -4,6 +4,7 @@ Loads without an HTTP client.
 """
 
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, ClassVar
@@ -52,6 +53,11 @@ class Response(WithArrays):
             self.num_cached + rest.num_cached,
             tuple(map(sum, zip_longest(self.accepted, rest.accepted, fillvalue=0))),
         )
+
+
+# (number of the turn from 0, ids [T] that it continues, limit of its tokens, how many of these ids have their experts)
+# -> the turn
+SampleTurn = Callable[[int, np.ndarray, int, int], Awaitable[Response]]
 
 
 @dataclass

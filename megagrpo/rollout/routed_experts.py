@@ -2,7 +2,7 @@
 
 import base64
 import binascii
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,60 +15,46 @@ class WrongExperts(ValueError):
     """Raised if an answer has no experts, or some that no router can have chosen."""
 
 
-@dataclass(frozen=True)
-class RoutedExperts:
-    """The format of a model's experts in an answer: all layers, dense ones too, as base64 of int32."""
+def read_experts(arch: Architecture, text: str | None, num_tokens: int) -> np.ndarray:
+    """Returns the experts [num_tokens, layers with experts, k] of an answer. Raises WrongExperts.
 
-    num_layers: int
-    dense_layers: int  # the first ones, which have no experts
-    num_experts: int
-    top_k: int
-    type: str  # of an id, as the trainer keeps it
+    text: an answer's `routed_experts`, of consecutive tokens that passed through the model: all tokens except the last
+    of a response; base64 of int32, of all layers, dense ones too.
+    """
+    if not text:
+        raise WrongExperts(
+            "the answer holds no routed_experts: the engine was not started with enable_return_routed_experts"
+        )
+    with translated("routed_experts is not base64 of int32", binascii.Error, ValueError, raised=WrongExperts):
+        ids = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
+    layers, k = arch.num_layers, arch.experts_per_token
+    if len(ids) != num_tokens * layers * k:
+        raise WrongExperts(
+            f"routed_experts has {len(ids)} numbers, not {num_tokens} tokens x {layers} layers x {k} experts"
+        )
+    experts = ids.reshape(num_tokens, layers, k)[:, arch.dense_layers :]
+    _check(arch, experts)
+    return experts.astype(arch.expert_id_type)
 
-    @classmethod
-    def of(cls, arch: Architecture) -> "RoutedExperts":
-        """Describes a model with experts."""
-        return cls(arch.num_layers, arch.dense_layers, arch.num_experts, arch.experts_per_token, arch.expert_id_type)
 
-    def read(self, text: str | None, num_tokens: int) -> np.ndarray:
-        """Returns the experts [num_tokens, layers with experts, k]. Raises WrongExperts.
-
-        text: an answer's `routed_experts`, of consecutive tokens that passed through the model: all tokens except the
-        last of a response.
-        """
-        if not text:
-            raise WrongExperts(
-                "the answer holds no routed_experts: the engine was not started with enable_return_routed_experts"
-            )
-        with translated("routed_experts is not base64 of int32", binascii.Error, ValueError, raised=WrongExperts):
-            ids = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
-        of_token = self.num_layers * self.top_k
-        if len(ids) != num_tokens * of_token:
-            raise WrongExperts(
-                f"routed_experts has {len(ids)} numbers, not {num_tokens} tokens x {self.num_layers} layers x "
-                f"{self.top_k} experts"
-            )
-        experts = ids.reshape(num_tokens, self.num_layers, self.top_k)[:, self.dense_layers :]
-        self._check(experts)
-        return experts.astype(self.type)
-
-    def _check(self, experts: np.ndarray) -> None:
-        if not experts.size:
-            return
-        if experts.min() < 0 or experts.max() >= self.num_experts:
-            raise WrongExperts(
-                f"routed_experts has ids from {experts.min()} to {experts.max()}, and the model experts 0 to "
-                f"{self.num_experts - 1}"
-            )
-        in_order = np.sort(experts, axis=2)
-        repeated = (in_order[:, :, 1:] == in_order[:, :, :-1]).any(2)
-        # rows that no kernel wrote are 0; with one expert a token 0 is valid too, but not in all tokens and layers
-        if repeated.any() or (self.top_k == 1 and len(experts) > 1 and self.num_experts > 1 and not experts.any()):
-            layer = self.dense_layers + int(repeated.any(0).argmax())
-            raise WrongExperts(
-                f"routed_experts names an expert of layer {layer} twice for a token, or is 0 everywhere: the engine's "
-                "kernel for experts does not tell them; set rollout.sglang.moe_runner_backend: triton"
-            )
+def _check(arch: Architecture, experts: np.ndarray) -> None:
+    if not experts.size:
+        return
+    if experts.min() < 0 or experts.max() >= arch.num_experts:
+        raise WrongExperts(
+            f"routed_experts has ids from {experts.min()} to {experts.max()}, and the model experts 0 to "
+            f"{arch.num_experts - 1}"
+        )
+    in_order = np.sort(experts, axis=2)
+    repeated = (in_order[:, :, 1:] == in_order[:, :, :-1]).any(2)
+    # rows that no kernel wrote are 0; with one expert a token 0 is valid too, but not in all tokens and layers
+    single = arch.experts_per_token == 1 and len(experts) > 1 and arch.num_experts > 1
+    if repeated.any() or (single and not experts.any()):
+        layer = arch.dense_layers + int(repeated.any(0).argmax())
+        raise WrongExperts(
+            f"routed_experts names an expert of layer {layer} twice for a token, or is 0 everywhere: the engine's "
+            "kernel for experts does not tell them; set rollout.sglang.moe_runner_backend: triton"
+        )
 
 
 def for_other_ranks(group: RolloutGroup) -> RolloutGroup:

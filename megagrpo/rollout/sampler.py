@@ -2,11 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,10 +12,11 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.families.table import read_architecture
 from megagrpo.rewards.parts import ResponseTokens
+from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.admission import Concurrency, Patience, ResponseLengths, Turnstile
 from megagrpo.rollout.agents.environments import Environments
 from megagrpo.rollout.agents.play import Part, play_rollout
-from megagrpo.rollout.agents.programs import Programs, Task
+from megagrpo.rollout.agents.programs import Programs
 from megagrpo.rollout.control import ServiceControl, ServiceStatus, ServiceUnreachable, engine_cache_tokens
 from megagrpo.rollout.generation import (
     GenerationClient,
@@ -29,8 +28,7 @@ from megagrpo.rollout.generation import (
     sample_seed,
 )
 from megagrpo.rollout.jobs import NumberedPrompt, SamplingJob
-from megagrpo.rollout.response import CacheKey, CacheUse, Response
-from megagrpo.rollout.routed_experts import RoutedExperts
+from megagrpo.rollout.response import CacheKey, CacheUse, Response, SampleTurn
 from megagrpo.rollout.tools import Tool, respond_with_tool
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
@@ -38,32 +36,26 @@ _LOOK_S = 2.0  # between looks at the engines' load, which the service reads onc
 _IN_FLIGHT = 1.1  # tokens in flight for each that the caches hold: the next request is there when one ends
 
 
-class SampleTurnWithStops(Protocol):
-    """Samples a turn of a rollout."""
+@dataclass(frozen=True)
+class _Rollout:
+    """What the requests of one rollout have in common."""
 
-    def __call__(
-        self,
-        number: int,
-        context: np.ndarray,
-        max_tokens: int,
-        fresh: bool,
-        stops: tuple[int, ...] = (),
-        known: int | None = None,
-    ) -> Awaitable[Response]:
-        """See agents/play.py, conversation.py. stops: ids that end this turn besides the experiment's own."""
-        ...
+    client: GenerationClient
+    job: SamplingJob
+    of: NumberedPrompt
+    index: int  # within its group
+    order: tuple[float, ...]  # see Turnstile
 
+    @property
+    def row(self) -> dict[str, object]:
+        """Returns the row of its prompt, as environments and agents get it."""
+        prompt = self.of.prompt
+        return {"prompt": prompt.text, "answer": prompt.answer, "source": prompt.source, "extra": prompt.extra}
 
-class OutcomeSource(Protocol):
-    """Grades responses in the background, as rewards/pool.py does."""
-
-    def submit(self, prompt: Prompt, text: str, tokens: ResponseTokens) -> Future[Outcome]:
-        """Returns the future outcome of `text`, with these tokens, as a response to `prompt`."""
-        ...
-
-    def submit_group(self, prompt: Prompt, texts: Sequence[str], outcomes: Sequence[Outcome]) -> Future[list[Outcome]]:
-        """Returns the future outcomes of a whole group after its group grader; called only if there is one."""
-        ...
+    @property
+    def purpose(self) -> str:
+        """Returns the purpose of its seeds; that of a prompt's second occurrence in a batch is another one."""
+        return f"{self.job.purpose} again {self.of.repeats}" if self.of.repeats else self.job.purpose
 
 
 class Sampler:
@@ -80,7 +72,7 @@ class Sampler:
         config: ExperimentConfig,
         num_leaders: int,
         control: ServiceControl,
-        grader: OutcomeSource,
+        grader: RewardPool,
         decode: Callable[[np.ndarray], str],
         tool: Tool | Environments | Programs | None = None,
         on_request: OnRequest = lambda engine, start, end, num_tokens: None,
@@ -89,7 +81,7 @@ class Sampler:
         self._grader, self._decode, self._tool, self._on_request = grader, decode, tool, on_request
         self._pending: dict[tuple[str, int, int, int], str] = {}  # (job, group, prompt, sample) -> what it waits for
         replays = config.actor.routing_replay == "rollout"
-        self._experts = RoutedExperts.of(read_architecture(config.model.path)) if replays else None
+        self._experts = read_architecture(config.model.path) if replays else None
         self._retry = RetryPolicy.of(config)
         self._turnstile = Turnstile()
         most = config.rollout.max_running_requests
@@ -206,9 +198,8 @@ class Sampler:
         job_number: int,
     ) -> None:
         order = (float(not job.is_urgent), float(job_number), self._order(of.prompt))
-        answers = await asyncio.gather(
-            *(self._sample(client, job, of, index, order) for index in range(job.num_samples))
-        )
+        rollouts = [_Rollout(client, job, of, index, order) for index in range(job.num_samples)]
+        answers = await asyncio.gather(*map(self._sample, rollouts))
         of_rollouts, outcomes = zip(*answers, strict=True)
         samples = numbered(of_rollouts)
         if job.regrade:
@@ -225,65 +216,52 @@ class Sampler:
                 return self.lengths.expected(prompt.id)
         return 0.0
 
-    async def _sample(
-        self, client: GenerationClient, job: SamplingJob, of: NumberedPrompt, index: int, order: tuple[float, ...]
-    ) -> tuple[list[Sample], Outcome]:
+    async def _sample(self, rollout: _Rollout) -> tuple[list[Sample], Outcome]:
+        prompt = rollout.of.prompt
         # The job is part of the key: an evaluation may have the same prompt under the same id.
-        key = str(job), of.group_id, of.prompt.id, index
+        key = str(rollout.job), rollout.of.group_id, prompt.id, rollout.index
         with ExitStack() as stack:
             stack.callback(self._pending.pop, key)
             self._pending[key] = "the engines"
             if isinstance(self._tool, Environments):
                 self._pending[key] = "the engines or the environment"
-                return await self._play(self._tool, client, job, of, index, order)
+                return await self._play(self._tool, rollout)
             if isinstance(self._tool, Programs):
                 self._pending[key] = "the engines or the agent"
-                return await self._run_program(self._tool, client, job, of, index, order)
-            sample = await self._respond(client, job, of, index, order)
+                return await self._run_program(self._tool, rollout)
+            sample = await self._respond(rollout)
             self._pending[key] = "the grader"
             tokens = ResponseTokens(sample.token_ids, sample.loss_mask, self._decode)
-            return [sample], await asyncio.wrap_future(self._grader.submit(of.prompt, sample.text, tokens))
+            return [sample], await asyncio.wrap_future(self._grader.submit(prompt, sample.text, tokens))
 
-    def _turns(
-        self, client: GenerationClient, job: SamplingJob, of: NumberedPrompt, index: int, order: tuple[float, ...]
-    ) -> "SampleTurnWithStops":
+    def _turns(self, rollout: _Rollout) -> SampleTurn:
         """Returns a function that samples the turns of one rollout, each with a seed of its own."""
-        purpose_of_all = f"{job.purpose} again {of.repeats}" if of.repeats else job.purpose
-        routing_key = f"{purpose_of_all}-{job.step}-{of.prompt.id}".replace(" ", "-")
+        job, prompt, index = rollout.job, rollout.of.prompt, rollout.index
+        routing_key = f"{rollout.purpose}-{job.step}-{prompt.id}".replace(" ", "-")
         if self._config.rollout.engine_choice == "request":
             routing_key = f"{routing_key}-{index}" if self._config.sampling.several_turns else ""
         key = CacheKey(self.cache_use) if self._config.rollout.prefix_cache == "by_version" else None
-        num_read = 0  # tokens whose experts have been read
+        stops = job.params.stop_token_ids + ((self._tool.call_end,) if isinstance(self._tool, Tool) else ())
         # A sampled placeholder ends the response: an engine that got it again would look for its image.
-        never = (self.images.image_token, self.images.video_token) if self.images is not None else ()
+        stops += (self.images.image_token, self.images.video_token) if self.images is not None else ()
 
-        async def turn(
-            number: int,
-            context: np.ndarray,
-            max_tokens: int,
-            fresh: bool,
-            stops: tuple[int, ...] = (),
-            known: int | None = None,
-        ) -> Response:
-            nonlocal num_read
-            num_read = (0 if fresh else num_read) if known is None else known
-            purpose = f"{purpose_of_all} turn {number}" if number else purpose_of_all
+        async def turn(number: int, context: np.ndarray, max_tokens: int, known: int) -> Response:
+            purpose = f"{rollout.purpose} turn {number}" if number else rollout.purpose
             request = SampleRequest(
                 context,
-                replace(job.params, max_tokens=max_tokens, stop_token_ids=job.params.stop_token_ids + stops + never),
-                sample_seed(self._config.seed, purpose, job.step, of.prompt.id, index),
+                replace(job.params, max_tokens=max_tokens, stop_token_ids=stops),
+                sample_seed(self._config.seed, purpose, job.step, prompt.id, index),
                 job.version,
                 job.or_newer,
-                experts_from=num_read if job.with_experts else None,
-                order=(0.0, *order[1:]) if number else order,
+                experts_from=known if job.with_experts else None,
+                order=(0.0, *rollout.order[1:]) if number else rollout.order,
                 tokens=lambda: len(context) + min(self.lengths.occupied(), max_tokens),
-                images=self._sent_images(of.prompt),
+                images=self._sent_images(prompt),
                 routing_key=routing_key,
                 cache_key=key,
             )
-            response = await client.generate(request)
+            response = await rollout.client.generate(request)
             self.cache_use.count(len(context), response, key)
-            num_read += 0 if response.routed_experts is None else len(response.routed_experts)
             return response
 
         return turn
@@ -298,75 +276,43 @@ class Sampler:
         number = sum(self.images.tokens(image.grid) for image in prompt.images)
         return SentImages(uris, prompt.short_ids, number, prompt.location)
 
-    async def _respond(
-        self, client: GenerationClient, job: SamplingJob, of: NumberedPrompt, index: int, order: tuple[float, ...]
-    ) -> Sample:
-        prompt, limit = of.prompt.token_ids, job.params.max_tokens
-        turn = self._turns(client, job, of, index, order)
+    async def _respond(self, rollout: _Rollout) -> Sample:
+        prompt, limit, turn = rollout.of.prompt.token_ids, rollout.job.params.max_tokens, self._turns(rollout)
         if isinstance(self._tool, Tool):
+            whole = await respond_with_tool(turn, self._tool, prompt, self._decode, limit)
+            return self._sample_of(rollout, whole.response, whole.loss_mask)
+        return self._sample_of(rollout, await turn(0, prompt, limit, 0), None)
 
-            def called(number: int, so_far: np.ndarray, stops: tuple[int, ...]) -> Awaitable[Response]:
-                return turn(number, np.concatenate([prompt, so_far]), limit - len(so_far), number == 0, stops)
+    def _task_seed(self, rollout: _Rollout, whose: str) -> int:
+        """Returns the seed that an environment or an agent gets: of all rollouts of a group the same."""
+        job, of = rollout.job, rollout.of
+        return sample_seed(self._config.seed, f"{whose} {job.purpose} {of.repeats}", job.step, of.prompt.id, 0)
 
-            response, loss_mask = await respond_with_tool(called, self._tool, self._decode, limit)
-        else:
-            response, loss_mask = await turn(0, prompt, limit, True), None
-        return self._sample_of(response, loss_mask, job, of.prompt, index)
-
-    async def _play(
-        self,
-        environments: Environments,
-        client: GenerationClient,
-        job: SamplingJob,
-        of: NumberedPrompt,
-        index: int,
-        order: tuple[float, ...],
-    ) -> tuple[list[Sample], Outcome]:
+    async def _play(self, environments: Environments, rollout: _Rollout) -> tuple[list[Sample], Outcome]:
         """Returns the samples of a rollout with an environment, and its outcome: never a reward for one that failed."""
-        prompt = of.prompt
-        row = {"prompt": prompt.text, "answer": prompt.answer, "source": prompt.source, "extra": prompt.extra}
-        seed = sample_seed(self._config.seed, f"environment {job.purpose} {of.repeats}", job.step, prompt.id, 0)
-        played, outcome = await play_rollout(
-            environments,
-            (row, seed),
-            lambda: self._turns(client, job, of, index, order),
-            prompt.token_ids,
-            job.params.max_tokens,
-            self._decode,
-        )
-        return self._samples_of(played.parts or [Part(None)], job, prompt, index), outcome
+        task, limit = (rollout.row, self._task_seed(rollout, "environment")), rollout.job.params.max_tokens
+        turn, prompt = self._turns(rollout), rollout.of.prompt.token_ids
+        played, outcome = await play_rollout(environments, task, turn, prompt, limit, self._decode)
+        return self._samples_of(rollout, played.parts or [Part(None)]), outcome
 
-    async def _run_program(
-        self,
-        programs: Programs,
-        client: GenerationClient,
-        job: SamplingJob,
-        of: NumberedPrompt,
-        index: int,
-        order: tuple[float, ...],
-    ) -> tuple[list[Sample], Outcome]:
+    async def _run_program(self, programs: Programs, rollout: _Rollout) -> tuple[list[Sample], Outcome]:
         """Returns the samples of a rollout by an agent program, and its outcome."""
-        prompt = of.prompt
-        seed = sample_seed(self._config.seed, f"agent {job.purpose} {of.repeats}", job.step, prompt.id, 0)
-        row: dict = {"prompt": prompt.text, "answer": prompt.answer, "source": prompt.source, "extra": prompt.extra}
-        row |= {"messages": prompt.messages or [{"role": "user", "content": prompt.text}], "seed": seed}
-        turn = self._turns(client, job, of, index, order)
-        task = Task(row, prompt.token_ids, turn, job.params.max_tokens)
-        parts, outcome = await programs.rollout(task, self._control)
-        return self._samples_of(parts, job, prompt, index), outcome
+        prompt, turn, limit = rollout.of.prompt, self._turns(rollout), rollout.job.params.max_tokens
+        row = rollout.row | {"messages": prompt.messages or [{"role": "user", "content": prompt.text}]}
+        row["seed"] = self._task_seed(rollout, "agent")
+        parts, outcome = await programs.rollout(row, prompt.token_ids, turn, limit, self._control)
+        return self._samples_of(rollout, parts), outcome
 
-    def _samples_of(self, parts: Sequence[Part], job: SamplingJob, prompt: Prompt, index: int) -> list[Sample]:
-        samples = [self._sample_of(part.response, part.loss_mask, job, prompt, index) for part in parts]
+    def _samples_of(self, rollout: _Rollout, parts: Sequence[Part]) -> list[Sample]:
+        samples = [self._sample_of(rollout, part.response, part.loss_mask) for part in parts]
         with_prompts = zip(samples, parts, strict=True)
         return [replace(sample, prompt_ids=part.prompt_ids) for sample, part in with_prompts]
 
-    def _sample_of(
-        self, response: Response, loss_mask: np.ndarray | None, job: SamplingJob, prompt: Prompt, index: int
-    ) -> Sample:
-        if not job.is_urgent:
-            self.lengths.add(prompt.id, len(response.token_ids))
+    def _sample_of(self, rollout: _Rollout, response: Response, loss_mask: np.ndarray | None) -> Sample:
+        if not rollout.job.is_urgent:
+            self.lengths.add(rollout.of.prompt.id, len(response.token_ids))
         return Sample(
-            index=index,
+            index=rollout.index,
             token_ids=response.token_ids,
             logprobs=response.logprobs,
             finish_reason=response.finish_reason,

@@ -7,9 +7,7 @@ step, sampled one step earlier, which the mismatch metrics and corrections see. 
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,31 +19,8 @@ from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import Mesh, RunStopped
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout.agents.environments import ENDS
+from megagrpo.rollout.source import RolloutSource
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TrainState
-
-
-class GroupSource(Protocol):
-    """Samples and grades responses, as rollout/source.py does."""
-
-    def next(
-        self, step: int, prompts: Sequence[Prompt], version: int, first_id: int, attempt: int
-    ) -> list[RolloutGroup]:
-        """Collective. Returns this rank's share of the groups, whose ids count from `first_id`."""
-        ...
-
-    def start(
-        self, batch: int, group_ids: Sequence[int], prompts: Sequence[Prompt], version: int, oldest: int = 0
-    ) -> None:
-        """Starts to sample a batch for `next` (as step `batch`) or `first`, unless it is in flight."""
-        ...
-
-    def first(self, wanted: int, must: AbstractSet[int], version: int) -> tuple[list[int], list[RolloutGroup]]:
-        """Collective. Returns the ids of the groups that are complete first, and this rank's share of them."""
-        ...
-
-    def add_metrics(self, metrics: Metrics) -> None:
-        """Adds what sampling the groups since the last call took."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -62,7 +37,7 @@ class StepGroups:
 class GroupChoice:
     """Chooses the groups of each step from those that `source` samples of `prompts`."""
 
-    source: GroupSource
+    source: RolloutSource
     prompts: PromptSet
     config: ExperimentConfig
     mesh: Mesh
@@ -73,11 +48,6 @@ class GroupChoice:
         With rollout.max_staleness it first starts the batches of coming steps; steps_left: this step included. Raises
         RunStopped on every rank when max_num_gen_batches batches hold too few groups whose responses differ.
         """
-        chosen = self._next_groups(state, metrics, steps_left)
-        self.source.add_metrics(metrics)
-        return chosen
-
-    def _next_groups(self, state: TrainState, metrics: Metrics, steps_left: int) -> StepGroups:
         config, source, wanted = self.config, self.source, self.config.train.num_prompts_per_step
         if config.rollout.extra_groups or state.deferred:
             return self._first_groups(state, metrics, steps_left)
@@ -143,6 +113,7 @@ class GroupChoice:
         metrics.add_mean("extra_groups/deferrals_mean", sum(times.get(g.group_id, 0) for g in groups), len(groups))
         left = [(group_id, times.get(group_id, 0) + 1) for group_id in group_ids if group_id not in set(consumed)]
         metrics.add_max("extra_groups/left_behind", len(left))
+        source.add_metrics(metrics)
         return StepGroups(groups, end, state.surplus, left)
 
     def _choose(
@@ -223,7 +194,8 @@ def _too_few_groups(groups: Sequence[RolloutGroup], selection: Selection, config
     assert options is not None
     outcomes = [outcome for group in groups for outcome in group.outcomes]
     num_groups = len(selection.chosen) + len(selection.surplus) + len(selection.dropped)
-    scored, total = (_sum(n, mesh) for n in (sum(outcome.ok for outcome in outcomes), len(outcomes)))
+    counts = torch.tensor([sum(outcome.ok for outcome in outcomes), len(outcomes)], device=mesh.device)
+    scored, total = mesh.reduce(counts, "sum").tolist()
     return (
         f"dynamic sampling: {options.max_num_gen_batches} batches of {wanted} prompts "
         f"(algorithm.dynamic_sampling.max_num_gen_batches) gave {len(selection.chosen)} of {wanted} groups whose "
@@ -231,11 +203,6 @@ def _too_few_groups(groups: Sequence[RolloutGroup], selection: Selection, config
         f"{total - scored} of {total} responses could not be scored. The prompts are too easy or too hard for this "
         "model: take others, raise train.group_size or max_num_gen_batches"
     )
-
-
-def _sum(number: int, mesh: Mesh) -> int:
-    """Collective over data-parallel ranks."""
-    return int(mesh.reduce(torch.tensor(number, device=mesh.device), "sum"))
 
 
 def grader_metrics(metrics: Metrics, groups: Sequence[RolloutGroup], reward: RewardConfig) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,20 +24,11 @@ from megagrpo.rollout.response import CacheUse
 from megagrpo.rollout.routed_experts import for_other_ranks
 from megagrpo.rollout.sampler import Sampler
 from megagrpo.system.background import BackgroundLoop
-from megagrpo.types import LOADS, EngineInfo, Prompt, RolloutGroup
+from megagrpo.types import LOADS, Prompt, RolloutGroup
+from megagrpo.weights.exchange import EngineRefresh
 
 _FIRST_POLL_S, _POLL_S = 0.02, 0.2  # pause between two meetings of all ranks
 _UNREACHABLE_S = 30.0  # a control endpoint that is silent for longer ends the run
-
-
-class Refresh(Protocol):
-    """Brings engines to the weights that samples need. The loop's side owns it: sampling publishes nothing."""
-
-    def due(self, engines: Sequence[EngineInfo], version: int) -> bool:
-        """Main rank. Returns whether any of the engines needs weights before it can sample at `version`."""
-
-    def bring(self, version: int) -> None:
-        """Collective. Publishes weights of `version` to the engines of the last `due`."""
 
 
 class RolloutSource:
@@ -54,7 +44,7 @@ class RolloutSource:
         mesh: Mesh,
         control: ServiceControl,
         sampler: Sampler | None,
-        refresh: Refresh,
+        refresh: EngineRefresh,
         alive: Callable[[], None] = lambda: None,
     ):
         assert (sampler is not None) == mesh.is_leader, "leaders sample, other ranks do not"
@@ -292,8 +282,8 @@ class RolloutSource:
     def _wait(self, done: Callable[[], bool], batches: Sequence[SampledBatch], what: str, version: int | None) -> None:
         """Polls with the other ranks until all are done; the deadlines of `batches` run meanwhile. Raises LeaderError.
 
-        done: called at every meeting, may be collective. version: of the weights that samples need, which Refresh
-        brings to the engines; a batch that fails ends the wait. None: engines keep their weights, failures are left to
+        done: called at every meeting, may be collective. version: of the weights that samples need, which are
+        brought to the engines; a batch that fails ends the wait. None: engines keep their weights, failures are left to
         the next wait, and this one also ends when no engine is ready.
         """
         self._awaited = batches

@@ -11,12 +11,6 @@ _DONE = b"[DONE]"
 UNVERIFIED = -1  # the version of weights that no trainer has verified, older than every other
 
 
-class FinishReason(TypedDict):
-    """Why a response ended: "stop", "length" or "abort"."""
-
-    type: str
-
-
 class VersionSpan(TypedDict):
     """The weights that sampled the tokens from `start` on."""
 
@@ -29,7 +23,7 @@ class Meta(TypedDict):
 
     completion_tokens: int
     weight_version: str
-    finish_reason: FinishReason | None
+    finish_reason: dict[str, str] | None  # "type": "stop", "length" or "abort"
     output_token_logprobs: NotRequired[list[tuple[float, int, None]]]
     weight_versions: NotRequired[list[VersionSpan]]
     routed_experts: NotRequired[str]

@@ -5,17 +5,19 @@ sampled or inserted: every turn continues exactly the ids of the turns before it
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megagrpo.config.schema import ExperimentConfig, ToolConfig
+from megagrpo.data.prompts import decoder
 from megagrpo.rollout.agents.environments import Environments, load_environment
+from megagrpo.rollout.agents.play import Part
 from megagrpo.rollout.agents.program_worker import load_program
 from megagrpo.rollout.agents.renderer import Renderer
-from megagrpo.rollout.response import Response
+from megagrpo.rollout.response import SampleTurn
 from megagrpo.rollout.service.addresses import own_address
 from megagrpo.system.user_function import load_function
 
@@ -27,14 +29,6 @@ if TYPE_CHECKING:  # seconds to import, and it pulls in torch
 ToolFunction = Callable[[str], str | None]  # (the response so far, as text) -> output, or None to end the response
 
 BUILT_IN = {"calculator": "megagrpo.rollout.calculator:calculator"}
-
-
-class Turn(Protocol):
-    """Samples one turn of a response."""
-
-    def __call__(self, number: int, so_far: np.ndarray, stops: tuple[int, ...]) -> Awaitable[Response]:
-        """Continues the ids `so_far` [T] until a token of `stops` or the experiment's own; turns count from 0."""
-        ...
 
 
 def load_tool(name: str) -> ToolFunction:
@@ -53,11 +47,7 @@ def make_answering(
         if sampling.agent.function is not None:
             load_program(sampling.agent.function)
         renderer = Renderer(tokenizer, config.data, continues=sampling.agent.history == "all")
-
-        def decode(token_ids: np.ndarray) -> str:
-            return str(tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
-
-        return Programs(sampling.agent, renderer, own_address(config.rollout.host), config.name, decode)
+        return Programs(sampling.agent, renderer, own_address(config.rollout.host), config.name, decoder(tokenizer))
     if sampling.environment is not None:
         load_environment(sampling.environment.function)
         continues = sampling.environment.history == "all"
@@ -96,30 +86,32 @@ def make_tool(config: ToolConfig, tokenizer: "PreTrainedTokenizerBase") -> Tool:
 
 
 async def respond_with_tool(
-    turn: Turn, tool: Tool, decode: Callable[[np.ndarray], str], max_tokens: int
-) -> tuple[Response, np.ndarray]:
-    """Samples a whole response of T tokens; returns it with its loss mask [T] bool, False on the tool's tokens.
+    turn: SampleTurn, tool: Tool, prompt: np.ndarray, decode: Callable[[np.ndarray], str], max_tokens: int
+) -> Part:
+    """Returns a whole response, whose loss mask is False on the tool's tokens.
 
-    max_tokens: limit of the response, the tool's tokens included. A response cut by a limit, of tokens or of turns, has
-    finish reason "length". The tool's output is never cut: if it leaves no room for another token, the response ends
-    before it.
+    turn: ends at tool.call_end too. max_tokens: limit of the response, the tool's tokens included. A response cut by a
+    limit, of tokens or of turns, has finish reason "length". The tool's output is never cut: if it leaves no room for
+    another token, the response ends before it.
     """
-    whole = await turn(0, np.zeros(0, np.int32), (tool.call_end,))
-    masks = [np.ones(len(whole.token_ids), np.bool_)]
-    for number in range(1, tool.max_turns + 1):
-        if whole.finish_reason != "stop" or whole.token_ids[-1] != tool.call_end:
-            return whole, np.concatenate(masks)
-        if number == tool.max_turns:
+    whole, known = Part(None), 0
+    for number in range(tool.max_turns):
+        context = np.concatenate([prompt, whole.response.token_ids])
+        left = max_tokens - len(whole.response.token_ids)
+        whole.add(await turn(number, context, left, known), sampled=True)
+        so_far = whole.response.token_ids
+        if whole.response.finish_reason != "stop" or so_far[-1] != tool.call_end:
+            return whole
+        if number + 1 == tool.max_turns:
             break
         # In a thread: a slow tool must not hold up the other samples.
-        result = await asyncio.to_thread(tool.function, decode(whole.token_ids))
+        result = await asyncio.to_thread(tool.function, decode(so_far))
         if result is None:
-            return whole, np.concatenate(masks)
+            return whole
         ids = np.array(tool.encode(result), np.int32)
-        if len(whole.token_ids) + len(ids) >= max_tokens:
+        if len(so_far) + len(ids) >= max_tokens:
             break
-        whole = whole.then(Response(ids, np.zeros(len(ids), np.float32), "stop", whole.newest_version))
-        sampled = await turn(number, whole.token_ids, (tool.call_end,))
-        whole = whole.then(sampled)
-        masks += [np.zeros(len(ids), np.bool_), np.ones(len(sampled.token_ids), np.bool_)]
-    return replace(whole, finish_reason="length"), np.concatenate(masks)
+        known = len(prompt) + len(so_far) - 1
+        whole.add_said(ids)
+    whole.response = replace(whole.response, finish_reason="length")
+    return whole

@@ -4,7 +4,6 @@ import base64
 import hashlib
 import html
 import json
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
@@ -13,28 +12,23 @@ from megagrpo.view.samples import read_samples
 from megagrpo.view.trace import read_trace, write_trace
 
 
-@dataclass(frozen=True)
-class ViewLimits:
-    """Bounds on the output for each run."""
-
-    sample_mb: float = 20.0  # of samples, in MB (1e6 bytes)
-    timeline_steps: int = 20  # last steps in the trace
-
-
-def write_view(folders: list[RunFolder], limits: ViewLimits, output: Path | None, trace: Path | None) -> str:
+def write_view(
+    folders: list[RunFolder], sample_mb: float, timeline_steps: int, output: Path | None, trace: Path | None
+) -> str:
     """Writes the page, and a trace of every run that has a timeline; returns a line for each file and omission.
 
-    output: default, view.html in the first run folder. trace: of the first run; default, trace.json.gz in its folder.
-    Raises ValueError for a folder that is not a run, and for `trace` without a timeline.
+    sample_mb: MB (1e6 bytes) of samples of each run. timeline_steps: last steps in its trace. output: default,
+    view.html in the first run folder. trace: of the first run; default, trace.json.gz in its folder. Raises ValueError
+    for a folder that is not a run, and for `trace` without a timeline.
     """
     output = output or folders[0].view
     runs, lines = [], []
     for folder, name in zip(folders, _names(folders), strict=True):
         if not folder.metrics.is_file():
             raise ValueError(f"{folder.metrics}: no such file; a run folder has one after its first step")
-        samples, notes = read_samples(folder, limits.sample_mb * 1e6)
+        samples, notes = read_samples(folder, sample_mb * 1e6)
         runs.append({"name": name, **samples, "notes": notes})
-        events, trace_notes = read_trace(folder, limits.timeline_steps)
+        events, trace_notes = read_trace(folder, timeline_steps)
         path = trace if trace is not None and folder is folders[0] else folder.trace
         if events:
             write_trace(path, events)

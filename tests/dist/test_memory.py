@@ -10,7 +10,7 @@ from megagrpo.certify.tiny_model import hf_config
 from megagrpo.config.schema import ActorConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import read_architecture
-from megagrpo.planning.trainer_memory import Load, in_flight, trainer_side
+from megagrpo.planning.trainer_memory import Load, in_flight, trainer_stages
 from tests.dist.workers.launch import run_ranks
 
 ALLOWED = 0.2  # of the bytes that an update adds at its peak: a CPU's kernels have temporaries that are not counted
@@ -96,8 +96,8 @@ def _closed(arch: Architecture, actor: ActorConfig, rank: int) -> dict[str, floa
     """The closed forms, and what only a CPU's RMSNorm keeps: normalised inputs, for bfloat16 float32 copies."""
     p = actor.parallel
     stage = rank * p.pp // actor.world_size
-    side = trainer_side(arch, actor, Load(sum(LENGTHS), max(LENGTHS)))
-    parts = side.ranks["update"][stage].parts
+    stages = trainer_stages(arch, actor, Load(sum(LENGTHS), max(LENGTHS)))
+    parts = stages[stage].memory("update", bucket_bytes=0.0).parts
     heads = (arch.num_heads + arch.num_kv_heads) * arch.head_dim * arch.qk_norm
     norms = (2 * arch.hidden_size + heads) * sum(LENGTHS) / p.tp * (8 if actor.dtype == "bfloat16" else 4)
     layers = 1 if actor.recompute == "full" else arch.num_layers / p.pp * in_flight(p, stage)

@@ -13,7 +13,7 @@ from engine_process import ListedEngines
 from torch import Tensor
 
 from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
-from megagrpo.types import EngineInfo
+from megagrpo.types import EngineInfo, Prompt
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
 from tests.experiments import experiment
 
@@ -148,9 +148,9 @@ def bisect_cases(
     weights; "publish": whether they are published first, for the engine has others; "dtype" of both; "data": a file of
     prompts, for PROMPTS.
     """
-    from megagrpo.bisect.engine import ProbedEngine, Question
+    from megagrpo.bisect.engine import ProbedEngine
     from megagrpo.bisect.procedure import bisect_pair
-    from megagrpo.bisect.ranks import prove_weights, question_of
+    from megagrpo.bisect.ranks import prove_weights
     from megagrpo.bisect.report import verdict, write_findings
     from megagrpo.certify.measure import joined
     from megagrpo.data.images import ImageStore
@@ -177,17 +177,16 @@ def bisect_cases(
         with joined(own / "store", config=actor_config, model_path=config.model.path, **settings) as actor:
             weights = load_initial_weights(actor, config.model.path)
             wrong = prove_weights(config, actor, weights, registry, case["version"] if case.get("publish") else None)
-            engine = ProbedEngine(info, tp, api_key, own, 120.0) if rank == 0 else None
+            images = ImageStore.of(config.model, own / "images") if "data" in case else None
+            engine = ProbedEngine(info, tp, api_key, own, 120.0, images) if rank == 0 else None
             if engine is not None:
                 engine.resume()
-            questions = [Question(prompt) for prompt in PROMPTS]
-            if "data" in case:
-                images = ImageStore.of(config.model, own / "images")
+            prompts = tuple(Prompt(number, "", prompt, "") for number, prompt in enumerate(PROMPTS))
+            if images is not None:
                 actor.images = images.pixels
-                prompts = load_prompts(config.data, load_tokenizer(config.model), images)
-                questions = [question_of(prompt, images) for prompt in prompts.prompts]
+                prompts = load_prompts(config.data, load_tokenizer(config.model), images).prompts
             with MISTAKES[case.get("mistake", "")]():
-                found = bisect_pair(actor, engine, questions, NEW_TOKENS, own, version=case.get("version"))
+                found = bisect_pair(actor, engine, prompts, NEW_TOKENS, own, version=case.get("version"))
             if engine is not None and found is not None:
                 engine.close()
                 found.weights += wrong

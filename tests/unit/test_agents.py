@@ -16,7 +16,7 @@ from examples.laptop.model import character_tokenizer
 from megagrpo.config.data import DataConfig
 from megagrpo.config.rollout import EnvironmentConfig
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.rollout.agents.environments import EnvironmentFailed, Environments, EpisodeLost
+from megagrpo.rollout.agents.environments import EnvironmentFailed, Environments
 from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.rollout.generation import sample_seed
 from megagrpo.rollout.tools import make_answering
@@ -202,10 +202,10 @@ def test_the_handbooks_environment_plays(tmp_path, monkeypatch):
                     answers.append(await episode.step(turn))
         finally:
             environments.close()
-        return answers[-1].reward
+        return answers[-1][1]
 
     assert asyncio.run(run()) == 1.0
-    assert [answer.said for answer in answers] == ["higher", "say a number", None] and answers[-1].done
+    assert [(said, done) for said, _, done in answers] == [("higher", False), ("say a number", False), (None, True)]
 
 
 def test_others_of_a_process_that_was_ended_begin_again():
@@ -219,10 +219,10 @@ def test_others_of_a_process_that_was_ended_begin_again():
             async with begin({"answer": "hang"}, 1) as hangs, begin({"answer": "x"}, 1) as other:
                 with pytest.raises(EnvironmentFailed) as failed:
                     await hangs.step("3")
-                with pytest.raises(EpisodeLost) as lost:
+                with pytest.raises(EnvironmentFailed) as lost:
                     await other.step("3")
             async with environments.episode({"answer": "x"}, 1) as again:
-                return failed.value.end, str(lost.value), (await again.step("3")).reward
+                return failed.value.end, str(lost.value), (await again.step("3"))[1]
         finally:
             environments.close()
 
@@ -242,7 +242,7 @@ def test_a_call_that_is_cancelled_leaves_no_answer_to_the_next_one():
                 call.cancel()
                 await asyncio.gather(call, return_exceptions=True)
             async with environments.episode({"answer": "x"}, 1) as other:
-                return (await other.step("3")).reward
+                return (await other.step("3"))[1]
         finally:
             environments.close()
 

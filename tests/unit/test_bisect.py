@@ -23,6 +23,7 @@ from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.table import architecture_of
 from megagrpo.families.tiny import TinySizes
+from megagrpo.system.run_folder import RunFolder
 from megagrpo.weights.engines.hooks import Recorder, SeenTokens, Tap
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -247,7 +248,7 @@ def test_what_cannot_be_compared_is_said():
 
 def test_the_engine_is_one_whose_passes_hooks_can_see(tmp_path):
     config = load_config(str(QUICKSTART), ["rollout.num_engines=3", "rollout.colocate=true", "weights.transport=ipc"])
-    eager = experiment_of(config, BisectOptions(own_weights=True), tmp_path)
+    eager = experiment_of(config, BisectOptions(own_weights=True), RunFolder(tmp_path))
     assert (eager.rollout.num_engines, eager.rollout.colocate, eager.rollout.load_format) == (1, False, "model")
     assert (eager.output_dir, eager.weights.transport) == (str(tmp_path), "reshard")
     graphs = {name for name, value in eager.rollout.sglang.items() if value == "disabled"}

@@ -8,8 +8,9 @@ import pytest
 
 from examples.laptop.model import character_tokenizer
 from megagrpo.config.data import DataConfig
+from megagrpo.config.rollout import AgentConfig
 from megagrpo.rollout.agents.chat import ANTHROPIC, OPENAI
-from megagrpo.rollout.agents.conversation import ChatTurn, Conversation, Limits, Refused
+from megagrpo.rollout.agents.conversation import ChatTurn, Conversation, Refused
 from megagrpo.rollout.agents.gateway import Gateway
 from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.rollout.response import Response
@@ -37,9 +38,10 @@ def talk(*texts: str, **limits) -> tuple[Conversation, list[list[int]]]:
     """(a conversation whose turns are these texts, the contexts that they were sampled after)"""
     contexts, left = [], list(texts)
 
-    async def sample(number: int, context: np.ndarray, max_tokens: int, fresh: bool, *, known: int) -> Response:
-        read = [len(before) + len(text) for before, text in zip(contexts, texts, strict=False)]  # the end was not
-        assert known in ([0] if fresh else read)
+    async def sample(number: int, context: np.ndarray, max_tokens: int, known: int) -> Response:
+        turns = [before + ids(f"{text}$") for before, text in zip(contexts, texts, strict=False)]
+        read = [len(turn) - 1 for turn in turns if context[: len(turn)].tolist() == turn]  # the end was not
+        assert known == max(read, default=0)
         contexts.append(context.tolist())
         answer = ids(f"{left.pop(0)}$")
         return Response(answer, np.zeros(len(answer)), "stop", 0)
@@ -55,9 +57,11 @@ def talk(*texts: str, **limits) -> tuple[Conversation, list[list[int]]]:
         ]
         return {"role": "assistant", "content": "", "tool_calls": calls}
 
-    found = Limits(**{"max_tokens": 100, "max_turns": 9, "fork": "sample"} | limits)
+    max_tokens = limits.pop("max_tokens", 100)
+    config = AgentConfig(function="of_no_module:function", **{"max_turns": 9} | limits)
     decode = lambda tokens: TOKENIZER.decode(tokens, skip_special_tokens=True)  # noqa: E731
-    return Conversation(found, Renderer(TOKENIZER, DATA, True), sample, np.zeros(0, np.int32), decode, parse), contexts
+    renderer, prompt = Renderer(TOKENIZER, DATA, True), np.zeros(0, np.int32)
+    return Conversation(config, max_tokens, renderer, sample, prompt, decode, parse), contexts
 
 
 def test_parallel_tool_calls_and_their_outputs_continue_the_exact_ids():
@@ -124,12 +128,12 @@ def test_anthropics_blocks_are_the_same_messages_and_their_stream_the_same_block
         ],
         "tools": [{"name": "add", "input_schema": {"type": "object"}}],
     }
-    asked = ANTHROPIC.read(body)
-    assert [message["role"] for message in asked.messages] == ["system", "user", "assistant", "tool"]
-    assert asked.messages[2]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"x": 1}'}
-    assert asked.tools[0]["function"]["parameters"] == {"type": "object"}
+    messages, tools = ANTHROPIC.read(body)
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool"]
+    assert messages[2]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"x": 1}'}
+    assert tools[0]["function"]["parameters"] == {"type": "object"}
 
-    conversation, contexts = asyncio.run(_two_turns(asked))
+    conversation, contexts = asyncio.run(_two_turns((messages, tools)))
     assert contexts[0] == ids("<tools>1\n<system>s\n<user>?\n<assistant>|add1$\n<tool>3\n<assistant>")
     answer = ANTHROPIC.write(conversation, body, "policy")
     assert answer["stop_reason"] == "tool_use" and answer["content"][0]["input"] == {"x": "5"}
@@ -140,7 +144,7 @@ def test_anthropics_blocks_are_the_same_messages_and_their_stream_the_same_block
 
 async def _two_turns(asked) -> tuple[ChatTurn, list[list[int]]]:
     conversation, contexts = talk("5")
-    return await conversation.say(asked.messages, asked.tools), contexts
+    return await conversation.say(*asked), contexts
 
 
 def test_ids_are_answered_under_both_names_if_they_are_asked_for():
@@ -186,3 +190,15 @@ def test_a_key_reaches_its_own_rollout_only_and_the_endpoint_one_address():
     assert statuses == [200, 200, 200, 401, 401]
     anew = ids("<user>?\n<assistant>3$\n<user>?\n<assistant>")
     assert of_mine == [anew, anew] and len(of_other) == 1
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages"])
+def test_a_body_that_is_no_object_is_the_agents_mistake(path):
+    async def run() -> tuple[int, dict]:
+        gateway, (conversation, _) = Gateway("127.0.0.1", "policy"), talk()
+        gateway.start()
+        with gateway.session(conversation) as (url, key):
+            return await asyncio.to_thread(post, url, path, key, [USER])
+
+    status, answer = asyncio.run(run())
+    assert status == 400 and "JSON object" in answer["error"]["message"]

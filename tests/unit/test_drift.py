@@ -9,8 +9,9 @@ import pytest
 from examples.laptop.model import character_tokenizer
 from examples.laptop.pretrained import find_gguf
 from megagrpo.config.data import DataConfig
+from megagrpo.config.rollout import AgentConfig
 from megagrpo.data.torchvision_ops import define_torchvision_operators
-from megagrpo.rollout.agents.conversation import Conversation, Limits
+from megagrpo.rollout.agents.conversation import Conversation
 from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.rollout.response import Response
 
@@ -49,7 +50,7 @@ def test_a_conversation_keeps_every_sampled_id(name, changed):
     contexts: list[np.ndarray] = []
     sampled: list[np.ndarray] = []
 
-    async def sample(number: int, context: np.ndarray, max_tokens: int, fresh: bool, *, known: int) -> Response:
+    async def sample(number: int, context: np.ndarray, max_tokens: int, known: int) -> Response:
         contexts.append(context)
         sampled.append(np.append(chance.choice(plain, chance.integers(1, 9)), end))
         return Response(sampled[-1], np.zeros(len(sampled[-1])), "stop", 0)
@@ -72,7 +73,8 @@ def test_a_conversation_keeps_every_sampled_id(name, changed):
         """Whether decode and encode would have changed ids."""
         contexts.clear()
         sampled.clear()
-        talk = Conversation(Limits(10_000, 9, "sample"), renderer, sample, np.zeros(0, np.int32), decode, parse)
+        config, prompt = AgentConfig(function="of_no_module:function", max_turns=9), np.zeros(0, np.int32)
+        talk = Conversation(config, 10_000, renderer, sample, prompt, decode, parse)
         history, said, drifted = [message(str(chance.choice(words)))], list[dict](), False
         for turn in range(int(chance.integers(2, 6))):
             answer = (await talk.say(history)).message

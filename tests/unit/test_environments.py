@@ -81,7 +81,9 @@ def environments(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> di
     for module in (supervise, engine_node, router_module):
         monkeypatch.setattr(module, "spawn", recorder.spawn)
     cuda, gpus = kind != "CPU", [] if kind == "CPU" else ["0", "1", "2", "3"]
-    monkeypatch.setattr(nodes, "visible_gpus", lambda: gpus)
+    for module in (nodes, machine):
+        monkeypatch.setattr(module, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(machine, "refuse_what_cannot_run", lambda *_: None)
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: set(range(64)))
     if kind == "several machines":
         place = nodes.Node(0, 2, "127.0.0.1", "127.0.0.1", 29500)
@@ -91,7 +93,7 @@ def environments(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> di
             launch.spawn(nodes._ray_command(config, place, folder), folder / "log", ray)
             launch.start(["serve", "t.yaml"], "service", ray)
     else:
-        machine._serve_and_train(config, *machine._devices(config, gpus))
+        machine.run(config)
     with monkeypatch.context() as inside:
         for name, value in recorder.found["service"].items():  # what the service starts has its environment
             inside.setenv(name, value)

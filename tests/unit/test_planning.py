@@ -8,10 +8,11 @@ import torch
 
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.certify.tiny_model import hf_config
+from megagrpo.cli import main
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig
 from megagrpo.planning.hardware import HARDWARE, Rates, rates_of
 from megagrpo.planning.publish_bytes import Cluster, broadcast_forecast, cluster_of, plan_weights, reshard_forecast
-from megagrpo.planning.recordings import Recordings, record_both_sides, representative_ranks
+from megagrpo.planning.recordings import Recordings, record_all, representative_ranks
 from megagrpo.weights.transports.gather_plan import make_gather_plan
 from megagrpo.weights.transports.reshard_plan import Cover, make_cover, plan_transfer, trainer_atoms
 from megagrpo.weights.wire.messages import Batches
@@ -163,7 +164,7 @@ def experiment() -> ExperimentConfig:
 
 def test_the_plan_as_text_and_as_json(monkeypatch, tmp_path):
     recorded = Recordings(trainers(2, 2, 1), distinct=4, engine=engine(2, 2), specs=SPECS)
-    monkeypatch.setattr("megagrpo.planning.publish_bytes.record_both_sides", lambda config: recorded)
+    monkeypatch.setattr("megagrpo.planning.publish_bytes.record_all", lambda configs: [recorded])
     text = plan_weights(experiment(), [1, 2], PLAIN, gpus_per_node=4, output=tmp_path / "plan.json")
     found = json.loads((tmp_path / "plan.json").read_text())["forecasts"]
     rows = [(engines, transport) for engines in (1, 2) for transport in ("reshard", "broadcast")]
@@ -180,11 +181,17 @@ def test_the_plan_as_text_and_as_json(monkeypatch, tmp_path):
 def test_a_model_without_a_description_and_one_that_does_not_fit(tmp_path):
     config = experiment().model_copy(update={"model": ModelConfig(path=str(tmp_path))})
     with pytest.raises(ValueError, match=r"holds no config.json; no other file of the model is needed"):
-        record_both_sides(config)
+        record_all([config])
     description = hf_config(TinyModelConfig(path=str(tmp_path), family="qwen3_moe"))
     (tmp_path / "config.json").write_text(json.dumps(description | {"num_experts": 3}))
     with pytest.raises(ValueError, match=r"actor.parallel.ep = 2 does not divide the model's num_experts = 3"):
-        record_both_sides(config)
+        record_all([config])
+
+
+def test_numbers_of_engines_that_are_none_are_called_so(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan-weights", "unread.yaml", "--engines", "8,a"])
+    assert "argument --engines: invalid numbers value: '8,a'" in capsys.readouterr().err
 
 
 def test_one_rank_stands_for_its_replicas():

@@ -12,6 +12,7 @@ import pytest
 from fake_service import FakeService, running
 from sampling import experiment, source_of
 
+from megagrpo.cli import main
 from megagrpo.mesh import LeaderError
 from megagrpo.rollout.admission import Turnstile
 from megagrpo.rollout.control import ServiceControl, ServiceFailed, ServiceUnreachable, find_service
@@ -177,6 +178,14 @@ def test_unreachable_service_is_a_clear_error(tmp_path):
         source = make_source(service)
     with pytest.raises(LeaderError, match="no rollout service answers"):
         source.next(0, PROMPTS, 0)
+
+
+def test_the_file_of_a_service_that_is_gone_is_one_message(tmp_path, capsys):
+    (tmp_path / "service.json").write_text('{"url": "http://127.0.0.1:9"}')
+    (tmp_path / "service.key").write_text("key")
+    for words in (["status", str(tmp_path)], ["engines", "add", str(tmp_path)]):
+        assert main(words) == 2
+        assert f"megagrpo {words[0]}: {tmp_path}: {tmp_path}/service.json is of a service" in capsys.readouterr().err
 
 
 def test_requests_to_a_lost_host_are_sent_again():

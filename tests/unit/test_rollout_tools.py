@@ -2,6 +2,7 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 import torch
 from fake_service import FakeService, running
@@ -92,12 +93,12 @@ def test_a_tool_that_fails_ends_the_step_with_its_reason():
     for function in (lambda text: 1 / 0, lambda text: "é"):
         tool = Tool(function, encode, *ids(">"), max_turns=4)
 
-        async def turn(number, so_far, stops):
+        async def turn(number, context, max_tokens, known):
             return Response(tuple(ids("<1>")), (0.0,) * 3, "stop", 3)
 
         said = r"division by zero|does not know every character of 'é'"
         with pytest.raises((ZeroDivisionError, ValueError), match=said):
-            asyncio.run(respond_with_tool(turn, tool, TOKENIZER.decode, 20))
+            asyncio.run(respond_with_tool(turn, tool, np.zeros(0, np.int32), TOKENIZER.decode, 20))
     with pytest.raises(LeaderError, match="KeyError"):
         respond(says("<1>"), function="test_rollout_tools:broken")
 

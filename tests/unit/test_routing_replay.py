@@ -25,13 +25,14 @@ from megagrpo.config.layout import layout_problems
 from megagrpo.config.libraries.sglang import engine_setting_problems
 from megagrpo.config.load import ConfigError, load_config
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import architecture_of
 from megagrpo.monitor.rollouts import RolloutLog, read_rollouts
 from megagrpo.planning.explain import explain
 from megagrpo.rollout.admission import Turnstile
 from megagrpo.rollout.generation import GenerationClient, GenerationFailed, SampleRequest, SamplingParams
 from megagrpo.rollout.response import Response
-from megagrpo.rollout.routed_experts import RoutedExperts, WrongExperts, for_other_ranks
+from megagrpo.rollout.routed_experts import WrongExperts, for_other_ranks, read_experts
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.tools import make_tool
@@ -41,7 +42,10 @@ from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 REPLAY = "actor.routing_replay=rollout"
 PARAMS_WITHOUT_TEXTS = replace(PARAMS, stop=())
-MIXED = RoutedExperts(num_layers=3, dense_layers=1, num_experts=8, top_k=2, type="uint8")
+_SIZES = {"hidden_size": 16, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "ffn_size": 32, "vocab_size": 64}
+_REST = {"max_positions": 64, "rms_eps": 1e-6, "rope_theta": 1e4, "rope_scaling": None, "tied": False}
+_EXPERTS = {"num_layers": 3, "dense_layers": 1, "num_experts": 8, "experts_per_token": 2}
+MIXED = Architecture("glm4_moe", **_SIZES, **_REST, **_EXPERTS)
 
 
 def told(experts: np.ndarray) -> str:
@@ -49,28 +53,28 @@ def told(experts: np.ndarray) -> str:
     return base64.b64encode(experts.astype("<i4").tobytes()).decode()
 
 
-def drawn(num_tokens: int, spec: RoutedExperts, seed: int = 0) -> np.ndarray:
+def drawn(num_tokens: int, spec: Architecture, seed: int = 0) -> np.ndarray:
     """[tokens, layers, k], the dense layers' rows 0 as SGLang leaves them."""
     scores = np.random.default_rng(seed).random((num_tokens, spec.num_layers, spec.num_experts))
-    experts = scores.argsort(axis=2)[:, :, : spec.top_k]
+    experts = scores.argsort(axis=2)[:, :, : spec.experts_per_token]
     experts[:, : spec.dense_layers] = 0
     return experts
 
 
 def test_experts_are_read_without_dense_layers_in_the_smallest_type():
     experts = drawn(5, MIXED)
-    found = MIXED.read(told(experts), 5)
+    found = read_experts(MIXED, told(experts), 5)
     assert found.dtype == np.uint8 and np.array_equal(found, experts[:, 1:])
-    many = replace(MIXED, num_experts=384, type="int16")
+    many = replace(MIXED, num_experts=384)
     experts = drawn(50, many)
-    assert experts.max() > 255 and np.array_equal(many.read(told(experts), 50), experts[:, 1:])
+    assert experts.max() > 255 and np.array_equal(read_experts(many, told(experts), 50), experts[:, 1:])
 
 
 def test_wrong_experts_are_refused():
     right = drawn(5, MIXED)
     outside, negative, twice = right.copy(), right.copy(), right.copy()
     outside[2, 1, 0], negative[4, 2, 1], twice[3, 2] = 8, -1, 5
-    one = replace(MIXED, top_k=1)
+    one = replace(MIXED, experts_per_token=1)
     for spec, text, message in (
         (MIXED, None, "holds no routed_experts"),
         (MIXED, "?", "no base64|not base64"),
@@ -82,10 +86,10 @@ def test_wrong_experts_are_refused():
         (one, told(np.zeros((5, 3, 1))), "is 0 everywhere"),
     ):
         with pytest.raises(WrongExperts, match=message):
-            spec.read(text, 5)
+            read_experts(spec, text, 5)
     some = np.zeros((5, 3, 1))
     some[3, 2] = 1
-    assert one.read(told(some), 5).sum() == 1, "0 is an expert"
+    assert read_experts(one, told(some), 5).sum() == 1, "0 is an expert"
 
 
 def answered(script: list, experts_from: int) -> tuple[Response, list[dict], int]:
@@ -146,7 +150,7 @@ def source_of(model: Path, service: FakeService, **sections) -> RolloutSource:
 
 
 def test_every_turn_goes_on_where_the_experts_end(model: Path):
-    spec = RoutedExperts.of(architecture_of(json.loads((model / "config.json").read_text())))
+    spec = architecture_of(json.loads((model / "config.json").read_text()))
     turns = [ids("<48/2>"), ids("1", end=True)]
     prompt = len(PROMPT.token_ids)
     first = prompt + len(turns[0]) - 1

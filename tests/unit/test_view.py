@@ -15,7 +15,7 @@ from megagrpo.monitor.record import StepLog
 from megagrpo.monitor.rollouts import RolloutLog
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
-from megagrpo.view.command import ViewLimits, write_view
+from megagrpo.view.command import write_view
 from megagrpo.view.samples import read_samples
 from megagrpo.view.trace import read_trace, spread
 
@@ -61,7 +61,7 @@ def test_one_page_holds_the_samples(tmp_path, capsys):
 
 def test_nothing_of_a_response_becomes_part_of_the_page(tmp_path):
     folder = make_run(tmp_path / "<b>run")
-    write_view([folder], ViewLimits(), tmp_path / "page.html", None)
+    write_view([folder], 20.0, 20, tmp_path / "page.html", None)
     page = (tmp_path / "page.html").read_text()
     parser = Scripts(page)
     assert [kind for kind, _ in parser.found] == ["application/json", ""]

@@ -4,7 +4,7 @@ import pytest
 from chromium import BrowserPage, find_chromium
 from made_run import HOSTILE, make_run
 
-from megagrpo.view.command import ViewLimits, write_view
+from megagrpo.view.command import write_view
 
 ROWS, COUNT = "document.querySelectorAll('#table tbody tr').length", "document.getElementById('count').textContent"
 
@@ -25,7 +25,7 @@ def runs(tmp_path_factory):
 @pytest.fixture
 def page(browser, runs):
     """The page of two runs; at the end it has logged no error and made no request."""
-    write_view(runs, ViewLimits(), None, None)
+    write_view(runs, 20.0, 20, None, None)
     browser.errors.clear()
     browser.requests.clear()
     browser.open(runs[0].view.as_uri())

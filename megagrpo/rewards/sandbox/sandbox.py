@@ -76,15 +76,6 @@ def isolation() -> str:
         return str(exc)
 
 
-def check_limits_hold() -> None:
-    """Runs a trivial program without isolation. Raises SandboxError if another user cannot read the interpreter.
-
-    Programs never run as root, because limits would not bind them.
-    """
-    if problem := run_program("import socket", b"", _TRIVIAL, isolate=False).problem:
-        raise SandboxError(f"another user than root cannot run {_interpreter()} ({problem}); install it elsewhere")
-
-
 @cache
 def isolates(wish: str) -> bool:
     """Returns whether programs run in namespaces of their own; logs once per process if they cannot.
@@ -96,7 +87,9 @@ def isolates(wish: str) -> bool:
         return True
     if wish == "required":
         raise SandboxError(f"programs cannot be isolated here ({problem}), and their isolation is required")
-    check_limits_hold()
+    # programs never run as root, because limits would not bind them
+    if failed := run_program("import socket", b"", _TRIVIAL, isolate=False).problem:
+        raise SandboxError(f"another user than root cannot run {_interpreter()} ({failed}); install it elsewhere")
     print(f"programs run with limits only, network and files are reachable: {problem}", file=sys.stderr)
     return False
 

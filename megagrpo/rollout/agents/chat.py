@@ -11,23 +11,16 @@ from megagrpo.system.explained import explained
 
 Body = dict
 Piece = tuple[str, Body | bytes]  # name of an event of a stream, "" for none, and its data
+Asked = tuple[list[Message], Tools]
 _OPENAI_ENDS = {"stop": "stop", "length": "length"}
 _ANTHROPIC_ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A request in OpenAI's terms."""
-
-    messages: list[Message]
-    tools: Tools
 
 
 @dataclass(frozen=True)
 class Dialect:
     """A protocol of chat endpoints. Sampling parameters of a request are not read: they are the experiment's."""
 
-    read: Callable[[Body], Asked]  # raises Refused
+    read: Callable[[Body], Asked]  # request -> in OpenAI's terms; raises Refused
     write: Callable[[ChatTurn, Body, str], Body]  # (turn, request, model) -> answer
     pieces: Callable[[Body, Body], Iterable[Piece]]  # (answer, request) -> the same as a stream
     error: Callable[[int, str, str], Body]  # (status, code, text) -> answer
@@ -42,7 +35,7 @@ def _read_openai(body: Body) -> Asked:
     wanted = body.get("response_format") or {"type": "text"}
     if choice not in ("auto", "none") or wanted != {"type": "text"}:
         raise Refused("invalid_request", "a forced tool_choice or response_format would not be the policy's own choice")
-    return Asked(messages, tools if choice == "auto" else None)
+    return messages, tools if choice == "auto" else None
 
 
 def _finish(turn: ChatTurn) -> str:
@@ -139,7 +132,7 @@ def _read_anthropic(body: Body) -> Asked:
     choice = (body.get("tool_choice") or {}).get("type", "auto")
     if choice not in ("auto", "none"):
         raise Refused("invalid_request", "a forced tool_choice would not be the policy's own choice")
-    return Asked([system, *messages] if system["content"] else messages, tools if tools and choice == "auto" else None)
+    return [system, *messages] if system["content"] else messages, tools if tools and choice == "auto" else None
 
 
 def _write_anthropic(turn: ChatTurn, body: Body, model: str) -> Body:

@@ -11,14 +11,14 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
 
 import numpy as np
 
+from megagrpo.config.rollout import AgentConfig
 from megagrpo.rollout.agents.play import Part
 from megagrpo.rollout.agents.renderer import Message, Renderer, Tools, text_of
 from megagrpo.rollout.generation import GenerationFailed
-from megagrpo.rollout.response import Response
+from megagrpo.rollout.response import Response, SampleTurn
 from megagrpo.system.explained import explained
 from megagrpo.types import Outcome
 
@@ -31,16 +31,6 @@ class Refused(ValueError):
     def __init__(self, code: str, text: str):
         super().__init__(text)
         self.code = code
-
-
-class SampleTurnAfter(Protocol):
-    """Samples a turn of the model."""
-
-    def __call__(
-        self, number: int, context: np.ndarray, max_tokens: int, fresh: bool, *, known: int
-    ) -> Awaitable[Response]:
-        """See agents/play.py. known: tokens of the context whose experts have been returned."""
-        ...
 
 
 @dataclass(eq=False)
@@ -79,33 +69,25 @@ class ChatTurn:
         return path[::-1]
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What ends a conversation."""
-
-    max_tokens: int  # of a sample's response, of what was said to the model too
-    max_turns: int  # of the rollout
-    fork: Literal["sample", "refuse"]  # what becomes of messages that do not extend the last turn
-    history: Literal["all", "last"] = "all"  # last: every turn is a sample of its own
-
-
 class Conversation:
     """What the agent of one rollout says to the model, in whatever order. Coroutines are of one loop.
 
-    prompt: ids [T] of the group's prompt. parse: makes the message that the agent is sent of the text of a turn.
+    max_tokens: limit of a sample's response, of what was said to the model too. prompt: ids [T] of the group's prompt.
+    parse: makes the message that the agent is sent of the text of a turn.
     """
 
     def __init__(
         self,
-        limits: Limits,
+        config: AgentConfig,
+        max_tokens: int,
         renderer: Renderer,
-        sample: SampleTurnAfter,
+        sample: SampleTurn,
         prompt: np.ndarray,
         decode: Callable[[np.ndarray], str],
         parse: Parse,
     ):
-        self.limits, self._renderer, self._sample, self._prompt = limits, renderer, sample, prompt
-        self._decode, self._parse = decode, parse
+        self._config, self._max_tokens, self._renderer, self._sample = config, max_tokens, renderer, sample
+        self._prompt, self._decode, self._parse = prompt, decode, parse
         self._root = ChatTurn(None, (), b"", np.zeros(0, np.int32))  # first turns follow it
         self._turns: list[ChatTurn] = []  # in the order of their ends
         self._num_begun = 0
@@ -148,8 +130,7 @@ class Conversation:
             part = Part(None if np.array_equal(first.added, self._prompt) else first.added)
             for turn in path:
                 if turn is not first:
-                    zeros = np.zeros(len(turn.added), np.float32)
-                    part.add(Response(turn.added, zeros, "stop", part.response.newest_version), sampled=False)
+                    part.add_said(turn.added)
                 part.add(turn.response, sampled=turn.number not in ends)
                 ends.setdefault(turn.number, before + len(part.response.token_ids) - 1)
             parts.append(part)
@@ -179,17 +160,17 @@ class Conversation:
 
     async def _next(self, messages: Sequence[Message], tools: Tools) -> ChatTurn:
         turn = self._begun(messages, tools)
-        parent, room = turn.before or self._root, self.limits.max_tokens - (turn.num_responding)
+        parent, room = turn.before or self._root, self._max_tokens - turn.num_responding
         if room <= 0:
             raise self._limited("context_length_exceeded", "no room for another turn")
-        if self._num_begun >= self.limits.max_turns:
-            raise self._limited("max_turns", f"{self.limits.max_turns} turns")
+        if self._num_begun >= self._config.max_turns:
+            raise self._limited("max_turns", f"{self._config.max_turns} turns")
         turn.number, self._num_begun = self._num_begun, self._num_begun + 1
         parent.num_begun += 1
         with ExitStack() as unfinished:
             unfinished.callback(parent.take_back)
             context, known = turn.context(), 0 if turn.before is None else turn.before.num_tokens - 1
-            turn.response = await self._sample(turn.number, context, room, turn.before is None, known=known)
+            turn.response = await self._sample(turn.number, context, room, known)
             turn.text = self._decode(turn.response.token_ids)
             turn.message = await self._parse(turn.text, tools, f"c{turn.number:05}")
             unfinished.pop_all()
@@ -216,7 +197,7 @@ class Conversation:
             ids = self._renderer.begin(new, tools) if before is None else self._renderer.after_turn(new, tools)
         said = tuple(visible for visible, _ in digests[number:])
         parent = before or self._root
-        if parent.num_begun and self.limits.fork == "refuse":
+        if parent.num_begun and self._config.fork == "refuse":
             raise Refused("fork", "these messages do not extend the last turn (sampling.agent.fork: refuse)")
         if before is None:
             if len(ids) > (longest := self._renderer.max_prompt_tokens):
@@ -234,7 +215,7 @@ class Conversation:
         None: there is no such turn, or it is not known which of several it is.
         """
         found: list[tuple[int, ChatTurn]] = []
-        todo = [(0, turn) for turn in self._root.followers if turn.tools == tools and self.limits.history == "all"]
+        todo = [(0, turn) for turn in self._root.followers if turn.tools == tools and self._config.history == "all"]
         while todo:
             start, turn = todo.pop()
             end = start + len(turn.said)

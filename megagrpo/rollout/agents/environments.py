@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from megagrpo.config.rollout import EnvironmentConfig
 from megagrpo.rewards.workers import WorkerError, WorkerProcess
@@ -39,18 +39,6 @@ class EnvironmentFailed(Exception):
     def __init__(self, end: str, detail: str, worker: "_Worker | None" = None):
         super().__init__(detail)
         self.end, self.worker = end, worker
-
-
-class EpisodeLost(EnvironmentFailed):
-    """Raised for an episode whose process was ended by another one's fault."""
-
-
-class Step(NamedTuple):
-    """What an environment says to a turn of the model."""
-
-    said: Said | None  # what follows; None: nothing
-    reward: float
-    done: bool
 
 
 @dataclass
@@ -112,7 +100,8 @@ class Environments:
     ) -> "AsyncIterator[Episode]":
         """Makes the environment of one rollout, which is closed after the block; elsewhere than in `avoid` if it can.
 
-        Raises EnvironmentFailed if the environment raises or does not answer in time, EpisodeLost as it says.
+        Raises EnvironmentFailed if the environment raises or does not answer in time, or if another episode's call has
+        ended its process.
         """
         async with self._open:
             worker = min(self._workers, key=lambda each: (each is avoid, each.episodes))
@@ -134,7 +123,7 @@ class Environments:
         async with worker.free:
             if worker.process is not process:
                 lost = "its process was ended while another episode's call hung"
-                raise EpisodeLost("infrastructure", lost, worker)
+                raise EnvironmentFailed("infrastructure", lost, worker)
             worker.process = None  # unless this call, which may be cancelled, comes to its end
             began = time.monotonic()
             try:
@@ -188,9 +177,10 @@ class Episode:
         """Returns what the environment says first; None: the prompt of the data is all."""
         return cast(Said | None, await self.call("reset"))
 
-    async def step(self, text: str) -> Step:
-        """Returns what the environment says to a turn of the model."""
-        return Step(*cast(list, await self.call("step", text)))
+    async def step(self, text: str) -> tuple[Said | None, float, bool]:
+        """Returns what the environment says to a turn of the model, its reward, and whether the rollout is over."""
+        said, reward, done = cast(list, await self.call("step", text))
+        return said, reward, done
 
     async def call(self, method: str, *arguments: object) -> object:
         """Returns what a method of the environment gives. Raises as Environments.episode does."""

@@ -8,6 +8,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 
 import orjson
 import uvicorn
@@ -70,8 +71,8 @@ class Gateway:
             Route(f"{prefix}/v1/{path}", endpoint, methods=[method])
             for prefix in ("", "/e/{key}")
             for path, method, endpoint in (
-                ("chat/completions", "POST", self._completions),
-                ("messages", "POST", self._messages),
+                ("chat/completions", "POST", partial(self._answer, chat.OPENAI)),
+                ("messages", "POST", partial(self._answer, chat.ANTHROPIC)),
                 ("models", "GET", self._models),
             )
         ]
@@ -85,12 +86,6 @@ class Gateway:
             timeout_keep_alive=_IDLE_S,
         )
         await uvicorn.Server(config).serve(sockets=[where])
-
-    async def _completions(self, request: Request) -> HttpResponse:
-        return await self._answer(request, chat.OPENAI)
-
-    async def _messages(self, request: Request) -> HttpResponse:
-        return await self._answer(request, chat.ANTHROPIC)
 
     async def _models(self, request: Request) -> HttpResponse:
         if self._conversation(request) is None:
@@ -106,12 +101,14 @@ class Gateway:
             key = header.removeprefix("Bearer ")
         return self._conversations.get(key)
 
-    async def _answer(self, request: Request, dialect: "chat.Dialect") -> HttpResponse:
+    async def _answer(self, dialect: chat.Dialect, request: Request) -> HttpResponse:
         conversation = self._conversation(request)
         if conversation is None:
             return _json(401, dialect.error(401, "invalid_api_key", _UNKNOWN))
         try:
             body = orjson.loads(await request.body())
+            if not isinstance(body, dict):
+                raise Refused("invalid_request", f"the body is a JSON object, not {body!r:.80}")
             asked = dialect.read(body)
             turn = await _while_connected(request, conversation, asked)
         except ValueError as exc:
@@ -136,9 +133,9 @@ class Gateway:
 _UNKNOWN = "no rollout has this key, or it is over"
 
 
-async def _while_connected(request: Request, conversation: Conversation, asked: "chat.Asked") -> ChatTurn | None:
+async def _while_connected(request: Request, conversation: Conversation, asked: chat.Asked) -> ChatTurn | None:
     """Returns the turn; None if the agent has closed its connection, and the turn is none."""
-    saying = asyncio.ensure_future(conversation.say(asked.messages, asked.tools))
+    saying = asyncio.ensure_future(conversation.say(*asked))
     leaving = asyncio.ensure_future(request.receive())
     with ExitStack() as stack:
         stack.callback(leaving.cancel)

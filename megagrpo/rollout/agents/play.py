@@ -3,14 +3,13 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 
 from megagrpo.rollout.agents.environments import EnvironmentFailed, Environments, Episode
-from megagrpo.rollout.response import Response
+from megagrpo.rollout.response import Response, SampleTurn
 from megagrpo.types import Outcome
 
 _TRIES = {"infrastructure": 3, "data": 2}  # by what ended the one before
@@ -19,14 +18,6 @@ _PAUSE_S = 0.25  # doubled before each further try
 
 def _nothing() -> Response:
     return Response(np.zeros(0, np.int32), np.zeros(0, np.float32), "stop", 0)
-
-
-class SampleTurn(Protocol):
-    """Samples a turn of the model."""
-
-    def __call__(self, number: int, context: np.ndarray, max_tokens: int, fresh: bool) -> Awaitable[Response]:
-        """Continues the ids `context` [T] until the turn ends; turns count from 0. fresh: no turn began with them."""
-        ...
 
 
 @dataclass
@@ -38,9 +29,14 @@ class Part:
     masks: list[np.ndarray] = field(default_factory=list)  # bool, False on what the environment said
 
     def add(self, response: Response, sampled: bool) -> None:
-        """Appends a turn, or what the environment said to it."""
+        """Appends a turn. sampled: whether it is trained on."""
         self.response = self.response.then(response) if self.masks else response
         self.masks.append(np.full(len(response.token_ids), sampled))
+
+    def add_said(self, ids: np.ndarray) -> None:
+        """Appends ids [T] int32 that no turn sampled: what an environment or a tool said."""
+        said = Response(ids, np.zeros(len(ids), np.float32), "stop", self.response.newest_version)
+        self.add(said, sampled=False)
 
     @property
     def loss_mask(self) -> np.ndarray:
@@ -77,19 +73,18 @@ class Played:
 async def play_rollout(
     environments: Environments,
     task: tuple[Mapping[str, object], int],
-    turns: Callable[[], SampleTurn],
+    turn: SampleTurn,
     prompt: np.ndarray,
     max_tokens: int,
     decode: Callable[[np.ndarray], str],
 ) -> tuple[Played, Outcome]:
     """Plays a rollout to its end, from its beginning again if what it needs was lacking: 3 times in all, elsewhere.
 
-    task: row and seed. turns: makes the function that samples a rollout's turns. See `play` for the others. A rollout
-    that failed has an outcome without a score.
+    task: row and seed. See `play` for the others. A rollout that failed has an outcome without a score.
     """
     failed: EnvironmentFailed | None = None
     for attempt in itertools.count(1):
-        played, turn = Played(), turns()
+        played = Played()
         try:
             async with environments.episode(*task, failed.worker if failed else None) as episode:
                 await play(played, episode, environments, turn, prompt, max_tokens, decode)
@@ -130,23 +125,23 @@ async def play(
         fresh = number == 0 or config.history == "last"
         if fresh:
             played.parts.append(Part(None if said is None else renderer.start(said)))
-        part = played.parts[-1]
+        part, known = played.parts[-1], 0
+        begin = prompt if part.prompt_ids is None else part.prompt_ids
         if not fresh:
+            known = len(begin) + len(part.response.token_ids) - 1
             ids = renderer.after_turn(said or "")
             if len(part.response.token_ids) + len(ids) >= max_tokens:
                 return played.stop("tokens", "no room for another turn")
-            zeros = np.zeros(len(ids), np.float32)
-            part.add(Response(ids, zeros, "stop", part.response.newest_version), sampled=False)
-        context = np.concatenate([prompt if part.prompt_ids is None else part.prompt_ids, part.response.token_ids])
+            part.add_said(ids)
+        context = np.concatenate([begin, part.response.token_ids])
         asked = time.monotonic()
-        sampled = await turn(number, context, max_tokens - len(part.response.token_ids), fresh)
+        sampled = await turn(number, context, max_tokens - len(part.response.token_ids), known)
         environments.used.engines_s += time.monotonic() - asked
         part.add(sampled, sampled=True)
         if sampled.finish_reason != "stop":
             return played.stop("tokens", "a turn reached the limit of tokens")
-        step = await episode.step(decode(sampled.token_ids))
-        played.rewards.append((played.num_tokens - 1, step.reward))
-        said = step.said
-        if step.done:
+        said, reward, done = await episode.step(decode(sampled.token_ids))
+        played.rewards.append((played.num_tokens - 1, reward))
+        if done:
             return None
     return played.stop("turns", f"{config.max_turns} turns")

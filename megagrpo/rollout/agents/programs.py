@@ -7,19 +7,20 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megagrpo.config.rollout import AgentConfig
 from megagrpo.rewards.workers import WorkerError, WorkerProcess
-from megagrpo.rollout.agents.conversation import Conversation, Limits, Parse, SampleTurnAfter
+from megagrpo.rollout.agents.conversation import Conversation
 from megagrpo.rollout.agents.gateway import Gateway
 from megagrpo.rollout.agents.parsers import EngineParsers
 from megagrpo.rollout.agents.play import Part
 from megagrpo.rollout.agents.program_worker import COMMAND, LONGEST_LINE
 from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.rollout.control import ServiceControl
+from megagrpo.rollout.response import SampleTurn
 from megagrpo.types import Outcome
 
 if TYPE_CHECKING:  # it pulls in torch
@@ -28,15 +29,6 @@ if TYPE_CHECKING:  # it pulls in torch
 _MODULE = "megagrpo.rollout.agents.program_worker"
 _GRACE_S = 5.0  # for a cancelled program to end by itself
 _POLL_S = 0.05
-
-
-class Task(NamedTuple):
-    """What a rollout is about, and how its turns are sampled."""
-
-    row: Mapping[str, object]
-    prompt: np.ndarray  # [T] int32, ids of the group's prompt
-    sample: SampleTurnAfter
-    max_tokens: int  # of a sample's response
 
 
 @dataclass(eq=False)
@@ -80,23 +72,30 @@ class Programs:
             process.kill()
         self._gateway.close()
 
-    async def rollout(self, task: Task, control: ServiceControl) -> tuple[list[Part], Outcome]:
+    async def rollout(
+        self,
+        row: Mapping[str, object],
+        prompt: np.ndarray,
+        sample: SampleTurn,
+        max_tokens: int,
+        control: ServiceControl,
+    ) -> tuple[list[Part], Outcome]:
         """Returns the samples of a rollout and its outcome: never a reward for a program that failed.
 
+        prompt: ids [T] of the group's prompt. max_tokens: of a sample's response.
         A program whose process was ended by another one begins again, in a process of its own. Raises GenerationFailed.
         """
         self._gateway.start()
         if self._parsers is None:
             self._parsers = EngineParsers(control, self.config.tool_parser, self.config.reasoning_parser)
-        limits = Limits(task.max_tokens, self.config.max_turns, self.config.fork, self.config.history)
-        parse: Parse = self._parsers.message
+        parse = self._parsers.message
         for worker in (min(self._workers, key=lambda each: len(each.results)), _Worker()):
-            talk = Conversation(limits, self._renderer, task.sample, task.prompt, self._decode, parse)
+            talk = Conversation(self.config, max_tokens, self._renderer, sample, prompt, self._decode, parse)
             with ExitStack() as stack:
                 if worker not in self._workers:
                     stack.callback(self._end, worker)
                 base_url, key = stack.enter_context(self._gateway.session(talk))
-                outcome = await self._run(worker, {"base_url": base_url, "key": key, "row": task.row}, talk)
+                outcome = await self._run(worker, {"base_url": base_url, "key": key, "row": row}, talk)
             if outcome is not None:
                 break
         parts, _ = talk.samples()

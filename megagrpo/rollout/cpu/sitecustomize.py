@@ -4,6 +4,7 @@ It imports nothing heavy. It patches the modules in REPAIRS right after their im
 docstring. Written against sglang 0.5.21 and torch 2.13.0.
 """
 
+import importlib
 import importlib.abc
 import importlib.util
 import sys
@@ -164,25 +165,9 @@ def rotary_embedding_without_scaling(module) -> None:
     module.get_rope_wrapper = get_rope_wrapper
 
 
-def fp8_in_blocks(module) -> None:
-    """FP8 layers need AMX on a CPU. Here they compute as on a GPU, in float32."""
-    from megagrpo.rollout.cpu.block_fp8 import install
-
-    install(module)
-
-
-def drafts_by_torch_native(module) -> None:
-    """Speculative decoding has no multi-step backend for torch_native."""
-    from megagrpo.rollout.cpu.draft_attention import draft_with_torch_native
-
-    draft_with_torch_native(module)
-
-
-def drafts_sampled(module) -> None:
-    """On a CPU SGLang answers greedily as soon as it drafts, at every temperature."""
-    from megagrpo.rollout.cpu.draft_attention import sample_drafts
-
-    sample_drafts(module)
+def repair_of(name: str, function: str):
+    """Returns a repair that is in a module beside this one, which imports torch."""
+    return lambda module: getattr(importlib.import_module(f"megagrpo.rollout.cpu.{name}"), function)(module)
 
 
 def latents_as_on_a_gpu(module) -> None:
@@ -221,32 +206,15 @@ REPAIRS = {
     "sglang.srt.utils.weight_checker": no_cuda_synchronize,
     "sglang.srt.layers.rotary_embedding.factory": rotary_embedding_without_scaling,
     "sglang.srt.layers.moe.fused_moe_native": skip_remote_experts,
-    "sglang.srt.layers.quantization.fp8": fp8_in_blocks,
+    "sglang.srt.layers.quantization.fp8": repair_of("block_fp8", "install"),
     "sglang.srt.layers.attention.torch_native_backend": decode_in_one_call,
     "sglang.srt.arg_groups.choices": allow_deterministic_attention,
     "sglang.srt.models.deepseek_common.deepseek_weight_loader": latents_as_on_a_gpu,
     "sglang.srt.models.deepseek_common.attention_backend_handler": absorb_latent_attention,
     "sglang.srt.batch_invariant_ops.batch_invariant_ops": batch_invariant_products,
-    "sglang.srt.speculative.draft_utils": drafts_by_torch_native,
-    "sglang.srt.speculative.eagle_utils": drafts_sampled,
+    "sglang.srt.speculative.draft_utils": repair_of("draft_attention", "draft_with_torch_native"),
+    "sglang.srt.speculative.eagle_utils": repair_of("draft_attention", "sample_drafts"),
 }
-
-
-class RepairingLoader(importlib.abc.Loader):
-    """Loads a module by its own loader, then patches it."""
-
-    def __init__(self, loader, repair):
-        self.loader, self.repair = loader, repair
-
-    def create_module(self, spec):
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module):
-        self.loader.exec_module(module)
-        self.repair(module)
-
-    def __getattr__(self, name):  # get_source and the like, for tracebacks and torch.compile
-        return getattr(self.loader, name)
 
 
 class RepairingFinder(importlib.abc.MetaPathFinder):
@@ -256,7 +224,13 @@ class RepairingFinder(importlib.abc.MetaPathFinder):
         repair = REPAIRS.pop(name)  # popped first: the next line calls this function again
         spec = importlib.util.find_spec(name)
         if spec is not None:
-            spec.loader = RepairingLoader(spec.loader, repair)
+            execute = spec.loader.exec_module
+
+            def execute_and_repair(module):
+                execute(module)
+                repair(module)
+
+            spec.loader.exec_module = execute_and_repair
         return spec
 
 

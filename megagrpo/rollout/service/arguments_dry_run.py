@@ -55,8 +55,7 @@ def resolve_servers(servers: Sequence[list[str]], device: Device) -> Iterator[di
             server = prepare_server_args(words)
             server.resolve_once()
             found = server.resolved_dict()
-            decode = (found.get("cuda_graph_config") or {}).get("decode") or {}
-            yield {key: found[key] for key in _KEPT} | {"decode_graph_max_batch": decode.get("max_bs")}
+            yield {key: found[key] for key in _KEPT}
 
 
 def _replace_device(device: Device) -> None:

@@ -54,14 +54,7 @@ class EngineNode:
     """
 
     def __init__(
-        self,
-        config: ExperimentConfig,
-        *,
-        engine: str,
-        node_rank: int,
-        cuda: bool,
-        cores_share: int,
-        api_key: str,
+        self, config: ExperimentConfig, *, engine: str, node_rank: int, cuda: bool, cores_share: int, api_key: str
     ):
         self.config, self.engine, self.node_rank, self.cuda, self.api_key = config, engine, node_rank, cuda, api_key
         self.bind_address = own_address(config.rollout.host)

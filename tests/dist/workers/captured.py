@@ -12,12 +12,13 @@ LENGTHS = (13, 6, 22)
 def captured(rank: int, folder: Path, model: Path, cases: list[dict]) -> list[dict[str, Tensor]]:
     """Collective. Of each case everything that both passes over the points show, natural and "forced/..."; rank 0."""
     from megagrpo.actor.capture import captured_forward, head_logprobs
-    from megagrpo.bisect.engine import Question, Sequenced
+    from megagrpo.bisect.engine import Sequenced
     from megagrpo.bisect.points import layer_points, residual_points
     from megagrpo.bisect.procedure import batch_of_sequences
     from megagrpo.bisect.sides import from_trainer
     from megagrpo.certify.measure import joined
     from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
+    from megagrpo.types import Prompt
     from megagrpo.weights.actor_weights import load_initial_weights
     from tests.padding import padded
 
@@ -35,7 +36,7 @@ def captured(rank: int, folder: Path, model: Path, cases: list[dict]) -> list[di
                 points |= {p.name: p for p in layer_points(arch, layer)}
             generator = torch.Generator().manual_seed(SEED_TOKENS)
             rows = [torch.randint(3, arch.vocab_size, (n,), generator=generator).tolist() for n in LENGTHS]
-            batch = batch_of_sequences([Sequenced(Question(row[:2]), row[2:], [], "0") for row in rows])
+            batch = batch_of_sequences([Sequenced(Prompt(0, "", row[:2], ""), row[2:], [], "0") for row in rows])
             found: dict[str, Tensor] = {}
             for prefix, forced in (("", None), ("forced/", planted(arch))):
                 forward = captured_forward(actor, batch, [p.trainer for p in points.values()], forced)

@@ -10,14 +10,13 @@ import json
 import re
 import shlex
 import subprocess
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 import httpx
 
 from megagrpo.rollout.agents import Unavailable
-from megagrpo.rollout.agents.built_in.answers import AnswerGrader
+from megagrpo.rollout.agents.built_in.answers import answer_grader
 
 _VERSION = "2025-06-18"
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
@@ -50,12 +49,13 @@ class McpTools:
     ):
         if bool(command) == bool(url):
             raise ValueError("args.command or args.url, one of them")
-        self._prompt, self._answer, self._max_chars = row["prompt"], AnswerGrader(grader, row), max_chars
+        self._prompt, self._answer, self._max_chars = row["prompt"], answer_grader(grader, row), max_chars
         self._server = _Process(command) if command else _Http(url, timeout_s)
+        self._session = _Session(self._server)
         about = {"name": "megagrpo", "version": "1"}
         begin = {"protocolVersion": _VERSION, "capabilities": {}, "clientInfo": about}
-        self._server.ask("initialize", begin)
-        self._server.tell("notifications/initialized")
+        self._session.ask("initialize", begin)
+        self._session.tell("notifications/initialized")
         self._tools = list(self._listed())
 
     def reset(self) -> str:
@@ -70,7 +70,7 @@ class McpTools:
         if calls := _CALL.findall(text):
             results = [f"<tool_response>\n{self._result(call)}\n</tool_response>" for call in calls]
             return "\n".join(results), 0.0, False
-        return None, self._answer.reward(text), True
+        return None, self._answer(text), True
 
     def close(self) -> None:
         """Ends the session."""
@@ -79,7 +79,7 @@ class McpTools:
     def _listed(self) -> Iterator[dict]:
         cursor: object = None
         while True:
-            page = self._server.ask("tools/list", {} if cursor is None else {"cursor": cursor})
+            page = self._session.ask("tools/list", {} if cursor is None else {"cursor": cursor})
             yield from page["tools"]
             if (cursor := page.get("nextCursor")) is None:
                 return
@@ -93,7 +93,7 @@ class McpTools:
         if name not in (known := [tool["name"] for tool in self._tools]):
             return f"error: no tool {name!r}; there are {', '.join(known)}"
         try:
-            found = self._server.ask("tools/call", {"name": name, "arguments": arguments})
+            found = self._session.ask("tools/call", {"name": name, "arguments": arguments})
         except _Refused as exc:
             return f"error: {exc}"[: self._max_chars]
         texts = [part["text"] if part["type"] == "text" else f"[{part['type']}]" for part in found.get("content", [])]
@@ -104,16 +104,16 @@ class _Refused(Exception):
     """Raised for a request that the server answers with an error."""
 
 
-class _Session(ABC):
+class _Session:
     """JSON-RPC 2.0 with a server."""
 
-    def __init__(self) -> None:
-        self._numbers = itertools.count(1)
+    def __init__(self, server: "_Process | _Http"):
+        self._server, self._numbers = server, itertools.count(1)
 
     def ask(self, method: str, params: Mapping[str, object]) -> dict:
         """Returns the result of a request. Raises _Refused, and Unavailable if the server does not answer."""
         number = next(self._numbers)
-        for message in self._exchange({"jsonrpc": "2.0", "id": number, "method": method, "params": params}):
+        for message in self._server.exchange({"jsonrpc": "2.0", "id": number, "method": method, "params": params}):
             if message.get("id") == number and "method" not in message:
                 if "error" in message:
                     raise _Refused(str(message["error"].get("message", message["error"])))
@@ -121,45 +121,34 @@ class _Session(ABC):
             if "id" in message and "method" in message:  # it asks; a client without capabilities has nothing but ping
                 refused = {"error": {"code": -32601, "message": "not supported"}}
                 said = {"result": {}} if message["method"] == "ping" else refused
-                self._send({"jsonrpc": "2.0", "id": message["id"], **said})
+                self._server.send({"jsonrpc": "2.0", "id": message["id"], **said})
         raise Unavailable(f"{method}: the server is gone")
 
     def tell(self, method: str) -> None:
         """Sends a notification."""
-        self._send({"jsonrpc": "2.0", "method": method})
-
-    @abstractmethod
-    def _exchange(self, message: Mapping[str, object]) -> Iterator[dict]:
-        """Sends a request; yields what the server says from then on."""
-
-    @abstractmethod
-    def _send(self, message: Mapping[str, object]) -> None:
-        """Sends what has no answer."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Ends the session."""
+        self._server.send({"jsonrpc": "2.0", "method": method})
 
 
-class _Process(_Session):
+class _Process:
     """A server that is started for this session: a message a line on its standard input and output."""
 
     def __init__(self, command: str):
-        super().__init__()
         pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
         try:
             self._process = subprocess.Popen(shlex.split(command), stdin=pipe, stdout=pipe, stderr=nothing, text=True)
         except OSError as exc:
             raise Unavailable(f"{command}: {exc}") from exc
 
-    def _exchange(self, message: Mapping[str, object]) -> Iterator[dict]:
-        self._send(message)
+    def exchange(self, message: Mapping[str, object]) -> Iterator[dict]:
+        """Sends a request; yields what the server says from then on."""
+        self.send(message)
         assert self._process.stdout is not None, "a pipe"
         for line in self._process.stdout:
             if line.strip():
                 yield json.loads(line)
 
-    def _send(self, message: Mapping[str, object]) -> None:
+    def send(self, message: Mapping[str, object]) -> None:
+        """Sends what has no answer."""
         assert self._process.stdin is not None, "a pipe"
         try:
             self._process.stdin.write(json.dumps(message) + "\n")
@@ -175,15 +164,15 @@ class _Process(_Session):
         self._process.wait()
 
 
-class _Http(_Session):
+class _Http:
     """A server with streamable HTTP: a message is a POST, answered by JSON or by a stream of events."""
 
     def __init__(self, url: str, timeout_s: float):
-        super().__init__()
         accept = {"Accept": "application/json, text/event-stream", "MCP-Protocol-Version": _VERSION}
         self._url, self._client = url, httpx.Client(headers=accept, timeout=timeout_s, trust_env=False)
 
-    def _exchange(self, message: Mapping[str, object]) -> Iterator[dict]:
+    def exchange(self, message: Mapping[str, object]) -> Iterator[dict]:
+        """Sends a request; yields what the server says in answer to it."""
         try:
             with self._client.stream("POST", self._url, json=message) as answer:
                 if answer.status_code >= 400:
@@ -199,8 +188,9 @@ class _Http(_Session):
         except httpx.HTTPError as exc:
             raise Unavailable(f"{self._url}: {type(exc).__name__}: {exc}") from exc
 
-    def _send(self, message: Mapping[str, object]) -> None:
-        for _ in self._exchange(message):
+    def send(self, message: Mapping[str, object]) -> None:
+        """Sends what has no answer."""
+        for _ in self.exchange(message):
             pass
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from megagrpo.config.reward import CodeOptions
 from megagrpo.rewards.graders.code import marked_programs
 from megagrpo.rewards.sandbox.sandbox import Limits, isolates, run_program
-from megagrpo.rollout.agents.built_in.answers import AnswerGrader
+from megagrpo.rollout.agents.built_in.answers import answer_grader
 
 _ABOUT = """You may write Python programs: a program between ```python and ``` runs, and what it prints follows.
 Nothing is kept between two programs. Without a program your text is the answer.
@@ -32,7 +32,7 @@ class PythonPrograms:
         options = CodeOptions.model_validate(limits)
         self._limits = Limits(wall_s=run_s, **options.model_dump(include=set(Limits.__annotations__)))
         self._isolate = isolates(options.isolation)
-        self._prompt, self._answer, self._max_chars = row["prompt"], AnswerGrader(grader, row), max_chars
+        self._prompt, self._answer, self._max_chars = row["prompt"], answer_grader(grader, row), max_chars
 
     def reset(self) -> str:
         """Returns what a program may do, and the row's prompt."""
@@ -41,7 +41,7 @@ class PythonPrograms:
     def step(self, text: str) -> tuple[str | None, float, bool]:
         """Returns what a program printed and how it failed, or the reward of an answer."""
         if not (programs := marked_programs(text)):
-            return None, self._answer.reward(text), True
+            return None, self._answer(text), True
         ended = run_program(programs[-1], b"", self._limits, self._isolate)
         printed = ended.stdout.decode(errors="replace")
         said = "\n".join(filter(None, (printed.rstrip("\n"), ended.problem)))

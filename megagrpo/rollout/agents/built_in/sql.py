@@ -28,12 +28,7 @@ class Sql:
     """
 
     def __init__(
-        self,
-        row: Mapping[str, Any],
-        seed: int,
-        max_rows: int = 20,
-        max_chars: int = 2000,
-        max_steps: int = 1_000_000,
+        self, row: Mapping[str, Any], seed: int, max_rows: int = 20, max_chars: int = 2000, max_steps: int = 1_000_000
     ):
         self._max_rows, self._max_chars, self._max_steps = max_rows, max_chars, max_steps
         try:
