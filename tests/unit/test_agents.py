@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import re
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 
 import numpy as np
 import psutil
@@ -141,6 +141,12 @@ def test_an_environment_that_fails_gives_no_reward(kind, status, named):
     assert len(group.samples[0].token_ids) == sum(len(turn["output_token_logprobs"]) for turn in turns), "kept"
 
 
+def opened(function: str = "tests.games:Bad", tokenizer=TOKENIZER, **more) -> closing[Environments]:
+    """A context manager: environments with one worker."""
+    config = EnvironmentConfig(function=function, workers=1, **more)
+    return closing(Environments(config, Renderer(tokenizer, PLAIN, True)))
+
+
 @pytest.mark.parametrize(
     ("kind", "good", "begun", "end"),
     [
@@ -165,8 +171,6 @@ def test_a_rollout_begins_again_where_that_may_help(tmp_path, kind, good, begun,
 
 def test_at_most_max_open_environments_are_open():
     async def run() -> int:
-        config = EnvironmentConfig(function="tests.games:Walk", workers=1, max_open=2)
-        environments = Environments(config, Renderer(TOKENIZER, PLAIN, True))
         now, most = 0, 0
 
         async def one() -> None:
@@ -176,77 +180,61 @@ def test_at_most_max_open_environments_are_open():
                 await asyncio.sleep(0.01)
                 now -= 1
 
-        try:
-            await asyncio.gather(*(one() for _ in range(6)))
-        finally:
-            environments.close()
+        await asyncio.gather(*(one() for _ in range(6)))
         return most
 
-    assert asyncio.run(run()) == 2
+    with opened("tests.games:Walk", max_open=2) as environments:
+        assert asyncio.run(run()) == 2
 
 
 def test_the_handbooks_environment_plays(tmp_path, monkeypatch):
     (code,) = re.findall(r"```python\n(# games.py\n.*?)```", (ROOT / "docs" / "agents.md").read_text(), re.DOTALL)
     (tmp_path / "games.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    tokenizer = character_tokenizer("0123456789 abcdefghijklmnopqrstuvwxyz?")
-    turns = ["3", "a", "7"]
-    answers = []
 
-    async def run() -> float:
-        environments = Environments(EnvironmentConfig(function="games:Guess"), Renderer(tokenizer, PLAIN, True))
-        try:
-            async with environments.episode({"answer": "7"}, 1) as episode:
-                assert await episode.reset() is None
-                for turn in turns:
-                    answers.append(await episode.step(turn))
-        finally:
-            environments.close()
-        return answers[-1].reward
+    async def run() -> list:
+        async with environments.episode({"answer": "7"}, 1) as episode:
+            assert await episode.reset() is None
+            return [await episode.step(turn) for turn in ("3", "a", "7")]
 
-    assert asyncio.run(run()) == 1.0
-    assert [answer.said for answer in answers] == ["higher", "say a number", None] and answers[-1].done
+    with opened("games:Guess", character_tokenizer("0123456789 abcdefghijklmnopqrstuvwxyz?")) as environments:
+        answers = asyncio.run(run())
+    assert [answer.said for answer in answers] == ["higher", "say a number", None]
+    assert answers[-1].reward == 1.0 and answers[-1].done
 
 
 def test_others_of_a_process_that_was_ended_begin_again():
     """One worker, two episodes: the first one's call hangs, the second's process is gone with it."""
 
     async def run() -> tuple[str, str, float]:
-        config = EnvironmentConfig(function="tests.games:Bad", workers=1, timeout_s=0.5)
-        environments = Environments(config, Renderer(TOKENIZER, PLAIN, True))
-        try:
-            begin = environments.episode
-            async with begin({"answer": "hang"}, 1) as hangs, begin({"answer": "x"}, 1) as other:
-                with pytest.raises(EnvironmentFailed) as failed:
-                    await hangs.step("3")
-                with pytest.raises(EpisodeLost) as lost:
-                    await other.step("3")
-            async with environments.episode({"answer": "x"}, 1) as again:
-                return failed.value.end, str(lost.value), (await again.step("3")).reward
-        finally:
-            environments.close()
+        begin = environments.episode
+        async with begin({"answer": "hang"}, 1) as hangs, begin({"answer": "x"}, 1) as other:
+            with pytest.raises(EnvironmentFailed) as failed:
+                await hangs.step("3")
+            with pytest.raises(EpisodeLost) as lost:
+                await other.step("3")
+        async with begin({"answer": "x"}, 1) as again:
+            return failed.value.end, str(lost.value), (await again.step("3")).reward
 
     before = set(psutil.Process().children(recursive=True))
-    assert asyncio.run(run()) == ("timeout", "its process was ended while another episode's call hung", 1.0)
+    with opened(timeout_s=0.5) as environments:
+        found = asyncio.run(run())
+    assert found == ("timeout", "its process was ended while another episode's call hung", 1.0)
     assert set(psutil.Process().children(recursive=True)) <= before, "no process is left"
 
 
 def test_a_call_that_is_cancelled_leaves_no_answer_to_the_next_one():
     async def run() -> float:
-        config = EnvironmentConfig(function="tests.games:Bad", workers=1, timeout_s=20)
-        environments = Environments(config, Renderer(TOKENIZER, PLAIN, True))
-        try:
-            async with environments.episode({"answer": "slow"}, 1) as slow:
-                call = asyncio.create_task(slow.step("3"))
-                await asyncio.sleep(0.2)
-                call.cancel()
-                await asyncio.gather(call, return_exceptions=True)
-            async with environments.episode({"answer": "x"}, 1) as other:
-                return (await other.step("3")).reward
-        finally:
-            environments.close()
+        async with environments.episode({"answer": "slow"}, 1) as slow:
+            call = asyncio.create_task(slow.step("3"))
+            await asyncio.sleep(0.2)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+        async with environments.episode({"answer": "x"}, 1) as other:
+            return (await other.step("3")).reward
 
-    assert asyncio.run(run()) == 1.0, "its own, not the slow one's 0.5"
+    with opened(timeout_s=20) as environments:
+        assert asyncio.run(run()) == 1.0, "its own, not the slow one's 0.5"
 
 
 CHAT = (
@@ -302,6 +290,7 @@ def test_a_template_that_cannot_be_continued_is_refused(template, named):
         ({"sampling": {"tool": {"function": "calculator", "call_end": ">"}}}, "set one of them"),
         ({"rollout": {"step_timeout_s": 99}}, "episode_timeout_s must be below rollout.step_timeout_s"),
         ({"rollout": {"step_timeout_s": 999}}, ""),
+        ({"sampling": {"environment": {"function": "tests.games:Walk", "episode_timeout_s": 30}}}, "must be above"),
     ],
 )
 def test_what_does_not_go_with_an_environment(sections, named):
@@ -309,8 +298,3 @@ def test_what_does_not_go_with_an_environment(sections, named):
     with pytest.raises((ValueError, ValidationError), match=re.escape(named)) if named else nullcontext():
         found = experiment(**sections | {"sampling": environment | sections.get("sampling", {})})
         assert isinstance(found, ExperimentConfig)
-
-
-def test_a_call_has_less_time_than_a_rollout():
-    with pytest.raises(ValidationError, match="episode_timeout_s 30.0 must be above timeout_s 30"):
-        EnvironmentConfig(function="tests.games:Walk", episode_timeout_s=30)

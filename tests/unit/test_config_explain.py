@@ -14,7 +14,7 @@ from megagrpo.config.layout import rank_coordinates
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ParallelConfig
-from megagrpo.families.table import architecture_of, parameter_counts, read_description
+from megagrpo.families.table import read_description
 from megagrpo.planning.explain import explain
 from tests.experiments import QUICKSTART, ROOT, python
 
@@ -38,13 +38,6 @@ def test_coordinates_of_ranks_are_megatrons(tp, cp, pp, ep, etp, world):
     for generator, axis, name in axes:
         for group in generator.get_ranks(axis):
             assert [coordinates[rank][name] for rank in group] == list(range(len(group))), (axis, group)
-
-
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "llama"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_parameters_are_counted_exactly(tmp_path, family, tied):
-    tiny = TinyModelConfig(path=str(tmp_path / "m"), family=family, tie_embeddings=tied)
-    assert parameter_counts(architecture_of(hf_config(tiny))).total == make_tiny_model(tiny, seed=0)
 
 
 @pytest.mark.parametrize(
