@@ -3,19 +3,17 @@
 import asyncio
 import itertools
 import re
-from contextlib import closing, nullcontext
+from contextlib import closing
 
 import numpy as np
 import psutil
 import pytest
 from fake_service import FakeService, running
-from pydantic import ValidationError
 from sampling import Grader, experiment, source_of
 
 from examples.laptop.model import character_tokenizer
 from megagrpo.config.data import DataConfig
 from megagrpo.config.rollout import EnvironmentConfig
-from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.agents.environments import EnvironmentFailed, Environments, EpisodeLost
 from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.rollout.generation import sample_seed
@@ -280,21 +278,3 @@ def test_a_template_that_cannot_be_continued_is_refused(template, named):
     with pytest.raises(ValueError, match=named):
         Renderer(tokenizer, data, True)
     assert Renderer(tokenizer, data, False).start("3").tolist() == tokenizer("<user>3\n<assistant>")["input_ids"]
-
-
-@pytest.mark.parametrize(
-    ("sections", "named"),
-    [
-        ({"reward": {"grader": "exact"}}, "the reward is given by sampling.environment; remove the graders"),
-        ({"algorithm": {"advantage": {"name": "remax"}}}, "it needs a greedy response"),
-        ({"sampling": {"tool": {"function": "calculator", "call_end": ">"}}}, "set one of them"),
-        ({"rollout": {"step_timeout_s": 99}}, "episode_timeout_s must be below rollout.step_timeout_s"),
-        ({"rollout": {"step_timeout_s": 999}}, ""),
-        ({"sampling": {"environment": {"function": "tests.games:Walk", "episode_timeout_s": 30}}}, "must be above"),
-    ],
-)
-def test_what_does_not_go_with_an_environment(sections, named):
-    environment = {"environment": {"function": "tests.games:Walk", "episode_timeout_s": 100}}
-    with pytest.raises((ValueError, ValidationError), match=re.escape(named)) if named else nullcontext():
-        found = experiment(**sections | {"sampling": environment | sections.get("sampling", {})})
-        assert isinstance(found, ExperimentConfig)

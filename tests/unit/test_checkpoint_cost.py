@@ -1,7 +1,5 @@
 """What `megagrpo check` says about saves and resumes, against sums by hand and the shares of all ranks."""
 
-from pathlib import Path
-
 import pytest
 
 from examples.laptop.recipe import TinyModelConfig
@@ -11,8 +9,7 @@ from megagrpo.config.schema import ActorConfig
 from megagrpo.families.table import architecture_of, parameter_counts
 from megagrpo.planning.checkpoint_cost import checkpoint_cost
 from megagrpo.planning.explain import explain
-
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+from tests.experiments import QUICKSTART
 
 
 def arch_of(family: str, tied: bool = False):

@@ -149,22 +149,6 @@ def test_the_place_in_a_long_run_is_found_without_its_past():
     assert [k for k, _ in far] == [k for k, _ in interleaved((2.0, 1.0), 0, 3)] and far[0][1] == first[1] + 2 * 10**12
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"path": "a.jsonl", "sources": [{"source": "a", "path": "a.jsonl"}]}, "path and sources"),
-        ({"sources": [{"source": "a", "path": "a"}, {"source": "a", "path": "b"}]}, "'a' is there twice"),
-        ({"sources": [{"source": "a", "path": "a", "ratio": 1.0}, {"source": "b", "path": "b"}]}, "1 of 2 have a"),
-        ({}, "path is missing"),
-        ({"path": "a", "grader_by_source": {"a": "exact"}}, "needs source_key"),
-        ({"path": "a", "grader_key": "g", "source_key": "s", "grader_by_source": {"a": "exact"}}, "both choose"),
-    ],
-)  # fmt: skip
-def test_what_does_not_go_together(keys, message):
-    with pytest.raises(ValueError, match=message):
-        DataConfig(**keys)
-
-
 def test_metrics_by_source(tmp_path, tokenizer):
     drawn = load_prompts(mixture(tmp_path, [0.5, 0.3, 0.2]), tokenizer).batch(0, 10, seed=0)
     sample = Sample(0, (1, 2), (-1.0, -1.0), "stop", 0, "")

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from megagrpo.algo.statistics import alone
-from megagrpo.config.load import ConfigError, load_config
 from megagrpo.families.table import architecture_of, is_left_out, left_out, model_tensors, read_architecture
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout.cpu import drafts
@@ -133,24 +132,6 @@ def test_forwards_are_counted_by_what_they_accepted():
     metrics = Metrics()
     use.add_metrics(metrics, 2)
     assert not [name for name in metrics.reduced(alone) if name.startswith("draft/")], "it began anew"
-
-
-QUICKSTART = ROOT / "configs" / "quickstart_draft.yaml"
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (["actor.draft=null"], "rollout.draft_tokens without actor.draft"),
-        (["actor.lora={}"], "adapters of the model alone: remove draft"),
-        (["rollout.sglang={speculative_num_steps: 3}"], "is set by rollout.draft_tokens"),
-        (["rollout.sglang={speculative_draft_model_path: x}"], "a publish reaches no other draft"),
-        (["actor.routing_replay=rollout", "rollout.max_running_requests=1024"], "may read 3072 tokens"),
-    ],
-)
-def test_refused(settings, said):
-    with pytest.raises(ConfigError, match=said.replace(".", "[.]")):
-        load_config(QUICKSTART, settings)
 
 
 def test_a_model_without_such_a_layer_is_refused_and_one_with_it_has_it_on_request():

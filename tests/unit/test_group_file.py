@@ -5,15 +5,14 @@ from dataclasses import replace
 import numpy as np
 
 from megagrpo.checkpoint.groups import read_groups, write_groups
-from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
+from megagrpo.types import ImageRef, Outcome, Prompt, RolloutGroup, Sample
 
 
 def test_groups_come_back_as_they_were(tmp_path):
     generator = np.random.default_rng(0)
-    prompt = Prompt(
-        7, "1+1=", generator.integers(0, 150_000, 5), "2", "exact", "a.jsonl:3", "gsm8k", {"level": [1, "x"]}
-    )
-    parts = {"length": Outcome("score", 2.0), "taste": Outcome("timeout", detail="10 s")}
+    ids, images = generator.integers(0, 150_000, 5), (ImageRef("key", 1, (1, 4, 4)),)
+    prompt = Prompt(7, "1+1=", ids, "2", "exact", "a.jsonl:3", "gsm8k", {"level": [1, "x"]}, images=images)
+    parts = {"array": Outcome("score", 2.0), "taste": Outcome("timeout", detail="10 s")}  # a grader of that name
     samples = tuple(
         Sample(i, generator.integers(0, 150_000, n), -generator.random(n), "stop", 3, "é", mask)
         for i, (n, mask) in enumerate([(4, None), (0, None), (3, (1, 0, 1))])

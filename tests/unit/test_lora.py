@@ -3,7 +3,6 @@
 import math
 from pathlib import Path
 
-import pytest
 import torch
 
 from examples.laptop.recipe import TinyModelConfig
@@ -17,33 +16,10 @@ from megagrpo.planning.checkpoint_cost import checkpoint_cost
 from megagrpo.planning.explain import explain
 from megagrpo.planning.trainer_memory import Load, trained_elements, trainer_side
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
+from tests.experiments import QUICKSTART
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 DENSE, MOE = (architecture_of(hf_config(TinyModelConfig(path="x", family=family))) for family in ("qwen3", "qwen3_moe"))
 TARGETS = ("q_proj", "down_proj")
-
-
-@pytest.mark.parametrize(
-    "lora, said",
-    [
-        ("{targets: [q_prj]}", "actor.lora.targets.0 = 'q_prj': not a choice; did you mean 'q_proj'?"),
-        ("{targets: [q_proj, q_proj]}", "actor.lora.targets: names q_proj twice"),
-        ("{targets: []}", "actor.lora.targets = []"),
-        ("{rank: 0}", "actor.lora.rank = 0: should be greater than or equal to 1"),
-        ("{alpha: 0}", "actor.lora.alpha = 0"),
-        ("{dropout: 0.1}", "actor.lora.dropout: 0.1 is not supported"),
-        ("{ranks: 3}", "actor.lora.ranks = 3: unknown key; did you mean 'rank'?"),
-    ],
-)
-def test_a_wrong_section_is_named(lora: str, said: str):
-    with pytest.raises(ValueError) as error:
-        load_config(QUICKSTART, [f"actor.lora={lora}"])
-    assert said in str(error.value) and "1 problem" in str(error.value)
-
-
-def test_transformer_engine_is_refused():
-    with pytest.raises(ValueError, match="lora adds to Megatron's own linear layers"):
-        load_config(QUICKSTART, ["actor.lora.rank=4", "actor.transformer_engine=true"])
 
 
 def test_experts_cut_more_finely_than_the_rest_are_refused():

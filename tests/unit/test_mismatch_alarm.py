@@ -5,16 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import make_mesh
 from megagrpo.monitor.alarm import MismatchAlarm, alarm_bounds
+from tests.experiments import experiment
 
 TOKENS = 2000
-
-
-def config(**sections) -> ExperimentConfig:
-    base = {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}}
-    return ExperimentConfig.model_validate(base | sections)
 
 
 BF16 = {"actor": {"dtype": "bfloat16"}, "rollout": {"dtype": "bfloat16"}}
@@ -34,7 +29,7 @@ BF16 = {"actor": {"dtype": "bfloat16"}, "rollout": {"dtype": "bfloat16"}}
     ],
 )
 def test_bounds(sections, is_moe, bounds):
-    assert alarm_bounds(config(**sections), is_moe) == bounds
+    assert alarm_bounds(experiment(**sections), is_moe) == bounds
 
 
 def raised(apart: torch.Tensor, counts: bool = True, **mismatch) -> str:
@@ -44,7 +39,7 @@ def raised(apart: torch.Tensor, counts: bool = True, **mismatch) -> str:
     engine[TOKENS:] = 50.0
     trainer = torch.full_like(engine, -1.0)
     trainer[:TOKENS] += apart
-    alarm = MismatchAlarm(config(algorithm={"mismatch": mismatch}), is_moe=False)
+    alarm = MismatchAlarm(experiment(algorithm={"mismatch": mismatch}), is_moe=False)
     batch = SimpleNamespace(rollout_logprobs=engine, loss_mask=mask)
     text = alarm.judge(batch, trainer, counts, mesh)
     assert alarm.judge(batch, trainer + 10, True, mesh) == "", "only the first step is judged"

@@ -156,9 +156,8 @@ def test_rates_are_the_tables_unless_told():
 
 
 def experiment() -> ExperimentConfig:
-    values = {"name": "t", "output_dir": "unused", "model": {"path": "unused"}, "data": {"path": "unused.jsonl"}}
-    values |= {"actor": {"world_size": 4, "parallel": {"tp": 2, "ep": 2}}, "weights": {"bucket_mb": 0.001}}
-    return ExperimentConfig.model_validate(values | {"rollout": {"tp": 2, "host": "eth0"}})
+    actor = {"world_size": 4, "parallel": {"tp": 2, "ep": 2}}
+    return experiments.experiment(actor=actor, weights={"bucket_mb": 0.001}, rollout={"tp": 2, "host": "eth0"})
 
 
 def test_the_plan_as_text_and_as_json(monkeypatch, tmp_path):

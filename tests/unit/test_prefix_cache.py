@@ -59,16 +59,3 @@ def test_a_rollout_keeps_its_key_over_a_publish_and_a_new_one_has_the_next(polic
         assert found["prefix/on_older_keys_fraction"] == pytest.approx(2 / 6), "the second turn's two tokens"
     else:
         assert "prefix/on_older_keys_fraction" not in found
-
-
-@pytest.mark.parametrize(
-    ("rollout", "algorithm", "named"),
-    [
-        ({"prefix_cache": "by_version"}, {}, "neither max_staleness nor extra_groups"),
-        (BY_VERSION, {}, "needs a correction"),
-        (BY_VERSION | {"deterministic": True}, CORRECTED, "what caches still hold"),
-    ],
-)
-def test_old_prefixes_are_refused_where_nothing_corrects_them_or_needs_them(rollout, algorithm, named):
-    with pytest.raises(ValueError, match=named):
-        experiment(rollout=rollout, algorithm=algorithm)

@@ -9,6 +9,7 @@ import pytest
 from megagrpo.monitor.console import StepConsole
 from megagrpo.system import progress as module
 from megagrpo.system.progress import Progress
+from tests import experiments
 
 
 class Terminal(io.StringIO):
@@ -22,13 +23,9 @@ def often(monkeypatch):
     monkeypatch.setattr(module, "_TERMINAL_S", 0.02)
 
 
-def until(stream: io.StringIO, pattern: str) -> str:
-    """Returns the text once it has the pattern."""
-    end = time.monotonic() + 10
-    while not re.search(pattern, stream.getvalue()):
-        assert time.monotonic() < end, stream.getvalue()
-        time.sleep(0.01)
-    return stream.getvalue()
+def until(stream: io.StringIO, pattern: str) -> None:
+    """Waits until the text has the pattern."""
+    experiments.until(lambda: re.search(pattern, stream.getvalue()), said=stream.getvalue)
 
 
 def test_in_a_file_a_line_for_each_phase_and_for_those_that_last():
