@@ -1,17 +1,14 @@
 """Agreement of ranks: one integer all-reduce; objects travel only if there is a value or an error to send."""
 
 from collections import Counter
-from datetime import timedelta
-from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from megagrpo.mesh import LeaderError, make_mesh
+from megagrpo.mesh import LeaderError, Mesh
 from megagrpo.weights.exchange import _gather_distinct
-from tests.dist.workers.launch import POOL
+from tests.dist.workers.launch import run_meshes
 
 
 def fail() -> None:
@@ -28,16 +25,8 @@ CASES = {
     "none true": (lambda mesh: mesh.any_true(False), INTEGER, lambda r, w: False),
     "no error": (lambda mesh: mesh.raise_any(""), INTEGER, lambda r, w: None),
     "no value": (lambda mesh: mesh.from_main(lambda: None, "act"), INTEGER, lambda r, w: None),
-    "value": (
-        lambda mesh: mesh.from_main(lambda: [7], "act"),
-        VALUE,
-        lambda r, w: [7],
-    ),
-    "leader's value": (
-        lambda mesh: mesh.from_leader(lambda: mesh.rank, "act"),
-        VALUE,
-        lambda r, w: r // 2 * 2,
-    ),
+    "value": (lambda mesh: mesh.from_main(lambda: [7], "act"), VALUE, lambda r, w: [7]),
+    "leader's value": (lambda mesh: mesh.from_leader(lambda: mesh.rank, "act"), VALUE, lambda r, w: r // 2 * 2),
     "one leader's value": (  # of two replicas; the other's is None
         lambda mesh: mesh.from_leader(lambda: 5 if mesh.rank == 0 else None, "act"),
         VALUE,
@@ -61,10 +50,7 @@ CASES = {
 }
 
 
-def rank_main(rank: int, world: int, folder: Path) -> dict:
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    mesh = make_mesh(rank // 2, world // 2, torch.device("cpu"), 60.0)
+def of_rank(mesh: Mesh) -> dict:
     found = {}
     for name, (act, *_) in CASES.items():
         calls: Counter = Counter()
@@ -74,7 +60,6 @@ def rank_main(rank: int, world: int, folder: Path) -> dict:
             except LeaderError as exc:
                 result = f"LeaderError: {exc}"
         found[name] = dict(calls), result
-    dist.destroy_process_group()
     return found
 
 
@@ -93,6 +78,6 @@ def counted(call: str, calls: Counter):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_agree_by_one_integer(world, tmp_path):
-    for rank, found in enumerate(POOL.run(world, rank_main, world, tmp_path)):
+    for rank, found in enumerate(run_meshes(world, tmp_path, of_rank, replicas=world // 2)):
         for name, (_, calls, result) in CASES.items():
             assert found[name] == (calls, result(rank, world)), (rank, name)

@@ -1,11 +1,8 @@
 """Metrics over real gloo ranks: three ranks give what one rank would, and ranks that disagree are told so."""
 
-import torch
-import torch.distributed as dist
-
-from megagrpo.mesh import make_mesh
+from megagrpo.mesh import Mesh
 from megagrpo.monitor.metrics import Metrics
-from tests.dist.workers.launch import POOL
+from tests.dist.workers.launch import run_meshes
 
 WORLD = 3
 # Per rank: (numerator, denominator) of a mean, a sum, an extreme, (amount, seconds) of a rate.
@@ -23,9 +20,8 @@ def measure(rank: int) -> Metrics:
     return metrics
 
 
-def run_rank(rank: int, store: str) -> tuple[dict, str, dict]:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
-    mesh = make_mesh(rank, WORLD, torch.device("cpu"), deadline_s=30)
+def of_rank(mesh: Mesh) -> tuple[dict, str, dict]:
+    rank = mesh.rank
     agreed = measure(rank).reduced(mesh.reduce)
     uneven = measure(rank)
     if rank == 1:
@@ -37,13 +33,11 @@ def run_rank(rank: int, store: str) -> tuple[dict, str, dict]:
     except AssertionError as exc:
         error = str(exc)
     broken.add_mean("loss/total", float("nan") if rank == 2 else 1.0)
-    combined = broken.reduced(mesh.reduce)
-    dist.destroy_process_group()
-    return agreed, error, combined
+    return agreed, error, broken.reduced(mesh.reduce)
 
 
 def test_ranks_are_combined_as_stated_and_disagreement_raises_on_every_rank(tmp_path):
-    for rank, (agreed, error, values) in enumerate(POOL.run(WORLD, run_rank, str(tmp_path / "store"))):
+    for rank, (agreed, error, values) in enumerate(run_meshes(WORLD, tmp_path, of_rank)):
         assert agreed == EXPECTED
         assert "different metrics" in error and ("only/here" in error) == (rank == 1)
         assert values["loss/total"] != values["loss/total"], "a sum with NaN on one rank is NaN on all"

@@ -4,14 +4,13 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megagrpo.algo.advantage import with_advantages
 from megagrpo.algo.statistics import group_statistics, moments
 from megagrpo.config.algorithm import AlgorithmConfig
-from megagrpo.mesh import make_mesh
+from megagrpo.mesh import Mesh
 from megagrpo.types import AlgoState, Batch
-from tests.dist.workers.launch import POOL
+from tests.dist.workers.launch import run_meshes
 from tests.padding import batch_of_rows
 
 WORLDS = (1, 2, 4)
@@ -125,10 +124,8 @@ def measure(batch: Batch, reduce) -> dict:
     return out
 
 
-def run_rank(rank: int, world: int, folder: str) -> list:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store{world}", rank=rank, world_size=world)
-    mesh = make_mesh(rank, world, torch.device("cpu"), deadline_s=60)
-    results = []
+def of_rank(mesh: Mesh) -> list:
+    rank, world, results = mesh.rank, mesh.world_size, []
     for kind in KINDS:
         batch = whole_batch(kind)
         for placement in range(PLACEMENTS):
@@ -142,14 +139,13 @@ def run_rank(rank: int, world: int, folder: str) -> list:
                     assert key not in merged or merged[key] == value, f"ranks disagree about {key} of {kind}"
                     merged[key] = value
             results.append((kind, merged))
-    dist.destroy_process_group()
     return results if rank == 0 else []
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[int, list]:
-    folder = str(tmp_path_factory.mktemp("ranks"))
-    return {world: POOL.run(world, run_rank, world, folder)[0] for world in WORLDS}
+    folder = tmp_path_factory.mktemp("ranks")
+    return {world: run_meshes(world, folder, of_rank)[0] for world in WORLDS}
 
 
 @pytest.mark.parametrize("kind", KINDS)
