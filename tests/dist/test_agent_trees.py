@@ -24,7 +24,7 @@ from megagrpo.rollout.generation import sample_seed
 from megagrpo.rollout.tools import make_answering
 from megagrpo.types import Prompt, RolloutGroup
 from tests.dist.cases import LAYOUTS
-from tests.dist.test_router_bias import write_model
+from tests.dist.random_models import write_model
 from tests.dist.workers.launch import run_ranks
 
 TOKENIZER = character_tokenizer("0123456789HL?")

@@ -156,10 +156,3 @@ def test_gathered_tensors_are_bit_equal(tmp_path, world, tp, pp):
     assert sum(load) == sum(t.numel() for t in expected.values())
     if pp == 1:
         assert max(load) <= 1.4 * sum(load) / world, "replicas share the work"
-
-
-def test_a_tensor_that_no_rank_holds_is_named():
-    actor = ToyActor(2, 0, 1, 0)
-    copies = record_copies(actor.load, SPECS, actor.live)
-    with pytest.raises(ValueError, match=r"HF tensor embed \(29, 8\): no trainer rank holds 112 of its 232 elements"):
-        share_out([copies], SPECS, on_main=True)

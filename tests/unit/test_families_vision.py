@@ -1,4 +1,4 @@
-"""Families that see: what config.json says, tensors by arithmetic beside transformers' modules, positions, layouts."""
+"""Families that see: what config.json says, tensors by arithmetic beside transformers' modules, layouts, plans."""
 
 import json
 import re
@@ -12,8 +12,6 @@ import megagrpo.rollout.cpu.sitecustomize  # noqa: F401  before transformers, wh
 # isort: split
 import transformers
 
-from megagrpo.actor.layers.rotary import section_angles
-from megagrpo.batching.images import rotary_positions
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.layout import layout_problems
 from megagrpo.families.architecture import Architecture
@@ -22,7 +20,6 @@ from megagrpo.families.vision import tower_tensors
 from megagrpo.planning.engine_memory import tower_elements
 from megagrpo.planning.layer_costs import model_work
 from megagrpo.planning.trainer_memory import stage_parameters, trained_elements
-from megagrpo.types import ImageRef
 
 # as published: the text part of Qwen2.5-VL stands beside vision_config
 QWEN2_5_VL_7B = {
@@ -127,41 +124,6 @@ def test_the_text_part_is_read_wherever_it_stands():
     nested = {key: QWEN2_5_VL_7B[key] for key in keys}
     nested["text_config"] = {key: value for key, value in QWEN2_5_VL_7B.items() if key not in keys}
     assert architecture_of(nested) == architecture_of(QWEN2_5_VL_7B)
-
-
-def test_positions_are_transformers(tmp_path: Path):
-    """Text, an image of 2 x 3 tokens, text, an image of 4 x 1 tokens, text."""
-    images = (ImageRef("a", 3, (1, 4, 6)), ImageRef("b", 11, (1, 8, 2)))
-    found = rotary_positions(20, images, merge=2)
-    kinds = torch.zeros(1, 20, dtype=torch.int32)
-    kinds[0, 3:9] = kinds[0, 11:15] = 1
-    model = on_meta("qwen3_vl", tmp_path).model
-    grids = torch.tensor([image.grid for image in images])
-    expected, _ = model.get_rope_index(torch.zeros(1, 20, dtype=torch.int64), kinds, image_grid_thw=grids)
-    assert torch.equal(found, expected[:, 0])
-    assert found[:, -1].tolist() == [3 + 3 + 2 + 4 + 4] * 3, "text goes on behind the larger side"
-    assert torch.equal(rotary_positions(7, (), 2), torch.arange(7).expand(3, -1))
-
-
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_angles_are_transformers(family: str, tmp_path: Path):
-    (tmp_path / "config.json").write_text(json.dumps(MODELS[family]))
-    config = transformers.AutoConfig.from_pretrained(tmp_path).text_config
-    arch, positions = architecture_of(MODELS[family]), torch.randint(0, 900, (3, 2, 30))
-    vision = arch.vision
-    found = section_angles(positions, 128, arch.rope_theta, vision.mrope_section, vision.mrope_interleaved)
-    if family == "qwen2_5_vl":
-        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding as Rotary
-
-        by_axis, _ = Rotary(config)(torch.zeros(2, 30, 1), positions)
-        if by_axis.dim() == 4:
-            blocks = by_axis.split([*vision.mrope_section] * 2, -1)
-            by_axis = torch.cat([block[number % 3] for number, block in enumerate(blocks)], -1)
-    else:
-        from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding as Rotary
-
-        by_axis, _ = Rotary(config)(torch.zeros(2, 30, 1), positions)
-    assert (found[:, :, 0].transpose(0, 1).cos() - by_axis).abs().max() < 1e-4
 
 
 def layout(arch: Architecture, **actor) -> str:

@@ -1,6 +1,5 @@
 """Adapters without Megatron: what a configuration may say, what they weigh, and whose weights a checkpoint is for."""
 
-import math
 from pathlib import Path
 
 import torch
@@ -14,7 +13,6 @@ from megagrpo.families.table import architecture_of, model_tensors
 from megagrpo.families.tensors import adapter_tensors
 from megagrpo.planning.checkpoint_cost import checkpoint_cost
 from megagrpo.planning.explain import explain
-from megagrpo.planning.trainer_memory import Load, trained_elements, trainer_side
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
 from tests.experiments import QUICKSTART
 
@@ -41,21 +39,6 @@ def test_adapters_have_peft_names_and_shapes():
     last = f"model.layers.{MOE.num_layers - 1}.mlp.experts.{MOE.num_experts - 1}.down_proj"
     assert tensors[f"{last}.lora_A.weight"] == (4, MOE.expert_ffn_size)
     assert tensors[f"{last}.lora_B.weight"] == (hidden, 4)
-
-
-def test_a_rank_holds_the_half_that_is_cut_and_the_whole_other_half():
-    lora = {"rank": 4, "targets": list(TARGETS)}
-    options = {"world_size": 4, "parallel": {"tp": 2}, "lora": lora, "dtype": "bfloat16"}
-    load = Load(micro_batch_tokens=64, longest=64)
-    held = trainer_side(DENSE, ActorConfig.model_validate(options), load).phases["rollout"].parts
-    hidden, heads, width = DENSE.hidden_size, DENSE.num_heads * DENSE.head_dim, DENSE.ffn_size
-    elements = DENSE.num_layers * 4 * (hidden + heads / 2 + width / 2 + hidden)
-    assert held["gradients"] == elements * 4
-    assert held["optimiser"] == elements * 12 / 2  # divided over two data-parallel ranks
-    all_weights = ActorConfig.model_validate(options | {"lora": None})
-    whole = trainer_side(DENSE, all_weights, load).phases["rollout"].parts
-    assert held["parameters"] == whole["parameters"] + elements * 2
-    assert trained_elements(DENSE, all_weights) == sum(math.prod(spec.shape) for spec in model_tensors(DENSE))
 
 
 def test_check_says_what_is_saved_and_a_checkpoint_holds_adapters_alone(prepared):
