@@ -14,11 +14,11 @@ from examples.laptop.recipe import TinyModelConfig
 from megagrpo.certify.tiny_model import hf_config
 from megagrpo.check.loading import try_loading
 from megagrpo.check.problems import check_against_model, is_made, preflight
-from megagrpo.config.layout import rank_coordinates
+from megagrpo.config.layout import layout_problems, rank_coordinates
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
 from megagrpo.config.load import load_config
-from megagrpo.config.schema import ParallelConfig
-from megagrpo.families.table import read_description
+from megagrpo.config.schema import ActorConfig, ParallelConfig
+from megagrpo.families.table import read_architecture, read_description
 from megagrpo.planning.explain import explain
 from megagrpo.system.environment import child_environment
 from tests.experiments import QUICKSTART, ROOT, python
@@ -237,3 +237,60 @@ def test_a_broken_torchvision_is_a_problem_with_its_remedy(tmp_path, model):
     assert done.returncode == 1, done.stdout + done.stderr
     assert "PROBLEMS (1)" in done.stdout and f"{model}: no tokenizer can be loaded from here" in done.stdout
     assert "built for another torch" in done.stdout and "`bash launch/install.sh --repair`" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "sizes", "stages"),
+    [
+        (4, {}, [4]),
+        (4, {"pp": 2}, [2, 2]),
+        (5, {"pp": 2, "first_stage_layers": 3}, [3, 2]),
+        (5, {"pp": 2, "last_stage_layers": 3}, [2, 3]),
+        (5, {"pp": 2, "first_stage_layers": 2, "last_stage_layers": 3}, [2, 3]),
+        (94, {"pp": 8, "first_stage_layers": 11, "last_stage_layers": 11}, [11, *[12] * 6, 11]),
+        (10, {"pp": 3, "vpp": 2, "first_stage_layers": 2}, [2, 4, 4]),
+    ],
+)
+def test_layers_of_stages(num_layers, sizes, stages):
+    assert ParallelConfig(**sizes).stage_layers(num_layers) == stages
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "sizes", "message"),
+    [
+        (5, {"pp": 1, "first_stage_layers": 3}, "first_stage_layers 3 needs pp > 1"),
+        (5, {}, "num_hidden_layers = 5 cannot be cut into 2 equal stages"),
+        (5, {"first_stage_layers": 5}, "5 less first_stage_layers and last_stage_layers, 5 together, cannot"),
+        (3, {"first_stage_layers": 4}, "4 together, cannot be cut into 1 equal"),
+        (6, {"first_stage_layers": 3, "last_stage_layers": 2}, "5 together, cannot be cut into 0 equal stages"),
+        (6, {"vpp": 2, "first_stage_layers": 3}, "a stage of 3 layers does not divide into vpp = 2 virtual stages"),
+    ],
+)
+def test_what_cannot_be_cut_is_said(num_layers, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        ParallelConfig(**{"pp": 2} | sizes).stage_layers(num_layers)
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "ends"),
+    [
+        ("DeepSeek-V3-0324", {"pp": 8}, (7, 6)),
+        ("DeepSeek-V3-0324", {"pp": 16}, (3, 2)),
+        ("DeepSeek-V3-0324", {"pp": 8, "first_stage_layers": 9}, (7, 6)),
+        ("Qwen3-235B-A22B", {"pp": 8}, (11, 11)),
+        ("Qwen3-235B-A22B", {"pp": 8, "vpp": 2}, (12, 10)),
+        ("DeepSeek-V3-0324", {"pp": 8, "vpp": 2}, None),
+    ],
+)
+def test_the_message_names_stages_that_are_accepted(model, sizes, ends):
+    arch = read_architecture(ROOT / "configs" / "models" / model)
+
+    def problems(**more: int) -> list[str]:
+        config = ActorConfig(world_size=sizes["pp"], parallel=ParallelConfig(**sizes | more), dtype="bfloat16")
+        return [text for text in layout_problems(arch, config) if "num_hidden_layers" in text]
+
+    (said,) = problems()
+    named = re.search(r"actor.parallel.first_stage_layers: (\d+) and last_stage_layers: (\d+)", said)
+    assert ends == (named and tuple(map(int, named.groups()))), said
+    if ends:
+        assert problems(first_stage_layers=ends[0], last_stage_layers=ends[1]) == []

@@ -83,13 +83,6 @@ def test_tensors_are_those_of_transformers_model(family: str, tmp_path: Path):
     assert {spec.name: spec.shape for spec in model_tensors(arch)} == expected
 
 
-def test_counts_of_published_models():
-    counts = {name: sum(spec.size for spec in tower_tensors(architecture_of(hf).vision)) for name, hf in MODELS.items()}
-    assert counts["qwen2_5_vl"] // 10**6 == 676 and counts["qwen3_vl_moe"] // 10**6 == 538
-    assert parameter_counts(architecture_of(QWEN2_5_VL_7B)).total // 10**6 == 8292
-    assert parameter_counts(architecture_of(QWEN3_VL_30B)).total // 10**8 == 310
-
-
 def test_the_cost_of_a_patch():
     """Qwen2.5-VL's tower: 32 layers of width 1280, a gated MLP of 3420, a merger to 3584 that takes four patches."""
     arch = architecture_of(QWEN2_5_VL_7B)

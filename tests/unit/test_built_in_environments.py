@@ -1,4 +1,4 @@
-"""The environment `mcp` with a server on stdio and one that listens, and what a server that is gone means."""
+"""Built-in environments: `mcp` with servers on stdio and HTTP, `openenv` as openenv-core 0.3.0 speaks, `python`."""
 
 import asyncio
 import json
@@ -14,8 +14,11 @@ import pytest
 from examples.laptop.model import character_tokenizer
 from megagrpo.config.data import DataConfig
 from megagrpo.config.rollout import EnvironmentConfig
+from megagrpo.rewards.sandbox.sandbox import isolation
 from megagrpo.rollout.agents import Unavailable
 from megagrpo.rollout.agents.built_in.mcp_tools import McpTools
+from megagrpo.rollout.agents.built_in.openenv import OpenEnv
+from megagrpo.rollout.agents.built_in.python_programs import PythonPrograms
 from megagrpo.rollout.agents.environments import EnvironmentFailed, Environments
 from megagrpo.rollout.agents.renderer import Renderer
 from tests.mcp_server import answer
@@ -118,3 +121,119 @@ def test_its_rollout_ends_as_infrastructure():
     finally:
         environments.close()
     assert failed.value.end == "infrastructure" and "the server is gone" in str(failed.value)
+
+
+LEVEL_ROW = {"prompt": "p", "answer": "", "source": "", "extra": {"level": 3}}
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server_of = pytest.importorskip("websockets.sync.server")
+
+    def session(socket) -> None:
+        turn = 0
+        for line in socket:
+            message = json.loads(line)
+            turn += message["type"] == "step"
+            match message["type"], message.get("data"):
+                case "close", _:
+                    return
+                case "step", {"message": "boom"}:
+                    answer = {"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "boom"}}
+                case "step", {"message": "leave"}:
+                    return
+                case _, data:
+                    observation = {"text": f"{message['type']} {json.dumps(data)}"}
+                    said = {"observation": observation, "reward": 0.5 if turn else None, "done": turn == 2}
+                    answer = {"type": "observation", "data": said}
+            socket.send(json.dumps(answer))
+
+    with server_of.serve(session, "127.0.0.1", 0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"ws://127.0.0.1:{server.socket.getsockname()[1]}/ws"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_session_from_reset_to_done(url: str):
+    environment = OpenEnv(LEVEL_ROW, 7, url, observation="text")
+    assert environment.reset() == 'reset {"seed": 7, "level": 3}'
+    assert environment.step("hi") == ('step {"message": "hi"}', 0.5, False)
+    assert environment.step("ho") == (None, 0.5, True)
+    environment.close()
+    whole = OpenEnv(LEVEL_ROW, 7, url, action="code")
+    assert json.loads(whole.reset() or "") == {"text": 'reset {"seed": 7, "level": 3}'}
+    assert '\\"code\\": \\"1\\"' in str(whole.step("1")[0])
+    whole.close()
+
+
+def test_its_errors_and_a_server_that_is_gone(url: str):
+    environment = OpenEnv(LEVEL_ROW, 7, url)
+    with pytest.raises(RuntimeError, match="step: EXECUTION_ERROR: boom"):
+        environment.step("boom")
+    with pytest.raises(Unavailable, match="step: ConnectionClosed"):
+        environment.step("leave")
+    environment.close()
+    with pytest.raises(Unavailable, match="refused"):
+        OpenEnv(LEVEL_ROW, 7, "ws://127.0.0.1:1/ws")
+
+
+QUESTION = {"prompt": "17 * 23?", "answer": "391", "source": "", "extra": {}}
+
+
+def block(program: str) -> str:
+    return f"Let me see.\n```python\n{program}\n```\n"
+
+
+def environment(**args: object) -> PythonPrograms:
+    return PythonPrograms(QUESTION, 0, **{"grader": "math", **args})
+
+
+def test_a_program_runs_and_a_turn_without_one_is_the_answer():
+    played = environment()
+    assert played.reset().endswith("17 * 23?") and "```python" in played.reset()
+    assert played.step(block("x = 17 * 23\nprint(x)")) == ("```output\n391\n```\n", 0.0, False)
+    assert played.step(r"So it is \boxed{391}.") == (None, 1.0, True)
+    assert environment().step(r"\boxed{392}") == (None, 0.0, True)
+
+
+@pytest.mark.parametrize(
+    "program, shown",
+    [
+        ("print(x)", "exit code 1: NameError: name 'x' is not defined"),  # of the program before it nothing is kept
+        ("print(1)\n1/0", "1\nexit code 1: ZeroDivisionError: division by zero"),
+        ("while True: pass", "time limit"),
+        ("x = bytearray(2**30)", "exit code 1: MemoryError"),
+        ("while True: print('x' * 1000)", "output limit"),
+        ("", ""),
+    ],
+)
+def test_what_fails_is_shown_and_the_model_has_another_turn(program, shown):
+    played = environment(run_s=2.0, memory_mb=128, output_kb=64, max_chars=100)
+    played.step(block("x = 1"))
+    said, reward, done = played.step(block(program))
+    assert said.startswith("```output\n") and said.rstrip("`\n").endswith(shown)
+    assert len(said) <= 100 + len("```output\n\n```\n")
+    assert (reward, done) == (0.0, False)
+
+
+@pytest.mark.skipif(bool(isolation()), reason=f"no namespaces here: {isolation()}")
+@pytest.mark.parametrize(
+    "program",
+    [
+        f"print(open({__file__!r}).read())",
+        "import socket; print(socket.create_connection(('127.0.0.1', 22)))",
+    ],
+)
+def test_a_program_sees_neither_files_nor_network(program):
+    said, _, _ = environment().step(block(program))
+    assert "exit code 1" in said and "Error" in said
+
+
+@pytest.mark.parametrize(
+    "args, message", [({"grader": "no_such"}, "no_such"), ({"memory": 5}, "memory"), ({"memory_mb": 1}, "64")]
+)
+def test_wrong_arguments_are_refused_before_the_rollout(args, message):
+    with pytest.raises(ValueError, match=message):
+        environment(**args)
