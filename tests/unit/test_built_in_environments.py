@@ -1,6 +1,5 @@
 """Built-in environments: `mcp` with servers on stdio and HTTP, `openenv` as openenv-core 0.3.0 speaks, `python`."""
 
-import asyncio
 import json
 import sys
 import threading
@@ -11,16 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from examples.laptop.model import character_tokenizer
-from megagrpo.config.data import DataConfig
-from megagrpo.config.rollout import EnvironmentConfig
 from megagrpo.rewards.sandbox.sandbox import isolation
 from megagrpo.rollout.agents import Unavailable
 from megagrpo.rollout.agents.built_in.mcp_tools import McpTools
 from megagrpo.rollout.agents.built_in.openenv import OpenEnv
 from megagrpo.rollout.agents.built_in.python_programs import PythonPrograms
-from megagrpo.rollout.agents.environments import EnvironmentFailed, Environments
-from megagrpo.rollout.agents.renderer import Renderer
 from tests.mcp_server import answer
 
 ROW = {"prompt": "2 + 3?", "answer": "5", "source": "", "extra": {}}
@@ -102,25 +96,6 @@ def test_a_server_that_is_gone_is_no_fault_of_the_model(listening):
         McpTools(ROW, 0, "exact", url=f"http://127.0.0.1:{listening.server_port}/mcp")
     with pytest.raises(ValueError, match="one of them"):
         McpTools(ROW, 0, "exact")
-
-
-def test_its_rollout_ends_as_infrastructure():
-    args = {"command": f"{COMMAND} die", "grader": "exact"}
-    renderer = Renderer(character_tokenizer("<>"), DataConfig(path="rows.jsonl"), True)
-
-    async def played() -> str:
-        async with environments.episode(ROW, 0) as episode:
-            assert "2 + 3?" in str(await episode.reset())
-            await episode.step(call("add", a=1, b=1))
-        return ""
-
-    environments = Environments(EnvironmentConfig(function="mcp", args=args, workers=1), renderer)
-    try:
-        with pytest.raises(EnvironmentFailed) as failed:
-            asyncio.run(played())
-    finally:
-        environments.close()
-    assert failed.value.end == "infrastructure" and "the server is gone" in str(failed.value)
 
 
 LEVEL_ROW = {"prompt": "p", "answer": "", "source": "", "extra": {"level": 3}}

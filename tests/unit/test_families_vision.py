@@ -20,40 +20,12 @@ from megagrpo.families.vision import tower_tensors
 from megagrpo.planning.engine_memory import tower_elements
 from megagrpo.planning.layer_costs import model_work
 from megagrpo.planning.trainer_memory import stage_parameters, trained_elements
+from tests.experiments import ROOT
 
-# as published: the text part of Qwen2.5-VL stands beside vision_config
-QWEN2_5_VL_7B = {
-    "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "hidden_act": "silu",
-    "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-    "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 128000, "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0, "tie_word_embeddings": False, "use_sliding_window": False, "image_token_id": 151655,
-    "video_token_id": 151656, "vision_start_token_id": 151652, "vision_end_token_id": 151653,
-    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
-    "vision_config": {
-        "depth": 32, "hidden_act": "silu", "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
-        "in_chans": 3, "out_hidden_size": 3584, "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14,
-        "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2, "temporal_patch_size": 2,
-    },
-}  # fmt: skip
-QWEN3_VL_30B = {
-    "architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe", "image_token_id": 151655,
-    "video_token_id": 151656, "vision_start_token_id": 151652, "vision_end_token_id": 151653,
-    "tie_word_embeddings": False,
-    "text_config": {
-        "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
-        "intermediate_size": 6144, "max_position_embeddings": 262144, "mlp_only_layers": [],
-        "model_type": "qwen3_vl_moe_text", "moe_intermediate_size": 768, "norm_topk_prob": True,
-        "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
-        "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 5000000, "vocab_size": 151936,
-        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
-    },
-    "vision_config": {
-        "deepstack_visual_indexes": [8, 16, 24], "depth": 27, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 1152,
-        "in_channels": 3, "intermediate_size": 4304, "model_type": "qwen3_vl_moe", "num_heads": 16,
-        "num_position_embeddings": 2304, "out_hidden_size": 2048, "patch_size": 16, "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-    },
-}  # fmt: skip
+QWEN2_5_VL_7B, QWEN3_VL_30B = (
+    json.loads((ROOT / "configs" / "models" / name / "config.json").read_text())
+    for name in ("Qwen2.5-VL-7B-Instruct", "Qwen3-VL-30B-A3B-Instruct")
+)
 DENSE = {key: value for key, value in QWEN3_VL_30B["text_config"].items() if "expert" not in key}
 QWEN3_VL = QWEN3_VL_30B | {"model_type": "qwen3_vl", "text_config": DENSE | {"num_hidden_layers": 36}}
 MODELS = {"qwen2_5_vl": QWEN2_5_VL_7B, "qwen3_vl": QWEN3_VL, "qwen3_vl_moe": QWEN3_VL_30B}

@@ -141,7 +141,7 @@ def graded(file, name: str, args=None, tokens=response, **reward):
             [1, 1, 0, 0, 1, 0, 1],
             1.2,
             ((1, 0.1), (4, 0.1)),
-        ),  # a tool's token hands it to the sampled one before
+        ),  # a tool's token hands it to the one before
         ("tokens", None, 3.5, tuple((i, 0.5) for i in range(7))),
     ],
 )

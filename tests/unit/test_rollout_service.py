@@ -1,20 +1,17 @@
 """The service's own address, key, connections and Ray, which need no engine."""
 
-import json
-import socketserver
 import stat
 import subprocess
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
+from fake_service import FakeService, running
 
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.rollout.control import ServiceControl
 from megagrpo.rollout.service import ray_cluster, server
 from megagrpo.rollout.service.addresses import interface_of, own_address
 from megagrpo.rollout.service.node import free_port
@@ -46,44 +43,19 @@ def test_a_key_is_made_for_its_owner_alone_unless_it_is_given(tmp_path, monkeypa
     assert make_key(file) == "given by its user" and not file.exists()
 
 
-@pytest.fixture
-def service():
-    """A control endpoint without engines, and the numbers of connections that it has, and has had."""
-    counts = {"open": 0, "all": 0}
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"  # which keeps connections open
-
-        def setup(self):
-            super().setup()
-            counts["open"] += 1
-            counts["all"] += 1
-
-        def finish(self):
-            super().finish()
-            counts["open"] -= 1
-
-        def do_GET(self):
-            body = json.dumps({"router": "", "failed": None, "lost_hosts": 0, "engines": []}).encode()
-            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
-
-        def log_message(self, *args):
-            pass
-
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}", counts
-        server.shutdown()
-
-
-def test_no_connection_outlives_its_call(service):
+def test_no_connection_outlives_its_call():
     """An idle one would be closed by the first thread that finds it too old, maybe when another was just given it."""
-    url, counts = service
-    control = ServiceControl(url, "key")
-    control.status()
-    control.status()
-    until(lambda: counts == {"open": 0, "all": 2}, said=lambda: counts)
+    with running(FakeService()) as service:
+        control, port = service.control, int(service.url.rpartition(":")[2])
+
+        def connections() -> list:
+            """Of both ends, as the service is in this process."""
+            every = psutil.Process().net_connections("tcp")
+            return [one for one in every if one.raddr and port in (one.raddr.port, one.laddr.port)]
+
+        for _ in range(2):
+            control.status()
+            until(lambda: not [one for one in connections() if one.status == psutil.CONN_ESTABLISHED], 5)
 
 
 BUSY = Exception("The current node timed out during startup. This could happen because\nsome of the raylet failed")
