@@ -8,18 +8,18 @@ from contextlib import closing
 import numpy as np
 import psutil
 import pytest
-from fake_service import FakeService, running
-from sampling import Grader, experiment, source_of
+from fake_service import FakeService
+from sampling import experiment, playing
 
 from examples.laptop.model import character_tokenizer
 from megagrpo.algo.statistics import alone
 from megagrpo.config.data import DataConfig
 from megagrpo.config.rollout import EnvironmentConfig
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout.agents.environments import EnvironmentFailed, Environments, EpisodeLost
 from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.rollout.generation import sample_seed
-from megagrpo.rollout.tools import make_answering
 from megagrpo.types import Prompt, RolloutGroup
 from tests.experiments import ROOT, until
 
@@ -37,28 +37,23 @@ def says(text: str, reason: str = "stop") -> dict:
     return {"output_token_logprobs": [[-0.25, t, None] for t in tokens], "finish_reason": {"type": reason}}
 
 
-def play(*turns: dict, game: str = "GuessTheNumber", answer: str = "7", samples: int = 1, tokens: int = 32, **more):
-    """(the group, the requests that were sent)"""
-    config = experiment(
+def config_of(*, samples: int = 1, tokens: int = 32, rollout: dict | None = None, **environment) -> ExperimentConfig:
+    """One worker plays; environment: of the section."""
+    return experiment(
         train={"group_size": samples},
-        algorithm={"advantage": {"name": "reinforce_plus_plus"}},
-        sampling={
-            "max_response_tokens": tokens,
-            "stop_token_ids": [EOS],
-            "environment": {"function": f"tests.games:{game}", "workers": 1} | more,
-        },
+        rollout=rollout or {},
+        algorithm={"advantage": {"name": "reinforce_plus_plus"}, "mismatch": {"weight": {"name": "tis"}}},
+        sampling={"max_response_tokens": tokens, "stop_token_ids": [EOS], "environment": {"workers": 1} | environment},
     )
-    prompt = Prompt(30, "?", tuple(ids("?")), answer)
-    answering = make_answering(config, TOKENIZER)
-    assert isinstance(answering, Environments)
-    decode = lambda tokens: TOKENIZER.decode(tokens, skip_special_tokens=True)  # noqa: E731
-    try:
-        with running(FakeService(version=3, script=list(turns))) as service:
-            [group] = source_of(service.control, config, Grader(), decode, tool=answering).next(7, [prompt], 3)
-            assert not service.script, "turns that were never asked for"
-            return group, service.requests
-    finally:
-        answering.close()
+
+
+def play(*turns: dict, game: str = "GuessTheNumber", answer: str = "7", **more):
+    """(the group, the requests that were sent)"""
+    service = FakeService(version=3, script=list(turns))
+    with playing(config_of(function=f"tests.games:{game}", **more), TOKENIZER, service) as source:
+        [group] = source.next(7, [Prompt(30, "?", tuple(ids("?")), answer)], 3)
+        assert not service.script, "turns that were never asked for"
+        return group, service.requests
 
 
 def masked(group: RolloutGroup, sample: int = 0) -> str:
@@ -282,45 +277,23 @@ def test_a_template_that_cannot_be_continued_is_refused(template, named):
     assert Renderer(tokenizer, data, False).start("3").tolist() == tokenizer("<user>3\n<assistant>")["input_ids"]
 
 
-BY_VERSION = {"prefix_cache": "by_version", "max_staleness": 1}
-CORRECTED = {"mismatch": {"weight": {"name": "tis"}}}
-
-
 @pytest.mark.parametrize("policy", ["by_version", "flush"])
 def test_a_rollout_keeps_its_key_over_a_publish_and_a_new_one_has_the_next(policy):
-    config = experiment(
-        train={"group_size": 1},
-        rollout=BY_VERSION | {"prefix_cache": policy},
-        algorithm=CORRECTED | {"advantage": {"name": "reinforce_plus_plus"}},
-        sampling={
-            "max_response_tokens": 32,
-            "stop_token_ids": [EOS],
-            "environment": {"function": "tests.games:GuessTheNumber", "workers": 1},
-        },
-    )
-    answering, published = make_answering(config, TOKENIZER), []
+    config = config_of(function="tests.games:GuessTheNumber", rollout={"prefix_cache": policy, "max_staleness": 1})
     prompts = [Prompt(n, "?", tuple(ids("?")), "7") for n in (30, 31)]
-    decode = lambda tokens: TOKENIZER.decode(tokens, skip_special_tokens=True)  # noqa: E731
     script = [says("3") | {"cached_tokens": 0}, says("7") | {"cached_tokens": 3}, says("7") | {"cached_tokens": 0}]
-    try:
-        with running(FakeService(version=3, script=script)) as service:
-            service.hang = lambda body: len(body["input_ids"]) > 1 and not published
-            source = source_of(service.control, config, Grader(), decode, tool=answering)
-            source.start(1, [0], prompts[:1], 3)
-            until(lambda: len(service.requests) == 2, 20)
-            service.version = 4  # a publish: the second turn is sampled by its weights
-            published.append(4)
-            [old] = source.next(1, prompts[:1], 4)
-            source.start(2, [1], prompts[1:], 4)
-            [new] = source.next(2, prompts[1:], 4)
-            metrics = Metrics()
-            source.add_metrics(metrics)
-            source.close()
-    finally:
-        answering.close()
-    assert (old.samples[0].weight_version, old.samples[0].newer) == (3, ((3, 4),)) and new.samples[
-        0
-    ].weight_version == 4
+    service, metrics = FakeService(version=3, script=script), Metrics()
+    service.hang = lambda body: len(body["input_ids"]) > 1 and service.version == 3
+    with playing(config, TOKENIZER, service) as source:
+        source.start(1, [0], prompts[:1], 3)
+        until(lambda: len(service.requests) == 2, 20)
+        service.version = 4  # a publish: the second turn is sampled by its weights
+        [old] = source.next(1, prompts[:1], 4)
+        source.start(2, [1], prompts[1:], 4)
+        [new] = source.next(2, prompts[1:], 4)
+        source.add_metrics(metrics)
+    (old,), (new,) = old.samples, new.samples
+    assert (old.weight_version, old.newer, new.weight_version) == (3, ((3, 4),), 4)
     keys = [request.get("extra_key") for request in service.requests]
     assert keys == (["weights 3", "weights 3", "weights 4"] if policy == "by_version" else [None] * 3)
     found = metrics.reduced(alone)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fake_service import FakeService, running
-from sampling import MESH
+from sampling import MESH, experiment
 from sampling import source_of as make_source
 from test_rollout_client import PARAMS, PROMPTS, QUICK
 from test_rollout_tools import CALCULATOR, EOS, PROMPT, TOKENIZER, ids, says
@@ -23,7 +23,6 @@ from megagrpo.certify.tiny_model import hf_config
 from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
-from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.table import architecture_of
 from megagrpo.monitor.rollouts import RolloutLog, read_rollouts
 from megagrpo.planning.explain import explain
@@ -134,14 +133,16 @@ def model(tmp_path) -> Path:
     return tmp_path
 
 
-def source_of(model: Path, service: FakeService, **sections) -> RolloutSource:
-    config = {"name": "t", "output_dir": "t", "model": {"path": str(model)}, "data": {"path": "d"}}
-    config |= {"rollout": {"request_timeout_s": 5.0, "step_timeout_s": 5.0}, "train": {"group_size": 1}}
-    config |= {"algorithm": {"advantage": {"name": "reinforce_plus_plus"}}, "actor": {"routing_replay": "rollout"}}
-    config = ExperimentConfig.model_validate(config | sections)
+def source_of(model: Path, service: FakeService, **sampling) -> RolloutSource:
+    config = experiment(
+        model={"path": str(model)},
+        train={"group_size": 1},
+        algorithm={"advantage": {"name": "reinforce_plus_plus"}},
+        actor={"routing_replay": "rollout"},
+        sampling=sampling,
+    )
     tool = make_tool(config.sampling.tool, TOKENIZER) if config.sampling.tool else None
-    decode = lambda tokens: "1"  # noqa: E731
-    return make_source(service.control, config, decode=decode, tool=tool)
+    return make_source(service.control, config, decode=lambda tokens: "1", tool=tool)
 
 
 def test_every_turn_goes_on_where_the_experts_end(model: Path):
@@ -156,12 +157,9 @@ def test_every_turn_goes_on_where_the_experts_end(model: Path):
         says("1", end=True) | {"routed_experts": told(experts)},
     ]
     with running(FakeService(version=3, script=script)) as service:
-        sampling = {
-            "max_response_tokens": 32,
-            "stop_token_ids": [EOS],
-            "tool": CALCULATOR | {"function": "test_routing_replay:one"},
-        }
-        [group] = source_of(model, service, sampling=sampling).next(7, [PROMPT], 3)
+        tool = CALCULATOR | {"function": "test_routing_replay:one"}
+        source = source_of(model, service, max_response_tokens=32, stop_token_ids=[EOS], tool=tool)
+        [group] = source.next(7, [PROMPT], 3)
     assert np.array_equal(group.samples[0].routed_experts, experts[:, 1:])
 
 
