@@ -131,13 +131,6 @@ def test_selection_does_not_depend_on_the_layout(tmp_path, world):
         assert many["cursor"] == one["cursor"] and many["metrics"] == one["metrics"]
 
 
-def test_surplus_comes_back_from_a_checkpoint_as_it_was(tmp_path):
-    steps = run_steps(alone(), tmp_path, 2)
-    state = checkpoint.load(latest(tmp_path), ANY, lambda _: None, alone())
-    assert state.surplus == steps[-1]["surplus"] and isinstance(state.surplus[0].samples[0], Sample)
-    assert (latest(tmp_path) / "surplus.npz").is_file()
-
-
 def test_too_few_groups_is_an_error_that_says_what_to_do():
     source, state = Source(alone(), always_alike=True), TrainState()
     said = r"3 batches of 4 prompts .*max_num_gen_batches.* 0 of 4 groups .* 12 of 12 groups were dropped"

@@ -264,14 +264,13 @@ def test_groups_come_back_as_they_were(tmp_path):
     generator = np.random.default_rng(0)
     ids, images = generator.integers(0, 150_000, 5), (ImageRef("key", 1, (1, 4, 4)),)
     prompt = Prompt(7, "1+1=", ids, "2", "exact", "a.jsonl:3", "gsm8k", {"level": [1, "x"]}, images=images)
-    parts = {"array": Outcome("score", 2.0), "taste": Outcome("timeout", detail="10 s")}  # a grader of that name
     samples = tuple(
         Sample(i, generator.integers(0, 150_000, n), -generator.random(n), "stop", 3, "é", mask)
         for i, (n, mask) in enumerate([(4, None), (0, None), (3, (1, 0, 1))])
     )
     outcomes = (
-        Outcome("score", 0.1 + 0.2, parts=parts),
-        Outcome("error", detail="x"),
+        Outcome("score", 0.1 + 0.2, parts={"array": Outcome("score", 2.0)}),  # a grader of that name
+        Outcome("error", detail="x", parts={"taste": Outcome("timeout", detail="10 s")}),
         Outcome("score", -1.0, token_rewards=((0, 0.5), (2, -1.5))),
     )
     groups = [

@@ -13,7 +13,7 @@ from fake_service import FakeService, running
 from sampling import experiment, source_of
 
 from megagrpo.mesh import LeaderError
-from megagrpo.rollout.admission import ResponseLengths, Turnstile
+from megagrpo.rollout.admission import Patience, ResponseLengths, Turnstile
 from megagrpo.rollout.control import ServiceControl, ServiceFailed, ServiceUnreachable, find_service
 from megagrpo.rollout.generation import (
     GenerationClient,
@@ -289,3 +289,22 @@ def test_expected_lengths():
         lengths.add(2, 30)
     assert lengths.occupied() == pytest.approx((100 + 900) / 2 / (2 * 20), rel=1e-3)
     assert (lengths.expected(1), lengths.expected(2)) == (10, 30) and lengths.expected(3) == pytest.approx(20, rel=1e-3)
+
+
+def test_the_limit_of_a_step_counts_while_somebody_waits():
+    outlived = []
+
+    async def run():
+        patience = Patience(0.1)
+        async with patience:
+            await asyncio.sleep(0.3)
+            patience.start()
+            patience.stop()
+            await asyncio.sleep(0.3)
+            outlived.append("the limit")
+            patience.start()
+            await asyncio.sleep(10)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(run())
+    assert outlived

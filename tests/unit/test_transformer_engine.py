@@ -80,9 +80,87 @@ print("ok")
 """
 
 
-def test_its_adam():
-    """With moments of few bits and master weights, whole or as remainders, beside torch's AdamW."""
-    assert run(WITH) == ["ok"]
+PUBLISH = """
+from types import SimpleNamespace
+import torch
+from megagrpo.actor.host import prepare_host
+prepare_host(transformer_engine=True)
+from megatron.core import tensor_parallel
+from megagrpo.actor.megatron.config import kernels_here, transformer_config
+from megagrpo.actor.megatron.model import build_chunks, chunk_parameters, load_hf
+from megagrpo.actor.dry_run import pretended_world
+from megagrpo.config.actor import ActorConfig
+from examples.laptop.recipe import TinyModelConfig
+from megagrpo.families.table import architecture_of
+from megagrpo.certify.tiny_model import hf_config, random_tensors
+from megagrpo.weights.expected_digests import ExpectedDigests
+from megagrpo.weights.copies.record import record_copies
+from megagrpo.weights.transports.reshard_plan import trainer_atoms
+
+
+def rank_of(arch, config, hf, rank):
+    with pretended_world(config, rank):
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+        kernels = kernels_here(config)
+        chunks = build_chunks(arch, config, transformer_config(arch, config, kernels), kernels, torch.device("cpu"))
+        live = chunk_parameters(chunks)
+        copies = record_copies(lambda hf: load_hf(chunks, arch, hf), specs_of(hf), live)
+        load_hf(chunks, arch, hf)
+    return copies, {name: values.detach() for name, values in live.items()}
+
+
+def specs_of(hf):
+    return {name: (tuple(values.shape), values.dtype) for name, values in hf.items()}
+
+
+def digests_of(everyone, hf):
+    slices = [(name, (0,) * len(shape), shape) for name, (shape, _) in specs_of(hf).items()]
+    total = 0
+    for rank, (_, live) in enumerate(everyone):
+        mesh = SimpleNamespace(rank=rank, world_size=1, device=torch.device("cpu"))
+        copies = [copies for copies, _ in everyone]
+        digests = ExpectedDigests(
+            SimpleNamespace(mesh=mesh, copies=copies, specs=specs_of(hf), parameters=lambda live=live: live)
+        )
+        digests.add(slices)
+        total = total + digests.compute()
+    return total.tolist()
+
+
+def boxes_of(everyone, hf):
+    atoms = trainer_atoms([copies for copies, _ in everyone], specs_of(hf))
+    return {name: [(atom.copy.box, atom.ranks) for atom in parts] for name, parts in atoms.items()}
+
+
+cases = (
+    ("qwen3", {"tp": 2}),
+    ("qwen3_moe", {"ep": 2, "tp": 2, "pp": 2}),
+    ("qwen3_moe", {"tp": 2, "etp": 2}),
+    ("deepseek_v3", {"tp": 2, "ep": 2}),
+    ("glm4_moe", {"ep": 2}),
+)
+for family, parallel in cases:
+    arch = architecture_of(hf_config(TinyModelConfig(path="x", family=family)))
+    hf = random_tensors(arch, torch.Generator().manual_seed(0))
+    found = {}
+    for engine in (False, True):
+        world = 4 if "pp" in parallel else 2
+        config = ActorConfig(world_size=world, parallel=parallel, transformer_engine=engine)
+        everyone = [rank_of(arch, config, hf, rank) for rank in range(config.world_size)]
+        found[engine] = boxes_of(everyone, hf), digests_of(everyone, hf)
+    grouped = any(name.endswith("experts.linear_fc1.weight0") for name in everyone[0][1])
+    assert grouped == (arch.is_moe), "its experts are grouped"
+    assert found[False] == found[True] and len(set(found[True][1])) > len(hf) // 2, family
+print("ok")
+"""
+
+
+def test_adam_and_what_is_published_with_it():
+    """Adam with moments of few bits and master weights, whole or as remainders, beside torch's AdamW.
+
+    Recorded copies, who holds which part of every tensor, and digests of the live weights, as with torch's layers.
+    """
+    assert run(WITH + PUBLISH) == ["ok", "ok"]
 
 
 WITHOUT = """

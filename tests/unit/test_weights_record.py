@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from megagrpo.weights.copies.record import coverage_problems, record, record_copies
+from megagrpo.weights.copies.views import Box
 
 HF = {"a": (8, 6), "b": (8, 6), "c": (12,), "e": (3, 4, 5)}
 SPECS = {name: (shape, torch.float32) for name, shape in HF.items()}
@@ -181,3 +182,13 @@ def test_interleaved_writes_are_checked_element_by_element():
         x[1::2].copy_(hf["b"])
 
     assert len(record_copies(load, SPECS, {"x": x})) == 2
+
+
+def test_boxes_subtract_into_disjoint_rests():
+    whole, hole = Box((0, 0), (6, 5)), Box((2, 1), (3, 2))
+    rests = whole.subtract(hole)
+    count = torch.zeros(6, 5, dtype=torch.int64)
+    for box in [*rests, hole]:
+        count[box.slices] += 1
+    assert (count == 1).all()
+    assert whole.subtract(Box((6, 0), (1, 5))) == [whole] and not hole.subtract(whole)
