@@ -1,7 +1,8 @@
 """Sampling against a service, fake or real: a grader, an experiment, a source of groups, and the steps of a loop."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import closing, contextmanager
 
 import torch
 
@@ -14,10 +15,11 @@ from megagrpo.rollout.control import ServiceControl
 from megagrpo.rollout.sampler import Sampler
 from megagrpo.rollout.selection import GroupChoice, StepGroups
 from megagrpo.rollout.source import RolloutSource
-from megagrpo.rollout.tools import Tool
+from megagrpo.rollout.tools import Tool, make_answering
 from megagrpo.types import Outcome, Prompt, TrainState
 from megagrpo.weights.exchange import EngineRefresh
 from tests import experiments
+from tests.fake_service import FakeService, running
 
 MESH = make_mesh(0, 1, torch.device("cpu"), 60.0)
 
@@ -77,6 +79,18 @@ def source_of(
     refresh = EngineRefresh(mesh, publish or (lambda version, ids: control.mark_ready(ids[0], 1, version)))
     sampler = Sampler(config, mesh.dp_size, control, grader or Grader(), decode, tool) if mesh.is_leader else None
     return RolloutSource(config, mesh, control, sampler, refresh)
+
+
+@contextmanager
+def playing(config: ExperimentConfig, tokenizer, service: FakeService) -> Iterator[RolloutSource]:
+    """The source of a rank whose samples are played by the experiment's environment or agent."""
+    decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)  # noqa: E731
+    with (
+        closing(make_answering(config, tokenizer)) as answering,
+        running(service),
+        closing(source_of(service.control, config, Grader(), decode, tool=answering)) as source,
+    ):
+        yield source
 
 
 def take(

@@ -3,15 +3,14 @@
 import random
 
 import torch
-import torch.distributed as dist
 
 from megagrpo.batching.batch import build_batch, shuffle_rewards
 from megagrpo.batching.microbatch import MicroBatchSize, plan_micro_batches
 from megagrpo.batching.updates import one_pass
 from megagrpo.config.schema import ParallelConfig
-from megagrpo.mesh import make_mesh
+from megagrpo.mesh import Mesh
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
-from tests.dist.workers.launch import POOL
+from tests.dist.workers.launch import run_meshes
 
 WORLD, ROUNDS = 3, 40
 
@@ -21,24 +20,13 @@ def some_groups(chance: random.Random) -> list[RolloutGroup]:
     for g in range(chance.randint(1, 9)):
         prompt = Prompt(g, "", tuple(chance.randrange(100) for _ in range(chance.randint(1, 8))), "")
         lengths = [chance.randint(0, 30) for _ in range(size)]
-        samples = tuple(
-            Sample(
-                i,
-                tuple(chance.randrange(100) for _ in range(n)),
-                tuple(-chance.random() for _ in range(n)),
-                "stop",
-                0,
-                "",
-            )
-            for i, n in enumerate(lengths)
-        )
+        tokens = [[chance.randrange(100) for _ in range(n)] for n in lengths]
+        samples = tuple(Sample(i, ids, [-chance.random() for _ in ids], "stop", 0, "") for i, ids in enumerate(tokens))
         groups.append(RolloutGroup(g, prompt, samples, tuple(Outcome("score", chance.random()) for _ in lengths)))
     return groups
 
 
-def run_rank(rank: int, folder) -> list[dict]:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-    mesh = make_mesh(rank, WORLD, torch.device("cpu"), deadline_s=60)
+def of_rank(mesh: Mesh) -> list[dict]:
     found = []
     for number in range(ROUNDS):
         chance = random.Random(number)
@@ -47,17 +35,14 @@ def run_rank(rank: int, folder) -> list[dict]:
         kept = []
         for _ in range(2):  # two placements of the same groups, one of which may leave a rank without any
             places = [chance.randrange(WORLD) for _ in groups]
-            mine = [group for group, place in zip(groups, places, strict=True) if place == rank]
+            mine = [group for group, place in zip(groups, places, strict=True) if place == mesh.rank]
             chance.shuffle(groups)
             batch = build_batch(mine, one_pass(len(groups), num_updates), mesh)
             shuffled = shuffle_rewards(batch, 1, number, mesh)
             kept.append((batch, shuffled.rewards.values.tolist()))
         (batch, rewards), (again, rewards_again) = kept
-        same = (
-            torch.equal(batch.tokens, again.tokens)
-            and torch.equal(batch.sample_ids, again.sample_ids)
-            and rewards == rewards_again
-        )
+        pairs = ((batch.tokens, again.tokens), (batch.sample_ids, again.sample_ids))
+        same = all(torch.equal(*pair) for pair in pairs) and rewards == rewards_again
         packed, layout = chance.random() < 0.5, ParallelConfig(pp=chance.choice([1, 2]))
         shapes = []
         for update in batch.updates[0]:
@@ -66,21 +51,13 @@ def run_rank(rank: int, folder) -> list[dict]:
             assert sorted(r for m in micros for r in m.members.tolist()) == rows
             shapes.append([tuple(m.tokens.shape) for m in micros])
         tokens = [of_one.tolist() for of_one in batch.tokens.split(batch.lengths.tolist())]
-        result = {
-            "ids": batch.sample_ids.tolist(),
-            "tokens": tokens,
-            "same": same,
-            "shapes": shapes,
-            "pp": layout.pp,
-            "rewards": rewards,
-        }
-        found.append(result)
-    dist.destroy_process_group()
+        result = {"ids": batch.sample_ids.tolist(), "tokens": tokens, "same": same, "shapes": shapes}
+        found.append(result | {"pp": layout.pp, "rewards": rewards})
     return found
 
 
 def test_every_sample_once_and_micro_batches_agree(tmp_path):
-    by_rank = POOL.run(WORLD, run_rank, tmp_path)
+    by_rank = run_meshes(WORLD, tmp_path, of_rank)
     for number in range(ROUNDS):
         groups = some_groups(random.Random(number))
         parts = [found[number] for found in by_rank]

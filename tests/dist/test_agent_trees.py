@@ -14,17 +14,16 @@ import numpy as np
 import pytest
 import torch
 from aiohttp import web
-from fake_service import FakeService, running
-from sampling import Grader, experiment, source_of
+from fake_service import FakeService
+from sampling import experiment, playing
 
 from examples.laptop.model import character_tokenizer
 from megagrpo.checkpoint.groups import write_groups
 from megagrpo.families.table import read_architecture
 from megagrpo.rollout.generation import sample_seed
-from megagrpo.rollout.tools import make_answering
 from megagrpo.types import Prompt, RolloutGroup
 from tests.dist.cases import LAYOUTS
-from tests.dist.test_router_bias import write_model
+from tests.dist.random_models import write_model
 from tests.dist.workers.launch import run_ranks
 
 TOKENIZER = character_tokenizer("0123456789HL?")
@@ -84,30 +83,19 @@ class Engine(FakeService):
 
 def recorded(model: Path) -> tuple[list[RolloutGroup], int]:
     """(the groups that the agents made, the seed of the run)"""
+    agent = {"function": "tests.programs:scripted", "workers": 1}
     config = experiment(
         model={"path": str(model)},
         train={"group_size": GROUP_SIZE},
         actor={"routing_replay": "rollout"},
         rollout={"request_timeout_s": 200.0, "step_timeout_s": 200.0},
-        sampling={
-            "max_response_tokens": 100,
-            "stop_token_ids": [EOS],
-            "agent": {"function": "tests.programs:scripted", "workers": 1},
-        },
+        sampling={"max_response_tokens": 100, "stop_token_ids": [EOS], "agent": agent},
     )
-    answering = make_answering(config, TOKENIZER)
     prompts = [Prompt(n, "?", ids("?"), json.dumps(script)) for n, script in enumerate(SCRIPTS)]
-    decode = lambda tokens: TOKENIZER.decode(tokens, skip_special_tokens=True)  # noqa: E731
-    try:
-        engine = Engine(version=3)
-        engine.model = model
-        with running(engine) as service:
-            source = source_of(service.control, config, Grader(), decode, tool=answering)
-            groups = source.next(STEP, prompts, 3)
-            source.close()
-        return groups, config.seed
-    finally:
-        answering.close()
+    engine = Engine(version=3)
+    engine.model = model
+    with playing(config, TOKENIZER, engine) as source:
+        return source.next(STEP, prompts, 3), config.seed
 
 
 def by_hand(model: Path, run_seed: int) -> list[dict]:

@@ -16,14 +16,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from fake_engine import FakeEngine, FakeFleet, exchange_config, running, write_checkpoint
 
-from megagrpo.mesh import Mesh, make_mesh, only_fake_groups
+from megagrpo.mesh import Mesh, only_fake_groups
 from megagrpo.system.environment import child_environment
 from megagrpo.weights import exchange as module
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.copies.record import record_copies
 from megagrpo.weights.exchange import Exchange
 from megagrpo.weights.wire.moving import Traffic
-from tests.dist.workers.launch import POOL
+from tests.dist.workers.launch import run_meshes
 
 CALLS = ("all_reduce", "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 CPU = torch.device("cpu")
@@ -77,13 +77,6 @@ def counted(mesh: Mesh, folder: Path) -> dict[str, int]:
     return dict(calls)
 
 
-def real(rank: int, world: int, folder: Path) -> dict[str, int]:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    found = counted(make_mesh(rank, world, CPU, 60.0), folder)
-    dist.destroy_process_group()
-    return found
-
-
 def pretended(world: int, folder: Path) -> dict[str, int]:
     """Rank 0 of a world whose other ranks say what it says."""
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
@@ -104,7 +97,7 @@ def pretended(world: int, folder: Path) -> dict[str, int]:
 def test_a_publish_gathers_objects_once(world, tmp_path):
     write_checkpoint(tmp_path / "initial", {"norm": torch.zeros(4)})
     if world <= 4:
-        found = POOL.run(world, real, world, tmp_path)
+        found = run_meshes(world, tmp_path, counted, tmp_path)
         assert all(calls == found[0] for calls in found)
         calls = found[0]
     else:

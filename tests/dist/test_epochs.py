@@ -101,16 +101,3 @@ def test_two_passes_of_two_updates_equal_a_loop_written_by_hand(made, tmp_path):
 
 def clip_fraction(values: dict[str, float], number: int) -> float:
     return sum(values[f"policy/clip_fraction_{end}_pass_{number}"] for end in ("low", "high"))
-
-
-def test_nothing_is_clipped_in_the_very_first_update(made):
-    """With one update a pass, the first pass is that update."""
-    model, batch, *_ = made
-    optimizer = OptimizerConfig(lr=LR, adam_eps=EPS, clip_grad=0.0, distributed=False)
-    train = TRAIN.model_copy(update={"num_updates_per_step": 1})
-    store = f"{model}_store"
-    with joined(store, config=ActorConfig(), optimizer=optimizer, model_path=model, device=DEVICE) as actor:
-        load_initial_weights(actor, model)
-        batch = replace(batch_of(actor), updates=plan_updates(train, SEED, STEP))
-        values, _ = update(actor, batch, ALGORITHM, TEMPERATURE, MAX_RESPONSE)
-    assert clip_fraction(values, 1) == 0 < clip_fraction(values, 2)

@@ -1,14 +1,14 @@
 """Vocabulary-parallel log-probabilities over two gloo ranks give what one rank gives, gradients included."""
 
-import pytest
+from pathlib import Path
+
 import torch
-import torch.distributed as dist
 
 from megagrpo.algo.logprob import VocabularyShard, chunked_full_kl, chunked_logprobs
-from tests.dist.workers.launch import POOL
+from megagrpo.mesh import Mesh
+from tests.dist.workers.launch import run_meshes
 
 WORLD, TOKENS, HIDDEN, VOCAB, PADDED = 2, 23, 8, 37, 48  # the second rank's last 11 columns are padding
-OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 def problem() -> tuple[torch.Tensor, ...]:
@@ -33,26 +33,13 @@ def solve(start: int, stop: int, reduce) -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in out.items()}
 
 
-def run_rank(rank: int, folder: str) -> dict[str, torch.Tensor]:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-
-    def reduce(tensor: torch.Tensor, op: str) -> torch.Tensor:
-        dist.all_reduce(tensor, op=OPS[op])
-        return tensor
-
+def of_rank(mesh: Mesh) -> dict[str, torch.Tensor]:
     half = PADDED // WORLD
-    solved = solve(rank * half, (rank + 1) * half, reduce)
-    dist.destroy_process_group()
-    return solved
+    return solve(mesh.rank * half, (mesh.rank + 1) * half, mesh.reduce)
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> list[dict]:
-    return POOL.run(WORLD, run_rank, str(tmp_path_factory.mktemp("ranks")))
-
-
-def test_two_ranks_equal_one(ranks):
-    one = solve(0, PADDED, None)
+def test_two_ranks_equal_one(tmp_path: Path):
+    ranks, one = run_meshes(WORLD, tmp_path, of_rank), solve(0, PADDED, None)
     for name in ("logprobs", "entropy", "kl"):
         for rank in ranks:
             torch.testing.assert_close(rank[name], one[name], rtol=1e-5, atol=1e-5)

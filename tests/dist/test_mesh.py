@@ -1,17 +1,15 @@
-"""Agreement of ranks: one integer all-reduce; objects travel only if there is a value or an error to send."""
+"""Agreement of ranks: one integer all-reduce; objects travel only with a value or an error; metrics over ranks."""
 
 from collections import Counter
-from datetime import timedelta
-from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from megagrpo.mesh import LeaderError, make_mesh
+from megagrpo.mesh import LeaderError, Mesh
+from megagrpo.monitor.metrics import Metrics
 from megagrpo.weights.exchange import _gather_distinct
-from tests.dist.workers.launch import POOL
+from tests.dist.workers.launch import run_meshes
 
 
 def fail() -> None:
@@ -28,16 +26,8 @@ CASES = {
     "none true": (lambda mesh: mesh.any_true(False), INTEGER, lambda r, w: False),
     "no error": (lambda mesh: mesh.raise_any(""), INTEGER, lambda r, w: None),
     "no value": (lambda mesh: mesh.from_main(lambda: None, "act"), INTEGER, lambda r, w: None),
-    "value": (
-        lambda mesh: mesh.from_main(lambda: [7], "act"),
-        VALUE,
-        lambda r, w: [7],
-    ),
-    "leader's value": (
-        lambda mesh: mesh.from_leader(lambda: mesh.rank, "act"),
-        VALUE,
-        lambda r, w: r // 2 * 2,
-    ),
+    "value": (lambda mesh: mesh.from_main(lambda: [7], "act"), VALUE, lambda r, w: [7]),
+    "leader's value": (lambda mesh: mesh.from_leader(lambda: mesh.rank, "act"), VALUE, lambda r, w: r // 2 * 2),
     "one leader's value": (  # of two replicas; the other's is None
         lambda mesh: mesh.from_leader(lambda: 5 if mesh.rank == 0 else None, "act"),
         VALUE,
@@ -61,10 +51,7 @@ CASES = {
 }
 
 
-def rank_main(rank: int, world: int, folder: Path) -> dict:
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    mesh = make_mesh(rank // 2, world // 2, torch.device("cpu"), 60.0)
+def of_rank(mesh: Mesh) -> dict:
     found = {}
     for name, (act, *_) in CASES.items():
         calls: Counter = Counter()
@@ -74,7 +61,6 @@ def rank_main(rank: int, world: int, folder: Path) -> dict:
             except LeaderError as exc:
                 result = f"LeaderError: {exc}"
         found[name] = dict(calls), result
-    dist.destroy_process_group()
     return found
 
 
@@ -93,6 +79,46 @@ def counted(call: str, calls: Counter):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_agree_by_one_integer(world, tmp_path):
-    for rank, found in enumerate(POOL.run(world, rank_main, world, tmp_path)):
+    for rank, found in enumerate(run_meshes(world, tmp_path, of_rank, replicas=world // 2)):
         for name, (_, calls, result) in CASES.items():
             assert found[name] == (calls, result(rank, world)), (rank, name)
+
+
+WORLD = 3
+# Per rank: (numerator, denominator) of a mean, a sum, an extreme, (amount, seconds) of a rate.
+MEASURED = [((1.0, 1), 5.0, -3.0, (10, 2.0)), ((7.0, 3), 0.5, 8.0, (30, 4.0)), ((0.0, 0), 1.0, 2.0, (20, 1.0))]
+EXPECTED = {"a/max": 8.0, "a/mean": 2.0, "a/rate": 15.0, "a/sum": 6.5}
+
+
+def measure(rank: int) -> Metrics:
+    mean, total, extreme, rate = MEASURED[rank]
+    metrics = Metrics()
+    metrics.add_mean("a/mean", *mean)
+    metrics.add_sum("a/sum", total)
+    metrics.add_max("a/max", extreme)
+    metrics.add_rate("a/rate", *rate)
+    return metrics
+
+
+def metrics_of_rank(mesh: Mesh) -> tuple[dict, str, dict]:
+    rank = mesh.rank
+    agreed = measure(rank).reduced(mesh.reduce)
+    uneven = measure(rank)
+    if rank == 1:
+        uneven.add_sum("only/here", 1.0)
+    broken = measure(rank)
+    broken.add_max("optim/grad_norm", float("nan") if rank == 2 else 1.0)
+    try:
+        error = str(uneven.reduced(mesh.reduce))
+    except AssertionError as exc:
+        error = str(exc)
+    broken.add_mean("loss/total", float("nan") if rank == 2 else 1.0)
+    return agreed, error, broken.reduced(mesh.reduce)
+
+
+def test_ranks_are_combined_as_stated_and_disagreement_raises_on_every_rank(tmp_path):
+    for rank, (agreed, error, values) in enumerate(run_meshes(WORLD, tmp_path, metrics_of_rank)):
+        assert agreed == EXPECTED
+        assert "different metrics" in error and ("only/here" in error) == (rank == 1)
+        assert values["loss/total"] != values["loss/total"], "a sum with NaN on one rank is NaN on all"
+        assert values["optim/grad_norm"] == float("inf"), "a maximum with NaN is not finite"

@@ -3,12 +3,8 @@
 import json
 
 import pytest
-import torch
 
-from examples.laptop.recipe import TinyModelConfig
-from megagrpo.certify.tiny_model import hf_config, random_tensors
-from megagrpo.families.table import architecture_of
-from megagrpo.weights.hf_folder import write_hf_folder
+from tests.dist.random_models import write_random_model
 from tests.dist.workers.launch import run_ranks
 
 VOCAB = 45  # padded under tensor parallelism
@@ -16,19 +12,9 @@ VOCAB = 45  # padded under tensor parallelism
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, str]:
-    folder, found = tmp_path_factory.mktemp("pretended"), {}
-    for name, family, tied in (("moe", "qwen3_moe", False), ("tied", "qwen3", True)):
-        sizes = TinyModelConfig(
-            path=str(folder / name), family=family, hidden_size=32, num_layers=4, head_dim=8, tie_embeddings=tied
-        )
-        description = hf_config(sizes) | {"vocab_size": VOCAB}
-        like = folder / f"{name}.description"
-        like.mkdir()
-        (like / "config.json").write_text(json.dumps(description))
-        tensors = random_tensors(architecture_of(description), torch.Generator().manual_seed(0))
-        write_hf_folder(sizes.path, iter([tensors]), like=like, dtype=torch.float32)
-        found[name] = sizes.path
-    return found
+    folder, sizes = tmp_path_factory.mktemp("pretended"), {"hidden_size": 32, "num_layers": 4, "head_dim": 8}
+    families = {"moe": {"family": "qwen3_moe"}, "tied": {"family": "qwen3", "tie_embeddings": True}}
+    return {name: str(write_random_model(folder / name, sizes | of, vocab=VOCAB)) for name, of in families.items()}
 
 
 CASES = {

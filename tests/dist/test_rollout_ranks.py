@@ -1,8 +1,6 @@
 """RolloutSource over gloo ranks, against a service that is played by a real HTTP server."""
 
 import time
-from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,21 +8,18 @@ import torch.distributed as dist
 from fake_service import FakeService, running
 from sampling import experiment, source_of
 
-from megagrpo.mesh import LeaderError, make_mesh
+from megagrpo.mesh import LeaderError, Mesh
 from megagrpo.rollout.control import ServiceControl
 from megagrpo.rollout.routed_experts import for_other_ranks
 from megagrpo.types import Prompt, RolloutGroup
-from tests.dist.workers.launch import POOL
+from tests.dist.workers.launch import run_meshes
 
 PROMPTS = [Prompt(id=10 * i, text="", token_ids=(1, i), answer="") for i in range(5)]
 PROMPTS.append(PROMPTS[0])  # comes twice in one batch: at an epoch's end, or with few prompts
 
 
-def rank_main(rank: int, world: int, dp: int, url: str, folder: Path, options: dict) -> dict:
-    """Rank `rank` of `world` in `dp` replicas: what one step gave it."""
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    mesh = make_mesh(rank * dp // world, dp, torch.device("cpu"), 60.0)
+def one_step(mesh: Mesh, url: str) -> dict:
+    """What a step gave this rank."""
     control = ServiceControl(url, "key")
     refreshed = []
 
@@ -32,21 +27,16 @@ def rank_main(rank: int, world: int, dp: int, url: str, folder: Path, options: d
         refreshed.append(engine_ids)
         meeting = torch.ones(1)
         dist.all_reduce(meeting)  # hangs unless every rank is here, as publishing would
-        assert meeting.item() == world
+        assert meeting.item() == mesh.world_size
         if mesh.is_main:
             control.mark_ready(engine_ids[0], 1, version)
 
-    source = source_of(control, experiment(rollout=options), mesh=mesh, publish=publish)
+    source = source_of(control, experiment(), mesh=mesh, publish=publish)
     try:
         groups, error = source.next(3, PROMPTS, 4), ""
     except LeaderError as exc:
         groups, error = [], str(exc)
-    dist.destroy_process_group()
     return {"groups": groups, "error": error, "refreshed": refreshed}
-
-
-def run_ranks(service: FakeService, folder: Path, world: int, dp: int, **options) -> list[dict]:
-    return POOL.run(world, rank_main, world, dp, service.url, folder, options)
 
 
 def as_others(groups: list[RolloutGroup]) -> list[RolloutGroup]:
@@ -58,7 +48,7 @@ def as_others(groups: list[RolloutGroup]) -> list[RolloutGroup]:
 def test_shares_do_not_depend_on_the_layout(tmp_path, world, dp):
     """Replica by replica the groups are those of one rank, and every rank of a replica has them all."""
     with running(FakeService(version=4)) as service:
-        results = run_ranks(service, tmp_path, world, dp)
+        results = run_meshes(world, tmp_path, one_step, service.url, replicas=dp)
     per_replica = [results[d * world // dp]["groups"] for d in range(dp)]
     groups = [group for part in per_replica for group in part]
     assert [(g.group_id, g.prompt) for g in groups] == list(enumerate(PROMPTS))
@@ -71,7 +61,7 @@ def test_shares_do_not_depend_on_the_layout(tmp_path, world, dp):
 
 def test_all_ranks_refresh_a_stale_engine_together(tmp_path):
     with running(FakeService(state="stale")) as service:
-        results = run_ranks(service, tmp_path, 4, 2)
+        results = run_meshes(4, tmp_path, one_step, service.url, replicas=2)
     assert [r["refreshed"] for r in results] == [[["engine-0"]]] * 4
     assert sum(len(results[rank]["groups"]) for rank in (0, 2)) == len(PROMPTS)
 
@@ -80,17 +70,14 @@ def test_a_leaders_failure_reaches_every_rank(tmp_path):
     """One leader's request is refused for good; the other leader and the ranks that only wait learn it at once."""
     with running(FakeService(version=4, script=[400])) as service:
         started = time.monotonic()
-        results = run_ranks(service, tmp_path, 4, 2)
+        results = run_meshes(4, tmp_path, one_step, service.url, replicas=2)
     assert time.monotonic() - started < 300, "long before the time limits of requests and steps"
     assert len({r["error"] for r in results}) == 1
     assert "train step 3" in results[1]["error"] and "refused a request: on purpose" in results[1]["error"]
 
 
-def first_main(rank: int, world: int, dp: int, url: str, folder: Path) -> list[tuple[list[int], list]]:
+def two_steps(mesh: Mesh, url: str) -> list[tuple[list[int], list]]:
     """What two steps of four groups gave this rank, of six that were begun for the first and two for the second."""
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    mesh = make_mesh(rank * dp // world, dp, torch.device("cpu"), 60.0)
     config = experiment(rollout={"extra_groups": 2}, algorithm={"mismatch": {"weight": {"name": "tis"}}})
     source = source_of(ServiceControl(url, "key"), config, mesh=mesh)
     source.start(0, range(6), PROMPTS, 4)
@@ -99,24 +86,22 @@ def first_main(rank: int, world: int, dp: int, url: str, folder: Path) -> list[t
     source.start(1, [*left, 6, 7], [PROMPTS[0]] * len(left) + PROMPTS[:2], 4)
     steps.append(source.first(4, {left[0]}, 4))
     source.close()
-    dist.destroy_process_group()
     return steps
 
 
-@pytest.mark.parametrize("world, dp", [(4, 2)])
-def test_all_ranks_take_the_same_groups_of_those_that_are_finished_first(tmp_path, world, dp):
+def test_all_ranks_take_the_same_groups_of_those_that_are_finished_first(tmp_path):
     """One prompt of the second replica is not answered before the second step's requests are there."""
     with running(FakeService(version=4)) as service:
         service.hang = lambda body: body["input_ids"][1] == 4 and len(service.requests) < 16
-        results = POOL.run(world, first_main, world, dp, service.url, tmp_path)
+        results = run_meshes(4, tmp_path, two_steps, service.url, replicas=2)
     chosen = [[places for places, _ in steps] for steps in results]
-    assert chosen == [chosen[0]] * world and [len(places) for places in chosen[0]] == [4, 4]
+    assert chosen == [chosen[0]] * 4 and [len(places) for places in chosen[0]] == [4, 4]
     assert sorted(chosen[0][0] + chosen[0][1]) == list(range(8)) and 4 in chosen[0][1]
     assert len(service.requests) == 16
     for step in range(2):
-        per_replica = [results[d * world // dp][step][1] for d in range(dp)]
+        per_replica = [results[d][step][1] for d in (0, 2)]
         assert sorted(group.group_id for part in per_replica for group in part) == chosen[0][step]
         for rank, steps in enumerate(results):
-            assert as_others(steps[step][1]) == as_others(per_replica[rank * dp // world])
+            assert as_others(steps[step][1]) == as_others(per_replica[rank // 2])
     found = {group.group_id: group.prompt for steps in results for group in steps[0][1]}
     assert found == {group_id: PROMPTS[group_id] for group_id in chosen[0][0]}

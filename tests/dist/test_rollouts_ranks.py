@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megagrpo.algo.advantage import with_advantages
 from megagrpo.algo.statistics import alone
@@ -13,7 +12,7 @@ from megagrpo.batching.updates import one_pass
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.mesh import Mesh, make_mesh
 from megagrpo.types import AlgoState
-from tests.dist.workers.launch import POOL
+from tests.dist.workers.launch import run_meshes
 from tests.rollout_groups import NUM_GROUPS, split_groups
 
 ALGORITHMS = [{}, {"advantage": {"name": "opo"}}, {"advantage": {"name": "reinforce_plus_plus", "gamma": 0.9}}]
@@ -39,18 +38,14 @@ def advantages(mesh: Mesh, shuffle: bool) -> Found:
     }
 
 
-def run_rank(rank: int, world: int, folder: str) -> list[Found]:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store-{world}", rank=rank, world_size=world)
-    mesh = make_mesh(rank, world, torch.device("cpu"), deadline_s=60)
-    mine = [advantages(mesh, shuffle) for shuffle in (False, True)]
-    dist.destroy_process_group()
-    return mine
+def of_rank(mesh: Mesh) -> list[Found]:
+    return [advantages(mesh, shuffle) for shuffle in (False, True)]
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_rollouts_stay_whole_and_advantages_have_the_same_bits(tmp_path: Path, world: int):
     one = make_mesh(0, 1, torch.device("cpu"), deadline_s=60)
-    parts = POOL.run(world, run_rank, world, str(tmp_path))
+    parts = run_meshes(world, tmp_path, of_rank)
     groups = split_groups()
     most = max(len(group.samples) for group in groups)
     for which, shuffle in enumerate((False, True)):

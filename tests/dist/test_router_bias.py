@@ -4,19 +4,13 @@ actor.router_bias_update moves biases by the counts of all tokens of an update; 
 formulas written out in plain torch, on one rank, a sample at a time.
 """
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-import torch
 
-from examples.laptop.recipe import TinyModelConfig
-from megagrpo.certify.tiny_model import hf_config, random_tensors
-from megagrpo.families.table import architecture_of
-from megagrpo.weights.hf_folder import write_hf_folder
+from tests.dist.random_models import write_model
 from tests.dist.workers.launch import run_ranks
-from tests.dist.workers.samples import LENGTHS, VOCAB
+from tests.dist.workers.samples import LENGTHS
 
 RATE, LOSSES = 0.01, {"balance": 0.3, "z": 0.02}
 VALUE_BOUND, GRADIENT_BOUND = 1e-5, 1e-5
@@ -59,32 +53,6 @@ class Ran:
 
     def of(self, what: str) -> dict[tuple[str, str], dict]:
         return {key[1:]: result for key, result in self.results.items() if key[0] == what}
-
-
-def write_model(folder: Path, family: str, num_kv_heads: int = 2) -> Path:
-    sizes = TinyModelConfig(
-        path=str(folder),
-        family=family,
-        hidden_size=64,
-        num_heads=4,
-        num_kv_heads=num_kv_heads,
-        head_dim=16,
-        ffn_size=96,
-        expert_ffn_size=48,
-    )
-    description = hf_config(sizes) | {"vocab_size": VOCAB}
-    like = folder / "description"
-    like.mkdir(parents=True)
-    (like / "config.json").write_text(json.dumps(description))
-    generator = torch.Generator().manual_seed(0)
-    tensors = random_tensors(architecture_of(description), generator)
-    for name in tensors:
-        if name.endswith("e_score_correction_bias"):
-            tensors[name] = 0.05 * torch.randn(tensors[name].shape, generator=generator)
-        if name.endswith("mlp.gate.weight"):
-            tensors[name] *= 5.0  # experts that differ: balanced ones would have next to no gradient
-    write_hf_folder(folder / "model", iter([tensors]), like=like, dtype=torch.float32)
-    return folder / "model"
 
 
 @pytest.fixture(scope="module")

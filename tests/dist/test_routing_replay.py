@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist import cases
-from tests.dist.test_router_bias import write_model
+from tests.dist.random_models import write_model
 from tests.dist.workers.launch import run_ranks
 
 GRADIENT_BOUND, LOGPROB_BOUND, LOSS_BOUND = 1e-5, 1e-5, 1e-6

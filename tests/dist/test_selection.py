@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megagrpo.checkpoint import save as checkpoint
 from megagrpo.checkpoint.folder import latest
@@ -18,7 +16,8 @@ from megagrpo.mesh import Mesh, make_mesh
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout.selection import GroupChoice, deal_surplus, gather_surplus
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TrainState
-from tests.dist.workers.launch import POOL
+from tests import experiments
+from tests.dist.workers.launch import run_meshes
 
 WANTED, NUM_STEPS, NUM_PROMPTS = 4, 4, 9
 DROPPED = "dynamic_sampling/dropped"
@@ -53,9 +52,8 @@ class Source:
 
 
 def experiment(**options) -> ExperimentConfig:
-    data = {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}}
-    data |= {"train": {"num_prompts_per_step": WANTED, "group_size": 2}, "algorithm": {"dynamic_sampling": options}}
-    return ExperimentConfig.model_validate(data)
+    train = {"num_prompts_per_step": WANTED, "group_size": 2}
+    return experiments.experiment(train=train, algorithm={"dynamic_sampling": options})
 
 
 ANY = RunIdentity({}, {})
@@ -73,7 +71,7 @@ class NoActor:
         pass
 
 
-def run_steps(folder: Path, mesh: Mesh, num_steps: int) -> list[dict]:
+def run_steps(mesh: Mesh, folder: Path, num_steps: int) -> list[dict]:
     """Steps of the loop without training, continued from the folder's checkpoint; one more checkpoint after each."""
     state = TrainState()
     if found := latest(folder):
@@ -93,14 +91,6 @@ def run_steps(folder: Path, mesh: Mesh, num_steps: int) -> list[dict]:
     return steps
 
 
-def rank_main(rank: int, world: int, folder: Path, num_steps: int) -> list[dict]:
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    steps = run_steps(folder, make_mesh(rank, world, torch.device("cpu"), 60.0), num_steps)
-    dist.destroy_process_group()
-    return steps
-
-
 def alone() -> Mesh:
     return make_mesh(0, 1, torch.device("cpu"), 60.0)
 
@@ -110,7 +100,7 @@ def by_id(groups: list[RolloutGroup]) -> list[RolloutGroup]:
 
 
 def test_batches_are_full_and_nothing_is_lost(tmp_path):
-    steps = run_steps(tmp_path, alone(), NUM_STEPS)
+    steps = run_steps(alone(), tmp_path, NUM_STEPS)
     order, taken, carried = iter(PROMPTS.batch(0, 1000, 0)), 0, 0
     for step in steps:
         ids = [group.group_id for part in ("chosen", "surplus") for group in step[part]]
@@ -131,21 +121,14 @@ def test_batches_are_full_and_nothing_is_lost(tmp_path):
 @pytest.mark.parametrize("world", [2, 3])
 def test_selection_does_not_depend_on_the_layout(tmp_path, world):
     """Two steps by one rank, the rest by `world` from its checkpoint: the same groups as one rank without a break."""
-    whole = run_steps(tmp_path / "whole", alone(), NUM_STEPS)
+    whole = run_steps(alone(), tmp_path / "whole", NUM_STEPS)
     assert whole[1]["surplus"], "the break would prove nothing about the surplus"
-    run_steps(tmp_path / "parts", alone(), 2)
-    resumed = POOL.run(world, rank_main, world, tmp_path / "parts", NUM_STEPS)[0]
+    run_steps(alone(), tmp_path / "parts", 2)
+    resumed = run_meshes(world, tmp_path, run_steps, tmp_path / "parts", NUM_STEPS)[0]
     for one, many in zip(whole[2:], resumed, strict=True):
         assert many["chosen"] != [] and by_id(many["chosen"]) == one["chosen"]
         assert by_id(many["surplus"]) == one["surplus"]
         assert many["cursor"] == one["cursor"] and many["metrics"] == one["metrics"]
-
-
-def test_surplus_comes_back_from_a_checkpoint_as_it_was(tmp_path):
-    steps = run_steps(tmp_path, alone(), 2)
-    state = checkpoint.load(latest(tmp_path), ANY, lambda _: None, alone())
-    assert state.surplus == steps[-1]["surplus"] and isinstance(state.surplus[0].samples[0], Sample)
-    assert (latest(tmp_path) / "surplus.npz").is_file()
 
 
 def test_too_few_groups_is_an_error_that_says_what_to_do():

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.dist.random_models import write_model
 from tests.dist.test_actor_layouts import problems_of
-from tests.dist.test_router_bias import write_model
 from tests.dist.workers.launch import run_ranks
 
 CASES = {

@@ -1,17 +1,12 @@
 """Uneven pipeline stages, what a step's schedule cost, checkpoints written in the background: two gloo ranks."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from examples.laptop.recipe import TinyModelConfig
-from megagrpo.certify.tiny_model import hf_config, random_tensors
-from megagrpo.families.table import architecture_of
-from megagrpo.weights.hf_folder import write_hf_folder
+from tests.dist.random_models import write_random_model
 from tests.dist.workers.launch import run_ranks
-from tests.dist.workers.samples import VOCAB
 
 UNEVEN = {
     "3 + 2": {"pp": 2, "first_stage_layers": 3},
@@ -23,27 +18,12 @@ UNEVEN = {
 @pytest.fixture(scope="module")
 def five_layers(tmp_path_factory) -> Path:
     """A random Qwen3 of five layers; its norms are random too, so that a layer in the wrong place shows."""
-    folder = tmp_path_factory.mktemp("five") / "model"
-    sizes = TinyModelConfig(
-        path=str(folder),
-        family="qwen3",
-        hidden_size=64,
-        num_layers=5,
-        head_dim=16,
-        ffn_size=96,
-        tie_embeddings=True,
-    )
-    description = hf_config(sizes) | {"vocab_size": VOCAB}
-    like = folder.with_name("description")
-    like.mkdir()
-    (like / "config.json").write_text(json.dumps(description))
-    generator = torch.Generator().manual_seed(0)
-    tensors = random_tensors(architecture_of(description), generator)
-    tensors = {
-        name: t if t.dim() > 1 else t + 0.2 * torch.randn(t.shape, generator=generator) for name, t in tensors.items()
-    }
-    write_hf_folder(folder, iter([tensors]), like=like, dtype=torch.float32)
-    return folder
+    sizes = {"family": "qwen3", "hidden_size": 64, "num_layers": 5, "head_dim": 16, "ffn_size": 96}
+
+    def change(name: str, tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        return tensor if tensor.dim() > 1 else tensor + 0.2 * torch.randn(tensor.shape, generator=generator)
+
+    return write_random_model(tmp_path_factory.mktemp("five"), {**sizes, "tie_embeddings": True}, change)
 
 
 def run(world: int, folder: Path, jobs: list[dict]) -> list[dict]:

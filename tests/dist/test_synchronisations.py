@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.test_router_bias import write_model
+from tests.dist.random_models import write_model
 from tests.dist.workers.launch import run_ranks
 
 DOCS = Path(__file__).parents[2] / "docs" / "evidence" / "gpu.md"

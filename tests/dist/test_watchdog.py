@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import make_mesh
 from megagrpo.monitor import watchdog
 from megagrpo.monitor.watchdog import Watchdog
 from megagrpo.system.run_folder import RunFolder
+from tests.experiments import experiment
 
 WORLD, STUCK, DEADLINE_S = 3, 1, 12.0
 
@@ -35,9 +35,7 @@ def sleeps_in_a_loader() -> None:
 def rank_main(rank: int, stuck, folder: Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), WORLD), rank=rank, world_size=WORLD)
     mesh = make_mesh(rank, WORLD, torch.device("cpu"), 60.0)
-    sections = {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}}
-    sections |= {"weights": {"timeout_s": 1}}
-    config = ExperimentConfig.model_validate(sections | {"actor": {"deadline_s": DEADLINE_S}})
+    config = experiment(weights={"timeout_s": 1}, actor={"deadline_s": DEADLINE_S})
     watchdog._SILENT_S, watchdog._BEAT_S, watchdog._ANSWER_S = 3.0, 1.0, 5.0
     with Watchdog(config, mesh, RunFolder(folder), lambda: 6) as dog:
         if rank == STUCK and stuck is sleeps_in_a_loader:

@@ -1,12 +1,12 @@
 """HF -> sharded ranks -> HF is bit-equal: tensor-parallel shards, replicas, fused and padded parameters, stages."""
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from megagrpo.mesh import LeaderError, make_mesh
+from megagrpo.mesh import LeaderError, Mesh
 from megagrpo.weights.copies.record import Copy, record_copies
 from megagrpo.weights.copies.views import Box
 from megagrpo.weights.digests.digest import slice_digest
@@ -23,7 +23,7 @@ from megagrpo.weights.transports.gather_plan import (
 from megagrpo.weights.transports.protocol import TrainerWeights
 from megagrpo.weights.wire.group import GroupLimits
 from megagrpo.weights.wire.moving import Traffic
-from tests.dist.workers.launch import POOL
+from tests.dist.workers.launch import run_meshes
 
 VOCAB, HIDDEN, FFN, LAYERS = 29, 8, 12, 3
 SHAPES = {"embed": (VOCAB, HIDDEN), "norm": (HIDDEN,), "head": (VOCAB, HIDDEN)}
@@ -55,6 +55,10 @@ class ToyActor:
             shapes = {"norm": (HIDDEN,), "fc1": (2 * FFN // tp, HIDDEN), "fc2": (HIDDEN, FFN // tp)}
             shapes["qk"] = (12 // tp, HIDDEN)
             self.live |= {f"{layer}.{name}": torch.zeros(shape) for name, shape in shapes.items()}
+
+    @classmethod
+    def of(cls, mesh: Mesh, tp: int, pp: int) -> "ToyActor":
+        return cls(tp, mesh.rank % tp, pp, mesh.rank // tp % pp)
 
     def load(self, hf) -> None:
         shard = lambda tensor, dim: tensor.chunk(self.tp, dim)[self.tp_rank]  # noqa: E731
@@ -92,10 +96,8 @@ def expected_by_name(expected: ExpectedDigests) -> dict[str, tuple[int, int]]:
     return dict(zip(SHAPES, zip(*both, strict=True), strict=True))
 
 
-def run_rank(rank: int, world: int, tp: int, pp: int, folder) -> tuple[dict, set, int, list[int], dict, Traffic]:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    mesh = make_mesh(rank // (tp * pp), world // (tp * pp), torch.device("cpu"), deadline_s=30)
-    actor = ToyActor(tp, rank % tp, pp, rank // tp % pp)
+def of_rank(mesh: Mesh, tp: int, pp: int, folder: Path) -> tuple[dict, set, int, list[int], dict, Traffic]:
+    actor, world = ToyActor.of(mesh, tp, pp), mesh.world_size
     copies = record_copies(actor.load, SPECS, actor.live)
     actor.load(hf_tensors())
     everyone = mesh.gather_world(copies)
@@ -122,7 +124,6 @@ def run_rank(rank: int, world: int, tp: int, pp: int, folder) -> tuple[dict, set
         mesh, SPECS, everyone, lambda: actor.live, torch.float32, 700, 1, folder, folder, GroupLimits(60)
     )
     digests = expected_by_name(ExpectedDigests(weights))
-    dist.destroy_process_group()
     return {name: t.clone() for name, t in full.items()}, uncopied, len(plan.buckets), load, digests, traffic
 
 
@@ -130,7 +131,7 @@ def run_rank(rank: int, world: int, tp: int, pp: int, folder) -> tuple[dict, set
 def test_gathered_tensors_are_bit_equal(tmp_path, world, tp, pp):
     (tmp_path / "like").mkdir()
     (tmp_path / "like/config.json").write_text("{}")
-    results = POOL.run(world, run_rank, world, tp, pp, tmp_path)
+    results = run_meshes(world, tmp_path, of_rank, tp, pp, tmp_path, replicas=world // (tp * pp))
     expected = hf_tensors()
     full, uncopied, num_buckets, load, digests, traffic = results[0]
     assert full.keys() == expected.keys() and all(
@@ -155,10 +156,3 @@ def test_gathered_tensors_are_bit_equal(tmp_path, world, tp, pp):
     assert sum(load) == sum(t.numel() for t in expected.values())
     if pp == 1:
         assert max(load) <= 1.4 * sum(load) / world, "replicas share the work"
-
-
-def test_a_tensor_that_no_rank_holds_is_named():
-    actor = ToyActor(2, 0, 1, 0)
-    copies = record_copies(actor.load, SPECS, actor.live)
-    with pytest.raises(ValueError, match=r"HF tensor embed \(29, 8\): no trainer rank holds 112 of its 232 elements"):
-        share_out([copies], SPECS, on_main=True)

@@ -2,8 +2,10 @@
 
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -16,8 +18,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from fake_engine import FakeEngine, FakeFleet, exchange_config, running, write_checkpoint
 
-from megagrpo.config.schema import ExperimentConfig
-from megagrpo.mesh import LeaderError, make_mesh
+from megagrpo.mesh import LeaderError, Mesh
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.copies.record import record_copies
 from megagrpo.weights.engines.client import EngineConnection
@@ -27,7 +28,7 @@ from megagrpo.weights.expected_digests import ExpectedDigests
 from megagrpo.weights.transports.reshard import _TrainerEnd
 from megagrpo.weights.wire.group import EngineGroup, Receive
 from tests.dist.test_weights_gather import FFN, HIDDEN, LAYERS, SPECS, VOCAB, ToyActor, hf_tensors
-from tests.dist.workers.launch import POOL
+from tests.dist.workers.launch import run_meshes
 
 ENGINE_TP = 2
 ENGINE_VOCAB = 32  # padded
@@ -65,12 +66,15 @@ class ToyEngine(nn.Module):
                 parts[part].copy_(shard(tensor, 0))
 
 
-def assert_filled(engine: FakeEngine, hf: dict[str, torch.Tensor]) -> None:
-    for rank, model in enumerate(engine.models):
-        expected = ToyEngine(rank)
-        expected.load_weights(list(hf.items()))
-        for name, parameter in expected.named_parameters():
-            assert torch.equal(model.get_parameter(name), parameter), (engine.info.id, rank, name)
+def assert_filled(engines: list[FakeEngine], hf: dict[str, torch.Tensor]) -> None:
+    """Bit by bit."""
+    for engine in engines:
+        for rank, model in enumerate(engine.models):
+            expected = ToyEngine(rank)
+            expected.load_weights(list(hf.items()))
+            for name, parameter in expected.named_parameters():
+                found = model.get_parameter(name).view(torch.int32)
+                assert torch.equal(found, parameter.view(torch.int32)), (engine.info.id, rank, name)
 
 
 def dies_once(engine: FakeEngine, while_joining: bool) -> None:
@@ -90,32 +94,43 @@ def dies_once(engine: FakeEngine, while_joining: bool) -> None:
     EngineEnd.receive = receive
 
 
-def experiment(folder: Path, dtype: str, transport: str, num_engines: int, delta: bool = False) -> ExperimentConfig:
-    rollout = {"num_engines": num_engines, "tp": ENGINE_TP, "min_healthy_engines": num_engines, "dtype": dtype}
-    weights = {"timeout_s": 40, "bucket_mb": 2e-3, "transport": transport, "delta": delta}
-    return exchange_config(folder, folder / "initial/model", rollout=rollout, weights=weights)
+@dataclass
+class Publishing:
+    """Trainers of toy weights and engines; the main rank's engines answer."""
+
+    actor: ToyActor
+    engines: list[FakeEngine]
+    fleet: FakeFleet
+    exchange: Exchange
 
 
-def run_rank(rank: int, world: int, tp: int, pp: int, dtype: str, transport: str, folder: Path) -> dict:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    mesh = make_mesh(rank // (tp * pp), world // (tp * pp), torch.device("cpu"), deadline_s=60)
-    actor = ToyActor(tp, rank % tp, pp, rank // tp % pp)
-    hf = hf_tensors()
-    actor.load(hf)
+@contextmanager
+def publishing(mesh: Mesh, actor: ToyActor, folder: Path, number: int = 2, **options) -> Iterator[Publishing]:
+    """To so many engines; options: dtype, transport and delta if they are not float32, reshard and False."""
+    chosen = {"dtype": "float32", "transport": "reshard", "delta": False} | options
+    rollout = {"num_engines": number, "tp": ENGINE_TP, "min_healthy_engines": number, "dtype": chosen.pop("dtype")}
+    settings = {"timeout_s": 40, "bucket_mb": 2e-3, **chosen}
+    config = exchange_config(folder, folder / "initial/model", rollout=rollout, weights=settings)
     weights = ActorWeights(record_copies(actor.load, SPECS, actor.live), SPECS, lambda: actor.live)
-    engines = [FakeEngine(models=[ToyEngine(r) for r in range(ENGINE_TP)]) for _ in range(2)]
-    config = experiment(folder, dtype, transport, num_engines=2)
+    engines = [FakeEngine(models=[ToyEngine(r) for r in range(ENGINE_TP)]) for _ in range(number)]
+    fleet = FakeFleet(engines)
     with ExitStack() as stack:
-        if rank == 0:
-            for engine in engines:
-                stack.enter_context(running(engine))
-        fleet = FakeFleet(engines)
+        for engine in engines if mesh.is_main else ():
+            stack.enter_context(running(engine))
         exchange = Exchange(config, mesh, weights, fleet, folder)
+        stack.callback(exchange.close)
+        yield Publishing(actor, engines, fleet, exchange)
+
+
+def of_rank(mesh: Mesh, tp: int, pp: int, dtype: str, transport: str, folder: Path) -> dict:
+    actor, hf = ToyActor.of(mesh, tp, pp), hf_tensors()
+    actor.load(hf)
+    with publishing(mesh, actor, folder, dtype=dtype, transport=transport) as made:
+        exchange, fleet, engines, rank = made.exchange, made.fleet, made.engines, mesh.rank
         first = exchange.publish(1)
         published = {name: tensor.to(getattr(torch, dtype)).float() for name, tensor in hf.items()}
         if rank == 0:
-            for engine in engines:
-                assert_filled(engine, published)
+            assert_filled(engines, published)
         norm = actor.live.get("norm", torch.zeros(HIDDEN))
         actor.live["norm"] = norm + 1  # after publishing: the engines now differ from the trainers
         with pytest.raises(
@@ -136,12 +151,15 @@ def run_rank(rank: int, world: int, tp: int, pp: int, dtype: str, transport: str
             if rank == 0:
                 assert fleet.lost[-1:] == [f"engine-{number}"]
                 assert all(info.state == "ready" and info.weight_version == version for info in fleet.engines())
-                for engine in engines:
-                    assert_filled(engine, published)
-        exchange.close()
-        assert not any(engine_end(model).link for engine in engines for model in engine.models)
-    dist.destroy_process_group()
+                assert_filled(engines, published)
+    assert not any(engine_end(model).link for engine in engines for model in engine.models)
     return first
+
+
+def needed_elements() -> int:
+    """Of two engines, without the padding of their two vocabularies."""
+    of_models = sum(parameter.numel() for rank in range(ENGINE_TP) for parameter in ToyEngine(rank).parameters())
+    return 2 * (of_models - 2 * (ENGINE_VOCAB - VOCAB) * HIDDEN)
 
 
 @pytest.mark.parametrize(
@@ -157,15 +175,14 @@ def run_rank(rank: int, world: int, tp: int, pp: int, dtype: str, transport: str
 def test_engines_are_filled_exactly_and_outlive_a_rank_that_dies(tmp_path, world, tp, pp, dtype, transport):
     write_checkpoint(tmp_path / "initial", hf_tensors())
     in_memory = set(Path("/dev/shm").iterdir())
-    results = POOL.run(world, run_rank, world, tp, pp, dtype, transport, tmp_path)
+    arguments = (tp, pp, dtype, transport, tmp_path)
+    results = run_meshes(world, tmp_path, of_rank, *arguments, replicas=world // (tp * pp))
     assert all(report == results[0] for report in results)
     if transport == "ipc":
         assert not {path for path in Path("/dev/shm").iterdir() if path.name.startswith("torch_")} - in_memory
-        assert results[0]["staging_bytes"] <= 2e-3 * 2**20
-        return
-    bound = 2 * sum(parameter.numel() for rank in range(ENGINE_TP) for parameter in ToyEngine(rank).parameters())
-    bound -= 2 * 2 * (ENGINE_VOCAB - VOCAB) * HIDDEN  # padding of two vocabularies in two engines
-    assert results[0]["wire_bytes"] == bound * getattr(torch, dtype).itemsize, "each engine element once"
+    else:
+        expected = needed_elements() * getattr(torch, dtype).itemsize
+        assert results[0]["wire_bytes"] == expected, "each engine element once"
     assert results[0]["staging_bytes"] <= 2e-3 * 2**20
 
 
@@ -189,37 +206,24 @@ def back(hf: dict[str, torch.Tensor]) -> None:
 VERSIONS = (few, one_tensor, lambda hf: None, back)
 
 
-def delta_rank(rank: int, world: int, tp: int, pp: int, dtype: str, folder: Path) -> list[tuple[dict, int]]:
+def delta_rank(mesh: Mesh, tp: int, pp: int, dtype: str, folder: Path) -> list[tuple[dict, int]]:
     """Publishes changes to two engines, of which one dies in the last publish. Returns reports and changed elements."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    mesh = make_mesh(rank // (tp * pp), world // (tp * pp), torch.device("cpu"), deadline_s=60)
-    actor, hf = ToyActor(tp, rank % tp, pp, rank // tp % pp), hf_tensors()
-    weights = ActorWeights(record_copies(actor.load, SPECS, actor.live), SPECS, lambda: actor.live)
-    engines = [FakeEngine(models=[ToyEngine(r) for r in range(ENGINE_TP)]) for _ in range(2)]
-    config, fleet, found = experiment(folder, dtype, "reshard", 2, delta=True), FakeFleet(engines), []
-    with ExitStack() as stack:
-        for engine in engines if rank == 0 else ():
-            stack.enter_context(running(engine))
-        exchange = Exchange(config, mesh, weights, fleet, folder)
+    actor, hf, found = ToyActor.of(mesh, tp, pp), hf_tensors(), []
+    with publishing(mesh, actor, folder, dtype=dtype, delta=True) as made:
+        engines = made.engines
         for version, change in enumerate((lambda hf: None, *VERSIONS), 1):
             change(hf)
             actor.load(hf)
             published = {name: tensor.to(getattr(torch, dtype)).float() for name, tensor in hf.items()}
             before = [p.clone() for engine in engines for model in engine.models for p in model.parameters()]
-            if rank == 0 and change is VERSIONS[-1]:
+            if mesh.is_main and change is VERSIONS[-1]:
                 dies_once(engines[1], while_joining=False)
-            report = exchange.publish(version)
+            report = made.exchange.publish(version)
             after = [p for engine in engines for model in engine.models for p in model.parameters()]
             bits = ((a.view(torch.int32) != b.view(torch.int32)).sum() for a, b in zip(after, before, strict=True))
             found.append((report, int(sum(bits))))
-            for engine in engines if rank == 0 else ():
-                for number, model in enumerate(engine.models):
-                    expected = ToyEngine(number)
-                    expected.load_weights(list(published.items()))
-                    for name, parameter in expected.named_parameters():
-                        assert torch.equal(model.get_parameter(name).view(torch.int32), parameter.view(torch.int32))
-        exchange.close()
-    dist.destroy_process_group()
+            if mesh.is_main:
+                assert_filled(engines, published)
     return found
 
 
@@ -229,10 +233,9 @@ def delta_rank(rank: int, world: int, tp: int, pp: int, dtype: str, folder: Path
 )
 def test_only_what_has_changed_is_sent_and_an_engine_that_dies_gets_all(tmp_path, world, tp, pp, dtype):
     write_checkpoint(tmp_path / "initial", hf_tensors())
-    (whole, _), *later = POOL.run(world, delta_rank, world, tp, pp, dtype, tmp_path)[0]
-    item = getattr(torch, dtype).itemsize
-    elements = 2 * sum(p.numel() for number in range(ENGINE_TP) for p in ToyEngine(number).parameters())
-    elements -= 2 * 2 * (ENGINE_VOCAB - VOCAB) * HIDDEN  # padding of two vocabularies in two engines
+    arguments, replicas = (tp, pp, dtype, tmp_path), world // (tp * pp)
+    (whole, _), *later = run_meshes(world, tmp_path, delta_rank, *arguments, replicas=replicas)[0]
+    item, elements = getattr(torch, dtype).itemsize, needed_elements()
     counts = whole["wire_bytes"] - elements * item  # of every message, 4 bytes
     assert whole["compared"] == 0 and 0 < counts <= 4 * whole["messages"]
     for (report, changed), change in zip(later[:3], VERSIONS, strict=False):
@@ -258,16 +261,10 @@ class OneQueue:
         return [mock.Mock(wait=lambda timeout: begun.result(timeout.total_seconds()))]
 
 
-def ordered_rank(rank: int, world: int, folder: Path) -> list[str]:
+def ordered_rank(mesh: Mesh, folder: Path) -> list[str]:
     """Publishes to two engines; each rank hurries to send to another engine first. Returns the groups in its order."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    mesh = make_mesh(0, 1, torch.device("cpu"), deadline_s=60)
-    actor = ToyActor(1, 0, world, rank)
-    hf = hf_tensors()
+    actor, hf = ToyActor.of(mesh, 1, mesh.world_size), hf_tensors()
     actor.load(hf)
-    weights = ActorWeights(record_copies(actor.load, SPECS, actor.live), SPECS, lambda: actor.live)
-    engines = [FakeEngine(models=[ToyEngine(r) for r in range(ENGINE_TP)]) for _ in range(2)]
-    config, fleet = experiment(folder, "float32", "reshard", num_engines=2), FakeFleet(engines)
     start, send, queue, queues = EngineGroup.start, _TrainerEnd._send, OneQueue(), {}
 
     def queued(group, messages):
@@ -277,7 +274,7 @@ def ordered_rank(rank: int, world: int, folder: Path) -> list[str]:
 
     def late(end, weights, deadline, turn):
         joined = ends.setdefault(end.link.name, end)
-        if list(ends).index(joined.link.name) % 2 == rank % 2:
+        if list(ends).index(joined.link.name) % 2 == mesh.rank % 2:
             turn = partial(waiting, turn)
         return send(end, weights, deadline, turn)
 
@@ -287,33 +284,26 @@ def ordered_rank(rank: int, world: int, folder: Path) -> list[str]:
 
     ends: dict[str, _TrainerEnd] = {}
     with (
-        ExitStack() as stack,
         mock.patch.object(EngineGroup, "start", queued),
         mock.patch.object(_TrainerEnd, "_send", late),
+        publishing(mesh, actor, folder) as made,
     ):
-        if rank == 0:
-            for engine in engines:
-                stack.enter_context(running(engine))
-        exchange = Exchange(config, mesh, weights, fleet, folder)
-        stack.callback(exchange.close)
-        exchange.publish(1)
+        made.exchange.publish(1)
         names = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
         with mock.patch.multiple(dist, **{name: mock.Mock(wraps=getattr(dist, name)) for name in names}):
-            exchange.publish(2)
+            made.exchange.publish(2)
             objects = sum(getattr(dist, name).call_count for name in names)
         assert objects == 3, "which engines receive, bytes sent, seconds"
-        if rank == 0:
-            assert not fleet.lost
-            for engine in engines:
-                assert_filled(engine, hf)
-    dist.destroy_process_group()
+        if mesh.is_main:
+            assert not made.fleet.lost
+            assert_filled(made.engines, hf)
     return queue.begun
 
 
 def test_links_start_in_one_order_on_every_rank(tmp_path):
     """One hardware queue: two ranks with opposite orders wait for each other."""
     write_checkpoint(tmp_path / "initial", hf_tensors())
-    orders = POOL.run(2, ordered_rank, 2, tmp_path)
+    orders = run_meshes(2, tmp_path, ordered_rank, tmp_path, replicas=1)
     assert len(orders[0]) >= 6 and all(order == orders[0][: len(order)] for order in orders), orders
 
 
@@ -327,37 +317,28 @@ THREADS = {
 }
 
 
-def failing_rank(rank: int, world: int, kind: type[Exception], folder: Path) -> dict[str, tuple[str, float]]:
+def failing_rank(mesh: Mesh, kind: type[Exception], folder: Path) -> dict[str, tuple[str, float]]:
     """Publishes once for every thread that fails; returns message and seconds."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    mesh = make_mesh(rank, world, torch.device("cpu"), deadline_s=60)
     found = {}
     for thread, (owner, method, of_rank) in THREADS.items():
-        actor, engine = ToyActor(1, 0, 1, 0), FakeEngine(models=[ToyEngine(r) for r in range(ENGINE_TP)])
+        actor = ToyActor(1, 0, 1, 0)
         actor.load(hf_tensors())
-        weights = ActorWeights(record_copies(actor.load, SPECS, actor.live), SPECS, lambda a=actor: a.live)
-        config = experiment(folder, "float32", "reshard", num_engines=1)
-        with ExitStack() as stack:
-            if rank == 0:
-                stack.enter_context(running(engine))
-            exchange = Exchange(config, mesh, weights, FakeFleet([engine]), folder)
-            stack.callback(exchange.close)  # when nothing fails any more
-            exchange.publish(1)
-            if rank == of_rank:
+        with publishing(mesh, actor, folder, number=1) as made, ExitStack() as fault:
+            made.exchange.publish(1)
+            if mesh.rank == of_rank:
                 planted = mock.Mock(side_effect=kind(f"planted in {thread}"))
-                stack.enter_context(mock.patch.object(owner, method, planted))
+                fault.enter_context(mock.patch.object(owner, method, planted))
             start = time.monotonic()
             with pytest.raises(LeaderError) as caught:
-                exchange.publish(2)
+                made.exchange.publish(2)
             found[thread] = str(caught.value), time.monotonic() - start
-    dist.destroy_process_group()
     return found
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
 def test_a_failure_in_any_thread_of_a_publish_ends_all_ranks_at_once(kind, tmp_path):
     write_checkpoint(tmp_path / "initial", hf_tensors())
-    first, *others = POOL.run(2, failing_rank, 2, kind, tmp_path)
+    first, *others = run_meshes(2, tmp_path, failing_rank, kind, tmp_path)
     for thread, (message, _) in first.items():
         assert f"planted in {thread}" in message and kind.__name__ in message, thread
     for found in (first, *others):

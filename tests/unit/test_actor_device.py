@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import importlib.util
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -10,21 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.laptop.model import character_tokenizer
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.actor.host import prepare_host, refuse_training_without_gpu, uses_transformer_engine, why_no_gpu
 from megagrpo.certify.tiny_model import hf_config
 from megagrpo.config.layout import context_problem, layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.families.table import architecture_of
-from megagrpo.system import environment
+from tests.experiments import QUICKSTART
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def actor(*settings: str):
-    return load_config(str(QUICKSTART), [f"actor.{setting}" for setting in settings]).actor
+    return load_config(QUICKSTART, [f"actor.{setting}" for setting in settings]).actor
 
 
 @pytest.fixture
@@ -80,14 +77,6 @@ def test_the_reason_is_what_torch_says(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(torch._C, "_cuda_init", too_old, raising=False)
     assert why_no_gpu().endswith("CUDA 13.0 says: The NVIDIA driver on your system is too old (found version 12040).")
-
-
-def test_check_needs_no_gpu(prepared):
-    """Login nodes have none."""
-    character_tokenizer(TinyModelConfig().alphabet).save_pretrained(prepared / "runs" / "quickstart" / "random")
-    words = [sys.executable, "-m", "megagrpo.cli", "check", str(QUICKSTART), "--set", "actor.dtype=bfloat16"]
-    done = subprocess.run(words, env=environment.child_environment({"CUDA_VISIBLE_DEVICES": ""}), capture_output=True)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -3,25 +3,25 @@
 import asyncio
 import itertools
 import re
-from contextlib import nullcontext
+from contextlib import closing
 
 import numpy as np
 import psutil
 import pytest
-from fake_service import FakeService, running
-from pydantic import ValidationError
-from sampling import Grader, experiment, source_of
+from fake_service import FakeService
+from sampling import experiment, playing
 
 from examples.laptop.model import character_tokenizer
+from megagrpo.algo.statistics import alone
 from megagrpo.config.data import DataConfig
 from megagrpo.config.rollout import EnvironmentConfig
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout.agents.environments import EnvironmentFailed, Environments
 from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.rollout.generation import sample_seed
-from megagrpo.rollout.tools import make_answering
 from megagrpo.types import Prompt, RolloutGroup
-from tests.experiments import ROOT
+from tests.experiments import ROOT, until
 
 TOKENIZER = character_tokenizer("0123456789HL?+-:= userasitnm<>|\n")
 EOS = TOKENIZER.eos_token_id
@@ -37,28 +37,23 @@ def says(text: str, reason: str = "stop") -> dict:
     return {"output_token_logprobs": [[-0.25, t, None] for t in tokens], "finish_reason": {"type": reason}}
 
 
-def play(*turns: dict, game: str = "GuessTheNumber", answer: str = "7", samples: int = 1, tokens: int = 32, **more):
-    """(the group, the requests that were sent)"""
-    config = experiment(
+def config_of(*, samples: int = 1, tokens: int = 32, rollout: dict | None = None, **environment) -> ExperimentConfig:
+    """One worker plays; environment: of the section."""
+    return experiment(
         train={"group_size": samples},
-        algorithm={"advantage": {"name": "reinforce_plus_plus"}},
-        sampling={
-            "max_response_tokens": tokens,
-            "stop_token_ids": [EOS],
-            "environment": {"function": f"tests.games:{game}", "workers": 1} | more,
-        },
+        rollout=rollout or {},
+        algorithm={"advantage": {"name": "reinforce_plus_plus"}, "mismatch": {"weight": {"name": "tis"}}},
+        sampling={"max_response_tokens": tokens, "stop_token_ids": [EOS], "environment": {"workers": 1} | environment},
     )
-    prompt = Prompt(30, "?", tuple(ids("?")), answer)
-    answering = make_answering(config, TOKENIZER)
-    assert isinstance(answering, Environments)
-    decode = lambda tokens: TOKENIZER.decode(tokens, skip_special_tokens=True)  # noqa: E731
-    try:
-        with running(FakeService(version=3, script=list(turns))) as service:
-            [group] = source_of(service.control, config, Grader(), decode, tool=answering).next(7, [prompt], 3)
-            assert not service.script, "turns that were never asked for"
-            return group, service.requests
-    finally:
-        answering.close()
+
+
+def play(*turns: dict, game: str = "GuessTheNumber", answer: str = "7", **more):
+    """(the group, the requests that were sent)"""
+    service = FakeService(version=3, script=list(turns))
+    with playing(config_of(function=f"tests.games:{game}", **more), TOKENIZER, service) as source:
+        [group] = source.next(7, [Prompt(30, "?", tuple(ids("?")), answer)], 3)
+        assert not service.script, "turns that were never asked for"
+        return group, service.requests
 
 
 def masked(group: RolloutGroup, sample: int = 0) -> str:
@@ -141,6 +136,12 @@ def test_an_environment_that_fails_gives_no_reward(kind, status, named):
     assert len(group.samples[0].token_ids) == sum(len(turn["output_token_logprobs"]) for turn in turns), "kept"
 
 
+def opened(function: str = "tests.games:Bad", tokenizer=TOKENIZER, **more) -> closing[Environments]:
+    """A context manager: environments with one worker."""
+    config = EnvironmentConfig(function=function, workers=1, **more)
+    return closing(Environments(config, Renderer(tokenizer, PLAIN, True)))
+
+
 @pytest.mark.parametrize(
     ("kind", "good", "begun", "end"),
     [
@@ -165,8 +166,6 @@ def test_a_rollout_begins_again_where_that_may_help(tmp_path, kind, good, begun,
 
 def test_at_most_max_open_environments_are_open():
     async def run() -> int:
-        config = EnvironmentConfig(function="tests.games:Walk", workers=1, max_open=2)
-        environments = Environments(config, Renderer(TOKENIZER, PLAIN, True))
         now, most = 0, 0
 
         async def one() -> None:
@@ -176,77 +175,61 @@ def test_at_most_max_open_environments_are_open():
                 await asyncio.sleep(0.01)
                 now -= 1
 
-        try:
-            await asyncio.gather(*(one() for _ in range(6)))
-        finally:
-            environments.close()
+        await asyncio.gather(*(one() for _ in range(6)))
         return most
 
-    assert asyncio.run(run()) == 2
+    with opened("tests.games:Walk", max_open=2) as environments:
+        assert asyncio.run(run()) == 2
 
 
 def test_the_handbooks_environment_plays(tmp_path, monkeypatch):
     (code,) = re.findall(r"```python\n(# games.py\n.*?)```", (ROOT / "docs" / "agents.md").read_text(), re.DOTALL)
     (tmp_path / "games.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    tokenizer = character_tokenizer("0123456789 abcdefghijklmnopqrstuvwxyz?")
-    turns = ["3", "a", "7"]
-    answers = []
 
-    async def run() -> float:
-        environments = Environments(EnvironmentConfig(function="games:Guess"), Renderer(tokenizer, PLAIN, True))
-        try:
-            async with environments.episode({"answer": "7"}, 1) as episode:
-                assert await episode.reset() is None
-                for turn in turns:
-                    answers.append(await episode.step(turn))
-        finally:
-            environments.close()
-        return answers[-1][1]
+    async def run() -> list:
+        async with environments.episode({"answer": "7"}, 1) as episode:
+            assert await episode.reset() is None
+            return [await episode.step(turn) for turn in ("3", "a", "7")]
 
-    assert asyncio.run(run()) == 1.0
+    with opened("games:Guess", character_tokenizer("0123456789 abcdefghijklmnopqrstuvwxyz?")) as environments:
+        answers = asyncio.run(run())
     assert [(said, done) for said, _, done in answers] == [("higher", False), ("say a number", False), (None, True)]
+    assert answers[-1][1] == 1.0
 
 
 def test_others_of_a_process_that_was_ended_begin_again():
     """One worker, two episodes: the first one's call hangs, the second's process is gone with it."""
 
     async def run() -> tuple[str, str, float]:
-        config = EnvironmentConfig(function="tests.games:Bad", workers=1, timeout_s=0.5)
-        environments = Environments(config, Renderer(TOKENIZER, PLAIN, True))
-        try:
-            begin = environments.episode
-            async with begin({"answer": "hang"}, 1) as hangs, begin({"answer": "x"}, 1) as other:
-                with pytest.raises(EnvironmentFailed) as failed:
-                    await hangs.step("3")
-                with pytest.raises(EnvironmentFailed) as lost:
-                    await other.step("3")
-            async with environments.episode({"answer": "x"}, 1) as again:
-                return failed.value.end, str(lost.value), (await again.step("3"))[1]
-        finally:
-            environments.close()
+        begin = environments.episode
+        async with begin({"answer": "hang"}, 1) as hangs, begin({"answer": "x"}, 1) as other:
+            with pytest.raises(EnvironmentFailed) as failed:
+                await hangs.step("3")
+            with pytest.raises(EnvironmentFailed) as lost:
+                await other.step("3")
+        async with begin({"answer": "x"}, 1) as again:
+            return failed.value.end, str(lost.value), (await again.step("3"))[1]
 
     before = set(psutil.Process().children(recursive=True))
-    assert asyncio.run(run()) == ("timeout", "its process was ended while another episode's call hung", 1.0)
+    with opened(timeout_s=0.5) as environments:
+        found = asyncio.run(run())
+    assert found == ("timeout", "its process was ended while another episode's call hung", 1.0)
     assert set(psutil.Process().children(recursive=True)) <= before, "no process is left"
 
 
 def test_a_call_that_is_cancelled_leaves_no_answer_to_the_next_one():
     async def run() -> float:
-        config = EnvironmentConfig(function="tests.games:Bad", workers=1, timeout_s=20)
-        environments = Environments(config, Renderer(TOKENIZER, PLAIN, True))
-        try:
-            async with environments.episode({"answer": "slow"}, 1) as slow:
-                call = asyncio.create_task(slow.step("3"))
-                await asyncio.sleep(0.2)
-                call.cancel()
-                await asyncio.gather(call, return_exceptions=True)
-            async with environments.episode({"answer": "x"}, 1) as other:
-                return (await other.step("3"))[1]
-        finally:
-            environments.close()
+        async with environments.episode({"answer": "slow"}, 1) as slow:
+            call = asyncio.create_task(slow.step("3"))
+            await asyncio.sleep(0.2)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+        async with environments.episode({"answer": "x"}, 1) as other:
+            return (await other.step("3"))[1]
 
-    assert asyncio.run(run()) == 1.0, "its own, not the slow one's 0.5"
+    with opened(timeout_s=20) as environments:
+        assert asyncio.run(run()) == 1.0, "its own, not the slow one's 0.5"
 
 
 CHAT = (
@@ -294,23 +277,29 @@ def test_a_template_that_cannot_be_continued_is_refused(template, named):
     assert Renderer(tokenizer, data, False).start("3").tolist() == tokenizer("<user>3\n<assistant>")["input_ids"]
 
 
-@pytest.mark.parametrize(
-    ("sections", "named"),
-    [
-        ({"reward": {"grader": "exact"}}, "the reward is given by sampling.environment; remove the graders"),
-        ({"algorithm": {"advantage": {"name": "remax"}}}, "it needs a greedy response"),
-        ({"sampling": {"tool": {"function": "calculator", "call_end": ">"}}}, "set one of them"),
-        ({"rollout": {"step_timeout_s": 99}}, "episode_timeout_s must be below rollout.step_timeout_s"),
-        ({"rollout": {"step_timeout_s": 999}}, ""),
-    ],
-)
-def test_what_does_not_go_with_an_environment(sections, named):
-    environment = {"environment": {"function": "tests.games:Walk", "episode_timeout_s": 100}}
-    with pytest.raises((ValueError, ValidationError), match=re.escape(named)) if named else nullcontext():
-        found = experiment(**sections | {"sampling": environment | sections.get("sampling", {})})
-        assert isinstance(found, ExperimentConfig)
-
-
-def test_a_call_has_less_time_than_a_rollout():
-    with pytest.raises(ValidationError, match="episode_timeout_s 30.0 must be above timeout_s 30"):
-        EnvironmentConfig(function="tests.games:Walk", episode_timeout_s=30)
+@pytest.mark.parametrize("policy", ["by_version", "flush"])
+def test_a_rollout_keeps_its_key_over_a_publish_and_a_new_one_has_the_next(policy):
+    config = config_of(function="tests.games:GuessTheNumber", rollout={"prefix_cache": policy, "max_staleness": 1})
+    prompts = [Prompt(n, "?", tuple(ids("?")), "7") for n in (30, 31)]
+    script = [says("3") | {"cached_tokens": 0}, says("7") | {"cached_tokens": 3}, says("7") | {"cached_tokens": 0}]
+    service, metrics = FakeService(version=3, script=script), Metrics()
+    service.hang = lambda body: len(body["input_ids"]) > 1 and service.version == 3
+    with playing(config, TOKENIZER, service) as source:
+        source.start(1, [0], prompts[:1], 3)
+        until(lambda: len(service.requests) == 2, 20)
+        service.version = 4  # a publish: the second turn is sampled by its weights
+        [old] = source.next(1, prompts[:1], 4)
+        source.start(2, [1], prompts[1:], 4)
+        [new] = source.next(2, prompts[1:], 4)
+        source.add_metrics(metrics)
+    (old,), (new,) = old.samples, new.samples
+    assert (old.weight_version, old.newer, new.weight_version) == (3, ((3, 4),), 4)
+    keys = [request.get("extra_key") for request in service.requests]
+    assert keys == (["weights 3", "weights 3", "weights 4"] if policy == "by_version" else [None] * 3)
+    found = metrics.reduced(alone)
+    read = sum(len(request["input_ids"]) for request in service.requests)
+    assert found["prefix/hit_fraction"] == pytest.approx(3 / read)
+    if policy == "by_version":
+        assert found["prefix/on_older_keys_fraction"] == pytest.approx(2 / 6), "the second turn's two tokens"
+    else:
+        assert "prefix/on_older_keys_fraction" not in found

@@ -1,18 +1,14 @@
-"""Losses of routers: values of uniform and collapsed routing, gradients by hand, parts that add up; what is refused."""
-
-import math
+"""Losses of routers: values of uniform and collapsed routing, gradients by hand; z is in dist/test_router_bias.py."""
 
 import pytest
 import torch
 
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.algo.router_losses import balance_part, chosen_experts, z_part
+from megagrpo.algo.router_losses import balance_part, chosen_experts
 from megagrpo.certify.tiny_model import hf_config
 from megagrpo.config.layout import layout_problems
-from megagrpo.config.load import load_config
 from megagrpo.config.schema import ActorConfig
 from megagrpo.families.table import architecture_of
-from tests.experiments import QUICKSTART
 
 EXPERTS, TOP_K, LENGTHS = 6, 2, (5, 1, 9)
 
@@ -57,16 +53,6 @@ def test_balance_has_the_value_and_gradient_of_its_equations(tokens, sigmoid: bo
     assert gradient.abs().max() > 1e-3 and not found[sequence == 3].any(), "padding has no part in it"
 
 
-def test_parts_of_ranks_that_share_sequences_add_up(tokens):
-    logits, sequence, lengths = tokens
-    halves = [slice(0, 8), slice(8, None)]
-    counts = sum(chosen_experts(logits[half], sequence[half], 3, TOP_K) for half in halves)
-    assert counts.sum(1).tolist() == [TOP_K * n for n in LENGTHS]
-    parts = [balance_part(logits[half], sequence[half], counts, lengths, TOP_K, False) for half in halves]
-    whole = balance(logits, sequence, lengths, False)
-    assert float(sum(parts).detach()) == pytest.approx(float(whole.detach()), rel=1e-6)
-
-
 def test_balanced_routing_is_1_and_one_expert_for_all_is_the_worst():
     even = 1e-3 * torch.eye(EXPERTS)  # every token prefers another expert by a hair
     loss = balance_part(even, torch.zeros(6, dtype=torch.int64), torch.full((1, 6), 2), torch.tensor([6]), 2, False)
@@ -75,31 +61,6 @@ def test_balanced_routing_is_1_and_one_expert_for_all_is_the_worst():
     collapsed[:, :TOP_K] = 50.0
     worst = balance(collapsed, torch.zeros(6, dtype=torch.int64), torch.tensor([6]), False)
     assert float(worst) == pytest.approx(EXPERTS / TOP_K)
-
-
-def test_z_is_of_real_tokens(tokens):
-    logits, sequence, _ = tokens
-    value = z_part(logits, sequence < 3)
-    expected = sum(math.log(sum(math.exp(x) for x in row)) ** 2 for row in logits[sequence < 3].tolist())
-    assert float(value.detach()) == pytest.approx(expected, rel=1e-5)
-    [gradient] = torch.autograd.grad(value, logits)
-    hand = (2 * logits.logsumexp(1, keepdim=True) * logits.softmax(1)).detach() * (sequence < 3)[:, None]
-    assert torch.allclose(gradient, hand, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        (["actor.router_losses={balance: 0}"], "balance and z are both 0: set one, or remove router_losses"),
-        (["actor.router_losses={balanced: 1}"], "actor.router_losses.balanced = 1: unknown key; did you mean"),
-        (["actor.router_losses={z: -1}"], "actor.router_losses.z = -1"),
-        (["actor.router_losses={z: 1}", "actor.lora.rank=4"], "the routers' too: remove router_losses"),
-    ],
-)
-def test_wrong_settings_are_named(change: list[str], said: str):
-    with pytest.raises(ValueError) as error:
-        load_config(QUICKSTART, change)
-    assert said in str(error.value)
 
 
 def test_a_model_without_experts_is_refused():

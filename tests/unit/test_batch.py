@@ -130,6 +130,8 @@ def test_rewards_are_really_shuffled():
     shuffled = (shuffle_rewards(batch, seed, step, ALONE) for seed in range(3) for step in range(3))
     orders = {tuple(each.rewards.values.tolist()) for each in shuffled}
     assert len(orders) == 9 and tuple(batch.rewards.values.tolist()) not in orders
+    moved = [sum(r // 10 != row // 4 for row, r in enumerate(order)) for order in orders]
+    assert min(moved) > 12, "across groups, not inside them"
 
 
 LAYOUTS = st.sampled_from(

@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,8 +24,8 @@ from megagrpo.families.table import architecture_of
 from megagrpo.families.tiny import TinySizes
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.weights.engines.hooks import Recorder, SeenTokens, Tap
+from tests.experiments import QUICKSTART
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 LENGTHS = [9, 14]
 SIZES: Sizes = {"tokens": LENGTHS}
 TOKENS, EXPERTS = sum(LENGTHS), 8

@@ -15,7 +15,6 @@ import aiohttp
 import pytest
 import torch
 from fake_engine import FakeEngine, running
-from pydantic import ValidationError
 from torch.distributed import TCPStore
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
@@ -49,18 +48,6 @@ def test_engines_beside_trainers_get_less_memory_and_can_release_it():
     place = ServerPlace(0, "127.0.0.1", 1, "", cuda=False, num_cores=1)
     assert "--enable-memory-saver" in engine_command(config, place)
     assert "--enable-memory-saver" not in engine_command(load_config(QUICKSTART, []), place)
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        (["rollout.colocate=true"], "weights.transport broadcast: NCCL takes no two ranks on one GPU"),
-        ([*SETTINGS, "weights.transport=reshard"], "set weights.transport: ipc, or disk"),
-    ],
-)
-def test_what_cannot_be_colocated_is_refused(settings, named):
-    with pytest.raises((ValueError, ValidationError), match=named):
-        load_config(QUICKSTART, settings)
 
 
 def test_an_engine_rank_without_a_trainer_beside_it_is_refused():

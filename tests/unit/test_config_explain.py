@@ -1,21 +1,26 @@
-"""What `megagrpo check` says: the layout against Megatron's own ranks, the sizes, and every clash with the model."""
+"""What `megagrpo check` says: the layout, the sizes, every clash with the model, and what it loads as trainers do."""
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from examples.laptop.model import make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.certify.tiny_model import hf_config
-from megagrpo.check.problems import check_against_model, preflight
-from megagrpo.config.layout import rank_coordinates
+from megagrpo.check.loading import try_loading
+from megagrpo.check.problems import check_against_model, is_made, preflight
+from megagrpo.config.layout import layout_problems, rank_coordinates
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
 from megagrpo.config.load import load_config
-from megagrpo.config.schema import ParallelConfig
-from megagrpo.families.table import architecture_of, parameter_counts, read_description
+from megagrpo.config.schema import ActorConfig, ParallelConfig
+from megagrpo.families.table import read_architecture, read_description
 from megagrpo.planning.explain import explain
+from megagrpo.system.environment import child_environment
 from tests.experiments import QUICKSTART, ROOT, python
 
 BIG = read_description(ROOT / "configs" / "models" / "Qwen3-235B-A22B" / "config.json")
@@ -38,13 +43,6 @@ def test_coordinates_of_ranks_are_megatrons(tp, cp, pp, ep, etp, world):
     for generator, axis, name in axes:
         for group in generator.get_ranks(axis):
             assert [coordinates[rank][name] for rank in group] == list(range(len(group))), (axis, group)
-
-
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "llama"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_parameters_are_counted_exactly(tmp_path, family, tied):
-    tiny = TinyModelConfig(path=str(tmp_path / "m"), family=family, tie_embeddings=tied)
-    assert parameter_counts(architecture_of(hf_config(tiny))).total == make_tiny_model(tiny, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -161,3 +159,138 @@ def test_every_preset_fits_the_quickstart(prepared, preset):
     config = load_config(prepared / "e.yaml")
     assert found == 1 and preflight(config) == [] and config.algorithm.advice == []
     assert config.algorithm.formula in explain(config)
+
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{{ m['content'] }}{% endfor %}="
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("trial") / "model"
+    make_tiny_model(TinyModelConfig(path=str(folder), family="llama", num_layers=1), seed=0)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def experiment(folder: Path, model: Path, **data) -> Path:
+    rows = [{"prompt": "12+3", "answer": "15"}, {"prompt": "1", "answer": "1"}]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"path": str(folder / "rows.jsonl"), "chat_template": True, "max_prompt_tokens": 2} | data
+    text = {"name": "trial", "output_dir": str(folder / "run"), "model": {"path": str(model)}, "data": data}
+    (folder / "trial.yaml").write_text(yaml.safe_dump(text))
+    return folder / "trial.yaml"
+
+
+def test_a_sound_experiment_is_loaded_as_far_as_it_goes(tmp_path, model):
+    config = load_config(experiment(tmp_path, model))
+    trial = try_loading(config)
+    assert trial.problems == [] == preflight(config)
+    # a first row above max_prompt_tokens is dropped by a run: no problem
+    assert trial.loaded == [
+        f"the tokenizer of {model}",
+        f"the first row of {tmp_path / 'rows.jsonl'}: 5 tokens, by the chat template",
+    ]
+    text = explain(config, trial)
+    assert text.endswith("no problems found") and "not tried: the model's weights, the engines" in text
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"system_prompt": "Answer."}, "rows.jsonl:1: the chat template refuses this prompt: TemplateError: no system"),
+        ({"prompt_template": "Say {prompt}"}, "rows.jsonl:1: the tokenizer does not know every character"),
+    ],
+)
+def test_a_first_row_that_the_trainers_would_refuse(tmp_path, model, data, said):
+    config = load_config(experiment(tmp_path, model, **data))
+    trial = try_loading(config)
+    assert preflight(config) == [] and len(trial.problems) == 1 and said in trial.problems[0]
+    assert "PROBLEMS (1)" in explain(config, trial)
+
+
+def test_what_is_not_there_yet_is_not_tried(tmp_path, model):
+    path = experiment(tmp_path, model)
+    sft = "sft={model: " + str(model) + ", data: {path: " + str(tmp_path / "rows.jsonl") + "}}"
+    config = load_config(path, [f"model.path={tmp_path / 'later'}", sft])
+    assert preflight(config) == [], "the warm-up writes model.path"
+    assert is_made(config, str(tmp_path / "later")) and not is_made(config, str(tmp_path / "other"))
+    trial = try_loading(config)
+    assert trial.problems == [] and trial.loaded[0] == f"the tokenizer of {model}"
+    assert "not there yet: made by megagrpo sft" in explain(config, trial)
+    config = load_config(path, [f"model.path={tmp_path / 'made'}", "sft={model: made, data: {path: rows.jsonl}}"])
+    trial = try_loading(config)
+    assert trial.problems == [] and trial.loaded == []
+    assert "tokenizer and chat template" in trial.not_tried[0] and "made is not there yet" in trial.not_tried[0]
+
+
+def test_a_broken_torchvision_is_a_problem_with_its_remedy(tmp_path, model):
+    """One that only lacks its operators, as on CPUs, is put right: see the tests above."""
+    broken = tmp_path / "path" / "torchvision"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise RuntimeError('built for another torch')\n")
+    command = [sys.executable, "-W", "ignore", "-m", "megagrpo.cli", "check", str(experiment(tmp_path, model))]
+    environment = child_environment(python_path=[str(broken.parent)])
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "PROBLEMS (1)" in done.stdout and f"{model}: no tokenizer can be loaded from here" in done.stdout
+    assert "built for another torch" in done.stdout and "`bash launch/install.sh --repair`" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "sizes", "stages"),
+    [
+        (4, {}, [4]),
+        (4, {"pp": 2}, [2, 2]),
+        (5, {"pp": 2, "first_stage_layers": 3}, [3, 2]),
+        (5, {"pp": 2, "last_stage_layers": 3}, [2, 3]),
+        (5, {"pp": 2, "first_stage_layers": 2, "last_stage_layers": 3}, [2, 3]),
+        (94, {"pp": 8, "first_stage_layers": 11, "last_stage_layers": 11}, [11, *[12] * 6, 11]),
+        (10, {"pp": 3, "vpp": 2, "first_stage_layers": 2}, [2, 4, 4]),
+    ],
+)
+def test_layers_of_stages(num_layers, sizes, stages):
+    assert ParallelConfig(**sizes).stage_layers(num_layers) == stages
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "sizes", "message"),
+    [
+        (5, {"pp": 1, "first_stage_layers": 3}, "first_stage_layers 3 needs pp > 1"),
+        (5, {}, "num_hidden_layers = 5 cannot be cut into 2 equal stages"),
+        (5, {"first_stage_layers": 5}, "5 less first_stage_layers and last_stage_layers, 5 together, cannot"),
+        (3, {"first_stage_layers": 4}, "4 together, cannot be cut into 1 equal"),
+        (6, {"first_stage_layers": 3, "last_stage_layers": 2}, "5 together, cannot be cut into 0 equal stages"),
+        (6, {"vpp": 2, "first_stage_layers": 3}, "a stage of 3 layers does not divide into vpp = 2 virtual stages"),
+    ],
+)
+def test_what_cannot_be_cut_is_said(num_layers, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        ParallelConfig(**{"pp": 2} | sizes).stage_layers(num_layers)
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "ends"),
+    [
+        ("DeepSeek-V3-0324", {"pp": 8}, (7, 6)),
+        ("DeepSeek-V3-0324", {"pp": 16}, (3, 2)),
+        ("DeepSeek-V3-0324", {"pp": 8, "first_stage_layers": 9}, (7, 6)),
+        ("Qwen3-235B-A22B", {"pp": 8}, (11, 11)),
+        ("Qwen3-235B-A22B", {"pp": 8, "vpp": 2}, (12, 10)),
+        ("DeepSeek-V3-0324", {"pp": 8, "vpp": 2}, None),
+    ],
+)
+def test_the_message_names_stages_that_are_accepted(model, sizes, ends):
+    arch = read_architecture(ROOT / "configs" / "models" / model)
+
+    def problems(**more: int) -> list[str]:
+        config = ActorConfig(world_size=sizes["pp"], parallel=ParallelConfig(**sizes | more), dtype="bfloat16")
+        return [text for text in layout_problems(arch, config) if "num_hidden_layers" in text]
+
+    (said,) = problems()
+    named = re.search(r"actor.parallel.first_stage_layers: (\d+) and last_stage_layers: (\d+)", said)
+    assert ends == (named and tuple(map(int, named.groups()))), said
+    if ends:
+        assert problems(first_stage_layers=ends[0], last_stage_layers=ends[1]) == []

@@ -68,6 +68,7 @@ gradient_accumulation_steps: 2
 lr_scheduler_type: constant
 max_steps: 10
 """
+YAML = {"roll": ROLL, "trl": TRL}
 
 
 def source(tmp_path: Path, text: str, name: str = "run.sh") -> Path:
@@ -123,11 +124,15 @@ def test_verls_command_whole(tmp_path):
     assert config.eval.every == 5 and len(config.eval.data.paths) == 2 and config.eval.temperature == 0
 
 
-@pytest.mark.parametrize("case", CASES["verl"])
-def test_what_verls_keys_become(tmp_path, case):
-    draft, expected = verl(tmp_path, case["estimator"], case["more"]), case["becomes"]
-    assert {key: draft.values.get(key) for key in expected} == expected
+@pytest.mark.parametrize(("framework", "case"), [(name, case) for name in FRAMEWORKS for case in CASES[name]])
+def test_what_their_keys_become(tmp_path, framework, case):
+    if framework == "verl":
+        draft = verl(tmp_path, case["estimator"], case["more"])
+    else:
+        draft = translate(framework, source(tmp_path, f"{YAML[framework]}\n{case['more']}\n", "run.yaml"))
+    assert {key: draft.values.get(key) for key in case["becomes"]} == case["becomes"]
     assert draft.problems == [] and lost(draft) == {}
+    assert framework != "trl" or draft.values["train.num_prompts_per_step"] == 4, "16 x 2 samples of groups of 8"
 
 
 @pytest.mark.parametrize("case", CASES["verl_lost"])
@@ -164,12 +169,6 @@ def test_rolls_yaml_whole(tmp_path):
     assert config.data.grader_by_source == {"aime": "math"} and config.data.source_key == "tag"
 
 
-@pytest.mark.parametrize("case", CASES["roll"])
-def test_what_rolls_keys_become(tmp_path, case):
-    draft, expected = translate("roll", source(tmp_path, f"{ROLL}\n{case['more']}\n", "roll.yaml")), case["becomes"]
-    assert {key: draft.values.get(key) for key in expected} == expected and draft.problems == [] and lost(draft) == {}
-
-
 @pytest.mark.parametrize(
     ("older", "mean", "std"),
     [("reward_shift: true", "batch", "none"), ("reward_scale: true", "none", "batch"), ("gamma: 1", "batch", "batch")],
@@ -179,13 +178,6 @@ def test_rolls_older_names_of_the_normalisation(tmp_path, older, mean, std):
     draft = translate("roll", source(tmp_path, text, "roll.yaml"))
     algorithm = ExperimentConfig.model_validate(draft.nested()).algorithm
     assert (algorithm.reward.mean, algorithm.reward.std) == (mean, std)
-
-
-@pytest.mark.parametrize("case", CASES["trl"])
-def test_what_trls_arguments_become(tmp_path, case):
-    draft, expected = translate("trl", source(tmp_path, f"{TRL}\n{case['more']}\n", "trl.yaml")), case["becomes"]
-    assert {key: draft.values.get(key) for key in expected} == expected and draft.problems == [] and lost(draft) == {}
-    assert draft.values["train.num_prompts_per_step"] == 4, "16 x 2 samples of groups of 8"
 
 
 def test_the_table_names_keys_that_exist_and_each_of_theirs_once():

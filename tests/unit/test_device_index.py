@@ -2,15 +2,13 @@
 
 import json
 import re
-import subprocess
-import sys
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 from megagrpo.system.environment import child_environment
+from tests.experiments import ROOT, python
 
-PACKAGE = Path(__file__).parents[2] / "megagrpo"
+PACKAGE = ROOT / "megagrpo"
 
 
 def run() -> dict[str, str]:
@@ -82,14 +80,9 @@ def shared_on(mesh, current) -> int:
 
 def test_threads_of_local_rank_3_work_on_its_gpu():
     env = child_environment({"LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": ""})
-    words = [sys.executable, "-W", "ignore", "-m", "tests.unit.test_device_index"]
-    done = subprocess.run(words, cwd=PACKAGE.parent, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    names = ("device", "digest", "send", "shared buffer")
-    assert json.loads(done.stdout.splitlines()[-1]) == dict.fromkeys(names, "cuda:3") | {
-        "index": "3",
-        "deterministic": "True",
-    }
+    printed = python("-m", "tests.unit.test_device_index", cwd=ROOT, env=env)
+    expected = dict.fromkeys(("device", "digest", "send", "shared buffer"), "cuda:3")
+    assert json.loads(printed.splitlines()[-1]) == expected | {"index": "3", "deterministic": "True"}
 
 
 def test_no_cuda_device_without_an_index():

@@ -9,9 +9,7 @@ import pytest
 from fake_service import FakeService, running
 from sampling import MESH, digits, experiment, prompt_set, source_of, take
 
-from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.config.load import load_config
-from megagrpo.config.rollout import WeightsConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import LeaderError, RunStopped
@@ -23,7 +21,6 @@ from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TrainState
 from tests.experiments import QUICKSTART, until
 
 WANTED, GROUP_SIZE = 2, 2
-REMAX = {"advantage": {"name": "remax"}}
 TIS = {"mismatch": {"weight": {"name": "tis"}}}
 
 
@@ -163,16 +160,15 @@ def test_the_same_prompts_may_be_on_their_way_twice():
     assert not source.waiting()
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "remax"])
-def test_nothing_is_sampled_that_no_step_takes(advantage):
-    config = experiment(rollout={"max_staleness": 2}, algorithm=TIS | {"advantage": {"name": advantage}})
-    greedy = WANTED if advantage == "remax" else 0
+def test_nothing_is_sampled_that_no_step_takes():
+    """With greedy responses; test_staleness.py has the others."""
+    config = experiment(rollout={"max_staleness": 2}, algorithm=TIS | {"advantage": {"name": "remax"}})
     with sampling(config) as (service, source, state):
         for step in range(4):
             service.version = step
             take(source, config, state, 4 - step)
         source.drain()
-        assert len(service.requests) == 4 * (WANTED * GROUP_SIZE + greedy)
+        assert len(service.requests) == 4 * (WANTED * GROUP_SIZE + WANTED)
         assert source.finished() == []
 
 
@@ -238,7 +234,7 @@ def test_a_step_that_fails_leaves_its_finished_groups():
 
 @pytest.mark.parametrize(
     "algorithm, sampled",
-    [(REMAX, {0, 1}), ({"dynamic_sampling": {"max_num_gen_batches": 2}}, {0, 1, 2, 3})],
+    [({"advantage": {"name": "remax"}}, {0, 1}), ({"dynamic_sampling": {"max_num_gen_batches": 2}}, {0, 1, 2, 3})],
     ids=["its greedy responses", "its second batch"],
 )
 def test_a_step_that_fails_late_leaves_what_it_had_taken(algorithm, sampled):
@@ -306,30 +302,3 @@ def test_a_failure_among_extra_groups_ends_the_step():
     rollout = sampling(config, hang=lambda body: body["input_ids"][1] in (101, 102))
     with rollout as (_, source, state), pytest.raises(LeaderError, match=said):
         take(source, config, state)
-
-
-@pytest.mark.parametrize(
-    "sections, said",
-    [
-        ({"rollout": {"extra_groups": 1}}, "extra_groups 1 trains on tokens of older weights"),
-        ({"rollout": {"extra_groups": 3}, "algorithm": TIS}, "more than train.num_prompts_per_step 2"),
-        ({"rollout": {"extra_groups": 1, "max_staleness": 1}, "algorithm": TIS}, "set one of them"),
-        ({"rollout": {"max_staleness": 1}, "algorithm": TIS | {"dynamic_sampling": {}}}, "take 2 or more, or 0"),
-        ({"rollout": {"extra_groups": 1}, "algorithm": TIS, "weights": {"in_flight": "drain"}}, "take retract"),
-        ({"rollout": {"extra_groups": 1}, "algorithm": TIS | REMAX}, "greedy requests would change"),
-    ],
-)
-def test_what_extra_groups_do_not_go_with(sections, said):
-    with pytest.raises(ValueError, match=said):
-        experiment(**sections)
-
-
-def test_in_place_is_refused_with_the_reason():
-    with pytest.raises(ValueError, match=r"keys and values of older weights.*prefix cache.*retract keeps all tokens"):
-        WeightsConfig.model_validate({"in_flight": "in_place"})
-
-
-def test_a_grader_may_be_called_array(tmp_path):
-    whole = replace(group(0), outcomes=(Outcome("score", 1.0, parts={"array": Outcome("score", 1.0)}),) * GROUP_SIZE)
-    write_groups(tmp_path / "groups.npz", [whole])
-    assert read_groups(tmp_path / "groups.npz") == [whole]

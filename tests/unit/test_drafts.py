@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from megagrpo.algo.statistics import alone
-from megagrpo.config.load import ConfigError, load_config
 from megagrpo.families.table import architecture_of, is_left_out, left_out, model_tensors, read_architecture
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout.cpu import drafts
-from megagrpo.rollout.cpu.draft_attention import attend
 from megagrpo.rollout.response import CacheUse, Response
 from tests.experiments import ROOT
 
@@ -88,37 +86,6 @@ def test_trees_and_biased_thresholds_are_refused():
         drafts.copy_all_layer_kv_cache_cpu(None, None, torch.tensor([1]), torch.tensor([2]))
 
 
-def test_slots_of_drafts_are_read_and_written_by_sequence():
-    table = torch.arange(30).view(3, 10)
-    requests, starts = torch.tensor([2, 0]), torch.tensor([4, 1])
-    out = torch.zeros(6, dtype=torch.int64)
-    drafts.assign_draft_cache_locs_contiguous_cpu(requests, table, starts, out, 10, 1, 3)
-    assert out.tolist() == [24, 25, 26, 1, 2, 3]
-    out.zero_()
-    drafts.assign_extend_cache_locs_cpu(requests, table, starts, torch.tensor([5, 4]), out, 10)
-    assert out.tolist() == [24, 1, 2, 3, 0, 0]
-    drafts.assign_req_to_token_pool_cpu(requests, table, starts, torch.tensor([5, 4]), torch.arange(-4, 0), 10)
-    assert table[2, 4] == -4 and table[0, 1:4].tolist() == [-3, -2, -1] and table[0, 4] == 4
-
-
-def test_the_last_tokens_attend_as_in_the_whole_sequence():
-    torch.manual_seed(0)
-    lengths, new, slots = torch.tensor([7, 4]), 3, torch.randperm(20)[:14].view(2, 7)
-    keys, values = torch.randn(20, 2, 8), torch.randn(20, 2, 4)
-    unused = torch.ones(20, dtype=torch.bool)
-    unused[torch.cat([slots[0], slots[1, :4]])] = False
-    keys[unused] = values[unused] = torch.nan
-    query = torch.randn(2, new, 4, 8)
-    found = attend(query, (keys, values), slots, lengths, enable_gqa=True, scale=0.3)
-    for row, length in enumerate(lengths.tolist()):
-        own = slots[row, :length]
-        for i in range(new):
-            seen = own[: length - new + i + 1]
-            scores = 0.3 * torch.einsum("hd,thd->ht", query[row, i], keys[seen].repeat_interleave(2, 1))
-            wanted = torch.einsum("ht,thd->hd", scores.softmax(-1), values[seen].repeat_interleave(2, 1))
-            assert torch.allclose(found[row, i], wanted, atol=1e-6)
-
-
 def test_forwards_are_counted_by_what_they_accepted():
     use, parts = CacheUse(), [Response([1, 2], [0.0, 0.0], "cut", 1, accepted=(1, 1))]
     parts.append(Response([3, 4, 5, 6], [0.0] * 4, "stop", 1, accepted=(1, 0, 1)))
@@ -133,24 +100,6 @@ def test_forwards_are_counted_by_what_they_accepted():
     metrics = Metrics()
     use.add_metrics(metrics, 2)
     assert not [name for name in metrics.reduced(alone) if name.startswith("draft/")], "it began anew"
-
-
-QUICKSTART = ROOT / "configs" / "quickstart_draft.yaml"
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (["actor.draft=null"], "rollout.draft_tokens without actor.draft"),
-        (["actor.lora={}"], "adapters of the model alone: remove draft"),
-        (["rollout.sglang={speculative_num_steps: 3}"], "is set by rollout.draft_tokens"),
-        (["rollout.sglang={speculative_draft_model_path: x}"], "a publish reaches no other draft"),
-        (["actor.routing_replay=rollout", "rollout.max_running_requests=1024"], "may read 3072 tokens"),
-    ],
-)
-def test_refused(settings, said):
-    with pytest.raises(ConfigError, match=said.replace(".", "[.]")):
-        load_config(QUICKSTART, settings)
 
 
 def test_a_model_without_such_a_layer_is_refused_and_one_with_it_has_it_on_request():

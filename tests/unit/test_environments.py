@@ -17,21 +17,15 @@ from megagrpo.rollout.service import router as router_module
 from megagrpo.rollout.service.node import EngineNode
 from megagrpo.system import environment
 from megagrpo.system.run_folder import RunFolder
+from tests import experiments
 
 DOCS = Path(__file__).parents[2] / "docs" / "evidence" / "gpu.md"
 HEADING = "## Environment of every process"
 KINDS = {
-    "CPU": {"rollout": {}, "actor": {"world_size": 2, "parallel": {"tp": 2}}},
-    "one machine": {"rollout": {"dtype": "bfloat16"}, "actor": {"world_size": 2, "parallel": {"tp": 2}}},
-    "several machines": {
-        "rollout": {"dtype": "bfloat16", "tp": 2, "nodes_per_engine": 2, "host": "0.0.0.0"},
-        "actor": {"world_size": 2, "parallel": {"tp": 2}},
-    },
-    "colocated": {
-        "rollout": {"dtype": "bfloat16", "colocate": True},
-        "weights": {"transport": "ipc"},
-        "actor": {"world_size": 2, "parallel": {"tp": 2}},
-    },
+    "CPU": {"rollout": {}},
+    "one machine": {"rollout": {"dtype": "bfloat16"}},
+    "several machines": {"rollout": {"dtype": "bfloat16", "tp": 2, "nodes_per_engine": 2, "host": "0.0.0.0"}},
+    "colocated": {"rollout": {"dtype": "bfloat16", "colocate": True}, "weights": {"transport": "ipc"}},
 }
 # Of the process that starts the others, and so of all; what is not named in the table is not touched.
 USERS = ("PATH",)
@@ -66,8 +60,8 @@ class Recorder:
 
 
 def experiment(kind: str, folder: Path) -> ExperimentConfig:
-    sections = {"name": "t", "output_dir": str(folder), "model": {"path": "m"}, "data": {"path": "d"}}
-    return ExperimentConfig.model_validate(sections | KINDS[kind])
+    actor = {"world_size": 2, "parallel": {"tp": 2}}
+    return experiments.experiment(output_dir=str(folder), actor=actor, **KINDS[kind])
 
 
 def environments(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:

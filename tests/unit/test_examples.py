@@ -90,44 +90,45 @@ def rows(columns: int) -> dict[str, list[str]]:
 PUBLISHED = rows(9)
 
 
+def submitted(name: str) -> tuple[ExperimentConfig, Request]:
+    """An experiment and the request in its file's head, which fits it."""
+    path = ROOT / "configs" / f"{name}.yaml"
+    (line,) = re.findall(r"^# (megagrpo submit .*)$", path.read_text(), re.MULTILINE)
+    *_, file, _, trainers, _, samplers, _, gpus, _, time = line.split()
+    config, request = load_config(path), Request("one-job", int(trainers), int(samplers), int(gpus), time)
+    assert file == f"configs/{name}.yaml" and misfits(config, request) == []
+    return config, request
+
+
 @pytest.mark.parametrize("name", sorted(LARGE))
 def test_a_large_experiment_stays_inside_nodes_and_is_submitted_as_its_head_says(name):
-    path = ROOT / "configs" / f"{name}.yaml"
-    config, parallel = load_config(path), load_config(path).actor.parallel
+    config, request = submitted(name)
+    parallel = config.actor.parallel
     assert GPUS % parallel.tp == 0 and GPUS % (parallel.ep * parallel.etp) == 0, "no all-to-all between nodes"
-    assert config.rollout.tp // config.rollout.nodes_per_engine <= GPUS
+    assert config.rollout.tp // config.rollout.nodes_per_engine <= GPUS == request.gpus_per_node
     assert config.actor.micro_batch_tokens >= longest_samples(config)["data"]
     shorter = name.endswith("_8k") or "_vl_" in name
     assert longest_samples(config)["data"] == 2048 + (8192 if shorter else 32768)
-    (line,) = re.findall(r"^# (megagrpo submit .*)$", path.read_text(), re.MULTILINE)
-    *_, file, _, trainers, _, samplers, _, gpus, _, time = line.split()
-    request = Request("one-job", int(trainers), int(samplers), int(gpus), time)
-    assert (file, int(gpus)) == (f"configs/{name}.yaml", GPUS) and misfits(config, request) == []
     assert placement_problems(config, nodes_of(request)) == []
-    engines = f"{config.rollout.num_engines} of tp {config.rollout.tp}"
     assert rows(5)[name] == [
         f"{config.train.num_prompts_per_step} x {config.train.group_size}",
-        f"{trainers}: tp {parallel.tp} pp {parallel.pp} ep {parallel.ep}",
-        f"{samplers}: {engines}",
+        f"{request.trainer_nodes}: tp {parallel.tp} pp {parallel.pp} ep {parallel.ep}",
+        f"{request.rollout_nodes}: {config.rollout.num_engines} of tp {config.rollout.tp}",
     ]
 
 
 @pytest.mark.parametrize("name", sorted(AGENTS))
 def test_an_experiment_with_an_agent_is_submitted_as_its_head_says(name):
-    path = ROOT / "configs" / f"{name}.yaml"
-    config, parallel = load_config(path), load_config(path).actor.parallel
+    config, request = submitted(name)
+    parallel = config.actor.parallel
     assert config.sampling.agent is not None and config.rollout.prefix_cache == "by_version"
     assert config.actor.micro_batch_tokens >= longest_samples(config)["data"]
-    (line,) = re.findall(r"^# (megagrpo submit .*)$", path.read_text(), re.MULTILINE)
-    *_, file, _, trainers, _, samplers, _, gpus, _, time = line.split()
-    request = Request("one-job", int(trainers), int(samplers), int(gpus), time)
-    assert file == f"configs/{name}.yaml" and misfits(config, request) == []
     cut = f"cp {parallel.cp}" if parallel.cp > 1 else f"pp {parallel.pp}"
     assert rows(6)[name] == [
         f"{config.train.num_prompts_per_step} x {config.train.group_size}",
         f"{longest_samples(config)['data']:,} tokens, {config.sampling.agent.max_turns} turns",
-        f"{trainers}: tp {parallel.tp} {cut} ep {parallel.ep}",
-        f"{samplers}: {config.rollout.num_engines} of tp {config.rollout.tp}",
+        f"{request.trainer_nodes}: tp {parallel.tp} {cut} ep {parallel.ep}",
+        f"{request.rollout_nodes}: {config.rollout.num_engines} of tp {config.rollout.tp}",
     ]
 
 

@@ -185,5 +185,9 @@ def test_logprobs_and_entropy(case):
     assert math.isfinite(float(mine.detach().sum()))
 
 
-def test_every_defect_of_these_files_is_shown_above():
+def test_every_defect_of_the_golden_files_is_shown():
+    """test_golden_advantages.py, test_golden_losses.py and this file show them."""
+    of_advantages = {"D1", "D2", "D6", "D9", "D15", "D16", "D21", "D23", "N1", "N2", "N8"}
+    assert defects("advantages.json") <= of_advantages
+    assert defects(LOSSES, "agg_loss.json", "kl.json") <= {"D3", "D4", "D8", "D20", "N10"}
     assert defects(CORRECTION, DAPO, STATS) <= {"D12", "N5", "N6"}

@@ -1,9 +1,7 @@
 """The environment `gymnasium` over the library itself, if it is installed: real FrozenLake, and a space of texts."""
 
 import pytest
-import test_agents
 
-from examples.laptop.model import character_tokenizer
 from megagrpo.rollout.agents.environments import load_environment
 
 gymnasium = pytest.importorskip("gymnasium")
@@ -49,13 +47,3 @@ def test_a_space_of_texts_takes_the_turn_itself_and_the_seed_makes_the_task():
     first, same, other = [game.reset() for game in games]
     assert first == same != other
     assert games[0].step("no") == ("again", 0.0, False) and games[0].step("yes") == (None, 1.0, True)
-
-
-def test_a_rollout_walks_over_it(monkeypatch):
-    tokenizer = character_tokenizer("0123456789[]()SFHGDLRU? abcdefghijklmnopqrstuvwxyz:\n")
-    monkeypatch.setattr(test_agents, "TOKENIZER", tokenizer)
-    says = [test_agents.says(text) for text in ("jump", "right", "left", "down")]
-    group, _ = test_agents.play(*says, function="gymnasium", args=LAKE, max_turns=4, tokens=200)
-    assert (group.outcomes[0].status, group.outcomes[0].end) == ("score", "turns")
-    text = tokenizer.decode(group.samples[0].token_ids, skip_special_tokens=True)
-    assert "say one of: left down right up" in text and "S[F]FF" in text and "[S]FFF" in text

@@ -1,14 +1,12 @@
 """What leaves a GPU lies in one pinned buffer of exactly its size; torch's own pinned memory rounds every part up."""
 
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
 
-from megagrpo.system.environment import child_environment
+from tests.experiments import ROOT, python
 
 SHAPES = {"a": (1000, 3), "b": (7,), "c": (33, 65)}  # 12,000, 28 and 8,580 bytes
 
@@ -42,11 +40,9 @@ def registered() -> dict[str, list]:
 
 
 def test_a_reference_is_pinned_once_and_not_rounded():
-    words = [sys.executable, "-W", "ignore", "-m", "tests.unit.test_host_buffer"]
-    done = subprocess.run(words, env=child_environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    printed = python("-m", "tests.unit.test_host_buffer", cwd=ROOT)
     needed = sum(-(-torch.Size(shape).numel() * 4 // 256) * 256 for shape in SHAPES.values())
-    assert json.loads(done.stdout) == {"pinned": [needed], "released": [1], "by torch": []}
+    assert json.loads(printed) == {"pinned": [needed], "released": [1], "by torch": []}
 
 
 if __name__ == "__main__":

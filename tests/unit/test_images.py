@@ -18,7 +18,6 @@ import megagrpo.rollout.cpu.sitecustomize  # noqa: F401  before transformers, wh
 from transformers import AutoProcessor
 
 from megagrpo.check.loading import try_loading
-from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.checkpoint.resume import run_identity
 from megagrpo.config.fields import complaints
 from megagrpo.config.schema import DataConfig, ModelConfig
@@ -179,15 +178,6 @@ def test_a_checkpoint_is_of_the_same_model_after_it_was_read(model):
     assert json.loads(json.dumps(identity)) == identity
     other = experiment(actor={"vision": {"train": "none"}})
     assert run_identity(other, actor).model != identity, "another optimizer"
-
-
-@pytest.mark.parametrize("model", ["qwen2_5_vl"], indirect=True)
-def test_references_go_into_checkpoints_and_come_back(load, tmp_path):
-    prompts, _ = load({"prompt": "<image>", "images": [uri(png(picture(0)))]}, {"prompt": "1"})
-    groups = [RolloutGroup(number, prompt, (), ()) for number, prompt in enumerate(prompts)]
-    write_groups(tmp_path / "groups.npz", groups)
-    assert read_groups(tmp_path / "groups.npz") == groups
-    assert (tmp_path / "groups.npz").stat().st_size < 6000, "no pixels"
 
 
 @pytest.mark.parametrize("model", ["qwen2_5_vl"], indirect=True)

@@ -18,8 +18,10 @@ from examples.laptop.datasets import make_dataset
 from examples.laptop.model import character_tokenizer, make_tiny_model
 from examples.laptop.pretrained import find_gguf, make_pretrained_model
 from examples.laptop.recipe import DatasetConfig, PretrainedConfig, TinyModelConfig, load_recipe, recipe_of
+from megagrpo.certify.tiny_model import hf_config
 from megagrpo.config.load import load_config
 from megagrpo.data.torchvision_ops import define_torchvision_operators
+from megagrpo.families.table import architecture_of, parameter_counts
 from megagrpo.rewards.graders.gsm8k import grade
 from megagrpo.rollout.calculator import calculator, exact_value
 from tests.experiments import ROOT
@@ -48,6 +50,7 @@ def test_a_tiny_model_is_a_checkpoint_of_its_family(tmp_path, family, tied):
     assert model.config.model_type == family and model.dtype == torch.float32
     biases = [b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")]
     assert sum(t.numel() for t in [*model.parameters(), *biases]) == size
+    assert parameter_counts(architecture_of(hf_config(config))).total == size
     assert model.config.rope_parameters["rope_theta"] == 10000.0
     assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id == 2
     assert len(tokenizer) <= model.config.vocab_size and model.config.vocab_size % 32 == 0

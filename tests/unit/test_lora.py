@@ -1,9 +1,7 @@
 """Adapters without Megatron: what a configuration may say, what they weigh, and whose weights a checkpoint is for."""
 
-import math
 from pathlib import Path
 
-import pytest
 import torch
 
 from examples.laptop.recipe import TinyModelConfig
@@ -15,35 +13,11 @@ from megagrpo.families.table import architecture_of, model_tensors
 from megagrpo.families.tensors import adapter_tensors
 from megagrpo.planning.checkpoint_cost import checkpoint_cost
 from megagrpo.planning.explain import explain
-from megagrpo.planning.trainer_memory import Load, trained_elements, trainer_side
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
+from tests.experiments import QUICKSTART
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 DENSE, MOE = (architecture_of(hf_config(TinyModelConfig(path="x", family=family))) for family in ("qwen3", "qwen3_moe"))
 TARGETS = ("q_proj", "down_proj")
-
-
-@pytest.mark.parametrize(
-    "lora, said",
-    [
-        ("{targets: [q_prj]}", "actor.lora.targets.0 = 'q_prj': not a choice; did you mean 'q_proj'?"),
-        ("{targets: [q_proj, q_proj]}", "actor.lora.targets: names q_proj twice"),
-        ("{targets: []}", "actor.lora.targets = []"),
-        ("{rank: 0}", "actor.lora.rank = 0: should be greater than or equal to 1"),
-        ("{alpha: 0}", "actor.lora.alpha = 0"),
-        ("{dropout: 0.1}", "actor.lora.dropout: 0.1 is not supported"),
-        ("{ranks: 3}", "actor.lora.ranks = 3: unknown key; did you mean 'rank'?"),
-    ],
-)
-def test_a_wrong_section_is_named(lora: str, said: str):
-    with pytest.raises(ValueError) as error:
-        load_config(QUICKSTART, [f"actor.lora={lora}"])
-    assert said in str(error.value) and "1 problem" in str(error.value)
-
-
-def test_transformer_engine_is_refused():
-    with pytest.raises(ValueError, match="lora adds to Megatron's own linear layers"):
-        load_config(QUICKSTART, ["actor.lora.rank=4", "actor.transformer_engine=true"])
 
 
 def test_experts_cut_more_finely_than_the_rest_are_refused():
@@ -65,21 +39,6 @@ def test_adapters_have_peft_names_and_shapes():
     last = f"model.layers.{MOE.num_layers - 1}.mlp.experts.{MOE.num_experts - 1}.down_proj"
     assert tensors[f"{last}.lora_A.weight"] == (4, MOE.expert_ffn_size)
     assert tensors[f"{last}.lora_B.weight"] == (hidden, 4)
-
-
-def test_a_rank_holds_the_half_that_is_cut_and_the_whole_other_half():
-    lora = {"rank": 4, "targets": list(TARGETS)}
-    options = {"world_size": 4, "parallel": {"tp": 2}, "lora": lora, "dtype": "bfloat16"}
-    load = Load(micro_batch_tokens=64, longest=64)
-    held = trainer_side(DENSE, ActorConfig.model_validate(options), load).phases["rollout"].parts
-    hidden, heads, width = DENSE.hidden_size, DENSE.num_heads * DENSE.head_dim, DENSE.ffn_size
-    elements = DENSE.num_layers * 4 * (hidden + heads / 2 + width / 2 + hidden)
-    assert held["gradients"] == elements * 4
-    assert held["optimiser"] == elements * 12 / 2  # divided over two data-parallel ranks
-    all_weights = ActorConfig.model_validate(options | {"lora": None})
-    whole = trainer_side(DENSE, all_weights, load).phases["rollout"].parts
-    assert held["parameters"] == whole["parameters"] + elements * 2
-    assert trained_elements(DENSE, all_weights) == sum(math.prod(spec.shape) for spec in model_tensors(DENSE))
 
 
 def test_check_says_what_is_saved_and_a_checkpoint_holds_adapters_alone(prepared):

@@ -171,10 +171,6 @@ def test_a_rollout_reads_weights_and_cache_once_a_step():
     assert found["prefill"] == 0.0
 
 
-def _one_draft(*of_step) -> dict[str, np.ndarray]:
-    return drafted_seconds(*of_step, 1)
-
-
 def test_a_draft_of_every_token_divides_what_a_forward_reads():
     """Each of two forwards in a row reads the weights; the second is that of the draft, of one layer and the head."""
     lengths = lengths_of(640)
@@ -188,8 +184,8 @@ def test_a_draft_of_every_token_divides_what_a_forward_reads():
     head = 2 * 129280 * 7168 / server.tp / 3.35e12
     expected = (pair["weights"] + plain["weights"] / 61 + head) / (1 + ACCEPTANCE)
     assert found["weights"] == pytest.approx(expected)
-    full = [plan(deepseek, server, np.array([9e4]), np.array([1.0])) for plan in (decode_seconds, _one_draft)]
-    assert full[1]["compute"] > full[0]["compute"], "products of rejected tokens"
+    full = deepseek, server, np.array([9e4]), np.array([1.0])
+    assert drafted_seconds(*full, 1)["compute"] > decode_seconds(*full)["compute"], "products of rejected tokens"
 
 
 def test_a_tower_is_run_once_a_prompt_on_engines_and_by_every_replica_of_the_trainers():
@@ -324,9 +320,7 @@ def test_a_measured_run_replaces_the_bound(tmp_path):
     config = shipped(LARGE, "train.num_updates_per_step=2")
     bound = plan_step(config, qwen(assumed_lengths(config, 800.0)))
     run_of(tmp_path / "run", config, bound.seconds)
-    text, _ = plan_command(
-        config, Options(measured=tmp_path / "run", json=tmp_path / "plan.json"), Progress("plan", enabled=False)
-    )
+    text, _ = plan_command(config, Options(measured=tmp_path / "run", json=tmp_path / "plan.json"), QUIET)
     plan = json.loads((tmp_path / "plan.json").read_text())["plan"]
     assert plan["efficiency"] == pytest.approx(dict.fromkeys(bound.seconds, 0.5))
     assert plan["seconds"] == pytest.approx({name: 2 * value for name, value in bound.seconds.items()})
@@ -339,9 +333,7 @@ def test_a_measured_run_replaces_the_bound(tmp_path):
 
 
 def test_the_plan_as_text_and_json_names_the_search_if_it_does_not_fit(tmp_path):
-    text, fits = plan_command(
-        shipped(), Options(lengths="3000", json=tmp_path / "plan.json"), Progress("plan", enabled=False)
-    )
+    text, fits = plan_command(shipped(), Options(lengths="3000", json=tmp_path / "plan.json"), QUIET)
     assert fits and "DOES NOT FIT" not in text
     for words in ("an upper bound on speed, no forecast", "fullest rank", "run concurrently", "bubble", "limit "):
         assert words in text

@@ -4,26 +4,18 @@ import json
 import re
 import sys
 
-import numpy as np
 import psutil
 import pytest
-from fake_service import FakeService, running
-from sampling import Grader, experiment, source_of
+from fake_service import FakeService
+from sampling import experiment, playing
 from test_agents import TOKENIZER, ids, masked, says
 
 from examples.laptop.model import character_tokenizer
-from megagrpo.rollout.agents.environments import Environments
-from megagrpo.rollout.agents.programs import Programs
-from megagrpo.rollout.tools import make_answering
 from megagrpo.types import Prompt, RolloutGroup
 from tests.experiments import ROOT
 
 EOS = TOKENIZER.eos_token_id
 END = TOKENIZER.eos_token
-
-
-def decode(tokens: np.ndarray) -> str:
-    return TOKENIZER.decode(tokens, skip_special_tokens=True)
 
 
 def run_all(answers: list[str], *turns, program: str, **more) -> tuple[list[RolloutGroup], list[dict]]:
@@ -32,31 +24,20 @@ def run_all(answers: list[str], *turns, program: str, **more) -> tuple[list[Roll
     tokenizer, environment = more.pop("tokenizer", TOKENIZER), more.pop("environment", None)
     tokens, hang = more.pop("tokens", 32), more.pop("hang", lambda body: False)
     extra = more.pop("extra", lambda number: {})
+    player = {"environment": environment} if environment else {"agent": function | {"workers": 1} | more}
     config = experiment(
         train={"group_size": 1},
         rollout={"request_timeout_s": 200.0, "step_timeout_s": 200.0},
         algorithm={"advantage": {"name": "reinforce_plus_plus"}},
-        sampling={
-            "max_response_tokens": tokens,
-            "stop_token_ids": [EOS],
-            **({"environment": environment} if environment else {"agent": function | {"workers": 1} | more}),
-        },
+        sampling={"max_response_tokens": tokens, "stop_token_ids": [EOS], **player},
     )
-    answering = make_answering(config, tokenizer)
-    assert isinstance(answering, Programs | Environments)
-    prompts = [
-        Prompt(30 + number, "?", tuple(ids("?")), answer, extra=extra(number)) for number, answer in enumerate(answers)
-    ]
+    prompts = [Prompt(30 + n, "?", tuple(ids("?")), answer, extra=extra(n)) for n, answer in enumerate(answers)]
     before = set(psutil.Process().children(recursive=True))
-    try:
-        with running(FakeService(version=3, script=list(turns), hang=hang)) as service:
-            source = source_of(service.control, config, Grader(), decode, tool=answering)
-            groups = source.next(7, prompts, 3)
-            source.close()
-            return groups, service.requests
-    finally:
-        answering.close()
-        assert set(psutil.Process().children(recursive=True)) <= before, "no process is left"
+    service = FakeService(version=3, script=list(turns), hang=hang)
+    with playing(config, tokenizer, service) as source:
+        groups = source.next(7, prompts, 3)
+    assert set(psutil.Process().children(recursive=True)) <= before, "no process is left"
+    return groups, service.requests
 
 
 def run(*turns, answer: str = "7", program: str = "guess", **more) -> tuple[RolloutGroup, list[dict]]:

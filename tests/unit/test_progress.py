@@ -1,4 +1,4 @@
-"""What is printed while a process starts or waits: a line a phase, its seconds, and how far it is."""
+"""What is printed while a process starts, waits and trains, and the report that a run leaves."""
 
 import io
 import re
@@ -6,9 +6,12 @@ import time
 
 import pytest
 
-from megagrpo.monitor.console import StepConsole
+from megagrpo.monitor.console import StepConsole, minutes
+from megagrpo.monitor.report import series, summary, write_report
 from megagrpo.system import progress as module
 from megagrpo.system.progress import Progress
+from megagrpo.system.run_folder import write_json_lines
+from tests import experiments
 
 
 class Terminal(io.StringIO):
@@ -22,13 +25,9 @@ def often(monkeypatch):
     monkeypatch.setattr(module, "_TERMINAL_S", 0.02)
 
 
-def until(stream: io.StringIO, pattern: str) -> str:
-    """Returns the text once it has the pattern."""
-    end = time.monotonic() + 10
-    while not re.search(pattern, stream.getvalue()):
-        assert time.monotonic() < end, stream.getvalue()
-        time.sleep(0.01)
-    return stream.getvalue()
+def until(stream: io.StringIO, pattern: str) -> None:
+    """Waits until the text has the pattern."""
+    experiments.until(lambda: re.search(pattern, stream.getvalue()), said=stream.getvalue)
 
 
 def test_in_a_file_a_line_for_each_phase_and_for_those_that_last():
@@ -88,3 +87,84 @@ def test_the_start_does_not_count_in_what_is_left(monkeypatch):
         now[0] = seconds
         console.update(step, {"loss/total": 0.5})
     assert stream.getvalue().splitlines()[-1].endswith("eta 0:30")
+
+
+def run(num_steps: int) -> list[dict]:
+    entries = [{"step": 0, "eval/accuracy": 0.25}]
+    for step in range(1, num_steps + 1):
+        times = {"time/rollout_s": 3.0, "time/update_s": 1.0, "time/step_s": 5.0}
+        entries.append({"step": step, "reward/mean": step / 10, "mismatch/logprob_abs_mean": 2e-6, **times})
+    entries[-1]["eval/accuracy"] = 0.75
+    return entries
+
+
+def cells(text: str, first: str) -> list[str]:
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| {first} ")]
+    return [cell.strip() for cell in line.strip("|").split("|")][1:]
+
+
+def test_summary_figures():
+    text = summary(run(4), "demo")
+    assert text.startswith("# demo: 4 steps\n")
+    assert cells(text, "held-out accuracy") == ["0.250", "0.750", "0.750", "0.500"]
+    assert cells(text, "reward") == ["0.100", "0.400", "0.400", "0.250"]
+    assert cells(text, "rollout") == ["3.00", "60%"]
+    assert cells(text, "unnamed rest") == ["1.00", "20%"]
+    assert cells(text, "whole step") == ["5.00", "100%"]
+    assert not re.search(r"\bnan\b|None", text)
+
+
+def test_the_kl_is_without_its_coefficient():
+    entries = [{"step": step, "loss/kl": 0.001 * 0.02 * step, "policy/kl_reference": 0.02 * step} for step in (1, 2)]
+    assert cells(summary(entries, "demo"), "KL to the reference") == ["0.0200", "0.0400", "", "0.0300"]
+
+
+def test_values_that_were_not_finite_are_left_out():
+    assert series([{"step": 1, "a/b": None}, {"step": 2, "a/b": 3.0}, {"step": 3}], "a/b") == ([2], [3.0])
+
+
+@pytest.mark.parametrize(
+    "entries", [run(30), run(1), [{"step": 0, "eval/accuracy": 0.5}], [{"step": 1, "reward/mean": -2.0}]]
+)
+def test_files_are_written(tmp_path, entries):
+    write_json_lines(tmp_path / "metrics.jsonl", entries)
+    text = write_report(tmp_path)
+    assert (tmp_path / "summary.md").read_text() in text
+    assert f"curve: {tmp_path / 'curve.png'}" in text
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "curve.png").stat().st_size > 10_000
+
+
+def test_nothing_measured_is_said(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="nothing was measured"):
+        write_report(tmp_path)
+
+
+def test_plain_lines_without_a_terminal():
+    stream = io.StringIO()
+    with StepConsole("grpo", num_steps=4, start_step=1, stream=stream) as console:
+        console.note("resumed at step 1")
+        console.update(2, {"reward/mean": 0.5, "eval/accuracy": 0.25})
+        console.update(3, {"reward/mean": 0.75, "perf/tokens_per_s": 1234.4})
+        console.update(4, {"loss/total": 0.5, "policy/kl_reference": 0.0123, "optim/grad_norm": 0.256})
+    note, first, second, third = stream.getvalue().splitlines()
+    assert note == "grpo resumed at step 1"
+    assert first.startswith("grpo 2/4  reward 0.500  eval 0.250  eta ")
+    # the evaluation stays on the line
+    assert second.startswith("grpo 3/4  reward 0.750  eval 0.250  tok/s 1,234  eta ")
+    assert "  loss 0.5000  kl 1.2e-02  grad 0.26  tok/s" in third
+
+
+@pytest.mark.parametrize(("enabled", "shown"), [(True, ("2/2", "reward 0.500")), (False, ())])
+def test_live_line_in_a_terminal_unless_switched_off(monkeypatch, enabled, shown):
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    with StepConsole("grpo", num_steps=2, enabled=enabled, stream=stream) as console:
+        console.note("x")
+        console.update(2, {"reward/mean": 0.5})
+    assert all(words in stream.getvalue() for words in shown) and bool(stream.getvalue()) == enabled
+
+
+def test_minutes():
+    assert [minutes(s) for s in (0, 61.4, 3599.6, 11045)] == ["0:00", "1:01", "1:00:00", "3:04:05"]

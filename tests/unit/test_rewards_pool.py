@@ -296,26 +296,6 @@ def test_cancelling_a_reward_cancels_what_has_not_begun():
         assert asyncio.run(run(pool)) == 5.0
 
 
-@pytest.mark.parametrize(
-    "reward, said",
-    [
-        ({"grader": "exact", "graders": [{"grader": "format"}]}, "grader and graders: write one of them"),
-        ({"graders": [{"grader": "exact"}, {"grader": "exact"}]}, "two are named exact; give each a name of its own"),
-        ({"graders": [{"grader": "exact", "name": "Exact!"}]}, "String should match pattern"),
-        ({"group_args": {"x": 1}}, "group_args without group_grader"),
-        ({"graders": [{"grader": "http", "args": {"url": "nowhere"}}]}, "should look like http://host:port/path"),
-    ],
-)
-def test_wrong_combinations_are_refused(reward, said):
-    with pytest.raises(ValueError, match=said):
-        RewardConfig(**reward)
-
-
-def test_a_greedy_baseline_does_not_go_with_a_group_grader():
-    with pytest.raises(ValueError, match="its greedy baseline has no group"):
-        experiment(reward={"group_grader": "rank"}, algorithm={"advantage": {"name": "remax"}})
-
-
 def test_check_finds_every_wrong_grader(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("d.jsonl").write_text('{"prompt": "p", "answer": "{\\"asserts\\": [\\"assert (\\"]}", "by": "code"}\n')

@@ -4,22 +4,17 @@ import asyncio
 
 import numpy as np
 import pytest
-import torch
 from fake_service import FakeService, running
-from sampling import MESH, Grader, experiment, source_of
+from sampling import Grader, experiment, source_of
 
 from examples.laptop.model import character_tokenizer
-from megagrpo.algo.advantage import with_advantages
-from megagrpo.batching.batch import build_batch
-from megagrpo.batching.updates import one_pass
-from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ToolConfig
 from megagrpo.mesh import LeaderError
 from megagrpo.rollout.calculator import calculator
 from megagrpo.rollout.generation import sample_seed
 from megagrpo.rollout.response import Response
 from megagrpo.rollout.tools import Tool, load_tool, make_tool, respond_with_tool
-from megagrpo.types import AlgoState, Outcome, Prompt, RolloutGroup, Sample
+from megagrpo.types import Prompt, Sample
 
 TOKENIZER = character_tokenizer("0123456789+-*/=.()<># ")
 EOS = TOKENIZER.eos_token_id
@@ -122,31 +117,3 @@ def test_tools_that_cannot_be_used_are_refused():
 )
 def test_calculator(text, said):
     assert calculator(text) == said
-
-
-def test_masked_tokens_reach_neither_the_statistics_nor_the_loss_and_credit_passes_them():
-    """Three responses with tool output, against the same ones with it cut out: the same advantages on them."""
-    texts = [("<1+1>", "2", "=2"), ("<2+3>", "5", "=5"), ("<9*9>", "81", "=1")]
-    algorithms = {
-        "returns": AlgorithmConfig(advantage={"name": "reinforce_plus_plus"}),
-        "lengths": AlgorithmConfig(advantage={"name": "opo"}),
-        "whitened": AlgorithmConfig(advantage={"name": "reinforce_plus_plus_baseline"}),
-    }
-    for name, algorithm in algorithms.items():
-        sampled = []
-        for with_output in (True, False):
-            samples = []
-            for i, (call, result, answer) in enumerate(texts):
-                parts = [(ids(call), 1), (ids(result) if with_output else [], 0), (ids(answer, end=True), 1)]
-                tokens = tuple(token for part, _ in parts for token in part)
-                mask = tuple(m for part, m in parts for _ in part)
-                samples.append(Sample(i, tokens, tuple(-0.5 * m for m in mask), "stop", 0, "", mask))
-            outcomes = (Outcome("score", 1.0), Outcome("score", 1.0), Outcome("score", 0.0))
-            batch = build_batch([RolloutGroup(0, PROMPT, tuple(samples), outcomes)], one_pass(1), MESH)
-            batch = with_advantages(batch, algorithm, MESH.reduce, AlgoState(), 32)[0]
-            places = batch.loss_mask
-            assert not batch.advantages[~places].any() and not batch.rollout_logprobs[~places].any()
-            sampled.append(batch.advantages[places])
-            first = batch.advantages[batch.starts + len(PROMPT.token_ids)]
-            assert (first != 0).all(), f"{name}: the reward at the end does not reach the tokens before the tool's"
-        torch.testing.assert_close(*sampled, rtol=0, atol=0)

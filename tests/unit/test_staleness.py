@@ -84,11 +84,6 @@ def test_weights_may_change_in_a_response_that_was_begun_before_and_never_go_bac
     assert row.tolist() == [0, 0, 1, 0, 0, 0] and batch.lags.max() == 1
 
 
-def test_staleness_asks_for_a_correction():
-    with pytest.raises(ValueError, match=r"max_staleness 2 trains on tokens of older weights.*mismatch.weight"):
-        short_experiment(rollout={"max_staleness": 2})
-
-
 def test_versions_of_a_sample_by_token():
     sample = Sample(0, (1, 2, 3, 4), (0.0,) * 4, "stop", 3, "", None, ((2, 4), (3, 6)))
     assert sample.token_versions().tolist() == [3, 3, 4, 6]

@@ -2,13 +2,12 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megagrpo.system import environment
+from tests.experiments import python
 from tests.stand_ins.signatures import FILES, STAND_IN, TABLE, released, stand_ins
 
 TABLE_OF_RELEASED = json.loads(TABLE.read_text())
@@ -16,11 +15,8 @@ TABLE_OF_RELEASED = json.loads(TABLE.read_text())
 
 def run(code: str) -> list[str]:
     """What a process prints that could import the stand-in."""
-    paths = [str(STAND_IN.parent)]
-    env = environment.child_environment({"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, paths)
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return python("-c", code, env=environment.child_environment(variables, [str(STAND_IN.parent)])).split()
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -96,8 +92,7 @@ from megagrpo.actor.dry_run import pretended_world
 from megagrpo.config.actor import ActorConfig
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.families.table import architecture_of
-from megagrpo.certify.tiny_model import hf_config
-from megagrpo.certify.tiny_model import random_tensors
+from megagrpo.certify.tiny_model import hf_config, random_tensors
 from megagrpo.weights.expected_digests import ExpectedDigests
 from megagrpo.weights.copies.record import record_copies
 from megagrpo.weights.transports.reshard_plan import trainer_atoms

@@ -20,22 +20,6 @@ EXPERTS, INNER, HIDDEN = 6, 4, 5
 REQUEST = {"specs": "", "allow_computed": False, "dummy_start": False}
 
 
-@pytest.mark.parametrize(
-    ("ascending", "runs"),
-    [
-        ([], []),
-        ([7], [range(1)]),
-        ([0, 2, 4, 6], [range(4)]),
-        ([3, 3, 9, 9, 15, 15], [range(0, 6, 2), range(1, 6, 2)]),  # tied: the same elements twice
-        ([0, 1, 10, 11, 20, 21], [range(0, 6, 2), range(1, 6, 2)]),
-        ([0, 1, 2, 50, 51, 52], [range(3), range(3, 6)]),
-        ([0, 5, 7, 9], [range(2), range(2, 4)]),
-    ],
-)
-def test_long_runs_of_constant_steps(ascending, runs):
-    assert constant_steps(ascending) == runs
-
-
 @given(st.lists(st.integers(0, 30), max_size=30).map(sorted))
 def test_runs_are_constant_and_hold_every_number_once(ascending):
     runs = constant_steps(ascending)

@@ -4,13 +4,11 @@ tests/gpu runs it on one.
 """
 
 import importlib.util
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from megagrpo.system.environment import child_environment
+from tests.experiments import ROOT, python
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="no Triton: it comes with torch for CUDA (pip install triton)"
@@ -62,20 +60,12 @@ print(len(kernel.asm["cubin"]), "bytes")
 
 
 def run(code: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=child_environment() | environment,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return python("-c", code, env=child_environment() | environment, cwd=ROOT)
 
 
 def test_the_interpreted_kernel_has_the_same_bits():
-    assert run(INTERPRET, TRITON_INTERPRET="1") == "184 layouts\n"
+    assert run(INTERPRET, TRITON_INTERPRET="1") == "184 layouts"
 
 
 def test_the_kernel_compiles_and_reads_sixteen_bytes_at_once():
-    assert run(COMPILE).endswith("bytes\n")
+    assert run(COMPILE).endswith("bytes")

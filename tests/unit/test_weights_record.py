@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from megagrpo.weights.copies.record import coverage_problems, record, record_copies
-from megagrpo.weights.copies.views import Box, Untraceable, factor
+from megagrpo.weights.copies.views import Box
 
 HF = {"a": (8, 6), "b": (8, 6), "c": (12,), "e": (3, 4, 5)}
 SPECS = {name: (shape, torch.float32) for name, shape in HF.items()}
@@ -182,13 +182,6 @@ def test_interleaved_writes_are_checked_element_by_element():
         x[1::2].copy_(hf["b"])
 
     assert len(record_copies(load, SPECS, {"x": x})) == 2
-
-
-def test_factor_splits_a_view_along_the_dimensions_it_runs_through():
-    first, pieces = factor(0, (48,), (1,), (8, 6))
-    assert first == (0, 0) and [(p.size, p.base, p.step, p.scale) for p in pieces] == [(8, 0, 1, 6), (6, 1, 1, 1)]
-    with pytest.raises(Untraceable):
-        factor(3, (14,), (1,), (8, 6))
 
 
 def test_boxes_subtract_into_disjoint_rests():

@@ -3,8 +3,14 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
+from megagrpo.mesh import make_mesh
 from megagrpo.system import environment
 from tests.dist.workers.pool import RankPool, run_main
 
@@ -25,6 +31,19 @@ def run_ranks(
     results = json.loads((folder / "results.json").read_text())
     assert len(results) == len(jobs)
     return results
+
+
+def run_meshes(world: int, folder: Path, function: Callable, *arguments: object, replicas: int | None = None) -> list:
+    """What `function(mesh, *arguments)` returns on each rank of a gloo world of `replicas`; by default one a rank."""
+    return POOL.run(world, _on_mesh, world, replicas or world, folder, function, arguments)
+
+
+def _on_mesh(rank: int, world: int, replicas: int, folder: Path, function: Callable, arguments: tuple) -> object:
+    store = dist.FileStore(str(folder / f"store{world}"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    result = function(make_mesh(rank * replicas // world, replicas, torch.device("cpu"), 60.0), *arguments)
+    dist.destroy_process_group()
+    return result
 
 
 def run_transformers(folder: Path, script: str = "hf_reference.py") -> None:

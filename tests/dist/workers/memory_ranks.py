@@ -22,6 +22,7 @@ from megagrpo.families.table import model_tensors
 from megagrpo.types import Batch, Rewards
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.copies.record import record_copies
+from tests.dist.workers.held import gradient_buffers
 
 ALGORITHM = AlgorithmConfig.model_validate(
     {"advantage": {"name": "grpo"}, "loss": {"name": "ppo_clip"}, "aggregation": "token-mean"}
@@ -100,12 +101,11 @@ def measure(actor: MegatronActor, lengths: list[int], allocator: bool) -> dict[s
 
     update()  # makes the optimizer's state
     parameters = storages(p for chunk in actor.chunks for p in chunk.parameters())
-    buffers = (b.grad_data for chunk in actor.model for b in (*chunk.buffers, *chunk.expert_parallel_buffers))
     with LiveBytes() as live:
         update()
     return {
         "parameters": sum(parameters.values()),
-        "gradients": sum(storages(buffers).values()),
+        "gradients": sum(storages(buffer.grad_data for buffer in gradient_buffers(actor)).values()),
         "optimiser": sum(size for key, size in storages(state_of(actor.optimizer)).items() if key not in parameters),
         "added": live.peak,
         "allocator": allocated(update) if allocator else live.peak,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from unittest.mock import patch
 
 from tests.dist.workers import actor_ranks  # comes first: it prepares the host for Megatron
 
@@ -32,30 +32,9 @@ def batch_of(mesh, shift: int = 0, keep: int = NUM_SAMPLES) -> Batch:
     return replace(batch, images=tuple(images_of(int(number)) for number in batch.sample_ids))
 
 
-@contextmanager
-def replaced(owner: ModuleType | type, **values: object) -> Iterator[None]:
-    before = {name: getattr(owner, name) for name in values}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
-
-
 def settings(job: dict) -> tuple[ActorConfig, OptimizerConfig]:
     config, optimizer = actor_ranks.settings(job)
     return config.model_copy(update={"vision": VisionConfig(train=job.get("train", "all"))}), optimizer
-
-
-def towerless_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
-    """Samples without images: do the tower's parameters get gradients of 0, and not none at all?"""
-    batch = replace(batch_of(actor.mesh), images=())
-    actor_ranks.gradient(actor, batch, actor_ranks.PLAIN)
-    tower = [value for name, value in actor.gradients().items() if ".visual." in name]
-    text = [value for name, value in actor.gradients().items() if ".visual." not in name]
-    return {"tower": max((float(g.abs().max()) for g in tower), default=0.0), "text": max(float(g.max()) for g in text)}
 
 
 def swapped_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
@@ -107,12 +86,12 @@ def _deepstack_late(batch: Batch) -> Iterator[Batch]:
     def late(self: Sight, index: int, hidden: torch.Tensor) -> torch.Tensor:
         return hidden if index == 0 else with_deep(self, index - 1, hidden)
 
-    with replaced(Sight, with_deep=late):
+    with patch.multiple(Sight, with_deep=late):
         yield batch
 
 
 MISTAKES = {"grids swapped": _grids_swapped, "a token late": _one_late, "deepstack late": _deepstack_late}
-JOBS = {**actor_ranks.JOBS, "towerless": towerless_job, "swapped": swapped_job, "frozen": frozen_job}
+JOBS = {**actor_ranks.JOBS, "swapped": swapped_job, "frozen": frozen_job}
 
 
 def main(folder: Path) -> None:
@@ -123,7 +102,7 @@ def main(folder: Path) -> None:
         return JOBS[job["do"]](actor, weights, job, folder)
 
     with ExitStack() as stack:
-        stack.enter_context(replaced(actor_ranks, samples=samples, NUM_SAMPLES=NUM_SAMPLES, batch_of=batch_of))
-        stack.enter_context(replaced(recorded, VOCAB=VOCAB))
-        stack.enter_context(replaced(actor_ranks, VOCAB=VOCAB))
+        stack.enter_context(patch.multiple(actor_ranks, samples=samples, NUM_SAMPLES=NUM_SAMPLES, batch_of=batch_of))
+        stack.enter_context(patch.multiple(recorded, VOCAB=VOCAB))
+        stack.enter_context(patch.multiple(actor_ranks, VOCAB=VOCAB))
         with_actors(folder, settings, measure)

@@ -1,21 +1,18 @@
-"""One rank that makes updates and tells where the host would wait for a device. usage: waiting_ranks.py FOLDER
+"""One rank that makes updates and tells where the host would wait for a device.
 
 What makes a host wait on CUDA is seen on a CPU too: operators whose output has a size that depends on values, and
 values that are read. Counted inside Megatron's schedule: what is planned before it is on the host on purpose.
 """
 
-import json
 import os
-import sys
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
+from tests.dist.workers.harness import with_actors  # comes first: it prepares the host for Megatron
 
 # isort: split
 
@@ -25,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import megagrpo
 from megagrpo.actor import step
-from megagrpo.certify.measure import joined
+from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.config.actor import RouterLossConfig
-from megagrpo.config.schema import OptimizerConfig
+from megagrpo.config.schema import ActorConfig, OptimizerConfig
 from megagrpo.weights.actor_weights import load_initial_weights
 from tests.dist.workers.actor_ranks import OPTIMIZER, RICH, batch_of, config_of
 from tests.dist.workers.routing_replay_ranks import with_planted
@@ -128,26 +125,22 @@ def watched_schedule() -> Iterator[Waits]:
         yield waits
 
 
+def measure(actor: MegatronActor, job: dict) -> dict:
+    load_initial_weights(actor, job["model"])
+    batch = batch_of(actor.mesh)
+    batch = with_planted(actor, batch) if job["experts"] else batch
+    with watched_schedule() as waits:
+        step.update(actor, batch, RICH, 1.0, 32)
+    waited = {f"{what} {place}": count for (what, place), count in waits.counts.items()}
+    found = {name: count for name, count in waited.items() if not name.endswith(ON_HOST)}
+    layers = [actor.arch.num_layers, actor.arch.num_layers - actor.arch.dense_layers]
+    return {"micro_batches": waits.micro_batches, "layers": layers, "waits": found}
+
+
 def main(folder: Path) -> None:
-    results = []
-    for number, job in enumerate(json.loads((folder / "jobs.json").read_text())):
+    def settings(job: dict) -> tuple[ActorConfig, OptimizerConfig]:
         experts = {"router_losses": RouterLossConfig(balance=0.1, z=0.1), "routing_replay": "rollout"}
         config = config_of(job, logprob_chunk_tokens=32, **(experts if job["experts"] else {}))
-        made_of = {"config": config, "optimizer": OptimizerConfig(**OPTIMIZER), "model_path": job["model"]}
-        with joined(folder / f"store{number}", device=DEVICE, **made_of) as actor:
-            load_initial_weights(actor, job["model"])
-            batch = batch_of(actor.mesh)
-            batch = with_planted(actor, batch) if job["experts"] else batch
-            with watched_schedule() as waits:
-                step.update(actor, batch, RICH, 1.0, 32)
-            waited = {f"{what} {place}": count for (what, place), count in waits.counts.items()}
-            found = {name: count for name, count in waited.items() if not name.endswith(ON_HOST)}
-            layers = [actor.arch.num_layers, actor.arch.num_layers - actor.arch.dense_layers]
-            results.append({"micro_batches": waits.micro_batches, "layers": layers, "waits": found})
-    if os.environ["RANK"] == "0":
-        (folder / "results.json").write_text(json.dumps(results))
+        return config, OptimizerConfig(**OPTIMIZER)
 
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    main(Path(sys.argv[1]))
+    with_actors(folder, settings, measure)

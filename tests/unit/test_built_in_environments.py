@@ -1,0 +1,214 @@
+"""Built-in environments: `mcp` with servers on stdio and HTTP, `openenv` as openenv-core 0.3.0 speaks, `python`."""
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megagrpo.rewards.sandbox.sandbox import isolation
+from megagrpo.rollout.agents import Unavailable
+from megagrpo.rollout.agents.built_in.mcp_tools import McpTools
+from megagrpo.rollout.agents.built_in.openenv import OpenEnv
+from megagrpo.rollout.agents.built_in.python_programs import PythonPrograms
+from tests.mcp_server import answer
+
+ROW = {"prompt": "2 + 3?", "answer": "5", "source": "", "extra": {}}
+COMMAND = f"{sys.executable} {Path(__file__).parents[1] / 'mcp_server.py'}"
+
+
+def call(name: str, **arguments: int) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers by JSON, and calls of tools by a stream of events."""
+
+    def do_POST(self) -> None:
+        message = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        first = message["method"] == "initialize"
+        assert first or self.headers["mcp-session-id"] == "s1"
+        self.send_response(200 if "id" in message else 202)
+        if first:
+            self.send_header("Mcp-Session-Id", "s1")
+        body = json.dumps({"jsonrpc": "2.0", "id": message["id"], **answer(message, [])}) if "id" in message else ""
+        stream = message["method"] == "tools/call"
+        if stream:
+            notice = json.dumps({"jsonrpc": "2.0", "method": "notifications/message", "params": {}})
+            body = f": comment\n\nevent: message\ndata: {notice}\n\ndata: {body}\n\n"
+        self.send_header("Content-Type", "text/event-stream" if stream else "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def do_DELETE(self) -> None:
+        self.server.ended = self.headers["mcp-session-id"]
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None: ...
+
+
+@pytest.fixture
+def listening() -> Iterator[ThreadingHTTPServer]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("way", ["command", "url"])
+def test_a_model_calls_tools_until_it_answers(way: str, listening):
+    url = f"http://127.0.0.1:{listening.server_port}/mcp"
+    environment = McpTools(ROW, 0, "exact", **({"command": COMMAND} if way == "command" else {"url": url}))
+    said = environment.reset()
+    assert said.endswith("\n\n2 + 3?") and '{"name": "add", "description": "The sum."' in said
+    assert '"fail"' in said and "left out" not in said
+    calls = [call("add", a=2, b=3), "and", call("fail"), call("add"), call("none"), "<tool_call>2 +</tool_call>"]
+    results, reward, done = environment.step(" ".join(calls))
+    told = [part.strip() for part in results.replace("</tool_response>", "").split("<tool_response>")[1:]]
+    assert told[:4] == [
+        *("5\n[image]", "error: no luck", "error: a and b are missing", "error: no tool 'none'; there are add, fail"),
+    ]
+    assert told[4].startswith("error: the call is no JSON with name and arguments") and (reward, done) == (0.0, False)
+    assert environment.step("6") == (None, 0.0, True) and environment.step("5") == (None, 1.0, True)
+    environment.close()
+    assert way == "command" or listening.ended == "s1"
+    assert not [child for child in psutil.Process().children() if "mcp_server" in " ".join(child.cmdline())]
+
+
+def test_a_server_that_is_gone_is_no_fault_of_the_model(listening):
+    environment = McpTools(ROW, 0, "exact", command=f"{COMMAND} die")
+    with pytest.raises(Unavailable, match="tools/call: the server is gone"):
+        environment.step(call("add", a=1, b=1))
+    environment.close()
+    with pytest.raises(Unavailable, match="No such file"):
+        McpTools(ROW, 0, "exact", command="/no/such/server")
+    listening.shutdown()
+    listening.server_close()
+    with pytest.raises(Unavailable, match="ConnectError"):
+        McpTools(ROW, 0, "exact", url=f"http://127.0.0.1:{listening.server_port}/mcp")
+    with pytest.raises(ValueError, match="one of them"):
+        McpTools(ROW, 0, "exact")
+
+
+LEVEL_ROW = {"prompt": "p", "answer": "", "source": "", "extra": {"level": 3}}
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server_of = pytest.importorskip("websockets.sync.server")
+
+    def session(socket) -> None:
+        turn = 0
+        for line in socket:
+            message = json.loads(line)
+            turn += message["type"] == "step"
+            match message["type"], message.get("data"):
+                case "close", _:
+                    return
+                case "step", {"message": "boom"}:
+                    answer = {"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "boom"}}
+                case "step", {"message": "leave"}:
+                    return
+                case _, data:
+                    observation = {"text": f"{message['type']} {json.dumps(data)}"}
+                    said = {"observation": observation, "reward": 0.5 if turn else None, "done": turn == 2}
+                    answer = {"type": "observation", "data": said}
+            socket.send(json.dumps(answer))
+
+    with server_of.serve(session, "127.0.0.1", 0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"ws://127.0.0.1:{server.socket.getsockname()[1]}/ws"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_session_from_reset_to_done(url: str):
+    environment = OpenEnv(LEVEL_ROW, 7, url, observation="text")
+    assert environment.reset() == 'reset {"seed": 7, "level": 3}'
+    assert environment.step("hi") == ('step {"message": "hi"}', 0.5, False)
+    assert environment.step("ho") == (None, 0.5, True)
+    environment.close()
+    whole = OpenEnv(LEVEL_ROW, 7, url, action="code")
+    assert json.loads(whole.reset() or "") == {"text": 'reset {"seed": 7, "level": 3}'}
+    assert '\\"code\\": \\"1\\"' in str(whole.step("1")[0])
+    whole.close()
+
+
+def test_its_errors_and_a_server_that_is_gone(url: str):
+    environment = OpenEnv(LEVEL_ROW, 7, url)
+    with pytest.raises(RuntimeError, match="step: EXECUTION_ERROR: boom"):
+        environment.step("boom")
+    with pytest.raises(Unavailable, match="step: ConnectionClosed"):
+        environment.step("leave")
+    environment.close()
+    with pytest.raises(Unavailable, match="refused"):
+        OpenEnv(LEVEL_ROW, 7, "ws://127.0.0.1:1/ws")
+
+
+QUESTION = {"prompt": "17 * 23?", "answer": "391", "source": "", "extra": {}}
+
+
+def block(program: str) -> str:
+    return f"Let me see.\n```python\n{program}\n```\n"
+
+
+def environment(**args: object) -> PythonPrograms:
+    return PythonPrograms(QUESTION, 0, **{"grader": "math", **args})
+
+
+def test_a_program_runs_and_a_turn_without_one_is_the_answer():
+    played = environment()
+    assert played.reset().endswith("17 * 23?") and "```python" in played.reset()
+    assert played.step(block("x = 17 * 23\nprint(x)")) == ("```output\n391\n```\n", 0.0, False)
+    assert played.step(r"So it is \boxed{391}.") == (None, 1.0, True)
+    assert environment().step(r"\boxed{392}") == (None, 0.0, True)
+
+
+@pytest.mark.parametrize(
+    "program, shown",
+    [
+        ("print(x)", "exit code 1: NameError: name 'x' is not defined"),  # of the program before it nothing is kept
+        ("print(1)\n1/0", "1\nexit code 1: ZeroDivisionError: division by zero"),
+        ("while True: pass", "time limit"),
+        ("x = bytearray(2**30)", "exit code 1: MemoryError"),
+        ("while True: print('x' * 1000)", "output limit"),
+        ("", ""),
+    ],
+)
+def test_what_fails_is_shown_and_the_model_has_another_turn(program, shown):
+    played = environment(run_s=2.0, memory_mb=128, output_kb=64, max_chars=100)
+    played.step(block("x = 1"))
+    said, reward, done = played.step(block(program))
+    assert said.startswith("```output\n") and said.rstrip("`\n").endswith(shown)
+    assert len(said) <= 100 + len("```output\n\n```\n")
+    assert (reward, done) == (0.0, False)
+
+
+@pytest.mark.skipif(bool(isolation()), reason=f"no namespaces here: {isolation()}")
+@pytest.mark.parametrize(
+    "program",
+    [
+        f"print(open({__file__!r}).read())",
+        "import socket; print(socket.create_connection(('127.0.0.1', 22)))",
+    ],
+)
+def test_a_program_sees_neither_files_nor_network(program):
+    said, _, _ = environment().step(block(program))
+    assert "exit code 1" in said and "Error" in said
+
+
+@pytest.mark.parametrize(
+    "args, message", [({"grader": "no_such"}, "no_such"), ({"memory": 5}, "memory"), ({"memory_mb": 1}, "64")]
+)
+def test_wrong_arguments_are_refused_before_the_rollout(args, message):
+    with pytest.raises(ValueError, match=message):
+        environment(**args)

@@ -1,0 +1,92 @@
+"""Settings that do not go together are refused with the reason. test_config_load.py has what an error looks like."""
+
+import re
+
+import pytest
+
+from megagrpo.config.load import ConfigError, load_config
+from tests.experiments import ROOT
+
+COLOCATED = ["rollout.colocate=true", "weights.transport=ipc"]
+LENT = ["weights.transport=reshard", "rollout.lend_trainers=1"]
+REPLAY = "actor.routing_replay=rollout"
+TIS = "algorithm.mismatch.weight={name: tis}"
+BY_VERSION = ["rollout.prefix_cache=by_version", "rollout.max_staleness=1"]
+PLAYED = ["reward={}", "sampling.environment={function: 'tests.games:Walk', episode_timeout_s: 100}"]
+REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
+    # routers and adapters
+    (["actor.router_losses={balance: 0}"], "balance and z are both 0: set one, or remove router_losses"),
+    (["actor.router_losses={balanced: 1}"], "actor.router_losses.balanced = 1: unknown key; did you mean"),
+    (["actor.router_losses={z: -1}"], "actor.router_losses.z = -1"),
+    (["actor.router_losses={z: 1}", "actor.lora.rank=4"], "the routers' too: remove router_losses"),
+    (["actor.router_bias_update=0.001", "actor.lora={rank: 4}"], "remove router_bias_update"),
+    (["actor.lora={targets: [q_prj]}"], "actor.lora.targets.0 = 'q_prj': not a choice; did you mean 'q_proj'?"),
+    (["actor.lora={targets: [q_proj, q_proj]}"], "actor.lora.targets: names q_proj twice"),
+    (["actor.lora={targets: []}"], "actor.lora.targets = []"),
+    (["actor.lora={rank: 0}"], "actor.lora.rank = 0: should be greater than or equal to 1"),
+    (["actor.lora={alpha: 0}"], "actor.lora.alpha = 0"),
+    (["actor.lora={dropout: 0.1}"], "actor.lora.dropout: 0.1 is not supported"),
+    (["actor.lora={ranks: 3}"], "actor.lora.ranks = 3: unknown key; did you mean 'rank'?"),
+    (["actor.lora.rank=4", "actor.transformer_engine=true"], "lora adds to Megatron's own linear layers"),
+    # the engine's experts
+    (["actor.routing_replay=old", "train.num_updates_per_step=1"], "old changes nothing with one update a step"),
+    ([REPLAY, "actor.megatron={moe_router_fusion: true}"], "the fused kernel chooses experts by itself"),
+    ([REPLAY, "rollout.sglang={chunked_prefill_size: -1}"], "chunked_prefill_size -1: SGLang keeps the experts"),
+    ([REPLAY, "rollout.sglang={enable_two_batch_overlap: true}"], "enable_two_batch_overlap, which keeps the"),
+    ([REPLAY, "rollout.extra_args=[--enable-two-batch-overlap]"], "enable_two_batch_overlap, which keeps the"),
+    (["rollout.sglang={enable_return_routed_experts: true}"], "is set by actor.routing_replay: rollout"),
+    (["actor.megatron={moe_enable_routing_replay: true}"], "actor.routing_replay"),
+    # engines beside trainers
+    (["rollout.colocate=true"], "weights.transport broadcast: NCCL takes no two ranks on one GPU"),
+    ([*COLOCATED, "weights.transport=reshard"], "set weights.transport: ipc, or disk"),
+    ([*COLOCATED, "rollout.lend_trainers=1"], "set one of them"),
+    (["rollout.lend_trainers=1", "weights.transport=broadcast"], "take reshard"),
+    ([*LENT, "rollout.max_staleness=1", TIS], "rollout.streaming: true"),
+    # older weights
+    (["rollout.max_staleness=2"], "max_staleness 2 trains on tokens of older weights"),
+    (["rollout.extra_groups=1"], "extra_groups 1 trains on tokens of older weights"),
+    (["rollout.extra_groups=999", TIS], "more than train.num_prompts_per_step"),
+    (["rollout.extra_groups=1", "rollout.max_staleness=1", TIS], "set one of them"),
+    (["rollout.max_staleness=1", TIS, "algorithm.dynamic_sampling={}"], "take 2 or more, or 0"),
+    (["rollout.extra_groups=1", TIS, "weights.in_flight=drain"], "take retract"),
+    (["rollout.extra_groups=1", TIS, "algorithm.advantage={name: remax}"], "greedy requests would change"),
+    (["weights.in_flight=in_place"], "retract keeps all tokens"),
+    (["rollout.prefix_cache=by_version"], "neither max_staleness nor extra_groups"),
+    (BY_VERSION, "needs a correction"),
+    ([*BY_VERSION, "rollout.deterministic=true", TIS], "what caches still hold"),
+    # rewards, environments, data
+    (["reward={grader: exact, graders: [{grader: format}]}"], "grader and graders: write one of them"),
+    (["reward={graders: [{grader: exact}, {grader: exact}]}"], "two are named exact; give each a name of its own"),
+    (["reward={graders: [{grader: exact, name: 'Exact!'}]}"], "should match pattern"),
+    (["reward={group_args: {x: 1}}"], "group_args without group_grader"),
+    (["reward={graders: [{grader: http, args: {url: nowhere}}]}"], "should look like http://host:port/path"),
+    (["reward.group_grader=rank", "algorithm.advantage={name: remax}"], "its greedy baseline has no group"),
+    ([*PLAYED, "reward={grader: exact}"], "the reward is given by sampling.environment; remove the graders"),
+    ([*PLAYED, "algorithm.advantage={name: remax}"], "it needs a greedy response"),
+    ([*PLAYED, "sampling.tool={function: calculator, call_end: '>'}"], "set one of them"),
+    ([*PLAYED, "rollout.step_timeout_s=99"], "episode_timeout_s must be below rollout.step_timeout_s"),
+    (
+        ["sampling.environment={function: 'a:b', episode_timeout_s: 30}"],
+        "episode_timeout_s 30.0 must be above timeout_s",
+    ),
+    (["data={path: a.jsonl, sources: [{source: a, path: a.jsonl}]}"], "path and sources"),
+    (["data={sources: [{source: a, path: a}, {source: a, path: b}]}"], "'a' is there twice"),
+    (["data={sources: [{source: a, path: a, ratio: 1.0}, {source: b, path: b}]}"], "1 of 2 have a"),
+    (["data={}"], "path is missing"),
+    (["data={path: a, grader_by_source: {a: exact}}"], "needs source_key"),
+    (["data={path: a, grader_key: g, source_key: s, grader_by_source: {a: exact}}"], "both choose"),
+]
+REFUSED_DRAFTS = [  # over configs/quickstart_draft.yaml
+    (["actor.draft=null"], "rollout.draft_tokens without actor.draft"),
+    (["actor.lora={}"], "adapters of the model alone: remove draft"),
+    (["rollout.sglang={speculative_num_steps: 3}"], "is set by rollout.draft_tokens"),
+    (["rollout.sglang={speculative_draft_model_path: x}"], "a publish reaches no other draft"),
+    ([REPLAY, "rollout.max_running_requests=1024"], "may read 3072 tokens"),
+]
+ROWS = [("quickstart", *row) for row in REFUSED] + [("quickstart_draft", *row) for row in REFUSED_DRAFTS]
+
+
+@pytest.mark.parametrize(("config", "settings", "said"), ROWS)
+def test_settings_that_do_not_go_together(config: str, settings: list[str], said: str):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_config(ROOT / "configs" / f"{config}.yaml", settings)
