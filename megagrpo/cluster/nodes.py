@@ -86,7 +86,8 @@ def run_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
     with alone_in(folder) if node.rank == 0 else nullcontext():
         if node.rank == 0:
             dump_config(config, folder.config)
-            folder.service.unlink(missing_ok=True)  # of a killed run: the trainers would use its URL
+            for left in (folder.service, folder.service_progress):  # by a killed run: the trainers would use its URL
+                left.unlink(missing_ok=True)
         with _launch_of_trainers(folder, "run", node, _GRACE_S) as launch:
             needed = _start_service(launch, config, arguments, node, shared)
             trainers = replace(node, number=number, first_port=node.first_port + _TO_TRAINERS)

@@ -80,7 +80,7 @@ def given_lengths(text: str, config: ExperimentConfig) -> Lengths:
     if Path(text).is_file():
         prompt = _PROMPT_SHARE * config.data.max_prompt_tokens
         return Lengths(prompt, _sorted([float(word) for word in Path(text).read_text().split()], text), f"file {text}")
-    if not text.replace(".", "", 1).isdigit() or not 0 < float(text) <= config.sampling.max_response_tokens:
+    if not text.replace(".", "", 1).isdecimal() or not 0 < float(text) <= config.sampling.max_response_tokens:
         limit = f"sampling.max_response_tokens {config.sampling.max_response_tokens}"
         raise ValueError(f"--lengths {text}: no such file, and no mean between 0 and {limit}")
     return assumed_lengths(config, float(text))

@@ -17,6 +17,7 @@ from megagrpo.config.data import DataConfig
 from megagrpo.config.rollout import EnvironmentConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.monitor.metrics import Metrics
+from megagrpo.rewards.workers import WorkerError, WorkerProcess
 from megagrpo.rollout.agents.environments import EnvironmentFailed, Environments
 from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.rollout.generation import sample_seed
@@ -216,6 +217,21 @@ def test_others_of_a_process_that_was_ended_begin_again():
         found = asyncio.run(run())
     assert found == ("timeout", "its process was ended while another episode's call hung", 1.0)
     assert set(psutil.Process().children(recursive=True)) <= before, "no process is left"
+
+
+def test_a_process_that_cannot_start_is_not_the_environments_mistake(monkeypatch):
+    def wait_ready(process: WorkerProcess) -> None:
+        process.kill()
+        raise WorkerError("it did not start")
+
+    async def run() -> None:
+        async with environments.episode({"answer": "7"}, 1):
+            pass
+
+    monkeypatch.setattr(WorkerProcess, "wait_ready", wait_ready)
+    with opened() as environments, pytest.raises(EnvironmentFailed, match="did not start") as failed:
+        asyncio.run(run())
+    assert failed.value.end == "infrastructure", "another attempt is made"
 
 
 def test_a_call_that_is_cancelled_leaves_no_answer_to_the_next_one():

@@ -107,6 +107,18 @@ def test_a_request_continues_what_was_sent_and_nothing_else(change, continues):
         assert contexts[1] == [*contexts[0], *ids("2+2=4$\n<user>?\n<assistant>")], "the reasoning is kept"
 
 
+def test_of_two_branches_the_one_that_a_limit_ended_is_cut():
+    async def run() -> list[str]:
+        conversation, _ = talk("12", "7", "3", max_turns=2)
+        first = await conversation.say([USER])
+        await conversation.say([USER])
+        with pytest.raises(Refused, match="2 turns"):
+            await conversation.say([USER, first.message, USER])
+        return [part.response.finish_reason for part in conversation.samples()[0]]
+
+    assert asyncio.run(run()) == ["length", "stop"]
+
+
 def test_equal_messages_of_different_ids_are_not_guessed():
     async def run() -> list[ChatTurn | None]:
         conversation, _ = talk("1=4", "2=4", "8", "8")

@@ -95,6 +95,7 @@ class Conversation:
         self._since, self._waited_s = 0.0, 0.0
         self.closed = False
         self.stopped = ""  # by which limit the last request was refused, or its turn cut
+        self._stopped_at: ChatTurn | None = None  # the turn that it would have continued, or that was cut
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # if the engines gave no sample
 
     @property
@@ -124,7 +125,7 @@ class Conversation:
 
     def samples(self) -> tuple[list[Part], dict[int, int]]:
         """Returns the samples, and for each turn the index of its last token among the tokens of all responses."""
-        parts, ends, before = [], dict[int, int](), 0
+        parts, ends, before, stopped_at = list[Part](), dict[int, int](), 0, -1  # the last one, if no path ends there
         for leaf in sorted((turn for turn in self._turns if not turn.followers), key=lambda turn: turn.number):
             first, *_ = path = leaf.path()
             part = Part(None if np.array_equal(first.added, self._prompt) else first.added)
@@ -133,10 +134,11 @@ class Conversation:
                     part.add_said(turn.added)
                 part.add(turn.response, sampled=turn.number not in ends)
                 ends.setdefault(turn.number, before + len(part.response.token_ids) - 1)
+            stopped_at = len(parts) if leaf is self._stopped_at else stopped_at
             parts.append(part)
             before += len(part.response.token_ids)
         if self.stopped and parts:
-            parts[-1].response = replace(parts[-1].response, finish_reason="length")
+            parts[stopped_at].response = replace(parts[stopped_at].response, finish_reason="length")
         return parts or [Part(None)], ends
 
     def outcome(self, reward: float, turn_rewards: Sequence[float] | None, note: str, by_turn: bool) -> Outcome:
@@ -162,9 +164,9 @@ class Conversation:
         turn = self._begun(messages, tools)
         parent, room = turn.before or self._root, self._max_tokens - turn.num_responding
         if room <= 0:
-            raise self._limited("context_length_exceeded", "no room for another turn")
+            raise self._limited("context_length_exceeded", "no room for another turn", turn.before)
         if self._num_begun >= self._config.max_turns:
-            raise self._limited("max_turns", f"{self._config.max_turns} turns")
+            raise self._limited("max_turns", f"{self._config.max_turns} turns", turn.before)
         turn.number, self._num_begun = self._num_begun, self._num_begun + 1
         parent.num_begun += 1
         with ExitStack() as unfinished:
@@ -178,7 +180,7 @@ class Conversation:
         turn.num_responding += len(turn.response.token_ids)
         turn.answer = _digests(turn.message)
         cut = turn.response.finish_reason != "stop"
-        self.stopped = "a turn reached the limit of tokens" if cut else ""
+        self.stopped, self._stopped_at = "a turn reached the limit of tokens" if cut else "", turn
         parent.followers.append(turn)
         self._turns.append(turn)
         return turn
@@ -202,11 +204,11 @@ class Conversation:
         if before is None:
             if len(ids) > (longest := self._renderer.max_prompt_tokens):
                 text = f"{len(ids)} tokens, more than data.max_prompt_tokens {longest}"
-                raise self._limited("context_length_exceeded", text)
+                raise self._limited("context_length_exceeded", text, None)
             return ChatTurn(None, said, of_tools, ids, num_tokens=len(ids))
         total, responding = before.num_tokens + len(ids), before.num_responding + len(ids)
         if before.response.finish_reason != "stop":
-            raise self._limited("context_length_exceeded", "a turn reached the limit of tokens")
+            raise self._limited("context_length_exceeded", "a turn reached the limit of tokens", before)
         return ChatTurn(before, said, of_tools, ids, total, responding)
 
     def _extended(self, digests: list[tuple[bytes, bytes]], tools: bytes) -> tuple[ChatTurn | None, int]:
@@ -231,8 +233,8 @@ class Conversation:
             return None, 0
         return min(last, key=lambda turn: turn.num_begun), number
 
-    def _limited(self, code: str, reason: str) -> Refused:
-        self.stopped = reason
+    def _limited(self, code: str, reason: str, after: ChatTurn | None) -> Refused:
+        self.stopped, self._stopped_at = reason, after
         return Refused(code, f"this rollout has a limit: {reason}")
 
 

@@ -11,7 +11,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import httpx
 
@@ -54,9 +54,12 @@ class McpTools:
         self._session = _Session(self._server)
         about = {"name": "megagrpo", "version": "1"}
         begin = {"protocolVersion": _VERSION, "capabilities": {}, "clientInfo": about}
-        self._session.ask("initialize", begin)
-        self._session.tell("notifications/initialized")
-        self._tools = list(self._listed())
+        with ExitStack() as refused:
+            refused.callback(self._server.close)
+            self._session.ask("initialize", begin)
+            self._session.tell("notifications/initialized")
+            self._tools = list(self._listed())
+            refused.pop_all()
 
     def reset(self) -> str:
         """Returns the tools and the row's prompt."""
