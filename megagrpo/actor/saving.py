@@ -162,7 +162,7 @@ def _save_actor(actor: MegatronActor, folder: Path, reshardable: bool, snapshot:
             content_metadata=metadata,
         )
     # on the host: copies of GPU tensors, and tensors that lie there already, except for views that Megatron had to copy
-    buckets = request.preload_fn() if request.preload_fn else []
+    buckets = internals_0_16.preloaded(request) if request.preload_fn else []
     live = {_memory(tensor) for tensor in _live_tensors(actor)} if snapshot else set()
     buckets = [  # tensors of their own, which stay what they are when the optimiser's are moved
         (path, name, (blobs, [(item, t.clone() if _memory(t) in live else t.detach()) for item, t in tensors]))

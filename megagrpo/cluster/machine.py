@@ -17,6 +17,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service.addresses import interface_of, own_address
 from megagrpo.rollout.service.engine_command import on_gpus
 from megagrpo.system import environment
+from megagrpo.system.explained import translated
 from megagrpo.system.run_folder import RunFolder
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
@@ -51,10 +52,12 @@ def refuse_what_cannot_run(config: ExperimentConfig, nodes: Nodes) -> None:
 @contextmanager
 def alone_in(folder: RunFolder) -> Iterator[None]:
     """Locks the run folder inside the block. Raises ValueError if another run trains into it."""
-    folder.path.mkdir(parents=True, exist_ok=True)
+    with translated(f"output_dir {folder.path} cannot be written", OSError):
+        folder.path.mkdir(parents=True, exist_ok=True)
+        lock = folder.lock.open("w")
     patience_s = _DEAD_LOCK_S if environment.get_int("SLURM_RESTART_COUNT", 0) else 0.0
     deadline = time.monotonic() + patience_s
-    with folder.lock.open("w") as file:
+    with lock as file:
         while not _locked(file):
             if time.monotonic() > deadline:
                 remedy = "wait for its end or name another"

@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 
 from megagrpo.config.schema import DataConfig
-from megagrpo.system.explained import explained
+from megagrpo.system.explained import explained, translated
 
 Values = dict[str, object]
 _MOST_SOURCES = 64  # each has metrics of its own
@@ -155,7 +155,14 @@ def _field(row: object, key: str, location: str) -> object:
     return value
 
 
+def well_formed(text: str) -> str:
+    """Returns the text with pairs of surrogates joined and a lone one replaced: tokenizers raise for it."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def _text(value: object, key: str, location: str) -> str:
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise ValueError(f"{location}: {key!r} should be a text or a number, is {value!r:.60}")
+    with translated(f"{location}: {key!r} holds half of a character", UnicodeEncodeError):
+        str(value).encode()
     return str(value)

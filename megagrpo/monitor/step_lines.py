@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from megagrpo.system.explained import translated
+from megagrpo.system.run_folder import HALF_CHARACTERS
 
 _STEP = re.compile(rb'\{"step": (\d+)')  # the start of every line
 
@@ -51,7 +52,7 @@ class StepLines(BackgroundWriter):
         self.submit(lambda: self._write({"step": step, **make()}))
 
     def _write(self, entry: dict) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
+        with self._path.open("a", encoding="utf-8", errors=HALF_CHARACTERS) as file:
             file.write(json.dumps(entry, ensure_ascii=False, allow_nan=False) + "\n")
 
 

@@ -5,6 +5,7 @@ import re
 from fractions import Fraction
 
 _MAX_PLACES = 12  # after the decimal point
+_MAX_CHARS, _MAX_EXPONENT = 200, 20  # of an expression, of a number: a model may write any, and threads cannot be ended
 _LAST_CALL = re.compile(r"<([^<>]*)>$")
 
 
@@ -20,8 +21,10 @@ def calculator(text: str) -> str | None:
 def exact_value(expression: str) -> str | None:
     """Returns the value of + - * / ( ) over decimal numbers as the shortest decimal text.
 
-    None if unreadable or not a finite decimal.
+    None if unreadable, not a finite decimal, or long.
     """
+    if len(expression) > _MAX_CHARS:
+        return None
     try:
         value = _evaluate(ast.parse(expression, mode="eval").body, expression)
     except (SyntaxError, ZeroDivisionError, ValueError):
@@ -54,5 +57,7 @@ def _evaluate(node: ast.expr, source: str) -> Fraction:
         case ast.Constant(int() | float()):
             text = ast.get_source_segment(source, node)
             assert text is not None, "parsed from this very source"
+            if abs(int(text.lower().partition("e")[2] or 0)) > _MAX_EXPONENT:
+                raise ValueError(f"{text} is a large number")
             return Fraction(text)  # from the text: 0.1 is one tenth
     raise ValueError(f"{ast.dump(node)} is not arithmetic")

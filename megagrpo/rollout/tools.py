@@ -13,6 +13,7 @@ import numpy as np
 
 from megagrpo.config.schema import ExperimentConfig, ToolConfig
 from megagrpo.data.prompts import decoder
+from megagrpo.data.rows import well_formed
 from megagrpo.rollout.agents.environments import Environments, load_environment
 from megagrpo.rollout.agents.play import Part
 from megagrpo.rollout.agents.program_worker import load_program
@@ -72,7 +73,7 @@ def make_tool(config: ToolConfig, tokenizer: "PreTrainedTokenizerBase") -> Tool:
     """
 
     def encode(text: str) -> list[int]:
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = tokenizer(well_formed(text), add_special_tokens=False)["input_ids"]
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
             raise ValueError(f"the tokenizer does not know every character of {text!r:.80}, a text of the tool")
         return ids

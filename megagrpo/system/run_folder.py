@@ -28,6 +28,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+# A text cut inside a pair of surrogates, as JSON from JavaScript may hold one, has no UTF-8; JSON reads this escape.
+HALF_CHARACTERS = "backslashreplace"
+
 
 def write_whole(path: Path, text: str) -> None:
     """Writes `path` atomically, by a draft that is renamed. An OSError leaves the old file."""
@@ -35,7 +38,7 @@ def write_whole(path: Path, text: str) -> None:
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with ExitStack() as cleanup:
         cleanup.callback(draft.unlink, missing_ok=True)
-        draft.write_text(text, encoding="utf-8")
+        draft.write_text(text, encoding="utf-8", errors=HALF_CHARACTERS)
         os.replace(draft, path)
 
 

@@ -26,6 +26,7 @@ from megagrpo.weights.engines.loader import EngineEnd, engine_end
 from megagrpo.weights.exchange import Exchange
 from megagrpo.weights.expected_digests import ExpectedDigests
 from megagrpo.weights.transports.reshard import _TrainerEnd
+from megagrpo.weights.wire import handover
 from megagrpo.weights.wire.group import EngineGroup, Receive
 from tests.dist.test_weights_gather import FFN, HIDDEN, LAYERS, SPECS, VOCAB, ToyActor, hf_tensors
 from tests.dist.workers.launch import run_meshes
@@ -184,6 +185,27 @@ def test_engines_are_filled_exactly_and_outlive_a_rank_that_dies(tmp_path, world
         expected = needed_elements() * getattr(torch, dtype).itemsize
         assert results[0]["wire_bytes"] == expected, "each engine element once"
     assert results[0]["staging_bytes"] <= 2e-3 * 2**20
+
+
+def without_memory(mesh: Mesh, folder: Path) -> str:
+    """Publishes by ipc, where the last rank has no memory for what it hands over."""
+
+    def none(num_bytes: int, device: torch.device) -> None:
+        raise torch.OutOfMemoryError("no memory beside an engine")
+
+    actor = ToyActor.of(mesh, 1, 2)
+    actor.load(hf_tensors())
+    buffer = none if mesh.rank == 1 else handover.SharedBuffer
+    patched, raises = mock.patch.object(handover, "SharedBuffer", buffer), pytest.raises(LeaderError)
+    with publishing(mesh, actor, folder, transport="ipc") as made, patched, raises as error:
+        made.exchange.publish(1)
+    return str(error.value)
+
+
+def test_a_rank_without_memory_for_an_engine_is_named_on_every_rank(tmp_path):
+    write_checkpoint(tmp_path / "initial", hf_tensors())
+    for said in run_meshes(2, tmp_path, without_memory, tmp_path, replicas=1):
+        assert "rank 1" in said and "OutOfMemoryError: no memory beside an engine" in said
 
 
 def few(hf: dict[str, torch.Tensor]) -> None:

@@ -32,6 +32,11 @@ _OF_SCRIPTS = {
         "        time.sleep(1000)\ntime.sleep(1000)",
         "memory limit",
     ),
+    "eats memory in files of memory": (
+        "import os, time\nfor _ in range(4):\n    if os.fork() == 0: break\n"
+        "for n in range(11): os.write(os.memfd_create(str(n)), bytes(2**22))\ntime.sleep(1000)",
+        "memory limit",
+    ),
     "prints forever": ("while True: print('x' * 1000)", "output limit"),
     "prints forever to standard error": ("import sys\nwhile True: print('x' * 1000, file=sys.stderr)", "output limit"),
     "closes its output and stays": ("import os, time\nos.close(1); os.close(2)\ntime.sleep(1000)", "time limit"),

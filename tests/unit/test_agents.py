@@ -283,6 +283,13 @@ def test_what_follows_a_turn_is_what_the_template_would_write_there():
         assert grown == tokenizer(whole, add_special_tokens=False)["input_ids"]
 
 
+def test_half_a_character_is_replaced_and_a_whole_one_in_two_halves_is_kept():
+    """What JSON from JavaScript may hold: tokenizers raise for it, and UTF-8 has none."""
+    tokenizer = character_tokenizer("ab\U0001f600\ufffd")
+    ids = Renderer(tokenizer, PLAIN, True).start("a\ud83d\ude00b\ud83d").tolist()
+    assert tokenizer.decode(ids) == "a\U0001f600b\ufffd"
+
+
 @pytest.mark.parametrize(
     ("template", "named"), [(FORGETS, "it writes earlier turns in another way"), (NO_END, "not the answer and")]
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 from functools import cache
 
 import numpy as np
@@ -205,6 +206,20 @@ def test_a_key_reaches_its_own_rollout_only_and_the_endpoint_one_address():
     assert statuses == [200, 200, 200, 401, 401]
     anew = ids("<user>?\n<assistant>3$\n<user>?\n<assistant>")
     assert of_mine == [anew, anew] and len(of_other) == 1
+
+
+def test_signals_are_the_programs():
+    """In a main thread, as `megagrpo try` serves its agents: uvicorn would take INT and TERM for itself."""
+
+    async def run() -> bool:
+        gateway, (conversation, _) = Gateway("127.0.0.1", "policy"), talk("12")
+        before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+        gateway.start()
+        with gateway.session(conversation) as (url, key):
+            assert (await asyncio.to_thread(post, url, "chat/completions", key, [USER]))[0] == 200
+            return before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+    assert asyncio.run(run())
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "messages"])

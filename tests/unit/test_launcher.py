@@ -43,6 +43,14 @@ def test_only_one_run_trains_into_a_folder(tmp_path):
         pass
 
 
+def test_a_folder_that_cannot_be_made_is_named():
+    with (
+        pytest.raises(ValueError, match="output_dir /proc/none cannot be written: .*No such file"),
+        alone_in(RunFolder(Path("/proc/none"))),
+    ):
+        pass
+
+
 def test_a_requeued_job_waits_for_the_lock_of_a_node_that_died(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     holder = subprocess.Popen(["flock", str(tmp_path / ".lock"), "sleep", "1"])

@@ -12,10 +12,21 @@ from megagrpo.config.schema import LogConfig
 from megagrpo.monitor.metrics import Metrics, StepTimer
 from megagrpo.monitor.record import StepLog, read_metrics
 from megagrpo.monitor.rollouts import RolloutLog, read_rollouts
-from megagrpo.system.run_folder import RunFolder
+from megagrpo.monitor.step_lines import StepLines
+from megagrpo.system.run_folder import RunFolder, write_whole
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
 FILES_ONLY = LogConfig(tensorboard=False)
+
+
+def test_half_a_character_is_written_as_json_escapes_it(tmp_path):
+    said = {"detail": "cut \ud83d", "more": "\U0001f600"}
+    write_whole(tmp_path / "whole.json", json.dumps(said, ensure_ascii=False))
+    assert json.loads((tmp_path / "whole.json").read_text()) == said
+    lines = StepLines(tmp_path / "lines.jsonl")
+    lines.append(1, lambda: said)
+    lines.close()
+    assert json.loads((tmp_path / "lines.jsonl").read_text()) == {"step": 1, **said}
 
 
 def test_every_reduction_over_calls():

@@ -61,7 +61,7 @@ def test_rewards_of_turns_go_to_their_last_tokens():
     assert group.outcomes[0].token_rewards == ((8, 1.0),) and group.outcomes[0].detail == '{"guesses": 3}'
 
 
-def test_a_command_is_a_program(tmp_path):
+def test_a_command_is_a_program(tmp_path, monkeypatch):
     code = """
 import json, sys
 from openai import OpenAI
@@ -75,6 +75,10 @@ print(json.dumps({"reward": float(text == row["answer"]), "info": text}))
     assert (group.outcomes[0].status, group.outcomes[0].value, group.outcomes[0].detail) == ("score", 1.0, "7")
     group, _ = run(command=[sys.executable, "-c", "print('done')"])
     assert "printed is no reward in JSON: 'done'" in group.outcomes[0].detail and group.outcomes[0].status == "error"
+    for name in ("MEGAGRPO_API_KEY", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "hunter2")
+    group, _ = run(command=[sys.executable, "-c", "import os; print('hunter2' in str(os.environ))"])
+    assert "printed is no reward in JSON: 'False'" in group.outcomes[0].detail, "no business of a program's"
     group, _ = run(command=[sys.executable, "-c", "import sys; sys.exit(5)"])
     assert "ended with exit code 5" in group.outcomes[0].detail and group.outcomes[0].status == "error"
     hangs = "import subprocess, time; subprocess.Popen(['sleep', '3600']); time.sleep(3600)"

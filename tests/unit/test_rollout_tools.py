@@ -20,6 +20,8 @@ TOKENIZER = character_tokenizer("0123456789+-*/=.()<># ")
 EOS = TOKENIZER.eos_token_id
 PROMPT = Prompt(30, "48/2+1=", tuple(TOKENIZER("48/2+1=")["input_ids"]), "25")
 UNREADABLE = ("48/2>", "<48/2> ", "<<1>>", "<9**9>", "<>")
+# what would take long, or has more digits than Python writes, or needs a deep stack
+UNREADABLE += ("<1e5000>", "<1e-4000000>", "<1e20000000>", f"<{'1+' * 1200}1>", f"<{'-' * 200_000}1>")
 CALCULATOR = {"function": "calculator", "call_end": ">"}
 
 
@@ -113,7 +115,12 @@ def test_tools_that_cannot_be_used_are_refused():
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("<48/2>", "24"), ("<1+1>2<(3-5)*.5>", "-1"), *((text, None) for text in UNREADABLE)],
+    [
+        ("<48/2>", "24"),
+        ("<1+1>2<(3-5)*.5>", "-1"),
+        ("<2.5e3>", "2500"),
+        *((text, None) for text in UNREADABLE),
+    ],
 )
 def test_calculator(text, said):
     assert calculator(text) == said

@@ -54,6 +54,7 @@ def test_rows_have_an_order_where_the_answer_has_one():
         ("select load_extension('x')", "error: not authorized\n"),
         ("select hex(zeroblob(100000000))", "error: string or blob too big\n"),
         (ENDLESS, "error: interrupted\n"),
+        (ENDLESS.replace("max(n)", "zeroblob(900000)"), "error: more than 16,000,000 bytes of rows\n"),
         ("select \0", "error: the query contains a null character\n"),
     ],
 )

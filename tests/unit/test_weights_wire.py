@@ -1,5 +1,7 @@
 """Deadlines, phases of a publish, changed elements of a message, and what a group does over a stand-in for NCCL."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -8,11 +10,13 @@ import torch.distributed as dist
 
 from megagrpo.system.environment import get, of_all_nccl_ranks
 from megagrpo.weights.copies.views import ParameterSlice
+from megagrpo.weights.transports.reshard import _TrainerEnd
 from megagrpo.weights.wire import clock
 from megagrpo.weights.wire.changes import ALL, LastSent, changes_bytes, count_tags, write_changes
 from megagrpo.weights.wire.clock import Deadline, PhaseTimer
 from megagrpo.weights.wire.group import EngineGroup, GroupLimits, PeerLost, Receive, Send, join_group
 from megagrpo.weights.wire.messages import Message
+from megagrpo.weights.wire.order import JOIN, SendOrder
 
 CUDA = torch.device("cuda")
 
@@ -67,6 +71,45 @@ def test_a_group_over_nccl_is_not_blocking_and_its_limit_reaches_every_rank(monk
     assert group._backend.watchdog == "0", "it would end the process of a rank whose peer dies, an engine's, too"
     assert get("TORCH_NCCL_ASYNC_ERROR_HANDLING") is None
     assert int(of_all_nccl_ranks(59.5)["TORCH_NCCL_NONBLOCKING_TIMEOUT"]) == 60
+
+
+@pytest.mark.parametrize("joined_in_turns", [True, False])
+def test_groups_that_are_made_together_are_made_in_one_order(joined_in_turns):
+    """Two ranks whose first batches for two links come in opposite orders, as in plans of many engines.
+
+    Over NCCL a group is made by all of its ranks together, else in its first batch: neither rank would get further.
+    """
+    numbers = {"a": [[0, 3], [2]], "b": [[3], [1, 4]]}
+    together = [threading.Barrier(2, timeout=1.0) for _ in range(2)]
+
+    def send(order: SendOrder, link: int, batches: list[int]) -> None:
+        try:
+            for number in [JOIN, *batches] if joined_in_turns else batches:
+                with order.turn(link, Deadline(2.0)):
+                    if number == (JOIN if joined_in_turns else batches[0]):
+                        together[link].wait()
+        finally:
+            order.leave(link)
+
+    with ThreadPoolExecutor(4) as pool:
+        sent = []
+        for of_rank in numbers.values():
+            order = SendOrder([[JOIN, *of_link] if joined_in_turns else of_link for of_link in of_rank])
+            sent += [pool.submit(send, order, link, of_link) for link, of_link in enumerate(of_rank)]
+        failed = [each.exception() for each in sent]
+    assert any(failed) != joined_in_turns, failed
+
+
+def test_a_link_over_nccl_takes_a_turn_for_its_group_once(monkeypatch):
+    plan = SimpleNamespace(trainers=[0, 1], numbered_sent_by=lambda rank: {2: [], 5: []})
+    end = _TrainerEnd(SimpleNamespace(), plan, 1)
+    assert end.turns(True) == [JOIN, 2, 5] and end.turns(False) == [2, 5]
+    connected = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    backend = SimpleNamespace(eager_connect_single_device=connected.append)
+    end._group = EngineGroup("w", backend, CUDA)
+    end._group.connect()
+    assert connected == [torch.device("cuda", 3)] and end.turns(True) == [2, 5]
 
 
 def test_ranks_that_do_not_meet_over_gloo_are_lost_at_the_limit():

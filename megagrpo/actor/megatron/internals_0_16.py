@@ -6,6 +6,7 @@ Three private names stay elsewhere because a subclass overrides them: HiddenStat
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from io import IOBase
 from queue import Queue
 
@@ -121,3 +122,13 @@ def without_padding_mark(optimizer: DistributedOptimizer) -> Iterator[None]:
         yield
     finally:
         del optimizer._set_main_param_and_optimizer_states
+
+
+def preloaded(request: AsyncRequest) -> list:
+    """Returns the buckets of a save on the host, in memory that is given back with them.
+
+    Megatron's own copies of GPU tensors are pinned, which torch rounds up to powers of two and keeps for the run.
+    """
+    preload = request.preload_fn
+    assert isinstance(preload, partial), "preload_tensors of buckets, pinned"
+    return preload.func(preload.args[0], non_blocking=False)

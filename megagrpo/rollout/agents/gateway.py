@@ -27,6 +27,14 @@ _BACKLOG = 4096  # connections of agents that start together
 _IDLE_S = 86400  # a client whose connection was closed while a tool ran would fail with its next turn
 
 
+class _Server(uvicorn.Server):
+    """Leaves signals to the program that it is part of: uvicorn takes INT and TERM for itself in a main thread."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
 class Gateway:
     """Serves conversations by HTTP in the loop that calls `start`, until that ends.
 
@@ -85,7 +93,7 @@ class Gateway:
             backlog=_BACKLOG,
             timeout_keep_alive=_IDLE_S,
         )
-        await uvicorn.Server(config).serve(sockets=[where])
+        await _Server(config).serve(sockets=[where])
 
     async def _models(self, request: Request) -> HttpResponse:
         if self._conversation(request) is None:

@@ -61,7 +61,7 @@ def foreign_environment(given: dict[str, str]) -> dict[str, str]:
     """Returns this process's environment and what is given, for a program whose interpreter may be another one and
     whose business the engines are not.
     """
-    own = ("PYTHONPATH", API_KEY)
+    own = ("PYTHONPATH", API_KEY, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
     return {name: value for name, value in child_environment(given).items() if name not in own}
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from megagrpo.config.data import DataConfig
 from megagrpo.data.prompts import render_messages
+from megagrpo.data.rows import well_formed
 from megagrpo.system.explained import explained
 
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
@@ -93,7 +94,7 @@ class Renderer:
             return render_messages(self._data, self._tokenizer, [*map(_for_template, messages)], ready, tools)
 
     def _encode(self, text: str) -> list[int]:
-        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = self._tokenizer(well_formed(text), add_special_tokens=False)["input_ids"]
         if self._tokenizer.unk_token_id is not None and self._tokenizer.unk_token_id in ids:
             raise ValueError(f"the tokenizer does not know every character of {text!r:.80}, said to the model")
         return ids

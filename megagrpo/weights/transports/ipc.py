@@ -6,9 +6,11 @@ trainer ranks that hold it, and hands it over. What the carrier holds itself doe
 hold stays inside the node. Both sides say where they run, so any launcher may place them.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -77,8 +79,9 @@ class IpcTransport(LinkTransport):
         rank, plans = self._weights.mesh.rank, [self._plan(link) for link in now.links]
         outgoing = [plan.numbered_sent_by(rank) for plan in plans]
         num_batches = max((int(plan.batches.max(initial=-1)) + 1 for plan in plans), default=0)
-        with ExitStack() as stack:
-            handovers = self._handovers(now, stack)
+        with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+            making = pool.submit(self._handovers, now, stack)  # takes memory, beside an engine: one rank may have none
+            handovers = self._weights.mesh.result_everywhere(making, "take memory to hand weights over")
             shared_bytes = sum(handover.num_bytes for handover in handovers.values())
             for number in range(num_batches):
                 inbox = {
@@ -121,7 +124,9 @@ class IpcTransport(LinkTransport):
 
     def _handovers(self, now: Round, stack: ExitStack) -> dict[_Destination, Handover]:
         """Returns this rank's handovers to the engine ranks that it carries for; they are closed with the stack."""
-        handovers = {}
+        handovers, device = {}, self._weights.mesh.device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # each thread has its own
         for index, link in enumerate(now.links):
             carried = [rank for rank, carrier in enumerate(link.carriers) if carrier == self._weights.mesh.rank]
             flag = CutFlag(link) if carried else None
@@ -130,7 +135,7 @@ class IpcTransport(LinkTransport):
                     link.open_store(),
                     _key(link, now, rank),
                     self._plan(link).numbered_received_by(rank),
-                    self._weights.mesh.device,
+                    device,
                     Deadline(link.left_s),
                     link.patience_s,
                     cut=lambda flag=flag: flag.reason,  # type: ignore[misc]  # of this link, not of the last one

@@ -22,7 +22,7 @@ from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.group import EngineGroup, PeerLost, join_group
 from megagrpo.weights.wire.mailbox import address_towards
 from megagrpo.weights.wire.moving import Traffic, Turn, send_batches
-from megagrpo.weights.wire.order import SendOrder
+from megagrpo.weights.wire.order import JOIN, SendOrder
 
 
 class ReshardTransport(LinkTransport):
@@ -62,7 +62,7 @@ class ReshardTransport(LinkTransport):
         # Read when a group is made: NCCL's watchdog would end this trainer when an engine dies in a transfer.
         on_cuda = self._weights.mesh.device.type == "cuda"
         guard = environment.temporarily("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0") if on_cuda else nullcontext()
-        order = SendOrder([end.numbers for end in ends])
+        order = SendOrder([end.turns(on_cuda) for end in ends])
         with guard, ThreadPoolExecutor(max(1, len(ends))) as pool:
             sending = [pool.submit(end.send, self._weights, order, index) for index, end in enumerate(ends)]
             for end, sent in zip(ends, sending, strict=True):
@@ -114,12 +114,16 @@ class _TrainerEnd:
         trainers = plan.trainers
         self._rank, self._num_trainers = trainers.index(rank), len(trainers)
         batches = plan.numbered_sent_by(rank)
-        self.numbers = list(batches)
+        self._numbers = list(batches)
         self._batches = [  # with peers as ranks of the group, in which trainers come first
             [replace(message, peer=len(trainers) + message.peer) for message in batch] for batch in batches.values()
         ]
         self._group: EngineGroup | None = None
         self._last = LastSent() if delta else None
+
+    def turns(self, join_in_turn: bool) -> list[int]:
+        """Returns what a `send` takes turns for: its batches, and before them the group that it has to join."""
+        return [JOIN] * (join_in_turn and self._group is None) + self._numbers
 
     def send(self, weights: TrainerWeights, order: SendOrder, index: int) -> Traffic:
         """Sends all batches as link `index` of the order, joining the engine first if need be. Raises PeerLost."""
@@ -146,7 +150,9 @@ class _TrainerEnd:
             ready = [f"{link.name}/ready/{rank}" for rank in range(link.num_ranks)]
             flag, size, here = CutFlag(link, store), self._num_trainers + link.num_ranks, address_towards(link.url)
             flag.wait_until(lambda: store.check(ready), Deadline(link.limits.join_s), f"{link.url} to join")
-            self._group = join_group(store, link.name, self._rank, size, device, here, link.limits)
+            with turn() if device.type == "cuda" else nullcontext():
+                self._group = join_group(store, link.name, self._rank, size, device, here, link.limits)
+                self._group.connect()
             self._group.set_timeout(link.left_s)
         live = weights.parameters()
         return send_batches(self._group, self._batches, live, deadline, link.patience_s, turn, self._last)

@@ -226,15 +226,7 @@ def plan_transfer(cover: Cover, slot: int, slots: int, bucket_bytes: int, near: 
     possible.
     """
     sources = np.zeros(len(cover.sent), dtype=np.int64)
-    lines = [(cover.holders == number, ranks) for number, ranks in enumerate(cover.ranks)]
-    if near is not None:  # each engine rank has a line of its own
-        lines = [
-            (held & (cover.targets == target), near.best_of(ranks, target))
-            for held, ranks in lines
-            for target in np.unique(cover.targets[held]).tolist()
-        ]
-    for held, ranks in lines:
-        pieces = np.flatnonzero(held)
+    for pieces, ranks in _lines(cover, near):
         size = cover.num_bytes[pieces]
         along = (np.cumsum(size) - size / 2) / size.sum()  # of each piece's middle, within (0, 1)
         sources[pieces] = np.array(ranks)[((slot % slots + along) / slots * len(ranks)).astype(np.int64)]
@@ -243,6 +235,16 @@ def plan_transfer(cover: Cover, slot: int, slots: int, bucket_bytes: int, near: 
         engines_a_rank = min(slots, engines_a_rank + ceil(slots / len(set(near.nodes))))
     batches = _batches(cover, sources, bucket_bytes // (2 * engines_a_rank))
     return TransferPlan(cover, sources, batches, _number_messages(cover, sources, batches))
+
+
+def _lines(cover: Cover, near: Nearness | None) -> Iterator[tuple[np.ndarray, tuple[int, ...]]]:
+    """Yields the pieces of every line, ascending, and the ranks that share it; with `near` one for each engine rank."""
+    targets = np.zeros_like(cover.targets) if near is None else cover.targets
+    order = np.lexsort((targets, cover.holders))  # stable: pieces stay in order
+    changes = (np.diff(cover.holders[order]) != 0) | (np.diff(targets[order]) != 0)
+    for pieces in np.split(order, np.flatnonzero(changes) + 1) if len(order) else ():
+        ranks = cover.ranks[cover.holders[pieces[0]]]
+        yield pieces, ranks if near is None else near.best_of(ranks, int(cover.targets[pieces[0]]))
 
 
 def _batches(cover: Cover, sources: np.ndarray, limit: int) -> np.ndarray:

@@ -60,6 +60,15 @@ class EngineGroup:
         """Bounds every later operation; the group was made under the shorter limit of its store."""
         self._backend._set_default_timeout(timedelta(seconds=seconds))
 
+    def connect(self) -> None:
+        """Collective over NCCL: begins to make the communicator, which the first batch waits for. Raises PeerLost.
+
+        It waits for the first rank alone. Over gloo ranks are connected already.
+        """
+        if self._device.type == "cuda":
+            with self._started() as backend:
+                backend.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+
     def broadcast(self, values: Tensor) -> dist.Work:
         """Starts to send `values`, contiguous, from rank 0 of the group to all others. Raises PeerLost."""
         options = dist.BroadcastOptions()

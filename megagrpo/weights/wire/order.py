@@ -1,4 +1,4 @@
-"""The order in which a trainer rank starts batches to several engines: the same on all ranks."""
+"""The order in which a trainer rank joins the groups of several engines and starts batches: the same on all ranks."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -8,16 +8,20 @@ from threading import Condition
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.group import PeerLost
 
+JOIN = -1  # the number of a turn in which a link's group is joined: before all batches
+
 
 class SendOrder:
     """Lets the threads of a rank, one per link, start their batches by number and then by link.
 
     A GPU runs the kernels of all links in the order of their launch if it has one hardware queue
-    (CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron needs). Two ranks with opposite orders would wait for each other.
+    (CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron needs). Two ranks with opposite orders would wait for each other. So
+    would they if a group over NCCL, which all of its ranks make together, were made in its first batch: that one has
+    another number on every rank. All JOIN turns come first, by link.
     """
 
     def __init__(self, numbers: Sequence[Sequence[int]]):
-        """numbers: of the batches that this rank sends, ascending, by link; links in the order of all ranks."""
+        """numbers: of this rank's turns, ascending, by link: JOIN, batches. Links are in the order of all ranks."""
         self._left = [deque(of_link) for of_link in numbers]
         self._changed = Condition()
 

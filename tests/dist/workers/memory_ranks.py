@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tests.dist.workers.harness import with_actors  # comes first: it prepares the host for Megatron
@@ -35,9 +35,10 @@ class LiveBytes(TorchDispatchMode):
     torch's own MemTracker (2.13) raises inside Megatron's schedule, recomputation and LoRA.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: Iterable[int] = ()) -> None:
+        """known: storages that are older, of which views may be returned."""
         super().__init__()
-        self.now = self.peak = 0
+        self.now, self.peak, self._known = 0, 0, frozenset(known)
         self._alive: dict[int, weakref.ref] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -49,7 +50,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key in self._alive:
+        if key in self._alive or key in self._known:
             return
 
         def freed(_: object) -> None:
@@ -103,7 +104,10 @@ def measure(actor: MegatronActor, lengths: list[int], allocator: bool) -> dict[s
     parameters = storages(p for chunk in actor.chunks for p in chunk.parameters())
     with LiveBytes() as live:
         update()
+    with LiveBytes(parameters) as rounding, actor.rounded():
+        weights_before_rounding = rounding.now
     return {
+        "weights before rounding": weights_before_rounding,
         "parameters": sum(parameters.values()),
         "gradients": sum(storages(buffer.grad_data for buffer in gradient_buffers(actor)).values()),
         "optimiser": sum(size for key, size in storages(state_of(actor.optimizer)).items() if key not in parameters),

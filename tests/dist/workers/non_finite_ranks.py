@@ -93,7 +93,7 @@ def inspect(actor: MegatronActor, job: dict, policy: str, batch: Batch, values: 
     sections = {"name": "t", "output_dir": job["run"], "model": {"path": job["model"]}, "data": {"path": "d"}}
     config = ExperimentConfig.model_validate(sections | {"train": {"non_finite": policy}})
     state = TrainState(step=WEIGHT_VERSION)
-    absent = dict.fromkeys(("sampling", "publishing", "checkpointer", "watchdog", "stop_request"))
+    absent = dict.fromkeys(("inputs", "source", "publishing", "checkpointer", "watchdog", "stop_request"))
     absent["alarm"] = MismatchAlarm(config, actor.arch.is_moe)
     record = RunRecord(config, actor.mesh, WEIGHT_VERSION)
     run = Run(config=config, actor=actor, state=state, num_steps=9, recording=record, **absent)

@@ -17,6 +17,7 @@ import httpx
 
 from megagrpo.rollout.agents import Unavailable
 from megagrpo.rollout.agents.built_in.answers import answer_grader
+from megagrpo.rollout.agents.program_worker import foreign_environment
 
 _VERSION = "2025-06-18"
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
@@ -136,9 +137,11 @@ class _Process:
     """A server that is started for this session: a message a line on its standard input and output."""
 
     def __init__(self, command: str):
-        pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+        pipe, own = subprocess.PIPE, foreign_environment({})
         try:
-            self._process = subprocess.Popen(shlex.split(command), stdin=pipe, stdout=pipe, stderr=nothing, text=True)
+            self._process = subprocess.Popen(
+                shlex.split(command), env=own, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
+            )
         except OSError as exc:
             raise Unavailable(f"{command}: {exc}") from exc
 

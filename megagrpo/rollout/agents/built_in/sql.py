@@ -16,6 +16,7 @@ _SCHEMA = {"sqlite_master", "sqlite_schema"}
 _PRAGMAS = ("table_info",)
 _TICK = 1000  # steps of SQLite's machine between two looks at the budget
 _MAX_BYTES = 1_000_000  # of one value, a query included
+_MAX_RESULT = 16_000_000  # bytes of a query's rows
 _FAILURES = (sqlite3.Error, sqlite3.Warning, ValueError)  # a Warning: two statements; a ValueError: a null character
 
 
@@ -78,4 +79,10 @@ class Sql:
             copy.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_BYTES)
             copy.set_authorizer(authorize)
             copy.set_progress_handler(tick, _TICK)
-            return copy.execute(query).fetchall(), tables
+            rows, size = [], 0
+            for row in copy.execute(query):
+                rows.append(row)
+                size += sum(len(value) if isinstance(value, str | bytes) else 8 for value in row)
+                if size > _MAX_RESULT:
+                    raise sqlite3.DataError(f"more than {_MAX_RESULT:,} bytes of rows")
+            return rows, tables
