@@ -216,7 +216,7 @@ def test_signals_are_the_programs():
         before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
         gateway.start()
         with gateway.session(conversation) as (url, key):
-            assert (await asyncio.to_thread(post, url, "chat/completions", key, [USER]))[0] == 200
+            assert (await asyncio.to_thread(post, url, "chat/completions", key, {"messages": [USER]}))[0] == 200
             return before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
     assert asyncio.run(run())
