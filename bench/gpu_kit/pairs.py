@@ -98,7 +98,7 @@ def reshard_end(figures: Figures, setting: Setting) -> None:
     weights = cast(TrainerWeights, SimpleNamespace(mesh=mesh, parameters=dict))
 
     def send() -> str:
-        end.send(weights, SendOrder([[]]), 0)
+        end.send(weights, SendOrder([end.turns(mesh.device.type == "cuda")]), 0)
         assert end._group is not None, "it has joined"
         values = torch.ones(1 << 10, device=mesh.device)  # of this thread's device
         end._group.wait([end._group.broadcast(values)], Deadline(_LIMIT_S))
