@@ -195,3 +195,18 @@ def why_no_gpu() -> str:
     except RuntimeError as exc:
         return f"torch {torch.__version__} with CUDA {torch.version.cuda} says: {str(exc).strip().splitlines()[0]}"
     return f"torch {torch.__version__} with CUDA {torch.version.cuda} sees no device"
+
+
+def slow_attention(packing: bool, deterministic: bool) -> str:
+    """Returns why Transformer Engine 2.11 has no kernel for attention on this GPU but one that holds all scores."""
+    major, minor = torch.cuda.get_device_capability()
+    packed = packing and (major < 9 or major == 12)
+    if not packed and not (deterministic and major >= 10):
+        return ""
+    if any(importlib.util.find_spec(name) for name in ("flash_attn_2_cuda", "flash_attn_3")):
+        return ""
+    what, remedy = ("packed rows", "actor.packing: false") if packed else ("deterministic runs", "no determinism")
+    return (
+        f"Transformer Engine fuses no attention of {what} on GPUs of compute capability {major}.{minor}: scores of all "
+        f"pairs of tokens would be held, and context parallelism fails; pip install flash-attn, or choose {remedy}"
+    )

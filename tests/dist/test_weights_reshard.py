@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from fake_engine import FakeEngine, FakeFleet, exchange_config, running, write_checkpoint
@@ -206,6 +207,31 @@ def test_a_rank_without_memory_for_an_engine_is_named_on_every_rank(tmp_path):
     write_checkpoint(tmp_path / "initial", hf_tensors())
     for said in run_meshes(2, tmp_path, without_memory, tmp_path, replicas=1):
         assert "rank 1" in said and "OutOfMemoryError: no memory beside an engine" in said
+
+
+def freed(mesh: Mesh, folder: Path) -> list[bool]:
+    """Publishes by ipc twice; tells of every shared buffer whether its memory was free when it was closed."""
+    found: list[bool] = []
+
+    class Watched(handover.SharedBuffer):
+        def close(self, closed_there: bool) -> None:
+            memory = StorageWeakRef(self.values.untyped_storage())
+            super().close(closed_there)
+            found.append(memory.expired())
+
+    actor = ToyActor.of(mesh, 1, 2)
+    actor.load(hf_tensors())
+    patched = mock.patch.object(handover, "SharedBuffer", Watched)
+    with publishing(mesh, actor, folder, transport="ipc") as made, patched:
+        made.exchange.publish(1)
+        made.exchange.publish(2)
+    return found
+
+
+def test_memory_of_a_hand_over_is_free_before_the_engine_takes_it(tmp_path):
+    write_checkpoint(tmp_path / "initial", hf_tensors())
+    found = [of_buffer for rank in run_meshes(2, tmp_path, freed, tmp_path, replicas=1) for of_buffer in rank]
+    assert len(found) == 2 * 2 * ENGINE_TP and all(found)
 
 
 def few(hf: dict[str, torch.Tensor]) -> None:

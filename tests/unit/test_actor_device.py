@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.actor.host import prepare_host, refuse_training_without_gpu, uses_transformer_engine, why_no_gpu
+from megagrpo.actor.host import (
+    prepare_host,
+    refuse_training_without_gpu,
+    slow_attention,
+    uses_transformer_engine,
+    why_no_gpu,
+)
 from megagrpo.certify.tiny_model import hf_config
 from megagrpo.config.layout import context_problem, layout_problems
 from megagrpo.config.load import load_config
@@ -133,3 +139,20 @@ def test_context_parallelism_on_a_gpu_needs_its_attention(settings, refused):
     problems = [problem for problem in layout_problems(arch, found) if "actor.parallel.cp = 2 needs" in problem]
     assert bool(problems) is refused
     assert context_problem(found.model_copy(update={"dtype": "bfloat16", "lora": None}), False) is not None
+
+
+@pytest.mark.parametrize(
+    ("capability", "packing", "deterministic", "said"),
+    [
+        ((9, 0), True, True, ""),
+        ((8, 0), True, False, "packed rows on GPUs of compute capability 8.0"),
+        ((8, 0), False, True, ""),
+        ((10, 0), True, False, ""),
+        ((10, 0), True, True, "deterministic runs on GPUs of compute capability 10.0"),
+        ((12, 0), True, False, "packed rows"),
+    ],
+)
+def test_gpus_without_a_fused_attention_are_told(monkeypatch, capability, packing, deterministic, said):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    found = slow_attention(packing, deterministic)
+    assert said in found if said else not found

@@ -108,6 +108,10 @@ def test_a_hierarchical_cache_has_a_size_and_no_drafts():
     assert "needs hicache_size" in problems(extra_args=["--enable-hierarchical-cache"])[0]
     drafting = experiment(rollout={"sglang": sized, "draft_tokens": 2}, actor={"draft": {}}).rollout
     assert "is refused with rollout.draft_tokens" in next(iter(engine_setting_problems(drafting)))[1]
+    ahead = experiment(
+        rollout={"sglang": sized, "max_staleness": 2}, algorithm={"mismatch": {"weight": {"name": "tis"}}}
+    )
+    assert "ends no copies" in next(iter(engine_setting_problems(ahead.rollout)))[1]
 
 
 def test_keys_and_values_in_fp8_want_a_correction():

@@ -68,6 +68,8 @@ def test_a_group_over_nccl_is_not_blocking_and_its_limit_reaches_every_rank(monk
     group = join_group(dist.HashStore(), "w", 0, 2, CUDA, "127.0.0.1", GroupLimits(5.0, 3))
     options = group._backend.made_of[-1]
     assert options.config.blocking == 0 and options.config.max_ctas == 3 and options._timeout.total_seconds() == 5
+    by_nccl = join_group(dist.HashStore(), "w", 0, 2, CUDA, "127.0.0.1", GroupLimits(5.0, None))
+    assert not hasattr(by_nccl._backend.made_of[-1].config, "max_ctas"), "as SGLang's end of a broadcast has it"
     assert group._backend.watchdog == "0", "it would end the process of a rank whose peer dies, an engine's, too"
     assert get("TORCH_NCCL_ASYNC_ERROR_HANDLING") is None
     assert int(of_all_nccl_ranks(59.5)["TORCH_NCCL_NONBLOCKING_TIMEOUT"]) == 60

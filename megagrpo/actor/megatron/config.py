@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeVar
 
@@ -11,7 +12,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megagrpo.actor.host import uses_transformer_engine
+from megagrpo.actor.host import slow_attention, uses_transformer_engine
 from megagrpo.actor.megatron import internals_0_16
 from megagrpo.actor.megatron.fields import Kernels, ddp_fields, optimizer_fields, transformer_fields
 from megagrpo.config.layout import context_problem, layout_problems
@@ -50,6 +51,8 @@ def checked_kernels(arch: Architecture, config: ActorConfig) -> Kernels:
             "actor.megatron.moe_token_dispatcher_type is flex, but DeepEP (the package deep_ep) is not installed here: "
             "build it as its own pages say, or keep alltoall, which is enough if actor.parallel.ep stays in a node"
         )
+    if kernels.cuda and kernels.transformer_engine and (doubt := slow_attention(config.packing, kernels.deterministic)):
+        warnings.warn(doubt, stacklevel=2)
     return kernels
 
 

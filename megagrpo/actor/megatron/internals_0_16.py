@@ -36,9 +36,9 @@ if not _installed.startswith(_VERSION):
 
 def install() -> None:
     """Replaces what has to differ on every machine, once, before a model is built."""
-    # The router reads this name without Transformer Engine too, but it is defined only with it.
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
+    # The router reads this name without Transformer Engine too, but it is defined only with some releases of it. With
+    # them products would be rounded, and a run that goes on with another release would choose other experts.
+    moe_utils.te_general_gemm = None
     # Latent attention accepts four classes of down projections by name; ours takes the slot of ModelOpt's. Without
     # Transformer Engine it sets HAVE_TE all the same, and would call isinstance with something that is no class.
     multi_latent_attention.Linear = WholeLinear

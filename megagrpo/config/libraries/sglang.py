@@ -91,7 +91,8 @@ SERVER_REFUSED = {name: Refusal("", key) for name, key in OURS.items()} | refusa
     "trainers, router and supervisor speak plain HTTP/1.1 to the one server process of an engine": """ssl_* *grpc*
         sidecar* *http2* enable_ssl_refresh fastapi_root_path *tokenizer_worker_num skip_tokenizer_init smg_*""",
     _UNEXAMINED: """enable_page_major_kv_layout enable_unified_memory deepep_v2_mode enable_layernorm_sp
-        enable_shared_experts_attn_tp shared_experts_tp_size enable_dense_mlp_attn_tp gated_launch_port""",
+        enable_shared_experts_attn_tp shared_experts_tp_size enable_dense_mlp_attn_tp gated_launch_port
+        enable_dp_attention_local_control_broadcast""",
     "its value is a Python function": "custom_sigquit_handler stat_loggers",
     "it changes the engine's NCCL environment only, and trainers meet engines in one communicator": (
         "enable_nccl_nvls enable_symm_mem"
@@ -157,6 +158,9 @@ def engine_setting_problems(rollout: RolloutConfig) -> Iterator[tuple[tuple[str,
             yield where, f"needs hicache_size, GB of host memory for each engine rank, or hicache_ratio: {why}"
         if rollout.draft_tokens:
             yield where, f"is refused with rollout.draft_tokens: {_UNEXAMINED}"
+        if rollout.max_staleness or rollout.extra_groups or rollout.lend_trainers:
+            why = "paused with requests, SGLang ends no copies to the host, and its flush asserts that there are none"
+            yield where, f"is refused with rollout.max_staleness, extra_groups and lend_trainers: {why}"
 
 
 def _has(rollout: RolloutConfig, name: str) -> bool:

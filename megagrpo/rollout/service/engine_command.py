@@ -159,7 +159,9 @@ def engine_environment(config: ExperimentConfig, place: ServerPlace) -> dict[str
                 "stop the run; unset it"
             )
         beside = config.rollout.is_beside_trainers(place.engine)
-        return env | (without_expandable_segments() if beside else {})
+        # Beside trainers, whose stages differ, SGLang would refuse GPUs with less free memory than others.
+        unequal = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
+        return env | (without_expandable_segments() | unequal if beside else {})
     ranks_here = config.rollout.tp // config.rollout.nodes_per_engine
     # The last bits of a sum depend on the number of threads, and their share of the cores on the number of engines.
     threads = 1 if config.rollout.deterministic else min(_MAX_CPU_THREADS, place.num_cores // ranks_here)

@@ -115,7 +115,8 @@ class _Line:
         engine = self._engine
         name = f"weights-{uuid.uuid4().hex}"  # an engine outlives trainers, and refuses a name that it has seen
         # the wait for an engine's ranks cannot be cut short when it refuses or dies
-        limits = limits._replace(join_s=min(limits.join_s, engine.deadline.seconds))
+        # SGLang makes the engine's end, with NCCL's own number of thread blocks
+        limits = limits._replace(join_s=min(limits.join_s, engine.deadline.seconds), max_ctas=None)
         store = listening_store(engine.address, limits.join_s)
         body = {
             "master_address": engine.address,

@@ -6,6 +6,7 @@ trainer ranks that hold it, and hands it over. What the carrier holds itself doe
 hold stays inside the node. Both sides say where they run, so any launcher may place them.
 """
 
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -82,29 +83,43 @@ class IpcTransport(LinkTransport):
         with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
             making = pool.submit(self._handovers, now, stack)  # takes memory, beside an engine: one rank may have none
             handovers = self._weights.mesh.result_everywhere(making, "take memory to hand weights over")
-            shared_bytes = sum(handover.num_bytes for handover in handovers.values())
             for number in range(num_batches):
-                inbox = {
-                    destination: {(message.peer, message.tag): values for message, values in handover.start(number)}
-                    for destination, handover in handovers.items()
-                }
-                posts = [
-                    _Post(destination, tag, dist.P2POp(dist.irecv, values, peer))
-                    for destination, messages in inbox.items()
-                    for (peer, tag), values in messages.items()
-                    if peer != rank
-                ]
-                staged = shared_bytes
-                for index, link in enumerate(now.links):
-                    for message in outgoing[index].get(number, ()):
-                        staged += self._send(_Destination(index, message.peer), link, message, inbox, posts, traffic)
-                posts.sort(key=lambda post: (post.destination, post.tag))
-                for work in dist.batch_isend_irecv([post.operation for post in posts]) if posts else ():
-                    work.wait()
-                traffic.staging_bytes = max(traffic.staging_bytes, staged)
+                self._collect(number, now, [of_link.get(number, ()) for of_link in outgoing], handovers, traffic)
                 for handover in handovers.values():
                     handover.offer(number)
         return {now.links[to.link].name: PeerLost(handover.lost) for to, handover in handovers.items() if handover.lost}
+
+    def _collect(
+        self,
+        number: int,
+        now: Round,
+        outgoing: Sequence[Sequence[Message]],
+        handovers: Mapping[_Destination, Handover],
+        traffic: Traffic,
+    ) -> None:
+        """Fills a batch's shared memory with this rank's slices and those of others. outgoing: messages, by link.
+
+        No view of shared memory outlives it: `close` frees that for the engine's cache.
+        """
+        rank = self._weights.mesh.rank
+        inbox = {
+            destination: {(message.peer, message.tag): values for message, values in handover.start(number)}
+            for destination, handover in handovers.items()
+        }
+        posts = [
+            _Post(destination, tag, dist.P2POp(dist.irecv, values, peer))
+            for destination, messages in inbox.items()
+            for (peer, tag), values in messages.items()
+            if peer != rank
+        ]
+        staged = sum(handover.num_bytes for handover in handovers.values())
+        for index, (link, of_link) in enumerate(zip(now.links, outgoing, strict=True)):
+            for message in of_link:
+                staged += self._send(_Destination(index, message.peer), link, message, inbox, posts, traffic)
+        posts.sort(key=lambda post: (post.destination, post.tag))
+        for work in dist.batch_isend_irecv([post.operation for post in posts]) if posts else ():
+            work.wait()
+        traffic.staging_bytes = max(traffic.staging_bytes, staged)
 
     def _send(
         self, to: _Destination, link: Link, message: Message, inbox: _Inbox, posts: list[_Post], traffic: Traffic

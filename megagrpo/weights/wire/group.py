@@ -30,7 +30,7 @@ class GroupLimits(NamedTuple):
     """How a group is made: seconds for its ranks to meet, and NCCL's thread blocks."""
 
     join_s: float
-    max_ctas: int = 8
+    max_ctas: int | None = 8  # None: NCCL's own number; it connects as many channels, so all ranks need the same
 
 
 class Send(NamedTuple):
@@ -139,7 +139,8 @@ def join_group(
         # The communicator is made in the first batch. Non-blocking, it raises if ranks do not come within
         # TORCH_NCCL_NONBLOCKING_TIMEOUT, see environment.of_all_nccl_ranks; else it would wait for ever.
         options.config.blocking = 0
-        options.config.max_ctas = limits.max_ctas
+        if limits.max_ctas is not None:
+            options.config.max_ctas = limits.max_ctas
         options._timeout = timedelta(seconds=limits.join_s)
         # Read here: else the watchdog of a rank, also of an engine's, ends its process when a peer dies in a transfer.
         # Without it `wait` raises. Trainers join in threads, which share the environment: they set it around all.
