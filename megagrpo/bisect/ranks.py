@@ -34,7 +34,6 @@ def bisect_ranks(config: ExperimentConfig, options: BisectOptions, device: torch
     actor = make_actor(config, 1, device)
     actor.images = images.pixels if images else None
     weights = load_initial_weights(actor, config.model.path, draft=config.actor.has_draft)
-    actor.round_weights(weights)
     version = 0
     if options.checkpoint is not None:
         version = load_checkpoint(config, Path(options.checkpoint), actor).step

@@ -134,9 +134,7 @@ def measure(config: ExperimentConfig, case: Case, *, folder: Path, store: Path, 
             actor.load_hf(HfFolder(folder / "reference"))
             actor.keep_reference()
         actor.images = partial(pixels, arch=actor.arch)
-        of_model = load_initial_weights(actor, model)
-        actor.round_weights(of_model)
-        weights = actor.trained_weights(of_model)
+        weights = actor.trained_weights(load_initial_weights(actor, model))
         if config.actor.lora is not None:
             initial = InitialAdapters(actor.adapter_specs(), seed=0)  # with noise: while B is 0, A has no gradient
             adapters = enumerate(initial.items())

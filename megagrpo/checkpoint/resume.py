@@ -61,7 +61,6 @@ def initial_weights(
     reference = algorithm.uses_reference
     overwritten = source is not None and not reference and config.actor.lora is None
     weights = load_initial_weights(actor, config.model.path, overwritten, config.actor.has_draft)
-    actor.round_weights(weights)
     if reference:
         actor.keep_reference()  # the initial weights, also when the run resumes
     return weights

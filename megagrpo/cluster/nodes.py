@@ -118,13 +118,8 @@ def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
     """
     folder = RunFolder(Path(config.output_dir))
     gpus = len(_gpus(config))
-    if node.number > 1:
+    if node.number > 1 or 0 < gpus < config.actor.world_size:  # torchrun alone would start all ranks here
         place(config, Nodes(gpus or None, node.number))
-    elif 0 < gpus < config.actor.world_size:
-        ranks = f"{gpus} GPU(s) are visible for {config.actor.world_size} ranks (actor.world_size)"
-        raise ValueError(
-            f"{ranks}; on several nodes start this on each of them with --nnodes, --node-rank, --master-addr"
-        )
     with alone_in(folder) if node.rank == 0 else nullcontext():
         if node.rank == 0:
             dump_config(config, folder.config)

@@ -38,7 +38,7 @@ _IN_FLIGHT = 1.1  # tokens in flight for each that the caches hold: the next req
 
 @dataclass(frozen=True)
 class _Rollout:
-    """What the requests of one rollout have in common."""
+    """Holds the common part of a rollout's requests."""
 
     client: GenerationClient
     job: SamplingJob

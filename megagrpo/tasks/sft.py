@@ -38,7 +38,6 @@ def sft(config: ExperimentConfig, device: torch.device, progress: Progress) -> N
     )
     mesh = actor.mesh
     weights = load_initial_weights(actor, options.model, draft=config.actor.has_draft)
-    actor.round_weights(weights)
     start = config.model.model_copy(update={"path": options.model})
     tokenizer, images = load_tokenizer(start), ImageStore.of(start, RunFolder(Path(config.output_dir)).images)
     prompts = load_prompts(options.data, tokenizer, images)

@@ -37,6 +37,9 @@ class LoadableActor(Protocol):
     def parameters(self) -> Mapping[str, Tensor]:
         """Returns this rank's live parameters by name."""
 
+    def round_weights(self, weights: "ActorWeights") -> None:
+        """Learns which of its weights FP8 engines round, for actor.fake_quantization."""
+
     def merged(self) -> AbstractContextManager[None]:
         """Merges adapters into `parameters` inside the block, for publishing."""
 
@@ -77,7 +80,9 @@ def load_initial_weights(
         actor.weights_loaded()
     tensors = model_tensors(architecture_of(config, draft)) if config else ()
     fp8 = frozenset(spec.name for spec in tensors if spec.in_fp8)
-    return ActorWeights(recording.copies, specs, actor.parameters, actor.merged, kept, fp8)
+    weights = ActorWeights(recording.copies, specs, actor.parameters, actor.merged, kept, fp8)
+    actor.round_weights(weights)
+    return weights
 
 
 def kept_dtypes(config: HfConfig, draft: bool) -> dict[str, torch.dtype]:

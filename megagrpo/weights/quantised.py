@@ -163,10 +163,11 @@ class _QuantisedView:
         with torch.no_grad():
             scales = self._scales(live)
             kept = {name: live[name].detach().clone() for name in self._quantised}
-            for part, of_part in self._with_scales(scales):
-                values = part.view(live)
-                values.copy_(dequantise(quantise(values, part.start, of_part), part.start, of_part))
         try:
+            with torch.no_grad():
+                for part, of_part in self._with_scales(scales):
+                    values = part.view(live)
+                    values.copy_(dequantise(quantise(values, part.start, of_part), part.start, of_part))
             yield
         finally:
             with torch.no_grad():

@@ -227,7 +227,7 @@ def test_the_model_is_read_unless_a_checkpoint_overwrites_it(monkeypatch, source
     monkeypatch.setattr(
         beginning, "load_initial_weights", lambda actor, path, overwritten, draft: done.append(overwritten)
     )
-    actor = SimpleNamespace(keep_reference=lambda: done.append("reference"), round_weights=lambda weights: None)
+    actor = SimpleNamespace(keep_reference=lambda: done.append("reference"))
     config = experiment(algorithm={"kl": {"loss_coef": 0.1}} if reference else {})
     beginning.initial_weights(config, config.algorithm, source, actor)
     assert done == ([False, "reference"] if reference else [source is not None])

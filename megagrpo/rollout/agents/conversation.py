@@ -72,7 +72,7 @@ class ChatTurn:
 class Conversation:
     """What the agent of one rollout says to the model, in whatever order. Coroutines are of one loop.
 
-    max_tokens: limit of a sample's response, of what was said to the model too. prompt: ids [T] of the group's prompt.
+    max_tokens: of a sample's response at most, with what was said to the model. prompt: ids [T] of the group's prompt.
     parse: makes the message that the agent is sent of the text of a turn.
     """
 

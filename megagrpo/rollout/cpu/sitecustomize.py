@@ -191,7 +191,7 @@ def copies_between_tiers(module) -> None:
 
 
 def small_hosts(module) -> None:
-    """A hierarchical cache leaves 10 GiB of host memory alone, which is all that a laptop may have."""
+    """SGLang keeps 10 GiB of host memory free beside a hierarchical cache; a laptop may have no more."""
     module.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
 
 

@@ -63,7 +63,7 @@ class EngineGroup:
     def connect(self) -> None:
         """Collective over NCCL: begins to make the communicator, which the first batch waits for. Raises PeerLost.
 
-        It waits for the first rank alone. Over gloo ranks are connected already.
+        Only the first rank is waited for. Over gloo, ranks are connected already.
         """
         if self._device.type == "cuda":
             with self._started() as backend:

@@ -34,7 +34,6 @@ def measure(actor: MegatronActor, job: dict) -> dict:
     Tells whether forwards left a weight changed.
     """
     weights = load_initial_weights(actor, job["model"], draft=job["draft"])
-    actor.round_weights(weights)
     actor.keep_reference()
     trained, state = actor.trained_weights(weights), {}
     before = {name: parameter.detach().clone() for name, parameter in actor.parameters().items()}
