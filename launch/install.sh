@@ -102,6 +102,8 @@ if [ -z "$kind" ]; then
     if [ $kind = cpu ] && [ "$(cut -d' ' -f1 "$venv/.megagrpo-installed" 2>/dev/null)" = gpu ]; then
         kind=gpu # a login node beside GPU nodes, with one folder for all
     fi
+    [ $kind = gpu ] || ! command -v sbatch >/dev/null ||
+        say "no GPU is visible: for CPUs. On a login node of GPU nodes say MEGAGRPO_KIND=gpu"
 fi
 wanted="$kind $(cat pyproject.toml launch/install.sh launch/build_te.sh | sha256sum | cut -d' ' -f1) $PWD"
 stamp="$venv/.megagrpo-installed"

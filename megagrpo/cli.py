@@ -14,12 +14,14 @@ from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.monitor.report import write_report
 from megagrpo.system.environment import under_torchrun
+from megagrpo.system.processes import raise_file_limit
 from megagrpo.system.progress import Progress
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command and returns its exit status: 2, with one message, for an error that the user can correct."""
     args = _parser().parse_args(argv)
+    raise_file_limit()  # a leader has a connection for each request in flight, and login shells allow 1024 files
     try:
         return args.run(args)
     except ValueError as exc:  # other exceptions keep their traceback
@@ -86,7 +88,8 @@ def _add_submit(commands: _Commands) -> None:
     option("--kind", choices=("one-job", "het", "one-node", "colocated"), help=f"{kinds}; default: what it takes")
     option("--trainer-nodes", type=int, help="default: as few as have room")
     option("--rollout-nodes", type=int, help="nodes that have only engines; default: as few as have room")
-    option("--gpus-per-node", type=int, help="of every node; default: the job requests none")
+    gpus = "of every node, 0: the job requests none; default: cluster.gpus_per_node, if the experiment needs GPUs"
+    option("--gpus-per-node", type=int, help=gpus)
     option("--time", help="time limit, as sbatch takes it")
     option("--partition")
     rest = "seconds for the rest of a step and a checkpoint before the limit"

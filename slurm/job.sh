@@ -2,20 +2,31 @@
 
 say() { echo "[$(date +%H:%M:%S) job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1))] $*"; }
 
-# Node names need not resolve; this is what Slurm itself connects to. A name there is one that resolves.
+# What an interactive shell leaves in the environment of sbatch would bind the steps: to its cores, to one core, to its memory.
+unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_CPUS_PER_GPU SLURM_CPU_BIND SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU
+
+# The address of a node for others. Node names need not resolve; this is what Slurm itself connects to, an address or a name.
+# Many hosts files give a machine's own name to its loopback: then that of its route to another node of the job.
 address_of() {
-    local address
-    address="$(scontrol show node "$1" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')"
-    { getent ahostsv4 "$address" || echo "$address"; } | awk 'NR == 1 { print $1 }'
+    local named found others
+    named="$(scontrol show node "$1" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')"
+    found="$(first_address "$named")"
+    if [[ "$found" == 127.* && "$found" != "$named" ]]; then
+        others="$SLURM_JOB_NODELIST${SLURM_JOB_NODELIST_HET_GROUP_1:+,$SLURM_JOB_NODELIST_HET_GROUP_1}"
+        others="$(first_address "$(scontrol show hostnames "$others" | grep -vxm1 "$1")")" || true
+        found="$(ip -4 route get "${others:-none}" 2>/dev/null | sed -n 's/.* src \([^ ]*\).*/\1/p')" || true
+    fi
+    echo "${found:-$named}"
 }
-export -f address_of
+first_address() { getent ahostsv4 "$1" | awk 'NR == 1 { print $1 }' || true; }
+export -f address_of first_address
 
 # What is told to every node of a step. It becomes the launcher itself: signals to the step reach it.
 on_node='NODE_ADDR=$(address_of "$SLURMD_NODENAME") NODE_RANK=$SLURM_PROCID NNODES=$SLURM_NTASKS exec bash "$@"'
 
 # start SCRIPT FIRST_NODE PORT SRUN_OPTION... -- EXPERIMENT...      leaves the process id of srun in $started
 start() {
-    local script="$1" first port="$3" options=(--ntasks-per-node=1 --unbuffered --kill-on-bad-exit=0)
+    local script="$1" first port="$3" options=(--ntasks-per-node=1 --unbuffered --kill-on-bad-exit=0 --cpu-bind=none)
     first="$(address_of "$2")"
     shift 3
     while [ "$1" != -- ]; do

@@ -265,9 +265,9 @@ def machine_findings(gpu: bool) -> list[Finding]:
     cores = psutil.cpu_count() or 1
     memory, disk = psutil.virtual_memory().available, shutil.disk_usage(Path.cwd()).free
     shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # raised to the hard limit by now
     unlimited = soft == resource.RLIM_INFINITY
-    more_files = f"ulimit -n {hard if 0 < hard < 65536 else 65536}"
+    more_files = "raise the hard limit: `ulimit -Hn 65536` as root, limits.conf, or docker --ulimit nofile=65536"
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     compiler_use, no_compiler = ("for Transformer Engine", "error") if gpu else ("on GPU machines only", "warning")
     found = "unlimited" if unlimited else str(soft)

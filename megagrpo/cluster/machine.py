@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from megagrpo.cluster.supervise import Child, Launch, torchrun
+from megagrpo.cluster.supervise import ALONE, Child, Launch, torchrun
 from megagrpo.config.load import dump_config
 from megagrpo.config.placement import Nodes, place
 from megagrpo.config.schema import ExperimentConfig
@@ -96,7 +96,7 @@ def _beside_service(launch: Launch, config: ExperimentConfig, command: str, max_
     folder = RunFolder(Path(config.output_dir))
     with alone_in(folder), launch:
         service = start_service(launch, config, folder, of_engines)
-        options = [*torchrun(config.actor.world_size, max_restarts), "--standalone"]
+        options = [*torchrun(config.actor.world_size, max_restarts), *ALONE]
         engine_ranks = 0 if config.rollout.colocate else config.rollout.num_engines * config.rollout.tp
         on_gpus = config.actor.world_size + engine_ranks if of_trainers else 0
         of_trainers = trainer_variables(config, on_gpus, interface_of_engines(config)) | of_trainers
@@ -169,7 +169,7 @@ def train_ranks(config: ExperimentConfig, command: list[str]) -> int:
     folder = RunFolder(Path(config.output_dir))
     dump_config(config, folder.config)
     with Launch(folder, name, end=ENDING, ranks=name) as launch:
-        options = [*torchrun(ranks), "--standalone"]
+        options = [*torchrun(ranks), *ALONE]
         command = [name, str(folder.config), *rest]
         return launch.watch(launch.start_ranks(command, options, trainer_variables(config, ranks if gpus else 0)))
     return launch.status

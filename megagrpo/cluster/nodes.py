@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from megagrpo.cluster.machine import (
     trainer_variables,
     visible_gpus,
 )
-from megagrpo.cluster.supervise import Child, Launch, last_lines, torchrun
+from megagrpo.cluster.supervise import ALONE, Child, Launch, last_lines, torchrun
 from megagrpo.config.load import dump_config
 from megagrpo.config.placement import LOOPBACK, Nodes, place
 from megagrpo.config.schema import ExperimentConfig
@@ -65,7 +65,13 @@ class Node:
         assert self.first_address is not None, "a single trainer node needs no address"
         if self.rank == 0:
             return self.first_address
-        return route_address(self.first_address, self.first_port)
+        deadline = time.monotonic() + _JOIN_S
+        while True:
+            with suppress(socket.gaierror):  # the name of a node that only starts may not be known yet
+                return route_address(self.first_address, self.first_port)
+            if time.monotonic() > deadline:
+                raise ValueError(f"--master-addr {self.first_address}: no such name within {_JOIN_S} s")
+            time.sleep(_POLL_S)
 
 
 def run_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
@@ -166,14 +172,15 @@ def _start_trainers(
         own = interface_of(socket.gethostbyname(node.own_address))  # Slurm's node addresses may be names
         env = trainer_variables(config, on_gpus, towards_engines or own) | env
         # is_host is explicit: otherwise the agent resolves host names, which may fail.
-        host = f"is_host={str(node.rank == 0).lower()},join_timeout={_JOIN_S}"
+        # read_timeout is torch's limit for the connection to node 0's store, too.
+        host = f"is_host={str(node.rank == 0).lower()},join_timeout={_JOIN_S},read_timeout={_JOIN_S}"
         options += ["--nnodes", str(node.number), "--rdzv-backend", "c10d", "--rdzv-conf", host]
         options += ["--rdzv-endpoint", f"{node.first_address}:{node.first_port}", "--local-addr", node.own_address]
         if own is not None and environment.get("GLOO_SOCKET_IFNAME") is None:
             env["GLOO_SOCKET_IFNAME"] = own  # gloo's default is the host name's address, often 127.0.0.1
     else:
         env = trainer_variables(config, on_gpus, towards_engines) | env
-        options.append("--standalone")
+        options += ALONE
     return launch.start_ranks(["train", *arguments], options, env)
 
 

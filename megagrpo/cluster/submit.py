@@ -5,11 +5,12 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import megagrpo
 from megagrpo.check.problems import preflight
-from megagrpo.config.placement import Nodes, place
+from megagrpo.config.placement import Nodes, needs_gpus, place
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.planning.roofline import fit_problems
 from megagrpo.system import environment
@@ -30,7 +31,7 @@ class Request:
     kind: str | None = None  # a key of SCRIPTS; None, as for the nodes: what the experiment takes
     trainer_nodes: int | None = None
     rollout_nodes: int | None = None
-    gpus_per_node: int | None = None
+    gpus_per_node: int | None = None  # None: cluster.gpus_per_node, if the experiment needs GPUs; 0: none requested
     time: str | None = None
     partition: str | None = None
     grace_s: int = 300  # before the time limit or pre-emption: for the rest of a step and a checkpoint
@@ -49,17 +50,22 @@ def submit(config: ExperimentConfig, experiment: list[str], request: Request, dr
         problems.append(f"{scripts} is missing: submit from a checkout of the repository, not an installed package")
     if not dry_run and shutil.which("sbatch") is None:
         problems.append("sbatch is not on the PATH: submit from a login node, or use --dry-run")
+    if not dry_run and needs_gpus(config) and find_spec("sgl_kernel") is None:
+        problems.append(
+            f"{sys.prefix} is an installation for CPUs: MEGAGRPO_KIND=gpu bash launch/install.sh"
+        )
     if problems:
         raise ValueError("this job cannot run:\n  " + "\n  ".join(problems))
     request = completed(config, request)
     assert request.kind is not None, "completed"
     script = scripts / SCRIPTS[request.kind]
-    command = sbatch_command(config, experiment, request, script)
+    command, variables = sbatch_command(config, experiment, request, script), job_variables(request, script)
     if dry_run:
-        print(f"{script.read_text()}\n# {shlex.join(command)}")
+        words = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
+        print(f"{script.read_text()}\n# {words} {shlex.join(command)}")
         return 0
     RunFolder(Path(config.output_dir)).logs.mkdir(parents=True, exist_ok=True)  # Slurm does not create it
-    return subprocess.run(command, env=environment.child_environment()).returncode
+    return subprocess.run(command, env=environment.child_environment(variables)).returncode
 
 
 def nodes_of(request: Request) -> Nodes:
@@ -105,6 +111,14 @@ def seconds(limit: str) -> int:
     return 86_400 * int(days or 0) + sum(int(part) * unit for part, unit in zip(parts, units, strict=False))
 
 
+def job_variables(request: Request, script: Path) -> dict[str, str]:
+    """Returns what the job's script reads, from sbatch's own environment: names in --export would make Slurm load the
+    login environment instead, and hold the job if it cannot.
+    """
+    root = {"MEGAGRPO_ROOT": str(script.parent.parent), "MEGAGRPO_VENV": sys.prefix}
+    return root | {"TRAINER_NODES": str(request.trainer_nodes)}
+
+
 def sbatch_command(config: ExperimentConfig, experiment: list[str], request: Request, script: Path) -> list[str]:
     """Returns the command line of sbatch.
 
@@ -112,11 +126,12 @@ def sbatch_command(config: ExperimentConfig, experiment: list[str], request: Req
     """
     folder = RunFolder(Path(config.output_dir).absolute())
     name = f"{config.name}@{folder.path}"
-    root = f"MEGAGRPO_ROOT={script.parent.parent},MEGAGRPO_VENV={sys.prefix}"
-    exported = f"ALL,{root},TRAINER_NODES={request.trainer_nodes}"
     once = ["--parsable", f"--job-name={name}", "--dependency=singleton", f"--signal=B:USR1@{request.grace_s}"]
-    once += [f"--output={folder.log('slurm-%j').with_suffix('.out')}", f"--export={exported}"]
-    limits = {"time": request.time, "partition": request.partition, "gpus-per-node": request.gpus_per_node}
+    once += [f"--output={folder.log('slurm-%j').with_suffix('.out')}", "--export=ALL"]
+    gpus = request.gpus_per_node
+    if gpus is None and needs_gpus(config):  # steps get what the job names, although its nodes are exclusive
+        gpus = config.cluster.gpus_per_node
+    limits = {"time": request.time, "partition": request.partition, "gpus-per-node": gpus}
     every = [*(f"--{option}={value}" for option, value in limits.items() if value), *request.options]
     match request.kind:
         case "one-job" | "colocated":

@@ -163,6 +163,10 @@ class Launch:
         self._request.make()
 
 
+# torchrun's options for ranks of one machine. By default their address is the host name, which need not resolve.
+ALONE = ("--standalone", "--local-addr", "127.0.0.1")
+
+
 class _Ended(BaseException):
     """A signal that ends everything."""
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+_FILES = 65_536  # that a process may have open, as far as the machine allows
 _PR_SET_PDEATHSIG = 1
 _KILL_S = 5.0  # seconds for the kernel to release a large process
 _libc = ctypes.CDLL(None)  # loaded before fork: the child calls it between fork and exec, where loading could deadlock
@@ -103,6 +105,14 @@ def _wait_gone(processes: Iterable[psutil.Process], seconds: float) -> None:
 def _signal(process: psutil.Process, number: signal.Signals) -> None:
     with suppress(psutil.NoSuchProcess):
         process.send_signal(number)
+
+
+def raise_file_limit() -> None:
+    """Lets this process and those that it starts have many files and connections open, within the hard limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def route_address(host: str, port: int) -> str:

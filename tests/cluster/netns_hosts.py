@@ -54,7 +54,8 @@ class Hosts:
         for i in range(1, self.count + 1):
             namespace, folder = self._namespace(i), _ETC / self._namespace(i)
             folder.mkdir(parents=True)
-            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+            own = f"127.0.0.1 localhost\n127.0.1.1 host{i}\n"  # as Debian and cloud images write it
+            (folder / "hosts").write_text(own + names)
             # Names come from that file alone: else every reverse look-up waits 10 s for a name server out of reach.
             (folder / "nsswitch.conf").write_text("hosts: files\n")
             _ip("netns", "add", namespace)

@@ -11,6 +11,7 @@ from netns_hosts import NEEDED, Hosts, available
 from ray_nodes import RayNodes
 from run_megagrpo import GRADERS, assert_agrees, assert_same_run, make_inputs, run_experiment, write_experiment
 
+from megagrpo.cluster.supervise import ALONE, torchrun
 from megagrpo.system.environment import child_environment
 from megagrpo.system.processes import spawn, stop_tree
 from tests.experiments import until
@@ -120,3 +121,16 @@ def test_a_link_is_cut_and_healed(hosts, experiments, number):
         hosts[0].heal(number)
         run.finish()
     assert_as_on_one_host(run, experiments, steps)
+
+
+def test_ranks_meet_on_a_machine_whose_name_does_not_resolve(tmp_path: Path):
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost\n")
+    (tmp_path / "rank.py").write_text(
+        "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\nprint('met', flush=True)\n"
+    )
+    renamed = 'hostname gpu-node-17; mount --bind "$0/hosts" /etc/hosts; exec "$@"'
+    words = [sys.executable, "-W", "ignore", *torchrun(2), *ALONE, str(tmp_path / "rank.py")]
+    env = child_environment({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"})  # as a launch sets it
+    command = ["unshare", "--uts", "--mount", "sh", "-c", renamed, str(tmp_path), *words]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["met", "met"], done.stderr

@@ -17,7 +17,8 @@ from tests.dist.figures import LayoutFigures
 from tests.dist.workers.launch import run_ranks
 from tests.dist.workers.samples import LENGTHS
 
-LOGIT_BOUND, LOSS_BOUND, GRADIENT_BOUND, WEIGHT_BOUND = 1e-4, 1e-6, 1e-5, 1e-6
+# A loss is a mean of terms of size 1 whose log-probabilities round apart by some 1e-6: it has no better bound itself.
+LOGIT_BOUND, LOSS_BOUND, GRADIENT_BOUND, WEIGHT_BOUND = 1e-4, 4e-6, 1e-5, 1e-6
 pytestmark = pytest.mark.timeout(900)  # one launch runs many checks
 JobKey = tuple[str, str, str]  # model, layout, what is done
 

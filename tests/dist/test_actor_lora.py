@@ -13,7 +13,7 @@ from tests.dist.cases import LAYOUTS
 from tests.dist.test_actor_layouts import problems_of
 from tests.dist.workers.launch import run_ranks, run_transformers
 
-LOGIT_BOUND, LOSS_BOUND, GRADIENT_BOUND = 1e-5, 1e-6, 1e-5
+LOGIT_BOUND, LOSS_BOUND, GRADIENT_BOUND = 1e-5, 4e-6, 1e-5
 pytestmark = pytest.mark.timeout(900)  # one launch runs many checks
 LORA = {"rank": 4, "alpha": 8.0}
 PARTLY = LORA | {"targets": ["q_proj", "v_proj", "o_proj", "up_proj"]}

@@ -39,6 +39,7 @@ VARYING = {
     "CUDA_VISIBLE_DEVICES": "<GPUs>",
     "GLOO_SOCKET_IFNAME": "<interface>",
     "NCCL_SOCKET_IFNAME": "<interface>",
+    "SGLANG_HOST_IP": "<address>",
 }
 
 

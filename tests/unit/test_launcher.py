@@ -1,6 +1,8 @@
 """One machine's launcher: GPUs of trainers and engines, one run a folder, signals; children end with their parent."""
 
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -9,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megagrpo.cluster import nodes
 from megagrpo.cluster.machine import _devices, alone_in
 from megagrpo.cluster.supervise import Child, Launch
 from megagrpo.config.schema import ExperimentConfig
@@ -57,6 +60,34 @@ def test_a_requeued_job_waits_for_the_lock_of_a_node_that_died(tmp_path, monkeyp
     time.sleep(0.3)
     with alone_in(RunFolder(tmp_path)):
         assert holder.wait(5) == 0
+
+
+def test_a_command_may_have_as_many_files_open_as_the_machine_allows():
+    code = (
+        "import resource, sys\nfrom megagrpo.cli import main\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+        "main(['view', 'none'])\nprint(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=child_environment())
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert int(done.stdout.split()[-1]) == (65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)), done
+
+
+def test_a_node_waits_until_the_name_of_the_first_one_is_known(monkeypatch):
+    answers = [socket.gaierror(), socket.gaierror(), "10.0.0.9"]
+
+    def route_address(host: str, port: int) -> str:
+        if isinstance(answer := answers.pop(0), OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(nodes, "route_address", route_address)
+    later = nodes.Node(1, 2, None, "node0", 29500)
+    assert later.own_address == "10.0.0.9" and not answers
+    answers += [socket.gaierror()] * 9
+    monkeypatch.setattr(nodes, "_JOIN_S", 0.5)
+    with pytest.raises(ValueError, match="--master-addr node0: no such name within 0.5 s"):
+        _ = later.own_address
 
 
 def test_a_signal_in_a_clean_up_does_not_cut_it_short(tmp_path):

@@ -1,4 +1,8 @@
-"""What `megagrpo submit` refuses, and the command line that it hands to sbatch."""
+"""What `megagrpo submit` refuses, the command line that it hands to sbatch, and the addresses that the job finds."""
+
+import os
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -81,10 +85,48 @@ def test_the_command_line():
     assert one[-4:] == [str(ROOT / "slurm" / "one_job.sbatch"), "/x.yaml", "--set", "seed=1"]
     limits = {"--nodes=3", "--gpus-per-node=8", "--time=4:00:00", "--partition=gpu", "--account=a"}
     assert limits | {"--signal=B:USR1@600", "--dependency=singleton"} < set(one)
-    assert any(word.startswith("--export=ALL,") and "TRAINER_NODES=2" in word for word in one)
+    assert "--export=ALL" in one, "any other value makes Slurm load the login environment"
     het = command(Request("het", 2, 1, time="4:00:00"))
     middle = het.index(":")
     assert "--nodes=2" in het[:middle] and het[middle + 2 : middle + 4] == ["--nodes=1", "--time=4:00:00"]
     names = [word for word in het if word.startswith("--job-name=")]
     assert len(set(names)) == 2 and names[1] == het[middle + 1], "singleton counts by name: else the second waits"
     assert not any(word.startswith("--nodes") for word in command(Request("one-node")))
+
+
+def test_gpus_are_requested_for_an_experiment_that_needs_them():
+    def gpus(given: int | None, **sections) -> list[str]:
+        request = Request("one-node", gpus_per_node=given)
+        words = sbatch_command(experiment(**sections), ["x.yaml"], request, ROOT / "slurm" / "one_node.sbatch")
+        return [word for word in words if word.startswith("--gpus-per-node")]
+
+    bf16 = {"rollout": REACHED | {"dtype": "bfloat16"}}
+    assert gpus(None, **bf16) == gpus(None, cluster={"gpus_per_node": 8}, **bf16) == ["--gpus-per-node=8"]
+    assert gpus(0, **bf16) == gpus(None) == [], "a cluster that counts no GPUs; an experiment for CPUs"
+    assert gpus(4) == ["--gpus-per-node=4"]
+
+
+@pytest.mark.parametrize(
+    ("node_addr", "found"),
+    [
+        ("10.0.0.7", "10.0.0.7"),
+        ("127.0.0.5", "127.0.0.5"),  # what Slurm itself connects to
+        ("node7.example", "10.0.0.7"),
+        ("unknown", "unknown"),
+        ("node1", "10.0.0.1"),  # its own name is its loopback: the address of its way to node2
+    ],
+)
+def test_a_node_has_an_address_that_others_reach(tmp_path: Path, node_addr: str, found: str):
+    programs = {
+        "scontrol": f'[ "$2" = node ] && echo "NodeAddr={node_addr} x" || printf "node1\\nnode2\\n"',
+        "getent": "case $2 in node7.example) echo 10.0.0.7 STREAM;; node1) echo 127.0.1.1 STREAM;; "
+        'node2) echo 10.0.0.2 STREAM;; [0-9]*) echo "$2" STREAM;; *) exit 2;; esac',
+        "ip": '[ "$4" = 10.0.0.2 ] && echo "10.0.0.2 dev eth0 src 10.0.0.1 uid 0"',
+    }
+    for name, body in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "node[1-2]"}
+    script = 'set -euo pipefail; source "$0"; address_of node1'
+    words = ["bash", "-c", script, str(ROOT / "slurm" / "job.sh")]
+    assert subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout == f"{found}\n"

@@ -88,6 +88,9 @@ class EngineNode:
         # Between the ranks of an engine, and between them and the trainer, on the same interface as everything else.
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else ()
         network = {name: get(name) or str(interface) for name in names}
+        # SGLang itself would take the route to the internet, then the host's own name, which many hosts files give to
+        # loopback: other nodes of an engine would wait for its messages for ever.
+        network["SGLANG_HOST_IP"] = get("SGLANG_HOST_IP") or reachable_host(self.bind_address)
         variables = (
             engine_environment(self.config, place)
             | network

@@ -37,8 +37,9 @@ def in_ray_cluster(rollout: RolloutConfig, address: str | None) -> Iterator[None
     with ExitStack() as stack:
         options: Options = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
         if address is None:
-            # A short name: paths of Unix sockets end at 107 characters.
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mgr-", ignore_cleanup_errors=True))
+            # A short path, not below TMPDIR: those of Unix sockets end at 107 characters, of which Ray takes 77.
+            short = tempfile.TemporaryDirectory(prefix="mgr-", dir="/tmp", ignore_cleanup_errors=True)
+            folder = stack.enter_context(short)
             options |= _private_cluster(rollout.engines_at_start * rollout.nodes_per_engine, folder)
         else:
             options["address"] = address
