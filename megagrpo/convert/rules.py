@@ -35,9 +35,7 @@ def truncated_sampling(d: Draft, section: str, top_p: str, top_k: str) -> None:
 def evaluated_as_trained(d: Draft, path: str, every: int, num_samples: str, *every_keys: str) -> bool:
     """Puts `eval` with its own files and the keys of `data`; returns False if nothing is evaluated."""
     if every < 1 and path in d.given:
-        d.lack(
-            path, f"evaluations come every so many steps, and {every_keys[0]} names none; say eval.data and eval.every"
-        )
+        d.lack(path, f"{every_keys[0]} names no steps between evaluations; say eval.data and eval.every")
     if d.get(path) is None or every < 1:
         return False
     for ours, value in [(ours, value) for ours, value in d.values.items() if ours.startswith("data.")]:
