@@ -51,9 +51,7 @@ def submit(config: ExperimentConfig, experiment: list[str], request: Request, dr
     if not dry_run and shutil.which("sbatch") is None:
         problems.append("sbatch is not on the PATH: submit from a login node, or use --dry-run")
     if not dry_run and needs_gpus(config) and find_spec("sgl_kernel") is None:
-        problems.append(
-            f"{sys.prefix} is an installation for CPUs: MEGAGRPO_KIND=gpu bash launch/install.sh"
-        )
+        problems.append(f"{sys.prefix} is an installation for CPUs: MEGAGRPO_KIND=gpu bash launch/install.sh")
     if problems:
         raise ValueError("this job cannot run:\n  " + "\n  ".join(problems))
     request = completed(config, request)
