@@ -158,14 +158,11 @@ def optimizer_bytes(actor: ActorConfig) -> OptimizerBytes:
         return OptimizerBytes(gradient=4, state=8, host=0)
     aware = bool(given.get("use_precision_aware_optimizer"))
     gradient = _BYTES[given.get("main_grads_dtype", "float32")]
-    master = _BYTES[given.get("main_params_dtype", "float32")]
-    if aware and master == 4 and given.get("store_param_remainders", True):
-        master = 2
-    moments = sum(_BYTES[given.get(name, "float32")] for name in ("exp_avg_dtype", "exp_avg_sq_dtype"))
+    master = 2 if aware and given.get("store_param_remainders", True) else 4
     if given.get("optimizer_cpu_offload"):
         share = given.get("optimizer_offload_fraction", 1.0)
         return OptimizerBytes(gradient, state=12 * (1 - share), host=16 * share)
-    return OptimizerBytes(gradient, state=master + moments, host=0)
+    return OptimizerBytes(gradient, state=master + 8, host=0)
 
 
 @dataclass(frozen=True)

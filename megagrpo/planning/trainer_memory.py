@@ -18,6 +18,7 @@ PHASES = ("load", "rollout", "logprobs", "reference", "update", "publish", "chec
 _TILE_COLUMNS = 8192  # of algo/logprob.py, which loads torch
 _NCCL_BYTES = 400 * 2**20  # of one communicator between GPUs, at NCCL's default buffer sizes and channels: estimated
 _FP32 = 4
+_FP8_COPIES = 2  # bytes: Transformer Engine keeps a weight and its transpose
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class StageElements:
     expert: float
     trained_dense: float
     trained_expert: float
-    rounded: float  # by actor.fake_quantization
+    linear: float  # of linear layers and experts, which engines may keep in FP8
 
 
 def in_flight(parallel: ParallelConfig, stage: int) -> float:
@@ -142,9 +143,9 @@ _ROW_PARALLEL = ("o_proj", "down_proj")  # cut along the inputs: their A is, and
 
 
 def stage_parameters(arch: Architecture, actor: ActorConfig) -> list[StageElements]:
-    """Counts the elements of a rank of each pipeline stage: all, those with gradients, those that forwards round."""
+    """Counts the elements of a rank of each pipeline stage: all, those with gradients, those of linear layers."""
     layers = stage_of_layer(arch, actor.parallel)
-    kinds = ("dense", "expert", "trained_dense", "trained_expert", "rounded")
+    kinds = ("dense", "expert", "trained_dense", "trained_expert", "linear")
     counts = [dict.fromkeys(kinds, 0.0) for _ in range(max(layers) + 1)]
     for spec, number in tensor_groups(arch, actor.adapters).items():
         trained = _is_trained(spec, arch, actor)
@@ -152,7 +153,7 @@ def stage_parameters(arch: Architecture, actor: ActorConfig) -> list[StageElemen
         for stage in stages_of(spec, arch, layers):
             counts[stage][kind] += size
             counts[stage]["trained_" + kind] += size * trained
-            counts[stage]["rounded"] += size * (spec.in_fp8 and actor.fake_quantization is not None)
+            counts[stage]["linear"] += size * spec.in_fp8
     return [StageElements(**count) for count in counts]
 
 
@@ -206,8 +207,10 @@ class Stage:
             "optimiser": self.shards * each.state,
             "NCCL": self._communicators(),
         }
-        if phase in ("logprobs", "reference", "update"):
-            parts["weights before rounding"] = elements.rounded * self.width
+        if phase in ("logprobs", "reference", "update") and self.actor.fake_quantization is not None:
+            parts["weights before rounding"] = elements.linear * self.width
+        if phase not in ("load", "resume") and self.actor.megatron.get("fp8"):  # kept from the first forward on
+            parts["weights in FP8"] = elements.linear * _FP8_COPIES
         if phase in ("logprobs", "reference"):
             layer = max((layer.kept / 2 + layer.transient for layer in self.layers), default=0.0)
             head = self._head(backward=False)

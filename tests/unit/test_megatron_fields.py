@@ -139,7 +139,6 @@ def test_selective_recompute_takes_what_holds_memory(arch, kernels, megatron, mo
 
 
 AWARE = {"use_precision_aware_optimizer": True}
-SMALL = {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "fp8", "main_grads_dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize(
@@ -149,7 +148,7 @@ SMALL = {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "fp8", "main_grads_dty
         ("bfloat16", {}, 4, 12, 0),
         ("bfloat16", AWARE, 4, 10, 0),
         ("bfloat16", AWARE | {"store_param_remainders": False}, 4, 12, 0),
-        ("bfloat16", AWARE | SMALL, 2, 5, 0),
+        ("bfloat16", AWARE | {"main_grads_dtype": "bfloat16"}, 2, 10, 0),
         ("bfloat16", {"optimizer_cpu_offload": True}, 4, 0, 16),
         ("bfloat16", {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.25}, 4, 9, 4),
     ],
@@ -259,7 +258,8 @@ def test_a_value_is_checked_against_the_annotation(name, right, wrong):
         (["actor.ddp.average_in_collective=true"], "gradients are sums"),
         (["actor.ddp.grad_reduce_in_fp32=false"], "set actor.optimizer.megatron.main_grads_dtype"),
         (["actor.optimizer.megatron.loss_scale=2.0"], "gradients are not scaled"),
-        (["actor.optimizer.megatron.exp_avg_dtype=bf16"], "one of float32, float16, bfloat16, fp8"),
+        (["actor.optimizer.megatron.main_grads_dtype=bf16"], "one of float32"),
+        (["actor.optimizer.megatron.exp_avg_dtype=bfloat16"], "14 bytes of an element at the peak"),
         (["actor.megatron.recompute_modules=[mlp]"], "read with actor.recompute selective .*, which is none"),
         (["actor.recompute=selective", "actor.megatron.recompute_num_layers=2"], "actor.recompute full"),
         ([*OWN_LAYERS, "actor.megatron.recompute_modules=[mlp, moe_act]"], "moe_act: only with Transformer Engine's"),
@@ -272,7 +272,11 @@ def test_a_value_is_checked_against_the_annotation(name, right, wrong):
         ([*MESSAGES, "actor.megatron.batch_p2p_comm=true"], "with overlap_p2p_comm messages are sent one by one"),
         ([*VIRTUAL, "actor.megatron.batch_p2p_comm=true"], "a batch mixes up what is for which"),
         (["actor.optimizer.megatron.optimizer_cpu_offload=true"], "with actor.dtype float32 there are none"),
-        (["actor.dtype=bfloat16", "actor.optimizer.megatron.exp_avg_dtype=bfloat16"], "use_precision_aware_optimizer"),
+        (
+            ["actor.dtype=bfloat16", "actor.optimizer.megatron.main_grads_dtype=bfloat16"],
+            "use_precision_aware_optimizer",
+        ),
+        (["actor.transformer_engine=true", "actor.megatron.fp8=hybrid"], "delayed, Megatron's default, is refused"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_its_key(overrides, message):

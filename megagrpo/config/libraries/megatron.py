@@ -93,6 +93,8 @@ _OPTIMIZER_REFUSED = {
         "*loss_scale* hysteresis"
     ),
     _FP8: "fp8_recipe reuse_grad_buf_for_mxfp8_param_ag",
+    "Transformer Engine copies all of them in float32 to step, save and resume, 14 bytes of an element at the peak; "
+    "float32 moments with use_precision_aware_optimizer take 10": "exp_avg_dtype exp_avg_sq_dtype main_params_dtype",
     "an update with a non-finite gradient is undone, which requires the whole step to come after the check": (
         "overlap_param_gather_with_optimizer_step"
     ),
@@ -214,6 +216,9 @@ def _wrong_with_kernels(actor: ActorConfig) -> Iterator[tuple[str, str]]:
         for key in ("fp8", "moe_permute_fusion", "moe_router_fusion", "apply_rope_fusion", "use_te_activation_func"):
             if model.get(key):
                 yield f"megatron.{key}", "it needs Transformer Engine's layers (actor.transformer_engine)"
+    if model.get("fp8") and model.get("fp8_recipe", "delayed") == "delayed":
+        text = "it takes scales from earlier passes, also from those without a backward, and recomputes with others"
+        yield "megatron.fp8", f"fp8_recipe delayed, the default, is refused: {text}; take tensorwise or blockwise"
     if model.get("moe_token_dispatcher_type") == "flex" and model.get("moe_shared_expert_overlap"):
         yield "megatron.moe_shared_expert_overlap", "it works with the alltoall dispatcher only"
 
@@ -253,7 +258,6 @@ def _wrong_with_optimizer(actor: ActorConfig) -> Iterator[tuple[str, str]]:
             text = "it keeps float32 copies of bfloat16 weights; with actor.dtype float32 there are none"
             yield f"optimizer.megatron.{key}", text
     aware = optimizer.get("use_precision_aware_optimizer") or optimizer.get("optimizer_cpu_offload")
-    for key in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
-        if optimizer.get(key, "float32") != "float32" and not aware:
-            text = "other types than float32 need actor.optimizer.megatron.use_precision_aware_optimizer: true"
-            yield f"optimizer.megatron.{key}", text
+    if optimizer.get("main_grads_dtype", "float32") != "float32" and not aware:
+        text = "other types than float32 need actor.optimizer.megatron.use_precision_aware_optimizer: true"
+        yield "optimizer.megatron.main_grads_dtype", text
