@@ -276,7 +276,7 @@ def test_a_value_is_checked_against_the_annotation(name, right, wrong):
             ["actor.dtype=bfloat16", "actor.optimizer.megatron.main_grads_dtype=bfloat16"],
             "use_precision_aware_optimizer",
         ),
-        (["actor.transformer_engine=true", "actor.megatron.fp8=hybrid"], "delayed, Megatron's default, is refused"),
+        (["actor.transformer_engine=true", "actor.megatron.fp8=hybrid"], "fp8_recipe delayed, the default, is refused"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_its_key(overrides, message):
