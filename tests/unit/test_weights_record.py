@@ -56,6 +56,11 @@ def padded(hf, p):
     p["x"][12:].zero_()
 
 
+def padded_by_zeros(hf, p):  # as the towers of Qwen2.5-VL, to sizes that kernels take; the last rank's may be all zeros
+    p["x"].copy_(torch.cat([hf["a"][6:], hf["a"].new_zeros(3, 6)]).bfloat16().float()[1:])
+    p["y"].copy_(torch.zeros(2, 6, device=hf["a"].device))
+
+
 def concatenated(hf, p):  # as DeepSeek's q_a_proj and kv_a_proj_with_mqa; along columns, cast and transposed
     p["x"].copy_(torch.cat([hf["a"], hf["b"]]))
     p["y"].copy_(torch.cat([hf["b"], hf["a"][:, 2:5]], dim=-1).double().t())
@@ -77,6 +82,7 @@ CASES = [
     (transposed, {"x": (6, 8), "y": (2, 3, 4)}),
     (through_temporaries, {"x": (4, 6), "y": (2, 6)}),
     (padded, {"x": (16,)}),
+    (padded_by_zeros, {"x": (4, 6), "y": (2, 6)}),
 ]
 
 
@@ -124,6 +130,12 @@ def test_meta_parameters_and_tied_names():
     copies = record_copies(lambda hf: model.weight.data.copy_(hf["a"]), SPECS, parameters)
     assert [(c.hf, c.parameter) for c in copies] == [("a", "embedding")]
 
+    def twice(hf):  # as SGLang's vision-language models load a tied output layer
+        for tensor in parameters.values():
+            tensor.data.copy_(hf["a"])
+
+    assert record_copies(twice, SPECS, parameters) == copies
+
 
 def test_constants_are_recorded_with_their_value():
     parameters = {"x": torch.ones(16)}
@@ -135,10 +147,12 @@ def test_constants_are_recorded_with_their_value():
 UNTRACEABLE = [  # what is copied, the parameter's shape, how the message goes on after "parameter x is filled"
     (lambda hf: hf["a"] + 1, (8, 6), "from aten.add.Tensor of HF tensor a"),
     (
-        lambda hf: torch.cat([hf["a"], torch.zeros(8, 6, device="meta")]),
+        lambda hf: torch.cat([hf["a"], torch.ones(8, 6, device="meta")]),
         (16, 6),
         "from aten.cat.default of HF tensor a",
     ),
+    (lambda hf: torch.zeros(8, 6, device="meta").add_(1), (8, 6), "from a tensor that is no HF tensor"),
+    (lambda hf: torch.zeros(8, 6, device="meta").add_(hf["a"]), (8, 6), "from aten.add_.Tensor of HF tensor a"),
     (lambda hf: torch.cat([joined(hf), hf["a"]]), (24, 6), "from aten.cat.default of HF tensor a"),
     (lambda hf: joined(hf).view(-1), (96,), r"from shape .96,. .* no range of a concatenation .16, 6. of HF tensor a"),
     (lambda hf: joined(hf)[:1].expand(8, 6), (8, 6), "from .* no range of a concatenation"),

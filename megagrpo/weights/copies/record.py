@@ -20,6 +20,7 @@ Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # HF tensors: name ->
 
 _aten = torch.ops.aten
 _FILLS = {_aten.zero_.default, _aten.fill_.Scalar}
+_ZEROS = {_aten.zeros.default, _aten.new_zeros.default, _aten.zeros_like.default}
 _REWRITES = {_aten.clone.default, _aten._to_copy.default}  # same elements and order, new storage
 
 
@@ -104,7 +105,9 @@ def record(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor], allow_
     for copy in recording.copies:  # a parameter is one or the other
         if copy.parameter in recording.computed:
             recording.computed[copy.parameter].hf.add(copy.hf)
-    recording.copies = [copy for copy in recording.copies if copy.parameter not in recording.computed]
+    # Once each: loaders of tied models copy the embedding again into the output layer, which has the same memory.
+    copies = dict.fromkeys(recording.copies)
+    recording.copies = [copy for copy in copies if copy.parameter not in recording.computed]
     return recording
 
 
@@ -133,11 +136,14 @@ class _Recorder(TorchDispatchMode):
             name = self._parameter(tensor)[0]
             raise ValueError(f"parameter {name} is written by {func}, which is no copy: it cannot be traced")
         origin = next(filter(storages.from_hf, sources), None)
+        if func in _ZEROS:
+            return storages.note_zeros(func(*args, **kwargs))
         if origin is None:
+            storages.overwritten(written)
             return func(*args, **kwargs)
         if func in _REWRITES and storages.computed(origin) is None:
             return storages.rewrite(origin, kwargs.get("dtype"))
-        if func is _aten.cat.default and all(map(storages.is_traced, sources)):
+        if func is _aten.cat.default and all(storages.is_traced(t) or storages.is_zero(t) for t in sources):
             return storages.concatenate(sources, *args[1:], **kwargs)
         out = func(*args, **kwargs)
         for tensor in filter(storages.from_hf, written):
@@ -164,6 +170,9 @@ class _Recorder(TorchDispatchMode):
                 self._copy(target.narrow(part.dim, part.start, part.source.shape[part.dim]), part.source)
             if len(names := sorted(set(self.storages.names(source)))) > 1:
                 self.recording.together.add(tuple(names))
+            return
+        if self.storages.is_zero(source):  # padding
+            self._fill(target, 0.0)
             return
         name, computed = self._parameter(target)[0], self.storages.computed(source)
         if computed and self.allow_computed:

@@ -118,11 +118,26 @@ class TracedStorages:
         }
         self._joined: dict[int, Concatenation] = {}
         self._computed: dict[int, Computed] = {}
+        self._zeros: set[int] = set()
         self._keep: list[Tensor] = []  # a freed storage's address could come back as another tensor
 
     def is_traced(self, tensor: Tensor) -> bool:
         """Returns whether all elements are those of one HF tensor."""
         return storage_id(tensor) in self._traced
+
+    def is_zero(self, tensor: Tensor) -> bool:
+        """Returns whether all elements are 0, made by the loader."""
+        return storage_id(tensor) in self._zeros
+
+    def note_zeros(self, made: Tensor) -> Tensor:
+        """Returns a new tensor, of zeros."""
+        self._keep.append(made)
+        self._zeros.add(storage_id(made))
+        return made
+
+    def overwritten(self, written: list[Tensor]) -> None:
+        """Notes tensors that hold something else from now on, of no HF tensor."""
+        self._zeros.difference_update(map(storage_id, written))
 
     def from_hf(self, tensor: Tensor) -> bool:
         """Returns whether any element comes from an HF tensor."""
@@ -143,14 +158,16 @@ class TracedStorages:
         if parts := self.joined_parts(source, source.shape):
             return self.concatenate([self.rewrite(part.source, dtype) for part in parts], parts[0].dim)
         out = torch.empty_like(source, dtype=dtype or source.dtype, memory_format=torch.preserve_format)
-        if self.is_traced(source):
+        if self.is_zero(source):
+            self.note_zeros(out)
+        elif self.is_traced(source):
             self._trace(out, source)
         else:
             self.lose(out, [source], "a rewritten tensor")
         return out
 
     def concatenate(self, parts: list[Tensor], dim: int = 0) -> Tensor:
-        """Returns the concatenation of traced tensors."""
+        """Returns the concatenation of traced tensors and of zeros."""
         joined = Concatenation.of(parts, dim)
         self._keep += [joined.whole, *parts]
         self._joined[storage_id(joined.whole)] = joined
@@ -159,6 +176,7 @@ class TracedStorages:
     def copy_to_temporary(self, target: Tensor, source: Tensor) -> None:
         """Traces a copy into a tensor that is no parameter."""
         whole = target.nbytes == target.untyped_storage().nbytes() and target.shape == source.shape
+        self.overwritten([target])
         if whole and self.is_traced(source):
             self._trace(target, source)
         else:
@@ -193,6 +211,7 @@ class TracedStorages:
         self._computed[storage_id(tensor)] = Computed(text, set(names).union(*(part.hf for part in earlier)))
         self._traced.pop(storage_id(tensor), None)
         self._joined.pop(storage_id(tensor), None)
+        self.overwritten([tensor])
 
     def _trace(self, out: Tensor, source: Tensor) -> None:
         self._keep.append(out)
