@@ -201,6 +201,8 @@ def test_engines_without_a_gpu_run_on_the_cpu_only_where_that_is_meant(device, d
         ({"dtype": "bfloat16"}, "attention_backend", None),
         ({}, "moe_runner_backend", "triton"),  # experts keep their order on every GPU
         ({"sglang": {"moe_a2a_backend": "deepep"}}, "moe_runner_backend", None),
+        ({}, "mm_feature_transport", "cpu"),  # no pool of GPU memory that never sleeps
+        ({"sglang": {"prefill_decode_interval": 4}}, "prefill_decode_interval", 4),
         ({}, "load_format", "dummy"),  # weights are read at the start only on request
         ({"load_format": "model"}, "load_format", "auto"),
         ({}, "incremental_streaming_output", None),
@@ -210,6 +212,24 @@ def test_engines_without_a_gpu_run_on_the_cpu_only_where_that_is_meant(device, d
 def test_settings_of_our_own_on_gpus(rollout, setting, value):
     assert engine_settings(config(**rollout), place(True)).get(setting) == value
     assert "enable_fp32_lm_head" not in engine_settings(config(**rollout), place(False))
+
+
+def test_engines_in_float32_and_fp8_on_gpus(monkeypatch):
+    """SGLang's kernels of norms know no float32, torch's experts skip none; DeepGEMM compiles for minutes."""
+    forced, warm = "SGLANG_FORCE_FUSED_OP_BACKEND", "SGLANG_JIT_DEEPGEMM_FAST_WARMUP"
+
+    def found(cuda: bool = True, **rollout) -> tuple[str | None, str | None]:
+        env = engine_environment(config(**rollout), place(cuda))
+        return env.get(forced), env.get(warm)
+
+    assert found() == ("torch", None) and found(deterministic=True) == found(cuda=False) == (None, None)
+    in_fp8 = {"dtype": "bfloat16", "quantization": "fp8"}
+    assert found(dtype="bfloat16") == (None, None) and found(**in_fp8) == (None, "1")
+    monkeypatch.setenv(warm, "0")
+    assert found(**in_fp8) == (None, "0"), "the user's own"
+    with pytest.raises(ValueError, match="rollout.ep 2 with rollout.dtype float32 on GPUs: .* set ep 1 or bfloat16"):
+        engine_settings(config(tp=2, ep=2), place(True))
+    engine_settings(config(tp=2, ep=2), place(False))
 
 
 def test_check_says_what_differs():

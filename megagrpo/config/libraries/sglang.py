@@ -59,7 +59,7 @@ _GROUPS = refusals(
         "rollout.draft_tokens speculates with the model's own layer; a publish reaches no other draft": "Spec",
         "engines receive whole weights, with the actor's adapters added (actor.lora)": "Lora",
         "an engine answers whole requests; router and publish handle no other kind": "Disagg",
-        "text models only are trained": "Mm",
+        "images come with the trainers' requests, as these have read them": "Mm",
         "diffusion models are not trained": "ExecDllm",
         "models with recurrent layers are not trained": "ExecMamba",
         "a publish writes into the parameters of a rank, which offloading replaces": "ExecOffload",

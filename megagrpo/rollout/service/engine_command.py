@@ -112,11 +112,20 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
 
 
 def _on_cuda(rollout: RolloutConfig, mem_fraction: float) -> Settings:
-    settings: Settings = {"mem_fraction_static": mem_fraction}
+    settings: Settings = {
+        "mem_fraction_static": mem_fraction,
+        # For Qwen3-VL on large Hopper GPUs SGLang would pass images through a pool of GPU memory that no plan counts
+        # and that never sleeps, and hold prompts back for 22 decodings.
+        "mm_feature_transport": "cpu",
+        "prefill_decode_interval": 0,
+    }
     if rollout.dtype == "bfloat16":
         # Without this the logits are rounded to bfloat16 after accumulating in float32; the actor's are not rounded. In
         # deterministic mode SGLang's batch-invariant product replaces this one too.
         settings["enable_fp32_lm_head"] = True
+    elif rollout.ep > 1 and not rollout.deterministic:
+        problem = "torch's experts, the only ones in float32, do not skip those of other ranks"
+        raise ValueError(f"rollout.ep {rollout.ep} with rollout.dtype float32 on GPUs: {problem}; set ep 1 or bfloat16")
     else:  # SGLang would choose fa3 or flashinfer, which have no float32; Triton rounds products to TF32
         settings["attention_backend"] = "triton" if rollout.deterministic else "torch_native"
     if rollout.sglang.get("moe_a2a_backend", "none") == "none":
@@ -159,6 +168,13 @@ def engine_environment(config: ExperimentConfig, place: ServerPlace) -> dict[str
                 "stop the run; unset it"
             )
         beside = config.rollout.is_beside_trainers(place.engine)
+        rollout = config.rollout
+        # SGLang would turn its cache of images off for Qwen3-VL, and read the images of a group once for each sample.
+        env["SGLANG_VLM_CACHE_SIZE_MB"] = get("SGLANG_VLM_CACHE_SIZE_MB", "100")
+        if rollout.dtype == "float32" and not rollout.deterministic:
+            env["SGLANG_FORCE_FUSED_OP_BACKEND"] = "torch"  # its kernels of norms have no float32
+        if rollout.quantization is not None:  # else DeepGEMM compiles 16,384 sizes of each product at the first start
+            env["SGLANG_JIT_DEEPGEMM_FAST_WARMUP"] = get("SGLANG_JIT_DEEPGEMM_FAST_WARMUP", "1")
         # Beside trainers, whose stages differ, SGLang would refuse GPUs with less free memory than others.
         unequal = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
         return env | (without_expandable_segments() | unequal if beside else {})
