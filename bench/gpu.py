@@ -52,8 +52,8 @@ SECTIONS = {
     "certificate": Section(f"{_KIT}.certificate:certificate", 60),
     "compile time": Section(f"{_KIT}.repeat:compile_time", 90),
     "repeated update": Section(f"{_KIT}.repeat:repeats", 90),
-    "engine": Section(f"{_KIT}.engine:engine", 60),
-    "whole loop": Section(f"{_KIT}.engine:loop", 180),
+    "engine": Section(f"{_KIT}.engine:engine", 260),
+    "whole loop": Section(f"{_KIT}.engine:loop", 300),
 }
 _PREPARE_S = 2  # of a section that is still worth starting
 
