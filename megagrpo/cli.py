@@ -15,6 +15,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.monitor.report import write_report
 from megagrpo.system.environment import under_torchrun
 from megagrpo.system.progress import Progress
+from megagrpo.tasks.ranks import export_main, replay_main, sft_main, train_main
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -217,12 +218,10 @@ def _serve(args: argparse.Namespace, config: ExperimentConfig) -> int:
 
 
 def _train(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    if not under_torchrun():
-        service = ["--service", args.service] if args.service else []
-        return train_node(config, [*_experiment_words(args), *service], _node(args))
-    from megagrpo.tasks.ranks import train_main
-
-    return train_main(config, args.service)
+    if under_torchrun():
+        return train_main(config, args.service)
+    service = ["--service", args.service] if args.service else []
+    return train_node(config, [*_experiment_words(args), *service], _node(args))
 
 
 def _submit(args: argparse.Namespace, config: ExperimentConfig) -> int:
@@ -243,11 +242,7 @@ def _convert(args: argparse.Namespace) -> int:
 def _sft(args: argparse.Namespace, config: ExperimentConfig) -> int:
     if config.sft is None:
         raise ValueError(f"{args.config} has no sft section: there is no warm-up to run")
-    if not under_torchrun():
-        return train_ranks(config, ["sft"])
-    from megagrpo.tasks.ranks import sft_main
-
-    return sft_main(config)
+    return sft_main(config) if under_torchrun() else train_ranks(config, ["sft"])
 
 
 def _check(args: argparse.Namespace, config: ExperimentConfig) -> int:
@@ -298,20 +293,14 @@ def _plan_weights(args: argparse.Namespace, config: ExperimentConfig) -> int:
 
 
 def _export(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    if not under_torchrun():
-        checkpoint = ["--checkpoint", args.checkpoint] if args.checkpoint else []
-        return train_ranks(config, ["export", args.output, *checkpoint, *(["--lora"] if args.lora else [])])
-    from megagrpo.tasks.ranks import export_main
-
-    return export_main(config, args.checkpoint, args.output, args.lora)
+    if under_torchrun():
+        return export_main(config, args.checkpoint, args.output, args.lora)
+    checkpoint = ["--checkpoint", args.checkpoint] if args.checkpoint else []
+    return train_ranks(config, ["export", args.output, *checkpoint, *(["--lora"] if args.lora else [])])
 
 
 def _replay(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    if not under_torchrun():
-        return train_ranks(config, ["replay", args.dump])
-    from megagrpo.tasks.ranks import replay_main
-
-    return replay_main(config, args.dump)
+    return replay_main(config, args.dump) if under_torchrun() else train_ranks(config, ["replay", args.dump])
 
 
 def _report(args: argparse.Namespace) -> int:
