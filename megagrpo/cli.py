@@ -85,9 +85,9 @@ def _add_submit(commands: _Commands) -> None:
     option = commands.add_with_config("submit", _submit, "run the experiment as a Slurm job").add_argument
     kinds = "first nodes train, last sample | heterogeneous job | one node | engines on the trainers' nodes"
     option("--kind", choices=("one-job", "het", "one-node", "colocated"), help=f"{kinds}; default: what it takes")
-    option("--trainer-nodes", type=int, help="default: as few as have room")
+    option("--trainer-nodes", type=positive, help="default: as few as have room")
     option("--rollout-nodes", type=int, help="nodes that have only engines; default: as few as have room")
-    option("--gpus-per-node", type=int, help="of every node; default: the job requests none")
+    option("--gpus-per-node", type=positive, help="of every node; default: the job requests none")
     option("--time", help="time limit, as sbatch takes it")
     option("--partition")
     rest = "seconds for the rest of a step and a checkpoint before the limit"
@@ -105,20 +105,20 @@ def _add_preparation(commands: _Commands) -> None:
     commands.add_with_config("sft", _sft, "supervised warm-up with the same actor")
     text = "sample a few rollouts from the model as it is, and print them with their rewards and what is trained on"
     attempt = commands.add_with_config("try", _try, text)
-    attempt.add_argument("--prompts", type=int, default=3, help="how many, from the start of the data (default 3)")
+    attempt.add_argument("--prompts", type=positive, default=3, help="how many, from the start of the data (default 3)")
     check = commands.add_with_config("check", _check, "explain the experiment without starting anything")
     check.add_argument("--all", action="store_true", help="also every rank, and every setting of Megatron and SGLang")
     check.add_argument("--hardware", help="GPUs on which SGLang resolves the engines' arguments, such as H100; seconds")
     text = "prove on a tiny model of this architecture that no layout changes loss or gradients"
     option = commands.add_with_config("certify", _certify, text).add_argument
     ranks = "processes on this machine; more of them cover more layouts (default 2)"
-    option("--ranks", type=int, default=2, help=ranks)
+    option("--ranks", type=positive, default=2, help=ranks)
     option("--layouts", type=lambda text: text.split(","), help="comma-separated names; default: all that fit")
     text = "run the same tokens through an engine and the trainer, and name where they first differ"
     option = commands.add_with_config("bisect", _bisect, text).add_argument
     option("--checkpoint", help="checkpoint folder; default: the weights in model.path")
-    option("--prompts", type=int, default=4, help="how many, from the start of the data (default 4)")
-    option("--max-new-tokens", type=int, default=32, help="of each response (default 32)")
+    option("--prompts", type=positive, default=4, help="how many, from the start of the data (default 4)")
+    option("--max-new-tokens", type=positive, default=32, help="of each response (default 32)")
     own = "the engine keeps what it loads from model.path: nothing is published"
     option("--own-weights", action="store_true", help=own)
     option("--bound", type=float, help="relative, before the first layer; default: by dtype")
@@ -131,7 +131,7 @@ def _add_planning(commands: _Commands) -> None:
     option("--lengths", help="of responses in tokens: their mean, or a file with one number a line")
     option("--turns", help="of agents, means: count=20 tool_s=3 said=0.6 found=0.85 (found in prefix caches)")
     option("--measured", type=Path, metavar="RUN", help="a run folder whose seconds scale the roofline")
-    option("--search", type=int, metavar="NODES", help="also layouts of as many nodes by their bound")
+    option("--search", type=positive, metavar="NODES", help="also layouts of as many nodes by their bound")
     text = "what a publish will move on the cluster, from the model's config.json alone"
     publish = commands.add_with_config("plan-weights", _plan_weights, text)
     option = publish.add_argument
@@ -144,14 +144,21 @@ def _add_planning(commands: _Commands) -> None:
     option("--message-us", type=float, help="microseconds that a rank needs for a message")
     option("--call-ms", type=float, help="milliseconds of an HTTP call to an engine")
     for command in (whole, publish):
-        command.add_argument("--gpus-per-node", type=int, help="of every node; default: cluster.gpus_per_node")
+        command.add_argument("--gpus-per-node", type=positive, help="of every node; default: cluster.gpus_per_node")
         command.add_argument("--hardware", help="H100, H200, H20, B200; default: cluster.gpu")
         command.add_argument("--json", type=Path, metavar="FILE", help="also write all figures")
 
 
+def positive(text: str) -> int:
+    """Returns a whole number of at least 1; argparse shows this function's name for any other text."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
 def numbers(text: str) -> list[int]:
-    """Returns whole numbers that commas separate; argparse shows this function's name for any other text."""
-    return [int(part) for part in text.split(",")]
+    """Returns positive numbers that commas separate."""
+    return [positive(part) for part in text.split(",")]
 
 
 def _add_checkpoints(commands: _Commands) -> None:
@@ -188,7 +195,7 @@ def _add_inspection(commands: _Commands) -> None:
 
 def _add_node(command: argparse.ArgumentParser, kind: str, port: int) -> None:
     option = command.add_argument
-    option("--nnodes", type=int, default=1, help=f"how many {kind}nodes there are (default 1)")
+    option("--nnodes", type=positive, default=1, help=f"how many {kind}nodes there are (default 1)")
     option("--node-rank", type=int, default=0, help=f"this {kind}node's number, from 0")
     option("--master-addr", help=f"address of {kind}node 0")
     meeting = f"port of {kind}node 0 where the nodes meet (default {port})"
@@ -214,7 +221,7 @@ def _serve(args: argparse.Namespace, config: ExperimentConfig) -> int:
         return serve_node(config, _experiment_words(args), _node(args))
     from megagrpo.rollout.service.server import serve
 
-    return serve(config, Path(config.output_dir), args.ray_address)
+    return serve(config, config.run_folder.path, args.ray_address)
 
 
 def _train(args: argparse.Namespace, config: ExperimentConfig) -> int:

@@ -26,8 +26,6 @@ def bisect(config: ExperimentConfig, options: BisectOptions) -> int:
     0: nothing differs; 1: something does; 2: they could not be compared. Raises ValueError for invalid options and for
     an experiment that does not fit this machine.
     """
-    if options.num_prompts < 1 or options.max_new_tokens < 1:
-        raise ValueError("--prompts and --max-new-tokens are at least 1")
     if options.bound is not None and not options.bound > 0:
         raise ValueError(f"--bound {options.bound}: a relative error above 0, such as 1e-5")
     if options.checkpoint is not None:
