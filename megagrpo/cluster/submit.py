@@ -58,7 +58,7 @@ def submit(config: ExperimentConfig, experiment: list[str], request: Request, dr
     if dry_run:
         print(f"{script.read_text()}\n# {shlex.join(command)}")
         return 0
-    RunFolder(Path(config.output_dir)).logs.mkdir(parents=True, exist_ok=True)  # Slurm does not create it
+    config.run_folder.logs.mkdir(parents=True, exist_ok=True)  # Slurm does not create it
     return subprocess.run(command, env=environment.child_environment()).returncode
 
 
@@ -110,7 +110,7 @@ def sbatch_command(config: ExperimentConfig, experiment: list[str], request: Req
 
     A second job of a run folder waits for the first one's end, then resumes from its checkpoint.
     """
-    folder = RunFolder(Path(config.output_dir).absolute())
+    folder = RunFolder(config.run_folder.path.absolute())
     name = f"{config.name}@{folder.path}"
     root = f"MEGAGRPO_ROOT={script.parent.parent},MEGAGRPO_VENV={sys.prefix}"
     exported = f"ALL,{root},TRAINER_NODES={request.trainer_nodes}"
