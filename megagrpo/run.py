@@ -308,7 +308,7 @@ def start_run(
             progress.enter(_PHASES.get(phase, phase), lambda: rollouts.progress() or publishing.waiting())
 
         watchdog = stack.enter_context(Watchdog(config, mesh, folder, lambda: state.step, enter))
-        publishing = Publishing(config, actor, weights, control, folder.path, record.timeline.call)
+        publishing = Publishing(config, actor, weights, control, record.timeline.call)
         sampler = None
         if mesh.is_leader:
             pool = stack.enter_context(RewardPool(config.reward, preload=not config.sampling.rewarding))

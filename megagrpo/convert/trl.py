@@ -21,10 +21,13 @@ _AGGREGATIONS = {  # of loss_type
 
 def _advantage(d: Draft) -> None:
     scale = {"True": "group", "False": "none"}.get(d.text("scale_rewards"), d.text("scale_rewards"))
-    name = {"group": "grpo", "none": "dr_grpo", "batch": "reinforce"}[scale]
+    name = {"group": "grpo", "none": "dr_grpo", "batch": "reinforce"}.get(scale)
+    if name is None:
+        return d.lack("scale_rewards", f"no scale {scale}; there are group, batch and none")
     d.put("algorithm.advantage.name", name, "scale_rewards")
     if scale == "batch":
         d.put("algorithm.reward", {"mean": "group", "std": "batch"}, "scale_rewards")
+    return None
 
 
 def _loss(d: Draft) -> None:
