@@ -28,7 +28,17 @@ def kl_penalty(
     tokens: see chunked_full_kl.
     """
     x = logprobs - ref_logprobs
-    value = _value(x, estimator.removesuffix("+"))
+    match estimator.removesuffix("+"):
+        case "k1":
+            value = x
+        case "abs":
+            value = x.abs()
+        case "k2":
+            value = _k2(x)
+        case "k3":
+            value = _k3(x)
+        case _:
+            raise ValueError("the exact KL is no function of the sampled tokens")
     if value_clamp is not None:
         value = value.clamp(-value_clamp, value_clamp)
     if not estimator.endswith("+"):
@@ -60,19 +70,6 @@ def adapted_kl_coef(coef: float, mean_kl: float, num_responses: int, options: Ad
     """
     error = min(max(mean_kl / options.target - 1, -KL_ERROR_LIMIT), KL_ERROR_LIMIT)
     return coef * (1 + error * num_responses / options.horizon)
-
-
-def _value(x: Tensor, estimator: str) -> Tensor:
-    match estimator:
-        case "k1":
-            return x
-        case "abs":
-            return x.abs()
-        case "k2":
-            return _k2(x)
-        case "k3":
-            return _k3(x)
-    raise ValueError(f"KL estimator {estimator} is no function of the sampled tokens")
 
 
 def _k2(x: Tensor) -> Tensor:
