@@ -43,10 +43,8 @@ def refuse_what_cannot_run(config: ExperimentConfig, nodes: Nodes) -> None:
 
     if problems := preflight(config, nodes):
         raise ValueError("this experiment cannot run:\n  " + "\n  ".join(problems))
-    inputs = [config.model.path, *config.data.paths, *(config.eval.data.paths if config.eval else [])]
-    unmade = [path for path in inputs if not Path(path).exists()]
-    if unmade:  # preflight accepts paths that this experiment itself creates
-        raise ValueError(f"missing: {', '.join(unmade)}; run `megagrpo sft` first")
+    if not Path(config.model.path).exists():  # preflight accepts a model that this experiment itself makes
+        raise ValueError(f"missing: {config.model.path}; run `megagrpo sft` first")
 
 
 @contextmanager
