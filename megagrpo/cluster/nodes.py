@@ -21,14 +21,14 @@ from megagrpo.cluster.machine import (
     trainer_variables,
     visible_gpus,
 )
-from megagrpo.cluster.supervise import Child, Launch, last_lines, torchrun
+from megagrpo.cluster.supervise import Child, Launch, torchrun
 from megagrpo.config.load import dump_config
 from megagrpo.config.placement import LOOPBACK, Nodes, place
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service.addresses import interface_of
 from megagrpo.rollout.service.ray_cluster import APART, BESIDE, NODES_FOR
 from megagrpo.system import environment
-from megagrpo.system.processes import route_address
+from megagrpo.system.processes import last_lines, route_address
 from megagrpo.system.run_folder import RunFolder
 
 _POLL_S = 0.2

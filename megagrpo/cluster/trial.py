@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 
 from megagrpo.cluster.machine import ENDING, alone_in, start_service, with_one_engine
-from megagrpo.cluster.supervise import Launch, last_lines
+from megagrpo.cluster.supervise import Launch
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import decoder, load_prompts, load_tokenizer
@@ -23,6 +23,7 @@ from megagrpo.rollout.generation import SamplingParams
 from megagrpo.rollout.jobs import SamplingJob, numbered_prompts
 from megagrpo.rollout.sampler import Sampler
 from megagrpo.rollout.tools import make_answering
+from megagrpo.system.processes import last_lines
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import Outcome, Prompt, RolloutGroup
 

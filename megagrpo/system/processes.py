@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 _PR_SET_PDEATHSIG = 1
+_LOG_LINES = 25
 _KILL_S = 5.0  # seconds for the kernel to release a large process
 _libc = ctypes.CDLL(None)  # loaded before fork: the child calls it between fork and exec, where loading could deadlock
 
@@ -103,6 +104,11 @@ def _wait_gone(processes: Iterable[psutil.Process], seconds: float) -> None:
 def _signal(process: psutil.Process, number: signal.Signals) -> None:
     with suppress(psutil.NoSuchProcess):
         process.send_signal(number)
+
+
+def last_lines(log: Path) -> str:
+    """Returns the last lines of a log."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
 
 
 def route_address(host: str, port: int) -> str:
