@@ -185,7 +185,12 @@ def test_numbers_of_engines_that_are_none_are_called_so(capsys):
 
 @pytest.mark.parametrize(
     "words",
-    [["plan", "x", "--search", "0"], ["try", "x", "--prompts", "-1"], ["plan-weights", "x", "--engines", "8,0"]],
+    [
+        ["plan", "x", "--search", "0"],
+        ["plan-weights", "x", "--engines", "8,0"],
+        ["try", "x", "--prompts", "-1"],
+        ["bisect", "x", "--max-new-tokens", "0"],
+    ],
 )
 def test_numbers_below_one_are_refused(capsys, words):
     with pytest.raises(SystemExit):
