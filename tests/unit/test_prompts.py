@@ -272,6 +272,12 @@ def test_a_mixture_keeps_its_ratios_in_every_stretch_and_its_place_by_the_cursor
     assert len({p.id for p in prompts.prompts}) == 48
 
 
+def test_a_source_whose_prompts_are_all_too_long_is_named_with_its_own_shortest(tmp_path, templated):
+    data = mixture(tmp_path, [0.5, 0.3, 0.2]).model_copy(update={"max_prompt_tokens": 2})
+    with pytest.raises(ValueError, match=r"c.jsonl: no prompt of at most 2 tokens .*; the shortest has 5 tokens"):
+        load_prompts(data, templated)
+
+
 def test_without_ratios_sources_are_read_as_one(tmp_path, templated):
     prompts = load_prompts(mixture(tmp_path, [None] * 3), templated)
     assert Counter(p.source for p in prompts.batch(0, 48, seed=1)) == {"a": 3, "b": 5, "c": 40}
