@@ -73,7 +73,7 @@ def test_a_line_is_bounded_and_says_how_much_there_was(tmp_path):
         timeline.end_step(1)
     (line,) = lines(RunFolder(tmp_path))
     assert (line["num_requests"], line["num_calls"], len(line["calls"])) == (5000, 5001, 1024)
-    assert line["calls"][-1][1] == "call 1023" and line["calls"][-1][3] - line["calls"][-1][2] == 0.5
+    assert line["calls"][-1][1] == "call 1023" and line["calls"][-1][3] - line["calls"][-1][2] == pytest.approx(0.5)
     starts = [start for _, start, *_ in line["requests"]]
     assert 256 < len(starts) <= 512 and {b - a for a, b in itertools.pairwise(starts)} == {10.0}
     assert os.path.getsize(RunFolder(tmp_path).timeline_file(0)) < 100_000
