@@ -3,7 +3,6 @@
 The order depends only on the seed and the mixture, so the number of consumed prompts is the whole state to save.
 """
 
-import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from megagrpo.config.schema import DataConfig, ModelConfig
 from megagrpo.data.images import ImageStore, image_bytes, images_apart
 from megagrpo.data.rows import Row, read_rows
 from megagrpo.data.torchvision_ops import define_torchvision_operators, torchvision_problem
+from megagrpo.families.table import read_description
 from megagrpo.system.explained import explained, translated
 from megagrpo.types import Prompt
 
@@ -109,7 +109,7 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
     config_file = Path(model.path) / "config.json"
     if not config_file.is_file():
         raise ValueError(f"{config_file}: no such file; model.path is a local Hugging Face folder")
-    config = json.loads(config_file.read_text(encoding="utf-8"))
+    config = read_description(config_file)
     size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     largest = max(tokenizer.get_vocab().values())
     if largest >= size:
