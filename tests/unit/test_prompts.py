@@ -164,6 +164,9 @@ def test_the_tokenizer_must_fit_the_model(tmp_path):
         load_tokenizer(ModelConfig(path=small.path, tokenizer=large.path))
     with pytest.raises(ValueError, match="no such folder"):
         load_tokenizer(ModelConfig(path="somebody/on-the-hub"))
+    (Path(large.path) / "config.json").write_text("{oops")
+    with pytest.raises(ValueError, match="config.json: not a model description"):
+        load_tokenizer(ModelConfig(path=large.path, tokenizer=small.path))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty: no tokenizer can be loaded"):
         load_tokenizer(ModelConfig(path=str(tmp_path / "empty")))
