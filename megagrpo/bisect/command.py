@@ -30,7 +30,7 @@ def bisect(config: ExperimentConfig, options: BisectOptions) -> int:
         raise ValueError(f"--bound {options.bound}: a relative error above 0, such as 1e-5")
     if options.checkpoint is not None:
         _require_checkpoint(Path(options.checkpoint))
-    folder = RunFolder(Path(config.output_dir)).bisect
+    folder = config.run_folder.bisect
     folder.bisect_report.unlink(missing_ok=True)
     write_whole(folder.bisect_options, json.dumps(asdict(options)))
     if ranks_beside_service(experiment_of(config, options, folder)):
@@ -57,7 +57,7 @@ def bisect_main(config: ExperimentConfig) -> int:
     def body(device: torch.device) -> None:
         from megagrpo.bisect.ranks import bisect_ranks  # imports Megatron, which the host must be prepared for
 
-        options = json.loads(RunFolder(Path(config.output_dir)).bisect_options.read_text())
+        options = json.loads(config.run_folder.bisect_options.read_text())
         bisect_ranks(config, BisectOptions(**options), device)
 
     return guarded(config, "bisect", body)
