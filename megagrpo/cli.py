@@ -16,6 +16,7 @@ from megagrpo.monitor.report import write_report
 from megagrpo.system.environment import under_torchrun
 from megagrpo.system.processes import raise_file_limit
 from megagrpo.system.progress import Progress
+from megagrpo.tasks.ranks import export_main, replay_main, sft_main, train_main
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -86,7 +87,7 @@ def _add_submit(commands: _Commands) -> None:
     option = commands.add_with_config("submit", _submit, "run the experiment as a Slurm job").add_argument
     kinds = "first nodes train, last sample | heterogeneous job | one node | engines on the trainers' nodes"
     option("--kind", choices=("one-job", "het", "one-node", "colocated"), help=f"{kinds}; default: what it takes")
-    option("--trainer-nodes", type=int, help="default: as few as have room")
+    option("--trainer-nodes", type=positive, help="default: as few as have room")
     option("--rollout-nodes", type=int, help="nodes that have only engines; default: as few as have room")
     gpus = "of every node, 0: the job requests none; default: cluster.gpus_per_node, if the experiment needs GPUs"
     option("--gpus-per-node", type=int, help=gpus)
@@ -107,20 +108,20 @@ def _add_preparation(commands: _Commands) -> None:
     commands.add_with_config("sft", _sft, "supervised warm-up with the same actor")
     text = "sample a few rollouts from the model as it is, and print them with their rewards and what is trained on"
     attempt = commands.add_with_config("try", _try, text)
-    attempt.add_argument("--prompts", type=int, default=3, help="how many, from the start of the data (default 3)")
+    attempt.add_argument("--prompts", type=positive, default=3, help="how many, from the start of the data (default 3)")
     check = commands.add_with_config("check", _check, "explain the experiment without starting anything")
     check.add_argument("--all", action="store_true", help="also every rank, and every setting of Megatron and SGLang")
     check.add_argument("--hardware", help="GPUs on which SGLang resolves the engines' arguments, such as H100; seconds")
     text = "prove on a tiny model of this architecture that no layout changes loss or gradients"
     option = commands.add_with_config("certify", _certify, text).add_argument
     ranks = "processes on this machine; more of them cover more layouts (default 2)"
-    option("--ranks", type=int, default=2, help=ranks)
+    option("--ranks", type=positive, default=2, help=ranks)
     option("--layouts", type=lambda text: text.split(","), help="comma-separated names; default: all that fit")
     text = "run the same tokens through an engine and the trainer, and name where they first differ"
     option = commands.add_with_config("bisect", _bisect, text).add_argument
     option("--checkpoint", help="checkpoint folder; default: the weights in model.path")
-    option("--prompts", type=int, default=4, help="how many, from the start of the data (default 4)")
-    option("--max-new-tokens", type=int, default=32, help="of each response (default 32)")
+    option("--prompts", type=positive, default=4, help="how many, from the start of the data (default 4)")
+    option("--max-new-tokens", type=positive, default=32, help="of each response (default 32)")
     own = "the engine keeps what it loads from model.path: nothing is published"
     option("--own-weights", action="store_true", help=own)
     option("--bound", type=float, help="relative, before the first layer; default: by dtype")
@@ -133,7 +134,7 @@ def _add_planning(commands: _Commands) -> None:
     option("--lengths", help="of responses in tokens: their mean, or a file with one number a line")
     option("--turns", help="of agents, means: count=20 tool_s=3 said=0.6 found=0.85 (found in prefix caches)")
     option("--measured", type=Path, metavar="RUN", help="a run folder whose seconds scale the roofline")
-    option("--search", type=int, metavar="NODES", help="also layouts of as many nodes by their bound")
+    option("--search", type=positive, metavar="NODES", help="also layouts of as many nodes by their bound")
     text = "what a publish will move on the cluster, from the model's config.json alone"
     publish = commands.add_with_config("plan-weights", _plan_weights, text)
     option = publish.add_argument
@@ -146,14 +147,21 @@ def _add_planning(commands: _Commands) -> None:
     option("--message-us", type=float, help="microseconds that a rank needs for a message")
     option("--call-ms", type=float, help="milliseconds of an HTTP call to an engine")
     for command in (whole, publish):
-        command.add_argument("--gpus-per-node", type=int, help="of every node; default: cluster.gpus_per_node")
+        command.add_argument("--gpus-per-node", type=positive, help="of every node; default: cluster.gpus_per_node")
         command.add_argument("--hardware", help="H100, H200, H20, B200; default: cluster.gpu")
         command.add_argument("--json", type=Path, metavar="FILE", help="also write all figures")
 
 
+def positive(text: str) -> int:
+    """Returns a whole number of at least 1; argparse shows this function's name for any other text."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
 def numbers(text: str) -> list[int]:
-    """Returns whole numbers that commas separate; argparse shows this function's name for any other text."""
-    return [int(part) for part in text.split(",")]
+    """Returns positive numbers that commas separate."""
+    return [positive(part) for part in text.split(",")]
 
 
 def _add_checkpoints(commands: _Commands) -> None:
@@ -190,7 +198,7 @@ def _add_inspection(commands: _Commands) -> None:
 
 def _add_node(command: argparse.ArgumentParser, kind: str, port: int) -> None:
     option = command.add_argument
-    option("--nnodes", type=int, default=1, help=f"how many {kind}nodes there are (default 1)")
+    option("--nnodes", type=positive, default=1, help=f"how many {kind}nodes there are (default 1)")
     option("--node-rank", type=int, default=0, help=f"this {kind}node's number, from 0")
     option("--master-addr", help=f"address of {kind}node 0")
     meeting = f"port of {kind}node 0 where the nodes meet (default {port})"
@@ -216,16 +224,14 @@ def _serve(args: argparse.Namespace, config: ExperimentConfig) -> int:
         return serve_node(config, _experiment_words(args), _node(args))
     from megagrpo.rollout.service.server import serve
 
-    return serve(config, Path(config.output_dir), args.ray_address)
+    return serve(config, config.run_folder.path, args.ray_address)
 
 
 def _train(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    if not under_torchrun():
-        service = ["--service", args.service] if args.service else []
-        return train_node(config, [*_experiment_words(args), *service], _node(args))
-    from megagrpo.tasks.ranks import train_main
-
-    return train_main(config, args.service)
+    if under_torchrun():
+        return train_main(config, args.service)
+    service = ["--service", args.service] if args.service else []
+    return train_node(config, [*_experiment_words(args), *service], _node(args))
 
 
 def _submit(args: argparse.Namespace, config: ExperimentConfig) -> int:
@@ -246,11 +252,7 @@ def _convert(args: argparse.Namespace) -> int:
 def _sft(args: argparse.Namespace, config: ExperimentConfig) -> int:
     if config.sft is None:
         raise ValueError(f"{args.config} has no sft section: there is no warm-up to run")
-    if not under_torchrun():
-        return train_ranks(config, ["sft"])
-    from megagrpo.tasks.ranks import sft_main
-
-    return sft_main(config)
+    return sft_main(config) if under_torchrun() else train_ranks(config, ["sft"])
 
 
 def _check(args: argparse.Namespace, config: ExperimentConfig) -> int:
@@ -301,20 +303,14 @@ def _plan_weights(args: argparse.Namespace, config: ExperimentConfig) -> int:
 
 
 def _export(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    if not under_torchrun():
-        checkpoint = ["--checkpoint", args.checkpoint] if args.checkpoint else []
-        return train_ranks(config, ["export", args.output, *checkpoint, *(["--lora"] if args.lora else [])])
-    from megagrpo.tasks.ranks import export_main
-
-    return export_main(config, args.checkpoint, args.output, args.lora)
+    if under_torchrun():
+        return export_main(config, args.checkpoint, args.output, args.lora)
+    checkpoint = ["--checkpoint", args.checkpoint] if args.checkpoint else []
+    return train_ranks(config, ["export", args.output, *checkpoint, *(["--lora"] if args.lora else [])])
 
 
 def _replay(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    if not under_torchrun():
-        return train_ranks(config, ["replay", args.dump])
-    from megagrpo.tasks.ranks import replay_main
-
-    return replay_main(config, args.dump)
+    return replay_main(config, args.dump) if under_torchrun() else train_ranks(config, ["replay", args.dump])
 
 
 def _report(args: argparse.Namespace) -> int:

@@ -1,7 +1,5 @@
 """Weights to the engines, and whose turn it is on GPUs that trainers and engines share."""
 
-from pathlib import Path
-
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.control import ServiceControl
@@ -14,8 +12,8 @@ from megagrpo.weights.exchange import EngineRefresh, Exchange
 class Publishing:
     """Publishes weights: to all engines after every step, and during sampling to those that start or wake (`refresh`).
 
-    Engines on the trainers' GPUs beside others (rollout.lend_trainers) have an exchange of their own. The last four
-    arguments: see Exchange.
+    Engines on the trainers' GPUs beside others (rollout.lend_trainers) have an exchange of their own. on_call: see
+    Exchange.
     """
 
     def __init__(
@@ -24,11 +22,10 @@ class Publishing:
         actor: MegatronActor,
         weights: ActorWeights,
         control: ServiceControl,
-        run_dir: Path,
         on_call: OnCall,
     ):
         def exchange(of: ExperimentConfig, engines: EngineRegistry) -> Exchange:
-            return Exchange(of, actor.mesh, weights, engines, run_dir, on_call)
+            return Exchange(of, actor.mesh, weights, engines, config.run_folder.path, on_call)
 
         self._config, self._actor, self._control = config, actor, control
         self.refresh = EngineRefresh(actor.mesh, self._bring)

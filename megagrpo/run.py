@@ -42,7 +42,6 @@ from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.tools import Tool, make_answering
 from megagrpo.system import environment
 from megagrpo.system.progress import Progress
-from megagrpo.system.run_folder import RunFolder
 from megagrpo.system.stop_request import STOP_FILE, StopRequest
 from megagrpo.types import Batch, RolloutGroup, TrainState, Updates
 
@@ -68,7 +67,7 @@ class Inputs:
     def load(cls, config: ExperimentConfig) -> "Inputs":
         """Loads the inputs of an experiment. Raises ValueError."""
         tokenizer = load_tokenizer(config.model)
-        images = ImageStore.of(config.model, RunFolder(Path(config.output_dir)).images)
+        images = ImageStore.of(config.model, config.run_folder.images)
         prompts = load_prompts(config.data, tokenizer, images)
         eval_prompts = load_prompts(config.eval.data, tokenizer, images) if config.eval else None
         return cls(tokenizer, decoder(tokenizer), prompts, eval_prompts, make_answering(config, tokenizer), images)
@@ -83,7 +82,7 @@ class RunRecord:
     """The record of a run: the main rank's metrics, each replica's groups, every rank's timeline."""
 
     def __init__(self, config: ExperimentConfig, mesh: Mesh, start_step: int):
-        self.folder = RunFolder(Path(config.output_dir))
+        self.folder = config.run_folder
         self.timeline = Timeline(self.folder, mesh.rank, mesh.world_size, start_step, config.log.timeline)
         self._config, self._mesh, self._start_step = config, mesh, start_step
         self._rollouts: RolloutLog | None = None  # on the replica's rank that samples
@@ -281,7 +280,7 @@ def start_run(
 ) -> Iterator[Run]:
     """Collective. Builds the run; parts that need no other process come first, so that user errors end it early."""
     progress.enter("reads prompts and the tokenizer")
-    folder, start_timeout_s = RunFolder(Path(config.output_dir)), config.rollout.start_timeout_s
+    folder, start_timeout_s = config.run_folder, config.rollout.start_timeout_s
     if config.rollout.shares_gpus:  # before any rank allocates memory on a GPU that an engine uses
         find_service(folder.path, service_url, start_timeout_s).sleep(sleep_limit_s(config))
     inputs = Inputs.load(config)
@@ -309,7 +308,7 @@ def start_run(
             progress.enter(_PHASES.get(phase, phase), lambda: rollouts.progress() or publishing.waiting())
 
         watchdog = stack.enter_context(Watchdog(config, mesh, folder, lambda: state.step, enter))
-        publishing = Publishing(config, actor, weights, control, folder.path, record.timeline.call)
+        publishing = Publishing(config, actor, weights, control, record.timeline.call)
         sampler = None
         if mesh.is_leader:
             pool = stack.enter_context(RewardPool(config.reward, preload=not config.sampling.rewarding))

@@ -26,13 +26,11 @@ def bisect(config: ExperimentConfig, options: BisectOptions) -> int:
     0: nothing differs; 1: something does; 2: they could not be compared. Raises ValueError for invalid options and for
     an experiment that does not fit this machine.
     """
-    if options.num_prompts < 1 or options.max_new_tokens < 1:
-        raise ValueError("--prompts and --max-new-tokens are at least 1")
     if options.bound is not None and not options.bound > 0:
         raise ValueError(f"--bound {options.bound}: a relative error above 0, such as 1e-5")
     if options.checkpoint is not None:
         _require_checkpoint(Path(options.checkpoint))
-    folder = RunFolder(Path(config.output_dir)).bisect
+    folder = config.run_folder.bisect
     folder.bisect_report.unlink(missing_ok=True)
     write_whole(folder.bisect_options, json.dumps(asdict(options)))
     if ranks_beside_service(experiment_of(config, options, folder)):
@@ -59,7 +57,7 @@ def bisect_main(config: ExperimentConfig) -> int:
     def body(device: torch.device) -> None:
         from megagrpo.bisect.ranks import bisect_ranks  # imports Megatron, which the host must be prepared for
 
-        options = json.loads(RunFolder(Path(config.output_dir)).bisect_options.read_text())
+        options = json.loads(config.run_folder.bisect_options.read_text())
         bisect_ranks(config, BisectOptions(**options), device)
 
     return guarded(config, "bisect", body)

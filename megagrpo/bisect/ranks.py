@@ -28,7 +28,7 @@ def bisect_ranks(config: ExperimentConfig, options: BisectOptions, device: torch
 
     Raises ValueError for an unusable model, prompts or checkpoint.
     """
-    images = ImageStore.of(config.model, Path(config.output_dir) / "images")
+    images = ImageStore.of(config.model, config.run_folder.images)
     prompts = load_prompts(config.data, load_tokenizer(config.model), images)
     chosen = prompts.batch(0, min(options.num_prompts, len(prompts)), config.seed)
     actor = make_actor(config, 1, device)

@@ -15,7 +15,6 @@ from megagrpo.certify.report import CaseResult, write_certificate
 from megagrpo.certify.subject import make_models
 from megagrpo.cluster.machine import train_ranks
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig
-from megagrpo.system.run_folder import RunFolder
 from megagrpo.tasks.ranks import guarded
 
 if TYPE_CHECKING:  # the command line imports this file
@@ -28,7 +27,7 @@ def certify(config: ExperimentConfig, ranks: int, only: Sequence[str] | None = N
     only: layout names; default: all that fit `ranks`. Raises ValueError for an unknown layout or a missing model.
     """
     config = config.model_copy(update={"actor": config.actor.model_copy(update={"draft": None})})  # of the policy
-    folder = RunFolder(Path(config.output_dir)).certify
+    folder = config.run_folder.certify
     shutil.rmtree(folder, ignore_errors=True)
     layouts = layouts_of(config.actor)
     tiny = make_models(folder, config, config.actor.parallel, config.seed)

@@ -148,8 +148,9 @@ def _version(name: str) -> str | None:
 
 
 def _requirements(name: str, extras: list[str], only_extra: bool = False) -> Iterator[Requirement]:
-    """Yields the requirements of an installed distribution that apply here with these extras."""
-    for requirement in map(Requirement, importlib.metadata.requires(name) or []):
+    """Yields the requirements of a distribution that apply here with these extras; none if it is not installed."""
+    written = importlib.metadata.requires(name) if _version(name) else None
+    for requirement in map(Requirement, written or []):
         marker = requirement.marker
         if marker is None or marker.evaluate({"extra": ""}):
             if not only_extra:
@@ -164,7 +165,7 @@ def _closure(extras: list[str], bare: set[NormalizedName]) -> Iterator[tuple[str
     seen: set[tuple[str, tuple[str, ...]]] = set()
     while todo:
         owner, owner_extras = todo.pop()
-        if (owner, owner_extras) in seen or canonicalize_name(owner) in bare or _version(owner) is None:
+        if (owner, owner_extras) in seen or canonicalize_name(owner) in bare:
             continue
         seen.add((owner, owner_extras))
         for requirement in _requirements(owner, list(owner_extras)):
@@ -185,7 +186,7 @@ def gpu_findings() -> list[Finding]:
     if driver is None:
         remedy = "install NVIDIA's driver, or start the container with its GPUs (docker --gpus all)"
     judged = _judge("NVIDIA driver", wanted, driver or "none found", fits, remedy)
-    return [judged, *_torch_findings(), *_toolkit(cuda), _transformer_engine()]
+    return [judged, *_torch_findings(), *(_toolkit(cuda) if cuda else ()), _transformer_engine()]
 
 
 def driver_version() -> str | None:
@@ -223,7 +224,7 @@ def _torch_findings() -> list[Finding]:
     return [Finding(what, "one or more", answer["why"] or "none", "error", remedy)]
 
 
-def _toolkit(cuda: str | None) -> list[Finding]:
+def _toolkit(cuda: str) -> list[Finding]:
     """Judges what compiles SGLang's kernels at an engine's first forward. nvcc is looked for where SGLang looks."""
     home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     nvcc = Path(home, "bin", "nvcc") if home else Path(shutil.which("nvcc") or _NVCC)
@@ -232,7 +233,7 @@ def _toolkit(cuda: str | None) -> list[Finding]:
         told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
         release = re.search(r"release (\d+)", told)
         found = f"{nvcc}: CUDA {release[1] if release else 'unknown'}"
-    major = (cuda or "13").partition(".")[0]
+    major = cuda.partition(".")[0]
     ours = Path(str(importlib.metadata.distribution("torch").locate_file(f"nvidia/cu{major}")))
     remedy = f"install the toolkit of CUDA {cuda}, or pip install nvidia-cuda-nvcc=={cuda}.*; export CUDA_HOME={ours}"
     if (ours / "bin" / "nvcc").is_file():

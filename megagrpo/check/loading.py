@@ -68,10 +68,9 @@ def _try_first_row(data: DataConfig, tokenizer, store: ImageStore | None, trial:
     images = f" with {len(first.images)} image(s)" if first.images else ""
     trial.loaded.append(f"the first row of {data.name}: {len(first.token_ids)} tokens{images}{template}")
     if not trial.first_row:
-        prompt = prompts.prompts[0]
-        trial.first_row.append(f"{prompt.location}, graded by {prompt.grader or 'the graders of reward'}:")
-        trial.first_row.append(f"  the model reads     {_short(prompt.text)}")
-        trial.first_row.append(f"  the grader compares {_short(prompt.answer)}")
+        trial.first_row.append(f"{first.location}, graded by {first.grader or 'the graders of reward'}:")
+        trial.first_row.append(f"  the model reads     {_short(first.text)}")
+        trial.first_row.append(f"  the grader compares {_short(first.answer)}")
         if tokenizer.chat_template and not data.chat_template:
             trial.first_row.append(
                 "  ADVICE the tokenizer has a chat template; data.chat_template: true renders prompts by it"

@@ -22,7 +22,6 @@ from megagrpo.rewards.graders.table import check_grader, load_group_grader
 from megagrpo.rollout.agents.environments import load_environment
 from megagrpo.rollout.agents.program_worker import load_program
 from megagrpo.rollout.tools import load_tool
-from megagrpo.system.run_folder import RunFolder
 
 
 def preflight(config: ExperimentConfig, nodes: Nodes | None = None) -> list[str]:
@@ -126,7 +125,7 @@ def _missing_files(config: ExperimentConfig) -> Iterator[str]:
         wanted += [("eval.data.path", path) for path in config.eval.data.paths]
     if config.sft is not None:
         wanted += [("sft.model", config.sft.model), *(("sft.data.path", path) for path in config.sft.data.paths)]
-    if config.checkpoint.load is not None and not any(RunFolder(Path(config.output_dir)).checkpoints.glob("step_*")):
+    if config.checkpoint.load is not None and not any(config.run_folder.checkpoints.glob("step_*")):
         wanted.append(("checkpoint.load", config.checkpoint.load))
     for key, path in wanted:
         if not Path(path).exists() and not is_made(config, path):
@@ -155,7 +154,7 @@ def _missing_packages(config: ExperimentConfig) -> Iterator[str]:
 def _source_problems(config: ExperimentConfig) -> Iterator[str]:
     """Yields why the checkpoint that the run would start from cannot be loaded in its layout."""
     load = config.checkpoint.load
-    source = latest(RunFolder(Path(config.output_dir)).checkpoints) or (Path(load) if load else None)
+    source = latest(config.run_folder.checkpoints) or (Path(load) if load else None)
     with suppress(OSError, ValueError):  # of a damaged checkpoint, whose load gives the reason
         if source is not None and (problem := layout_problem(source, config.actor.layout)):
             yield f"actor: {problem}"

@@ -32,8 +32,8 @@ def run(config: ExperimentConfig) -> int:
     USR1: save after the current step and return STOPPED. TERM, INT, USR2: end at once.
     Raises ValueError before anything starts, with all known problems.
     """
-    end, ask, folder = (*ENDING, signal.SIGUSR2), (signal.SIGUSR1,), RunFolder(Path(config.output_dir))
-    launch = Launch(folder, "run", end=end, ask=ask, grace_s=_SERVICE_GRACE_S)
+    end, ask = (*ENDING, signal.SIGUSR2), (signal.SIGUSR1,)
+    launch = Launch(config.run_folder, "run", end=end, ask=ask, grace_s=_SERVICE_GRACE_S)
     return _beside_service(launch, config, "train", config.actor.max_restarts)
 
 
@@ -43,10 +43,8 @@ def refuse_what_cannot_run(config: ExperimentConfig, nodes: Nodes) -> None:
 
     if problems := preflight(config, nodes):
         raise ValueError("this experiment cannot run:\n  " + "\n  ".join(problems))
-    inputs = [config.model.path, *config.data.paths, *(config.eval.data.paths if config.eval else [])]
-    unmade = [path for path in inputs if not Path(path).exists()]
-    if unmade:  # preflight accepts paths that this experiment itself creates
-        raise ValueError(f"missing: {', '.join(unmade)}; run `megagrpo sft` first")
+    if not Path(config.model.path).exists():  # preflight accepts a model that this experiment itself makes
+        raise ValueError(f"missing: {config.model.path}; run `megagrpo sft` first")
 
 
 @contextmanager
@@ -83,8 +81,7 @@ def ranks_beside_service(config: ExperimentConfig) -> int:
 
     Returns its exit status; no process remains. Raises ValueError before anything starts, with all known problems.
     """
-    folder = RunFolder(Path(config.output_dir))
-    launch = Launch(folder, "bisect", end=ENDING, ranks="bisect", grace_s=_SERVICE_GRACE_S)
+    launch = Launch(config.run_folder, "bisect", end=ENDING, ranks="bisect", grace_s=_SERVICE_GRACE_S)
     return _beside_service(launch, config, "bisect", 0)
 
 
@@ -93,9 +90,9 @@ def _beside_service(launch: Launch, config: ExperimentConfig, command: str, max_
     visible = visible_gpus()
     refuse_what_cannot_run(config, _this_node(config, visible))
     of_trainers, of_engines = _devices(config, visible)
-    folder = RunFolder(Path(config.output_dir))
+    folder = config.run_folder
     with alone_in(folder), launch:
-        service = start_service(launch, config, folder, of_engines)
+        service = start_service(launch, config, of_engines)
         options = [*torchrun(config.actor.world_size, max_restarts), *ALONE]
         engine_ranks = 0 if config.rollout.colocate else config.rollout.num_engines * config.rollout.tp
         on_gpus = config.actor.world_size + engine_ranks if of_trainers else 0
@@ -108,8 +105,9 @@ def _beside_service(launch: Launch, config: ExperimentConfig, command: str, max_
     return launch.status
 
 
-def start_service(launch: Launch, config: ExperimentConfig, folder: RunFolder, env: dict[str, str]) -> Child:
+def start_service(launch: Launch, config: ExperimentConfig, env: dict[str, str]) -> Child:
     """Writes the experiment into the run folder and starts its service."""
+    folder = config.run_folder
     dump_config(config, folder.config)
     for left in (folder.service, folder.service_progress):  # by a killed run: the trainers would use its URL
         left.unlink(missing_ok=True)
@@ -148,10 +146,10 @@ def _devices(config: ExperimentConfig, visible: list[str]) -> tuple[dict[str, st
 
 def _this_node(config: ExperimentConfig, visible: list[str]) -> Nodes:
     """Returns this machine as the only node. Raises ValueError for engines that need GPUs if there are none."""
-    traits, ranks = config.weights.traits, config.actor.world_size + config.rollout.num_engines * config.rollout.tp
+    weights, ranks = config.weights, config.actor.world_size + config.rollout.num_engines * config.rollout.tp
     if not on_gpus(config, len(visible)):
         return Nodes(ranks, 1, 0)
-    may_share = not (traits.uses_groups or traits.needs_colocation)
+    may_share = not (weights.uses_groups or weights.needs_colocation)
     return Nodes(max(len(visible), ranks) if may_share else len(visible), 1, 0)
 
 
@@ -166,7 +164,7 @@ def train_ranks(config: ExperimentConfig, command: list[str]) -> int:
         lacking = f"{gpus} GPU(s) are visible for {ranks} ranks (actor.world_size)"
         remedy = f"`torchrun --nnodes N --nproc-per-node {gpus} ... -m megagrpo.cli {name} ...` on each of them"
         raise ValueError(f"`megagrpo {name}` runs on one machine: {lacking}. Over several nodes start {remedy}")
-    folder = RunFolder(Path(config.output_dir))
+    folder = config.run_folder
     dump_config(config, folder.config)
     with Launch(folder, name, end=ENDING, ranks=name) as launch:
         options = [*torchrun(ranks), *ALONE]

@@ -21,14 +21,14 @@ from megagrpo.cluster.machine import (
     trainer_variables,
     visible_gpus,
 )
-from megagrpo.cluster.supervise import ALONE, Child, Launch, last_lines, torchrun
+from megagrpo.cluster.supervise import ALONE, Child, Launch, torchrun
 from megagrpo.config.load import dump_config
 from megagrpo.config.placement import LOOPBACK, Nodes, place
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service.addresses import interface_of
 from megagrpo.rollout.service.ray_cluster import APART, BESIDE, NODES_FOR
 from megagrpo.system import environment
-from megagrpo.system.processes import route_address
+from megagrpo.system.processes import last_lines, route_address
 from megagrpo.system.run_folder import RunFolder
 
 _POLL_S = 0.2
@@ -85,7 +85,7 @@ def run_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
         raise ValueError(f"without rollout.colocate trainers and engines have nodes of their own: {apart}")
     gpus, number = _gpus(config), _nodes_of_trainers(config, node)
     refuse_what_cannot_run(config, Nodes(len(gpus) or None, number, node.number - number))
-    folder, ranks = RunFolder(Path(config.output_dir)), config.actor.world_size // number
+    folder, ranks = config.run_folder, config.actor.world_size // number
     if node.rank >= number:
         return _only_engines(config, arguments, node)
     shared = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[:ranks])} if gpus else {}
@@ -111,7 +111,7 @@ def _nodes_of_trainers(config: ExperimentConfig, node: Node) -> int:
 def _only_engines(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
     """Runs Ray on a node without trainers until the first node's ends, whose status tells what came of the run."""
     end, unheard = (signal.SIGINT, signal.SIGUSR2), (signal.SIGUSR1, signal.SIGTERM)
-    with Launch(RunFolder(Path(config.output_dir)), "run", end=end, unheard=unheard, grace_s=_GRACE_S) as launch:
+    with Launch(config.run_folder, "run", end=end, unheard=unheard, grace_s=_GRACE_S) as launch:
         launch.watch(*_start_service(launch, config, arguments, node, {}))
     return 0
 
@@ -122,7 +122,7 @@ def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
     USR1, or the first TERM: all nodes save after the current step and return STOPPED. INT, USR2, a second TERM: end at
     once. Raises ValueError if there is no place for the ranks.
     """
-    folder = RunFolder(Path(config.output_dir))
+    folder = config.run_folder
     gpus = len(_gpus(config))
     if node.number > 1 or 0 < gpus < config.actor.world_size:  # torchrun alone would start all ranks here
         place(config, Nodes(gpus or None, node.number))
@@ -143,8 +143,7 @@ def serve_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
     end, unheard = [signal.SIGINT, signal.SIGUSR2], [signal.SIGTERM]
     if environment.get("SLURM_JOB_ID") is None:
         end, unheard = end + unheard, []
-    folder = RunFolder(Path(config.output_dir))
-    with Launch(folder, "serve", end=end, unheard=unheard, grace_s=_GRACE_S) as launch:
+    with Launch(config.run_folder, "serve", end=end, unheard=unheard, grace_s=_GRACE_S) as launch:
         main, *needed = reversed(_start_service(launch, config, arguments, node, {}))
         return launch.watch(main, *needed)
     return 0
@@ -239,7 +238,7 @@ def _start_ray(launch: Launch, config: ExperimentConfig, node: Node, temporary: 
 
     Retries until then: Ray itself gives up after 30 s on a busy machine, and at once if the head does not run yet.
     """
-    log = RunFolder(Path(config.output_dir)).log(f"ray-{node.rank}")
+    log = config.run_folder.log(f"ray-{node.rank}")
     limit_s = config.rollout.start_timeout_s
     deadline = time.monotonic() + limit_s
     while True:

@@ -62,7 +62,7 @@ def submit(config: ExperimentConfig, experiment: list[str], request: Request, dr
         words = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
         print(f"{script.read_text()}\n# {words} {shlex.join(command)}")
         return 0
-    RunFolder(Path(config.output_dir)).logs.mkdir(parents=True, exist_ok=True)  # Slurm does not create it
+    config.run_folder.logs.mkdir(parents=True, exist_ok=True)  # Slurm does not create it
     return subprocess.run(command, env=environment.child_environment(variables)).returncode
 
 
@@ -122,7 +122,7 @@ def sbatch_command(config: ExperimentConfig, experiment: list[str], request: Req
 
     A second job of a run folder waits for the first one's end, then resumes from its checkpoint.
     """
-    folder = RunFolder(Path(config.output_dir).absolute())
+    folder = RunFolder(config.run_folder.path.absolute())
     name = f"{config.name}@{folder.path}"
     once = ["--parsable", f"--job-name={name}", "--dependency=singleton", f"--signal=B:USR1@{request.grace_s}"]
     once += [f"--output={folder.log('slurm-%j').with_suffix('.out')}", "--export=ALL"]

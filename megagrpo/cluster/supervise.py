@@ -11,13 +11,12 @@ from pathlib import Path
 from types import FrameType
 
 from megagrpo.system import environment
-from megagrpo.system.processes import spawn, stop_tree
+from megagrpo.system.processes import last_lines, spawn, stop_tree
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.system.stop_request import STOP_FILE, STOPPED, StopRequest
 
 _POLL_S = 0.2
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # that a launch may handle
-_LOG_LINES = 25
 _PARAGRAPH = "\n\n"
 
 
@@ -174,11 +173,6 @@ class _Ended(BaseException):
 def torchrun(ranks: int, max_restarts: int = 0) -> list[str]:
     """Returns Python's arguments for `ranks` processes; if one fails, all restart, up to `max_restarts` times."""
     return ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--max-restarts", str(max_restarts)]
-
-
-def last_lines(log: Path) -> str:
-    """Returns the last lines of a log."""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
 
 
 def _ignore_signals() -> None:

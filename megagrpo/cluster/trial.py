@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 
 from megagrpo.cluster.machine import ENDING, alone_in, start_service, with_one_engine
-from megagrpo.cluster.supervise import Launch, last_lines
+from megagrpo.cluster.supervise import Launch
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import decoder, load_prompts, load_tokenizer
@@ -23,6 +23,7 @@ from megagrpo.rollout.generation import SamplingParams
 from megagrpo.rollout.jobs import SamplingJob, numbered_prompts
 from megagrpo.rollout.sampler import Sampler
 from megagrpo.rollout.tools import make_answering
+from megagrpo.system.processes import last_lines
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import Outcome, Prompt, RolloutGroup
 
@@ -34,11 +35,9 @@ def try_out(config: ExperimentConfig, num_prompts: int) -> int:
 
     Raises ValueError for what a run would refuse of model, data, graders and environment, and without an engine.
     """
-    if num_prompts < 1:
-        raise ValueError("--prompts is at least 1")
     if not Path(config.model.path).exists():
         raise ValueError(f"model.path {config.model.path} does not exist; run `megagrpo sft` first, or name a model")
-    folder = RunFolder(Path(config.output_dir) / "try")
+    folder = RunFolder(config.run_folder.path / "try")
     config = with_one_engine(config, folder, {"load_format": "model", "quantization": None})
     config = config.model_copy(update={"actor": config.actor.model_copy(update={"routing_replay": None})})
     tokenizer = load_tokenizer(config.model)
@@ -50,7 +49,7 @@ def try_out(config: ExperimentConfig, num_prompts: int) -> int:
         if isinstance(answering, Environments | Programs):
             stack.enter_context(closing(answering))
         grader = stack.enter_context(RewardPool(config.reward, preload=not config.sampling.rewarding))
-        control = _service(launch, config, folder)
+        control = _service(launch, config)
         sampler = Sampler(config, 1, control, grader, decode, answering)
         sampler.images = images
         job = SamplingJob("try", 0, 0, SamplingParams.of(config.sampling), num_samples=1)
@@ -70,15 +69,15 @@ async def _sampled(
     return [group for _, group in sorted(finished.items())]
 
 
-def _service(launch: Launch, config: ExperimentConfig, folder: RunFolder) -> ServiceControl:
+def _service(launch: Launch, config: ExperimentConfig) -> ServiceControl:
     """Starts the service; returns it once its engine samples with the weights that it has read, as version 0."""
-    service = start_service(launch, config, folder, {})
+    service = start_service(launch, config, {})
     print(f"{config.name}: an engine starts, which takes a minute; {service.log}", flush=True)
     limit_s, failed = config.rollout.start_timeout_s, None
     deadline = time.monotonic() + limit_s
     while service.process.poll() is None and time.monotonic() < deadline and not failed:
         with suppress(ServiceUnreachable):  # it has not started
-            control = find_service(folder.path)
+            control = find_service(config.run_folder.path)
             status = control.status()
             failed = status.failed
             for engine in status.engines:

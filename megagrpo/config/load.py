@@ -20,9 +20,9 @@ from megagrpo.config.fields import KeyPath, all_paths, annotations_at, choices, 
 from megagrpo.config.foreign import key_hint, value_hint
 from megagrpo.config.libraries.megatron import megatron_setting_problems
 from megagrpo.config.libraries.sglang import engine_setting_problems
-from megagrpo.config.libraries.source import nearest
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system.run_folder import write_whole
+from megagrpo.system.user_function import did_you_mean
 
 PRESETS = Path(__file__).with_name("presets")
 
@@ -322,14 +322,14 @@ def _variants(path: KeyPath) -> list[str]:
 def _remedy_unknown(path: KeyPath) -> str:
     key, siblings = str(path[-1]), _keys(path[:-1])
     elsewhere = [known for known in all_paths(ExperimentConfig) if known.split(".")[-1] == key]
-    if elsewhere and not nearest(key, siblings):
+    if elsewhere and not did_you_mean(key, siblings):
         return f"; did you mean {' or '.join(elsewhere[:3])}?"
     return _nearest(key, siblings)
 
 
 def _nearest(word: str, choices: list[str], fallback: str = "") -> str:
     known = ", ".join(choices) or fallback
-    return nearest(word, choices) or (f"; known: {known}" if known else "")
+    return did_you_mean(word, choices) or (f"; known: {known}" if known else "")
 
 
 def _show(value: Plain) -> str:

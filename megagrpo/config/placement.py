@@ -38,10 +38,9 @@ class Nodes:
 
 def place(config: ExperimentConfig, nodes: Nodes | None = None) -> Placement:
     """Places every rank. Raises ValueError with all of `placement_problems`."""
-    fit = _Fit(config, nodes or Nodes())
-    if problems := list(fit.problems()):
+    if problems := placement_problems(config, nodes):
         raise ValueError("\n".join(problems))
-    return fit.placement()
+    return _Fit(config, nodes or Nodes()).placement()
 
 
 def placement_problems(config: ExperimentConfig, nodes: Nodes | None = None) -> list[str]:

@@ -148,8 +148,6 @@ class RewardConfig(Section):
         names = [entry.short_name for entry in self.entries]
         twice = sorted({name for name in names if names.count(name) > 1})
         is_set = self.args or self.grader != type(self).model_fields["grader"].default
-        for entry in self.entries:
-            check_options(entry.grader, entry.args)
         limits = [CodeOptions.model_validate(entry.args).total_s for entry in self.entries if entry.grader == "code"]
         total_s = max(limits, default=0.0)
         return {

@@ -1,7 +1,7 @@
 """The sections of the sampling side: `sampling`, `rollout`, `weights`."""
 
 import re
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -288,7 +288,7 @@ class RolloutConfig(Section):
             and experiment.actor.device != "cpu",
             "rollout.draft_tokens without actor.draft: {}": self.draft_tokens and not experiment.actor.has_draft,
             f"rollout.colocate with weights.transport {weights.transport}: NCCL takes no two ranks on one GPU; set "
-            "weights.transport: ipc, or disk": self.colocate and weights.traits.uses_groups,
+            "weights.transport: ipc, or disk": self.colocate and weights.uses_groups,
             f"rollout.{ahead} with rollout.colocate: engines sleep while the actor trains, and can sample nothing "
             "ahead; set one of them": self.colocate and ahead,
             "rollout.lend_trainers with rollout.colocate: all engines are on the trainers' GPUs; set one of "
@@ -324,21 +324,6 @@ def engine_number(engine: str) -> int:
     return int(found.group()) if found else 0
 
 
-class TransportTraits(NamedTuple):
-    """The traits of a weight transport that other parts of the program depend on."""
-
-    uses_groups: bool  # process groups of trainer and engine ranks: NCCL refuses two of them on one GPU
-    needs_colocation: bool  # every engine rank is on the machine and GPU of a trainer rank
-
-
-_TRANSPORTS = {
-    "disk": TransportTraits(uses_groups=False, needs_colocation=False),
-    "broadcast": TransportTraits(uses_groups=True, needs_colocation=False),
-    "reshard": TransportTraits(uses_groups=True, needs_colocation=False),
-    "ipc": TransportTraits(uses_groups=False, needs_colocation=True),
-}
-
-
 class WeightsConfig(Section):
     """How the actor's weights reach the engines after every step."""
 
@@ -352,13 +337,18 @@ class WeightsConfig(Section):
     repeats bit by bit."""
 
     @property
-    def traits(self) -> TransportTraits:
-        """Returns the traits of the transport."""
-        return _TRANSPORTS[self.transport]
+    def uses_groups(self) -> bool:
+        """Returns whether trainer and engine ranks form process groups: NCCL refuses two of them on one GPU."""
+        return self.transport in ("broadcast", "reshard")
+
+    @property
+    def needs_colocation(self) -> bool:
+        """Returns whether every engine rank must be on the machine and GPU of a trainer rank."""
+        return self.transport == "ipc"
 
     def suited(self, colocate: bool) -> "WeightsConfig":
         """Returns this section, with a transport that suits engines on the trainers' GPUs or on others."""
-        usable = not self.traits.uses_groups if colocate else not self.traits.needs_colocation
+        usable = not self.uses_groups if colocate else not self.needs_colocation
         other = {"transport": "ipc" if colocate else "reshard", "delta": False}
         return self if usable else self.model_copy(update=other)
 

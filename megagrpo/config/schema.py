@@ -4,6 +4,7 @@ A default and a description live on their field, nowhere else; docs/reference/co
 (`python -m megagrpo.config.describe`). Reading files, overrides and error messages are in config/load.py.
 """
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -22,6 +23,7 @@ from megagrpo.config.fields import (
 )
 from megagrpo.config.reward import GraderConfig, RewardConfig
 from megagrpo.config.rollout import RolloutConfig, SamplingConfig, ToolConfig, WeightsConfig
+from megagrpo.system.run_folder import RunFolder
 
 __all__ = [
     "ActorConfig",
@@ -209,6 +211,11 @@ class ExperimentConfig(Section):
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="Saving and resuming.")
     log: LogConfig = Field(default=LogConfig(), description="What is recorded.")
     sft: SftConfig | None = Field(default=None, description="Supervised warm-up; default: none.")
+
+    @property
+    def run_folder(self) -> RunFolder:
+        """The files of the run."""
+        return RunFolder(Path(self.output_dir))
 
     def problems(self) -> Problems:
         sections = (self.sampling, self.rollout, self.train, self.weights, self.algorithm, self.reward, self.actor)

@@ -3,16 +3,8 @@
 import re
 
 from megagrpo.config.load import Plain
+from megagrpo.convert import rules
 from megagrpo.convert.draft import Draft, Rule
-from megagrpo.convert.rules import (
-    engines_on_trainers,
-    estimator,
-    evaluated_as_trained,
-    kl_twice,
-    micro_batch,
-    truncated_sampling,
-    whole_parameters_tp,
-)
 
 _T, _I = "actor_train.", "actor_infer."
 _TS, _ARGS = f"{_T}strategy_args.strategy_config.", f"{_T}data_args."
@@ -35,7 +27,7 @@ def _advantage(d: Draft) -> None:
             d.put("algorithm.advantage.name", "grpo", key, "reward_clip", "gamma")
             return
         name, mean, std = "reinforce", "group", "group"
-    if estimator(d, key, name):
+    if rules.estimator(d, key, name):
         d.put("algorithm.advantage.gamma", d.real("gamma"), "gamma")
         d.put("algorithm.reward.mean", mean or "none", key, "norm_mean_type", "reward_norm", "reward_shift")
         d.put("algorithm.reward.std", std or "none", key, "norm_std_type", "reward_norm", "reward_scale")
@@ -45,7 +37,7 @@ def _advantage(d: Draft) -> None:
 def _kl(d: Draft) -> None:
     in_loss, in_reward = d.get("use_kl_loss") and d.get("kl_loss_coef"), d.get("add_token_level_kl")
     if in_loss and in_reward:
-        kl_twice(d, "add_token_level_kl")
+        rules.kl_twice(d, "add_token_level_kl")
     elif in_loss:
         d.put("algorithm.kl.loss_coef", d.real("kl_loss_coef"), "use_kl_loss", "kl_loss_coef")
         d.put("algorithm.kl.estimator", "k3", "use_kl_loss")
@@ -91,9 +83,9 @@ def _data(d: Draft) -> None:
             d.lack(name, "a mixture by tags: split the file by tag, and write data.sources with a ratio each")
     kwargs, every = "validation.generating_args.", ("eval_steps", "validation.eval_steps")
     number = f"{kwargs}num_return_sequences"
-    if evaluated_as_trained(d, "validation.data_args.file_name", d.number(*every, default=0), number, *every):
+    if rules.evaluated_as_trained(d, "validation.data_args.file_name", d.number(*every, default=0), number, *every):
         d.put("eval.temperature", d.real(f"{kwargs}temperature"), f"{kwargs}temperature")
-        truncated_sampling(d, "eval", f"{kwargs}top_p", f"{kwargs}top_k")
+        rules.truncated_sampling(d, "eval", f"{kwargs}top_p", f"{kwargs}top_k")
 
 
 def _graders(d: Draft) -> dict[str, Plain]:
@@ -127,7 +119,7 @@ def _layout(d: Draft) -> None:
     fsdp = "fsdp" in d.text(f"{_T}strategy_args.strategy_name")
     d.put(
         "actor.parallel.tp",
-        whole_parameters_tp(d, len(trainers), tp) if fsdp else d.number(cut),
+        rules.whole_parameters_tp(d, len(trainers), tp) if fsdp else d.number(cut),
         cut,
         *(of_engine if fsdp else []),
     )
@@ -140,9 +132,10 @@ def _layout(d: Draft) -> None:
     dynamic, tokens = f"{_T}use_dynamic_batching_in_train", f"{_T}max_tokens_per_microbatch_in_train"
     longest = d.number("prompt_length") + d.number("response_length")
     each = f"{_T}training_args.per_device_train_batch_size"
-    micro_batch(d, longest, d.number(tokens, default=0) if d.get(dynamic) else 0, d.number(each), dynamic, tokens, each)
+    most = d.number(tokens, default=0) if d.get(dynamic) else 0
+    rules.micro_batch(d, longest, most, d.number(each), dynamic, tokens, each)
     if trainers == engines:
-        engines_on_trainers(d, len(trainers), gpus, tp, _ENGINES, *keys)
+        rules.engines_on_trainers(d, len(trainers), gpus, tp, _ENGINES, *keys)
         return
     d.put("rollout.num_engines", max(len(engines) // tp, 1), _ENGINES)
     d.put("rollout.nodes_per_engine", max(tp // gpus, 1), *of_engine)
@@ -166,7 +159,7 @@ def _batch(d: Draft) -> None:
         )
     else:
         d.put("train.num_updates_per_step", updates, *args)
-    truncated_sampling(d, "sampling", f"{_I}generating_args.top_p", f"{_I}generating_args.top_k")
+    rules.truncated_sampling(d, "sampling", f"{_I}generating_args.top_p", f"{_I}generating_args.top_k")
     if d.get("async_generation_ratio"):
         d.put("rollout.max_staleness", d.number("async_generation_ratio"), "async_generation_ratio")
         d.put("algorithm.mismatch.weight", {"name": "tis"}, "async_generation_ratio")

@@ -1,8 +1,8 @@
 """TRL's GRPOTrainer and GRPOConfig arguments that depend on each other."""
 
 from megagrpo.config.load import Plain
+from megagrpo.convert import rules
 from megagrpo.convert.draft import Draft, Rule
-from megagrpo.convert.rules import engines_on_trainers, evaluated_as_trained, micro_batch, truncated_sampling
 
 _LONGEST_PROMPT = 1024  # TRL has no limit: ours, which `megagrpo check` compares with the data
 _REWARDS: dict[Plain, dict[str, Plain]] = {
@@ -21,10 +21,13 @@ _AGGREGATIONS = {  # of loss_type
 
 def _advantage(d: Draft) -> None:
     scale = {"True": "group", "False": "none"}.get(d.text("scale_rewards"), d.text("scale_rewards"))
-    name = {"group": "grpo", "none": "dr_grpo", "batch": "reinforce"}[scale]
+    name = {"group": "grpo", "none": "dr_grpo", "batch": "reinforce"}.get(scale)
+    if name is None:
+        return d.lack("scale_rewards", f"no scale {scale}; there are group, batch and none")
     d.put("algorithm.advantage.name", name, "scale_rewards")
     if scale == "batch":
         d.put("algorithm.reward", {"mean": "group", "std": "batch"}, "scale_rewards")
+    return None
 
 
 def _loss(d: Draft) -> None:
@@ -73,8 +76,8 @@ def _batch(d: Draft) -> None:
     d.put("actor.optimizer.warmup_steps", d.number("warmup_steps", default=0), "warmup_steps")
     if d.get("warmup_ratio"):
         d.lack("warmup_ratio", "how many steps there are depends on the data; say actor.optimizer.warmup_steps")
-    micro_batch(d, _LONGEST_PROMPT + d.number("max_completion_length"), 0, d.number(each), each)
-    truncated_sampling(d, "sampling", "top_p", "top_k")
+    rules.micro_batch(d, _LONGEST_PROMPT + d.number("max_completion_length"), 0, d.number(each), each)
+    rules.truncated_sampling(d, "sampling", "top_p", "top_k")
 
 
 def _data(d: Draft) -> None:
@@ -83,7 +86,7 @@ def _data(d: Draft) -> None:
     d.put("data.chat_template", True, "train_dataset")
     for key in [key for key in d.given if key.startswith("chat_template_kwargs.")]:
         d.put(f"data.chat_template_args.{key.partition('.')[2]}", d.get(key), key)
-    evaluated_as_trained(d, "eval_dataset", d.number("eval_steps"), "num_generations_eval", "eval_steps")
+    rules.evaluated_as_trained(d, "eval_dataset", d.number("eval_steps"), "num_generations_eval", "eval_steps")
     named, weights = d.get("reward_funcs"), d.get("reward_weights")
     graders: list[Plain] = []
     for number, function in enumerate(named if isinstance(named, list) else [named]):
@@ -103,7 +106,7 @@ def _run(d: Draft) -> None:
     for ours in ("actor.dtype", "rollout.dtype"):
         d.put(ours, "bfloat16" if d.get("bf16") else "float32", "bf16")
     d.put("actor.recompute", "full" if d.get("gradient_checkpointing") else "none", "gradient_checkpointing")
-    engines_on_trainers(d, world, world, d.number("vllm_tensor_parallel_size"), "num_processes")
+    rules.engines_on_trainers(d, world, world, d.number("vllm_tensor_parallel_size"), "num_processes")
     d.put("checkpoint.every", d.number("save_steps"), "save_steps")
     reports = d.get("report_to")
     if "wandb" in (reports if isinstance(reports, list) else [reports]):

@@ -1,16 +1,8 @@
 """verl's options that depend on each other."""
 
 from megagrpo.config.load import Plain
+from megagrpo.convert import rules
 from megagrpo.convert.draft import Draft, Rule
-from megagrpo.convert.rules import (
-    engines_on_trainers,
-    estimator,
-    evaluated_as_trained,
-    kl_twice,
-    micro_batch,
-    truncated_sampling,
-    whole_parameters_tp,
-)
 
 _A, _R, _M, _G = (f"actor_rollout_ref.{part}." for part in ("actor", "rollout", "model", "actor.megatron"))
 _OVERRIDE = f"{_G}override_transformer_config."
@@ -31,7 +23,7 @@ def _advantage(d: Draft) -> None:
     key, flag, gamma = "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo", "algorithm.gamma"
     name = d.text(key).removesuffix("_vectorized")
     name = "dr_grpo" if name == "grpo" and not d.get(flag) else name
-    if not estimator(d, key, name, flag):
+    if not rules.estimator(d, key, name, flag):
         return
     if d.number(f"{_R}n") == 1 and name in ("grpo", "dr_grpo", "rloo", "gpg", "opo"):
         d.put("algorithm.advantage.single_sample", "raw", key)
@@ -48,7 +40,7 @@ def _advantage(d: Draft) -> None:
 def _kl(d: Draft) -> None:
     in_reward, in_loss = "algorithm.use_kl_in_reward", f"{_A}use_kl_loss"
     if d.get(in_reward) and d.get(in_loss):
-        return kl_twice(d, in_reward)
+        return rules.kl_twice(d, in_reward)
     flag, coef, kind = in_loss, f"{_A}kl_loss_coef", f"{_A}kl_loss_type"
     if d.get(in_reward):
         flag, coef, kind = in_reward, "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"
@@ -151,10 +143,10 @@ def _data(d: Draft) -> None:
     if d.get("data.truncation") not in (None, "error") and not d.get("data.filter_overlong_prompts"):
         d.lack("data.truncation", f"prompts longer than {longest} are dropped and counted, never cut")
     kwargs, every = f"{_R}val_kwargs.", "trainer.test_freq"
-    if evaluated_as_trained(d, "data.val_files", d.number(every), f"{kwargs}n", every):
+    if rules.evaluated_as_trained(d, "data.val_files", d.number(every), f"{kwargs}n", every):
         temperature = d.real(f"{kwargs}temperature") if d.get(f"{kwargs}do_sample") else 0.0
         d.put("eval.temperature", temperature, f"{kwargs}temperature", f"{kwargs}do_sample")
-        truncated_sampling(d, "eval", f"{kwargs}top_p", f"{kwargs}top_k")
+        rules.truncated_sampling(d, "eval", f"{kwargs}top_p", f"{kwargs}top_k")
 
 
 def _batch(d: Draft) -> None:
@@ -179,7 +171,7 @@ def _batch(d: Draft) -> None:
         d.put("actor.optimizer.warmup_steps", round(d.real(ratio) * d.number(total) * updates), ratio)
     elif d.get(ratio):
         d.lack(ratio, "how many steps there are depends on the data; say actor.optimizer.warmup_steps, in updates")
-    truncated_sampling(d, "sampling", f"{_R}top_p", f"{_R}top_k")
+    rules.truncated_sampling(d, "sampling", f"{_R}top_p", f"{_R}top_k")
     if d.get(f"{_R}over_sample_rate"):
         d.lack(f"{_R}over_sample_rate", "throws samples away; rollout.extra_groups keeps them, on engines of their own")
 
@@ -194,7 +186,7 @@ def _layout(d: Draft) -> None:
         granularity = f"{_OVERRIDE}recompute_granularity"
         d.put("actor.recompute", d.get(granularity) or "none", granularity)
     else:
-        d.put("actor.parallel.tp", whole_parameters_tp(d, world, d.number(engine)), engine)
+        d.put("actor.parallel.tp", rules.whole_parameters_tp(d, world, d.number(engine)), engine)
         d.remarks.append(
             "FSDP shards parameters; Megatron's ranks hold them whole, so tp is the engines': `megagrpo plan`"
         )
@@ -209,10 +201,10 @@ def _layout(d: Draft) -> None:
     each, total = f"{_A}ppo_micro_batch_size_per_gpu", f"{_A}ppo_micro_batch_size"
     longest = d.number("data.max_prompt_length") + d.number("data.max_response_length")
     if d.get(dynamic):
-        micro_batch(d, longest, d.number(tokens), 0, dynamic, tokens)
+        rules.micro_batch(d, longest, d.number(tokens), 0, dynamic, tokens)
     else:
-        micro_batch(d, longest, 0, d.number(each, default=max(d.number(total) // world, 1)), each, total, dynamic)
-    engines_on_trainers(d, world, gpus, d.number(engine), "actor_rollout_ref.hybrid_engine", *keys)
+        rules.micro_batch(d, longest, 0, d.number(each, default=max(d.number(total) // world, 1)), each, total, dynamic)
+    rules.engines_on_trainers(d, world, gpus, d.number(engine), "actor_rollout_ref.hybrid_engine", *keys)
     experts = f"{_R}expert_parallel_size"
     if d.number(engine) % d.number(experts):
         d.lack(experts, f"divides rollout.tp, {d.number(engine)}; engines with attention by data are not offered yet")

@@ -7,8 +7,6 @@ is a part {"type": "image"}; its pixels come from the row's column or from the p
 import base64
 import hashlib
 import io
-import os
-import secrets
 import time
 import urllib.parse
 from collections import Counter
@@ -24,6 +22,7 @@ from megagrpo.data.torchvision_ops import define_torchvision_operators, torchvis
 from megagrpo.families.architecture import HfConfig
 from megagrpo.families.table import read_description
 from megagrpo.system.explained import explained
+from megagrpo.system.run_folder import whole_file
 from megagrpo.types import ImageRef
 
 if TYPE_CHECKING:
@@ -145,9 +144,8 @@ class ImageStore:
         key = hashlib.sha256(buffer.getvalue()).hexdigest()
         self._held[key] = len(buffer.getvalue())
         if not (path := self.path(key)).exists():
-            draft = path.with_suffix(f".{secrets.token_hex(8)}")
-            draft.write_bytes(buffer.getvalue())
-            os.replace(draft, path)  # other ranks write the same bytes
+            with whole_file(path) as draft:  # other ranks write the same bytes
+                draft.write_bytes(buffer.getvalue())
         return key, grid
 
     def tokens(self, grid: Grid) -> int:

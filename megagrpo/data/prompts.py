@@ -3,7 +3,6 @@
 The order depends only on the seed and the mixture, so the number of consumed prompts is the whole state to save.
 """
 
-import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from megagrpo.config.schema import DataConfig, ModelConfig
 from megagrpo.data.images import ImageStore, image_bytes, images_apart
 from megagrpo.data.rows import Row, read_rows
 from megagrpo.data.torchvision_ops import define_torchvision_operators, torchvision_problem
+from megagrpo.families.table import read_description
 from megagrpo.system.explained import explained, translated
 from megagrpo.types import Prompt
 
@@ -109,7 +109,7 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
     config_file = Path(model.path) / "config.json"
     if not config_file.is_file():
         raise ValueError(f"{config_file}: no such file; model.path is a local Hugging Face folder")
-    config = json.loads(config_file.read_text(encoding="utf-8"))
+    config = read_description(config_file)
     size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     largest = max(tokenizer.get_vocab().values())
     if largest >= size:
@@ -137,7 +137,6 @@ def load_prompts(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", store: 
     rendered = [_render(parts[row.of], tokenizer, row, chat) for row, chat in zip(rows, chats, strict=True)]
     texts = [text for text, _ in rendered]
     prompts: list[list[Prompt]] = [[] for _ in parts]
-    shortest = 0
     found = []
     for row, chat, text, ids in zip(rows, chats, texts, _tokenize(data, tokenizer, texts), strict=True):
         if not ids:
@@ -148,17 +147,16 @@ def load_prompts(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", store: 
         found.append(replace(prompt, messages=chat) if parts[row.of].chat_template else prompt)
     found = _with_images(store, found, [sources for _, sources in rendered])
     for row, prompt in zip(rows, found, strict=True):
-        length = len(prompt.token_ids)
-        shortest = min(shortest or length, length)
-        if length <= data.max_prompt_tokens:
+        if len(prompt.token_ids) <= data.max_prompt_tokens:
             prompts[row.of].append(prompt)
     ratios = [source.ratio for source in data.sources if source.ratio is not None]
-    for part, found in zip(parts, prompts, strict=True) if ratios else [(data, [p for of in prompts for p in of])]:
-        if not found:
-            says = f"; the shortest has {shortest} tokens" if rows else " in the file"
+    kept = tuple(prompt for of_part in prompts for prompt in of_part)
+    for number, part in enumerate(parts) if ratios else [(None, data)]:
+        lengths = [len(p.token_ids) for row, p in zip(rows, found, strict=True) if number in (row.of, None)]
+        if min(lengths, default=math.inf) > data.max_prompt_tokens:
+            says = f"; the shortest has {min(lengths)} tokens" if lengths else " in the file"
             limit = f"at most {data.max_prompt_tokens} tokens (data.max_prompt_tokens)"
             raise ValueError(f"{part.name}: no prompt of {limit}{says}")
-    kept = tuple(prompt for of_part in prompts for prompt in of_part)
     mixture = tuple(zip(ratios, map(len, prompts), strict=True)) if ratios else ()
     return PromptSet(kept, len(rows) - len(kept), data.shuffle, mixture)
 

@@ -8,7 +8,6 @@ run/dumps/step_000012/   numbered like the step in metrics.jsonl: the update of 
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.mesh import Mesh
 from megagrpo.system.explained import translated
-from megagrpo.system.run_folder import write_whole
+from megagrpo.system.run_folder import whole_file, write_whole
 from megagrpo.types import Batch, Correction, ImageRef, Rewards, Routing
 
 _DESCRIPTION = "step.json"
@@ -68,12 +67,10 @@ def _write_experts(folder: Path, batch: Batch, mesh: Mesh, layers: Sequence[int]
     error = ""
     if batch.routing is not None and layers:
         whole = folder / f"dp_{mesh.dp_rank}_experts_{layers[0]}.pt"
-        part = whole.with_suffix(f".{mesh.rank}.partial")
         try:
-            torch.save({"layers": list(layers), "experts": batch.routing.experts}, part)
-            os.replace(part, whole)
+            with whole_file(whole) as draft:
+                torch.save({"layers": list(layers), "experts": batch.routing.experts}, draft)
         except (OSError, RuntimeError) as exc:  # torch raises RuntimeError for a full disk
-            part.unlink(missing_ok=True)
             error = f"rank {mesh.rank} could not write {whole}: {exc}"
     mesh.raise_any(error)
 

@@ -8,7 +8,8 @@ import json
 import math
 
 from megagrpo.config.schema import LogConfig
-from megagrpo.system.run_folder import RunFolder, write_json_lines
+from megagrpo.monitor.step_lines import drop_later_steps, read_step_lines
+from megagrpo.system.run_folder import RunFolder
 
 
 class StepLog:
@@ -19,14 +20,14 @@ class StepLog:
 
     def __init__(self, folder: RunFolder, config: LogConfig, start_step: int = 0) -> None:
         self._folder = folder
-        last_kept = start_step if start_step > 0 else -1
-        entries = read_metrics(folder) if folder.metrics.exists() else []
-        write_json_lines(folder.metrics, [entry for entry in entries if entry["step"] <= last_kept])
+        folder.path.mkdir(parents=True, exist_ok=True)
+        drop_later_steps(folder.metrics, start_step)
+        folder.metrics.touch()
         self._board = None
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # imports for seconds; only the main rank needs it
 
-            self._board = SummaryWriter(str(folder.tensorboard), purge_step=last_kept + 1)
+            self._board = SummaryWriter(str(folder.tensorboard), purge_step=start_step + 1 if start_step else 0)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Appends an entry; readers merge entries of one step. Non-finite values are written as null."""
@@ -49,19 +50,9 @@ def read_metrics(folder: RunFolder) -> list[dict]:
 
     An incomplete last line (a crash) is ignored. Raises ValueError if the file is missing or another line is broken.
     """
-    path = folder.metrics
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file; a run folder has one after its first step")
-    lines = path.read_text(encoding="utf-8").split("\n")
+    if not folder.metrics.is_file():
+        raise ValueError(f"{folder.metrics}: no such file; a run folder has one after its first step")
     entries: dict[int, dict] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line:
-            continue
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError as error:
-            if number == len(lines):  # without a newline: the writer was killed
-                break
-            raise ValueError(f"{path}:{number}: not a JSON line: {error}") from None
+    for entry in read_step_lines(folder.metrics):
         entries.setdefault(entry["step"], {}).update(entry)
     return [entries[step] for step in sorted(entries)]

@@ -8,7 +8,6 @@ a file for each replica, with groups in order of their ids; `read_rollouts` merg
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from operator import itemgetter
 from pathlib import Path
 
@@ -94,9 +93,11 @@ def _record(group: RolloutGroup, decode: Decode) -> dict:
 
 
 def _outcome_record(outcome: Outcome) -> dict:
-    record = asdict(outcome)
-    parts = {name: _outcome_record(part) for name, part in outcome.parts.items()}
-    optional: dict[str, object] = {"parts": parts, "token_rewards": outcome.token_rewards, "end": outcome.end}
-    optional["turn_rewards"] = outcome.turn_rewards
-    kept = {key: value for key, value in record.items() if key not in optional}
-    return kept | {key: value for key, value in optional.items() if value}
+    optional = {
+        "parts": {name: _outcome_record(part) for name, part in outcome.parts.items()},
+        "token_rewards": outcome.token_rewards,
+        "end": outcome.end,
+        "turn_rewards": outcome.turn_rewards,
+    }
+    always = {"status": outcome.status, "value": outcome.value, "detail": outcome.detail}
+    return always | {key: value for key, value in optional.items() if value}

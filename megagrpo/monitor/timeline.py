@@ -60,9 +60,10 @@ class Timeline:
     def call(self, engine: str, name: str, start: float, end: float) -> None:
         """Adds a call of a publish, in seconds since the epoch; consecutive equal calls are merged."""
         with self._lock:
-            last = self._last_call.get(engine)
+            last = self._last_call.pop(engine, None)
             if last is not None and self._calls[last][1] == name:
                 self._calls[last] = (engine, name, self._calls[last][2], end)
+                self._last_call[engine] = last
                 return
             self._num_calls += 1
             if len(self._calls) < _MAX_CALLS:

@@ -86,17 +86,17 @@ def given_lengths(text: str, config: ExperimentConfig) -> Lengths:
     return assumed_lengths(config, float(text))
 
 
-def lengths_of_run(folder: Path, config: ExperimentConfig) -> Lengths:
+def lengths_of_run(folder: RunFolder, config: ExperimentConfig) -> Lengths:
     """Reads the lengths of all samples in the rollouts of a run folder. Raises ValueError if it has none."""
     responses = [
         sample["num_tokens"]
-        for files in RunFolder(folder).rollout_files().values()
+        for files in folder.rollout_files().values()
         for group in read_rollouts(files.values())
         for sample in group["samples"]
     ]
     # the record has prompts as text only
     prompt = _PROMPT_SHARE * config.data.max_prompt_tokens
-    return Lengths(prompt, _sorted(responses, f"{folder}/rollouts"), f"{len(responses):,} samples of {folder}")
+    return Lengths(prompt, _sorted(responses, str(folder.rollouts)), f"{len(responses):,} samples of {folder.path}")
 
 
 def _sorted(numbers: Sequence[float], where: str) -> np.ndarray:
@@ -156,18 +156,7 @@ class EngineSide:
 def server_of(rollout: RolloutConfig, resolved: Mapping[str, object] | None = None) -> Server:
     """Returns the settings of an experiment's engines. resolved: the arguments that SGLang resolved on a GPU."""
     width = 2 if rollout.dtype == "bfloat16" else 4
-    if resolved is None:
-        width = _CACHE_WIDTHS.get(str(rollout.sglang.get("kv_cache_dtype")), width)
-        return Server(
-            tp=rollout.tp,
-            attention_tp=rollout.tp // _data_parallel(rollout),
-            memory_fraction=rollout.mem_fraction,
-            running_requests=rollout.max_running_requests,
-            cache_width=width,
-            max_tokens=rollout.max_total_tokens,
-            fp8=rollout.quantization == "fp8",
-        )
-    values = ServerValues.model_validate(resolved)
+    values = ServerValues.model_validate(_given_values(rollout) if resolved is None else resolved)
     return Server(
         tp=values.tp_size,
         attention_tp=values.tp_size // (values.dp_size if values.enable_dp_attention else 1),
@@ -187,13 +176,19 @@ def server_beside(rollout: RolloutConfig) -> Server:
     return replace(server, memory_fraction=rollout.lent_mem_fraction, fraction_key="lent_mem_fraction")
 
 
-def _data_parallel(rollout: RolloutConfig) -> int:
-    if rollout.sglang.get("enable_dp_attention"):
-        return int(rollout.sglang.get("dp_size", 1))
-    words = rollout.extra_args
-    if "--enable-dp-attention" not in words:
-        return 1
-    return next((int(words[words.index(name) + 1]) for name in ("--dp-size", "--dp") if name in words[:-1]), 1)
+def _given_values(rollout: RolloutConfig) -> dict[str, object]:
+    """Returns the fields of ServerValues as the experiment gives them."""
+    words, settings = rollout.extra_args, rollout.sglang
+    dp_size = next((int(words[words.index(name) + 1]) for name in ("--dp-size", "--dp") if name in words[:-1]), 1)
+    return {
+        "tp_size": rollout.tp,
+        "dp_size": settings.get("dp_size", dp_size),
+        "enable_dp_attention": settings.get("enable_dp_attention", "--enable-dp-attention" in words),
+        "mem_fraction_static": rollout.mem_fraction,
+        "max_running_requests": rollout.max_running_requests,
+        "kv_cache_dtype": settings.get("kv_cache_dtype", "auto"),
+        "max_total_tokens": rollout.max_total_tokens,
+    }
 
 
 def weight_elements(work: ModelWork, tp: int, attention_tp: int) -> float:
@@ -337,8 +332,8 @@ def concurrency_report(config: ExperimentConfig, hardware: str | None = None) ->
     """
     if model_description(config) is None:
         return []
-    folder, rollout = Path(config.output_dir), config.rollout
-    lengths = lengths_of_run(folder, config) if RunFolder(folder).rollout_files() else assumed_lengths(config)
+    folder, rollout = config.run_folder, config.rollout
+    lengths = lengths_of_run(folder, config) if folder.rollout_files() else assumed_lengths(config)
     tokens, how = _cache_tokens(config, lengths, hardware)
     by_cache = int(tokens / lengths.running)
     concurrent = min(rollout.max_running_requests, by_cache)

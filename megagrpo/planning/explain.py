@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megagrpo.check.loading import Trial
+from megagrpo.check.loading import Trial, try_loading
 from megagrpo.check.problems import is_made, longest_samples, model_description, preflight
 from megagrpo.check.settings_report import engine_report, settings_report
 from megagrpo.config.layout import layout_problems, rank_coordinates
@@ -30,7 +30,6 @@ from megagrpo.rewards.graders.table import SERVICES
 from megagrpo.rewards.sandbox.sandbox import isolation
 
 _MAX_RANK_ROWS = 32
-_RANKS_PER_NODE = 8
 
 
 def check_command(config: ExperimentConfig, hardware: str | None, everything: bool) -> int:
@@ -38,8 +37,6 @@ def check_command(config: ExperimentConfig, hardware: str | None, everything: bo
 
     hardware: see planning/engine_memory.py. everything: see explain.
     """
-    from megagrpo.check.loading import try_loading
-
     trial = try_loading(config)
     problems = known_problems(config, trial)
     at_once = concurrency_report(config, hardware) if problems == trial.problems else []
@@ -323,8 +320,14 @@ def _colocated(config: ExperimentConfig, side: TrainerSide, phases: Mapping[str,
 
 def _trainer_side(config: ExperimentConfig, arch: Architecture, actor: ActorConfig) -> TrainerSide:
     load = Load(actor.micro_batch_tokens, longest_samples(config)["data"], links=links(config))
-    reference = config.algorithm.uses_reference
-    return trainer_side(arch, actor, load, reference=reference, bucket_mb=config.weights.bucket_mb)
+    return trainer_side(
+        arch,
+        actor,
+        load,
+        reference=config.algorithm.uses_reference,
+        bucket_mb=config.weights.bucket_mb,
+        ranks_per_node=config.cluster.gpus_per_node,
+    )
 
 
 def _lora(config: ExperimentConfig, arch: Architecture, side: TrainerSide) -> list[str]:
@@ -366,7 +369,7 @@ def _checkpoints(config: ExperimentConfig, arch: Architecture | None) -> list[st
     background = {True: ", in the background", False: "", "auto": ", in the background from two trainer nodes on"}
     lines = [f"checkpoint {when} at the end, {c.keep} kept{bound}, resume {c.resume}{background[c.asynchronous]}"]
     if arch is not None and not layout_problems(arch, config.actor):
-        per_node = min(config.actor.world_size, _RANKS_PER_NODE)
+        per_node = min(config.actor.world_size, config.cluster.gpus_per_node)
         cost = checkpoint_cost(arch, config.actor, per_node)
         forms = {True: "for any layout", False: "for this layout alone"}
         shown = {"last": (False, True) if c.every else (True,), "always": (True,), "never": (False,)}[c.reshardable]

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from megagrpo.config.actor import ActorConfig
 from megagrpo.families.architecture import Architecture, LatentAttention
 from megagrpo.families.table import text_tensors
-from megagrpo.families.vision import tower_tensors
 
 ITEM = 2  # bytes of a bf16 value
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1}
@@ -174,7 +173,6 @@ class ModelWork:
     expert: int  # weights of all routed experts
     attention: int  # of the last layer's weights, projections that attention's heads divide
     whole: int  # of the last layer's weights, those that every tensor-parallel rank holds whole
-    tower: int = 0  # weights of a vision tower, which tokens of text do not meet
 
     @property
     def vocabulary(self) -> int:
@@ -218,15 +216,9 @@ class ModelWork:
         heads = 2 * max(1, arch.num_kv_heads // attention_tp) * arch.head_dim
         return self.layers * (mla.kv_lora_rank + mla.rope_dim if mla else heads) * width
 
-    @property
-    def total(self) -> int:
-        """Counts all weights."""
-        vocabulary = self.vocabulary * (1 if self.arch.tied else 2)
-        return self.dense + self.expert + vocabulary + self.arch.hidden_size + self.tower  # and the last norm
-
 
 def model_work(arch: Architecture) -> ModelWork:
-    """Counts the tensors of a model."""
+    """Counts the tensors of a model's text part; tokens of text do not meet a vision tower."""
     dense = expert = whole = attention = 0
     for spec in text_tensors(arch):
         words = spec.name.split(".")
@@ -239,5 +231,4 @@ def model_work(arch: Architecture) -> ModelWork:
         if int(words[2]) == arch.num_layers - 1:
             whole += spec.size * spec.whole
             attention += spec.size * (words[3] == "self_attn" and not spec.whole)
-    tower = 0 if arch.vision is None else sum(spec.size for spec in tower_tensors(arch.vision))
-    return ModelWork(arch, dense, expert, attention, whole, tower)
+    return ModelWork(arch, dense, expert, attention, whole)

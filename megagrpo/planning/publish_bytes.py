@@ -53,9 +53,7 @@ class Cluster:
 
 
 def cluster_of(config: ExperimentConfig, engines: int, gpus_per_node: int | None = None) -> Cluster:
-    """Places all ranks beside `engines` engines. Raises ValueError for those that have no place."""
-    if engines < 1:
-        raise ValueError(f"--engines {engines} must be at least 1")
+    """Places all ranks beside `engines` >= 1 engines. Raises ValueError for those that have no place."""
     update = {"num_engines": engines, "lend_trainers": 0, "min_healthy_engines": 1}
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update=update)})
     found = place(config, Nodes(gpus_per_node))

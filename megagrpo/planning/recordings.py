@@ -21,14 +21,13 @@ from megagrpo.planning.hardware import Hardware
 from megagrpo.planning.record_process import engine_specs, fp8_names
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_command, engine_environment, engine_python_path
 from megagrpo.system.environment import child_environment
-from megagrpo.system.processes import spawn, stop_tree
+from megagrpo.system.processes import last_lines, spawn, stop_tree
 from megagrpo.system.progress import Progress
 from megagrpo.weights.copies.record import Copy, Specs
 from megagrpo.weights.quantised import quantised_copies
 
 _LIMIT_S = 1800.0
 _POLL_S = 0.1
-_LOG_LINES = 30
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 # SGLang's ranks would meet in shared memory, and wait for each other there.
 _ALONE = {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false"}
@@ -164,8 +163,7 @@ def _run_children(folder: Path, jobs: Sequence[Path], config: ExperimentConfig, 
 def _is_running(child: subprocess.Popen, log: Path) -> bool:
     """Returns whether the process is running. Raises ValueError with the end of its output if it has failed."""
     if child.poll():
-        lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-        raise ValueError(f"the {log.stem} cannot be recorded (status {child.returncode}):\n" + "\n".join(lines))
+        raise ValueError(f"the {log.stem} cannot be recorded (status {child.returncode}):\n{last_lines(log)}")
     return child.returncode is None
 
 

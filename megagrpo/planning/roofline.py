@@ -365,7 +365,7 @@ def measured_efficiency(folder: Path, hardware: Hardware, gpus_per_node: int) ->
     entries = entries[1:] or entries
     lengths = assumed_lengths(config, fmean(entry["response/length_mean"] for entry in entries))
     if run.rollout_files():
-        lengths = lengths_of_run(folder, config)
+        lengths = lengths_of_run(run, config)
     lengths = replace(lengths, turns=turns_of_run(entries, f"means of {folder}"))
     plan = plan_step(config, Target(described_architecture(config), hardware, gpus_per_node, lengths))
     seconds = {name: fmean(entry.get(f"time/{name}_s") or 0.0 for entry in entries) for name in PHASES}

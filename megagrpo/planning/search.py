@@ -14,6 +14,7 @@ from megagrpo.config.layout import layout_problems
 from megagrpo.config.placement import Nodes, placement_problems
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.families.table import parameter_counts
 from megagrpo.planning.engine_memory import assumed_lengths, engine_side, given_lengths, server_of
 from megagrpo.planning.hardware import hardware_of, usable_bytes
 from megagrpo.planning.publish_bytes import table_lines
@@ -62,7 +63,7 @@ def plan_command(config: ExperimentConfig, options: Options, progress: Progress)
     config = with_model(config)
     target = target_of(config, options)
     placed = placement_problems(config, Nodes(target.gpus_per_node))
-    progress.enter("resolves SGLang's arguments on this GPU, then memory and a bound of the step")
+    progress.enter("memory and a bound of the step")
     plan = plan_step(config, target)
     plan = replace(plan, problems=(*placed, *plan.problems))
     progress.enter(f"searches layouts of {options.search} nodes" if options.search else "")
@@ -102,8 +103,9 @@ def report(plan: Plan, hardware_name: str) -> list[str]:
         share = f"{rank.total / room:.0%}"
         rows.append([phase, f"{rank.rank} ({rank.kind})", f"{rank.total / 1e9:.1f}", share, _parts(rank.parts)])
     samples = config.train.num_prompts_per_step * config.train.group_size / rollout.num_engines
+    billions = parameter_counts(target.arch).total / 1e9
     lines = [
-        f"{config.name} on {hardware_name} nodes of {target.gpus_per_node}: {target.work.total / 1e9:.1f} B parameters",
+        f"{config.name} on {hardware_name} nodes of {target.gpus_per_node}: {billions:.1f} B parameters",
         f"lengths    {lengths.origin}: mean {lengths.mean:,.0f}; prompts {lengths.prompt:,.0f}",
         *_turns(lengths.turns),
         f"trainers   {actor.world_size} ranks on {nodes[0]} nodes ({_layout(actor)}), "

@@ -39,7 +39,7 @@ class Load:
 def links(config: ExperimentConfig) -> int:
     """Returns the engines that a trainer rank sends to at most: weights/transports/reshard_plan.py."""
     engines = config.rollout.num_engines
-    return min(engines, -(-engines // config.actor.dp) + 1) if config.weights.traits.uses_groups else 0
+    return min(engines, -(-engines // config.actor.dp) + 1) if config.weights.uses_groups else 0
 
 
 @dataclass(frozen=True)

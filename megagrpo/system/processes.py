@@ -15,6 +15,7 @@ import psutil
 
 _FILES = 65_536  # that a process may have open, as far as the machine allows
 _PR_SET_PDEATHSIG = 1
+_LOG_LINES = 25
 _KILL_S = 5.0  # seconds for the kernel to release a large process
 _libc = ctypes.CDLL(None)  # loaded before fork: the child calls it between fork and exec, where loading could deadlock
 
@@ -113,6 +114,11 @@ def raise_file_limit() -> None:
     wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def last_lines(log: Path) -> str:
+    """Returns the last lines of a log."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
 
 
 def route_address(host: str, port: int) -> str:

@@ -32,14 +32,21 @@ from pathlib import Path
 HALF_CHARACTERS = "backslashreplace"
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes `path` atomically, by a draft that is renamed. An OSError leaves the old file."""
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yields a draft that becomes `path` when the block ends. An exception inside leaves the old file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with ExitStack() as cleanup:
         cleanup.callback(draft.unlink, missing_ok=True)
-        draft.write_text(text, encoding="utf-8", errors=HALF_CHARACTERS)
+        yield draft
         os.replace(draft, path)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes `path` atomically. An OSError leaves the old file."""
+    with whole_file(path) as draft:
+        draft.write_text(text, encoding="utf-8", errors=HALF_CHARACTERS)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import torch
 from megagrpo.checkpoint.folder import latest
 from megagrpo.checkpoint.resume import load_checkpoint, make_actor
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.system.run_folder import RunFolder
 from megagrpo.weights.actor_weights import PeftFolder, export_hf, export_peft, load_initial_weights
 
 
@@ -22,7 +21,7 @@ def export(
     lora = config.actor.lora
     if only_adapters and lora is None:
         raise ValueError("export --lora writes adapters, but the experiment has no actor.lora: all weights are trained")
-    checkpoints = RunFolder(Path(config.output_dir)).checkpoints
+    checkpoints = config.run_folder.checkpoints
     found = source or latest(checkpoints)
     if found is None:
         raise ValueError(f"{checkpoints} holds no finished checkpoint; name one with --checkpoint")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system import environment
 from megagrpo.system.progress import Progress
-from megagrpo.system.run_folder import RunFolder, write_whole
+from megagrpo.system.run_folder import write_whole
 
 if TYPE_CHECKING:  # the command line imports this file; most commands need no torch
     import torch
@@ -97,7 +97,7 @@ def guarded(config: ExperimentConfig, name: str, body: Callable[[torch.device], 
     from megagrpo.actor.host import prepare_host, refuse_training_without_gpu, uses_transformer_engine
     from megagrpo.mesh import RunStopped
 
-    folder, rank, status = RunFolder(Path(config.output_dir)), environment.get_int("RANK", 0), 0
+    folder, rank, status = config.run_folder, environment.get_int("RANK", 0), 0
     for final in (False, True):
         folder.error_report(name, rank, final).unlink(missing_ok=True)
     try:

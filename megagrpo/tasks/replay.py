@@ -11,7 +11,6 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
 from megagrpo.monitor.dump import Dump, read_dump
-from megagrpo.system.run_folder import RunFolder
 
 
 def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) -> None:
@@ -21,11 +20,11 @@ def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) ->
     """
     dump = read_dump(dump_folder)
     by_epochs = config.train.num_epochs is not None  # else the run's length does not depend on the prompts
-    images = ImageStore.of(config.model, RunFolder(Path(config.output_dir)).images)
+    images = ImageStore.of(config.model, config.run_folder.images)
     num_prompts = len(load_prompts(config.data, load_tokenizer(config.model), images)) if by_epochs else 0
     actor = make_actor(config, config.train.steps(num_prompts), device)
     actor.images = images.pixels if images else None
-    version, source = 0, latest(RunFolder(Path(config.output_dir)).checkpoints, dump.weight_version)
+    version, source = 0, latest(config.run_folder.checkpoints, dump.weight_version)
     initial_weights(config, dump.algorithm, source, actor)
     if source is not None:
         version = load_checkpoint(config, source, actor).step

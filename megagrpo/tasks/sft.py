@@ -1,7 +1,6 @@
 """Supervised warm-up: trains `answer` + end of sequence after `prompt`, and writes a Hugging Face folder."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,7 +15,6 @@ from megagrpo.data.prompts import describe_dropped, load_prompts, load_tokenizer
 from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.record import StepLog
 from megagrpo.system.progress import Progress
-from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import Batch, Outcome, Prompt, RolloutGroup, Sample
 from megagrpo.weights.actor_weights import export_hf, load_initial_weights
 
@@ -39,11 +37,11 @@ def sft(config: ExperimentConfig, device: torch.device, progress: Progress) -> N
     mesh = actor.mesh
     weights = load_initial_weights(actor, options.model, draft=config.actor.has_draft)
     start = config.model.model_copy(update={"path": options.model})
-    tokenizer, images = load_tokenizer(start), ImageStore.of(start, RunFolder(Path(config.output_dir)).images)
+    tokenizer, images = load_tokenizer(start), ImageStore.of(start, config.run_folder.images)
     prompts = load_prompts(options.data, tokenizer, images)
     actor.images = images.pixels if images else None
     _check_answers(prompts.prompts, tokenizer)
-    log = StepLog(RunFolder(Path(config.output_dir)).sft, config.log) if mesh.is_main else None
+    log = StepLog(config.run_folder.sft, config.log) if mesh.is_main else None
     running: float | None = None
     with StepConsole(f"{config.name} sft", options.num_steps, enabled=config.log.console and mesh.is_main) as console:
         progress.follow(console.status)

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import html
 import json
+import re
 from importlib.resources import files
 from pathlib import Path
 
@@ -62,12 +63,7 @@ def _build_page(data: dict, title: str) -> str:
         "SCRIPT": script,
     }
     # one pass over the template: the inserted texts may contain anything, {{ too
-    head, *rest = _part("page.html").split("{{")
-    pieces = [head]
-    for piece in rest:
-        name, _, text = piece.partition("}}")
-        pieces += [parts[name], text]
-    return "".join(pieces)
+    return re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]], _part("page.html"))
 
 
 def _part(name: str) -> str:

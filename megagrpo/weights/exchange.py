@@ -228,7 +228,7 @@ class EngineRefresh:
 def _num_engines(config: ExperimentConfig) -> int:
     """Counts the engines of an exchange: beside the trainers, if others have GPUs of their own."""
     rollout = config.rollout
-    if rollout.lend_trainers and config.weights.traits.needs_colocation:
+    if rollout.lend_trainers and config.weights.needs_colocation:
         return rollout.lend_trainers
     return rollout.num_engines
 

@@ -261,7 +261,6 @@ def test_nothing_to_compare_is_refused_before_anything_starts(tmp_path, capsys):
     folder = f"output_dir={tmp_path / 'run'}"
     (tmp_path / "config.json").write_text("{}")
     for options, says in [
-        (["--prompts", "0"], "--prompts"),
         (["--bound", "0"], "--bound 0.0"),
         (["--checkpoint", str(tmp_path / "step_000010")], "no manifest.json"),
         (["--checkpoint", str(tmp_path)], f"--set model.path={tmp_path}"),

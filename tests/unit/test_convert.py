@@ -135,6 +135,11 @@ def test_what_their_keys_become(tmp_path, framework, case):
     assert framework != "trl" or draft.values["train.num_prompts_per_step"] == 4, "16 x 2 samples of groups of 8"
 
 
+def test_an_unknown_scale_of_trls_rewards_is_named(tmp_path):
+    draft = translate("trl", source(tmp_path, f"{TRL}\nscale_rewards: std\n", "run.yaml"))
+    assert lost(draft) == {"scale_rewards": "no scale std; there are group, batch and none"}
+
+
 @pytest.mark.parametrize("case", CASES["verl_lost"])
 def test_what_cannot_be_said_is_named_and_nothing_is_written(tmp_path, capsys, case):
     key, reason = case["key"], case["reason"]

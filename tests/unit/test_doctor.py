@@ -122,6 +122,13 @@ def test_kernels_that_engines_compile_need_a_toolkit_of_torchs_cuda(
     assert doctor._toolkit("13.0")[0].status == "ok"
 
 
+def test_a_gpu_machine_without_any_package_is_diagnosed(environment, monkeypatch):
+    monkeypatch.setattr(doctor, "driver_version", lambda: "580.65.06")
+    monkeypatch.setattr(doctor, "ask_torch", lambda: BLIND)
+    found = {finding.what: finding.status for finding in doctor.gpu_findings()}
+    assert found == {"NVIDIA driver": "ok", "GPUs that torch sees": "error", "transformer-engine": "warning"}
+
+
 def test_a_driver_too_old_or_missing(on_gpus):
     found = on_gpus("550.54.15", BLIND)
     bad = {what for what, finding in found.items() if finding.status == "error"}

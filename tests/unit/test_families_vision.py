@@ -18,7 +18,6 @@ from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import architecture_of, model_problems, model_tensors, parameter_counts
 from megagrpo.families.vision import tower_tensors
 from megagrpo.planning.engine_memory import tower_elements
-from megagrpo.planning.layer_costs import model_work
 from megagrpo.planning.trainer_memory import stage_parameters, trained_elements
 from tests.experiments import ROOT
 
@@ -116,7 +115,6 @@ def test_the_tower_is_planned_on_the_first_stage_and_in_engines():
     arch = architecture_of(QWEN2_5_VL_7B)
     tower = sum(spec.size for spec in tower_tensors(arch.vision))
     merger = sum(spec.size for spec in tower_tensors(arch.vision) if "merger" in spec.name)
-    assert model_work(arch).total == parameter_counts(arch).total
 
     def held(train: str) -> tuple[float, float, float]:
         cut = {"world_size": 8, "parallel": {"tp": 2, "pp": 4}}

@@ -101,7 +101,7 @@ def test_entries_are_merged_by_step_and_a_resume_drops_later_ones(tmp_path):
 
 def test_broken_line_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{oops\n{"step": 2}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not a JSON line"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not a line of a step"):
         read_metrics(RunFolder(tmp_path))
     with pytest.raises(ValueError, match="no such file"):
         read_metrics(RunFolder(tmp_path / "absent"))

@@ -13,6 +13,7 @@ from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.architecture import LatentAttention
 from megagrpo.families.table import parameter_counts, read_architecture, tensor_groups
+from megagrpo.families.vision import tower_tensors
 from megagrpo.planning.engine_memory import (
     EngineSide,
     Lengths,
@@ -42,7 +43,7 @@ from megagrpo.planning.search import Options, best_layouts, changes, plan_comman
 from megagrpo.planning.trainer_memory import Load, trainer_side
 from megagrpo.planning.turns import Turns, assumed_turns, given_turns, turns_of_run
 from megagrpo.system.progress import Progress
-from megagrpo.system.run_folder import write_json_lines
+from megagrpo.system.run_folder import RunFolder, write_json_lines
 
 QUIET = Progress("plan", enabled=False)
 
@@ -91,19 +92,21 @@ def test_lengths_of_an_earlier_run(tmp_path):
     groups = ([{"num_tokens": 5}, {"num_tokens": 7}], [{"num_tokens": 3}])
     records = [{"group_id": number, "samples": samples} for number, samples in enumerate(groups)]
     write_json_lines(folder / "step_000001.replica_0.jsonl", records)
-    assert lengths_of_run(tmp_path, shipped()).responses.tolist() == [3, 5, 7]
+    assert lengths_of_run(RunFolder(tmp_path), shipped()).responses.tolist() == [3, 5, 7]
     with pytest.raises(ValueError, match=r"elsewhere/rollouts: no positive numbers"):
-        lengths_of_run(tmp_path / "elsewhere", shipped())
+        lengths_of_run(RunFolder(tmp_path / "elsewhere"), shipped())
 
 
 @pytest.mark.parametrize("folder", sorted(MODELS.iterdir()), ids=lambda folder: folder.name)
 def test_the_work_is_of_every_parameter(folder):
     arch = read_architecture(folder)
     counts, work = parameter_counts(arch), model_work(arch)
-    assert work.total == counts.total
+    tower = 0 if arch.vision is None else sum(spec.size for spec in tower_tensors(arch.vision))
+    vocabulary = work.vocabulary * (1 if arch.tied else 2)
+    assert work.dense + work.expert + vocabulary + arch.hidden_size + tower == counts.total  # and the last norm
     active = work.token_flops / 2 + arch.hidden_size
     # without the embedding, which only looks up, and the tower, which tokens of text do not meet
-    assert active == pytest.approx(counts.active - work.tower, rel=1e-9)
+    assert active == pytest.approx(counts.active - tower, rel=1e-9)
 
 
 def test_a_cache_repeats_heads_and_latents():
@@ -117,8 +120,9 @@ def test_a_cache_repeats_heads_and_latents():
 
 
 def test_what_an_engine_rank_holds():
-    work = model_work(read_architecture(QWEN))
-    assert weight_elements(work, 1, 1) == pytest.approx(work.total, rel=1e-6)
+    arch = read_architecture(QWEN)
+    work = model_work(arch)
+    assert weight_elements(work, 1, 1) == pytest.approx(parameter_counts(arch).total, rel=1e-6)
     # what SGLang's own loader asks for is 58.9 GB on each of 8 ranks: see bench/results/plan_weights_235b.md
     assert 2 * weight_elements(work, 8, 8) == pytest.approx(58.9e9, rel=0.005)
     eight_heads = replace(work, arch=replace(work.arch, num_kv_heads=8))
@@ -134,7 +138,7 @@ def test_fp8_engines_hold_a_byte_an_element_and_a_scale_a_block(name):
     groups = tensor_groups(arch, None).items()
     tensors = sum(number * spec.size * (1 + 4 / 128**2 if spec.in_fp8 else 2) for spec, number in groups)
     assert weight_bytes(work, server) == pytest.approx(tensors, rel=3e-3)
-    assert weight_bytes(work, replace(server, fp8=False)) == pytest.approx(2 * work.total, rel=1e-6)
+    assert weight_bytes(work, replace(server, fp8=False)) == pytest.approx(2 * parameter_counts(arch).total, rel=1e-6)
     eight = replace(server, tp=8, attention_tp=8)
     assert expert_bytes(work, eight) == pytest.approx(work.expert * (1 + 4 / 128**2) / 8)
 

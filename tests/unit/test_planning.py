@@ -1,6 +1,7 @@
 """What `megagrpo plan-weights` adds up: the transports' own plans, over the links of a pretended cluster."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -101,8 +102,6 @@ def test_ranks_fill_nodes():
     assert placed(8, 2, 16, 2, 8).engines.tolist() == [[1] * 8 + [2] * 8, [3] * 8 + [4] * 8]
     with pytest.raises(ValueError, match="an engine has 16 ranks a node, but a node 8 GPUs: raise"):
         placed(8, 1, 16, 1, 8)
-    with pytest.raises(ValueError, match="--engines 0 must be at least 1"):
-        placed(8, 0, 8, 1, 8)
 
 
 @pytest.mark.parametrize(
@@ -182,6 +181,21 @@ def test_numbers_of_engines_that_are_none_are_called_so(capsys):
     with pytest.raises(SystemExit):
         main(["plan-weights", "unread.yaml", "--engines", "8,a"])
     assert "argument --engines: invalid numbers value: '8,a'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "x", "--search", "0"],
+        ["plan-weights", "x", "--engines", "8,0"],
+        ["try", "x", "--prompts", "-1"],
+        ["bisect", "x", "--max-new-tokens", "0"],
+    ],
+)
+def test_numbers_below_one_are_refused(capsys, words):
+    with pytest.raises(SystemExit):
+        main(words)
+    assert re.search(rf"argument {words[2]}: invalid (positive|numbers) value: '{words[3]}'", capsys.readouterr().err)
 
 
 def test_one_rank_stands_for_its_replicas():

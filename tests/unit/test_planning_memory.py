@@ -123,6 +123,11 @@ def test_tied_stages_both_hold_the_embedding():
     assert whole == checkpoint_cost(arch, actor(2, distributed=False), 8).file_bytes
 
 
+def test_check_counts_the_host_memory_of_the_experiments_own_nodes(prepared):
+    options = ["actor.world_size=8", "cluster.gpus_per_node=4"]
+    assert "of host memory on the fullest node (4 ranks)" in explain(load_config(QUICKSTART, options))
+
+
 def test_check_says_what_a_save_and_a_resume_cost(prepared):
     options = ["checkpoint.every=5", "checkpoint.keep_gb=2", "checkpoint.disk_gb_s=0.5"]
     text = explain(load_config(QUICKSTART, options))

@@ -164,6 +164,9 @@ def test_the_tokenizer_must_fit_the_model(tmp_path):
         load_tokenizer(ModelConfig(path=small.path, tokenizer=large.path))
     with pytest.raises(ValueError, match="no such folder"):
         load_tokenizer(ModelConfig(path="somebody/on-the-hub"))
+    (Path(large.path) / "config.json").write_text("{oops")
+    with pytest.raises(ValueError, match="config.json: not a model description"):
+        load_tokenizer(ModelConfig(path=large.path, tokenizer=small.path))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty: no tokenizer can be loaded"):
         load_tokenizer(ModelConfig(path=str(tmp_path / "empty")))
@@ -270,6 +273,12 @@ def test_a_mixture_keeps_its_ratios_in_every_stretch_and_its_place_by_the_cursor
     assert {(p.source, p.grader) for p in drawn} == {("a", "gsm8k"), ("b", "math"), ("c", None)}
     assert {p.text[:4] for p in drawn if p.source == "c"} == {"say "}
     assert len({p.id for p in prompts.prompts}) == 48
+
+
+def test_a_source_whose_prompts_are_all_too_long_is_named_with_its_own_shortest(tmp_path, templated):
+    data = mixture(tmp_path, [0.5, 0.3, 0.2]).model_copy(update={"max_prompt_tokens": 2})
+    with pytest.raises(ValueError, match=r"c.jsonl: no prompt of at most 2 tokens .*; the shortest has 5 tokens"):
+        load_prompts(data, templated)
 
 
 def test_without_ratios_sources_are_read_as_one(tmp_path, templated):

@@ -69,9 +69,11 @@ def test_a_line_is_bounded_and_says_how_much_there_was(tmp_path):
         for i in range(5000):
             timeline.request("engine-0", 1.0 * i, i + 0.5, 3)
             timeline.call("engine-0", f"call {i}", 1.0 * i, i + 0.5)
+        timeline.call("engine-0", "call 1023", 6000.0, 6000.5)  # as the last one that is kept, but not consecutive
         timeline.end_step(1)
     (line,) = lines(RunFolder(tmp_path))
-    assert (line["num_requests"], line["num_calls"], len(line["calls"])) == (5000, 5000, 1024)
+    assert (line["num_requests"], line["num_calls"], len(line["calls"])) == (5000, 5001, 1024)
+    assert line["calls"][-1][1] == "call 1023" and line["calls"][-1][3] - line["calls"][-1][2] == pytest.approx(0.5)
     starts = [start for _, start, *_ in line["requests"]]
     assert 256 < len(starts) <= 512 and {b - a for a, b in itertools.pairwise(starts)} == {10.0}
     assert os.path.getsize(RunFolder(tmp_path).timeline_file(0)) < 100_000

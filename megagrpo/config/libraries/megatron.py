@@ -9,7 +9,8 @@ from functools import reduce
 
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.fields import LibrarySettings
-from megagrpo.config.libraries.source import LibraryField, Refusal, nearest, read_fields, refusal_of, refusals
+from megagrpo.config.libraries.source import LibraryField, Refusal, read_fields, refusal_of, refusals, set_elsewhere
+from megagrpo.system.user_function import did_you_mean
 
 _MODEL = """
     num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels layernorm_* normalization
@@ -143,32 +144,26 @@ class SettingsTable:
         return reduce(getattr, self.path[1:], actor)  # type: ignore[arg-type]
 
 
-def _refused(ours: Mapping[str, str], refused: Mapping[str, str]) -> dict[str, Refusal]:
-    reason = "another key of the file, or the model's config.json, says it"
-    elsewhere = {name: Refusal(reason, key) for key, names in ours.items() for name in names.split()}
-    return elsewhere | refusals(refused)
-
-
 TRANSFORMER_SETTINGS = SettingsTable(
     ("actor", "megatron"),
     "TransformerConfig",
     ("core/model_parallel_config.py", "core/transformer/enums.py", "core/transformer/transformer_config.py"),
     ("ModelParallelConfig", "MLATransformerConfig"),
-    _refused(_TRANSFORMER_OURS, _TRANSFORMER_REFUSED),
+    set_elsewhere(_TRANSFORMER_OURS) | refusals(_TRANSFORMER_REFUSED),
 )
 DDP_SETTINGS = SettingsTable(
     ("actor", "ddp"),
     "DistributedDataParallelConfig",
     ("core/distributed/distributed_data_parallel_config.py",),
     (),
-    _refused(_DDP_OURS, _DDP_REFUSED),
+    set_elsewhere(_DDP_OURS) | refusals(_DDP_REFUSED),
 )
 OPTIMIZER_SETTINGS = SettingsTable(
     ("actor", "optimizer", "megatron"),
     "OptimizerConfig",
     ("core/optimizer/optimizer_config.py",),
     (),
-    _refused(_OPTIMIZER_OURS, _OPTIMIZER_REFUSED),
+    set_elsewhere(_OPTIMIZER_OURS) | refusals(_OPTIMIZER_REFUSED),
 )
 MEGATRON_SETTINGS = (TRANSFORMER_SETTINGS, DDP_SETTINGS, OPTIMIZER_SETTINGS)
 
@@ -193,7 +188,7 @@ def _problem(table: SettingsTable, key: str, value: object) -> str:
         return "the package megatron-core is not installed here, so it cannot be checked"
     if key not in fields:
         known = [name for name in fields if refusal_of(name, table.refused) is None]
-        return f"Megatron's {table.name} has no such field{nearest(key, known)}"
+        return f"Megatron's {table.name} has no such field{did_you_mean(key, known)}"
     field = fields[key]
     return "" if field.accepts(value) else f"should be {field.expected}, as Megatron declares it ({field.location})"
 

@@ -7,51 +7,41 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 
 from megagrpo.config.fields import LibrarySettings
-from megagrpo.config.libraries.source import LibraryField, Refusal, nearest, read_fields, refusal_of, refusals
+from megagrpo.config.libraries.source import LibraryField, read_fields, refusal_of, refusals, set_elsewhere
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.system.environment import WEIGHT_LOADER
+from megagrpo.system.user_function import did_you_mean
 
-_PORTS = "the service, which finds free ports for every engine"
-_PLACEMENT = "rollout.nodes_per_engine, and the service, which places engines"
-_WARMUP = "the service: a request before the first publish is verified would say nothing"
-_KEY = "the environment variable MEGAGRPO_API_KEY"
-OURS = {
-    "model_path": "model.path",
-    "tokenizer_path": "model.tokenizer",
-    "load_format": "rollout.load_format",
-    "dtype": "rollout.dtype",
-    "enable_fp32_lm_head": "rollout.dtype: logits of bfloat16 engines on GPUs are float32, as the actor's",
-    "custom_weight_loader": "weights.transport",
-    "weight_version": "the publish, which counts the actor's updates",
-    "enable_deterministic_inference": "rollout.deterministic",
-    "mem_fraction_static": "rollout.mem_fraction",
-    "max_running_requests": "rollout.max_running_requests",
-    "max_total_tokens": "rollout.max_total_tokens",
-    "tp_size": "rollout.tp",
-    "ep_size": "rollout.ep",
-    "nnodes": "rollout.nodes_per_engine",
-    "node_rank": _PLACEMENT,
-    "dist_init_addr": _PLACEMENT,
-    "use_ray": _PLACEMENT,
-    "base_gpu_id": _PLACEMENT,
-    "gpu_id_step": _PLACEMENT,
-    "device": "actor.device and the GPUs that the service sees",
-    "random_seed": "seed",
-    "host": "rollout.host",
-    "port": _PORTS,
-    "nccl_port": _PORTS,
-    "api_key": _KEY,
-    "admin_api_key": _KEY,
-    "skip_server_warmup": _WARMUP,
-    "warmups": _WARMUP,
-    "enable_memory_saver": "rollout.colocate",
-    "enable_return_routed_experts": "actor.routing_replay: rollout",
-    "speculative_algorithm": "rollout.draft_tokens",
-    "speculative_num_steps": "rollout.draft_tokens",
-    "speculative_num_draft_tokens": "rollout.draft_tokens",
-    "incremental_streaming_output": "rollout.streaming",
-    "preferred_sampling_params": "sampling",
-    "sampling_defaults": "sampling",
+# our key, or who decides it -> the fields that say the same
+_OURS = {
+    "model.path": "model_path",
+    "model.tokenizer": "tokenizer_path",
+    "rollout.load_format": "load_format",
+    "rollout.dtype": "dtype",
+    "rollout.dtype: logits of bfloat16 engines on GPUs are float32, as the actor's": "enable_fp32_lm_head",
+    "weights.transport": "custom_weight_loader",
+    "the publish, which counts the actor's updates": "weight_version",
+    "rollout.deterministic": "enable_deterministic_inference",
+    "rollout.mem_fraction": "mem_fraction_static",
+    "rollout.max_running_requests": "max_running_requests",
+    "rollout.max_total_tokens": "max_total_tokens",
+    "rollout.tp": "tp_size",
+    "rollout.ep": "ep_size",
+    "rollout.nodes_per_engine": "nnodes",
+    "rollout.nodes_per_engine, and the service, which places engines": (
+        "node_rank dist_init_addr use_ray base_gpu_id gpu_id_step"
+    ),
+    "actor.device and the GPUs that the service sees": "device",
+    "seed": "random_seed",
+    "rollout.host": "host",
+    "the service, which finds free ports for every engine": "port nccl_port",
+    "the environment variable MEGAGRPO_API_KEY": "api_key admin_api_key",
+    "the service: a request before the first publish is verified would say nothing": "skip_server_warmup warmups",
+    "rollout.colocate": "enable_memory_saver",
+    "actor.routing_replay: rollout": "enable_return_routed_experts",
+    "rollout.draft_tokens": "speculative_algorithm speculative_num_steps speculative_num_draft_tokens",
+    "rollout.streaming": "incremental_streaming_output",
+    "sampling": "preferred_sampling_params sampling_defaults",
 }
 # Classes whose fields are refused, all of them.
 _GROUPS = refusals(
@@ -68,7 +58,7 @@ _GROUPS = refusals(
 _RANKS = "an engine's ranks are rollout.tp; a publish would not reach the others"
 _LOGPROBS = "log-probabilities would be of another distribution than the actor's"
 _UNEXAMINED = "no test shows that a publish into live parameters holds with it"
-SERVER_REFUSED = {name: Refusal("", key) for name, key in OURS.items()} | refusals({
+SERVER_REFUSED = set_elsewhere(_OURS) | refusals({
     "rollout.quantization says in which format engines keep weights; with fewer bits they would not be the published "
     "ones": """quantization*
         modelopt_* quantize_and_serve rl_quant_profile enable_tf32_matmul enable_w4a4_* flashinfer_mxfp4_*
@@ -177,7 +167,7 @@ def engine_setting_words(given: LibrarySettings) -> list[str]:
 
 def _problem(name: str, value: object, fields: Mapping[str, LibraryField]) -> str:
     if name not in fields:
-        return f"SGLang's ServerArgs has no such field{nearest(name, fields)}"
+        return f"SGLang's ServerArgs has no such field{did_you_mean(name, fields)}"
     field = fields[name]
     if problem := engine_refusal(field) or _value_problem(name, value):
         return problem

@@ -5,11 +5,10 @@ defaults are evaluated with typing's own names, values are checked by pydantic.
 """
 
 import ast
-import difflib
 import enum
 import json
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -124,15 +123,15 @@ def refusal_of(name: str, refused: Mapping[str, Refusal]) -> Refusal | None:
     return next((refusal for pattern, refusal in refused.items() if fnmatchcase(name, pattern)), None)
 
 
+def set_elsewhere(ours: Mapping[str, str]) -> dict[str, Refusal]:
+    """Returns pattern -> refusal of a table from a key of ours to words."""
+    reason = "another key of the file, or the model's config.json, says it"
+    return {pattern: Refusal(reason, key) for key, patterns in ours.items() for pattern in patterns.split()}
+
+
 def refusals(reasons: Mapping[str, str]) -> dict[str, Refusal]:
     """Returns pattern -> refusal of a table from reason to words."""
     return {pattern: Refusal(reason) for reason, patterns in reasons.items() for pattern in patterns.split()}
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """Returns a hint with the most similar name; "" if none is similar."""
-    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _parts(annotation: object) -> tuple[object, ...]:

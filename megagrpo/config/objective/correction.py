@@ -10,7 +10,7 @@ from megagrpo.config.fields import NonNegativeFloat, PositiveFloat, Problems, Se
 class TruncatedImportance(Section):
     """min(old / rollout, cap): of the token, of the whole sequence (product), or its geometric mean."""
 
-    name: Literal["tis"] = Field(description="Selects truncated importance sampling.")
+    name: Literal["tis"]
     over: Literal["token", "sequence", "geometric"] = "token"
     """Unit of the ratio: a token, a sequence (the product of its tokens' ratios), or the geometric mean of a
     sequence's ratios."""

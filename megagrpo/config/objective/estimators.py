@@ -20,8 +20,8 @@ class Estimator(Variant):
 
     @property
     def group_std_ddof(self) -> int:
-        """Delta degrees of freedom of the standard deviation of a group's rewards."""
-        return 1
+        """Delta degrees of freedom of the standard deviation of a group's rewards: std_ddof of those that have it."""
+        return getattr(self, "std_ddof", 1)
 
     @property
     def refuses_group_of_one(self) -> str | None:
@@ -48,7 +48,6 @@ class _ComparesResponses(Estimator):
 
 _STD_DDOF = "Delta degrees of freedom of the group's standard deviation: 1 (sample) or 0 (population)."
 _EPS = "Added to the group's standard deviation, in units of the reward."
-_CHOOSES = "Selects this estimator."
 
 
 class GrpoAdvantage(_ComparesResponses):
@@ -57,13 +56,9 @@ class GrpoAdvantage(_ComparesResponses):
     formula = "(r - mean) / (std + eps)"
     normalises_by_group = True
 
-    name: Literal["grpo"] = Field(default="grpo", description=_CHOOSES)
+    name: Literal["grpo"] = "grpo"
     std_ddof: Ddof = Field(default=1, description=_STD_DDOF)
     eps: PositiveFloat = Field(default=1e-6, description=_EPS)
-
-    @property
-    def group_std_ddof(self) -> int:
-        return self.std_ddof
 
 
 class DrGrpoAdvantage(_ComparesResponses):
@@ -75,7 +70,7 @@ class DrGrpoAdvantage(_ComparesResponses):
         "Dr. GRPO divides by a constant (seq-mean-token-sum-norm); {aggregation} divides by response lengths"
     )
 
-    name: Literal["dr_grpo"] = Field(default="dr_grpo", description=_CHOOSES)
+    name: Literal["dr_grpo"] = "dr_grpo"
 
 
 class GrpoPassKAdvantage(Estimator):
@@ -84,14 +79,10 @@ class GrpoPassKAdvantage(Estimator):
     formula = "r_best - r_second for the best response, else 0"
     normalises_by_group = True
 
-    name: Literal["grpo_passk"] = Field(default="grpo_passk", description=_CHOOSES)
+    name: Literal["grpo_passk"] = "grpo_passk"
     normalise: bool = Field(default=True, description="Whether to divide by the group's standard deviation plus eps.")
     std_ddof: Ddof = Field(default=1, description=_STD_DDOF)
     eps: PositiveFloat = Field(default=1e-6, description=_EPS)
-
-    @property
-    def group_std_ddof(self) -> int:
-        return self.std_ddof
 
     @property
     def refuses_group_of_one(self) -> str | None:
@@ -104,7 +95,7 @@ class RlooAdvantage(_ComparesResponses):
     formula = "r - mean of the others"
     normalises_by_group = True
 
-    name: Literal["rloo"] = Field(default="rloo", description=_CHOOSES)
+    name: Literal["rloo"] = "rloo"
 
 
 class ReinforcePlusPlusAdvantage(Estimator):
@@ -113,7 +104,7 @@ class ReinforcePlusPlusAdvantage(Estimator):
     formula = "whiten(sum_k gamma^k R_(t+k))"
     whitens = True
 
-    name: Literal["reinforce_plus_plus"] = Field(default="reinforce_plus_plus", description=_CHOOSES)
+    name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     gamma: float = Field(default=1.0, gt=0, le=1, description="Discount factor per sampled token.")
 
 
@@ -123,7 +114,7 @@ class ReinforceAdvantage(Estimator):
 
     formula = "sum_k gamma^k R_(t+k)"
 
-    name: Literal["reinforce"] = Field(default="reinforce", description=_CHOOSES)
+    name: Literal["reinforce"] = "reinforce"
     gamma: float = Field(default=1.0, gt=0, le=1, description="Discount factor per sampled token.")
 
 
@@ -133,7 +124,7 @@ class ReinforcePlusPlusBaselineAdvantage(_ComparesResponses):
     formula = "whiten(r - mean)"
     whitens = True
 
-    name: Literal["reinforce_plus_plus_baseline"] = Field(default="reinforce_plus_plus_baseline", description=_CHOOSES)
+    name: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
 
 
 class RemaxAdvantage(Estimator):
@@ -142,7 +133,7 @@ class RemaxAdvantage(Estimator):
     formula = "sum_k R_(t+k) - r_greedy"
     needs_greedy_response = True
 
-    name: Literal["remax"] = Field(default="remax", description=_CHOOSES)
+    name: Literal["remax"] = "remax"
 
 
 class OpoAdvantage(_ComparesResponses):
@@ -150,7 +141,7 @@ class OpoAdvantage(_ComparesResponses):
 
     formula = "r - sum T r / sum T"
 
-    name: Literal["opo"] = Field(default="opo", description=_CHOOSES)
+    name: Literal["opo"] = "opo"
 
 
 class GpgAdvantage(_ComparesResponses):
@@ -158,7 +149,7 @@ class GpgAdvantage(_ComparesResponses):
 
     formula = "alpha (r - mean)"
 
-    name: Literal["gpg"] = Field(default="gpg", description=_CHOOSES)
+    name: Literal["gpg"] = "gpg"
     alpha: Literal["non_degenerate", "nonzero_reward"] = "non_degenerate"
     """Divisor of the number of responses in alpha: those in groups whose rewards differ, or those with a reward other
     than 0, as verl does."""

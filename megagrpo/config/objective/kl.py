@@ -1,7 +1,6 @@
 """The `algorithm.kl` section: the divergence of the policy from its reference."""
 
-from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal, Self, cast
 
 from pydantic import Field
 
@@ -11,27 +10,6 @@ from megagrpo.config.fields import NonNegativeFloat, PositiveFloat, Problems, Se
 KL_ERROR_LIMIT = 0.2
 
 KlEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+", "full"]
-KlValue = Literal["k1", "abs", "k2", "k3", "full"]
-
-
-@dataclass(frozen=True)
-class KlForm:
-    """Says which value an estimator has, and whether its gradient is that of k2 instead of its own."""
-
-    value: KlValue
-    gradient_of_k2: bool = False
-
-
-KL_FORMS: dict[KlEstimator, KlForm] = {
-    "k1": KlForm("k1"),
-    "abs": KlForm("abs"),
-    "k2": KlForm("k2"),
-    "k3": KlForm("k3"),
-    "k1+": KlForm("k1", gradient_of_k2=True),
-    "abs+": KlForm("abs", gradient_of_k2=True),
-    "k3+": KlForm("k3", gradient_of_k2=True),
-    "full": KlForm("full"),
-}
 
 
 class AdaptiveKl(Section):
@@ -57,9 +35,9 @@ class KlConfig(Section):
     """Adapts the coefficient to a target KL after every step; null: fixed."""
 
     @property
-    def form(self) -> KlForm:
-        """The value and the gradient of the estimator."""
-        return KL_FORMS[self.estimator]
+    def value_estimator(self) -> KlEstimator:
+        """The estimator whose value this one has: without a +, its own."""
+        return cast(KlEstimator, self.estimator.removesuffix("+"))
 
     @property
     def coef(self) -> float:
@@ -71,15 +49,15 @@ class KlConfig(Section):
         return self.model_copy(update={"reward_coef" if self.reward_coef else "loss_coef": coef})
 
     def problems(self) -> Problems:
-        own, full = f'"{self.estimator}"', self.form.value == "full"
+        own, full, plus = f'"{self.estimator}"', self.estimator == "full", self.estimator.endswith("+")
         both = self.loss_coef and self.reward_coef
-        of_loss = self.reward_coef and (full or self.form.gradient_of_k2)
-        uncorrected = self.importance and not self.form.gradient_of_k2
+        of_loss = self.reward_coef and (full or plus)
+        uncorrected = self.importance and not plus
         return {
             "loss_coef and reward_coef are both set: the KL would be charged twice; set one of them to 0": both,
             f"estimator {own} is a form for the loss; with reward_coef use k1, abs, k2 or k3": of_loss,
             f'importance corrects the gradient of the "+" estimators; {own} is none of them': uncorrected,
-            f"value_clamp belongs to k3; estimator is {own}": self.value_clamp and self.form.value != "k3",
+            f"value_clamp belongs to k3; estimator is {own}": self.value_clamp and self.value_estimator != "k3",
             'adaptive measures the KL on the sampled tokens, estimator "full" does not; use k1, abs, k2 or '
             "k3": self.adaptive and full,
             "adaptive needs a starting coefficient: set loss_coef or reward_coef": self.adaptive and not self.coef,

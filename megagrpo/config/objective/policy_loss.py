@@ -10,7 +10,6 @@ from pydantic import Field
 
 from megagrpo.config.fields import Aggregation, NonNegativeFloat, PositiveFloat, Variant
 
-_CHOOSES = "Selects this loss."
 _LOW = "The probability ratio is clipped below at 1 - clip_ratio_low."
 _HIGH = "The probability ratio is clipped above at 1 + clip_ratio_high."
 
@@ -20,7 +19,7 @@ class PpoClipLoss(Variant):
 
     formula = "-min(rho A, clip(rho) A)"
 
-    name: Literal["ppo_clip"] = Field(default="ppo_clip", description=_CHOOSES)
+    name: Literal["ppo_clip"] = "ppo_clip"
     clip_ratio_low: float = Field(default=0.2, gt=0, le=1, description=_LOW)
     clip_ratio_high: PositiveFloat = Field(default=0.2, description=_HIGH)
     dual_clip: float | None = Field(default=None, gt=1)
@@ -36,7 +35,7 @@ class GspoLoss(Variant):
         "gspo is the paper's objective with aggregation seq-mean-token-mean only; here it is {aggregation}"
     )
 
-    name: Literal["gspo"] = Field(default="gspo", description=_CHOOSES)
+    name: Literal["gspo"] = "gspo"
     clip_ratio_low: float = Field(default=3e-4, gt=0, le=1, description=_LOW)
     clip_ratio_high: PositiveFloat = Field(default=4e-4, description=_HIGH)
     clamp: Literal["both", "above"] = "both"
@@ -48,7 +47,7 @@ class CispoLoss(Variant):
 
     formula = "-sg[clip(rho)] A log p"
 
-    name: Literal["cispo"] = Field(default="cispo", description=_CHOOSES)
+    name: Literal["cispo"] = "cispo"
     clip_ratio_low: float = Field(default=1.0, gt=0, le=1, description=_LOW)
     clip_ratio_high: NonNegativeFloat = Field(default=4.0, description=_HIGH)
 
@@ -58,7 +57,7 @@ class GpgLoss(Variant):
 
     formula = "-A log p"
 
-    name: Literal["gpg"] = Field(default="gpg", description=_CHOOSES)
+    name: Literal["gpg"] = "gpg"
 
 
 class SapoLoss(Variant):
@@ -66,7 +65,7 @@ class SapoLoss(Variant):
 
     formula = "-sigmoid(tau (rho - 1)) (4 / tau) A"
 
-    name: Literal["sapo"] = Field(default="sapo", description=_CHOOSES)
+    name: Literal["sapo"] = "sapo"
     tau_positive: PositiveFloat = 1.0
     """Steepness of the gate where the advantage is positive."""
     tau_negative: PositiveFloat = 1.05
