@@ -7,6 +7,7 @@ intersect, subtract and split without looking at elements; `factor` turns any vi
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -60,6 +61,18 @@ class Box:
                     rest.append(Box((*start[:k], a, *start[k + 1 :]), (*size[:k], b - a, *size[k + 1 :])))
             start[k], size[k] = low, width
         return rest
+
+    def split(self, limit: int) -> list["Box"]:
+        """Cuts a box, along its first dimensions, into boxes of at most `limit` elements."""
+        if self.numel <= limit:
+            return [self]
+        k = next(k for k, n in enumerate(self.size) if n > 1)
+        rows = max(limit // (self.numel // self.size[k]), 1)
+        parts = []
+        for a, b in pairwise([*range(0, self.size[k], rows), self.size[k]]):
+            start = (*self.start[:k], self.start[k] + a, *self.start[k + 1 :])
+            parts.append(Box(start, (*self.size[:k], b - a, *self.size[k + 1 :])))
+        return [piece for part in parts for piece in part.split(limit)]
 
     def _stop(self) -> tuple[int, ...]:
         return tuple(a + n for a, n in zip(self.start, self.size, strict=True))

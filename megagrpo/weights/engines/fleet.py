@@ -131,25 +131,6 @@ class EngineFleet:
 
         self.each(open_one)
 
-    def formats(self, ids: list[str], deadline: Deadline) -> set[str]:
-        """Returns the HF tensors that an engine keeps in FP8: the first of `ids` that answers, which is then paused."""
-        infos = {info.id: info for info in self._registry.engines()}
-        found: list[set[str]] = []
-
-        def ask(engine: EngineConnection) -> None:
-            engine.deadline = Deadline(deadline.left / 2)
-            engine.pause()
-            with suppress(EngineRefused):  # see open
-                engine.end()
-            found.append(engine.formats(self._specs))
-
-        for id in filter(infos.__contains__, ids):
-            self._round, self._connections[id] = [id], self._connect(infos[id])
-            self.each(ask)
-            if found:
-                return found[0]
-        raise RuntimeError(f"no engine says which weights it keeps in FP8: {'; '.join(map(str, self._lost.values()))}")
-
     def each(self, work: Callable[[EngineConnection], object]) -> None:
         """Runs `work` for every living engine in threads. Reports engines that raise EngineDown; raises other errors"""
         if not self.alive:

@@ -12,7 +12,7 @@ Every rank computes the same plan from the same lists; no weight is read.
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 from math import ceil, prod
 from typing import NamedTuple
 
@@ -196,7 +196,7 @@ def _pieces(copy: Copy, atoms: Sequence[Atom], target: int, dtype: torch.dtype, 
     found = 0
     for atom in atoms:
         common = atom.copy.box.intersect(copy.box)
-        for box in _split(common, limit) if common is not None else ():
+        for box in common.split(limit) if common is not None else ():
             found += box.numel
             yield _Piece(atom.copy.restrict(box).target, copy.restrict(box).target, atom.ranks, target, dtype)
     if found != copy.box.numel:
@@ -296,17 +296,3 @@ def _joined(first: ParameterSlice, second: ParameterSlice, limit: int) -> Parame
         if first.contiguous and second.contiguous
         else None
     )
-
-
-def _split(box: Box, limit: int) -> list[Box]:
-    """Cuts a box, along its first dimensions, into boxes of at most `limit` elements."""
-    if box.numel <= limit:
-        return [box]
-    k = next(k for k, n in enumerate(box.size) if n > 1)
-    rows = max(limit // (box.numel // box.size[k]), 1)
-    edges = [*range(0, box.size[k], rows), box.size[k]]
-    parts = [
-        Box((*box.start[:k], box.start[k] + a, *box.start[k + 1 :]), (*box.size[:k], b - a, *box.size[k + 1 :]))
-        for a, b in pairwise(edges)
-    ]
-    return [piece for part in parts for piece in _split(part, limit)]
