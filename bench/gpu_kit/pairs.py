@@ -94,7 +94,7 @@ def reshard_end(figures: Figures, setting: Setting) -> None:
         limits=GroupLimits(_LIMIT_S),
         left_s=_LIMIT_S,
     )
-    end = _TrainerEnd(link, cast(TransferPlan, SimpleNamespace(trainers=[0], numbered_sent_by=lambda rank: {})), 0)
+    end = _TrainerEnd(link, cast(TransferPlan, SimpleNamespace(trainers=[0], sent_by=lambda rank: {})), 0)
     weights = cast(TrainerWeights, SimpleNamespace(mesh=mesh, parameters=dict))
 
     def send() -> str:

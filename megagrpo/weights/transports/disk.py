@@ -8,7 +8,7 @@ from torch import Tensor
 from megagrpo.weights.engines.client import EngineConnection
 from megagrpo.weights.engines.fleet import EngineFleet
 from megagrpo.weights.hf_folder import write_hf_folder
-from megagrpo.weights.transports.gather_plan import gather_to_main, gather_traffic, make_gather_plan
+from megagrpo.weights.transports.gather_plan import gather_to_main, make_gather_plan
 from megagrpo.weights.transports.protocol import TrainerWeights
 from megagrpo.weights.wire.clock import PhaseTimer
 from megagrpo.weights.wire.moving import Traffic
@@ -39,8 +39,9 @@ class DiskTransport:
                 if old.name != target.name:
                     shutil.rmtree(old)
 
-        gather_to_main(self._plan, weights.parameters(), weights.mesh, write_and_load, "disk weights to engines")
-        return gather_traffic(self._plan, weights.parameters(), weights.mesh)
+        what, traffic = "disk weights to engines", Traffic()
+        gather_to_main(self._plan, weights.parameters(), weights.mesh, write_and_load, what, traffic)
+        return traffic
 
     def drop(self, engine: EngineConnection) -> None:
         """Does nothing: no connection is kept."""

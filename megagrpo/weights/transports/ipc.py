@@ -78,7 +78,7 @@ class IpcTransport(LinkTransport):
     def _move(self, now: Round, traffic: Traffic) -> dict[str, Exception]:
         """Collects every batch at its carriers and hands it over; those of all links with one number go together."""
         rank, plans = self._weights.mesh.rank, [self._plan(link) for link in now.links]
-        outgoing = [plan.numbered_sent_by(rank) for plan in plans]
+        outgoing = [plan.sent_by(rank) for plan in plans]
         num_batches = max((int(plan.batches.max(initial=-1)) + 1 for plan in plans), default=0)
         with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
             making = pool.submit(self._handovers, now, stack)  # takes memory, beside an engine: one rank may have none
@@ -149,7 +149,7 @@ class IpcTransport(LinkTransport):
                 handover = Handover(
                     link.open_store(),
                     _key(link, now, rank),
-                    self._plan(link).numbered_received_by(rank),
+                    self._plan(link).received_by(rank),
                     device,
                     Deadline(link.left_s),
                     link.patience_s,

@@ -175,7 +175,7 @@ class LinkTransport(ABC):
         for rank in range(link.num_ranks):
             key = ""
             if link.name not in self._planned:
-                key = engine.mailbox.put("plan", encode_batches(plan.received_by(rank), self._ranks(link)))
+                key = engine.mailbox.put("plan", encode_batches(plan.received_by(rank).values(), self._ranks(link)))
             common = {"group": link.name, "plan": key, "patience_s": link.patience_s, "left_s": link.left_s}
             requests.append(common | self._request(link, now, rank))
         return requests

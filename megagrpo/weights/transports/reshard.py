@@ -113,7 +113,7 @@ class _TrainerEnd:
         self.link = link
         trainers = plan.trainers
         self._rank, self._num_trainers = trainers.index(rank), len(trainers)
-        batches = plan.numbered_sent_by(rank)
+        batches = plan.sent_by(rank)
         self._numbers = list(batches)
         self._batches = [  # with peers as ranks of the group, in which trainers come first
             [replace(message, peer=len(trainers) + message.peer) for message in batch] for batch in batches.values()

@@ -21,7 +21,7 @@ import torch
 
 from megagrpo.weights.copies.record import Copy, Specs
 from megagrpo.weights.copies.views import Box, ParameterSlice
-from megagrpo.weights.wire.messages import Batches, Message
+from megagrpo.weights.wire.messages import Message
 
 _UNPACKED_BYTES = 1 << 20  # a piece of at least this size is a message of its own and needs no packing
 _PIECES_A_BATCH = 8  # at least, of one rank
@@ -79,20 +79,12 @@ class TransferPlan:
         num_bytes = np.bincount(pairs, self.cover.num_bytes, world * tp).astype(np.int64)
         return num_bytes.reshape(world, tp), np.bincount(pairs[first], minlength=world * tp).reshape(world, tp)
 
-    def sent_by(self, rank: int) -> Batches:
-        """Returns the batches that a trainer rank sends; peers are engine ranks."""
-        return list(self.numbered_sent_by(rank).values())
-
-    def received_by(self, rank: int) -> Batches:
-        """Returns the batches that an engine rank receives; peers are trainer ranks."""
-        return list(self.numbered_received_by(rank).values())
-
-    def numbered_sent_by(self, rank: int) -> dict[int, list[Message]]:
-        """Returns sent_by, by batch number."""
+    def sent_by(self, rank: int) -> dict[int, list[Message]]:
+        """Returns the batches that a trainer rank sends, by number; peers are engine ranks."""
         return self._messages(self.sources == rank, self.cover.targets, self.cover.sent)
 
-    def numbered_received_by(self, rank: int) -> dict[int, list[Message]]:
-        """Returns received_by, by batch number."""
+    def received_by(self, rank: int) -> dict[int, list[Message]]:
+        """Returns the batches that an engine rank receives, by number; peers are trainer ranks."""
         return self._messages(self.cover.targets == rank, self.sources, self.cover.received)
 
     def _messages(self, mine: np.ndarray, peers: np.ndarray, slices: list[ParameterSlice]) -> dict[int, list[Message]]:
