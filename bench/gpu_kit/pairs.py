@@ -23,13 +23,13 @@ from megagrpo.weights.copies.views import Box, ParameterSlice
 from megagrpo.weights.digests.digest import slice_digest
 from megagrpo.weights.expected_digests import ExpectedDigests
 from megagrpo.weights.transports.protocol import TrainerWeights
+from megagrpo.weights.transports.reshard import SendOrder
 from megagrpo.weights.transports.reshard_plan import TransferPlan
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.group import GroupLimits
 from megagrpo.weights.wire.handover import Handover, take_batches
 from megagrpo.weights.wire.messages import Message
 from megagrpo.weights.wire.moving import pack
-from megagrpo.weights.wire.order import SendOrder
 
 _LIMIT_S = 15.0
 _BATCHES = 6

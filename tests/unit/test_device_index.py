@@ -56,8 +56,7 @@ def digested_on(mesh, current) -> int:
 
 
 def sent_on(mesh, current) -> int:
-    from megagrpo.weights.transports.reshard import _TrainerEnd
-    from megagrpo.weights.wire.order import SendOrder
+    from megagrpo.weights.transports.reshard import SendOrder, _TrainerEnd
 
     where = []
     link = SimpleNamespace(left_s=30.0, patience_s=30.0)

@@ -10,13 +10,12 @@ import torch.distributed as dist
 
 from megagrpo.system.environment import get, of_all_nccl_ranks
 from megagrpo.weights.copies.views import ParameterSlice
-from megagrpo.weights.transports.reshard import _TrainerEnd
+from megagrpo.weights.transports.reshard import JOIN, SendOrder, _TrainerEnd
 from megagrpo.weights.wire import clock
 from megagrpo.weights.wire.changes import ALL, LastSent, changes_bytes, count_tags, write_changes
 from megagrpo.weights.wire.clock import Deadline, PhaseTimer
 from megagrpo.weights.wire.group import EngineGroup, GroupLimits, PeerLost, Receive, Send, join_group
 from megagrpo.weights.wire.messages import Message
-from megagrpo.weights.wire.order import JOIN, SendOrder
 
 CUDA = torch.device("cuda")
 

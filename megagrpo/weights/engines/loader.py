@@ -329,10 +329,10 @@ def record_engine_model(model: torch.nn.Module, specs: Specs, allow_computed: bo
         recording = record(load, specs, live_tensors(model), allow_computed)
     recording.fills += cache_scales(model)
     names = sorted(set().union(*(computed.hf for computed in recording.computed.values())))
-    whole = [Box((0,) * len(specs[name][0]), specs[name][0]) for name in names]
+    shapes = [specs[name][0] for name in names]
     return recording, [  # into buffers of this loader, under names that no parameter has
-        Copy(name, box.start, box.size, f"HF tensor {name}", 0, row_major(box.size))
-        for name, box in zip(names, whole, strict=True)
+        Copy(name, (0,) * len(shape), shape, f"HF tensor {name}", 0, row_major(shape))
+        for name, shape in zip(names, shapes, strict=True)
     ]
 
 

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megagrpo.config.rollout import engine_number
 from megagrpo.weights.engines.client import EngineConnection
 from megagrpo.weights.transports.links import CutFlag, Link, LinkTransport, Round
 from megagrpo.weights.transports.protocol import TrainerWeights
@@ -53,9 +52,6 @@ class IpcTransport(LinkTransport):
         super().__init__(weights)
         self._places = weights.mesh.gather_world(place_of(weights.mesh.device))
 
-    def _slot(self, engine: EngineConnection) -> int:
-        return engine_number(engine.id)  # they start in any order
-
     def _carriers(self, engine: EngineConnection, slot: int) -> tuple[int, ...]:
         """Returns the trainer rank on each engine rank's GPU, else one of its node. Raises ValueError for none."""
         found = []
@@ -73,7 +69,7 @@ class IpcTransport(LinkTransport):
         carried = -(-engines * link.num_ranks // weights.mesh.world_size)  # engine ranks per carrier
         limit = weights.bucket_bytes // (2 * carried)  # half: the shared memory has two halves
         nodes = [place.node for place in self._places]
-        return plan_transfer(cover, link.slot % engines, engines, limit, Nearness(link.carriers, nodes))
+        return plan_transfer(cover, link.slot, engines, limit, Nearness(link.carriers, nodes))
 
     def _move(self, now: Round, traffic: Traffic) -> dict[str, Exception]:
         """Collects every batch at its carriers and hands it over; those of all links with one number go together."""
@@ -158,9 +154,6 @@ class IpcTransport(LinkTransport):
                 stack.callback(handover.close)
                 handovers[_Destination(index, rank)] = handover
         return handovers
-
-    def _ranks(self, link: Link) -> dict[int, int]:
-        return dict.fromkeys(self._plan(link).trainers, 0)
 
     def _request(self, link: Link, now: Round, rank: int) -> dict[str, object]:
         return {"memory": _key(link, now, rank)}

@@ -10,6 +10,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported from torch._C
 
+from megagrpo.config.rollout import engine_number
 from megagrpo.weights.copies.record import Copy
 from megagrpo.weights.engines.client import EngineConnection, EngineDown
 from megagrpo.weights.engines.fleet import EngineFleet
@@ -30,7 +31,7 @@ class Link:
     name: str  # unique, also as the name of a process group
     url: str
     num_ranks: int
-    slot: int  # the engine's number among those with equal slices
+    slot: int  # the engine's number
     copy_list: int  # id of its copy list
     carriers: tuple[int, ...]  # by engine rank, the trainer rank that shares its memory; () if none needs to
     store: tuple[str, int]  # address and port on rank 0
@@ -74,9 +75,11 @@ class LinkTransport(ABC):
             self._learn(now)
         traffic = Traffic()
         with ThreadPoolExecutor(1) as pool:
-            receiving = pool.submit(engines.each, lambda engine: self._receive(engine, now, traffic))
+            staged: list[int] = []  # bytes, by engine rank
+            receiving = pool.submit(engines.each, lambda engine: staged.extend(self._receive(engine, now)))
             failed = self._move(now, traffic)
             failure = receiving.exception()  # raised below: the other ranks are still sending
+        traffic.staging_bytes = max(traffic.staging_bytes, *staged, 0)
         self._settle(engines, failed, failure)
         return traffic
 
@@ -89,10 +92,6 @@ class LinkTransport(ABC):
         if engine.id in self._names:
             engine.ask("leave", [{}] * engine.tp)
 
-    @abstractmethod
-    def _slot(self, engine: EngineConnection) -> int:
-        """Returns the engine's number among those with equal slices. Rank 0 only."""
-
     def _carriers(self, engine: EngineConnection, slot: int) -> tuple[int, ...]:
         """Returns Link.carriers. Rank 0 only."""
         return ()
@@ -104,10 +103,6 @@ class LinkTransport(ABC):
     @abstractmethod
     def _move(self, now: Round, traffic: Traffic) -> dict[str, Exception]:
         """Sends this rank's part and counts it. Returns by the link's name what failed: PeerLost loses its engine."""
-
-    @abstractmethod
-    def _ranks(self, link: Link) -> Mapping[int, int]:
-        """Returns by trainer rank the peer that an engine rank knows it as."""
 
     @abstractmethod
     def _request(self, link: Link, now: Round, rank: int) -> dict[str, object]:
@@ -123,7 +118,7 @@ class LinkTransport(ABC):
             self._copy_lists.append(engine.slices)
         copy_list = self._copy_lists.index(engine.slices)
         engine.slices = self._copy_lists[copy_list]  # one list for all: it may have a million entries
-        slot = self._slot(engine)
+        slot = engine_number(engine.id)
         # a quarter leaves time for the other engines if one does not come
         limits = self._weights.limits
         limits = limits._replace(join_s=min(limits.join_s, engine.deadline.left / 4))
@@ -154,28 +149,34 @@ class LinkTransport(ABC):
     def _plan(self, link: Link) -> TransferPlan:
         return self._plans[link.copy_list, link.slot, link.carriers]
 
-    def _receive(self, engine: EngineConnection, now: Round, traffic: Traffic) -> None:
-        """Makes the engine receive its slices. Rank 0 only. Raises EngineDown if one of its ranks lost the trainers."""
+    def _receive(self, engine: EngineConnection, now: Round) -> list[int]:
+        """Makes the engine receive its slices. Returns the bytes that each of its ranks staged. Rank 0 only.
+
+        Raises EngineDown if one of its ranks lost the trainers.
+        """
         link = next(link for link in now.links if link.name == self._names[engine.id])
-        with CutFlag(link) as flag:  # the trainers must not wait for an engine that does not come
-            answers = self._ask(engine, self._requests(engine, link, now), flag, traffic)
+        # the trainers must not wait for an engine that does not come, nor it for them
+        with CutFlag(link) as flag, ThreadPoolExecutor(1) as pool:
+            receiving = pool.submit(engine.ask, "receive", self._requests(engine, link, now))
+            try:
+                flag.wait_until(receiving.done, engine.deadline, f"{engine} to receive")
+            except PeerLost as exc:
+                engine.close()
+                raise EngineDown(f"{engine} was lost in the transfer: {exc}") from exc
+            answers = receiving.result()
         if reasons := [answer["lost"] for answer in answers if answer["lost"]]:
             raise EngineDown(f"{engine} lost the trainers in the transfer: {reasons[0]}")
         self._planned.add(link.name)
-
-    def _ask(
-        self, engine: EngineConnection, requests: list[dict[str, object]], flag: "CutFlag", traffic: Traffic
-    ) -> list[dict]:
-        """Returns the answers of all ranks of the engine."""
-        return engine.ask("receive", requests)
+        return [answer["staging_bytes"] for answer in answers]
 
     def _requests(self, engine: EngineConnection, link: Link, now: Round) -> list[dict[str, object]]:
         """Returns a ReceiveRequest for each rank of the engine; its batches go into the mailbox, once per link."""
         requests, plan = [], self._plan(link)
+        ranks = {trainer: rank for rank, trainer in enumerate(plan.trainers)}  # of the group, in which they come first
         for rank in range(link.num_ranks):
             key = ""
             if link.name not in self._planned:
-                key = engine.mailbox.put("plan", encode_batches(plan.received_by(rank).values(), self._ranks(link)))
+                key = engine.mailbox.put("plan", encode_batches(plan.received_by(rank).values(), ranks))
             common = {"group": link.name, "plan": key, "patience_s": link.patience_s, "left_s": link.left_s}
             requests.append(common | self._request(link, now, rank))
         return requests
