@@ -81,62 +81,43 @@ class Computed:
 
 
 @dataclass(frozen=True)
-class Strided:
-    """`size` elements, `hf_stride` apart in the HF tensor; one step is `scale` steps along `dim` of the view."""
-
-    size: int
-    hf_stride: int
-    dim: int
-    scale: int
-
-
-@dataclass(frozen=True)
 class HfView:
-    """A view, of any tensor that was copied from an HF tensor, as a view of that HF tensor."""
-
-    hf: str
-    offset: int
-    pieces: list[Strided]  # in the view's order of iteration
-
-
-@dataclass(frozen=True)
-class _Traced:
-    """A dense storage with elements of one HF tensor: their `offset` and `hf_strides` there, in elements."""
+    """Elements of one HF tensor, in an order of iteration: their `offset` and `strides` there, in elements."""
 
     hf: str
     offset: int
     sizes: tuple[int, ...]
-    hf_strides: tuple[int, ...]
+    strides: tuple[int, ...]
 
 
 class TracedStorages:
     """Every storage that holds HF elements: traced to one HF tensor, a concatenation of such, or computed."""
 
     def __init__(self, hf: Mapping[str, Tensor]):
-        self._traced = {
-            storage_id(t): _Traced(name, 0, tuple(t.shape), row_major(tuple(t.shape))) for name, t in hf.items()
+        self._known: dict[int, HfView | Concatenation | Computed] = {  # a dense storage's elements in order of memory
+            storage_id(t): HfView(name, 0, tuple(t.shape), row_major(tuple(t.shape))) for name, t in hf.items()
         }
-        self._joined: dict[int, Concatenation] = {}
-        self._computed: dict[int, Computed] = {}
         self._keep: list[Tensor] = []  # a freed storage's address could come back as another tensor
 
     def is_traced(self, tensor: Tensor) -> bool:
         """Returns whether all elements are those of one HF tensor."""
-        return storage_id(tensor) in self._traced
+        return isinstance(self._known.get(storage_id(tensor)), HfView)
 
     def from_hf(self, tensor: Tensor) -> bool:
         """Returns whether any element comes from an HF tensor."""
-        return any(storage_id(tensor) in known for known in (self._traced, self._joined, self._computed))
+        return storage_id(tensor) in self._known
 
     def computed(self, tensor: Tensor) -> Computed | None:
         """Returns how the tensor was computed, None if it holds copies only."""
-        return self._computed.get(storage_id(tensor))
+        known = self._known.get(storage_id(tensor))
+        return known if isinstance(known, Computed) else None
 
     def names(self, tensor: Tensor) -> list[str]:
         """Returns the HF tensors whose elements a traced tensor or a concatenation of such holds."""
-        joined = self._joined.get(storage_id(tensor))
-        known = map(storage_id, joined.parts if joined is not None else [tensor])
-        return [self._traced[storage].hf for storage in known if storage in self._traced]
+        joined = self._known.get(storage_id(tensor))
+        parts = joined.parts if isinstance(joined, Concatenation) else [tensor]
+        known = [self._known.get(storage_id(part)) for part in parts]
+        return [view.hf for view in known if isinstance(view, HfView)]
 
     def rewrite(self, source: Tensor, dtype: torch.dtype | None) -> Tensor:
         """Returns a new storage with the elements of `source` in the same order."""
@@ -153,7 +134,7 @@ class TracedStorages:
         """Returns the concatenation of traced tensors."""
         joined = Concatenation.of(parts, dim)
         self._keep += [joined.whole, *parts]
-        self._joined[storage_id(joined.whole)] = joined
+        self._known[storage_id(joined.whole)] = joined
         return joined.whole
 
     def copy_to_temporary(self, target: Tensor, source: Tensor) -> None:
@@ -166,40 +147,44 @@ class TracedStorages:
 
     def joined_parts(self, source: Tensor, shape: torch.Size) -> list[JoinedPart]:
         """Returns the parts of a view of a concatenation that is copied into this shape, [] for another tensor."""
-        joined = self._joined.get(storage_id(source))
-        if joined is not None and source.numel():
+        joined = self._known.get(storage_id(source))
+        if isinstance(joined, Concatenation) and source.numel():
             try:
                 return joined.pieces(source, shape)
             except Untraceable as exc:
                 self.lose(source, [source], str(exc))
         return []
 
-    def hf_view(self, tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> HfView:
-        """Returns a traced tensor, read with this shape and these strides, as a view of its HF tensor."""
-        origin = self._traced[storage_id(tensor)]
+    def hf_view(
+        self, tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], other: tuple[int, ...]
+    ) -> tuple[HfView, tuple[int, ...]]:
+        """Returns a traced tensor, read with this shape and these strides, as a view of its HF tensor.
+
+        Also the strides, along the dimensions of that view, of a second tensor [*shape] with strides `other`.
+        """
+        origin = self._known[storage_id(tensor)]
+        assert isinstance(origin, HfView), "the tensor is traced"
         with naming(f"HF tensor {origin.hf}"):
             first, pieces = factor(int(tensor.storage_offset()), shape, strides, origin.sizes)
-        offset = origin.offset + sum(i * s for i, s in zip(first, origin.hf_strides, strict=True))
-        return HfView(
-            origin.hf, offset, [Strided(p.size, origin.hf_strides[p.base] * p.step, p.dim, p.scale) for p in pieces]
-        )
+        offset = origin.offset + sum(i * s for i, s in zip(first, origin.strides, strict=True))
+        hf_strides = tuple(origin.strides[p.base] * p.step for p in pieces)
+        view = HfView(origin.hf, offset, tuple(p.size for p in pieces), hf_strides)
+        return view, tuple(other[p.dim] * p.scale for p in pieces)
 
     def lose(self, tensor: Tensor, origins: list[Tensor], how: str) -> None:
         """Notes that a tensor is no view of one HF tensor. how: what made it of the `origins`."""
         self._keep.append(tensor)
-        earlier = [self._computed[storage_id(t)] for t in origins if storage_id(t) in self._computed]
+        earlier = list(filter(None, map(self.computed, origins)))
         names = [name for t in origins for name in self.names(t)]
         text = earlier[0].how if earlier else f"{how} of HF tensor {names[0]}"
-        self._computed[storage_id(tensor)] = Computed(text, set(names).union(*(part.hf for part in earlier)))
-        self._traced.pop(storage_id(tensor), None)
-        self._joined.pop(storage_id(tensor), None)
+        self._known[storage_id(tensor)] = Computed(text, set(names).union(*(part.hf for part in earlier)))
 
     def _trace(self, out: Tensor, source: Tensor) -> None:
         self._keep.append(out)
-        view = self.hf_view(source, tuple(source.shape), tuple(source.stride()))
-        dense = sorted(((out.stride(p.dim) * p.scale, p.size, p.hf_stride) for p in view.pieces), reverse=True)
+        view, strides = self.hf_view(source, tuple(source.shape), source.stride(), out.stride())
+        dense = sorted(zip(strides, view.sizes, view.strides, strict=True), reverse=True)
         sizes, hf_strides = tuple(size for _, size, _ in dense), tuple(hf_stride for _, _, hf_stride in dense)
-        self._traced[storage_id(out)] = _Traced(view.hf, view.offset, sizes, hf_strides)
+        self._known[storage_id(out)] = HfView(view.hf, view.offset, sizes, hf_strides)
 
 
 def storage_id(tensor: Tensor) -> int:

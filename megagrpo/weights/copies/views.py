@@ -93,15 +93,6 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class BoxPair:
-    """Pairs a box with the same elements in a second view: `offset` and `strides` along the box's dimensions."""
-
-    box: Box
-    offset: int
-    strides: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class ParameterSlice:
     """Elements of a parameter. `offset`, from its first element, and `strides` count elements."""
 
@@ -168,8 +159,8 @@ def factor(
 
 def split_into_boxes(
     offset: int, shape: tuple[int, ...], strides: tuple[int, ...], base: tuple[int, ...], other: tuple[int, ...]
-) -> list[BoxPair]:
-    """Returns the boxes of `base` that a view covers, each paired with the same elements of a second view.
+) -> list[tuple[Box, int, tuple[int, ...]]]:
+    """Returns the boxes of `base` that a view covers, each with offset and strides of its elements in a second view.
 
     other: strides of the second view, per dimension of `shape`. The boxes are disjoint if the view touches no element
     twice.
@@ -195,7 +186,7 @@ def split_into_boxes(
                 for a, n, o, s in boxes
                 for i in range(count)
             ]
-    return [BoxPair(Box(tuple(a), tuple(n)), o, tuple(s)) for a, n, o, s in boxes]
+    return [(Box(tuple(a), tuple(n)), o, tuple(s)) for a, n, o, s in boxes]
 
 
 def overlap(parts: Sequence[ParameterSlice], shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
@@ -203,9 +194,9 @@ def overlap(parts: Sequence[ParameterSlice], shape: tuple[int, ...], strides: tu
     in_memory = tuple(shape[d] for d in sorted(range(len(shape)), key=strides.__getitem__, reverse=True))
     try:
         boxes = [
-            pair.box
+            box
             for part in parts
-            for pair in split_into_boxes(part.offset, part.size, part.strides, in_memory, (0,) * len(part.size))
+            for box, *_ in split_into_boxes(part.offset, part.size, part.strides, in_memory, (0,) * len(part.size))
         ]
     except Untraceable:  # interleaved slices are no boxes: count element by element
         count = torch.zeros(prod(shape), dtype=torch.uint8)

@@ -1,7 +1,7 @@
 """Rank 0's view of all engines: which take part in a publish, and which died in it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Protocol
@@ -89,17 +89,11 @@ class EngineFleet:
         """
         self._lost.clear()
         wanted = self._config.rollout.min_healthy_engines
-        while True:
-            infos = self._registry.engines()
+        for infos in self._listed(deadline, lambda: f"{wanted} usable engines"):
             usable = [info.id for info in infos if info.alive]
             if len(usable) >= wanted:
-                return [id for id in usable if only is None or id in only]
-            if deadline.over:
-                states = {info.id: info.state for info in infos}
-                raise TimeoutError(
-                    f"rank 0 waited {deadline.seconds:.0f} s for {wanted} usable engines; states: {states}"
-                )
-            time.sleep(_POLL_S)
+                break
+        return [id for id in usable if only is None or id in only]
 
     def open(self, ids: list[str], deadline: Deadline, writing: bool) -> None:
         """Begins a round with those of `ids` that the service still lists: connects, pauses, records new copy lists.
@@ -163,22 +157,30 @@ class EngineFleet:
         wait: the rollout refreshes them. Raises TimeoutError with the state of every engine and why they died.
         """
         wanted = self._config.rollout.min_healthy_engines
-        while self._lost:
-            infos = self._registry.engines()
+        back: list[str] = []
+
+        def what() -> str:
+            reasons = "; ".join(map(str, self._lost.values()))
+            return f"{wanted} engines to restart and take version {version}; they died because: {reasons}"
+
+        for infos in self._listed(deadline, what) if self._lost else ():
             if sum(info.state == "ready" for info in infos) >= wanted:
                 break
+            if back := [info.id for info in infos if info.state == "stale"]:
+                break
+        self._lost.clear()
+        return back
+
+    def _listed(self, deadline: Deadline, what: Callable[[], str]) -> Iterator[list[EngineInfo]]:
+        """Yields the service's record of all engines again and again. Raises TimeoutError for `what` did not come."""
+        while True:
+            infos = self._registry.engines()
+            yield infos
             if deadline.over:
                 states = {info.id: f"{info.state}, incarnation {info.incarnation}" for info in infos}
-                raise TimeoutError(
-                    f"rank 0 waited {deadline.seconds:.0f} s (weights.timeout_s) for {wanted} engines to restart and "
-                    f"take version {version}: {states}; they died because: {'; '.join(map(str, self._lost.values()))}"
-                )
-            if back := [info.id for info in infos if info.state == "stale"]:
-                self._lost.clear()
-                return back
+                limit = f"{deadline.seconds:.0f} s (weights.timeout_s)"
+                raise TimeoutError(f"rank 0 waited {limit} for {what()}; states: {states}")
             time.sleep(_POLL_S)
-        self._lost.clear()
-        return []
 
     def waiting(self) -> str:
         """Returns which engines have not answered which call, "" for none. Runs in any thread."""
