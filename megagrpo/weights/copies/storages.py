@@ -26,14 +26,6 @@ class Concatenation:
     dim: int
     whole: Tensor
 
-    @classmethod
-    def of(cls, parts: Sequence[Tensor], dim: int) -> "Concatenation":
-        """Joins tensors without reading them."""
-        dim %= parts[0].dim()
-        shape = list(parts[0].shape)
-        shape[dim] = sum(part.shape[dim] for part in parts)
-        return cls(parts, dim, parts[0].new_empty(shape))
-
     def pieces(self, cut: Tensor, shape: torch.Size) -> list[JoinedPart]:
         """Returns the parts of `cut`, a range of `whole` in any order of dimensions. Else raises Untraceable."""
         first, rest = [], int(cut.storage_offset())
@@ -132,10 +124,13 @@ class TracedStorages:
 
     def concatenate(self, parts: list[Tensor], dim: int = 0) -> Tensor:
         """Returns the concatenation of traced tensors."""
-        joined = Concatenation.of(parts, dim)
-        self._keep += [joined.whole, *parts]
-        self._known[storage_id(joined.whole)] = joined
-        return joined.whole
+        dim %= parts[0].dim()
+        shape = list(parts[0].shape)
+        shape[dim] = sum(part.shape[dim] for part in parts)
+        whole = parts[0].new_empty(shape)
+        self._keep += [whole, *parts]
+        self._known[storage_id(whole)] = Concatenation(parts, dim, whole)
+        return whole
 
     def copy_to_temporary(self, target: Tensor, source: Tensor) -> None:
         """Traces a copy into a tensor that is no parameter."""

@@ -42,7 +42,7 @@ class _Post(NamedTuple):
     operation: dist.P2POp
 
 
-_Inbox = dict[_Destination, dict[tuple[int, int], Tensor]]  # values to be filled, by peer and tag
+_Inbox = dict[tuple[_Destination, int, int], Tensor]  # values to be filled, by engine rank, peer and tag
 
 
 class IpcTransport(LinkTransport):
@@ -99,13 +99,13 @@ class IpcTransport(LinkTransport):
         """
         rank = self._weights.mesh.rank
         inbox = {
-            destination: {(message.peer, message.tag): values for message, values in handover.start(number)}
+            (destination, message.peer, message.tag): values
             for destination, handover in handovers.items()
+            for message, values in handover.start(number)
         }
         posts = [
             _Post(destination, tag, dist.P2POp(dist.irecv, values, peer))
-            for destination, messages in inbox.items()
-            for (peer, tag), values in messages.items()
+            for (destination, peer, tag), values in inbox.items()
             if peer != rank
         ]
         staged = sum(handover.num_bytes for handover in handovers.values())
@@ -122,8 +122,8 @@ class IpcTransport(LinkTransport):
     ) -> int:
         """Packs a message into this rank's inbox, or posts it to its carrier. Returns the bytes staged for it."""
         parameters = self._weights.parameters()
-        if to in inbox:
-            pack(message, inbox[to][self._weights.mesh.rank, message.tag], parameters)
+        if (mine := inbox.get((to, self._weights.mesh.rank, message.tag))) is not None:
+            pack(message, mine, parameters)
             return 0
         values, copied = read_message(message, parameters)
         posts.append(_Post(to, message.tag, dist.P2POp(dist.isend, values, link.carriers[to.rank])))
