@@ -87,7 +87,7 @@ def reshard_end(figures: Figures, setting: Setting) -> None:
         url="http://127.0.0.1:1",
         num_ranks=0,
         slot=0,
-        copy_list=0,
+        kind=0,
         carriers=(),
         store=("127.0.0.1", store.port),
         patience_s=_LIMIT_S,

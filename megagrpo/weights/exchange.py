@@ -23,7 +23,7 @@ from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.copies.record import Copy
 from megagrpo.weights.engines.client import EngineConnection, OnCall
 from megagrpo.weights.engines.fleet import EngineFleet, EngineRegistry
-from megagrpo.weights.expected_digests import ExpectedDigests, SliceKey
+from megagrpo.weights.expected_digests import ExpectedDigests
 from megagrpo.weights.quantised import format_table, quantised
 from megagrpo.weights.transports.broadcast import BroadcastTransport
 from megagrpo.weights.transports.disk import DiskTransport
@@ -60,6 +60,7 @@ class Exchange:
     ):
         self._config, self._mesh = config, mesh
         self._ids: list[str] = []  # of the engines to update; on the main rank
+        self._numbers: list[list[np.ndarray]] = []  # by kind and rank of an engine: of its slices among the digests
         published = weights if config.rollout.quantization is None else quantised(weights, mesh)
         if published is not weights and mesh.is_main:
             print(*format_table(weights, published), sep="\n", flush=True)
@@ -151,18 +152,21 @@ class Exchange:
             return self._next(lambda: self._fleet.wait_for_lost(version, deadline), "wait for engines that died")
 
     def _open(self, deadline: Deadline, writing: bool) -> None:
-        """Collective. Pauses the engines and records the copy lists of new ones, which every rank needs for digests."""
+        """Collective. Pauses the engines; every rank learns the copy lists of a new kind, for digests and transfers."""
 
-        def open_and_list() -> list[SliceKey] | None:
+        def open_and_sort() -> list[list[list[Copy]]] | None:
             self._fleet.open(self._ids, deadline, writing)
-            new = [engine for engine in self._fleet.alive if not engine.indices]
-            slices = self._digests.unknown(copy for engine in new for copies in engine.slices for copy in copies)
-            return slices or None  # which is not sent
+            kinds = list(self._fleet.kinds)
+            for engine in self._fleet.alive:
+                if engine.slices not in kinds:
+                    kinds.append(engine.slices)
+                engine.kind = kinds.index(engine.slices)
+                engine.slices = kinds[engine.kind]  # one list for all: it may have a million entries
+            return kinds[len(self._fleet.kinds) :] or None  # which is not sent
 
-        if slices := self._mesh.from_main(open_and_list, "connect to engines"):
-            self._digests.add(slices)
-        for engine in self._fleet.alive:
-            engine.indices = engine.indices or [self._digests.indices(copies) for copies in engine.slices]
+        for kind in self._mesh.from_main(open_and_sort, "connect to engines") or ():
+            self._fleet.kinds.append(kind)
+            self._numbers.append(self._digests.add(kind))
 
     def _admit(self, engine: EngineConnection, version: int, expected: np.ndarray) -> None:
         """Verifies one engine, sets its version, lets it continue and marks it ready. Rank 0 only."""
@@ -174,10 +178,10 @@ class Exchange:
     def _check(self, engine: EngineConnection, expected: np.ndarray, flush: bool) -> None:
         """Raises RuntimeError naming the engine, the parameters and the slices that differ from the actor's weights."""
         digests, problems = engine.digests(flush)
-        for rank, (copies, indices) in enumerate(zip(engine.slices, engine.indices, strict=True)):
+        for rank, (copies, numbers) in enumerate(zip(engine.slices, self._numbers[engine.kind], strict=True)):
             problems += [
                 f"{engine} rank {rank}: parameter {copies[k].parameter} does not hold HF tensor {copies[k].source}"
-                for k in np.flatnonzero(digests[rank] != expected[indices])
+                for k in np.flatnonzero(digests[rank] != expected[numbers])
             ]
         if problems:
             shown = "\n".join(problems[:_MISMATCHES_SHOWN])

@@ -53,7 +53,7 @@ class EngineConnection:
         self.tp = tp
         self.deadline = Deadline(0)
         self.slices: list[list[Copy]] = []  # by rank, filled by `record`: what its parameters hold of which HF tensor
-        self.indices: list[np.ndarray] = []  # likewise: of its slices among the expected digests; set by the exchange
+        self.kind = -1  # index of `slices` in EngineFleet.kinds
         self.emptied = False  # whether the exchange has emptied its caches
         self.places: list[Place] = []  # by rank, filled by `record`: where it runs
         self.together: set[tuple[str, ...]] = set()  # likewise: names of HF tensors that one load_weights must bring

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.types import EngineInfo
-from megagrpo.weights.copies.record import Specs
+from megagrpo.weights.copies.record import Copy, Specs
 from megagrpo.weights.engines.client import EngineConnection, EngineDown, EngineRefused, OnCall
 from megagrpo.weights.transports.protocol import Transport
 from megagrpo.weights.wire.clock import Deadline
@@ -55,9 +55,9 @@ class EngineSubset:
 class EngineFleet:
     """Connections to all engines, and calls to those of the current *round*.
 
-    A round is the set of engines that are opened, updated and verified together. Only `each`, `alive`, `waiting` and
-    `close` are for all ranks; on ranks other than 0 there are no connections and the round is empty. on_call,
-    patience_s: see EngineConnection.
+    A round is the set of engines that are opened, updated and verified together. Only `each`, `alive`, `kinds`,
+    `waiting` and `close` are for all ranks; on ranks other than 0 there are no connections and the round is empty.
+    on_call, patience_s: see EngineConnection.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class EngineFleet:
     ):
         self._config, self._registry, self._specs, self._transport = config, registry, specs, transport
         self._on_call, self._patience_s = on_call, patience_s
+        self.kinds: list[list[list[Copy]]] = []  # distinct copy lists of engines, each by engine rank; see Exchange
         self._connections: dict[str, EngineConnection] = {}  # by engine id, kept from publish to publish
         self._round: list[str] = []
         self._lost: dict[str, EngineDown] = {}  # died in this publish and are not back

@@ -11,7 +11,6 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported from torch._C
 
 from megagrpo.config.rollout import engine_number
-from megagrpo.weights.copies.record import Copy
 from megagrpo.weights.engines.client import EngineConnection, EngineDown
 from megagrpo.weights.engines.fleet import EngineFleet
 from megagrpo.weights.transports.protocol import TrainerWeights
@@ -32,7 +31,7 @@ class Link:
     url: str
     num_ranks: int
     slot: int  # the engine's number
-    copy_list: int  # id of its copy list
+    kind: int  # of its copy list, see EngineFleet.kinds
     carriers: tuple[int, ...]  # by engine rank, the trainer rank that shares its memory; () if none needs to
     store: tuple[str, int]  # address and port on rank 0
     patience_s: float  # for one batch
@@ -49,7 +48,6 @@ class Round:
     """One transfer, as rank 0 describes it to all trainer ranks."""
 
     links: list[Link]
-    copy_lists: list[list[list[Copy]]]  # new ones: by engine rank
     transfer: str  # unique, for keys in the store
 
 
@@ -61,9 +59,8 @@ class LinkTransport(ABC):
     def __init__(self, weights: TrainerWeights):
         self._weights = weights
         self._atoms = trainer_atoms(weights.copies, weights.specs)
-        self._covers: list[Cover] = []  # by id of the copy list
-        self._plans: dict[tuple[int, int, tuple[int, ...]], TransferPlan] = {}  # by id, slot and carriers
-        self._copy_lists: list[list[list[Copy]]] = []  # by id
+        self._covers: list[Cover] = []  # by kind of engine
+        self._plans: dict[tuple[int, int, tuple[int, ...]], TransferPlan] = {}  # by kind, slot and carriers
         self._names: dict[str, str] = {}  # engine id -> name of this incarnation's link
         self._told: set[str] = set()  # names that all ranks know
         self._planned: set[str] = set()  # names of links whose engine ranks have their batches
@@ -72,7 +69,7 @@ class LinkTransport(ABC):
         """Collective. See Transport."""
         now = self._weights.mesh.from_main(lambda: self._describe(engines), "plan the transfer to the engines")
         with timer("plan"):
-            self._learn(now)
+            self._learn(now, engines)
         traffic = Traffic()
         with ThreadPoolExecutor(1) as pool:
             staged: list[int] = []  # bytes, by engine rank
@@ -110,14 +107,9 @@ class LinkTransport(ABC):
 
     def _describe(self, engines: EngineFleet) -> Round:
         """Returns the round of the living engines. Rank 0 only."""
-        links = [self._link(engine) for engine in engines.alive]
-        return Round(links, self._copy_lists[len(self._covers) :], uuid.uuid4().hex)
+        return Round([self._link(engine) for engine in engines.alive], uuid.uuid4().hex)
 
     def _link(self, engine: EngineConnection) -> Link:
-        if engine.slices not in self._copy_lists:
-            self._copy_lists.append(engine.slices)
-        copy_list = self._copy_lists.index(engine.slices)
-        engine.slices = self._copy_lists[copy_list]  # one list for all: it may have a million entries
         slot = engine_number(engine.id)
         # a quarter leaves time for the other engines if one does not come
         limits = self._weights.limits
@@ -127,7 +119,7 @@ class LinkTransport(ABC):
             url=engine.url,
             num_ranks=engine.tp,
             slot=slot,
-            copy_list=copy_list,
+            kind=engine.kind,
             carriers=self._carriers(engine, slot),
             store=(engine.mailbox.address, engine.mailbox.port),
             patience_s=min(
@@ -137,17 +129,18 @@ class LinkTransport(ABC):
             left_s=engine.deadline.left,
         )
 
-    def _learn(self, now: Round) -> None:
+    def _learn(self, now: Round, engines: EngineFleet) -> None:
         """Plans transfers to engines of a new kind. Every rank for itself."""
         limit = piece_limit(self._weights.bucket_bytes)
-        self._covers += [make_cover(self._atoms, one, self._weights.specs, limit) for one in now.copy_lists]
+        new = engines.kinds[len(self._covers) :]
+        self._covers += [make_cover(self._atoms, kind, self._weights.specs, limit) for kind in new]
         for link in now.links:
-            key = link.copy_list, link.slot, link.carriers
+            key = link.kind, link.slot, link.carriers
             if key not in self._plans:
-                self._plans[key] = self._make_plan(self._covers[link.copy_list], link)
+                self._plans[key] = self._make_plan(self._covers[link.kind], link)
 
     def _plan(self, link: Link) -> TransferPlan:
-        return self._plans[link.copy_list, link.slot, link.carriers]
+        return self._plans[link.kind, link.slot, link.carriers]
 
     def _receive(self, engine: EngineConnection, now: Round) -> list[int]:
         """Makes the engine receive its slices. Returns the bytes that each of its ranks staged. Rank 0 only.

@@ -45,9 +45,9 @@ class ReshardTransport(LinkTransport):
     def _make_plan(self, cover: Cover, link: Link) -> TransferPlan:
         return plan_transfer(cover, link.slot, self._weights.num_engines, self._weights.bucket_bytes)
 
-    def _learn(self, now: Round) -> None:
+    def _learn(self, now: Round, engines: EngineFleet) -> None:
         """Also opens this rank's ends of new links and gives known ones this round's time limits."""
-        super()._learn(now)
+        super()._learn(now, engines)
         for link in now.links:
             plan = self._plan(link)
             if link.name in self._ends:
