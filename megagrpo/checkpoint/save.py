@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Thread
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -42,6 +42,9 @@ from megagrpo.mesh import LeaderError, Mesh
 from megagrpo.system.explained import translated
 from megagrpo.types import AlgoState, TrainState
 
+if TYPE_CHECKING:  # it pulls in Megatron
+    from megagrpo.actor.saving import ActorSave
+
 _WRITER = re.compile(r"/__(\d+)_\d+\.distcp$")  # torch's name of a rank's file
 _GROUPS = ("surplus", "ahead")  # of TrainState, in files of their own
 T = TypeVar("T")
@@ -56,21 +59,7 @@ class RunIdentity:
     layout: Layout  # must agree too if the checkpoint is not reshardable
 
 
-class SavePlan(Protocol):
-    """How this rank writes its part of a checkpoint. Both methods may raise OSError."""
-
-    @property
-    def reshardable(self) -> bool:
-        """Returns whether another layout will be able to load it; the same on every rank."""
-
-    def write(self) -> dict[Path, SizeAndCrc]:
-        """Writes this rank's files, perhaps in a thread, without collectives; returns their sizes and checksums."""
-
-    def finish(self) -> None:
-        """Collective. Called after `write` has returned on every rank."""
-
-
-PlanSave = Callable[[Path], SavePlan]  # collective; given an existing empty folder
+PlanSave = Callable[[Path], "ActorSave"]  # collective; given an existing empty folder
 
 
 @dataclass(frozen=True)
@@ -95,7 +84,7 @@ class Checkpointer:
         options: CheckpointConfig,
         root: Path,
         identity: RunIdentity,
-        plan_save: Callable[[Path, bool], SavePlan],
+        plan_save: "Callable[[Path, bool], ActorSave]",
         gather_state: Callable[[TrainState], TrainState],
         mesh: Mesh,
         schedule: SaveSchedule,
@@ -127,7 +116,7 @@ class Checkpointer:
             return
         self._complete()  # one at a time: a pending save holds a copy of the whole state
 
-        def plan(part: Path) -> SavePlan:
+        def plan(part: Path) -> ActorSave:
             return self._plan_save(part, reshardable)
 
         whole = self._gather_state(state)
