@@ -92,6 +92,7 @@ def reshard_end(figures: Figures, setting: Setting) -> None:
         patience_s=_LIMIT_S,
         limits=GroupLimits(_LIMIT_S),
         left_s=_LIMIT_S,
+        transfer="",
     )
     end = _TrainerEnd(link, cast(TransferPlan, SimpleNamespace(trainers=[0], sent_by=lambda rank: {})), 0)
     weights = cast(TrainerWeights, SimpleNamespace(mesh=mesh, parameters=dict))

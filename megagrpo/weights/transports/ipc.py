@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megagrpo.weights.engines.client import EngineConnection
-from megagrpo.weights.transports.links import CutFlag, Link, LinkTransport, Round
+from megagrpo.weights.transports.links import CutFlag, Link, LinkTransport
 from megagrpo.weights.transports.protocol import TrainerWeights
 from megagrpo.weights.transports.reshard_plan import Cover, Nearness, TransferPlan, plan_transfer
 from megagrpo.weights.wire.clock import Deadline
@@ -30,7 +30,7 @@ from megagrpo.weights.wire.shared_buffer import place_of
 class _Destination(NamedTuple):
     """One engine rank of a round."""
 
-    link: int  # index in Round.links
+    link: int  # index in `links`
     rank: int
 
 
@@ -71,24 +71,25 @@ class IpcTransport(LinkTransport):
         nodes = [place.node for place in self._places]
         return plan_transfer(cover, link.slot, engines, limit, Nearness(link.carriers, nodes))
 
-    def _move(self, now: Round, traffic: Traffic) -> dict[str, Exception]:
+    def _move(self, links: list[Link], traffic: Traffic) -> dict[str, Exception]:
         """Collects every batch at its carriers and hands it over; those of all links with one number go together."""
-        rank, plans = self._weights.mesh.rank, [self._plan(link) for link in now.links]
+        rank, plans = self._weights.mesh.rank, [self._plan(link) for link in links]
         outgoing = [plan.sent_by(rank) for plan in plans]
         num_batches = max((int(plan.batches.max(initial=-1)) + 1 for plan in plans), default=0)
         with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
-            making = pool.submit(self._handovers, now, stack)  # takes memory, beside an engine: one rank may have none
+            # takes memory, beside an engine: one rank may have none
+            making = pool.submit(self._handovers, links, stack)
             handovers = self._weights.mesh.result_everywhere(making, "take memory to hand weights over")
             for number in range(num_batches):
-                self._collect(number, now, [of_link.get(number, ()) for of_link in outgoing], handovers, traffic)
+                self._collect(number, links, [of_link.get(number, ()) for of_link in outgoing], handovers, traffic)
                 for handover in handovers.values():
                     handover.offer(number)
-        return {now.links[to.link].name: PeerLost(handover.lost) for to, handover in handovers.items() if handover.lost}
+        return {links[to.link].name: PeerLost(handover.lost) for to, handover in handovers.items() if handover.lost}
 
     def _collect(
         self,
         number: int,
-        now: Round,
+        links: list[Link],
         outgoing: Sequence[Sequence[Message]],
         handovers: Mapping[_Destination, Handover],
         traffic: Traffic,
@@ -109,7 +110,7 @@ class IpcTransport(LinkTransport):
             if peer != rank
         ]
         staged = sum(handover.num_bytes for handover in handovers.values())
-        for index, (link, of_link) in enumerate(zip(now.links, outgoing, strict=True)):
+        for index, (link, of_link) in enumerate(zip(links, outgoing, strict=True)):
             for message in of_link:
                 staged += self._send(_Destination(index, message.peer), link, message, inbox, posts, traffic)
         posts.sort(key=lambda post: (post.destination, post.tag))
@@ -133,18 +134,18 @@ class IpcTransport(LinkTransport):
         traffic.messages += 1
         return values.nbytes if copied else 0
 
-    def _handovers(self, now: Round, stack: ExitStack) -> dict[_Destination, Handover]:
+    def _handovers(self, links: list[Link], stack: ExitStack) -> dict[_Destination, Handover]:
         """Returns this rank's handovers to the engine ranks that it carries for; they are closed with the stack."""
         handovers, device = {}, self._weights.mesh.device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # each thread has its own
-        for index, link in enumerate(now.links):
+        for index, link in enumerate(links):
             carried = [rank for rank, carrier in enumerate(link.carriers) if carrier == self._weights.mesh.rank]
             flag = CutFlag(link) if carried else None
             for rank in carried:
                 handover = Handover(
                     link.open_store(),
-                    _key(link, now, rank),
+                    _key(link, rank),
                     self._plan(link).received_by(rank),
                     device,
                     Deadline(link.left_s),
@@ -155,9 +156,9 @@ class IpcTransport(LinkTransport):
                 handovers[_Destination(index, rank)] = handover
         return handovers
 
-    def _request(self, link: Link, now: Round, rank: int) -> dict[str, object]:
-        return {"memory": _key(link, now, rank)}
+    def _request(self, link: Link, rank: int) -> dict[str, object]:
+        return {"memory": _key(link, rank)}
 
 
-def _key(link: Link, now: Round, rank: int) -> str:
-    return f"{link.name}/{now.transfer}/{rank}"
+def _key(link: Link, rank: int) -> str:
+    return f"{link.name}/{link.transfer}/{rank}"

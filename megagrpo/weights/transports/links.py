@@ -25,7 +25,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Link:
-    """Describes one incarnation of an engine to all trainer ranks."""
+    """Describes one incarnation of an engine, and a transfer to it, to all trainer ranks."""
 
     name: str  # unique, also as the name of a process group
     url: str
@@ -37,18 +37,11 @@ class Link:
     patience_s: float  # for one batch
     limits: GroupLimits
     left_s: float  # for the whole transfer
+    transfer: str  # unique, for keys in the store
 
     def open_store(self, timeout_s: float | None = None) -> TCPStore:
         """Connects to the store on rank 0; timeout_s: of the connection and of each request."""
         return TCPStore(*self.store, wait_for_workers=False, timeout=timedelta(seconds=timeout_s or self.left_s))
-
-
-@dataclass(frozen=True)
-class Round:
-    """One transfer, as rank 0 describes it to all trainer ranks."""
-
-    links: list[Link]
-    transfer: str  # unique, for keys in the store
 
 
 class LinkTransport(ABC):
@@ -67,14 +60,18 @@ class LinkTransport(ABC):
 
     def transfer(self, version: int, engines: EngineFleet, timer: PhaseTimer) -> Traffic:
         """Collective. See Transport."""
-        now = self._weights.mesh.from_main(lambda: self._describe(engines), "plan the transfer to the engines")
+
+        def describe() -> list[Link]:
+            return [self._link(engine) for engine in engines.alive]
+
+        links = self._weights.mesh.from_main(describe, "plan the transfer to the engines")
         with timer("plan"):
-            self._learn(now, engines)
+            self._learn(links, engines)
         traffic = Traffic()
         with ThreadPoolExecutor(1) as pool:
             staged: list[int] = []  # bytes, by engine rank
-            receiving = pool.submit(engines.each, lambda engine: staged.extend(self._receive(engine, now)))
-            failed = self._move(now, traffic)
+            receiving = pool.submit(engines.each, lambda engine: staged.extend(self._receive(engine, links)))
+            failed = self._move(links, traffic)
             failure = receiving.exception()  # raised below: the other ranks are still sending
         traffic.staging_bytes = max(traffic.staging_bytes, *staged, 0)
         self._settle(engines, failed, failure)
@@ -98,16 +95,12 @@ class LinkTransport(ABC):
         """Returns the transfer into the link's engine."""
 
     @abstractmethod
-    def _move(self, now: Round, traffic: Traffic) -> dict[str, Exception]:
+    def _move(self, links: list[Link], traffic: Traffic) -> dict[str, Exception]:
         """Sends this rank's part and counts it. Returns by the link's name what failed: PeerLost loses its engine."""
 
     @abstractmethod
-    def _request(self, link: Link, now: Round, rank: int) -> dict[str, object]:
+    def _request(self, link: Link, rank: int) -> dict[str, object]:
         """Returns the entries of ReceiveRequest that only this transport has."""
-
-    def _describe(self, engines: EngineFleet) -> Round:
-        """Returns the round of the living engines. Rank 0 only."""
-        return Round([self._link(engine) for engine in engines.alive], uuid.uuid4().hex)
 
     def _link(self, engine: EngineConnection) -> Link:
         slot = engine_number(engine.id)
@@ -127,14 +120,15 @@ class LinkTransport(ABC):
             ),  # the links before it may have to join
             limits=limits,
             left_s=engine.deadline.left,
+            transfer=uuid.uuid4().hex,
         )
 
-    def _learn(self, now: Round, engines: EngineFleet) -> None:
+    def _learn(self, links: list[Link], engines: EngineFleet) -> None:
         """Plans transfers to engines of a new kind. Every rank for itself."""
         limit = piece_limit(self._weights.bucket_bytes)
         new = engines.kinds[len(self._covers) :]
         self._covers += [make_cover(self._atoms, kind, self._weights.specs, limit) for kind in new]
-        for link in now.links:
+        for link in links:
             key = link.kind, link.slot, link.carriers
             if key not in self._plans:
                 self._plans[key] = self._make_plan(self._covers[link.kind], link)
@@ -142,15 +136,15 @@ class LinkTransport(ABC):
     def _plan(self, link: Link) -> TransferPlan:
         return self._plans[link.kind, link.slot, link.carriers]
 
-    def _receive(self, engine: EngineConnection, now: Round) -> list[int]:
+    def _receive(self, engine: EngineConnection, links: list[Link]) -> list[int]:
         """Makes the engine receive its slices. Returns the bytes that each of its ranks staged. Rank 0 only.
 
         Raises EngineDown if one of its ranks lost the trainers.
         """
-        link = next(link for link in now.links if link.name == self._names[engine.id])
+        link = next(link for link in links if link.name == self._names[engine.id])
         # the trainers must not wait for an engine that does not come, nor it for them
         with CutFlag(link) as flag, ThreadPoolExecutor(1) as pool:
-            receiving = pool.submit(engine.ask, "receive", self._requests(engine, link, now))
+            receiving = pool.submit(engine.ask, "receive", self._requests(engine, link))
             try:
                 flag.wait_until(receiving.done, engine.deadline, f"{engine} to receive")
             except PeerLost as exc:
@@ -162,7 +156,7 @@ class LinkTransport(ABC):
         self._planned.add(link.name)
         return [answer["staging_bytes"] for answer in answers]
 
-    def _requests(self, engine: EngineConnection, link: Link, now: Round) -> list[dict[str, object]]:
+    def _requests(self, engine: EngineConnection, link: Link) -> list[dict[str, object]]:
         """Returns a ReceiveRequest for each rank of the engine; its batches go into the mailbox, once per link."""
         requests, plan = [], self._plan(link)
         ranks = {trainer: rank for rank, trainer in enumerate(plan.trainers)}  # of the group, in which they come first
@@ -171,7 +165,7 @@ class LinkTransport(ABC):
             if link.name not in self._planned:
                 key = engine.mailbox.put("plan", encode_batches(plan.received_by(rank).values(), ranks))
             common = {"group": link.name, "plan": key, "patience_s": link.patience_s, "left_s": link.left_s}
-            requests.append(common | self._request(link, now, rank))
+            requests.append(common | self._request(link, rank))
         return requests
 
     def _settle(

@@ -16,7 +16,7 @@ import torch
 from megagrpo.system import environment
 from megagrpo.weights.engines.client import EngineConnection
 from megagrpo.weights.engines.fleet import EngineFleet
-from megagrpo.weights.transports.links import CutFlag, Link, LinkTransport, Round
+from megagrpo.weights.transports.links import CutFlag, Link, LinkTransport
 from megagrpo.weights.transports.protocol import TrainerWeights
 from megagrpo.weights.transports.reshard_plan import Cover, TransferPlan, plan_transfer
 from megagrpo.weights.wire.changes import LastSent
@@ -45,18 +45,18 @@ class ReshardTransport(LinkTransport):
     def _make_plan(self, cover: Cover, link: Link) -> TransferPlan:
         return plan_transfer(cover, link.slot, self._weights.num_engines, self._weights.bucket_bytes)
 
-    def _learn(self, now: Round, engines: EngineFleet) -> None:
+    def _learn(self, links: list[Link], engines: EngineFleet) -> None:
         """Also opens this rank's ends of new links and gives known ones this round's time limits."""
-        super()._learn(now, engines)
-        for link in now.links:
+        super()._learn(links, engines)
+        for link in links:
             plan = self._plan(link)
             if link.name in self._ends:
                 self._ends[link.name].link = link
             elif self._weights.mesh.rank in plan.trainers:
                 self._ends[link.name] = _TrainerEnd(link, plan, self._weights.mesh.rank, self._weights.delta)
 
-    def _move(self, now: Round, traffic: Traffic) -> dict[str, Exception]:
-        ends = [self._ends[link.name] for link in now.links if link.name in self._ends]
+    def _move(self, links: list[Link], traffic: Traffic) -> dict[str, Exception]:
+        ends = [self._ends[link.name] for link in links if link.name in self._ends]
         failed: dict[str, Exception] = {}
         # Read when a group is made: NCCL's watchdog would end this trainer when an engine dies in a transfer.
         on_cuda = self._weights.mesh.device.type == "cuda"
@@ -81,7 +81,7 @@ class ReshardTransport(LinkTransport):
             self._ends.pop(name).abort()
         return names
 
-    def _request(self, link: Link, now: Round, rank: int) -> dict[str, object]:
+    def _request(self, link: Link, rank: int) -> dict[str, object]:
         trainers = len(self._plan(link).trainers)
         size = trainers + link.num_ranks
         group = {"rank": trainers + rank, "size": size, "num_ranks": link.num_ranks, **link.limits._asdict()}
