@@ -173,7 +173,7 @@ class EngineFleet:
         return back
 
     def _listed(self, deadline: Deadline, what: Callable[[], str]) -> Iterator[list[EngineInfo]]:
-        """Yields the service's record of all engines again and again. Raises TimeoutError for `what` did not come."""
+        """Yields the service's record of all engines again and again; after the deadline TimeoutError with `what`."""
         while True:
             infos = self._registry.engines()
             yield infos
