@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.common import RESULTS, provenance, write_results
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.certify.tiny_model import hf_config
-from megagrpo.config.schema import ActorConfig
+from megagrpo.config.schema import ActorConfig, CheckpointConfig
 from megagrpo.families.table import architecture_of, parameter_counts
 from megagrpo.planning.checkpoint_cost import checkpoint_cost
 
@@ -171,11 +171,11 @@ def as_rank(name: str, phase: str, layers: int, folder: Path) -> None:
             gradient.normal_()
         actor.optimizer_step()
         with measured() as figures:
-            checkpoint.start_save(
+            checkpoint.PendingSave(
                 folder / form,
                 TrainState(step=1),
                 identity,
-                checkpoint.Retention(1),
+                CheckpointConfig(keep=1),
                 lambda part: save_actor(actor, part, FORMS[form], snapshot=True),
                 actor.mesh,
             ).finish()

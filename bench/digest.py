@@ -104,11 +104,13 @@ def _comparison(name: str, engines: int, ep: int) -> dict:
     mesh = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
     expected = ExpectedDigests(SimpleNamespace(mesh=mesh, copies=[[]], specs={}))
     expected._share = {hf: [] for hf in names}  # nothing is digested here: any numbers will do
-    expected.add(expected.unknown(copy for copies in ranks for copy in copies))
-    values = np.random.default_rng(0).integers(-(2**63), 2**63, len(expected._place))
-    by_slice = {source: 0 for copies in ranks for source in (copy.source for copy in copies)}
-    for source in by_slice:
-        by_slice[source] = int(values[expected._place[source.tensor, source.box.start, source.box.size]])
+    numbers = expected.add(ranks)
+    values = np.random.default_rng(0).integers(-(2**63), 2**63, len(expected._index))
+    by_slice = {
+        copy.source: int(value)
+        for copies, of_rank in zip(ranks, numbers, strict=True)
+        for copy, value in zip(copies, values[of_rank], strict=True)
+    }
     spent, slices = {"python": 0.0, "arrays": 0.0, "places": 0.0}, 0
     for _ in range(engines):
         for rank in range(TP):
@@ -124,7 +126,7 @@ def _comparison(name: str, engines: int, ep: int) -> dict:
             spent["python"] += time.perf_counter() - start
             assert not unknown and not problems
             start = time.perf_counter()
-            places = expected.indices(copies)
+            (places,) = expected.add([copies])
             spent["places"] += time.perf_counter() - start
             answer = encode({"digests": base64.b64encode(np.array(truth, dtype="<i8").tobytes()).decode()})
             start = time.perf_counter()

@@ -32,8 +32,8 @@ from megagrpo.mesh import make_mesh
 from megagrpo.rollout.cpu.block_fp8 import dequantised
 from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.run_folder import RunFolder
+from megagrpo.weights.blocks import block_maxima, block_scales, quantise
 from megagrpo.weights.exchange import Exchange
-from megagrpo.weights.quantised import block_maxima, block_scales, quantise
 from tests import experiments
 
 KINDS = {"attention": r"self_attn\.", "experts": r"\.experts\.", "both": r""}

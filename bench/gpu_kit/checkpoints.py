@@ -11,7 +11,8 @@ from bench.gpu_kit.models import DEVICE, PLAIN, QWEN3_TINY, description, random_
 from megagrpo.actor import step
 from megagrpo.actor.saving import load_actor, save_actor
 from megagrpo.checkpoint import save as checkpoint
-from megagrpo.checkpoint.save import Retention, RunIdentity
+from megagrpo.checkpoint.save import RunIdentity
+from megagrpo.config.schema import CheckpointConfig
 from megagrpo.types import TrainState
 
 SIZES = {"hidden_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 8}
@@ -30,7 +31,9 @@ def checkpoints(figures: Figures, setting: Setting) -> None:
             root = setting.folder / f"checkpoints_{reshardable}"
             start = time.perf_counter()
             plan = partial(_plan, actor, reshardable=reshardable)
-            saved = checkpoint.start_save(root, TrainState(step=1), identity, Retention(1), plan, actor.mesh).finish()
+            saved = checkpoint.PendingSave(
+                root, TrainState(step=1), identity, CheckpointConfig(keep=1), plan, actor.mesh
+            ).finish()
             seconds, num_bytes = time.perf_counter() - start, _bytes_below(saved)
             figures.add(
                 f"{form}: save", num_bytes / seconds / 1e9, "GB/s", f"{num_bytes / 1e9:.2f} GB in {seconds:.2f} s"

@@ -29,7 +29,6 @@ from megagrpo.weights.wire.group import GroupLimits
 from megagrpo.weights.wire.handover import Handover, take_batches
 from megagrpo.weights.wire.messages import Message
 from megagrpo.weights.wire.moving import pack
-from megagrpo.weights.wire.order import SendOrder
 
 _LIMIT_S = 15.0
 _BATCHES = 6
@@ -60,14 +59,14 @@ def _rank(setting: Setting, store: TCPStore, rank: int) -> int:
         GroupLimits(_LIMIT_S),
     )  # fmt: skip
     digests = ExpectedDigests(weights)
-    digests.add(digests.unknown(whole))
+    (numbers,) = digests.add([whole])
     found: list[Tensor] = []
     thread = threading.Thread(target=lambda: found.append(digests.local()))  # as a publish does
     thread.start()
     thread.join()
     total = digests.total(found[0].cpu())  # over gloo; in a run over NCCL
     expected = [int(slice_digest(part.cpu(), Box((0,), tuple(part.shape)))) for part in live.values()]
-    wrong = sum(int(total[index]) != value for index, value in zip(digests.indices(whole), expected, strict=True))
+    wrong = sum(int(total[index]) != value for index, value in zip(numbers, expected, strict=True))
     mesh.gather_world(None)
     dist.destroy_process_group()
     return wrong
@@ -77,7 +76,7 @@ def reshard_end(figures: Figures, setting: Setting) -> None:
     """A trainer's end of a link in a thread, as a publish runs it, with the mesh of a run; it meets only itself."""
     try:
         from megagrpo.weights.transports.links import Link
-        from megagrpo.weights.transports.reshard import _TrainerEnd
+        from megagrpo.weights.transports.reshard import SendOrder, _TrainerEnd
     except ModuleNotFoundError as exc:  # of the client of engines
         raise Unavailable(str(exc)) from exc
     mesh = make_mesh(0, 1, setting.torch_device(), _LIMIT_S)
@@ -87,14 +86,15 @@ def reshard_end(figures: Figures, setting: Setting) -> None:
         url="http://127.0.0.1:1",
         num_ranks=0,
         slot=0,
-        copy_list=0,
+        kind=0,
         carriers=(),
         store=("127.0.0.1", store.port),
         patience_s=_LIMIT_S,
         limits=GroupLimits(_LIMIT_S),
         left_s=_LIMIT_S,
+        transfer="",
     )
-    end = _TrainerEnd(link, cast(TransferPlan, SimpleNamespace(trainers=[0], numbered_sent_by=lambda rank: {})), 0)
+    end = _TrainerEnd(link, cast(TransferPlan, SimpleNamespace(trainers=[0], sent_by=lambda rank: {})), 0)
     weights = cast(TrainerWeights, SimpleNamespace(mesh=mesh, parameters=dict))
 
     def send() -> str:

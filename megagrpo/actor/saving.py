@@ -104,16 +104,20 @@ class _Checksummed(RawIOBase):
 
 @dataclass(frozen=True)
 class ActorSave:
-    """Writes this rank's part of a checkpoint; see checkpoint.SavePlan."""
+    """Writes this rank's part of a checkpoint. Both methods may raise OSError.
+
+    reshardable: whether another layout will be able to load it; the same on every rank.
+    """
 
     request: AsyncRequest
     buckets: list  # Megatron's, one a file
     reshardable: bool
 
     def write(self) -> dict[Path, tuple[int, int]]:
-        """Writes as Megatron's writer does, in this thread: in processes that it forks it could deadlock.
+        """Writes this rank's files, perhaps in a thread, without collectives; returns their sizes and checksums.
 
-        The checksums are of the bytes on their way to the files, which are not read again.
+        As Megatron's writer does, in this thread: in processes that it forks it could deadlock. The checksums are of
+        the bytes on their way to the files, which are not read again.
         """
         if not self.buckets:
             return {}
@@ -132,7 +136,7 @@ class ActorSave:
         return written
 
     def finish(self) -> None:
-        """Collective. Writes the index of all ranks' files. Raises OSError."""
+        """Collective. Called after `write` has returned on every rank: writes the index of all files."""
         with _failure_as_os_error():
             for collective in self.request.finalize_fns:
                 collective()

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Thread
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -42,6 +42,9 @@ from megagrpo.mesh import LeaderError, Mesh
 from megagrpo.system.explained import translated
 from megagrpo.types import AlgoState, TrainState
 
+if TYPE_CHECKING:  # it pulls in Megatron
+    from megagrpo.actor.saving import ActorSave
+
 _WRITER = re.compile(r"/__(\d+)_\d+\.distcp$")  # torch's name of a rank's file
 _GROUPS = ("surplus", "ahead")  # of TrainState, in files of their own
 T = TypeVar("T")
@@ -56,29 +59,7 @@ class RunIdentity:
     layout: Layout  # must agree too if the checkpoint is not reshardable
 
 
-@dataclass(frozen=True)
-class Retention:
-    """How many finished checkpoints are kept: the newest `count`, fewer if they exceed `max_bytes`, at least one."""
-
-    count: int
-    max_bytes: float | None = None
-
-
-class SavePlan(Protocol):
-    """How this rank writes its part of a checkpoint. Both methods may raise OSError."""
-
-    @property
-    def reshardable(self) -> bool:
-        """Returns whether another layout will be able to load it; the same on every rank."""
-
-    def write(self) -> dict[Path, SizeAndCrc]:
-        """Writes this rank's files, perhaps in a thread, without collectives; returns their sizes and checksums."""
-
-    def finish(self) -> None:
-        """Collective. Called after `write` has returned on every rank."""
-
-
-PlanSave = Callable[[Path], SavePlan]  # collective; given an existing empty folder
+PlanSave = Callable[[Path], "ActorSave"]  # collective; given an existing empty folder
 
 
 @dataclass(frozen=True)
@@ -103,13 +84,12 @@ class Checkpointer:
         options: CheckpointConfig,
         root: Path,
         identity: RunIdentity,
-        plan_save: Callable[[Path, bool], SavePlan],
+        plan_save: "Callable[[Path, bool], ActorSave]",
         gather_state: Callable[[TrainState], TrainState],
         mesh: Mesh,
         schedule: SaveSchedule,
     ):
         self._options, self._root, self._identity, self._schedule = options, root, identity, schedule
-        self._retention = Retention(options.keep, options.keep_gb * 1e9 if options.keep_gb is not None else None)
         self._plan_save, self._gather_state, self._mesh = plan_save, gather_state, mesh
         self._saved_step = schedule.start_step
         self._pending: PendingSave | None = None  # being written while training continues
@@ -136,11 +116,11 @@ class Checkpointer:
             return
         self._complete()  # one at a time: a pending save holds a copy of the whole state
 
-        def plan(part: Path) -> SavePlan:
+        def plan(part: Path) -> ActorSave:
             return self._plan_save(part, reshardable)
 
         whole = self._gather_state(state)
-        self._pending = start_save(self._root, whole, self._identity, self._retention, plan, self._mesh)
+        self._pending = PendingSave(self._root, whole, self._identity, self._options, plan, self._mesh)
         self._saved_step = state.step
 
     def _saved_for_one_layout(self, step: int) -> bool:
@@ -155,23 +135,23 @@ class Checkpointer:
             self._pending = None
 
 
-def start_save(
-    root: Path, state: TrainState, identity: RunIdentity, retention: Retention, plan_save: PlanSave, mesh: Mesh
-) -> "PendingSave":
-    """Collective. Starts to write a checkpoint of `state`, in a thread of every rank, until `PendingSave.finish`.
-
-    Training may continue meanwhile if plan_save took a copy. A failure on any rank (disk full, say), here or in
-    `finish`, raises LeaderError on every rank and leaves older checkpoints as they were.
-    """
-    pending = PendingSave(root, state, identity, retention, mesh)
-    pending.write_in_thread(plan_save)
-    return pending
-
-
 class PendingSave:
-    """A save in progress, held by every rank. It becomes a checkpoint in `finish`, or leaves nothing behind."""
+    """Writes a checkpoint of `state` in a thread of every rank. It becomes one in `finish`, or leaves nothing behind.
 
-    def __init__(self, root: Path, state: TrainState, identity: RunIdentity, retention: Retention, mesh: Mesh):
+    Collective: construction and all methods. options: which older checkpoints are kept. Training may continue before
+    `finish` if plan_save took a copy. A failure on any rank (disk full, say), here or in `finish`, raises LeaderError
+    on every rank and leaves older checkpoints as they were.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        state: TrainState,
+        identity: RunIdentity,
+        options: CheckpointConfig,
+        plan_save: PlanSave,
+        mesh: Mesh,
+    ):
         self.target = checkpoint_folder(root, state.step)
         self.partial = self.target.with_name(self.target.name + PARTIAL)
         self._groups = {name: getattr(state, name) for name in _GROUPS}
@@ -182,13 +162,10 @@ class PendingSave:
             "layout": dict(identity.layout),
             "version": __version__,
         }
-        self._retention, self._mesh = retention, mesh
+        self._options, self._mesh = options, mesh
         self._written: Future[dict[str, SizeAndCrc]] = Future()  # this rank's files, for the manifest
-
-    def write_in_thread(self, plan_save: PlanSave) -> None:
-        """Collective. Makes the folder and starts the thread that writes this rank's files into it."""
         with self._all_or_nothing():
-            self._mesh.from_main(self._make_folder, f"checkpoint {self.target}")
+            mesh.from_main(self._make_folder, f"checkpoint {self.target}")
             self._plan = self._everywhere(lambda: plan_save(self.partial / "actor"))
         # a daemon: a run that fails does not wait for it; `finish` raises its exception on every rank
         Thread(target=_attempt, args=(self._write, self._written), name="checkpoint", daemon=True).start()
@@ -225,7 +202,7 @@ class PendingSave:
             os.replace(self.target, self.target.with_name(f"{self.target.name}.replaced{PARTIAL}"))
         os.replace(self.partial, self.target)
         interrupted = self.target.parent.glob(f"step_*{PARTIAL}")
-        for folder in [*_superfluous(self.target, self._retention), *interrupted]:
+        for folder in [*_superfluous(self.target, self._options), *interrupted]:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _everywhere(self, action: Callable[[], T]) -> T:
@@ -262,14 +239,14 @@ def _attempt(action: Callable[[], T], done: "Future[T]") -> "Future[T]":
     return done
 
 
-def _superfluous(newest: Path, retention: Retention) -> list[Path]:
+def _superfluous(newest: Path, options: CheckpointConfig) -> list[Path]:
     """Returns the older checkpoints to remove after `newest` is written; other files are ignored."""
     finished = finished_checkpoints(newest.parent)
     older = [p for p in finished if p < newest]
-    num_dropped = max(len(finished) - retention.count, 0)
-    if retention.max_bytes is not None:
+    num_dropped = max(len(finished) - options.keep, 0)
+    if options.keep_gb is not None:
         total = sum(manifest_bytes(p) for p in finished if p not in older[:num_dropped])
-        while num_dropped < len(older) and total > retention.max_bytes:
+        while num_dropped < len(older) and total > options.keep_gb * 1e9:
             total -= manifest_bytes(older[num_dropped])
             num_dropped += 1
     return older[:num_dropped]

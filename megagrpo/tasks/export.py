@@ -7,7 +7,7 @@ import torch
 from megagrpo.checkpoint.folder import latest
 from megagrpo.checkpoint.resume import load_checkpoint, make_actor
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.weights.actor_weights import PeftFolder, export_hf, export_peft, load_initial_weights
+from megagrpo.weights.actor_weights import export_hf, export_peft, load_initial_weights
 
 
 def export(
@@ -29,7 +29,7 @@ def export(
     weights = load_initial_weights(actor, config.model.path, lora is None, config.actor.has_draft)
     load_checkpoint(config, found, actor)
     if only_adapters and lora is not None:
-        folder = PeftFolder(Path(output), lora, config.model.path)
-        export_peft(folder, actor.trained_weights(weights), actor.mesh, dtype=config.actor.dtype)
+        adapters = actor.trained_weights(weights)
+        export_peft(Path(output), adapters, actor.mesh, lora, base=config.model.path, dtype=config.actor.dtype)
     else:
         export_hf(output, weights, actor.mesh, like=config.model.path, dtype=config.actor.dtype)

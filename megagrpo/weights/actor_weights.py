@@ -126,45 +126,32 @@ def export_hf(target: str | Path, weights: ActorWeights, mesh: Mesh, like: str, 
         gather_to_main(plan, weights.parameters(), mesh, write, f"export to {target}")
 
 
-@dataclass(frozen=True)
-class PeftFolder:
-    """Describes the adapters of one model to PEFT. base: the model's folder."""
+def export_peft(target: Path, adapters: ActorWeights, mesh: Mesh, lora: LoraConfig, base: str, dtype: str) -> None:
+    """Collective. Writes the live adapters (MegatronActor.trained_weights) as PEFT's folder, whole or not at all.
 
-    target: Path
-    lora: LoraConfig
-    base: str
-
-    def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Writes the folder atomically; an older one is replaced."""
-        with whole_folder(self.target) as draft:
-            save_file(dict(tensors), draft / "adapter_model.safetensors", metadata={"format": "pt"})
-            (draft / "adapter_config.json").write_text(json.dumps(self._config(), indent=2) + "\n")
-
-    def _config(self) -> dict[str, object]:
-        """Returns adapter_config.json. Experts are named one by one, as in the checkpoint; PEFT fuses them itself."""
-        return {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": self.base,
-            "r": self.lora.rank,
-            "lora_alpha": self.lora.alpha,
-            "lora_dropout": 0.0,
-            "target_modules": list(self.lora.targets),
-            "bias": "none",
-            "inference_mode": True,
-        }
-
-
-def export_peft(folder: PeftFolder, adapters: ActorWeights, mesh: Mesh, dtype: str) -> None:
-    """Collective. Writes the live adapters (MegatronActor.trained_weights). Raises LeaderError on every rank."""
+    An older folder is replaced. base: the model's. Raises LeaderError on every rank.
+    """
     stored: torch.dtype = getattr(torch, dtype)
     specs = published_specs(adapters.hf_specs, stored)
     plan = make_gather_plan(mesh.gather_world(adapters.copies), specs, _ADAPTER_BYTES)
-    tensors: dict[str, Tensor] = {}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(lora.targets),  # experts one by one, as in the checkpoint; PEFT fuses them itself
+        "bias": "none",
+        "inference_mode": True,
+    }
 
     def write(buckets: Iterator[dict[str, Tensor]]) -> None:
+        tensors: dict[str, Tensor] = {}
         for bucket in buckets:
-            tensors.update({f"{_PEFT_PREFIX}{name}": t.detach().to("cpu", copy=True) for name, t in bucket.items()})
-        folder.write(tensors)
+            tensors |= {f"{_PEFT_PREFIX}{name}": t.detach().to("cpu", copy=True) for name, t in bucket.items()}
+        with whole_folder(target) as draft:
+            save_file(tensors, draft / "adapter_model.safetensors", metadata={"format": "pt"})
+            (draft / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
-    gather_to_main(plan, adapters.parameters(), mesh, write, f"export to {folder.target}")
+    gather_to_main(plan, adapters.parameters(), mesh, write, f"export to {target}")

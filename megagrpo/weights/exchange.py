@@ -6,7 +6,6 @@ rank. An engine that dies during an update is reported, restarted and updated ag
 """
 
 import hashlib
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -24,7 +23,7 @@ from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.copies.record import Copy
 from megagrpo.weights.engines.client import EngineConnection, OnCall
 from megagrpo.weights.engines.fleet import EngineFleet, EngineRegistry
-from megagrpo.weights.expected_digests import ExpectedDigests, SliceKey
+from megagrpo.weights.expected_digests import ExpectedDigests
 from megagrpo.weights.quantised import format_table, quantised
 from megagrpo.weights.transports.broadcast import BroadcastTransport
 from megagrpo.weights.transports.disk import DiskTransport
@@ -59,18 +58,13 @@ class Exchange:
         run_dir: Path,
         on_call: OnCall = lambda engine, name, start, end: None,
     ):
-        self._config, self._mesh, self._registry = config, mesh, registry
-        self._run_dir, self._on_call = run_dir, on_call
-        # By engine and rank: indices of its slices among the expected digests.
-        self._indices: weakref.WeakKeyDictionary[EngineConnection, list[np.ndarray]] = weakref.WeakKeyDictionary()
+        self._config, self._mesh = config, mesh
         self._ids: list[str] = []  # of the engines to update; on the main rank
-        self._filled: weakref.WeakSet[EngineConnection] = weakref.WeakSet()  # whose caches this process has emptied
-        self._weights, self._formats_known = weights, config.rollout.quantization is None
-        self._prepare()
-
-    def _prepare(self) -> None:
-        """Collective. Makes everything that follows from the weights' names, shapes and dtypes."""
-        config, mesh, weights = self._config, self._mesh, self._weights
+        self._numbers: list[list[np.ndarray]] = []  # by kind and rank of an engine: of its slices among the digests
+        published = weights if config.rollout.quantization is None else quantised(weights, mesh)
+        if published is not weights and mesh.is_main:
+            print(*format_table(weights, published), sep="\n", flush=True)
+        self._weights = weights = published
         dtype: torch.dtype = getattr(torch, config.rollout.dtype)
         specs = published_specs(weights.hf_specs, dtype, weights.kept)
         trainers = TrainerWeights(
@@ -81,7 +75,7 @@ class Exchange:
             dtype=dtype,
             bucket_bytes=int(config.weights.bucket_mb * 2**20),
             num_engines=_num_engines(config),
-            folder=RunFolder(self._run_dir).weights,
+            folder=RunFolder(run_dir).weights,
             checkpoint=Path(config.model.path),
             limits=GroupLimits(config.weights.connect_timeout_s, config.weights.max_ctas),
             delta=config.weights.delta,
@@ -90,19 +84,7 @@ class Exchange:
         self._digests = ExpectedDigests(trainers)
         self._transport = TRANSPORTS[config.weights.transport](trainers)
         patience_s = config.rollout.patience_s(mesh.device.type == "cuda")
-        self._fleet = EngineFleet(config, self._registry, specs, self._transport, self._on_call, patience_s)
-
-    def _know_formats(self, deadline: Deadline) -> None:
-        """Collective. Before the first transfer to FP8 engines: learns their formats, which the weights then have."""
-        if self._formats_known:
-            return
-        names = self._mesh.from_main(lambda: self._fleet.formats(self._ids, deadline), "learn the engines' formats")
-        self._fleet.close()
-        plain, self._weights = self._weights, quantised(self._weights, names, self._mesh)
-        if self._mesh.is_main:
-            print(*format_table(plain, self._weights), sep="\n", flush=True)
-        self._prepare()
-        self._formats_known = True
+        self._fleet = EngineFleet(config, registry, specs, self._transport, on_call, patience_s)
 
     def publish(self, version: int, only: list[str] | None = None) -> dict[str, float]:
         """Collective. Updates all usable engines, or those in `only`, to the actor's present weights, called `version`.
@@ -113,8 +95,6 @@ class Exchange:
         """
         timer, deadline, traffic = PhaseTimer(), Deadline(self._config.weights.timeout_s), Traffic()
         more = self._next(lambda: self._fleet.choose(only, deadline), "find engines")
-        if more:
-            self._know_formats(deadline)
         with self._weights.merged():
             while more:
                 more = self._update(version, deadline, timer, traffic)
@@ -127,8 +107,7 @@ class Exchange:
     def verify(self, only: list[str] | None = None) -> None:
         """Collective. Compares the engines' live parameters with the actor's. LeaderError names what differs."""
         deadline = Deadline(self._config.weights.timeout_s)
-        if self._next(lambda: self._fleet.choose(only, deadline), "find engines"):
-            self._know_formats(deadline)
+        self._next(lambda: self._fleet.choose(only, deadline), "find engines")
         self._open(deadline, writing=False)
         with self._weights.merged():
             expected = self._digests.compute()
@@ -173,34 +152,36 @@ class Exchange:
             return self._next(lambda: self._fleet.wait_for_lost(version, deadline), "wait for engines that died")
 
     def _open(self, deadline: Deadline, writing: bool) -> None:
-        """Collective. Pauses the engines and records the copy lists of new ones, which every rank needs for digests."""
+        """Collective. Pauses the engines; every rank learns the copy lists of a new kind, for digests and transfers."""
 
-        def open_and_list() -> list[SliceKey] | None:
+        def open_and_sort() -> list[list[list[Copy]]] | None:
             self._fleet.open(self._ids, deadline, writing)
-            new = [engine for engine in self._fleet.alive if engine not in self._indices]
-            slices = self._digests.unknown(copy for engine in new for copies in engine.slices for copy in copies)
-            return slices or None  # which is not sent
+            kinds = list(self._fleet.kinds)
+            for engine in self._fleet.alive:
+                if engine.slices not in kinds:
+                    kinds.append(engine.slices)
+                engine.kind = kinds.index(engine.slices)
+                engine.slices = kinds[engine.kind]  # one list for all: it may have a million entries
+            return kinds[len(self._fleet.kinds) :] or None  # which is not sent
 
-        if slices := self._mesh.from_main(open_and_list, "connect to engines"):
-            self._digests.add(slices)
-        for engine in self._fleet.alive:
-            if engine not in self._indices:
-                self._indices[engine] = [self._digests.indices(copies) for copies in engine.slices]
+        for kind in self._mesh.from_main(open_and_sort, "connect to engines") or ():
+            self._fleet.kinds.append(kind)
+            self._numbers.append(self._digests.add(kind))
 
     def _admit(self, engine: EngineConnection, version: int, expected: np.ndarray) -> None:
         """Verifies one engine, sets its version, lets it continue and marks it ready. Rank 0 only."""
-        kept = self._config.rollout.prefix_cache == "by_version" and engine in self._filled
+        kept = self._config.rollout.prefix_cache == "by_version" and engine.emptied
         self._check(engine, expected, flush=not kept)
-        self._filled.add(engine)
+        engine.emptied = True
         self._fleet.admit(engine, version)
 
     def _check(self, engine: EngineConnection, expected: np.ndarray, flush: bool) -> None:
         """Raises RuntimeError naming the engine, the parameters and the slices that differ from the actor's weights."""
         digests, problems = engine.digests(flush)
-        for rank, (copies, indices) in enumerate(zip(engine.slices, self._indices[engine], strict=True)):
+        for rank, (copies, numbers) in enumerate(zip(engine.slices, self._numbers[engine.kind], strict=True)):
             problems += [
                 f"{engine} rank {rank}: parameter {copies[k].parameter} does not hold HF tensor {copies[k].source}"
-                for k in np.flatnonzero(digests[rank] != expected[indices])
+                for k in np.flatnonzero(digests[rank] != expected[numbers])
             ]
         if problems:
             shown = "\n".join(problems[:_MISMATCHES_SHOWN])

@@ -1,6 +1,6 @@
 """Digests that the engines' slices must have, computed from the trainers' live weights."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -8,14 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megagrpo.weights.copies.record import Copy
-from megagrpo.weights.copies.views import Box
 from megagrpo.weights.digests.batches import CopyBatches
 from megagrpo.weights.digests.digest import batched_digest
 from megagrpo.weights.transports.gather_plan import share_out
 from megagrpo.weights.transports.protocol import TrainerWeights
-
-# An HF tensor's name, start and size of a box of it: a slice as a plain tuple, because there are up to millions.
-SliceKey = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 class ExpectedDigests:
@@ -26,33 +22,31 @@ class ExpectedDigests:
         rank = weights.mesh.rank
         shares = share_out(weights.copies, weights.specs, on_main=False)
         self._share = {name: [copy for owner, copy in parts if owner == rank] for name, parts in shares.items()}
-        self._index: dict[SliceKey, int] = {}  # the same on every rank
+        # Of every slice, its number: an HF tensor's name, start and size of a box of it; the same on every rank.
+        self._index: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
         self._copies: list[Copy] = []  # this rank's parts of all slices
-        self._slices = np.empty(0, dtype=np.int64)  # by part: the index of its slice
+        self._slices = np.empty(0, dtype=np.int64)  # by part: the number of its slice
         self._batches = CopyBatches(self._copies, weights.specs)
         self._stream: torch.cuda.Stream | None = None
 
-    def unknown(self, copies: Iterable[Copy]) -> list[SliceKey]:
-        """Returns the slices of HF tensors in `copies` that were never added, each once."""
-        return list(dict.fromkeys(key for copy in copies if (key := _key(copy)) not in self._index))
-
-    def add(self, slices: list[SliceKey]) -> None:
-        """Adds slices to be digested from now on; the same list on every rank."""
+    def add(self, engine: Sequence[Sequence[Copy]]) -> list[np.ndarray]:
+        """Adds an engine's slices, by its ranks; the same on all trainers. Returns their numbers, int64 [slices]."""
         parts: list[int] = []
-        for tensor, start, size in slices:
-            index = self._index.setdefault((tensor, start, size), len(self._index))
-            for copy in self._share[tensor]:
-                common = copy.box.intersect(Box(start, size))
-                if common is not None:
-                    self._copies.append(copy.restrict(common))
-                    parts.append(index)
-        if parts:
-            self._slices = np.concatenate([self._slices, np.array(parts, dtype=np.int64)])
-            self._batches = CopyBatches(self._copies, self._weights.specs)
 
-    def indices(self, copies: Sequence[Copy]) -> np.ndarray:
-        """Returns the indices of these copies' slices among the digests: int64 [copies]. All must be added."""
-        return np.fromiter((self._index[_key(copy)] for copy in copies), dtype=np.int64, count=len(copies))
+        def number_of(copy: Copy) -> int:
+            known = len(self._index)
+            number = self._index.setdefault((copy.hf, copy.start, copy.size), known)
+            for mine in self._share[copy.hf] if number == known else ():
+                common = mine.box.intersect(copy.box)
+                if common is not None:
+                    self._copies.append(mine.restrict(common))
+                    parts.append(number)
+            return number
+
+        numbers = [np.array([number_of(copy) for copy in copies], dtype=np.int64) for copies in engine]
+        self._slices = np.concatenate([self._slices, np.array(parts, dtype=np.int64)])
+        self._batches = CopyBatches(self._copies, self._weights.specs)
+        return numbers
 
     def compute(self) -> np.ndarray:
         """Collective. Returns the digests of all slices of the present weights, as published: int64 [slices]."""
@@ -90,7 +84,3 @@ class ExpectedDigests:
         if found:
             totals.index_add_(0, torch.from_numpy(np.concatenate(slices)).to(totals.device), torch.cat(found))
         return totals
-
-
-def _key(copy: Copy) -> SliceKey:
-    return copy.hf, copy.start, copy.size

@@ -26,19 +26,6 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth"}
 _SECONDS_BETWEEN_LINES, _BAR_WIDTH = 5.0, 24
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-}
 
 
 class HfFolder(Mapping[str, Tensor]):
@@ -85,10 +72,8 @@ class HfFolder(Mapping[str, Tensor]):
         if missing:
             raise ValueError(f"{path}: lacks {min(missing)} ({len(missing)} in all) that {INDEX} names")
         for name in names or handle.keys():
-            part = handle.get_slice(name)
-            if part.get_dtype() not in _DTYPES:
-                raise ValueError(f"{path}: tensor {name} has dtype {part.get_dtype()}, which is not supported")
-            self.specs[name] = (tuple(part.get_shape()), _DTYPES[part.get_dtype()])
+            tensor = handle.get_tensor(name)  # of the memory map: nothing is read
+            self.specs[name] = (tuple(tensor.shape), tensor.dtype)
             self._handles[name] = handle
 
     def _fp8_block(self) -> tuple[int, int]:

@@ -229,16 +229,9 @@ def refused(rank: int, engines: dict, folder: Path) -> str:
 
 def test_a_layer_in_another_format_stops_the_run_by_its_name(tmp_path):
     write_checkpoint(tmp_path / "initial", hf_tensors(0))
-    for number, (engines, message) in enumerate(
-        [
-            ([{"plain": ("kv",)}], "kv: not in FP8, but must be"),
-            (
-                [{}, {"plain": ("kv",)}],
-                "parameter kv is in torch.bfloat16, and HF tensor kv is published in torch.float8",
-            ),
-        ]
-    ):
+    for number, engines in enumerate([[{"plain": ("kv",)}], [{}, {"plain": ("kv",)}]]):
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "initial").symlink_to(tmp_path / "initial")
+        message = "parameter kv is in torch.bfloat16, and HF tensor kv is published in torch.float8"
         assert message in POOL.run(1, refused, engines, folder)[0]

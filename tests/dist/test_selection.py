@@ -9,8 +9,8 @@ import torch
 
 from megagrpo.checkpoint import save as checkpoint
 from megagrpo.checkpoint.folder import latest
-from megagrpo.checkpoint.save import Retention, RunIdentity
-from megagrpo.config.schema import ExperimentConfig
+from megagrpo.checkpoint.save import RunIdentity
+from megagrpo.config.schema import CheckpointConfig, ExperimentConfig
 from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import Mesh, make_mesh
 from megagrpo.monitor.metrics import Metrics
@@ -83,7 +83,7 @@ def run_steps(mesh: Mesh, folder: Path, num_steps: int) -> list[dict]:
         taken = GroupChoice(source, PROMPTS, experiment(), mesh).next_groups(state, metrics)
         state = TrainState(step=state.step + 1, data_cursor=taken.data_cursor, surplus=taken.surplus)
         saved = replace(state, surplus=gather_surplus(state.surplus, mesh))
-        checkpoint.start_save(folder, saved, ANY, Retention(9), lambda _: NoActor(), mesh).finish()
+        checkpoint.PendingSave(folder, saved, ANY, CheckpointConfig(keep=9), lambda _: NoActor(), mesh).finish()
         parts = [group for part in mesh.gather_dp(taken.groups) for group in part]
         surplus = [group for part in mesh.gather_dp(state.surplus) for group in part]
         numbers = metrics.reduced(mesh.reduce)

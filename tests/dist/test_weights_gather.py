@@ -15,7 +15,6 @@ from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
 from megagrpo.weights.transports.gather_plan import (
     gather_buckets,
     gather_to_main,
-    gather_traffic,
     make_gather_plan,
     published_specs,
     share_out,
@@ -87,12 +86,13 @@ def expected_by_name(expected: ExpectedDigests) -> dict[str, tuple[int, int]]:
         name: copy.restrict(Box((1, *copy.start[1:]), (copy.size[0] - 1, *copy.size[1:])))
         for name, copy in whole.items()
     }
-    for copies in (whole, whole, rest):
-        expected.add(expected.unknown(copies.values()))
+    numbers = expected.add([list(copies.values()) for copies in (whole, whole)])
+    numbers += expected.add([list(rest.values())])
+    assert (numbers[0] == numbers[1]).all() and numbers[2].min() == len(SHAPES), "each slice has one number"
     with ThreadPoolExecutor(1) as pool:
         digests = expected.total(pool.submit(expected.local).result())
     assert (digests == expected.compute()).all()
-    both = (digests[expected.indices(list(copies.values()))].tolist() for copies in (whole, rest))
+    both = (digests[of_slices].tolist() for of_slices in numbers[1:])
     return dict(zip(SHAPES, zip(*both, strict=True), strict=True))
 
 
@@ -103,11 +103,11 @@ def of_rank(mesh: Mesh, tp: int, pp: int, folder: Path) -> tuple[dict, set, int,
     everyone = mesh.gather_world(copies)
     plan = make_gather_plan(everyone, SPECS, bucket_bytes=700)
     full: dict = {}
-    for bucket in gather_buckets(plan, actor.live, mesh):
+    traffic = Traffic()
+    for bucket in gather_buckets(plan, actor.live, mesh, traffic):
         full |= bucket
     spans = [range(live.data_ptr(), live.data_ptr() + live.nbytes) for live in actor.live.values()]
     uncopied = {name for name, tensor in full.items() if any(tensor.data_ptr() in span for span in spans)}
-    traffic = gather_traffic(plan, actor.live, mesh)
     half = make_gather_plan(everyone, published_specs(SPECS, torch.bfloat16, KEPT), bucket_bytes=700)
     write = lambda buckets: write_hf_folder(folder / "out", buckets, folder / "like", torch.bfloat16)  # noqa: E731
     gather_to_main(half, actor.live, mesh, write, "export")

@@ -15,7 +15,7 @@ from megagrpo.checkpoint import resume as beginning
 from megagrpo.checkpoint import save as checkpoint
 from megagrpo.checkpoint.folder import is_reshardable, latest
 from megagrpo.checkpoint.groups import read_groups, write_groups
-from megagrpo.checkpoint.save import Checkpointer, Retention, RunIdentity, SaveSchedule, load, start_save
+from megagrpo.checkpoint.save import Checkpointer, PendingSave, RunIdentity, SaveSchedule, load
 from megagrpo.config.schema import CheckpointConfig
 from megagrpo.mesh import LeaderError, make_mesh
 from megagrpo.system.run_folder import RunFolder
@@ -60,7 +60,7 @@ class Plan:
 def test_the_newest_stays(tmp_path: Path, there, keep, left):
     for name in there:
         (tmp_path / (name if isinstance(name, str) else f"step_{name:06d}")).mkdir()
-    folder = start_save(tmp_path, TrainState(step=17), ANY, Retention(keep), Plan, MESH).finish()
+    folder = PendingSave(tmp_path, TrainState(step=17), ANY, CheckpointConfig(keep=keep), Plan, MESH).finish()
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{step:06d}" for step in left]
     assert (folder / "manifest.json").is_file() and latest(tmp_path, at_most=17) == folder
 
@@ -75,7 +75,7 @@ def test_a_failure_at_any_moment_leaves_nothing(tmp_path: Path, fault: str):
     (tmp_path / "step_000010").mkdir()
     message = r"step_000017: rank 0 could not write, \d+ MiB are free there: OSError: disk full"
     with pytest.raises(LeaderError, match=message):
-        start_save(tmp_path, TrainState(step=17), ANY, Retention(1), plan, MESH).finish()
+        PendingSave(tmp_path, TrainState(step=17), ANY, CheckpointConfig(keep=1), plan, MESH).finish()
     assert [path.name for path in tmp_path.iterdir()] == ["step_000010"]
 
 
@@ -149,7 +149,7 @@ def test_a_stop_saves_the_step_for_any_layout_once(tmp_path: Path):
 def test_another_layout_is_refused_with_what_to_do(tmp_path: Path):
     for step, reshardable in ((1, True), (2, False)):
         plan = lambda folder, form=reshardable: Plan(folder, form)  # noqa: E731  # two of them
-        folder = start_save(tmp_path, TrainState(step=step), ANY, Retention(9), plan, MESH).finish()
+        folder = PendingSave(tmp_path, TrainState(step=step), ANY, CheckpointConfig(keep=9), plan, MESH).finish()
     other = RunIdentity({}, {"ranks": 4, "tp": 2})
     layouts = r"by its own layout alone \(ranks 1\), this run has another \(ranks 4, tp 2\)"
     what_to_do = r".*SIGUSR1 .*checkpoint.reshardable .*step_000001 beside it"
@@ -171,7 +171,7 @@ def test_bytes_are_bounded_but_the_newest_stays(tmp_path: Path, keep_gb: float |
 def test_checksums_are_those_of_the_writer_and_its_files_are_not_read_again(tmp_path: Path, monkeypatch):
     read = []
     monkeypatch.setattr(checkpoint, "_crc", lambda path: read.append(path.name) or 0)
-    folder = start_save(tmp_path, TrainState(step=1), ANY, Retention(1), Plan, MESH).finish()
+    folder = PendingSave(tmp_path, TrainState(step=1), ANY, CheckpointConfig(keep=1), Plan, MESH).finish()
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["actor/weights"] == [7, zlib.crc32(b"weights")] and read == ["state.json"]
 

@@ -56,12 +56,11 @@ def digested_on(mesh, current) -> int:
 
 
 def sent_on(mesh, current) -> int:
-    from megagrpo.weights.transports.reshard import _TrainerEnd
-    from megagrpo.weights.wire.order import SendOrder
+    from megagrpo.weights.transports.reshard import SendOrder, _TrainerEnd
 
     where = []
     link = SimpleNamespace(left_s=30.0, patience_s=30.0)
-    end = _TrainerEnd(link, SimpleNamespace(trainers=[0], numbered_sent_by=lambda rank: {}), 0)
+    end = _TrainerEnd(link, SimpleNamespace(trainers=[0], sent_by=lambda rank: {}), 0)
     end._group = SimpleNamespace()  # joined before, and asked to send nothing
     end.send(SimpleNamespace(mesh=mesh, parameters=lambda: where.append(current()) or {}), SendOrder([[]]), 0)
     return where[0]

@@ -17,10 +17,12 @@ from megagrpo.rollout.cpu import block_fp8
 from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.weights.actor_weights import ActorWeights
+from megagrpo.weights.blocks import block_maxima, block_scales, dequantise, quantise
 from megagrpo.weights.copies.record import Copy, Recording, coverage_problems, record_copies
+from megagrpo.weights.copies.storages import Computed
 from megagrpo.weights.engines.beside_parameters import absorbed_matrices, cache_scales, random_cache_scales
-from megagrpo.weights.engines.formats import dequantised, format_problems
-from megagrpo.weights.quantised import block_maxima, block_scales, quantise, quantised, quantised_specs
+from megagrpo.weights.engines.formats import format_problems
+from megagrpo.weights.quantised import quantised, quantised_specs
 from tests import experiments
 
 FP8 = torch.float8_e4m3fn
@@ -61,7 +63,7 @@ def test_a_large_slice_is_quantised_in_parts(monkeypatch):
     live, specs = {"p": torch.randn(500, 300)}, {"x": ((500, 300), torch.float32)}
     copies = record_copies(lambda hf: live["p"].copy_(hf["x"]), specs, live)
     mesh = make_mesh(0, 1, torch.device("cpu"), 10.0)
-    weights = quantised(ActorWeights(copies, specs, lambda: live, fp8=frozenset("x")), {"x"}, mesh)
+    weights = quantised(ActorWeights(copies, specs, lambda: live, fp8=frozenset("x")), mesh)
     with weights.merged():
         values, scales = (c.view(weights.parameters()) for c in sorted(weights.copies, key=lambda c: len(c.hf)))
         expected = block_scales(block_maxima(live["p"], (0, 0)))
@@ -76,14 +78,20 @@ def test_formats_that_no_publish_can_write_are_named():
     copies = [Copy("x", (0, 0), (4, 4), "w", 0, (4, 1)), Copy("n", (4,), (4,), "norm", 0, (1,))]
     specs = {"x": ((4, 4), FP8), "n": ((4,), torch.bfloat16)}
     live = {"w": torch.zeros(4, 4).to(FP8), "norm": torch.zeros(4)}
-    assert not list(format_problems(copies, live, specs))
-    (line,) = format_problems(copies, live | {"w": torch.zeros(4, 4)}, specs)
-    assert line == "parameter w is in torch.float32, and HF tensor x is published in torch.float8_e4m3fn"
-    (line,) = format_problems(copies, live | {"norm": torch.zeros(4).to(FP8)}, specs)
+    recording = Recording(copies)
+    assert not list(format_problems(recording, live, specs))
+    (line,) = format_problems(recording, live | {"w": torch.zeros(4, 4)}, specs)
+    assert line.startswith("parameter w is in torch.float32, and HF tensor x is published in torch.float8_e4m3fn")
+    (line,) = format_problems(recording, live | {"norm": torch.zeros(4).to(FP8)}, specs)
     assert "parameter norm is in torch.float8_e4m3fn" in line
+    computed = Recording(
+        copies, computed={"own": Computed("a product", {"n"}), "of both": Computed("a sum", {"n", "x"})}
+    )
+    (line,) = format_problems(computed, live | {"own": live["w"], "of both": live["w"]}, specs)
+    assert line == "parameter own is in FP8, and computed from n, which are not"
     live["w_scale_inv"] = torch.ones(1, 1)
     live["w_scale_inv"].format_ue8m0 = True  # as SGLang marks them
-    (line,) = format_problems(copies, live, specs)
+    (line,) = format_problems(recording, live, specs)
     assert "w_scale_inv: scales are rounded to powers of two" in line and "fp8_gemm_runner_backend: triton" in line
 
 
@@ -95,7 +103,7 @@ def test_what_latent_attention_keeps_beside_fp8_weights_is_compared_with_their_p
     projection.weight, projection.weight_scale_inv = quantise(matrix, (0, 0), scales), scales
     attention = nn.Module()
     attention.kv_b_proj = projection
-    by_head = dequantised(projection.weight, scales).unflatten(0, (heads, -1))
+    by_head = dequantise(projection.weight, (0, 0), scales).bfloat16().unflatten(0, (heads, -1))
     assert torch.allclose(by_head.flatten(0, 1).float(), matrix, rtol=0.1, atol=0.02)
     attention.w_kc, attention.w_vc = by_head[:, :nope].clone(), by_head[:, nope:].transpose(1, 2).clone()
     assert [bool((has != wanted).any()) for _, has, wanted in absorbed_matrices(attention)] == [False, False]

@@ -52,13 +52,13 @@ def test_reshard_is_what_the_ranks_would_send(monkeypatch, engines, sizes, cast,
     world = sizes[0] * sizes[1] * sizes[2]
     forecast = reshard_forecast(cover, placed(world, engines, tp, 1, 8), bucket, PLAIN, torch.float32 if cast else None)
     plans = [plan_transfer(cover, slot, engines, bucket) for slot in range(engines)]
-    sent = [[plan.sent_by(rank) for plan in plans] for rank in range(world)]
+    sent = [[list(plan.sent_by(rank).values()) for plan in plans] for rank in range(world)]
     messages = [m for ends in sent for batches in ends for batch in batches for m in batch]
     assert forecast.messages == len(messages)
     assert forecast.wire_bytes == sum(place.numel for m in messages for place in m.slices) * 4
     assert forecast.wire_bytes == forecast.needed_bytes == int(forecast.node_bytes.sum())
     assert forecast.trainer_staging_bytes == max(sum(staged(batches, cast) for batches in ends) for ends in sent)
-    received = [plan.received_by(rank) for plan in plans for rank in range(tp)]
+    received = [list(plan.received_by(rank).values()) for plan in plans for rank in range(tp)]
     assert forecast.engine_staging_bytes == max(staged(batches, False) for batches in received)
     loads = [sum(p.numel * 4 for b in ends for batch in b for m in batch for p in m.slices) for ends in sent]
     assert forecast.busiest_sender == (f"trainer {np.argmax(loads)}", max(loads))

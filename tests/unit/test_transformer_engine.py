@@ -94,7 +94,7 @@ from examples.laptop.recipe import TinyModelConfig
 from megagrpo.families.table import architecture_of
 from megagrpo.certify.tiny_model import hf_config, random_tensors
 from megagrpo.weights.expected_digests import ExpectedDigests
-from megagrpo.weights.copies.record import record_copies
+from megagrpo.weights.copies.record import Copy, record_copies
 from megagrpo.weights.transports.reshard_plan import trainer_atoms
 
 
@@ -114,7 +114,8 @@ def specs_of(hf):
 
 
 def digests_of(everyone, hf):
-    slices = [(name, (0,) * len(shape), shape) for name, (shape, _) in specs_of(hf).items()]
+    shapes = {name: shape for name, (shape, _) in specs_of(hf).items()}
+    slices = [Copy(name, (0,) * len(shape), shape, "", 0, (0,) * len(shape)) for name, shape in shapes.items()]
     total = 0
     for rank, (_, live) in enumerate(everyone):
         mesh = SimpleNamespace(rank=rank, world_size=1, device=torch.device("cpu"))
@@ -122,7 +123,7 @@ def digests_of(everyone, hf):
         digests = ExpectedDigests(
             SimpleNamespace(mesh=mesh, copies=copies, specs=specs_of(hf), parameters=lambda live=live: live)
         )
-        digests.add(slices)
+        digests.add([slices])
         total = total + digests.compute()
     return total.tolist()
 

@@ -73,7 +73,15 @@ def cut_from_concatenations(hf, p):
     p["z"].copy_(torch.cat([hf["e"][:, 1:3], hf["e"][:, :2]], 1).permute(2, 0, 1)[1:, :, 1:])
 
 
+def through_a_temporary_used_twice(hf, p):
+    temporary = torch.empty(4, 6)
+    temporary[:2].copy_(hf["a"][:2])  # elements of which no copy is made
+    temporary.copy_(hf["a"][4:8])
+    p["x"].copy_(temporary)
+
+
 CASES = [
+    (through_a_temporary_used_twice, {"x": (4, 6)}),
     (concatenated, {"x": (16, 6), "y": (9, 8)}),
     (cut_from_concatenations, {"x": (12, 3), "y": (2, 6), "z": (4, 3, 3)}),
     (halves, {"x": (4, 6), "y": (8, 3)}),

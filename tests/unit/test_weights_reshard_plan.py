@@ -89,11 +89,11 @@ def test_what_arrives_is_what_the_loader_would_have_written(trainer_layout, engi
         live = [storage(copies, None) for copies in receivers]
         wire = {}
         for rank in range(len(everyone)):
-            for m in chain.from_iterable(plan.sent_by(rank)):
+            for m in chain.from_iterable(plan.sent_by(rank).values()):
                 assert (rank, m.peer, m.tag) not in wire
                 wire[rank, m.peer, m.tag] = torch.cat([part.view(ours[rank]).reshape(-1) for part in m.slices])
         for rank, parameters in enumerate(live):
-            for m in chain.from_iterable(plan.received_by(rank)):
+            for m in chain.from_iterable(plan.received_by(rank).values()):
                 values = wire.pop((m.peer, rank, m.tag)).split([part.numel for part in m.slices])
                 for part, target in zip(values, (part.view(parameters) for part in m.slices), strict=True):
                     assert target.isnan().all(), "an element is written twice"
@@ -143,7 +143,9 @@ def test_a_message_travels_in_one_dtype():
     cover = make_cover(trainer_atoms(trainers(2, 1, 1), specs), receivers, specs, 1 << 20)
     assert cover.total_bytes == sum(c.box.numel * (4 if c.hf in kept else 2) for copies in receivers for c in copies)
     plan = plan_transfer(cover, 0, 1, 1 << 20)
-    for batches in [plan.sent_by(rank) for rank in range(2)] + [plan.received_by(rank) for rank in range(2)]:
+    for batches in [plan.sent_by(rank).values() for rank in range(2)] + [
+        plan.received_by(rank).values() for rank in range(2)
+    ]:
         for message in chain.from_iterable(batches):
             assert {kept.get(part.parameter, torch.bfloat16) for part in message.slices} == {message.dtype}
 

@@ -10,13 +10,12 @@ import torch.distributed as dist
 
 from megagrpo.system.environment import get, of_all_nccl_ranks
 from megagrpo.weights.copies.views import ParameterSlice
-from megagrpo.weights.transports.reshard import _TrainerEnd
+from megagrpo.weights.transports.reshard import JOIN, SendOrder, _TrainerEnd
 from megagrpo.weights.wire import clock
 from megagrpo.weights.wire.changes import ALL, LastSent, changes_bytes, count_tags, write_changes
 from megagrpo.weights.wire.clock import Deadline, PhaseTimer
 from megagrpo.weights.wire.group import EngineGroup, GroupLimits, PeerLost, Receive, Send, join_group
 from megagrpo.weights.wire.messages import Message
-from megagrpo.weights.wire.order import JOIN, SendOrder
 
 CUDA = torch.device("cuda")
 
@@ -103,7 +102,7 @@ def test_groups_that_are_made_together_are_made_in_one_order(joined_in_turns):
 
 
 def test_a_link_over_nccl_takes_a_turn_for_its_group_once(monkeypatch):
-    plan = SimpleNamespace(trainers=[0, 1], numbered_sent_by=lambda rank: {2: [], 5: []})
+    plan = SimpleNamespace(trainers=[0, 1], sent_by=lambda rank: {2: [], 5: []})
     end = _TrainerEnd(SimpleNamespace(), plan, 1)
     assert end.turns(True) == [JOIN, 2, 5] and end.turns(False) == [2, 5]
     connected = []

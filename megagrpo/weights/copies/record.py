@@ -190,17 +190,11 @@ class _Recorder(TorchDispatchMode):
         pad = target.dim() - source.dim()
         name, offset = self._parameter(target)
         shape, strides = (1,) * pad + tuple(source.shape), (0,) * pad + tuple(source.stride())
-        view = self.storages.hf_view(source, shape, strides)
+        view, into = self.storages.hf_view(source, shape, strides, target.stride())
         with naming(f"HF tensor {view.hf} -> parameter {name}"):
-            pairs = split_into_boxes(
-                offset=view.offset,
-                shape=tuple(piece.size for piece in view.pieces),
-                strides=tuple(piece.hf_stride for piece in view.pieces),
-                base=tuple(self.hf[view.hf].shape),
-                other=tuple(target.stride(piece.dim) * piece.scale for piece in view.pieces),
-            )
+            parts = split_into_boxes(view.offset, view.sizes, view.strides, tuple(self.hf[view.hf].shape), into)
         self.recording.copies += [
-            Copy(view.hf, pair.box.start, pair.box.size, name, offset + pair.offset, pair.strides) for pair in pairs
+            Copy(view.hf, box.start, box.size, name, offset + shift, box_strides) for box, shift, box_strides in parts
         ]
 
     def _fill(self, target: Tensor, value: float) -> Tensor:

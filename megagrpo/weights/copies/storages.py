@@ -26,14 +26,6 @@ class Concatenation:
     dim: int
     whole: Tensor
 
-    @classmethod
-    def of(cls, parts: Sequence[Tensor], dim: int) -> "Concatenation":
-        """Joins tensors without reading them."""
-        dim %= parts[0].dim()
-        shape = list(parts[0].shape)
-        shape[dim] = sum(part.shape[dim] for part in parts)
-        return cls(parts, dim, parts[0].new_empty(shape))
-
     def pieces(self, cut: Tensor, shape: torch.Size) -> list[JoinedPart]:
         """Returns the parts of `cut`, a range of `whole` in any order of dimensions. Else raises Untraceable."""
         first, rest = [], int(cut.storage_offset())
@@ -81,77 +73,63 @@ class Computed:
 
 
 @dataclass(frozen=True)
-class Strided:
-    """`size` elements, `hf_stride` apart in the HF tensor; one step is `scale` steps along `dim` of the view."""
-
-    size: int
-    hf_stride: int
-    dim: int
-    scale: int
-
-
-@dataclass(frozen=True)
 class HfView:
-    """A view, of any tensor that was copied from an HF tensor, as a view of that HF tensor."""
-
-    hf: str
-    offset: int
-    pieces: list[Strided]  # in the view's order of iteration
-
-
-@dataclass(frozen=True)
-class _Traced:
-    """A dense storage with elements of one HF tensor: their `offset` and `hf_strides` there, in elements."""
+    """Elements of one HF tensor, in an order of iteration: their `offset` and `strides` there, in elements."""
 
     hf: str
     offset: int
     sizes: tuple[int, ...]
-    hf_strides: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Zeros:
+    """Elements that are 0: padding, made by the loader."""
 
 
 class TracedStorages:
-    """Every storage that holds HF elements: traced to one HF tensor, a concatenation of such, or computed."""
+    """Every storage that holds elements of HF tensors, one's or several' joined or computed with, and those of zeros."""
 
     def __init__(self, hf: Mapping[str, Tensor]):
-        self._traced = {
-            storage_id(t): _Traced(name, 0, tuple(t.shape), row_major(tuple(t.shape))) for name, t in hf.items()
+        # A dense storage's elements in order of memory.
+        self._known: dict[int, HfView | Concatenation | Computed | Zeros] = {
+            storage_id(t): HfView(name, 0, tuple(t.shape), row_major(tuple(t.shape))) for name, t in hf.items()
         }
-        self._joined: dict[int, Concatenation] = {}
-        self._computed: dict[int, Computed] = {}
-        self._zeros: set[int] = set()
         self._keep: list[Tensor] = []  # a freed storage's address could come back as another tensor
 
     def is_traced(self, tensor: Tensor) -> bool:
         """Returns whether all elements are those of one HF tensor."""
-        return storage_id(tensor) in self._traced
+        return isinstance(self._known.get(storage_id(tensor)), HfView)
 
     def is_zero(self, tensor: Tensor) -> bool:
         """Returns whether all elements are 0, made by the loader."""
-        return storage_id(tensor) in self._zeros
+        return isinstance(self._known.get(storage_id(tensor)), Zeros)
 
     def note_zeros(self, made: Tensor) -> Tensor:
         """Returns a new tensor, of zeros."""
         self._keep.append(made)
-        self._zeros.add(storage_id(made))
+        self._known[storage_id(made)] = Zeros()
         return made
 
     def overwritten(self, written: list[Tensor]) -> None:
         """Notes tensors that hold something else from now on, of no HF tensor."""
-        self._zeros.difference_update(map(storage_id, written))
+        for tensor in filter(self.is_zero, written):
+            del self._known[storage_id(tensor)]
 
     def from_hf(self, tensor: Tensor) -> bool:
         """Returns whether any element comes from an HF tensor."""
-        return any(storage_id(tensor) in known for known in (self._traced, self._joined, self._computed))
+        return storage_id(tensor) in self._known and not self.is_zero(tensor)
 
     def computed(self, tensor: Tensor) -> Computed | None:
         """Returns how the tensor was computed, None if it holds copies only."""
-        return self._computed.get(storage_id(tensor))
+        known = self._known.get(storage_id(tensor))
+        return known if isinstance(known, Computed) else None
 
     def names(self, tensor: Tensor) -> list[str]:
         """Returns the HF tensors whose elements a traced tensor or a concatenation of such holds."""
-        joined = self._joined.get(storage_id(tensor))
-        known = map(storage_id, joined.parts if joined is not None else [tensor])
-        return [self._traced[storage].hf for storage in known if storage in self._traced]
+        joined = self._known.get(storage_id(tensor))
+        parts = joined.parts if isinstance(joined, Concatenation) else [tensor]
+        known = [self._known.get(storage_id(part)) for part in parts]
+        return [view.hf for view in known if isinstance(view, HfView)]
 
     def rewrite(self, source: Tensor, dtype: torch.dtype | None) -> Tensor:
         """Returns a new storage with the elements of `source` in the same order."""
@@ -168,15 +146,17 @@ class TracedStorages:
 
     def concatenate(self, parts: list[Tensor], dim: int = 0) -> Tensor:
         """Returns the concatenation of traced tensors and of zeros."""
-        joined = Concatenation.of(parts, dim)
-        self._keep += [joined.whole, *parts]
-        self._joined[storage_id(joined.whole)] = joined
-        return joined.whole
+        dim %= parts[0].dim()
+        shape = list(parts[0].shape)
+        shape[dim] = sum(part.shape[dim] for part in parts)
+        whole = parts[0].new_empty(shape)
+        self._keep += [whole, *parts]
+        self._known[storage_id(whole)] = Concatenation(parts, dim, whole)
+        return whole
 
     def copy_to_temporary(self, target: Tensor, source: Tensor) -> None:
         """Traces a copy into a tensor that is no parameter."""
         whole = target.nbytes == target.untyped_storage().nbytes() and target.shape == source.shape
-        self.overwritten([target])
         if whole and self.is_traced(source):
             self._trace(target, source)
         else:
@@ -184,41 +164,44 @@ class TracedStorages:
 
     def joined_parts(self, source: Tensor, shape: torch.Size) -> list[JoinedPart]:
         """Returns the parts of a view of a concatenation that is copied into this shape, [] for another tensor."""
-        joined = self._joined.get(storage_id(source))
-        if joined is not None and source.numel():
+        joined = self._known.get(storage_id(source))
+        if isinstance(joined, Concatenation) and source.numel():
             try:
                 return joined.pieces(source, shape)
             except Untraceable as exc:
                 self.lose(source, [source], str(exc))
         return []
 
-    def hf_view(self, tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> HfView:
-        """Returns a traced tensor, read with this shape and these strides, as a view of its HF tensor."""
-        origin = self._traced[storage_id(tensor)]
+    def hf_view(
+        self, tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], other: tuple[int, ...]
+    ) -> tuple[HfView, tuple[int, ...]]:
+        """Returns a traced tensor, read with this shape and these strides, as a view of its HF tensor.
+
+        Also the strides, along the dimensions of that view, of a second tensor [*shape] with strides `other`.
+        """
+        origin = self._known[storage_id(tensor)]
+        assert isinstance(origin, HfView), "the tensor is traced"
         with naming(f"HF tensor {origin.hf}"):
             first, pieces = factor(int(tensor.storage_offset()), shape, strides, origin.sizes)
-        offset = origin.offset + sum(i * s for i, s in zip(first, origin.hf_strides, strict=True))
-        return HfView(
-            origin.hf, offset, [Strided(p.size, origin.hf_strides[p.base] * p.step, p.dim, p.scale) for p in pieces]
-        )
+        offset = origin.offset + sum(i * s for i, s in zip(first, origin.strides, strict=True))
+        hf_strides = tuple(origin.strides[p.base] * p.step for p in pieces)
+        view = HfView(origin.hf, offset, tuple(p.size for p in pieces), hf_strides)
+        return view, tuple(other[p.dim] * p.scale for p in pieces)
 
     def lose(self, tensor: Tensor, origins: list[Tensor], how: str) -> None:
         """Notes that a tensor is no view of one HF tensor. how: what made it of the `origins`."""
         self._keep.append(tensor)
-        earlier = [self._computed[storage_id(t)] for t in origins if storage_id(t) in self._computed]
+        earlier = list(filter(None, map(self.computed, origins)))
         names = [name for t in origins for name in self.names(t)]
         text = earlier[0].how if earlier else f"{how} of HF tensor {names[0]}"
-        self._computed[storage_id(tensor)] = Computed(text, set(names).union(*(part.hf for part in earlier)))
-        self._traced.pop(storage_id(tensor), None)
-        self._joined.pop(storage_id(tensor), None)
-        self.overwritten([tensor])
+        self._known[storage_id(tensor)] = Computed(text, set(names).union(*(part.hf for part in earlier)))
 
     def _trace(self, out: Tensor, source: Tensor) -> None:
         self._keep.append(out)
-        view = self.hf_view(source, tuple(source.shape), tuple(source.stride()))
-        dense = sorted(((out.stride(p.dim) * p.scale, p.size, p.hf_stride) for p in view.pieces), reverse=True)
+        view, strides = self.hf_view(source, tuple(source.shape), source.stride(), out.stride())
+        dense = sorted(zip(strides, view.sizes, view.strides, strict=True), reverse=True)
         sizes, hf_strides = tuple(size for _, size, _ in dense), tuple(hf_stride for _, _, hf_stride in dense)
-        self._traced[storage_id(out)] = _Traced(view.hf, view.offset, sizes, hf_strides)
+        self._known[storage_id(out)] = HfView(view.hf, view.offset, sizes, hf_strides)
 
 
 def storage_id(tensor: Tensor) -> int:

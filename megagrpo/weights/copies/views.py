@@ -7,6 +7,7 @@ intersect, subtract and split without looking at elements; `factor` turns any vi
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -61,6 +62,18 @@ class Box:
             start[k], size[k] = low, width
         return rest
 
+    def split(self, limit: int) -> list["Box"]:
+        """Cuts a box, along its first dimensions, into boxes of at most `limit` elements."""
+        if self.numel <= limit:
+            return [self]
+        k = next(k for k, n in enumerate(self.size) if n > 1)
+        rows = max(limit // (self.numel // self.size[k]), 1)
+        parts = []
+        for a, b in pairwise([*range(0, self.size[k], rows), self.size[k]]):
+            start = (*self.start[:k], self.start[k] + a, *self.start[k + 1 :])
+            parts.append(Box(start, (*self.size[:k], b - a, *self.size[k + 1 :])))
+        return [piece for part in parts for piece in part.split(limit)]
+
     def _stop(self) -> tuple[int, ...]:
         return tuple(a + n for a, n in zip(self.start, self.size, strict=True))
 
@@ -77,15 +90,6 @@ class Piece:
     step: int
     dim: int
     scale: int
-
-
-@dataclass(frozen=True)
-class BoxPair:
-    """Pairs a box with the same elements in a second view: `offset` and `strides` along the box's dimensions."""
-
-    box: Box
-    offset: int
-    strides: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -155,8 +159,8 @@ def factor(
 
 def split_into_boxes(
     offset: int, shape: tuple[int, ...], strides: tuple[int, ...], base: tuple[int, ...], other: tuple[int, ...]
-) -> list[BoxPair]:
-    """Returns the boxes of `base` that a view covers, each paired with the same elements of a second view.
+) -> list[tuple[Box, int, tuple[int, ...]]]:
+    """Returns the boxes of `base` that a view covers, each with offset and strides of its elements in a second view.
 
     other: strides of the second view, per dimension of `shape`. The boxes are disjoint if the view touches no element
     twice.
@@ -182,7 +186,7 @@ def split_into_boxes(
                 for a, n, o, s in boxes
                 for i in range(count)
             ]
-    return [BoxPair(Box(tuple(a), tuple(n)), o, tuple(s)) for a, n, o, s in boxes]
+    return [(Box(tuple(a), tuple(n)), o, tuple(s)) for a, n, o, s in boxes]
 
 
 def overlap(parts: Sequence[ParameterSlice], shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
@@ -190,9 +194,9 @@ def overlap(parts: Sequence[ParameterSlice], shape: tuple[int, ...], strides: tu
     in_memory = tuple(shape[d] for d in sorted(range(len(shape)), key=strides.__getitem__, reverse=True))
     try:
         boxes = [
-            pair.box
+            box
             for part in parts
-            for pair in split_into_boxes(part.offset, part.size, part.strides, in_memory, (0,) * len(part.size))
+            for box, *_ in split_into_boxes(part.offset, part.size, part.strides, in_memory, (0,) * len(part.size))
         ]
     except Untraceable:  # interleaved slices are no boxes: count element by element
         count = torch.zeros(prod(shape), dtype=torch.uint8)

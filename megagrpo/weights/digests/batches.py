@@ -1,7 +1,8 @@
-"""Batches of recorded copies for one digest call: launches per tensor of experts, not per matrix."""
+"""Batches of recorded copies for one digest call: launches per kind of matrix in a layer, not per expert."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -61,51 +62,26 @@ class CopyBatches:
         alike: dict[tuple, list[tuple[int, int]]] = {}
         for index, copy in enumerate(self._copies):
             storage, offset, dtype = layout[copy.parameter]
-            published = self._specs[copy.hf][1]
-            group = alike.setdefault((storage, dtype, published, copy.start, copy.size, copy.strides), [])
-            group.append((offset + copy.offset, index))
+            kind = re.sub(r"\d+", "*", copy.hf)  # gate and up of experts take turns in memory: each has its own step
+            key = storage, dtype, self._specs[copy.hf][1], kind, copy.start, copy.size, copy.strides
+            alike.setdefault(key, []).append((offset + copy.offset, index))
         runs = []
         for group in alike.values():
             offsets, indices = zip(*sorted(group), strict=True)
             for run in constant_steps(offsets):
-                _, step = _steps(offsets, run)
+                step = offsets[run[1]] - offsets[run[0]] if len(run) > 1 else 0
                 runs.append(_Run(self._copies[indices[run[0]]], step, np.array([indices[k] for k in run])))
         return runs
 
 
-def constant_steps(ascending: Sequence[int]) -> list[range]:
-    """Cuts ascending numbers into runs of constant steps and returns the indices of each.
-
-    Greedy; then equal short runs at a constant distance become long ones (gate and up of experts that lie apart): 0 1,
-    10 11, 20 21 become 0 10 20 and 1 11 21.
-    """
-    short, first = [], 0
-    while first < len(ascending):
-        stop = _end_of_run(ascending, first)
-        short.append(range(first, stop))
-        first = stop
-    runs: list[range] = []
-    for (size, _), alike in groupby(short, key=lambda run: _steps(ascending, run)):
-        rest = list(alike)
-        while rest:
-            count = _end_of_run([ascending[run[0]] for run in rest], 0)
-            same, rest = rest[:count], rest[count:]
-            begin, end = same[0][0], same[-1][-1] + 1
-            runs += [range(begin + k, end, size) for k in range(size)] if count > size else same
-    return runs
-
-
-def _end_of_run(ascending: Sequence[int], first: int) -> int:
-    """Returns the index at which the constant steps from index `first` on end."""
-    stop = first + 1
-    while stop < len(ascending) and ascending[stop] - ascending[stop - 1] == ascending[first + 1] - ascending[first]:
-        stop += 1
-    return stop
-
-
-def _steps(ascending: Sequence[int], run: range) -> tuple[int, int]:
-    """Returns the count of a run's numbers and their distance, 0 for one."""
-    return len(run), ascending[run[1]] - ascending[run[0]] if len(run) > 1 else 0
+def constant_steps(ascending: Sequence[int]) -> Iterator[range]:
+    """Cuts ascending numbers into runs of constant steps, as long as they go, and yields the indices of each."""
+    first = 0
+    for stop in range(1, len(ascending) + 1):
+        steps = [b - a for a, b in pairwise(ascending[max(first, stop - 2) : stop + 1])]
+        if stop == len(ascending) or len(set(steps)) > 1:
+            yield range(first, stop)
+            first = stop
 
 
 def _in_memory(tensor: Tensor) -> tuple[int, int, torch.dtype]:

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from megagrpo.weights.blocks import FP8, dequantise
 from megagrpo.weights.copies.record import Fill, Recording
-from megagrpo.weights.engines.formats import dequantised
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -77,14 +77,16 @@ def absorbed_matrices(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Ten
     w_kc [heads, nope, rank] and w_vc [heads, rank, v].
 
     SGLang copies them from kv_b_proj.weight [heads * (nope + v), rank] at the end of load_weights and in
-    post_load_weights; an FP8 one times its scales, in bfloat16. Left out: matrices that it computes in another way.
+    post_load_weights; an FP8 one times its scales, in bfloat16 (block_quant_dequant). Left out: matrices that it
+    computes in another way.
     """
     for path, module in model.named_modules():
         keys, values = getattr(module, "w_kc", None), getattr(module, "w_vc", None)
         projection = getattr(module, "kv_b_proj", None)
         weight = getattr(projection, "weight", None)
-        if keys is not None and weight is not None and weight.dtype == torch.float8_e4m3fn:
-            weight = dequantised(weight, projection.weight_scale_inv).to(keys.dtype)  # type: ignore[union-attr]
+        if keys is not None and weight is not None and weight.dtype == FP8:
+            scales = projection.weight_scale_inv  # type: ignore[union-attr]  # beside every FP8 weight
+            weight = dequantise(weight, (0, 0), scales).bfloat16().to(keys.dtype)
         if keys is None or values is None or weight is None or not keys.dtype == values.dtype == weight.dtype:
             continue
         heads = weight.detach().unflatten(0, (len(keys), -1))  # [heads, nope + v, rank]

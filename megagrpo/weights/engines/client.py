@@ -53,7 +53,9 @@ class EngineConnection:
         self.tp = tp
         self.deadline = Deadline(0)
         self.slices: list[list[Copy]] = []  # by rank, filled by `record`: what its parameters hold of which HF tensor
-        self.places: list[Place] = []  # likewise: where it runs
+        self.kind = -1  # index of `slices` in EngineFleet.kinds
+        self.emptied = False  # whether the exchange has emptied its caches
+        self.places: list[Place] = []  # by rank, filled by `record`: where it runs
         self.together: set[tuple[str, ...]] = set()  # likewise: names of HF tensors that one load_weights must bring
         self._asked: list[str] = []  # the calls that it has not answered yet; several threads call
         self.address = mailbox.address  # of this host, as the engine reaches it
@@ -120,17 +122,6 @@ class EngineConnection:
         """Closes the session; the engine may process the loaded weights."""
         self.post("/end_weight_update")
 
-    def formats(self, specs: Specs) -> set[str]:
-        """Returns the HF tensors that some rank keeps in FP8. specs: of a model without scales."""
-        key = self._put(specs)
-        answers = self.ask("formats", [{"specs": key}] * self.tp)
-        self.mailbox.store.delete_key(key)
-        return {name for answer in answers for name in answer["fp8"]}
-
-    def _put(self, specs: Specs) -> str:
-        message = {name: (shape, str(dtype).removeprefix("torch.")) for name, (shape, dtype) in specs.items()}
-        return self.mailbox.put("specs", message)
-
     def record(self, specs: Specs, past_loader: bool, dummy_start: bool, forgets: bool = False) -> None:
         """Records the copy list of every rank. specs: with published dtypes. past_loader: see Transport.
 
@@ -138,7 +129,8 @@ class EngineConnection:
         its buffers in its sleep. Raises RuntimeError naming parameters that these tensors do not fill, or buffers that
         cannot be updated.
         """
-        key = self._put(specs)
+        message = {name: (shape, str(dtype).removeprefix("torch.")) for name, (shape, dtype) in specs.items()}
+        key = self.mailbox.put("specs", message)
         request = {"specs": key, "allow_computed": past_loader, "dummy_start": dummy_start}
         answers = self.ask("record", [request] * self.tp)
         self.mailbox.store.delete_key(key)

@@ -1,14 +1,14 @@
 """Rank 0's view of all engines: which take part in a publish, and which died in it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Protocol
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.types import EngineInfo
-from megagrpo.weights.copies.record import Specs
+from megagrpo.weights.copies.record import Copy, Specs
 from megagrpo.weights.engines.client import EngineConnection, EngineDown, EngineRefused, OnCall
 from megagrpo.weights.transports.protocol import Transport
 from megagrpo.weights.wire.clock import Deadline
@@ -55,9 +55,9 @@ class EngineSubset:
 class EngineFleet:
     """Connections to all engines, and calls to those of the current *round*.
 
-    A round is the set of engines that are opened, updated and verified together. Only `each`, `alive`, `waiting` and
-    `close` are for all ranks; on ranks other than 0 there are no connections and the round is empty. on_call,
-    patience_s: see EngineConnection.
+    A round is the set of engines that are opened, updated and verified together. Only `each`, `alive`, `kinds`,
+    `waiting` and `close` are for all ranks; on ranks other than 0 there are no connections and the round is empty.
+    on_call, patience_s: see EngineConnection.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class EngineFleet:
     ):
         self._config, self._registry, self._specs, self._transport = config, registry, specs, transport
         self._on_call, self._patience_s = on_call, patience_s
+        self.kinds: list[list[list[Copy]]] = []  # distinct copy lists of engines, each by engine rank; see Exchange
         self._connections: dict[str, EngineConnection] = {}  # by engine id, kept from publish to publish
         self._round: list[str] = []
         self._lost: dict[str, EngineDown] = {}  # died in this publish and are not back
@@ -89,17 +90,11 @@ class EngineFleet:
         """
         self._lost.clear()
         wanted = self._config.rollout.min_healthy_engines
-        while True:
-            infos = self._registry.engines()
+        for infos in self._listed(deadline, lambda: f"{wanted} usable engines"):
             usable = [info.id for info in infos if info.alive]
             if len(usable) >= wanted:
-                return [id for id in usable if only is None or id in only]
-            if deadline.over:
-                states = {info.id: info.state for info in infos}
-                raise TimeoutError(
-                    f"rank 0 waited {deadline.seconds:.0f} s for {wanted} usable engines; states: {states}"
-                )
-            time.sleep(_POLL_S)
+                break
+        return [id for id in usable if only is None or id in only]
 
     def open(self, ids: list[str], deadline: Deadline, writing: bool) -> None:
         """Begins a round with those of `ids` that the service still lists: connects, pauses, records new copy lists.
@@ -130,25 +125,6 @@ class EngineFleet:
                 engine.record(self._specs, self._transport.past_loader, rollout.load_format == "dummy", forgets)
 
         self.each(open_one)
-
-    def formats(self, ids: list[str], deadline: Deadline) -> set[str]:
-        """Returns the HF tensors that an engine keeps in FP8: the first of `ids` that answers, which is then paused."""
-        infos = {info.id: info for info in self._registry.engines()}
-        found: list[set[str]] = []
-
-        def ask(engine: EngineConnection) -> None:
-            engine.deadline = Deadline(deadline.left / 2)
-            engine.pause()
-            with suppress(EngineRefused):  # see open
-                engine.end()
-            found.append(engine.formats(self._specs))
-
-        for id in filter(infos.__contains__, ids):
-            self._round, self._connections[id] = [id], self._connect(infos[id])
-            self.each(ask)
-            if found:
-                return found[0]
-        raise RuntimeError(f"no engine says which weights it keeps in FP8: {'; '.join(map(str, self._lost.values()))}")
 
     def each(self, work: Callable[[EngineConnection], object]) -> None:
         """Runs `work` for every living engine in threads. Reports engines that raise EngineDown; raises other errors"""
@@ -182,22 +158,30 @@ class EngineFleet:
         wait: the rollout refreshes them. Raises TimeoutError with the state of every engine and why they died.
         """
         wanted = self._config.rollout.min_healthy_engines
-        while self._lost:
-            infos = self._registry.engines()
+        back: list[str] = []
+
+        def what() -> str:
+            reasons = "; ".join(map(str, self._lost.values()))
+            return f"{wanted} engines to restart and take version {version}; they died because: {reasons}"
+
+        for infos in self._listed(deadline, what) if self._lost else ():
             if sum(info.state == "ready" for info in infos) >= wanted:
                 break
+            if back := [info.id for info in infos if info.state == "stale"]:
+                break
+        self._lost.clear()
+        return back
+
+    def _listed(self, deadline: Deadline, what: Callable[[], str]) -> Iterator[list[EngineInfo]]:
+        """Yields the service's record of all engines again and again; after the deadline TimeoutError with `what`."""
+        while True:
+            infos = self._registry.engines()
+            yield infos
             if deadline.over:
                 states = {info.id: f"{info.state}, incarnation {info.incarnation}" for info in infos}
-                raise TimeoutError(
-                    f"rank 0 waited {deadline.seconds:.0f} s (weights.timeout_s) for {wanted} engines to restart and "
-                    f"take version {version}: {states}; they died because: {'; '.join(map(str, self._lost.values()))}"
-                )
-            if back := [info.id for info in infos if info.state == "stale"]:
-                self._lost.clear()
-                return back
+                limit = f"{deadline.seconds:.0f} s (weights.timeout_s)"
+                raise TimeoutError(f"rank 0 waited {limit} for {what()}; states: {states}")
             time.sleep(_POLL_S)
-        self._lost.clear()
-        return []
 
     def waiting(self) -> str:
         """Returns which engines have not answered which call, "" for none. Runs in any thread."""

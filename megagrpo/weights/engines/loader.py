@@ -34,7 +34,7 @@ from megagrpo.weights.engines.beside_parameters import (
     random_buffers,
     random_cache_scales,
 )
-from megagrpo.weights.engines.formats import format_problems, fp8_sources
+from megagrpo.weights.engines.formats import format_problems
 from megagrpo.weights.engines.hooks import Recorder, Tap
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.group import EngineGroup, GroupLimits, PeerLost, join_group
@@ -107,7 +107,7 @@ class _Recorded:
 class EngineEnd:
     """One engine rank's end of the exchange. In the order of its life, one method for each request:
 
-    1. `record`: records once which slices of which HF tensors this rank's model copies. `formats` may come before.
+    1. `record`: records once which slices of which HF tensors this rank's model copies.
     2. `receive`: joins the trainers if their link is new, and writes their slices into the live parameters.
     3. `digest`: digests the live parameters. 2 and 3 repeat in every publish.
     4. `leave`: forgets the trainers; others may come.
@@ -125,7 +125,6 @@ class EngineEnd:
     def answer(self, request: dict, store: TCPStore) -> dict:
         """Runs the operation that a request names."""
         operations: dict[str, Callable[[], dict]] = {
-            "formats": lambda: self.formats(decode(store.get(request["specs"]))),
             "record": lambda: self.record(request, decode(store.get(request["specs"]))),
             "receive": lambda: self.receive(cast(ReceiveRequest, request), store, tuple(request["mailbox"])),
             "digest": self.digest,
@@ -141,18 +140,13 @@ class EngineEnd:
         assert model is not None, "SGLang passes the model with every request"
         return model if draft is None else WithDraft(model, draft)
 
-    def formats(self, specs: dict) -> dict:
-        """Returns the HF tensors that this rank keeps in FP8. specs: of a model without scales."""
-        recording, _ = record_engine_model(self._model, _decoded(specs), allow_computed=True)
-        return {"fp8": fp8_sources(recording, live_tensors(self._model))}
-
     def record(self, request: dict, specs: dict) -> dict:
         """Returns this rank's copies. problems: elements that HF tensors do not fill exactly once, wrong formats."""
         model, hf = self._model, _decoded(specs)
         recording, whole = record_engine_model(model, hf, request["allow_computed"])
         self.recorded = _Recorded(recording, hf, CopyBatches(recording.copies, hf), whole)
         problems = coverage_problems(recording, dict(model.named_parameters())) + copies_of_the_start(model)
-        problems += [*format_problems(recording.copies, live_tensors(model), hf), *random_cache_scales(model)]
+        problems += [*format_problems(recording, live_tensors(model), hf), *random_cache_scales(model)]
         if request["dummy_start"]:
             problems += random_buffers(model, recording)
         return {
@@ -335,10 +329,10 @@ def record_engine_model(model: torch.nn.Module, specs: Specs, allow_computed: bo
         recording = record(load, specs, live_tensors(model), allow_computed)
     recording.fills += cache_scales(model)
     names = sorted(set().union(*(computed.hf for computed in recording.computed.values())))
-    whole = [Box((0,) * len(specs[name][0]), specs[name][0]) for name in names]
+    shapes = [specs[name][0] for name in names]
     return recording, [  # into buffers of this loader, under names that no parameter has
-        Copy(name, box.start, box.size, f"HF tensor {name}", 0, row_major(box.size))
-        for name, box in zip(names, whole, strict=True)
+        Copy(name, (0,) * len(shape), shape, f"HF tensor {name}", 0, row_major(shape))
+        for name, shape in zip(names, shapes, strict=True)
     ]
 
 

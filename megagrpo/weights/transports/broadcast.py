@@ -17,7 +17,7 @@ from megagrpo.system import environment
 from megagrpo.weights.copies.record import Copy, Specs
 from megagrpo.weights.engines.client import EngineConnection, EngineDown
 from megagrpo.weights.engines.fleet import EngineFleet
-from megagrpo.weights.transports.gather_plan import GatherPlan, gather_to_main, gather_traffic, make_gather_plan
+from megagrpo.weights.transports.gather_plan import GatherPlan, gather_to_main, make_gather_plan
 from megagrpo.weights.transports.protocol import TrainerWeights
 from megagrpo.weights.wire.clock import Deadline, PhaseTimer
 from megagrpo.weights.wire.group import EngineGroup, GroupLimits, PeerLost, join_group
@@ -44,7 +44,7 @@ class BroadcastTransport:
         """Collective. See Transport."""
         weights = self._weights
         self._follow(engines)
-        traffic = gather_traffic(self._plan, weights.parameters(), weights.mesh)
+        traffic = Traffic()
 
         def send(buckets: Iterator[dict[str, Tensor]]) -> None:
             # Read when a group is made: NCCL's watchdog would end this trainer when an engine dies in a broadcast.
@@ -64,7 +64,8 @@ class BroadcastTransport:
             engines.each(lambda engine: self._lines[engine.id].wait_for_answers())
             engines.each(EngineConnection.end)
 
-        gather_to_main(self._plan, weights.parameters(), weights.mesh, send, "broadcast weights to engines")
+        what = "broadcast weights to engines"
+        gather_to_main(self._plan, weights.parameters(), weights.mesh, send, what, traffic)
         return traffic
 
     def drop(self, engine: EngineConnection) -> None:

@@ -5,16 +5,16 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from megagrpo.weights.engines.client import EngineConnection
+from megagrpo.weights.blocks import FP8
 from megagrpo.weights.engines.fleet import EngineFleet
 from megagrpo.weights.hf_folder import write_hf_folder
-from megagrpo.weights.transports.gather_plan import gather_to_main, gather_traffic, make_gather_plan
-from megagrpo.weights.transports.protocol import TrainerWeights
+from megagrpo.weights.transports.gather_plan import gather_to_main, make_gather_plan
+from megagrpo.weights.transports.protocol import TrainerWeights, Transport
 from megagrpo.weights.wire.clock import PhaseTimer
 from megagrpo.weights.wire.moving import Traffic
 
 
-class DiskTransport:
+class DiskTransport(Transport):
     """Writes the gathered weights to `weights.folder`, which rank 0 and every engine must see under the same path."""
 
     past_loader = False
@@ -29,8 +29,8 @@ class DiskTransport:
         target = (weights.folder / f"v{version}").resolve()
 
         def write_and_load(buckets: Iterator[dict[str, Tensor]]) -> None:
-            described = weights.checkpoint, weights.dtype, weights.fp8
-            write_hf_folder(target, timer.waiting(buckets, "gather"), *described)
+            fp8 = any(dtype == FP8 for _, dtype in weights.specs.values())
+            write_hf_folder(target, timer.waiting(buckets, "gather"), weights.checkpoint, weights.dtype, fp8)
             # One load_weights call for all files, so it does not matter which of them a tensor is in.
             # The format, because the default is the one that the engine started with, which may be "dummy".
             body = {"model_path": str(target), "load_format": "auto", "flush_cache": False}
@@ -39,11 +39,6 @@ class DiskTransport:
                 if old.name != target.name:
                     shutil.rmtree(old)
 
-        gather_to_main(self._plan, weights.parameters(), weights.mesh, write_and_load, "disk weights to engines")
-        return gather_traffic(self._plan, weights.parameters(), weights.mesh)
-
-    def drop(self, engine: EngineConnection) -> None:
-        """Does nothing: no connection is kept."""
-
-    def leave(self, engine: EngineConnection) -> None:
-        """Does nothing: no connection is kept."""
+        what, traffic = "disk weights to engines", Traffic()
+        gather_to_main(self._plan, weights.parameters(), weights.mesh, write_and_load, what, traffic)
+        return traffic

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
 
 import torch
@@ -115,9 +114,10 @@ def gather_to_main(
     mesh: Mesh,
     use: Callable[[Iterator[dict[str, Tensor]]], object],
     what: str,
+    traffic: Traffic | None = None,
 ) -> None:
     """Collective. Runs `use` on rank 0 over gather_buckets; if it fails, every rank raises LeaderError with `what`."""
-    buckets = gather_buckets(plan, parameters, mesh)
+    buckets = gather_buckets(plan, parameters, mesh, traffic)
 
     def use_all() -> None:
         with ExitStack() as stack:
@@ -129,23 +129,29 @@ def gather_to_main(
     mesh.from_main(use_all, what)
 
 
-def gather_buckets(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mesh) -> Iterator[dict[str, Tensor]]:
+def gather_buckets(
+    plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mesh, traffic: Traffic | None = None
+) -> Iterator[dict[str, Tensor]]:
     """Collective. Yields the whole HF tensors of one bucket after the other on rank 0, empty dicts on the others.
 
     Tensors are contiguous, in the published dtype, on the mesh's device; they are views of rank 0's parameters if those
     are such already. Every rank must iterate to the end. The slices of the next bucket travel while the caller uses
-    this one: memory has at most four buckets, two whole ones and the slices of two.
+    this one: memory has at most four buckets, two whole ones and the slices of two. traffic: counts what this rank
+    sends and stages.
     """
+    traffic = Traffic() if traffic is None else traffic
     if mesh.rank != 0:
-        yield from _contribute(plan, parameters, mesh)
+        yield from _contribute(plan, parameters, mesh, traffic)
         return
-    coming = _receive(plan, 0, mesh)
+    coming, held = _receive(plan, 0, mesh), 0
     for number, bucket in enumerate(plan.buckets, 1):
         (arrived, works), coming = coming, _receive(plan, number, mesh)
         ours = bucket.parts.get(0, ())
         full = {copy.hf: live for copy in ours if _is_whole(live := copy.view(parameters), copy.hf, plan, mesh.device)}
         assembled = [name for name in bucket.names if name not in full]
         full |= {name: torch.empty(plan.specs[name][0], dtype=bucket.dtype, device=mesh.device) for name in assembled}
+        before, held = held, sum(tensor.nbytes for tensor in (*map(full.__getitem__, assembled), *arrived.values()))
+        traffic.staging_bytes = max(traffic.staging_bytes, before + held)
         for copy in ours:
             if copy.hf in assembled:
                 full[copy.hf][copy.box.slices].copy_(copy.view(parameters))
@@ -158,30 +164,16 @@ def gather_buckets(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mes
         yield {name: full[name] for name in bucket.names}
 
 
-def gather_traffic(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mesh) -> Traffic:
-    """Returns what this rank sends to rank 0, and stages, when the plan's buckets are gathered."""
-    held = [0]  # bytes, for each bucket; those of two at a time
-    messages = wire_bytes = 0
-    for bucket in plan.buckets:
-        item = bucket.dtype.itemsize
-        num = {rank: item * sum(copy.box.numel for copy in copies) for rank, copies in bucket.parts.items()}
-        if mesh.is_main:
-            ours = bucket.parts.get(0, ())
-            uncopied = [c.box.numel for c in ours if _is_whole(c.view(parameters), c.hf, plan, mesh.device)]
-            held.append(2 * sum(num.values()) - num.get(0, 0) - item * sum(uncopied))  # assembled, of slices that came
-        elif mesh.rank in num:
-            held.append(num[mesh.rank])
-            messages, wire_bytes = messages + 1, wire_bytes + num[mesh.rank]
-    return Traffic(wire_bytes, messages, staging_bytes=max((a + b for a, b in pairwise(held)), default=0))
-
-
-def _contribute(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mesh) -> Iterator[dict[str, Tensor]]:
+def _contribute(
+    plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mesh, traffic: Traffic
+) -> Iterator[dict[str, Tensor]]:
     works: list[dist.Work] = []
-    packed = None  # kept until it is sent
+    packed = torch.empty(0)  # kept until it is sent
     for number, bucket in enumerate(plan.buckets, 1):
         if mesh.rank in bucket.parts:
             parts = [c.view(parameters).to(mesh.device, bucket.dtype).reshape(-1) for c in bucket.parts[mesh.rank]]
             following = torch.cat(parts)
+            traffic.add(Traffic(following.nbytes, messages=1, staging_bytes=packed.nbytes + following.nbytes))
             _wait(works, f"rank {mesh.rank} waits for rank 0 to take its slices of a weights bucket before {number}")
             packed = following
             works = dist.batch_isend_irecv([dist.P2POp(dist.isend, packed, 0)])

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megagrpo.config.rollout import engine_number
 from megagrpo.weights.engines.client import EngineConnection
-from megagrpo.weights.transports.links import CutFlag, Link, LinkTransport, Round
+from megagrpo.weights.transports.links import CutFlag, Link, LinkTransport
 from megagrpo.weights.transports.protocol import TrainerWeights
 from megagrpo.weights.transports.reshard_plan import Cover, Nearness, TransferPlan, plan_transfer
 from megagrpo.weights.wire.clock import Deadline
@@ -31,7 +30,7 @@ from megagrpo.weights.wire.shared_buffer import place_of
 class _Destination(NamedTuple):
     """One engine rank of a round."""
 
-    link: int  # index in Round.links
+    link: int  # index in `links`
     rank: int
 
 
@@ -43,7 +42,7 @@ class _Post(NamedTuple):
     operation: dist.P2POp
 
 
-_Inbox = dict[_Destination, dict[tuple[int, int], Tensor]]  # values to be filled, by peer and tag
+_Inbox = dict[tuple[_Destination, int, int], Tensor]  # values to be filled, by engine rank, peer and tag
 
 
 class IpcTransport(LinkTransport):
@@ -52,9 +51,6 @@ class IpcTransport(LinkTransport):
     def __init__(self, weights: TrainerWeights):
         super().__init__(weights)
         self._places = weights.mesh.gather_world(place_of(weights.mesh.device))
-
-    def _slot(self, engine: EngineConnection) -> int:
-        return engine_number(engine.id)  # they start in any order
 
     def _carriers(self, engine: EngineConnection, slot: int) -> tuple[int, ...]:
         """Returns the trainer rank on each engine rank's GPU, else one of its node. Raises ValueError for none."""
@@ -73,26 +69,27 @@ class IpcTransport(LinkTransport):
         carried = -(-engines * link.num_ranks // weights.mesh.world_size)  # engine ranks per carrier
         limit = weights.bucket_bytes // (2 * carried)  # half: the shared memory has two halves
         nodes = [place.node for place in self._places]
-        return plan_transfer(cover, link.slot % engines, engines, limit, Nearness(link.carriers, nodes))
+        return plan_transfer(cover, link.slot, engines, limit, Nearness(link.carriers, nodes))
 
-    def _move(self, now: Round, traffic: Traffic) -> dict[str, Exception]:
+    def _move(self, links: list[Link], traffic: Traffic) -> dict[str, Exception]:
         """Collects every batch at its carriers and hands it over; those of all links with one number go together."""
-        rank, plans = self._weights.mesh.rank, [self._plan(link) for link in now.links]
-        outgoing = [plan.numbered_sent_by(rank) for plan in plans]
+        rank, plans = self._weights.mesh.rank, [self._plan(link) for link in links]
+        outgoing = [plan.sent_by(rank) for plan in plans]
         num_batches = max((int(plan.batches.max(initial=-1)) + 1 for plan in plans), default=0)
         with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
-            making = pool.submit(self._handovers, now, stack)  # takes memory, beside an engine: one rank may have none
+            # takes memory, beside an engine: one rank may have none
+            making = pool.submit(self._handovers, links, stack)
             handovers = self._weights.mesh.result_everywhere(making, "take memory to hand weights over")
             for number in range(num_batches):
-                self._collect(number, now, [of_link.get(number, ()) for of_link in outgoing], handovers, traffic)
+                self._collect(number, links, [of_link.get(number, ()) for of_link in outgoing], handovers, traffic)
                 for handover in handovers.values():
                     handover.offer(number)
-        return {now.links[to.link].name: PeerLost(handover.lost) for to, handover in handovers.items() if handover.lost}
+        return {links[to.link].name: PeerLost(handover.lost) for to, handover in handovers.items() if handover.lost}
 
     def _collect(
         self,
         number: int,
-        now: Round,
+        links: list[Link],
         outgoing: Sequence[Sequence[Message]],
         handovers: Mapping[_Destination, Handover],
         traffic: Traffic,
@@ -103,17 +100,17 @@ class IpcTransport(LinkTransport):
         """
         rank = self._weights.mesh.rank
         inbox = {
-            destination: {(message.peer, message.tag): values for message, values in handover.start(number)}
+            (destination, message.peer, message.tag): values
             for destination, handover in handovers.items()
+            for message, values in handover.start(number)
         }
         posts = [
             _Post(destination, tag, dist.P2POp(dist.irecv, values, peer))
-            for destination, messages in inbox.items()
-            for (peer, tag), values in messages.items()
+            for (destination, peer, tag), values in inbox.items()
             if peer != rank
         ]
         staged = sum(handover.num_bytes for handover in handovers.values())
-        for index, (link, of_link) in enumerate(zip(now.links, outgoing, strict=True)):
+        for index, (link, of_link) in enumerate(zip(links, outgoing, strict=True)):
             for message in of_link:
                 staged += self._send(_Destination(index, message.peer), link, message, inbox, posts, traffic)
         posts.sort(key=lambda post: (post.destination, post.tag))
@@ -126,8 +123,8 @@ class IpcTransport(LinkTransport):
     ) -> int:
         """Packs a message into this rank's inbox, or posts it to its carrier. Returns the bytes staged for it."""
         parameters = self._weights.parameters()
-        if to in inbox:
-            pack(message, inbox[to][self._weights.mesh.rank, message.tag], parameters)
+        if (mine := inbox.get((to, self._weights.mesh.rank, message.tag))) is not None:
+            pack(message, mine, parameters)
             return 0
         values, copied = read_message(message, parameters)
         posts.append(_Post(to, message.tag, dist.P2POp(dist.isend, values, link.carriers[to.rank])))
@@ -137,19 +134,19 @@ class IpcTransport(LinkTransport):
         traffic.messages += 1
         return values.nbytes if copied else 0
 
-    def _handovers(self, now: Round, stack: ExitStack) -> dict[_Destination, Handover]:
+    def _handovers(self, links: list[Link], stack: ExitStack) -> dict[_Destination, Handover]:
         """Returns this rank's handovers to the engine ranks that it carries for; they are closed with the stack."""
         handovers, device = {}, self._weights.mesh.device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # each thread has its own
-        for index, link in enumerate(now.links):
+        for index, link in enumerate(links):
             carried = [rank for rank, carrier in enumerate(link.carriers) if carrier == self._weights.mesh.rank]
             flag = CutFlag(link) if carried else None
             for rank in carried:
                 handover = Handover(
                     link.open_store(),
-                    _key(link, now, rank),
-                    self._plan(link).numbered_received_by(rank),
+                    _key(link, rank),
+                    self._plan(link).received_by(rank),
                     device,
                     Deadline(link.left_s),
                     link.patience_s,
@@ -159,12 +156,9 @@ class IpcTransport(LinkTransport):
                 handovers[_Destination(index, rank)] = handover
         return handovers
 
-    def _ranks(self, link: Link) -> dict[int, int]:
-        return dict.fromkeys(self._plan(link).trainers, 0)
-
-    def _request(self, link: Link, now: Round, rank: int) -> dict[str, object]:
-        return {"memory": _key(link, now, rank)}
+    def _request(self, link: Link, rank: int) -> dict[str, object]:
+        return {"memory": _key(link, rank)}
 
 
-def _key(link: Link, now: Round, rank: int) -> str:
-    return f"{link.name}/{now.transfer}/{rank}"
+def _key(link: Link, rank: int) -> str:
+    return f"{link.name}/{link.transfer}/{rank}"

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported from torch._C
 
-from megagrpo.weights.copies.record import Copy
+from megagrpo.config.rollout import engine_number
 from megagrpo.weights.engines.client import EngineConnection, EngineDown
 from megagrpo.weights.engines.fleet import EngineFleet
 from megagrpo.weights.transports.protocol import TrainerWeights
@@ -25,31 +25,23 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Link:
-    """Describes one incarnation of an engine to all trainer ranks."""
+    """Describes one incarnation of an engine, and a transfer to it, to all trainer ranks."""
 
     name: str  # unique, also as the name of a process group
     url: str
     num_ranks: int
-    slot: int  # the engine's number among those with equal slices
-    copy_list: int  # id of its copy list
+    slot: int  # the engine's number
+    kind: int  # of its copy list, see EngineFleet.kinds
     carriers: tuple[int, ...]  # by engine rank, the trainer rank that shares its memory; () if none needs to
     store: tuple[str, int]  # address and port on rank 0
     patience_s: float  # for one batch
     limits: GroupLimits
     left_s: float  # for the whole transfer
+    transfer: str  # unique, for keys in the store
 
     def open_store(self, timeout_s: float | None = None) -> TCPStore:
         """Connects to the store on rank 0; timeout_s: of the connection and of each request."""
         return TCPStore(*self.store, wait_for_workers=False, timeout=timedelta(seconds=timeout_s or self.left_s))
-
-
-@dataclass(frozen=True)
-class Round:
-    """One transfer, as rank 0 describes it to all trainer ranks."""
-
-    links: list[Link]
-    copy_lists: list[list[list[Copy]]]  # new ones: by engine rank
-    transfer: str  # unique, for keys in the store
 
 
 class LinkTransport(ABC):
@@ -60,23 +52,28 @@ class LinkTransport(ABC):
     def __init__(self, weights: TrainerWeights):
         self._weights = weights
         self._atoms = trainer_atoms(weights.copies, weights.specs)
-        self._covers: list[Cover] = []  # by id of the copy list
-        self._plans: dict[tuple[int, int, tuple[int, ...]], TransferPlan] = {}  # by id, slot and carriers
-        self._copy_lists: list[list[list[Copy]]] = []  # by id
+        self._covers: list[Cover] = []  # by kind of engine
+        self._plans: dict[tuple[int, int, tuple[int, ...]], TransferPlan] = {}  # by kind, slot and carriers
         self._names: dict[str, str] = {}  # engine id -> name of this incarnation's link
         self._told: set[str] = set()  # names that all ranks know
         self._planned: set[str] = set()  # names of links whose engine ranks have their batches
 
     def transfer(self, version: int, engines: EngineFleet, timer: PhaseTimer) -> Traffic:
         """Collective. See Transport."""
-        now = self._weights.mesh.from_main(lambda: self._describe(engines), "plan the transfer to the engines")
+
+        def describe() -> list[Link]:
+            return [self._link(engine) for engine in engines.alive]
+
+        links = self._weights.mesh.from_main(describe, "plan the transfer to the engines")
         with timer("plan"):
-            self._learn(now)
+            self._learn(links, engines)
         traffic = Traffic()
         with ThreadPoolExecutor(1) as pool:
-            receiving = pool.submit(engines.each, lambda engine: self._receive(engine, now, traffic))
-            failed = self._move(now, traffic)
+            staged: list[int] = []  # bytes, by engine rank
+            receiving = pool.submit(engines.each, lambda engine: staged.extend(self._receive(engine, links)))
+            failed = self._move(links, traffic)
             failure = receiving.exception()  # raised below: the other ranks are still sending
+        traffic.staging_bytes = max(traffic.staging_bytes, *staged, 0)
         self._settle(engines, failed, failure)
         return traffic
 
@@ -89,10 +86,6 @@ class LinkTransport(ABC):
         if engine.id in self._names:
             engine.ask("leave", [{}] * engine.tp)
 
-    @abstractmethod
-    def _slot(self, engine: EngineConnection) -> int:
-        """Returns the engine's number among those with equal slices. Rank 0 only."""
-
     def _carriers(self, engine: EngineConnection, slot: int) -> tuple[int, ...]:
         """Returns Link.carriers. Rank 0 only."""
         return ()
@@ -102,28 +95,15 @@ class LinkTransport(ABC):
         """Returns the transfer into the link's engine."""
 
     @abstractmethod
-    def _move(self, now: Round, traffic: Traffic) -> dict[str, Exception]:
+    def _move(self, links: list[Link], traffic: Traffic) -> dict[str, Exception]:
         """Sends this rank's part and counts it. Returns by the link's name what failed: PeerLost loses its engine."""
 
     @abstractmethod
-    def _ranks(self, link: Link) -> Mapping[int, int]:
-        """Returns by trainer rank the peer that an engine rank knows it as."""
-
-    @abstractmethod
-    def _request(self, link: Link, now: Round, rank: int) -> dict[str, object]:
+    def _request(self, link: Link, rank: int) -> dict[str, object]:
         """Returns the entries of ReceiveRequest that only this transport has."""
 
-    def _describe(self, engines: EngineFleet) -> Round:
-        """Returns the round of the living engines. Rank 0 only."""
-        links = [self._link(engine) for engine in engines.alive]
-        return Round(links, self._copy_lists[len(self._covers) :], uuid.uuid4().hex)
-
     def _link(self, engine: EngineConnection) -> Link:
-        if engine.slices not in self._copy_lists:
-            self._copy_lists.append(engine.slices)
-        copy_list = self._copy_lists.index(engine.slices)
-        engine.slices = self._copy_lists[copy_list]  # one list for all: it may have a million entries
-        slot = self._slot(engine)
+        slot = engine_number(engine.id)
         # a quarter leaves time for the other engines if one does not come
         limits = self._weights.limits
         limits = limits._replace(join_s=min(limits.join_s, engine.deadline.left / 4))
@@ -132,7 +112,7 @@ class LinkTransport(ABC):
             url=engine.url,
             num_ranks=engine.tp,
             slot=slot,
-            copy_list=copy_list,
+            kind=engine.kind,
             carriers=self._carriers(engine, slot),
             store=(engine.mailbox.address, engine.mailbox.port),
             patience_s=min(
@@ -140,44 +120,52 @@ class LinkTransport(ABC):
             ),  # the links before it may have to join
             limits=limits,
             left_s=engine.deadline.left,
+            transfer=uuid.uuid4().hex,
         )
 
-    def _learn(self, now: Round) -> None:
+    def _learn(self, links: list[Link], engines: EngineFleet) -> None:
         """Plans transfers to engines of a new kind. Every rank for itself."""
         limit = piece_limit(self._weights.bucket_bytes)
-        self._covers += [make_cover(self._atoms, one, self._weights.specs, limit) for one in now.copy_lists]
-        for link in now.links:
-            key = link.copy_list, link.slot, link.carriers
+        new = engines.kinds[len(self._covers) :]
+        self._covers += [make_cover(self._atoms, kind, self._weights.specs, limit) for kind in new]
+        for link in links:
+            key = link.kind, link.slot, link.carriers
             if key not in self._plans:
-                self._plans[key] = self._make_plan(self._covers[link.copy_list], link)
+                self._plans[key] = self._make_plan(self._covers[link.kind], link)
 
     def _plan(self, link: Link) -> TransferPlan:
-        return self._plans[link.copy_list, link.slot, link.carriers]
+        return self._plans[link.kind, link.slot, link.carriers]
 
-    def _receive(self, engine: EngineConnection, now: Round, traffic: Traffic) -> None:
-        """Makes the engine receive its slices. Rank 0 only. Raises EngineDown if one of its ranks lost the trainers."""
-        link = next(link for link in now.links if link.name == self._names[engine.id])
-        with CutFlag(link) as flag:  # the trainers must not wait for an engine that does not come
-            answers = self._ask(engine, self._requests(engine, link, now), flag, traffic)
+    def _receive(self, engine: EngineConnection, links: list[Link]) -> list[int]:
+        """Makes the engine receive its slices. Returns the bytes that each of its ranks staged. Rank 0 only.
+
+        Raises EngineDown if one of its ranks lost the trainers.
+        """
+        link = next(link for link in links if link.name == self._names[engine.id])
+        # the trainers must not wait for an engine that does not come, nor it for them
+        with CutFlag(link) as flag, ThreadPoolExecutor(1) as pool:
+            receiving = pool.submit(engine.ask, "receive", self._requests(engine, link))
+            try:
+                flag.wait_until(receiving.done, engine.deadline, f"{engine} to receive")
+            except PeerLost as exc:
+                engine.close()
+                raise EngineDown(f"{engine} was lost in the transfer: {exc}") from exc
+            answers = receiving.result()
         if reasons := [answer["lost"] for answer in answers if answer["lost"]]:
             raise EngineDown(f"{engine} lost the trainers in the transfer: {reasons[0]}")
         self._planned.add(link.name)
+        return [answer["staging_bytes"] for answer in answers]
 
-    def _ask(
-        self, engine: EngineConnection, requests: list[dict[str, object]], flag: "CutFlag", traffic: Traffic
-    ) -> list[dict]:
-        """Returns the answers of all ranks of the engine."""
-        return engine.ask("receive", requests)
-
-    def _requests(self, engine: EngineConnection, link: Link, now: Round) -> list[dict[str, object]]:
+    def _requests(self, engine: EngineConnection, link: Link) -> list[dict[str, object]]:
         """Returns a ReceiveRequest for each rank of the engine; its batches go into the mailbox, once per link."""
         requests, plan = [], self._plan(link)
+        ranks = {trainer: rank for rank, trainer in enumerate(plan.trainers)}  # of the group, in which they come first
         for rank in range(link.num_ranks):
             key = ""
             if link.name not in self._planned:
-                key = engine.mailbox.put("plan", encode_batches(plan.received_by(rank), self._ranks(link)))
+                key = engine.mailbox.put("plan", encode_batches(plan.received_by(rank).values(), ranks))
             common = {"group": link.name, "plan": key, "patience_s": link.patience_s, "left_s": link.left_s}
-            requests.append(common | self._request(link, now, rank))
+            requests.append(common | self._request(link, rank))
         return requests
 
     def _settle(

@@ -39,18 +39,13 @@ class TrainerWeights:
     limits: GroupLimits  # of groups with engines
     delta: bool = False  # send what has changed since the last publish, where the transport can
 
-    @property
-    def fp8(self) -> bool:
-        """Returns whether some tensors are published in FP8."""
-        return any(dtype == torch.float8_e4m3fn for _, dtype in self.specs.values())
-
 
 class Transport(Protocol):
     """Puts the trainers' live weights into the engines' live parameters. Every trainer rank has one, for the whole run.
 
     From the slices of every trainer rank (`TrainerWeights.copies`) and, on rank 0, those that every engine rank needs
     (`EngineConnection.slices`) it decides which rank sends which elements to which. It keeps the state of a connection
-    (a process group, a plan) by engine id. In the order of a run:
+    (a process group, a plan) by engine id; without any, it leaves `drop` and `leave` out. In the order of a run:
 
     1. `__init__(weights)`: on every rank, once. May be collective.
     2. A publish connects to the engines of its round and pauses them; new ones report their slices.

@@ -4,17 +4,19 @@ Each engine has its own process group with the trainer ranks that serve it, so t
 transfer. A link is planned once; each publish is then one "receive" request to the engine while trainer ranks send.
 """
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from threading import Condition
 
 import torch
 
 from megagrpo.system import environment
-from megagrpo.weights.engines.client import EngineConnection, EngineDown
+from megagrpo.weights.engines.client import EngineConnection
 from megagrpo.weights.engines.fleet import EngineFleet
-from megagrpo.weights.transports.links import CutFlag, Link, LinkTransport, Round
+from megagrpo.weights.transports.links import CutFlag, Link, LinkTransport
 from megagrpo.weights.transports.protocol import TrainerWeights
 from megagrpo.weights.transports.reshard_plan import Cover, TransferPlan, plan_transfer
 from megagrpo.weights.wire.changes import LastSent
@@ -22,7 +24,8 @@ from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.group import EngineGroup, PeerLost, join_group
 from megagrpo.weights.wire.mailbox import address_towards
 from megagrpo.weights.wire.moving import Traffic, Turn, send_batches
-from megagrpo.weights.wire.order import JOIN, SendOrder
+
+JOIN = -1  # the number of a turn in which a link's group is joined: before all batches
 
 
 class ReshardTransport(LinkTransport):
@@ -31,7 +34,6 @@ class ReshardTransport(LinkTransport):
     def __init__(self, weights: TrainerWeights):
         super().__init__(weights)
         self._ends: dict[str, _TrainerEnd] = {}  # this rank's, by the group's name
-        self._slots: dict[str, int] = {}  # engine id -> number, kept while it restarts; rank 0 only
 
     def drop(self, engine: EngineConnection) -> None:
         """Aborts rank 0's end of the group; the other ranks drop theirs in the next transfer."""
@@ -40,24 +42,21 @@ class ReshardTransport(LinkTransport):
         if end is not None:
             end.abort()
 
-    def _slot(self, engine: EngineConnection) -> int:
-        return self._slots.setdefault(engine.id, len(self._slots)) % self._weights.num_engines
-
     def _make_plan(self, cover: Cover, link: Link) -> TransferPlan:
         return plan_transfer(cover, link.slot, self._weights.num_engines, self._weights.bucket_bytes)
 
-    def _learn(self, now: Round) -> None:
+    def _learn(self, links: list[Link], engines: EngineFleet) -> None:
         """Also opens this rank's ends of new links and gives known ones this round's time limits."""
-        super()._learn(now)
-        for link in now.links:
+        super()._learn(links, engines)
+        for link in links:
             plan = self._plan(link)
             if link.name in self._ends:
                 self._ends[link.name].link = link
             elif self._weights.mesh.rank in plan.trainers:
                 self._ends[link.name] = _TrainerEnd(link, plan, self._weights.mesh.rank, self._weights.delta)
 
-    def _move(self, now: Round, traffic: Traffic) -> dict[str, Exception]:
-        ends = [self._ends[link.name] for link in now.links if link.name in self._ends]
+    def _move(self, links: list[Link], traffic: Traffic) -> dict[str, Exception]:
+        ends = [self._ends[link.name] for link in links if link.name in self._ends]
         failed: dict[str, Exception] = {}
         # Read when a group is made: NCCL's watchdog would end this trainer when an engine dies in a transfer.
         on_cuda = self._weights.mesh.device.type == "cuda"
@@ -82,28 +81,46 @@ class ReshardTransport(LinkTransport):
             self._ends.pop(name).abort()
         return names
 
-    def _ask(
-        self, engine: EngineConnection, requests: list[dict[str, object]], flag: CutFlag, traffic: Traffic
-    ) -> list[dict]:
-        with ThreadPoolExecutor(1) as pool:
-            receiving = pool.submit(engine.ask, "receive", requests)
-            try:
-                flag.wait_until(receiving.done, engine.deadline, f"{engine} to receive")
-            except PeerLost as exc:
-                engine.close()
-                raise EngineDown(f"{engine} was lost in the transfer: {exc}") from exc
-            answers = receiving.result()
-        traffic.staging_bytes = max(traffic.staging_bytes, *(answer["staging_bytes"] for answer in answers))
-        return answers
-
-    def _ranks(self, link: Link) -> dict[int, int]:
-        return {trainer: rank for rank, trainer in enumerate(self._plan(link).trainers)}
-
-    def _request(self, link: Link, now: Round, rank: int) -> dict[str, object]:
+    def _request(self, link: Link, rank: int) -> dict[str, object]:
         trainers = len(self._plan(link).trainers)
         size = trainers + link.num_ranks
         group = {"rank": trainers + rank, "size": size, "num_ranks": link.num_ranks, **link.limits._asdict()}
         return {**group, "delta": self._weights.delta}
+
+
+class SendOrder:
+    """Lets the threads of a rank, one per link, join and start batches in one order of all ranks: by number, then link.
+
+    A GPU runs the kernels of all links in the order of their launch if it has one hardware queue
+    (CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron needs). Two ranks with opposite orders would wait for each other. So
+    would they if a group over NCCL, which all of its ranks make together, were made in its first batch: that one has
+    another number on every rank. All JOIN turns come first, by link.
+    """
+
+    def __init__(self, numbers: Sequence[Sequence[int]]):
+        """numbers: of this rank's turns, ascending, by link: JOIN, batches. Links are in the order of all ranks."""
+        self._left = [deque(of_link) for of_link in numbers]
+        self._changed = Condition()
+
+    @contextmanager
+    def turn(self, link: int, deadline: Deadline) -> Iterator[None]:
+        """The link's next batch starts inside the block. Raises PeerLost if others keep the turn until the deadline."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._first() == link, deadline.left):
+                raise PeerLost(f"the link before this one did not start its batch in {deadline.seconds:.0f} s")
+        yield
+        with self._changed:
+            self._left[link].popleft()
+            self._changed.notify_all()
+
+    def leave(self, link: int) -> None:
+        """The link starts no more batches: it has sent all of them, or it is lost."""
+        with self._changed:
+            self._left[link].clear()
+            self._changed.notify_all()
+
+    def _first(self) -> int:
+        return min((numbers[0], link) for link, numbers in enumerate(self._left) if numbers)[1]
 
 
 class _TrainerEnd:
@@ -113,7 +130,7 @@ class _TrainerEnd:
         self.link = link
         trainers = plan.trainers
         self._rank, self._num_trainers = trainers.index(rank), len(trainers)
-        batches = plan.numbered_sent_by(rank)
+        batches = plan.sent_by(rank)
         self._numbers = list(batches)
         self._batches = [  # with peers as ranks of the group, in which trainers come first
             [replace(message, peer=len(trainers) + message.peer) for message in batch] for batch in batches.values()

@@ -12,7 +12,7 @@ Every rank computes the same plan from the same lists; no weight is read.
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 from math import ceil, prod
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ import torch
 
 from megagrpo.weights.copies.record import Copy, Specs
 from megagrpo.weights.copies.views import Box, ParameterSlice
-from megagrpo.weights.wire.messages import Batches, Message
+from megagrpo.weights.wire.messages import Message
 
 _UNPACKED_BYTES = 1 << 20  # a piece of at least this size is a message of its own and needs no packing
 _PIECES_A_BATCH = 8  # at least, of one rank
@@ -79,20 +79,12 @@ class TransferPlan:
         num_bytes = np.bincount(pairs, self.cover.num_bytes, world * tp).astype(np.int64)
         return num_bytes.reshape(world, tp), np.bincount(pairs[first], minlength=world * tp).reshape(world, tp)
 
-    def sent_by(self, rank: int) -> Batches:
-        """Returns the batches that a trainer rank sends; peers are engine ranks."""
-        return list(self.numbered_sent_by(rank).values())
-
-    def received_by(self, rank: int) -> Batches:
-        """Returns the batches that an engine rank receives; peers are trainer ranks."""
-        return list(self.numbered_received_by(rank).values())
-
-    def numbered_sent_by(self, rank: int) -> dict[int, list[Message]]:
-        """Returns sent_by, by batch number."""
+    def sent_by(self, rank: int) -> dict[int, list[Message]]:
+        """Returns the batches that a trainer rank sends, by number; peers are engine ranks."""
         return self._messages(self.sources == rank, self.cover.targets, self.cover.sent)
 
-    def numbered_received_by(self, rank: int) -> dict[int, list[Message]]:
-        """Returns received_by, by batch number."""
+    def received_by(self, rank: int) -> dict[int, list[Message]]:
+        """Returns the batches that an engine rank receives, by number; peers are trainer ranks."""
         return self._messages(self.cover.targets == rank, self.sources, self.cover.received)
 
     def _messages(self, mine: np.ndarray, peers: np.ndarray, slices: list[ParameterSlice]) -> dict[int, list[Message]]:
@@ -196,7 +188,7 @@ def _pieces(copy: Copy, atoms: Sequence[Atom], target: int, dtype: torch.dtype, 
     found = 0
     for atom in atoms:
         common = atom.copy.box.intersect(copy.box)
-        for box in _split(common, limit) if common is not None else ():
+        for box in common.split(limit) if common is not None else ():
             found += box.numel
             yield _Piece(atom.copy.restrict(box).target, copy.restrict(box).target, atom.ranks, target, dtype)
     if found != copy.box.numel:
@@ -296,17 +288,3 @@ def _joined(first: ParameterSlice, second: ParameterSlice, limit: int) -> Parame
         if first.contiguous and second.contiguous
         else None
     )
-
-
-def _split(box: Box, limit: int) -> list[Box]:
-    """Cuts a box, along its first dimensions, into boxes of at most `limit` elements."""
-    if box.numel <= limit:
-        return [box]
-    k = next(k for k, n in enumerate(box.size) if n > 1)
-    rows = max(limit // (box.numel // box.size[k]), 1)
-    edges = [*range(0, box.size[k], rows), box.size[k]]
-    parts = [
-        Box((*box.start[:k], box.start[k] + a, *box.start[k + 1 :]), (*box.size[:k], b - a, *box.size[k + 1 :]))
-        for a, b in pairwise(edges)
-    ]
-    return [piece for part in parts for piece in _split(part, limit)]

@@ -8,8 +8,8 @@ It has two halves: one is filled while the engine copies from the other. Keys in
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,33 +28,11 @@ _LOOK_S = 0.5  # between two checks whether the other side is given up
 _STORE_GONE = "the store of trainer rank 0 is gone"
 
 
-@dataclass(frozen=True)
-class _Wait:
-    """One side's way to wait for the other. cut: why the other is given up, "" while it is not."""
-
-    store: Store
-    deadline: Deadline
-    patience_s: float
-    cut: Callable[[], str] = lambda: ""
-
-    def for_key(self, key: str) -> None:
-        """Returns when the store has it. Raises PeerLost."""
-        limit = self.deadline.part(self.patience_s)
-        while True:
-            with lost_if_cut(_STORE_GONE), suppress(DistStoreError):
-                self.store.wait([key], timedelta(seconds=min(_LOOK_S, limit.left)))
-                return
-            if reason := self.cut():
-                raise PeerLost(reason)
-            if limit.over:
-                raise PeerLost(f"waited {limit.seconds:.0f} s for {key}")
-
-
 class Handover:
     """The trainer's end of one transfer to one engine rank.
 
-    batches: the engine rank's, by number. cut: see _Wait. `lost`: why the engine rank takes no more, "" while it does;
-    this is no error: the transfer to the others goes on.
+    batches: the engine rank's, by number. cut: returns why the engine rank is given up, "" while it is not. `lost`: why
+    it takes no more, "" while it does; this is no error: the transfer to the others goes on.
     """
 
     def __init__(
@@ -68,7 +46,7 @@ class Handover:
         cut: Callable[[], str],
     ):
         self._store, self._key, self._batches, self._device = store, key, batches, device
-        self._wait = _Wait(store, deadline, patience_s, cut)
+        self._wait_for = partial(_wait_for, store, deadline=deadline, patience_s=patience_s, cut=cut)
         self._index = {number: index for index, number in enumerate(batches)}
         self._half = _half_bytes(list(batches.values()))
         self.lost, self.num_bytes = "", _HALVES * self._half
@@ -103,7 +81,7 @@ class Handover:
     def _expect(self, word: str) -> None:
         if not self.lost:
             with self._noting_loss():
-                self._wait.for_key(f"{self._key}/{word}")
+                self._wait_for(f"{self._key}/{word}")
 
     @contextmanager
     def _noting_loss(self) -> Iterator[None]:
@@ -123,12 +101,11 @@ def take_batches(
     patience_s: float,
 ) -> None:
     """The engine's end: fills the parameters. Raises PeerLost, or ValueError if the two processes share no memory."""
-    wait = _Wait(store, deadline, patience_s)
-    wait.for_key(f"{key}/handle")
+    _wait_for(store, f"{key}/handle", deadline, patience_s)
     half = _half_bytes(batches)
     with open_shared(decode(store.get(f"{key}/handle")), device) as memory:
         for index, batch in enumerate(batches):
-            wait.for_key(f"{key}/offered/{index}")
+            _wait_for(store, f"{key}/offered/{index}", deadline, patience_s)
             for message, values in _parts(batch, memory, index % _HALVES * half):
                 unpack(message, values, parameters)
             _finish(device)
@@ -136,6 +113,21 @@ def take_batches(
             del values
         del memory
     store.set(f"{key}/closed", "")
+
+
+def _wait_for(
+    store: Store, key: str, deadline: Deadline, patience_s: float, cut: Callable[[], str] = lambda: ""
+) -> None:
+    """Returns when the store has the key. Raises PeerLost."""
+    limit = deadline.part(patience_s)
+    while True:
+        with lost_if_cut(_STORE_GONE), suppress(DistStoreError):
+            store.wait([key], timedelta(seconds=min(_LOOK_S, limit.left)))
+            return
+        if reason := cut():
+            raise PeerLost(reason)
+        if limit.over:
+            raise PeerLost(f"waited {limit.seconds:.0f} s for {key}")
 
 
 def _half_bytes(batches: Sequence[list[Message]]) -> int:

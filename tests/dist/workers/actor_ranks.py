@@ -23,12 +23,12 @@ from megagrpo.batching.updates import one_pass
 from megagrpo.certify.measure import ratios, whole
 from megagrpo.certify.subject import near
 from megagrpo.checkpoint import save as checkpoint
-from megagrpo.checkpoint.save import Retention, RunIdentity
+from megagrpo.checkpoint.save import RunIdentity
 from megagrpo.config.actor import DraftConfig, LoraConfig
 from megagrpo.config.algorithm import AlgorithmConfig
-from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
+from megagrpo.config.schema import ActorConfig, CheckpointConfig, OptimizerConfig, ParallelConfig
 from megagrpo.types import Batch, TrainState
-from megagrpo.weights.actor_weights import ActorWeights, PeftFolder, export_hf, export_peft, load_initial_weights
+from megagrpo.weights.actor_weights import ActorWeights, export_hf, export_peft, load_initial_weights
 from megagrpo.weights.hf_folder import HfFolder
 from tests.dist.workers.held import gradient_buffers, offload, optimiser_state
 from tests.dist.workers.recorded import recorded_logits
@@ -186,7 +186,7 @@ def adapters_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder:
     gradients = whole(adapters, actor.gradients(), actor.mesh)
     export_hf(out / "merged", weights, actor.mesh, like=job["model"], dtype="float32")
     lora = actor.config.lora
-    export_peft(PeftFolder(out / "peft", lora, job["model"]), adapters, actor.mesh, "float32")
+    export_peft(out / "peft", adapters, actor.mesh, lora, job["model"], "float32")
     state = {"logits": list(seen), "loss": loss, "gradients": gradients}
     torch.save(state | {"adapters": whole(adapters, actor.trained(), actor.mesh)}, out / "actor.pt")
     return {
@@ -214,8 +214,13 @@ def difference(found: dict, expected: dict) -> float:
 def save(actor: MegatronActor, job: dict, root: str, reshardable: bool = True) -> Path:
     """Writes a checkpoint at once."""
     state = TrainState(step=job.get("step", 1), data_cursor=17)
-    return checkpoint.start_save(
-        Path(root), state, identity(job), Retention(2), lambda f: save_actor(actor, f, reshardable), actor.mesh
+    return checkpoint.PendingSave(
+        Path(root),
+        state,
+        identity(job),
+        CheckpointConfig(keep=2),
+        lambda f: save_actor(actor, f, reshardable),
+        actor.mesh,
     ).finish()
 
 

@@ -16,8 +16,8 @@ from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor, save_actor
 from megagrpo.certify.measure import ratios, whole
 from megagrpo.checkpoint import save as checkpoint
-from megagrpo.checkpoint.save import Retention, RunIdentity
-from megagrpo.config.schema import OptimizerConfig
+from megagrpo.checkpoint.save import RunIdentity
+from megagrpo.config.schema import CheckpointConfig, OptimizerConfig
 from megagrpo.types import TrainState
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 from tests.dist.workers.actor_ranks import OPTIMIZER, RICH, batch_of, config_of, gradient
@@ -70,7 +70,7 @@ def background_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> di
 
     def save(name: str, snapshot: bool) -> checkpoint.PendingSave:
         plan = partial(save_actor, actor, reshardable=job["reshardable"], snapshot=snapshot)
-        return checkpoint.start_save(root / name, TrainState(step=1), ANY, Retention(2), plan, actor.mesh)
+        return checkpoint.PendingSave(root / name, TrainState(step=1), ANY, CheckpointConfig(keep=2), plan, actor.mesh)
 
     gradient(actor, batch, RICH)
     actor.optimizer_step()
@@ -96,12 +96,12 @@ def failure_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> dict:
     """A save that one rank cannot write: every rank hears of it, and nothing of it gets into the next one."""
     root, message = Path(job["root"]), ""
     plan = partial(save_actor, actor, reshardable=True)
-    checkpoint.start_save(root, TrainState(step=1), ANY, Retention(2), plan, actor.mesh).finish()
+    checkpoint.PendingSave(root, TrainState(step=1), ANY, CheckpointConfig(keep=2), plan, actor.mesh).finish()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if actor.mesh.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_FILE, limits[1]))
     in_background = partial(plan, snapshot=True)
-    pending = checkpoint.start_save(root, TrainState(step=2), ANY, Retention(2), in_background, actor.mesh)
+    pending = checkpoint.PendingSave(root, TrainState(step=2), ANY, CheckpointConfig(keep=2), in_background, actor.mesh)
     try:
         pending.finish()
     except RuntimeError as exc:
@@ -112,7 +112,7 @@ def failure_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> dict:
     gradient(actor, batch_of(actor.mesh), RICH)
     actor.optimizer_step()  # a checkpoint has more parts from now on
     saved = {name: parameter.detach().clone() for name, parameter in actor.parameters().items()}
-    again = checkpoint.start_save(root, TrainState(step=3), ANY, Retention(2), plan, actor.mesh).finish()
+    again = checkpoint.PendingSave(root, TrainState(step=3), ANY, CheckpointConfig(keep=2), plan, actor.mesh).finish()
     with torch.no_grad():
         for parameter in actor.parameters().values():
             parameter.zero_()
