@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -164,27 +164,6 @@ def every_scaling_refused(scaling: HfConfig) -> list[str]:
     return [f"rope scaling {scaling} is not supported by this family; supported: none"]
 
 
-def common_refusals(hf: HfConfig, of_scaling: Callable[[HfConfig], list[str]], partial_rotary: bool) -> list[str]:
-    """Returns the settings that our decoder layer does not implement, each problem by the name of its key.
-
-    of_scaling: the problem of a rotary scaling, if any. partial_rotary: whether rotary embedding may apply to part of a
-    head.
-    """
-    problems = []
-    scaling = _rope_scaling(hf)
-    if scaling:
-        problems += of_scaling(scaling)
-    if not partial_rotary and rotary_fraction(hf) != 1.0:
-        problems.append(f"partial_rotary_factor {rotary_fraction(hf)} is not supported by this family; it must be 1")
-    if hf.get("mlp_bias"):
-        problems.append("mlp_bias puts biases on projections that are not loaded; it must be false")
-    if hf.get("hidden_act", "silu") != "silu":
-        problems.append(f"hidden_act {hf['hidden_act']!r} is not supported; supported: silu")
-    if hf.get("use_sliding_window"):
-        problems.append("use_sliding_window is not supported: attention here sees every earlier token")
-    return problems
-
-
 def decoder_architecture(hf: HfConfig) -> Architecture:
     """Reads from a config.json without refusals what all families have; the rest is left as in Llama."""
     rope = hf.get("rope_parameters") or {}  # transformers 5's place for rope_theta and rope_scaling
@@ -200,7 +179,7 @@ def decoder_architecture(hf: HfConfig) -> Architecture:
         max_positions=hf["max_position_embeddings"],
         rms_eps=hf["rms_norm_eps"],
         rope_theta=float(hf.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-        rope_scaling=_rope_scaling(hf),
+        rope_scaling=rope_scaling(hf),
         tied=bool(hf.get("tie_word_embeddings", False)),
     )
 
@@ -211,6 +190,7 @@ def rotary_fraction(hf: HfConfig, default: float = 1.0) -> float:
     return float(hf.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or default)
 
 
-def _rope_scaling(hf: HfConfig) -> HfConfig | None:
+def rope_scaling(hf: HfConfig) -> HfConfig | None:
+    """Returns the scaling of rotary embedding, None if there is none."""
     rope = hf.get("rope_parameters") or {}
     return hf.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)

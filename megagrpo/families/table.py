@@ -60,7 +60,12 @@ def model_problems(hf: HfConfig, draft: bool = False) -> list[str]:
     name = hf.get("model_type")
     if name not in FAMILIES:
         return [f"model_type {name!r} is not supported; supported: {', '.join(FAMILIES)}"]
-    return [*quantization_problems(hf), *FAMILIES[name].refusals(hf), *(_draft_problems(hf) if draft else ())]
+    problems = [*quantization_problems(hf), *FAMILIES[name].refusals(hf)]
+    layers = hf.get(_PREDICTION_LAYERS) or 0
+    if draft and layers != 1:
+        found = f"{_PREDICTION_LAYERS} is {layers} here"
+        problems.append(f"actor.draft needs a model with one multi-token-prediction layer; {found}")
+    return problems
 
 
 def architecture_of(hf: HfConfig, draft: bool = False) -> Architecture:
@@ -69,14 +74,6 @@ def architecture_of(hf: HfConfig, draft: bool = False) -> Architecture:
     if problems:
         raise ValueError("; ".join(problems))
     return replace(FAMILIES[hf["model_type"]].architecture(hf), draft=draft)
-
-
-def _draft_problems(hf: HfConfig) -> list[str]:
-    """Returns why a model has no draft that can be trained."""
-    layers = hf.get(_PREDICTION_LAYERS) or 0
-    if layers == 1:
-        return []
-    return [f"actor.draft needs a model with one multi-token-prediction layer; {_PREDICTION_LAYERS} is {layers} here"]
 
 
 def read_architecture(folder: str | Path, draft: bool = False) -> Architecture:
@@ -123,13 +120,6 @@ def text_tensors(arch: Architecture) -> Iterator[TensorSpec]:
         yield from FAMILIES[arch.family].layer_tensors(arch, arch.num_layers)
 
 
-def planned_tensors(arch: Architecture) -> Iterator[TensorSpec]:
-    """Yields every tensor of a model, those of the text part under the names that text models have."""
-    yield from text_tensors(arch)
-    if arch.vision is not None:
-        yield from tower_tensors(arch.vision)
-
-
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -137,9 +127,9 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 def tensor_groups(arch: Architecture, lora: tuple[tuple[str, ...], int] | None) -> Mapping[TensorSpec, int]:
     """Counts the model's and its adapters' tensors; the experts of a layer, which are alike, are one tensor.
 
-    lora: targets and rank.
+    Those of the text part have the names of text models. lora: targets and rank.
     """
-    model = list(planned_tensors(arch))
+    model = [*text_tensors(arch), *(tower_tensors(arch.vision) if arch.vision is not None else ())]
     adapters = [] if lora is None else list(adapter_tensors(model, *lora))
     return Counter(
         replace(spec, name=_EXPERT.sub(".experts.0.", spec.name)) if spec.expert else spec for spec in model + adapters

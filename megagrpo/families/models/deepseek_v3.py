@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megagrpo.families.architecture import Architecture, HfConfig, LatentAttention
+from megagrpo.families.family import TinySizes
 from megagrpo.families.loading import Shard
 from megagrpo.families.models.sigmoid_moe import SigmoidMoe, tiny_moe_options
 from megagrpo.families.tensors import TensorSpec
-from megagrpo.families.tiny import TinySizes
 
 if TYPE_CHECKING:
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention

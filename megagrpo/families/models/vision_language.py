@@ -7,11 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megagrpo.families.architecture import COMMON_SIZE_KEYS, Architecture, HfConfig, every_scaling_refused
-from megagrpo.families.family import Family
+from megagrpo.families.family import Family, TinySizes
 from megagrpo.families.models.dense import Qwen2, Qwen3
 from megagrpo.families.models.softmax_moe import Qwen3Moe
 from megagrpo.families.tensors import TensorSpec
-from megagrpo.families.tiny import TinySizes
 from megagrpo.families.vision import mrope_of, read_vision, vision_refusals
 
 if TYPE_CHECKING:
