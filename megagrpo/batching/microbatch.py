@@ -6,7 +6,6 @@ in the forward and backward of a micro-batch depends on a device value.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -25,15 +24,9 @@ from megagrpo.config.schema import ParallelConfig
 from megagrpo.mesh import Mesh
 from megagrpo.types import Batch, MicroBatch, Targets
 
-
-@dataclass(frozen=True)
-class _Layout:
-    """The layout of a micro-batch of [b, s] positions, on the host."""
-
-    rows: Tensor  # [b, s] int64, -1 padding
-    positions: Tensor  # [b, s] int64
-    bounds: list[int] | None  # when packed: where sequences begin, and the end
-    members: list[int]
+# Of a micro-batch of [b, s] positions: samples [b, s] int64, -1 padding; positions [b, s] int64; when packed, where
+# sequences begin, and the end.
+_Layout = tuple[Tensor, Tensor, list[int] | None]
 
 
 class MicroBatchSize(NamedTuple):
@@ -86,7 +79,7 @@ def plan_micro_batches(
             planned = _pack(batch.lengths, members, [length_of[r] for r in members], width)
         else:
             planned = _pad(batch.lengths, members, height, width)
-        micro = _micro_batch(batch, planned, (cp_rank, layout.cp))
+        micro = _micro_batch(batch, members, planned, (cp_rank, layout.cp))
         return with_images(batch, micro, merge) if merge else micro
 
     return MicroBatches(build, shapes)
@@ -137,14 +130,14 @@ def _pack(real_lengths: Tensor, members: list[int], lengths: list[int], width: i
     sequence = torch.repeat_interleave(torch.tensor(sizes))
     owner = torch.tensor([*members, -1])[sequence.clamp(max=len(members))]
     bounds = torch.tensor([0, *sizes]).cumsum(0).tolist()
-    return _Layout(_real_rows(owner, positions, real_lengths)[None], positions[None], bounds, members)
+    return _real_rows(owner, positions, real_lengths)[None], positions[None], bounds
 
 
 def _pad(real_lengths: Tensor, members: list[int], height: int, width: int) -> _Layout:
     """Lays out one member a row, [height, width], with padding at the right and empty rows below."""
     positions = torch.arange(width).expand(height, width).contiguous()
     owner = torch.tensor(members + [-1] * (height - len(members)), dtype=torch.int64)[:, None].expand(height, width)
-    return _Layout(_real_rows(owner, positions, real_lengths), positions, None, members)
+    return _real_rows(owner, positions, real_lengths), positions, None
 
 
 def _real_rows(owner: Tensor, positions: Tensor, real_lengths: Tensor) -> Tensor:
@@ -153,26 +146,26 @@ def _real_rows(owner: Tensor, positions: Tensor, real_lengths: Tensor) -> Tensor
     return torch.where(positions < lengths[owner], owner, -1)
 
 
-def _micro_batch(batch: Batch, planned: _Layout, context: tuple[int, int]) -> MicroBatch:
+def _micro_batch(batch: Batch, samples: list[int], planned: _Layout, context: tuple[int, int]) -> MicroBatch:
     """Returns a context-parallel rank's part (rank, size)."""
-    rows, positions = planned.rows, planned.positions
+    rows, positions, bounds = planned
     if context[1] > 1:
-        index = _context_part(planned.bounds or [0, rows.shape[1]], *context)
+        index = _context_part(bounds or [0, rows.shape[1]], *context)
         rows, positions = rows[:, index], positions[:, index]
     columns = torch.where(rows >= 0, positions, -1)
     found = targets(rows, columns, batch.lengths, batch.loss_mask)
-    widest = rows.shape[1] * context[1] if planned.bounds is None else max(b - a for a, b in pairwise(planned.bounds))
+    widest = rows.shape[1] * context[1] if bounds is None else max(b - a for a, b in pairwise(bounds))
     tokens, starts = torch.zeros_like(rows), batch.starts
     if len(batch.tokens):
         places = starts[rows.clamp(min=0)] + columns.clamp(min=0)
         tokens = torch.where(rows >= 0, batch.tokens[places].long(), 0)
-    members = torch.tensor(sorted(planned.members), dtype=torch.int64)
+    members = torch.tensor(sorted(samples), dtype=torch.int64)
     lengths, longest = batch.lengths[members], int(batch.lengths.max()) if len(batch.lengths) else 1
     inside = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     return MicroBatch(
         tokens=tokens,
         positions=positions,
-        cu_seqlens=None if planned.bounds is None else torch.tensor(planned.bounds, dtype=torch.int32),
+        cu_seqlens=None if bounds is None else torch.tensor(bounds, dtype=torch.int32),
         rows=rows,
         columns=columns,
         targets=found,
