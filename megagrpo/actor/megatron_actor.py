@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,15 +18,9 @@ from torch import Tensor
 from megagrpo.actor.layers import lora
 from megagrpo.actor.layers.draft import copy_embedding
 from megagrpo.actor.megatron.config import checked_kernels, megatron_configs
-from megagrpo.actor.megatron.model import (
-    adapter_parameters,
-    build_chunks,
-    chunk_parameters,
-    load_hf,
-    routers,
-)
+from megagrpo.actor.megatron.model import build_chunks, chunk_parameters, load_hf, routers
 from megagrpo.actor.optimizer import build_optimizer, draft_norm, take_step, wrap_chunks
-from megagrpo.actor.reference import AdaptersOff, HostReference
+from megagrpo.actor.reference import HostReference
 from megagrpo.actor.routing.bias import ExpertLoad, RouterBias
 from megagrpo.actor.routing.losses import RouterLosses
 from megagrpo.actor.routing.replay import RoutingReplay
@@ -34,7 +29,7 @@ from megagrpo.actor.timing import ScheduleClock
 from megagrpo.actor.update_state import UpdateState
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
 from megagrpo.families.table import model_tensors, read_architecture
-from megagrpo.families.tensors import layer_prefix
+from megagrpo.families.tensors import adapter_tensors, layer_prefix
 from megagrpo.mesh import Mesh, RunStopped, make_mesh
 from megagrpo.system import environment
 from megagrpo.weights.actor_weights import ActorWeights
@@ -153,7 +148,7 @@ class MegatronActor:
         self.update_state = UpdateState(self.model, self.optimizer, device)
         self._to_gather = False  # whether parameters of other ranks lag behind this rank's own shards
         self.updates_done = 0
-        self.reference: HostReference | AdaptersOff | None = None
+        self.as_reference: Callable[[], AbstractContextManager[None]] | None = None  # set by keep_reference
         found, arch = routers(self.chunks), self.arch
         self.router_scope = scope = RouterScope(found)
         self.expert_load = ExpertLoad(found, scope, arch, device)
@@ -198,8 +193,10 @@ class MegatronActor:
         self.optimizer.reload_model_params()
 
     def keep_reference(self) -> None:
-        """Makes the present weights the reference; with adapters it is the model without them."""
-        self.reference = HostReference(self.parameters()) if self.config.lora is None else AdaptersOff(self.chunks)
+        """Lets the model inside `as_reference()` be what it is now; with adapters it is the model without them."""
+        without_adapters = partial(lora.adapters_off, self.chunks)
+        kept = without_adapters if self.config.lora is not None else HostReference(self.parameters()).swapped_in
+        self.as_reference = kept
 
     def parameters(self) -> dict[str, Tensor]:
         """Returns this rank's live parameters of the HF model by a name that is unique on this rank."""
@@ -208,7 +205,7 @@ class MegatronActor:
     def trained(self) -> dict[str, Tensor]:
         """Returns the trainable tensors of this rank (only the adapters under LoRA)."""
         if self.config.lora is not None:
-            return adapter_parameters(self.chunks)
+            return chunk_parameters(self.chunks, of_adapters=True)
         return {name: tensor for name, tensor in self.parameters().items() if tensor.requires_grad}
 
     def merged(self) -> AbstractContextManager[None]:
@@ -236,7 +233,8 @@ class MegatronActor:
         """Returns names and shapes of the whole model's adapters, {} where all weights are trained."""
         if self.config.lora is None:
             return {}
-        return lora.adapter_specs(self.arch, self.config.lora, self.transformer.params_dtype)
+        found = adapter_tensors(model_tensors(self.arch), self.config.lora.targets, self.config.lora.rank)
+        return {spec.name: (spec.shape, self.transformer.params_dtype) for spec in found}
 
     def load_adapters(self, whole: Mapping[str, Tensor]) -> None:
         """Copies this rank's slices of whole adapters (adapter_specs' names) into its own (recordable)."""

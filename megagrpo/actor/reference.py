@@ -1,14 +1,12 @@
-"""The reference model: initial weights in host memory, swapped in for a forward; under LoRA, adapters off."""
+"""The reference model: initial weights in host memory, swapped in for a forward."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from megagrpo.actor.host_buffer import HostBuffer, view
-from megagrpo.actor.layers.lora import adapters_off
 
 
 class HostReference:
@@ -40,14 +38,3 @@ class HostReference:
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(weights[name])
-
-
-class AdaptersOff:
-    """Is the model without its adapters: no copy of any weight."""
-
-    def __init__(self, chunks: list[GPTModel]):
-        self._chunks = chunks
-
-    def swapped_in(self) -> AbstractContextManager[None]:
-        """Lets the model compute without adapters inside."""
-        return adapters_off(self._chunks)

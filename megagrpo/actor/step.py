@@ -4,7 +4,7 @@ A loss closure returns a loss that is already divided by its global denominator,
 micro-batches and ranks, whatever the layout.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -120,9 +120,9 @@ def with_logprobs(actor: MegatronActor, batch: Batch, temperature: float, old: b
     elif old:
         batch = replace(batch, old_logprobs=_finite(actor, token_logprobs(actor, batch, temperature), "the actor"))
     if reference is not None:
-        assert actor.reference is not None, "keep_reference() was not called"
+        assert actor.as_reference is not None, "keep_reference() was not called"
         of_itself = replace(batch, routing=None)
-        with actor.reference.swapped_in():
+        with actor.as_reference():
             if reference == "full":
                 return replace(batch, reference=hidden_states(actor, of_itself))
             logprobs = _finite(actor, token_logprobs(actor, of_itself, temperature), "the reference")
@@ -147,7 +147,7 @@ def update(
     """
     if not batch.updates:
         raise ValueError("the batch has no updates: Batch.updates is empty")
-    passes: list[_Measured] = []
+    passes: list[list[dict[str, float]]] = []  # sums over all ranks of every update
     seen = TokenCollector() if batch.old_logprobs is None else None
     skipped, non_finite = 0, 0
     optim: dict[str, float] = {}
@@ -155,7 +155,7 @@ def update(
     actor.clock.clear()
     group_ids = batch.group_ids.tolist()
     for updates in batch.updates:
-        passes.append(_Measured())
+        passes.append([])
         for groups in map(frozenset, updates):
             rows = [row for row, group in enumerate(group_ids) if group in groups]
             denominators = denominators_of(actor, batch, rows, algorithm, max_response_tokens)
@@ -169,15 +169,14 @@ def update(
                 print(exc, flush=True)
                 non_finite += 1
                 continue
-            passes[-1].add(sums)
+            passes[-1].append({"updates": 1.0, **sums})
     actor.gather_parameters()
-    whole = _Measured()
-    for measured in passes:
-        whole.add(measured.sums, measured.num_updates)
-    padded, real = whole.sums.get("padded", 1.0), whole.sums.get("real", 1.0)
-    metrics = {"loss/total": 0.0, **whole.means(), "batch/padding_waste": 1 - real / padded, **optim}
+    of_passes = list(map(_added, passes))
+    whole = _added(of_passes)
+    padded, real = whole.get("padded", 1.0), whole.get("real", 1.0)
+    metrics = {"loss/total": 0.0, **_means(whole), "batch/padding_waste": 1 - real / padded, **optim}
     if len(passes) > 1:
-        means = [measured.means() for measured in passes]
+        means = map(_means, of_passes)
         metrics |= {f"{name}_pass_{n}": value for n, of in enumerate(means, 1) for name, value in of.items()}
     metrics |= {"optim/skipped_updates": float(skipped), "optim/non_finite_updates": float(non_finite)}
     metrics |= actor.clock.take() | _expert_metrics(actor)
@@ -187,27 +186,24 @@ def update(
     return Updated(metrics, seen.put_into(torch.full_like(batch.rollout_logprobs, torch.nan)))
 
 
-class _Measured:
-    """Adds up what updates measured, sums over all ranks."""
+def _added(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the sums of what has the same name."""
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
 
-    def __init__(self) -> None:
-        self.sums: dict[str, float] = {}
-        self.num_updates = 0
 
-    def add(self, sums: Mapping[str, float], num_updates: int = 1) -> None:
-        self.num_updates += num_updates
-        for name, value in sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
-
-    def means(self) -> dict[str, float]:
-        """Returns losses of an update, which are divided already, and everything else of a token trained on."""
-        counts, divided = ("padded", "real", "tokens"), ("loss/", "router/", "draft/")
-        tokens = self.sums.get("tokens", 1.0)
-        return {
-            name: value / max(self.num_updates if name.startswith(divided) else tokens, 1.0)
-            for name, value in self.sums.items()
-            if name not in counts
-        }
+def _means(sums: Mapping[str, float]) -> dict[str, float]:
+    """Returns losses of an update, which are divided already, and everything else of a token trained on."""
+    counts, divided = ("updates", "padded", "real", "tokens"), ("loss/", "router/", "draft/")
+    updates, tokens = (max(sums.get(name, 1.0), 1.0) for name in ("updates", "tokens"))
+    return {
+        name: value / (updates if name.startswith(divided) else tokens)
+        for name, value in sums.items()
+        if name not in counts
+    }
 
 
 def denominators_of(

@@ -9,7 +9,6 @@ import time
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from torch import Tensor
 
 _COMPUTE = ("forward-compute", "backward-compute")
 
@@ -61,7 +60,9 @@ class ScheduleClock:
             [sum(map(_seconds, self._spans[kind])) for kind in ("compute", "schedule", "wait")], dtype=torch.float64
         )
         self.clear()
-        everyone = self._all_ranks(mine.to(self._device))
+        parts = [torch.empty_like(mine, device=self._device) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, mine.to(self._device))
+        everyone = torch.stack(parts)
         compute, schedule, wait = everyone.mean(0).tolist()
         metrics = {
             "schedule/compute_s": compute,
@@ -71,11 +72,6 @@ class ScheduleClock:
         if mpu.get_pipeline_model_parallel_world_size() > 1 and schedule > 0:
             metrics["schedule/pipeline_bubble"] = max(1 - compute / schedule, 0.0)
         return metrics
-
-    def _all_ranks(self, mine: Tensor) -> Tensor:
-        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, mine)
-        return torch.stack(parts)
 
     def _now(self) -> "float | torch.cuda.Event":
         if self._device.type != "cuda":

@@ -31,8 +31,7 @@ from torch.nn import Module, Parameter, ParameterDict
 from megagrpo.config.actor import LoraConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.loading import RankPlace
-from megagrpo.families.table import model_tensors
-from megagrpo.families.tensors import adapter_tensors, layer_prefix
+from megagrpo.families.tensors import layer_prefix
 from megagrpo.weights.copies.record import Specs
 
 _CHILD = "adapters"  # what a linear layer calls its Adapters
@@ -184,14 +183,8 @@ def is_adapter(parameter_name: str) -> bool:
     return f".{_CHILD}." in parameter_name
 
 
-def adapter_specs(arch: Architecture, lora: LoraConfig, dtype: torch.dtype) -> Specs:
-    """Returns names and shapes of the whole model's adapters, as a checkpoint of HF names would hold them."""
-    found = adapter_tensors(model_tensors(arch), lora.targets, lora.rank)
-    return {spec.name: (spec.shape, dtype) for spec in found}
-
-
 def load_adapters(chunks: list[GPTModel], hf: Mapping[str, Tensor]) -> None:
-    """Copies this rank's slices of whole A and B (adapter_specs' names) into the adapters: only slices and copies."""
+    """Copies this rank's slices of whole A and B, by HF names, into the adapters: only slices and copies."""
     with torch.no_grad():
         for adapters in all_adapters(chunks):
             for name, _, parameter, cut in adapters.hf_names():
@@ -276,11 +269,11 @@ def sharded_adapters(chunk: GPTModel) -> dict[str, ShardedTensor]:
 
     Keys are HF names, so that any layout finds its slices.
     """
-    sharded = {}
+    sharded, of_dense = {}, mpu.get_data_parallel_rank(with_context_parallel=True)
     for path, adapters in chunk.named_modules():
         if not isinstance(adapters, Adapters):
             continue
-        copies = mpu.get_expert_data_parallel_rank() if adapters.is_expert else _dense_replica()
+        copies = mpu.get_expert_data_parallel_rank() if adapters.is_expert else of_dense
         for hf, own, parameter, cut in adapters.hf_names():
             shard = adapters.shard
             sharded[f"{path}.{own}"] = ShardedTensor.from_rank_offsets(
@@ -290,7 +283,3 @@ def sharded_adapters(chunk: GPTModel) -> dict[str, ShardedTensor]:
                 replica_id=(0, shard.rank if cut is None else 0, copies),
             )
     return sharded
-
-
-def _dense_replica() -> int:
-    return mpu.get_data_parallel_rank(with_context_parallel=True)

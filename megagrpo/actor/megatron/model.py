@@ -180,26 +180,18 @@ def routers(chunks: Sequence[HiddenStatesModel]) -> dict[int, TopKRouter]:
     return {layer.layer_number - 1: layer.mlp.router for layer in layers if isinstance(layer.mlp, MoELayer)}
 
 
-def chunk_parameters(chunks: list[HiddenStatesModel]) -> dict[str, Tensor]:
-    """Returns a rank's live tensors of the HF model, adapters left out, by a name that is unique on it.
+def chunk_parameters(chunks: list[HiddenStatesModel], of_adapters: bool = False) -> dict[str, Tensor]:
+    """Returns a rank's live tensors of the HF model, or of adapters, by a name that is unique on it.
 
-    A router's bias is one of them and no parameter: it has no gradient, and keeps float32.
+    A router's bias is one of the model's and no parameter: it has no gradient, and keeps float32.
     """
-    return {name: p for name, p in _named_parameters(chunks) if not is_adapter(name)}
-
-
-def adapter_parameters(chunks: list[HiddenStatesModel]) -> dict[str, Tensor]:
-    """Returns a rank's live parameters of adapters, named as chunk_parameters names the others."""
-    return {name: p for name, p in _named_parameters(chunks) if is_adapter(name)}
-
-
-def _named_parameters(chunks: list[HiddenStatesModel]) -> Iterator[tuple[str, Tensor]]:
-    for i, chunk in enumerate(chunks):
-        for name, tensor in chunk.named_parameters():
-            yield f"{i}.{name}", tensor
-        for name, tensor in chunk.named_buffers():
-            if name.endswith(".router.expert_bias"):
-                yield f"{i}.{name}", tensor
+    biases = ".router.expert_bias"
+    return {
+        f"{i}.{name}": tensor
+        for i, chunk in enumerate(chunks)
+        for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers())
+        if is_adapter(name) == of_adapters and (isinstance(tensor, torch.nn.Parameter) or name.endswith(biases))
+    }
 
 
 def load_hf(chunks: list[HiddenStatesModel], arch: Architecture, hf: Mapping[str, Tensor]) -> None:
@@ -246,12 +238,6 @@ class _Named(Mapping[str, Tensor]):
 
 def _place() -> RankPlace:
     return RankPlace(
-        tensor=Shard(
-            rank=mpu.get_tensor_model_parallel_rank(),
-            size=mpu.get_tensor_model_parallel_world_size(),
-        ),
-        expert=Shard(
-            rank=mpu.get_expert_tensor_parallel_rank(),
-            size=mpu.get_expert_tensor_parallel_world_size(),
-        ),
+        tensor=Shard(mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()),
+        expert=Shard(mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_tensor_parallel_world_size()),
     )

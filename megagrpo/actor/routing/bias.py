@@ -4,7 +4,8 @@ arXiv 2412.19437, section 2.1.2: after an update b_i += u sign(mean - c_i), wher
 that chose expert i. Counts are of all ranks and of real tokens only, so they do not depend on the layout.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ class RouterBias:
         self._counts = torch.zeros(arch.num_layers, arch.num_experts, dtype=torch.int64, device=device)
         self._rate, self._scope, self._routers = rate, scope, routers
         for layer, router in routers.items():
-            router.register_forward_hook(self._hook(layer))
+            router.register_forward_hook(partial(self._count, layer))
 
     def clear(self) -> None:
         """Starts an update with counts of 0."""
@@ -45,15 +46,12 @@ class RouterBias:
         for layer, router in self._routers.items():
             router.expert_bias.add_(direction[layer], alpha=self._rate)
 
-    def _hook(self, layer: int) -> Callable[..., None]:
-        def count(module: TopKRouter, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-            scope = self._scope.counted
-            if scope is not None:
-                rows, _ = scope.own
-                real_map = output[1] & (rows >= 0)[:, None]  # an index by a mask would wait for the device
-                self._counts[layer] += real_map.sum(0, dtype=torch.int64)
-
-        return count
+    def _count(self, layer: int, router: TopKRouter, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+        scope = self._scope.counted
+        if scope is not None:
+            rows, _ = scope.own
+            real_map = output[1] & (rows >= 0)[:, None]  # an index by a mask would wait for the device
+            self._counts[layer] += real_map.sum(0, dtype=torch.int64)
 
 
 class ExpertLoad:
@@ -63,15 +61,12 @@ class ExpertLoad:
         self.counts = torch.zeros(arch.num_layers, arch.num_experts, dtype=torch.int64, device=device)
         self._scope = scope
         for layer, router in routers.items():
-            router.register_forward_hook(self._hook(layer))
+            router.register_forward_hook(partial(self._count, layer))
 
     def begin(self) -> None:
         """Starts from 0."""
-        self.counts = torch.zeros_like(self.counts)
+        self.counts.zero_()
 
-    def _hook(self, layer: int) -> Callable[..., None]:
-        def count(module: TopKRouter, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-            if self._scope.now is not None and not self._scope.now.forward_only:
-                self.counts[layer] += output[1].sum(0, dtype=torch.int64)
-
-        return count
+    def _count(self, layer: int, router: TopKRouter, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+        if self._scope.now is not None and not self._scope.now.forward_only:
+            self.counts[layer] += output[1].sum(0, dtype=torch.int64)
