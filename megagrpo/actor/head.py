@@ -13,7 +13,7 @@ from megagrpo.actor.layers.draft import gather_context
 from megagrpo.actor.megatron.model import HiddenStatesModel
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.algo.logprob import VocabularyShard, chunked_draft_kl, chunked_full_kl, chunked_logprobs
-from megagrpo.types import Batch, MicroBatch, ReferenceStates
+from megagrpo.types import Batch, MicroBatch
 
 _TP_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 Loss = tuple[Tensor, dict[str, Tensor]]  # scalar, metric sums
@@ -47,9 +47,17 @@ def over_tokens(actor: MegatronActor, batch: Batch, temperature: float, token_lo
             return _all_context_ranks(empty.index_put((places,), by_token).view(-1, micro.longest))
 
         full_kl = None
-        if batch.reference is not None:
-            index = micro.padded(batch.reference.index).flatten()[places]
-            full_kl = grid(_full_kl(actor, chunk, gathered(actor, hidden)[flat], batch.reference, index, temperature))
+        if (reference := batch.reference) is not None:
+            index = micro.padded(reference.index).flatten()[places]
+            # on a GPU the device checks it when it comes there, and the host does not wait
+            torch._assert_async(
+                (index >= 0).all(), "the reference did not see a position on the rank that trains on it"
+            )
+            assert reference.output_weight is not None, "the last stage has the reference's output weight"
+            weight, of_policy = chunk.output_weight(), gathered(actor, hidden)[flat]
+            of_reference = reference.hidden[index], reference.output_weight
+            rows, shard = actor.config.logprob_chunk_tokens, _vocabulary(actor, weight)
+            full_kl = grid(chunked_full_kl(of_policy, weight, *of_reference, temperature, rows, shard))
         return token_loss(micro, TokenValues(grid(logprobs), grid(entropy), full_kl))
 
     return from_hidden
@@ -87,30 +95,6 @@ def token_values(
     weight = chunk.output_weight()
     rows, shard = actor.config.logprob_chunk_tokens, _vocabulary(actor, weight)
     return chunked_logprobs(gathered(actor, hidden)[flat], weight, tokens, temperature, rows, shard)
-
-
-def _full_kl(
-    actor: MegatronActor,
-    chunk: HiddenStatesModel,
-    hidden: Tensor,
-    reference: ReferenceStates,
-    index: Tensor,
-    temperature: float,
-) -> Tensor:
-    """Returns the exact KL [T] of hidden states [T, h] to the reference; index [T]: their rows of its hidden states."""
-    weight = chunk.output_weight()
-    # on a GPU the device checks it when it comes there, and the host does not wait
-    torch._assert_async((index >= 0).all(), "the reference did not see a position on the rank that trains on it")
-    assert reference.output_weight is not None, "the last stage has the reference's output weight"
-    return chunked_full_kl(
-        hidden=hidden,
-        weight=weight,
-        ref_hidden=reference.hidden[index],
-        ref_weight=reference.output_weight,
-        temperature=temperature,
-        chunk_tokens=actor.config.logprob_chunk_tokens,
-        shard=_vocabulary(actor, weight),
-    )
 
 
 def gathered(actor: MegatronActor, hidden: Tensor) -> Tensor:

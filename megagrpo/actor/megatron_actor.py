@@ -16,7 +16,6 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from megagrpo.actor.layers import lora
-from megagrpo.actor.layers.draft import copy_embedding
 from megagrpo.actor.megatron.config import checked_kernels, megatron_configs
 from megagrpo.actor.megatron.model import build_chunks, chunk_parameters, load_hf, routers
 from megagrpo.actor.optimizer import build_optimizer, draft_norm, take_step, wrap_chunks
@@ -153,7 +152,7 @@ class MegatronActor:
         self.router_scope = scope = RouterScope(found)
         self.expert_load = ExpertLoad(found, scope, arch, device)
         rate, losses = config.router_bias_update, config.router_losses
-        self.router_bias = None if rate is None else RouterBias(found, scope, arch, rate, device)
+        self.router_bias = None if rate is None else RouterBias(found, scope, arch, device)
         self.router_losses = None if losses is None else RouterLosses(found, scope, arch, losses, device)
         self.routing = None if config.routing_replay is None else RoutingReplay(found, scope, arch, device)
         self._rounding: Callable[[], AbstractContextManager[None]] | None = None
@@ -170,10 +169,14 @@ class MegatronActor:
             return
         self.gather_parameters()
         first, last = self.chunks[0], self.chunks[-1]
-        source = first.embedding.word_embeddings.weight.data if first.pre_process else None
-        if last.draft is not None and last.draft.embedding is None:
-            last.draft.embedding = torch.empty_like(last.output_weight().data)
-        copy_embedding(source, None if last.draft is None else last.draft.embedding)
+        group = mpu.get_pipeline_model_parallel_group()
+        ranks = dist.get_process_group_ranks(group)
+        if first.pre_process:
+            dist.send(first.embedding.word_embeddings.weight.data, ranks[-1], group=group)
+        if last.draft is not None:
+            if last.draft.embedding is None:
+                last.draft.embedding = torch.empty_like(last.output_weight().data)
+            dist.recv(last.draft.embedding, ranks[0], group=group)
 
     def _reduce_gradients(self, model: list, num_tokens: Tensor | None = None, **groups) -> None:
         """Collective. Sums gradients over ranks as Megatron does, without its token count.
@@ -266,7 +269,7 @@ class MegatronActor:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         if self.router_bias is not None:
-            self.router_bias.clear()
+            self.router_bias.begin()
 
     def gradients(self) -> dict[str, Tensor]:
         """Returns this rank's accumulated float32 gradients by parameter name; the certificate compares them."""
@@ -307,7 +310,7 @@ class MegatronActor:
         self._to_gather = self.model[0].ddp_config.overlap_param_gather
         if not followed:
             self.gather_parameters()
-        if self.router_bias is not None:
-            self.router_bias.move()
+        if self.router_bias is not None and self.config.router_bias_update is not None:
+            self.router_bias.move(self.config.router_bias_update)
         self.updates_done += 1
         return {"optim/grad_norm": norm, "optim/lr": lr, **metrics}

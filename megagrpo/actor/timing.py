@@ -5,6 +5,7 @@ events, read once a step after everything has run, so measuring waits for nothin
 """
 
 import time
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -26,9 +27,20 @@ class ScheduleClock:
         self._spans: dict[str, list[tuple]] = {"compute": [], "schedule": [], "wait": []}
         self._open: dict[str, float | torch.cuda.Event] = {}
 
-    def __call__(self, name: str, log_level: int = 0) -> "_Span":
-        """Returns the timer of this name, as Megatron asks for it."""
-        return _Span(self, name)
+    def __call__(self, name: str, log_level: int = 0) -> SimpleNamespace:
+        """Returns the timer of this name, as Megatron asks for it: of a micro-batch's forward or backward, or of the
+        whole schedule; others are ignored.
+        """
+
+        def start(barrier: bool = False) -> None:  # Megatron may ask for a barrier, which would be felt
+            if name in (*_COMPUTE, "forward-backward"):
+                self.start(name)
+
+        def stop(barrier: bool = False) -> None:
+            if name in _COMPUTE:
+                self.stop(name, "compute")
+
+        return SimpleNamespace(start=start, stop=stop)
 
     def start(self, name: str) -> None:
         """Marks the beginning of a span."""
@@ -79,21 +91,6 @@ class ScheduleClock:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-
-class _Span:
-    """Times a micro-batch's forward or backward, or the whole schedule; ignores Megatron's other timers."""
-
-    def __init__(self, clock: ScheduleClock, name: str):
-        self._clock, self._name = clock, name
-
-    def start(self, barrier: bool = False) -> None:  # Megatron may ask for a barrier, which would be felt
-        if self._name in (*_COMPUTE, "forward-backward"):
-            self._clock.start(self._name)
-
-    def stop(self, barrier: bool = False) -> None:
-        if self._name in _COMPUTE:
-            self._clock.stop(self._name, "compute")
 
 
 def _seconds(span: tuple) -> float:

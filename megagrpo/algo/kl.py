@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.config.algorithm import AlgorithmConfig
-from megagrpo.config.objective.kl import KL_ERROR_LIMIT, KL_FORMS, AdaptiveKl, KlConfig, KlEstimator, KlValue
+from megagrpo.config.objective.kl import KL_ERROR_LIMIT, KL_FORMS, AdaptiveKl, KlConfig, KlEstimator
 from megagrpo.types import AlgoState
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8: beyond it the value says nothing and the gradient is 0
@@ -29,7 +29,17 @@ def kl_penalty(
     """
     form = KL_FORMS[estimator]
     x = logprobs - ref_logprobs
-    value = _value(x, form.value)
+    match form.value:
+        case "k1":
+            value = x
+        case "abs":
+            value = x.abs()
+        case "k2":
+            value = _k2(x)
+        case "k3":
+            value = _k3(x)
+        case "full":
+            raise ValueError("the exact KL is no function of the sampled tokens")
     if value_clamp is not None:
         value = value.clamp(-value_clamp, value_clamp)
     if not form.gradient_of_k2:
@@ -61,20 +71,6 @@ def adapted_kl_coef(coef: float, mean_kl: float, num_responses: int, options: Ad
     """
     error = min(max(mean_kl / options.target - 1, -KL_ERROR_LIMIT), KL_ERROR_LIMIT)
     return coef * (1 + error * num_responses / options.horizon)
-
-
-def _value(x: Tensor, value: KlValue) -> Tensor:
-    match value:
-        case "k1":
-            return x
-        case "abs":
-            return x.abs()
-        case "k2":
-            return _k2(x)
-        case "k3":
-            return _k3(x)
-        case "full":
-            raise ValueError("the exact KL is no function of the sampled tokens")
 
 
 def _k2(x: Tensor) -> Tensor:

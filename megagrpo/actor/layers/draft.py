@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
@@ -116,14 +115,3 @@ def embed(weight: Tensor, tokens: Tensor) -> Tensor:
     if mpu.get_tensor_model_parallel_world_size() == 1:
         return found
     return reduce_scatter_to_sequence_parallel_region(found)
-
-
-@torch.no_grad()
-def copy_embedding(source: Tensor | None, target: Tensor | None) -> None:
-    """Collective over first and last pipeline stages. Copies the input embedding of the first to the last."""
-    group = mpu.get_pipeline_model_parallel_group()
-    ranks = dist.get_process_group_ranks(group)
-    if source is not None:
-        dist.send(source, ranks[-1], group=group)
-    if target is not None:
-        dist.recv(target, ranks[0], group=group)

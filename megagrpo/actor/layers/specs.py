@@ -71,6 +71,9 @@ def _modules(
         attention_spec = _latent_attention(backend, norm, attention, whole_linear)
     else:
         attention_spec = _grouped_attention(backend, norm if config.qk_layernorm else IdentityOp, attention)
+    experts, count = None, config.num_moe_experts
+    if count is not None:
+        experts = get_moe_module_spec_for_backend(backend, count, moe_grouped_gemm=config.moe_grouped_gemm)
     spec = ModuleSpec(
         module=layer,
         submodules=TransformerLayerSubmodules(
@@ -78,17 +81,11 @@ def _modules(
             self_attention=attention_spec,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
-            mlp=_feed_forward(backend, config),
+            mlp=_one_mlp(backend) if experts is None else experts,
             mlp_bda=get_bias_dropout_add,
         ),
     )
     return backend, DraftModules(spec, norm, whole_linear)
-
-
-def _feed_forward(backend: BackendSpecProvider, config: TransformerConfig) -> ModuleSpec:
-    if config.num_moe_experts is None:
-        return _one_mlp(backend)
-    return get_moe_module_spec_for_backend(backend, config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
 
 
 def _one_mlp(backend: BackendSpecProvider) -> ModuleSpec:
