@@ -50,9 +50,8 @@ def over_tokens(actor: MegatronActor, batch: Batch, temperature: float, token_lo
         if (reference := batch.reference) is not None:
             index = micro.padded(reference.index).flatten()[places]
             # on a GPU the device checks it when it comes there, and the host does not wait
-            torch._assert_async(
-                (index >= 0).all(), "the reference saw a position on another rank than the one that trains on it"
-            )
+            unseen = "the reference did not see a position on the rank that trains on it"
+            torch._assert_async((index >= 0).all(), unseen)
             assert reference.output_weight is not None, "the last stage has the reference's output weight"
             weight, of_policy = chunk.output_weight(), gathered(actor, hidden)[flat]
             of_reference = reference.hidden[index], reference.output_weight
