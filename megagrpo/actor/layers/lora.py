@@ -9,8 +9,8 @@ Experts: like their weights; partial sums go to Megatron's token dispatcher.
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import sqrt
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from megatron.core.tensor_parallel import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 from torch.nn import Module, Parameter, ParameterDict
 
@@ -37,15 +36,10 @@ from megagrpo.weights.copies.record import Specs
 _CHILD = "adapters"  # what a linear layer calls its Adapters
 
 
-@dataclass(frozen=True)
-class _Site:
-    """One of Megatron's linear layers and which rows [n] of this rank's weight belong to which HF projection."""
-
-    linear: ColumnParallelLinear | RowParallelLinear
-    prefix: str  # of the projections' HF names
-    rows: dict[str, Tensor]  # int64, by projection
-    row_parallel: bool
-    is_expert: bool
+Linear: TypeAlias = ColumnParallelLinear | RowParallelLinear
+# One of Megatron's layers, the prefix of its projections' HF names, and the rows [n] int64 of this rank's weight that
+# belong to each projection.
+_Site: TypeAlias = tuple[Linear, str, dict[str, Tensor]]
 
 
 class Adapters(Module):
@@ -55,17 +49,18 @@ class Adapters(Module):
 
     def __init__(self, site: _Site, lora: LoraConfig, place: RankPlace, dtype: torch.dtype):
         super().__init__()
-        names = [name for name in site.rows if name in lora.targets]
-        self.prefix, self.row_parallel, self.is_expert = site.prefix, site.row_parallel, site.is_expert
-        self.shard = place.expert if site.is_expert else place.tensor
+        linear, self.prefix, of_projections = site
+        names = [name for name in of_projections if name in lora.targets]
+        self.row_parallel, self.is_expert = isinstance(linear, RowParallelLinear), linear.is_expert
+        self.shard = place.expert if self.is_expert else place.tensor
         self.scale, self.enabled = lora.scale, True
-        inputs = site.linear.weight.shape[1]
+        inputs = linear.weight.shape[1]
         self.a, self.b = ParameterDict(), ParameterDict()
         for name in names:  # one by one: given a dictionary it would sort them
             self.a[name] = Parameter(torch.empty(lora.rank, inputs, dtype=dtype))
-            self.b[name] = Parameter(torch.empty(len(site.rows[name]), lora.rank, dtype=dtype))
-        rows = torch.cat([site.rows[name] for name in names])
-        in_order = torch.equal(rows, torch.arange(len(site.linear.weight), device="cpu"))
+            self.b[name] = Parameter(torch.empty(len(of_projections[name]), lora.rank, dtype=dtype))
+        rows = torch.cat([of_projections[name] for name in names])
+        in_order = torch.equal(rows, _rows(linear))
         self.register_buffer("rows", None if in_order else rows, persistent=False)
         cut, whole, dim = (self.a, self.b, 1) if self.row_parallel else (self.b, self.a, 0)
         self._mark(cut, whole, dim, place)
@@ -128,10 +123,10 @@ class Adapters(Module):
 def add_adapters(chunk: GPTModel, arch: Architecture, lora: LoraConfig, place: RankPlace, dtype: torch.dtype) -> None:
     """Freezes a chunk and gives adapters, uninitialised, to those of its layers that hold a target."""
     chunk.requires_grad_(False)
-    for site in _sites(chunk, arch):
-        if site.rows.keys() & set(lora.targets):
-            site.linear.add_module(_CHILD, Adapters(site, lora, place, dtype))
-            site.linear.register_forward_hook(_add_to_output)
+    for linear, prefix, rows in _sites(chunk, arch):
+        if rows.keys() & set(lora.targets):
+            linear.add_module(_CHILD, Adapters((linear, prefix, rows), lora, place, dtype))
+            linear.register_forward_hook(_add_to_output)
     if chunk.pre_process:
         # Recomputation gives gradients only where an input wants one, and frozen embeddings do not.
         chunk.embedding.register_forward_hook(_want_gradient)
@@ -154,22 +149,19 @@ def _sites(chunk: GPTModel, arch: Architecture) -> Iterator[_Site]:
         heads = _rows(attention.linear_qkv).view(-1, queries + 2, dim)  # as families/loading.py fills it
         qkv = {"q_proj": heads[:, :queries], "k_proj": heads[:, queries], "v_proj": heads[:, queries + 1]}
         qkv = {name: rows.flatten() for name, rows in qkv.items()}
-        yield _Site(attention.linear_qkv, prefix + "self_attn.", qkv, False, False)
-        yield _Site(attention.linear_proj, prefix + "self_attn.", {"o_proj": _rows(attention.linear_proj)}, True, False)
-        if not arch.is_moe:
-            yield from _mlp_sites(layer.mlp, prefix + "mlp.", False)
-            continue
-        for index, expert in zip(layer.mlp.local_expert_indices, layer.mlp.experts.local_experts, strict=True):
-            yield from _mlp_sites(expert, f"{prefix}mlp.experts.{index}.", True)
+        yield attention.linear_qkv, prefix + "self_attn.", qkv
+        yield attention.linear_proj, prefix + "self_attn.", {"o_proj": _rows(attention.linear_proj)}
+        mlps = {"mlp.": layer.mlp}
+        if arch.is_moe:
+            experts = zip(layer.mlp.local_expert_indices, layer.mlp.experts.local_experts, strict=True)
+            mlps = {f"mlp.experts.{index}.": expert for index, expert in experts}
+        for name, mlp in mlps.items():
+            gate, up = _rows(mlp.linear_fc1).chunk(2)
+            yield mlp.linear_fc1, prefix + name, {"gate_proj": gate, "up_proj": up}
+            yield mlp.linear_fc2, prefix + name, {"down_proj": _rows(mlp.linear_fc2)}
 
 
-def _mlp_sites(mlp: MLP, prefix: str, is_expert: bool) -> Iterator[_Site]:
-    gate, up = _rows(mlp.linear_fc1).chunk(2)
-    yield _Site(mlp.linear_fc1, prefix, {"gate_proj": gate, "up_proj": up}, False, is_expert)
-    yield _Site(mlp.linear_fc2, prefix, {"down_proj": _rows(mlp.linear_fc2)}, True, is_expert)
-
-
-def _rows(linear: ColumnParallelLinear | RowParallelLinear) -> Tensor:
+def _rows(linear: Linear) -> Tensor:
     return torch.arange(len(linear.weight), device="cpu")
 
 
