@@ -110,42 +110,6 @@ class Architecture:
         """Returns the name of the smallest type that holds every expert's number, in numpy and torch."""
         return "uint8" if self.num_experts <= 256 else "int16"
 
-    @property
-    def attention_length(self) -> int:
-        """Returns the sequence length, in tokens, at which attention costs as much as all other matrix products.
-
-        Attention's own products are queries with keys and weights with values, under a causal mask.
-        """
-        # of a token at the end of a sequence of n: heads * n multiply-adds, twice, and half of that on average
-        heads = self.num_heads * (self.head_dim + (self.mla.v_dim if self.mla else self.head_dim)) // 2
-        return max(self._products() // self.num_layers // heads, 1)
-
-    @property
-    def patch_cost(self) -> float:
-        """Returns the matrix products of a patch in the vision tower over those of a token in the text part."""
-        return 0.0 if self.vision is None else self.vision.products_of_a_patch / self._products()
-
-    def _products(self) -> int:
-        """Counts the elements of all matrices that a token meets."""
-        feed_forward = self.dense_layers * self._mlp(self.ffn_size)
-        width = self.experts_per_token * self.expert_ffn_size + self.shared_ffn_size if self.is_moe else self.ffn_size
-        feed_forward += (self.num_layers - self.dense_layers) * self._mlp(width)
-        return self.num_layers * self._projections() + feed_forward + self.hidden_size * self.vocab_size
-
-    def _mlp(self, width: int) -> int:
-        """Counts the elements of a gated MLP's matrices."""
-        return 3 * self.hidden_size * width
-
-    def _projections(self) -> int:
-        """Counts the elements of a layer's matrices before and after attention."""
-        mla, hidden, heads = self.mla, self.hidden_size, self.num_heads
-        if mla is None:
-            return 2 * hidden * (heads + self.num_kv_heads) * self.head_dim
-        queries = heads * (mla.nope_dim + mla.rope_dim)
-        down = mla.kv_lora_rank + mla.rope_dim + (mla.q_lora_rank or 0)
-        up = mla.kv_lora_rank * heads * (mla.nope_dim + mla.v_dim) + (mla.q_lora_rank or hidden) * queries
-        return hidden * down + up + heads * mla.v_dim * hidden
-
 
 def missing_keys(hf: HfConfig, keys: tuple[str, ...] = ()) -> list[str]:
     """Returns a problem for each key that config.json must have, the common ones and `keys`, and has not."""

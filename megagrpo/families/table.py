@@ -138,12 +138,40 @@ def tensor_groups(arch: Architecture, lora: tuple[tuple[str, ...], int] | None) 
 
 def parameter_counts(arch: Architecture) -> ParameterCounts:
     """Counts the parameters of a whole model."""
-    groups = tensor_groups(arch, None)
+    counts = _counted(arch, tensor_groups(arch, None))
+    looked_up = 0 if arch.tied else arch.vocab_size * arch.hidden_size
+    return replace(counts, active=counts.active - looked_up)
+
+
+def _counted(arch: Architecture, groups: Mapping[TensorSpec, int]) -> ParameterCounts:
     expert = sum(number * spec.size for spec, number in groups.items() if spec.expert)
     dense = sum(number * spec.size for spec, number in groups.items() if not spec.expert)
     share = expert * arch.experts_per_token // arch.num_experts if arch.is_moe else 0
-    looked_up = 0 if arch.tied else arch.vocab_size * arch.hidden_size
-    return ParameterCounts(dense=dense, expert=expert, active=dense + share - looked_up)
+    return ParameterCounts(dense=dense, expert=expert, active=dense + share)
+
+
+@lru_cache(maxsize=16)
+def _products(arch: Architecture) -> int:
+    """Counts the elements of all matrices of the text part that a token meets, routers left out."""
+    groups = tensor_groups(replace(arch, vision=None, draft=False), None)
+    matrices = [spec for spec in groups if spec.kind == "matrix" and not spec.name.endswith(".gate.weight")]
+    of_layers = {spec: groups[spec] for spec in matrices if ".layers." in spec.name}
+    return _counted(arch, of_layers).active + arch.vocab_size * arch.hidden_size
+
+
+def attention_length(arch: Architecture) -> int:
+    """Returns the sequence length, in tokens, at which attention costs as much as all other matrix products.
+
+    Attention's own products are queries with keys and weights with values, under a causal mask.
+    """
+    # of a token at the end of a sequence of n: heads * n multiply-adds, twice, and half of that on average
+    heads = arch.num_heads * (arch.head_dim + (arch.mla.v_dim if arch.mla else arch.head_dim)) // 2
+    return max(_products(arch) // arch.num_layers // heads, 1)
+
+
+def patch_cost(arch: Architecture) -> float:
+    """Returns the matrix products of a patch in the vision tower over those of a token in the text part."""
+    return 0.0 if arch.vision is None else arch.vision.products_of_a_patch / _products(arch)
 
 
 def left_out(hf: HfConfig, draft: bool = False) -> list[str]:
