@@ -156,8 +156,10 @@ def save_actor(actor: MegatronActor, folder: Path, reshardable: bool, snapshot: 
         # on the host: copies of GPU tensors, and tensors that lie there already, except for views that Megatron had to
         # copy
         buckets = internals_0_16.preloaded(request) if request.preload_fn else []
-        live = set(map(_memory, _live_tensors(actor))) if snapshot else set()
-        buckets = [  # tensors of their own, which stay what they are when the optimiser's are moved
+        of_model = (tensor for chunk in actor.chunks for tensor in (*chunk.parameters(), *chunk.buffers()))
+        live = {_memory(t) for t in (*of_model, *optimizer_tensors(actor.optimizer))} if snapshot else set()
+        # tensors of their own, which stay what they are when a step changes the actor's or the optimiser's are moved
+        buckets = [
             (path, name, (blobs, [(item, t.clone() if _memory(t) in live else t.detach()) for item, t in tensors]))
             for path, name, (blobs, tensors) in buckets
         ]
@@ -167,13 +169,6 @@ def save_actor(actor: MegatronActor, folder: Path, reshardable: bool, snapshot: 
 def _copies_group() -> torch.distributed.ProcessGroup:
     """Returns the ranks that hold the same slices of the dense model."""
     return mpu.get_data_parallel_group(with_context_parallel=True)
-
-
-def _live_tensors(actor: MegatronActor) -> Iterator[Tensor]:
-    """Yields the tensors of model and optimiser, which a step changes."""
-    for chunk in actor.chunks:
-        yield from (*chunk.parameters(), *chunk.buffers())
-    yield from optimizer_tensors(actor.optimizer)
 
 
 def _memory(tensor: Tensor) -> int:
