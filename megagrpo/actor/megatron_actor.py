@@ -15,11 +15,11 @@ from megatron.core import tensor_parallel
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
+from megagrpo.actor.host_buffer import HostReference
 from megagrpo.actor.layers import lora
 from megagrpo.actor.megatron.config import checked_kernels, megatron_configs
 from megagrpo.actor.megatron.model import build_chunks, chunk_parameters, load_hf, routers
 from megagrpo.actor.optimizer import build_optimizer, draft_norm, take_step, wrap_chunks
-from megagrpo.actor.reference import HostReference
 from megagrpo.actor.routing.bias import ExpertLoad, RouterBias
 from megagrpo.actor.routing.losses import RouterLosses
 from megagrpo.actor.routing.replay import RoutingReplay

@@ -361,7 +361,6 @@ def _expert_metrics(actor: MegatronActor) -> dict[str, float]:
     if not actor.arch.is_moe:
         return {}
     counts = actor.expert_load.counts.clone()
-    if actor.mesh.world_size > 1:
-        dist.all_reduce(counts)
+    dist.all_reduce(counts)
     load = counts[actor.arch.dense_layers :].double()
     return {"moe/load_imbalance": float((load.amax(1) / load.mean(1).clamp(min=1e-9)).mean())}

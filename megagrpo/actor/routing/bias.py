@@ -39,8 +39,7 @@ class RouterBias(ExpertLoad):
 
     def move(self, rate: float) -> None:
         """Collective. Moves every bias by the rate, in float32: up if its expert had fewer tokens than the mean."""
-        if dist.get_world_size() > 1:
-            dist.all_reduce(self.counts)
+        dist.all_reduce(self.counts)
         experts = self.counts.shape[1]
         # in integers: the mean times the number of experts
         direction = (self.counts.sum(1, keepdim=True) - experts * self.counts).sign()

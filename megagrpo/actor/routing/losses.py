@@ -49,8 +49,7 @@ class RouterLosses:
         """Collective. Returns the update's losses without their coefficients, mean over layers with experts."""
         self._scope.check_recomputed()
         sums = self._sums.clone()
-        if dist.get_world_size() > 1:
-            dist.all_reduce(sums)
+        dist.all_reduce(sums)
         balance, z = sums.tolist()
         found = {}
         if self._config.balance:
@@ -74,8 +73,7 @@ class RouterLosses:
         loss, n = logits.new_zeros((), dtype=torch.float32), len(scope.lengths)
         if self._config.balance:
             counts = chosen_experts(logits, scope.sequence, n, self._top_k)
-            if router.tp_cp_group.size() > 1:
-                dist.all_reduce(counts, group=router.tp_cp_group)
+            dist.all_reduce(counts, group=router.tp_cp_group)
             balance = balance_part(logits, scope.sequence, counts, scope.lengths, self._top_k, self._sigmoid)
             self._sums[0] += balance.detach()
             loss = loss + self._config.balance / self._num_sequences * balance

@@ -57,8 +57,8 @@ class RoutingReplay:
         def recorded() -> Batch:
             found = experts[:count].contiguous()
             group = mpu.get_tensor_and_context_parallel_group()
-            if dist.get_world_size(group) > 1:  # each token was seen by one of these ranks, the others have 0
-                dist.all_reduce(found.view(torch.uint8), group=group)  # NCCL adds no int16
+            # each token was seen by one of these ranks, the others have 0; NCCL adds no int16
+            dist.all_reduce(found.view(torch.uint8), group=group)
             return replace(batch, routing=Routing(found.cpu(), batch.lengths))
 
         try:
@@ -70,8 +70,7 @@ class RoutingReplay:
         """Collective. Returns the share of (token, layer) with experts that the router itself would not have chosen."""
         self._scope.check_recomputed()
         counts = self._counts.clone()
-        if dist.get_world_size() > 1:
-            dist.all_reduce(counts)
+        dist.all_reduce(counts)
         compared, differing = counts.tolist()
         return {"router/replay_differs": differing / compared} if compared else {}
 
