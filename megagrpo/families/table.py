@@ -68,11 +68,13 @@ def model_problems(hf: HfConfig, draft: bool = False) -> list[str]:
     return problems
 
 
-def architecture_of(hf: HfConfig, draft: bool = False) -> Architecture:
-    """Reads the parsed config.json of a model, its draft included if asked. Raises ValueError with every problem."""
-    problems = model_problems(hf, draft)
-    if problems:
-        raise ValueError("; ".join(problems))
+def architecture_of(hf: HfConfig, draft: bool = False, where: str = "") -> Architecture:
+    """Reads the parsed config.json of a model, its draft included if asked. Raises ValueError with every problem.
+
+    where: begins its message.
+    """
+    if problems := model_problems(hf, draft):
+        raise ValueError(where + "; ".join(problems))
     return replace(FAMILIES[hf["model_type"]].architecture(hf), draft=draft)
 
 
@@ -81,11 +83,7 @@ def read_architecture(folder: str | Path, draft: bool = False) -> Architecture:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} does not exist; model.path must be a Hugging Face model folder with a config.json")
-    hf = read_description(path)
-    problems = model_problems(hf, draft)
-    if problems:
-        raise ValueError(f"{path}: {'; '.join(problems)}")
-    return architecture_of(hf, draft)
+    return architecture_of(read_description(path), draft, f"{path}: ")
 
 
 def read_description(path: Path) -> dict[str, Any]:
