@@ -79,11 +79,6 @@ class Adapters(Module):
             for parameter in (*cut.values(), *whole.values()):
                 parameter.allreduce = False
 
-    @property
-    def replicated(self) -> list[Parameter]:
-        """Returns the half that every tensor-parallel rank holds whole."""
-        return list((self.b if self.row_parallel else self.a).values())
-
     def forward(self, inputs: Tensor, output: Tensor) -> Tensor:
         """Returns the linear layer's output [..., outputs] of inputs [..., inputs] with what the adapters add."""
         low = torch.nn.functional.linear(inputs, torch.cat([*self.a.values()]))
@@ -246,10 +241,12 @@ def sum_expert_replicas(chunks: list[GPTModel]) -> None:
     """
     if mpu.get_expert_tensor_parallel_world_size() == 1:
         return
-    replicas = [p for adapters in all_adapters(chunks) if adapters.is_expert for p in adapters.replicated]
+    of_experts = [adapters for adapters in all_adapters(chunks) if adapters.is_expert]
+    # the half that every tensor-parallel rank holds whole
+    replicas = [p for adapters in of_experts for p in (adapters.b if adapters.row_parallel else adapters.a).values()]
     if not replicas:
         return
-    gradients = [replica.main_grad for replica in replicas]  # type: ignore[attr-defined]  # by Megatron
+    gradients = [replica.main_grad for replica in replicas]
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat, group=mpu.get_expert_tensor_parallel_group())
     for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):

@@ -4,7 +4,7 @@
 plan and the digests; there is no second description of where weights lie.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -220,20 +220,15 @@ def load_hf(chunks: list[HiddenStatesModel], arch: Architecture, hf: Mapping[str
                 family.load_layer(chunk.draft.layer, arch, hf, place)
 
 
-class _Named(Mapping[str, Tensor]):
-    """Is a checkpoint whose tensors have the names and shapes that loaders know, whatever the family stores."""
+class _Named(dict[str, Tensor]):
+    """Looks tensors up by the names and in the shapes that loaders know, whatever the family stores; holds none."""
 
     def __init__(self, family: Family, stored: Mapping[str, Tensor]):
+        super().__init__()
         self._family, self._stored = family, stored
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __missing__(self, name: str) -> Tensor:
         return self._family.stored(self._stored, name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
-
-    def __len__(self) -> int:
-        return len(self._stored)
 
 
 def _place() -> RankPlace:
