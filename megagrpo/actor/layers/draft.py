@@ -25,10 +25,11 @@ from megagrpo.types import MicroBatch
 OF_DRAFT = "of_draft"  # attribute of its parameters, by which the optimiser groups them
 
 
-class DraftModules(NamedTuple):
-    """The classes that a draft is built of."""
+class LayerModules(NamedTuple):
+    """The classes that a decoder and a draft are built of."""
 
-    layer: ModuleSpec
+    layer: ModuleSpec  # with experts if the model has any
+    one_mlp: ModuleSpec  # in place of the experts
     norm: Callable[..., torch.nn.Module]
     whole_linear: type
 
@@ -36,7 +37,7 @@ class DraftModules(NamedTuple):
 class DraftLayer(MegatronModule):
     """Maps hidden states and embedded next tokens, both [s / tp, b, h], to the hidden states of the draft's head."""
 
-    def __init__(self, config: TransformerConfig, modules: DraftModules, vp_stage: int | None):
+    def __init__(self, config: TransformerConfig, modules: LayerModules, vp_stage: int | None):
         super().__init__(config=config)
         hidden = config.hidden_size
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megagrpo.actor.layers.draft import DraftLayer, Following, embed, mark_parameters
 from megagrpo.actor.layers.lora import add_adapters, is_adapter
-from megagrpo.actor.layers.specs import block_spec, draft_modules
+from megagrpo.actor.layers.specs import block_spec, layer_modules
 from megagrpo.actor.megatron import internals_0_16
 from megagrpo.actor.megatron.fields import Kernels
 from megagrpo.actor.megatron.vision import SeeingLayer, Sight, Tower
@@ -114,8 +114,9 @@ def build_chunk(
         vp_stage=vp_stage,
     )
     with_draft = arch.draft and chunk.post_process
-    chunk.draft = DraftLayer(config, draft_modules(config, transformer_engine), vp_stage) if with_draft else None
-    if chunk.draft is not None:
+    chunk.draft = None
+    if with_draft:  # its layer is like the model's last one
+        chunk.draft = DraftLayer(config, layer_modules(config, transformer_engine, TransformerLayer), vp_stage)
         mark_parameters(chunk.draft, actor.trains_draft)
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
