@@ -77,11 +77,6 @@ def head_logprobs(actor: MegatronActor, hidden: Tensor, tokens: Tensor) -> Tenso
         return token_values(actor, actor.chunks[-1], mine, flat, tokens.to(weight.device), 1.0)[0]
 
 
-def first_replica() -> bool:
-    """Returns whether this rank's pieces are needed: other data-parallel ranks compute the same of the same batch."""
-    return mpu.get_data_parallel_rank() == 0
-
-
 def _modules(actor: MegatronActor) -> dict[str, nn.Module]:
     """Returns this rank's modules by name, with the layers of the whole model counted from 0."""
     found = {}

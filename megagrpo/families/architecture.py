@@ -29,25 +29,17 @@ _REQUIRED_KEYS = (
 )
 # Keys of config.json that say how large a model is, not how it computes; a smaller model of the kind changes them
 # alone.
-COMMON_SIZE_KEYS = frozenset(
-    {
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "intermediate_size",
-        "max_position_embeddings",
-        "vocab_size",
-        "dtype",
-        "torch_dtype",
-        "layer_types",
-        "max_window_layers",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-    }
-)
+COMMON_SIZE_KEYS = frozenset(_REQUIRED_KEYS) - {"rms_norm_eps"} | {
+    "num_key_value_heads",
+    "head_dim",
+    "dtype",
+    "torch_dtype",
+    "layer_types",
+    "max_window_layers",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+}
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from typing import Any
 
 from megagrpo.config.actor import ActorConfig, OptimizerConfig
 from megagrpo.families.architecture import Architecture, LatentAttention
-
-_YARN = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+from megagrpo.families.models.deepseek_v3 import YARN_KEYS
 
 
 @dataclass(frozen=True)
@@ -195,7 +194,7 @@ def _latent_fields(arch: Architecture, mla: LatentAttention | None) -> dict[str,
     if mla is None:
         return {}
     scaling = arch.rope_scaling
-    yarn = {key: scaling[key] for key in _YARN} if scaling else {}
+    yarn = {key: scaling[key] for key in YARN_KEYS if key != "factor"} if scaling else {}
     return {
         "q_lora_rank": mla.q_lora_rank,
         "kv_lora_rank": mla.kv_lora_rank,

@@ -27,10 +27,9 @@ from megagrpo.families.architecture import Architecture
 from megagrpo.families.family import Family
 from megagrpo.families.loading import RankPlace, Shard, load_vocabulary
 from megagrpo.families.table import FAMILIES
-from megagrpo.families.tensors import layer_prefix
+from megagrpo.families.tensors import draft_norms
 
 _SHARDED_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
-_DRAFT_NAMES = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}  # ours: HF's
 
 
 class HiddenStatesModel(GPTModel):
@@ -215,9 +214,9 @@ def load_hf(chunks: list[HiddenStatesModel], arch: Architecture, hf: Mapping[str
                 elif not chunk.pre_process:  # tied over two pipeline stages: each holds a copy
                     load_vocabulary(chunk.output_layer.weight, hf["model.embed_tokens.weight"], place.tensor)
             if chunk.draft is not None:
-                prefix = layer_prefix(arch.num_layers)
-                for module, name in _DRAFT_NAMES.items():
-                    getattr(chunk.draft, module).weight.copy_(hf[f"{prefix}{name}.weight"])
+                for spec in draft_norms(arch):
+                    *_, module, _ = spec.name.split(".")
+                    getattr(chunk.draft, module).weight.copy_(hf[spec.name])
                 family.load_layer(chunk.draft.layer, arch, hf, place)
 
 
