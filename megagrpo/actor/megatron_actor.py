@@ -134,7 +134,7 @@ class MegatronActor:
         self.transformer, ddp_settings, optimizer_settings = megatron_configs(self.arch, config, kernels)
         self.mesh = start_distributed(config, device)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
-        self.optimizer_config, self.num_updates = optimizer, num_updates
+        self.num_updates = num_updates
         self.chunks = build_chunks(self.arch, config, self.transformer, kernels, device)
         if config.lora is not None:
             self.load_adapters(lora.InitialAdapters(self.adapter_specs(), seed))
@@ -301,11 +301,11 @@ class MegatronActor:
                 + (f", of the draft {of_draft}" if metrics else "")
                 + "; no weight was changed"
             )
-        lr = learning_rate(self.optimizer_config, self.updates_done, self.num_updates)
+        lr = learning_rate(self.config.optimizer, self.updates_done, self.num_updates)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * (self.config.draft.lr_factor if self.config.draft and group["is_decoupled_lr"] else 1.0)
             # Megatron leaves it to its own scheduler to spare norms and biases
-            group["weight_decay"] = self.optimizer_config.weight_decay * group.get("wd_mult", 1.0)
+            group["weight_decay"] = self.config.optimizer.weight_decay * group.get("wd_mult", 1.0)
         take_step(self.optimizer, norm, of_draft)
         self._to_gather = self.model[0].ddp_config.overlap_param_gather
         if not followed:

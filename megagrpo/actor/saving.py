@@ -116,7 +116,10 @@ class ActorSave:
                     file.flush()
                     os.fsync(file.fileno())
             except (OSError, RuntimeError) as exc:  # torch wraps the first in the second
-                raise _root(exc) from None
+                first: BaseException = exc  # the full disk, not torch's error while closing its archive
+                while first.__context__ is not None:
+                    first = first.__context__
+                raise first from None
             written[Path(path)] = stream.size, stream.crc
         internals_0_16.put_results(self.request, results)
         return written
@@ -183,13 +186,6 @@ def _failure_as_os_error() -> Iterator[None]:
         yield
     except CheckpointException as exc:
         raise OSError(_first_failure(exc)) from exc
-
-
-def _root(exc: BaseException) -> BaseException:
-    """Returns the first error of a chain: the full disk, not torch's error while closing its archive."""
-    while exc.__context__ is not None:
-        exc = exc.__context__
-    return exc
 
 
 def load_actor(actor: MegatronActor, folder: Path) -> None:

@@ -189,7 +189,7 @@ def _figures(
     rows = range(len(batch.lengths))
     denominators = denominators_of(actor, batch, rows, algorithm, longest(config))
     loss = backward(actor, batch, rows, algorithm, temperature, denominators)["loss/total"]
-    gradients = {} if actor.optimizer_config.distributed else errors(actor.gradients(), "gradients")
+    gradients = {} if actor.config.optimizer.distributed else errors(actor.gradients(), "gradients")
     norm = actor.optimizer_step()["optim/grad_norm"]
     if config.train.num_epochs_per_step > 1:
         update(actor, batch, algorithm, temperature, longest(config))
