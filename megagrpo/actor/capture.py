@@ -119,7 +119,7 @@ def _forced_routing(actor: MegatronActor, forced: Tensor | None) -> Iterator[dic
     """
     own: dict[str, list[Tensor]] = {}
 
-    def topk(
+    def choose(
         layer: int, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, own_topk: TopK
     ) -> tuple[Tensor, Tensor]:
         """Returns scores [t, k] at the experts of a layer, and these [t, k]; see RoutingReplay."""
@@ -137,6 +137,6 @@ def _forced_routing(actor: MegatronActor, forced: Tensor | None) -> Iterator[dic
     with ExitStack() as stack:
         for layer, router in routers(actor.chunks).items() if forced is not None else ():
             stack.callback(setattr, router, "router_replay", router.router_replay)
-            router.router_replay = SimpleNamespace(get_replay_topk=partial(topk, layer))
+            router.router_replay = SimpleNamespace(get_replay_topk=partial(choose, layer))
             own[experts_key(layer)] = []
         yield own
