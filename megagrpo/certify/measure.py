@@ -26,7 +26,7 @@ from megagrpo.families.table import read_architecture
 from megagrpo.mesh import Mesh
 from megagrpo.system import environment
 from megagrpo.system.run_folder import write_whole
-from megagrpo.types import AlgoState, Batch, RolloutGroup
+from megagrpo.types import AlgoState, Batch
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 from megagrpo.weights.hf_folder import HfFolder
 from megagrpo.weights.transports.gather_plan import gather_buckets, make_gather_plan, published_specs
@@ -130,14 +130,11 @@ def measure(config: ExperimentConfig, case: Case, *, folder: Path, store: Path, 
             adapters = enumerate(initial.items())
             actor.load_adapters({name: near(values, 0.05, number) for number, (name, values) in adapters})
             actor.weights_loaded()
-        return _figures(config, actor, weights, groups, folder / "reference.pt", case == REFERENCE)
-
-
-def _batch_of(config: ExperimentConfig, actor: MegatronActor, groups: list[RolloutGroup]) -> Batch:
-    train = config.train.model_copy(update={"num_prompts_per_step": NUM_GROUPS})
-    updates = plan_updates(train, config.seed, step=0)
-    layers = actor.routing.layers if actor.routing is not None else None
-    return build_batch(groups[actor.mesh.dp_rank :: actor.mesh.dp_size], updates, actor.mesh, routed_layers=layers)
+        train = config.train.model_copy(update={"num_prompts_per_step": NUM_GROUPS})
+        updates, mine = plan_updates(train, config.seed, step=0), groups[actor.mesh.dp_rank :: actor.mesh.dp_size]
+        layers = actor.routing.layers if actor.routing is not None else None
+        batch = build_batch(mine, updates, actor.mesh, routed_layers=layers)
+        return _figures(config, actor, weights, batch, folder / "reference.pt", case == REFERENCE)
 
 
 def _prepared(config: ExperimentConfig, actor: MegatronActor, batch: Batch, base: Tensor) -> Batch:
@@ -164,7 +161,7 @@ def _figures(
     config: ExperimentConfig,
     actor: MegatronActor,
     weights: ActorWeights,
-    groups: list[RolloutGroup],
+    batch: Batch,
     file: Path,
     is_reference: bool,
 ) -> CaseFigures:
@@ -174,7 +171,6 @@ def _figures(
     optimizer leaves each rank a shard of the summed gradient: then gradients are not compared.
     """
     algorithm, temperature, mesh = config.algorithm, config.sampling.temperature, actor.mesh
-    batch = _batch_of(config, actor, groups)
     reference = {} if is_reference else torch.load(file)
     if is_reference:
         reference["base"] = torch.zeros(len(batch.lengths), MAX_PROMPT + MAX_RESPONSE)
