@@ -134,8 +134,8 @@ FAULTS = (
     Fault(
         "sign of the router's bias",
         "actor/routing/bias.py",
-        "experts * self._counts).sign()",
-        "experts * self._counts).sign().neg()",
+        "experts * self.counts).sign()",
+        "experts * self.counts).sign().neg()",
         ("dist/test_router_bias.py",),
     ),
     Fault(

@@ -11,7 +11,7 @@ from megagrpo.certify.report import GRADIENT_BOUND, LOSS_BOUND, NORM_BOUND, WEIG
 from megagrpo.certify.subject import make_models
 from megagrpo.certify.tiny_model import hf_config
 from megagrpo.config.schema import ExperimentConfig, ParallelConfig
-from megagrpo.families.tiny import TinySizes
+from megagrpo.families.family import TinySizes
 
 _SMALL = ("padded, 4096 tokens", "packed, 48 tokens, recompute full")
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.families.tiny import TinySizes
+from megagrpo.families.family import TinySizes
 
 Part = TypeVar("Part")
 

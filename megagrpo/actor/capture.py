@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from megagrpo.actor.head import token_values
 from megagrpo.actor.megatron.model import routers
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.actor.routing.tokens import RouterScope
+from megagrpo.actor.routing.replay import TopK
 from megagrpo.actor.step import micro_batches, token_logprobs
 from megagrpo.types import Batch, ImageRef, MicroBatch
 from megagrpo.weights.engines.hooks import TOWER_MODULE, Recorder, SeenTokens, Tap, experts_key
@@ -76,11 +77,6 @@ def head_logprobs(actor: MegatronActor, hidden: Tensor, tokens: Tensor) -> Tenso
         return token_values(actor, actor.chunks[-1], mine, flat, tokens.to(weight.device), 1.0)[0]
 
 
-def first_replica() -> bool:
-    """Returns whether this rank's pieces are needed: other data-parallel ranks compute the same of the same batch."""
-    return mpu.get_data_parallel_rank() == 0
-
-
 def _modules(actor: MegatronActor) -> dict[str, nn.Module]:
     """Returns this rank's modules by name, with the layers of the whole model counted from 0."""
     found = {}
@@ -118,34 +114,29 @@ def _image_piece(images: Sequence[str], key: str, micro: MicroBatch, values: Ten
 
 @contextmanager
 def _forced_routing(actor: MegatronActor, forced: Tensor | None) -> Iterator[dict[str, list[Tensor]]]:
-    """Makes routers take given experts inside. Yields the maps of their own choices by key, filled by the forwards."""
+    """Makes routers take given experts inside. Yields the maps [t, experts] of their own choices by key, on the host,
+    which the forwards fill; tokens without given experts keep the router's choice.
+    """
     own: dict[str, list[Tensor]] = {}
-    with ExitStack() as stack:
-        if forced is not None:
-            for layer, router in routers(actor.chunks).items():
-                stack.callback(setattr, router, "router_replay", router.router_replay)
-                router.router_replay = given = _GivenExperts(forced[:, :, layer], actor.router_scope)
-                own[experts_key(layer)] = given.own
-        yield own
 
-
-class _GivenExperts:
-    """Replaces Megatron's RouterReplay in one router; tokens without given experts keep the router's choice."""
-
-    def __init__(self, experts: Tensor, scope: RouterScope):
-        self._experts, self._scope = experts, scope  # [N, S, k]
-        self.own: list[Tensor] = []  # by micro-batch: [t, experts] bool, on the host
-
-    def get_replay_topk(self, scores: Tensor, topk: int, num_groups=None, group_topk=None, default_compute_topk=None):
-        """Returns scores [t, k] at the given experts, and these [t, k]."""
-        assert default_compute_topk is not None
-        assert self._scope.now is not None, "called by the forward of a micro-batch"
-        rows, columns = (places.cpu() for places in self._scope.now.own)
-        experts = self._experts.cpu()[rows.clamp(min=0), columns.clamp(min=0)].to(scores.device)
+    def choose(
+        layer: int, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, own_topk: TopK
+    ) -> tuple[Tensor, Tensor]:
+        """Returns scores [t, k] at the experts of a layer, and these [t, k]; see RoutingReplay."""
+        assert forced is not None and actor.router_scope.now is not None, "called by the forward of a micro-batch"
+        rows, columns = (places.cpu() for places in actor.router_scope.now.own)
+        experts = forced[:, :, layer].cpu()[rows.clamp(min=0), columns.clamp(min=0)].to(scores.device)
         given = (rows >= 0).to(scores.device) & (experts >= 0).all(1)
-        _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        self.own.append(torch.zeros_like(scores, dtype=torch.bool).scatter(1, own, True).cpu())
-        chosen = torch.where(given[:, None], experts.to(own.dtype), own)
+        _, chosen = own_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        own[experts_key(layer)].append(torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True).cpu())
+        chosen = torch.where(given[:, None], experts.to(chosen.dtype), chosen)
         # in the order of their scores, as the router's own: sums over the same experts are then the same bits
         chosen = chosen.gather(1, scores.gather(1, chosen).argsort(dim=1, descending=True, stable=True))
         return scores.gather(1, chosen), chosen
+
+    with ExitStack() as stack:
+        for layer, router in routers(actor.chunks).items() if forced is not None else ():
+            stack.callback(setattr, router, "router_replay", router.router_replay)
+            router.router_replay = SimpleNamespace(get_replay_topk=partial(choose, layer))
+            own[experts_key(layer)] = []
+        yield own

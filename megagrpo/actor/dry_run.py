@@ -4,7 +4,7 @@ The world is pretended: torch's fake process group has its size and answers noth
 the meta device. One process takes the place of one rank after the other.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megagrpo.actor.megatron.config import kernels_here, transformer_config
-from megagrpo.actor.megatron.model import HiddenStatesModel, build_chunks, chunk_parameters, load_hf
+from megagrpo.actor.megatron.model import build_chunks, chunk_parameters, load_hf
 from megagrpo.actor.megatron_actor import make_parallel_groups
 from megagrpo.config.actor import ActorConfig
 from megagrpo.families.architecture import Architecture
@@ -36,7 +36,9 @@ def record_trainer_rank(
         tensor_parallel.model_parallel_cuda_manual_seed(0)  # Megatron asks for the state even where nothing is drawn
         kernels = kernels_here(config)
         chunks = build_chunks(arch, config, transformer_config(arch, config, kernels), kernels, _META)
-        wanted = {name: specs[name] for name in _names_read(chunks, arch, specs)}
+        read = _Noting(specs)  # of a large model a rank reads few, and making the others takes longest
+        load_hf(chunks, arch, read)
+        wanted = {name: specs[name] for name in read}
         copies = record_copies(lambda hf: load_hf(chunks, arch, hf), wanted, chunk_parameters(chunks))
         place = {
             "tp": mpu.get_tensor_model_parallel_rank(),
@@ -60,27 +62,14 @@ def pretended_world(config: ActorConfig, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class _Noting(Mapping[str, Tensor]):
-    """HF tensors without memory, made when asked for; remembers their names."""
+class _Noting(dict[str, Tensor]):
+    """HF tensors without memory, made when they are first read."""
 
     def __init__(self, specs: Specs):
+        super().__init__()
         self._specs = specs
-        self.names: dict[str, None] = {}  # in order
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __missing__(self, name: str) -> Tensor:
         shape, dtype = self._specs[name]
-        self.names[name] = None
-        return torch.empty(shape, dtype=dtype, device=_META)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._specs)
-
-    def __len__(self) -> int:
-        return len(self._specs)
-
-
-def _names_read(chunks: list[HiddenStatesModel], arch: Architecture, specs: Specs) -> list[str]:
-    """Returns which HF tensors the rank reads at all: of a large model few, and making the others takes longest."""
-    noting = _Noting(specs)
-    load_hf(chunks, arch, noting)
-    return list(noting.names)
+        self[name] = tensor = torch.empty(shape, dtype=dtype, device=_META)
+        return tensor

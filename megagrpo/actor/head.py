@@ -1,7 +1,7 @@
 """The head: log-probability, entropy and exact KL to the reference of sampled tokens, from hidden states."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from megagrpo.actor.layers.draft import gather_context
 from megagrpo.actor.megatron.model import HiddenStatesModel
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.algo.logprob import VocabularyShard, chunked_draft_kl, chunked_full_kl, chunked_logprobs
-from megagrpo.types import Batch, MicroBatch, ReferenceStates
+from megagrpo.types import Batch, MicroBatch
 
 _TP_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 Loss = tuple[Tensor, dict[str, Tensor]]  # scalar, metric sums
@@ -28,18 +28,10 @@ class TokenValues:
     full_kl: Tensor | None  # where batch.reference is there
 
 
-class LossOfTokens(Protocol):
-    """Computes a loss from the values of sampled tokens."""
-
-    def __call__(self, micro: MicroBatch, values: TokenValues) -> Loss:
-        """Returns the loss of one micro-batch."""
-
-
-class LastStage(Protocol):
-    """Computes a loss from hidden states, on the last pipeline stage."""
-
-    def __call__(self, micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor) -> Loss:
-        """Returns the loss of one micro-batch, whose hidden states are [s / tp, b, h]."""
+# Computes the loss of one micro-batch from the values of its sampled tokens.
+LossOfTokens = Callable[[MicroBatch, TokenValues], Loss]
+# Computes the loss of one micro-batch from its hidden states [s / tp, b, h], on the last pipeline stage.
+LastStage = Callable[[MicroBatch, HiddenStatesModel, Tensor], Loss]
 
 
 def over_tokens(actor: MegatronActor, batch: Batch, temperature: float, token_loss: LossOfTokens) -> LastStage:
@@ -49,19 +41,23 @@ def over_tokens(actor: MegatronActor, batch: Batch, temperature: float, token_lo
         flat, places = micro.targets.flat, micro.target_grid
         tokens = micro.padded(batch.tokens).flatten()[places].long()
         logprobs, entropy = token_values(actor, chunk, hidden, flat, tokens, temperature)
-        full_kl = None
-        if batch.reference is not None:
-            index = micro.padded(batch.reference.index).flatten()[places]
-            full_kl = _full_kl(actor, chunk, hidden, flat, batch.reference, index, temperature)
 
         def grid(by_token: Tensor) -> Tensor:
             empty = by_token.new_zeros(len(micro.members) * micro.longest)
             return _all_context_ranks(empty.index_put((places,), by_token).view(-1, micro.longest))
 
-        values = TokenValues(
-            logprobs=grid(logprobs), entropy=grid(entropy), full_kl=None if full_kl is None else grid(full_kl)
-        )
-        return token_loss(micro, values)
+        full_kl = None
+        if (reference := batch.reference) is not None:
+            index = micro.padded(reference.index).flatten()[places]
+            # on a GPU the device checks it when it comes there, and the host does not wait
+            unseen = "the reference did not see a position on the rank that trains on it"
+            torch._assert_async((index >= 0).all(), unseen)
+            assert reference.output_weight is not None, "the last stage has the reference's output weight"
+            weight, of_policy = chunk.output_weight(), gathered(actor, hidden)[flat]
+            of_reference = reference.hidden[index], reference.output_weight
+            rows, shard = actor.config.logprob_chunk_tokens, _vocabulary(actor, weight)
+            full_kl = grid(chunked_full_kl(of_policy, weight, *of_reference, temperature, rows, shard))
+        return token_loss(micro, TokenValues(grid(logprobs), grid(entropy), full_kl))
 
     return from_hidden
 
@@ -98,31 +94,6 @@ def token_values(
     weight = chunk.output_weight()
     rows, shard = actor.config.logprob_chunk_tokens, _vocabulary(actor, weight)
     return chunked_logprobs(gathered(actor, hidden)[flat], weight, tokens, temperature, rows, shard)
-
-
-def _full_kl(
-    actor: MegatronActor,
-    chunk: HiddenStatesModel,
-    hidden: Tensor,
-    flat: Tensor,
-    reference: ReferenceStates,
-    index: Tensor,
-    temperature: float,
-) -> Tensor:
-    """Returns the exact KL [T] to the reference at the flat positions [T]; index: their rows of its hidden states."""
-    weight = chunk.output_weight()
-    # on a GPU the device checks it when it comes there, and the host does not wait
-    torch._assert_async((index >= 0).all(), "the reference did not see a position on the rank that trains on it")
-    assert reference.output_weight is not None, "the last stage has the reference's output weight"
-    return chunked_full_kl(
-        hidden=gathered(actor, hidden)[flat],
-        weight=weight,
-        ref_hidden=reference.hidden[index],
-        ref_weight=reference.output_weight,
-        temperature=temperature,
-        chunk_tokens=actor.config.logprob_chunk_tokens,
-        shard=_vocabulary(actor, weight),
-    )
 
 
 def gathered(actor: MegatronActor, hidden: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
-"""One buffer on the host for many tensors, pinned as a whole."""
+"""One buffer on the host for many tensors, pinned as a whole; the reference's weights lie in one."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -28,6 +29,31 @@ class HostBuffer:
             torch.cuda.cudart().cudaHostUnregister(self._pinned)
 
 
-def view(part: Tensor, like: Tensor) -> Tensor:
-    """Returns bytes [n] of a buffer as a contiguous tensor of the shape and type of `like`."""
-    return part.view(like.dtype).view(like.shape)
+class HostReference:
+    """Holds a copy of this rank's parameters in host memory: the reference model, swapped in for a forward."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]):
+        self._parameters = list(parameters.values())
+        self._buffer = HostBuffer((p.nbytes for p in self._parameters), self._parameters[0].device)
+        self._weights = [
+            part.view(p.dtype).view(p.shape).copy_(p.detach())
+            for p, part in zip(self._parameters, self._buffer.parts, strict=True)
+        ]
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Lets the model compute with the reference weights inside; the live ones come back whatever happens.
+
+        In place, because Megatron's gradient and parameter buffers hold views of these very tensors.
+        """
+        live = [p.detach().clone() for p in self._parameters]
+        try:
+            self._write(self._weights)
+            yield
+        finally:
+            self._write(live)
+
+    def _write(self, weights: Iterable[Tensor]) -> None:
+        with torch.no_grad():
+            for parameter, values in zip(self._parameters, weights, strict=True):
+                parameter.copy_(values)

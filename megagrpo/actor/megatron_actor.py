@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,18 +15,11 @@ from megatron.core import tensor_parallel
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
+from megagrpo.actor.host_buffer import HostReference
 from megagrpo.actor.layers import lora
-from megagrpo.actor.layers.draft import copy_embedding
 from megagrpo.actor.megatron.config import checked_kernels, megatron_configs
-from megagrpo.actor.megatron.model import (
-    adapter_parameters,
-    build_chunks,
-    chunk_parameters,
-    load_hf,
-    routers,
-)
+from megagrpo.actor.megatron.model import build_chunks, chunk_parameters, load_hf, routers
 from megagrpo.actor.optimizer import build_optimizer, draft_norm, take_step, wrap_chunks
-from megagrpo.actor.reference import AdaptersOff, HostReference
 from megagrpo.actor.routing.bias import ExpertLoad, RouterBias
 from megagrpo.actor.routing.losses import RouterLosses
 from megagrpo.actor.routing.replay import RoutingReplay
@@ -34,7 +28,7 @@ from megagrpo.actor.timing import ScheduleClock
 from megagrpo.actor.update_state import UpdateState
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
 from megagrpo.families.table import model_tensors, read_architecture
-from megagrpo.families.tensors import layer_prefix
+from megagrpo.families.tensors import adapter_tensors, layer_prefix
 from megagrpo.mesh import Mesh, RunStopped, make_mesh
 from megagrpo.system import environment
 from megagrpo.weights.actor_weights import ActorWeights
@@ -140,7 +134,7 @@ class MegatronActor:
         self.transformer, ddp_settings, optimizer_settings = megatron_configs(self.arch, config, kernels)
         self.mesh = start_distributed(config, device)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
-        self.optimizer_config, self.num_updates = optimizer, num_updates
+        self.num_updates = num_updates
         self.chunks = build_chunks(self.arch, config, self.transformer, kernels, device)
         if config.lora is not None:
             self.load_adapters(lora.InitialAdapters(self.adapter_specs(), seed))
@@ -153,12 +147,12 @@ class MegatronActor:
         self.update_state = UpdateState(self.model, self.optimizer, device)
         self._to_gather = False  # whether parameters of other ranks lag behind this rank's own shards
         self.updates_done = 0
-        self.reference: HostReference | AdaptersOff | None = None
+        self.as_reference: Callable[[], AbstractContextManager[None]] | None = None  # set by keep_reference
         found, arch = routers(self.chunks), self.arch
         self.router_scope = scope = RouterScope(found)
         self.expert_load = ExpertLoad(found, scope, arch, device)
         rate, losses = config.router_bias_update, config.router_losses
-        self.router_bias = None if rate is None else RouterBias(found, scope, arch, rate, device)
+        self.router_bias = None if rate is None else RouterBias(found, scope, arch, device)
         self.router_losses = None if losses is None else RouterLosses(found, scope, arch, losses, device)
         self.routing = None if config.routing_replay is None else RoutingReplay(found, scope, arch, device)
         self._rounding: Callable[[], AbstractContextManager[None]] | None = None
@@ -175,10 +169,14 @@ class MegatronActor:
             return
         self.gather_parameters()
         first, last = self.chunks[0], self.chunks[-1]
-        source = first.embedding.word_embeddings.weight.data if first.pre_process else None
-        if last.draft is not None and last.draft.embedding is None:
-            last.draft.embedding = torch.empty_like(last.output_weight().data)
-        copy_embedding(source, None if last.draft is None else last.draft.embedding)
+        group = mpu.get_pipeline_model_parallel_group()
+        ranks = dist.get_process_group_ranks(group)
+        if first.pre_process:
+            dist.send(first.embedding.word_embeddings.weight.data, ranks[-1], group=group)
+        if last.draft is not None:
+            if last.draft.embedding is None:
+                last.draft.embedding = torch.empty_like(last.output_weight().data)
+            dist.recv(last.draft.embedding, ranks[0], group=group)
 
     def _reduce_gradients(self, model: list, num_tokens: Tensor | None = None, **groups) -> None:
         """Collective. Sums gradients over ranks as Megatron does, without its token count.
@@ -198,8 +196,10 @@ class MegatronActor:
         self.optimizer.reload_model_params()
 
     def keep_reference(self) -> None:
-        """Makes the present weights the reference; with adapters it is the model without them."""
-        self.reference = HostReference(self.parameters()) if self.config.lora is None else AdaptersOff(self.chunks)
+        """Lets the model inside `as_reference()` be what it is now; with adapters it is the model without them."""
+        without_adapters = partial(lora.adapters_off, self.chunks)
+        kept = without_adapters if self.config.lora is not None else HostReference(self.parameters()).swapped_in
+        self.as_reference = kept
 
     def parameters(self) -> dict[str, Tensor]:
         """Returns this rank's live parameters of the HF model by a name that is unique on this rank."""
@@ -208,7 +208,7 @@ class MegatronActor:
     def trained(self) -> dict[str, Tensor]:
         """Returns the trainable tensors of this rank (only the adapters under LoRA)."""
         if self.config.lora is not None:
-            return adapter_parameters(self.chunks)
+            return chunk_parameters(self.chunks, of_adapters=True)
         return {name: tensor for name, tensor in self.parameters().items() if tensor.requires_grad}
 
     def merged(self) -> AbstractContextManager[None]:
@@ -236,7 +236,8 @@ class MegatronActor:
         """Returns names and shapes of the whole model's adapters, {} where all weights are trained."""
         if self.config.lora is None:
             return {}
-        return lora.adapter_specs(self.arch, self.config.lora, self.transformer.params_dtype)
+        found = adapter_tensors(model_tensors(self.arch), self.config.lora.targets, self.config.lora.rank)
+        return {spec.name: (spec.shape, self.transformer.params_dtype) for spec in found}
 
     def load_adapters(self, whole: Mapping[str, Tensor]) -> None:
         """Copies this rank's slices of whole adapters (adapter_specs' names) into its own (recordable)."""
@@ -268,7 +269,7 @@ class MegatronActor:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         if self.router_bias is not None:
-            self.router_bias.clear()
+            self.router_bias.begin()
 
     def gradients(self) -> dict[str, Tensor]:
         """Returns this rank's accumulated float32 gradients by parameter name; the certificate compares them."""
@@ -300,16 +301,16 @@ class MegatronActor:
                 + (f", of the draft {of_draft}" if metrics else "")
                 + "; no weight was changed"
             )
-        lr = learning_rate(self.optimizer_config, self.updates_done, self.num_updates)
+        lr = learning_rate(self.config.optimizer, self.updates_done, self.num_updates)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * (self.config.draft.lr_factor if self.config.draft and group["is_decoupled_lr"] else 1.0)
             # Megatron leaves it to its own scheduler to spare norms and biases
-            group["weight_decay"] = self.optimizer_config.weight_decay * group.get("wd_mult", 1.0)
+            group["weight_decay"] = self.config.optimizer.weight_decay * group.get("wd_mult", 1.0)
         take_step(self.optimizer, norm, of_draft)
         self._to_gather = self.model[0].ddp_config.overlap_param_gather
         if not followed:
             self.gather_parameters()
-        if self.router_bias is not None:
-            self.router_bias.move()
+        if self.router_bias is not None and self.config.router_bias_update is not None:
+            self.router_bias.move(self.config.router_bias_update)
         self.updates_done += 1
         return {"optim/grad_norm": norm, "optim/lr": lr, **metrics}

@@ -1,6 +1,7 @@
 """Builds Megatron's data-parallel wrappers and optimizer, and runs one optimizer step."""
 
 import math
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -80,6 +81,15 @@ def build_optimizer(
         parts = optimizer.chained_optimizers
         optimizer.chained_optimizers = [part for part in parts if not part.is_stub_optimizer]
     return optimizer
+
+
+def optimizer_tensors(optimizer: ChainedOptimizer) -> Iterator[Tensor]:
+    """Yields the parameters that an optimiser steps, and the tensors of its state."""
+    for part in optimizer.chained_optimizers:
+        if part.optimizer is not None:  # this rank has parameters of its kind
+            yield from (parameter for group in part.optimizer.param_groups for parameter in group["params"])
+            state = (value for values in part.optimizer.state.values() for value in values.values())
+            yield from (value for value in state if isinstance(value, Tensor))
 
 
 @torch.no_grad()

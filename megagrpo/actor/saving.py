@@ -32,7 +32,6 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -40,6 +39,7 @@ from megagrpo.actor.layers.lora import sharded_adapters
 from megagrpo.actor.megatron import internals_0_16
 from megagrpo.actor.megatron.model import HiddenStatesModel
 from megagrpo.actor.megatron_actor import MegatronActor
+from megagrpo.actor.optimizer import optimizer_tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -51,19 +51,9 @@ _KIND = "kind_of_optimizer"
 _KIND_FIELDS = ("use_precision_aware_optimizer", "store_param_remainders", "main_params_dtype", "optimizer_cpu_offload")
 
 
-def _metadata(actor: MegatronActor, form: str) -> dict:
-    return {
-        _KIND: _kind_of_optimizer(actor),
-        _FORM: form,
-        # gathered by one rank of each replica group, not by all
-        "distrib_optim_fully_reshardable_mem_efficient": True,
-        "chained_optim_avoid_prefix": True,
-    }
-
-
 def _kind_of_optimizer(actor: MegatronActor) -> dict[str, str]:
     """Returns the settings that determine the form of the optimizer's state; empty for Megatron's defaults."""
-    config = _parts(actor)[0].config
+    config = actor.optimizer.chained_optimizers[0].config
     if not config.use_precision_aware_optimizer:
         return {}
     return {name: str(getattr(config, name)) for name in _KIND_FIELDS}
@@ -130,7 +120,10 @@ class ActorSave:
                     file.flush()
                     os.fsync(file.fileno())
             except (OSError, RuntimeError) as exc:  # torch wraps the first in the second
-                raise _root(exc) from None
+                first: BaseException = exc  # the full disk, not torch's error while closing its archive
+                while first.__context__ is not None:
+                    first = first.__context__
+                raise first from None
             written[Path(path)] = stream.size, stream.crc
         internals_0_16.put_results(self.request, results)
         return written
@@ -148,47 +141,41 @@ def save_actor(actor: MegatronActor, folder: Path, reshardable: bool, snapshot: 
     With `reshardable` any layout can load it; what is not divided over data-parallel ranks always is reshardable.
     With `snapshot` the state is copied to host memory now, so that training may go on meanwhile.
     """
-    with actor.update_state.readable():
-        return _save_actor(actor, folder, reshardable, snapshot)
-
-
-def _save_actor(actor: MegatronActor, folder: Path, reshardable: bool, snapshot: bool) -> ActorSave:
-    divided = actor.updates_done > 0 and isinstance(_parts(actor)[0], DistributedOptimizer)
-    metadata = _metadata(actor, _OWN_PARTS if divided and not reshardable else _RESHARDABLE)
-    state = _sharded_state(actor, actor.updates_done, metadata, is_loading=False)
+    divided = actor.updates_done > 0 and isinstance(actor.optimizer.chained_optimizers[0], DistributedOptimizer)
+    metadata = {
+        _KIND: _kind_of_optimizer(actor),
+        _FORM: _OWN_PARTS if divided and not reshardable else _RESHARDABLE,
+        # gathered by one rank of each replica group, not by all
+        "distrib_optim_fully_reshardable_mem_efficient": True,
+        "chained_optim_avoid_prefix": True,
+    }
     internals_0_16.expect_results_of_threads()
-    with _failure_as_os_error():
-        request = dist_checkpointing.save(
-            state,
-            str(folder),
-            FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), _copies_group()),
-            async_sharded_save=True,
-            content_metadata=metadata,
-        )
-    # on the host: copies of GPU tensors, and tensors that lie there already, except for views that Megatron had to copy
-    buckets = internals_0_16.preloaded(request) if request.preload_fn else []
-    live = {_memory(tensor) for tensor in _live_tensors(actor)} if snapshot else set()
-    buckets = [  # tensors of their own, which stay what they are when the optimiser's are moved
-        (path, name, (blobs, [(item, t.clone() if _memory(t) in live else t.detach()) for item, t in tensors]))
-        for path, name, (blobs, tensors) in buckets
-    ]
+    with actor.update_state.readable():
+        state = _sharded_state(actor, actor.updates_done, metadata, is_loading=False)
+        with _failure_as_os_error():
+            request = dist_checkpointing.save(
+                state,
+                str(folder),
+                FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), _copies_group()),
+                async_sharded_save=True,
+                content_metadata=metadata,
+            )
+        # on the host: copies of GPU tensors, and tensors that lie there already, except for views that Megatron had to
+        # copy
+        buckets = internals_0_16.preloaded(request) if request.preload_fn else []
+        of_model = (tensor for chunk in actor.chunks for tensor in (*chunk.parameters(), *chunk.buffers()))
+        live = {_memory(t) for t in (*of_model, *optimizer_tensors(actor.optimizer))} if snapshot else set()
+        # tensors of their own, which stay what they are when a step changes the actor's or the optimiser's are moved
+        buckets = [
+            (path, name, (blobs, [(item, t.clone() if _memory(t) in live else t.detach()) for item, t in tensors]))
+            for path, name, (blobs, tensors) in buckets
+        ]
     return ActorSave(request, buckets, metadata[_FORM] == _RESHARDABLE)
 
 
 def _copies_group() -> torch.distributed.ProcessGroup:
     """Returns the ranks that hold the same slices of the dense model."""
     return mpu.get_data_parallel_group(with_context_parallel=True)
-
-
-def _live_tensors(actor: MegatronActor) -> Iterator[Tensor]:
-    """Yields the tensors of model and optimiser, which a step changes."""
-    for chunk in actor.chunks:
-        yield from (*chunk.parameters(), *chunk.buffers())
-    for part in _parts(actor):
-        for group in part.optimizer.param_groups:
-            yield from group["params"]
-        for values in part.optimizer.state.values():
-            yield from (t for t in values.values() if isinstance(t, Tensor))
 
 
 def _memory(tensor: Tensor) -> int:
@@ -205,13 +192,6 @@ def _failure_as_os_error() -> Iterator[None]:
         raise OSError(_first_failure(exc)) from exc
 
 
-def _root(exc: BaseException) -> BaseException:
-    """Returns the first error of a chain: the full disk, not torch's error while closing its archive."""
-    while exc.__context__ is not None:
-        exc = exc.__context__
-    return exc
-
-
 def load_actor(actor: MegatronActor, folder: Path) -> None:
     """Collective. Reads a state written by `save_actor`. Raises ValueError when the files do not fit the model."""
     try:
@@ -219,7 +199,9 @@ def load_actor(actor: MegatronActor, folder: Path) -> None:
         updates_done, metadata = common["updates_done"], common["content_metadata"]
         if updates_done:
             _check_kind_of_optimizer(actor, metadata, folder)
-            _allocate_optimizer_state(actor)
+            for part in actor.optimizer.chained_optimizers:
+                if isinstance(part, DistributedOptimizer) and not part.optimizer.state:
+                    internals_0_16.allocate_state(part)
         wanted = _sharded_state(actor, updates_done, metadata, is_loading=True)
         if common["layout"] != wanted["layout"]:
             del wanted["rng"]
@@ -257,19 +239,6 @@ def _load_chunk(actor: MegatronActor, chunk: HiddenStatesModel, state: dict) -> 
         raise ValueError(f"the checkpoint does not fit the model: {', '.join(names[:5])} missing or unknown")
 
 
-def _parts(actor: MegatronActor) -> list[MegatronOptimizer]:
-    """Returns the optimisers of dense and expert parameters, where there are both."""
-    chained = isinstance(actor.optimizer, ChainedOptimizer)
-    return actor.optimizer.chained_optimizers if chained else [actor.optimizer]
-
-
-def _allocate_optimizer_state(actor: MegatronActor) -> None:
-    """Allocates a distributed optimizer's state, which Megatron requires before it describes what to load."""
-    for part in _parts(actor):
-        if isinstance(part, DistributedOptimizer) and not part.optimizer.state:
-            internals_0_16.allocate_state(part)
-
-
 @torch.no_grad()
 def _load_optimizer_state(actor: MegatronActor, state: dict, form: str) -> None:
     """Loads as Megatron does, around two slips with torch's Adam (Apex's keeps no step count beside a parameter).
@@ -277,7 +246,7 @@ def _load_optimizer_state(actor: MegatronActor, state: dict, form: str) -> None:
     Reading parameter state it looks for a step count that is saved elsewhere, or takes the present one; and the count
     that it restores is one tensor shared by all parameters, which torch then increases once for each of them.
     """
-    parts = _parts(actor)
+    parts = actor.optimizer.chained_optimizers  # of dense and expert parameters, where there are both
     if not isinstance(parts[0], DistributedOptimizer):
         actor.optimizer.load_state_dict(state)
         return
@@ -308,7 +277,10 @@ def _sharded_state(actor: MegatronActor, updates_done: int, metadata: dict, is_l
     model = {f"model{i}": part(chunk) for i, chunk in enumerate(actor.chunks)}
     # one flat view for the optimiser, which looks parameters up across chunks
     merged = {f"{part}.{name}": value for part, tensors in model.items() for name, value in tensors.items()}
-    state = {**model, "updates_done": updates_done, "layout": actor.config.layout, "rng": _rng_state(actor)}
+    # RNG states belong to a rank, not to a tensor: restored under the same layout only
+    states = {"torch": torch.get_rng_state(), "tensor_parallel": tensor_parallel.get_cuda_rng_tracker().get_states()}
+    rng = ShardedObject("rng", states, (actor.mesh.world_size,), (actor.mesh.rank,), replica_id=0)
+    state = {**model, "updates_done": updates_done, "layout": actor.config.layout, "rng": rng}
     if updates_done:  # before the first update the optimiser has no state, and Megatron would ask for one when loading
         state["optimizer"] = actor.optimizer.sharded_state_dict(merged, is_loading=is_loading, metadata=metadata)
         _forget_classes(state["optimizer"])
@@ -322,10 +294,3 @@ def _forget_classes(state: object) -> None:
     if isinstance(state, dict):
         for name in [name for name, value in state.items() if isinstance(value, type)]:
             del state[name]
-
-
-def _rng_state(actor: MegatronActor) -> ShardedObject:
-    """Returns this rank's RNG states, which belong to a rank, not to a tensor: restored under the same layout only."""
-    states = {"torch": torch.get_rng_state(), "tensor_parallel": tensor_parallel.get_cuda_rng_tracker().get_states()}
-    mesh = actor.mesh
-    return ShardedObject("rng", states, (mesh.world_size,), (mesh.rank,), replica_id=0)

@@ -4,7 +4,7 @@ A loss closure returns a loss that is already divided by its global denominator,
 micro-batches and ranks, whatever the layout.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -36,21 +36,15 @@ def token_logprobs(actor: MegatronActor, batch: Batch, temperature: float) -> Te
 
     Every rank of a replica gets them, on the host.
     """
-    out, found = torch.zeros(len(batch.tokens), device=actor.mesh.device), TokenCollector()
+    out = torch.zeros(len(batch.tokens), device=actor.mesh.device)
 
     def token_loss(micro: MicroBatch, values: TokenValues) -> Loss:
-        found.add(micro, values.logprobs)
+        put_tokens(out, micro, values.logprobs)
         return values.logprobs.sum() * 0.0, {}
 
+    every, on_last_stage = range(len(batch.lengths)), over_tokens(actor, batch, temperature, token_loss)
     with torch.no_grad():
-        _run(
-            actor,
-            batch,
-            range(len(batch.lengths)),
-            over_tokens(actor, batch, temperature, token_loss),
-            forward_only=True,
-        )
-    found.put_into(out)
+        _run(actor, batch, every, on_last_stage, forward_only=True)
     return _from_last_stage(out).cpu()
 
 
@@ -61,23 +55,9 @@ class Updated(NamedTuple):
     logprobs: Tensor  # [T] float32, of the policy before the step; NaN for samples that no update trained on
 
 
-class TokenCollector:
-    """Collects values of a batch's tokens from micro-batches, where they are: nothing waits for the device."""
-
-    def __init__(self) -> None:
-        self._places: list[Tensor] = []
-        self._values: list[Tensor] = []
-
-    def add(self, micro: MicroBatch, values: Tensor) -> None:
-        """Takes those of one micro-batch, [n, S]."""
-        self._places.append(micro.places)
-        self._values.append(values.detach().flatten()[micro.grid])
-
-    def put_into(self, out: Tensor) -> Tensor:
-        """Writes them into the values [T] of all tokens, on any device; returns `out`."""
-        if self._places:
-            out[torch.cat(self._places).to(out.device)] = torch.cat(self._values).to(out.device)
-        return out
+def put_tokens(out: Tensor, micro: MicroBatch, values: Tensor) -> None:
+    """Writes a micro-batch's values [n, S] into those of all tokens, `out` [T], on its device; waits for nothing."""
+    out[on_device(micro.places, out.device)] = values.detach().flatten()[micro.grid]
 
 
 def hidden_states(actor: MegatronActor, batch: Batch) -> ReferenceStates:
@@ -87,12 +67,13 @@ def hidden_states(actor: MegatronActor, batch: Batch) -> ReferenceStates:
     reference's when it is swapped in.
     """
     parts: list[Tensor] = []
-    index, found = torch.full((len(batch.tokens),), -1), TokenCollector()
+    index = torch.full((len(batch.tokens),), -1, device=actor.mesh.device)
 
     def keep(micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor) -> Loss:
         flat, seen = micro.targets.flat, sum(len(part) for part in parts)
         grid = torch.full((len(micro.members) * micro.longest,), -1, device=flat.device)
-        found.add(micro, grid.index_put((micro.target_grid,), seen + torch.arange(len(flat), device=flat.device)))
+        rows = seen + torch.arange(len(flat), device=flat.device)
+        put_tokens(index, micro, grid.index_put((micro.target_grid,), rows))
         parts.append(gathered(actor, hidden)[flat].clone())
         return hidden.sum() * 0.0, {}
 
@@ -100,10 +81,9 @@ def hidden_states(actor: MegatronActor, batch: Batch) -> ReferenceStates:
         _run(actor, batch, range(len(batch.lengths)), keep, forward_only=True)
         if not parts:  # an earlier pipeline stage
             nothing = torch.empty(0, actor.arch.hidden_size, device=actor.mesh.device)
-            return ReferenceStates(hidden=nothing, index=index, output_weight=None)
-        found.put_into(index)
+            return ReferenceStates(hidden=nothing, index=index.cpu(), output_weight=None)
         weight = actor.chunks[-1].output_weight().detach().clone()
-        return ReferenceStates(hidden=torch.cat(parts), index=index, output_weight=weight)
+        return ReferenceStates(hidden=torch.cat(parts), index=index.cpu(), output_weight=weight)
 
 
 def with_logprobs(actor: MegatronActor, batch: Batch, temperature: float, old: bool, reference: str | None) -> Batch:
@@ -120,9 +100,9 @@ def with_logprobs(actor: MegatronActor, batch: Batch, temperature: float, old: b
     elif old:
         batch = replace(batch, old_logprobs=_finite(actor, token_logprobs(actor, batch, temperature), "the actor"))
     if reference is not None:
-        assert actor.reference is not None, "keep_reference() was not called"
+        assert actor.as_reference is not None, "keep_reference() was not called"
         of_itself = replace(batch, routing=None)
-        with actor.reference.swapped_in():
+        with actor.as_reference():
             if reference == "full":
                 return replace(batch, reference=hidden_states(actor, of_itself))
             logprobs = _finite(actor, token_logprobs(actor, of_itself, temperature), "the reference")
@@ -147,67 +127,61 @@ def update(
     """
     if not batch.updates:
         raise ValueError("the batch has no updates: Batch.updates is empty")
-    passes: list[_Measured] = []
-    seen = TokenCollector() if batch.old_logprobs is None else None
+    passes: list[list[dict[str, float]]] = []  # sums over all ranks of every update
+    seen = torch.full((len(batch.tokens),), torch.nan, device=actor.mesh.device)  # log-probabilities
     skipped, non_finite = 0, 0
     optim: dict[str, float] = {}
     actor.expert_load.begin()
     actor.clock.clear()
     group_ids = batch.group_ids.tolist()
     for updates in batch.updates:
-        passes.append(_Measured())
+        passes.append([])
         for groups in map(frozenset, updates):
             rows = [row for row, group in enumerate(group_ids) if group in groups]
             denominators = denominators_of(actor, batch, rows, algorithm, max_response_tokens)
             if denominators.num_tokens == 0:
                 skipped += 1
                 continue
-            sums = backward(actor, batch, rows, algorithm, temperature, denominators, seen)
+            of_update = seen if batch.old_logprobs is None else None
+            sums = backward(actor, batch, rows, algorithm, temperature, denominators, of_update)
             try:
                 optim = actor.optimizer_step(sums["loss/total"], followed=True)
             except NonFiniteUpdate as exc:
                 print(exc, flush=True)
                 non_finite += 1
                 continue
-            passes[-1].add(sums)
+            passes[-1].append({"updates": 1.0, **sums})
     actor.gather_parameters()
-    whole = _Measured()
-    for measured in passes:
-        whole.add(measured.sums, measured.num_updates)
-    padded, real = whole.sums.get("padded", 1.0), whole.sums.get("real", 1.0)
-    metrics = {"loss/total": 0.0, **whole.means(), "batch/padding_waste": 1 - real / padded, **optim}
+    of_passes = list(map(_added, passes))
+    whole = _added(of_passes)
+    padded, real = whole.get("padded", 1.0), whole.get("real", 1.0)
+    metrics = {"loss/total": 0.0, **_means(whole), "batch/padding_waste": 1 - real / padded, **optim}
     if len(passes) > 1:
-        means = [measured.means() for measured in passes]
+        means = map(_means, of_passes)
         metrics |= {f"{name}_pass_{n}": value for n, of in enumerate(means, 1) for name, value in of.items()}
     metrics |= {"optim/skipped_updates": float(skipped), "optim/non_finite_updates": float(non_finite)}
     metrics |= actor.clock.take() | _expert_metrics(actor)
-    if seen is None:
-        assert batch.old_logprobs is not None
-        return Updated(metrics, batch.old_logprobs)
-    return Updated(metrics, seen.put_into(torch.full_like(batch.rollout_logprobs, torch.nan)))
+    return Updated(metrics, seen.cpu() if batch.old_logprobs is None else batch.old_logprobs)
 
 
-class _Measured:
-    """Adds up what updates measured, sums over all ranks."""
+def _added(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the sums of what has the same name."""
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
 
-    def __init__(self) -> None:
-        self.sums: dict[str, float] = {}
-        self.num_updates = 0
 
-    def add(self, sums: Mapping[str, float], num_updates: int = 1) -> None:
-        self.num_updates += num_updates
-        for name, value in sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
-
-    def means(self) -> dict[str, float]:
-        """Returns losses of an update, which are divided already, and everything else of a token trained on."""
-        counts, divided = ("padded", "real", "tokens"), ("loss/", "router/", "draft/")
-        tokens = self.sums.get("tokens", 1.0)
-        return {
-            name: value / max(self.num_updates if name.startswith(divided) else tokens, 1.0)
-            for name, value in self.sums.items()
-            if name not in counts
-        }
+def _means(sums: Mapping[str, float]) -> dict[str, float]:
+    """Returns losses of an update, which are divided already, and everything else of a token trained on."""
+    counts, divided = ("updates", "padded", "real", "tokens"), ("loss/", "router/", "draft/")
+    updates, tokens = (max(sums.get(name, 1.0), 1.0) for name in ("updates", "tokens"))
+    return {
+        name: value / (updates if name.startswith(divided) else tokens)
+        for name, value in sums.items()
+        if name not in counts
+    }
 
 
 def denominators_of(
@@ -225,16 +199,16 @@ def backward(
     algorithm: AlgorithmConfig,
     temperature: float,
     denominators: Denominators,
-    seen: TokenCollector | None = None,
+    seen: Tensor | None = None,
 ) -> dict[str, float]:
     """Collective. Sums one update's gradients into the main gradients; returns metric sums over all ranks.
 
-    seen: receives the log-probabilities of the forward, on last pipeline stages.
+    seen: [T] float32, receives the log-probabilities of the forward, on last pipeline stages.
     """
 
     def token_loss(micro: MicroBatch, values: TokenValues) -> Loss:
         if seen is not None:
-            seen.add(micro, values.logprobs)
+            put_tokens(seen, micro, values.logprobs)
         loss, sums = objective(_loss_inputs(batch, micro, values, counted), algorithm, denominators)
         return loss, {"loss/total": loss.detach(), **sums}
 
@@ -387,7 +361,6 @@ def _expert_metrics(actor: MegatronActor) -> dict[str, float]:
     if not actor.arch.is_moe:
         return {}
     counts = actor.expert_load.counts.clone()
-    if actor.mesh.world_size > 1:
-        dist.all_reduce(counts)
+    dist.all_reduce(counts)
     load = counts[actor.arch.dense_layers :].double()
     return {"moe/load_imbalance": float((load.amax(1) / load.mean(1).clamp(min=1e-9)).mean())}

@@ -5,11 +5,11 @@ events, read once a step after everything has run, so measuring waits for nothin
 """
 
 import time
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from torch import Tensor
 
 _COMPUTE = ("forward-compute", "backward-compute")
 
@@ -27,9 +27,20 @@ class ScheduleClock:
         self._spans: dict[str, list[tuple]] = {"compute": [], "schedule": [], "wait": []}
         self._open: dict[str, float | torch.cuda.Event] = {}
 
-    def __call__(self, name: str, log_level: int = 0) -> "_Span":
-        """Returns the timer of this name, as Megatron asks for it."""
-        return _Span(self, name)
+    def __call__(self, name: str, log_level: int = 0) -> SimpleNamespace:
+        """Returns the timer of this name, as Megatron asks for it: of a micro-batch's forward or backward, or of the
+        whole schedule; others are ignored.
+        """
+
+        def start(barrier: bool = False) -> None:  # Megatron may ask for a barrier, which would be felt
+            if name in (*_COMPUTE, "forward-backward"):
+                self.start(name)
+
+        def stop(barrier: bool = False) -> None:
+            if name in _COMPUTE:
+                self.stop(name, "compute")
+
+        return SimpleNamespace(start=start, stop=stop)
 
     def start(self, name: str) -> None:
         """Marks the beginning of a span."""
@@ -61,7 +72,9 @@ class ScheduleClock:
             [sum(map(_seconds, self._spans[kind])) for kind in ("compute", "schedule", "wait")], dtype=torch.float64
         )
         self.clear()
-        everyone = self._all_ranks(mine.to(self._device))
+        parts = [torch.empty_like(mine, device=self._device) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, mine.to(self._device))
+        everyone = torch.stack(parts)
         compute, schedule, wait = everyone.mean(0).tolist()
         metrics = {
             "schedule/compute_s": compute,
@@ -72,32 +85,12 @@ class ScheduleClock:
             metrics["schedule/pipeline_bubble"] = max(1 - compute / schedule, 0.0)
         return metrics
 
-    def _all_ranks(self, mine: Tensor) -> Tensor:
-        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, mine)
-        return torch.stack(parts)
-
     def _now(self) -> "float | torch.cuda.Event":
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-
-class _Span:
-    """Times a micro-batch's forward or backward, or the whole schedule; ignores Megatron's other timers."""
-
-    def __init__(self, clock: ScheduleClock, name: str):
-        self._clock, self._name = clock, name
-
-    def start(self, barrier: bool = False) -> None:  # Megatron may ask for a barrier, which would be felt
-        if self._name in (*_COMPUTE, "forward-backward"):
-            self._clock.start(self._name)
-
-    def stop(self, barrier: bool = False) -> None:
-        if self._name in _COMPUTE:
-            self._clock.stop(self._name, "compute")
 
 
 def _seconds(span: tuple) -> float:

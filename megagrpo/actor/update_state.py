@@ -9,10 +9,11 @@ from contextlib import contextmanager
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer import ChainedOptimizer
 from torch import Tensor, UntypedStorage
 
 from megagrpo.actor.host_buffer import HostBuffer
+from megagrpo.actor.optimizer import optimizer_tensors
 
 
 class UpdateState:
@@ -21,7 +22,7 @@ class UpdateState:
     What the optimiser shares with the model, the weights themselves where these are float32, stays.
     """
 
-    def __init__(self, model: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, device: torch.device):
+    def __init__(self, model: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer, device: torch.device):
         self._model, self._optimizer, self._device = model, optimizer, device
         self._buffer = HostBuffer([], device)
         self._on_host: dict[int, tuple[UntypedStorage, Tensor]] = {}  # bytes, by their storage's identity
@@ -86,16 +87,9 @@ class UpdateState:
             for tensors in (chunk.module.parameters(), chunk.module.buffers())
             for tensor in tensors
         }
-        chained = isinstance(self._optimizer, ChainedOptimizer)
-        for part in self._optimizer.chained_optimizers if chained else [self._optimizer]:
-            if part.optimizer is None:  # this rank has no parameters of its kind
-                continue
-            of_groups = [parameter for group in part.optimizer.param_groups for parameter in group["params"]]
-            of_state = [value for values in part.optimizer.state.values() for value in values.values()]
-            for tensor in [*of_groups, *of_state]:
-                there = isinstance(tensor, Tensor) and tensor.device.type == self._device.type
-                if there and tensor.untyped_storage()._cdata not in of_model:
-                    yield tensor
+        for tensor in optimizer_tensors(self._optimizer):
+            if tensor.device.type == self._device.type and tensor.untyped_storage()._cdata not in of_model:
+                yield tensor
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

@@ -12,7 +12,7 @@ from torch import Tensor
 from megagrpo.algo.correction import kept, policy_weights, staleness_metrics
 from megagrpo.algo.estimators import EstimatorInputs, estimate, whiten
 from megagrpo.algo.kl import adapted_kl_coef, token_kl
-from megagrpo.algo.reward_shaping import RewardInputs, shape_greedy_rewards, shape_rewards
+from megagrpo.algo.reward_shaping import RewardInputs, shape_rewards
 from megagrpo.algo.rollouts import of_rollouts
 from megagrpo.algo.statistics import GroupStatistics, Reduce, exact_row_sums, group_statistics, moments
 from megagrpo.config.algorithm import AlgorithmConfig
@@ -32,7 +32,14 @@ def with_advantages(
     rewards, valid = whole.rewards.values, whole.rewards.valid
     sampled = whole.loss_mask & valid.repeat_interleave(whole.lengths)
     metrics = _spread("reward", rewards[valid], reduce)
-    inputs = _reward_inputs(whole, reduce, max_response_tokens)
+    inputs = RewardInputs(
+        response_lengths=whole.lengths - whole.prompt_lengths,
+        group_ids=whole.group_ids,
+        num_groups=whole.num_groups,
+        valid=valid,
+        max_response_tokens=max_response_tokens,
+        reduce=reduce,
+    )
     shaped = shape_rewards(rewards, inputs, algorithm.reward, state)
     kl_rewards, state, kl_metrics = _kl_in_reward(whole, sampled, algorithm, shaped.state, reduce)
     rewards, token_rewards = _by_token(whole, sampled, shaped.values, kl_rewards, algorithm)
@@ -40,7 +47,9 @@ def with_advantages(
     if algorithm.mask_truncated:
         trained = sampled & ~whole.truncated.repeat_interleave(whole.lengths)
     batch, mismatch_metrics = _with_trained_mask(batch, trained, algorithm, reduce)
-    greedy_rewards = _greedy_rewards(whole, inputs, algorithm)
+    greedy_rewards = whole.rewards.greedy if algorithm.needs_greedy_response else None
+    if greedy_rewards is not None:
+        greedy_rewards = shape_rewards(greedy_rewards, inputs, algorithm.reward, AlgoState(), greedy=True).values
     totals = shaped.values if kl_rewards is None else shaped.values + exact_row_sums(kl_rewards, whole.lengths)
     stats = group_statistics(
         totals, whole.group_ids, whole.num_groups, valid, reduce, algorithm.advantage.group_std_ddof
@@ -67,17 +76,6 @@ def with_advantages(
     metrics |= shaped.metrics | kl_metrics | mismatch_metrics | _group_metrics(stats)
     metrics |= _spread("advantage", advantages[trained], reduce)
     return replace(batch, advantages=advantages.float()), state, metrics
-
-
-def _reward_inputs(batch: Batch, reduce: Reduce, max_response_tokens: int) -> RewardInputs:
-    return RewardInputs(
-        response_lengths=batch.lengths - batch.prompt_lengths,
-        group_ids=batch.group_ids,
-        num_groups=batch.num_groups,
-        valid=batch.rewards.valid,
-        max_response_tokens=max_response_tokens,
-        reduce=reduce,
-    )
 
 
 def _kl_in_reward(
@@ -140,12 +138,6 @@ def _with_trained_mask(
         correction=Correction(weights, counted if keeps_denominator else None),
     )
     return batch, metrics
-
-
-def _greedy_rewards(batch: Batch, inputs: RewardInputs, algorithm: AlgorithmConfig) -> Tensor | None:
-    if batch.rewards.greedy is None or not algorithm.needs_greedy_response:
-        return None
-    return shape_greedy_rewards(batch.rewards.greedy, inputs, algorithm.reward)
 
 
 def _group_metrics(stats: GroupStatistics) -> dict[str, float]:

@@ -4,8 +4,6 @@ The ratio is old / rollout: the trainer's probability before the update over the
 TIS: https://fengyao.notion.site/off-policy-rl; IcePop: https://ringtech.notion.site/icepop.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -23,8 +21,13 @@ def policy_weights(
     """
     match options:
         case TruncatedImportance():
-            weights = probability_ratio(_log_ratio_over(log_ratio, mask, lengths, options.over))
-            weights = weights.clamp(options.floor, options.cap).masked_fill(~mask, 0.0)
+            value = log_ratio.masked_fill(~mask, 0.0)
+            match options.over:
+                case "sequence":
+                    value = exact_row_sums(value, lengths).repeat_interleave(lengths)
+                case "geometric":
+                    value = _row_means(value, mask, lengths).repeat_interleave(lengths)
+            weights = probability_ratio(value).clamp(options.floor, options.cap).masked_fill(~mask, 0.0)
             if options.self_normalise:
                 # A sequence's weight counts once, whatever its length.
                 of_rows = row_sums(mask.long(), lengths) > 0
@@ -63,19 +66,6 @@ def kept(log_ratio: Tensor, mask: Tensor, lengths: Tensor, options: Rejection) -
         value = value.exp()
     inside = ((value >= options.low) & (value <= options.high)).all(0)
     return (inside if options.over == "token" else inside.repeat_interleave(lengths)) & mask
-
-
-def _log_ratio_over(
-    log_ratio: Tensor, mask: Tensor, lengths: Tensor, over: Literal["token", "sequence", "geometric"]
-) -> Tensor:
-    log_ratio = log_ratio.masked_fill(~mask, 0.0)
-    match over:
-        case "token":
-            return log_ratio
-        case "sequence":
-            return exact_row_sums(log_ratio, lengths).repeat_interleave(lengths)
-        case "geometric":
-            return _row_means(log_ratio, mask, lengths).repeat_interleave(lengths)
 
 
 def _row_means(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:

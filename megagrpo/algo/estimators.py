@@ -5,8 +5,9 @@ variant in config/objective/estimators.py, its function here and its row in ESTI
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -55,14 +56,9 @@ class EstimatorInputs:
         return per_group.index_select(0, self.group_ids)  # four times faster than per_group[group_ids]
 
 
-class EstimatorFunction(Protocol):
-    """Takes the inputs and the variant's options.
-
-    Returns float64 advantages, before whitening: [N] where all tokens of a response share one, else [T]. Values of
-    invalid responses and of tokens that were not sampled are ignored.
-    """
-
-    def __call__(self, inputs: EstimatorInputs, options: Any, /) -> Tensor: ...
+# Takes the inputs and the variant's options. Returns float64 advantages, before whitening: [N] where all tokens of a
+# response share one, else [T]. Values of invalid responses and of tokens that were not sampled are ignored.
+EstimatorFunction = Callable[[EstimatorInputs, Any], Tensor]
 
 
 def grpo(inputs: EstimatorInputs, options: GrpoAdvantage) -> Tensor:
@@ -102,7 +98,7 @@ def grpo_passk(inputs: EstimatorInputs, options: GrpoPassKAdvantage) -> Tensor:
 
 def reinforce(inputs: EstimatorInputs, options: ReinforceAdvantage | ReinforcePlusPlusAdvantage) -> Tensor:
     """Returns the discounted return of every token [T]. REINFORCE++ whitens it, arXiv 2501.03262."""
-    return discounted_returns(inputs.rewards, inputs.token_rewards, inputs.sampled, inputs.lengths, options.gamma)
+    return discounted_returns(inputs, options.gamma)
 
 
 def remax(inputs: EstimatorInputs, options: RemaxAdvantage) -> Tensor:
@@ -111,8 +107,7 @@ def remax(inputs: EstimatorInputs, options: RemaxAdvantage) -> Tensor:
     Without token rewards that is r minus this reward. ReMax, arXiv 2310.10505.
     """
     assert inputs.greedy_rewards is not None, "remax needs greedy_rewards"
-    returns = discounted_returns(inputs.rewards, inputs.token_rewards, inputs.sampled, inputs.lengths, gamma=1.0)
-    return returns - inputs.greedy_rewards.repeat_interleave(inputs.lengths)
+    return discounted_returns(inputs, gamma=1.0) - inputs.greedy_rewards.repeat_interleave(inputs.lengths)
 
 
 def optimal_baseline(inputs: EstimatorInputs, options: OpoAdvantage) -> Tensor:
@@ -168,18 +163,16 @@ def estimate(inputs: EstimatorInputs, options: Estimator) -> Tensor:
     return advantages.masked_fill(~inputs.valid.repeat_interleave(inputs.lengths), 0.0)
 
 
-def discounted_returns(
-    rewards: Tensor, token_rewards: Tensor | None, mask: Tensor, lengths: Tensor, gamma: float
-) -> Tensor:
-    """Returns G_t = R_t + gamma G_next [T] over unmasked tokens, 0 on the others.
+def discounted_returns(inputs: EstimatorInputs, gamma: float) -> Tensor:
+    """Returns G_t = R_t + gamma G_next [T] over sampled tokens, 0 on the others.
 
-    R is token_rewards, plus the reward at the last unmasked token. rewards [N] float64; token_rewards [T]; mask [T]
-    bool; lengths [N] int64, tokens. Credit passes through masked tokens (tool output) undiscounted, as if they were not
-    there.
+    R is token_rewards, plus the reward at the last sampled token. Credit passes through other tokens (tool output)
+    undiscounted, as if they were not there.
     """
-    out = torch.zeros(len(mask) + 1, dtype=torch.float64, device=rewards.device)  # the last belongs to no token
-    starts, mask = lengths.cumsum(0) - lengths, torch.cat((mask, mask.new_zeros(1)))
-    carry = rewards.clone()  # gamma has nothing to discount before the last unmasked token is met
+    rewards, token_rewards, lengths = inputs.rewards, inputs.token_rewards, inputs.lengths
+    mask = torch.cat((inputs.sampled, inputs.sampled.new_zeros(1)))  # the last belongs to no token
+    out, starts = torch.zeros(len(mask), dtype=torch.float64, device=rewards.device), lengths.cumsum(0) - lengths
+    carry = rewards.clone()  # gamma has nothing to discount before the last sampled token is met
     started = torch.zeros_like(rewards, dtype=torch.bool)
     for t in range(int(lengths.max()) - 1 if len(lengths) else -1, -1, -1):
         places = torch.where(t < lengths, starts + t, len(mask) - 1)

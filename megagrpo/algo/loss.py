@@ -69,12 +69,8 @@ def objective(
     """
     mask = inputs.loss_mask > 0
     inputs = _without_masked(inputs, mask)
-    policy = token_loss(
-        PolicyInputs(
-            logprobs=inputs.logprobs, old_logprobs=inputs.old_logprobs, advantages=inputs.advantages, mask=mask
-        ),
-        algorithm.loss,
-    )
+    policy_inputs = PolicyInputs(inputs.logprobs, inputs.old_logprobs, inputs.advantages, mask)
+    policy = token_loss(policy_inputs, algorithm.loss)
     value = policy.value if inputs.policy_weights is None else policy.value * inputs.policy_weights
     terms = {"policy": value}
     if algorithm.entropy_coef:  # at 0 the entropy has no gradient, and the head's backward leaves it out

@@ -3,8 +3,9 @@
 To add one: its variant in config/objective/policy_loss.py, its function here and its row in POLICY_LOSSES.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,10 +48,8 @@ class TokenLoss:
     clipped: dict[str, Tensor]
 
 
-class PolicyLossFunction(Protocol):
-    """Takes the inputs and the variant's options; values off the mask are ignored."""
-
-    def __call__(self, inputs: PolicyInputs, options: Any, /) -> TokenLoss: ...
+# Takes the inputs and the variant's options; values off the mask are ignored.
+PolicyLossFunction = Callable[[PolicyInputs, Any], TokenLoss]
 
 
 def ppo_clip(inputs: PolicyInputs, options: PpoClipLoss) -> TokenLoss:

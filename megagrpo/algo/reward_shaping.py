@@ -4,8 +4,9 @@ To add a step: its Section in config/objective/reward_shaping.py, its function h
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,36 +48,23 @@ class ShapedRewards:
     metrics: dict[str, float]  # global over data-parallel ranks
 
 
-class RewardFunction(Protocol):
-    """Takes the rewards of the step before, what else may be looked at, and the options. Collective if it reduces."""
-
-    def __call__(self, rewards: ShapedRewards, inputs: RewardInputs, options: Any, /) -> ShapedRewards: ...
+# Takes the rewards of the step before, what else may be looked at, and the options. Collective if it reduces.
+RewardFunction = Callable[[ShapedRewards, RewardInputs, Any], ShapedRewards]
 
 
 def shape_rewards(
-    rewards: Tensor, inputs: RewardInputs, options: RewardShapingConfig, state: AlgoState
+    rewards: Tensor, inputs: RewardInputs, options: RewardShapingConfig, state: AlgoState, greedy: bool = False
 ) -> ShapedRewards:
-    """Collective over data-parallel ranks. Takes the grader's rewards [N] through REWARD_STEPS, in its order."""
+    """Collective over data-parallel ranks. Takes the grader's rewards [N] through REWARD_STEPS, in its order.
+
+    greedy: they are those of greedy responses, which only some steps reach.
+    """
     shaped = ShapedRewards(rewards.double().masked_fill(~inputs.valid, 0.0), state, {})
-    for step in REWARD_STEPS.values():
-        shaped = _step(step, shaped, inputs, options)
-    return shaped
-
-
-def shape_greedy_rewards(rewards: Tensor, inputs: RewardInputs, options: RewardShapingConfig) -> Tensor:
-    """Returns the rewards [N] float64 of greedy responses after the steps that reach them."""
-    shaped = ShapedRewards(rewards.double(), AlgoState(), {})
     for variant, step in REWARD_STEPS.items():
-        if variant.reaches_greedy_baseline:
-            shaped = _step(step, shaped, inputs, options)
-    return shaped.values
-
-
-def _step(
-    step: RewardFunction, shaped: ShapedRewards, inputs: RewardInputs, options: RewardShapingConfig
-) -> ShapedRewards:
-    shaped = step(shaped, inputs, options)
-    return replace(shaped, values=shaped.values.masked_fill(~inputs.valid, 0.0))
+        if variant.reaches_greedy_baseline or not greedy:
+            shaped = step(shaped, inputs, options)
+            shaped = replace(shaped, values=shaped.values.masked_fill(~inputs.valid, 0.0))
+    return shaped
 
 
 def scale(rewards: ShapedRewards, inputs: RewardInputs, options: RewardScaling) -> ShapedRewards:

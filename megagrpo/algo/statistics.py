@@ -5,7 +5,7 @@ largest magnitude of its group as three 30-bit limbs; limbs are summed and all-r
 order. Bits more than 90 places below the group's largest magnitude are dropped, identically everywhere.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 # All-reduce over data-parallel ranks: (tensor, "sum" | "max" | "min") -> new tensor; exact for int64.
 Reduce = Callable[[Tensor, str], Tensor]
+_Block = tuple[Tensor, Tensor | None]  # values [n] and their groups [n]; None: all of a single group, at most _BLOCK
 
 LIMB_BITS = 30
 NUM_LIMBS = 3
@@ -66,19 +67,45 @@ def group_statistics(
         values, group_ids = values[valid], group_ids[valid]
     values = values.double()
     low, high = group_range(values, group_ids, num_groups, reduce)
+    count = torch.bincount(group_ids, minlength=num_groups)
+    return _described([(values, group_ids)], count, low, high, reduce, std_ddof)
+
+
+def moments(values: Tensor, reduce: Reduce, std_ddof: int = 1) -> Moments:
+    """Collective. Returns exact moments of the float tensor `values` (any shape, finite) and those of other ranks.
+
+    The bits are those of group_statistics with one group; blocks of tokens stay in the processor's cache.
+    """
+    ends = torch.full((2, 1), torch.finfo(torch.float64).min, dtype=torch.float64, device=values.device)
+    if values.numel():
+        ends[:, 0] = torch.stack((-values.amin(), values.amax())).double()
+    low, high = _range_of_ends(ends, reduce)
+    blocks = [(block, None) for block in values.reshape(-1).split(_BLOCK)]
+    count = torch.tensor([values.numel()], device=values.device)
+    of = _described(blocks, count, low, high, reduce, std_ddof)
+    return Moments(int(of.count), float(of.mean), float(of.std), float(of.min), float(of.max))
+
+
+def _described(
+    blocks: Sequence[_Block], count: Tensor, low: Tensor, high: Tensor, reduce: Reduce, std_ddof: int
+) -> GroupStatistics:
+    """Collective. Returns the statistics of G groups; count: this rank's values; low, high: of all ranks, [G] each."""
     # Relative to the group's magnitude from here on: squares can neither overflow nor vanish.
     magnitude = torch.maximum(high.abs(), low.abs())
     up, down = _powers_of_two(magnitude)
-    values = values * down.index_select(0, group_ids)
-    count = torch.bincount(group_ids, minlength=num_groups)
-    sums, count = _sums_of_scaled(values, group_ids, num_groups, reduce, along=count)
+    scaled = ((values.double() * _of_groups(down, ids), ids) for values, ids in blocks)
+    sums, count = _sums_of_scaled(scaled, count, reduce)
     assert bool((count < MAX_TERMS).all()), "too many values for the head-room of the integer sums"
     mean = sums / count.clamp(min=1)
     # Rounding is monotone, so the largest deviation is at one of the ends and needs no all-reduce.
     spread_up, spread_down = _powers_of_two(torch.maximum(high * down - mean, mean - low * down))
-    deviations = (values - mean.index_select(0, group_ids)) * spread_down.index_select(0, group_ids)
-    squares, _ = _sums_of_scaled(deviations.square(), group_ids, num_groups, reduce)
-    std = _root_of_squares(squares, count, std_ddof)
+
+    def squared(values: Tensor, ids: Tensor | None) -> Tensor:
+        deviations = values.double() * _of_groups(down, ids) - _of_groups(mean, ids)
+        return (deviations * _of_groups(spread_down, ids)).square()
+
+    squares, _ = _sums_of_scaled(((squared(*block), block[1]) for block in blocks), torch.zeros_like(count), reduce)
+    std = (squares / (count - std_ddof).clamp(min=1)).sqrt()
     return GroupStatistics(
         count=count,
         mean=mean * up,
@@ -89,27 +116,9 @@ def group_statistics(
     )
 
 
-def moments(values: Tensor, reduce: Reduce, std_ddof: int = 1) -> Moments:
-    """Collective. Returns exact moments of the float tensor `values` (any shape, finite) and those of other ranks.
-
-    The bits are those of group_statistics with one group; blocks of tokens stay in the processor's cache.
-    """
-    blocks = values.reshape(-1).split(_BLOCK)
-    ends = torch.full((2, 1), torch.finfo(torch.float64).min, dtype=torch.float64, device=values.device)
-    if values.numel():
-        ends[:, 0] = torch.stack((-values.amin(), values.amax())).double()
-    low, high = _range_of_ends(ends, reduce)
-    magnitude = torch.maximum(high.abs(), low.abs())
-    up, down = _powers_of_two(magnitude)
-    number = torch.tensor([values.numel()], device=values.device)
-    sums, count = _sums_of_blocks((block.double() * down for block in blocks), number, reduce)
-    mean = sums / count.clamp(min=1)
-    spread_up, spread_down = _powers_of_two(torch.maximum(high * down - mean, mean - low * down))
-    squares, _ = _sums_of_blocks(
-        (((block.double() * down - mean) * spread_down).square() for block in blocks), number, reduce
-    )
-    std = _root_of_squares(squares, count, std_ddof)
-    return Moments(int(count), float(mean * up), float(std * spread_up * up), float(low), float(high))
+def _of_groups(per_group: Tensor, ids: Tensor | None) -> Tensor:
+    """Returns for every value of a block what its group has, from [G]."""
+    return per_group if ids is None else per_group.index_select(0, ids)
 
 
 def group_range(values: Tensor, group_ids: Tensor, num_groups: int, reduce: Reduce) -> tuple[Tensor, Tensor]:
@@ -142,7 +151,9 @@ def exact_group_sums(
     over ALL ranks, the same on every rank.
     """
     up, down = _powers_of_two(bound)
-    sums, along = _sums_of_scaled(values * down.index_select(0, group_ids), group_ids, len(bound), reduce, along)
+    scaled = values * _of_groups(down, group_ids)
+    along = torch.zeros_like(bound, dtype=torch.int64) if along is None else along
+    sums, along = _sums_of_scaled([(scaled, group_ids)], along, reduce)
     return sums * up, along
 
 
@@ -166,50 +177,25 @@ def _rows(lengths: Tensor) -> Tensor:
     return torch.repeat_interleave(lengths)  # [T] int64, the sample of each token
 
 
-def _root_of_squares(squares: Tensor, count: Tensor, std_ddof: int) -> Tensor:
-    return (squares / (count - std_ddof).clamp(min=1)).sqrt()
-
-
-def _sums_of_scaled(
-    values: Tensor, group_ids: Tensor, num_groups: int, reduce: Reduce, along: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Returns exact sums [G] of values [n] in [-1, 1], and those of `along`; bits below 2^-90 are dropped."""
-    totals = torch.zeros(NUM_LIMBS + 1, num_groups, dtype=torch.int64, device=values.device)
-    rest = values
-    for limb in totals[:NUM_LIMBS]:
-        rest = rest * 2.0**LIMB_BITS
-        whole = rest.round()
-        rest -= whole  # exact: a float minus its own leading bits
-        _add_by_group(limb, group_ids, whole.long())
-    if along is not None:
-        totals[NUM_LIMBS] = along
-    return _joined_limbs(reduce(totals, "sum"))
-
-
-def _sums_of_blocks(blocks: Iterable[Tensor], along: Tensor, reduce: Reduce) -> tuple[Tensor, Tensor]:
-    """Does what _sums_of_scaled does with one group, its values in blocks of at most _BLOCK."""
-    totals = torch.zeros(NUM_LIMBS + 1, 1, dtype=torch.int64, device=along.device)
+def _sums_of_scaled(blocks: Iterable[_Block], along: Tensor, reduce: Reduce) -> tuple[Tensor, Tensor]:
+    """Collective. Returns exact sums [G] of values in [-1, 1], and those of `along` [G]; drops bits below 2^-90."""
+    totals = torch.zeros(NUM_LIMBS + 1, len(along), dtype=torch.int64, device=along.device)
     totals[NUM_LIMBS] = along
-    for rest in blocks:
+    for rest, ids in blocks:
         for limb in totals[:NUM_LIMBS]:
             rest = rest * 2.0**LIMB_BITS
             whole = rest.round()
-            rest -= whole
-            limb += whole.sum().long()  # exact: whole numbers, together below 2^53
-    return _joined_limbs(reduce(totals, "sum"))
-
-
-def _joined_limbs(totals: Tensor) -> tuple[Tensor, Tensor]:
+            rest -= whole  # exact: a float minus its own leading bits
+            if ids is None:
+                limb += whole.sum().long()  # exact: whole numbers, together below 2^53
+            elif len(limb) == 1:
+                limb += whole.long().sum()  # scattering millions of tokens into one place would be serial
+            else:
+                limb.scatter_add_(0, ids, whole.long())
+    totals = reduce(totals, "sum")
     high, middle, low = totals[:NUM_LIMBS].double()
     # The integers are the same everywhere, so these roundings are too.
     return ((low * 2.0**-LIMB_BITS + middle) * 2.0**-LIMB_BITS + high) * 2.0**-LIMB_BITS, totals[NUM_LIMBS]
-
-
-def _add_by_group(totals: Tensor, group_ids: Tensor, values: Tensor) -> None:
-    if len(totals) == 1:
-        totals += values.sum()  # scattering millions of tokens into one place would be serial
-    else:
-        totals.scatter_add_(0, group_ids, values)
 
 
 def _powers_of_two(bound: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ import torch
 from megagrpo.algo.rollouts import of_rollouts, of_samples
 from megagrpo.batching.balance import balanced_parts, sample_cost
 from megagrpo.families.architecture import Architecture
+from megagrpo.families.table import attention_length, patch_cost
 from megagrpo.mesh import Mesh
 from megagrpo.types import Batch, ImageRef, Rewards, RolloutGroup, Routing, Updates
 
@@ -91,7 +92,7 @@ def _cost(row: _Row, arch: Architecture | None) -> int:
     if arch is None:
         return sample_cost(len(row.tokens))
     patches = sum(math.prod(image.grid) for image in row.images)
-    return sample_cost(len(row.tokens), arch.attention_length) + round(patches * arch.patch_cost)
+    return sample_cost(len(row.tokens), attention_length(arch)) + round(patches * patch_cost(arch))
 
 
 def _rows(group: RolloutGroup, most: int, with_versions: bool, experts: Sequence[np.ndarray | None]) -> list[_Row]:

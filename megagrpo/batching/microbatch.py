@@ -6,8 +6,7 @@ in the forward and backward of a micro-batch depends on a device value.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -24,16 +23,6 @@ from megagrpo.batching.images import with_images
 from megagrpo.config.schema import ParallelConfig
 from megagrpo.mesh import Mesh
 from megagrpo.types import Batch, MicroBatch, Targets
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """The layout of a micro-batch of [b, s] positions, on the host."""
-
-    rows: Tensor  # [b, s] int64, -1 padding
-    positions: Tensor  # [b, s] int64
-    bounds: list[int] | None  # when packed: where sequences begin, and the end
-    members: list[int]
 
 
 class MicroBatchSize(NamedTuple):
@@ -82,11 +71,10 @@ def plan_micro_batches(
 
     def build(number: int) -> MicroBatch:
         members, (height, width) = bins[number], shapes[number]
-        if packed:
-            planned = _pack(batch.lengths, members, [length_of[r] for r in members], width)
-        else:
-            planned = _pad(batch.lengths, members, height, width)
-        micro = _micro_batch(batch, planned, (cp_rank, layout.cp))
+        sizes = [length_of[r] for r in members] if packed else [width] * height
+        if packed and sum(sizes) < width:
+            sizes.append(width - sum(sizes))
+        micro = _micro_batch(batch, members, sizes, packed, (cp_rank, layout.cp))
         return with_images(batch, micro, merge) if merge else micro
 
     return MicroBatches(build, shapes)
@@ -128,51 +116,36 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _pack(real_lengths: Tensor, members: list[int], lengths: list[int], width: int) -> _Layout:
-    """Lays all members behind each other in one row [1, width], each padded to its length; the rest is a dummy
-    sequence.
+def _micro_batch(
+    batch: Batch, samples: list[int], sizes: list[int], packed: bool, context: tuple[int, int]
+) -> MicroBatch:
+    """Returns a context-parallel rank's part (rank, size) of samples in sequences of `sizes` tokens, padded at the end.
+
+    Packed they lie behind each other in one row, else each is a row. Sequences beyond the samples are dummies.
     """
-    sizes = [*lengths, *([width - sum(lengths)] if width > sum(lengths) else [])]
-    positions = torch.cat([torch.arange(n) for n in sizes])
-    sequence = torch.repeat_interleave(torch.tensor(sizes))
-    owner = torch.tensor([*members, -1])[sequence.clamp(max=len(members))]
-    bounds = torch.tensor([0, *sizes]).cumsum(0).tolist()
-    return _Layout(_real_rows(owner, positions, real_lengths)[None], positions[None], bounds, members)
-
-
-def _pad(real_lengths: Tensor, members: list[int], height: int, width: int) -> _Layout:
-    """Lays out one member a row, [height, width], with padding at the right and empty rows below."""
-    positions = torch.arange(width).expand(height, width).contiguous()
-    owner = torch.tensor(members + [-1] * (height - len(members)), dtype=torch.int64)[:, None].expand(height, width)
-    return _Layout(_real_rows(owner, positions, real_lengths), positions, None, members)
-
-
-def _real_rows(owner: Tensor, positions: Tensor, real_lengths: Tensor) -> Tensor:
-    """Returns the samples of positions, -1 beyond the end of their sequences; all of any one shape."""
-    lengths = torch.cat((real_lengths, real_lengths.new_zeros(1)))  # the last: of owner -1
-    return torch.where(positions < lengths[owner], owner, -1)
-
-
-def _micro_batch(batch: Batch, planned: _Layout, context: tuple[int, int]) -> MicroBatch:
-    """Returns a context-parallel rank's part (rank, size)."""
-    rows, positions = planned.rows, planned.positions
+    height = 1 if packed else len(sizes)
+    positions = torch.cat([torch.arange(n) for n in sizes]).view(height, -1)
+    sequence = torch.repeat_interleave(torch.tensor(sizes)).view(height, -1)
+    owner = torch.tensor([*samples, -1])[sequence.clamp(max=len(samples))]
+    lengths = torch.cat((batch.lengths, batch.lengths.new_zeros(1)))  # the last: of owner -1
+    rows = torch.where(positions < lengths[owner], owner, -1)
     if context[1] > 1:
-        index = _context_part(planned.bounds or [0, rows.shape[1]], *context)
+        bounds = [0, *accumulate(sizes)] if packed else [0, sizes[0]]
+        index = _context_part(bounds, *context)
         rows, positions = rows[:, index], positions[:, index]
     columns = torch.where(rows >= 0, positions, -1)
     found = targets(rows, columns, batch.lengths, batch.loss_mask)
-    widest = rows.shape[1] * context[1] if planned.bounds is None else max(b - a for a, b in pairwise(planned.bounds))
     tokens, starts = torch.zeros_like(rows), batch.starts
     if len(batch.tokens):
         places = starts[rows.clamp(min=0)] + columns.clamp(min=0)
         tokens = torch.where(rows >= 0, batch.tokens[places].long(), 0)
-    members = torch.tensor(sorted(planned.members), dtype=torch.int64)
+    members = torch.tensor(sorted(samples), dtype=torch.int64)
     lengths, longest = batch.lengths[members], int(batch.lengths.max()) if len(batch.lengths) else 1
     inside = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     return MicroBatch(
         tokens=tokens,
         positions=positions,
-        cu_seqlens=None if planned.bounds is None else torch.tensor(planned.bounds, dtype=torch.int32),
+        cu_seqlens=torch.tensor([0, *accumulate(sizes)], dtype=torch.int32) if packed else None,
         rows=rows,
         columns=columns,
         targets=found,
@@ -181,7 +154,7 @@ def _micro_batch(batch: Batch, planned: _Layout, context: tuple[int, int]) -> Mi
         grid=torch.arange(len(members)).repeat_interleave(lengths) * longest + inside,
         target_grid=torch.searchsorted(members, found.rows) * longest + found.columns,
         longest=longest,
-        max_seqlen=widest,
+        max_seqlen=max(sizes),
     )
 
 

@@ -5,10 +5,11 @@ of its MLP.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megagrpo.families.architecture import Architecture
+from megagrpo.families.table import FAMILIES
 from megagrpo.weights.engines.hooks import TOWER_MODULE, Tap, experts_key
 
 FINAL_NORM = "final_norm"
@@ -16,8 +17,6 @@ TOWER = "tower."  # begins the names of points in a vision tower
 Layout = Literal["whole", "heads", "qkv", "map", "shares"]
 Unit = Literal["tokens", "patches", "features"]
 Sizes = Mapping[Unit, Sequence[int]]  # tokens of the sequences; patches and features of their distinct images
-
-_MLP_NAMES = {"mixtral": "block_sparse_moe"}  # of families whose engine model does not call it "mlp"
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def final_norm(arch: Architecture) -> Point:
 def layer_points(arch: Architecture, layer: int) -> list[Point]:
     """Returns the points inside one layer, including the residual stream after attention and at its end."""
     engine, trainer = f"model.layers.{layer}", f"decoder.layers.{layer}"
-    mlp = f"{engine}.{_MLP_NAMES.get(arch.family, 'mlp')}"
+    mlp = f"{engine}.{FAMILIES[arch.family].MLP.removesuffix('.')}"
     norm, router = f"{engine}.post_attention_layernorm", f"{trainer}.mlp.router"
 
     def point(
@@ -116,18 +115,16 @@ def layer_points(arch: Architecture, layer: int) -> list[Point]:
             points.append(attention("q_norm", "normed queries", "q_norm", "q_layernorm", "heads"))
             points.append(attention("k_norm", "normed keys", "k_norm", "k_layernorm", "heads"))
         for item, says in enumerate(("queries", "keys")):  # as attention gets them
-            name, depth = f"layers.{layer}.{says[0]}_rotary", depth_before(arch, layer + 1)
-            of_engine = Tap(name, f"{engine}.self_attn.attn", "in", item)
-            of_trainer = Tap(name, f"{trainer}.self_attention.core_attention", "in", item)
-            place = f"{says} with positions of layer {layer}"
-            points.append(Point(name, place, of_engine, of_trainer, "heads", layer, depth=depth))
+            turned = attention(f"{says[0]}_rotary", f"{says} with positions", "attn", "core_attention", "heads")
+            taps = [tap._replace(side="in", item=item) for tap in (turned.engine, turned.trainer)]
+            points.append(replace(turned, engine=taps[0], trainer=taps[1]))
         says = "attention (scale, mask, softmax)"
         points.append(attention("core_attention", says, "attn", "core_attention", "heads"))
     points.append(attention("attention_out", "output projection of attention", "o_proj", "linear_proj"))
     mlp_norm = f"{trainer}.pre_mlp_layernorm"
     points.append(point("after_attention", "residual stream after attention of", (norm, 1), (mlp_norm, "in", 0)))
     points.append(point("mlp_norm", "norm before the MLP of", (norm, 0), (mlp_norm, "out", 0)))
-    if arch.is_moe and layer >= arch.dense_layers:
+    if arch.has_experts(layer):
         points.append(point("router_logits", "router logits of", (f"{mlp}.gate", 0), (router, "gating", 0)))
         points.append(point("experts", "experts chosen in", (f"{mlp}.topk", 1), (router, "out", 1), "map"))
         assert points[-1].name == experts_key(layer)

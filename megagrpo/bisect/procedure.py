@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megagrpo.actor.capture import CapturedForward, captured_forward, distinct_images, first_replica, head_logprobs
+from megagrpo.actor.capture import CapturedForward, captured_forward, distinct_images, head_logprobs
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.bisect.compare import BOUNDS, Bounds, bound_at, compare_points, difference
 from megagrpo.bisect.engine import Prefilled, ProbedEngine, Sequenced
@@ -151,9 +151,10 @@ def _compare(
 def _gather(job: _Job, found: CapturedForward) -> list[SeenTokens]:
     """Collective. Returns the pieces of all ranks on the main rank, through files: they may be gigabytes."""
     file = job.folder / f"trainer_rank{job.mesh.rank}.pt"
-    if first_replica():
+    needed = job.mesh.dp_rank == 0  # other data-parallel ranks compute the same of the same batch
+    if needed:
         torch.save([tuple(piece) for piece in found.pieces], file)
-    written = job.mesh.gather_world(first_replica())
+    written = job.mesh.gather_world(needed)
     pieces: list[SeenTokens] = []
     if job.mesh.is_main:
         for rank in (rank for rank, has in enumerate(written) if has):

@@ -2,12 +2,11 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from megagrpo.families.table import read_architecture
 from megagrpo.mesh import Mesh
 from megagrpo.system import environment
 from megagrpo.system.run_folder import write_whole
-from megagrpo.types import AlgoState, Batch, RolloutGroup
+from megagrpo.types import AlgoState, Batch
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 from megagrpo.weights.hf_folder import HfFolder
 from megagrpo.weights.transports.gather_plan import gather_buckets, make_gather_plan, published_specs
@@ -36,16 +35,7 @@ from megagrpo.weights.transports.gather_plan import gather_buckets, make_gather_
 OPTIMIZER = OptimizerConfig(lr=1e-3, clip_grad=1.0, adam_eps=1e-4, distributed=False)
 _CHUNK_TOKENS = 32
 # of the experiment's actor
-_KEPT = {
-    "transformer_engine",
-    "deadline_s",
-    "lora",
-    "vision",
-    "router_losses",
-    "routing_replay",
-    "fake_quantization",
-}
-Read = TypeVar("Read")
+_KEPT = {"transformer_engine", "deadline_s", "lora", "vision", "router_losses", "routing_replay", "fake_quantization"}
 
 
 @contextmanager
@@ -86,7 +76,7 @@ def ratios(
     """Collective. Returns max|v - r| / max|r| per HF tensor, the maximum over all ranks and replicas."""
     worst: dict[str, float] = {}
     for copy in weights.copies:
-        whole_tensor = reference[copy.hf]
+        whole_tensor = reference[copy.hf].cpu()
         part = whole_tensor[tuple(slice(a, a + n) for a, n in zip(copy.start, copy.size, strict=True))]
         error = (copy.view(values).cpu() - part).abs().max().double()
         ratio = float(error / whole_tensor.abs().max()) if error else 0.0
@@ -140,25 +130,20 @@ def measure(config: ExperimentConfig, case: Case, *, folder: Path, store: Path, 
             adapters = enumerate(initial.items())
             actor.load_adapters({name: near(values, 0.05, number) for number, (name, values) in adapters})
             actor.weights_loaded()
-        figures = _reference if case == REFERENCE else _compare
-        return figures(config, actor, weights, groups, folder / "reference.pt")
+        train = config.train.model_copy(update={"num_prompts_per_step": NUM_GROUPS})
+        updates, mine = plan_updates(train, config.seed, step=0), groups[actor.mesh.dp_rank :: actor.mesh.dp_size]
+        layers = actor.routing.layers if actor.routing is not None else None
+        batch = build_batch(mine, updates, actor.mesh, routed_layers=layers)
+        return _figures(config, actor, weights, batch, folder / "reference.pt", case == REFERENCE)
 
 
-def _batch_of(config: ExperimentConfig, actor: MegatronActor, groups: list[RolloutGroup]) -> Batch:
-    train = config.train.model_copy(update={"num_prompts_per_step": NUM_GROUPS})
-    updates = plan_updates(train, config.seed, step=0)
-    layers = actor.routing.layers if actor.routing is not None else None
-    return build_batch(groups[actor.mesh.dp_rank :: actor.mesh.dp_size], updates, actor.mesh, routed_layers=layers)
-
-
-def _prepared(config: ExperimentConfig, actor: MegatronActor, groups: list[RolloutGroup], base: Tensor) -> Batch:
+def _prepared(config: ExperimentConfig, actor: MegatronActor, batch: Batch, base: Tensor) -> Batch:
     """Collective. Returns this rank's share of the batch with everything that the experiment's loss needs.
 
     base: [samples, S] log-probabilities of the one-rank model. Those of the old policy and the rollout are base plus
     noise, enough to reach the clip bounds; the reference model's are computed.
     """
     algorithm, temperature, mesh = config.algorithm, config.sampling.temperature, actor.mesh
-    batch = _batch_of(config, actor, groups)
     of_all = [old := near(base, 0.15, seed=7), near(old, 0.02, seed=8)]
     old, rollout = (t[batch.sample_ids][_inside(batch)] * batch.loss_mask for t in of_all)
     reference = algorithm.kl.estimator if algorithm.uses_reference else None
@@ -172,55 +157,49 @@ def _inside(batch: Batch) -> Tensor:
     return torch.arange(MAX_PROMPT + MAX_RESPONSE) < batch.lengths[:, None]
 
 
-def _step(
+def _figures(
     config: ExperimentConfig,
     actor: MegatronActor,
+    weights: ActorWeights,
     batch: Batch,
-    read: Callable[[Mapping[str, Tensor], Literal["gradients", "weights"]], Read],
-) -> tuple[float, float, Read | None, Read]:
+    file: Path,
+    is_reference: bool,
+) -> CaseFigures:
     """Collective. Makes one update over all samples, then the step's own if it passes over its samples several times.
 
-    Returns the loss, the gradient norm and what `read` returns for "gradients" and for updated "weights". The
-    distributed optimizer leaves each rank a shard of the summed gradient: then there is no result for gradients.
+    The reference writes what the other cases compare themselves with, and then is compared with itself. The distributed
+    optimizer leaves each rank a shard of the summed gradient: then gradients are not compared.
     """
-    rows, algorithm, temperature = range(len(batch.lengths)), config.algorithm, config.sampling.temperature
+    algorithm, temperature, mesh = config.algorithm, config.sampling.temperature, actor.mesh
+    reference = {} if is_reference else torch.load(file)
+    if is_reference:
+        reference["base"] = torch.zeros(len(batch.lengths), MAX_PROMPT + MAX_RESPONSE)
+        reference["base"][_inside(batch)] = token_logprobs(actor, batch, temperature)
+    batch = _prepared(config, actor, batch, reference["base"])
+
+    def errors(values: Mapping[str, Tensor], name: str) -> dict[str, float]:
+        if is_reference:
+            reference[name] = whole(weights, values, mesh)
+        return ratios(weights, values, reference[name], mesh)
+
+    rows = range(len(batch.lengths))
     denominators = denominators_of(actor, batch, rows, algorithm, longest(config))
     loss = backward(actor, batch, rows, algorithm, temperature, denominators)["loss/total"]
-    gradients = None if actor.optimizer_config.distributed else read(actor.gradients(), "gradients")
+    gradients = {} if actor.config.optimizer.distributed else errors(actor.gradients(), "gradients")
     norm = actor.optimizer_step()["optim/grad_norm"]
     if config.train.num_epochs_per_step > 1:
         update(actor, batch, algorithm, temperature, longest(config))
-    return loss, norm, gradients, read(actor.trained(), "weights")
-
-
-def _reference(
-    config: ExperimentConfig, actor: MegatronActor, weights: ActorWeights, groups: list[RolloutGroup], file: Path
-) -> CaseFigures:
-    batch = _batch_of(config, actor, groups)
-    base = torch.zeros(len(batch.lengths), MAX_PROMPT + MAX_RESPONSE)
-    base[_inside(batch)] = token_logprobs(actor, batch, config.sampling.temperature)
-    batch = _prepared(config, actor, groups, base)
-    loss, norm, gradients, moved = _step(config, actor, batch, lambda values, _: whole(weights, values, actor.mesh))
-    torch.save({"base": base, "loss": loss, "norm": norm, "gradients": gradients, "weights": moved}, file)
-    zeros = dict.fromkeys(gradients or {}, 0.0)
-    return {"loss": loss, "loss_error": 0.0, "grad_norm": norm, "norm_error": 0.0, "gradients": zeros, "weights": 0.0}
-
-
-def _compare(
-    config: ExperimentConfig, actor: MegatronActor, weights: ActorWeights, groups: list[RolloutGroup], file: Path
-) -> CaseFigures:
-    reference = torch.load(file)
-    batch = _prepared(config, actor, groups, reference["base"])
-    loss, norm, gradients, moved = _step(
-        config, actor, batch, lambda values, name: ratios(weights, values, reference[name], actor.mesh)
-    )
+    moved = errors(actor.trained(), "weights")
+    if is_reference:
+        reference |= {"loss": loss, "norm": norm}
+        torch.save(reference, file)
     # a sum over tokens rounds with the number of its terms
-    terms = MAX_RESPONSE if config.algorithm.aggregation == "seq-mean-token-sum" else 1
+    terms = MAX_RESPONSE if algorithm.aggregation == "seq-mean-token-sum" else 1
     return {
         "loss": loss,
         "loss_error": abs(loss - reference["loss"]) / terms,
         "grad_norm": norm,
         "norm_error": abs(norm / reference["norm"] - 1),
-        "gradients": gradients or {},
+        "gradients": gradients,
         "weights": max(moved.values()),
     }

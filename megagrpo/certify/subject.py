@@ -13,8 +13,8 @@ from megagrpo.certify.tiny_model import hf_config, random_tensors
 from megagrpo.check.problems import model_description
 from megagrpo.config.schema import ExperimentConfig, ParallelConfig
 from megagrpo.families.architecture import Architecture
+from megagrpo.families.family import TinySizes
 from megagrpo.families.table import FAMILIES, architecture_of
-from megagrpo.families.tiny import TinySizes
 from megagrpo.types import ImageRef, Outcome, Prompt, RolloutGroup, Sample
 from megagrpo.weights.hf_folder import write_hf_folder
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from megagrpo.families.architecture import Architecture
+from megagrpo.families.family import TinySizes
 from megagrpo.families.table import FAMILIES, model_tensors
 from megagrpo.families.tensors import TensorSpec
-from megagrpo.families.tiny import TinySizes
 
 MAX_POSITIONS = 2048
 VOCAB = 32

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,25 +29,17 @@ _REQUIRED_KEYS = (
 )
 # Keys of config.json that say how large a model is, not how it computes; a smaller model of the kind changes them
 # alone.
-COMMON_SIZE_KEYS = frozenset(
-    {
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "intermediate_size",
-        "max_position_embeddings",
-        "vocab_size",
-        "dtype",
-        "torch_dtype",
-        "layer_types",
-        "max_window_layers",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-    }
-)
+COMMON_SIZE_KEYS = frozenset(_REQUIRED_KEYS) - {"rms_norm_eps"} | {
+    "num_key_value_heads",
+    "head_dim",
+    "dtype",
+    "torch_dtype",
+    "layer_types",
+    "max_window_layers",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+}
 
 
 @dataclass(frozen=True)
@@ -110,42 +102,6 @@ class Architecture:
         """Returns the name of the smallest type that holds every expert's number, in numpy and torch."""
         return "uint8" if self.num_experts <= 256 else "int16"
 
-    @property
-    def attention_length(self) -> int:
-        """Returns the sequence length, in tokens, at which attention costs as much as all other matrix products.
-
-        Attention's own products are queries with keys and weights with values, under a causal mask.
-        """
-        # of a token at the end of a sequence of n: heads * n multiply-adds, twice, and half of that on average
-        heads = self.num_heads * (self.head_dim + (self.mla.v_dim if self.mla else self.head_dim)) // 2
-        return max(self._products() // self.num_layers // heads, 1)
-
-    @property
-    def patch_cost(self) -> float:
-        """Returns the matrix products of a patch in the vision tower over those of a token in the text part."""
-        return 0.0 if self.vision is None else self.vision.products_of_a_patch / self._products()
-
-    def _products(self) -> int:
-        """Counts the elements of all matrices that a token meets."""
-        feed_forward = self.dense_layers * self._mlp(self.ffn_size)
-        width = self.experts_per_token * self.expert_ffn_size + self.shared_ffn_size if self.is_moe else self.ffn_size
-        feed_forward += (self.num_layers - self.dense_layers) * self._mlp(width)
-        return self.num_layers * self._projections() + feed_forward + self.hidden_size * self.vocab_size
-
-    def _mlp(self, width: int) -> int:
-        """Counts the elements of a gated MLP's matrices."""
-        return 3 * self.hidden_size * width
-
-    def _projections(self) -> int:
-        """Counts the elements of a layer's matrices before and after attention."""
-        mla, hidden, heads = self.mla, self.hidden_size, self.num_heads
-        if mla is None:
-            return 2 * hidden * (heads + self.num_kv_heads) * self.head_dim
-        queries = heads * (mla.nope_dim + mla.rope_dim)
-        down = mla.kv_lora_rank + mla.rope_dim + (mla.q_lora_rank or 0)
-        up = mla.kv_lora_rank * heads * (mla.nope_dim + mla.v_dim) + (mla.q_lora_rank or hidden) * queries
-        return hidden * down + up + heads * mla.v_dim * hidden
-
 
 def missing_keys(hf: HfConfig, keys: tuple[str, ...] = ()) -> list[str]:
     """Returns a problem for each key that config.json must have, the common ones and `keys`, and has not."""
@@ -164,27 +120,6 @@ def every_scaling_refused(scaling: HfConfig) -> list[str]:
     return [f"rope scaling {scaling} is not supported by this family; supported: none"]
 
 
-def common_refusals(hf: HfConfig, of_scaling: Callable[[HfConfig], list[str]], partial_rotary: bool) -> list[str]:
-    """Returns the settings that our decoder layer does not implement, each problem by the name of its key.
-
-    of_scaling: the problem of a rotary scaling, if any. partial_rotary: whether rotary embedding may apply to part of a
-    head.
-    """
-    problems = []
-    scaling = _rope_scaling(hf)
-    if scaling:
-        problems += of_scaling(scaling)
-    if not partial_rotary and rotary_fraction(hf) != 1.0:
-        problems.append(f"partial_rotary_factor {rotary_fraction(hf)} is not supported by this family; it must be 1")
-    if hf.get("mlp_bias"):
-        problems.append("mlp_bias puts biases on projections that are not loaded; it must be false")
-    if hf.get("hidden_act", "silu") != "silu":
-        problems.append(f"hidden_act {hf['hidden_act']!r} is not supported; supported: silu")
-    if hf.get("use_sliding_window"):
-        problems.append("use_sliding_window is not supported: attention here sees every earlier token")
-    return problems
-
-
 def decoder_architecture(hf: HfConfig) -> Architecture:
     """Reads from a config.json without refusals what all families have; the rest is left as in Llama."""
     rope = hf.get("rope_parameters") or {}  # transformers 5's place for rope_theta and rope_scaling
@@ -200,7 +135,7 @@ def decoder_architecture(hf: HfConfig) -> Architecture:
         max_positions=hf["max_position_embeddings"],
         rms_eps=hf["rms_norm_eps"],
         rope_theta=float(hf.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-        rope_scaling=_rope_scaling(hf),
+        rope_scaling=rope_scaling(hf),
         tied=bool(hf.get("tie_word_embeddings", False)),
     )
 
@@ -211,6 +146,7 @@ def rotary_fraction(hf: HfConfig, default: float = 1.0) -> float:
     return float(hf.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or default)
 
 
-def _rope_scaling(hf: HfConfig) -> HfConfig | None:
+def rope_scaling(hf: HfConfig) -> HfConfig | None:
+    """Returns the scaling of rotary embedding, None if there is none."""
     rope = hf.get("rope_parameters") or {}
     return hf.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)

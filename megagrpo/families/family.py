@@ -3,32 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from megagrpo.families.architecture import (
     COMMON_SIZE_KEYS,
     Architecture,
     HfConfig,
-    common_refusals,
     decoder_architecture,
     llama3_refusals,
     missing_keys,
+    rope_scaling,
+    rotary_fraction,
 )
-from megagrpo.families.loading import RankPlace, load_attention, load_feed_forward, load_norms
+from megagrpo.families.loading import RankPlace, load_attention, load_mlp, mlp_weights
 from megagrpo.families.tensors import (
     GATED_NAMES,
     GatedNames,
     TensorSpec,
     attention_tensors,
-    feed_forward_tensors,
-    layer_norms,
     layer_prefix,
+    mlp_tensors,
 )
-from megagrpo.families.tiny import TinySizes
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_layer import TransformerLayer
     from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinySizes:
+    """Sizes of a tiny model; the defaults make one of 2 million parameters. Dense families ignore the experts."""
+
+    family: str = "qwen3_moe"
+    hidden_size: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    ffn_size: int = 256
+    num_experts: int = 8
+    experts_per_token: int = 2
+    expert_ffn_size: int = 128
+    tie_embeddings: bool = False
 
 
 class Family:
@@ -49,7 +66,17 @@ class Family:
         problems = missing_keys(hf, self.REQUIRED_KEYS)
         if problems:
             return problems
-        problems = self.own_refusals(hf) + common_refusals(hf, self.ROPE_SCALING_REFUSALS, self.PARTIAL_ROTARY)
+        problems = self.own_refusals(hf)
+        if scaling := rope_scaling(hf):
+            problems += self.ROPE_SCALING_REFUSALS(scaling)
+        if not self.PARTIAL_ROTARY and (fraction := rotary_fraction(hf)) != 1.0:
+            problems.append(f"partial_rotary_factor {fraction} is not supported by this family; it must be 1")
+        if hf.get("mlp_bias"):
+            problems.append("mlp_bias puts biases on projections that are not loaded; it must be false")
+        if hf.get("hidden_act", "silu") != "silu":
+            problems.append(f"hidden_act {hf['hidden_act']!r} is not supported; supported: silu")
+        if hf.get("use_sliding_window"):
+            problems.append("use_sliding_window is not supported: attention here sees every earlier token")
         if hf.get("attention_bias") and not self.LOADS_ATTENTION_BIAS:
             problems.append("attention_bias puts biases on projections that are not loaded; it must be false")
         return problems
@@ -66,19 +93,44 @@ class Family:
         self, layer: TransformerLayer, arch: Architecture, hf: Mapping[str, Tensor], place: RankPlace
     ) -> None:
         """Copies this rank's slices of one layer's HF tensors into Megatron's parameters: only slices and copies."""
-        prefix = layer_prefix(layer.layer_number - 1)
-        load_norms(layer, hf, prefix)
+        index, mlp = layer.layer_number - 1, layer.mlp
+        prefix = layer_prefix(index)
+        layer.input_layernorm.weight.copy_(hf[prefix + "input_layernorm.weight"])
+        layer.pre_mlp_layernorm.weight.copy_(hf[prefix + "post_attention_layernorm.weight"])
         self.load_attention(layer.self_attention, arch, hf, prefix + "self_attn.", place.tensor)
-        load_feed_forward(layer, arch, hf, self.MLP, place, self.PROJECTIONS)
+        prefix += self.MLP
+        if not arch.has_experts(index):
+            load_mlp(*mlp_weights(mlp), hf, prefix, place.tensor, self.PROJECTIONS)
+            return
+        mlp.router.weight.copy_(hf[prefix + "gate.weight"])
+        if arch.router_bias:
+            mlp.router.expert_bias.copy_(hf[prefix + "gate.e_score_correction_bias"])
+        if arch.shared_ffn_size:
+            load_mlp(*mlp_weights(mlp.shared_experts), hf, prefix + "shared_experts.", place.tensor)
+        for local, expert in enumerate(mlp.local_expert_indices):
+            weights = mlp_weights(mlp.experts, local)
+            load_mlp(*weights, hf, f"{prefix}experts.{expert}.", place.expert, self.PROJECTIONS)
 
     load_attention = staticmethod(load_attention)
 
     def layer_tensors(self, arch: Architecture, index: int) -> Iterator[TensorSpec]:
         """Yields the HF tensors of layer `index`, counted from 0, in the order in which a random model draws them."""
-        prefix = layer_prefix(index)
+        prefix, hidden, names = layer_prefix(index), arch.hidden_size, self.PROJECTIONS
         yield from self.attention_tensors(arch, prefix + "self_attn.")
-        yield from layer_norms(arch, prefix)
-        yield from feed_forward_tensors(arch, index, self.MLP, self.PROJECTIONS)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            yield TensorSpec(f"{prefix}{name}.weight", (hidden,), "norm")
+        prefix += self.MLP
+        if not arch.has_experts(index):
+            yield from mlp_tensors(hidden, arch.ffn_size, prefix, False, names)
+            return
+        yield TensorSpec(prefix + "gate.weight", (arch.num_experts, hidden), "matrix")
+        if arch.router_bias:
+            bias = prefix + "gate.e_score_correction_bias"
+            yield TensorSpec(bias, (arch.num_experts,), "bias", dtype="float32", trained=False)
+        if arch.shared_ffn_size:
+            yield from mlp_tensors(hidden, arch.shared_ffn_size, prefix + "shared_experts.")
+        for expert in range(arch.num_experts):
+            yield from mlp_tensors(hidden, arch.expert_ffn_size, f"{prefix}experts.{expert}.", True, names)
 
     attention_tensors = staticmethod(attention_tensors)
 

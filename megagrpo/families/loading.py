@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megagrpo.families.architecture import Architecture
-from megagrpo.families.tensors import GATED_NAMES, GatedNames, layer_prefix
+from megagrpo.families.tensors import GATED_NAMES, GatedNames
 
 if TYPE_CHECKING:
     from megatron.core.transformer.attention import SelfAttention
-    from megatron.core.transformer.mlp import MLP
-    from megatron.core.transformer.transformer_layer import TransformerLayer
     from torch import Tensor
 
 
@@ -40,12 +38,6 @@ class RankPlace:
     expert: Shard  # of one expert, among the expert-tensor-parallel ranks
 
 
-def load_norms(layer: TransformerLayer, hf: Mapping[str, Tensor], prefix: str) -> None:
-    """Loads the norms before attention and before the MLP."""
-    layer.input_layernorm.weight.copy_(hf[prefix + "input_layernorm.weight"])
-    layer.pre_mlp_layernorm.weight.copy_(hf[prefix + "post_attention_layernorm.weight"])
-
-
 def load_attention(
     attention: SelfAttention, arch: Architecture, hf: Mapping[str, Tensor], prefix: str, shard: Shard
 ) -> None:
@@ -59,37 +51,6 @@ def load_attention(
         attention.k_layernorm.weight.copy_(hf[prefix + "k_norm.weight"])
 
 
-def load_mlp(mlp: MLP, hf: Mapping[str, Tensor], prefix: str, shard: Shard, names: GatedNames = GATED_NAMES) -> None:
-    """Loads a gated MLP."""
-    _load_gated(mlp.linear_fc1.weight, mlp.linear_fc2.weight, hf, prefix, shard, names)
-
-
-def load_feed_forward(
-    layer: TransformerLayer,
-    arch: Architecture,
-    hf: Mapping[str, Tensor],
-    name: str,
-    place: RankPlace,
-    names: GatedNames,
-) -> None:
-    """Loads an MLP, or router, its bias, shared experts and this rank's experts.
-
-    name: what their tensors begin with in the layer. names: of the projections of MLP and experts.
-    """
-    index, mlp = layer.layer_number - 1, layer.mlp
-    prefix = layer_prefix(index) + name
-    if not arch.has_experts(index):
-        load_mlp(mlp, hf, prefix, place.tensor, names)
-        return
-    mlp.router.weight.copy_(hf[prefix + "gate.weight"])
-    if arch.router_bias:
-        mlp.router.expert_bias.copy_(hf[prefix + "gate.e_score_correction_bias"])
-    if arch.shared_ffn_size:
-        load_mlp(mlp.shared_experts, hf, prefix + "shared_experts.", place.tensor)
-    for local, expert in enumerate(mlp.local_expert_indices):
-        _load_gated(*_expert_weights(mlp.experts, local), hf, f"{prefix}experts.{expert}.", place.expert, names)
-
-
 def load_vocabulary(weight: Tensor, hf: Tensor, shard: Shard) -> None:
     """Loads this rank's rows [padded vocab / tp, hidden] of a vocabulary [vocab, hidden].
 
@@ -100,17 +61,6 @@ def load_vocabulary(weight: Tensor, hf: Tensor, shard: Shard) -> None:
     weight[: len(real)].copy_(real)
     if len(real) < len(weight):
         weight[len(real) :].zero_()
-
-
-def _expert_weights(experts, place: int) -> tuple[Tensor, Tensor]:
-    """Returns linear_fc1's and linear_fc2's weights of the place-th local expert.
-
-    It is a module of its own, or one of the numbered weights of Transformer Engine's grouped layers.
-    """
-    if hasattr(experts, "local_experts"):
-        expert = experts.local_experts[place]
-        return expert.linear_fc1.weight, expert.linear_fc2.weight
-    return getattr(experts.linear_fc1, f"weight{place}"), getattr(experts.linear_fc2, f"weight{place}")
 
 
 def _load_qkv(
@@ -154,11 +104,22 @@ def _load_part_of_group(
         start = end
 
 
-def _load_gated(
-    fc1: Tensor, fc2: Tensor, hf: Mapping[str, Tensor], prefix: str, shard: Shard, names: GatedNames
+def load_mlp(
+    fc1: Tensor, fc2: Tensor, hf: Mapping[str, Tensor], prefix: str, shard: Shard, names: GatedNames = GATED_NAMES
 ) -> None:
-    """Loads fc1 [2 width / tp, hidden], gate above up, and fc2 [hidden, width / tp]."""
+    """Loads a gated MLP: fc1 [2 width / tp, hidden], gate above up, and fc2 [hidden, width / tp]."""
     gate, up = (shard.rows(hf[f"{prefix}{name}.weight"]) for name in (names.gate, names.up))
     fc1[: len(gate)].copy_(gate)
     fc1[len(gate) :].copy_(up)
     fc2.copy_(shard.columns(hf[f"{prefix}{names.down}.weight"]))
+
+
+def mlp_weights(layer, expert: int | None = None) -> tuple[Tensor, Tensor]:
+    """Returns linear_fc1's and linear_fc2's weights of an MLP, or of the local expert of this number.
+
+    An expert is a module of its own, or one of the numbered weights of Transformer Engine's grouped layers.
+    """
+    if expert is not None and hasattr(layer, "local_experts"):
+        layer, expert = layer.local_experts[expert], None
+    name = "weight" if expert is None else f"weight{expert}"
+    return getattr(layer.linear_fc1, name), getattr(layer.linear_fc2, name)

@@ -60,23 +60,22 @@ def model_problems(hf: HfConfig, draft: bool = False) -> list[str]:
     name = hf.get("model_type")
     if name not in FAMILIES:
         return [f"model_type {name!r} is not supported; supported: {', '.join(FAMILIES)}"]
-    return [*quantization_problems(hf), *FAMILIES[name].refusals(hf), *(_draft_problems(hf) if draft else ())]
-
-
-def architecture_of(hf: HfConfig, draft: bool = False) -> Architecture:
-    """Reads the parsed config.json of a model, its draft included if asked. Raises ValueError with every problem."""
-    problems = model_problems(hf, draft)
-    if problems:
-        raise ValueError("; ".join(problems))
-    return replace(FAMILIES[hf["model_type"]].architecture(hf), draft=draft)
-
-
-def _draft_problems(hf: HfConfig) -> list[str]:
-    """Returns why a model has no draft that can be trained."""
+    problems = [*quantization_problems(hf), *FAMILIES[name].refusals(hf)]
     layers = hf.get(_PREDICTION_LAYERS) or 0
-    if layers == 1:
-        return []
-    return [f"actor.draft needs a model with one multi-token-prediction layer; {_PREDICTION_LAYERS} is {layers} here"]
+    if draft and layers != 1:
+        found = f"{_PREDICTION_LAYERS} is {layers} here"
+        problems.append(f"actor.draft needs a model with one multi-token-prediction layer; {found}")
+    return problems
+
+
+def architecture_of(hf: HfConfig, draft: bool = False, where: str = "") -> Architecture:
+    """Reads the parsed config.json of a model, its draft included if asked. Raises ValueError with every problem.
+
+    where: begins its message.
+    """
+    if problems := model_problems(hf, draft):
+        raise ValueError(where + "; ".join(problems))
+    return replace(FAMILIES[hf["model_type"]].architecture(hf), draft=draft)
 
 
 def read_architecture(folder: str | Path, draft: bool = False) -> Architecture:
@@ -84,11 +83,7 @@ def read_architecture(folder: str | Path, draft: bool = False) -> Architecture:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} does not exist; model.path must be a Hugging Face model folder with a config.json")
-    hf = read_description(path)
-    problems = model_problems(hf, draft)
-    if problems:
-        raise ValueError(f"{path}: {'; '.join(problems)}")
-    return architecture_of(hf, draft)
+    return architecture_of(read_description(path), draft, f"{path}: ")
 
 
 def read_description(path: Path) -> dict[str, Any]:
@@ -123,13 +118,6 @@ def text_tensors(arch: Architecture) -> Iterator[TensorSpec]:
         yield from FAMILIES[arch.family].layer_tensors(arch, arch.num_layers)
 
 
-def planned_tensors(arch: Architecture) -> Iterator[TensorSpec]:
-    """Yields every tensor of a model, those of the text part under the names that text models have."""
-    yield from text_tensors(arch)
-    if arch.vision is not None:
-        yield from tower_tensors(arch.vision)
-
-
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -137,9 +125,9 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 def tensor_groups(arch: Architecture, lora: tuple[tuple[str, ...], int] | None) -> Mapping[TensorSpec, int]:
     """Counts the model's and its adapters' tensors; the experts of a layer, which are alike, are one tensor.
 
-    lora: targets and rank.
+    Those of the text part have the names of text models. lora: targets and rank.
     """
-    model = list(planned_tensors(arch))
+    model = [*text_tensors(arch), *(tower_tensors(arch.vision) if arch.vision is not None else ())]
     adapters = [] if lora is None else list(adapter_tensors(model, *lora))
     return Counter(
         replace(spec, name=_EXPERT.sub(".experts.0.", spec.name)) if spec.expert else spec for spec in model + adapters
@@ -148,12 +136,40 @@ def tensor_groups(arch: Architecture, lora: tuple[tuple[str, ...], int] | None) 
 
 def parameter_counts(arch: Architecture) -> ParameterCounts:
     """Counts the parameters of a whole model."""
-    groups = tensor_groups(arch, None)
+    counts = _counted(arch, tensor_groups(arch, None))
+    looked_up = 0 if arch.tied else arch.vocab_size * arch.hidden_size
+    return replace(counts, active=counts.active - looked_up)
+
+
+def _counted(arch: Architecture, groups: Mapping[TensorSpec, int]) -> ParameterCounts:
     expert = sum(number * spec.size for spec, number in groups.items() if spec.expert)
     dense = sum(number * spec.size for spec, number in groups.items() if not spec.expert)
     share = expert * arch.experts_per_token // arch.num_experts if arch.is_moe else 0
-    looked_up = 0 if arch.tied else arch.vocab_size * arch.hidden_size
-    return ParameterCounts(dense=dense, expert=expert, active=dense + share - looked_up)
+    return ParameterCounts(dense=dense, expert=expert, active=dense + share)
+
+
+@lru_cache(maxsize=16)
+def _products(arch: Architecture) -> int:
+    """Counts the elements of all matrices of the text part that a token meets, routers left out."""
+    groups = tensor_groups(replace(arch, vision=None, draft=False), None)
+    matrices = [spec for spec in groups if spec.kind == "matrix" and not spec.name.endswith(".gate.weight")]
+    of_layers = {spec: groups[spec] for spec in matrices if ".layers." in spec.name}
+    return _counted(arch, of_layers).active + arch.vocab_size * arch.hidden_size
+
+
+def attention_length(arch: Architecture) -> int:
+    """Returns the sequence length, in tokens, at which attention costs as much as all other matrix products.
+
+    Attention's own products are queries with keys and weights with values, under a causal mask.
+    """
+    # of a token at the end of a sequence of n: heads * n multiply-adds, twice, and half of that on average
+    heads = arch.num_heads * (arch.head_dim + (arch.mla.v_dim if arch.mla else arch.head_dim)) // 2
+    return max(_products(arch) // arch.num_layers // heads, 1)
+
+
+def patch_cost(arch: Architecture) -> float:
+    """Returns the matrix products of a patch in the vision tower over those of a token in the text part."""
+    return 0.0 if arch.vision is None else arch.vision.products_of_a_patch / _products(arch)
 
 
 def left_out(hf: HfConfig, draft: bool = False) -> list[str]:

@@ -85,22 +85,6 @@ def adapter_tensors(tensors: Iterable[TensorSpec], targets: Iterable[str], rank:
                 yield TensorSpec(adapter, shape, "matrix", spec.expert)
 
 
-def feed_forward_tensors(arch: Architecture, index: int, name: str, names: GatedNames) -> Iterator[TensorSpec]:
-    """Yields the tensors that `load_feed_forward` reads, of all experts."""
-    prefix, hidden = layer_prefix(index) + name, arch.hidden_size
-    if not arch.has_experts(index):
-        yield from mlp_tensors(hidden, arch.ffn_size, prefix, False, names)
-        return
-    yield TensorSpec(prefix + "gate.weight", (arch.num_experts, hidden), "matrix")
-    if arch.router_bias:
-        bias = prefix + "gate.e_score_correction_bias"
-        yield TensorSpec(bias, (arch.num_experts,), "bias", dtype="float32", trained=False)
-    if arch.shared_ffn_size:
-        yield from mlp_tensors(hidden, arch.shared_ffn_size, prefix + "shared_experts.")
-    for expert in range(arch.num_experts):
-        yield from mlp_tensors(hidden, arch.expert_ffn_size, f"{prefix}experts.{expert}.", True, names)
-
-
 def attention_tensors(arch: Architecture, attention: str) -> Iterator[TensorSpec]:
     """Yields projections, biases and norms of grouped-query attention; `attention` begins their names."""
     hidden, dim = arch.hidden_size, arch.head_dim
@@ -114,12 +98,6 @@ def attention_tensors(arch: Architecture, attention: str) -> Iterator[TensorSpec
     if arch.qk_norm:
         for name in ("q_norm", "k_norm"):
             yield TensorSpec(f"{attention}{name}.weight", (dim,), "norm")
-
-
-def layer_norms(arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
-    """Yields the norms before a layer's attention and before its MLP."""
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        yield TensorSpec(f"{prefix}{name}.weight", (arch.hidden_size,), "norm")
 
 
 def mlp_tensors(

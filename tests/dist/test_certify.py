@@ -18,7 +18,7 @@ from megagrpo.certify.subject import make_models
 from megagrpo.certify.tiny_model import hf_config
 from megagrpo.config.load import dump_config, load_config
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ParallelConfig
-from megagrpo.families.tiny import TinySizes
+from megagrpo.families.family import TinySizes
 from tests.dist.workers.launch import run_ranks
 
 pytestmark = pytest.mark.timeout(900)

@@ -50,7 +50,7 @@ def batch_of(shapes: list[tuple[int, list[int]]], **options) -> Batch:
     return build_batch(groups_of(shapes, **options), one_pass(len(shapes)), ALONE)
 
 
-def test_patches_of_images_count_as_cost():
+def test_patches_of_images_count_as_cost(monkeypatch):
     """A patch as costly as four tokens: a sample of 20 tokens with 16 patches is as long as four without."""
     seeing, *others = groups_of([(20, [0])] * 5)
     seeing = replace(seeing, prompt=replace(seeing.prompt, images=(ImageRef("key", 0, (1, 4, 4)),)))
@@ -58,7 +58,9 @@ def test_patches_of_images_count_as_cost():
     mesh = SimpleNamespace(
         dp_size=2, gather_dp=lambda own: [own], exchange_dp=lambda rows: outgoing.append(rows) or rows
     )
-    for arch, sizes in ((SimpleNamespace(attention_length=10**9, patch_cost=4.0), [1, 4]), (None, [2, 3])):
+    monkeypatch.setattr("megagrpo.batching.batch.attention_length", lambda arch: 10**9)
+    monkeypatch.setattr("megagrpo.batching.batch.patch_cost", lambda arch: 4.0)
+    for arch, sizes in (("a model", [1, 4]), (None, [2, 3])):
         build_batch([seeing, *others], one_pass(5), mesh, arch)
         assert sorted(map(len, outgoing.pop())) == sizes
 

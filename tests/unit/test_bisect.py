@@ -20,8 +20,8 @@ from megagrpo.cli import main
 from megagrpo.config.libraries.sglang import engine_setting_problems
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.families.family import TinySizes
 from megagrpo.families.table import architecture_of
-from megagrpo.families.tiny import TinySizes
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.weights.engines.hooks import Recorder, SeenTokens, Tap
 from tests.experiments import QUICKSTART

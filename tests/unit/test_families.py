@@ -172,10 +172,10 @@ def test_check_and_the_actor_say_the_same_of_a_layout():
         "actor.parallel.pp x vpp = 3",
     ]
     assert set(problems) <= set(check_against_model(config, hf))
-    from megagrpo.actor.megatron.config import check_layout
+    from megagrpo.actor.megatron.config import checked_kernels
 
     with pytest.raises(ValueError, match="the model does not fit the layout") as refused:
-        check_layout(arch, config.actor)
+        checked_kernels(arch, config.actor)
     assert all(text in str(refused.value) for text in problems)
 
 

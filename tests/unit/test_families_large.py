@@ -10,6 +10,7 @@ from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.families.table import (
     architecture_of,
+    attention_length,
     exported_config,
     is_left_out,
     left_out,
@@ -178,7 +179,7 @@ def test_the_length_at_which_attention_costs_as_much_as_the_rest(name):
         if spec.kind == "matrix" and ".layers." in spec.name and not spec.name.endswith("gate.weight"):
             elements += spec.size * arch.experts_per_token // arch.num_experts if spec.expert else spec.size
     heads = arch.num_heads * (arch.head_dim + (arch.mla.v_dim if arch.mla else arch.head_dim)) / 2
-    assert arch.attention_length == pytest.approx(elements / arch.num_layers / heads, abs=2)
+    assert attention_length(arch) == pytest.approx(elements / arch.num_layers / heads, abs=2)
 
 
 def test_check_says_what_is_left_out(tmp_path):

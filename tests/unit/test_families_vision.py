@@ -15,7 +15,7 @@ import transformers
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.layout import layout_problems
 from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import architecture_of, model_problems, model_tensors, parameter_counts
+from megagrpo.families.table import architecture_of, model_problems, model_tensors, parameter_counts, patch_cost
 from megagrpo.families.vision import tower_tensors
 from megagrpo.planning.engine_memory import tower_elements
 from megagrpo.planning.trainer_memory import stage_parameters, trained_elements
@@ -60,7 +60,7 @@ def test_the_cost_of_a_patch():
     merger = (5120 * 5120 + 5120 * 3584) // 4
     tower = 3 * 2 * 14 * 14 * 1280 + 32 * (4 * 1280 * 1280 + 3 * 1280 * 3420) + merger
     text = 28 * (2 * 3584 * (28 + 4) * 128 + 3 * 3584 * 18944) + 3584 * 152064
-    assert arch.vision.products_of_a_patch == tower and arch.patch_cost == pytest.approx(tower / text)
+    assert arch.vision.products_of_a_patch == tower and patch_cost(arch) == pytest.approx(tower / text)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from torch import nn
 from megagrpo.certify.tiny_model import hf_config
 from megagrpo.check.problems import check_against_model
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.families.family import TinySizes
 from megagrpo.families.table import FAMILIES, architecture_of, model_tensors
-from megagrpo.families.tiny import TinySizes
 from megagrpo.mesh import make_mesh
 from megagrpo.rollout.cpu import block_fp8
 from megagrpo.rollout.service.engine_model import as_engines_see_it

@@ -13,7 +13,7 @@ SHAPES = {"a": (1000, 3), "b": (7,), "c": (33, 65)}  # 12,000, 28 and 8,580 byte
 
 def registered() -> dict[str, list]:
     """Keeps a reference on a pretended GPU; returns what is pinned and released, and by torch's own allocator."""
-    from megagrpo.actor.reference import HostReference
+    from megagrpo.actor.host_buffer import HostReference
 
     found: dict[str, list] = {"pinned": [], "released": [], "by torch": []}
     runtime = SimpleNamespace(

@@ -54,18 +54,22 @@ class PackedSequences(PackedSeqParams):
         """Returns the grids of `num_tokens` tokens of this rank, made once a micro-batch for all layers."""
         if self._grids is None:
             cp_size, cp_rank = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
-            lengths = (self.cu_seqlens_q[1:] - self.cu_seqlens_q[:-1]).long()
-            local = lengths // cp_size
-            sequence = torch.repeat_interleave(local, output_size=num_tokens)  # without a size it waits for the device
-            place = torch.arange(num_tokens, device=lengths.device) - (local.cumsum(0) - local)[sequence]
+            local, sequence, place = local_places(self.cu_seqlens_q, num_tokens, cp_size)
             by_rank = [zigzag_position(place, local[sequence], rank, cp_size) for rank in range(cp_size)]
-            grid = torch.zeros(len(lengths), self.max_seqlen_q // cp_size, dtype=torch.int64, device=lengths.device)
+            grid = torch.zeros(len(local), self.max_seqlen_q // cp_size, dtype=torch.int64, device=local.device)
             self._grids = _PaddedGrids(
                 query_at=(sequence, place),
                 key_at=(sequence.repeat(cp_size), torch.cat(by_rank)),
                 query_position=grid.index_put((sequence, place), by_rank[cp_rank]) if cp_size > 1 else None,
             )
         return self._grids
+
+
+def local_places(cu_seqlens: Tensor, count: int, cp_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns a context rank's part of k sequences: their tokens [k], and of each token [count] sequence and place."""
+    local = (cu_seqlens[1:] - cu_seqlens[:-1]).long() // cp_size
+    sequence = torch.repeat_interleave(local, output_size=count)  # without a size it waits for the device
+    return local, sequence, torch.arange(count, device=local.device) - (local.cumsum(0) - local)[sequence]
 
 
 def zigzag_position(place: Tensor, local_length: Tensor | int, rank: int, cp_size: int) -> Tensor:

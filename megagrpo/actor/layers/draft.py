@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
@@ -26,10 +25,11 @@ from megagrpo.types import MicroBatch
 OF_DRAFT = "of_draft"  # attribute of its parameters, by which the optimiser groups them
 
 
-class DraftModules(NamedTuple):
-    """The classes that a draft is built of."""
+class LayerModules(NamedTuple):
+    """The classes that a decoder and a draft are built of."""
 
-    layer: ModuleSpec
+    layer: ModuleSpec  # with experts if the model has any
+    one_mlp: ModuleSpec  # in place of the experts
     norm: Callable[..., torch.nn.Module]
     whole_linear: type
 
@@ -37,7 +37,7 @@ class DraftModules(NamedTuple):
 class DraftLayer(MegatronModule):
     """Maps hidden states and embedded next tokens, both [s / tp, b, h], to the hidden states of the draft's head."""
 
-    def __init__(self, config: TransformerConfig, modules: DraftModules, vp_stage: int | None):
+    def __init__(self, config: TransformerConfig, modules: LayerModules, vp_stage: int | None):
         super().__init__(config=config)
         hidden = config.hidden_size
 
@@ -116,14 +116,3 @@ def embed(weight: Tensor, tokens: Tensor) -> Tensor:
     if mpu.get_tensor_model_parallel_world_size() == 1:
         return found
     return reduce_scatter_to_sequence_parallel_region(found)
-
-
-@torch.no_grad()
-def copy_embedding(source: Tensor | None, target: Tensor | None) -> None:
-    """Collective over first and last pipeline stages. Copies the input embedding of the first to the last."""
-    group = mpu.get_pipeline_model_parallel_group()
-    ranks = dist.get_process_group_ranks(group)
-    if source is not None:
-        dist.send(source, ranks[-1], group=group)
-    if target is not None:
-        dist.recv(target, ranks[0], group=group)

@@ -9,8 +9,8 @@ Experts: like their weights; partial sums go to Megatron's token dispatcher.
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import sqrt
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,29 +24,22 @@ from megatron.core.tensor_parallel import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 from torch.nn import Module, Parameter, ParameterDict
 
 from megagrpo.config.actor import LoraConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.loading import RankPlace
-from megagrpo.families.table import model_tensors
-from megagrpo.families.tensors import adapter_tensors, layer_prefix
+from megagrpo.families.tensors import layer_prefix
 from megagrpo.weights.copies.record import Specs
 
 _CHILD = "adapters"  # what a linear layer calls its Adapters
 
 
-@dataclass(frozen=True)
-class _Site:
-    """One of Megatron's linear layers and which rows [n] of this rank's weight belong to which HF projection."""
-
-    linear: ColumnParallelLinear | RowParallelLinear
-    prefix: str  # of the projections' HF names
-    rows: dict[str, Tensor]  # int64, by projection
-    row_parallel: bool
-    is_expert: bool
+Linear: TypeAlias = ColumnParallelLinear | RowParallelLinear
+# One of Megatron's layers, the prefix of its projections' HF names, and the rows [n] int64 of this rank's weight that
+# belong to each projection.
+_Site: TypeAlias = tuple[Linear, str, dict[str, Tensor]]
 
 
 class Adapters(Module):
@@ -56,17 +49,18 @@ class Adapters(Module):
 
     def __init__(self, site: _Site, lora: LoraConfig, place: RankPlace, dtype: torch.dtype):
         super().__init__()
-        names = [name for name in site.rows if name in lora.targets]
-        self.prefix, self.row_parallel, self.is_expert = site.prefix, site.row_parallel, site.is_expert
-        self.shard = place.expert if site.is_expert else place.tensor
+        linear, self.prefix, of_projections = site
+        names = [name for name in of_projections if name in lora.targets]
+        self.row_parallel, self.is_expert = isinstance(linear, RowParallelLinear), linear.is_expert
+        self.shard = place.expert if self.is_expert else place.tensor
         self.scale, self.enabled = lora.scale, True
-        inputs = site.linear.weight.shape[1]
+        inputs = linear.weight.shape[1]
         self.a, self.b = ParameterDict(), ParameterDict()
         for name in names:  # one by one: given a dictionary it would sort them
             self.a[name] = Parameter(torch.empty(lora.rank, inputs, dtype=dtype))
-            self.b[name] = Parameter(torch.empty(len(site.rows[name]), lora.rank, dtype=dtype))
-        rows = torch.cat([site.rows[name] for name in names])
-        in_order = torch.equal(rows, torch.arange(len(site.linear.weight), device="cpu"))
+            self.b[name] = Parameter(torch.empty(len(of_projections[name]), lora.rank, dtype=dtype))
+        rows = torch.cat([of_projections[name] for name in names])
+        in_order = torch.equal(rows, _rows(linear))
         self.register_buffer("rows", None if in_order else rows, persistent=False)
         cut, whole, dim = (self.a, self.b, 1) if self.row_parallel else (self.b, self.a, 0)
         self._mark(cut, whole, dim, place)
@@ -84,11 +78,6 @@ class Adapters(Module):
         if self.is_expert:
             for parameter in (*cut.values(), *whole.values()):
                 parameter.allreduce = False
-
-    @property
-    def replicated(self) -> list[Parameter]:
-        """Returns the half that every tensor-parallel rank holds whole."""
-        return list((self.b if self.row_parallel else self.a).values())
 
     def forward(self, inputs: Tensor, output: Tensor) -> Tensor:
         """Returns the linear layer's output [..., outputs] of inputs [..., inputs] with what the adapters add."""
@@ -129,10 +118,10 @@ class Adapters(Module):
 def add_adapters(chunk: GPTModel, arch: Architecture, lora: LoraConfig, place: RankPlace, dtype: torch.dtype) -> None:
     """Freezes a chunk and gives adapters, uninitialised, to those of its layers that hold a target."""
     chunk.requires_grad_(False)
-    for site in _sites(chunk, arch):
-        if site.rows.keys() & set(lora.targets):
-            site.linear.add_module(_CHILD, Adapters(site, lora, place, dtype))
-            site.linear.register_forward_hook(_add_to_output)
+    for linear, prefix, rows in _sites(chunk, arch):
+        if rows.keys() & set(lora.targets):
+            linear.add_module(_CHILD, Adapters((linear, prefix, rows), lora, place, dtype))
+            linear.register_forward_hook(_add_to_output)
     if chunk.pre_process:
         # Recomputation gives gradients only where an input wants one, and frozen embeddings do not.
         chunk.embedding.register_forward_hook(_want_gradient)
@@ -155,22 +144,19 @@ def _sites(chunk: GPTModel, arch: Architecture) -> Iterator[_Site]:
         heads = _rows(attention.linear_qkv).view(-1, queries + 2, dim)  # as families/loading.py fills it
         qkv = {"q_proj": heads[:, :queries], "k_proj": heads[:, queries], "v_proj": heads[:, queries + 1]}
         qkv = {name: rows.flatten() for name, rows in qkv.items()}
-        yield _Site(attention.linear_qkv, prefix + "self_attn.", qkv, False, False)
-        yield _Site(attention.linear_proj, prefix + "self_attn.", {"o_proj": _rows(attention.linear_proj)}, True, False)
-        if not arch.is_moe:
-            yield from _mlp_sites(layer.mlp, prefix + "mlp.", False)
-            continue
-        for index, expert in zip(layer.mlp.local_expert_indices, layer.mlp.experts.local_experts, strict=True):
-            yield from _mlp_sites(expert, f"{prefix}mlp.experts.{index}.", True)
+        yield attention.linear_qkv, prefix + "self_attn.", qkv
+        yield attention.linear_proj, prefix + "self_attn.", {"o_proj": _rows(attention.linear_proj)}
+        mlps = {"mlp.": layer.mlp}
+        if arch.is_moe:
+            experts = zip(layer.mlp.local_expert_indices, layer.mlp.experts.local_experts, strict=True)
+            mlps = {f"mlp.experts.{index}.": expert for index, expert in experts}
+        for name, mlp in mlps.items():
+            gate, up = _rows(mlp.linear_fc1).chunk(2)
+            yield mlp.linear_fc1, prefix + name, {"gate_proj": gate, "up_proj": up}
+            yield mlp.linear_fc2, prefix + name, {"down_proj": _rows(mlp.linear_fc2)}
 
 
-def _mlp_sites(mlp: MLP, prefix: str, is_expert: bool) -> Iterator[_Site]:
-    gate, up = _rows(mlp.linear_fc1).chunk(2)
-    yield _Site(mlp.linear_fc1, prefix, {"gate_proj": gate, "up_proj": up}, False, is_expert)
-    yield _Site(mlp.linear_fc2, prefix, {"down_proj": _rows(mlp.linear_fc2)}, True, is_expert)
-
-
-def _rows(linear: ColumnParallelLinear | RowParallelLinear) -> Tensor:
+def _rows(linear: Linear) -> Tensor:
     return torch.arange(len(linear.weight), device="cpu")
 
 
@@ -184,14 +170,8 @@ def is_adapter(parameter_name: str) -> bool:
     return f".{_CHILD}." in parameter_name
 
 
-def adapter_specs(arch: Architecture, lora: LoraConfig, dtype: torch.dtype) -> Specs:
-    """Returns names and shapes of the whole model's adapters, as a checkpoint of HF names would hold them."""
-    found = adapter_tensors(model_tensors(arch), lora.targets, lora.rank)
-    return {spec.name: (spec.shape, dtype) for spec in found}
-
-
 def load_adapters(chunks: list[GPTModel], hf: Mapping[str, Tensor]) -> None:
-    """Copies this rank's slices of whole A and B (adapter_specs' names) into the adapters: only slices and copies."""
+    """Copies this rank's slices of whole A and B, by HF names, into the adapters: only slices and copies."""
     with torch.no_grad():
         for adapters in all_adapters(chunks):
             for name, _, parameter, cut in adapters.hf_names():
@@ -261,10 +241,12 @@ def sum_expert_replicas(chunks: list[GPTModel]) -> None:
     """
     if mpu.get_expert_tensor_parallel_world_size() == 1:
         return
-    replicas = [p for adapters in all_adapters(chunks) if adapters.is_expert for p in adapters.replicated]
+    of_experts = [adapters for adapters in all_adapters(chunks) if adapters.is_expert]
+    # the half that every tensor-parallel rank holds whole
+    replicas = [p for adapters in of_experts for p in (adapters.b if adapters.row_parallel else adapters.a).values()]
     if not replicas:
         return
-    gradients = [replica.main_grad for replica in replicas]  # type: ignore[attr-defined]  # by Megatron
+    gradients = [replica.main_grad for replica in replicas]
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat, group=mpu.get_expert_tensor_parallel_group())
     for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
@@ -276,11 +258,11 @@ def sharded_adapters(chunk: GPTModel) -> dict[str, ShardedTensor]:
 
     Keys are HF names, so that any layout finds its slices.
     """
-    sharded = {}
+    sharded, of_dense = {}, mpu.get_data_parallel_rank(with_context_parallel=True)
     for path, adapters in chunk.named_modules():
         if not isinstance(adapters, Adapters):
             continue
-        copies = mpu.get_expert_data_parallel_rank() if adapters.is_expert else _dense_replica()
+        copies = mpu.get_expert_data_parallel_rank() if adapters.is_expert else of_dense
         for hf, own, parameter, cut in adapters.hf_names():
             shard = adapters.shard
             sharded[f"{path}.{own}"] = ShardedTensor.from_rank_offsets(
@@ -290,7 +272,3 @@ def sharded_adapters(chunk: GPTModel) -> dict[str, ShardedTensor]:
                 replica_id=(0, shard.rank if cut is None else 0, copies),
             )
     return sharded
-
-
-def _dense_replica() -> int:
-    return mpu.get_data_parallel_rank(with_context_parallel=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megagrpo.actor.layers.attention import zigzag_position
+from megagrpo.actor.layers.attention import local_places, zigzag_position
 
 # cu_seqlens -> angles, and the cosines and sines that follow from them for its tokens; all layers share one cu_seqlens
 _of_packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -47,9 +47,10 @@ def rotate_packed(
     assert not rotary_interleaved and cp_group is not None
     known = _of_packed.get(cu_seqlens)
     if known is None or known[0] is not freqs or known[1] != mscale:
-        of_tokens = freqs.dim() == 3
-        places = None if of_tokens else packed_positions(cu_seqlens, len(t), cp_group.rank(), cp_group.size())
-        angles = freqs[:, None] if places is None else freqs[places]
+        angles = freqs[:, None]  # of these tokens
+        if freqs.dim() != 3:
+            local, sequence, place = local_places(cu_seqlens, len(t), cp_group.size())
+            angles = freqs[zigzag_position(place, local[sequence], cp_group.rank(), cp_group.size())]
         known = (freqs, mscale, torch.cos(angles) * mscale, torch.sin(angles) * mscale)
         _of_packed[cu_seqlens] = known
     _, _, cos, sin = known
@@ -72,14 +73,6 @@ def section_angles(positions: Tensor, dim: int, theta: float, section: Sequence[
     by_axis = positions.float()[..., None] * frequencies  # [3, b, s, half]
     angles = torch.stack([by_axis[number, ..., place] for place, number in enumerate(axis)], -1)
     return torch.cat((angles, angles), -1).transpose(0, 1)[:, :, None]
-
-
-def packed_positions(cu_seqlens: Tensor, count: int, cp_rank: int, cp_size: int) -> Tensor:
-    """Returns the position [count] in its sequence of every token that a context rank holds; reads no value back."""
-    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long() // cp_size
-    sequence = torch.repeat_interleave(lengths, output_size=count)
-    place = torch.arange(count, device=cu_seqlens.device) - (lengths.cumsum(0) - lengths)[sequence]
-    return zigzag_position(place, lengths[sequence], cp_rank, cp_size)
 
 
 def _rotated(t: Tensor, cos: Tensor, sin: Tensor, pairs_beside: bool) -> Tensor:

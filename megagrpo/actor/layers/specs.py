@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megagrpo.actor.layers.attention import CausalAttention
-from megagrpo.actor.layers.draft import DraftModules
+from megagrpo.actor.layers.draft import LayerModules
 from megagrpo.actor.layers.whole_linear import WholeLinear
 
 
@@ -37,25 +37,18 @@ def block_spec(
     config: TransformerConfig, vp_stage: int | None, transformer_engine: bool, layer: type[TransformerLayer]
 ) -> TransformerBlockSubmodules:
     """Returns this stage's layers, of a class `layer`, of torch or of Transformer Engine."""
-    backend, (spec, norm, _) = _modules(config, transformer_engine, layer)
+    spec, one_mlp, norm, _ = layer_modules(config, transformer_engine, layer)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     layers = [spec] * count
     if isinstance(config.moe_layer_freq, list):  # by layer of the whole model: 0 without experts
         first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-        dense = replace(spec, submodules=replace(spec.submodules, mlp=_one_mlp(backend)))
+        dense = replace(spec, submodules=replace(spec.submodules, mlp=one_mlp))
         layers = [spec if experts else dense for experts in config.moe_layer_freq[first : first + count]]
     return TransformerBlockSubmodules(layers, layer_norm=norm)
 
 
-def draft_modules(config: TransformerConfig, transformer_engine: bool) -> DraftModules:
-    """Returns what a draft is built of; its layer is like the model's last one."""
-    return _modules(config, transformer_engine, TransformerLayer)[1]
-
-
-def _modules(
-    config: TransformerConfig, transformer_engine: bool, layer: type[TransformerLayer]
-) -> tuple[BackendSpecProvider, DraftModules]:
-    """Returns the spec of a layer, with experts if the model has any, with the classes of norms and whole projections.
+def layer_modules(config: TransformerConfig, transformer_engine: bool, layer: type[TransformerLayer]) -> LayerModules:
+    """Returns what a layer of a class `layer` is built of.
 
     Torch's and Transformer Engine's have parameters of the same names, except for experts: norms stay modules of their
     own.
@@ -71,6 +64,11 @@ def _modules(
         attention_spec = _latent_attention(backend, norm, attention, whole_linear)
     else:
         attention_spec = _grouped_attention(backend, norm if config.qk_layernorm else IdentityOp, attention)
+    # Megatron's own gated MLP, of Transformer Engine, has the norm before it inside its first layer
+    linears = MLPSubmodules(linear_fc1=backend.column_parallel_linear(), linear_fc2=backend.row_parallel_linear())
+    feed_forward = one_mlp = ModuleSpec(module=MLP, submodules=linears)
+    if (count := config.num_moe_experts) is not None:
+        feed_forward = get_moe_module_spec_for_backend(backend, count, moe_grouped_gemm=config.moe_grouped_gemm)
     spec = ModuleSpec(
         module=layer,
         submodules=TransformerLayerSubmodules(
@@ -78,23 +76,11 @@ def _modules(
             self_attention=attention_spec,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
-            mlp=_feed_forward(backend, config),
+            mlp=feed_forward,
             mlp_bda=get_bias_dropout_add,
         ),
     )
-    return backend, DraftModules(spec, norm, whole_linear)
-
-
-def _feed_forward(backend: BackendSpecProvider, config: TransformerConfig) -> ModuleSpec:
-    if config.num_moe_experts is None:
-        return _one_mlp(backend)
-    return get_moe_module_spec_for_backend(backend, config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
-
-
-def _one_mlp(backend: BackendSpecProvider) -> ModuleSpec:
-    """Returns a gated MLP; Megatron's own, of Transformer Engine, has the norm before it inside its first layer."""
-    layers = MLPSubmodules(linear_fc1=backend.column_parallel_linear(), linear_fc2=backend.row_parallel_linear())
-    return ModuleSpec(module=MLP, submodules=layers)
+    return LayerModules(spec, one_mlp, norm, whole_linear)
 
 
 def _grouped_attention(backend: BackendSpecProvider, head_norm: type, attention: type) -> ModuleSpec:

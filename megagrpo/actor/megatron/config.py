@@ -4,7 +4,7 @@ import importlib.util
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -25,19 +25,14 @@ C = TypeVar("C")
 _APEX_KERNEL = "fused_weight_gradient_mlp_cuda"
 
 
-def check_layout(arch: Architecture, config: ActorConfig) -> None:
-    """Raises ValueError with every reason why the model cannot be cut as the layout requires."""
-    problems = layout_problems(arch, config)
-    if problems:
-        raise ValueError("the model does not fit the layout:\n  " + "\n  ".join(problems))
-
-
 def checked_kernels(arch: Architecture, config: ActorConfig) -> Kernels:
     """Returns what this process computes with, resolved once for an actor.
 
-    Raises ValueError if the model cannot be cut as the layout requires or a package that the settings need is missing.
+    Raises ValueError with every reason why the model cannot be cut as the layout requires, or if a package that the
+    settings need is missing.
     """
-    check_layout(arch, config)
+    if problems := layout_problems(arch, config):
+        raise ValueError("the model does not fit the layout:\n  " + "\n  ".join(problems))
     if config.transformer_engine is True and importlib.util.find_spec("transformer_engine") is None:
         raise ValueError(
             "actor.transformer_engine is true, but the package transformer_engine is not installed here "
@@ -66,17 +61,11 @@ def kernels_here(config: ActorConfig) -> Kernels:
     )
 
 
-class MegatronConfigs(NamedTuple):
-    """Megatron's configuration objects of one actor."""
-
-    transformer: TransformerConfig
-    ddp: DistributedDataParallelConfig
-    optimizer: MegatronOptimizerConfig
-
-
-def megatron_configs(arch: Architecture, config: ActorConfig, kernels: Kernels) -> MegatronConfigs:
+def megatron_configs(
+    arch: Architecture, config: ActorConfig, kernels: Kernels
+) -> tuple[TransformerConfig, DistributedDataParallelConfig, MegatronOptimizerConfig]:
     """Returns Megatron's configuration of model, gradient buffers and optimiser. Raises ValueError if Megatron does."""
-    return MegatronConfigs(
+    return (
         transformer_config(arch, config, kernels),
         _built(DistributedDataParallelConfig, ddp_fields(config, kernels), DDP_SETTINGS, config),
         _built(MegatronOptimizerConfig, optimizer_fields(config, kernels), OPTIMIZER_SETTINGS, config),

@@ -9,8 +9,7 @@ from typing import Any
 
 from megagrpo.config.actor import ActorConfig, OptimizerConfig
 from megagrpo.families.architecture import Architecture, LatentAttention
-
-_YARN = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+from megagrpo.families.models.deepseek_v3 import YARN_KEYS
 
 
 @dataclass(frozen=True)
@@ -195,7 +194,7 @@ def _latent_fields(arch: Architecture, mla: LatentAttention | None) -> dict[str,
     if mla is None:
         return {}
     scaling = arch.rope_scaling
-    yarn = {key: scaling[key] for key in _YARN} if scaling else {}
+    yarn = {key: scaling[key] for key in YARN_KEYS if key != "factor"} if scaling else {}
     return {
         "q_lora_rank": mla.q_lora_rank,
         "kv_lora_rank": mla.kv_lora_rank,
@@ -212,6 +211,13 @@ def _latent_fields(arch: Architecture, mla: LatentAttention | None) -> dict[str,
 
 def _expert_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
     with_experts = arch.num_layers - arch.dense_layers
+    of_sigmoids = {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_topk_scaling_factor": arch.routed_scale,
+        "moe_router_enable_expert_bias": arch.router_bias,
+        "moe_router_bias_update_rate": 0.0,  # Megatron would move it after every step, though no optimiser holds it
+    }
+    groups = {"moe_router_num_groups": arch.router_groups, "moe_router_group_topk": arch.router_top_groups}
     return {
         "num_moe_experts": arch.num_experts,
         "moe_router_topk": arch.experts_per_token,
@@ -222,16 +228,6 @@ def _expert_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> 
         "moe_router_dtype": "fp32" if actor.dtype != "float32" else None,
         "moe_shared_expert_intermediate_size": arch.shared_ffn_size or None,
         **({"moe_layer_freq": [0] * arch.dense_layers + [1] * with_experts} if arch.dense_layers else {}),
-        **(_sigmoid_fields(arch) if arch.sigmoid_router else {}),
-    }
-
-
-def _sigmoid_fields(arch: Architecture) -> dict[str, Any]:
-    groups = {"moe_router_num_groups": arch.router_groups, "moe_router_group_topk": arch.router_top_groups}
-    return {
-        "moe_router_score_function": "sigmoid",
-        "moe_router_topk_scaling_factor": arch.routed_scale,
-        "moe_router_enable_expert_bias": arch.router_bias,
-        "moe_router_bias_update_rate": 0.0,  # Megatron would move it after every step, though no optimiser holds it
+        **(of_sigmoids if arch.sigmoid_router else {}),
         **(groups if arch.router_groups > 1 else {}),
     }

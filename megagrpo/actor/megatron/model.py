@@ -4,7 +4,7 @@
 plan and the digests; there is no second description of where weights lie.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megagrpo.actor.layers.draft import DraftLayer, Following, embed, mark_parameters
 from megagrpo.actor.layers.lora import add_adapters, is_adapter
-from megagrpo.actor.layers.specs import block_spec, draft_modules
+from megagrpo.actor.layers.specs import block_spec, layer_modules
 from megagrpo.actor.megatron import internals_0_16
 from megagrpo.actor.megatron.fields import Kernels
 from megagrpo.actor.megatron.vision import SeeingLayer, Sight, Tower
@@ -27,10 +27,9 @@ from megagrpo.families.architecture import Architecture
 from megagrpo.families.family import Family
 from megagrpo.families.loading import RankPlace, Shard, load_vocabulary
 from megagrpo.families.table import FAMILIES
-from megagrpo.families.tensors import layer_prefix
+from megagrpo.families.tensors import draft_norms
 
 _SHARDED_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
-_DRAFT_NAMES = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}  # ours: HF's
 
 
 class HiddenStatesModel(GPTModel):
@@ -114,8 +113,9 @@ def build_chunk(
         vp_stage=vp_stage,
     )
     with_draft = arch.draft and chunk.post_process
-    chunk.draft = DraftLayer(config, draft_modules(config, transformer_engine), vp_stage) if with_draft else None
-    if chunk.draft is not None:
+    chunk.draft = None
+    if with_draft:  # its layer is like the model's last one
+        chunk.draft = DraftLayer(config, layer_modules(config, transformer_engine, TransformerLayer), vp_stage)
         mark_parameters(chunk.draft, actor.trains_draft)
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
@@ -180,26 +180,18 @@ def routers(chunks: Sequence[HiddenStatesModel]) -> dict[int, TopKRouter]:
     return {layer.layer_number - 1: layer.mlp.router for layer in layers if isinstance(layer.mlp, MoELayer)}
 
 
-def chunk_parameters(chunks: list[HiddenStatesModel]) -> dict[str, Tensor]:
-    """Returns a rank's live tensors of the HF model, adapters left out, by a name that is unique on it.
+def chunk_parameters(chunks: list[HiddenStatesModel], of_adapters: bool = False) -> dict[str, Tensor]:
+    """Returns a rank's live tensors of the HF model, or of adapters, by a name that is unique on it.
 
-    A router's bias is one of them and no parameter: it has no gradient, and keeps float32.
+    A router's bias is one of the model's and no parameter: it has no gradient, and keeps float32.
     """
-    return {name: p for name, p in _named_parameters(chunks) if not is_adapter(name)}
-
-
-def adapter_parameters(chunks: list[HiddenStatesModel]) -> dict[str, Tensor]:
-    """Returns a rank's live parameters of adapters, named as chunk_parameters names the others."""
-    return {name: p for name, p in _named_parameters(chunks) if is_adapter(name)}
-
-
-def _named_parameters(chunks: list[HiddenStatesModel]) -> Iterator[tuple[str, Tensor]]:
-    for i, chunk in enumerate(chunks):
-        for name, tensor in chunk.named_parameters():
-            yield f"{i}.{name}", tensor
-        for name, tensor in chunk.named_buffers():
-            if name.endswith(".router.expert_bias"):
-                yield f"{i}.{name}", tensor
+    biases = ".router.expert_bias"
+    return {
+        f"{i}.{name}": tensor
+        for i, chunk in enumerate(chunks)
+        for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers())
+        if is_adapter(name) == of_adapters and (isinstance(tensor, torch.nn.Parameter) or name.endswith(biases))
+    }
 
 
 def load_hf(chunks: list[HiddenStatesModel], arch: Architecture, hf: Mapping[str, Tensor]) -> None:
@@ -222,36 +214,25 @@ def load_hf(chunks: list[HiddenStatesModel], arch: Architecture, hf: Mapping[str
                 elif not chunk.pre_process:  # tied over two pipeline stages: each holds a copy
                     load_vocabulary(chunk.output_layer.weight, hf["model.embed_tokens.weight"], place.tensor)
             if chunk.draft is not None:
-                prefix = layer_prefix(arch.num_layers)
-                for module, name in _DRAFT_NAMES.items():
-                    getattr(chunk.draft, module).weight.copy_(hf[f"{prefix}{name}.weight"])
+                for spec in draft_norms(arch):
+                    *_, module, _ = spec.name.split(".")
+                    getattr(chunk.draft, module).weight.copy_(hf[spec.name])
                 family.load_layer(chunk.draft.layer, arch, hf, place)
 
 
-class _Named(Mapping[str, Tensor]):
-    """Is a checkpoint whose tensors have the names and shapes that loaders know, whatever the family stores."""
+class _Named(dict[str, Tensor]):
+    """Looks tensors up by the names and in the shapes that loaders know, whatever the family stores; holds none."""
 
     def __init__(self, family: Family, stored: Mapping[str, Tensor]):
+        super().__init__()
         self._family, self._stored = family, stored
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __missing__(self, name: str) -> Tensor:
         return self._family.stored(self._stored, name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
-
-    def __len__(self) -> int:
-        return len(self._stored)
 
 
 def _place() -> RankPlace:
     return RankPlace(
-        tensor=Shard(
-            rank=mpu.get_tensor_model_parallel_rank(),
-            size=mpu.get_tensor_model_parallel_world_size(),
-        ),
-        expert=Shard(
-            rank=mpu.get_expert_tensor_parallel_rank(),
-            size=mpu.get_expert_tensor_parallel_world_size(),
-        ),
+        tensor=Shard(mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()),
+        expert=Shard(mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_tensor_parallel_world_size()),
     )

@@ -60,13 +60,9 @@ class Tower(torch.nn.Module):
         """Returns the features [F, h] of images, and those for the first layers, from pixels [P, values] of patches."""
         grid = torch.tensor(grids)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.is_trained):
-            found = self.module(pixels.to(self.dtype), grid_thw=grid, **self._planned(grid, pixels.device))
+            dtype = next(self.module.parameters()).dtype
+            found = self.module(pixels.to(dtype), grid_thw=grid, **self._planned(grid, pixels.device))
         return [found.pooler_output, *(getattr(found, "deepstack_features", None) or [])]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Returns the type that it computes in."""
-        return next(self.module.parameters()).dtype
 
     def _planned(self, grid: Tensor, device: torch.device) -> dict[str, Tensor]:
         """Computes on the host what follows from grids; lengths stay there, where torch's attention reads them."""

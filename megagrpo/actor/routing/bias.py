@@ -4,7 +4,8 @@ arXiv 2412.19437, section 2.1.2: after an update b_i += u sign(mean - c_i), wher
 that chose expert i. Counts are of all ranks and of real tokens only, so they do not depend on the layout.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,63 +16,39 @@ from megagrpo.actor.routing.tokens import RouterScope
 from megagrpo.families.architecture import Architecture
 
 
-class RouterBias:
-    """Counts the tokens that an update routes to each expert, and then moves the biases by `rate`."""
-
-    def __init__(
-        self,
-        routers: Mapping[int, TopKRouter],
-        scope: RouterScope,
-        arch: Architecture,
-        rate: float,
-        device: torch.device,
-    ):
-        self._counts = torch.zeros(arch.num_layers, arch.num_experts, dtype=torch.int64, device=device)
-        self._rate, self._scope, self._routers = rate, scope, routers
-        for layer, router in routers.items():
-            router.register_forward_hook(self._hook(layer))
-
-    def clear(self) -> None:
-        """Starts an update with counts of 0."""
-        self._counts.zero_()
-
-    def move(self) -> None:
-        """Collective. Moves every bias by the rate, in float32: up if its expert had fewer tokens than the mean."""
-        if dist.get_world_size() > 1:
-            dist.all_reduce(self._counts)
-        experts = self._counts.shape[1]
-        # in integers: the mean times the number of experts
-        direction = (self._counts.sum(1, keepdim=True) - experts * self._counts).sign()
-        for layer, router in self._routers.items():
-            router.expert_bias.add_(direction[layer], alpha=self._rate)
-
-    def _hook(self, layer: int) -> Callable[..., None]:
-        def count(module: TopKRouter, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-            scope = self._scope.counted
-            if scope is not None:
-                rows, _ = scope.own
-                real_map = output[1] & (rows >= 0)[:, None]  # an index by a mask would wait for the device
-                self._counts[layer] += real_map.sum(0, dtype=torch.int64)
-
-        return count
-
-
 class ExpertLoad:
     """Counts the tokens that each expert of each layer receives in an update, padding and recomputed ones included."""
 
     def __init__(self, routers: Mapping[int, TopKRouter], scope: RouterScope, arch: Architecture, device: torch.device):
         self.counts = torch.zeros(arch.num_layers, arch.num_experts, dtype=torch.int64, device=device)
-        self._scope = scope
+        self._scope, self._routers = scope, routers
         for layer, router in routers.items():
-            router.register_forward_hook(self._hook(layer))
+            router.register_forward_hook(partial(self._count, layer))
 
     def begin(self) -> None:
         """Starts from 0."""
-        self.counts = torch.zeros_like(self.counts)
+        self.counts.zero_()
 
-    def _hook(self, layer: int) -> Callable[..., None]:
-        def count(module: TopKRouter, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-            if self._scope.now is not None and not self._scope.now.forward_only:
-                self.counts[layer] += output[1].sum(0, dtype=torch.int64)
+    def _count(self, layer: int, router: TopKRouter, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+        if self._scope.now is not None and not self._scope.now.forward_only:
+            self.counts[layer] += output[1].sum(0, dtype=torch.int64)
 
-        return count
+
+class RouterBias(ExpertLoad):
+    """Counts the real tokens that an update routes to each expert, and then moves the biases."""
+
+    def move(self, rate: float) -> None:
+        """Collective. Moves every bias by the rate, in float32: up if its expert had fewer tokens than the mean."""
+        dist.all_reduce(self.counts)
+        experts = self.counts.shape[1]
+        # in integers: the mean times the number of experts
+        direction = (self.counts.sum(1, keepdim=True) - experts * self.counts).sign()
+        for layer, router in self._routers.items():
+            router.expert_bias.add_(direction[layer], alpha=rate)
+
+    def _count(self, layer: int, router: TopKRouter, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+        scope = self._scope.counted
+        if scope is not None:
+            rows, _ = scope.own
+            real_map = output[1] & (rows >= 0)[:, None]  # an index by a mask would wait for the device
+            self.counts[layer] += real_map.sum(0, dtype=torch.int64)

@@ -1,8 +1,8 @@
 """Auxiliary losses of the routers, divided by counts of the whole update; mathematics in algo/router_losses.py.
 
 Megatron's own are means over the tokens of a micro-batch on one rank, padding included, and so depend on how samples
-were cut: they stay off. Losses are added as Megatron adds its own: an autograd function returns the routing weights and
-starts the loss's backward in theirs.
+were cut: they stay off. Losses are added as Megatron adds its own: its autograd function returns the routing weights
+and starts the loss's backward in theirs, with gradient 1 as losses of tokens are summed.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
@@ -48,8 +49,7 @@ class RouterLosses:
         """Collective. Returns the update's losses without their coefficients, mean over layers with experts."""
         self._scope.check_recomputed()
         sums = self._sums.clone()
-        if dist.get_world_size() > 1:
-            dist.all_reduce(sums)
+        dist.all_reduce(sums)
         balance, z = sums.tolist()
         found = {}
         if self._config.balance:
@@ -65,7 +65,7 @@ class RouterLosses:
         probs, routing_map = routing(logits, *args, **kwargs)
         scope = self._scope.differentiated
         if scope is not None:
-            probs = _WithLoss.apply(probs, self._loss(router, logits.flatten(0, 1), scope))
+            probs = MoEAuxLossAutoScaler.apply(probs, self._loss(router, logits.flatten(0, 1), scope))
         return probs, routing_map
 
     def _loss(self, router: TopKRouter, logits: Tensor, scope: MicroBatchScope) -> Tensor:
@@ -73,8 +73,7 @@ class RouterLosses:
         loss, n = logits.new_zeros((), dtype=torch.float32), len(scope.lengths)
         if self._config.balance:
             counts = chosen_experts(logits, scope.sequence, n, self._top_k)
-            if router.tp_cp_group.size() > 1:
-                dist.all_reduce(counts, group=router.tp_cp_group)
+            dist.all_reduce(counts, group=router.tp_cp_group)
             balance = balance_part(logits, scope.sequence, counts, scope.lengths, self._top_k, self._sigmoid)
             self._sums[0] += balance.detach()
             loss = loss + self._config.balance / self._num_sequences * balance
@@ -83,15 +82,3 @@ class RouterLosses:
             self._sums[1] += z.detach()
             loss = loss + self._config.z / self._num_tokens * z
         return loss
-
-
-class _WithLoss(torch.autograd.Function):
-    """Returns a tensor; its backward also starts that of a loss, with gradient 1."""
-
-    @staticmethod
-    def forward(ctx, tensor, loss):
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, grad.new_ones((), dtype=torch.float32)

@@ -8,6 +8,8 @@ experts are computed from the router's own scores, which keep their gradient.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -36,7 +38,7 @@ class RoutingReplay:
         self._counts = torch.zeros(2, dtype=torch.int64, device=device)  # compared and differing (token, layer)
         self._recorded: Tensor | None = None  # [T + 1, layers, k], the last row for padding
         for slot, layer in enumerate(sorted(routers)):
-            routers[layer].router_replay = _OfRouter(self, slot)
+            routers[layer].router_replay = SimpleNamespace(get_replay_topk=partial(self._topk, slot))
 
     def begin(self) -> None:
         """Starts an update, or a forward of all its micro-batches."""
@@ -55,8 +57,8 @@ class RoutingReplay:
         def recorded() -> Batch:
             found = experts[:count].contiguous()
             group = mpu.get_tensor_and_context_parallel_group()
-            if dist.get_world_size(group) > 1:  # each token was seen by one of these ranks, the others have 0
-                dist.all_reduce(found.view(torch.uint8), group=group)  # NCCL adds no int16
+            # each token was seen by one of these ranks, the others have 0; NCCL adds no int16
+            dist.all_reduce(found.view(torch.uint8), group=group)
             return replace(batch, routing=Routing(found.cpu(), batch.lengths))
 
         try:
@@ -68,17 +70,19 @@ class RoutingReplay:
         """Collective. Returns the share of (token, layer) with experts that the router itself would not have chosen."""
         self._scope.check_recomputed()
         counts = self._counts.clone()
-        if dist.get_world_size() > 1:
-            dist.all_reduce(counts)
+        dist.all_reduce(counts)
         compared, differing = counts.tolist()
         return {"router/replay_differs": differing / compared} if compared else {}
 
-    def choose(self, slot: int, scores: Tensor, values: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns scores and ids [T, k] of the experts that the router of a layer takes; values, own: its choice.
+    def _topk(
+        self, slot: int, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, own_topk: TopK
+    ) -> tuple[Tensor, Tensor]:
+        """Returns, of scores [T, experts], those and the ids [T, k] of the experts that the router of a layer takes.
 
-        scores: [T, experts]. Replayed experts come in the order of their scores, as the router's own do: with the same
-        experts every bit is the same.
+        own_topk: the router's choice. Replayed experts come in the order of their scores, as the router's own do: with
+        the same experts every bit is the same.
         """
+        values, own = own_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         scope = self._scope.now
         replayed = None if scope is None else scope.replayed
         if replayed is None:
@@ -94,17 +98,3 @@ class RoutingReplay:
                 others = (ids.sort(1).values != own.sort(1).values).any(1)
                 self._counts += torch.stack([replayed.known.sum(), others.sum()])
         return scores.gather(1, ids), ids
-
-
-class _OfRouter:
-    """One router's substitute for Megatron's class RouterReplay."""
-
-    def __init__(self, replay: RoutingReplay, slot: int):
-        self._replay, self._slot = replay, slot
-
-    def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: TopK
-    ) -> tuple[Tensor, Tensor]:
-        """Returns values and ids [T, topk] in place of the top-k of scores [T, experts]."""
-        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        return self._replay.choose(self._slot, scores, values, own)

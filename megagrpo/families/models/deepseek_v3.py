@@ -7,18 +7,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megagrpo.families.architecture import Architecture, HfConfig, LatentAttention
+from megagrpo.families.family import TinySizes
 from megagrpo.families.loading import Shard
 from megagrpo.families.models.sigmoid_moe import SigmoidMoe, tiny_moe_options
 from megagrpo.families.tensors import TensorSpec
-from megagrpo.families.tiny import TinySizes
 
 if TYPE_CHECKING:
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
     from torch import Tensor
 
 _MLA_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_YARN_KEYS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-_READ_KEYS = {*_YARN_KEYS, "type", "rope_type", "rope_theta", "partial_rotary_factor"}
+YARN_KEYS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+_READ_KEYS = {*YARN_KEYS, "type", "rope_type", "rope_theta", "partial_rotary_factor"}
 
 
 def _yarn_refusals(scaling: HfConfig) -> list[str]:
@@ -26,7 +26,7 @@ def _yarn_refusals(scaling: HfConfig) -> list[str]:
     kind = scaling.get("rope_type", scaling.get("type"))
     if kind != "yarn":
         return [f"rope scaling {kind!r} is not supported by this family; supported: none, or 'yarn'"]
-    missing = [key for key in _YARN_KEYS if not scaling.get(key)]
+    missing = [key for key in YARN_KEYS if not scaling.get(key)]
     others = sorted(key for key in scaling.keys() - _READ_KEYS if scaling[key] is not None)
     problems = [f"rope scaling 'yarn' lacks {', '.join(missing)}, or has 0 there"] if missing else []
     return problems + ([f"rope scaling 'yarn' with {', '.join(others)} is not supported"] if others else [])

@@ -16,8 +16,7 @@ from megagrpo.families.architecture import (
     every_scaling_refused,
     rotary_fraction,
 )
-from megagrpo.families.family import Family
-from megagrpo.families.tiny import TinySizes
+from megagrpo.families.family import Family, TinySizes
 
 _GROUP_SCORE_EXPERTS = 2  # the published models' score of a group: its best experts' together
 _ROTARY_FRACTION = 0.5  # of transformers' Glm4MoeConfig, if config.json has none

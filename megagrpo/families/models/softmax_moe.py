@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 from megagrpo.families.architecture import COMMON_SIZE_KEYS, Architecture, HfConfig, missing_keys
-from megagrpo.families.family import Family
+from megagrpo.families.family import Family, TinySizes
 from megagrpo.families.models.dense import Qwen3
 from megagrpo.families.tensors import GatedNames
-from megagrpo.families.tiny import TinySizes
 
 
 class Qwen3Moe(Qwen3):

@@ -7,11 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megagrpo.families.architecture import COMMON_SIZE_KEYS, Architecture, HfConfig, every_scaling_refused
-from megagrpo.families.family import Family
+from megagrpo.families.family import Family, TinySizes
 from megagrpo.families.models.dense import Qwen2, Qwen3
 from megagrpo.families.models.softmax_moe import Qwen3Moe
 from megagrpo.families.tensors import TensorSpec
-from megagrpo.families.tiny import TinySizes
 from megagrpo.families.vision import mrope_of, read_vision, vision_refusals
 
 if TYPE_CHECKING:
@@ -33,7 +32,17 @@ class Seeing(Family):
     FP8_REFUSAL = "not for vision-language models"
 
     def text_part(self, hf: HfConfig) -> HfConfig:
-        return _text_part(hf)
+        """Sections of rotary embedding are left out: they are no scaling, and change nothing where the positions in
+        time, height and width are equal.
+        """
+        text = {**hf, **(hf.get("text_config") or {}), "model_type": hf["model_type"]}
+        text["tie_word_embeddings"] = bool(hf.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
+        rope = mrope_of(text)
+        plain = rope.get("rope_type", rope.get("type", "default")) in ("default", "mrope")
+        if plain and "mrope_section" in (text.get("rope_scaling") or {}):
+            text = {**text, "rope_scaling": None, "rope_parameters": {**(text.get("rope_parameters") or {}), **rope}}
+            text["rope_parameters"]["rope_type"] = "default"
+        return text
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
         half = sizes.head_dim // 2
@@ -57,11 +66,11 @@ class Seeing(Family):
         return super().tiny_options(sizes) | ids | {"rope_scaling": rope, "vision_config": tower}
 
     def refusals(self, hf: HfConfig) -> list[str]:
-        text = _text_part(hf)
+        text = self.text_part(hf)
         return super().refusals(text) or vision_refusals(hf, text, self.KIND)
 
     def architecture(self, hf: HfConfig) -> Architecture:
-        text = _text_part(hf)
+        text = self.text_part(hf)
         return replace(super().architecture(text), vision=read_vision(hf, text, self.KIND))
 
 
@@ -110,18 +119,3 @@ class Qwen3VLMoe(Qwen3VL, Qwen3Moe):
         prefix = f"model.layers.{index}.mlp.experts."
         yield TensorSpec(prefix + "gate_up_proj", (experts, hidden, 2 * width), "matrix", True)
         yield TensorSpec(prefix + "down_proj", (experts, width, hidden), "matrix", True)
-
-
-def _text_part(hf: HfConfig) -> dict:
-    """Returns the keys of the text part as a text model's config.json has them, sections of rotary embedding left out.
-
-    Sections are no scaling: with equal positions in time, height and width they change nothing.
-    """
-    text = {**hf, **(hf.get("text_config") or {}), "model_type": hf["model_type"]}
-    text["tie_word_embeddings"] = bool(hf.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
-    rope = mrope_of(text)
-    plain = rope.get("rope_type", rope.get("type", "default")) in ("default", "mrope")
-    if plain and "mrope_section" in (text.get("rope_scaling") or {}):
-        text = {**text, "rope_scaling": None, "rope_parameters": {**(text.get("rope_parameters") or {}), **rope}}
-        text["rope_parameters"]["rope_type"] = "default"
-    return text

@@ -87,7 +87,7 @@ class Zeros:
 
 
 class TracedStorages:
-    """Every storage that holds elements of HF tensors, one's or several' joined or computed with, and those of zeros."""
+    """Every storage that holds elements of HF tensors, one alone, several joined, computed ones; and those of zeros."""
 
     def __init__(self, hf: Mapping[str, Tensor]):
         # A dense storage's elements in order of memory.

@@ -69,9 +69,7 @@ def batch_of(mesh, shift: int = 0, keep: int = NUM_SAMPLES) -> Batch:
     )
 
 
-def gradient(
-    actor: MegatronActor, batch: Batch, algorithm: AlgorithmConfig, seen: step.TokenCollector | None = None
-) -> float:
+def gradient(actor: MegatronActor, batch: Batch, algorithm: AlgorithmConfig, seen: torch.Tensor | None = None) -> float:
     rows = range(len(batch.lengths))
     denominators = step.denominators_of(actor, batch, rows, algorithm, 32)
     return step.backward(actor, batch, rows, algorithm, 1.0, denominators, seen)["loss/total"]
@@ -95,11 +93,10 @@ def forward_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: 
     expected = truth["logits"][batch.sample_ids].log_softmax(-1)[:, :-1].gather(2, rows[:, 1:, None]).squeeze(2)
     expected = torch.nn.functional.pad(expected, (1, 0))
     logprob_error = float(((logprobs - flat(expected, batch.lengths)) * everything).abs().max())
-    collected = step.TokenCollector()
-    loss = gradient(actor, batch, PLAIN, collected)
+    of_update = torch.full_like(logprobs, torch.nan)
+    loss = gradient(actor, batch, PLAIN, of_update)
     records = step.holds_token_values()  # one rank of a replica
     assert sum(actor.mesh.gather_world(records)) == actor.mesh.dp_size
-    of_update = collected.put_into(torch.full_like(logprobs, torch.nan))
     seen_error = (of_update - logprobs * batch.loss_mask).abs().max() if records else 0.0
     hf_gradients = HfFolder(job["model"] + ".gradients")
     result = {

@@ -67,7 +67,7 @@ def counts_of(actor: MegatronActor) -> dict[int, list[int]]:
     """What moves the routers' biases, by layer: the tokens that went to each expert; {} without the option."""
     if actor.router_bias is None:
         return {}
-    counts = actor.router_bias._counts.clone()
+    counts = actor.router_bias.counts.clone()
     dist.all_reduce(counts)
     return dict(enumerate(counts.tolist()))
 
