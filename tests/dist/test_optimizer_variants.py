@@ -22,6 +22,7 @@ VARIANTS = {
         "main_grads_dtype": "bfloat16",
         "store_param_remainders": False,
     },
+    "fewest bits": {**AWARE, "exp_avg_dtype": "fp8"},
     "half on the host": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
 }
 OWN_PARTS = ("aware", "half on the host")  # saved in both ways
@@ -56,7 +57,7 @@ def test_kinds_of_adam_train_and_resume(tmp_path: Path):
     # rounding boundary of bfloat16 (eps16 = 2^-7). That changes later gradients by eps16: 1e-3 of the weights in all, 0
     # on some processors; another formula changes most, states of few bits 7e-2.
     assert share["aware"] < SAME_ARITHMETIC and share["half on the host"] < SAME_ARITHMETIC
-    assert share["few bits"] > 0
+    assert share["few bits"] > 0 and share["fewest bits"] > 0
     assert all(float(of.max()) <= FURTHEST for of in apart.values()), apart
     assert "use_precision_aware_optimizer" in other_kind["refused"]
 
