@@ -4,8 +4,6 @@ Whatever is killed in whatever phase, the run ends as one of the same layout who
 """
 
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from host_run import HostRun
 from netns_hosts import NEEDED, Hosts, available
 from run_megagrpo import (
-    GRADERS,
     assert_agrees,
     assert_same_run,
     engine,
-    make_inputs,
     metrics,
+    prepared,
     requests_by_phase,
     run_experiment,
     write_experiment,
@@ -30,8 +28,6 @@ from megagrpo.config.load import load_config
 from megagrpo.planning.hardware import HARDWARE
 from megagrpo.planning.publish_bytes import Cluster, cluster_of, forecast_publish
 from megagrpo.planning.recordings import record_all
-from megagrpo.system.environment import child_environment
-from megagrpo.system.processes import process_tree, spawn, stop_tree
 from tests.experiments import until
 
 pytestmark = [pytest.mark.skipif(not available(), reason=NEEDED), pytest.mark.timeout(2400)]
@@ -42,59 +38,18 @@ PHASES = ("asleep", "waking", "publishing", "sampling")
 NUM_STEPS = 8  # under faults
 
 
-class ColocatedRun:
+class ColocatedRun(HostRun):
     """`megagrpo run` on each of two hosts."""
 
     def __init__(self, hosts: Hosts, config: Path):
-        self.folder, self._hosts, self._config = config.with_suffix(""), hosts, config
-        self._children: dict[int, subprocess.Popen] = {}
+        super().__init__(hosts, config, {"RAY_AUTH_TOKEN": "t" * 32})
         for number in (1, 2):
-            self.start(number)
+            self.start_host(number)
 
-    def start(self, number: int) -> None:
-        words = ["run", str(self._config), "--nnodes=2", f"--node-rank={number - 1}"]
-        words += [f"--master-addr={self._hosts.address(1)}", "--master-port=30000"]
-        env = child_environment({"OMP_NUM_THREADS": "1", "RAY_AUTH_TOKEN": "t" * 32}, [str(self.folder.parent)])
-        command = self._hosts.command(number, [sys.executable, "-W", "ignore", "-m", "megagrpo.cli", *words])
-        self._children[number] = spawn(command, env, self.log(number))
-
-    def log(self, number: int) -> Path:
-        return self.folder.with_name(f"{self.folder.name}-host{number}.log")
-
-    def kill(self, number: int) -> None:
-        """SIGKILL the launcher of a host; what it started ends with it."""
-        tree = process_tree(self._children[number].pid)
-        self._children[number].kill()
-        self._children[number].wait()
-        psutil.wait_procs(tree, 60)
-
-    def statuses(self) -> list[int | None]:
-        return [child.poll() for child in self._children.values()]
-
-    def trainer(self, rank: int) -> psutil.Process | None:
-        for child in self._children.values():
-            for process in process_tree(child.pid):
-                try:
-                    words = process.cmdline()
-                    ranked = "train" in words and "torch.distributed.run" not in words
-                    if ranked and process.environ().get("RANK") == str(rank):
-                        return process
-                except psutil.NoSuchProcess:
-                    continue
-        return None
-
-    def wait_for(self, ready, what: str, timeout_s: float = 400.0, poll_s: float = 0.01):
-        """The first true value of ready(); both launchers must run until then."""
-
-        def look():
-            assert None in self.statuses(), f"ended before {what}: {self.end()}"
-            return ready()
-
-        return until(look, timeout_s, lambda: f"no {what} in {timeout_s} s\n{self.end()}", poll_s)
-
-    def wait_for_step(self, step: int) -> None:
-        path = self.folder / "rollouts" / f"step_{step:06}.replica_0.jsonl"
-        self.wait_for(path.exists, f"step {step}", poll_s=0.1)
+    def start_host(self, number: int) -> None:
+        words = ["run", str(self.config), "--nnodes=2", f"--node-rank={number - 1}"]
+        words += [f"--master-addr={self.hosts.address(1)}", "--master-port=30000"]
+        self.start(f"host{number}", number, words)
 
     def in_phase(self, phase: str, find: Callable[[], Callable[[], None]]) -> str:
         """Does what `find` returns once engine-0 is in the phase; returns its state then, as the service says it.
@@ -113,30 +68,10 @@ class ColocatedRun:
         act()
         return seen
 
-    def finish(self, timeout_s: float = 900.0) -> None:
-        until(lambda: None not in self.statuses(), timeout_s, self.end, 0.2)
-        assert self.statuses() == [0, 0], self.end()
-
-    def end(self) -> str:
-        """The last lines of every log."""
-        logs = [self.log(1), self.log(2), *self.folder.glob("logs/*.log")]
-        return "\n".join(f"== {log}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)
-
-    def __enter__(self) -> "ColocatedRun":
-        return self
-
-    def __exit__(self, *exc_info) -> None:
-        for child in self._children.values():
-            stop_tree(child.pid, 15.0)
-            child.wait()
-
 
 @pytest.fixture(scope="module")
 def experiments(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("colocated")
-    (folder / "graders_of_tests.py").write_text(GRADERS)
-    make_inputs(write_experiment(folder / "prepared"))
-    return folder
+    return prepared(tmp_path_factory.mktemp("colocated"))
 
 
 def apart(experiments: Path, num_steps: int, **sections) -> Path:
@@ -212,17 +147,17 @@ def test_whoever_is_killed_in_any_phase(experiments, whose):
         victims = {
             "engine": lambda: psutil.Process((engine(run.folder) or {})["pid"]).kill,
             "trainer": lambda: run.trainer(3).kill,  # type: ignore[union-attr]
-            "node": lambda: lambda: run.kill(2),
-            "launcher": lambda: lambda: run.kill(1),
+            "node": lambda: lambda: run.kill("host2"),
+            "launcher": lambda: lambda: run.kill("host1"),
         }
         for number, phase in enumerate(PHASES):
             run.wait_for_step(2 * number + 1)
             print(f"{whose} killed, {phase}: the engine was {run.in_phase(phase, victims[whose])}", flush=True)
             if whose == "launcher":  # the other host ends with a reason
                 until(lambda: run.statuses()[1] is not None, 900, run.end)
-                assert run.statuses()[1] == 1 and "megagrpo: " in run.log(2).read_text(), run.end()
+                assert run.statuses()[1] == 1 and "megagrpo: " in run.log("host2").read_text(), run.end()
             for host in {"node": (2,), "launcher": (1, 2)}.get(whose, ()):
-                run.start(host)
+                run.start_host(host)
         run.finish()
     assert_same_run(run.folder, reference, NUM_STEPS)
     assert_agrees(run.folder)

@@ -7,14 +7,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from host_run import SERVICE, HostRun
 from netns_hosts import NEEDED, Hosts, available
 from ray_nodes import RayNodes
-from run_megagrpo import GRADERS, assert_agrees, assert_same_run, make_inputs, run_experiment, write_experiment
+from run_megagrpo import assert_agrees, assert_same_run, prepared, run_experiment, write_experiment
 
 from megagrpo.cluster.supervise import ALONE, torchrun
 from megagrpo.system.environment import child_environment
-from megagrpo.system.processes import spawn, stop_tree
-from tests.experiments import until
 
 pytestmark = [pytest.mark.skipif(not available(), reason=NEEDED), pytest.mark.timeout(1800)]
 TRAINERS, ENGINES = (1, 2), (3, 4)
@@ -23,48 +22,16 @@ PARALLEL = {"tp": 2, "ep": 1}
 ROLLOUT = {"deterministic": True, "num_engines": 2, "host": "eth0", "start_timeout_s": 600}
 
 
-class Run:
+def started(hosts: Hosts, nodes: RayNodes, config: Path) -> HostRun:
     """Processes as launch/ starts them on every host: Ray and, on the first, `serve` for the engines; torchrun."""
-
-    def __init__(self, hosts: Hosts, nodes: RayNodes, config: Path):
-        self.folder = config.with_suffix("")
-        self._hosts, self._token = hosts, nodes.token
-        for number in ENGINES:
-            nodes.start(number)
-        self._children = [self._start(3, "serve.log", ["serve", str(config), "--ray-address", nodes.address])]
-        for number in TRAINERS:
-            command = ["train", str(config), "--nnodes=2", f"--node-rank={number - 1}"]
-            command += [f"--master-addr={hosts.address(1)}", "--master-port=29500"]
-            self._children.append(self._start(number, f"trainer-{number}.log", command))
-        self.service, *self.trainers = self._children
-
-    def _start(self, number: int, log: str, command: list[str]) -> subprocess.Popen:
-        python = [sys.executable, "-W", "ignore", "-m", "megagrpo.cli", *command]
-        env = child_environment({"OMP_NUM_THREADS": "1"} | self._token, [str(self.folder.parent)])
-        return spawn(self._hosts.command(number, python), env, self.folder.with_name(f"{self.folder.name}-{log}"))
-
-    def wait_for_step(self, step: int, timeout_s: float = 600.0) -> None:
-        path = self.folder / "rollouts" / f"step_{step:06}.replica_0.jsonl"
-        ended = lambda: any(child.poll() is not None for child in self._children)  # noqa: E731
-        until(lambda: path.exists() or ended(), timeout_s, self.end, 0.1)
-        assert not ended(), self.end()
-
-    def finish(self, timeout_s: float = 600.0) -> None:
-        until(lambda: all(trainer.poll() is not None for trainer in self.trainers), timeout_s, self.end, 0.1)
-        assert not any(trainer.returncode for trainer in self.trainers), self.end()
-
-    def end(self) -> str:
-        """The last lines of every log."""
-        logs = [*self.folder.parent.glob(f"{self.folder.name}-*.log"), *self.folder.glob("logs/*.log")]
-        return "\n".join(f"== {log}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)
-
-    def __enter__(self) -> "Run":
-        return self
-
-    def __exit__(self, *exc_info) -> None:
-        for child in self._children:
-            stop_tree(child.pid, 30.0 if child is self.service else 5.0)
-            child.wait()
+    run = HostRun(hosts, config, nodes.token)
+    for number in ENGINES:
+        nodes.start(number)
+    run.start(SERVICE, 3, ["serve", str(config), "--ray-address", nodes.address])
+    for number in TRAINERS:
+        command = ["train", str(config), "--nnodes=2", f"--node-rank={number - 1}"]
+        run.start(f"trainer-{number}", number, [*command, f"--master-addr={hosts.address(1)}", "--master-port=29500"])
+    return run
 
 
 @pytest.fixture
@@ -76,10 +43,7 @@ def hosts():
 
 @pytest.fixture(scope="module")
 def experiments(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("hosts")
-    (folder / "graders_of_tests.py").write_text(GRADERS)
-    make_inputs(write_experiment(folder / "prepared"))
-    return folder
+    return prepared(tmp_path_factory.mktemp("hosts"))
 
 
 def one_host(experiments: Path, num_steps: int) -> Path:
@@ -91,7 +55,7 @@ def one_host(experiments: Path, num_steps: int) -> Path:
     return folder
 
 
-def assert_as_on_one_host(run: Run, experiments: Path, num_steps: int) -> None:
+def assert_as_on_one_host(run: HostRun, experiments: Path, num_steps: int) -> None:
     assert_same_run(run.folder, one_host(experiments, num_steps), num_steps)
     assert_agrees(run.folder)
 
@@ -100,7 +64,7 @@ def assert_as_on_one_host(run: Run, experiments: Path, num_steps: int) -> None:
 def test_four_hosts_compute_what_one_does(hosts, experiments):
     """Same rewards, losses and gradients in the same bits, though tensors, prompts and weights cross links."""
     sections = {"actor": {"parallel": PARALLEL}, "rollout": ROLLOUT, "train": {"num_steps": 2}}
-    with Run(*hosts, write_experiment(experiments / "four", **sections)) as run:
+    with started(*hosts, write_experiment(experiments / "four", **sections)) as run:
         run.finish()
     assert_as_on_one_host(run, experiments, 2)
     served = {line.split("http://")[1].split(":")[0] for line in (run.end()).splitlines() if " is up at " in line}
@@ -114,7 +78,7 @@ def test_a_link_is_cut_and_healed(hosts, experiments, number):
     steps, folder = 8, experiments / f"cut-{number}"
     actor = {"parallel": PARALLEL, "max_restarts": 3}
     config = write_experiment(folder, actor=actor, rollout=ROLLOUT, train={"num_steps": steps}, checkpoint={"every": 1})
-    with Run(*hosts, config) as run:
+    with started(*hosts, config) as run:
         run.wait_for_step(2)
         hosts[0].cut(number)
         time.sleep(CUT_S)

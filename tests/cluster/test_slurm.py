@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from run_megagrpo import GRADERS, assert_agrees, assert_same_run, make_inputs, metrics, write_experiment
+from run_megagrpo import GRADERS, assert_agrees, assert_same_run, metrics, prepared, write_experiment
 from slurm_cluster import SlurmCluster, why_not
 
 from megagrpo.rollout.control import ServiceControl
@@ -42,10 +42,7 @@ def slurm():
 
 @pytest.fixture(scope="module")
 def experiments(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("slurm")
-    (folder / "graders_of_tests.py").write_text(GRADERS + SLOW_GRADER)
-    make_inputs(experiment(folder / "prepared", NUM_STEPS))
-    return folder
+    return prepared(tmp_path_factory.mktemp("slurm"), GRADERS + SLOW_GRADER)
 
 
 @pytest.fixture(scope="module")

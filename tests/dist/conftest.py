@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.dist.cases import MODELS
 from tests.dist.figures import LayoutFigures
 from tests.dist.workers.launch import POOL, TRANSFORMER_ENGINE_POOL, run_transformers
 
@@ -20,7 +21,7 @@ def ranks() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def hf_models(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("hf_models")
-    run_transformers(folder)
+    run_transformers(folder, "hf_reference.py", *MODELS)
     return folder
 
 

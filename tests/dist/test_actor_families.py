@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture(scope="module")
 def hf_families(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("hf_families")
-    run_transformers(folder, "hf_families.py")
+    run_transformers(folder, "hf_reference.py", *FAMILIES)
     return folder
 
 

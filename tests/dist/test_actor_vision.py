@@ -87,7 +87,7 @@ def test_two_ranks_equal_transformers_and_one_rank(models: Path):
 def test_a_frozen_tower_stays_and_the_rest_has_the_same_gradients(models: Path):
     wanted = {"none": set(), "projector": {"merger", "deepstack_merger_list"}}
     jobs = {
-        f"{family} {train}, {do}": job(models, family, do=do, train=train, recompute=recompute)
+        f"{family} {train}, {do}": job(models, family, do=do, vision={"train": train}, recompute=recompute)
         for family, train, (do, recompute) in product(
             ("qwen2_5_vl", "qwen3_vl"), wanted, (("forward", "none"), ("frozen", "full"))
         )
@@ -155,5 +155,5 @@ def test_every_layout(models: Path, family: str, world: int):
             kind = f"{name}, {'packed' if batch is PACKED else 'padded'}, {recompute}"
             jobs[f"{kind}, forward"] = job(models, family, do="forward", **options)
             jobs[f"{kind}, layout"] = job(models, family, do="layout", **options)
-        jobs[f"{name}, projector"] = job(models, family, do="forward", train="projector", parallel=parallel)
+        jobs[f"{name}, projector"] = job(models, family, do="forward", vision={"train": "projector"}, parallel=parallel)
     run(models, world, jobs)

@@ -155,7 +155,7 @@ def inputs(tmp_path_factory) -> tuple[Path, dict]:
 @pytest.mark.parametrize("replay", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_gradients_of_a_tree_are_those_of_samples_by_hand_in_every_layout(inputs, replay):
     folder, base = inputs
-    base = base | {"replay": replay, "reference": f"{folder}/one_{replay}.pt"}
+    base = base | {"routing_replay": "rollout" if replay else None, "reference": f"{folder}/one_{replay}.pt"}
     [alone] = run_ranks(1, folder / f"one_{replay}", [base | {"write": True}], script="agent_trees_ranks.py")
     assert alone["same"] == [] and alone["trained"] > 100
     jobs = [base | {"parallel": LAYOUTS[name], "packing": name != "TP2+SP"} for name in OF_CI]

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
@@ -23,9 +22,9 @@ from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.copies.record import record_copies
 from megagrpo.weights.exchange import Exchange
 from megagrpo.weights.wire.moving import Traffic
+from tests.dist.workers.counted import counted_calls
 from tests.dist.workers.launch import run_meshes
 
-CALLS = ("all_reduce", "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 CPU = torch.device("cpu")
 
 
@@ -53,7 +52,7 @@ def counted(mesh: Mesh, folder: Path) -> dict[str, int]:
     specs = dict.fromkeys(live, ((4, 4), torch.float32))
     copies = record_copies(lambda hf: [live[name].copy_(hf[name]) for name in live], specs, live)
     weights = ActorWeights(copies, specs, lambda: live)
-    engine, calls = FakeEngine(), Counter()
+    engine = FakeEngine()
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(module.TRANSPORTS, {"disk": NoTransport}))
         stack.enter_context(mock.patch.object(Exchange, "_check", lambda *args, **kwargs: None))
@@ -63,16 +62,7 @@ def counted(mesh: Mesh, folder: Path) -> dict[str, int]:
         exchange = Exchange(config, mesh, weights, FakeFleet([engine]), folder)
         stack.callback(exchange.close)
         exchange.publish(1)
-        originals = {call: getattr(dist, call) for call in CALLS}
-
-        def count(call):
-            def body(*args, **kwargs):
-                calls[call] += 1
-                return originals[call](*args, **kwargs)
-
-            return body
-
-        with mock.patch.multiple(dist, **{call: count(call) for call in CALLS}):
+        with counted_calls() as calls:
             exchange.publish(2)
     return dict(calls)
 

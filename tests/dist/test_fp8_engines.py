@@ -6,18 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from fake_engine import FakeEngine, FakeFleet, exchange_config, running, write_checkpoint
 
-from megagrpo.mesh import LeaderError, make_mesh
+from megagrpo.mesh import LeaderError, Mesh
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.copies.record import record_copies
 from megagrpo.weights.exchange import Exchange
-from tests.dist.workers.launch import POOL
+from tests.dist.workers.launch import run_meshes
 from tests.fp8_checkpoint import quantised
 
 HIDDEN, FFN, LATENT = 320, 256, 200  # 2.5 blocks, 2, 1.6
@@ -132,10 +131,8 @@ def differing(engine: FakeEngine, hf: dict[str, Tensor]) -> list[str]:
     return wrong
 
 
-def run_rank(rank: int, world: int, transport: str, delta: bool, folder: Path) -> dict:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    mesh = make_mesh(0, 1, torch.device("cpu"), deadline_s=60)
-    actor, engine, report = ToyActor(world, rank), engine_of(), {}
+def run_rank(mesh: Mesh, transport: str, delta: bool, folder: Path) -> dict:
+    actor, engine, report = ToyActor(mesh.world_size, mesh.rank), engine_of(), {}
     copies = record_copies(actor.load, SPECS, actor.live)
     weights = ActorWeights(copies, SPECS, lambda: actor.live, fp8=IN_FP8)
     sections = {
@@ -147,14 +144,14 @@ def run_rank(rank: int, world: int, transport: str, delta: bool, folder: Path) -
     turned = hf_tensors(2)
     turned["down"][300, 130] *= -1  # one code of one block
     with ExitStack() as stack:
-        if rank == 0:
+        if mesh.is_main:
             stack.enter_context(running(engine))
         exchange = Exchange(config, mesh, weights, FakeFleet([engine]), folder)
         stack.callback(exchange.close)
         for version, hf in enumerate([hf_tensors(1), hf_tensors(2), *([turned] if delta else [])], 1):
             actor.load(hf)
             report = exchange.publish(version)
-            if rank == 0:
+            if mesh.is_main:
                 assert not differing(engine, hf)
         exchange.verify()
         for name, where, change in FAULTS:
@@ -166,7 +163,6 @@ def run_rank(rank: int, world: int, transport: str, delta: bool, folder: Path) -
             live.copy_(before)
         exchange.verify()
         assert not any(name.endswith("FP8") for name in exchange._weights.parameters()), "buffers outlive a publish"
-    dist.destroy_process_group()
     return report
 
 
@@ -195,7 +191,7 @@ FAULTS = [
 )
 def test_engines_hold_what_their_loader_makes_of_a_quantised_checkpoint(tmp_path, world, transport, delta):
     write_checkpoint(tmp_path / "initial", hf_tensors(0))
-    reports = POOL.run(world, run_rank, world, transport, delta, tmp_path)
+    reports = run_meshes(world, tmp_path, run_rank, transport, delta, tmp_path, replicas=1)
     assert all(report == reports[0] for report in reports)
     if delta:
         counts = reports[0]["wire_bytes"] - (4 + 1)  # a position and a code
@@ -205,9 +201,7 @@ def test_engines_hold_what_their_loader_makes_of_a_quantised_checkpoint(tmp_path
         assert reports[0]["wire_bytes"] == sum(p.nbytes for p in parameters), "each byte of the engine once"
 
 
-def refused(rank: int, engines: dict, folder: Path) -> str:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=1)
-    mesh = make_mesh(0, 1, torch.device("cpu"), deadline_s=60)
+def refused(mesh: Mesh, engines: list[dict], folder: Path) -> str:
     actor = ToyActor(1, 0)
     weights = ActorWeights(record_copies(actor.load, SPECS, actor.live), SPECS, lambda: actor.live, fp8=IN_FP8)
     fakes = [engine_of(**settings) for settings in engines]
@@ -223,7 +217,6 @@ def refused(rank: int, engines: dict, folder: Path) -> str:
         stack.callback(exchange.close)
         with pytest.raises((LeaderError, ValueError)) as caught:
             exchange.publish(1)
-    dist.destroy_process_group()
     return str(caught.value)
 
 
@@ -234,4 +227,4 @@ def test_a_layer_in_another_format_stops_the_run_by_its_name(tmp_path):
         folder.mkdir()
         (folder / "initial").symlink_to(tmp_path / "initial")
         message = "parameter kv is in torch.bfloat16, and HF tensor kv is published in torch.float8"
-        assert message in POOL.run(1, refused, engines, folder)[0]
+        assert message in run_meshes(1, folder, refused, engines, folder)[0]

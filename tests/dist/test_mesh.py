@@ -1,14 +1,11 @@
 """Agreement of ranks: one integer all-reduce; objects travel only with a value or an error; metrics over ranks."""
 
-from collections import Counter
-from unittest import mock
-
 import pytest
-import torch.distributed as dist
 
 from megagrpo.mesh import LeaderError, Mesh
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.weights.exchange import _gather_distinct
+from tests.dist.workers.counted import counted_calls
 from tests.dist.workers.launch import run_meshes
 
 
@@ -54,27 +51,13 @@ CASES = {
 def of_rank(mesh: Mesh) -> dict:
     found = {}
     for name, (act, *_) in CASES.items():
-        calls: Counter = Counter()
-        with mock.patch.multiple(dist, **{call: counted(call, calls) for call in CALLS}):
+        with counted_calls() as calls:
             try:
                 result = act(mesh)
             except LeaderError as exc:
                 result = f"LeaderError: {exc}"
         found[name] = dict(calls), result
     return found
-
-
-CALLS = ("all_reduce", "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
-
-
-def counted(call: str, calls: Counter):
-    original = getattr(dist, call)
-
-    def count(*args, **kwargs):
-        calls[call] += 1
-        return original(*args, **kwargs)
-
-    return count
 
 
 @pytest.mark.parametrize("world", [2, 4])

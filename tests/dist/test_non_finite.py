@@ -18,6 +18,7 @@ def results(hf_models: Path, tmp_path_factory) -> dict[str, dict]:
         {
             "model": str(hf_models / ("qwen3_moe" if "experts" in name else "qwen3")),
             "parallel": parallel,
+            "routing_replay": "rollout" if "experts" in name else None,
             "distributed": "distributed" in name,
             "run": str(folder / name),
         }

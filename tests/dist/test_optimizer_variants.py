@@ -3,16 +3,31 @@
 Transformer Engine's optimizer is the stand-in's. Which parameters lie on the GPU is pretended: there is none.
 """
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from megagrpo.system.environment import child_environment
+from tests.dist.random_models import write_random_model
+from tests.dist.workers.launch import TRANSFORMER_ENGINE_POOL, run_ranks
 
-ROOT = Path(__file__).parents[2]
+AWARE = {"use_precision_aware_optimizer": True}
+VARIANTS = {
+    "plain": {},
+    "aware": AWARE,
+    "few bits": {
+        **AWARE,
+        "exp_avg_dtype": "bfloat16",
+        "exp_avg_sq_dtype": "float16",
+        "main_grads_dtype": "bfloat16",
+        "store_param_remainders": False,
+    },
+    "fewest bits": {**AWARE, "exp_avg_dtype": "fp8"},
+    "half on the host": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+}
+OWN_PARTS = ("aware", "half on the host")  # saved in both ways
+SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "ffn_size": 48}
+EXPERTS = {"family": "qwen3_moe", "num_experts": 4, "experts_per_token": 2}
 SAME_ARITHMETIC = 1e-2  # share of bfloat16 weights that may differ
 # Two updates after the first difference, each of at most the learning rate in either direction, and one rounding of
 # a weight below 1
@@ -20,24 +35,32 @@ FURTHEST = 2 * 2 * 1e-3 + 2**-8
 
 
 @pytest.mark.timeout(300)
-def test_kinds_of_adam_train_and_resume(tmp_path):
-    script = ROOT / "tests" / "dist" / "workers" / "optimizer_variants.py"
-    environment = child_environment({"PYTHONPATH": f"{ROOT / 'tests' / 'stand_ins'}:{ROOT}", "OMP_NUM_THREADS": "1"})
-    done = subprocess.run(
-        [sys.executable, script, tmp_path], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads((tmp_path / "found.json").read_text())
-    runs = found["runs"]
-    assert {name: run["resumed"] for name, run in runs.items()} == dict.fromkeys(runs, True)
-    assert runs["aware True"]["kinds"] == ["FusedAdam"]
-    assert runs["half on the host True"]["kinds"] == ["HybridDeviceOptimizer"]
+def test_kinds_of_adam_train_and_resume(tmp_path: Path):
+    model = str(write_random_model(tmp_path / "tiny", SIZES | EXPERTS))
+    base = {"model": model, "dtype": "bfloat16", "transformer_engine": True}
+    jobs = []
+    for name, reshardable in [(name, True) for name in VARIANTS] + [(name, False) for name in OWN_PARTS]:
+        saved = str(tmp_path / f"{name} {reshardable}")
+        own = {"optimizer": VARIANTS[name], "reshardable": reshardable, "checkpoint": saved, "weights": f"{saved}.pt"}
+        jobs += [{**base, **own, "load": load} for load in (False, True)]
+    jobs.append({**base, "load": True, "checkpoint": str(tmp_path / "aware True")})
+    *runs, other_kind = run_ranks(1, tmp_path / "ranks", jobs, "optimizer_ranks.py", pool=TRANSFORMER_ENGINE_POOL)
+    for job, first, resumed in zip(jobs[::2], runs[::2], runs[1::2], strict=False):
+        assert resumed == first and resumed["same"], job
+    kinds = {name: first["kinds"] for name, first in zip(VARIANTS, runs[::2], strict=False)}
+    assert kinds["aware"] == ["FusedAdam"] and kinds["half on the host"] == ["HybridDeviceOptimizer"]
+    after = {name: torch.load(tmp_path / f"{name} True.pt") for name in VARIANTS}
+    apart = {name: (flat(weights) - flat(after["plain"])).abs() for name, weights in after.items()}
+    share = {name: float((of > 0).float().mean()) for name, of in apart.items()}
     # Float32 states behind other interfaces are the same arithmetic, in another order: float32 weights are a few
     # eps32 = 2^-23 apart, so a share of some eps32 / eps16 = 2^-16 of them, per operation and update, lies across a
     # rounding boundary of bfloat16 (eps16 = 2^-7). That changes later gradients by eps16: 1e-3 of the weights in all, 0
     # on some processors; another formula changes most, states of few bits 7e-2.
-    assert runs["aware True"]["share"] < SAME_ARITHMETIC and runs["half on the host True"]["share"] < SAME_ARITHMETIC
-    assert runs["few bits True"]["share"] > 0
-    for name in ("aware True", "half on the host True", "few bits True"):
-        assert runs[name]["from plain"] <= FURTHEST, name
-    assert "use_precision_aware_optimizer" in found["refused"]
+    assert share["aware"] < SAME_ARITHMETIC and share["half on the host"] < SAME_ARITHMETIC
+    assert share["few bits"] > 0 and share["fewest bits"] > 0
+    assert all(float(of.max()) <= FURTHEST for of in apart.values()), apart
+    assert "use_precision_aware_optimizer" in other_kind["refused"]
+
+
+def flat(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.float().flatten() for tensor in weights.values()])

@@ -30,8 +30,8 @@ CASES = [  # (model, layout, batch, more)
     ("llama", "PP2xVPP2", "packed", {}),
     ("llama", "CP2", "packed", {"dtype": "bfloat16"}),
     ("deepseek_v3", "TP2xEP2", "packed", {}),
-    ("deepseek_v3", "PP2", "padded", {"draft": True}),
-    ("glm4_moe", "TP2+SP", "packed", {"draft": True}),
+    ("deepseek_v3", "PP2", "padded", {"draft": {}}),
+    ("glm4_moe", "TP2+SP", "packed", {"draft": {}}),
 ]
 
 
@@ -70,7 +70,7 @@ def rounded(matrix: Tensor) -> Tensor:
 
 def job_of(models: Path, case: tuple[str, str, str, dict], out: Path) -> dict:
     model, layout, batch, more = case
-    job = {"parallel": LAYOUTS[layout], **BATCHES[batch], "dtype": "float32", "draft": False, "updates": 1, **more}
+    job = {"parallel": LAYOUTS[layout], **BATCHES[batch], "dtype": "float32", "distributed": True, "updates": 1, **more}
     return job | {"model": str(models / f"{model}.torch.{job['dtype']}"), "out": str(out)}
 
 

@@ -62,14 +62,17 @@ def ran(tmp_path_factory) -> Ran:
     alone = {"packing": False, "budget": 1, "count": True}  # a sample a micro-batch: nothing is padded
     for family in MODELS:
         model = str(write_model(folder / family, family))
-        losses = {"model": model, "losses": LOSSES, "reference": str(folder / f"{family}.pt")}
-        jobs[1]["by hand", family, "1"] = {**losses, "write": True}
+        losses = {"model": model, "reference": str(folder / f"{family}.pt")}
+        jobs[1]["by hand", family, "1"] = {**losses, "by_hand": LOSSES}
         for world, layouts in ((1, ONE_RANK), (2, LOSS_LAYOUTS[family])):
-            jobs[world] |= {("losses", family, name): {**losses, **options} for name, options in layouts.items()}
+            jobs[world] |= {
+                ("losses", family, name): {**losses, "router_losses": LOSSES, **options}
+                for name, options in layouts.items()
+            }
         if family == "deepseek_v3":
-            base = {"model": model, "rate": RATE}
+            base = {"model": model, "router_bias_update": RATE, "distributed": True}
             jobs[1]["bias", family, "1"] = {**base, **alone}
-            jobs[1]["no bias", family, "1"] = {**base, **alone, "rate": None}
+            jobs[1]["no bias", family, "1"] = {**base, **alone, "router_bias_update": None}
             jobs[2] |= {("bias", family, name): {**base, **options} for name, options in BIAS_LAYOUTS.items()}
     results: dict = {}
     for world, of_world in jobs.items():

@@ -15,7 +15,8 @@ from tests.dist.workers.launch import run_ranks
 GRADIENT_BOUND, LOGPROB_BOUND, LOSS_BOUND = 1e-5, 1e-5, 1e-6
 RECOMPUTE_EXPERTS = {"recompute": "selective", "megatron": {"recompute_modules": ["moe"]}}
 # deepseek_v3: sigmoid routers with biases and groups, its first layer dense; qwen3_moe: softmax routers
-MODELS = {"deepseek_v3": {"rate": 0.01, "losses": {"balance": 0.3, "z": 0.02}}, "qwen3_moe": {}}
+ROUTERS = {"router_bias_update": 0.01, "router_losses": {"balance": 0.3, "z": 0.02}}
+MODELS = {"deepseek_v3": ROUTERS, "qwen3_moe": {}}
 LAYOUTS = {name: cases.LAYOUTS[name] for name in ("TP2+SP", "PP2", "PP2xVPP2", "CP2", "EP2", "TP2xEP2", "DP2")}
 RECOMPUTE = {
     "none": {},
@@ -45,7 +46,8 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory) -> tuple[str, Pa
     """Family, folder, what all jobs have in common, and what one rank finds, a sample in each micro-batch."""
     family = request.param
     folder = tmp_path_factory.mktemp(family)
-    base = {"model": str(write_model(folder / "model", family)), "reference": str(folder / "one.pt"), **MODELS[family]}
+    base = {"model": str(write_model(folder / "model", family)), "reference": str(folder / "one.pt")}
+    base |= {"routing_replay": "rollout", **MODELS[family]}
     alone = {**base, "packing": False, "budget": 1, "write": True}
     jobs = [alone, *({**base, **options({}, *which)} for which in ONE_RANK)]
     first, *others = run_ranks(1, folder / "one", jobs, script="routing_replay_ranks.py")

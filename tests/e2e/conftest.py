@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from run_megagrpo import LONG_RUN, Finished, make_inputs, run_experiment, write_experiment
+from run_megagrpo import LONG_RUN, Finished, prepared, run_experiment
 from running_service import START_S, running_service
 from tiny_model import make_tiny_model
 
@@ -39,9 +39,7 @@ def pool() -> Iterator[RankPool]:
 @pytest.fixture(scope="session")
 def experiments(tmp_path_factory) -> Path:
     """The folder with the tiny model and data; experiments of tests lie beside them."""
-    folder = tmp_path_factory.mktemp("runs")
-    make_inputs(write_experiment(folder / "prepared"))
-    return folder
+    return prepared(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import psutil
 import yaml
 
+from megagrpo.checkpoint.folder import latest
 from megagrpo.monitor.record import read_metrics
 from megagrpo.monitor.rollouts import read_rollouts
 from megagrpo.rollout.control import ServiceUnreachable, find_service
@@ -59,6 +61,13 @@ RECIPE = {
     "dataset": {"kind": "arithmetic", "num_sft": 64, "num_train": 400, "num_eval": 16},
 }  # fmt: skip
 PREPARE = Path(__file__).parents[2] / "examples" / "laptop" / "prepare.py"
+
+
+def prepared(folder: Path, graders: str = GRADERS) -> Path:
+    """The folder, with the tiny model and data, and graders for runs on other hosts; experiments lie beside them."""
+    (folder / "graders_of_tests.py").write_text(graders)
+    make_inputs(write_experiment(folder / "prepared"))
+    return folder
 
 
 def make_inputs(experiment: Path, **sections) -> None:
@@ -213,13 +222,25 @@ class Job:
             time.sleep(poll_s)
         return value
 
+    def kill(self) -> None:
+        """The launcher dies without a chance to clean up; all that it started ends with it."""
+        self.tree()
+        self.signal(signal.SIGKILL)
+        self.process.wait()
+        assert not (left := self.left_behind()), left
+
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.process.pid, number)
 
 
 def trainer(job: Job, rank: int) -> psutil.Process | None:
     """The process of a trainer rank; None while there is none."""
-    for process in process_tree(job.process.pid):
+    return trainer_below(job.process.pid, rank)
+
+
+def trainer_below(pid: int, rank: int) -> psutil.Process | None:
+    """The same, of the launcher with this process id."""
+    for process in process_tree(pid):
         try:
             words = process.cmdline()
             if "train" in words and "torch.distributed.run" not in words and process.environ().get("RANK") == str(rank):
@@ -227,6 +248,27 @@ def trainer(job: Job, rank: int) -> psutil.Process | None:
         except psutil.NoSuchProcess:
             continue
     return None
+
+
+def killed_and_run_again(experiment: Path) -> None:
+    """A run of which first a trainer dies, then everything, and which then goes on to its end."""
+    with Job("run", experiment) as job:
+        job.wait_for_step(1)
+        trainer(job, 1).kill()
+        job.wait_for_step(3)  # the end of the block kills everything
+    succeed("run", experiment)
+
+
+def reached_before(folder: Path, end: int, middle: int) -> int:
+    """The step of the last checkpoint. One that a slow observer found at the end or behind it goes back to the middle,
+    as with a user who deletes later checkpoints."""
+    last = int(latest(folder / "checkpoints").name.removeprefix("step_"))
+    if last < end:
+        return last
+    for path in (folder / "checkpoints").glob("step_*"):
+        if int(path.name.removeprefix("step_")[:6]) > middle:
+            shutil.rmtree(path)
+    return middle
 
 
 def engine(run_dir: Path) -> dict | None:

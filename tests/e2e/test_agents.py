@@ -13,6 +13,7 @@ from run_megagrpo import (
     Job,
     assert_same_run,
     engine,
+    killed_and_run_again,
     metrics,
     rollouts,
     run_experiment,
@@ -74,11 +75,7 @@ def test_a_run_with_an_environment_that_is_killed_goes_on_as_the_undisturbed_one
     reference, folder = experiments / f"played_{history}", experiments / f"played_killed_{history}"
     run_experiment(reference, **played(reference, history, **ahead))
     experiment = write_experiment(folder, **played(folder, history, **ahead))
-    with Job("run", experiment) as job:
-        job.wait_for_step(1)
-        trainer(job, 1).kill()
-        job.wait_for_step(3)  # the end of the block kills everything
-    Job("run", experiment).succeed()
+    killed_and_run_again(experiment)
     assert_same_run(folder, reference, 4)
 
 

@@ -3,16 +3,7 @@
 from pathlib import Path
 
 import pytest
-from run_megagrpo import (
-    Job,
-    assert_same_run,
-    metrics,
-    requests_by_phase,
-    rollouts,
-    run_experiment,
-    trainer,
-    write_experiment,
-)
+from run_megagrpo import assert_same_run, metrics, requests_by_phase, rollouts, run_experiment
 
 STEPS = 4
 AHEAD = {
@@ -67,30 +58,12 @@ def test_requests_of_lent_trainers_go_on_elsewhere(experiments):
 
 
 DRAINED = {"rollout": {"max_staleness": 1, "deterministic": True}, "weights": {"in_flight": "drain"}}
-DRAINED |= {"checkpoint": {"every": 1}}
-
-
-@pytest.fixture(scope="module")
-def drained(experiments) -> Path:
-    return run(experiments / "drained", **DRAINED)
 
 
 @pytest.mark.slow
-def test_drained_runs_repeat_bit_by_bit(experiments, drained):
+def test_drained_runs_repeat_bit_by_bit(experiments):
+    drained = run(experiments / "drained", **DRAINED)
     assert_same_run(run(experiments / "drained_again", **DRAINED), drained, STEPS)
     for step, groups in rollouts(drained).items():
         versions = {sample["weight_version"] for group in groups for sample in group["samples"]}
         assert versions == {max(step - 2, 0)} and all("newer_weights" not in s for g in groups for s in g["samples"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_drained_run_that_is_killed_goes_on_as_the_undisturbed_one(experiments, drained, rank):
-    folder = experiments / f"drained_killed_{rank}"
-    with Job("run", write_experiment(folder, **AHEAD | DRAINED)) as job:
-        job.wait_for_step(2)
-        trainer(job, rank).kill()
-        done = job.succeed()
-    assert "for the 1. of 3 times" in done.stdout
-    assert_same_run(folder, drained, STEPS)
-    assert prompts_of(rollouts(folder)) == prompts_of(rollouts(drained))

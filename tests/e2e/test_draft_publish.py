@@ -4,38 +4,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from engine_logprobs import logprob_difference, sampled
 from engine_process import OneEngine
-from test_exchange import PlainSource, plant_fault, started
+from test_exchange import PlainSource, exchange_for, experiment, plant_fault, started
 from tiny_model import make_drafting_model
 
-from megagrpo.config.schema import ExperimentConfig
-from megagrpo.mesh import LeaderError, make_mesh
-from megagrpo.system.environment import WEIGHT_LOADER
-from megagrpo.weights.exchange import Exchange
-from tests import experiments
+from megagrpo.mesh import LeaderError
 
 pytestmark = pytest.mark.timeout(900)
 DRAFTS = 2
 DRAFT = "model.layers.2."  # the draft's HF tensors
 LAYOUTS = {"glm4_moe": {"tp": 2, "ep": 2}, "deepseek_v3": {}}
-
-
-def experiment(model: Path, transport: str) -> ExperimentConfig:
-    loaders = ["--custom-weight-loader", WEIGHT_LOADER, "plant_fault.run"]
-    return experiments.experiment(
-        output_dir=str(model.parent),
-        model={"path": str(model)},
-        actor={"draft": {}},
-        rollout={"draft_tokens": DRAFTS, "extra_args": loaders, **LAYOUTS[model.parent.name]},
-        weights={
-            "transport": transport.removesuffix(" changes"),
-            "delta": transport.endswith(" changes"),
-            "bucket_mb": 0.1,
-            "timeout_s": 120.0,
-        },
-    )
 
 
 @pytest.fixture(scope="module", params=["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.slow)])
@@ -47,13 +26,10 @@ def models(request, tmp_path_factory) -> list[Path]:
 @pytest.fixture(scope="module")
 def engine(models, tmp_path_factory) -> Iterator[OneEngine]:
     """It starts with random weights, a draft's among them."""
-    with started(experiment(models[0], "reshard"), tmp_path_factory.mktemp("engine")) as engine:
+    rollout = {"draft_tokens": DRAFTS, **LAYOUTS[models[0].parent.name]}
+    config = experiment(models[0], "reshard", rollout, actor={"draft": {}})
+    with started(config, tmp_path_factory.mktemp("engine")) as engine:
         yield engine
-
-
-def exchange_for(engine: OneEngine, source: PlainSource, transport: str, folder: Path) -> Exchange:
-    config = experiment(Path(engine.config.model.path), transport)
-    return Exchange(config, make_mesh(0, 1, torch.device("cpu"), 60.0), source, engine, folder)
 
 
 def accepted(url: str) -> float:

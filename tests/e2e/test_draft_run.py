@@ -4,14 +4,12 @@ import json
 
 import pytest
 from run_megagrpo import (
-    GRADERS,
-    Job,
     assert_same_run,
+    killed_and_run_again,
     make_inputs,
     metrics,
     run_experiment,
     succeed,
-    trainer,
     write_experiment,
 )
 
@@ -30,16 +28,11 @@ NAMES = ("draft/kl", "optim/draft_grad_norm", "draft/accepted_1", "draft/accepte
 @pytest.mark.slow
 def test_a_run_with_drafts_that_is_killed_goes_on_as_the_undisturbed_one(tmp_path):
     """Which tokens are sampled depends on the draft's weights: they are part of a checkpoint, as its optimiser is."""
-    (tmp_path / "graders_of_tests.py").write_text(GRADERS)
     make_inputs(write_experiment(tmp_path / "prepared"), model={"family": "glm4_moe", "draft": True})
     reference, folder = tmp_path / "undisturbed", tmp_path / "killed"
     run_experiment(reference, **DRAFTS)
     experiment = write_experiment(folder, **DRAFTS)
-    with Job("run", experiment) as job:
-        job.wait_for_step(1)
-        trainer(job, 1).kill()
-        job.wait_for_step(3)  # the end of the block kills everything
-    Job("run", experiment).succeed()
+    killed_and_run_again(experiment)
     assert_same_run(folder, reference, STEPS)
     ours, theirs = metrics(folder), metrics(reference)
     for step in range(1, STEPS + 1):

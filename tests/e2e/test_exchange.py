@@ -52,17 +52,20 @@ class PlainSource:
         return self.live
 
 
-def experiment(model: Path, tp: int, transport: str) -> ExperimentConfig:
+def experiment(model: Path, transport: str, rollout: dict, **sections) -> ExperimentConfig:
     return experiments.experiment(
         output_dir=str(model.parent),
         model={"path": str(model)},
-        rollout={"tp": tp, "extra_args": ["--custom-weight-loader", WEIGHT_LOADER, "plant_fault.run"]},
+        rollout={"extra_args": ["--custom-weight-loader", WEIGHT_LOADER, "plant_fault.run"], **rollout},
         weights={"transport": transport, "bucket_mb": 0.1, "timeout_s": 120.0},
+        **sections,
     )
 
 
 def exchange_for(engine: OneEngine, source: PlainSource, transport: str, run_dir: Path) -> Exchange:
-    config = experiment(Path(engine.config.model.path), engine.config.rollout.tp, transport)
+    """transport: with "changes" behind it, only what has changed is sent."""
+    way = {"transport": transport.removesuffix(" changes"), "delta": transport.endswith(" changes")}
+    config = engine.config.model_copy(update={"weights": engine.config.weights.model_copy(update=way)})
     return Exchange(config, make_mesh(0, 1, torch.device("cpu"), 60.0), source, engine, run_dir)
 
 
@@ -96,7 +99,7 @@ def moe_models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def moe_engine(moe_models, tmp_path_factory):
-    with started(experiment(moe_models[0], 1, "broadcast"), tmp_path_factory.mktemp("engine")) as engine:
+    with started(experiment(moe_models[0], "broadcast", {}), tmp_path_factory.mktemp("engine")) as engine:
         yield engine
 
 
@@ -204,7 +207,7 @@ def test_an_engine_killed_during_the_update_is_updated_after_its_restart(moe_eng
 def test_dense_with_tied_embeddings_on_two_ranks(tmp_path):
     models = [make_tied_model(tmp_path / f"d{seed}", seed) for seed in range(2)]
     source = PlainSource(models[0])
-    with started(experiment(models[0], 2, "broadcast"), tmp_path) as engine:
+    with started(experiment(models[0], "broadcast", {"tp": 2}), tmp_path) as engine:
         for version, transport in enumerate(("broadcast", "disk", "reshard", "reshard"), 1):
             model = models[version % 2]
             exchange = exchange_for(engine, source.load(model), transport, tmp_path)

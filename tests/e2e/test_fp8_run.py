@@ -2,7 +2,7 @@
 
 import pytest
 from planned_cases import planned
-from run_megagrpo import GRADERS, make_inputs, metrics, run_experiment, write_experiment
+from run_megagrpo import make_inputs, metrics, run_experiment, write_experiment
 
 from megagrpo.config.load import load_config
 from tests.fp8_checkpoint import quantise_folder
@@ -20,7 +20,6 @@ LATENT = SIZES | {"family": "deepseek_v3", "hidden_size": 512, "head_dim": 32, "
 @pytest.mark.parametrize("transport, sizes", [("reshard", SIZES), ("broadcast", SIZES), ("reshard", LATENT)])
 def test_an_engine_in_fp8_samples_and_takes_every_publish(tmp_path, transport, sizes):
     """With latent attention the matrices that SGLang makes of a projection are proven, too."""
-    (tmp_path / "graders_of_tests.py").write_text(GRADERS)
     make_inputs(write_experiment(tmp_path / "prepared"), model=sizes)
     folder = tmp_path / "run"
     run_experiment(
@@ -42,7 +41,6 @@ def test_an_engine_in_fp8_samples_and_takes_every_publish(tmp_path, transport, s
 @pytest.mark.slow
 def test_a_checkpoint_in_fp8_is_trained_with_an_engine_in_fp8(tmp_path):
     """As DeepSeek-V3 is published: the actor reads it in its own dtype, and publishes it in FP8 again."""
-    (tmp_path / "graders_of_tests.py").write_text(GRADERS)
     make_inputs(write_experiment(tmp_path / "prepared"), model=SIZES)
     quantise_folder(tmp_path / "model", tmp_path / "stored", tmp_path / "twin", (128, 128))
     run_experiment(

@@ -7,10 +7,10 @@ from functools import partial
 
 import numpy as np
 import pytest
-import torch
+from engine_logprobs import logprobs_by
 from sampling import Grader, experiment, source_of
 from tiny_model import EOS
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from megagrpo.rollout.agents.parsers import EngineParsers
 from megagrpo.rollout.tools import make_answering
@@ -41,13 +41,6 @@ def groups(service, model, **sampling) -> Sequence[RolloutGroup]:
         answering.close()
 
 
-def forward_logprobs(model, ids: np.ndarray) -> np.ndarray:
-    """One forward of the model over all ids of a sample: the log-probability of each token after the first."""
-    with torch.no_grad():
-        logprobs = model(torch.tensor(ids)[None].long()).logits[0, :-1].log_softmax(-1)
-    return logprobs.gather(1, torch.tensor(ids[1:, None]).long())[:, 0].numpy()
-
-
 def test_a_program_samples_the_bits_of_the_same_environment_and_branches_are_trained_on_once(service, tiny_model):
     service.set_version(1)
     theirs = groups(service, tiny_model, environment={"function": "tests.games:Sums", "max_turns": 4})
@@ -68,12 +61,11 @@ def test_a_program_samples_the_bits_of_the_same_environment_and_branches_are_tra
             assert not samples[1].loss_mask[0] and samples[1].loss_mask.any(), "its first turn is the other's"
             assert samples[2].prompt_ids is not None and samples[2].loss_mask.all()
 
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     differences = []
     for group in (*ours, *trees):
         for sample in group.samples:
             prompt = group.prompt.token_ids if sample.prompt_ids is None else sample.prompt_ids
-            found = forward_logprobs(model, np.concatenate([prompt, sample.token_ids]))[len(prompt) - 1 :]
+            found = logprobs_by(tiny_model, [*prompt, *sample.token_ids])[len(prompt) - 1 :].numpy()
             differences.append(np.abs(found - sample.logprobs)[sample.loss_mask])
     assert np.concatenate(differences).mean() <= 5e-6
 

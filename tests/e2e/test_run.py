@@ -1,7 +1,5 @@
 """`megagrpo run` as a user runs it, with real trainers and a real engine: what it measures, writes and repeats."""
 
-import shutil
-import signal
 import statistics
 from pathlib import Path
 
@@ -14,8 +12,8 @@ from run_megagrpo import (
     assert_same_run,
     engine,
     metrics,
+    reached_before,
     rollouts,
-    run_experiment,
     succeed,
     transformers_accepts,
     write_experiment,
@@ -135,35 +133,13 @@ def test_killed_and_run_again_it_is_the_same_run(long_run):
     with Job("run", config, "--set", "train.num_steps=500") as job:
         job.wait_for(lambda: (folder / "checkpoints" / "step_000005").exists(), "step 5", 500)
         assert engine(folder) is not None
-        job.tree()
-        job.signal(signal.SIGKILL)
-        job.process.wait()
-        assert not (left := job.left_behind(60)), left
-    reached = int(latest(folder / "checkpoints").name.removeprefix("step_"))
-    if reached >= NUM_STEPS:  # a slow observer: go back to the middle, as a user would who deletes later checkpoints
-        for path in (folder / "checkpoints").glob("step_*"):
-            if int(path.name.removeprefix("step_")[:6]) > 5:
-                shutil.rmtree(path)
-        reached = 5
+        job.kill()
+    reached = reached_before(folder, NUM_STEPS, middle=5)
     done = succeed("run", config, "--set", "algorithm.mismatch.alarm={mean: 1.0e-12}")
     assert done.stdout.count("ALARM: log-probabilities of trainer and engine are") == 1
     assert f"continues after step {reached}" in done.stdout and f" {reached + 1}/{NUM_STEPS}  " in done.stdout
     assert_same_run(folder, long_run[0], NUM_STEPS)
     assert_same_state(folder, long_run[0])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-@pytest.mark.parametrize("parallel", [{"tp": 2, "ep": 1}, {"pp": 2, "ep": 1}], ids=["tp2", "pp2"])
-def test_three_steps_and_three_more_equal_six(experiments, parallel):
-    name = "-".join(f"{key}{value}" for key, value in parallel.items())
-    sections = {"actor": {"parallel": parallel}, "rollout": {"deterministic": True}}
-    whole, parts = experiments / f"six-{name}", experiments / f"three-{name}"
-    for folder, num_steps in ((whole, 6), (parts, 3), (parts, 6)):
-        run_experiment(folder, **sections, train={"num_steps": num_steps})
-    assert_same_run(parts, whole, 6)
-    assert_agrees(whole)
-    assert_same_state(parts, whole)
 
 
 def last_state(folder: Path) -> dict[str, torch.Tensor]:

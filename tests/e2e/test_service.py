@@ -2,23 +2,17 @@
 
 import asyncio
 from dataclasses import replace
-from functools import partial
 
 import aiohttp
 import pytest
 import torch
 from engine_logprobs import logprobs_by
-from sampling import Grader, source_of
 from tiny_model import EOS
-from transformers import AutoTokenizer
 
-from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.admission import Turnstile
 from megagrpo.rollout.control import engine_cache_tokens, print_status
 from megagrpo.rollout.generation import GenerationClient, GenerationFailed, RetryPolicy, SampleRequest, SamplingParams
-from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.streaming import StreamedAnswer
-from megagrpo.types import Prompt
 from tests.experiments import until
 
 PROMPTS = [(1, 40, 41, 42), (1, *range(50, 80)), (1, 7), (1, *range(100, 190))]
@@ -42,16 +36,6 @@ def generate(service, requests, version=0, retry=RETRY):
 def ready(service):
     service.set_version(0)
     return service
-
-
-def make_source(service, grader=None, max_tokens=24, publish=None, **algorithm) -> RolloutSource:
-    tokenizer = AutoTokenizer.from_pretrained(service.config.model.path)
-    values = service.config.model_dump() | {"algorithm": algorithm, "train": {"group_size": 3}}
-    values["rollout"] |= {"streaming": False}  # as by default
-    config = ExperimentConfig.model_validate(values | {"sampling": {"max_response_tokens": max_tokens}})
-    decode = partial(tokenizer.decode, skip_special_tokens=True)
-    publish = publish or (lambda version, ids: pytest.fail(f"nothing is stale, but publish to {ids}"))
-    return source_of(service.control, config, grader or Grader(len), decode, publish=publish)
 
 
 def test_logprobs_equal_transformers(ready):
@@ -136,33 +120,7 @@ def test_end_of_sequence_is_part_of_the_response(ready):
     assert all(r.token_ids[-1] == EOS and EOS not in r.token_ids[:-1] for r in ended)
 
 
-def test_a_sample_of_other_weights_is_not_taken(ready):
-    with pytest.raises(GenerationFailed, match=r"version \['0'\], wanted 7"):
-        generate(ready, [(PROMPTS[0], SAMPLED, 0)], version=7, retry=RetryPolicy(1, 60.0, base_s=0.01))
-
-
 def test_a_wrong_request_is_not_tried_again(ready):
     too_long = replace(SAMPLED, max_tokens=5)
     with pytest.raises(GenerationFailed, match="refused a request"):
         generate(ready, [((1,) * 4000, too_long, 0)], retry=RetryPolicy(1000, 60.0))
-
-
-def test_groups_of_a_step(ready):
-    prompts = [Prompt(100 + i, "", ids, "") for i, ids in enumerate(PROMPTS)]
-    source = make_source(ready, advantage={"name": "remax"})
-    groups = source.next(0, prompts, 0)
-    assert [g.group_id for g in groups] == [0, 1, 2, 3] and [g.prompt for g in groups] == prompts
-    for group in groups:
-        assert [s.index for s in group.samples] == [0, 1, 2]
-        assert len({tuple(s.token_ids) for s in group.samples}) == 3, "every sample has a seed of its own"
-        assert [o.value for o in group.outcomes] == [len(s.text) for s in group.samples]
-        assert group.greedy is not None and group.greedy_outcome.value == len(group.greedy.text)
-    assert source.next(0, prompts, 0) == groups, "the same step again"
-    assert [g.samples for g in source.next(1, prompts, 0)] != [g.samples for g in groups]
-    evaluated = source.evaluate(prompts[:2], 0, SamplingParams(0.0, 5), 1)
-    assert [len(g.samples[0].token_ids) for g in evaluated] == [5, 5] and evaluated[0].greedy is None
-
-
-def test_status_is_readable(ready, capsys):
-    assert print_status(ready.run_dir) == 0
-    assert "engine-0: ready" in capsys.readouterr().out

@@ -2,16 +2,30 @@
 
 import os
 import signal
+from functools import partial
 
 import psutil
 import pytest
 from running_service import START_S, scheduler_of, start_service
-from sampling import Grader
-from test_service import PROMPTS, SAMPLED, generate, make_source
+from sampling import Grader, source_of
+from test_service import PROMPTS, SAMPLED, generate
+from transformers import AutoTokenizer
 
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.rollout.source import RolloutSource
 from megagrpo.system.processes import is_live, stop_tree
 from megagrpo.types import Prompt
 from tests.experiments import until
+
+
+def make_source(service, publish, grader: Grader) -> RolloutSource:
+    """Of groups of three responses of at most 150 tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(service.config.model.path)
+    values = service.config.model_dump()
+    values |= {"train": {"group_size": 3}, "sampling": {"max_response_tokens": 150}}
+    values["rollout"] |= {"streaming": False}  # as by default
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    return source_of(service.control, ExperimentConfig.model_validate(values), grader, decode, publish=publish)
 
 
 def test_engine_killed_during_a_rollout(service):
@@ -24,7 +38,7 @@ def test_engine_killed_during_a_rollout(service):
         refreshed.append(engine_ids)
         service.set_version(1)
 
-    undisturbed = make_source(service, max_tokens=150, publish=publish).next(5, prompts, 1)
+    undisturbed = make_source(service, publish, Grader(len)).next(5, prompts, 1)
     assert refreshed == [] and len({len(s.token_ids) for g in undisturbed for s in g.samples}) > 1
     victim = service.control.engines()[0]
 
@@ -33,7 +47,7 @@ def test_engine_killed_during_a_rollout(service):
             os.kill(victim.pid, signal.SIGKILL)
         arrived.append(1)
 
-    source = make_source(service, Grader(len, kill_at_the_first_arrival), max_tokens=150, publish=publish)
+    source = make_source(service, publish, Grader(len, kill_at_the_first_arrival))
     groups = source.next(5, prompts, 1)
     assert refreshed == [[victim.id]]
     assert groups == undisturbed

@@ -1,7 +1,6 @@
 """The real router before fake engines: later turns of a rollout reach the engine of its first one."""
 
 import asyncio
-import socket
 from collections import Counter
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -12,15 +11,11 @@ from aiohttp import web
 
 from megagrpo.rollout.admission import Turnstile
 from megagrpo.rollout.generation import GenerationClient, RetryPolicy, SampleRequest, SamplingParams
+from megagrpo.rollout.service.node import free_port
 from megagrpo.rollout.service.router import Router
 from megagrpo.system.environment import ENGINE_HEADER
 
 EPISODES, TURNS, ENGINES = 12, 3, 2
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 async def engine(stack: AsyncExitStack, name: str, down: set[str]) -> str:
@@ -49,7 +44,7 @@ async def episodes(folder: Path, sticky: bool) -> tuple[list[list[str]], list[st
     async with AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession())
         router = Router(
-            bind_host=own, url=f"http://{own}:{free_port()}", metrics_port=free_port(), request_timeout_s=20,
+            bind_host=own, url=f"http://{own}:{free_port(own)}", metrics_port=free_port(own), request_timeout_s=20,
             api_key="key", log=folder / "router.log", sticky=sticky,
         )  # fmt: skip
         stack.push_async_callback(router.stop)

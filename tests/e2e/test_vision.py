@@ -1,7 +1,6 @@
 """Models that see, with real engines: what they read of images, and their log-probabilities beside transformers'."""
 
 import asyncio
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -203,10 +202,7 @@ def test_killed_with_images_on_the_way_and_run_again_it_is_the_same_run(sections
         job.wait_for_step(2)
         kill_rank(job, folder, 0, lambda log: during_rollout(log, len(SIZES) * 4))
         job.wait_for_step(4)
-        job.tree()
-        job.signal(signal.SIGKILL)
-        job.process.wait()
-        assert not (left := job.left_behind(60)), left
+        job.kill()
     done = succeed("run", config)
     assert "continues after step" in done.stdout
     assert_same_run(folder, tmp_path / "undisturbed", 2 * STEPS)

@@ -92,7 +92,7 @@ def models(case, tmp_path_factory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def engine(case, models, tmp_path_factory) -> Iterator[OneEngine]:
-    with started(experiment(models[0], case[1], "broadcast"), tmp_path_factory.mktemp("engine")) as engine:
+    with started(experiment(models[0], "broadcast", {"tp": case[1]}), tmp_path_factory.mktemp("engine")) as engine:
         yield engine
 
 

@@ -20,7 +20,6 @@ FILES = {
     "GroupedLinear.__init__": "pytorch/module/grouped_linear.py",
     "GroupedLinear.forward": "pytorch/module/grouped_linear.py",
     "RMSNorm.__init__": "pytorch/module/rmsnorm.py",
-    "LayerNorm.__init__": "pytorch/module/layernorm.py",
     "TransformerEngineBaseModule.set_tensor_parallel_group": "pytorch/module/base.py",
     "TransformerEngineBaseModule.init_fp8_metadata": "pytorch/module/base.py",
     "TransformerEngineBaseModule.backward_dw": "pytorch/module/base.py",

@@ -5,7 +5,6 @@ import itertools
 import re
 from contextlib import closing
 
-import numpy as np
 import psutil
 import pytest
 from fake_service import FakeService
@@ -261,26 +260,6 @@ def chat(template: str) -> tuple:
     tokenizer = character_tokenizer("0123456789HL?+-:= userasitnmpobewfdhclq<>|\n")
     tokenizer.chat_template = template
     return tokenizer, DataConfig(path="rows.jsonl", chat_template=True)
-
-
-def test_what_follows_a_turn_is_what_the_template_would_write_there():
-    """500 random conversations: the ids of a grown sample are those of the whole conversation, rendered once."""
-    tokenizer, data = chat(CHAT)
-    renderer, chance = Renderer(tokenizer, data, True), np.random.default_rng(3)
-
-    def text() -> str:
-        return "".join(chance.choice(list("0123HL?+- "), chance.integers(0, 9)))
-
-    for _ in range(500):
-        messages = [{"role": "user", "content": text()}]
-        grown = renderer.start(messages).tolist()
-        for _ in range(int(chance.integers(1, 6))):
-            answer, said = text(), [{"role": "user", "content": text()} for _ in range(int(chance.integers(1, 3)))]
-            grown += tokenizer(answer)["input_ids"] + [tokenizer.eos_token_id]
-            grown += renderer.after_turn(said).tolist()
-            messages += [{"role": "assistant", "content": answer}, *said]
-        whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        assert grown == tokenizer(whole, add_special_tokens=False)["input_ids"]
 
 
 def test_half_a_character_is_replaced_and_a_whole_one_in_two_halves_is_kept():

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megagrpo"
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_TRAIN_LINES, MAX_LINE_LENGTH = 400, 60, 40, 120
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_TRAIN_LINES = 400, 60, 40
 MAX_FLAT_MODULES, MAX_FOLDER_FILES, MAX_ARGUMENTS, MAX_ARROWS = 8, 12, 7, 170
 # Ceilings of what must become less: lower them whenever the code allows it, never raise them.
 MAX_ANY, MAX_BROAD_EXCEPTS, MAX_TRIES_PER_1000_LINES = 34, 8, 3.0
@@ -211,17 +211,6 @@ def test_the_loop_fits_on_a_screen():
     assert len(loops) == 1, "train.py has one function train()"
     length = loops[0].end_lineno - loops[0].lineno + 1
     assert length <= MAX_TRAIN_LINES, f"train() has {length} lines"
-
-
-def test_lines_are_not_too_long():
-    files = [*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
-    wrong = [
-        f"{path.relative_to(ROOT)}:{number}"
-        for path in files
-        for number, line in enumerate(path.read_text().splitlines(), start=1)
-        if len(line) > MAX_LINE_LENGTH
-    ]
-    assert not wrong, f"longer than {MAX_LINE_LENGTH} characters: {wrong}"
 
 
 def test_no_name_means_two_things():

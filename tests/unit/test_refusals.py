@@ -9,6 +9,7 @@ from tests.experiments import ROOT
 
 COLOCATED = ["rollout.colocate=true", "weights.transport=ipc"]
 LENT = ["weights.transport=reshard", "rollout.lend_trainers=1"]
+FP8 = ["rollout.quantization=fp8", "rollout.dtype=bfloat16"]
 REPLAY = "actor.routing_replay=rollout"
 TIS = "algorithm.mismatch.weight={name: tis}"
 BY_VERSION = ["rollout.prefix_cache=by_version", "rollout.max_staleness=1"]
@@ -36,6 +37,12 @@ REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
     ([REPLAY, "rollout.extra_args=[--enable-two-batch-overlap]"], "enable_two_batch_overlap, which keeps the"),
     (["rollout.sglang={enable_return_routed_experts: true}"], "is set by actor.routing_replay: rollout"),
     (["actor.megatron={moe_enable_routing_replay: true}"], "actor.routing_replay"),
+    # engines in FP8
+    ([*FP8, "rollout.load_format=model"], "quantization fp8 with load_format model"),
+    ([*FP8, "rollout.dtype=float32"], "rollout.quantization fp8 with rollout.dtype float32"),
+    (["actor.fake_quantization=fp8"], "fake_quantization without rollout.quantization"),
+    ([*FP8, "actor.fake_quantization=fp8", "actor.lora={}"], "lora with fake_quantization"),
+    ([*FP8, "actor.fake_quantization=fp8", "actor.megatron={fp8: e4m3}"], "weights would be rounded twice"),
     # engines beside trainers
     (["rollout.colocate=true"], "weights.transport broadcast: NCCL takes no two ranks on one GPU"),
     ([*COLOCATED, "weights.transport=reshard"], "set weights.transport: ipc, or disk"),

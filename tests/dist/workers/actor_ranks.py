@@ -5,11 +5,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
-
-from tests.dist.workers.harness import with_actors  # comes first: it prepares the host for Megatron
-
-# isort: split
 
 import torch
 import torch.distributed as dist
@@ -24,19 +19,17 @@ from megagrpo.certify.measure import ratios, whole
 from megagrpo.certify.subject import near
 from megagrpo.checkpoint import save as checkpoint
 from megagrpo.checkpoint.save import RunIdentity
-from megagrpo.config.actor import DraftConfig, LoraConfig
 from megagrpo.config.algorithm import AlgorithmConfig
-from megagrpo.config.schema import ActorConfig, CheckpointConfig, OptimizerConfig, ParallelConfig
+from megagrpo.config.schema import ActorConfig, CheckpointConfig, ParallelConfig
 from megagrpo.types import Batch, TrainState
 from megagrpo.weights.actor_weights import ActorWeights, export_hf, export_peft, load_initial_weights
 from megagrpo.weights.hf_folder import HfFolder
+from tests.dist.workers.harness import with_actors
 from tests.dist.workers.held import gradient_buffers, offload, optimiser_state
 from tests.dist.workers.recorded import recorded_logits
 from tests.dist.workers.samples import NUM_SAMPLES, VOCAB, samples
 from tests.padding import batch_of_rows, flat
 
-# A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into a full step.
-OPTIMIZER = {"lr": 1e-3, "adam_eps": 1e-4, "clip_grad": 0.5, "weight_decay": 0.01}
 # what hf_reference.py computes
 PLAIN = AlgorithmConfig.model_validate({"loss": {"name": "gpg"}, "aggregation": "token-mean"})
 RICH = AlgorithmConfig.model_validate(
@@ -331,34 +324,6 @@ JOBS = {
 }
 
 
-def config_of(job: dict, **own: Any) -> ActorConfig:
-    """The actor in the layout and with the micro-batches that a job asks for; what a program adds of its own."""
-    return ActorConfig(
-        world_size=int(os.environ["WORLD_SIZE"]),
-        parallel=ParallelConfig(**job.get("parallel", {})),
-        packing=job.get("packing", True),
-        micro_batch_tokens=job.get("budget", 64),
-        recompute=job.get("recompute", "none"),
-        megatron=job.get("megatron", {}),
-        deadline_s=120.0,
-        **own,
-    )
-
-
-def settings(job: dict) -> tuple[ActorConfig, OptimizerConfig]:
-    config = config_of(
-        job,
-        dtype=job.get("dtype", "float32"),
-        transformer_engine=job.get("transformer_engine", False),
-        logprob_chunk_tokens=32,
-        lora=LoraConfig(**job["lora"]) if "lora" in job else None,
-        draft=DraftConfig(**job["draft"]) if "draft" in job else None,
-        ddp=job.get("ddp", {}),
-    )
-    distributed, megatron = job.get("distributed", False), job.get("optimizer", {})
-    return config, OptimizerConfig(**OPTIMIZER, distributed=distributed, megatron=megatron)
-
-
 def main(folder: Path) -> None:
     def measure(actor: MegatronActor, job: dict) -> dict:
         overwritten = "load" in job and "lora" not in job
@@ -369,4 +334,4 @@ def main(folder: Path) -> None:
             actor.weights_loaded()
         return JOBS[job["do"]](actor, weights, job, folder)
 
-    with_actors(folder, settings, measure)
+    with_actors(folder, measure)

@@ -3,10 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-from tests.dist.workers.harness import with_actors  # comes first: it prepares the host for Megatron
-
-# isort: split
-
 import numpy as np
 import torch
 
@@ -18,10 +14,10 @@ from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
 from megagrpo.certify.measure import whole
 from megagrpo.checkpoint.groups import read_groups
-from megagrpo.config.schema import ActorConfig, OptimizerConfig
 from megagrpo.types import AlgoState, Batch, Rewards, Routing
 from megagrpo.weights.actor_weights import load_initial_weights
-from tests.dist.workers.actor_ranks import OPTIMIZER, PLAIN, config_of
+from tests.dist.workers.actor_ranks import PLAIN
+from tests.dist.workers.harness import with_actors
 from tests.dist.workers.routing_replay_ranks import backward, errors
 
 
@@ -89,8 +85,4 @@ def trees_job(actor: MegatronActor, job: dict) -> dict:
 
 
 def main(folder: Path) -> None:
-    def settings(job: dict) -> tuple[ActorConfig, OptimizerConfig]:
-        config = config_of(job, routing_replay="rollout" if job["replay"] else None)
-        return config, OptimizerConfig(**OPTIMIZER, distributed=False)
-
-    with_actors(folder, settings, trees_job)
+    with_actors(folder, trees_job)

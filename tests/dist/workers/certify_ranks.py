@@ -2,17 +2,13 @@
 
 from pathlib import Path
 
-from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
-
-# isort: split
-
 from megagrpo.certify.cases import Case
 from megagrpo.certify.measure import certify_ranks, measure
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ModelConfig
 from tests.dist.workers.certify_faults import planted
-from tests.dist.workers.harness import answer
+from tests.dist.workers.harness import DEVICE, answer
 
 
 def certified(job: dict, store: Path) -> dict:

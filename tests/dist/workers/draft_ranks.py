@@ -3,10 +3,6 @@
 import math
 from pathlib import Path
 
-from tests.dist.workers.harness import with_actors  # comes first: it prepares the host for Megatron
-
-# isort: split
-
 import torch
 
 from megagrpo.actor import step
@@ -14,7 +10,8 @@ from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.certify.measure import whole
 from megagrpo.weights.actor_weights import load_initial_weights
 from megagrpo.weights.hf_folder import HfFolder
-from tests.dist.workers.actor_ranks import RICH, batch_of, exported, settings
+from tests.dist.workers.actor_ranks import RICH, batch_of, exported
+from tests.dist.workers.harness import with_actors
 
 
 def measure(actor: MegatronActor, job: dict, folder: Path) -> dict:
@@ -51,4 +48,4 @@ def measure(actor: MegatronActor, job: dict, folder: Path) -> dict:
 
 
 def main(folder: Path) -> None:
-    with_actors(folder, settings, lambda actor, job: measure(actor, job, folder))
+    with_actors(folder, lambda actor, job: measure(actor, job, folder))

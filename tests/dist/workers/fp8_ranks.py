@@ -1,29 +1,19 @@
-"""One rank that loads an FP8 checkpoint, then its bfloat16 twin, and compares. usage: fp8_ranks.py FOLDER
+"""One rank that loads an FP8 checkpoint, then its bfloat16 twin, and compares.
 
 Also what the loading read and held, for bench/fp8_loading.py.
 """
 
-import json
-import os
-import sys
 import threading
 import time
-import warnings
 from pathlib import Path
 
-from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
-
-# isort: split
-
 import torch
-import torch.distributed as dist
 
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.certify.measure import OPTIMIZER, joined
-from megagrpo.config.schema import ActorConfig, ParallelConfig
 from megagrpo.weights.actor_weights import load_initial_weights, read_recorded
 from megagrpo.weights.copies.record import record_whole
 from megagrpo.weights.hf_folder import HfFolder
+from tests.dist.workers.harness import settings, with_actors
 
 
 class AnonymousMemory:
@@ -88,24 +78,7 @@ def loading_job(actor: MegatronActor, job: dict) -> dict:
 
 
 def main(folder: Path) -> None:
-    results = []
-    for number, job in enumerate(json.loads((folder / "jobs.json").read_text())):
-        config = ActorConfig(
-            world_size=int(os.environ["WORLD_SIZE"]),
-            parallel=ParallelConfig(**job["parallel"]),
-            dtype=job["dtype"],
-            deadline_s=300.0,
-        )
-        with joined(
-            folder / f"store{number}", config=config, optimizer=OPTIMIZER, model_path=job["model"], device=DEVICE
-        ) as actor:
-            everyone: list = [None] * actor.mesh.world_size
-            dist.all_gather_object(everyone, loading_job(actor, job))
-            results.append({"ranks": everyone})
-    if os.environ["RANK"] == "0":
-        (folder / "results.json").write_text(json.dumps(results))
+    def everyones(actor: MegatronActor, job: dict) -> dict:
+        return {"ranks": actor.mesh.gather_world(loading_job(actor, job))}
 
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    main(Path(sys.argv[1]))
+    with_actors(folder, everyones, lambda job: settings({"deadline_s": 300.0} | job))

@@ -5,13 +5,16 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
-
-# isort: split
+import torch
 
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.certify.measure import joined
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
+
+DEVICE = torch.device("cpu")
+# A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into a full step.
+OPTIMIZER = {"lr": 1e-3, "adam_eps": 1e-4, "clip_grad": 0.5, "weight_decay": 0.01}
+SMALL = {"logprob_chunk_tokens": 32, "deadline_s": 120.0}
 
 
 def answer(folder: Path, of_job: Callable[[dict, Path], dict]) -> None:
@@ -26,16 +29,29 @@ def answer(folder: Path, of_job: Callable[[dict, Path], dict]) -> None:
         (folder / name).write_text(text)
 
 
+def settings(job: dict) -> tuple[ActorConfig, OptimizerConfig]:
+    """What a job asks for by names of `actor`'s settings, and whether its optimizer is `distributed`.
+
+    budget: tokens of a micro-batch; optimizer: settings of Megatron's.
+    """
+    fields = {name: job[name] for name in ActorConfig.model_fields.keys() - {"optimizer"} if name in job}
+    own = {"world_size": int(os.environ["WORLD_SIZE"]), "micro_batch_tokens": job.get("budget", 64)}
+    distributed, megatron = job.get("distributed", False), job.get("optimizer", {})
+    optimizer = OptimizerConfig(**OPTIMIZER, distributed=distributed, megatron=megatron)
+    return ActorConfig.model_validate(SMALL | own | fields), optimizer
+
+
 def with_actors(
     folder: Path,
-    settings: Callable[[dict], tuple[ActorConfig, OptimizerConfig]],
     measure: Callable[[MegatronActor, dict], dict],
+    settings: Callable[[dict], tuple[ActorConfig, OptimizerConfig]] = settings,
 ) -> None:
     """Answers every job by `measure(actor, job)`; a float becomes the largest of all ranks."""
 
     def of_job(job: dict, store: Path) -> dict:
         config, optimizer = settings(job)
-        with joined(store, config=config, optimizer=optimizer, model_path=job["model"], device=DEVICE) as actor:
+        options = {"config": config, "optimizer": optimizer, "device": DEVICE}
+        with joined(store, model_path=job["model"], **options) as actor:
             result = measure(actor, job)
             floats = {name: value for name, value in result.items() if isinstance(value, float)}
             everyone = actor.mesh.gather_world(floats)

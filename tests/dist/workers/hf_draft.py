@@ -10,9 +10,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
-from tests.dist.workers.hf_families import CONFIGS
+from tests.dist.workers.hf_reference import CONFIGS, random_model, stir
 from tests.dist.workers.samples import LENGTHS, samples
 
 LAYERS = 4
@@ -22,16 +21,11 @@ def write_model(folder: Path, name: str) -> None:
     """Leaves the folder `name`, and the draft's loss and gradients in `name`.pt."""
     batch, config = samples(), CONFIGS[name]()
     config.num_hidden_layers = LAYERS + 1
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    model = random_model(config)
     hidden = config.hidden_size
     own = {n: 1 + 0.2 * torch.randn(hidden) for n in ("enorm", "hnorm", "shared_head.norm")}
     own["eh_proj"] = torch.randn(hidden, 2 * hidden) * (2 * hidden) ** -0.5
-    biases = [buffer for key, buffer in model.named_buffers() if key.endswith("e_score_correction_bias")]
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *biases]:
-            if tensor.dim() == 1:
-                tensor += 0.2 * torch.randn_like(tensor)
+    stir(model)
     model.save_pretrained(folder / name)
     prefix = f"model.layers.{LAYERS}."
     file = folder / name / "model.safetensors"

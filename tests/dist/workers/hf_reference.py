@@ -1,13 +1,26 @@
 """Random Hugging Face models, and their logits and gradients by transformers: the truth for the actor's tests.
 
-A process of its own: transformers' models and the trainer's shims do not share one. usage: hf_reference.py FOLDER
+A process of its own: transformers' models and the trainer's shims do not share one.
+usage: hf_reference.py FOLDER NAME...
 """
 
+import json
 import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from tests.dist.workers.samples import LENGTHS, NUM_SAMPLES, VOCAB, WIDTH, samples
 
@@ -27,6 +40,22 @@ _LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192, "rope_theta": 5e5,
 }  # fmt: skip
+_PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+_YARN = {
+    "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "rope_theta": 1e4,
+}  # fmt: skip
+_MLA = SIZES | {
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}  # fmt: skip
+_GROUPS = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
+_NO_GROUPS = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}
+_ROUTED = {
+    "n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+    "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+}  # fmt: skip
+_GLM = SIZES | _ROUTED | _NO_GROUPS | {"head_dim": 32, "rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.5}}
 CONFIGS = {
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=32),
     "qwen3_tied": lambda: Qwen3Config(**(SIZES | {"tie_word_embeddings": True}), head_dim=32),
@@ -34,24 +63,37 @@ CONFIGS = {
     "qwen3_moe_raw": lambda: Qwen3MoeConfig(**SIZES, **_MOE, norm_topk_prob=False),
     "qwen2": lambda: Qwen2Config(**SIZES),
     "llama": lambda: LlamaConfig(**SIZES, rope_parameters=_LLAMA3),
-}
+    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=8, num_experts_per_tok=2, rope_parameters=_PLAIN),
+    "glm4_moe": lambda: Glm4MoeConfig(**_GLM, use_qk_norm=True, attention_bias=True),
+    "glm4_moe_air": lambda: Glm4MoeConfig(**_GLM, use_qk_norm=False, attention_bias=True),
+    "deepseek_v3": lambda: DeepseekV3Config(**_MLA, **_ROUTED, **_GROUPS, rope_parameters=_YARN),
+    "deepseek_v3_plain": lambda: DeepseekV3Config(**_MLA, **_ROUTED, **_GROUPS, rope_parameters=_PLAIN),
+    # no low rank of queries, no groups, no YaRN; transformers gives the latents' norms an epsilon of 1e-6 always
+    "moonlight": lambda: DeepseekV3Config(
+        **(_MLA | {"q_lora_rank": None}), **(_ROUTED | {"n_shared_experts": 2}), **_NO_GROUPS, rms_norm_eps=1e-6,
+        rope_parameters=_PLAIN,
+    ),
+}  # fmt: skip
 
 
-def main(folder: Path) -> None:
-    for name, make in CONFIGS.items():
-        write_model(folder, name, make())
+def random_model(config: PretrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+
+
+def stir(model: PreTrainedModel) -> None:
+    """Norms of one and biases of zero would hide a mistake."""
+    biases = [buffer for key, buffer in model.named_buffers() if key.endswith("e_score_correction_bias")]
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *biases]:
+            if tensor.dim() == 1:
+                tensor += 0.2 * torch.randn_like(tensor)
 
 
 def write_model(folder: Path, name: str, config: PretrainedConfig) -> None:
     """Leaves the folder `name`, `name`.gradients beside it, and logits and loss in `name`.pt."""
-    batch = samples()
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
-    biases = [buffer for key, buffer in model.named_buffers() if key.endswith("e_score_correction_bias")]
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *biases]:
-            if tensor.dim() == 1:  # norms of one and biases of zero would hide a mistake
-                tensor += 0.2 * torch.randn_like(tensor)
+    batch, model = samples(), random_model(config)
+    stir(model)
     model.save_pretrained(folder / name)
     logits = torch.zeros(NUM_SAMPLES, WIDTH, VOCAB)
     loss = torch.zeros(())
@@ -62,6 +104,9 @@ def write_model(folder: Path, name: str, config: PretrainedConfig) -> None:
         chosen = row.log_softmax(-1)[torch.arange(length - 1), tokens[1:]]
         loss = loss - (chosen * batch["advantages"][i, 1:length]).sum() / batch["mask"].sum()
     loss.backward()
+    if config.model_type == "deepseek_v3":  # published files have it, engines ask for it, transformers drops it
+        file = folder / name / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"moe_layer_freq": 1}))
     torch.save({"logits": logits, "loss": float(loss)}, folder / f"{name}.pt")
     # written by the model's own saver, gradients get the checkpoint's names and shapes
     for parameter in model.parameters():
@@ -70,4 +115,5 @@ def write_model(folder: Path, name: str, config: PretrainedConfig) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    for name in sys.argv[2:]:
+        write_model(Path(sys.argv[1]), name, CONFIGS[name]())

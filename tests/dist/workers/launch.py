@@ -46,10 +46,10 @@ def _on_mesh(rank: int, world: int, replicas: int, folder: Path, function: Calla
     return result
 
 
-def run_transformers(folder: Path, script: str = "hf_reference.py") -> None:
+def run_transformers(folder: Path, script: str, *names: str) -> None:
     """Runs a script on transformers' models, which the trainer's shims keep out of this process."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-W", "ignore", str(WORKERS / script), str(folder)]
+    command = [sys.executable, "-W", "ignore", str(WORKERS / script), str(folder), *names]
     variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     env = environment.child_environment(variables, [str(SHIMS), str(WORKERS.parents[2])])
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LIMIT_S)

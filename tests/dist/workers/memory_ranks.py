@@ -5,10 +5,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from tests.dist.workers.harness import with_actors  # comes first: it prepares the host for Megatron
-
-# isort: split
-
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -22,6 +18,7 @@ from megagrpo.families.table import model_tensors
 from megagrpo.types import Batch, Rewards
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.copies.record import record_copies
+from tests.dist.workers.harness import with_actors
 from tests.dist.workers.held import gradient_buffers
 
 ALGORITHM = AlgorithmConfig.model_validate(
@@ -150,4 +147,4 @@ def main(folder: Path) -> None:
         config = ActorConfig.model_validate(options)
         return config, config.optimizer
 
-    with_actors(folder, settings, lambda actor, job: measure(actor, job["lengths"], allocator=world == 1))
+    with_actors(folder, lambda actor, job: measure(actor, job["lengths"], allocator=world == 1), settings)

@@ -3,23 +3,20 @@
 from dataclasses import replace
 from pathlib import Path
 
-from tests.dist.workers.harness import with_actors  # comes first: it prepares the host for Megatron
-
-# isort: split
-
 import torch
 
 from megagrpo.actor import step
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.batching.updates import one_pass
-from megagrpo.config.schema import ExperimentConfig, OptimizerConfig
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.monitor.alarm import MismatchAlarm
 from megagrpo.monitor.dump import read_dump
 from megagrpo.run import Run, RunRecord
 from megagrpo.tasks.replay import compare
 from megagrpo.types import Batch, TrainState
 from megagrpo.weights.actor_weights import load_initial_weights
-from tests.dist.workers.actor_ranks import OPTIMIZER, RICH, batch_of, config_of
+from tests.dist.workers.actor_ranks import RICH, batch_of
+from tests.dist.workers.harness import with_actors
 from tests.dist.workers.routing_replay_ranks import with_planted
 from tests.dist.workers.samples import NUM_SAMPLES
 
@@ -27,18 +24,7 @@ NUM_UPDATES, BAD_SAMPLE, WEIGHT_VERSION = 2, 1, 4
 
 
 def main(folder: Path) -> None:
-    with_actors(
-        folder,
-        lambda job: (
-            config_of(job, logprob_chunk_tokens=32, routing_replay="rollout" if replays(job) else None),
-            OptimizerConfig(**OPTIMIZER, distributed=job["distributed"]),
-        ),
-        one_bad_sample,
-    )
-
-
-def replays(job: dict) -> bool:
-    return job["model"].endswith("moe")
+    with_actors(folder, one_bad_sample)
 
 
 def one_bad_sample(actor: MegatronActor, job: dict) -> dict:
@@ -46,7 +32,7 @@ def one_bad_sample(actor: MegatronActor, job: dict) -> dict:
     load_initial_weights(actor, job["model"])
     initial = weights(actor)
     batch = replace(batch_of(actor.mesh), updates=one_pass(NUM_SAMPLES, NUM_UPDATES))
-    batch = with_planted(actor, batch) if replays(job) else batch
+    batch = with_planted(actor, batch) if actor.routing is not None else batch
     values, _ = step.update(actor, with_infinity(batch), RICH, 1.0, 32)
     with_bad = weights(actor)
     skipped = inspect(actor, job, "skip", with_infinity(batch), values)

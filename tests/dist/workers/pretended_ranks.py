@@ -3,10 +3,6 @@
 import os
 from pathlib import Path
 
-from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
-
-# isort: split
-
 import torch.distributed as dist
 
 from megagrpo.actor.dry_run import record_trainer_rank
@@ -14,7 +10,7 @@ from megagrpo.certify.measure import joined
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
 from megagrpo.planning.recordings import representative_ranks
 from megagrpo.weights.actor_weights import load_initial_weights
-from tests.dist.workers.harness import answer
+from tests.dist.workers.harness import DEVICE, answer
 
 
 def compare(config: ActorConfig, model: str, store: Path) -> dict:

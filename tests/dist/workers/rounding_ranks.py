@@ -2,30 +2,14 @@
 
 from pathlib import Path
 
-from tests.dist.workers.harness import with_actors  # comes first: it prepares the host for Megatron
-
-# isort: split
-
 import torch
 
 from megagrpo.actor import step
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.certify.measure import whole
-from megagrpo.config.actor import DraftConfig
-from megagrpo.config.schema import ActorConfig, OptimizerConfig
 from megagrpo.weights.actor_weights import load_initial_weights
-from tests.dist.workers.actor_ranks import OPTIMIZER, RICH, batch_of, config_of, gradient
-
-
-def settings(job: dict) -> tuple[ActorConfig, OptimizerConfig]:
-    config = config_of(
-        job,
-        dtype=job["dtype"],
-        draft=DraftConfig() if job["draft"] else None,
-        fake_quantization=job.get("fake_quantization"),
-        ddp=job.get("ddp", {}),
-    )
-    return config, OptimizerConfig(**OPTIMIZER, distributed=True)
+from tests.dist.workers.actor_ranks import RICH, batch_of, gradient
+from tests.dist.workers.harness import OPTIMIZER, with_actors
 
 
 def measure(actor: MegatronActor, job: dict) -> dict:
@@ -33,7 +17,7 @@ def measure(actor: MegatronActor, job: dict) -> dict:
 
     Tells whether forwards left a weight changed.
     """
-    weights = load_initial_weights(actor, job["model"], draft=job["draft"])
+    weights = load_initial_weights(actor, job["model"], draft="draft" in job)
     actor.keep_reference()
     trained, state = actor.trained_weights(weights), {}
     before = {name: parameter.detach().clone() for name, parameter in actor.parameters().items()}
@@ -62,4 +46,4 @@ def measure(actor: MegatronActor, job: dict) -> dict:
 
 
 def main(folder: Path) -> None:
-    with_actors(folder, settings, measure)
+    with_actors(folder, measure)

@@ -3,10 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-from tests.dist.workers.harness import with_actors  # comes first: it prepares the host for Megatron
-
-# isort: split
-
 import torch
 import torch.distributed as dist
 
@@ -14,10 +10,9 @@ from megagrpo.actor import step
 from megagrpo.actor.megatron.model import routers
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.certify.measure import ratios, whole
-from megagrpo.config.actor import RouterLossConfig
-from megagrpo.config.schema import ActorConfig, OptimizerConfig
 from megagrpo.weights.actor_weights import load_initial_weights
-from tests.dist.workers.actor_ranks import OPTIMIZER, PLAIN, batch_of, config_of, gradient
+from tests.dist.workers.actor_ranks import PLAIN, batch_of, gradient
+from tests.dist.workers.harness import with_actors
 
 
 def biases(actor: MegatronActor) -> dict[int, list[float]]:
@@ -91,8 +86,8 @@ def losses_by_hand(actor: MegatronActor, balance: float, z: float) -> dict[str, 
 def losses_job(actor: MegatronActor, job: dict) -> dict:
     """With advantages of 0 the routers' losses alone have a gradient; the reference job writes what is by hand."""
     weights = actor.trained_weights(load_initial_weights(actor, job["model"]))
-    if "write" in job:
-        total = losses_by_hand(actor, **job["losses"])
+    if "by_hand" in job:
+        total = losses_by_hand(actor, **job["by_hand"])
         torch.save(total | {"gradients": whole(weights, actor.gradients(), actor.mesh)}, job["reference"])
         return {}
     reference = torch.load(job["reference"])
@@ -112,11 +107,4 @@ def losses_job(actor: MegatronActor, job: dict) -> dict:
 
 
 def main(folder: Path) -> None:
-    def settings(job: dict) -> tuple[ActorConfig, OptimizerConfig]:
-        losses = RouterLossConfig(**job["losses"]) if "losses" in job and "write" not in job else None
-        config = config_of(job, router_bias_update=job.get("rate"), router_losses=losses)
-        return config, OptimizerConfig(**OPTIMIZER, distributed="losses" not in job)
-
-    with_actors(
-        folder, settings, lambda actor, job: losses_job(actor, job) if "losses" in job else bias_job(actor, job)
-    )
+    with_actors(folder, lambda actor, job: (losses_job if "reference" in job else bias_job)(actor, job))

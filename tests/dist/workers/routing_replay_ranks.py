@@ -4,10 +4,6 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from tests.dist.workers.harness import with_actors  # comes first: it prepares the host for Megatron
-
-# isort: split
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,11 +12,10 @@ from megagrpo.actor import step
 from megagrpo.actor.megatron.model import routers
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.certify.measure import ratios, whole
-from megagrpo.config.actor import RouterLossConfig
-from megagrpo.config.schema import ActorConfig, OptimizerConfig
 from megagrpo.types import Batch, Routing
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
-from tests.dist.workers.actor_ranks import OPTIMIZER, PLAIN, batch_of, config_of
+from tests.dist.workers.actor_ranks import PLAIN, batch_of
+from tests.dist.workers.harness import with_actors
 from tests.dist.workers.samples import LENGTHS, NUM_SAMPLES, WIDTH
 from tests.padding import flat, padded
 
@@ -168,9 +163,4 @@ def replay_job(actor: MegatronActor, job: dict) -> dict:
 
 
 def main(folder: Path) -> None:
-    def settings(job: dict) -> tuple[ActorConfig, OptimizerConfig]:
-        losses = RouterLossConfig(**job["losses"]) if "losses" in job else None
-        config = config_of(job, routing_replay="rollout", router_bias_update=job.get("rate"), router_losses=losses)
-        return config, OptimizerConfig(**OPTIMIZER, distributed=False)
-
-    with_actors(folder, settings, replay_job)
+    with_actors(folder, replay_job)

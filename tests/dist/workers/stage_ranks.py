@@ -5,10 +5,6 @@ import time
 from functools import partial
 from pathlib import Path
 
-from tests.dist.workers.harness import with_actors  # comes first: it prepares the host for Megatron
-
-# isort: split
-
 import torch
 
 from megagrpo.actor import step
@@ -17,10 +13,11 @@ from megagrpo.actor.saving import load_actor, save_actor
 from megagrpo.certify.measure import ratios, whole
 from megagrpo.checkpoint import save as checkpoint
 from megagrpo.checkpoint.save import RunIdentity
-from megagrpo.config.schema import CheckpointConfig, OptimizerConfig
+from megagrpo.config.schema import CheckpointConfig
 from megagrpo.types import TrainState
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
-from tests.dist.workers.actor_ranks import OPTIMIZER, RICH, batch_of, config_of, gradient
+from tests.dist.workers.actor_ranks import RICH, batch_of, gradient
+from tests.dist.workers.harness import with_actors
 from tests.dist.workers.recorded import recorded_logits
 from tests.dist.workers.samples import NUM_SAMPLES, VOCAB, WIDTH
 
@@ -125,11 +122,4 @@ JOBS = {"equality": equality_job, "clock": clock_job, "background": background_j
 
 
 def main(folder: Path) -> None:
-    with_actors(
-        folder,
-        lambda job: (
-            config_of(job, logprob_chunk_tokens=32),
-            OptimizerConfig(**OPTIMIZER, distributed=job.get("distributed", False)),
-        ),
-        lambda actor, job: JOBS[job["do"]](actor, load_initial_weights(actor, job["model"]), job),
-    )
+    with_actors(folder, lambda actor, job: JOBS[job["do"]](actor, load_initial_weights(actor, job["model"]), job))

@@ -6,20 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
-from tests.dist.workers import actor_ranks  # comes first: it prepares the host for Megatron
-
-# isort: split
-
 import torch
 
 from megagrpo.actor import step
 from megagrpo.actor.megatron.vision import Sight
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.config.actor import VisionConfig
-from megagrpo.config.schema import ActorConfig, OptimizerConfig
 from megagrpo.types import Batch
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
-from tests.dist.workers import recorded
+from tests.dist.workers import actor_ranks, recorded
 from tests.dist.workers.harness import with_actors
 from tests.dist.workers.vision_samples import NUM_SAMPLES, VOCAB, images_of, pixels, samples
 
@@ -30,11 +24,6 @@ def batch_of(mesh, shift: int = 0, keep: int = NUM_SAMPLES) -> Batch:
     """Tokens stay as they are: `shift` would move placeholders."""
     batch = _batch_of(mesh, 0, keep)
     return replace(batch, images=tuple(images_of(int(number)) for number in batch.sample_ids))
-
-
-def settings(job: dict) -> tuple[ActorConfig, OptimizerConfig]:
-    config, optimizer = actor_ranks.settings(job)
-    return config.model_copy(update={"vision": VisionConfig(train=job.get("train", "all"))}), optimizer
 
 
 def swapped_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
@@ -105,4 +94,4 @@ def main(folder: Path) -> None:
         stack.enter_context(patch.multiple(actor_ranks, samples=samples, NUM_SAMPLES=NUM_SAMPLES, batch_of=batch_of))
         stack.enter_context(patch.multiple(recorded, VOCAB=VOCAB))
         stack.enter_context(patch.multiple(actor_ranks, VOCAB=VOCAB))
-        with_actors(folder, settings, measure)
+        with_actors(folder, measure)

@@ -12,10 +12,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-from tests.dist.workers.harness import with_actors  # comes first: it prepares the host for Megatron
-
-# isort: split
-
 import megatron.core
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,10 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import megagrpo
 from megagrpo.actor import step
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.config.actor import RouterLossConfig
-from megagrpo.config.schema import ActorConfig, OptimizerConfig
 from megagrpo.weights.actor_weights import load_initial_weights
-from tests.dist.workers.actor_ranks import OPTIMIZER, RICH, batch_of, config_of
+from tests.dist.workers.actor_ranks import RICH, batch_of
+from tests.dist.workers.harness import with_actors
 from tests.dist.workers.routing_replay_ranks import with_planted
 
 SIZED_BY_VALUES = ("nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "bincount")
@@ -128,7 +123,7 @@ def watched_schedule() -> Iterator[Waits]:
 def measure(actor: MegatronActor, job: dict) -> dict:
     load_initial_weights(actor, job["model"])
     batch = batch_of(actor.mesh)
-    batch = with_planted(actor, batch) if job["experts"] else batch
+    batch = with_planted(actor, batch) if actor.routing is not None else batch
     with watched_schedule() as waits:
         step.update(actor, batch, RICH, 1.0, 32)
     waited = {f"{what} {place}": count for (what, place), count in waits.counts.items()}
@@ -138,9 +133,4 @@ def measure(actor: MegatronActor, job: dict) -> dict:
 
 
 def main(folder: Path) -> None:
-    def settings(job: dict) -> tuple[ActorConfig, OptimizerConfig]:
-        experts = {"router_losses": RouterLossConfig(balance=0.1, z=0.1), "routing_replay": "rollout"}
-        config = config_of(job, logprob_chunk_tokens=32, **(experts if job["experts"] else {}))
-        return config, OptimizerConfig(**OPTIMIZER)
-
-    with_actors(folder, settings, measure)
+    with_actors(folder, measure)

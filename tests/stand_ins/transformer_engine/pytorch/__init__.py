@@ -4,13 +4,12 @@ from . import attention, distributed, fp8, module, ops, optimizers, permutation,
 from .attention import DotProductAttention
 from .distributed import CudaRNGStatesTracker, checkpoint
 from .fp8 import fp8_autocast, fp8_model_init
-from .module import GroupedLinear, LayerNorm, LayerNormLinear, Linear, RMSNorm
+from .module import GroupedLinear, LayerNormLinear, Linear, RMSNorm
 
 __all__ = [
     "CudaRNGStatesTracker",
     "DotProductAttention",
     "GroupedLinear",
-    "LayerNorm",
     "LayerNormLinear",
     "Linear",
     "RMSNorm",

@@ -4,6 +4,6 @@ from .base import TransformerEngineBaseModule
 from .grouped_linear import GroupedLinear
 from .layernorm_linear import LayerNormLinear
 from .linear import Linear
-from .norms import LayerNorm, RMSNorm
+from .norms import RMSNorm
 
-__all__ = ["GroupedLinear", "LayerNorm", "LayerNormLinear", "Linear", "RMSNorm", "TransformerEngineBaseModule"]
+__all__ = ["GroupedLinear", "LayerNormLinear", "Linear", "RMSNorm", "TransformerEngineBaseModule"]

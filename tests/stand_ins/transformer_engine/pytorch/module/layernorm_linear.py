@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .base import TransformerEngineBaseModule
-from .norms import layer_norm, rms_norm
+from .norms import rms_norm
 
 
 class LayerNormLinear(TransformerEngineBaseModule):
@@ -44,7 +44,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
         name: str | None = None,
     ) -> None:
         super().__init__()
-        assert normalization in ("LayerNorm", "RMSNorm"), "Unsupported normalization type!"
+        assert normalization == "RMSNorm", "the stand-in for Transformer Engine has this norm alone"
         refused = (parameters_split, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad)
         if any(refused) or delay_wgrad_compute or symmetric_ar_type is not None:
             raise NotImplementedError("the stand-in for Transformer Engine overlaps, delays and splits nothing")
@@ -58,12 +58,8 @@ class LayerNormLinear(TransformerEngineBaseModule):
         self.use_bias, self.return_bias, self.apply_bias = bias, return_bias, bias and not return_bias
         self.ub_name, self.name = ub_name, name
         self.layer_norm_bias = None
-        norms = ["layer_norm_weight"] + (["layer_norm_bias"] if normalization == "LayerNorm" else [])
-        for norm in norms:
-            fill = torch.ones if norm.endswith("weight") else torch.zeros
-            parameter = torch.nn.Parameter(fill(self.in_features, dtype=dtype, device=device))
-            parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]  # read by Megatron
-            setattr(self, norm, parameter)
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(self.in_features, dtype=dtype, device=device))
+        self.layer_norm_weight.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]  # Megatron's
         self._new_weight("weight", self.out_features, self.in_features, dtype, device, init_method)
         self._new_bias("bias", self.out_features, bias, dtype, device)
 
@@ -75,8 +71,4 @@ class LayerNormLinear(TransformerEngineBaseModule):
         fp8_grad: bool | None = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Maps [s / tp or s, ..., in] to [s or s / tp, ..., out], and the bias beside it where it is to be returned."""
-        if self.normalization == "RMSNorm":
-            normed = rms_norm(inp, self.layer_norm_weight, self.eps)
-        else:
-            normed = layer_norm(inp, self.layer_norm_weight, self.layer_norm_bias, self.eps)
-        return self._product(normed)
+        return self._product(rms_norm(inp, self.layer_norm_weight, self.eps))
