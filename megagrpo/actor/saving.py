@@ -200,8 +200,10 @@ def load_actor(actor: MegatronActor, folder: Path) -> None:
         if updates_done:
             _check_kind_of_optimizer(actor, metadata, folder)
             for part in actor.optimizer.chained_optimizers:
-                if isinstance(part, DistributedOptimizer) and not part.optimizer.state:
-                    internals_0_16.allocate_state(part)
+                if isinstance(part, DistributedOptimizer):
+                    if not part.optimizer.state:
+                        internals_0_16.allocate_state(part)
+                    internals_0_16.load_in_place(part)
         wanted = _sharded_state(actor, updates_done, metadata, is_loading=True)
         if common["layout"] != wanted["layout"]:
             del wanted["rng"]

@@ -275,12 +275,12 @@ class ActorConfig(Section):
         return {text: self.world_size % size}
 
     def excludes(self, experiment: "ExperimentConfig") -> Problems:
-        sglang, words = experiment.rollout.sglang, experiment.rollout.extra_args
-        chunk, by_engine = sglang.get("chunked_prefill_size"), self.routing_replay == "rollout"
+        rollout, by_engine = experiment.rollout, self.routing_replay == "rollout"
+        chunk = rollout.sglang.get("chunked_prefill_size")
         unchunked = by_engine and isinstance(chunk, int) and chunk <= 0
-        read = (experiment.rollout.draft_tokens or 0) + 1  # tokens of a request in one forward of the model
-        held = experiment.rollout.max_running_requests * read
-        halves = sglang.get("enable_two_batch_overlap") or any(word.startswith("--enable-two") for word in words)
+        read = (rollout.draft_tokens or 0) + 1  # tokens of a request in one forward of the model
+        held = rollout.max_running_requests * read
+        halves = rollout.sets("enable_two_batch_overlap")
         return {
             "actor.routing_replay old changes nothing with one update a step: the weights before it are those that "
             "choose the experts; remove it, raise train.num_updates_per_step or num_epochs_per_step, or set it to "
@@ -294,4 +294,7 @@ class ActorConfig(Section):
             "neither": self.fake_quantization and experiment.rollout.quantization is None,
             "actor.routing_replay rollout with SGLang's enable_two_batch_overlap, which keeps the experts of a batch's "
             "second half where those of the first are; remove one of them": by_engine and halves,
+            "actor.routing_replay rollout with SGLang's enable_hierarchical_cache: for what comes back from the host "
+            "it returns another token's experts; remove one of "
+            "them": by_engine and rollout.sets("enable_hierarchical_cache"),
         }

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from megagrpo.config.schema import ExperimentConfig
 
 _BESIDE_TRAINERS = 0.6  # of a GPU's memory
+_KERNELS_COMPILED_S = 3600.0  # FP8's, on GPUs at the first start on a node
 
 
 class ToolConfig(Section):
@@ -222,7 +223,9 @@ class RolloutConfig(Section):
     step_timeout_s: PositiveFloat = 3600.0
     """Seconds for all groups of a step, of each batch under dynamic sampling, or of an evaluation."""
     retries: PositiveInt = Field(default=8, description="Times that one request is tried again.")
-    start_timeout_s: PositiveFloat = Field(default=300.0, description="Seconds for an engine, or for Ray, to start.")
+    start_timeout_s: PositiveFloat = 300.0
+    """Seconds for an engine, or for Ray, to start; default with `quantization`, whose kernels are compiled at the first
+    start on a node: 3600."""
     health_timeout_s: PositiveFloat | None = None
     """Seconds of silence after which an engine is started again; longer than the longest forward pass. Default: 300 on
     GPUs, where the first pass of a length compiles kernels; 60 on a CPU."""
@@ -253,11 +256,19 @@ class RolloutConfig(Section):
         """Returns health_timeout_s, in seconds, of engines on GPUs or on a CPU."""
         return self.health_timeout_s or (300.0 if cuda else 60.0)
 
+    def sets(self, name: str) -> bool:
+        """Returns whether a field of ServerArgs is given and true, in `sglang` or by its option in `extra_args`."""
+        option = "--" + name.replace("_", "-")
+        words = [word.partition("=")[0] for word in self.extra_args if word.startswith("--")]
+        return bool(self.sglang.get(name)) or any(map(option.startswith, words))  # argparse takes abbreviations
+
     @model_validator(mode="before")
     @classmethod
-    def _memory_shared_with_trainers(cls, given: object) -> object:
+    def _defaults_of_others(cls, given: object) -> object:
         if isinstance(given, dict) and given.get("colocate") is True:
-            return {"mem_fraction": _BESIDE_TRAINERS} | given
+            given = {"mem_fraction": _BESIDE_TRAINERS} | given
+        if isinstance(given, dict) and given.get("quantization") is not None:
+            given = {"start_timeout_s": _KERNELS_COMPILED_S} | given
         return given
 
     def problems(self) -> Problems:

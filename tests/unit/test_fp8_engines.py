@@ -143,6 +143,12 @@ def test_families_that_sglang_cannot_hold_in_fp8_are_refused():
         assert problem.startswith("rollout.quantization fp8: ") and reason in problem
 
 
+def test_engines_have_an_hour_to_compile_kernels_unless_the_file_says_otherwise():
+    given = {"quantization": "fp8", "dtype": "bfloat16"}
+    found = [experiments.experiment(rollout=r).rollout for r in ({}, given, given | {"start_timeout_s": 60})]
+    assert [rollout.start_timeout_s for rollout in found] == [300, 3600, 60]
+
+
 def test_engines_start_from_a_description_in_fp8(tmp_path):
     model, run = tmp_path / "model", RunFolder(tmp_path / "run")
     model.mkdir()

@@ -35,6 +35,7 @@ REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
     ([REPLAY, "rollout.sglang={chunked_prefill_size: -1}"], "chunked_prefill_size -1: SGLang keeps the experts"),
     ([REPLAY, "rollout.sglang={enable_two_batch_overlap: true}"], "enable_two_batch_overlap, which keeps the"),
     ([REPLAY, "rollout.extra_args=[--enable-two-batch-overlap]"], "enable_two_batch_overlap, which keeps the"),
+    ([REPLAY, "rollout.extra_args=[--enable-hier, --hicache-size=8]"], "it returns another token's experts"),
     (["rollout.sglang={enable_return_routed_experts: true}"], "is set by actor.routing_replay: rollout"),
     (["actor.megatron={moe_enable_routing_replay: true}"], "actor.routing_replay"),
     # engines in FP8

@@ -22,6 +22,7 @@ from megagrpo.weights.engines.client import EngineConnection, EngineDown
 from megagrpo.weights.engines.loader import engine_end
 from megagrpo.weights.exchange import TRANSPORTS
 from megagrpo.weights.transports import broadcast as transport_broadcast
+from megagrpo.weights.transports import disk
 from megagrpo.weights.transports.protocol import TrainerWeights
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.mailbox import Mailbox
@@ -196,6 +197,18 @@ def test_disk_gives_the_same_parameters_and_keeps_the_last_version_only(engine, 
         trainer.publish_and_compare()
         trainer.exchange.verify()
         assert [path.name for path in (tmp_path / "weights").iterdir()] == [f"v{version}"]
+
+
+def test_engines_have_half_of_what_is_left_when_a_checkpoint_is_written(engine, tmp_path, monkeypatch):
+    """Not half of what was left before: a large model's writing would use it up, and healthy engines count as dead."""
+    write = disk.write_hf_folder
+
+    def slowly(*args) -> None:
+        time.sleep(5)
+        write(*args)
+
+    monkeypatch.setattr(disk, "write_hf_folder", slowly)
+    Trainer(tmp_path, engine, "disk", timeout_s=8.0).publish_and_compare()
 
 
 def test_reshard_sends_every_slice_once_and_leaves(engine, tmp_path):

@@ -101,6 +101,28 @@ def allocate_state(optimizer: DistributedOptimizer) -> None:
     optimizer._init_optimizer_states_with_dummy_values()
 
 
+def load_in_place(optimizer: DistributedOptimizer) -> None:
+    """Lets loading write into the state that is allocated.
+
+    Transformer Engine's Adam would cast all of it to the parameters' type and make it anew beside the old one.
+    """
+    inner = optimizer.optimizer
+    if not hasattr(inner, "set_scaled_state"):  # torch's, or the hybrid one
+        return
+
+    def load_groups(state: dict) -> None:
+        for group, saved in zip(inner.param_groups, state["param_groups"], strict=True):
+            group.update({name: value for name, value in saved.items() if name != "params"})
+
+    inner.load_state_dict = load_groups
+
+
+def forget_fp8_weights(model: torch.nn.Module) -> None:
+    """Frees Transformer Engine's copies of weights in FP8, which the next first micro-batch makes again."""
+    for module in model.modules():
+        getattr(module, "_fp8_workspaces", {}).clear()
+
+
 def sync_hybrid_state(optimizer: DistributedOptimizer) -> None:
     """Copies loaded state into the parts of an offloaded optimizer; only the fully reshardable form does it itself."""
     optimizer.optimizer._sync_hdo_state_to_sub_optimizers()

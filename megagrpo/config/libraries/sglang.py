@@ -141,9 +141,9 @@ def engine_setting_problems(rollout: RolloutConfig) -> Iterator[tuple[tuple[str,
         yield ("rollout", "extra_args"), problem
     if rollout.sglang.get("dp_size", 1) != 1 and not rollout.sglang.get("enable_dp_attention"):
         yield ("rollout", "sglang", "dp_size"), f"is refused without enable_dp_attention: {_RANKS}; raise num_engines"
-    if _has(rollout, "enable_hierarchical_cache"):
+    if rollout.sets("enable_hierarchical_cache"):
         where, sizes = ("rollout", "sglang", "enable_hierarchical_cache"), ("hicache_size", "hicache_ratio")
-        if not any(_has(rollout, name) for name in sizes):
+        if not any(map(rollout.sets, sizes)):
             why = "SGLang would take 80 % of the node's free memory, and trainers and checkpoints need some"
             yield where, f"needs hicache_size, GB of host memory for each engine rank, or hicache_ratio: {why}"
         if rollout.draft_tokens:
@@ -151,12 +151,6 @@ def engine_setting_problems(rollout: RolloutConfig) -> Iterator[tuple[tuple[str,
         if rollout.max_staleness or rollout.extra_groups or rollout.lend_trainers:
             why = "paused with requests, SGLang ends no copies to the host, and its flush asserts that there are none"
             yield where, f"is refused with rollout.max_staleness, extra_groups and lend_trainers: {why}"
-
-
-def _has(rollout: RolloutConfig, name: str) -> bool:
-    """Returns whether a setting of engines is given, by its field or by its option."""
-    option = "--" + name.replace("_", "-")
-    return bool(rollout.sglang.get(name)) or any(word.partition("=")[0] == option for word in rollout.extra_args)
 
 
 def engine_setting_words(given: LibrarySettings) -> list[str]:

@@ -156,8 +156,8 @@ class EngineConnection:
             names = ", ".join(sorted(unknown))
             if forgets:
                 raise RuntimeError(
-                    f"{self} would lose {names} in its sleep, and no publish brings them back: set rollout.sglang: "
-                    "{enable_weights_cpu_backup: true}, which keeps a copy of the weights in host memory"
+                    f"{self} would lose {names} in its sleep, and no publish brings them back: give engines of this "
+                    "model GPUs of their own (rollout.colocate, rollout.lend_trainers)"
                 )
             if any(dtype == torch.float8_e4m3fn for _, dtype in specs.values()):
                 raise RuntimeError(f"{self} holds {names} besides FP8 parameters, and no digest covers them")

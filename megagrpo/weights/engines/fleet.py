@@ -76,6 +76,7 @@ class EngineFleet:
         self._round: list[str] = []
         self._lost: dict[str, EngineDown] = {}  # died in this publish and are not back
         self._mailbox: Mailbox | None = None  # opened towards the first engine
+        self._deadline = Deadline(0.0)  # of the publish
 
     @property
     def alive(self) -> list[EngineConnection]:
@@ -109,8 +110,8 @@ class EngineFleet:
         for id in self._round:
             if id not in self._connections:
                 self._connections[id] = self._connect(infos[id])
-            # Half of the time left: an engine that hangs must leave time to restart it.
-            self._connections[id].deadline = Deadline(deadline.left / 2)
+        self._deadline = deadline
+        self.limit()
 
         def open_one(engine: EngineConnection) -> None:
             if writing and not self._registry.begin_update(engine.id, engine.incarnation):
@@ -120,11 +121,15 @@ class EngineFleet:
                 with suppress(EngineRefused):  # unless earlier trainers died in an update, which would block this one
                     engine.end()
                 rollout = self._config.rollout
-                beside = rollout.is_beside_trainers(engine.id)
-                forgets = beside and not rollout.sglang.get("enable_weights_cpu_backup")
+                forgets = rollout.is_beside_trainers(engine.id)
                 engine.record(self._specs, self._transport.past_loader, rollout.load_format == "dummy", forgets)
 
         self.each(open_one)
+
+    def limit(self) -> None:
+        """Gives the engines half of the time that is left: one that hangs must leave time to restart it."""
+        for engine in self.alive:
+            engine.deadline = Deadline(self._deadline.left / 2)
 
     def each(self, work: Callable[[EngineConnection], object]) -> None:
         """Runs `work` for every living engine in threads. Reports engines that raise EngineDown; raises other errors"""

@@ -34,6 +34,7 @@ class DiskTransport(Transport):
             # One load_weights call for all files, so it does not matter which of them a tensor is in.
             # The format, because the default is the one that the engine started with, which may be "dummy".
             body = {"model_path": str(target), "load_format": "auto", "flush_cache": False}
+            engines.limit()  # once more: gathering and writing took of their time
             engines.each(lambda engine: engine.post("/update_weights_from_disk", body))
             for old in weights.folder.glob("v*"):
                 if old.name != target.name:
