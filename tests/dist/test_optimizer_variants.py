@@ -1,4 +1,4 @@
-"""Adam of few bits and Adam on the host: what they compute, and that a resumed run goes on bit by bit.
+"""Adam of fewer bits and Adam on the host: what they compute, and that a resumed run goes on bit by bit.
 
 Transformer Engine's optimizer is the stand-in's. Which parameters lie on the GPU is pretended: there is none.
 """
@@ -15,14 +15,7 @@ AWARE = {"use_precision_aware_optimizer": True}
 VARIANTS = {
     "plain": {},
     "aware": AWARE,
-    "few bits": {
-        **AWARE,
-        "exp_avg_dtype": "bfloat16",
-        "exp_avg_sq_dtype": "float16",
-        "main_grads_dtype": "bfloat16",
-        "store_param_remainders": False,
-    },
-    "fewest bits": {**AWARE, "exp_avg_dtype": "fp8"},
+    "short gradients": {**AWARE, "main_grads_dtype": "bfloat16", "store_param_remainders": False},
     "half on the host": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
 }
 OWN_PARTS = ("aware", "half on the host")  # saved in both ways
@@ -46,7 +39,9 @@ def test_kinds_of_adam_train_and_resume(tmp_path: Path):
     jobs.append({**base, "load": True, "checkpoint": str(tmp_path / "aware True")})
     *runs, other_kind = run_ranks(1, tmp_path / "ranks", jobs, "optimizer_ranks.py", pool=TRANSFORMER_ENGINE_POOL)
     for job, first, resumed in zip(jobs[::2], runs[::2], runs[1::2], strict=False):
-        assert resumed == first and resumed["same"], job
+        # A second copy of the state would not fit beside large models.
+        assert resumed.pop("in place") or resumed["kinds"] != ["FusedAdam"], job
+        assert resumed | {"in place": False} == first and resumed["same"], job
     kinds = {name: first["kinds"] for name, first in zip(VARIANTS, runs[::2], strict=False)}
     assert kinds["aware"] == ["FusedAdam"] and kinds["half on the host"] == ["HybridDeviceOptimizer"]
     after = {name: torch.load(tmp_path / f"{name} True.pt") for name in VARIANTS}
@@ -55,9 +50,9 @@ def test_kinds_of_adam_train_and_resume(tmp_path: Path):
     # Float32 states behind other interfaces are the same arithmetic, in another order: float32 weights are a few
     # eps32 = 2^-23 apart, so a share of some eps32 / eps16 = 2^-16 of them, per operation and update, lies across a
     # rounding boundary of bfloat16 (eps16 = 2^-7). That changes later gradients by eps16: 1e-3 of the weights in all, 0
-    # on some processors; another formula changes most, states of few bits 7e-2.
+    # on some processors; another formula changes most.
     assert share["aware"] < SAME_ARITHMETIC and share["half on the host"] < SAME_ARITHMETIC
-    assert share["few bits"] > 0 and share["fewest bits"] > 0
+    assert share["short gradients"] > 0
     assert all(float(of.max()) <= FURTHEST for of in apart.values()), apart
     assert "use_precision_aware_optimizer" in other_kind["refused"]
 

@@ -5,8 +5,11 @@ from unittest.mock import patch
 
 import torch
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from megagrpo.actor.megatron import internals_0_16
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor, save_actor
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
@@ -15,6 +18,7 @@ from tests.dist.workers import harness
 from tests.dist.workers.actor_ranks import RICH, batch_of, gradient
 
 _DIVIDE = HybridDeviceOptimizer._get_sub_optimizer_param_groups
+_LOAD_IN_PLACE = internals_0_16.load_in_place
 
 
 class OnGpu(TorchFunctionMode):
@@ -49,9 +53,16 @@ def measure(actor: MegatronActor, job: dict) -> dict:
     """Two updates, a checkpoint and one update more; or that one, from the checkpoint of another job, if it loads."""
     load_initial_weights(actor, job["model"])
     checkpoint = Path(job["checkpoint"])
+    allocated: list[Tensor] = []
     if job["load"]:
+
+        def note(part: DistributedOptimizer) -> None:
+            allocated.extend(states(part))
+            _LOAD_IN_PLACE(part)
+
         try:
-            load_actor(actor, checkpoint)
+            with patch.object(internals_0_16, "load_in_place", note):
+                load_actor(actor, checkpoint)
         except ValueError as exc:
             return {"refused": str(exc)}
     else:
@@ -61,13 +72,20 @@ def measure(actor: MegatronActor, job: dict) -> dict:
         plan = save_actor(actor, checkpoint, job["reshardable"])
         plan.write()
         plan.finish()
-    kinds = sorted({type(part.optimizer).__name__ for part in actor.optimizer.chained_optimizers})
+    parts = actor.optimizer.chained_optimizers
+    in_place = {id(tensor) for part in parts for tensor in states(part)} == set(map(id, allocated))
+    kinds = sorted({type(part.optimizer).__name__ for part in parts})
     then = one_update(actor, 5)
     weights, kept = {key: p.detach().clone() for key, p in actor.parameters().items()}, Path(job["weights"])
     if not job["load"]:
         torch.save(weights, kept)
     same = all(torch.equal(weights[key], tensor) for key, tensor in torch.load(kept).items())
-    return {"kinds": kinds, "then": then, "same": same}
+    return {"kinds": kinds, "then": then, "same": same, "in place": in_place}
+
+
+def states(part: DistributedOptimizer) -> list[Tensor]:
+    """The tensors of an optimizer's state."""
+    return [value for values in part.optimizer.state.values() for value in values.values()]
 
 
 def settings(job: dict) -> tuple[ActorConfig, OptimizerConfig]:

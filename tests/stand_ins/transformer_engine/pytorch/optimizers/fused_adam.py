@@ -1,4 +1,4 @@
-"""Adam whose moments and master weights may be of few bits."""
+"""Adam that may keep, of master weights, only the bits that bfloat16 leaves out."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ _STATES = ("exp_avg", "exp_avg_sq", "master_param")
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Computes in float32 what torch's AdamW does; between steps each state is kept in its own type."""
+    """Computes in float32 what torch's AdamW does. States of fewer bits, which megagrpo refuses, are left out."""
 
     def __init__(
         self,
@@ -36,20 +36,15 @@ class FusedAdam(torch.optim.Optimizer):
             raise RuntimeError("FusedAdam does not support the AMSGrad variant.")
         if capturable or not adam_w_mode:
             raise NotImplementedError("the stand-in for Transformer Engine has decoupled decay and no CUDA graphs")
-        if master_weights and master_weight_dtype not in (torch.float32, torch.float16):
-            raise RuntimeError("FusedAdam only supports fp32/fp16 master weights.")
-        for name, dtype in (("exp_avg", exp_avg_dtype), ("exp_avg_sq", exp_avg_sq_dtype)):
-            if dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.uint8):
-                raise RuntimeError(f"FusedAdam only supports fp32/fp16/bf16/fp8 {name}.")
+        if {master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype} != {_FULL}:
+            raise NotImplementedError("the stand-in for Transformer Engine keeps states in float32")
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(params, defaults | {"weight_decay": weight_decay})
         self.adam_w_mode, self.capturable, self.master_weights = 1, capturable, master_weights
         self.master_weight_dtype, self.use_decoupled_grad = master_weight_dtype, use_decoupled_grad
         self.exp_avg_dtype, self.exp_avg_sq_dtype = exp_avg_dtype, exp_avg_sq_dtype
-        types = (exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype)
-        self.name_to_dtype_map = dict(zip(_STATES, types, strict=True))
-        self.store_param_remainders = store_param_remainders and master_weights and master_weight_dtype == _FULL
-        self._scales: dict[Tensor, dict[str, Tensor]] = {}
+        self.name_to_dtype_map = dict.fromkeys(_STATES, _FULL)
+        self.store_param_remainders = store_param_remainders and master_weights
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Forgets the gradients, which may be decoupled_grad, or sets them to 0."""
@@ -64,35 +59,19 @@ class FusedAdam(torch.optim.Optimizer):
                     p.decoupled_grad.zero_()
 
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
-        """Returns a state in float32; int16 remainders of master weights as they are."""
-        state = self.state[param][state_name]
-        if state.dtype in (_FULL, torch.int16):
-            return state
-        if state.dtype == torch.bfloat16:
-            return state.float()
-        kept = state.view(torch.float8_e4m3fn) if state.dtype == torch.uint8 else state
-        return kept.float() * self._scales[param][state_name]
+        """Returns a state: float32, or int16 remainders of master weights."""
+        return self.state[param][state_name]
 
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
-        """Takes a state in float32 (int16 remainders as they are) and keeps it in its own type."""
+        """Takes a state."""
         if state_name not in self.state[param]:
             remainders = state_name == "master_param" and self._keeps_remainders(param)
             self._initialize_state(param, state_name, False, remainders)
-        state = self.state[param][state_name]
-        if state.dtype in (_FULL, torch.int16, torch.bfloat16):
-            state.copy_(unscaled_state)
-            return
-        largest = 448.0 if state.dtype == torch.uint8 else torch.finfo(torch.float16).max / 2
-        scale = unscaled_state.abs().max().float().reshape(1) / largest
-        self._scales[param][state_name] = scale
-        small = unscaled_state * torch.where(scale > 0, scale.reciprocal(), 0.0)
-        state.copy_(small.to(torch.float8_e4m3fn).view(torch.uint8) if state.dtype == torch.uint8 else small)
+        self.state[param][state_name].copy_(unscaled_state)
 
     def _initialize_state(self, param, state_name, zero_buffer: bool, store_param_remainders: bool = False) -> None:
-        dtype = torch.int16 if store_param_remainders else self.name_to_dtype_map[state_name]
+        dtype = torch.int16 if store_param_remainders else _FULL
         self.state[param][state_name] = torch.zeros(param.shape, dtype=dtype, device=param.device)
-        if dtype not in (_FULL, torch.int16):
-            self._scales.setdefault(param, {})[state_name] = torch.ones(1, device=param.device)
 
     def initialize_state(self, param: Tensor, store_param_remainders: bool) -> None:
         """Makes the states of a parameter."""
