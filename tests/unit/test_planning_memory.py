@@ -59,6 +59,17 @@ def test_closed_forms_are_near_the_bytes_of_gpu_kernels(model, options, load, re
         assert found / 1e6 == pytest.approx(added, rel=ALLOWED.get(model, 0.05))
 
 
+def test_linear_weights_in_fp8_are_held_twice_beside_those_in_bfloat16():
+    arch = architecture_of(json.loads((MODELS / "Qwen2.5-7B" / "config.json").read_text()))
+    megatron = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+    actor = ActorConfig(dtype="bfloat16", transformer_engine=True, megatron=megatron)
+    (stage,) = trainer_stages(arch, actor, Load(1024, 1024))
+    hidden, inner, kv = arch.hidden_size, arch.ffn_size, arch.num_kv_heads * arch.head_dim
+    linear = arch.num_layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner)
+    held = {phase: stage.memory(phase, 0.0).parts.get("weights in FP8") for phase in ("load", "rollout", "update")}
+    assert held == {"load": None, "rollout": 2 * linear, "update": 2 * linear}
+
+
 def test_a_stage_keeps_what_the_schedule_has_in_flight():
     assert [in_flight(ParallelConfig(pp=4), stage) for stage in range(4)] == [4, 3, 2, 1]
     assert in_flight(ParallelConfig(pp=2, vpp=2), 0) == 2.5  # chunks of half a stage: 2 to warm up twice, and one
