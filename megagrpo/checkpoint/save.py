@@ -116,7 +116,7 @@ class Checkpointer:
             return
         self._complete()  # one at a time: a pending save holds a copy of the whole state
 
-        def plan(part: Path) -> ActorSave:
+        def plan(part: Path) -> "ActorSave":
             return self._plan_save(part, reshardable)
 
         whole = self._gather_state(state)
