@@ -57,15 +57,17 @@ class StepLines(BackgroundWriter):
 
 
 def drop_later_steps(path: Path, start_step: int) -> None:
-    """Truncates the file before the first line that is incomplete or of a step after `start_step`; 0 keeps nothing."""
+    """Truncates the file before an incomplete last line, or the first of a step after `start_step`; 0 keeps nothing.
+
+    Raises ValueError with the number of a broken line: what comes after it is not dropped unasked.
+    """
     if not path.exists():
         return
     keep = 0
     if start_step > 0:
         with path.open("rb") as file:
-            for line in file:
-                step = _STEP.match(line)
-                if step is None or not line.endswith(b"\n") or int(step[1]) > start_step:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n") or _step_of(path, number, line) > start_step:
                     break
                 keep += len(line)
     with path.open("r+b") as file:
@@ -88,10 +90,14 @@ def read_step_lines(path: Path, steps: Callable[[int], bool] = lambda step: True
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return
-            step = _STEP.match(line)
-            if step is None:
-                raise ValueError(f"{path}:{number}: not a line of a step: {line[:80]!r}")
-            if steps(int(step[1])):
+            if steps(_step_of(path, number, line)):
                 with translated(f"{path}:{number}: not a JSON line", json.JSONDecodeError):
                     found = json.loads(line)
                 yield found
+
+
+def _step_of(path: Path, number: int, line: bytes) -> int:
+    step = _STEP.match(line)
+    if step is None:
+        raise ValueError(f"{path}:{number}: not a line of a step: {line[:80]!r}")
+    return int(step[1])
