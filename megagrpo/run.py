@@ -13,7 +13,7 @@ from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.actor.saving import save_actor
 from megagrpo.actor.step import holds_token_values
 from megagrpo.batching.batch import build_batch
-from megagrpo.checkpoint.resume import find_checkpoint, initial_weights, make_actor, resume, run_identity
+from megagrpo.checkpoint.resume import find_checkpoint, initial_weights, make_actor, resume, run_identity, steps_in_all
 from megagrpo.checkpoint.save import Checkpointer, SaveSchedule
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig
@@ -37,7 +37,14 @@ from megagrpo.rollout.agents.programs import Programs
 from megagrpo.rollout.control import find_service, service_progress
 from megagrpo.rollout.generation import SamplingParams
 from megagrpo.rollout.sampler import Sampler
-from megagrpo.rollout.selection import GroupChoice, gather_surplus, grader_metrics, rollout_metrics, source_metrics
+from megagrpo.rollout.selection import (
+    GroupChoice,
+    StepGroups,
+    gather_surplus,
+    grader_metrics,
+    rollout_metrics,
+    source_metrics,
+)
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.tools import Tool, make_answering
 from megagrpo.system import environment
@@ -189,29 +196,28 @@ class Run:
             for name, value in self.publishing.lend(step).items():
                 metrics.add_max(name, value)
             source.count_engines()
-        groups = self._consumed(metrics)
+        chosen = self._chosen(metrics)
         self.publishing.take_back()
+        # Not before: until the step can begin, a checkpoint of the steps before it holds its groups.
+        state = self.state
+        state.data_cursor, state.surplus, state.deferred = chosen.data_cursor, chosen.surplus, chosen.deferred
+        source.drop_consumed()
         if lend:
             source.count_engines()
-        return groups
+        return chosen.groups
 
-    def _consumed(self, metrics: Metrics) -> list[RolloutGroup]:
-        """Collective. Returns this rank's groups of the step after `state`, which then counts them as consumed.
-
-        Raises RunStopped on every rank, before `state` changes.
-        """
-        config, inputs, state = self.config, self.inputs, self.state
+    def _chosen(self, metrics: Metrics) -> StepGroups:
+        """Collective. Returns this rank's groups of the step after `state`. Raises RunStopped on every rank."""
+        config, inputs = self.config, self.inputs
         choice = GroupChoice(self.source, inputs.prompts, config, self.mesh)
-        step = choice.next_groups(state, metrics, self.num_steps - state.step)
+        step = choice.next_groups(self.state, metrics, self.num_steps - self.state.step)
         grader_metrics(metrics, step.groups, config.reward)
         source_metrics(metrics, step.groups, inputs.prompts.sources)
         rollout_metrics(metrics, step.groups, self.mesh, config.train)
         for part in (inputs.tool, inputs.images):
             if isinstance(part, Environments | Programs | ImageStore):
                 part.add_metrics(metrics)
-        state.data_cursor, state.surplus, state.deferred = step.data_cursor, step.surplus, step.deferred
-        self.source.drop_consumed()
-        return step.groups
+        return step
 
     def build_batch(self, groups: Sequence[RolloutGroup], updates: Updates) -> Batch:
         """Collective. Returns this rank's share of the step's samples, with their lags if weights may differ."""
@@ -292,6 +298,9 @@ def start_run(
     source = find_checkpoint(config, folder, mesh)
     weights = initial_weights(config, config.algorithm, source, actor)
     state = resume(config, folder, source, actor)
+    if (in_all := steps_in_all(config, len(inputs.prompts), state)) != num_steps:  # other sizes of steps than before
+        actor.num_updates = actor.updates_done + (in_all - state.step) * config.train.updates_of_step
+        num_steps = in_all
     with ExitStack() as stack:
         console = stack.enter_context(_console(config, state, num_steps, inputs)) if mesh.is_main else None
         if console is not None:

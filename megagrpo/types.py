@@ -151,6 +151,10 @@ class RolloutGroup:
             found[sample.of_rollout].append(sample)
         return tuple(map(tuple, found))
 
+    def is_of(self, oldest: int) -> bool:
+        """Returns whether all its tokens are of these weights or newer ones; a rollout that failed may have none."""
+        return all(sample.weight_version >= oldest for sample in self.samples if len(sample.token_ids))
+
 
 # An engine's load: the share of its KV cache in use, requests that run and wait, and those put back for lack of cache.
 LOADS = ("kv_use", "running", "waiting", "put_back")

@@ -12,6 +12,7 @@ from megagrpo.types import ImageRef, Outcome, Prompt, RolloutGroup, Sample
 
 Record = dict[str, Any]  # JSON
 _RECORDS = "records"  # in the file: the JSON text; in addition one flat array per type, named after the type
+_ARRAY = "\0array"  # in the file: the key of a reference to a part of such an array, which no data has by accident
 _LOCATION = "place"  # in the file: a prompt's location
 
 
@@ -25,7 +26,7 @@ def write_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
         start = sizes.get(kind, 0)
         parts.setdefault(kind, []).append(array.reshape(-1))
         sizes[kind] = start + array.size
-        return {"array": [kind, start, sizes[kind]], **({"shape": array.shape} if array.ndim != 1 else {})}
+        return {_ARRAY: [kind, start, sizes[kind]], **({"shape": array.shape} if array.ndim != 1 else {})}
 
     def plain(value: object) -> Record:
         if isinstance(value, np.ndarray | np.generic):
@@ -49,10 +50,9 @@ def read_groups(path: Path) -> list[RolloutGroup]:
         arrays = {name: file[name] for name in file.files}
 
     def fetch(record: Record) -> Record | np.ndarray:
-        # A grader may be named "array".
-        if record.keys() - {"shape"} != {"array"} or not isinstance(record["array"], list):
+        if _ARRAY not in record:
             return record
-        kind, start, end = record["array"]
+        kind, start, end = record[_ARRAY]
         return arrays[kind][start:end].reshape(record.get("shape", -1))
 
     return [_group(record) for record in json.loads(arrays[_RECORDS].tobytes(), object_hook=fetch)]

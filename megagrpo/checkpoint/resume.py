@@ -95,7 +95,7 @@ def resume(config: ExperimentConfig, folder: RunFolder, source: Path | None, act
         actor.updates_done = 0  # the learning-rate schedule is this run's
         return TrainState()
     oldest = state.step - max(config.rollout.max_lag, 1)  # without max_staleness too, a surplus is one version old
-    young = [g for g in state.surplus if all(sample.weight_version >= oldest for sample in g.samples)]
+    young = [group for group in state.surplus if group.is_of(oldest)]
     # A step takes at least one batch and all deferred groups, however often deferred: else they would get too old.
     waiting = max(len(young) + 1 if config.algorithm.dynamic_sampling is not None else 0, len(state.deferred))
     if waiting > (wanted := config.train.num_prompts_per_step):
@@ -106,4 +106,18 @@ def resume(config: ExperimentConfig, folder: RunFolder, source: Path | None, act
         left_out = f"{len(state.surplus) - len(young)} groups that were sampled for a later step are left out"
         print(f"{left_out}: their weights are older than rollout.max_staleness allows now", flush=True)
     state.surplus = deal_surplus(young, actor.mesh)
+    if config.rollout.extra_groups:  # a group may be deferred as often as if these weights had begun it
+        times = dict(state.deferred)
+        state.ahead = [group for group in state.ahead if group.is_of(state.step - times.get(group.group_id, 0))]
     return state
+
+
+def steps_in_all(config: ExperimentConfig, num_prompts: int, state: TrainState) -> int:
+    """Returns after how many steps a resumed run ends: with train.num_epochs when all prompts were taken that often,
+    also if its first steps took another number of them.
+    """
+    train = config.train
+    if train.num_epochs is None or config.algorithm.dynamic_sampling is not None:  # whose steps take what they must
+        return train.steps(num_prompts)
+    left = train.num_epochs * num_prompts - (state.data_cursor - len(state.deferred))
+    return state.step + max(-(-left // train.num_prompts_per_step), 0)

@@ -135,17 +135,19 @@ def load_prompts(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", store: 
     rows, parts = read_rows(data), data.parts
     chats = [_chat(parts[row.of], row) for row in rows]
     rendered = [_render(parts[row.of], tokenizer, row, chat) for row, chat in zip(rows, chats, strict=True)]
-    texts = [text for text, _ in rendered]
+    texts, sources = [text for text, _ in rendered], [images for _, images in rendered]
     prompts: list[list[Prompt]] = [[] for _ in parts]
     found = []
-    for row, chat, text, ids in zip(rows, chats, texts, _tokenize(data, tokenizer, texts), strict=True):
+    tokens = _tokenize(data, tokenizer, texts)
+    for row, chat, text, ids, images in zip(rows, chats, texts, tokens, sources, strict=True):
         if not ids:
             raise ValueError(f"{row.location}: the prompt {text!r} has no tokens")
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
             raise ValueError(f"{row.location}: the tokenizer does not know every character of {text!r:.80}")
         prompt = Prompt(row.id, text, np.array(ids), row.answer, row.grader, row.location, row.source, row.extra)
-        found.append(replace(prompt, messages=chat) if parts[row.of].chat_template else prompt)
-    found = _with_images(store, found, [sources for _, sources in rendered])
+        # Messages are for agents, which refuse images: those may hold their bytes, which no checkpoint should.
+        found.append(replace(prompt, messages=chat) if parts[row.of].chat_template and not images else prompt)
+    found = _with_images(store, found, sources)
     for row, prompt in zip(rows, found, strict=True):
         if len(prompt.token_ids) <= data.max_prompt_tokens:
             prompts[row.of].append(prompt)

@@ -126,7 +126,8 @@ class Sampler:
         self._job_steps.append(job.step)
         self.cache_use.newest = max(self.cache_use.newest, job.version)
         async with self._admitting:  # one job after the other, so that requests of the first leave first
-            status = await self.count_engines()
+            while (status := await self._answer()) is None:
+                await asyncio.sleep(_LOOK_S)
         async with GenerationClient(
             status.router, self._control.api_key, self._retry, self._turnstile, self._on_request, self._experts
         ) as client:
@@ -179,8 +180,13 @@ class Sampler:
         """Adapts the requests in flight to the engines' load while a job runs, if they may change."""
         while self.concurrency.least < self.concurrency.most:
             await asyncio.sleep(_LOOK_S)
-            with suppress(ServiceUnreachable):  # the rank that waits for samples acts on that
-                await self.count_engines()
+            await self._answer()
+
+    async def _answer(self) -> ServiceStatus | None:
+        """Returns `count_engines`, or None if the service does not answer: the rank that waits sees to it."""
+        with suppress(ServiceUnreachable):
+            return await self.count_engines()
+        return None
 
     def _adapt(self, status: ServiceStatus) -> None:
         if time.monotonic() < self._looked + _LOOK_S:  # several jobs look

@@ -179,7 +179,7 @@ class RolloutSource:
 
     def has_to_begin(self) -> bool:
         """Local. Returns whether requests of the oldest batch have not left for an engine, or there is no batch."""
-        if not self._batches:
+        if not self._batches or self._config.rollout.extra_groups:  # what the step before left over says nothing
             return True
         waiting = None if self._sampler is None else self._sampler.step_to_begin
         return waiting is not None and waiting <= min(self._batches)
@@ -321,7 +321,9 @@ class RolloutSource:
             status = self._control.healthy_status()
         except ServiceUnreachable as exc:
             silent_s = time.monotonic() - self._last_answer
-            too_long = version is not None and silent_s > _UNREACHABLE_S
+            too_long = silent_s > _UNREACHABLE_S
+            if version is None:  # the publish that comes next says so
+                return "", too_long, 0
             return (f"{exc} (silent for {silent_s:.0f} s)" if too_long else ""), False, 0
         except ServiceFailed as exc:
             return str(exc), False, 0
@@ -350,7 +352,5 @@ def _fits(restored: RolloutGroup, prompt: Prompt, job: SamplingJob, oldest: int)
         and len(restored.outcomes) == job.num_samples
         and all(outcome.ok for outcome in restored.outcomes)
     )
-    return same and all(
-        sample.weight_version >= oldest and len(sample.token_ids) <= job.params.max_tokens
-        for sample in restored.samples
-    )
+    short = all(len(sample.token_ids) <= job.params.max_tokens for sample in restored.samples)
+    return same and short and restored.is_of(oldest)
