@@ -96,7 +96,8 @@ def _first_from(begin: int, share: float) -> int:
 def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
     """Returns the model's tokenizer, from local files only.
 
-    Raises ValueError if the folder has none, or if it has more tokens than the model has embeddings.
+    Raises ValueError if the folder has none or only Python code for one, or if it has more tokens than the model has
+    embeddings.
     """
     define_torchvision_operators()
     from transformers import AutoTokenizer  # takes seconds, and pulls in torch
@@ -104,6 +105,7 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
     folder = Path(model.tokenizer or model.path)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; model.tokenizer (or model.path) is a local Hugging Face folder")
+    _refuse_code(folder)
     with explained(f"{folder}: no tokenizer can be loaded from here", lambda exc: torchvision_problem()):
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     config_file = Path(model.path) / "config.json"
@@ -118,6 +120,18 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
             "they do not belong together"
         )
     return tokenizer
+
+
+def _refuse_code(folder: Path) -> None:
+    """Raises ValueError if the tokenizer is Python code; transformers 5 silently builds another one for some models."""
+    settings = folder / "tokenizer_config.json"
+    if (folder / "tokenizer.json").is_file() or not settings.is_file():
+        return
+    if "AutoTokenizer" in (json.loads(settings.read_text(encoding="utf-8")).get("auto_map") or ()):
+        raise ValueError(
+            f"{folder}: the tokenizer is Python code (auto_map in tokenizer_config.json), which is not run here: "
+            "convert it once to a folder with tokenizer.json and the chat template, and name that as model.tokenizer"
+        )
 
 
 def decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[np.ndarray], str]:

@@ -1,5 +1,6 @@
 """Prompt files of our own and of other frameworks, good and broken; the order of prompts; mixtures of sources."""
 
+import base64
 import json
 from collections import Counter
 from pathlib import Path
@@ -167,6 +168,20 @@ def test_the_tokenizer_must_fit_the_model(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty: no tokenizer can be loaded"):
         load_tokenizer(ModelConfig(path=str(tmp_path / "empty")))
+
+
+def test_a_tokenizer_of_python_code_is_refused(tmp_path):
+    """As Moonlight's folder has it: for its model_type transformers builds another tokenizer without a word."""
+    code = {"tokenizer_class": "TikTokenTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_moonshot.X", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(code))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3", "vocab_size": 600}))
+    ranks = [f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256)]
+    (tmp_path / "tiktoken.model").write_text("".join(ranks))
+    with pytest.raises(ValueError, match=r"is Python code .* convert it once .* as model\.tokenizer"):
+        load_tokenizer(ModelConfig(path=str(tmp_path)))
+    character_tokenizer(ALPHABET).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(code | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+    assert load_tokenizer(ModelConfig(path=str(tmp_path))).decode([4]) == ALPHABET[0]
 
 
 USER = {"role": "user", "content": "1+1="}
