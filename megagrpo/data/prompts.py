@@ -108,6 +108,7 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
     _refuse_code(folder)
     with explained(f"{folder}: no tokenizer can be loaded from here", lambda exc: torchvision_problem()):
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        _restore_parts(tokenizer, folder / "tokenizer.json")
     config_file = Path(model.path) / "config.json"
     if not config_file.is_file():
         raise ValueError(f"{config_file}: no such file; model.path is a local Hugging Face folder")
@@ -132,6 +133,23 @@ def _refuse_code(folder: Path) -> None:
             f"{folder}: the tokenizer is Python code (auto_map in tokenizer_config.json), which is not run here: "
             "convert it once to a folder with tokenizer.json and the chat template, and name that as model.tokenizer"
         )
+
+
+def _restore_parts(tokenizer: "PreTrainedTokenizerBase", file: Path) -> None:
+    """Restores the parts of tokenizer.json that transformers 5 replaces by those of tokenizer_config.json's class.
+
+    LlamaTokenizerFast, as DeepSeek-R1-Distill-Llama calls its tokenizer of bytes, gets SentencePiece's: spaces are
+    lost. SGLang compares types and restores likewise (_fix_v5_tokenizer_components).
+    """
+    from tokenizers import Tokenizer
+
+    if not file.is_file():
+        return
+    stored, loaded = Tokenizer.from_file(str(file)), cast(Any, tokenizer).backend_tokenizer
+    pairs = [(getattr(stored, part), getattr(loaded, part)) for part in ("pre_tokenizer", "decoder")]
+    if any(a is not None and b is not None and type(a) is not type(b) for a, b in pairs):
+        for part in ("model", "normalizer", "pre_tokenizer", "decoder"):
+            setattr(loaded, part, getattr(stored, part))
 
 
 def decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[np.ndarray], str]:
