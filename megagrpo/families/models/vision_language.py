@@ -90,6 +90,10 @@ class Qwen3VLMoe(Qwen3VL, Qwen3Moe):
     HF_CLASS = "Qwen3VLMoeForConditionalGeneration"
     SIZE_KEYS = Qwen3Moe.SIZE_KEYS | _SIZE_KEYS
 
+    def own_refusals(self, hf: HfConfig) -> list[str]:
+        # absent as in older files: transformers' router and SGLang's default both divide
+        return super().own_refusals({"norm_topk_prob": True, **hf})
+
     def stored(self, hf: Mapping[str, Tensor], name: str) -> Tensor:
         layer, found, expert = name.partition(".experts.")
         if not found:
