@@ -84,6 +84,13 @@ def test_refusals(change: dict, message: str):
     assert re.search(message, problems), problems
 
 
+def test_fused_experts_in_fp8_are_refused():
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    assert model_problems(QWEN3_VL | {"quantization_config": fp8}) == []
+    [problem] = model_problems(QWEN3_VL_30B | {"quantization_config": fp8})
+    assert problem.endswith("are not read; name the bfloat16 release of the model")
+
+
 def test_the_text_part_is_read_wherever_it_stands():
     keys = ("architectures", "model_type", "image_token_id", "video_token_id", "vision_start_token_id", "vision_config")
     nested = {key: QWEN2_5_VL_7B[key] for key in keys}
