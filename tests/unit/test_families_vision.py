@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,24 @@ def test_fused_experts_in_fp8_are_refused():
     assert model_problems(QWEN3_VL | {"quantization_config": fp8}) == []
     [problem] = model_problems(QWEN3_VL_30B | {"quantization_config": fp8})
     assert problem.endswith("are not read; name the bfloat16 release of the model")
+
+
+CONFIGS = {"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_vl_moe": "Qwen3VLMoe"}
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_tower_may_leave_out_what_transformers_fills_in(family: str):
+    defaults = getattr(transformers, f"{CONFIGS[family]}Config")().vision_config.to_dict()
+    defaults = {key: list(value) if isinstance(value, tuple) else value for key, value in defaults.items()}
+    full = MODELS[family]["vision_config"]
+    sparse = {key: value for key, value in full.items() if key not in defaults or value != defaults[key]}
+    assert len(sparse) < len(full)
+    read = architecture_of(MODELS[family] | {"vision_config": sparse}).vision
+    assert replace(read, config=full) == architecture_of(MODELS[family]).vision
+    wide = {"hidden_size": defaults["out_hidden_size"], "head_dim": 128}
+    found = MODELS[family] | {"vision_config": {}}
+    found = found | (wide if "text_config" not in found else {"text_config": found["text_config"] | wide})
+    assert architecture_of(found).vision.config.items() <= defaults.items()
 
 
 def test_the_text_part_is_read_wherever_it_stands():
