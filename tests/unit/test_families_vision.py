@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,10 @@ import megagrpo.rollout.cpu.sitecustomize  # noqa: F401  before transformers, wh
 
 # isort: split
 import transformers
+from safetensors.torch import save_file
 
+from examples.laptop.recipe import TinyModelConfig
+from megagrpo.certify.tiny_model import hf_config, random_tensors
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.layout import layout_problems
 from megagrpo.families.architecture import Architecture
@@ -21,6 +25,7 @@ from megagrpo.families.vision import tower_tensors
 from megagrpo.planning.engine_memory import tower_elements
 from megagrpo.planning.layer_costs import model_work
 from megagrpo.planning.trainer_memory import stage_parameters, trained_elements
+from megagrpo.weights.actor_weights import load_initial_weights
 from tests.experiments import ROOT
 
 QWEN2_5_VL_7B, QWEN3_VL_30B = (
@@ -108,6 +113,20 @@ def test_a_tower_may_leave_out_what_transformers_fills_in(family: str):
     found = MODELS[family] | {"vision_config": {}}
     found = found | (wide if "text_config" not in found else {"text_config": found["text_config"] | wide})
     assert architecture_of(found).vision.config.items() <= defaults.items()
+
+
+def test_experts_that_transformers_5_has_transposed_are_refused(tmp_path: Path):
+    hf = hf_config(TinyModelConfig(path="x", family="qwen3_vl_moe"))
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    tensors = random_tensors(architecture_of(hf), torch.Generator().manual_seed(0))
+    name, before = "model.language_model.layers.0.mlp.experts.gate_up_proj", len(tensors)
+    tensors |= {key: t.transpose(1, 2).contiguous() for key, t in tensors.items() if ".mlp.experts." in key}
+    assert len(tensors) == before and tensors[name].dim() == 3
+    save_file(tensors, tmp_path / "model.safetensors")
+    experts, wide, hidden = tensors[name].shape
+    shapes = f"{name} has the shape ({experts}, {wide}, {hidden}), but ({experts}, {hidden}, {wide}) by config.json"
+    with pytest.raises(ValueError, match=f"{re.escape(shapes)}; transformers 5 saves experts transposed"):
+        load_initial_weights(SimpleNamespace(parameters=dict), str(tmp_path))
 
 
 def test_the_text_part_is_read_wherever_it_stands():
