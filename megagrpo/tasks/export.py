@@ -33,4 +33,5 @@ def export(
         folder = PeftFolder(Path(output), lora, config.model.path)
         export_peft(folder, actor.trained_weights(weights), actor.mesh, dtype=config.actor.dtype)
     else:
-        export_hf(output, weights, actor.mesh, like=config.model.path, dtype=config.actor.dtype)
+        like, tokenizer = config.model.path, config.model.tokenizer
+        export_hf(output, weights, actor.mesh, like, config.actor.dtype, tokenizer)

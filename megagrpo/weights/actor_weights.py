@@ -124,17 +124,20 @@ def read_recorded(hf: HfFolder, recording: Recording, parameters: Mapping[str, T
             progress.show(hf.bytes_read)
 
 
-def export_hf(target: str | Path, weights: ActorWeights, mesh: Mesh, like: str, dtype: str) -> None:
+def export_hf(
+    target: str | Path, weights: ActorWeights, mesh: Mesh, like: str, dtype: str, tokenizer: str | None = None
+) -> None:
     """Collective. Writes the live weights, adapters merged, as an HF folder, whole or not at all.
 
-    dtype: of all tensors but those that keep another (ActorWeights.kept). Raises LeaderError on every rank.
+    like: the folder that all other files come from; but the tokenizer's from `tokenizer`, if given. dtype: of all
+    tensors but those that keep another (ActorWeights.kept). Raises LeaderError on every rank.
     """
     published: torch.dtype = getattr(torch, dtype)
     specs = published_specs(weights.hf_specs, published, weights.kept)
     plan = make_gather_plan(mesh.gather_world(weights.copies), specs, _SHARD_BYTES)
 
     def write(buckets: Iterator[dict[str, Tensor]]) -> None:
-        write_hf_folder(target, buckets, like, published)
+        write_hf_folder(target, buckets, like, published, tokenizer=tokenizer)
 
     with weights.merged():
         gather_to_main(plan, weights.parameters(), mesh, write, f"export to {target}")

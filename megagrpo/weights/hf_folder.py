@@ -25,6 +25,14 @@ from megagrpo.weights.copies.views import Box
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth"}
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "chat_template*",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+)
 _SECONDS_BETWEEN_LINES, _BAR_WIDTH = 5.0, 24
 _DTYPES = {
     "F64": torch.float64,
@@ -193,18 +201,31 @@ def write_hf_folder(
     like: str | Path,
     dtype: torch.dtype,
     fp8: bool = False,
+    tokenizer: str | Path | None = None,
 ) -> int:
     """Writes an HF checkpoint, one shard per dict of `tensors`; config.json and tokenizer files come from `like`.
 
-    dtype, fp8: for config.json only; tensors keep their own. `target` is whole or absent, see whole_folder. Returns the
-    bytes of all tensors. Raises OSError (disk full, ...) naming the folder.
+    dtype, fp8: for config.json only; tensors keep their own. tokenizer: another folder that its files come from.
+    `target` is whole or absent, see whole_folder. Returns the bytes of all tensors. Raises OSError (disk full, ...)
+    naming the folder.
     """
     target, like = Path(target), Path(like)
     what = f"cannot write the checkpoint {target}, whose unfinished copy was removed"
     with translated(what, OSError, SafetensorError, raised=OSError), whole_folder(target) as draft:
         size, names = _write_shards(draft, tensors)
         write_description(like, draft, dtype, fp8, has_draft(names))
+        if tokenizer is not None:
+            _replace_tokenizer(draft, Path(tokenizer))
     return size
+
+
+def _replace_tokenizer(folder: Path, source: Path) -> None:
+    """Replaces the tokenizer files of an HF folder."""
+    for pattern in _TOKENIZER_FILES:
+        for file in folder.glob(pattern):
+            file.unlink()
+        for file in source.glob(pattern):
+            shutil.copyfile(file, folder / file.name)
 
 
 def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]]) -> tuple[int, list[str]]:

@@ -41,6 +41,20 @@ def test_round_trip(tmp_path, like, number):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["like", "out"], "nothing temporary stays"
 
 
+def test_a_tokenizer_of_its_own_replaces_that_of_the_model(tmp_path, like):
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("tokenizer_config.json", "chat_template.jinja", "vocab.json", "generation_config.json"):
+        (like / name).write_text("the model's")
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "config.json", "notes.txt"):
+        (other / name).write_text("its own")
+    write_hf_folder(tmp_path / "out", shards(1), like, torch.float32, tokenizer=other)
+    found = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    own = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
+    assert {name for name, content in found.items() if content == b"its own"} == own
+    assert found.keys() - own == {SINGLE, "config.json", "generation_config.json"}
+
+
 def test_tensors_keep_their_dtype_and_views_of_one_storage_and_the_config_names_the_dtype(tmp_path, like):
     flat, half = torch.arange(10.0), torch.ones(5, dtype=torch.bfloat16)
     tensors = {"half": half, "bias": flat[:4], "view": flat.view(5, 2).t()}
