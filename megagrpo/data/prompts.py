@@ -23,7 +23,7 @@ from megagrpo.system.explained import explained, translated
 from megagrpo.types import Prompt
 
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
     embeddings.
     """
     define_torchvision_operators()
-    from transformers import AutoTokenizer  # takes seconds, and pulls in torch
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes seconds, and pulls in torch
 
     folder = Path(model.tokenizer or model.path)
     if not folder.is_dir():
@@ -108,7 +108,8 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
     _refuse_code(folder)
     with explained(f"{folder}: no tokenizer can be loaded from here", lambda exc: torchvision_problem()):
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        _restore_parts(tokenizer, folder / "tokenizer.json")
+        if isinstance(tokenizer, PreTrainedTokenizerFast):
+            _restore_parts(tokenizer, folder / "tokenizer.json")
     config_file = Path(model.path) / "config.json"
     if not config_file.is_file():
         raise ValueError(f"{config_file}: no such file; model.path is a local Hugging Face folder")
@@ -135,7 +136,7 @@ def _refuse_code(folder: Path) -> None:
         )
 
 
-def _restore_parts(tokenizer: "PreTrainedTokenizerBase", file: Path) -> None:
+def _restore_parts(tokenizer: "PreTrainedTokenizerFast", file: Path) -> None:
     """Restores the parts of tokenizer.json that transformers 5 replaces by those of tokenizer_config.json's class.
 
     LlamaTokenizerFast, as DeepSeek-R1-Distill-Llama calls its tokenizer of bytes, gets SentencePiece's: spaces are
@@ -145,7 +146,7 @@ def _restore_parts(tokenizer: "PreTrainedTokenizerBase", file: Path) -> None:
 
     if not file.is_file():
         return
-    stored, loaded = Tokenizer.from_file(str(file)), cast(Any, tokenizer).backend_tokenizer
+    stored, loaded = Tokenizer.from_file(str(file)), tokenizer.backend_tokenizer
     pairs = [(getattr(stored, part), getattr(loaded, part)) for part in ("pre_tokenizer", "decoder")]
     if any(a is not None and b is not None and type(a) is not type(b) for a, b in pairs):
         for part in ("model", "normalizer", "pre_tokenizer", "decoder"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from megagrpo.families.architecture import HfConfig
 from megagrpo.families.tensors import TensorSpec
@@ -119,7 +119,7 @@ def mrope_of(text: HfConfig) -> dict:
 
 def read_vision(hf: HfConfig, text: HfConfig, kind: Literal["qwen2_5_vl", "qwen3_vl"]) -> Vision:
     """Reads a config.json without refusals."""
-    tower: dict[str, Any] = {**_DEFAULTS[kind], **hf["vision_config"]}
+    tower: HfConfig = {**_DEFAULTS[kind], **hf["vision_config"]}
     rope = mrope_of(text)
     return Vision(
         kind=kind,
