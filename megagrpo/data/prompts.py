@@ -23,7 +23,7 @@ from megagrpo.system.explained import explained, translated
 from megagrpo.types import Prompt
 
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)
@@ -96,16 +96,20 @@ def _first_from(begin: int, share: float) -> int:
 def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
     """Returns the model's tokenizer, from local files only.
 
-    Raises ValueError if the folder has none, or if it has more tokens than the model has embeddings.
+    Raises ValueError if the folder has none or only Python code for one, or if it has more tokens than the model has
+    embeddings.
     """
     define_torchvision_operators()
-    from transformers import AutoTokenizer  # takes seconds, and pulls in torch
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes seconds, and pulls in torch
 
     folder = Path(model.tokenizer or model.path)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; model.tokenizer (or model.path) is a local Hugging Face folder")
+    _refuse_code(folder)
     with explained(f"{folder}: no tokenizer can be loaded from here", lambda exc: torchvision_problem()):
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        if isinstance(tokenizer, PreTrainedTokenizerFast):
+            _restore_parts(tokenizer, folder / "tokenizer.json")
     config_file = Path(model.path) / "config.json"
     if not config_file.is_file():
         raise ValueError(f"{config_file}: no such file; model.path is a local Hugging Face folder")
@@ -118,6 +122,35 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
             "they do not belong together"
         )
     return tokenizer
+
+
+def _refuse_code(folder: Path) -> None:
+    """Raises ValueError if the tokenizer is Python code; transformers 5 silently builds another one for some models."""
+    settings = folder / "tokenizer_config.json"
+    if (folder / "tokenizer.json").is_file() or not settings.is_file():
+        return
+    if "AutoTokenizer" in (json.loads(settings.read_text(encoding="utf-8")).get("auto_map") or ()):
+        raise ValueError(
+            f"{folder}: the tokenizer is Python code (auto_map in tokenizer_config.json), which is not run here: "
+            "convert it once to a folder with tokenizer.json and the chat template, and name that as model.tokenizer"
+        )
+
+
+def _restore_parts(tokenizer: "PreTrainedTokenizerFast", file: Path) -> None:
+    """Restores the parts of tokenizer.json that transformers 5 replaces by those of tokenizer_config.json's class.
+
+    LlamaTokenizerFast, as DeepSeek-R1-Distill-Llama calls its tokenizer of bytes, gets SentencePiece's: spaces are
+    lost. SGLang compares types and restores likewise (_fix_v5_tokenizer_components).
+    """
+    from tokenizers import Tokenizer
+
+    if not file.is_file():
+        return
+    stored, loaded = Tokenizer.from_file(str(file)), tokenizer.backend_tokenizer
+    pairs = [(getattr(stored, part), getattr(loaded, part)) for part in ("pre_tokenizer", "decoder")]
+    if any(a is not None and b is not None and type(a) is not type(b) for a, b in pairs):
+        for part in ("model", "normalizer", "pre_tokenizer", "decoder"):
+            setattr(loaded, part, getattr(stored, part))
 
 
 def decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[np.ndarray], str]:

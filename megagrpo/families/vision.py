@@ -11,19 +11,33 @@ from megagrpo.families.architecture import HfConfig
 from megagrpo.families.tensors import TensorSpec
 
 Trained = Literal["none", "projector", "all"]  # what of a tower is trained: nothing, its mergers, or everything
-_TOWER_KEYS = (
-    "depth",
-    "hidden_size",
-    "intermediate_size",
-    "num_heads",
-    "out_hidden_size",
-    "patch_size",
-    "spatial_merge_size",
-    "temporal_patch_size",
-)
-_OWN_KEYS = {
-    "qwen2_5_vl": ("window_size", "fullatt_block_indexes"),
-    "qwen3_vl": ("num_position_embeddings", "deepstack_visual_indexes"),
+# What vision_config may leave out, as fine-tunes do that hold only what differs: the defaults of transformers'
+# Qwen2_5_VLVisionConfig and Qwen3VLVisionConfig (Qwen3VLMoeVisionConfig has the same).
+_DEFAULTS: dict[str, dict[str, object]] = {
+    "qwen2_5_vl": {
+        "depth": 32,
+        "hidden_size": 3584,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+    "qwen3_vl": {
+        "depth": 27,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": [8, 16, 24],
+    },
 }
 _ID_KEYS = ("image_token_id", "video_token_id", "vision_start_token_id")
 
@@ -49,7 +63,7 @@ class Vision:
     vision_start_token_id: int
     mrope_section: tuple[int, int, int]  # frequencies that turn with time, height and width; half a head together
     mrope_interleaved: bool  # they alternate; else one block each
-    config: HfConfig = field(hash=False)  # vision_config of config.json, for transformers' class
+    config: HfConfig = field(hash=False)  # vision_config of config.json with defaults, for transformers' class
 
     @property
     def patch_values(self) -> int:
@@ -79,11 +93,10 @@ class Vision:
 
 def vision_refusals(hf: HfConfig, text: HfConfig, kind: str) -> list[str]:
     """Returns what of a config.json keeps its vision part from being computed; text: the text part's keys."""
-    tower = hf.get("vision_config")
-    if not isinstance(tower, Mapping):
+    if not isinstance(hf.get("vision_config"), Mapping):
         return ["config.json lacks vision_config"]
-    problems = [f"config.json lacks vision_config.{key}" for key in _TOWER_KEYS + _OWN_KEYS[kind] if key not in tower]
-    problems += [f"config.json lacks {key}" for key in _ID_KEYS if key not in hf]
+    tower = {**_DEFAULTS[kind], **hf["vision_config"]}
+    problems = [f"config.json lacks {key}" for key in _ID_KEYS if key not in hf]
     section = mrope_of(text).get("mrope_section", ())
     if not section:
         problems.append("config.json lacks mrope_section in its rope_scaling or rope_parameters")
@@ -106,8 +119,8 @@ def mrope_of(text: HfConfig) -> dict:
 
 def read_vision(hf: HfConfig, text: HfConfig, kind: Literal["qwen2_5_vl", "qwen3_vl"]) -> Vision:
     """Reads a config.json without refusals."""
-    tower, rope = hf["vision_config"], mrope_of(text)
-    assert isinstance(tower, Mapping)
+    tower: HfConfig = {**_DEFAULTS[kind], **hf["vision_config"]}
+    rope = mrope_of(text)
     return Vision(
         kind=kind,
         prefix="visual." if kind == "qwen2_5_vl" else "model.visual.",

@@ -32,4 +32,5 @@ def export(
         adapters = actor.trained_weights(weights)
         export_peft(Path(output), adapters, actor.mesh, lora, base=config.model.path, dtype=config.actor.dtype)
     else:
-        export_hf(output, weights, actor.mesh, like=config.model.path, dtype=config.actor.dtype)
+        like, tokenizer = config.model.path, config.model.tokenizer
+        export_hf(output, weights, actor.mesh, like, config.actor.dtype, tokenizer)

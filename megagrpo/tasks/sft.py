@@ -63,7 +63,7 @@ def sft(config: ExperimentConfig, device: torch.device, progress: Progress) -> N
                 break
     if log is not None:
         log.close()
-    export_hf(config.model.path, weights, mesh, like=options.model, dtype=config.actor.dtype)
+    export_hf(config.model.path, weights, mesh, options.model, config.actor.dtype, config.model.tokenizer)
 
 
 def _check_answers(prompts: Sequence[Prompt], tokenizer) -> None:

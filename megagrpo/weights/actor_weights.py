@@ -1,7 +1,7 @@
 """The actor's weights: loaded from a Hugging Face folder, recorded as copy lists, exported; adapters as PEFT does."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import Tensor
 from megagrpo.config.actor import LoraConfig
 from megagrpo.families.architecture import HfConfig
 from megagrpo.families.table import architecture_of, is_left_out, model_tensors, read_description
+from megagrpo.families.tensors import TensorSpec
 from megagrpo.mesh import Mesh
 from megagrpo.system.run_folder import whole_folder
 from megagrpo.weights.copies.record import Copy, Recording, Specs, record_whole
@@ -69,6 +70,8 @@ def load_initial_weights(
     description = hf.path / "config.json"
     config = read_description(description) if description.is_file() else {}
     specs = {name: spec for name, spec in hf.specs.items() if not (config and is_left_out(config, name, draft))}
+    tensors = list(model_tensors(architecture_of(config, draft))) if config else []
+    _check_shapes(hf.path, specs, tensors)
     recording, kept = record_whole(actor.load_hf, specs, parameters), kept_dtypes(config, draft)
     _check_kept(recording.copies, parameters, kept)
     if overwritten:
@@ -78,11 +81,22 @@ def load_initial_weights(
     else:
         read_recorded(hf, recording, parameters)
         actor.weights_loaded()
-    tensors = model_tensors(architecture_of(config, draft)) if config else ()
     fp8 = frozenset(spec.name for spec in tensors if spec.in_fp8)
     weights = ActorWeights(recording.copies, specs, actor.parameters, actor.merged, kept, fp8)
     actor.round_weights(weights)
     return weights
+
+
+def _check_shapes(path: Path, specs: Specs, tensors: Sequence[TensorSpec]) -> None:
+    """Raises ValueError if a stored tensor has another shape than config.json gives it."""
+    for spec in tensors:
+        found = specs[spec.name][0] if spec.name in specs else spec.shape
+        if found == spec.shape:
+            continue
+        says = f"{path}: tensor {spec.name} has the shape {found}, but {spec.shape} by config.json"
+        if spec.expert and len(found) == 3:  # fused, as Qwen3-VL-MoE's are
+            says += "; transformers 5 saves experts transposed: name the published model, or transpose them back"
+        raise ValueError(says)
 
 
 def kept_dtypes(config: HfConfig, draft: bool) -> dict[str, torch.dtype]:
@@ -110,17 +124,20 @@ def read_recorded(hf: HfFolder, recording: Recording, parameters: Mapping[str, T
             progress.show(hf.bytes_read)
 
 
-def export_hf(target: str | Path, weights: ActorWeights, mesh: Mesh, like: str, dtype: str) -> None:
+def export_hf(
+    target: str | Path, weights: ActorWeights, mesh: Mesh, like: str, dtype: str, tokenizer: str | None = None
+) -> None:
     """Collective. Writes the live weights, adapters merged, as an HF folder, whole or not at all.
 
-    dtype: of all tensors but those that keep another (ActorWeights.kept). Raises LeaderError on every rank.
+    like: the folder that all other files come from; but the tokenizer's from `tokenizer`, if given. dtype: of all
+    tensors but those that keep another (ActorWeights.kept). Raises LeaderError on every rank.
     """
     published: torch.dtype = getattr(torch, dtype)
     specs = published_specs(weights.hf_specs, published, weights.kept)
     plan = make_gather_plan(mesh.gather_world(weights.copies), specs, _SHARD_BYTES)
 
     def write(buckets: Iterator[dict[str, Tensor]]) -> None:
-        write_hf_folder(target, buckets, like, published)
+        write_hf_folder(target, buckets, like, published, tokenizer=tokenizer)
 
     with weights.merged():
         gather_to_main(plan, weights.parameters(), mesh, write, f"export to {target}")

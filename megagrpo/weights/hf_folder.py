@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from megagrpo.families.quantization import SCALES, fp8_block, fp8_config
@@ -25,6 +26,15 @@ from megagrpo.weights.copies.views import Box
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth"}
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "chat_template*",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+)
+_ENDING_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 _SECONDS_BETWEEN_LINES, _BAR_WIDTH = 5.0, 24
 
 
@@ -178,18 +188,42 @@ def write_hf_folder(
     like: str | Path,
     dtype: torch.dtype,
     fp8: bool = False,
+    tokenizer: str | Path | None = None,
 ) -> int:
     """Writes an HF checkpoint, one shard per dict of `tensors`; config.json and tokenizer files come from `like`.
 
-    dtype, fp8: for config.json only; tensors keep their own. `target` is whole or absent, see whole_folder. Returns the
-    bytes of all tensors. Raises OSError (disk full, ...) naming the folder.
+    dtype, fp8: for config.json only; tensors keep their own. tokenizer: another folder that its files come from.
+    `target` is whole or absent, see whole_folder. Returns the bytes of all tensors. Raises OSError (disk full, ...)
+    naming the folder.
     """
     target, like = Path(target), Path(like)
     what = f"cannot write the checkpoint {target}, whose unfinished copy was removed"
     with translated(what, OSError, SafetensorError, raised=OSError), whole_folder(target) as draft:
         size, names = _write_shards(draft, tensors)
         write_description(like, draft, dtype, fp8, has_draft(names))
+        if tokenizer is not None:
+            _replace_tokenizer(draft, Path(tokenizer))
     return size
+
+
+def _replace_tokenizer(folder: Path, source: Path) -> None:
+    """Replaces the tokenizer files of an HF folder, whose generation ends with that tokenizer's end token, too."""
+    for pattern in _TOKENIZER_FILES:
+        for file in folder.glob(pattern):
+            file.unlink()
+        for file in source.glob(pattern):
+            shutil.copyfile(file, folder / file.name)
+    tokenizer, settings, generation = (folder / name for name in _ENDING_FILES)
+    if not (tokenizer.is_file() and settings.is_file() and generation.is_file()):
+        return
+    token = read_description(settings).get("eos_token")
+    end = Tokenizer.from_file(str(tokenizer)).token_to_id(token["content"] if isinstance(token, dict) else token or "")
+    described = read_description(generation)
+    ends = described.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [ends]
+    if end is not None and end not in ends:
+        described["eos_token_id"] = [end, *(other for other in ends if other is not None)]
+        generation.write_text(json.dumps(described, indent=2) + "\n")
 
 
 def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]]) -> tuple[int, list[str]]:

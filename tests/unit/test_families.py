@@ -137,6 +137,19 @@ def test_layers_without_experts_are_refused():
     assert model_problems(hf | {"num_local_experts": 8}) == []
 
 
+def test_division_by_the_chosen_experts_is_never_guessed():
+    """Without the key transformers and SGLang differ on Qwen3-MoE; on Qwen3-VL-MoE both divide."""
+    hf = hf_config(TinyModelConfig(path="x", family="qwen3_moe"))
+    del hf["norm_topk_prob"]
+    [problem] = model_problems(hf)
+    assert problem.startswith("config.json lacks norm_topk_prob, which transformers reads as false and SGLang as true")
+    assert not architecture_of(hf | {"norm_topk_prob": False}).norm_topk_prob
+    seeing = hf_config(TinyModelConfig(path="x", family="qwen3_vl_moe"))
+    assert not architecture_of(seeing | {"norm_topk_prob": False}).norm_topk_prob
+    del seeing["norm_topk_prob"]
+    assert architecture_of(seeing).norm_topk_prob
+
+
 def test_a_new_family_is_one_file_and_one_row(tmp_path):
     """In a copy of the package: `check`, the tiny model, the certificate's models, and the actor know it at once."""
     package = tmp_path / "megagrpo"

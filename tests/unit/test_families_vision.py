@@ -2,7 +2,9 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +13,10 @@ import megagrpo.rollout.cpu.sitecustomize  # noqa: F401  before transformers, wh
 
 # isort: split
 import transformers
+from safetensors.torch import save_file
 
+from examples.laptop.recipe import TinyModelConfig
+from megagrpo.certify.tiny_model import hf_config, random_tensors
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.layout import layout_problems
 from megagrpo.families.architecture import Architecture
@@ -19,6 +24,7 @@ from megagrpo.families.table import architecture_of, model_problems, model_tenso
 from megagrpo.families.vision import tower_tensors
 from megagrpo.planning.engine_memory import tower_elements
 from megagrpo.planning.trainer_memory import stage_parameters, trained_elements
+from megagrpo.weights.actor_weights import load_initial_weights
 from tests.experiments import ROOT
 
 QWEN2_5_VL_7B, QWEN3_VL_30B = (
@@ -81,6 +87,45 @@ def test_refusals(change: dict, message: str):
         hf |= {"head_dim": 128}
     problems = "; ".join(model_problems(hf))
     assert re.search(message, problems), problems
+
+
+def test_fused_experts_in_fp8_are_refused():
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    assert model_problems(QWEN3_VL | {"quantization_config": fp8}) == []
+    [problem] = model_problems(QWEN3_VL_30B | {"quantization_config": fp8})
+    assert problem.endswith("are not read; name the bfloat16 release of the model")
+
+
+CONFIGS = {"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_vl_moe": "Qwen3VLMoe"}
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_tower_may_leave_out_what_transformers_fills_in(family: str):
+    defaults = getattr(transformers, f"{CONFIGS[family]}Config")().vision_config.to_dict()
+    defaults = {key: list(value) if isinstance(value, tuple) else value for key, value in defaults.items()}
+    full = MODELS[family]["vision_config"]
+    sparse = {key: value for key, value in full.items() if key not in defaults or value != defaults[key]}
+    assert len(sparse) < len(full)
+    read = architecture_of(MODELS[family] | {"vision_config": sparse}).vision
+    assert replace(read, config=full) == architecture_of(MODELS[family]).vision
+    wide = {"hidden_size": defaults["out_hidden_size"], "head_dim": 128}
+    found = MODELS[family] | {"vision_config": {}}
+    found = found | (wide if "text_config" not in found else {"text_config": found["text_config"] | wide})
+    assert architecture_of(found).vision.config.items() <= defaults.items()
+
+
+def test_experts_that_transformers_5_has_transposed_are_refused(tmp_path: Path):
+    hf = hf_config(TinyModelConfig(path="x", family="qwen3_vl_moe"))
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    tensors = random_tensors(architecture_of(hf), torch.Generator().manual_seed(0))
+    name, before = "model.language_model.layers.0.mlp.experts.gate_up_proj", len(tensors)
+    tensors |= {key: t.transpose(1, 2).contiguous() for key, t in tensors.items() if ".mlp.experts." in key}
+    assert len(tensors) == before and tensors[name].dim() == 3
+    save_file(tensors, tmp_path / "model.safetensors")
+    experts, wide, hidden = tensors[name].shape
+    shapes = f"{name} has the shape ({experts}, {wide}, {hidden}), but ({experts}, {hidden}, {wide}) by config.json"
+    with pytest.raises(ValueError, match=f"{re.escape(shapes)}; transformers 5 saves experts transposed"):
+        load_initial_weights(SimpleNamespace(parameters=dict), str(tmp_path))
 
 
 def test_the_text_part_is_read_wherever_it_stands():

@@ -8,6 +8,7 @@ import subprocess
 import pytest
 import torch
 
+from examples.laptop.model import character_tokenizer
 from megagrpo.weights import hf_folder as hf_files
 from megagrpo.weights.hf_folder import INDEX, SINGLE, HfFolder, ReadingProgress, write_hf_folder
 
@@ -39,6 +40,25 @@ def test_round_trip(tmp_path, like, number):
     assert (tmp_path / "out" / INDEX).exists() == (number > 1)
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["like", "out"], "nothing temporary stays"
+
+
+def test_a_tokenizer_of_its_own_replaces_that_of_the_model(tmp_path, like):
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("tokenizer_config.json", "chat_template.jinja", "vocab.json"):
+        (like / name).write_text("{}")
+    (like / "generation_config.json").write_text('{"eos_token_id": 7, "temperature": 0.6}')
+    character_tokenizer("01").save_pretrained(other)
+    for name in ("special_tokens_map.json", "config.json", "notes.txt"):
+        (other / name).write_text("its own")
+    write_hf_folder(tmp_path / "out", shards(1), like, torch.float32, tokenizer=other)
+    own = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
+    assert all((tmp_path / "out" / name).read_bytes() == (other / name).read_bytes() for name in own)
+    rest = {file.name for file in (tmp_path / "out").iterdir()} - own
+    assert rest == {SINGLE, "config.json", "generation_config.json"}
+    assert json.loads((tmp_path / "out/config.json").read_text()) == {"model_type": "toy", "dtype": "float32"}
+    generation = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert generation == {"eos_token_id": [2, 7], "temperature": 0.6}
 
 
 def test_tensors_keep_their_dtype_and_views_of_one_storage_and_the_config_names_the_dtype(tmp_path, like):

@@ -21,10 +21,16 @@ class Qwen3Moe(Qwen3):
         return super().refusals(hf)
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
-        if not hf.get("mlp_only_layers") and hf.get("decoder_sparse_step", 1) == 1:
-            return []
-        wrong = "mlp_only_layers and decoder_sparse_step put layers without experts between MoE layers"
-        return [f"{wrong}, which is not supported"]
+        problems = []
+        if "norm_topk_prob" not in hf:
+            problems.append(
+                "config.json lacks norm_topk_prob, which transformers reads as false and SGLang as true; write the "
+                "one with which the model was trained (Qwen3: true)"
+            )
+        if hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1:
+            wrong = "mlp_only_layers and decoder_sparse_step put layers without experts between MoE layers"
+            problems.append(f"{wrong}, which is not supported")
+        return problems
 
     def architecture(self, hf: HfConfig) -> Architecture:
         return replace(
@@ -32,7 +38,7 @@ class Qwen3Moe(Qwen3):
             num_experts=_num_experts(hf),
             experts_per_token=hf["num_experts_per_tok"],
             expert_ffn_size=hf["moe_intermediate_size"],
-            norm_topk_prob=bool(hf.get("norm_topk_prob", False)),
+            norm_topk_prob=bool(hf.get("norm_topk_prob", True)),  # absent only in Qwen3-VL-MoE
         )
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:

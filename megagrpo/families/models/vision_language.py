@@ -99,6 +99,15 @@ class Qwen3VLMoe(Qwen3VL, Qwen3Moe):
     HF_CLASS = "Qwen3VLMoeForConditionalGeneration"
     SIZE_KEYS = Qwen3Moe.SIZE_KEYS | _SIZE_KEYS
 
+    def own_refusals(self, hf: HfConfig) -> list[str]:
+        # absent as in older files: transformers' router and SGLang's default both divide
+        problems = super().own_refusals({"norm_topk_prob": True, **hf})
+        if hf.get("quantization_config"):
+            problems.append(
+                "quantization_config: fused experts in FP8 are not read; name the bfloat16 release of the model"
+            )
+        return problems
+
     def stored(self, hf: Mapping[str, Tensor], name: str) -> Tensor:
         layer, found, expert = name.partition(".experts.")
         if not found:
