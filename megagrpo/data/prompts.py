@@ -3,6 +3,7 @@
 The order depends only on the seed and the mixture, so the number of consumed prompts is the whole state to save.
 """
 
+import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence

@@ -250,6 +250,32 @@ def test_groups_too_old_for_a_smaller_bound_are_left_out(start, tmp_path, monkey
     assert ("are left out" in capsys.readouterr().out) == (len(young) < 3)
 
 
+def test_a_rollout_without_tokens_makes_no_group_too_old(start, tmp_path, monkeypatch):
+    (tmp_path / "checkpoints" / "step_000005").mkdir(parents=True)
+    failed = replace(group(4), samples=(*group(4).samples, Sample(1, (), (), "stop", 0, "")))
+    monkeypatch.setattr(SAVED, "surplus", [failed])
+    assert start(sections={"algorithm": DYNAMIC})[0].surplus == [failed]
+
+
+def test_groups_of_another_mode_are_sampled_again_if_they_could_be_deferred_too_often(start, tmp_path, monkeypatch):
+    """Saved with max_staleness; with extra_groups a group begins by the present weights, or has been deferred."""
+    (tmp_path / "checkpoints" / "step_000005").mkdir(parents=True)
+    monkeypatch.setattr(SAVED, "ahead", [group(3), group(4), group(5)])
+    monkeypatch.setattr(SAVED, "deferred", [(4, 1)])
+    sections = {"rollout": {"extra_groups": 1}, "algorithm": {"mismatch": {"weight": {"name": "tis"}}}}
+    assert [g.group_id for g in start(sections=sections)[0].ahead] == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "cursor", "deferred", "steps"), [(10, 100, 0, 20), (20, 100, 0, 15), (5, 100, 0, 30), (10, 103, 3, 20)]
+)
+def test_epochs_end_with_the_prompts_also_if_steps_took_other_numbers_of_them(wanted, cursor, deferred, steps):
+    """Two epochs of 100 prompts, stopped after 10 steps of 10."""
+    state = TrainState(step=10, data_cursor=cursor, deferred=[(number, 1) for number in range(deferred)])
+    config = experiment(train={"num_epochs": 2, "num_steps": None, "num_prompts_per_step": wanted})
+    assert beginning.steps_in_all(config, 100, state) == steps
+
+
 def test_more_groups_than_a_step_takes_would_get_too_old(start, tmp_path, monkeypatch):
     (tmp_path / "checkpoints" / "step_000005").mkdir(parents=True)
     monkeypatch.setattr(SAVED, "surplus", [group(4)] * 3)
@@ -263,7 +289,9 @@ def test_more_groups_than_a_step_takes_would_get_too_old(start, tmp_path, monkey
 def test_groups_come_back_as_they_were(tmp_path):
     generator = np.random.default_rng(0)
     ids, images = generator.integers(0, 150_000, 5), (ImageRef("key", 1, (1, 4, 4)),)
-    prompt = Prompt(7, "1+1=", ids, "2", "exact", "a.jsonl:3", "gsm8k", {"level": [1, "x"]}, images=images)
+    prompt = Prompt(
+        7, "1+1=", ids, "2", "exact", "a.jsonl:3", "gsm8k", {"level": [1, "x"], "array": [5, 4, 3]}, images=images
+    )
     samples = tuple(
         Sample(i, generator.integers(0, 150_000, n), -generator.random(n), "stop", 3, "é", mask)
         for i, (n, mask) in enumerate([(4, None), (0, None), (3, (1, 0, 1))])

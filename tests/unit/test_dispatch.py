@@ -1,11 +1,14 @@
 """When requests leave, which groups a step takes, and what becomes of those that are late or of another start."""
 
+import itertools
 import time
 from collections.abc import Callable
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from aiohttp import web
 from fake_service import FakeService, running
 from sampling import MESH, digits, experiment, prompt_set, source_of, take
 
@@ -15,8 +18,11 @@ from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import LeaderError, RunStopped
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.planning.engine_memory import concurrency_report
+from megagrpo.publishing import Publishing
+from megagrpo.rollout import source as source_module
 from megagrpo.rollout.admission import Concurrency
 from megagrpo.rollout.generation import SamplingParams
+from megagrpo.run import Run
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TrainState
 from tests.experiments import QUICKSTART, until
 
@@ -302,3 +308,49 @@ def test_a_failure_among_extra_groups_ends_the_step():
     rollout = sampling(config, hang=lambda body: body["input_ids"][1] in (101, 102))
     with rollout as (_, source, state), pytest.raises(LeaderError, match=said):
         take(source, config, state)
+
+
+def test_lent_gpus_are_of_use_though_the_step_before_left_groups_behind():
+    with sampling(extra(), hang=lambda body: body["input_ids"][1] == 101) as (_, source, state):
+        assert source.has_to_begin()
+        take(source, extra(), state)
+        assert state.deferred and source.has_to_begin(), "the coming step's requests have not left"
+
+
+def test_a_service_that_is_gone_holds_up_no_drain(monkeypatch):
+    monkeypatch.setattr(source_module, "_UNREACHABLE_S", 0.5)
+    config = experiment(rollout={"max_staleness": 1, "step_timeout_s": 600.0}, algorithm=TIS)
+    with running(FakeService(script=[{}] * (WANTED * GROUP_SIZE) + ["hang"])) as service:
+        source = source_of(service.control, config)
+        take(source, config, TrainState())
+    with closing(source):
+        source.drain()  # the publish that comes next says what is wrong
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_service_that_does_not_answer_once_ends_no_run(number):
+    calls = itertools.count(1)
+
+    class BusyOnce(FakeService):
+        async def status(self, request):
+            return web.Response(status=500) if next(calls) == number else await super().status(request)
+
+    with running(BusyOnce()) as service, closing(source_of(service.control, experiment())) as source:
+        assert trained(take(source, experiment(), TrainState()).groups) == [0, 1]
+
+
+def test_a_step_whose_gpus_do_not_come_back_is_saved_as_not_begun():
+    config, saved = experiment(rollout={"colocate": True}, weights={"transport": "ipc"}), []
+    with sampling(config, version=3) as (service, source, _):
+        run = object.__new__(Run)
+        publishing = object.__new__(Publishing)
+        vars(publishing).update(_config=config, _actor=SimpleNamespace(mesh=MESH), _control=service.control)
+        vars(publishing).update(_lending=False)  # /sleep is no path of the fake service
+        vars(run).update(
+            config=config, actor=SimpleNamespace(mesh=MESH), state=TrainState(step=3, data_cursor=6), num_steps=6,
+            source=source, publishing=publishing, inputs=SimpleNamespace(prompts=prompt_set(), tool=None, images=None),
+            checkpointer=SimpleNamespace(save_now=lambda state: saved.append((state.step, state.data_cursor))),
+        )  # fmt: skip
+        with pytest.raises(RunStopped, match="put engines to sleep"):
+            run.next_groups(Metrics())
+        assert saved == [(3, 6)]
