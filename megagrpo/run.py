@@ -290,17 +290,14 @@ def start_run(
     if config.rollout.shares_gpus:  # before any rank allocates memory on a GPU that an engine uses
         find_service(folder.path, service_url, start_timeout_s).sleep(sleep_limit_s(config))
     inputs = Inputs.load(config)
-    num_steps = config.train.steps(len(inputs.prompts))
     progress.enter(f"{config.actor.world_size} trainer ranks meet and build the model")
-    actor = make_actor(config, num_steps, device)
+    actor = make_actor(config, config.train.steps(len(inputs.prompts)), device)
     actor.images, mesh = inputs.images.pixels if inputs.images else None, actor.mesh
     progress.enter("loads weights")
     source = find_checkpoint(config, folder, mesh)
     weights = initial_weights(config, config.algorithm, source, actor)
     state = resume(config, folder, source, actor)
-    if (in_all := steps_in_all(config, len(inputs.prompts), state)) != num_steps:  # other sizes of steps than before
-        actor.num_updates = actor.updates_done + (in_all - state.step) * config.train.updates_of_step
-        num_steps = in_all
+    num_steps = steps_in_all(config, len(inputs.prompts), state, actor)
     with ExitStack() as stack:
         console = stack.enter_context(_console(config, state, num_steps, inputs)) if mesh.is_main else None
         if console is not None:

@@ -112,12 +112,16 @@ def resume(config: ExperimentConfig, folder: RunFolder, source: Path | None, act
     return state
 
 
-def steps_in_all(config: ExperimentConfig, num_prompts: int, state: TrainState) -> int:
+def steps_in_all(config: ExperimentConfig, num_prompts: int, state: TrainState, actor: MegatronActor) -> int:
     """Returns after how many steps a resumed run ends: with train.num_epochs when all prompts were taken that often,
-    also if its first steps took another number of them.
+    also if earlier steps took another number of them; then the learning-rate schedule ends there, too.
     """
     train = config.train
+    planned = train.steps(num_prompts)
     if train.num_epochs is None or config.algorithm.dynamic_sampling is not None:  # whose steps take what they must
-        return train.steps(num_prompts)
+        return planned
     left = train.num_epochs * num_prompts - (state.data_cursor - len(state.deferred))
-    return state.step + max(-(-left // train.num_prompts_per_step), 0)
+    found = state.step + max(-(-left // train.num_prompts_per_step), 0)
+    if found != planned:
+        actor.num_updates = actor.updates_done + (found - state.step) * train.updates_of_step
+    return found

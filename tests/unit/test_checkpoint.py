@@ -273,7 +273,8 @@ def test_epochs_end_with_the_prompts_also_if_steps_took_other_numbers_of_them(wa
     """Two epochs of 100 prompts, stopped after 10 steps of 10."""
     state = TrainState(step=10, data_cursor=cursor, deferred=[(number, 1) for number in range(deferred)])
     config = experiment(train={"num_epochs": 2, "num_steps": None, "num_prompts_per_step": wanted})
-    assert beginning.steps_in_all(config, 100, state) == steps
+    actor = SimpleNamespace(updates_done=10, num_updates=20)
+    assert beginning.steps_in_all(config, 100, state, actor) == actor.num_updates == steps
 
 
 def test_more_groups_than_a_step_takes_would_get_too_old(start, tmp_path, monkeypatch):
