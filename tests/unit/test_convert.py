@@ -38,17 +38,17 @@ WITH_KL = (
 ROLL = """
 exp_name: my-run
 seed: 7
-rollout_batch_size: 64
+rollout_batch_size: 48
 num_return_sequences_in_group: 8
 adv_estimator: grpo
 response_length: 4096
 prompt_length: 2048
 pretrain: models/Qwen2.5-7B
 loss_agg_mode: seq-mean-token-mean
-max_steps: 100
+max_steps: 120
 num_gpus_per_node: 8
 actor_train:
-  training_args: {learning_rate: 1.0e-6, per_device_train_batch_size: 1, gradient_accumulation_steps: 32}
+  training_args: {learning_rate: 1.0e-6, per_device_train_batch_size: 1, gradient_accumulation_steps: 24}
   data_args: {template: qwen2_5, file_name: [data/math.jsonl], messages: messages}
   strategy_args: {strategy_name: megatron_train, strategy_config: {tensor_model_parallel_size: 2}}
   device_mapping: list(range(0,8))
@@ -129,7 +129,8 @@ def test_what_their_keys_become(tmp_path, framework, case):
     if framework == "verl":
         draft = verl(tmp_path, case["estimator"], case["more"])
     else:
-        draft = translate(framework, source(tmp_path, f"{YAML[framework]}\n{case['more']}\n", "run.yaml"))
+        keys = yaml.safe_load(YAML[framework]) | yaml.safe_load(case["more"])
+        draft = translate(framework, source(tmp_path, yaml.safe_dump(keys), "run.yaml"))
     assert {key: draft.values.get(key) for key in case["becomes"]} == case["becomes"]
     assert draft.problems == [] and lost(draft) == {}
     assert framework != "trl" or draft.values["train.num_prompts_per_step"] == 4, "16 x 2 samples of groups of 8"
@@ -167,11 +168,18 @@ def test_rolls_yaml_whole(tmp_path):
     assert lost(draft) == {} and draft.problems == []
     config = ExperimentConfig.model_validate(draft.nested())
     assert config.algorithm.advantage.name == "grpo" and config.algorithm.aggregation == "seq-mean-token-mean"
-    assert (config.train.num_updates_per_step, config.train.num_prompts_per_step) == (4, 64)  # 512 / (1 * 32 * 4)
+    assert (config.train.num_updates_per_step, config.train.num_prompts_per_step) == (4, 48)  # 384 / (1 * 24 * 4)
+    assert config.train.num_steps == 120
     assert (config.actor.world_size, config.rollout.num_engines, config.rollout.colocate) == (8, 8, True)
     assert config.sampling.max_response_tokens == 4096 and config.sampling.allow_truncated_distribution
     assert (config.data.prompt_key, config.data.answer_key) == ("messages", "ground_truth")
     assert config.data.grader_by_source == {"aime": "math"} and config.data.source_key == "tag"
+
+
+def test_a_value_that_no_rule_took_is_not_as_here(tmp_path):
+    draft = translate("roll", source(tmp_path, ROLL, "roll.yaml"))
+    draft.values.pop("train.num_steps"), draft.because.pop("train.num_steps")
+    assert "train.num_steps" in lost(draft)["max_steps"]
 
 
 @pytest.mark.parametrize(
