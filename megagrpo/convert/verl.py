@@ -13,9 +13,10 @@ _SOURCES: dict[str, Plain] = {  # as verl's default_compute_score
     "lighteval/MATH": "math",
     "DigitalLearningGmbH/MATH-lighteval": "math",
     "HuggingFaceH4/MATH-500": "math",
-    "math_dapo": "math",
-    "math": "math",
-    "aime2024": "math",
+    "math_dapo": "math_dapo",
+    "math": "math_dapo",
+    "math_dapo_reasoning": "math_dapo",
+    "aime*": "math_dapo",
 }
 
 

@@ -120,7 +120,9 @@ def test_verls_command_whole(tmp_path):
     assert (algorithm.kl.estimator, algorithm.kl.loss_coef, algorithm.kl.value_clamp) == ("k3", 0.001, 10)
     data = config.data
     assert data.chat_template and (data.answer_key, data.source_key) == ("reward_model.ground_truth", "data_source")
-    assert data.grader_by_source["openai/gsm8k"] == "gsm8k"
+    graders = data.grader_by_source
+    assert graders["openai/gsm8k"] == "gsm8k" and graders["lighteval/MATH"] == "math"
+    assert {graders[name] for name in ("math_dapo", "math", "math_dapo_reasoning", "aime*")} == {"math_dapo"}
     assert config.eval.every == 5 and len(config.eval.data.paths) == 2 and config.eval.temperature == 0
 
 
