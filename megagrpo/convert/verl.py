@@ -6,7 +6,11 @@ from megagrpo.convert.draft import Draft, Rule
 
 _A, _R, _M, _G = (f"actor_rollout_ref.{part}." for part in ("actor", "rollout", "model", "actor.megatron"))
 _OVERRIDE = f"{_G}override_transformer_config."
-_OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg."
+_OVERLONG = (  # of this version, of verl-recipe's DAPO, and of later ones
+    "reward_model.reward_kwargs.overlong_buffer_cfg.",
+    "reward_model.overlong_buffer.",
+    "reward.reward_kwargs.overlong_buffer_cfg.",
+)
 _CORRECTION = "algorithm.rollout_correction."
 _SOURCES: dict[str, Plain] = {  # as verl's default_compute_score
     "openai/gsm8k": "gsm8k",
@@ -80,8 +84,8 @@ def _loss(d: Draft) -> None:
 
 
 def _rewards(d: Draft) -> None:
-    if d.get(f"{_OVERLONG}enable"):
-        keys = [f"{_OVERLONG}{name}" for name in ("len", "penalty_factor", "enable")]
+    for prefix in [prefix for prefix in _OVERLONG if d.get(f"{prefix}enable")]:
+        keys = [f"{prefix}{name}" for name in ("len", "penalty_factor", "enable")]
         overlong: dict[str, Plain] = {"buffer_tokens": d.get(keys[0]), "factor": d.real(keys[1], default=1.0)}
         d.put("algorithm.reward.overlong", overlong, *keys)
     groups, most = "algorithm.filter_groups.", "algorithm.filter_groups.max_num_gen_batches"
@@ -89,9 +93,9 @@ def _rewards(d: Draft) -> None:
         metric = "shaped_reward" if d.get(f"{groups}metric") == "seq_final_reward" else "reward"
         chosen: dict[str, Plain] = {"metric": metric, "max_num_gen_batches": d.number(most, default=0) or 1000}
         d.put("algorithm.dynamic_sampling", chosen, f"{groups}enable", f"{groups}metric", most)
-    manager = "reward_model.reward_manager"
-    if d.get(manager) not in (None, "naive", "dapo", "batch", "prime"):
-        d.lack(manager, "no such reward manager; rewards of a whole group are reward.group_grader")
+    for manager in ("reward_model.reward_manager", "reward.reward_manager.name", "reward_manager.name"):
+        if d.get(manager) not in (None, "naive", "dapo", "batch", "prime"):
+            d.lack(manager, "no such reward manager; rewards of a whole group are reward.group_grader")
     path, name, prefix = (f"custom_reward_function.{part}" for part in ("path", "name", "reward_kwargs."))
     if d.get("reward_model.enable"):
         d.lack("reward_model.enable", "no reward model is served; ask one of yours with reward.grader: http")
