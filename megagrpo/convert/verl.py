@@ -11,6 +11,8 @@ _OVERLONG = (  # of this version, of verl-recipe's DAPO, and of later ones
     "reward_model.overlong_buffer.",
     "reward.reward_kwargs.overlong_buffer_cfg.",
 )
+# files of options whose values are foreign_defaults.yaml, or differ from it in nothing that is translated
+_BASES = ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer")
 _CORRECTION = "algorithm.rollout_correction."
 _SOURCES: dict[str, Plain] = {  # as verl's default_compute_score
     "openai/gsm8k": "gsm8k",
@@ -22,6 +24,14 @@ _SOURCES: dict[str, Plain] = {  # as verl's default_compute_score
     "math_dapo_reasoning": "math_dapo",
     "aime*": "math_dapo",
 }
+
+
+def _base(d: Draft) -> None:
+    name, listed = "--config-name", d.get("defaults")
+    if d.get(name) is not None and d.text(name).removesuffix(".yaml") not in _BASES:
+        d.lack(name, "its file says more; give it as YAML")
+    if others := [one for one in listed if one not in (*_BASES, "_self_")] if isinstance(listed, list) else []:
+        d.lack("defaults", f"what {others} says is not known here; write its keys into this file")
 
 
 def _advantage(d: Draft) -> None:
@@ -255,4 +265,4 @@ def _run(d: Draft) -> None:
         d.put("checkpoint.resume", resume, "trainer.resume_mode")
 
 
-RULES: list[Rule] = [_run, _model, _rewards, _data, _batch, _advantage, _kl, _loss, _mismatch, _layout]
+RULES: list[Rule] = [_base, _run, _model, _rewards, _data, _batch, _advantage, _kl, _loss, _mismatch, _layout]

@@ -103,6 +103,21 @@ def test_a_script_without_a_command_is_named(tmp_path, monkeypatch, text, messag
         read_source("verl", source(tmp_path, text))
 
 
+@pytest.mark.parametrize(
+    ("words", "lost_ones"),
+    [("--config-name='ppo_megatron_trainer.yaml'", []), ("-cn fully_async", ["--config-name"])],
+)
+def test_the_file_that_verls_command_builds_on(tmp_path, words, lost_ones):
+    assert list(lost(verl(tmp_path, more=words))) == lost_ones
+
+
+def test_verls_file_that_builds_on_another(tmp_path):
+    keys = {"actor_rollout_ref": {"rollout": {"n": 4}}, "algorithm": {"adv_estimator": "grpo"}}
+    for others, lost_ones in ([], []), (["mine"], ["defaults"]):
+        text = yaml.safe_dump(keys | {"defaults": ["ppo_trainer", *others, "_self_"]})
+        assert list(lost(translate("verl", source(tmp_path, text, "run.yaml")))) == lost_ones
+
+
 def test_verls_command_whole(tmp_path):
     draft = verl(tmp_path, more=WITH_KL)
     assert lost(draft) == {} and draft.problems == []
