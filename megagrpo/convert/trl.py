@@ -1,5 +1,7 @@
 """TRL's GRPOTrainer and GRPOConfig arguments that depend on each other."""
 
+import math
+
 from megagrpo.config.load import Plain
 from megagrpo.convert import rules
 from megagrpo.convert.draft import Draft, Rule
@@ -58,11 +60,28 @@ def _loss(d: Draft) -> None:
     return None
 
 
-def _batch(d: Draft) -> None:
+def _samples(d: Draft) -> tuple[int, int]:
+    """Returns the samples of a generation, and of an optimiser update."""
     each, steps, processes = "per_device_train_batch_size", "gradient_accumulation_steps", d.number("num_processes")
-    update, group = d.number(each) * d.number(steps) * processes, d.number("num_generations")
     generations = d.number("steps_per_generation", steps)
     samples = d.number("generation_batch_size", default=d.number(each) * generations * processes)
+    return samples, d.number(each) * d.number(steps) * processes
+
+
+def _updates(d: Draft) -> int:
+    """Returns the optimiser updates between two generations, which are TRL's steps; ours are the generations."""
+    samples, update = _samples(d)
+    return max(samples // update, 1) * d.number("num_iterations")
+
+
+def _every(d: Draft, key: str) -> int:
+    """Returns an interval of updates in generations."""
+    return max(d.number(key) // _updates(d), 1) if d.get(key) else 0
+
+
+def _batch(d: Draft) -> None:
+    each, steps, group = "per_device_train_batch_size", "gradient_accumulation_steps", d.number("num_generations")
+    samples, update = _samples(d)
     keys = ("generation_batch_size", "steps_per_generation", each, steps)
     if samples % group or samples % update or (samples // group) % (samples // update):
         d.lack(steps, f"{samples} samples in groups of {group} and updates of {update} do not divide into whole groups")
@@ -70,7 +89,7 @@ def _batch(d: Draft) -> None:
         d.put("train.num_prompts_per_step", samples // group, *keys)
         d.put("train.num_updates_per_step", samples // update, *keys)
     if d.number("max_steps", default=-1) > 0:
-        d.put("train.num_steps", d.number("max_steps"), "max_steps")
+        d.put("train.num_steps", math.ceil(d.number("max_steps") / _updates(d)), "max_steps")
     else:
         d.put("train.num_epochs", d.number("num_train_epochs"), "num_train_epochs")
     d.put("actor.optimizer.warmup_steps", d.number("warmup_steps", default=0), "warmup_steps")
@@ -86,7 +105,8 @@ def _data(d: Draft) -> None:
     d.put("data.chat_template", True, "train_dataset")
     for key in [key for key in d.given if key.startswith("chat_template_kwargs.")]:
         d.put(f"data.chat_template_args.{key.partition('.')[2]}", d.get(key), key)
-    rules.evaluated_as_trained(d, "eval_dataset", d.number("eval_steps"), "num_generations_eval", "eval_steps")
+    every = _every(d, "eval_steps")
+    rules.evaluated_as_trained(d, "eval_dataset", every, "num_generations_eval", "eval_steps")
     named, weights = d.get("reward_funcs"), d.get("reward_weights")
     graders: list[Plain] = []
     for number, function in enumerate(named if isinstance(named, list) else [named]):
@@ -107,7 +127,7 @@ def _run(d: Draft) -> None:
         d.put(ours, "bfloat16" if d.get("bf16") else "float32", "bf16")
     d.put("actor.recompute", "full" if d.get("gradient_checkpointing") else "none", "gradient_checkpointing")
     rules.engines_on_trainers(d, world, world, d.number("vllm_tensor_parallel_size"), "num_processes")
-    d.put("checkpoint.every", d.number("save_steps"), "save_steps")
+    d.put("checkpoint.every", _every(d, "save_steps"), "save_steps")
     reports = d.get("report_to")
     if "wandb" in (reports if isinstance(reports, list) else [reports]):
         d.put("log.wandb", {"project": "huggingface"}, "report_to")
