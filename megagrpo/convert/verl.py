@@ -88,8 +88,9 @@ def _loss(d: Draft) -> None:
         d.put("algorithm.loss.dual_clip", d.real(f"{_A}clip_ratio_c"), f"{_A}clip_ratio_c")
     elif name == "gspo":
         d.put("algorithm.loss.clamp", "above", mode)
-    # verl's gspo takes no other aggregation
-    d.put("algorithm.aggregation", "seq-mean-token-mean" if name == "gspo" else d.get(aggregation), aggregation)
+    # verl's gspo and sapo take no other aggregation
+    means = "seq-mean-token-mean" if name in ("gspo", "sapo") else d.get(aggregation)
+    d.put("algorithm.aggregation", means, aggregation)
     return None
 
 
