@@ -7,10 +7,15 @@ from megagrpo.convert import rules
 from megagrpo.convert.draft import Draft, Rule
 
 _LONGEST_PROMPT = 1024  # TRL has no limit: ours, which `megagrpo check` compares with the data
+_EPS = 1e-4  # added to the standard deviation, whatever it is of
 _REWARDS: dict[Plain, dict[str, Plain]] = {
     "accuracy_reward": {"grader": "math"},
     "think_format_reward": {"grader": "format", "args": {"pattern": r"(?s)^(?!.*<think>)(.*?)</think>.*$"}},
 }
+_OF_ACCURACY = (
+    "accuracy_reward takes the first LaTeX answer that it finds, boxes before others, and leaves rows out whose",
+    "solution it cannot read; grader `math` takes the last box alone, and a solution that it cannot read is an error.",
+)
 _AGGREGATIONS = {  # of loss_type
     "grpo": "seq-mean-token-mean",
     "dapo": "token-mean",
@@ -28,7 +33,9 @@ def _advantage(d: Draft) -> None:
         return d.lack("scale_rewards", f"no scale {scale}; there are group, batch and none")
     d.put("algorithm.advantage.name", name, "scale_rewards")
     if scale == "batch":
-        d.put("algorithm.reward", {"mean": "group", "std": "batch"}, "scale_rewards")
+        d.put("algorithm.reward", {"mean": "group", "std": "batch", "eps": _EPS}, "scale_rewards")
+    elif scale == "group":
+        d.put("algorithm.advantage.eps", _EPS, "scale_rewards")
     return None
 
 
@@ -48,16 +55,28 @@ def _loss(d: Draft) -> None:
     if d.get("beta"):
         d.put("algorithm.kl.loss_coef", d.real("beta"), "beta")
         d.put("algorithm.kl.estimator", "k3", "beta")
-    flag, mode = "vllm_importance_sampling_correction", "vllm_importance_sampling_mode"
-    if d.get(flag) and d.get("use_vllm"):
-        over, _, kind = d.text(mode).partition("_")
-        cap = d.real("vllm_importance_sampling_clip_max", default=3.0)
-        d.put("algorithm.mismatch.weight", {"name": "tis", "over": over, "cap": cap}, flag, mode)
-        if kind == "mask":  # above the cap the weight is 0; the token, or sequence, stays in the denominators
-            judged = "sum" if over == "sequence" else over
-            limits: dict[str, Plain] = {"over": judged, "high": cap, "keep_denominator": True}
-            d.put("algorithm.mismatch.reject", limits, flag, mode)
     return None
+
+
+def _mismatch(d: Draft) -> None:
+    prefix = "vllm_importance_sampling_"
+    flag, mode, highest, lowest = (f"{prefix}{name}" for name in ("correction", "mode", "clip_max", "clip_min"))
+    older = f"{prefix}cap"  # wins over the newer name
+    if not d.get(flag) or not d.get("use_vllm"):
+        return
+    if highest in d.given and d.get(older, highest) is None:
+        d.lack(highest, "a ratio without an upper limit; write algorithm.mismatch with a large one")
+    keys = (flag, mode, older, highest, lowest)
+    over, _, kind = d.text(mode).partition("_")
+    cap, low = d.real(older, highest, default=3.0), d.real(lowest)
+    weight: dict[str, Plain] = {"name": "tis", "over": over, "cap": cap}
+    if kind == "mask":  # outside, the weight is 0; the token, or sequence, stays in the denominators
+        judged = "sum" if over == "sequence" else over
+        limits: dict[str, Plain] = {"over": judged, "high": cap, "keep_denominator": True}
+        d.put("algorithm.mismatch.reject", limits | ({"low": low} if low else {}), *keys)
+    elif low:
+        weight["floor"] = low
+    d.put("algorithm.mismatch.weight", weight, *keys)
 
 
 def _samples(d: Draft) -> tuple[int, int]:
@@ -106,13 +125,19 @@ def _data(d: Draft) -> None:
     for key in [key for key in d.given if key.startswith("chat_template_kwargs.")]:
         d.put(f"data.chat_template_args.{key.partition('.')[2]}", d.get(key), key)
     every = _every(d, "eval_steps")
-    rules.evaluated_as_trained(d, "eval_dataset", every, "num_generations_eval", "eval_steps")
+    samples = ("num_generations_eval", "num_generations")
+    if rules.evaluated_as_trained(d, "eval_dataset", every, samples[0], "eval_steps"):
+        d.put("eval.num_samples", d.number(*samples), *samples)
+        d.put("eval.temperature", d.real("temperature"), "temperature")
+        rules.truncated_sampling(d, "eval", "top_p", "top_k")
     named, weights = d.get("reward_funcs"), d.get("reward_weights")
     graders: list[Plain] = []
     for number, function in enumerate(named if isinstance(named, list) else [named]):
         if function in _REWARDS:
             weight = weights[number] if isinstance(weights, list) else 1.0
             graders.append(_REWARDS[function] | {"weight": weight})
+            if function == "accuracy_reward":
+                d.remarks += _OF_ACCURACY
         else:
             d.lack("reward_funcs", f"{function}: write it as grade(text, answer): reward.grader: file.py:grade")
     d.put("reward.graders", graders, "reward_funcs", "reward_weights")
@@ -133,4 +158,4 @@ def _run(d: Draft) -> None:
         d.put("log.wandb", {"project": "huggingface"}, "report_to")
 
 
-RULES: list[Rule] = [_run, _data, _batch, _advantage, _loss]
+RULES: list[Rule] = [_run, _data, _batch, _advantage, _loss, _mismatch]

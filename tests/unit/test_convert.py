@@ -158,6 +158,13 @@ def test_an_unknown_scale_of_trls_rewards_is_named(tmp_path):
     assert lost(draft) == {"scale_rewards": "no scale std; there are group, batch and none"}
 
 
+def test_what_trl_does_otherwise_without_a_key_is_said(tmp_path):
+    path = source(tmp_path, TRL + "use_vllm: true\nvllm_importance_sampling_clip_max: null\n", "run.yaml")
+    draft = translate("trl", path)
+    assert "grader `math` takes the last box" in draft.yaml("")
+    assert "without an upper limit" in lost(draft)["vllm_importance_sampling_clip_max"]
+
+
 @pytest.mark.parametrize("case", CASES["verl_lost"])
 def test_what_cannot_be_said_is_named_and_nothing_is_written(tmp_path, capsys, case):
     key, reason = case["key"], case["reason"]
