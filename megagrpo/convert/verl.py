@@ -160,7 +160,8 @@ def _data(d: Draft) -> None:
         d.lack("data.truncation", f"prompts longer than {longest} are dropped and counted, never cut")
     kwargs, every = f"{_R}val_kwargs.", "trainer.test_freq"
     if rules.evaluated_as_trained(d, "data.val_files", d.number(every), f"{kwargs}n", every):
-        temperature = d.real(f"{kwargs}temperature") if d.get(f"{kwargs}do_sample") else 0.0
+        # its engines read the temperature alone
+        temperature = 0.0 if d.get(f"{kwargs}do_sample") is False else d.real(f"{kwargs}temperature")
         d.put("eval.temperature", temperature, f"{kwargs}temperature", f"{kwargs}do_sample")
         rules.truncated_sampling(d, "eval", f"{kwargs}top_p", f"{kwargs}top_k")
 
