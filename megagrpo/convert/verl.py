@@ -138,12 +138,11 @@ def _mismatch(d: Draft) -> None:
         if judged not in ("mean", "sum", "max", "token") or measure not in ("k1", "k2", "k3"):
             return d.lack(rule, "one rule such as seq_mean_k1 can be said: algorithm.mismatch.reject")
         low, band, high = d.text(limits).partition("_")
-        reject: dict[str, Plain] = {
-            "measure": measure.replace("k1", "ratio"),
-            "over": judged,
-            "high": float(high or low or 2),
-        }
-        d.put("algorithm.mismatch.reject", reject | ({"low": float(low)} if band else {}), rule, limits)
+        most = float(high or low or 2)
+        reject: dict[str, Plain] = {"measure": measure, "over": judged, "high": most}
+        if measure == "k1":  # theirs is rollout / old, and one limit is for both sides
+            reject |= {"measure": "ratio", "low": 1 / most, "high": 1 / float(low) if band else most}
+        d.put("algorithm.mismatch.reject", reject, rule, limits)
     return None
 
 
