@@ -80,10 +80,14 @@ def _loss(d: Draft) -> None:
     if name not in ("ppo_clip", "gspo", "cispo", "gpg", "sapo"):
         return d.lack(mode, f"no loss {name}; there are ppo_clip (vanilla), gspo, cispo, gpg and sapo")
     d.put("algorithm.loss.name", name, mode)
-    for side in ("low", "high") if name in ("ppo_clip", "gspo", "cispo") else ():
-        ratio = d.real(f"{both}_{side}", both)
-        ratio = min(ratio, 1.0) if side == "low" else ratio  # verl's cispo says 10 for no lower bound
-        d.put(f"algorithm.loss.clip_ratio_{side}", ratio, f"{both}_{side}", both)
+    sides = [f"{both}_{side}" for side in ("low", "high")] if name in ("ppo_clip", "gspo", "cispo") else []
+    for key in sides:
+        is_both = d.given.get(key, 0) is None  # null, and not left out: then verl has a default for the side
+        ratio = d.real(both if is_both else key)
+        ratio = min(ratio, 1.0) if key.endswith("low") else ratio  # verl's cispo says 10 for no lower bound
+        d.put(f"algorithm.loss.{key.rpartition('.')[2]}", ratio, both if is_both else key)
+    if sides and d.given.get(both) is not None and all(d.get(key) is not None for key in sides):
+        d.remarks.append(f"verl reads clip_ratio {d.get(both)} only where clip_ratio_low or clip_ratio_high is null.")
     if name == "ppo_clip":
         d.put("algorithm.loss.dual_clip", d.real(f"{_A}clip_ratio_c"), f"{_A}clip_ratio_c")
     elif name == "gspo":
@@ -159,7 +163,7 @@ def _data(d: Draft) -> None:
         d.lack("data.truncation", f"prompts longer than {longest} are dropped and counted, never cut")
     kwargs, every = f"{_R}val_kwargs.", "trainer.test_freq"
     if rules.evaluated_as_trained(d, "data.val_files", d.number(every), f"{kwargs}n", every):
-        # its engines read the temperature alone
+        # do_sample's default is false, too, but then its engines read the temperature alone
         temperature = 0.0 if d.get(f"{kwargs}do_sample") is False else d.real(f"{kwargs}temperature")
         d.put("eval.temperature", temperature, f"{kwargs}temperature", f"{kwargs}do_sample")
         rules.truncated_sampling(d, "eval", f"{kwargs}top_p", f"{kwargs}top_k")

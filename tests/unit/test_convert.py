@@ -103,6 +103,12 @@ def test_a_script_without_a_command_is_named(tmp_path, monkeypatch, text, messag
         read_source("verl", source(tmp_path, text))
 
 
+def test_a_clip_ratio_that_verl_does_not_read_is_said(tmp_path):
+    draft = verl(tmp_path, more="actor_rollout_ref.actor.clip_ratio=0.1")
+    assert "verl reads clip_ratio 0.1 only where" in draft.yaml("")
+    assert "# verl reads" not in verl(tmp_path).yaml("")
+
+
 @pytest.mark.parametrize(
     ("words", "lost_ones"),
     [("--config-name='ppo_megatron_trainer.yaml'", []), ("-cn fully_async", ["--config-name"])],
