@@ -64,8 +64,8 @@ class Draft:
     def put(self, ours: str, value: Plain, *keys: str) -> None:
         """Sets our key because of theirs; left out if none of these is given and the value is our default."""
         because = [key for key in keys if self.given.get(key) is not None]
-        names_variant = ours.startswith("algorithm.") and ours.endswith(".name")
-        if not because and not names_variant and (value is None or value == _default(ours)):
+        of_variant = ours.startswith(("algorithm.loss.", "algorithm.advantage."))  # whose defaults depend on the name
+        if not because and (value is None or (value == _default(ours) and not of_variant)):
             return
         self.values[ours] = value
         self.because[ours] = because
