@@ -201,7 +201,8 @@ def _layout(d: Draft) -> None:
     world, engine = gpus * d.number("trainer.nnodes"), f"{_R}tensor_model_parallel_size"
     tp = f"{_G}tensor_model_parallel_size"
     d.put("actor.world_size", world, *keys)
-    if any(key.startswith(_G) for key in d.given) or d.get(f"{_A}strategy") == "megatron":
+    bases = f"{d.text('--config-name')} {d.text('defaults')}"
+    if any(key.startswith(_G) for key in d.given) or d.get(f"{_A}strategy") == "megatron" or "megatron" in bases:
         d.put("actor.parallel.tp", d.number(tp), tp)
         granularity = f"{_OVERRIDE}recompute_granularity"
         d.put("actor.recompute", d.get(granularity) or "none", granularity)
