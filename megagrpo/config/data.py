@@ -61,7 +61,8 @@ class DataConfig(Section):
     grader_key: str | None = None
     """Column that names a grader for each row; default: `grader`."""
     grader_by_source: dict[str, str] = Field(default={})
-    """Grader for each value of `source_key`, such as `{openai/gsm8k: gsm8k, lighteval/MATH: math}`."""
+    """Grader for each value of `source_key`, such as `{openai/gsm8k: gsm8k, lighteval/MATH: math}`. `aime*` is
+    every other value that begins so."""
     extra_key: str | None = None
     """Column that graders with a parameter `extra_info` receive, as verl's compute_score does."""
     images_key: str | None = None

@@ -24,6 +24,7 @@ class Entry:
     keys: dict[str, tuple[str, ...]]  # framework -> its names
     to: str = ""
     rule: str = ""
+    needs: str = ""
     values: dict[object, Scalar] | None = None
     free: str = ""
     lacks: str = ""

@@ -119,7 +119,8 @@ class RewardConfig(Section):
     """How responses are graded: by one grader (`grader`, `args`), or by several (`graders`)."""
 
     grader: str = "gsm8k"
-    """`exact`, `format`, `gsm8k`, `math`, `code`, `http`, `judge`, or your own as "package.module:function"."""
+    """`exact`, `format`, `gsm8k`, `math`, `math_dapo`, `code`, `http`, `judge`, or your own as
+    "package.module:function"."""
     args: GraderArgs = Field(default={}, description="Keyword arguments of the grader.")
     graders: list[GraderConfig] = Field(default=[])
     """Several graders instead of one: the reward is the weighted sum of their scores."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal, cast
 
-from megagrpo.config.foreign import FRAMEWORKS, defaults, find
+from megagrpo.config.foreign import FRAMEWORKS, Entry, defaults, find
 from megagrpo.config.load import Plain
 from megagrpo.config.schema import ExperimentConfig
 
@@ -64,8 +64,8 @@ class Draft:
     def put(self, ours: str, value: Plain, *keys: str) -> None:
         """Sets our key because of theirs; left out if none of these is given and the value is our default."""
         because = [key for key in keys if self.given.get(key) is not None]
-        names_variant = ours.startswith("algorithm.") and ours.endswith(".name")
-        if not because and not names_variant and (value is None or value == _default(ours)):
+        of_variant = ours.startswith(("algorithm.loss.", "algorithm.advantage."))  # whose defaults depend on the name
+        if not because and (value is None or (value == _default(ours) and not of_variant)):
             return
         self.values[ours] = value
         self.because[ours] = because
@@ -110,6 +110,8 @@ class Draft:
             return Fate(key, value, "translated", ", ".join(ours))
         if entry is None:
             return Fate(key, value, "unknown", "no such key in docs/reference/names.md")
+        if self.given.get(key) is not None and _is_left_out(entry, value):
+            return Fate(key, value, "not translated", f"{entry.to}, but not from this combination: write it by hand")
         return Fate(key, value, "as here", entry.free or entry.to or "what is done anyway")
 
     def nested(self) -> dict[str, Plain]:
@@ -149,6 +151,13 @@ class Draft:
 
 
 Rule = Callable[[Draft], None]  # translates keys that depend on each other
+
+
+def _is_left_out(entry: Entry, value: Plain) -> bool:
+    """Returns whether no rule took a value that counts, and that is not what we have anyway."""
+    if not entry.to or not entry.rule or entry.needs or isinstance(value, list | dict):
+        return False
+    return value not in entry.same and (entry.values or {}).get(value, value) != _default(entry.to)
 
 
 def _flow(value: Plain) -> str:

@@ -1,5 +1,6 @@
 """ROLL's options (RLVR pipeline) that depend on each other."""
 
+import math
 import re
 
 from megagrpo.config.load import Plain
@@ -159,6 +160,12 @@ def _batch(d: Draft) -> None:
         )
     else:
         d.put("train.num_updates_per_step", updates, *args)
+    d.put("train.num_prompts_per_step", prompts, "rollout_batch_size")
+    d.put("train.num_steps", d.number("max_steps"), "max_steps")
+    warmup, ratio = f"{_T}training_args.warmup_steps", f"{_T}training_args.warmup_ratio"
+    all_updates = d.number("max_steps") * max(updates, 1) * d.number("ppo_epochs")
+    of_ratio = math.ceil(d.real(ratio) * all_updates)  # both count updates
+    d.put("actor.optimizer.warmup_steps", d.number(warmup, default=0) or of_ratio, warmup, ratio)
     rules.truncated_sampling(d, "sampling", f"{_I}generating_args.top_p", f"{_I}generating_args.top_k")
     if d.get("async_generation_ratio"):
         d.put("rollout.max_staleness", d.number("async_generation_ratio"), "async_generation_ratio")

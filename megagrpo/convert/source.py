@@ -21,6 +21,7 @@ command_not_found_handle() {
 set -r
 """
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
+_CONFIG_NAME = re.compile(r"(?:--config-name|-cn)(?:=(.*))?")
 _TIME_LIMIT_S = 20
 
 
@@ -40,7 +41,11 @@ def read_source(framework: str, path: Path) -> dict[str, Plain]:
         raise ValueError(f"{path}: {framework} is read from YAML (.yaml); only verl has shell scripts")
     words = _command(text, path)
     found = [match for word in words if (match := _OVERRIDE.fullmatch(word)) and "." in match[1]]
-    return _interpolated({match[1]: plain_yaml(match[2], match[1]) for match in found})
+    given = {match[1]: plain_yaml(match[2], match[1]) for match in found}
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        if match := _CONFIG_NAME.fullmatch(word):
+            given["--config-name"] = after if match[1] is None else match[1]
+    return _interpolated(given)
 
 
 def _command(text: str, path: Path) -> list[str]:

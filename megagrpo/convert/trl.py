@@ -1,14 +1,21 @@
 """TRL's GRPOTrainer and GRPOConfig arguments that depend on each other."""
 
+import math
+
 from megagrpo.config.load import Plain
 from megagrpo.convert import rules
 from megagrpo.convert.draft import Draft, Rule
 
 _LONGEST_PROMPT = 1024  # TRL has no limit: ours, which `megagrpo check` compares with the data
+_EPS = 1e-4  # added to the standard deviation, whatever it is of
 _REWARDS: dict[Plain, dict[str, Plain]] = {
     "accuracy_reward": {"grader": "math"},
     "think_format_reward": {"grader": "format", "args": {"pattern": r"(?s)^(?!.*<think>)(.*?)</think>.*$"}},
 }
+_OF_ACCURACY = (
+    "accuracy_reward takes the first LaTeX answer that it finds, boxes before others, and leaves rows out whose",
+    "solution it cannot read; grader `math` takes the last box alone, and a solution that it cannot read is an error.",
+)
 _AGGREGATIONS = {  # of loss_type
     "grpo": "seq-mean-token-mean",
     "dapo": "token-mean",
@@ -26,7 +33,9 @@ def _advantage(d: Draft) -> None:
         return d.lack("scale_rewards", f"no scale {scale}; there are group, batch and none")
     d.put("algorithm.advantage.name", name, "scale_rewards")
     if scale == "batch":
-        d.put("algorithm.reward", {"mean": "group", "std": "batch"}, "scale_rewards")
+        d.put("algorithm.reward", {"mean": "group", "std": "batch", "eps": _EPS}, "scale_rewards")
+    elif scale == "group":
+        d.put("algorithm.advantage.eps", _EPS, "scale_rewards")
     return None
 
 
@@ -46,23 +55,52 @@ def _loss(d: Draft) -> None:
     if d.get("beta"):
         d.put("algorithm.kl.loss_coef", d.real("beta"), "beta")
         d.put("algorithm.kl.estimator", "k3", "beta")
-    flag, mode = "vllm_importance_sampling_correction", "vllm_importance_sampling_mode"
-    if d.get(flag) and d.get("use_vllm"):
-        over, _, kind = d.text(mode).partition("_")
-        cap = d.real("vllm_importance_sampling_clip_max", default=3.0)
-        d.put("algorithm.mismatch.weight", {"name": "tis", "over": over, "cap": cap}, flag, mode)
-        if kind == "mask":  # above the cap the weight is 0; the token, or sequence, stays in the denominators
-            judged = "sum" if over == "sequence" else over
-            limits: dict[str, Plain] = {"over": judged, "high": cap, "keep_denominator": True}
-            d.put("algorithm.mismatch.reject", limits, flag, mode)
     return None
 
 
-def _batch(d: Draft) -> None:
+def _mismatch(d: Draft) -> None:
+    prefix = "vllm_importance_sampling_"
+    flag, mode, highest, lowest = (f"{prefix}{name}" for name in ("correction", "mode", "clip_max", "clip_min"))
+    older = f"{prefix}cap"  # wins over the newer name
+    if not d.get(flag) or not d.get("use_vllm"):
+        return
+    if highest in d.given and d.get(older, highest) is None:
+        d.lack(highest, "a ratio without an upper limit; write algorithm.mismatch with a large one")
+    keys = (flag, mode, older, highest, lowest)
+    over, _, kind = d.text(mode).partition("_")
+    cap, low = d.real(older, highest, default=3.0), d.real(lowest)
+    weight: dict[str, Plain] = {"name": "tis", "over": over, "cap": cap}
+    if kind == "mask":  # outside, the weight is 0; the token, or sequence, stays in the denominators
+        judged = "sum" if over == "sequence" else over
+        limits: dict[str, Plain] = {"over": judged, "high": cap, "keep_denominator": True}
+        d.put("algorithm.mismatch.reject", limits | ({"low": low} if low else {}), *keys)
+    elif low:
+        weight["floor"] = low
+    d.put("algorithm.mismatch.weight", weight, *keys)
+
+
+def _samples(d: Draft) -> tuple[int, int]:
+    """Returns the samples of a generation, and of an optimiser update."""
     each, steps, processes = "per_device_train_batch_size", "gradient_accumulation_steps", d.number("num_processes")
-    update, group = d.number(each) * d.number(steps) * processes, d.number("num_generations")
     generations = d.number("steps_per_generation", steps)
     samples = d.number("generation_batch_size", default=d.number(each) * generations * processes)
+    return samples, d.number(each) * d.number(steps) * processes
+
+
+def _updates(d: Draft) -> int:
+    """Returns the optimiser updates between two generations, which are TRL's steps; ours are the generations."""
+    samples, update = _samples(d)
+    return max(samples // update, 1) * d.number("num_iterations")
+
+
+def _every(d: Draft, key: str) -> int:
+    """Returns an interval of updates in generations."""
+    return max(d.number(key) // _updates(d), 1) if d.get(key) else 0
+
+
+def _batch(d: Draft) -> None:
+    each, steps, group = "per_device_train_batch_size", "gradient_accumulation_steps", d.number("num_generations")
+    samples, update = _samples(d)
     keys = ("generation_batch_size", "steps_per_generation", each, steps)
     if samples % group or samples % update or (samples // group) % (samples // update):
         d.lack(steps, f"{samples} samples in groups of {group} and updates of {update} do not divide into whole groups")
@@ -70,7 +108,7 @@ def _batch(d: Draft) -> None:
         d.put("train.num_prompts_per_step", samples // group, *keys)
         d.put("train.num_updates_per_step", samples // update, *keys)
     if d.number("max_steps", default=-1) > 0:
-        d.put("train.num_steps", d.number("max_steps"), "max_steps")
+        d.put("train.num_steps", math.ceil(d.number("max_steps") / _updates(d)), "max_steps")
     else:
         d.put("train.num_epochs", d.number("num_train_epochs"), "num_train_epochs")
     d.put("actor.optimizer.warmup_steps", d.number("warmup_steps", default=0), "warmup_steps")
@@ -86,13 +124,20 @@ def _data(d: Draft) -> None:
     d.put("data.chat_template", True, "train_dataset")
     for key in [key for key in d.given if key.startswith("chat_template_kwargs.")]:
         d.put(f"data.chat_template_args.{key.partition('.')[2]}", d.get(key), key)
-    rules.evaluated_as_trained(d, "eval_dataset", d.number("eval_steps"), "num_generations_eval", "eval_steps")
+    every = _every(d, "eval_steps")
+    samples = ("num_generations_eval", "num_generations")
+    if rules.evaluated_as_trained(d, "eval_dataset", every, samples[0], "eval_steps"):
+        d.put("eval.num_samples", d.number(*samples), *samples)
+        d.put("eval.temperature", d.real("temperature"), "temperature")
+        rules.truncated_sampling(d, "eval", "top_p", "top_k")
     named, weights = d.get("reward_funcs"), d.get("reward_weights")
     graders: list[Plain] = []
     for number, function in enumerate(named if isinstance(named, list) else [named]):
         if function in _REWARDS:
             weight = weights[number] if isinstance(weights, list) else 1.0
             graders.append(_REWARDS[function] | {"weight": weight})
+            if function == "accuracy_reward":
+                d.remarks += _OF_ACCURACY
         else:
             d.lack("reward_funcs", f"{function}: write it as grade(text, answer): reward.grader: file.py:grade")
     d.put("reward.graders", graders, "reward_funcs", "reward_weights")
@@ -107,10 +152,10 @@ def _run(d: Draft) -> None:
         d.put(ours, "bfloat16" if d.get("bf16") else "float32", "bf16")
     d.put("actor.recompute", "full" if d.get("gradient_checkpointing") else "none", "gradient_checkpointing")
     rules.engines_on_trainers(d, world, world, d.number("vllm_tensor_parallel_size"), "num_processes")
-    d.put("checkpoint.every", d.number("save_steps"), "save_steps")
+    d.put("checkpoint.every", _every(d, "save_steps"), "save_steps")
     reports = d.get("report_to")
     if "wandb" in (reports if isinstance(reports, list) else [reports]):
         d.put("log.wandb", {"project": "huggingface"}, "report_to")
 
 
-RULES: list[Rule] = [_run, _data, _batch, _advantage, _loss]
+RULES: list[Rule] = [_run, _data, _batch, _advantage, _loss, _mismatch]

@@ -6,17 +6,32 @@ from megagrpo.convert.draft import Draft, Rule
 
 _A, _R, _M, _G = (f"actor_rollout_ref.{part}." for part in ("actor", "rollout", "model", "actor.megatron"))
 _OVERRIDE = f"{_G}override_transformer_config."
-_OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg."
+_OVERLONG = (  # of this version, of verl-recipe's DAPO, and of later ones
+    "reward_model.reward_kwargs.overlong_buffer_cfg.",
+    "reward_model.overlong_buffer.",
+    "reward.reward_kwargs.overlong_buffer_cfg.",
+)
+# files of options whose values are foreign_defaults.yaml, or differ from it in nothing that is translated
+_BASES = ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer")
 _CORRECTION = "algorithm.rollout_correction."
 _SOURCES: dict[str, Plain] = {  # as verl's default_compute_score
     "openai/gsm8k": "gsm8k",
     "lighteval/MATH": "math",
     "DigitalLearningGmbH/MATH-lighteval": "math",
     "HuggingFaceH4/MATH-500": "math",
-    "math_dapo": "math",
-    "math": "math",
-    "aime2024": "math",
+    "math_dapo": "math_dapo",
+    "math": "math_dapo",
+    "math_dapo_reasoning": "math_dapo",
+    "aime*": "math_dapo",
 }
+
+
+def _base(d: Draft) -> None:
+    name, listed = "--config-name", d.get("defaults")
+    if d.get(name) is not None and d.text(name).removesuffix(".yaml") not in _BASES:
+        d.lack(name, "its file says more; give it as YAML")
+    if others := [one for one in listed if one not in (*_BASES, "_self_")] if isinstance(listed, list) else []:
+        d.lack("defaults", f"what {others} says is not known here; write its keys into this file")
 
 
 def _advantage(d: Draft) -> None:
@@ -65,22 +80,27 @@ def _loss(d: Draft) -> None:
     if name not in ("ppo_clip", "gspo", "cispo", "gpg", "sapo"):
         return d.lack(mode, f"no loss {name}; there are ppo_clip (vanilla), gspo, cispo, gpg and sapo")
     d.put("algorithm.loss.name", name, mode)
-    for side in ("low", "high") if name in ("ppo_clip", "gspo", "cispo") else ():
-        ratio = d.real(f"{both}_{side}", both)
-        ratio = min(ratio, 1.0) if side == "low" else ratio  # verl's cispo says 10 for no lower bound
-        d.put(f"algorithm.loss.clip_ratio_{side}", ratio, f"{both}_{side}", both)
+    sides = [f"{both}_{side}" for side in ("low", "high")] if name in ("ppo_clip", "gspo", "cispo") else []
+    for key in sides:
+        is_both = d.given.get(key, 0) is None  # null, and not left out: then verl has a default for the side
+        ratio = d.real(both if is_both else key)
+        ratio = min(ratio, 1.0) if key.endswith("low") else ratio  # verl's cispo says 10 for no lower bound
+        d.put(f"algorithm.loss.{key.rpartition('.')[2]}", ratio, both if is_both else key)
+    if sides and d.given.get(both) is not None and all(d.get(key) is not None for key in sides):
+        d.remarks.append(f"verl reads clip_ratio {d.get(both)} only where clip_ratio_low or clip_ratio_high is null.")
     if name == "ppo_clip":
         d.put("algorithm.loss.dual_clip", d.real(f"{_A}clip_ratio_c"), f"{_A}clip_ratio_c")
     elif name == "gspo":
         d.put("algorithm.loss.clamp", "above", mode)
-    # verl's gspo takes no other aggregation
-    d.put("algorithm.aggregation", "seq-mean-token-mean" if name == "gspo" else d.get(aggregation), aggregation)
+    # verl's gspo and sapo take no other aggregation
+    means = "seq-mean-token-mean" if name in ("gspo", "sapo") else d.get(aggregation)
+    d.put("algorithm.aggregation", means, aggregation)
     return None
 
 
 def _rewards(d: Draft) -> None:
-    if d.get(f"{_OVERLONG}enable"):
-        keys = [f"{_OVERLONG}{name}" for name in ("len", "penalty_factor", "enable")]
+    for prefix in [prefix for prefix in _OVERLONG if d.get(f"{prefix}enable")]:
+        keys = [f"{prefix}{name}" for name in ("len", "penalty_factor", "enable")]
         overlong: dict[str, Plain] = {"buffer_tokens": d.get(keys[0]), "factor": d.real(keys[1], default=1.0)}
         d.put("algorithm.reward.overlong", overlong, *keys)
     groups, most = "algorithm.filter_groups.", "algorithm.filter_groups.max_num_gen_batches"
@@ -88,9 +108,9 @@ def _rewards(d: Draft) -> None:
         metric = "shaped_reward" if d.get(f"{groups}metric") == "seq_final_reward" else "reward"
         chosen: dict[str, Plain] = {"metric": metric, "max_num_gen_batches": d.number(most, default=0) or 1000}
         d.put("algorithm.dynamic_sampling", chosen, f"{groups}enable", f"{groups}metric", most)
-    manager = "reward_model.reward_manager"
-    if d.get(manager) not in (None, "naive", "dapo", "batch", "prime"):
-        d.lack(manager, "no such reward manager; rewards of a whole group are reward.group_grader")
+    for manager in ("reward_model.reward_manager", "reward.reward_manager.name", "reward_manager.name"):
+        if d.get(manager) not in (None, "naive", "dapo", "batch", "prime"):
+            d.lack(manager, "no such reward manager; rewards of a whole group are reward.group_grader")
     path, name, prefix = (f"custom_reward_function.{part}" for part in ("path", "name", "reward_kwargs."))
     if d.get("reward_model.enable"):
         d.lack("reward_model.enable", "no reward model is served; ask one of yours with reward.grader: http")
@@ -122,12 +142,11 @@ def _mismatch(d: Draft) -> None:
         if judged not in ("mean", "sum", "max", "token") or measure not in ("k1", "k2", "k3"):
             return d.lack(rule, "one rule such as seq_mean_k1 can be said: algorithm.mismatch.reject")
         low, band, high = d.text(limits).partition("_")
-        reject: dict[str, Plain] = {
-            "measure": measure.replace("k1", "ratio"),
-            "over": judged,
-            "high": float(high or low or 2),
-        }
-        d.put("algorithm.mismatch.reject", reject | ({"low": float(low)} if band else {}), rule, limits)
+        most = float(high or low or 2)
+        reject: dict[str, Plain] = {"measure": measure, "over": judged, "high": most}
+        if measure == "k1":  # theirs is rollout / old, and one limit is for both sides
+            reject |= {"measure": "ratio", "low": 1 / most, "high": 1 / float(low) if band else most}
+        d.put("algorithm.mismatch.reject", reject, rule, limits)
     return None
 
 
@@ -144,7 +163,8 @@ def _data(d: Draft) -> None:
         d.lack("data.truncation", f"prompts longer than {longest} are dropped and counted, never cut")
     kwargs, every = f"{_R}val_kwargs.", "trainer.test_freq"
     if rules.evaluated_as_trained(d, "data.val_files", d.number(every), f"{kwargs}n", every):
-        temperature = d.real(f"{kwargs}temperature") if d.get(f"{kwargs}do_sample") else 0.0
+        # do_sample's default is false, too, but then its engines read the temperature alone
+        temperature = 0.0 if d.get(f"{kwargs}do_sample") is False else d.real(f"{kwargs}temperature")
         d.put("eval.temperature", temperature, f"{kwargs}temperature", f"{kwargs}do_sample")
         rules.truncated_sampling(d, "eval", f"{kwargs}top_p", f"{kwargs}top_k")
 
@@ -181,7 +201,8 @@ def _layout(d: Draft) -> None:
     world, engine = gpus * d.number("trainer.nnodes"), f"{_R}tensor_model_parallel_size"
     tp = f"{_G}tensor_model_parallel_size"
     d.put("actor.world_size", world, *keys)
-    if any(key.startswith(_G) for key in d.given) or d.get(f"{_A}strategy") == "megatron":
+    bases = f"{d.text('--config-name')} {d.text('defaults')}"
+    if any(key.startswith(_G) for key in d.given) or d.get(f"{_A}strategy") == "megatron" or "megatron" in bases:
         d.put("actor.parallel.tp", d.number(tp), tp)
         granularity = f"{_OVERRIDE}recompute_granularity"
         d.put("actor.recompute", d.get(granularity) or "none", granularity)
@@ -250,4 +271,4 @@ def _run(d: Draft) -> None:
         d.put("checkpoint.resume", resume, "trainer.resume_mode")
 
 
-RULES: list[Rule] = [_run, _model, _rewards, _data, _batch, _advantage, _kl, _loss, _mismatch, _layout]
+RULES: list[Rule] = [_base, _run, _model, _rewards, _data, _batch, _advantage, _kl, _loss, _mismatch, _layout]

@@ -58,10 +58,10 @@ def _row(data: DataConfig, of: int, row_id: int, location: str, values: Values) 
     if data.grader_key is not None:
         grader = _text(_field(values, data.grader_key, location), data.grader_key, location)
     elif data.grader_by_source:
-        if source not in data.grader_by_source:
+        grader = _grader_of(source, data.grader_by_source)
+        if grader is None:
             known = ", ".join(data.grader_by_source)
             raise ValueError(f"{location}: source {source!r} has no grader in data.grader_by_source; it has {known}")
-        grader = data.grader_by_source[source]
     if data.extra_key is not None:
         value = _field(values, data.extra_key, location)
         extra = value if isinstance(value, dict) else {data.extra_key: value}
@@ -69,6 +69,12 @@ def _row(data: DataConfig, of: int, row_id: int, location: str, values: Values) 
     images = values.get(data.images_key) if data.images_key is not None else None  # a text row may lack the column
     images = images if isinstance(images, list) else [] if images is None else [images]
     return Row(row_id, location, prompt, answer, source, grader, extra, of, tuple(images))
+
+
+def _grader_of(source: str, graders: dict[str, str]) -> str | None:
+    """Returns the grader of a source: its own, else that of the first `start*` that it begins with."""
+    starts = (key for key in graders if key.endswith("*") and source.startswith(key[:-1]))
+    return graders.get(source) or next((graders[key] for key in starts), None)
 
 
 def _messages(prompt: object, data: DataConfig, location: str) -> str | list[Values]:

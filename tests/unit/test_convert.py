@@ -38,17 +38,17 @@ WITH_KL = (
 ROLL = """
 exp_name: my-run
 seed: 7
-rollout_batch_size: 64
+rollout_batch_size: 48
 num_return_sequences_in_group: 8
 adv_estimator: grpo
 response_length: 4096
 prompt_length: 2048
 pretrain: models/Qwen2.5-7B
 loss_agg_mode: seq-mean-token-mean
-max_steps: 100
+max_steps: 120
 num_gpus_per_node: 8
 actor_train:
-  training_args: {learning_rate: 1.0e-6, per_device_train_batch_size: 1, gradient_accumulation_steps: 32}
+  training_args: {learning_rate: 1.0e-6, per_device_train_batch_size: 1, gradient_accumulation_steps: 24}
   data_args: {template: qwen2_5, file_name: [data/math.jsonl], messages: messages}
   strategy_args: {strategy_name: megatron_train, strategy_config: {tensor_model_parallel_size: 2}}
   device_mapping: list(range(0,8))
@@ -103,6 +103,27 @@ def test_a_script_without_a_command_is_named(tmp_path, monkeypatch, text, messag
         read_source("verl", source(tmp_path, text))
 
 
+def test_a_clip_ratio_that_verl_does_not_read_is_said(tmp_path):
+    draft = verl(tmp_path, more="actor_rollout_ref.actor.clip_ratio=0.1")
+    assert "verl reads clip_ratio 0.1 only where" in draft.yaml("")
+    assert "# verl reads" not in verl(tmp_path).yaml("")
+
+
+@pytest.mark.parametrize(
+    ("words", "lost_ones"),
+    [("--config-name='ppo_megatron_trainer.yaml'", []), ("-cn fully_async", ["--config-name"])],
+)
+def test_the_file_that_verls_command_builds_on(tmp_path, words, lost_ones):
+    assert list(lost(verl(tmp_path, more=words))) == lost_ones
+
+
+def test_verls_file_that_builds_on_another(tmp_path):
+    keys = {"actor_rollout_ref": {"rollout": {"n": 4}}, "algorithm": {"adv_estimator": "grpo"}}
+    for others, lost_ones in ([], []), (["mine"], ["defaults"]):
+        text = yaml.safe_dump(keys | {"defaults": ["ppo_trainer", *others, "_self_"]})
+        assert list(lost(translate("verl", source(tmp_path, text, "run.yaml")))) == lost_ones
+
+
 def test_verls_command_whole(tmp_path):
     draft = verl(tmp_path, more=WITH_KL)
     assert lost(draft) == {} and draft.problems == []
@@ -120,7 +141,9 @@ def test_verls_command_whole(tmp_path):
     assert (algorithm.kl.estimator, algorithm.kl.loss_coef, algorithm.kl.value_clamp) == ("k3", 0.001, 10)
     data = config.data
     assert data.chat_template and (data.answer_key, data.source_key) == ("reward_model.ground_truth", "data_source")
-    assert data.grader_by_source["openai/gsm8k"] == "gsm8k"
+    graders = data.grader_by_source
+    assert graders["openai/gsm8k"] == "gsm8k" and graders["lighteval/MATH"] == "math"
+    assert {graders[name] for name in ("math_dapo", "math", "math_dapo_reasoning", "aime*")} == {"math_dapo"}
     assert config.eval.every == 5 and len(config.eval.data.paths) == 2 and config.eval.temperature == 0
 
 
@@ -129,7 +152,8 @@ def test_what_their_keys_become(tmp_path, framework, case):
     if framework == "verl":
         draft = verl(tmp_path, case["estimator"], case["more"])
     else:
-        draft = translate(framework, source(tmp_path, f"{YAML[framework]}\n{case['more']}\n", "run.yaml"))
+        keys = yaml.safe_load(YAML[framework]) | yaml.safe_load(case["more"])
+        draft = translate(framework, source(tmp_path, yaml.safe_dump(keys), "run.yaml"))
     assert {key: draft.values.get(key) for key in case["becomes"]} == case["becomes"]
     assert draft.problems == [] and lost(draft) == {}
     assert framework != "trl" or draft.values["train.num_prompts_per_step"] == 4, "16 x 2 samples of groups of 8"
@@ -138,6 +162,13 @@ def test_what_their_keys_become(tmp_path, framework, case):
 def test_an_unknown_scale_of_trls_rewards_is_named(tmp_path):
     draft = translate("trl", source(tmp_path, f"{TRL}\nscale_rewards: std\n", "run.yaml"))
     assert lost(draft) == {"scale_rewards": "no scale std; there are group, batch and none"}
+
+
+def test_what_trl_does_otherwise_without_a_key_is_said(tmp_path):
+    path = source(tmp_path, TRL + "use_vllm: true\nvllm_importance_sampling_clip_max: null\n", "run.yaml")
+    draft = translate("trl", path)
+    assert "grader `math` takes the last box" in draft.yaml("")
+    assert "without an upper limit" in lost(draft)["vllm_importance_sampling_clip_max"]
 
 
 @pytest.mark.parametrize("case", CASES["verl_lost"])
@@ -167,11 +198,18 @@ def test_rolls_yaml_whole(tmp_path):
     assert lost(draft) == {} and draft.problems == []
     config = ExperimentConfig.model_validate(draft.nested())
     assert config.algorithm.advantage.name == "grpo" and config.algorithm.aggregation == "seq-mean-token-mean"
-    assert (config.train.num_updates_per_step, config.train.num_prompts_per_step) == (4, 64)  # 512 / (1 * 32 * 4)
+    assert (config.train.num_updates_per_step, config.train.num_prompts_per_step) == (4, 48)  # 384 / (1 * 24 * 4)
+    assert config.train.num_steps == 120
     assert (config.actor.world_size, config.rollout.num_engines, config.rollout.colocate) == (8, 8, True)
     assert config.sampling.max_response_tokens == 4096 and config.sampling.allow_truncated_distribution
     assert (config.data.prompt_key, config.data.answer_key) == ("messages", "ground_truth")
     assert config.data.grader_by_source == {"aime": "math"} and config.data.source_key == "tag"
+
+
+def test_a_value_that_no_rule_took_is_not_as_here(tmp_path):
+    draft = translate("roll", source(tmp_path, ROLL, "roll.yaml"))
+    draft.values.pop("train.num_steps"), draft.because.pop("train.num_steps")
+    assert "train.num_steps" in lost(draft)["max_steps"]
 
 
 @pytest.mark.parametrize(

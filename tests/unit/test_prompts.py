@@ -228,19 +228,20 @@ def verl_row(source: str, answer: str) -> dict:
 
 def test_verls_parquet(tmp_path, templated):
     path = tmp_path / "train.parquet"
-    rows = [verl_row("openai/gsm8k", "2"), verl_row("lighteval/MATH", "\\frac12")]
+    rows = [verl_row("openai/gsm8k", "2"), verl_row("lighteval/MATH", "\\frac12"), verl_row("aime25", "7")]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     keys = {"answer_key": "reward_model.ground_truth", "source_key": "data_source", "extra_key": "extra_info"}
-    graders = {"openai/gsm8k": "gsm8k", "lighteval/MATH": "math"}
+    graders = {"aime*": "math_dapo", "openai/gsm8k": "gsm8k", "lighteval/MATH": "math"}
     data = DataConfig(path=str(path), chat_template=True, grader_by_source=graders, **keys)
     prompts = load_prompts(data, templated)
-    assert [p.text for p in prompts.prompts] == ["<user>1+1=#>"] * 2
+    assert [p.text for p in prompts.prompts] == ["<user>1+1=#>"] * 3
     assert [(p.answer, p.source, p.grader) for p in prompts.prompts] == [
         ("2", "openai/gsm8k", "gsm8k"),
         ("\\frac12", "lighteval/MATH", "math"),
+        ("7", "aime25", "math_dapo"),
     ]
     assert prompts.prompts[0].extra == {"split": "train", "index": 0}
-    assert prompts.sources == ["lighteval/MATH", "openai/gsm8k"]
+    assert prompts.sources == ["aime25", "lighteval/MATH", "openai/gsm8k"]
 
 
 def test_rolls_messages_are_json_in_a_text(tmp_path, templated):

@@ -7,7 +7,7 @@ import pytest
 
 from megagrpo.config.reward import RewardConfig
 from megagrpo.rewards.graders import format as form
-from megagrpo.rewards.graders import gsm8k
+from megagrpo.rewards.graders import gsm8k, math_dapo
 from megagrpo.rewards.graders import math as mathematics
 from megagrpo.rewards.graders.table import check_grader
 from megagrpo.rewards.parts import ResponseTokens, read_parts
@@ -15,6 +15,7 @@ from megagrpo.rewards.pool import RewardPool
 from megagrpo.types import Prompt
 
 GSM8K, MATH, FORMAT, EXACT = gsm8k.grade, mathematics.grade, form.grade, form.exact
+DAPO = math_dapo.grade
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,25 @@ GSM8K, MATH, FORMAT, EXACT = gsm8k.grade, mathematics.grade, form.grade, form.ex
         (MATH, {}, r"\boxed{}", "4", 0),
         (MATH, {}, "the answer is 4", "4", 0),
         (MATH, {"require_boxed": False}, "the answer is 4", "4", 1),
+        # the last line of an answer, as text
+        (DAPO, {}, "so x = 34.\nAnswer: 34", "34", 1),
+        (DAPO, {}, "ANSWER :\t34\nThat is all.", "34", 1),
+        (DAPO, {}, "Answer: 1\nno, wait. Answer: 2", "2", 1),
+        (DAPO, {}, "Answer: 1\nno, wait. Answer: 2", "1", -1),
+        (DAPO, {}, r"\boxed{34}", "34", -1),
+        (DAPO, {}, "Answer: 34" + "." * 291, "34", -1),
+        (DAPO, {}, f"Answer: 34\n{'.' * 289}", "34", 1),
+        (DAPO, {}, "Answer: $x = 1,234$ dollars", "1234", 1),
+        (DAPO, {}, "Answer: the value is $12$.", "12", 1),
+        (DAPO, {}, "**Answer:** $12$", "12", 1),
+        (DAPO, {}, "**Answer:** 12", "12", -1),
+        (DAPO, {}, r"Answer: \boxed{\frac12}", r"\frac{1}{2}", 1),
+        (DAPO, {}, r"Answer: $\sqrt2$", r"\sqrt{2}", 1),
+        (DAPO, {}, r"Answer: 90^\circ", "90", 1),
+        (DAPO, {}, r"Answer: 5\text{ cm}", "5", 1),
+        (DAPO, {}, "Answer: 34.0", "34", -1),
+        (DAPO, {}, "Answer: 34.", "34", -1),
+        (DAPO, {}, "", "34", -1),
         (EXACT, {}, " Paris\n", "Paris", 1),
         (EXACT, {}, "paris", "Paris", 0),
         (EXACT, {"ignore_case": True}, "paris", "Paris", 1),

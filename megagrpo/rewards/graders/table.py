@@ -21,6 +21,7 @@ BUILT_IN = {  # named, not imported: only `math` should pay for sympy
     "format": "megagrpo.rewards.graders.format:grade",
     "gsm8k": "megagrpo.rewards.graders.gsm8k:grade",
     "math": "megagrpo.rewards.graders.math:grade",
+    "math_dapo": "megagrpo.rewards.graders.math_dapo:grade",
 }
 SERVICES = ("http", "judge")  # the leader calls them over the network, see services.py
 GROUP_BUILT_IN = {"distinct": "megagrpo.rewards.group:distinct", "rank": "megagrpo.rewards.group:rank"}

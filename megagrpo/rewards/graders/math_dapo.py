@@ -1,0 +1,56 @@
+r"""Grader `math_dapo`: the line `Answer: ...`, as DAPO grades DAPO-Math-17k (Yu et al. 2025, arXiv 2503.14476).
+
+Both answers become a plain form, of which Minerva's paper (Lewkowycz et al. 2022, arXiv 2206.14858, appendix D) has the
+rule; they are equal if these are the same text. Nothing is computed: 1/2 is not 0.5, nor \frac{2}{4}.
+"""
+
+import re
+
+_TAIL = 300  # characters of the response that are read
+_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_REPLACED = {  # in this order
+    "an ": "",
+    "a ": "",
+    ".$": "$",
+    r"\$": "",
+    r"\ ": "",
+    " ": "",
+    "mbox": "text",
+    r",\text{and}": ",",
+    r"\text{and}": ",",
+    r"\text{m}": r"\text{}",
+}
+_WORDS = """
+    square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees cm gm
+    pounds meters meals edges students childrentickets multiples
+"""
+_REMOVED = [  # in this order
+    *_WORDS.split(),
+    *(rf"\text{{{inner}" for inner in ("s}", ".}", "\ns}", "}^2", "}^3", "\n}", "}")),
+    *(r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots"),
+]
+_REWRITTEN = (
+    (re.compile(r".*?\$(.*?)\$.*"), r"$\1$"),  # only what stands between the first dollar signs
+    *((re.compile(rf"\\{name}{{(.*?)}}"), r"\1") for name in ("text", "textbf", "overline")),
+    (re.compile(r"\\boxed{(.*)}"), r"\1"),
+    (re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"),  # \frac12 is \frac{1}{2}
+    (re.compile(r"sqrt([^{])"), r"sqrt{\1}"),
+)
+
+
+def grade(text: str, answer: str) -> float:
+    """Returns 1.0 if the last `Answer: ...` of the response's last 300 characters is the answer, else -1.0."""
+    lines = _LINE.findall(text[-_TAIL:])
+    return 1.0 if _plain(lines[-1] if lines else "[INVALID]") == _plain(answer) else -1.0
+
+
+def _plain(text: str) -> str:
+    """Returns what follows the last `=`, without units and white space, and with TeX in one spelling."""
+    text = text.rpartition("=")[2]
+    for old, new in (*_REPLACED.items(), *((removed, "") for removed in _REMOVED)):
+        text = text.replace(old, new)
+    for pattern, spelled in _REWRITTEN:
+        text = pattern.sub(spelled, text)
+    text = text.replace("$", "")
+    digits = text.replace(",", "")
+    return digits if digits.isdigit() else text.strip()
