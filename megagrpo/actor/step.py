@@ -165,7 +165,7 @@ def update(
 
 
 def _added(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the sums of what has the same name."""
+    """Returns the sum of the values of each name."""
     total: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():

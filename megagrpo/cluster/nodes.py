@@ -12,6 +12,7 @@ import sys
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from megagrpo.cluster.machine import (
@@ -57,7 +58,7 @@ class Node:
         if self.number > 1 and not self.first_address:
             raise ValueError(f"{self.number} nodes need the address of node 0: give --master-addr or set MASTER_ADDR")
 
-    @property
+    @cached_property
     def own_address(self) -> str:
         """The address of this node for the others."""
         if self.address:

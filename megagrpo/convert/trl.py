@@ -13,8 +13,8 @@ _REWARDS: dict[Plain, dict[str, Plain]] = {
     "think_format_reward": {"grader": "format", "args": {"pattern": r"(?s)^(?!.*<think>)(.*?)</think>.*$"}},
 }
 _OF_ACCURACY = (
-    "accuracy_reward takes the first LaTeX answer that it finds, boxes before others, and leaves rows out whose",
-    "solution it cannot read; grader `math` takes the last box alone, and a solution that it cannot read is an error.",
+    "accuracy_reward takes the first LaTeX answer that it finds, boxes before others, and leaves out rows with an",
+    "unreadable solution; grader `math` takes the last box alone, and an unreadable solution is an error.",
 )
 _AGGREGATIONS = {  # of loss_type
     "grpo": "seq-mean-token-mean",

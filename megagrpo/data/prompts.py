@@ -3,7 +3,6 @@
 The order depends only on the seed and the mixture, so the number of consumed prompts is the whole state to save.
 """
 
-import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -130,7 +129,7 @@ def _refuse_code(folder: Path) -> None:
     settings = folder / "tokenizer_config.json"
     if (folder / "tokenizer.json").is_file() or not settings.is_file():
         return
-    if "AutoTokenizer" in (json.loads(settings.read_text(encoding="utf-8")).get("auto_map") or ()):
+    if "AutoTokenizer" in (read_description(settings).get("auto_map") or ()):
         raise ValueError(
             f"{folder}: the tokenizer is Python code (auto_map in tokenizer_config.json), which is not run here: "
             "convert it once to a folder with tokenizer.json and the chat template, and name that as model.tokenizer"

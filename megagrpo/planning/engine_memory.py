@@ -183,7 +183,7 @@ def _given_values(rollout: RolloutConfig) -> dict[str, object]:
     return {
         "tp_size": rollout.tp,
         "dp_size": settings.get("dp_size", dp_size),
-        "enable_dp_attention": settings.get("enable_dp_attention", "--enable-dp-attention" in words),
+        "enable_dp_attention": rollout.sets("enable_dp_attention"),
         "mem_fraction_static": rollout.mem_fraction,
         "max_running_requests": rollout.max_running_requests,
         "kv_cache_dtype": settings.get("kv_cache_dtype", "auto"),

@@ -179,7 +179,7 @@ class RolloutSource:
 
     def has_to_begin(self) -> bool:
         """Local. Returns whether requests of the oldest batch have not left for an engine, or there is no batch."""
-        if not self._batches or self._config.rollout.extra_groups:  # what the step before left over says nothing
+        if not self._batches or self._config.rollout.extra_groups:  # leftovers of the step before do not count
             return True
         waiting = None if self._sampler is None else self._sampler.step_to_begin
         return waiting is not None and waiting <= min(self._batches)

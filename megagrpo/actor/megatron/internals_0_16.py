@@ -102,9 +102,9 @@ def allocate_state(optimizer: DistributedOptimizer) -> None:
 
 
 def load_in_place(optimizer: DistributedOptimizer) -> None:
-    """Lets loading write into the state that is allocated.
+    """Makes loading write into the allocated state.
 
-    Transformer Engine's Adam would cast all of it to the parameters' type and make it anew beside the old one.
+    Transformer Engine's Adam would cast it to the parameters' type and allocate a second one before it frees the first.
     """
     inner = optimizer.optimizer
     if not hasattr(inner, "set_scaled_state"):  # torch's, or the hybrid one

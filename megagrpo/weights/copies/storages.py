@@ -87,7 +87,7 @@ class Zeros:
 
 
 class TracedStorages:
-    """Every storage that holds elements of HF tensors, one alone, several joined, computed ones; and those of zeros."""
+    """Storages that a loader makes: views of an HF tensor, concatenations of such views, computed values, zeros."""
 
     def __init__(self, hf: Mapping[str, Tensor]):
         # A dense storage's elements in order of memory.
