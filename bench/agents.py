@@ -1,13 +1,15 @@
-"""Measures the endpoint of agent programs: 2,000 sessions at once against a scripted engine; prefix hits of real ones.
+"""Measures the endpoint of agent programs: 2,000 sessions at once against a scripted engine; prefix
+hits of real ones.
 
     python bench/agents.py load [--sessions 2000] [--turns 5] [--engine-s 25]
     python bench/agents.py prefix
 
-load: the gateway, its conversations and the client of the engines are one process, as in a trainer; the agents and the
-engine, which answers each turn after --engine-s seconds on average, are another. All sessions are open at once. Writes
-bench/results/agents.{json,md}. prefix: two real engines of a random model on CPUs behind the router. Turns with and
-without the router's sticky key, and a turn after a publish that empties the cache or keeps it under the key of older
-weights; writes bench/results/agents_prefix.{json,md}.
+load: the gateway, its conversations and the client of the engines are one process, as in a trainer;
+the agents and the engine, which answers each turn after --engine-s seconds on average, are another.
+All sessions are open at once. Writes bench/results/agents.{json,md}. prefix: two real engines of a
+random model on CPUs behind the router. Turns with and without the router's sticky key, and a turn
+after a publish that empties the cache or keeps it under the key of older weights; writes
+bench/results/agents_prefix.{json,md}.
 """
 
 import argparse
@@ -64,28 +66,45 @@ class Load:
     def __init__(self, turns: int) -> None:
         self._tokenizer = character_tokenizer(LETTERS)
         self._config = AgentConfig(function="of_no_module:function", max_turns=turns)
-        self._renderer = Renderer(self._tokenizer, DataConfig(path="rows.jsonl", max_prompt_tokens=PROMPT), True)
+        self._renderer = Renderer(
+            self._tokenizer, DataConfig(path="rows.jsonl", max_prompt_tokens=PROMPT), True
+        )
         self._params = SamplingParams(1.0, SAMPLED)
 
     def conversation(self, client: GenerationClient, number: int) -> Conversation:
         """A rollout's."""
 
         async def sample(turn: int, context: np.ndarray, max_tokens: int, known: int) -> Response:
-            request = SampleRequest(context, self._params, number * 1000 + turn, routing_key=f"{number}")
+            request = SampleRequest(
+                context, self._params, number * 1000 + turn, routing_key=f"{number}"
+            )
             return await client.generate(request)
 
         async def parse(text: str, tools: Tools, prefix: str) -> Message:
             return {"role": "assistant", "content": text}
 
         decode: Callable[[np.ndarray], str] = lambda ids: str(self._tokenizer.decode(ids.tolist()))  # noqa: E731
-        return Conversation(self._config, 100_000, self._renderer, sample, np.zeros(0, np.int32), decode, parse)
+        return Conversation(
+            self._config, 100_000, self._renderer, sample, np.zeros(0, np.int32), decode, parse
+        )
 
     async def run(self, sessions: int, turns: int, engine_s: float) -> dict:
         """Returns what was measured."""
-        command = [sys.executable, __file__, "others", "--turns", str(turns), "--engine-s", str(engine_s)]
+        command = [
+            sys.executable,
+            __file__,
+            "others",
+            "--turns",
+            str(turns),
+            "--engine-s",
+            str(engine_s),
+        ]
         process, me = psutil.Process(), subprocess.PIPE
         gateway = Gateway("127.0.0.1", "bench")
-        with ExitStack() as stack, subprocess.Popen(command, stdin=me, stdout=me, text=True) as others:
+        with (
+            ExitStack() as stack,
+            subprocess.Popen(command, stdin=me, stdout=me, text=True) as others,
+        ):
             engine = others.stdout.readline().strip()
             gateway.start()
             policy = RetryPolicy(2, 600.0)
@@ -129,11 +148,19 @@ async def others(turns: int, engine_s: float) -> None:
         seed = body["sampling_params"]["sampling_seed"]
         chance = random.Random(seed)
         delays[seed] = delay = chance.uniform(0.4, 1.6) * engine_s
-        pairs = [[-chance.random(), chance.randrange(3, 3 + len(LETTERS)), None] for _ in range(SAMPLED)]
-        meta = {"finish_reason": {"type": "stop"}, "weight_version": "0", "output_token_logprobs": pairs}
+        pairs = [
+            [-chance.random(), chance.randrange(3, 3 + len(LETTERS)), None] for _ in range(SAMPLED)
+        ]
+        meta = {
+            "finish_reason": {"type": "stop"},
+            "weight_version": "0",
+            "output_token_logprobs": pairs,
+        }
         data = orjson.dumps({"meta_info": meta})
         await asyncio.sleep(delay)
-        return web.Response(body=data, content_type="application/json", headers={ENGINE_HEADER: "engine-0"})
+        return web.Response(
+            body=data, content_type="application/json", headers={ENGINE_HEADER: "engine-0"}
+        )
 
     async def agent(http: aiohttp.ClientSession, number: int, url: str, key: str) -> None:
         await asyncio.sleep(START_S * random.random())
@@ -180,19 +207,35 @@ def load(sessions: int, turns: int, engine_s: float) -> None:
     data["machine"] += f"; load {low:.0f} to {high:.0f}, this bench included"
     lines = [
         ["sessions open at once", f"{found['most_open']:,}"],
-        ["turns", f"{found['turns']:,} of {SAMPLED} tokens, after {engine_s:g} s of the engine on average"],
+        [
+            "turns",
+            f"{found['turns']:,} of {SAMPLED} tokens, after {engine_s:g} s of the engine on average",
+        ],
         ["CPU of the gateway's process, a turn", f"{found['cpu_ms_per_turn']:.2f} ms"],
         ["memory of the gateway's process, a session", f"{found['kib_per_session']:.0f} KiB"],
         *(
-            [f"added to the engine's time, {of}: median, p99", f"{found[a]:.0f} ms, {found[b]:.0f} ms"]
+            [
+                f"added to the engine's time, {of}: median, p99",
+                f"{found[a]:.0f} ms, {found[b]:.0f} ms",
+            ]
             for of, a, b in (
-                (f"first turns, which come within {START_S:g} s", "first_median_ms", "first_p99_ms"),
+                (
+                    f"first turns, which come within {START_S:g} s",
+                    "first_median_ms",
+                    "first_p99_ms",
+                ),
                 ("later turns", "later_median_ms", "later_p99_ms"),
             )
         ),
-        ["times that a sampled token came from an engine as JSON", f"{found['sampled'] / _sampled(found):.2f}"],
+        [
+            "times that a sampled token came from an engine as JSON",
+            f"{found['sampled'] / _sampled(found):.2f}",
+        ],
         ["times that it went to an agent as JSON", f"{found['to_agents'] / _sampled(found):.2f}"],
-        ["ids sent to engines for each id sampled, contexts", f"{found['context'] / _sampled(found):.2f}"],
+        [
+            "ids sent to engines for each id sampled, contexts",
+            f"{found['context'] / _sampled(found):.2f}",
+        ],
     ]
     write_results("agents", data, ["what", "figure"], lines)
 
@@ -204,10 +247,20 @@ def _sampled(found: dict) -> int:
 class Prefixes:
     """Episodes against real engines behind the router; counts what these read again."""
 
-    EPISODES, TURNS, READ, SPOKEN, ADDED = 32, 4, 256, 32, 64  # tokens of a prompt, a turn, what is said to it
+    EPISODES, TURNS, READ, SPOKEN, ADDED = (
+        32,
+        4,
+        256,
+        32,
+        64,
+    )  # tokens of a prompt, a turn, what is said to it
 
     def __init__(self, service: RunningService) -> None:
-        self._service, self._control, self._chance = service, service.control, np.random.default_rng(0)
+        self._service, self._control, self._chance = (
+            service,
+            service.control,
+            np.random.default_rng(0),
+        )
         self._prompts = [self._ids(self.READ) for _ in range(self.EPISODES)]
         self._version, self._number = 0, 0
 
@@ -220,13 +273,17 @@ class Prefixes:
         headers = bearer(self._control.api_key)
         for number, engine in enumerate(self._control.engines()):
             if flush:
-                httpx.post(f"{engine.url}/flush_cache", headers=headers, timeout=60).raise_for_status()
+                httpx.post(
+                    f"{engine.url}/flush_cache", headers=headers, timeout=60
+                ).raise_for_status()
             self._service.set_version(self._version, number)
 
     def episodes(self, sticky: bool = True, publish: str = "") -> dict:
-        """Plays all episodes at once. publish: "flush" or "by_version", before the third turn, and new ones after it.
+        """Plays all episodes at once. publish: "flush" or "by_version", before the third turn, and
+        new ones after it.
 
-        Returns the tokens of contexts and those found in caches, by turn, and of the new episodes' first turns.
+        Returns the tokens of contexts and those found in caches, by turn, and of the new episodes'
+        first turns.
         """
         self.publish(flush=True)
         use = CacheUse(newest=self._version)
@@ -235,15 +292,23 @@ class Prefixes:
         async def run() -> dict:
             policy = RetryPolicy(4, 120.0)
             url = self._control.status().router
-            async with GenerationClient(url, self._control.api_key, policy, Turnstile(16)) as client:
+            async with GenerationClient(
+                url, self._control.api_key, policy, Turnstile(16)
+            ) as client:
 
-                async def turn(number: int, context: np.ndarray, key: CacheKey | None, name: str) -> Response:
+                async def turn(
+                    number: int, context: np.ndarray, key: CacheKey | None, name: str
+                ) -> Response:
                     params = SamplingParams(1.0, self.SPOKEN)
-                    request = SampleRequest(context, params, number, 0, True, cache_key=key, routing_key=name)
+                    request = SampleRequest(
+                        context, params, number, 0, True, cache_key=key, routing_key=name
+                    )
                     return await client.generate(request)
 
                 keys = [CacheKey(use) if keyed else None for _ in self._prompts]
-                names = [f"episode-{self._number}-{n}" if sticky else "" for n in range(self.EPISODES)]
+                names = [
+                    f"episode-{self._number}-{n}" if sticky else "" for n in range(self.EPISODES)
+                ]
                 self._number += 1
                 contexts, read, cached = list(self._prompts), [], []
                 for number in range(self.TURNS):
@@ -255,17 +320,27 @@ class Prefixes:
                     read.append(sum(map(len, contexts)))
                     cached.append(sum(answer.num_cached for answer in answers))
                     pairs = zip(contexts, answers, strict=True)
-                    contexts = [np.concatenate([c, a.token_ids, self._ids(self.ADDED)]) for c, a in pairs]
+                    contexts = [
+                        np.concatenate([c, a.token_ids, self._ids(self.ADDED)]) for c, a in pairs
+                    ]
                 fresh = CacheKey(use) if keyed else None
-                new = await asyncio.gather(*(turn(9, prompt, fresh, "") for prompt in self._prompts))
-                return {"read": read, "cached": cached, "cached_of_new": sum(answer.num_cached for answer in new)}
+                new = await asyncio.gather(
+                    *(turn(9, prompt, fresh, "") for prompt in self._prompts)
+                )
+                return {
+                    "read": read,
+                    "cached": cached,
+                    "cached_of_new": sum(answer.num_cached for answer in new),
+                }
 
         return asyncio.run(run())
 
 
 def prefix() -> None:
     """Writes bench/results/agents_prefix.{json,md}."""
-    agent = {"function": "tests.sums_agent:sums"}  # so that the router is sticky, as for every run with an agent
+    agent = {
+        "function": "tests.sums_agent:sums"
+    }  # so that the router is sticky, as for every run with an agent
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_model(Path(folder) / "model")
         config = ExperimentConfig.model_validate({
@@ -296,13 +371,22 @@ def prefix() -> None:
     for of in ("flush", "by_version"):
         total = Prefixes.EPISODES * Prefixes.READ
         new = found[of]["cached_of_new"]
-        lines.append([f"new rollouts of the same prompts then, {of}", f"{total:,}", f"{new:,}", f"{new / total:.1%}"])
+        lines.append(
+            [
+                f"new rollouts of the same prompts then, {of}",
+                f"{total:,}",
+                f"{new:,}",
+                f"{new / total:.1%}",
+            ]
+        )
     data = provenance() | {"engines": 2, "episodes": Prefixes.EPISODES} | found
     write_results("agents_prefix", data, ["requests", "tokens", "found in a cache", "share"], lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["load", "prefix", "others"])
     parser.add_argument("--sessions", type=int, default=2000)
     parser.add_argument("--turns", type=int, default=5)

@@ -1,14 +1,16 @@
-"""What sampling ahead of the weights is worth: seconds a step, idle shares and accuracy of each way to do it.
+"""What sampling ahead of the weights is worth: seconds a step, idle shares and accuracy of each way
+to do it.
 
     python bench/async.py --seeds 0 1 2 [--long-every 10]
 
-The task is the quickstart's with a long tail: every 32nd problem (or every tenth) asks for a digit 20 to 60 times over,
-up to twenty times the tokens of a sum. Seconds are those of steps without their evaluations. Each variant starts from
-the same warm-up of its seed; engines have one core and trainers another. Trainers idle while they wait for samples;
-engines while they have no request. Bound, order and losses are counted from the rollouts files. The level of a seed is
-the best accuracy that each of its variants reaches; the time to it is read between the evaluations beside it, and
-compared with that of N = 0. Rows "mean" are of the seeds' mean accuracies and seconds. Writes bench/results/async.*, or
-async_10.*
+The task is the quickstart's with a long tail: every 32nd problem (or every tenth) asks for a digit
+20 to 60 times over, up to twenty times the tokens of a sum. Seconds are those of steps without
+their evaluations. Each variant starts from the same warm-up of its seed; engines have one core and
+trainers another. Trainers idle while they wait for samples; engines while they have no request.
+Bound, order and losses are counted from the rollouts files. The level of a seed is the best
+accuracy that each of its variants reaches; the time to it is read between the evaluations beside
+it, and compared with that of N = 0. Rows "mean" are of the seeds' mean accuracies and seconds.
+Writes bench/results/async.*, or async_10.*
 """
 
 import argparse
@@ -42,7 +44,8 @@ VARIANTS = {
 }
 _LONGEST = 60  # digits
 _EVALUATED, _EVALUATE_EVERY = 1024, 8  # problems, so that one evaluation is right to 0.016; steps
-# By how seldom a problem is long: long answers are soon known, the loss of the others is the quickstart's 0.65.
+# By how seldom a problem is long: long answers are soon known, the loss of the others is the
+# quickstart's 0.65.
 _WARM_LOSS = {32: 0.45, 10: 0.3}
 _SKIPPED = 2  # steps until engines and trainers are in their stride
 _WAITS = ("rollout", "drain")
@@ -54,12 +57,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--long-every", type=int, default=32, choices=_WARM_LOSS, help="problems")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
-    parser.add_argument("--set", action="append", default=[], dest="overrides", help="passed to every run")
+    parser.add_argument(
+        "--set", action="append", default=[], dest="overrides", help="passed to every run"
+    )
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "async")
     args = parser.parse_args()
     rows: list[dict] = []
     for seed in args.seeds:
-        config = _prepare(args.folder / f"every-{args.long_every}" / f"seed-{seed}", seed, args.long_every)
+        config = _prepare(
+            args.folder / f"every-{args.long_every}" / f"seed-{seed}", seed, args.long_every
+        )
         order = None  # of prompts
         for name in args.variants:
             row = _run(name, config, seed, [f"train.num_steps={args.steps}", *args.overrides])
@@ -78,7 +85,9 @@ def _prepare(folder: Path, seed: int, long_every: int) -> Path:
         return config
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    text = (ROOT / "configs" / "quickstart.yaml").read_text().replace("runs/quickstart", str(folder))
+    text = (
+        (ROOT / "configs" / "quickstart.yaml").read_text().replace("runs/quickstart", str(folder))
+    )
     experiment = yaml.safe_load(text)
     experiment |= {"name": "async", "seed": seed, "sampling": {"max_response_tokens": _LONGEST + 4}}
     experiment["actor"] |= {"world_size": 1, "parallel": {}}
@@ -91,7 +100,9 @@ def _prepare(folder: Path, seed: int, long_every: int) -> Path:
     file.write_text(yaml.safe_dump(recipe))
     prepare(config, file, [])
     for name in ("sft", "train", "eval"):
-        _lengthen(folder / "data" / f"{name}.jsonl", random.Random(f"long tail {name} {seed}"), long_every)
+        _lengthen(
+            folder / "data" / f"{name}.jsonl", random.Random(f"long tail {name} {seed}"), long_every
+        )
     call_megagrpo("sft", config, [])
     return config
 
@@ -125,7 +136,12 @@ def _run(name: str, config: Path, seed: int, overrides: Sequence[str]) -> dict:
     finally:
         service.terminate()
         service.wait()
-    return {"variant": name, "seed": seed, "seconds": time.time() - started, **_measure(RunFolder(folder))}
+    return {
+        "variant": name,
+        "seed": seed,
+        "seconds": time.time() - started,
+        **_measure(RunFolder(folder)),
+    }
 
 
 def _measure(folder: RunFolder) -> dict:
@@ -142,7 +158,9 @@ def _measure(folder: RunFolder) -> dict:
     return {
         "step_s": _mean(timed),
         "accuracy": [
-            [e["step"], seconds.get(e["step"], 0.0), e["eval/accuracy"]] for e in entries if "eval/accuracy" in e
+            [e["step"], seconds.get(e["step"], 0.0), e["eval/accuracy"]]
+            for e in entries
+            if "eval/accuracy" in e
         ],
         "discarded_tokens": sum(e.get("extra_groups/discarded_tokens", 0.0) for e in steps),
         **_idle(folder),
@@ -155,10 +173,18 @@ def _measure(folder: RunFolder) -> dict:
 
 def _idle(folder: RunFolder) -> dict:
     """Shares of the time in which trainers wait for samples, and engines have no request."""
-    lines = [line for line in read_step_lines(folder.timeline_files()[0]) if line["step"] > _SKIPPED]
+    lines = [
+        line for line in read_step_lines(folder.timeline_files()[0]) if line["step"] > _SKIPPED
+    ]
     start, end = lines[0]["start"], lines[-1]["start"] + lines[-1]["end"]
-    waited = sum(until - at for line in lines for name, at, until in line["phases"] if name in _WAITS)
-    requests = [(line["start"] + at, line["start"] + until) for line in lines for _, at, until, _ in line["requests"]]
+    waited = sum(
+        until - at for line in lines for name, at, until in line["phases"] if name in _WAITS
+    )
+    requests = [
+        (line["start"] + at, line["start"] + until)
+        for line in lines
+        for _, at, until, _ in line["requests"]
+    ]
     busy = _union((max(at, start), min(until, end)) for at, until in requests)
     return {"trainers_idle": waited / (end - start), "engines_idle": 1 - busy / (end - start)}
 
@@ -174,7 +200,11 @@ def _union(spans: Iterable[tuple[float, float]]) -> float:
 
 def _seconds_to_level(rows: list[dict], row: dict) -> float:
     """Of steps, until the row's accuracy is first what each variant of its seed reaches."""
-    level = min(max(value for _, _, value in other["accuracy"]) for other in rows if other["seed"] == row["seed"])
+    level = min(
+        max(value for _, _, value in other["accuracy"])
+        for other in rows
+        if other["seed"] == row["seed"]
+    )
     _, seconds, value = row["accuracy"][0]
     for _, next_seconds, next_value in row["accuracy"][1:]:
         if next_value >= level:
@@ -190,9 +220,14 @@ def _means(rows: list[dict]) -> list[dict]:
         of = [row for row in rows if row["variant"] == name]
         if len(of) < 2:
             continue
-        mean = {key: _mean(row[key] for row in of) for key in ("step_s", "trainers_idle", "engines_idle")}
+        mean = {
+            key: _mean(row[key] for row in of)
+            for key in ("step_s", "trainers_idle", "engines_idle")
+        }
         curves = zip(*(row["accuracy"] for row in of), strict=True)  # by evaluation, then by seed
-        mean["accuracy"] = [[_mean(column) for column in zip(*points, strict=True)] for points in curves]
+        mean["accuracy"] = [
+            [_mean(column) for column in zip(*points, strict=True)] for points in curves
+        ]
         sums = {key: sum(row[key] for row in of) for key in ("groups", "twice", "discarded_tokens")}
         largest = {"largest_lag": max(row["largest_lag"] for row in of)}
         found.append({"variant": name, "seed": "mean", **mean, **sums, **largest})
@@ -205,11 +240,28 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _write(runs: list[dict], args: argparse.Namespace) -> None:
-    header = ("variant", "seed", "seconds a step", "trainers idle", "engines idle", "accuracy first", "accuracy last")
-    header += ("seconds of steps", "seconds to level", "times faster to it", "largest lag", "groups", "twice")
+    header = (
+        "variant",
+        "seed",
+        "seconds a step",
+        "trainers idle",
+        "engines idle",
+        "accuracy first",
+        "accuracy last",
+    )
+    header += (
+        "seconds of steps",
+        "seconds to level",
+        "times faster to it",
+        "largest lag",
+        "groups",
+        "twice",
+    )
     header += ("tokens thrown away",)
     rows = [*_means(runs), *runs]
-    in_turns = {row["seed"]: _seconds_to_level(rows, row) for row in rows if row["variant"] == "N = 0"}
+    in_turns = {
+        row["seed"]: _seconds_to_level(rows, row) for row in rows if row["variant"] == "N = 0"
+    }
     lines = [
         [
             row["variant"],
@@ -221,7 +273,9 @@ def _write(runs: list[dict], args: argparse.Namespace) -> None:
             f"{row['accuracy'][-1][2]:.3f}",
             f"{row['accuracy'][-1][1]:.0f}",
             f"{_seconds_to_level(rows, row):.0f}",
-            f"{in_turns[row['seed']] / _seconds_to_level(rows, row):.2f}" if row["seed"] in in_turns else "",
+            f"{in_turns[row['seed']] / _seconds_to_level(rows, row):.2f}"
+            if row["seed"] in in_turns
+            else "",
             str(row["largest_lag"]),
             str(row["groups"]),
             str(row["twice"]),

@@ -1,12 +1,14 @@
-"""Would engines on GPUs of trainers that wait for samples make a step faster? A model, fed by `megagrpo plan`.
+"""Would engines on GPUs of trainers that wait for samples make a step faster? A model, fed by
+`megagrpo plan`.
 
     python bench/async_model.py
 
-Seconds of decode steps, prefill, training and publish are the planner's roofline; what is simulated is which request
-runs where. Requests start in order in the engine that is least full; one that has begun stays. With lending, trainers
-that wait move optimiser and gradients to the host, wake engines, which take and prove the weights, and requests that
-have not begun go to them too. When the step's batch is there they leave; what still runs in them goes to the other
-engines, which read prompt and tokens again. Nothing here was measured on such GPUs. Writes bench/results/async_model.*
+Seconds of decode steps, prefill, training and publish are the planner's roofline; what is simulated
+is which request runs where. Requests start in order in the engine that is least full; one that has
+begun stays. With lending, trainers that wait move optimiser and gradients to the host, wake
+engines, which take and prove the weights, and requests that have not begun go to them too. When the
+step's batch is there they leave; what still runs in them goes to the other engines, which read
+prompt and tokens again. Nothing here was measured on such GPUs. Writes bench/results/async_model.*
 """
 
 import argparse
@@ -30,7 +32,9 @@ DIGEST_SHARE = 0.1  # of the memory's rate at which weights are proved
 SLOW_WAKE_S = 60.0  # instead of ALLOCATE_S, to see how much hangs on it
 STEPS, WARM = 22, 4
 SMALLER = ("actor.world_size=16", "rollout.num_engines=2", "rollout.min_healthy_engines=1")
-SHAPES = {  # experiment, model, what is different, and the split of the same nodes with the best bound, by --search
+# experiment, model, what is different, and the split of the same nodes with the best bound, by
+# --search
+SHAPES = {
     "235B, 16 + 8": (
         "qwen3_235b_a22b", "Qwen3-235B-A22B", ("rollout.num_engines=4", "rollout.min_healthy_engines=1"),
         ("actor.world_size=64", "actor.parallel.cp=2", "rollout.num_engines=8"),
@@ -51,7 +55,8 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Speed:
-    """An engine's seconds: of a decode step base + slope x tokens in its cache, by running samples; of a prefill."""
+    """An engine's seconds: of a decode step base + slope x tokens in its cache, by running samples;
+    of a prefill."""
 
     slots: int
     base: list[float]
@@ -88,7 +93,12 @@ def main() -> None:
     rows = [row for name in SHAPES for row in _rows(name)]
     lines = [_line(row) for row in rows if row["staleness"] < 2]
     assumed = {"host_gb_s": HOST_GB_S, "allocate_s": ALLOCATE_S, "release_s": RELEASE_S}
-    assumed |= {"digest_share": DIGEST_SHARE, "slow_wake_s": SLOW_WAKE_S, "steps": STEPS, "left_out": WARM}
+    assumed |= {
+        "digest_share": DIGEST_SHARE,
+        "slow_wake_s": SLOW_WAKE_S,
+        "steps": STEPS,
+        "left_out": WARM,
+    }
     write_results("async_model", {**provenance(), "assumed": assumed, "rows": rows}, HEADER, lines)
 
 
@@ -105,7 +115,10 @@ def _rows(name: str) -> list[dict]:
     other = None if split is None else _case(name, (*changes, *split))
     every = case.lent + case.own
     shared = replace(case, own=0, lent=every, train_s=case.train_s * case.lent / every, publish_s=0)
-    planned = {key: getattr(case, key) for key in ("own", "lent", "train_s", "publish_s", "wake_s", "leave_s")}
+    planned = {
+        key: getattr(case, key)
+        for key in ("own", "lent", "train_s", "publish_s", "wake_s", "leave_s")
+    }
     planned |= {"slots": [case.own_speed.slots, case.lent_speed.slots], "rollout_s": rollout}
     return [
         {"shape": name, "staleness": staleness, "planned": planned}
@@ -118,13 +131,19 @@ def _rows(name: str) -> list[dict]:
 
 def _compared(case: Case, staleness: int) -> dict:
     before, after = (_run(case, staleness, lend) for lend in (False, True))
-    return {"seconds": [before[0], after[0]], "saved": 1 - after[0] / before[0], "idle": [before[1], after[1]]}
+    return {
+        "seconds": [before[0], after[0]],
+        "saved": 1 - after[0] / before[0],
+        "idle": [before[1], after[1]],
+    }
 
 
 def _line(row: dict) -> list[str]:
     planned = row["as planned"]
     saved = [f"{row[key]['saved']:.0%}" for key in ("rollout 65%", "rollout 50%", "short tail")]
-    others = ["" if row[key] is None else f"{row[key]:.0f}" for key in ("other split", "all shared")]
+    others = [
+        "" if row[key] is None else f"{row[key]:.0f}" for key in ("other split", "all shared")
+    ]
     return [
         row["shape"], str(row["staleness"]), *(f"{each:.0f}" for each in planned["seconds"]),
         f"{planned['saved']:.0%}", *(f"{each:.0%}" for each in planned["idle"]), *saved, *others,
@@ -134,15 +153,25 @@ def _line(row: dict) -> list[str]:
 def _case(name: str, changes: tuple[str, ...], long_tail: bool = True) -> Case:
     """The planner's figures for a shape. Without long_tail lengths are those that it assumes."""
     file, model, *_ = SHAPES[name]
-    config = load_config(ROOT / f"configs/{file}.yaml", [f"model.path={ROOT / 'configs/models' / model}", *changes])
+    config = load_config(
+        ROOT / f"configs/{file}.yaml", [f"model.path={ROOT / 'configs/models' / model}", *changes]
+    )
     target = target_of(config, Options())
     if long_tail:
-        target = replace(target, lengths=_long_tail(target.lengths, config.sampling.max_response_tokens))
+        target = replace(
+            target, lengths=_long_tail(target.lengths, config.sampling.max_response_tokens)
+        )
     plan = plan_step(config, target)
-    hardware, server, held = target.hardware, plan.engine.server, plan.trainers.phases["rollout"].parts
+    hardware, server, held = (
+        target.hardware,
+        plan.engine.server,
+        plan.trainers.phases["rollout"].parts,
+    )
     kept = held["parameters"] + held["NCCL"] + CONTEXT_BYTES
     room = replace(hardware, memory_mib=int(hardware.memory_mib - kept / 2**20))
-    lent = engine_side(target.work, server, target.lengths, max(longest_samples(config).values()), room)
+    lent = engine_side(
+        target.work, server, target.lengths, max(longest_samples(config).values()), room
+    )
     moved = (held["gradients"] + held["optimiser"]) / (HOST_GB_S * 1e9)
     return Case(
         plan=plan,
@@ -158,27 +187,40 @@ def _case(name: str, changes: tuple[str, ...], long_tail: bool = True) -> Case:
 
 
 def _long_tail(lengths: Lengths, longest: int) -> Lengths:
-    """Log-normal as the planner's, with a sigma of 1: half of the responses have a tenth of the longest at most."""
+    """Log-normal as the planner's, with a sigma of 1: half of the responses have a tenth of the
+    longest at most."""
     normal = [NormalDist().inv_cdf((point + 0.5) / 4096) for point in range(4096)]
     median = longest / math.exp(NormalDist().inv_cdf(0.99))
     return replace(lengths, responses=np.clip(median * np.exp(normal), 1.0, longest))
 
 
 def _taking_seconds(plan: Plan) -> float:
-    """Seconds in which an engine on trainers' GPUs takes weights, a part from its own nodes, and proves them."""
+    """Seconds in which an engine on trainers' GPUs takes weights, a part from its own nodes, and
+    proves them."""
     actor, target, weights = plan.config.actor, plan.target, plan.engine.weights
     ranks, rates = max(plan.engine.server.tp, target.gpus_per_node), target.hardware.rates
-    near = max(1, ranks * actor.parallel.pp // actor.world_size) / actor.parallel.pp  # whole pipeline stages
-    seconds = weights * near / (rates.inside_gb_s * 1e9) + weights * (1 - near) / (rates.between_gb_s * 1e9)
-    return seconds / rates.efficiency + weights / (target.hardware.memory_tb_s * 1e12 * DIGEST_SHARE)
+    near = (
+        max(1, ranks * actor.parallel.pp // actor.world_size) / actor.parallel.pp
+    )  # whole pipeline stages
+    seconds = weights * near / (rates.inside_gb_s * 1e9) + weights * (1 - near) / (
+        rates.between_gb_s * 1e9
+    )
+    return seconds / rates.efficiency + weights / (
+        target.hardware.memory_tb_s * 1e12 * DIGEST_SHARE
+    )
 
 
 def _speed(plan: Plan, engine: EngineSide) -> Speed:
     target, server, slots = plan.target, engine.server, max(1, engine.concurrent)
     running, held = np.arange(slots + 1.0), target.lengths.running
-    base, full = (sum(decode_seconds(target, server, running, np.array(tokens)).values()) for tokens in (0.0, held))
+    base, full = (
+        sum(decode_seconds(target, server, running, np.array(tokens)).values())
+        for tokens in (0.0, held)
+    )
     slope = (full - base) / np.maximum(running * held, 1)
-    one, two = (prefill_seconds(target, server, tokens, tokens * tokens / 2) for tokens in (1e4, 2e4))
+    one, two = (
+        prefill_seconds(target, server, tokens, tokens * tokens / 2) for tokens in (1e4, 2e4)
+    )
     square = (two - 2 * one) / 2e8
     return Speed(slots, base.tolist(), slope.tolist(), (one / 1e4 - square * 1e4, square))
 
@@ -240,9 +282,13 @@ class Loop:
         self.case, self.staleness, self.lend = case, staleness, lend and case.lent > 0
         train, chance = case.plan.config.train, np.random.default_rng(0)
         shape = (STEPS + staleness, train.num_prompts_per_step, train.group_size)
-        normal = (chance.normal(size=shape[:2])[..., None] + chance.normal(size=shape)) / math.sqrt(2)  # prompt, own
+        normal = (chance.normal(size=shape[:2])[..., None] + chance.normal(size=shape)) / math.sqrt(
+            2
+        )  # prompt, own
         lengths = case.plan.target.lengths
-        quantile = np.interp(normal, [NormalDist().inv_cdf((k + 0.5) / 4096) for k in range(4096)], lengths.responses)
+        quantile = np.interp(
+            normal, [NormalDist().inv_cdf((k + 0.5) / 4096) for k in range(4096)], lengths.responses
+        )
         self.left: list[float] = quantile.reshape(-1).tolist()
         self.held = [lengths.prompt] * len(self.left)
         self.length = list(self.left)
@@ -259,7 +305,12 @@ class Loop:
         last = (number + 1 + self.staleness) * self.batch
         self.waiting += range(self.begun, last)  # ascending and behind what waits: a heap as it was
         self.begun, self.returned = last, self.now
-        if self.lend and self.waiting and self.missing[number] and (self.case.worth or not self.own):
+        if (
+            self.lend
+            and self.waiting
+            and self.missing[number]
+            and (self.case.worth or not self.own)
+        ):
             ready = self.now + self.case.wake_s
             self.lent = [Engine(self.case.lent_speed, ready, True) for _ in range(self.case.lent)]
         self._sample(number, math.inf)
@@ -300,7 +351,11 @@ class Loop:
     def _fill(self) -> None:
         """Starts what waits, in order, in the engine that is least full."""
         while self.waiting:
-            engine = min((*self.own, *self.lent), key=lambda each: len(each.running) / each.speed.slots, default=None)
+            engine = min(
+                (*self.own, *self.lent),
+                key=lambda each: len(each.running) / each.speed.slots,
+                default=None,
+            )
             if engine is None or len(engine.running) >= engine.speed.slots:
                 return
             sample = heapq.heappop(self.waiting)

@@ -1,5 +1,6 @@
-"""Bytes of a rank's batch where lengths have a long tail: tokens one after the other on the host, one micro-batch at a
-time on the device; beside it what [N, S] tensors on the device would take. Counted by shape, on any machine.
+"""Bytes of a rank's batch where lengths have a long tail: tokens one after the other on the host,
+one micro-batch at a time on the device; beside it what [N, S] tensors on the device would take.
+Counted by shape, on any machine.
 
 usage: python bench/batch_bytes.py [--samples 1024] [--longest 32768] [--budget 33000] [--no-write]
 """
@@ -22,12 +23,15 @@ from megagrpo.mesh import make_mesh
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
 GROUP_SIZE, PROMPT_TOKENS = 16, 200
-# [N, S] at 51f2e56: token ids of 8 bytes; mask, rollout's, old and reference log-probabilities and advantages of 4
+# [N, S] at 51f2e56: token ids of 8 bytes; mask, rollout's, old and reference log-probabilities and
+# advantages of 4
 PADDED_BYTES = 8 + 5 * 4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=1024)
     parser.add_argument("--longest", type=int, default=32768)
     parser.add_argument("--budget", type=int, default=33000)
@@ -37,16 +41,20 @@ def main() -> None:
     lengths = np.clip(drawn.astype(int) + 20, 20, args.longest)
     lengths[0] = args.longest
     groups = [
-        _group(number, lengths[i : i + GROUP_SIZE]) for number, i in enumerate(range(0, len(lengths), GROUP_SIZE))
+        _group(number, lengths[i : i + GROUP_SIZE])
+        for number, i in enumerate(range(0, len(lengths), GROUP_SIZE))
     ]
     mesh = make_mesh(0, 1, torch.device("cpu"), 60.0)
     batch = build_batch(groups, one_pass(len(groups)), mesh)
     per_token = batch.rollout_logprobs
     batch = replace(batch, advantages=per_token, old_logprobs=per_token, ref_logprobs=per_token)
-    micros = plan_micro_batches(batch, range(len(lengths)), MicroBatchSize(args.budget, True), ParallelConfig(), mesh)
+    micros = plan_micro_batches(
+        batch, range(len(lengths)), MicroBatchSize(args.budget, True), ParallelConfig(), mesh
+    )
     at_once, one, grid = 0, 0, 0
     for micro in micros:
-        # rows and columns of [N, S] were on the device, what leads from flat values to a grid was not needed
+        # rows and columns of [N, S] were on the device, what leads from flat values to a grid was
+        # not needed
         before = [micro.tokens, micro.positions, micro.rows, micro.columns, micro.cu_seqlens]
         before += vars(micro.targets).values()
         at_once += _bytes(before)
@@ -55,10 +63,18 @@ def main() -> None:
     padded = len(batch.lengths) * int(batch.lengths.max())
     lines = [
         ["all samples, on the device", padded * PADDED_BYTES, 0],
-        ["all samples, on the host", 0, _bytes([*vars(batch).values(), *vars(batch.rewards).values()])],
+        [
+            "all samples, on the host",
+            0,
+            _bytes([*vars(batch).values(), *vars(batch.rewards).values()]),
+        ],
         ["micro-batches laid out, on the device at once", at_once, one],
     ]
-    what = {"samples": args.samples, "tokens": len(batch.tokens), "longest": int(batch.lengths.max())}
+    what = {
+        "samples": args.samples,
+        "tokens": len(batch.tokens),
+        "longest": int(batch.lengths.max()),
+    }
     what |= {
         "filled": len(batch.tokens) / padded,
         "micro_batches": len(micros),
@@ -69,7 +85,9 @@ def main() -> None:
     if args.no_write:
         print(what, *table, sep="\n")
         return
-    write_results("batch_bytes", provenance() | what, ["MiB of a rank", "padded to [N, S]", "flat"], table)
+    write_results(
+        "batch_bytes", provenance() | what, ["MiB of a rank", "padded to [N, S]", "flat"], table
+    )
 
 
 def _group(number: int, lengths: np.ndarray) -> RolloutGroup:

@@ -1,9 +1,10 @@
 """`megagrpo certify` for every preset, on a dense and on a mixture-of-experts model: one table.
 
-    python bench/certificates.py [--ranks 2] [--layouts DP2,TP2+SP,PP2,CP2,EP2] [--presets grpo dapo]
+    python bench/certificates.py [--ranks 2] [--layouts DP2,TP2+SP,PP2,CP2,EP2] [--presets grpo
+    dapo]
 
-The quickstart experiment with its algorithm section replaced by the preset; the dense model is Qwen3. Exit status 1
-when a certificate fails. Writes bench/results/certificates.{json,md}.
+The quickstart experiment with its algorithm section replaced by the preset; the dense model is
+Qwen3. Exit status 1 when a certificate fails. Writes bench/results/certificates.{json,md}.
 """
 
 import argparse
@@ -21,7 +22,16 @@ from megagrpo.config.load import PRESETS as PRESET_FOLDER
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml"))
 FAMILIES = ("qwen3", "qwen3_moe")
-HEADER = ("preset", "family", "layouts", "cases", "worst loss error", "worst gradient", "passed", "seconds")
+HEADER = (
+    "preset",
+    "family",
+    "layouts",
+    "cases",
+    "worst loss error",
+    "worst gradient",
+    "passed",
+    "seconds",
+)
 
 
 def main() -> int:
@@ -29,7 +39,12 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layouts", help="as `megagrpo certify --layouts`; default: all that fit")
     parser.add_argument(
-        "--presets", nargs="+", choices=PRESETS, default=PRESETS, metavar="NAME", help=f"of {', '.join(PRESETS)}"
+        "--presets",
+        nargs="+",
+        choices=PRESETS,
+        default=PRESETS,
+        metavar="NAME",
+        help=f"of {', '.join(PRESETS)}",
     )
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "certificates")
     args = parser.parse_args()
@@ -53,7 +68,9 @@ def _certify(preset: str, family: str, args: argparse.Namespace) -> dict:
     text = (ROOT / "configs" / "quickstart.yaml").read_text()
     text, found = re.subn(r"(?m)^algorithm:\n(?: .*\n)+", f"preset: {preset}\n", text)
     assert found == 1, "quickstart.yaml has one algorithm section"
-    text = text.replace("output_dir: runs/quickstart", f"output_dir: {folder}").replace("runs/quickstart", str(start))
+    text = text.replace("output_dir: runs/quickstart", f"output_dir: {folder}").replace(
+        "runs/quickstart", str(start)
+    )
     text = text.replace("path: " + str(start / "model"), f"path: {start / 'random'}")
     if family == "qwen3":
         text, found = re.subn(r"parallel: \{ep: 2\}", "parallel: {tp: 2}", text)
@@ -66,7 +83,9 @@ def _certify(preset: str, family: str, args: argparse.Namespace) -> dict:
         prepare(config, recipe, [])
     started = time.time()
     status = _megagrpo(
-        "certify", config, ["--ranks", str(args.ranks), *(["--layouts", args.layouts] if args.layouts else [])]
+        "certify",
+        config,
+        ["--ranks", str(args.ranks), *(["--layouts", args.layouts] if args.layouts else [])],
     )
     report = json.loads((folder / "certify" / "report.json").read_text())
     cases = report["cases"]
@@ -85,7 +104,9 @@ def _certify(preset: str, family: str, args: argparse.Namespace) -> dict:
 def _megagrpo(command: str, config: Path, options: list[str]) -> int:
     print(f"== megagrpo {command} {config}", flush=True)
     python = [sys.executable, "-W", "ignore", "-m", "megagrpo.cli"]
-    return subprocess.run([*python, command, str(config), *options], cwd=ROOT, stdout=subprocess.DEVNULL).returncode
+    return subprocess.run(
+        [*python, command, str(config), *options], cwd=ROOT, stdout=subprocess.DEVNULL
+    ).returncode
 
 
 def _line(row: dict) -> tuple[str, ...]:

@@ -1,12 +1,14 @@
-"""What a save and a resume cost, measured, against what `megagrpo check` says: files, host memory, bytes read.
+"""What a save and a resume cost, measured, against what `megagrpo check` says: files, host memory,
+bytes read.
 
     python bench/checkpoints.py [--layers 8 | --compare-again]
 
-A random model of at least 500 MB in float32, with the distributed optimiser's state, is saved in the background in
-both forms and resumed by fresh processes, under DP2, TP2xPP2 and (mixture of experts) EP2. Host memory: the peak of
-every rank's resident memory over what it had before the save, summed. Bytes read: of all reads of all ranks, from the
-start of the resume to its end, the Hugging Face folder's headers included. Writes bench/results/checkpoints.{json,md};
-with --compare-again it keeps what was measured there and computes anew what is said.
+A random model of at least 500 MB in float32, with the distributed optimiser's state, is saved in
+the background in both forms and resumed by fresh processes, under DP2, TP2xPP2 and (mixture of
+experts) EP2. Host memory: the peak of every rank's resident memory over what it had before the
+save, summed. Bytes read: of all reads of all ranks, from the start of the resume to its end, the
+Hugging Face folder's headers included. Writes bench/results/checkpoints.{json,md}; with
+--compare-again it keeps what was measured there and computes anew what is said.
 """
 
 import argparse
@@ -64,13 +66,17 @@ def model_of(family: str, layers: int, folder: Path) -> TinyModelConfig:
 
 def actor_of(world: int, parallel: dict[str, int]) -> ActorConfig:
     """The actor of one case; its optimiser is distributed."""
-    return ActorConfig.model_validate({"world_size": world, "parallel": parallel, "deadline_s": 600.0})
+    return ActorConfig.model_validate(
+        {"world_size": world, "parallel": parallel, "deadline_s": 600.0}
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--compare-again", action="store_true", help="measure nothing, compute what is said anew")
+    parser.add_argument(
+        "--compare-again", action="store_true", help="measure nothing, compute what is said anew"
+    )
     parser.add_argument("--as-rank", nargs=2, metavar=("CASE", "PHASE"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -86,21 +92,32 @@ def main() -> None:
                 print(f"{name} ...", flush=True)
                 data["rows"] += case(name, args.layers, Path(folder))
     rows = [row | said(row["layout"], row["form"], data["layers"]) for row in data["rows"]]
-    worst = max(max(abs(row[what] / row[f"{what} said"] - 1) for what in ("files", "host", "read")) for row in rows)
+    worst = max(
+        max(abs(row[what] / row[f"{what} said"] - 1) for what in ("files", "host", "read"))
+        for row in rows
+    )
     data |= {"largest difference": worst, "rows": rows}
     write_results("checkpoints", data, HEADER, [line(row) for row in rows])
-    print(f"largest difference {worst:.1%}: {'within' if worst <= BOUND else 'NOT within'} {BOUND:.0%}")
+    print(
+        f"largest difference {worst:.1%}: {'within' if worst <= BOUND else 'NOT within'} "
+        f"{BOUND:.0%}"
+    )
 
 
 def case(name: str, layers: int, folder: Path) -> list[dict]:
     """Saves in both forms, resumes from each; one row a form."""
     family = CASES[name][0]
-    make = "import sys; from bench.checkpoints import *; from examples.laptop.model import make_tiny_model; "
+    make = (
+        "import sys; from bench.checkpoints import *; from examples.laptop.model import "
+        "make_tiny_model; "
+    )
     make += f"make_tiny_model(model_of({family!r}, {layers}, Path({str(folder)!r})), 0)"
     run([sys.executable, "-W", "ignore", "-c", make])
     rows = []
     for form in FORMS:
-        figures = {phase: launch(name, f"{phase} {form}", layers, folder) for phase in ("save", "resume")}
+        figures = {
+            phase: launch(name, f"{phase} {form}", layers, folder) for phase in ("save", "resume")
+        }
         rows.append(
             {
                 "layout": name,
@@ -133,22 +150,36 @@ def launch(name: str, phase: str, layers: int, folder: Path) -> list[dict]:
     ranks = CASES[name][1]
     torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
     # as a module: this folder on the path would put its statistics.py before Python's own
-    me = ["-m", "bench.checkpoints", "--as-rank", name, phase, "--layers", str(layers), "--folder", str(folder)]
+    me = [
+        "-m",
+        "bench.checkpoints",
+        "--as-rank",
+        name,
+        phase,
+        "--layers",
+        str(layers),
+        "--folder",
+        str(folder),
+    ]
     run([*torchrun, "--nproc-per-node", str(ranks), *me])
     return [json.loads((folder / f"{phase}.{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def run(command: list[str]) -> None:
-    """Runs a child whose large blocks of memory go back when they are freed, so that peaks are those of live data."""
+    """Runs a child whose large blocks of memory go back when they are freed, so that peaks are
+    those of live data."""
     root = str(Path(__file__).resolve().parents[1])
     memory = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env={**os.environ, **memory, "PYTHONPATH": root}, text=True, capture_output=True)
+    done = subprocess.run(
+        command, env={**os.environ, **memory, "PYTHONPATH": root}, text=True, capture_output=True
+    )
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stderr[-4000:]}")
 
 
 def as_rank(name: str, phase: str, layers: int, folder: Path) -> None:
-    """One rank: builds the actor, then saves after one update, or resumes; writes its figures as JSON."""
+    """One rank: builds the actor, then saves after one update, or resumes; writes its figures as
+    JSON."""
     from megagrpo.actor.host import prepare_host
 
     device = prepare_host()
@@ -161,7 +192,12 @@ def as_rank(name: str, phase: str, layers: int, folder: Path) -> None:
     family, world, parallel = CASES[name]
     config, path = actor_of(world, parallel), str(folder / family)
     actor = MegatronActor(
-        model_path=path, config=config, optimizer=config.optimizer, num_updates=10, seed=0, device=device
+        model_path=path,
+        config=config,
+        optimizer=config.optimizer,
+        num_updates=10,
+        seed=0,
+        device=device,
     )
     what, form = phase.split(" ", 1)
     identity = checkpoint.RunIdentity({}, config.layout)
@@ -182,12 +218,18 @@ def as_rank(name: str, phase: str, layers: int, folder: Path) -> None:
     else:
         with measured() as figures:
             load_initial_weights(actor, path, overwritten=True)
-            checkpoint.load(folder / form / "step_000001", identity, lambda part: load_actor(actor, part), actor.mesh)
+            checkpoint.load(
+                folder / form / "step_000001",
+                identity,
+                lambda part: load_actor(actor, part),
+                actor.mesh,
+            )
     (folder / f"{phase}.{actor.mesh.rank}.json").write_text(json.dumps(vars(figures)))
 
 
 class measured:  # noqa: N801  # reads as a word in `with`
-    """Measures a block: peak of resident memory over that before it (bytes), bytes read, seconds."""
+    """Measures a block: peak of resident memory over that before it (bytes), bytes read,
+    seconds."""
 
     def __enter__(self) -> "measured":
         self.host = -_status("VmRSS")
@@ -202,7 +244,9 @@ class measured:  # noqa: N801  # reads as a word in `with`
 
 
 def _status(name: str) -> int:
-    line = next(text for text in Path("/proc/self/status").read_text().splitlines() if text.startswith(name))
+    line = next(
+        text for text in Path("/proc/self/status").read_text().splitlines() if text.startswith(name)
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -212,7 +256,11 @@ def _bytes_read() -> int:
 
 def line(row: dict) -> tuple[str, ...]:
     """One line of the table."""
-    figures = [f"{row[what] / 1e6:,.0f}" for part in ("files", "host", "read") for what in (part, f"{part} said")]
+    figures = [
+        f"{row[what] / 1e6:,.0f}"
+        for part in ("files", "host", "read")
+        for what in (part, f"{part} said")
+    ]
     return row["layout"], f"{row['weights'] / 1e6:,.0f} MB", row["form"], *figures
 
 

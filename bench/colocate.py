@@ -1,9 +1,11 @@
-"""The quickstart with colocated engines, which sleep while the actor trains, against engines beside the trainers.
+"""The quickstart with colocated engines, which sleep while the actor trains, against engines beside
+the trainers.
 
     python bench/colocate.py [--steps 90] [--seed 0] [--jobs 1]
 
-One warm-up, then both runs from it with deterministic engines: rollout.colocate with ipc, and reshard. Compared
-are every sample and the bits of every measured value that is no time. Writes bench/results/colocate.*
+One warm-up, then both runs from it with deterministic engines: rollout.colocate with ipc, and
+reshard. Compared are every sample and the bits of every measured value that is no time. Writes
+bench/results/colocate.*
 """
 
 import argparse
@@ -30,7 +32,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=90)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1, help="2: both runs at the same time; seconds then mean little")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="2: both runs at the same time; seconds then mean little",
+    )
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "colocate")
     args = parser.parse_args()
     shutil.rmtree(args.folder, ignore_errors=True)
@@ -42,7 +49,10 @@ def main() -> None:
 
     def run(number: int, words: list[str]) -> RunFolder:
         folder, config = args.folder / f"run{number}", args.folder / f"run{number}.yaml"
-        output = {"output_dir: runs/quickstart": f"output_dir: {folder}", "runs/quickstart": str(args.folder / "warm")}
+        output = {
+            "output_dir: runs/quickstart": f"output_dir: {folder}",
+            "runs/quickstart": str(args.folder / "warm"),
+        }
         _write_config("quickstart", config, output)
         call_megagrpo("run", config, [*common, *words])
         return RunFolder(folder)
@@ -52,7 +62,10 @@ def main() -> None:
     entries = [read_metrics(folder) for folder in folders]
     different = _different(*entries)
     samples = [
-        {step: list(read_rollouts(files.values())) for step, files in folder.rollout_files().items()}
+        {
+            step: list(read_rollouts(files.values()))
+            for step, files in folder.rollout_files().items()
+        }
         for folder in folders
     ]
     steps = [step for step in samples[0] if samples[0][step] != samples[1].get(step)]
@@ -64,19 +77,33 @@ def main() -> None:
         "steps": steps,
         "rows": rows,
     }
-    same = "every sample and every value that is no time: the same bits" if not different and not steps else "DIFFERENT"
-    header = ("engines", "accuracy before", "accuracy after", "median step, s", "median publish, s", "compared")
+    same = (
+        "every sample and every value that is no time: the same bits"
+        if not different and not steps
+        else "DIFFERENT"
+    )
+    header = (
+        "engines",
+        "accuracy before",
+        "accuracy after",
+        "median step, s",
+        "median publish, s",
+        "compared",
+    )
     write_results("colocate", data, header, [[*map(str, row.values()), same] for row in rows])
     if different or steps:
         raise SystemExit(f"different: {different[:10]}, samples of steps {steps[:10]}")
 
 
 def _different(one: list[dict], other: list[dict]) -> list[str]:
-    """Returns "step name" of each value that one run has and the other has not, or has with other bits."""
+    """Returns "step name" of each value that one run has and the other has not, or has with other
+    bits."""
     found = []
     for mine, theirs in zip(one, other, strict=True):
         names = {name for name in mine.keys() | theirs.keys() if not name.startswith(TIMES)}
-        found += [f"{mine['step']} {name}" for name in sorted(names) if mine.get(name) != theirs.get(name)]
+        found += [
+            f"{mine['step']} {name}" for name in sorted(names) if mine.get(name) != theirs.get(name)
+        ]
     return found
 
 

@@ -1,10 +1,12 @@
-"""Memory by phase of a colocated run of the 135M model: what `check` and `plan` say against what its processes hold.
+"""Memory by phase of a colocated run of the 135M model: what `check` and `plan` say against what
+its processes hold.
 
     python bench/colocated_memory.py [--steps 3]
 
-A CPU's engine releases nothing and there is no context, so that the trainer's side is compared: its parts by phase with
-the anonymous and shared memory of its process less that before it built the model. What leaves a GPU for the host is
-in the same memory here: counted as a part of its own. Writes bench/results/colocated_memory.*
+A CPU's engine releases nothing and there is no context, so that the trainer's side is compared: its
+parts by phase with the anonymous and shared memory of its process less that before it built the
+model. What leaves a GPU for the host is in the same memory here: counted as a part of its own.
+Writes bench/results/colocated_memory.*
 """
 
 import argparse
@@ -54,31 +56,46 @@ def main() -> None:
     planned = plan(experiment)
     measured = by_phase(RunFolder(Path(experiment.output_dir)), bare, samples)
     lines = []
-    for phase in (phase for phase in PHASES if measured.get(phase)):  # one update of a step needs no old log-probs
+    for phase in (
+        phase for phase in PHASES if measured.get(phase)
+    ):  # one update of a step needs no old log-probs
         total, found = sum(planned[phase].values()), measured[phase]
         parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in planned[phase].items())
-        lines.append([phase, parts, f"{total / 1e9:.2f}", f"{found / 1e9:.2f}", f"{found / total:.2f}"])
+        lines.append(
+            [phase, parts, f"{total / 1e9:.2f}", f"{found / 1e9:.2f}", f"{found / total:.2f}"]
+        )
     data = {**provenance(), "planned": planned, "measured": measured}
     header = ["phase", "parts, GB", "planned trainer, GB", "measured, GB", "measured / planned"]
     write_results("colocated_memory", data, header, lines)
 
 
 def plan(config: ExperimentConfig) -> dict[str, dict[str, float]]:
-    """Returns the bytes of the trainer's parts by phase, with what is on the host while engines are awake."""
+    """Returns the bytes of the trainer's parts by phase, with what is on the host while engines are
+    awake."""
     arch, gpu = read_architecture(Path(config.model.path)), hardware_of(config.cluster.gpu)
     side = _trainer_side(config, arch, config.actor)
-    engine = engine_side(model_work(arch), server_beside(config.rollout), assumed_lengths(config), 1, gpu)
+    engine = engine_side(
+        model_work(arch), server_beside(config.rollout), assumed_lengths(config), 1, gpu
+    )
     phases = gpu_phases(config, side, engine, arch.hidden_size)
-    host = {"optimiser on the host": side.phases["rollout"].parts["optimiser"]}  # its place stays in an update, too
-    trainer = {p: {n: s for n, s in phases[p].parts.items() if not n.startswith("engine's")} for p in PHASES}
+    host = {
+        "optimiser on the host": side.phases["rollout"].parts["optimiser"]
+    }  # its place stays in an update, too
+    trainer = {
+        p: {n: s for n, s in phases[p].parts.items() if not n.startswith("engine's")}
+        for p in PHASES
+    }
     return {phase: parts | host for phase, parts in trainer.items()}
 
 
 def watch(config: Path, settings: list[str]) -> tuple[int, list[tuple[float, int]]]:
-    """Runs the experiment. Returns its trainer's bytes without a model, and (time, bytes) at any time."""
+    """Runs the experiment. Returns its trainer's bytes without a model, and (time, bytes) at any
+    time."""
     words = [part for setting in settings for part in ("--set", setting)]
     command = [sys.executable, "-W", "ignore", "-m", "megagrpo.cli", "run", str(config), *words]
-    run = subprocess.Popen(command, cwd=ROOT, env=child_environment(RETURNED), stdout=subprocess.PIPE, text=True)
+    run = subprocess.Popen(
+        command, cwd=ROOT, env=child_environment(RETURNED), stdout=subprocess.PIPE, text=True
+    )
     samples: list[tuple[float, int]] = []
 
     def look() -> None:
@@ -108,20 +125,28 @@ def watch(config: Path, settings: list[str]) -> tuple[int, list[tuple[float, int
 def _trainer(launcher: int) -> psutil.Process | None:
     for process in psutil.Process(launcher).children(recursive=True):
         words = process.cmdline()
-        if "train" in words and "torch.distributed.run" not in words and process.environ().get("RANK") == "0":
+        if (
+            "train" in words
+            and "torch.distributed.run" not in words
+            and process.environ().get("RANK") == "0"
+        ):
             return process
     return None
 
 
 def _held(pid: int) -> int:
     status = Path(f"/proc/{pid}/status").read_text()
-    return 1024 * sum(int(re.findall(rf"{name}:\s+(\d+) kB", status)[0]) for name in ("RssAnon", "RssShmem"))
+    return 1024 * sum(
+        int(re.findall(rf"{name}:\s+(\d+) kB", status)[0]) for name in ("RssAnon", "RssShmem")
+    )
 
 
 def by_phase(folder: RunFolder, bare: int, samples: list[tuple[float, int]]) -> dict[str, float]:
-    """Returns the bytes of each phase besides `bare`: the largest of an update, else those at its end.
+    """Returns the bytes of each phase besides `bare`: the largest of an update, else those at its
+    end.
 
-    A publish begins with what the update left, which glibc gives back piece by piece, and ends without its staging.
+    A publish begins with what the update left, which glibc gives back piece by piece, and ends
+    without its staging.
     """
     found: dict[str, float] = {}
     for line in folder.timeline_file(0).read_text().splitlines():
@@ -129,7 +154,9 @@ def by_phase(folder: RunFolder, bare: int, samples: list[tuple[float, int]]) -> 
         for name, begin, end in step["phases"]:
             inside = [size - bare for at, size in samples if begin <= at - step["start"] <= end]
             if inside:
-                found[name] = float(max(found.get(name, 0), *inside) if name == "update" else inside[-1])
+                found[name] = float(
+                    max(found.get(name, 0), *inside) if name == "update" else inside[-1]
+                )
     return found
 
 

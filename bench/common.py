@@ -1,4 +1,5 @@
-"""What benches share: commit, date and machine; the JSON and the table in bench/results; and how they run megagrpo."""
+"""What benches share: commit, date and machine; the JSON and the table in bench/results; and how
+they run megagrpo."""
 
 import json
 import os
@@ -20,16 +21,24 @@ def provenance() -> dict:
     def git(*args: str) -> str:
         if shutil.which("git") is None:  # a container, perhaps
             return ""
-        return subprocess.run(["git", *args], cwd=RESULTS.parent, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["git", *args], cwd=RESULTS.parent, capture_output=True, text=True
+        ).stdout.strip()
 
     changed = " + changes" if git("status", "--porcelain", "--untracked-files=no") else ""
-    machine = f"{os.cpu_count()} CPU cores, {platform.machine()}, Python {platform.python_version()}"
+    machine = (
+        f"{os.cpu_count()} CPU cores, {platform.machine()}, Python {platform.python_version()}"
+    )
     commit = (git("rev-parse", "--short", "HEAD") or "unknown") + changed
     return {"commit": commit, "date": datetime.now(UTC).date().isoformat(), "machine": machine}
 
 
 def write_results(
-    name: str, data: dict, header: Sequence[str], lines: Sequence[Sequence[str]], folder: Path = RESULTS
+    name: str,
+    data: dict,
+    header: Sequence[str],
+    lines: Sequence[Sequence[str]],
+    folder: Path = RESULTS,
 ) -> None:
     """bench/results/NAME.json with all of `data`, and NAME.md with the table; prints the table."""
     table = [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *lines)]
@@ -50,19 +59,36 @@ def write_config(name: str, target: Path, replace: dict[str, str]) -> None:
 
 
 def prepare(config: Path, recipe: str | Path, overrides: Sequence[str]) -> None:
-    """Makes the experiment's model and data. recipe: a file, or the name of one in examples/laptop."""
+    """Makes the experiment's model and data. recipe: a file, or the name of one in
+    examples/laptop."""
     file = recipe if isinstance(recipe, Path) else ROOT / "examples" / "laptop" / f"{recipe}.yaml"
-    words = [*("--recipe", str(file)), *(part for override in overrides for part in ("--set", override))]
+    words = [
+        *("--recipe", str(file)),
+        *(part for override in overrides for part in ("--set", override)),
+    ]
     script = ROOT / "examples" / "laptop" / "prepare.py"
-    subprocess.run([sys.executable, "-W", "ignore", str(script), str(config), *words], check=True, cwd=ROOT)
+    subprocess.run(
+        [sys.executable, "-W", "ignore", str(script), str(config), *words], check=True, cwd=ROOT
+    )
 
 
 def call_megagrpo(command: str, config: Path, overrides: Sequence[str], *words: str) -> None:
-    """Runs `megagrpo COMMAND CONFIG WORDS --set OVERRIDE ...`; raises CalledProcessError when it fails."""
+    """Runs `megagrpo COMMAND CONFIG WORDS --set OVERRIDE ...`; raises CalledProcessError when it
+    fails."""
     settings = [part for override in overrides for part in ("--set", override)]
     print(f"== megagrpo {command} {config.name} {' '.join(overrides)}", flush=True)
     subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "megagrpo.cli", command, str(config), *words, *settings],
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "megagrpo.cli",
+            command,
+            str(config),
+            *words,
+            *settings,
+        ],
         check=True,
         cwd=ROOT,
     )

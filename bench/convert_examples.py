@@ -1,11 +1,13 @@
-"""verl's and ROLL's own examples through `megagrpo convert`, and each result through the checks before a start.
+"""verl's and ROLL's own examples through `megagrpo convert`, and each result through the checks
+before a start.
 
     python bench/convert_examples.py --verl VERL/examples --roll ROLL/examples [--out bench/results]
 
-VERL and ROLL are checkouts, which this project does not contain. Of verl: every script that starts main_ppo, but for
-those of PPO (a critic) and of images (their models are refused); of ROLL: every RLVR experiment on text. A converted
-experiment is checked on the description of its model where configs/models has one of the same name, and on two rows of
-data as the framework writes them; missing files and packages count as no problem.
+VERL and ROLL are checkouts, which this project does not contain. Of verl: every script that starts
+main_ppo, but for those of PPO (a critic) and of images (their models are refused); of ROLL: every
+RLVR experiment on text. A converted experiment is checked on the description of its model where
+configs/models has one of the same name, and on two rows of data as the framework writes them;
+missing files and packages count as no problem.
 """
 
 import argparse
@@ -40,22 +42,39 @@ USER = [{"role": "user", "content": "What is 1 + 1?"}]
 def scripts(framework: str, folder: Path) -> list[Path]:
     """The examples of a checkout."""
     if framework == "verl":
-        found = [path for path in sorted(folder.rglob("*.sh")) if re.search("main_ppo|main_dapo", path.read_text())]
+        found = [
+            path
+            for path in sorted(folder.rglob("*.sh"))
+            if re.search("main_ppo|main_dapo", path.read_text())
+        ]
         return [
             path
             for path in found
-            if not re.search(r"ppo_trainer/|split_placement|_vl[-_]|glm41v|minicpmo|geo3k", str(path))
+            if not re.search(
+                r"ppo_trainer/|split_placement|_vl[-_]|glm41v|minicpmo|geo3k", str(path)
+            )
         ]
-    found = [path for path in sorted(folder.rglob("*.yaml")) if re.search("rlvr|docs_examples", str(path))]
+    found = [
+        path
+        for path in sorted(folder.rglob("*.yaml"))
+        if re.search("rlvr|docs_examples", str(path))
+    ]
     return [path for path in found if not re.search(r"-vl-|agentic|omni|vl_", str(path))]
 
 
 def write_rows(folder: Path, sources: list[str]) -> tuple[Path, Path]:
     """Two rows as verl's data_preprocess and as ROLL write them."""
     source = (sources or ["openai/gsm8k"])[0]
-    row = {"data_source": source, "prompt": USER, "reward_model": {"ground_truth": "2"}, "extra_info": {"index": 0}}
+    row = {
+        "data_source": source,
+        "prompt": USER,
+        "reward_model": {"ground_truth": "2"},
+        "extra_info": {"index": 0},
+    }
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row] * 2), folder / "verl.parquet")
-    line = json.dumps({"messages": json.dumps(USER), "prompt": "1 + 1", "ground_truth": "2", "tag": source})
+    line = json.dumps(
+        {"messages": json.dumps(USER), "prompt": "1 + 1", "ground_truth": "2", "tag": source}
+    )
     (folder / "roll.jsonl").write_text(f"{line}\n" * 2)
     return folder / "verl.parquet", folder / "roll.jsonl"
 
@@ -64,16 +83,24 @@ def check_problems(draft: Draft, framework: str, folder: Path) -> list[str]:
     """What loading and the checks before a start say of the converted file."""
     (folder / "mine.yaml").write_text(draft.yaml("converted"))
     graders = draft.values.get("data.grader_by_source")
-    data = write_rows(folder, list(graders) if isinstance(graders, dict) else [])[framework == "roll"]
+    data = write_rows(folder, list(graders) if isinstance(graders, dict) else [])[
+        framework == "roll"
+    ]
     model = ROOT / "configs" / "models" / str(draft.values.get("model.path")).rpartition("/")[2]
     known = [f"model.path={json.dumps(str(model))}"] if model.is_dir() else []
-    files = [f"{key}={json.dumps(str(data))}" for key in ("data.path", "eval.data.path") if key in draft.values]
+    files = [
+        f"{key}={json.dumps(str(data))}"
+        for key in ("data.path", "eval.data.path")
+        if key in draft.values
+    ]
     try:
         config = load_config(folder / "mine.yaml", [*known, *files])
     except ConfigError as exc:
         return str(exc).splitlines()[1:]
     found = preflight(config) + fit_problems(config)
-    assert sorted(found) == sorted(submit_problems(config)), "check and submit --dry-run say the same"
+    assert sorted(found) == sorted(submit_problems(config)), (
+        "check and submit --dry-run say the same"
+    )
     missing = ("does not exist", "not installed", "FileNotFoundError")  # code of theirs, too
     return [problem for problem in found if not any(part in problem for part in missing)]
 
@@ -104,8 +131,12 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 problems = draft.problems or check_problems(draft, framework, Path(folder))
             lost = {fate.key: fate.text for fate in draft.fates() if fate.status in STATUSES[2:]}
-            reasons.update((FRAMEWORKS[framework], re.sub(r"\d+", "N", text)) for text in set(lost.values()))
-            files.append({"file": str(path.relative_to(root)), **counts, "lost": lost, "problems": problems})
+            reasons.update(
+                (FRAMEWORKS[framework], re.sub(r"\d+", "N", text)) for text in set(lost.values())
+            )
+            files.append(
+                {"file": str(path.relative_to(root)), **counts, "lost": lost, "problems": problems}
+            )
             total.update(counts)
             whole += not lost
             sound += not problems
@@ -118,8 +149,17 @@ def main() -> None:
         "files without a loss",
         "files that check",
     ]
-    most = [{"framework": name, "reason": text, "files": number} for (name, text), number in reasons.most_common()]
-    write_results("convert_examples", {**provenance(), "reasons": most, "files": files}, header, lines, args.out)
+    most = [
+        {"framework": name, "reason": text, "files": number}
+        for (name, text), number in reasons.most_common()
+    ]
+    write_results(
+        "convert_examples",
+        {**provenance(), "reasons": most, "files": files},
+        header,
+        lines,
+        args.out,
+    )
     for reason in most[:15]:
         print(reason["files"], reason["framework"], reason["reason"])
 

@@ -1,12 +1,15 @@
-"""How fast are digests and their comparison? Slices like those of a large model, in one run with what was there before.
+"""How fast are digests and their comparison? Slices like those of a large model, in one run with
+what was there before.
 
     python bench/digest.py [--threads 1] [--device cpu] [--parts slices batches comparison]
 
-- One slice: this digest, the hash of every element of commit 51f2e56 (mix64 of its linear index), and reading alone
-  (torch's own sum of the same bits as integers). bench/results/digest.{json,md}
-- Slices that lie alike in one tensor: a call for each, and one for all. bench/results/digest_batches.{json,md}
-- Rank 0 compares the digests of a Qwen3-235B in all engines: Python per slice (commits 51f2e56 to e926dc2: integers in
-  JSON, a dictionary of slices) and arrays. bench/results/digest_comparison.{json,md}
+- One slice: this digest, the hash of every element of commit 51f2e56 (mix64 of its linear index),
+  and reading alone (torch's own sum of the same bits as integers). bench/results/digest.{json,md}
+- Slices that lie alike in one tensor: a call for each, and one for all.
+  bench/results/digest_batches.{json,md}
+- Rank 0 compares the digests of a Qwen3-235B in all engines: Python per slice (commits 51f2e56 to
+  e926dc2: integers in JSON, a dictionary of slices) and arrays.
+  bench/results/digest_comparison.{json,md}
 """
 
 import argparse
@@ -42,10 +45,21 @@ BATCHES = {
     "norms of heads": (94, 128),
 }
 LAYERS, EXPERTS, HIDDEN, EXPERT_INNER = 94, 128, 4096, 1536  # Qwen3-235B-A22B
-FLEETS = {"8 engines, TP8 with EP8": (8, 8), "32 engines, TP8 with EP8": (32, 8), "16 engines, TP8 without EP": (16, 1)}
+FLEETS = {
+    "8 engines, TP8 with EP8": (8, 8),
+    "32 engines, TP8 with EP8": (32, 8),
+    "16 engines, TP8 without EP": (16, 1),
+}
 TP = 8
 PARTS = ("slices", "batches", "comparison")
-HEADER = ("slice", "dtype", "this digest, M elements/s", "hash of every element, M/s", "ratio", "reading, M/s")
+HEADER = (
+    "slice",
+    "dtype",
+    "this digest, M elements/s",
+    "hash of every element, M/s",
+    "ratio",
+    "reading, M/s",
+)
 
 
 def main() -> None:
@@ -62,11 +76,25 @@ def main() -> None:
     if "batches" in args.parts:
         rows = _batches(args.device)
         header = ("slices", "a call each, M elements/s", "one call, M elements/s", "ratio")
-        write_results("digest_batches", data | {"rows": rows}, header, [_batch_line(row) for row in rows])
+        write_results(
+            "digest_batches", data | {"rows": rows}, header, [_batch_line(row) for row in rows]
+        )
     if "comparison" in args.parts:
         rows = [_comparison(name, *fleet) for name, fleet in FLEETS.items()]
-        head = ("fleet", "slices", "Python per slice, s a publish", "arrays, s a publish", "ratio", "once an engine, s")
-        write_results("digest_comparison", data | {"rows": rows}, head, [_comparison_line(row) for row in rows])
+        head = (
+            "fleet",
+            "slices",
+            "Python per slice, s a publish",
+            "arrays, s a publish",
+            "ratio",
+            "once an engine, s",
+        )
+        write_results(
+            "digest_comparison",
+            data | {"rows": rows},
+            head,
+            [_comparison_line(row) for row in rows],
+        )
 
 
 def _slices(device: str) -> list[dict]:
@@ -80,7 +108,13 @@ def _slices(device: str) -> list[dict]:
                 "hash": _speed(values, lambda v=values: _hash_of_every_element(v)),
                 "read": _speed(values, lambda v=values, i=integer: v.view(i).sum()),
             }
-            rows.append({"slice": f"{name} {list(shape)}", "dtype": str(dtype).removeprefix("torch."), **speed})
+            rows.append(
+                {
+                    "slice": f"{name} {list(shape)}",
+                    "dtype": str(dtype).removeprefix("torch."),
+                    **speed,
+                }
+            )
     return rows
 
 
@@ -92,13 +126,17 @@ def _batches(device: str) -> list[dict]:
         each = lambda v=values, b=box: torch.stack([slice_digest(part, b) for part in v])  # noqa: E731
         together = lambda v=values, b=box: batched_digest(v, b)  # noqa: E731
         assert torch.equal(each(), together())
-        speed = {"each": _speed(values, lambda e=each: e()[0]), "together": _speed(values, lambda t=together: t()[0])}
+        speed = {
+            "each": _speed(values, lambda e=each: e()[0]),
+            "together": _speed(values, lambda t=together: t()[0]),
+        }
         rows.append({"slices": f"{name} [{count}, {', '.join(map(str, shape))}] bfloat16", **speed})
     return rows
 
 
 def _comparison(name: str, engines: int, ep: int) -> dict:
-    """Seconds on rank 0 for a fleet's answers, decoded and compared. Every engine has objects of its own."""
+    """Seconds on rank 0 for a fleet's answers, decoded and compared. Every engine has objects of
+    its own."""
     ranks = [_copies(rank, ep) for rank in range(TP)]
     names = dict.fromkeys(copy.hf for copies in ranks for copy in copies)
     mesh = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
@@ -122,13 +160,17 @@ def _comparison(name: str, engines: int, ep: int) -> dict:
             start = time.perf_counter()
             unknown = [source for source in dict.fromkeys(sources) if source not in by_slice]
             found = decode(answer)["digests"]
-            problems = [k for k, digest in zip(sources, found, strict=True) if digest != by_slice[k]]
+            problems = [
+                k for k, digest in zip(sources, found, strict=True) if digest != by_slice[k]
+            ]
             spent["python"] += time.perf_counter() - start
             assert not unknown and not problems
             start = time.perf_counter()
             (places,) = expected.add([copies])
             spent["places"] += time.perf_counter() - start
-            answer = encode({"digests": base64.b64encode(np.array(truth, dtype="<i8").tobytes()).decode()})
+            answer = encode(
+                {"digests": base64.b64encode(np.array(truth, dtype="<i8").tobytes()).decode()}
+            )
             start = time.perf_counter()
             digests = np.frombuffer(base64.b64decode(decode(answer)["digests"]), dtype="<i8")
             wrong = np.flatnonzero(digests != values[places])
@@ -138,7 +180,8 @@ def _comparison(name: str, engines: int, ep: int) -> dict:
 
 
 def _copies(rank: int, ep: int) -> list[Copy]:
-    """What one engine rank holds of the model: whole experts with EP, a slice of every expert without."""
+    """What one engine rank holds of the model: whole experts with EP, a slice of every expert
+    without."""
     found = []
 
     def add(hf: str, size: tuple[int, ...], cut: int | None) -> None:
@@ -147,7 +190,11 @@ def _copies(rank: int, ep: int) -> list[Copy]:
         start = tuple(rank * n if k == cut else 0 for k, n in enumerate(size))
         found.append(Copy(hf, start, size, hf, 0, tuple(reversed(size))))
 
-    for hf, cut in (("model.embed_tokens.weight", 0), ("lm_head.weight", 0), ("model.norm.weight", None)):
+    for hf, cut in (
+        ("model.embed_tokens.weight", 0),
+        ("lm_head.weight", 0),
+        ("model.norm.weight", None),
+    ):
         add(hf, (151_936, HIDDEN) if cut == 0 else (HIDDEN,), cut)
     for layer in range(LAYERS):
         prefix = f"model.layers.{layer}"
@@ -167,7 +214,11 @@ def _copies(rank: int, ep: int) -> list[Copy]:
         for expert in mine:
             for part in ("gate_proj", "up_proj", "down_proj"):
                 size = (HIDDEN, EXPERT_INNER) if part == "down_proj" else (EXPERT_INNER, HIDDEN)
-                add(f"{prefix}.mlp.experts.{expert}.{part}.weight", size, None if ep > 1 else int(part == "down_proj"))
+                add(
+                    f"{prefix}.mlp.experts.{expert}.{part}.weight",
+                    size,
+                    None if ep > 1 else int(part == "down_proj"),
+                )
     return found
 
 
@@ -178,7 +229,13 @@ def _batch_line(row: dict) -> tuple[str, ...]:
 
 def _comparison_line(row: dict) -> tuple[str, ...]:
     python, arrays, places = row["python"], row["arrays"], row["places"] / row["engines"]
-    cells = f"{row['slices']:,}", f"{python:.2f}", f"{arrays:.3f}", f"{python / arrays:,.0f}", f"{places:.3f}"
+    cells = (
+        f"{row['slices']:,}",
+        f"{python:.2f}",
+        f"{arrays:.3f}",
+        f"{python / arrays:,.0f}",
+        f"{places:.3f}",
+    )
     return row["fleet"], *cells
 
 
@@ -197,7 +254,14 @@ def _speed(values: torch.Tensor, work: Callable[[], torch.Tensor]) -> float:
 
 def _line(row: dict) -> tuple[str, ...]:
     digest, hashed, read = (row[name] / 1e6 for name in ("digest", "hash", "read"))
-    return row["slice"], row["dtype"], f"{digest:,.0f}", f"{hashed:,.0f}", f"{digest / hashed:.1f}", f"{read:,.0f}"
+    return (
+        row["slice"],
+        row["dtype"],
+        f"{digest:,.0f}",
+        f"{hashed:,.0f}",
+        f"{digest / hashed:.1f}",
+        f"{read:,.0f}",
+    )
 
 
 def _hash_of_every_element(values: torch.Tensor, chunk: int = 1 << 20) -> torch.Tensor:
@@ -206,7 +270,10 @@ def _hash_of_every_element(values: torch.Tensor, chunk: int = 1 << 20) -> torch.
     mask = (1 << 8 * values.element_size()) - 1
     for first in range(0, bits.numel(), chunk):
         part = bits[first : first + chunk].to(torch.int64) & mask
-        x = torch.arange(first, first + len(part), dtype=torch.int64, device=values.device) + 0x1E3779B97F4A7C15
+        x = (
+            torch.arange(first, first + len(part), dtype=torch.int64, device=values.device)
+            + 0x1E3779B97F4A7C15
+        )
         x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * 0x3F58476D1CE4E5B9
         x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * 0x14D049BB133111EB
         x = (x ^ ((x >> 31) & ((1 << 33) - 1))).bitwise_or_(1)

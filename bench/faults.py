@@ -1,16 +1,19 @@
-"""Kills, hangs or starves every part of a run in turn: the run must be the one that nobody disturbed.
+"""Kills, hangs or starves every part of a run in turn: the run must be the one that nobody
+disturbed.
 
     python bench/faults.py [--only NAME ...] [--max-staleness N] [--folder FOLDER]
 
-Two trainer ranks, one engine, the tiny model, a deterministic engine, a checkpoint at every step. One run is left
-alone; in the other, faults strike one after the other, each in a step of its own, from outside: signals by process id,
-at moments read from logs. For the moments inside an update and inside a transfer of weights, a file beside the
-experiment asks the rank to kill itself or the engine (bench/fault_moments.py). Writes bench/results/faults.{json,md}.
-Root is needed for the full disk (a small tmpfs is mounted).
+Two trainer ranks, one engine, the tiny model, a deterministic engine, a checkpoint at every step.
+One run is left alone; in the other, faults strike one after the other, each in a step of its own,
+from outside: signals by process id, at moments read from logs. For the moments inside an update and
+inside a transfer of weights, a file beside the experiment asks the rank to kill itself or the
+engine (bench/fault_moments.py). Writes bench/results/faults.{json,md}. Root is needed for the full
+disk (a small tmpfs is mounted).
 
-With --max-staleness N the run samples ahead (weights.in_flight: drain). An engine that died then comes back with the
-weights of today, so that what it samples again is newer than in the other run: not the trajectory is compared but the
-bound, that no group is lost or trained on twice, and their order. Writes bench/results/faults_ahead.{json,md}.
+With --max-staleness N the run samples ahead (weights.in_flight: drain). An engine that died then
+comes back with the weights of today, so that what it samples again is newer than in the other run:
+not the trajectory is compared but the bound, that no group is lost or trained on twice, and their
+order. Writes bench/results/faults_ahead.{json,md}.
 """
 
 import argparse
@@ -85,14 +88,19 @@ class Scene:
     def step(self) -> int:
         """Finished steps."""
         try:
-            return max((step for step, entry in metrics(self.folder).items() if "loss/total" in entry), default=0)
+            return max(
+                (step for step, entry in metrics(self.folder).items() if "loss/total" in entry),
+                default=0,
+            )
         except (OSError, ValueError):  # being written anew
             return -1
 
     def wait(self, ready, what: str):
         return self.job.wait_for(ready, what, LIMIT_S, poll_s=0.005)
 
-    def when(self, now: Callable[[str], bool], pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+    def when(
+        self, now: Callable[[str], bool], pid: int, number: signal.Signals = signal.SIGKILL
+    ) -> None:
         """Sends a signal when what the engine logs from here on shows that moment.
 
         The process is stopped first, and goes on when the moment has passed meanwhile.
@@ -122,7 +130,10 @@ class Scene:
         def find() -> psutil.Process | None:
             for process in self.job.tree():
                 with suppress(psutil.Error):
-                    if is_live(process) and process.name()[:_NAME_CHARACTERS] == name[:_NAME_CHARACTERS]:
+                    if (
+                        is_live(process)
+                        and process.name()[:_NAME_CHARACTERS] == name[:_NAME_CHARACTERS]
+                    ):
                         return process
             return None
 
@@ -163,7 +174,9 @@ def kill_rank(rank: int, now) -> Callable[[Scene], None]:
 
 def engine_group(scene: Scene) -> int:
     """The process group of the engine's server and its ranks."""
-    return scene.wait(lambda: (engine(scene.folder) or {"pid": 0})["pid"], "an engine")  # 0 while it starts
+    return scene.wait(
+        lambda: (engine(scene.folder) or {"pid": 0})["pid"], "an engine"
+    )  # 0 while it starts
 
 
 def kill_engine_at_random(scene: Scene) -> None:
@@ -213,13 +226,16 @@ FAULTS = {
     "trainer rank 0 killed in the backward": Fault(ask("die_in_backward_0"), *TRAINER),
     "trainer rank 1 killed in the optimiser": Fault(ask("die_in_optimiser_1"), *TRAINER),
     "trainer rank 0 killed in a checkpoint": Fault(ask("die_in_checkpoint_0"), *TRAINER),
-    "reward worker hung": Fault(ask("hang_in_reward"), "", "", equal=False),  # the last: what follows is another run
+    "reward worker hung": Fault(
+        ask("hang_in_reward"), "", "", equal=False
+    ),  # the last: what follows is another run
 }
 DISK, NODE = "disk full at a checkpoint", "Ray node killed in a rollout"
 
 
 def strike(scene: Scene, name: str) -> dict:
-    """Strikes once and reports what became of it. Seconds count from the fault, samples are those of its step."""
+    """Strikes once and reports what became of it. Seconds count from the fault, samples are those
+    of its step."""
     fault, before = FAULTS[name], scene.step()
     log = scene.log(fault.log) if fault.log else None
     begin = log.stat().st_size if log else 0
@@ -231,7 +247,8 @@ def strike(scene: Scene, name: str) -> dict:
     row = {"fault": name, "step": before + 1, "detected_s": REWARD_TIMEOUT_S}
     if log:
         scene.wait(
-            lambda: fault.sign in log.read_bytes()[begin:].decode(errors="replace"), f"{fault.sign} in {log.name}"
+            lambda: fault.sign in log.read_bytes()[begin:].decode(errors="replace"),
+            f"{fault.sign} in {log.name}",
         )
         row["detected_s"] = time.monotonic() - started
     scene.wait(lambda: scene.step() >= before + 1, f"the end of step {before + 1}")
@@ -239,15 +256,21 @@ def strike(scene: Scene, name: str) -> dict:
 
 
 def judge(row: dict, folder: Path, reference: Path) -> dict:
-    """Compares the step of the fault, and the one after, with the undisturbed run; counts missing samples."""
+    """Compares the step of the fault, and the one after, with the undisturbed run; counts missing
+    samples."""
     steps = range(row["step"], row["step"] + STEPS_A_FAULT)
-    ours, theirs = ([(metrics(run)[s], rollouts(run)[s]) for s in steps] for run in (folder, reference))
+    ours, theirs = (
+        [(metrics(run)[s], rollouts(run)[s]) for s in steps] for run in (folder, reference)
+    )
     same = all(
-        a[1] == b[1] and all(a[0][name] == b[0][name] for name in REPEATED) for a, b in zip(ours, theirs, strict=True)
+        a[1] == b[1] and all(a[0][name] == b[0][name] for name in REPEATED)
+        for a, b in zip(ours, theirs, strict=True)
     )
     equal = "yes" if same else "no"
     samples = [sample for group in rollouts(folder)[row["step"]] for sample in group["samples"]]
-    unscored = [sample["outcome"]["status"] for sample in samples if sample["outcome"]["status"] != "score"]
+    unscored = [
+        sample["outcome"]["status"] for sample in samples if sample["outcome"]["status"] != "score"
+    ]
     if not FAULTS[row["fault"]].equal and equal == "no" and unscored == ["timeout"]:
         equal = "no: its reward is a timeout, which counts for nothing (and is no 0)"
     return row | {"samples_lost": SAMPLES - len(samples), "equal": equal}
@@ -267,17 +290,24 @@ def prepare(root: Path, made: Path | None = None) -> None:
 
 def matrix(root: Path, names: list[str]) -> list[dict]:
     ahead = SETTINGS["rollout"].get("max_staleness", 0)
-    num_steps = STEPS_A_FAULT * (len(names) + ahead) + 1  # the last fault may find all grades of the steps ahead done
+    num_steps = (
+        STEPS_A_FAULT * (len(names) + ahead) + 1
+    )  # the last fault may find all grades of the steps ahead done
     reference, folder = root / "undisturbed", root / "disturbed"
     done = megagrpo(
-        "run", write_experiment(reference, **SETTINGS, train={"num_steps": num_steps}), timeout_s=LIMIT_S * 4
+        "run",
+        write_experiment(reference, **SETTINGS, train={"num_steps": num_steps}),
+        timeout_s=LIMIT_S * 4,
     )
     assert done.status == 0, done.stderr
     rows: list[dict] = []
     with Job("run", write_experiment(folder, **SETTINGS, train={"num_steps": num_steps})) as job:
         scene = Scene(job, folder)
         for number, name in enumerate(names):
-            scene.wait(lambda step=STEPS_A_FAULT * number + 1: scene.step() >= step, f"the step before: {name}")
+            scene.wait(
+                lambda step=STEPS_A_FAULT * number + 1: scene.step() >= step,
+                f"the step before: {name}",
+            )
             rows.append(strike(scene, name))
             print(json.dumps(rows[-1]), flush=True)
         done = job.finish(LIMIT_S * 4)
@@ -290,11 +320,16 @@ def matrix(root: Path, names: list[str]) -> list[dict]:
 
 
 def full_disk(root: Path) -> dict:
-    """The second checkpoint does not fit. The run ends and says so; with room again, the same command goes on."""
+    """The second checkpoint does not fit. The run ends and says so; with room again, the same
+    command goes on."""
     reference, folder = root / "roomy", root / "full"
     sections = SETTINGS | {"train": {"num_steps": 4}, "checkpoint": {"every": 2}}
     assert megagrpo("run", write_experiment(reference, **sections), timeout_s=LIMIT_S).status == 0
-    size = sum(f.stat().st_size for f in (reference / "checkpoints" / "step_000002").rglob("*") if f.is_file())
+    size = sum(
+        f.stat().st_size
+        for f in (reference / "checkpoints" / "step_000002").rglob("*")
+        if f.is_file()
+    )
     checkpoints = folder / "checkpoints"
     checkpoints.mkdir(parents=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={int(1.5 * size)}", "tmpfs", str(checkpoints)]
@@ -304,7 +339,12 @@ def full_disk(root: Path) -> dict:
         done = megagrpo("run", config, timeout_s=LIMIT_S)
         assert done.status == 1 and "could not write" in done.stderr, done
         last_step = max(path.stat().st_mtime for path in (folder / "rollouts").iterdir())
-        row = {"fault": DISK, "step": 4, "detected_s": max(0.0, time.time() - last_step), "samples_lost": 0}
+        row = {
+            "fault": DISK,
+            "step": 4,
+            "detected_s": max(0.0, time.time() - last_step),
+            "samples_lost": 0,
+        }
         started = time.monotonic()
         subprocess.run(["mount", "-o", f"remount,size={10 * size}", str(checkpoints)], check=True)
         assert megagrpo("run", config, timeout_s=LIMIT_S).status == 0
@@ -316,7 +356,8 @@ def full_disk(root: Path) -> dict:
 
 
 def ray_node(root: Path) -> dict:
-    """Kills all processes of one of two Ray nodes with an engine each, in a rollout; another joins after the step."""
+    """Kills all processes of one of two Ray nodes with an engine each, in a rollout; another joins
+    after the step."""
     engines = SETTINGS["rollout"] | {"num_engines": 2, "min_healthy_engines": 1}
     num_steps = 2 * STEPS_A_FAULT + 1
     sections = SETTINGS | {"rollout": engines, "train": {"num_steps": num_steps}}
@@ -330,7 +371,9 @@ def ray_node(root: Path) -> dict:
 
 def _on_two_nodes(config: Path, strike: Callable[[Scene, RayNodes], dict]) -> dict:
     """Serve on two nodes, train to the end; returns what `strike` made of it."""
-    temporary = Path(tempfile.mkdtemp(prefix="mgr-"))  # short: Unix socket paths end at 107 characters
+    temporary = Path(
+        tempfile.mkdtemp(prefix="mgr-")
+    )  # short: Unix socket paths end at 107 characters
     try:
         with RayNodes(temporary) as nodes:
             nodes.start(1)
@@ -375,20 +418,31 @@ def _lose_node(scene: Scene, nodes: RayNodes) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=[*FAULTS, NODE, DISK], default=[*FAULTS, NODE, DISK])
+    parser.add_argument(
+        "--only", nargs="+", choices=[*FAULTS, NODE, DISK], default=[*FAULTS, NODE, DISK]
+    )
     parser.add_argument("--max-staleness", type=int, default=0, help="versions")
-    parser.add_argument("--folder", type=lambda path: Path(path).resolve(), default=ROOT / "runs" / "faults")
+    parser.add_argument(
+        "--folder", type=lambda path: Path(path).resolve(), default=ROOT / "runs" / "faults"
+    )
     args = parser.parse_args()
     if args.max_staleness:
         SETTINGS.update(merged(SETTINGS, sampling_ahead(args.max_staleness, "drain")))
     prepare(args.folder)
-    rows = matrix(args.folder, names) if (names := [name for name in FAULTS if name in args.only]) else []
+    rows = (
+        matrix(args.folder, names)
+        if (names := [name for name in FAULTS if name in args.only])
+        else []
+    )
     if NODE in args.only:
         rows.append(ray_node(args.folder))
     if DISK in args.only:
         rows.append(full_disk(args.folder))
     header = ("fault", "detected in s", "recovered in s", "samples lost")
-    lines = [(r["fault"], f"{r['detected_s']:.1f}", f"{r['recovered_s']:.1f}", str(r["samples_lost"])) for r in rows]
+    lines = [
+        (r["fault"], f"{r['detected_s']:.1f}", f"{r['recovered_s']:.1f}", str(r["samples_lost"]))
+        for r in rows
+    ]
     if not args.max_staleness:
         header = (*header, "trajectory equal")
         lines = [(*line, r["equal"]) for line, r in zip(lines, rows, strict=True)]

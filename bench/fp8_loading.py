@@ -1,11 +1,12 @@
-"""What does it take to load an FP8 checkpoint under TP2 x EP2: bytes read, memory held, and is it the bfloat16 twin?
+"""What does it take to load an FP8 checkpoint under TP2 x EP2: bytes read, memory held, and is it
+the bfloat16 twin?
 
     python bench/fp8_loading.py [--hidden 1024] [--layers 4]
 
-Writes a random DeepSeek-V3 model in FP8 (blocks of 128 x 128, partial ones among them) and its bfloat16 twin, loads
-both on 2 and on 4 ranks, and compares every element. Writes bench/results/fp8_loading.{json,md}; ends with status 1
-where an element differs, the ranks read 5 % more than their parts of the files, or one holds more than the bounded
-buffer beside its parameters.
+Writes a random DeepSeek-V3 model in FP8 (blocks of 128 x 128, partial ones among them) and its
+bfloat16 twin, loads both on 2 and on 4 ranks, and compares every element. Writes
+bench/results/fp8_loading.{json,md}; ends with status 1 where an element differs, the ranks read 5 %
+more than their parts of the files, or one holds more than the bounded buffer beside its parameters.
 """
 
 import argparse
@@ -43,8 +44,15 @@ def main() -> None:
         _write_models(folder, args.hidden, args.layers)
         runs = [_run(folder, world) for world in (2, 4)]
     POOL.stop()
-    buffer = BLOCK[0] * (4 * args.hidden + 64) * 8  # two rows of blocks of the widest matrix, in float32
-    data = provenance() | {"hidden": args.hidden, "layers": args.layers, "buffer": buffer, "runs": runs}
+    buffer = (
+        BLOCK[0] * (4 * args.hidden + 64) * 8
+    )  # two rows of blocks of the widest matrix, in float32
+    data = provenance() | {
+        "hidden": args.hidden,
+        "layers": args.layers,
+        "buffer": buffer,
+        "runs": runs,
+    }
     write_results("fp8_loading", data, HEADER, [_line(run, buffer) for run in runs])
     if any(not _good(run, buffer) for run in runs):
         sys.exit("not as wanted, see above")
@@ -70,12 +78,20 @@ def _write_models(folder: Path, hidden: int, layers: int) -> None:
 
 
 def _run(folder: Path, world: int) -> dict:
-    """Two ranks hold one replica of the model, four hold two, of which experts have one on every pair."""
-    job = {"model": str(folder / "model"), "twin": str(folder / "twin"), "parallel": LAYOUT, "dtype": "bfloat16"}
+    """Two ranks hold one replica of the model, four hold two, of which experts have one on every
+    pair."""
+    job = {
+        "model": str(folder / "model"),
+        "twin": str(folder / "twin"),
+        "parallel": LAYOUT,
+        "dtype": "bfloat16",
+    }
     (result,) = run_ranks(world, folder / f"ranks{world}", [job], script="fp8_ranks.py")
     whole = HfFolder(folder / "model")
     stored = {name: whole.stored_bytes(name, shape) for name, (shape, _) in whole.specs.items()}
-    parts = sum(size * (2 if any(word in name for word in REPEATED) else 1) for name, size in stored.items())
+    parts = sum(
+        size * (2 if any(word in name for word in REPEATED) else 1) for name, size in stored.items()
+    )
     return {"world": world, "files": sum(stored.values()), "parts": parts * world // 2, **result}
 
 

@@ -1,10 +1,13 @@
-"""What FP8 engines round: log-probabilities by kind of weights, and by a whole engine; greedy answers that stay.
+"""What FP8 engines round: log-probabilities by kind of weights, and by a whole engine; greedy
+answers that stay.
 
-    python bench/fp8_mismatch.py MODEL DATA    a model of configs/quickstart_fp8.yaml after its warm-up, its eval.jsonl
+    python bench/fp8_mismatch.py MODEL DATA    a model of configs/quickstart_fp8.yaml after its
+    warm-up, its eval.jsonl
 
-An engine in FP8 on a CPU gets the weights by a publish and answers DATA's prompts: greedily, and as sampled. Of the
-same tokens transformers computes log-probabilities in float32, with the weights as they are, and with one kind of them
-after the other rounded to FP8 and back. Writes bench/results/fp8_mismatch.{json,md}.
+An engine in FP8 on a CPU gets the weights by a publish and answers DATA's prompts: greedily, and as
+sampled. Of the same tokens transformers computes log-probabilities in float32, with the weights as
+they are, and with one kind of them after the other rounded to FP8 and back. Writes
+bench/results/fp8_mismatch.{json,md}.
 """
 
 import argparse
@@ -54,17 +57,33 @@ def main() -> None:
     exact = logprobs(args.model, prompts, sampled)
     of_engine = torch.cat([answer["logprobs"] for answer in sampled])
     found = {"the engine, activations too": difference(exact, of_engine)}
-    same = [greedy_answer(model, prompt) == answer["ids"] for prompt, answer in zip(prompts, greedy, strict=True)]
+    same = [
+        greedy_answer(model, prompt) == answer["ids"]
+        for prompt, answer in zip(prompts, greedy, strict=True)
+    ]
     names = {spec.name for spec in model_tensors(read_architecture(args.model)) if spec.in_fp8}
     for kind, pattern in KINDS.items():
         model.load_state_dict(rounded(whole, names, pattern))
         of_rounded = logprobs(args.model, prompts, sampled)
         found[f"weights of {kind}"] = difference(exact, of_rounded)
     found["the engine, from an actor that rounds both"] = difference(of_rounded, of_engine)
-    lines = [(name, *(f"{value:.2e}" for value in values.values())) for name, values in found.items()]
+    lines = [
+        (name, *(f"{value:.2e}" for value in values.values())) for name, values in found.items()
+    ]
     lines.append((f"greedy answers that are the same: {sum(same)} of {len(same)}", "", "", ""))
-    data = {**provenance(), "rows": found, "greedy_same": sum(same), "prompts": len(same), "tokens": len(exact)}
-    header = (f"rounded, {len(exact)} sampled tokens", "mean abs difference, nats", "99 % are below", "largest")
+    data = {
+        **provenance(),
+        "rows": found,
+        "greedy_same": sum(same),
+        "prompts": len(same),
+        "tokens": len(exact),
+    }
+    header = (
+        f"rounded, {len(exact)} sampled tokens",
+        "mean abs difference, nats",
+        "99 % are below",
+        "largest",
+    )
     write_results("fp8_mismatch", data, header, lines)
 
 
@@ -78,10 +97,17 @@ def answers(model: Path, prompts: list[list[int]]) -> tuple[list[dict], list[dic
             rollout={"quantization": "fp8", "max_running_requests": 64},
             weights={"transport": "reshard", "timeout_s": 120.0},
         )
-        seen = as_engines_see_it(config, RunFolder(Path(folder) / "run"))  # a config.json that says FP8
+        seen = as_engines_see_it(
+            config, RunFolder(Path(folder) / "run")
+        )  # a config.json that says FP8
         with started(seen, Path(folder)) as engine:
-            mesh, source = make_mesh(0, 1, torch.device("cpu"), 60.0), PlainSource(model).load(model)
-            source.fp8 = frozenset(s.name for s in model_tensors(read_architecture(model)) if s.in_fp8)
+            mesh, source = (
+                make_mesh(0, 1, torch.device("cpu"), 60.0),
+                PlainSource(model).load(model),
+            )
+            source.fp8 = frozenset(
+                s.name for s in model_tensors(read_architecture(model)) if s.in_fp8
+            )
             exchange = Exchange(config, mesh, source, engine, Path(folder))
             exchange.publish(1)
             found = [ask(engine.info.url, prompts, temperature) for temperature in (1.0, 0.0)]
@@ -95,29 +121,40 @@ def ask(url: str, prompts: list[list[int]], temperature: float) -> list[dict]:
     body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
     response = httpx.post(f"{url}/generate", json=body, headers=KEY, timeout=600).raise_for_status()
     pairs = [answer["meta_info"]["output_token_logprobs"] for answer in response.json()]
-    return [{"ids": [p[1] for p in of], "logprobs": torch.tensor([p[0] for p in of])} for of in pairs]
+    return [
+        {"ids": [p[1] for p in of], "logprobs": torch.tensor([p[0] for p in of])} for of in pairs
+    ]
 
 
 def logprobs(model: Path, prompts: list[list[int]], found: list[dict]) -> torch.Tensor:
     """Of all sampled tokens by transformers, with the weights that the loaded model has now."""
     pairs = zip(prompts, found, strict=True)
-    return torch.cat([engine_logprobs.logprobs_by(model, p + a["ids"])[len(p) - 1 :] for p, a in pairs])
+    return torch.cat(
+        [engine_logprobs.logprobs_by(model, p + a["ids"])[len(p) - 1 :] for p, a in pairs]
+    )
 
 
 @torch.no_grad()
 def greedy_answer(model: torch.nn.Module, prompt: list[int]) -> list[int]:
     """The most probable tokens by transformers, to the end of the answer."""
-    return model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)[0, len(prompt) :].tolist()
+    return model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)[
+        0, len(prompt) :
+    ].tolist()
 
 
-def rounded(whole: dict[str, torch.Tensor], names: set[str], pattern: str) -> dict[str, torch.Tensor]:
-    """The weights with those of `names` that fit the pattern rounded to FP8 and back; experts may lie together."""
+def rounded(
+    whole: dict[str, torch.Tensor], names: set[str], pattern: str
+) -> dict[str, torch.Tensor]:
+    """The weights with those of `names` that fit the pattern rounded to FP8 and back; experts may
+    lie together."""
     out = {}
     for name, tensor in whole.items():
         of_experts = ".experts." in name and tensor.dim() == 3
         chosen = re.search(pattern, name) and (name in names or of_experts)
         parts = tensor if of_experts else tensor[None]
-        out[name] = torch.stack([back(part) for part in parts]).view_as(tensor) if chosen else tensor
+        out[name] = (
+            torch.stack([back(part) for part in parts]).view_as(tensor) if chosen else tensor
+        )
     return out
 
 
@@ -130,7 +167,11 @@ def back(matrix: torch.Tensor) -> torch.Tensor:
 def difference(exact: torch.Tensor, other: torch.Tensor) -> dict[str, float]:
     """Of log-probabilities of the same tokens."""
     distance = (exact - other).abs()
-    return {"mean": float(distance.mean()), "p99": float(distance.quantile(0.99)), "largest": float(distance.max())}
+    return {
+        "mean": float(distance.mean()),
+        "p99": float(distance.quantile(0.99)),
+        "largest": float(distance.max()),
+    }
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Measures this program on one GPU in at most 8 minutes: one command, one table to send back.
 
     python bench/gpu.py [--sections NAME ...] [--out FOLDER] [--limit-s 480]
-    python bench/gpu.py --device cpu --small     the same sections at small sizes, to see that they run
+    python bench/gpu.py --device cpu --small     the same sections at small sizes, to see that they
+    run
 
-Needs torch >= 2.11, megatron-core and the packages listed in docs/evidence/gpu.md; other libraries are compared if they
-are installed. Every section runs in a process of its own under a time limit. Writes bench/results/gpu_<device>.md and
-.json; with --device cpu only where --out says. Exit status 1: a section failed, or a figure is above its bound.
+Needs torch >= 2.11, megatron-core and the packages listed in docs/evidence/gpu.md; other libraries
+are compared if they are installed. Every section runs in a process of its own under a time limit.
+Writes bench/results/gpu_<device>.md and .json; with --device cpu only where --out says. Exit status
+1: a section failed, or a figure is above its bound.
 """
 
 import argparse
@@ -19,8 +21,13 @@ from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-if __name__ == "__main__":  # the script's own folder would come first, where a statistics.py hides Python's
-    sys.path[:] = [str(ROOT), *(path for path in sys.path if Path(path or ".").resolve() not in (ROOT, ROOT / "bench"))]
+if (
+    __name__ == "__main__"
+):  # the script's own folder would come first, where a statistics.py hides Python's
+    sys.path[:] = [
+        str(ROOT),
+        *(path for path in sys.path if Path(path or ".").resolve() not in (ROOT, ROOT / "bench")),
+    ]
 
 from bench.common import RESULTS, provenance  # noqa: E402
 from bench.gpu_kit.children import Outcome, Section, run_section  # noqa: E402
@@ -79,12 +86,16 @@ def main() -> int:
     failed = [outcome.section for outcome in outcomes if is_failure(outcome)]
     for text in above:
         print(f"above its bound: {text}")
-    print(f"{len(outcomes)} sections, failed: {', '.join(failed) or 'none'}; {page} and .json beside it")
+    print(
+        f"{len(outcomes)} sections, failed: {', '.join(failed) or 'none'}; {page} and .json beside "
+        "it"
+    )
     return 1 if failed or above else 0
 
 
 def run_all(sections: dict[str, Section], setting: Setting, limit_s: float) -> list[Outcome]:
-    """Runs the sections one after the other, as many as fit into the limit; what fails does not hold up the rest."""
+    """Runs the sections one after the other, as many as fit into the limit; what fails does not
+    hold up the rest."""
     end, outcomes = time.monotonic() + limit_s, []
     for name, section in sections.items():
         left = end - time.monotonic()
@@ -97,11 +108,17 @@ def run_all(sections: dict[str, Section], setting: Setting, limit_s: float) -> l
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true", help="sizes that a CPU computes in seconds")
-    parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS), metavar="NAME")
-    parser.add_argument("--out", type=Path, help="default: bench/results for a GPU, else a temporary folder")
+    parser.add_argument(
+        "--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS), metavar="NAME"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="default: bench/results for a GPU, else a temporary folder"
+    )
     parser.add_argument("--limit-s", type=float, default=480.0, help="seconds for everything")
     parser.add_argument("--commit", help="where the folder is no git checkout")
     return parser.parse_args()
@@ -116,13 +133,19 @@ def _preload() -> None:
     from megagrpo.data.torchvision_ops import define_torchvision_operators
 
     define_torchvision_operators()
-    for module in ("megagrpo.actor.step", "examples.laptop.model", "transformers.models.qwen3.modeling_qwen3"):
+    for module in (
+        "megagrpo.actor.step",
+        "examples.laptop.model",
+        "transformers.models.qwen3.modeling_qwen3",
+    ):
         import_module(module)
 
 
 if __name__ == "__main__":
     status = main()
-    if multiprocessing.active_children():  # they could not be killed, and Python would wait for them
+    if (
+        multiprocessing.active_children()
+    ):  # they could not be killed, and Python would wait for them
         sys.stdout.flush()
         os._exit(status)
     sys.exit(status)

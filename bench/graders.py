@@ -1,7 +1,9 @@
-"""Measures how many programs a second grader `code` runs, with 1 and 2 worker processes, and what one costs.
+"""Measures how many programs a second grader `code` runs, with 1 and 2 worker processes, and what
+one costs.
 
-A trivial program with one test, and programs with 5 test cases, by standard output and by calls; isolated where the
-kernel allows it. CPU milliseconds are of all processes of a program, and depend less than the rates on what else runs.
+A trivial program with one test, and programs with 5 test cases, by standard output and by calls;
+isolated where the kernel allows it. CPU milliseconds are of all processes of a program, and depend
+less than the rates on what else runs.
 
     python bench/graders.py          # writes bench/results/graders.json and .md
 """
@@ -34,14 +36,19 @@ WORKERS = (1, 2)
 
 
 def run(program: str, tests: dict, workers: int, count: int) -> tuple[float, float]:
-    """Grades `count` responses by warm workers; returns the seconds, and the CPU seconds of the pool's whole life."""
+    """Grades `count` responses by warm workers; returns the seconds, and the CPU seconds of the
+    pool's whole life."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     args = {"test_s": 30.0, "total_s": 60.0}
     prompt = Prompt(0, "", (), json.dumps(tests))
-    with RewardPool(RewardConfig(grader="code", args=args, workers=workers, timeout_s=90.0)) as pool:
+    with RewardPool(
+        RewardConfig(grader="code", args=args, workers=workers, timeout_s=90.0)
+    ) as pool:
         for number in (2 * workers, count):  # the first ones try the sandbox
             start = time.perf_counter()
-            outcomes = [future.result() for future in [pool.submit(prompt, program) for _ in range(number)]]
+            outcomes = [
+                future.result() for future in [pool.submit(prompt, program) for _ in range(number)]
+            ]
             seconds = time.perf_counter() - start
             assert all(outcome.value == 1.0 for outcome in outcomes), outcomes
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -49,11 +56,18 @@ def run(program: str, tests: dict, workers: int, count: int) -> tuple[float, flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=100, help="responses a round")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    data = {**provenance(), "isolation": isolation() or "namespaces", "count": args.count, "cases": {}}
+    data = {
+        **provenance(),
+        "isolation": isolation() or "namespaces",
+        "count": args.count,
+        "cases": {},
+    }
     lines = []
     for name, (program, tests) in CASES.items():
         case = {}

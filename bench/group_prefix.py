@@ -1,9 +1,10 @@
-"""How much of a group's common prompt is read once, by which engine gets its samples and the order in an engine.
+"""How much of a group's common prompt is read once, by which engine gets its samples and the order
+in an engine.
 
     python bench/group_prefix.py
 
-Two real engines of a random model on CPUs behind the router: 16 groups of 8 samples with prompts of 2,000 tokens, all
-requested at once. Writes bench/results/group_prefix.{json,md}.
+Two real engines of a random model on CPUs behind the router: 16 groups of 8 samples with prompts of
+2,000 tokens, all requested at once. Writes bench/results/group_prefix.{json,md}.
 """
 
 import asyncio
@@ -27,7 +28,14 @@ from megagrpo.rollout.admission import Turnstile
 from megagrpo.rollout.generation import GenerationClient, RetryPolicy, SampleRequest, SamplingParams
 
 GROUPS, SAMPLES, PROMPT = 16, 8, 2000
-HEADER = ("a group's samples", "order in an engine", "tokens of prompts", "found in a cache", "share", "seconds")
+HEADER = (
+    "a group's samples",
+    "order in an engine",
+    "tokens of prompts",
+    "found in a cache",
+    "share",
+    "seconds",
+)
 
 
 async def sampled(service: RunningService, together: bool, seed: int) -> dict:
@@ -52,7 +60,11 @@ async def sampled(service: RunningService, together: bool, seed: int) -> dict:
         start = time.perf_counter()
         responses = await asyncio.gather(*map(client.generate, requests))
         seconds = time.perf_counter() - start
-    return {"read": len(requests) * PROMPT, "cached": sum(r.num_cached for r in responses), "seconds": seconds}
+    return {
+        "read": len(requests) * PROMPT,
+        "cached": sum(r.num_cached for r in responses),
+        "seconds": seconds,
+    }
 
 
 def main() -> None:
@@ -65,19 +77,37 @@ def main() -> None:
                 "max_running_requests": 128, "engine_choice": "group", "sglang": {"schedule_policy": order},
             }  # fmt: skip
             config = ExperimentConfig.model_validate(
-                {"name": "bench", "output_dir": folder, "model": {"path": str(model)}, "data": {"path": "none"}}
+                {
+                    "name": "bench",
+                    "output_dir": folder,
+                    "model": {"path": str(model)},
+                    "data": {"path": "none"},
+                }
                 | {"rollout": rollout}
             )
             with running_service(config, Path(folder) / order) as service:
                 for number in range(2):
                     service.set_version(1, number)
                 for name, together in (("each to any engine", False), ("all to one engine", True)):
-                    row = found[f"{order}, {name}"] = asyncio.run(sampled(service, together, len(found)))
+                    row = found[f"{order}, {name}"] = asyncio.run(
+                        sampled(service, together, len(found))
+                    )
                     share = f"{row['cached'] / row['read']:.1%}"
                     lines.append(
-                        (name, order, f"{row['read']:,}", f"{row['cached']:,}", share, f"{row['seconds']:.0f}")
+                        (
+                            name,
+                            order,
+                            f"{row['read']:,}",
+                            f"{row['cached']:,}",
+                            share,
+                            f"{row['seconds']:.0f}",
+                        )
                     )
-    data = provenance() | {"engines": 2, "groups": GROUPS, "samples": SAMPLES, "prompt": PROMPT} | found
+    data = (
+        provenance()
+        | {"engines": 2, "groups": GROUPS, "samples": SAMPLES, "prompt": PROMPT}
+        | found
+    )
     write_results("group_prefix", data, HEADER, lines)
 
 

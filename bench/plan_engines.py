@@ -1,9 +1,10 @@
-"""What engines in FP8, smaller ones, and attention by data parallelism would change in a step, by `megagrpo plan`.
+"""What engines in FP8, smaller ones, and attention by data parallelism would change in a step, by
+`megagrpo plan`.
 
     python bench/plan_engines.py
 
-The shipped experiments of 235B to 1T parameters on their own nodes, from the models' config.json: closed forms, nothing
-runs. Writes bench/results/plan_engines.{json,md}.
+The shipped experiments of 235B to 1T parameters on their own nodes, from the models' config.json:
+closed forms, nothing runs. Writes bench/results/plan_engines.{json,md}.
 """
 
 from common import ROOT, provenance, write_results

@@ -1,10 +1,11 @@
-"""Is the roofline of `megagrpo plan` below every step that others have published, and do their layouts fit?
+"""Is the roofline of `megagrpo plan` below every step that others have published, and do their
+layouts fit?
 
     python bench/plan_published.py
 
-Plans each published run on its own GPUs with its own layout, batch and lengths, and compares the bound with published
-seconds. Writes bench/results/plan_published.{json,md}; ends with status 1 if a published step or publish is faster than
-the bound.
+Plans each published run on its own GPUs with its own layout, batch and lengths, and compares the
+bound with published seconds. Writes bench/results/plan_published.{json,md}; ends with status 1 if a
+published step or publish is faster than the bound.
 """
 
 import math
@@ -31,13 +32,23 @@ HEADER = (
     "run", "GPUs", "trainers", "engines", "trainer GB of", "engine cache tokens", "step s: published", "bound",
     "ratio", "publish s: published", "bound", "ratio", "source",
 )  # fmt: skip
-TRAINED = ("pretraining", "GPUs", "trainers", "update s: published", "bound", "ratio", "different there", "source")
+TRAINED = (
+    "pretraining",
+    "GPUs",
+    "trainers",
+    "update s: published",
+    "bound",
+    "ratio",
+    "different there",
+    "source",
+)
 RULE = ("---",) * len(TRAINED)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One published run. `off_host`: parts of a trainer's memory that it keeps on the host, which we do not do."""
+    """One published run. `off_host`: parts of a trainer's memory that it keeps on the host, which
+    we do not do."""
 
     name: str
     model: str
@@ -110,8 +121,11 @@ RUNS = (
         off_host=_HOST, extra=("weights.transport=broadcast",)),
 )  # fmt: skip
 NOT_PUBLISHED = "not published"
-AUTOMODEL = "NeMo AutoModel docs/performance-summary.md, April 2026, H100, bf16, balanced experts, DeepEP"
-# model, ranks, layout, samples of an update, samples of a micro-batch, seconds of an update, what is different there
+AUTOMODEL = (
+    "NeMo AutoModel docs/performance-summary.md, April 2026, H100, bf16, balanced experts, DeepEP"
+)
+# model, ranks, layout, samples of an update, samples of a micro-batch, seconds of an update, what
+# is different there
 PRETRAINED = (
     ("Qwen3-30B-A3B", 8, "ep=8", 512, 4, 21.77, "-"),
     ("DeepSeek-V3-0324", 256, "pp=4 ep=64 first_stage_layers=15 last_stage_layers=14", 512, 1, 8.18,
@@ -130,11 +144,21 @@ def main() -> None:
     write_results("plan_published", data, HEADER, lines)
     trained = [_pretrained(*row) for row in PRETRAINED]
     with (RESULTS / "plan_published.md").open("a") as file:
-        file.write("\n".join(["", NOTES, *(f"| {' | '.join(cells)} |" for cells in (TRAINED, RULE, *trained)), ""]))
+        file.write(
+            "\n".join(
+                [
+                    "",
+                    NOTES,
+                    *(f"| {' | '.join(cells)} |" for cells in (TRAINED, RULE, *trained)),
+                    "",
+                ]
+            )
+        )
     faster = [
         run.name
         for run, plan in zip(RUNS, found, strict=True)
-        if (run.step_s or math.inf) < _step(run, plan) or (run.publish_s or math.inf) < plan.seconds["publish"]
+        if (run.step_s or math.inf) < _step(run, plan)
+        or (run.publish_s or math.inf) < plan.seconds["publish"]
     ]
     if faster:
         sys.exit(f"published faster than the bound: {faster}")
@@ -171,7 +195,9 @@ def _plan(run: Run) -> Plan:
         *run.extra,
     ]
     if run.attention_dp > 1:
-        words.append(f'rollout.extra_args=["--enable-dp-attention", "--dp-size", "{run.attention_dp}"]')
+        words.append(
+            f'rollout.extra_args=["--enable-dp-attention", "--dp-size", "{run.attention_dp}"]'
+        )
     if "NeMo" in run.source:  # their loss has a KL term and corrects for the engines' probabilities
         words += ["algorithm.kl={loss_coef: 0.01}", "algorithm.mismatch={weight: {name: tis}}"]
     config = load_config(ROOT / "configs/qwen3_235b_a22b.yaml", words)
@@ -184,7 +210,8 @@ def _plan(run: Run) -> Plan:
 def _pretrained(
     model: str, ranks: int, layout: str, samples: int, rows: int, published: float, other: str
 ) -> list[str]:
-    """The row of a published pretraining step: every sample has 4,096 tokens, experts are equally full."""
+    """The row of a published pretraining step: every sample has 4,096 tokens, experts are equally
+    full."""
     words = [
         f"model.path={ROOT / 'configs/models' / model}", "eval=null", "algorithm.reward.overlong=null",
         "data.max_prompt_tokens=1", "sampling.max_response_tokens=4095", "train.group_size=2",
@@ -193,16 +220,27 @@ def _pretrained(
         "actor.transformer_engine=true", f"actor.micro_batch_tokens={4096 * rows}", "actor.recompute=none",
     ]  # fmt: skip
     config = load_config(ROOT / "configs/qwen3_235b_a22b.yaml", words)
-    target = replace(target_of(config, Options()), lengths=Lengths(0.0, np.full(2, 4096.0), "given"))
+    target = replace(
+        target_of(config, Options()), lengths=Lengths(0.0, np.full(2, 4096.0), "given")
+    )
     side = trainer_side(target.arch, config.actor, Load(4096 * rows, 4096))
     compared = _compared(published, sum(train_seconds(config, target, side.stages)[1].values()))
-    return [model, str(ranks), layout.replace("=", " ").replace("_stage_layers", ""), *compared, other, AUTOMODEL]
+    return [
+        model,
+        str(ranks),
+        layout.replace("=", " ").replace("_stage_layers", ""),
+        *compared,
+        other,
+        AUTOMODEL,
+    ]
 
 
 def _trainer_bytes(run: Run, plan: Plan) -> float:
     """Bytes of the fullest rank without what the published run keeps on the host."""
     ranks = [rank.parts for rank in plan.trainers.phases.values()]
-    return max(sum(size for name, size in parts.items() if name not in run.off_host) for parts in ranks)
+    return max(
+        sum(size for name, size in parts.items() if name not in run.off_host) for parts in ranks
+    )
 
 
 def _step(run: Run, plan: Plan) -> float:
@@ -215,8 +253,16 @@ def _line(run: Run, plan: Plan) -> list[str]:
     room, used = usable_bytes(plan.target.hardware), _trainer_bytes(run, plan)
     host = " (optimiser on the host)" if run.off_host else ""
     fits = "" if used <= room else " DOES NOT FIT"
-    gpus = f"{ranks} {run.hardware}, shared" if run.shared else f"{ranks} + {engines * tp} {run.hardware}"
-    cache = f"{plan.engine.cache_tokens:,}" if not plan.engine.problems else f"DOES NOT FIT: {plan.engine.problems[0]}"
+    gpus = (
+        f"{ranks} {run.hardware}, shared"
+        if run.shared
+        else f"{ranks} + {engines * tp} {run.hardware}"
+    )
+    cache = (
+        f"{plan.engine.cache_tokens:,}"
+        if not plan.engine.problems
+        else f"DOES NOT FIT: {plan.engine.problems[0]}"
+    )
     short = layout.replace("=", " ").replace("_stage_layers", "")
     attention = f", attention dp {run.attention_dp}" if run.attention_dp > 1 else ""
     return [

@@ -2,9 +2,10 @@
 
     python bench/plan_weights.py [--engines 8 16 32] [--hardware H100]
 
-Runs `megagrpo plan-weights configs/qwen3_235b_a22b.yaml` once for each number of engines, with nothing of the model but
-its config.json, and measures its seconds, the processor seconds of all its processes and their memory together. Writes
-bench/results/plan_weights_235b.{json,md}; ends with status 1 above 2 minutes or 8 GB.
+Runs `megagrpo plan-weights configs/qwen3_235b_a22b.yaml` once for each number of engines, with
+nothing of the model but its config.json, and measures its seconds, the processor seconds of all its
+processes and their memory together. Writes bench/results/plan_weights_235b.{json,md}; ends with
+status 1 above 2 minutes or 8 GB.
 """
 
 import argparse
@@ -37,7 +38,10 @@ def main() -> None:
     data = provenance() | {"hardware": args.hardware, "load": os.getloadavg()[1], "runs": runs}
     write_results("plan_weights_235b", data, HEADER, lines)
     with (RESULTS / "plan_weights_235b.md").open("a") as file:
-        file.write(f"\nWhat the command prints for {runs[0]['engines']} engines:\n\n```\n{runs[0]['text']}```\n")
+        file.write(
+            f"\nWhat the command prints for {runs[0]['engines']} "
+            f"engines:\n\n```\n{runs[0]['text']}```\n"
+        )
     if any(run["seconds"] > MAX_S or run["peak_gb"] > MAX_GB for run in runs):
         sys.exit(f"more than {MAX_S} s or {MAX_GB} GB")
 
@@ -45,11 +49,19 @@ def main() -> None:
 def _run(engines: int, hardware: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "plan.json"
-        command = [sys.executable, "-m", "megagrpo.cli", "plan-weights", "configs/qwen3_235b_a22b.yaml"]
+        command = [
+            sys.executable,
+            "-m",
+            "megagrpo.cli",
+            "plan-weights",
+            "configs/qwen3_235b_a22b.yaml",
+        ]
         command += ["--set", "model.path=configs/models/Qwen3-235B-A22B", "--engines", str(engines)]
         start, peak, cpu = time.monotonic(), 0, {}
         with (Path(folder) / "out.txt").open("w+") as out:
-            child = psutil.Popen([*command, "--hardware", hardware, "--json", str(output)], cwd=ROOT, stdout=out)
+            child = psutil.Popen(
+                [*command, "--hardware", hardware, "--json", str(output)], cwd=ROOT, stdout=out
+            )
             while child.poll() is None:
                 peak = max(peak, _memory(child, cpu))
                 time.sleep(0.1)

@@ -2,9 +2,10 @@
 
     python bench/planned_bytes.py
 
-Plans every case of bench/results/transports.json by `reshard` from the model's config.json alone, both sides pretended,
-and compares bytes on the wire, messages and staging with what real trainers and engines counted. Writes
-bench/results/planned_bytes.{json,md}; ends with status 1 when they differ.
+Plans every case of bench/results/transports.json by `reshard` from the model's config.json alone,
+both sides pretended, and compares bytes on the wire, messages and staging with what real trainers
+and engines counted. Writes bench/results/planned_bytes.{json,md}; ends with status 1 when they
+differ.
 """
 
 import json

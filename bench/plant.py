@@ -1,10 +1,11 @@
-"""Plants 27 faults in algo, batching, weights and actor, one at a time, and runs the tests that must find them.
+"""Plants 27 faults in algo, batching, weights and actor, one at a time, and runs the tests that
+must find them.
 
     python bench/plant.py [--only TEXT]
 
-Each fault replaces one line in a copy of the repository. A fault is found if a test that passes without it fails with
-it; a fault that cannot be imported, or whose tests cannot start, counts as not found. Exit status 1 unless all are.
-Writes bench/results/plant.{json,md}, not with --only.
+Each fault replaces one line in a copy of the repository. A fault is found if a test that passes
+without it fails with it; a fault that cannot be imported, or whose tests cannot start, counts as
+not found. Exit status 1 unless all are. Writes bench/results/plant.{json,md}, not with --only.
 """
 
 import argparse
@@ -22,14 +23,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 900
 HEADER = ("fault", "file", "found by", "seconds")
-LOSS, ADVANTAGE = ("unit/test_algo_loss.py",), ("unit/test_algo_advantage.py", "unit/test_algo_statistics.py")
+LOSS, ADVANTAGE = (
+    ("unit/test_algo_loss.py",),
+    ("unit/test_algo_advantage.py", "unit/test_algo_statistics.py"),
+)
 BATCH, DIGEST = ("unit/test_batch.py",), ("unit/test_weights_digest.py",)
 DRAFT, ROUNDING = ("dist/test_draft.py",), ("dist/test_rounding.py",)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A text that occurs once in a file of megagrpo/, its replacement, and the test files that must find it."""
+    """A text that occurs once in a file of megagrpo/, its replacement, and the test files that must
+    find it."""
 
     name: str
     file: str
@@ -39,7 +44,13 @@ class Fault:
 
 
 FAULTS = (
-    Fault("sign of the surrogate", "algo/policy_loss.py", "plain = -ratio * adv", "plain = ratio * adv", LOSS),
+    Fault(
+        "sign of the surrogate",
+        "algo/policy_loss.py",
+        "plain = -ratio * adv",
+        "plain = ratio * adv",
+        LOSS,
+    ),
     Fault(
         "clip bounds swapped",
         "algo/policy_loss.py",
@@ -69,7 +80,13 @@ FAULTS = (
         "(batch.rollout_logprobs - batch.old_logprobs)",
         ("unit/test_staleness.py", *ADVANTAGE),
     ),
-    Fault("std off by one", "algo/statistics.py", "(count - std_ddof)", "(count - std_ddof + 1)", ADVANTAGE),
+    Fault(
+        "std off by one",
+        "algo/statistics.py",
+        "(count - std_ddof)",
+        "(count - std_ddof + 1)",
+        ADVANTAGE,
+    ),
     Fault(
         "leave-one-out factor missing",
         "algo/estimators.py",
@@ -91,8 +108,20 @@ FAULTS = (
         "per_group.roll(1).index_select(0, self.group_ids)",
         ADVANTAGE,
     ),
-    Fault("label of the same token", "batching/microbatch.py", "columns[flat] + 1)", "columns[flat])", BATCH),
-    Fault("label beyond the end", "batching/microbatch.py", "(columns + 1 < lengths", "(columns < lengths", BATCH),
+    Fault(
+        "label of the same token",
+        "batching/microbatch.py",
+        "columns[flat] + 1)",
+        "columns[flat])",
+        BATCH,
+    ),
+    Fault(
+        "label beyond the end",
+        "batching/microbatch.py",
+        "(columns + 1 < lengths",
+        "(columns < lengths",
+        BATCH,
+    ),
     Fault(
         "zigzag part of a neighbour rank",
         "batching/microbatch.py",
@@ -108,7 +137,11 @@ FAULTS = (
         BATCH,
     ),
     Fault(
-        "even multipliers", "weights/digests/digest.py", "_shift(x, 31)).bitwise_or_(1)", "_shift(x, 31)) & -2", DIGEST
+        "even multipliers",
+        "weights/digests/digest.py",
+        "_shift(x, 31)).bitwise_or_(1)",
+        "_shift(x, 31)) & -2",
+        DIGEST,
     ),
     Fault(
         "digest ignores where a shard starts",
@@ -198,30 +231,57 @@ FAULTS = (
 
 
 def planted(fault: Fault, root: Path = ROOT) -> str:
-    """Returns the file's text with the fault. Raises ValueError unless its text occurs exactly once."""
+    """Returns the file's text with the fault. Raises ValueError unless its text occurs exactly
+    once."""
     text = (root / "megagrpo" / fault.file).read_text()
     if text.count(fault.old) != 1:
-        raise ValueError(f"{fault.name}: {fault.old!r} occurs {text.count(fault.old)} times in megagrpo/{fault.file}")
+        raise ValueError(
+            f"{fault.name}: {fault.old!r} occurs {text.count(fault.old)} times in "
+            f"megagrpo/{fault.file}"
+        )
     return text.replace(fault.old, fault.new)
 
 
 def first_failure(copy: Path, tests: Iterable[str]) -> str | None:
-    """Runs test files in a copy; returns the first test that fails, None if all pass. AssertionError for other ends."""
+    """Runs test files in a copy; returns the first test that fails, None if all pass.
+    AssertionError for other ends."""
     files = [str(Path("tests") / test) for test in tests]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *files]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow",
+        *files,
+    ]
     variables = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=copy, env=os.environ | variables, capture_output=True, text=True, timeout=LIMIT_S
+        command,
+        cwd=copy,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
     )
     failed = re.search(r"^FAILED tests/(\S+)", done.stdout, re.M)
-    assert (done.returncode == 0) != (done.returncode == 1 and failed is not None), done.stdout[-2000:] + done.stderr
+    assert (done.returncode == 0) != (done.returncode == 1 and failed is not None), (
+        done.stdout[-2000:] + done.stderr
+    )
     return failed[1] if failed else None
 
 
 def copy_of_repository(folder: Path) -> Path:
     """Copies all files that git tracks or would track."""
     listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "ls-files", "-co", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     for name in listed.splitlines():
         if (ROOT / name).is_file():
@@ -241,7 +301,11 @@ def measure(fault: Fault, copy: Path) -> dict:
         found_by, problem = None, str(exc)[-500:]
     finally:
         file.write_text(right)
-    row = asdict(fault) | {"found_by": found_by, "problem": problem, "seconds": time.monotonic() - started}
+    row = asdict(fault) | {
+        "found_by": found_by,
+        "problem": problem,
+        "seconds": time.monotonic() - started,
+    }
     print(f"{fault.name}: {found_by or 'NOT FOUND ' + problem}", flush=True)
     return row
 
@@ -250,7 +314,9 @@ def main() -> int:
     from common import provenance, write_results
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", metavar="TEXT", help="faults with this in their name or file")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="faults with this in their name or file"
+    )
     args = parser.parse_args()
     faults = [fault for fault in FAULTS if args.only in f"{fault.name} {fault.file}"]
     with tempfile.TemporaryDirectory(prefix="plant-") as folder:

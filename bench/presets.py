@@ -1,10 +1,13 @@
-"""Does every preset train? The quickstart task with each of megagrpo/config/presets, all from the same warm-up.
+"""Does every preset train? The quickstart task with each of megagrpo/config/presets, all from the
+same warm-up.
 
-    python bench/presets.py [--presets grpo dapo] [--steps 30] [--set rollout.max_running_requests=128]
+    python bench/presets.py [--presets grpo dapo] [--steps 30] [--set
+    rollout.max_running_requests=128]
 
-The quickstart experiment's own algorithm section is left out and the preset named instead; everything else is as
-shipped. The warm-up is made once, in FOLDER/start, and used again while it lies there. Writes
-bench/results/presets.{json,md}, in which rows of presets that are not run again stay, each with its own commit.
+The quickstart experiment's own algorithm section is left out and the preset named instead;
+everything else is as shipped. The warm-up is made once, in FOLDER/start, and used again while it
+lies there. Writes bench/results/presets.{json,md}, in which rows of presets that are not run again
+stay, each with its own commit.
 """
 
 import argparse
@@ -38,10 +41,17 @@ HEADER = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--presets", nargs="+", choices=PRESETS, default=PRESETS, metavar="NAME", help=f"of {', '.join(PRESETS)}"
+        "--presets",
+        nargs="+",
+        choices=PRESETS,
+        default=PRESETS,
+        metavar="NAME",
+        help=f"of {', '.join(PRESETS)}",
     )
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--set", action="append", default=[], dest="overrides", help="passed to every run")
+    parser.add_argument(
+        "--set", action="append", default=[], dest="overrides", help="passed to every run"
+    )
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "presets")
     args = parser.parse_args()
     start = args.folder.resolve() / "start"
@@ -50,23 +60,35 @@ def main() -> None:
         prepare(config, "quickstart", [])
         call_megagrpo("sft", config, [])
     written = RESULTS / "presets.json"
-    rows = {row["preset"]: row for row in json.loads(written.read_text())["rows"]} if written.is_file() else {}
+    rows = (
+        {row["preset"]: row for row in json.loads(written.read_text())["rows"]}
+        if written.is_file()
+        else {}
+    )
     for name in args.presets:
         folder = start.with_name(name)
         shutil.rmtree(folder, ignore_errors=True)
         rows[name] = _measure(
-            name, folder, _experiment(folder, start, name), [f"train.num_steps={args.steps}", *args.overrides]
+            name,
+            folder,
+            _experiment(folder, start, name),
+            [f"train.num_steps={args.steps}", *args.overrides],
         )
         shown = [rows[preset] for preset in PRESETS if preset in rows]
-        write_results("presets", {**provenance(), "rows": shown}, HEADER, [_line(row) for row in shown])
+        write_results(
+            "presets", {**provenance(), "rows": shown}, HEADER, [_line(row) for row in shown]
+        )
 
 
 def _experiment(folder: Path, start: Path, preset: str) -> Path:
-    """Writes the quickstart experiment under a preset as a YAML beside its run folder; model and data are `start`'s."""
+    """Writes the quickstart experiment under a preset as a YAML beside its run folder; model and
+    data are `start`'s."""
     text = (ROOT / "configs" / "quickstart.yaml").read_text()
     text, found = re.subn(r"(?m)^algorithm:\n(?: .*\n)+", f"preset: {preset}\n", text)
     assert found == 1, "quickstart.yaml has one algorithm section"
-    text = text.replace("output_dir: runs/quickstart", f"output_dir: {folder}").replace("runs/quickstart", str(start))
+    text = text.replace("output_dir: runs/quickstart", f"output_dir: {folder}").replace(
+        "runs/quickstart", str(start)
+    )
     config = folder.with_suffix(".yaml")
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(text)
@@ -86,7 +108,9 @@ def _measure(name: str, folder: Path, config: Path, overrides: list[str]) -> dic
         "accuracy": accuracy,
         "before": accuracy[0][1],
         "after": accuracy[-1][1],
-        "mismatch_max": max(e["mismatch/logprob_abs_mean"] for e in entries if "mismatch/logprob_abs_mean" in e),
+        "mismatch_max": max(
+            e["mismatch/logprob_abs_mean"] for e in entries if "mismatch/logprob_abs_mean" in e
+        ),
         "dropped_groups": sum(e.get("dynamic_sampling/dropped", 0.0) for e in entries),
         "seconds": time.time() - started,
     }
@@ -100,7 +124,14 @@ def _line(row: dict) -> tuple[str, ...]:
         f"{row['dropped_groups']:.0f}",
     )
     objective = row["objective"].replace("|", "\\|")
-    return row["preset"], *figures, f"{row['mismatch_max']:.1e}", f"{row['seconds'] / 60:.1f}", row["commit"], objective
+    return (
+        row["preset"],
+        *figures,
+        f"{row['mismatch_max']:.1e}",
+        f"{row['seconds'] / 60:.1f}",
+        row["commit"],
+        objective,
+    )
 
 
 if __name__ == "__main__":

@@ -1,18 +1,19 @@
-"""Runs many steps of the tiny model while random faults strike: it must finish, learn, not grow, leave nothing.
+"""Runs many steps of the tiny model while random faults strike: it must finish, learn, not grow,
+leave nothing.
 
     python bench/soak.py [--steps 200] [--every 10] [--engines] [--seed 0] [--folder FOLDER]
 
-About every tenth step one fault of bench/faults.py, drawn by the seed, strikes at its moment. Memory is the resident
-set of each trainer rank and of each engine's scheduler, sampled every step; a process that was started again begins
-anew. Writes bench/results/soak.{json,md}.
+About every tenth step one fault of bench/faults.py, drawn by the seed, strikes at its moment.
+Memory is the resident set of each trainer rank and of each engine's scheduler, sampled every step;
+a process that was started again begins anew. Writes bench/results/soak.{json,md}.
 
-With --engines only engines are killed, in turn inside a transfer of weights and at any moment, and the samples, losses
-and rewards must be those of a run that nobody disturbed: weights that are not the step's would sample something else.
-Writes bench/results/soak_engines.{json,md}.
+With --engines only engines are killed, in turn inside a transfer of weights and at any moment, and
+the samples, losses and rewards must be those of a run that nobody disturbed: weights that are not
+the step's would sample something else. Writes bench/results/soak_engines.{json,md}.
 
-With --max-staleness N the run samples ahead (weights.in_flight: retract) and grades take a random time. Each group must
-be trained on once, in the order of an undisturbed run, by tokens within the bound. Writes soak_ahead or, with
---engines, soak_engines_ahead.
+With --max-staleness N the run samples ahead (weights.in_flight: retract) and grades take a random
+time. Each group must be trained on once, in the order of an undisturbed run, by tokens within the
+bound. Writes soak_ahead or, with --engines, soak_engines_ahead.
 """
 
 import argparse
@@ -86,7 +87,10 @@ def soak(folder: Path, num_steps: int, every: int, names: list[str]) -> dict:
     with Job("run", write_experiment(folder, **settings_of(num_steps))) as job:
         scene = Scene(job, folder)
         for number, name in enumerate(names):
-            scene.wait(lambda step=every * (number + 1): watched(scene, memory) >= step, f"the step before: {name}")
+            scene.wait(
+                lambda step=every * (number + 1): watched(scene, memory) >= step,
+                f"the step before: {name}",
+            )
             rows.append(strike(scene, name))
             print(json.dumps(rows[-1]), flush=True)
         while job.process.poll() is None:
@@ -98,7 +102,9 @@ def soak(folder: Path, num_steps: int, every: int, names: list[str]) -> dict:
     assert done.status == 0, done.stderr
     rewards = [metrics(folder)[step]["reward/mean"] for step in range(1, num_steps + 1)]
     part = max(1, int(END * num_steps))
-    counts = [sum(len(group["samples"]) for group in groups) for groups in rollouts(folder).values()]
+    counts = [
+        sum(len(group["samples"]) for group in groups) for groups in rollouts(folder).values()
+    ]
     return {
         "steps": num_steps,
         "faults": rows,
@@ -120,7 +126,8 @@ def watched(scene: Scene, memory: list[dict[str, float]]) -> int:
 
 
 def growth(memory: list[dict[str, float]]) -> float:
-    """Largest ratio of a process's last memory to that of its tenth step; 1 when none lived so long."""
+    """Largest ratio of a process's last memory to that of its tenth step; 1 when none lived so
+    long."""
     ratios = [1.0]
     for name in {name for sample in memory for name in sample}:
         life = [sample[name] for sample in memory if name in sample]
@@ -133,10 +140,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=10, help="steps between faults")
-    parser.add_argument("--engines", action="store_true", help="kill engines only, and compare with an undisturbed run")
+    parser.add_argument(
+        "--engines",
+        action="store_true",
+        help="kill engines only, and compare with an undisturbed run",
+    )
     parser.add_argument("--max-staleness", type=int, default=0, help="versions")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=lambda path: Path(path).resolve(), default=ROOT / "runs" / "soak")
+    parser.add_argument(
+        "--folder", type=lambda path: Path(path).resolve(), default=ROOT / "runs" / "soak"
+    )
     args = parser.parse_args()
     if args.max_staleness:
         SETTINGS.update(merged(SETTINGS, sampling_ahead(args.max_staleness, "retract")))
@@ -153,16 +166,25 @@ def main() -> None:
     lines = table(result)
     if args.engines or args.max_staleness:
         alone = args.folder / "undisturbed"
-        done = megagrpo("run", write_experiment(alone, **settings_of(args.steps)), timeout_s=LIMIT_S * 4)
+        done = megagrpo(
+            "run", write_experiment(alone, **settings_of(args.steps)), timeout_s=LIMIT_S * 4
+        )
         assert done.status == 0, done.stderr
         (prompts, lag), (expected, _) = dispatched(run), dispatched(alone)
         assert prompts == expected and lag <= args.max_staleness, lag
         if args.max_staleness:
-            lines.append(("groups trained on, once each and in the order of an undisturbed run", str(len(prompts))))
+            lines.append(
+                (
+                    "groups trained on, once each and in the order of an undisturbed run",
+                    str(len(prompts)),
+                )
+            )
             lines.append(("largest lag of a token, versions", str(lag)))
         else:
             assert_same_run(run, alone, args.steps)
-            lines.append(("samples, losses and rewards of an undisturbed run", "yes, the same bits"))
+            lines.append(
+                ("samples, losses and rewards of an undisturbed run", "yes, the same bits")
+            )
     data = provenance() | {"seed": args.seed} | result
     name = "soak" + "_engines" * args.engines + "_ahead" * bool(args.max_staleness)
     write_results(name, data, ("what", "figure"), lines)
@@ -174,7 +196,11 @@ def table(result: dict) -> list[tuple[str, str]]:
     slowest = max((row["recovered_s"] for row in result["faults"]), default=0.0)
     rise = result["reward_last"] - result["reward_first"]
     return [
-        ("finished", f"{result['steps']} steps, {len(result['faults'])} faults, {result['minutes']:.1f} minutes"),
+        (
+            "finished",
+            f"{result['steps']} steps, {len(result['faults'])} faults, {result['minutes']:.1f} "
+            "minutes",
+        ),
         ("slowest recovery", f"{slowest:.1f} s"),
         ("samples lost", str(result["samples_lost"])),
         (

@@ -1,11 +1,14 @@
-"""Are the engines' parameters after `reshard` those that `disk` gives, in every family and every two layouts?
+"""Are the engines' parameters after `reshard` those that `disk` gives, in every family and every
+two layouts?
 
-    python bench/transports.py [--families F ...] [--trainers T ...] [--engines E ...] [--transports reshard]
+    python bench/transports.py [--families F ...] [--trainers T ...] [--engines E ...] [--transports
+    reshard]
 
-Every case is one publish of a tiny model from Megatron actors into real engines, see tests/e2e/transport_cases.py:
-SGLang's own checksum of every parameter on every engine rank must be the one after `disk`, and the bytes on the wire
-must be the lower bound, which is each element of every engine rank once. Only models with experts have EP layouts.
-Writes bench/results/transports.{json,md}; ends with status 1 when a case is not as it must be.
+Every case is one publish of a tiny model from Megatron actors into real engines, see
+tests/e2e/transport_cases.py: SGLang's own checksum of every parameter on every engine rank must be
+the one after `disk`, and the bytes on the wire must be the lower bound, which is each element of
+every engine rank once. Only models with experts have EP layouts. Writes
+bench/results/transports.{json,md}; ends with status 1 when a case is not as it must be.
 """
 
 import argparse
@@ -38,8 +41,15 @@ HEADER = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, choices in (("families", FAMILIES), ("trainers", TRAINERS), ("engines", ENGINES)):
-        parser.add_argument(f"--{name}", nargs="+", choices=list(choices), default=list(choices), metavar="NAME")
-    parser.add_argument("--transports", nargs="+", choices=("reshard", "ipc", "broadcast", "disk"), default=["reshard"])
+        parser.add_argument(
+            f"--{name}", nargs="+", choices=list(choices), default=list(choices), metavar="NAME"
+        )
+    parser.add_argument(
+        "--transports",
+        nargs="+",
+        choices=("reshard", "ipc", "broadcast", "disk"),
+        default=["reshard"],
+    )
     args = parser.parse_args()
     rows, pool, started = [], RankPool(), time.monotonic()
     try:

@@ -1,4 +1,5 @@
-"""The command line, `megagrpo COMMAND ...`. Heavy imports stay inside the commands that need them."""
+"""The command line, `megagrpo COMMAND ...`. Heavy imports stay inside the commands that need
+them."""
 
 import argparse
 import sys
@@ -20,9 +21,11 @@ from megagrpo.tasks.ranks import export_main, replay_main, sft_main, train_main
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 2, with one message, for an error that the user can correct."""
+    """Runs one command and returns its exit status: 2, with one message, for an error that the user
+    can correct."""
     args = _parser().parse_args(argv)
-    raise_file_limit()  # a leader has a connection for each request in flight, and login shells allow 1024 files
+    # a leader has a connection for each request in flight, and login shells allow 1024 files
+    raise_file_limit()
     try:
         return args.run(args)
     except ValueError as exc:  # other exceptions keep their traceback
@@ -34,7 +37,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def command_parsers() -> dict[str, argparse.ArgumentParser]:
     """Returns the parser of every command, for the reference in docs/."""
-    (action,) = (action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction))
+    (action,) = (
+        action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction)
+    )
     return dict(action.choices)
 
 
@@ -44,7 +49,9 @@ class _Commands:
     def __init__(self, parser: argparse.ArgumentParser):
         self._commands = parser.add_subparsers(dest="command", required=True)
 
-    def add(self, name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+    def add(
+        self, name: str, run: Callable[[argparse.Namespace], int], text: str
+    ) -> argparse.ArgumentParser:
         """Adds a command; `text` is its help."""
         command = self._commands.add_parser(name, help=text, description=text)
         command.set_defaults(run=run)
@@ -54,24 +61,46 @@ class _Commands:
         self, name: str, run: Callable[[argparse.Namespace, ExperimentConfig], int], text: str
     ) -> argparse.ArgumentParser:
         """Adds a command that reads an experiment."""
-        command = self.add(name, lambda args: run(args, load_config(args.config, args.overrides)), text)
+        command = self.add(
+            name, lambda args: run(args, load_config(args.config, args.overrides)), text
+        )
         option = command.add_argument
         option("config", help="experiment YAML")
-        option("--set", action="append", default=[], metavar="a.b=c", dest="overrides", help="override one key")
+        option(
+            "--set",
+            action="append",
+            default=[],
+            metavar="a.b=c",
+            dest="overrides",
+            help="override one key",
+        )
         return command
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megagrpo", description="GRPO with Megatron-Core actors and SGLang rollouts")
+    parser = argparse.ArgumentParser(
+        prog="megagrpo", description="GRPO with Megatron-Core actors and SGLang rollouts"
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = _Commands(parser)
-    for add in (_add_training, _add_submit, _add_preparation, _add_planning, _add_checkpoints, _add_inspection):
+    for add in (
+        _add_training,
+        _add_submit,
+        _add_preparation,
+        _add_planning,
+        _add_checkpoints,
+        _add_inspection,
+    ):
         add(commands)
     return parser
 
 
 def _add_training(commands: _Commands) -> None:
-    text = "serve and train on this machine, and clean up; with --master-addr, this node's part of a colocated run"
+    text = (
+        "serve and train on this machine, and clean up; with --master-addr, this node's part "
+        "of "
+        "a colocated run"
+    )
     _add_node(commands.add_with_config("run", _run, text), "", 30000)
     text = "start the rollout service and watch over it; with --master-addr, this node's part of it"
     serve = commands.add_with_config("serve", _serve, text)
@@ -79,48 +108,110 @@ def _add_training(commands: _Commands) -> None:
     _add_node(serve, "rollout ", 30000)
     text = "the trainer ranks of one node, against a running service (under torchrun: one rank)"
     train = commands.add_with_config("train", _train, text)
-    train.add_argument("--service", help="URL of the service; default: as it stands in the run folder")
+    train.add_argument(
+        "--service", help="URL of the service; default: as it stands in the run folder"
+    )
     _add_node(train, "trainer ", 29500)
 
 
 def _add_submit(commands: _Commands) -> None:
-    option = commands.add_with_config("submit", _submit, "run the experiment as a Slurm job").add_argument
-    kinds = "first nodes train, last sample | heterogeneous job | one node | engines on the trainers' nodes"
-    option("--kind", choices=("one-job", "het", "one-node", "colocated"), help=f"{kinds}; default: what it takes")
+    option = commands.add_with_config(
+        "submit", _submit, "run the experiment as a Slurm job"
+    ).add_argument
+    kinds = (
+        "first nodes train, last sample | heterogeneous job | one node | engines on the "
+        "trainers' nodes"
+    )
+    option(
+        "--kind",
+        choices=("one-job", "het", "one-node", "colocated"),
+        help=f"{kinds}; default: what it takes",
+    )
     option("--trainer-nodes", type=positive, help="default: as few as have room")
-    option("--rollout-nodes", type=int, help="nodes that have only engines; default: as few as have room")
-    gpus = "of every node, 0: the job requests none; default: cluster.gpus_per_node, if the experiment needs GPUs"
+    option(
+        "--rollout-nodes",
+        type=int,
+        help="nodes that have only engines; default: as few as have room",
+    )
+    gpus = (
+        "of every node, 0: the job requests none; default: cluster.gpus_per_node, if the "
+        "experiment needs GPUs"
+    )
     option("--gpus-per-node", type=int, help=gpus)
     option("--time", help="time limit, as sbatch takes it")
     option("--partition")
     rest = "seconds for the rest of a step and a checkpoint before the limit"
     option("--grace-s", type=int, default=300, help=rest)
-    option("--sbatch", action="append", default=[], metavar="OPTION", help="further option: --sbatch=--account=x")
+    option(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="further option: --sbatch=--account=x",
+    )
     option("--dry-run", action="store_true", help="print the script and sbatch's command line")
 
 
 def _add_preparation(commands: _Commands) -> None:
-    option = commands.add("convert", _convert, "an experiment of verl, ROLL or TRL as megagrpo's").add_argument
+    option = commands.add(
+        "convert", _convert, "an experiment of verl, ROLL or TRL as megagrpo's"
+    ).add_argument
     option("framework", choices=("verl", "roll", "trl"))
-    option("source", type=Path, help="YAML file; verl: also a shell script with its command; trl: arguments as YAML")
-    option("-o", "--output", type=Path, metavar="FILE", help="experiment to write; default: standard output")
+    option(
+        "source",
+        type=Path,
+        help="YAML file; verl: also a shell script with its command; trl: arguments as YAML",
+    )
+    option(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="experiment to write; default: standard output",
+    )
     option("--partial", action="store_true", help="write it also if keys are lost")
     commands.add_with_config("sft", _sft, "supervised warm-up with the same actor")
-    text = "sample a few rollouts from the model as it is, and print them with their rewards and what is trained on"
+    text = (
+        "sample a few rollouts from the model as it is, and print them with their rewards and "
+        "what is trained on"
+    )
     attempt = commands.add_with_config("try", _try, text)
-    attempt.add_argument("--prompts", type=positive, default=3, help="how many, from the start of the data (default 3)")
-    check = commands.add_with_config("check", _check, "explain the experiment without starting anything")
-    check.add_argument("--all", action="store_true", help="also every rank, and every setting of Megatron and SGLang")
-    check.add_argument("--hardware", help="GPUs on which SGLang resolves the engines' arguments, such as H100; seconds")
+    attempt.add_argument(
+        "--prompts",
+        type=positive,
+        default=3,
+        help="how many, from the start of the data (default 3)",
+    )
+    check = commands.add_with_config(
+        "check", _check, "explain the experiment without starting anything"
+    )
+    check.add_argument(
+        "--all",
+        action="store_true",
+        help="also every rank, and every setting of Megatron and SGLang",
+    )
+    check.add_argument(
+        "--hardware",
+        help="GPUs on which SGLang resolves the engines' arguments, such as H100; seconds",
+    )
     text = "prove on a tiny model of this architecture that no layout changes loss or gradients"
     option = commands.add_with_config("certify", _certify, text).add_argument
     ranks = "processes on this machine; more of them cover more layouts (default 2)"
     option("--ranks", type=positive, default=2, help=ranks)
-    option("--layouts", type=lambda text: text.split(","), help="comma-separated names; default: all that fit")
+    option(
+        "--layouts",
+        type=lambda text: text.split(","),
+        help="comma-separated names; default: all that fit",
+    )
     text = "run the same tokens through an engine and the trainer, and name where they first differ"
     option = commands.add_with_config("bisect", _bisect, text).add_argument
     option("--checkpoint", help="checkpoint folder; default: the weights in model.path")
-    option("--prompts", type=positive, default=4, help="how many, from the start of the data (default 4)")
+    option(
+        "--prompts",
+        type=positive,
+        default=4,
+        help="how many, from the start of the data (default 4)",
+    )
     option("--max-new-tokens", type=positive, default=32, help="of each response (default 32)")
     own = "the engine keeps what it loads from model.path: nothing is published"
     option("--own-weights", action="store_true", help=own)
@@ -128,32 +219,55 @@ def _add_preparation(commands: _Commands) -> None:
 
 
 def _add_planning(commands: _Commands) -> None:
-    text = "memory of both sides and a roofline of a step on the cluster, from the model's config.json only"
+    text = (
+        "memory of both sides and a roofline of a step on the cluster, from the model's "
+        "config.json only"
+    )
     whole = commands.add_with_config("plan", _plan, text)
     option = whole.add_argument
     option("--lengths", help="of responses in tokens: their mean, or a file with one number a line")
-    option("--turns", help="of agents, means: count=20 tool_s=3 said=0.6 found=0.85 (found in prefix caches)")
-    option("--measured", type=Path, metavar="RUN", help="a run folder whose seconds scale the roofline")
-    option("--search", type=positive, metavar="NODES", help="also layouts of as many nodes by their bound")
+    option(
+        "--turns",
+        help="of agents, means: count=20 tool_s=3 said=0.6 found=0.85 (found in prefix caches)",
+    )
+    option(
+        "--measured", type=Path, metavar="RUN", help="a run folder whose seconds scale the roofline"
+    )
+    option(
+        "--search",
+        type=positive,
+        metavar="NODES",
+        help="also layouts of as many nodes by their bound",
+    )
     text = "what a publish will move on the cluster, from the model's config.json alone"
     publish = commands.add_with_config("plan-weights", _plan_weights, text)
     option = publish.add_argument
     engines = "numbers of engines to plan for; default: rollout.num_engines"
     option("--engines", type=numbers, metavar="8,16,32", help=engines)
-    option("--changed", type=float, metavar="0.01", help="share of the elements that a step changes, for weights.delta")
-    option("--between-gb-s", type=float, help="GB/s of one rank between nodes, instead of the table's")
+    option(
+        "--changed",
+        type=float,
+        metavar="0.01",
+        help="share of the elements that a step changes, for weights.delta",
+    )
+    option(
+        "--between-gb-s", type=float, help="GB/s of one rank between nodes, instead of the table's"
+    )
     option("--inside-gb-s", type=float, help="GB/s of one rank inside a node")
     option("--efficiency", type=float, help="share of these rates that transfers reach")
     option("--message-us", type=float, help="microseconds that a rank needs for a message")
     option("--call-ms", type=float, help="milliseconds of an HTTP call to an engine")
     for command in (whole, publish):
-        command.add_argument("--gpus-per-node", type=positive, help="of every node; default: cluster.gpus_per_node")
+        command.add_argument(
+            "--gpus-per-node", type=positive, help="of every node; default: cluster.gpus_per_node"
+        )
         command.add_argument("--hardware", help="H100, H200, H20, B200; default: cluster.gpu")
         command.add_argument("--json", type=Path, metavar="FILE", help="also write all figures")
 
 
 def positive(text: str) -> int:
-    """Returns a whole number of at least 1; argparse shows this function's name for any other text."""
+    """Returns a whole number of at least 1; argparse shows this function's name for any other
+    text."""
     if (number := int(text)) < 1:
         raise ValueError
     return number
@@ -181,7 +295,12 @@ def _add_inspection(commands: _Commands) -> None:
     text = "samples of one or more runs as one HTML file, and their traces for Perfetto"
     option = commands.add("view", _view, text).add_argument
     option("run_dirs", metavar="RUN", nargs="+", help="run folder; several share one page")
-    option("--output", type=Path, metavar="FILE", help="the page; default: view.html in the first run folder")
+    option(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="the page; default: view.html in the first run folder",
+    )
     trace = "the first run's trace; default: trace.json.gz in its folder"
     option("--trace", type=Path, metavar="FILE", help=trace)
     option("--sample-mb", type=float, default=20.0, help="MB of samples of each run (default 20)")
@@ -189,7 +308,9 @@ def _add_inspection(commands: _Commands) -> None:
     status = commands.add("status", _status, "state of the rollout service of a run")
     status.add_argument("run_dir")
     status.add_argument("--json", action="store_true", help="for programs")
-    option = commands.add("engines", _engines, "add an engine to a running service, or drain one").add_argument
+    option = commands.add(
+        "engines", _engines, "add an engine to a running service, or drain one"
+    ).add_argument
     option("action", choices=["add", "drain"])
     option("run_dir")
     option("engine", nargs="?", help="drain: its name, as in `megagrpo status`")
@@ -203,7 +324,9 @@ def _add_node(command: argparse.ArgumentParser, kind: str, port: int) -> None:
     option("--master-addr", help=f"address of {kind}node 0")
     meeting = f"port of {kind}node 0 where the nodes meet (default {port})"
     option("--master-port", type=int, default=port, help=meeting)
-    option("--node-addr", help="this node's own address; default: that of the interface towards node 0")
+    option(
+        "--node-addr", help="this node's own address; default: that of the interface towards node 0"
+    )
 
 
 def _node(args: argparse.Namespace) -> Node:
@@ -216,7 +339,11 @@ def _experiment_words(args: argparse.Namespace) -> list[str]:
 
 
 def _run(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    return run(config) if args.master_addr is None else run_node(config, _experiment_words(args), _node(args))
+    return (
+        run(config)
+        if args.master_addr is None
+        else run_node(config, _experiment_words(args), _node(args))
+    )
 
 
 def _serve(args: argparse.Namespace, config: ExperimentConfig) -> int:
@@ -237,7 +364,15 @@ def _train(args: argparse.Namespace, config: ExperimentConfig) -> int:
 def _submit(args: argparse.Namespace, config: ExperimentConfig) -> int:
     from megagrpo.cluster.submit import Request, submit
 
-    names = ("kind", "trainer_nodes", "rollout_nodes", "gpus_per_node", "time", "partition", "grace_s")
+    names = (
+        "kind",
+        "trainer_nodes",
+        "rollout_nodes",
+        "gpus_per_node",
+        "time",
+        "partition",
+        "grace_s",
+    )
     request = Request(**{name: getattr(args, name) for name in names}, options=tuple(args.sbatch))
     args.config = str(Path(args.config).absolute())
     return submit(config, _experiment_words(args), request, args.dry_run)
@@ -276,7 +411,9 @@ def _certify(args: argparse.Namespace, config: ExperimentConfig) -> int:
 def _bisect(args: argparse.Namespace, config: ExperimentConfig) -> int:
     if under_torchrun():
         return bisect_main(config)
-    options = BisectOptions(args.checkpoint, args.prompts, args.max_new_tokens, args.own_weights, args.bound)
+    options = BisectOptions(
+        args.checkpoint, args.prompts, args.max_new_tokens, args.own_weights, args.bound
+    )
     return bisect(config, options)
 
 
@@ -286,7 +423,9 @@ def _plan(args: argparse.Namespace, config: ExperimentConfig) -> int:
         progress.enter("imports the planner")
         from megagrpo.planning.search import Options, plan_command
 
-        text, fits = plan_command(config, Options(**{name: getattr(args, name) for name in names}), progress)
+        text, fits = plan_command(
+            config, Options(**{name: getattr(args, name) for name in names}), progress
+        )
     print(text)
     return 0 if fits else 1
 
@@ -296,7 +435,9 @@ def _plan_weights(args: argparse.Namespace, config: ExperimentConfig) -> int:
     from megagrpo.planning.publish_bytes import plan_weights
 
     names = ("between_gb_s", "inside_gb_s", "efficiency", "message_us", "call_ms")
-    rates = rates_of(args.hardware or config.cluster.gpu, {name: getattr(args, name) for name in names})
+    rates = rates_of(
+        args.hardware or config.cluster.gpu, {name: getattr(args, name) for name in names}
+    )
     engines = args.engines or [config.rollout.num_engines]
     print(plan_weights(config, engines, rates, args.gpus_per_node, args.json, args.changed))
     return 0
@@ -306,11 +447,17 @@ def _export(args: argparse.Namespace, config: ExperimentConfig) -> int:
     if under_torchrun():
         return export_main(config, args.checkpoint, args.output, args.lora)
     checkpoint = ["--checkpoint", args.checkpoint] if args.checkpoint else []
-    return train_ranks(config, ["export", args.output, *checkpoint, *(["--lora"] if args.lora else [])])
+    return train_ranks(
+        config, ["export", args.output, *checkpoint, *(["--lora"] if args.lora else [])]
+    )
 
 
 def _replay(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    return replay_main(config, args.dump) if under_torchrun() else train_ranks(config, ["replay", args.dump])
+    return (
+        replay_main(config, args.dump)
+        if under_torchrun()
+        else train_ranks(config, ["replay", args.dump])
+    )
 
 
 def _report(args: argparse.Namespace) -> int:

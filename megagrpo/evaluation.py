@@ -1,4 +1,5 @@
-"""Held-out evaluation with its own prompts and seeds, greedy or k samples; independent of the order of training."""
+"""Held-out evaluation with its own prompts and seeds, greedy or k samples; independent of the order
+of training."""
 
 from collections.abc import Sequence
 from math import comb
@@ -10,10 +11,12 @@ from megagrpo.types import RolloutGroup
 
 
 def evaluate(run: Run) -> dict[str, float]:
-    """Collective. Returns eval/accuracy (mean score), eval/pass_at_k, lengths (tokens) and so on; {} if none is due.
+    """Collective. Returns eval/accuracy (mean score), eval/pass_at_k, lengths (tokens) and so on;
+    {} if none is due.
 
-    An evaluation is due before the first step, every `eval.every` steps, and after the last. The values of a second one
-    with `eval.num_as_trained` samples, drawn as in training, are eval_as_trained/.
+    An evaluation is due before the first step, every `eval.every` steps, and after the last. The
+    values of a second one with `eval.num_as_trained` samples, drawn as in training, are
+    eval_as_trained/.
     """
     config, step = run.config.eval, run.state.step
     if config is None or (step % config.every and step != run.num_steps):
@@ -29,8 +32,11 @@ def evaluate(run: Run) -> dict[str, float]:
     return metrics.reduced(run.mesh.reduce)
 
 
-def evaluation_metrics(metrics: Metrics, prefix: str, groups: Sequence[RolloutGroup], num_samples: int) -> None:
-    """Adds the mean score, pass@k of scores >= 1 for k = num_samples, and the fraction of responses without a score.
+def evaluation_metrics(
+    metrics: Metrics, prefix: str, groups: Sequence[RolloutGroup], num_samples: int
+) -> None:
+    """Adds the mean score, pass@k of scores >= 1 for k = num_samples, and the fraction of responses
+    without a score.
 
     A response that could not be scored counts as 0 and as not passed.
     """
@@ -41,12 +47,17 @@ def evaluation_metrics(metrics: Metrics, prefix: str, groups: Sequence[RolloutGr
     metrics.add_mean(f"{prefix}/accuracy", sum(flat), len(flat))
     metrics.add_mean(f"{prefix}/unscored_fraction", unscored, len(flat))
     metrics.add_mean(f"{prefix}/length_mean", sum(len(s.token_ids) for s in samples), len(flat))
-    metrics.add_mean(f"{prefix}/truncated_fraction", sum(s.finish_reason == "length" for s in samples), len(flat))
+    metrics.add_mean(
+        f"{prefix}/truncated_fraction", sum(s.finish_reason == "length" for s in samples), len(flat)
+    )
     if num_samples > 1:
-        passed = sum(pass_at_k(len(group), sum(s >= 1 for s in group), num_samples) for group in scores)
+        passed = sum(
+            pass_at_k(len(group), sum(s >= 1 for s in group), num_samples) for group in scores
+        )
         metrics.add_mean(f"{prefix}/pass_at_k", passed, len(scores))
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Returns the probability that k of n samples without replacement hold a correct one (Chen et al. 2021, eq. 1)."""
+    """Returns the probability that k of n samples without replacement hold a correct one (Chen et
+    al. 2021, eq. 1)."""
     return 1.0 - comb(n - correct, k) / comb(n, k)

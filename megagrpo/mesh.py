@@ -1,7 +1,8 @@
 """Process groups of the loop, and collectives in which one rank acts for others.
 
-A *replica* is the tp x pp x cp ranks that hold one copy of the model and see the same samples; only its leader talks to
-services and disk. Data-parallel groups join the ranks with the same coordinates in their replicas.
+A *replica* is the tp x pp x cp ranks that hold one copy of the model and see the same samples; only
+its leader talks to services and disk. Data-parallel groups join the ranks with the same coordinates
+in their replicas.
 """
 
 import pickle
@@ -34,7 +35,8 @@ class LeaderError(RunStopped):
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's coordinates and groups among the trainers. The world is all of them; the main rank is global rank 0.
+    """This rank's coordinates and groups among the trainers. The world is all of them; the main
+    rank is global rank 0.
 
     Values that are exchanged are small Python objects, unless they are tensors.
     """
@@ -59,7 +61,8 @@ class Mesh:
         return self.rank == 0
 
     def reduce(self, tensor: Tensor, op: str) -> Tensor:
-        """Collective over data-parallel ranks. Reduces a tensor of any shape by `op`: "sum", "max" or "min".
+        """Collective over data-parallel ranks. Reduces a tensor of any shape by `op`: "sum", "max"
+        or "min".
 
         Returns a new tensor. Exact for integers.
         """
@@ -83,7 +86,8 @@ class Mesh:
         return values
 
     def total(self, values: Tensor) -> Tensor:
-        """Collective. Returns the sum of a tensor on the host, of any shape, over all ranks of the world."""
+        """Collective. Returns the sum of a tensor on the host, of any shape, over all ranks of the
+        world."""
         summed = values.clone()
         if self.world_size > 1:
             dist.all_reduce(summed)
@@ -98,7 +102,8 @@ class Mesh:
         return self._largest(int(value)) == 1
 
     def gather_dp_to_main(self, value: T) -> list[T]:
-        """Collective over data-parallel ranks. Returns their values, in rank order, on the main rank; elsewhere []."""
+        """Collective over data-parallel ranks. Returns their values, in rank order, on the main
+        rank; elsewhere []."""
         if self.dp_size == 1:
             return [value] if self.is_main else []
         values: list[T] = [value] * self.dp_size
@@ -107,7 +112,8 @@ class Mesh:
         return values if self.is_main else []
 
     def exchange_dp(self, outgoing: list[T]) -> list[T]:
-        """Collective over data-parallel ranks. Sends the i-th element to rank i; returns those received, by rank."""
+        """Collective over data-parallel ranks. Sends the i-th element to rank i; returns those
+        received, by rank."""
         if self.dp_size == 1:
             return outgoing
         payloads = [np.frombuffer(pickle.dumps(item), dtype=np.uint8) for item in outgoing]
@@ -116,19 +122,23 @@ class Mesh:
         dist.all_to_all_single(incoming, sizes, group=self.dp_group)
         sent = torch.from_numpy(np.concatenate(payloads))
         received = torch.empty(int(incoming.sum()), dtype=torch.uint8)
-        dist.all_to_all_single(received, sent, incoming.tolist(), sizes.tolist(), group=self.dp_group)
+        dist.all_to_all_single(
+            received, sent, incoming.tolist(), sizes.tolist(), group=self.dp_group
+        )
         return [pickle.loads(part.numpy().tobytes()) for part in received.split(incoming.tolist())]
 
     def from_leader(self, make: Callable[[], T], what: str) -> T:
-        """Collective. Runs `make` on every replica's leader and broadcasts its result in the replica.
+        """Collective. Runs `make` on every replica's leader and broadcasts its result in the
+        replica.
 
-        Raises LeaderError on every rank of the world if any leader failed, so no rank hangs in the next collective;
-        `what` names the action in its message.
+        Raises LeaderError on every rank of the world if any leader failed, so no rank hangs in the
+        next collective; `what` names the action in its message.
         """
         return self._from(self.leader, self.replica_group, make, what)
 
     def cut_by_leader(self, wanted: W, cut: Callable[[W], T]) -> T:
-        """Collective over a replica. Returns the leader's `cut(wanted)` for this rank's `wanted`; `cut` may not raise.
+        """Collective over a replica. Returns the leader's `cut(wanted)` for this rank's `wanted`;
+        `cut` may not raise.
 
         For large objects of which each rank needs a part: a rank receives only its own.
         """
@@ -139,7 +149,10 @@ class Mesh:
         cuts = {of_rank: cut(of_rank) for of_rank in set(everyone)} if self.is_leader else {}
         box: list = [None]
         dist.scatter_object_list(
-            box, [cuts[of_rank] for of_rank in everyone] if cuts else None, src=self.leader, group=self.replica_group
+            box,
+            [cuts[of_rank] for of_rank in everyone] if cuts else None,
+            src=self.leader,
+            group=self.replica_group,
         )
         return box[0]
 
@@ -155,13 +168,17 @@ class Mesh:
         return self._from(rank, dist.group.WORLD, make, what)
 
     def raise_any(self, error: str) -> None:
-        """Collective. Raises LeaderError on every rank of the world if any passes a non-empty text."""
+        """Collective. Raises LeaderError on every rank of the world if any passes a non-empty
+        text."""
         if self.any_true(bool(error)):
-            texts = dict.fromkeys(text for text in self.gather_world(error) if text)  # each error once
+            texts = dict.fromkeys(
+                text for text in self.gather_world(error) if text
+            )  # each error once
             raise LeaderError("\n".join(texts))
 
     def result_everywhere(self, future: Future[T], what: str) -> T:
-        """Collective. Returns the result of this rank's thread. Raises LeaderError on every rank if one's failed."""
+        """Collective. Returns the result of this rank's thread. Raises LeaderError on every rank if
+        one's failed."""
         failure = future.exception()
         self.raise_any("" if failure is None else self._failed(what, failure))
         return future.result()
@@ -170,15 +187,19 @@ class Mesh:
         return f"rank {self.rank}, {what}: {type(failure).__name__}: {failure}"
 
     def _largest(self, value: int) -> int:
-        """Collective. Returns the largest value of all ranks, by one all-reduce of an integer on the host."""
+        """Collective. Returns the largest value of all ranks, by one all-reduce of an integer on
+        the host."""
         if self.world_size == 1:
             return value
         largest = torch.tensor(value)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return int(largest)
 
-    def _from(self, source: int, group: dist.ProcessGroup | None, make: Callable[[], T], what: str) -> T:
-        """Collective. Runs `make` on global rank `source` and broadcasts its result in `group`, which has this rank.
+    def _from(
+        self, source: int, group: dist.ProcessGroup | None, make: Callable[[], T], what: str
+    ) -> T:
+        """Collective. Runs `make` on global rank `source` and broadcasts its result in `group`,
+        which has this rank.
 
         A result that is None on every source is not sent.
         """
@@ -201,9 +222,11 @@ class Mesh:
 
 
 def make_mesh(dp_rank: int, dp_size: int, device: torch.device, deadline_s: float) -> Mesh:
-    """Collective. Makes the groups of a world of `dp_size` replicas; this rank belongs to replica `dp_rank`.
+    """Collective. Makes the groups of a world of `dp_size` replicas; this rank belongs to replica
+    `dp_rank`.
 
-    Ranks of a replica are ordered by global rank. `deadline_s`: seconds that a collective of these groups may wait.
+    Ranks of a replica are ordered by global rank. `deadline_s`: seconds that a collective of these
+    groups may wait.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if world == 1:
@@ -215,7 +238,9 @@ def make_mesh(dp_rank: int, dp_size: int, device: torch.device, deadline_s: floa
         replicas = [[r for r in range(world) if replica_of[r] == d] for d in range(dp_size)]
         timeout = timedelta(seconds=deadline_s)
         replica_group = _own_group(replicas, rank, timeout)
-        dp_group = _own_group([list(members) for members in zip(*replicas, strict=True)], rank, timeout)
+        dp_group = _own_group(
+            [list(members) for members in zip(*replicas, strict=True)], rank, timeout
+        )
     return Mesh(
         rank=rank,
         world_size=world,
@@ -228,8 +253,11 @@ def make_mesh(dp_rank: int, dp_size: int, device: torch.device, deadline_s: floa
     )
 
 
-def _own_group(partition: list[list[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Collective. Makes one group after the other, as torch requires on every rank, and returns this rank's."""
+def _own_group(
+    partition: list[list[int]], rank: int, timeout: timedelta
+) -> dist.ProcessGroup | None:
+    """Collective. Makes one group after the other, as torch requires on every rank, and returns
+    this rank's."""
     own = None
     for members in partition:
         group = dist.new_group(members, timeout=timeout)
@@ -239,10 +267,12 @@ def _own_group(partition: list[list[int]], rank: int, timeout: timedelta) -> dis
 
 @contextmanager
 def only_fake_groups() -> Iterator[None]:
-    """Makes every new group inside a fake one: in a pretended world gloo would wait for ranks that do not exist."""
+    """Makes every new group inside a fake one: in a pretended world gloo would wait for ranks that
+    do not exist."""
     original = dist.new_group
 
-    # torch's order of parameters; a fake group never waits, so it needs no timeout and no backend's options
+    # torch's order of parameters; a fake group never waits, so it needs no timeout and no backend's
+    # options
     def new_group(ranks=None, timeout=None, backend=None, pg_options=None, **options):
         return original(ranks, backend="fake", **options)
 

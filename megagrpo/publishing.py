@@ -10,10 +10,11 @@ from megagrpo.weights.exchange import EngineRefresh, Exchange
 
 
 class Publishing:
-    """Publishes weights: to all engines after every step, and during sampling to those that start or wake (`refresh`).
+    """Publishes weights: to all engines after every step, and during sampling to those that start
+    or wake (`refresh`).
 
-    Engines on the trainers' GPUs beside others (rollout.lend_trainers) have an exchange of their own. on_call: see
-    Exchange.
+    Engines on the trainers' GPUs beside others (rollout.lend_trainers) have an exchange of their
+    own. on_call: see Exchange.
     """
 
     def __init__(
@@ -36,19 +37,23 @@ class Publishing:
             self._main = exchange(config, EngineSubset(control, lambda engine: not beside(engine)))
             # A lent engine that dies while it wakes is not waited for.
             rollout = config.rollout.model_copy(update={"min_healthy_engines": 0})
-            of_lent = config.model_copy(update={"rollout": rollout, "weights": config.weights.suited(colocate=True)})
+            of_lent = config.model_copy(
+                update={"rollout": rollout, "weights": config.weights.suited(colocate=True)}
+            )
             self._lent = exchange(of_lent, EngineSubset(control, beside))
         else:
             self._main = exchange(config, control)
 
     def publish(self, version: int) -> dict[str, float]:
-        """Collective. Publishes to every engine that is not lent; returns seconds by phase once all are verified."""
+        """Collective. Publishes to every engine that is not lent; returns seconds by phase once all
+        are verified."""
         if self._config.rollout.colocate:
             self._clear_gpus()
         return {f"publish/{name}": value for name, value in self._main.publish(version).items()}
 
     def lend(self, version: int) -> dict[str, float]:
-        """Collective. rollout.lend_trainers: engines on the trainers' GPUs wake and prove these weights.
+        """Collective. rollout.lend_trainers: engines on the trainers' GPUs wake and prove these
+        weights.
 
         Returns the seconds and the bytes.
         """
@@ -89,5 +94,6 @@ class Publishing:
 
 
 def sleep_limit_s(config: ExperimentConfig) -> float:
-    """Returns the seconds in which all engines fall asleep: one may be starting, and one may not answer."""
+    """Returns the seconds in which all engines fall asleep: one may be starting, and one may not
+    answer."""
     return config.rollout.start_timeout_s + config.rollout.patience_s(cuda=True)

@@ -13,7 +13,14 @@ from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.actor.saving import save_actor
 from megagrpo.actor.step import holds_token_values
 from megagrpo.batching.batch import build_batch
-from megagrpo.checkpoint.resume import find_checkpoint, initial_weights, make_actor, resume, run_identity, steps_in_all
+from megagrpo.checkpoint.resume import (
+    find_checkpoint,
+    initial_weights,
+    make_actor,
+    resume,
+    run_identity,
+    steps_in_all,
+)
 from megagrpo.checkpoint.save import Checkpointer, SaveSchedule
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig
@@ -56,7 +63,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_PHASES = {"publish": "publishes weights to the engines", "evaluate": "evaluates", "rollout": "samples"}  # as progress
+_PHASES = {
+    "publish": "publishes weights to the engines",
+    "evaluate": "evaluates",
+    "rollout": "samples",
+}  # as progress
 
 
 @dataclass(frozen=True)
@@ -77,7 +88,14 @@ class Inputs:
         images = ImageStore.of(config.model, config.run_folder.images)
         prompts = load_prompts(config.data, tokenizer, images)
         eval_prompts = load_prompts(config.eval.data, tokenizer, images) if config.eval else None
-        return cls(tokenizer, decoder(tokenizer), prompts, eval_prompts, make_answering(config, tokenizer), images)
+        return cls(
+            tokenizer,
+            decoder(tokenizer),
+            prompts,
+            eval_prompts,
+            make_answering(config, tokenizer),
+            images,
+        )
 
     def close(self) -> None:
         """Ends the processes of environments and agents."""
@@ -86,16 +104,21 @@ class Inputs:
 
 
 class RunRecord:
-    """The record of a run: the main rank's metrics, each replica's groups, every rank's timeline."""
+    """The record of a run: the main rank's metrics, each replica's groups, every rank's
+    timeline."""
 
     def __init__(self, config: ExperimentConfig, mesh: Mesh, start_step: int):
         self.folder = config.run_folder
-        self.timeline = Timeline(self.folder, mesh.rank, mesh.world_size, start_step, config.log.timeline)
+        self.timeline = Timeline(
+            self.folder, mesh.rank, mesh.world_size, start_step, config.log.timeline
+        )
         self._config, self._mesh, self._start_step = config, mesh, start_step
         self._rollouts: RolloutLog | None = None  # on the replica's rank that samples
         self._trained: TrainedLog | None = None  # on the replica's rank that has the tokens' values
         self._console: StepConsole | None = None  # on the main rank
-        self._outputs: list[Callable[[int, dict[str, float]], None]] = []  # of metrics, on the main rank
+        self._outputs: list[
+            Callable[[int, dict[str, float]], None]
+        ] = []  # of metrics, on the main rank
 
     @contextmanager
     def open(self, inputs: Inputs, console: StepConsole | None) -> Iterator[None]:
@@ -108,17 +131,26 @@ class RunRecord:
 
         with ExitStack() as stack:
             if config.log.rollouts and holds_token_values():
-                self._trained = stack.enter_context(closing(TrainedLog(*replica, config.log.tokens, pieces, start)))
+                self._trained = stack.enter_context(
+                    closing(TrainedLog(*replica, config.log.tokens, pieces, start))
+                )
             if config.log.rollouts and mesh.is_leader:
-                self._rollouts = stack.enter_context(closing(RolloutLog(*replica, start, inputs.decode)))
+                self._rollouts = stack.enter_context(
+                    closing(RolloutLog(*replica, start, inputs.decode))
+                )
             if console is not None:
                 step_log = stack.enter_context(closing(StepLog(self.folder, config.log, start)))
                 wandb_log = stack.enter_context(WandbLog(config, self.folder, start, console.note))
                 health = HealthWatch(config.log.alarms, console.note)
-                self._console, self._outputs = console, [step_log.write, wandb_log.write, console.update, health.see]
+                self._console, self._outputs = (
+                    console,
+                    [step_log.write, wandb_log.write, console.update, health.see],
+                )
             yield
 
-    def log(self, step: int, values: dict[str, float], groups: Sequence[RolloutGroup] | None) -> None:
+    def log(
+        self, step: int, values: dict[str, float], groups: Sequence[RolloutGroup] | None
+    ) -> None:
         """Adds one entry."""
         if self._rollouts is not None and groups is not None:
             self._rollouts.write(step, groups)
@@ -137,14 +169,16 @@ class RunRecord:
             self._console.note(text)
 
     def flush(self) -> None:
-        """Waits until the groups are on disk: a later start never samples groups before a checkpoint again."""
+        """Waits until the groups are on disk: a later start never samples groups before a
+        checkpoint again."""
         if self._rollouts is not None:
             self._rollouts.flush()
 
 
 @dataclass
 class Run:
-    """One training run on this rank. `state.step` counts finished steps and is the version of the actor's weights."""
+    """One training run on this rank. `state.step` counts finished steps and is the version of the
+    actor's weights."""
 
     config: ExperimentConfig
     actor: MegatronActor
@@ -157,7 +191,9 @@ class Run:
     checkpointer: Checkpointer
     watchdog: Watchdog
     alarm: MismatchAlarm
-    stop_request: StopRequest | None  # None if another launcher started the ranks: it sends no stop requests
+    stop_request: (
+        StopRequest | None
+    )  # None if another launcher started the ranks: it sends no stop requests
 
     @property
     def mesh(self) -> Mesh:
@@ -165,7 +201,8 @@ class Run:
         return self.actor.mesh
 
     def publish(self) -> dict[str, float]:
-        """Collective. Publishes weights of version `state.step` to every engine; returns seconds by phase."""
+        """Collective. Publishes weights of version `state.step` to every engine; returns seconds by
+        phase."""
         if self.config.weights.in_flight == "drain" and self.config.rollout.max_staleness:
             self.watchdog.enter("drain")
             self.source.drain()
@@ -175,7 +212,8 @@ class Run:
     def next_groups(self, metrics: Metrics) -> list[RolloutGroup]:
         """Collective. Returns this rank's share of the step's groups, sampled and scored.
 
-        If that fails, it saves the state of the finished steps before it raises RunStopped on every rank.
+        If that fails, it saves the state of the finished steps before it raises RunStopped on every
+        rank.
         """
         try:
             groups = self._sampled(metrics)
@@ -198,16 +236,22 @@ class Run:
             source.count_engines()
         chosen = self._chosen(metrics)
         self.publishing.take_back()
-        # Not before: until the step can begin, a checkpoint of the steps before it holds its groups.
+        # Not before: until the step can begin, a checkpoint of the steps before it holds its
+        # groups.
         state = self.state
-        state.data_cursor, state.surplus, state.deferred = chosen.data_cursor, chosen.surplus, chosen.deferred
+        state.data_cursor, state.surplus, state.deferred = (
+            chosen.data_cursor,
+            chosen.surplus,
+            chosen.deferred,
+        )
         source.drop_consumed()
         if lend:
             source.count_engines()
         return chosen.groups
 
     def _chosen(self, metrics: Metrics) -> StepGroups:
-        """Collective. Returns this rank's groups of the step after `state`. Raises RunStopped on every rank."""
+        """Collective. Returns this rank's groups of the step after `state`. Raises RunStopped on
+        every rank."""
         config, inputs = self.config, self.inputs
         choice = GroupChoice(self.source, inputs.prompts, config, self.mesh)
         step = choice.next_groups(self.state, metrics, self.num_steps - self.state.step)
@@ -220,13 +264,15 @@ class Run:
         return step
 
     def build_batch(self, groups: Sequence[RolloutGroup], updates: Updates) -> Batch:
-        """Collective. Returns this rank's share of the step's samples, with their lags if weights may differ."""
+        """Collective. Returns this rank's share of the step's samples, with their lags if weights
+        may differ."""
         version = self.state.step if self.config.rollout.max_lag else None
         layers = self.actor.routed_layers if self.config.actor.routing_replay == "rollout" else None
         return build_batch(groups, updates, self.mesh, self.actor.arch, version, layers)
 
     def evaluation_groups(self, as_trained: bool = False) -> list[RolloutGroup]:
-        """Collective. Returns this rank's groups of the evaluation, or of the one that samples as training does."""
+        """Collective. Returns this rank's groups of the evaluation, or of the one that samples as
+        training does."""
         self.watchdog.enter("evaluate")
         config, prompts = self.config.eval, self.inputs.eval_prompts
         assert config is not None and prompts is not None, "called only with an eval section"
@@ -242,10 +288,12 @@ class Run:
     def inspect_update(
         self, batch: Batch, algorithm: AlgorithmConfig, values: dict[str, float], logprobs: Tensor
     ) -> None:
-        """Collective. Dumps the step's batch if log.dump_steps has the step or an update was not finite.
+        """Collective. Dumps the step's batch if log.dump_steps has the step or an update was not
+        finite.
 
-        In the first step it compares trainer and engine. Records the trained samples with the trainer's
-        log-probabilities [T]. Raises NonFiniteUpdate on every rank unless train.non_finite is skip.
+        In the first step it compares trainer and engine. Records the trained samples with the
+        trainer's log-probabilities [T]. Raises NonFiniteUpdate on every rank unless
+        train.non_finite is skip.
         """
         step, bad = self.state.step + 1, values["optim/non_finite_updates"]
         if alarm := self.alarm.judge(batch, logprobs, holds_token_values(), self.mesh):
@@ -253,12 +301,22 @@ class Run:
         self.recording.log_trained(step, batch, logprobs)
         folder = self.recording.folder.dump(step)
         if bad or step in self.config.log.dump_steps:
-            write_dump(folder, batch, algorithm, self.state.step, values, self.mesh, self.actor.routed_layers)
+            write_dump(
+                folder,
+                batch,
+                algorithm,
+                self.state.step,
+                values,
+                self.mesh,
+                self.actor.routed_layers,
+            )
         if bad:
             which = f"step {step}: loss or gradient of {bad:.0f} update(s) is not finite"
             text = f"{which}, these were not taken; the batch is in {folder}"
             if self.config.train.non_finite == "halt":
-                raise NonFiniteUpdate(f"{text} (`megagrpo replay`). train.non_finite: skip would go on")
+                raise NonFiniteUpdate(
+                    f"{text} (`megagrpo replay`). train.non_finite: skip would go on"
+                )
             self.recording.note(text)
 
     def checkpoint(self) -> None:
@@ -266,17 +324,21 @@ class Run:
         self.checkpointer.on_schedule(self.state)
 
     def stopping(self) -> bool:
-        """Collective. Returns whether a node received a stop request (pre-emption, time limit), and then saves."""
+        """Collective. Returns whether a node received a stop request (pre-emption, time limit), and
+        then saves."""
         if not self.mesh.any_true(self.stop_request is not None and self.stop_request.made()):
             return False
         self.checkpointer.save_now(self.state)
         if self.stop_request is not None:
             self.stop_request.grant(self.state.step)
-        self.recording.note(f"stops after step {self.state.step}, as asked; the next start goes on from there")
+        self.recording.note(
+            f"stops after step {self.state.step}, as asked; the next start goes on from there"
+        )
         return True
 
     def log(self, values: dict[str, float], groups: Sequence[RolloutGroup] | None = None) -> None:
-        """Adds one entry to the run's record: the main rank's metrics, and each replica's groups."""
+        """Adds one entry to the run's record: the main rank's metrics, and each replica's
+        groups."""
         self.recording.log(self.state.step, values, groups)
 
 
@@ -284,7 +346,8 @@ class Run:
 def start_run(
     config: ExperimentConfig, service_url: str | None, device: torch.device, progress: Progress
 ) -> Iterator[Run]:
-    """Collective. Builds the run; parts that need no other process come first, so that user errors end it early."""
+    """Collective. Builds the run; parts that need no other process come first, so that user errors
+    end it early."""
     progress.enter("reads prompts and the tokenizer")
     folder, start_timeout_s = config.run_folder, config.rollout.start_timeout_s
     if config.rollout.shares_gpus:  # before any rank allocates memory on a GPU that an engine uses
@@ -299,7 +362,11 @@ def start_run(
     state = resume(config, folder, source, actor)
     num_steps = steps_in_all(config, len(inputs.prompts), state, actor)
     with ExitStack() as stack:
-        console = stack.enter_context(_console(config, state, num_steps, inputs)) if mesh.is_main else None
+        console = (
+            stack.enter_context(_console(config, state, num_steps, inputs))
+            if mesh.is_main
+            else None
+        )
         if console is not None:
             progress.follow(console.status)
         progress.enter("waits for the engines", lambda: service_progress(folder))
@@ -311,20 +378,34 @@ def start_run(
             record.timeline.mark(phase)
             if phase == "checkpoint":  # the first of a step
                 progress.calm()
-            progress.enter(_PHASES.get(phase, phase), lambda: rollouts.progress() or publishing.waiting())
+            progress.enter(
+                _PHASES.get(phase, phase), lambda: rollouts.progress() or publishing.waiting()
+            )
 
         watchdog = stack.enter_context(Watchdog(config, mesh, folder, lambda: state.step, enter))
         publishing = Publishing(config, actor, weights, control, record.timeline.call)
         sampler = None
         if mesh.is_leader:
-            pool = stack.enter_context(RewardPool(config.reward, preload=not config.sampling.rewarding))
+            pool = stack.enter_context(
+                RewardPool(config.reward, preload=not config.sampling.rewarding)
+            )
             stack.callback(inputs.close)
-            sampler = Sampler(config, mesh.dp_size, control, pool, inputs.decode, inputs.tool, record.timeline.request)
+            sampler = Sampler(
+                config,
+                mesh.dp_size,
+                control,
+                pool,
+                inputs.decode,
+                inputs.tool,
+                record.timeline.request,
+            )
             sampler.images = inputs.images
         rollouts = RolloutSource(config, mesh, control, sampler, publishing.refresh, watchdog.alive)
         stack.callback(rollouts.close)
         rollouts.restore(state.ahead)
-        stack.callback(publishing.close)  # else engines wait in the group for a trainer that has ended
+        stack.callback(
+            publishing.close
+        )  # else engines wait in the group for a trainer that has ended
         watchdog.waits += [rollouts.waiting, publishing.waiting]
         stack.enter_context(record.open(inputs, console))
         yield Run(
@@ -336,7 +417,9 @@ def start_run(
             source=rollouts,
             publishing=publishing,
             recording=record,
-            checkpointer=_checkpointer(config, actor, rollouts, record, SaveSchedule(num_steps, state.step)),
+            checkpointer=_checkpointer(
+                config, actor, rollouts, record, SaveSchedule(num_steps, state.step)
+            ),
             watchdog=watchdog,
             alarm=MismatchAlarm(config, actor.arch.is_moe),
             stop_request=StopRequest(Path(path)) if (path := environment.get(STOP_FILE)) else None,
@@ -344,14 +427,20 @@ def start_run(
 
 
 def _checkpointer(
-    config: ExperimentConfig, actor: MegatronActor, source: RolloutSource, recording: RunRecord, schedule: SaveSchedule
+    config: ExperimentConfig,
+    actor: MegatronActor,
+    source: RolloutSource,
+    recording: RunRecord,
+    schedule: SaveSchedule,
 ) -> Checkpointer:
     asynchronous = config.checkpoint.asynchronous
     background = environment.num_trainer_nodes() > 1 if asynchronous == "auto" else asynchronous
 
     def gather_state(state: TrainState) -> TrainState:
         recording.flush()
-        surplus, ahead = (gather_surplus(groups, actor.mesh) for groups in (state.surplus, source.finished()))
+        surplus, ahead = (
+            gather_surplus(groups, actor.mesh) for groups in (state.surplus, source.finished())
+        )
         return replace(state, surplus=surplus, ahead=ahead)
 
     return Checkpointer(
@@ -366,7 +455,9 @@ def _checkpointer(
 
 
 @contextmanager
-def _console(config: ExperimentConfig, state: TrainState, num_steps: int, inputs: Inputs) -> Iterator[StepConsole]:
+def _console(
+    config: ExperimentConfig, state: TrainState, num_steps: int, inputs: Inputs
+) -> Iterator[StepConsole]:
     """Makes the console and prints the run's summary before the first sample."""
     with StepConsole(config.name, num_steps, state.step, config.log.console) as console:
         notes = [describe_dropped(config.data, inputs.prompts)]

@@ -11,7 +11,8 @@ from megagrpo.run import Run
 
 
 def train(run: Run) -> None:
-    """GRPO from `run.state` to the last step. The published weights have version `state.step`; every rank runs this."""
+    """GRPO from `run.state` to the last step. The published weights have version `state.step`;
+    every rank runs this."""
     config, actor, mesh, state = run.config, run.actor, run.mesh, run.state
     temperature, max_tokens = config.sampling.temperature, config.sampling.max_response_tokens
     run.publish()  # returns only when these weights are verified in every engine
@@ -19,12 +20,15 @@ def train(run: Run) -> None:
     for step in range(state.step, run.num_steps):
         timer, metrics = StepTimer(on_phase=run.watchdog.enter), Metrics()
         with timer.phase("checkpoint"):
-            run.checkpoint()  # after a step whose samples and metrics are on disk: a resumed run has them all
+            # after a step whose samples and metrics are on disk: a resumed run has them all
+            run.checkpoint()
         if run.stopping():  # pre-emption or the time limit: saved, and continued by the next start
             break
         with timer.phase("rollout"):
             groups = run.next_groups(metrics)  # this rank's share: sampled, scored
-        updates = plan_updates(config.train, config.seed, step)  # the groups of each optimiser update, over all passes
+        updates = plan_updates(
+            config.train, config.seed, step
+        )  # the groups of each optimiser update, over all passes
         batch = run.build_batch(groups, updates)  # samples balanced over ranks by cost
         if config.reward.shuffle:  # the control experiment: rewards without information
             batch = shuffle_rewards(batch, config.seed, step, mesh)
@@ -34,11 +38,15 @@ def train(run: Run) -> None:
             reference_kl = algorithm.kl.estimator if algorithm.uses_reference else None
             batch = with_logprobs(actor, batch, temperature, old, reference_kl)
         # the all-reduce of group statistics
-        batch, state.algo_state, values = with_advantages(batch, algorithm, mesh.reduce, state.algo_state, max_tokens)
+        batch, state.algo_state, values = with_advantages(
+            batch, algorithm, mesh.reduce, state.algo_state, max_tokens
+        )
         with timer.phase("update"):
             measured, logprobs = update(actor, batch, algorithm, temperature, max_tokens)
         values |= measured
-        run.inspect_update(batch, algorithm, values, logprobs)  # an update that was not finite: dumped; halt or go on
+        run.inspect_update(
+            batch, algorithm, values, logprobs
+        )  # an update that was not finite: dumped; halt or go on
         state.step += 1
         with timer.phase("publish"):
             values |= run.publish()

@@ -1,9 +1,10 @@
-"""The data that flows through the loop: Prompt -> RolloutGroup(Sample) -> Batch -> MicroBatch -> metrics.
+"""The data that flows through the loop: Prompt -> RolloutGroup(Sample) -> Batch -> MicroBatch ->
+metrics.
 
-Dimensions: N samples of this rank, T tokens of their prompts and responses, S tokens of the longest; b rows and s
-columns of a micro-batch. Per-token values are flat, [T]: one sample after the other, without padding. Index t belongs
-to tokens[t]; only `targets` in batching/microbatch.py shifts. Log-probabilities are natural
-logarithms.
+Dimensions: N samples of this rank, T tokens of their prompts and responses, S tokens of the
+longest; b rows and s columns of a micro-batch. Per-token values are flat, [T]: one sample after the
+other, without padding. Index t belongs to tokens[t]; only `targets` in batching/microbatch.py
+shifts. Log-probabilities are natural logarithms.
 """
 
 from dataclasses import dataclass, field
@@ -15,13 +16,16 @@ if TYPE_CHECKING:  # this file loads without torch
     import torch
     from torch import Tensor
 
-GroupIds = tuple[int, ...]  # ascending: the groups that one optimiser update trains on, as in Batch.group_ids
+GroupIds = tuple[
+    int, ...
+]  # ascending: the groups that one optimiser update trains on, as in Batch.group_ids
 Pass = tuple[GroupIds, ...]  # the updates of one pass over a step's groups
 Updates = tuple[Pass, ...]  # all updates of a step, over all ranks
 
 
 class WithArrays:
-    """Converts fields of a dataclass from any sequence to numpy arrays, and compares by their values.
+    """Converts fields of a dataclass from any sequence to numpy arrays, and compares by their
+    values.
 
     A token's id and log-probability take 8 bytes; as Python numbers in tuples they took 83.
     """
@@ -64,9 +68,13 @@ class Prompt(WithArrays):
     grader: str | None = None  # replaces the experiment's grader for this prompt
     location: str = ""  # file:line, for messages
     source: str = ""  # name of its source, in metrics by source
-    extra: dict[str, object] = field(default_factory=dict)  # of data.extra_key: for graders with `extra_info`
+    extra: dict[str, object] = field(
+        default_factory=dict
+    )  # of data.extra_key: for graders with `extra_info`
     images: tuple[ImageRef, ...] = ()  # in the order of their tokens
-    short_ids: np.ndarray | None = None  # int32, one pad an image: what engines are sent; None: token_ids
+    short_ids: np.ndarray | None = (
+        None  # int32, one pad an image: what engines are sent; None: token_ids
+    )
     messages: list[dict] = field(default_factory=list)  # of `text`; []: it has no chat template
 
 
@@ -74,8 +82,9 @@ class Prompt(WithArrays):
 class Sample(WithArrays):
     """One response as the engine returned it; it is never tokenised again. T response tokens.
 
-    A rollout may have several: paths through a tree of turns. A token that two of them share is trained on in the first
-    one; in the other it is context, part of `prompt_ids` or off the loss mask.
+    A rollout may have several: paths through a tree of turns. A token that two of them share is
+    trained on in the first one; in the other it is context, part of `prompt_ids` or off the loss
+    mask.
     """
 
     _types: ClassVar[dict[str, type]] = {
@@ -87,17 +96,23 @@ class Sample(WithArrays):
 
     index: int  # within its group, from 0: one rollout after the other
     token_ids: np.ndarray  # [T] int32, the token that ended the response included
-    logprobs: np.ndarray  # [T] float32, of the sampled tokens after temperature, by the engine; 0 for a tool's tokens
+    logprobs: (
+        np.ndarray
+    )  # [T] float32, of the sampled tokens after temperature, by the engine; 0 for a tool's tokens
     finish_reason: str  # "stop" | "length"
     weight_version: int  # of the weights that sampled its first token: the number of finished steps
     text: str  # decoded without special tokens; what the grader sees
-    loss_mask: np.ndarray | None = None  # [T] bool, False on a tool's tokens; None: every token was sampled
+    loss_mask: np.ndarray | None = (
+        None  # [T] bool, False on a tool's tokens; None: every token was sampled
+    )
     # (token, version), ascending: from this token on, newer weights sampled the rest
     newer: tuple[tuple[int, int], ...] = ()
-    # [prompt + T - 1, MoE layers, k] uint8 or int16: the engine's experts of every token of prompt and response except
-    # the last, which it never read; actor.routing_replay: rollout
+    # [prompt + T - 1, MoE layers, k] uint8 or int16: the engine's experts of every token of prompt
+    # and response except the last, which it never read; actor.routing_replay: rollout
     routed_experts: np.ndarray | None = None
-    rollout: int | None = None  # index of its rollout within the group; None: its own index, one sample a rollout
+    rollout: int | None = (
+        None  # index of its rollout within the group; None: its own index, one sample a rollout
+    )
     prompt_ids: np.ndarray | None = None  # int32, what it continues; None: the group's prompt
 
     @property
@@ -106,7 +121,8 @@ class Sample(WithArrays):
         return self.index if self.rollout is None else self.rollout
 
     def token_versions(self) -> np.ndarray:
-        """Returns the version of the weights that sampled each token, [T] int32; a tool's repeat the previous."""
+        """Returns the version of the weights that sampled each token, [T] int32; a tool's repeat
+        the previous."""
         versions = np.full(len(self.token_ids), self.weight_version, np.int32)
         for start, version in self.newer:
             versions[start:] = version
@@ -120,10 +136,14 @@ class Outcome:
     status: str  # "score" | "error" | "timeout"
     value: float = 0.0  # the score; meaningful for status "score" only
     detail: str = ""  # why there is no score, or the grader's note on it
-    parts: "dict[str, Outcome]" = field(default_factory=dict)  # of several graders, by name; {} for a single one
-    # (index of a response token, reward), ascending: shares of the score that belong to parts of the response
+    parts: "dict[str, Outcome]" = field(
+        default_factory=dict
+    )  # of several graders, by name; {} for a single one
+    # (index of a response token, reward), ascending: shares of the score that belong to parts of
+    # the response
     token_rewards: tuple[tuple[int, float], ...] = ()
-    end: str = ""  # what ended a rollout with an environment, one of agents/environments.py ENDS; "" without one
+    # what ended a rollout with an environment, one of agents/environments.py ENDS; "" without one
+    end: str = ""
     turn_rewards: tuple[float, ...] = ()  # of the turns that an environment answered
 
     @property
@@ -134,13 +154,18 @@ class Outcome:
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """The G rollouts of one prompt, which are each other's baseline, with their outcomes; mostly a sample each."""
+    """The G rollouts of one prompt, which are each other's baseline, with their outcomes; mostly a
+    sample each."""
 
-    group_id: int  # the index of its prompt in the run, over all epochs; in an evaluation, in its prompts
+    group_id: (
+        int  # the index of its prompt in the run, over all epochs; in an evaluation, in its prompts
+    )
     prompt: Prompt
     samples: tuple[Sample, ...]  # in order of their index, [G] if every rollout has one
     outcomes: tuple[Outcome, ...]  # [G], of the rollouts
-    greedy: Sample | None = None  # only with advantage "remax": a response at temperature 0, never trained on
+    greedy: Sample | None = (
+        None  # only with advantage "remax": a response at temperature 0, never trained on
+    )
     greedy_outcome: Outcome | None = None
 
     @property
@@ -152,11 +177,15 @@ class RolloutGroup:
         return tuple(map(tuple, found))
 
     def is_of(self, oldest: int) -> bool:
-        """Returns whether all its tokens are of these weights or newer ones; a rollout that failed may have none."""
-        return all(sample.weight_version >= oldest for sample in self.samples if len(sample.token_ids))
+        """Returns whether all its tokens are of these weights or newer ones; a rollout that failed
+        may have none."""
+        return all(
+            sample.weight_version >= oldest for sample in self.samples if len(sample.token_ids)
+        )
 
 
-# An engine's load: the share of its KV cache in use, requests that run and wait, and those put back for lack of cache.
+# An engine's load: the share of its KV cache in use, requests that run and wait, and those put back
+# for lack of cache.
 LOADS = ("kv_use", "running", "waiting", "put_back")
 
 
@@ -166,14 +195,19 @@ class EngineInfo:
 
     id: str
     url: str  # of its HTTP server; "" while starting
-    state: str  # "starting" | "stale" (its weights are not verified) | "ready" | "asleep" | "draining" | "dead"
+    # "starting" | "stale" (its weights are not verified) | "ready" | "asleep" | "draining" | "dead"
+    state: str
     weight_version: int | None  # last verified by a trainer; None: unknown
     incarnation: int  # number of its starts
     restarts: int  # counted against rollout.max_restarts
     pid: int  # of its first server process; 0 while starting
     reason: str  # of its last death; "" before
-    load: dict[str, float] = field(default_factory=dict, hash=False)  # most since its weights were verified: see LOADS
-    load_now: dict[str, float] = field(default_factory=dict, hash=False)  # at the last look; {}: it did not answer
+    load: dict[str, float] = field(
+        default_factory=dict, hash=False
+    )  # most since its weights were verified: see LOADS
+    load_now: dict[str, float] = field(
+        default_factory=dict, hash=False
+    )  # at the last look; {}: it did not answer
 
     @property
     def alive(self) -> bool:
@@ -183,13 +217,16 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class ReferenceStates:
-    """The reference model's side of the exact KL: last hidden states of this rank's R trained positions.
+    """The reference model's side of the exact KL: last hidden states of this rank's R trained
+    positions.
 
     H: hidden size, V: padded vocabulary size. Empty before the last pipeline stage.
     """
 
     hidden: "Tensor"  # [R, H]
-    index: "Tensor"  # [T] int64, on the host: the row of `hidden` that predicts tokens[t]; -1 if on no row of this rank
+    # [T] int64, on the host: the row of `hidden` that predicts tokens[t]; -1 if on no row of this
+    # rank
+    index: "Tensor"
     output_weight: "Tensor | None"  # [V / tp, H]; None before the last stage
 
 
@@ -199,13 +236,18 @@ class Rewards:
 
     values: "Tensor"  # [N] float64, 0 if not valid
     valid: "Tensor"  # [N] bool, the outcome was a score
-    greedy: "Tensor | None" = None  # [N] float64, of the group's greedy response; only with advantage "remax"
-    tokens: "Tensor | None" = None  # [T] float64, shares of the values that belong to tokens; None: graders gave none
+    greedy: "Tensor | None" = (
+        None  # [N] float64, of the group's greedy response; only with advantage "remax"
+    )
+    tokens: "Tensor | None" = (
+        None  # [T] float64, shares of the values that belong to tokens; None: graders gave none
+    )
 
 
 @dataclass(frozen=True)
 class Routing:
-    """The experts of a Batch's tokens in the MoE layers of this pipeline stage; actor.routing_replay."""
+    """The experts of a Batch's tokens in the MoE layers of this pipeline stage;
+    actor.routing_replay."""
 
     experts: "Tensor"  # [T, layers, k] uint8 or int16, 0 beyond `lengths`
     lengths: "Tensor"  # [N] int64, tokens of each sample whose experts are known, from its first on
@@ -216,16 +258,21 @@ class Correction:
     """Correction of the trainer/rollout mismatch; algo/correction.py."""
 
     weights: "Tensor | None" = None  # [T] float32, factors of the policy loss; None: 1
-    counted: "Tensor | None" = None  # [T] bool, tokens of the loss's denominators; None: the loss mask
+    counted: "Tensor | None" = (
+        None  # [T] bool, tokens of the loss's denominators; None: the loss mask
+    )
 
 
 @dataclass(frozen=True)
 class Batch:
-    """This data-parallel rank's samples of one step, on the host; each MicroBatch copies its own to the device."""
+    """This data-parallel rank's samples of one step, on the host; each MicroBatch copies its own to
+    the device."""
 
-    # [N] int64, RolloutGroup.group_id * (most samples of a group) + index: an order that no layout changes
+    # [N] int64, RolloutGroup.group_id * (most samples of a group) + index: an order that no layout
+    # changes
     sample_ids: "Tensor"
-    group_ids: "Tensor"  # [N] int64, dense: the order of the groups among those of the step, 0 .. num_groups - 1
+    # [N] int64, dense: the order of the groups among those of the step, 0 .. num_groups - 1
+    group_ids: "Tensor"
     num_groups: int  # over all ranks
     tokens: "Tensor"  # [T] int32
     lengths: "Tensor"  # [N] int64, tokens of prompt + response
@@ -234,15 +281,20 @@ class Batch:
     rollout_logprobs: "Tensor"  # [T] float32, 0 off the response
     rewards: Rewards
     truncated: "Tensor"  # [N] bool, the response ended by length
-    lags: "Tensor | None" = None  # [T] int32, weight versions between sampling and training; None: all are 0
+    lags: "Tensor | None" = (
+        None  # [T] int32, weight versions between sampling and training; None: all are 0
+    )
     advantages: "Tensor | None" = None  # [T] float32, 0 off the loss mask
-    old_logprobs: "Tensor | None" = None  # [T] float32, by the actor before the first update of the step
+    old_logprobs: "Tensor | None" = (
+        None  # [T] float32, by the actor before the first update of the step
+    )
     ref_logprobs: "Tensor | None" = None  # [T] float32, by the reference model
     reference: ReferenceStates | None = None  # KL estimator "full", instead of ref_logprobs
     correction: Correction = Correction()
     routing: Routing | None = None
     updates: Updates = ()  # (): for forwards only
-    # [M] int64, samples of each rollout, which are neighbours; None: one each. Read by algo/rollouts.py
+    # [M] int64, samples of each rollout, which are neighbours; None: one each. Read by
+    # algo/rollouts.py
     rollout_sizes: "Tensor | None" = None
     images: tuple[tuple[ImageRef, ...], ...] = ()  # of each sample, [N]; (): none has any
 
@@ -264,7 +316,8 @@ def on_device(tensor: "Tensor", device: "torch.device") -> "Tensor":
 
 @dataclass(frozen=True)
 class Targets:
-    """The R positions of a micro-batch whose next token the policy sampled, and the indices of those tokens.
+    """The R positions of a micro-batch whose next token the policy sampled, and the indices of
+    those tokens.
 
     Under context parallelism only those in this rank's part.
     """
@@ -280,20 +333,24 @@ class MicroImages:
 
     refs: tuple[ImageRef, ...]  # [k], whose features are F rows, one image after the other
     rows: "Tensor"  # [p] int64: of a feature among the F
-    places: "Tensor"  # [p] int64, ascending: where it goes in the flattened [b, s] of this context-parallel rank
+    # [p] int64, ascending: where it goes in the flattened [b, s] of this context-parallel rank
+    places: "Tensor"
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The input of one forward pass: samples of a Batch, laid out [b, s] padded or as one packed row [1, s].
+    """The input of one forward pass: samples of a Batch, laid out [b, s] padded or as one packed
+    row [1, s].
 
-    Under context parallelism [b, s / cp], this rank's part; fields after `targets` are of the whole. On the host until
-    `to`; members and places stay there.
+    Under context parallelism [b, s / cp], this rank's part; fields after `targets` are of the
+    whole. On the host until `to`; members and places stay there.
     """
 
     tokens: "Tensor"  # [b, s] int64, 0 as padding
     positions: "Tensor"  # [b, s] int64, from 0 in every sequence
-    cu_seqlens: "Tensor | None"  # [k + 1] int32 if packed: starts of the k sequences and the end; else None
+    cu_seqlens: (
+        "Tensor | None"  # [k + 1] int32 if packed: starts of the k sequences and the end; else None
+    )
     rows: "Tensor"  # [b, s] int64, the sample each position belongs to; -1 padding
     columns: "Tensor"  # [b, s] int64, the index in the sample; -1 padding
     targets: Targets
@@ -303,7 +360,9 @@ class MicroBatch:
     target_grid: "Tensor"  # [R] int64, indices of the targets in the flattened [n, S]
     longest: int  # S, of the whole Batch: a sum over a row has the same bits in every micro-batch
     max_seqlen: int = 0  # tokens of the longest sequence, padding included
-    rope_positions: "Tensor | None" = None  # [3, b, s] int64: in time, height, width; only of vision-language models
+    rope_positions: "Tensor | None" = (
+        None  # [3, b, s] int64: in time, height, width; only of vision-language models
+    )
     images: MicroImages | None = None  # None: of a text-only model
 
     def to(self, device: "torch.device") -> "MicroBatch":
@@ -311,19 +370,31 @@ class MicroBatch:
 
         def moved(of: "MicroBatch | Targets") -> "dict[str, Tensor]":
             tensors = {name: value for name, value in vars(of).items() if hasattr(value, "device")}
-            return {n: on_device(tensor, device) for n, tensor in tensors.items() if n not in ("members", "places")}
+            return {
+                n: on_device(tensor, device)
+                for n, tensor in tensors.items()
+                if n not in ("members", "places")
+            }
 
-        return MicroBatch(**(vars(self) | moved(self) | {"targets": Targets(**moved(self.targets))}))
+        return MicroBatch(
+            **(vars(self) | moved(self) | {"targets": Targets(**moved(self.targets))})
+        )
 
     def padded(self, values: "Tensor") -> "Tensor":
-        """Returns values [T] of the Batch's tokens for the samples in it: [n, S] on its device, 0 beyond their ends."""
+        """Returns values [T] of the Batch's tokens for the samples in it: [n, S] on its device, 0
+        beyond their ends."""
         mine = on_device(values[self.places], self.grid.device)
-        return mine.new_zeros(len(self.members) * self.longest).index_copy(0, self.grid, mine).view(-1, self.longest)
+        return (
+            mine.new_zeros(len(self.members) * self.longest)
+            .index_copy(0, self.grid, mine)
+            .view(-1, self.longest)
+        )
 
 
 @dataclass(frozen=True)
 class RewardMoments:
-    """Moments of all valid rewards so far; the root of the sum, because squares of huge rewards overflow."""
+    """Moments of all valid rewards so far; the root of the sum, because squares of huge rewards
+    overflow."""
 
     count: int = 0  # rewards
     mean: float = 0.0
@@ -332,7 +403,8 @@ class RewardMoments:
 
 @dataclass(frozen=True)
 class AlgoState:
-    """State that the algorithm carries from step to step; the functions that change it return a new one."""
+    """State that the algorithm carries from step to step; the functions that change it return a new
+    one."""
 
     reward_moments: RewardMoments = RewardMoments()
     kl_coef: float | None = None  # the adaptive KL coefficient; None before the first step
@@ -347,8 +419,8 @@ class TrainState:
     algo_state: AlgoState = AlgoState()
     # Dynamic sampling: groups for the next step. This rank's; in a checkpoint those of all ranks.
     surplus: list[RolloutGroup] = field(default_factory=list)
-    # rollout.max_staleness: finished groups that no step has consumed, of all ranks. Only in a checkpoint: while a run
-    # goes on its source has them
+    # rollout.max_staleness: finished groups that no step has consumed, of all ranks. Only in a
+    # checkpoint: while a run goes on its source has them
     ahead: list[RolloutGroup] = field(default_factory=list)
     # rollout.extra_groups: (id, number of steps) of deferred groups
     deferred: list[tuple[int, int]] = field(default_factory=list)

@@ -23,7 +23,8 @@ def experiment(**sections) -> ExperimentConfig:
 
 
 def python(*words: str | Path, env: Mapping[str, str] | None = None, **options) -> str:
-    """What Python prints with these words; it must end without an error. options: of subprocess.run."""
+    """What Python prints with these words; it must end without an error. options: of
+    subprocess.run."""
     command = [sys.executable, "-W", "ignore", *map(str, words)]
     env = child_environment() if env is None else env
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, **options)
@@ -31,7 +32,12 @@ def python(*words: str | Path, env: Mapping[str, str] | None = None, **options) 
     return done.stdout.strip()
 
 
-def until(ready: Callable[[], T], within_s: float = 15.0, said: Callable[[], object] = str, poll_s: float = 0.02) -> T:
+def until(
+    ready: Callable[[], T],
+    within_s: float = 15.0,
+    said: Callable[[], object] = str,
+    poll_s: float = 0.02,
+) -> T:
     """The first true value of ready(); after that time AssertionError with what `said` returns."""
     deadline = time.monotonic() + within_s
     while not (value := ready()):
@@ -41,7 +47,8 @@ def until(ready: Callable[[], T], within_s: float = 15.0, said: Callable[[], obj
 
 
 def documented_metrics() -> set[str]:
-    """The names in the first column of docs/reference/metrics.md; * stands for a name or a number."""
+    """The names in the first column of docs/reference/metrics.md; * stands for a name or a
+    number."""
     page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     return {row for cell in cells for row in re.findall(r"`([a-z_]+/[a-z_0-9*]+)`", cell)}
@@ -49,4 +56,6 @@ def documented_metrics() -> set[str]:
 
 def metric_patterns() -> list[re.Pattern[str]]:
     """What these names match."""
-    return [re.compile(re.escape(row).replace(r"\*", r"[a-z_0-9{}]+")) for row in documented_metrics()]
+    return [
+        re.compile(re.escape(row).replace(r"\*", r"[a-z_0-9{}]+")) for row in documented_metrics()
+    ]

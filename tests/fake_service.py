@@ -1,4 +1,5 @@
-"""A rollout service in a thread, over real HTTP: the control endpoint and the router of one, which fail on purpose."""
+"""A rollout service in a thread, over real HTTP: the control endpoint and the router of one, which
+fail on purpose."""
 
 import asyncio
 import json
@@ -12,16 +13,21 @@ from aiohttp import web
 from megagrpo.rollout.control import ServiceControl
 from megagrpo.system.environment import ENGINE_HEADER
 
-NO_WORKERS = {"type": "Service Unavailable", "code": "no_available_workers", "message": "No available workers"}
+NO_WORKERS = {
+    "type": "Service Unavailable",
+    "code": "no_available_workers",
+    "message": "No available workers",
+}
 
 
 @dataclass
 class FakeService:
     """Plays the service and its router over real HTTP.
 
-    `script` holds what the next requests to /generate get, one entry each, then all get an answer: an int is a status,
-    "no_workers", "hang", "drop" (close the connection), or a dict that replaces parts of meta_info. ("cut", n): a
-    streamed response that breaks off after n tokens. `hang` tells of a request's body whether it gets no answer yet.
+    `script` holds what the next requests to /generate get, one entry each, then all get an answer:
+    an int is a status, "no_workers", "hang", "drop" (close the connection), or a dict that replaces
+    parts of meta_info. ("cut", n): a streamed response that breaks off after n tokens. `hang` tells
+    of a request's body whether it gets no answer yet.
     """
 
     script: list = field(default_factory=list)
@@ -42,9 +48,20 @@ class FakeService:
 
     async def status(self, request: web.Request) -> web.Response:
         verified = self.version if self.state == "ready" else None
-        engine = {"id": "engine-0", "url": self.url, "state": self.state, "weight_version": verified, "incarnation": 1}
+        engine = {
+            "id": "engine-0",
+            "url": self.url,
+            "state": self.state,
+            "weight_version": verified,
+            "incarnation": 1,
+        }
         engine |= {"restarts": 0, "pid": 1, "reason": "", "load_now": self.load_now}
-        found = {"router": self.url, "failed": self.failed, "lost_hosts": self.lost_hosts, "engines": [engine]}
+        found = {
+            "router": self.url,
+            "failed": self.failed,
+            "lost_hosts": self.lost_hosts,
+            "engines": [engine],
+        }
         return web.json_response(found)
 
     async def ready(self, request: web.Request) -> web.Response:
@@ -54,18 +71,35 @@ class FakeService:
         return web.json_response({})
 
     async def server_info(self, request: web.Request) -> web.Response:
-        return web.json_response({} if self.cache_tokens is None else {"max_total_num_tokens": self.cache_tokens})
+        return web.json_response(
+            {} if self.cache_tokens is None else {"max_total_num_tokens": self.cache_tokens}
+        )
 
-    async def stream(self, request: web.Request, tokens: list[int], meta: dict, step) -> web.StreamResponse:
-        """A piece for every token; of prompts of two tokens, so that a request goes on where the last one ended."""
-        answer = web.StreamResponse(headers={ENGINE_HEADER: "engine-0", "Content-Type": "text/event-stream"})
+    async def stream(
+        self, request: web.Request, tokens: list[int], meta: dict, step
+    ) -> web.StreamResponse:
+        """A piece for every token; of prompts of two tokens, so that a request goes on where the
+        last one ended."""
+        answer = web.StreamResponse(
+            headers={ENGINE_HEADER: "engine-0", "Content-Type": "text/event-stream"}
+        )
         await answer.prepare(request)
         cut = step[1] if isinstance(step, tuple) else None
         for number, token in enumerate(tokens, 1):
             last = number == len(tokens)
-            piece = meta | {"finish_reason": meta["finish_reason"] if last else None, "completion_tokens": number}
-            piece |= {"weight_version": str(self.version), "output_token_logprobs": [[-0.5, token, None]]}
-            await answer.write(b"data: " + json.dumps({"output_ids": [token], "meta_info": piece}).encode() + b"\n\n")
+            piece = meta | {
+                "finish_reason": meta["finish_reason"] if last else None,
+                "completion_tokens": number,
+            }
+            piece |= {
+                "weight_version": str(self.version),
+                "output_token_logprobs": [[-0.5, token, None]],
+            }
+            await answer.write(
+                b"data: "
+                + json.dumps({"output_ids": [token], "meta_info": piece}).encode()
+                + b"\n\n"
+            )
             if number == cut:
                 await asyncio.sleep(0.05)
                 request.transport.close()
@@ -89,7 +123,11 @@ class FakeService:
             return web.Response(status=step, text="on purpose")
         # The response is a function of the request alone: the seed's last digits, as tokens.
         tokens = [int(digit) for digit in str(body["sampling_params"]["sampling_seed"])[-4:]]
-        meta = {"finish_reason": {"type": "stop"}, "weight_version": str(self.version), "weight_versions": []}
+        meta = {
+            "finish_reason": {"type": "stop"},
+            "weight_version": str(self.version),
+            "weight_versions": [],
+        }
         if body.get("stream"):
             meta |= step if isinstance(step, dict) else {}
             return await self.stream(request, tokens[len(body["input_ids"]) - 2 :], meta, step)
@@ -104,7 +142,10 @@ def running(service: FakeService) -> Iterator[FakeService]:
     loop = asyncio.new_event_loop()
     app = web.Application()
     routes = [web.get("/status", service.status), web.post("/engines/{id}/ready", service.ready)]
-    routes += [web.post("/generate", service.generate), web.get("/server_info", service.server_info)]
+    routes += [
+        web.post("/generate", service.generate),
+        web.get("/server_info", service.server_info),
+    ]
     app.add_routes(routes)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
 

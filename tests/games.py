@@ -1,4 +1,5 @@
-"""Environments of tests: a number to be guessed, a walk whose turns see the present place alone, and bad ones."""
+"""Environments of tests: a number to be guessed, a walk whose turns see the present place alone,
+and bad ones."""
 
 import asyncio
 import os
@@ -32,7 +33,8 @@ class GuessTheNumber:
 
 
 class Walk:
-    """From 0 to 3 by "+"; each turn sees its place alone, "-" ends it. A step is worth a quarter."""
+    """From 0 to 3 by "+"; each turn sees its place alone, "-" ends it. A step is worth a
+    quarter."""
 
     def __init__(self, row: dict, seed: int):
         self.place = 0
@@ -100,7 +102,8 @@ class Slow:
 
 
 class Flaky:
-    """Fails as the row's answer says until it was begun so often; every begin is a line of a file."""
+    """Fails as the row's answer says until it was begun so often; every begin is a line of a
+    file."""
 
     def __init__(self, row: dict, seed: int, file: str, good: int):
         with Path(file).open("a") as log:
@@ -124,7 +127,8 @@ class Flaky:
 
 
 class Sums:
-    """Three sums; each answer is worth the share of its small digits, which a random model gets in part."""
+    """Three sums; each answer is worth the share of its small digits, which a random model gets in
+    part."""
 
     def __init__(self, row: dict, seed: int):
         self.turn = 0

@@ -1,10 +1,16 @@
-"""A server of the Model Context Protocol with two tools, over stdio: `python tests/mcp_server.py [die]`."""
+"""A server of the Model Context Protocol with two tools, over stdio: `python tests/mcp_server.py
+[die]`."""
 
 import json
 import sys
 
 TOOLS = [
-    {"name": "add", "description": "The sum.", "inputSchema": {"type": "object"}, "annotations": {"title": "left out"}},
+    {
+        "name": "add",
+        "description": "The sum.",
+        "inputSchema": {"type": "object"},
+        "annotations": {"title": "left out"},
+    },
     {"name": "fail", "inputSchema": {"type": "object"}},
 ]
 
@@ -13,7 +19,12 @@ def answer(message: dict, calls: list[str]) -> dict:
     """The result of a request, or its error."""
     match message["method"]:
         case "initialize":
-            return {"result": {"protocolVersion": message["params"]["protocolVersion"], "capabilities": {"tools": {}}}}
+            return {
+                "result": {
+                    "protocolVersion": message["params"]["protocolVersion"],
+                    "capabilities": {"tools": {}},
+                }
+            }
         case "tools/list":
             page = int(message["params"].get("cursor", 0))
             more = {"nextCursor": str(page + 1)} if page + 1 < len(TOOLS) else {}
@@ -21,10 +32,15 @@ def answer(message: dict, calls: list[str]) -> dict:
         case "tools/call":
             calls.append(message["params"]["name"])
             if calls[-1] == "fail":
-                return {"result": {"content": [{"type": "text", "text": "no luck"}], "isError": True}}
+                return {
+                    "result": {"content": [{"type": "text", "text": "no luck"}], "isError": True}
+                }
             if not (arguments := message["params"]["arguments"]):
                 return {"error": {"code": -32602, "message": "a and b are missing"}}
-            parts = [{"type": "text", "text": str(arguments["a"] + arguments["b"])}, {"type": "image", "data": ""}]
+            parts = [
+                {"type": "text", "text": str(arguments["a"] + arguments["b"])},
+                {"type": "image", "data": ""},
+            ]
             return {"result": {"content": parts}}
     return {"error": {"code": -32601, "message": message["method"]}}
 
@@ -41,8 +57,14 @@ def main() -> None:
             # between a request and its answer a server may ask and tell
             print(json.dumps({"jsonrpc": "2.0", "id": "p", "method": "ping"}), flush=True)
             assert json.loads(sys.stdin.readline()) == {"jsonrpc": "2.0", "id": "p", "result": {}}
-            print(json.dumps({"jsonrpc": "2.0", "method": "notifications/message", "params": {}}), flush=True)
-        print(json.dumps({"jsonrpc": "2.0", "id": message["id"], **answer(message, calls)}), flush=True)
+            print(
+                json.dumps({"jsonrpc": "2.0", "method": "notifications/message", "params": {}}),
+                flush=True,
+            )
+        print(
+            json.dumps({"jsonrpc": "2.0", "id": message["id"], **answer(message, calls)}),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

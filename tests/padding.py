@@ -1,4 +1,5 @@
-"""Batches written as padded rows, which tests read and write more easily than values without padding."""
+"""Batches written as padded rows, which tests read and write more easily than values without
+padding."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,15 +30,29 @@ def batch_of_rows(**given: Any) -> Batch:
     rows = {name: v for name, v in given.items() if isinstance(v, Tensor) and v.dim() > 1}
     given |= {name: flat(v, lengths).to(types.get(name, v.dtype)) for name, v in rows.items()}
     rewards = Rewards(
-        given.pop("rewards"), given.pop("valid"), given.pop("greedy_rewards", None), given.pop("token_scores", None)
+        given.pop("rewards"),
+        given.pop("valid"),
+        given.pop("greedy_rewards", None),
+        given.pop("token_scores", None),
     )
     return Batch(**given, rewards=rewards)
 
 
 def as_rows(batch: Batch) -> Batch:
-    """The batch with values of tokens as [N, S]: what they are is easier to say so, and nothing else may be done."""
-    names = ["tokens", "loss_mask", "rollout_logprobs", "lags", "advantages", "old_logprobs", "ref_logprobs"]
-    correction = replace(batch.correction, **_padded(batch.correction, ("weights", "counted"), batch.lengths))
+    """The batch with values of tokens as [N, S]: what they are is easier to say so, and nothing
+    else may be done."""
+    names = [
+        "tokens",
+        "loss_mask",
+        "rollout_logprobs",
+        "lags",
+        "advantages",
+        "old_logprobs",
+        "ref_logprobs",
+    ]
+    correction = replace(
+        batch.correction, **_padded(batch.correction, ("weights", "counted"), batch.lengths)
+    )
     return replace(batch, **_padded(batch, names, batch.lengths), correction=correction)
 
 

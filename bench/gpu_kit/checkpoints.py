@@ -15,7 +15,12 @@ from megagrpo.checkpoint.save import RunIdentity
 from megagrpo.config.schema import CheckpointConfig
 from megagrpo.types import TrainState
 
-SIZES = {"hidden_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 8}
+SIZES = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+}
 SIZES |= {"head_dim": 128, "intermediate_size": 6144, "vocab_size": 32_768}
 
 
@@ -24,7 +29,9 @@ def checkpoints(figures: Figures, setting: Setting) -> None:
     sizes = setting.of(SIZES, QWEN3_TINY)
     batch = random_batch(sizes["vocab_size"], [32] * 4, 8)
     identity = RunIdentity({"model": "kit"}, {"ranks": 1})
-    with random_actor(setting.folder / "saved", description("qwen3", sizes), dtype="bfloat16") as actor:
+    with random_actor(
+        setting.folder / "saved", description("qwen3", sizes), dtype="bfloat16"
+    ) as actor:
         step.update(actor, batch, PLAIN, 1.0, 24)  # the optimizer has a state
         truth = step.token_logprobs(actor, batch, 1.0)
         for form, reshardable in (("parts of this layout", False), ("for any layout", True)):
@@ -36,7 +43,10 @@ def checkpoints(figures: Figures, setting: Setting) -> None:
             ).finish()
             seconds, num_bytes = time.perf_counter() - start, _bytes_below(saved)
             figures.add(
-                f"{form}: save", num_bytes / seconds / 1e9, "GB/s", f"{num_bytes / 1e9:.2f} GB in {seconds:.2f} s"
+                f"{form}: save",
+                num_bytes / seconds / 1e9,
+                "GB/s",
+                f"{num_bytes / 1e9:.2f} GB in {seconds:.2f} s",
             )
             with torch.no_grad():
                 for parameter in actor.parameters().values():
@@ -44,9 +54,13 @@ def checkpoints(figures: Figures, setting: Setting) -> None:
             start = time.perf_counter()
             checkpoint.load(saved, identity, lambda folder: load_actor(actor, folder), actor.mesh)
             seconds = time.perf_counter() - start
-            figures.add(f"{form}: check and load", num_bytes / seconds / 1e9, "GB/s", f"{seconds:.2f} s")
+            figures.add(
+                f"{form}: check and load", num_bytes / seconds / 1e9, "GB/s", f"{seconds:.2f} s"
+            )
             wrong = int((step.token_logprobs(actor, batch, 1.0) != truth).sum())
-            figures.add("  log-probs that differ afterwards", wrong, "", f"on {DEVICE.type}", at_most=0)
+            figures.add(
+                "  log-probs that differ afterwards", wrong, "", f"on {DEVICE.type}", at_most=0
+            )
 
 
 def _plan(actor, folder: Path, reshardable: bool):

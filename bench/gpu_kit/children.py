@@ -1,7 +1,8 @@
-"""Runs one section in a process of its own: its crash, hang or lack of memory ends it alone, and is what it reports.
+"""Runs one section in a process of its own: its crash, hang or lack of memory ends it alone, and is
+what it reports.
 
-On a GPU every section starts a fresh interpreter, because CUDA does not survive a fork. On a CPU it is forked from a
-process that has imported the libraries, which would otherwise be most of the work.
+On a GPU every section starts a fresh interpreter, because CUDA does not survive a fork. On a CPU it
+is forked from a process that has imported the libraries, which would otherwise be most of the work.
 """
 
 import faulthandler
@@ -47,8 +48,11 @@ class Outcome:
     figures: list[Figure] = field(default_factory=list)
 
 
-def run_section(name: str, section: Section, setting: Setting, limit_s: float | None = None) -> Outcome:
-    """Runs a section to its end, or to its time limit, and returns what it found and how it ended."""
+def run_section(
+    name: str, section: Section, setting: Setting, limit_s: float | None = None
+) -> Outcome:
+    """Runs a section to its end, or to its time limit, and returns what it found and how it
+    ended."""
     limit_s = section.limit_s if limit_s is None else min(limit_s, section.limit_s)
     setting.folder.mkdir(parents=True, exist_ok=True)
     file, log = setting.folder / f"{name}.jsonl", setting.folder / f"{name}.log"
@@ -86,8 +90,11 @@ def run_section(name: str, section: Section, setting: Setting, limit_s: float | 
 
 
 def _telling(lines: list[str]) -> list[str]:
-    """Returns where it was when it hung or crashed, as faulthandler says, innermost first; else its last lines."""
-    places = [n for n, line in enumerate(lines) if line.startswith(("Timeout (", "Fatal Python error"))]
+    """Returns where it was when it hung or crashed, as faulthandler says, innermost first; else its
+    last lines."""
+    places = [
+        n for n, line in enumerate(lines) if line.startswith(("Timeout (", "Fatal Python error"))
+    ]
     start = max(places[0] - 2, 0) if places else max(len(lines) - LAST_LINES, 0)
     return lines[start : start + LAST_LINES]
 
@@ -115,7 +122,9 @@ def _child(run: str, setting: Setting, file: Path, log: Path, limit_s: float) ->
         status = _UNAVAILABLE
     except BaseException as exc:  # whatever it was: it is this section's result
         traceback.print_exc()
-        print(f"{type(exc).__name__}: {' '.join(str(exc).split())[:400]}")  # the last line: the reason
+        print(
+            f"{type(exc).__name__}: {' '.join(str(exc).split())[:400]}"
+        )  # the last line: the reason
         status = 1
     output.flush()
     os._exit(status)  # Python's own way out would wait for threads of NCCL

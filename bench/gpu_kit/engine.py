@@ -1,4 +1,5 @@
-"""SGLang on this GPU, with its own kernels where they are installed, else with torch's and Triton's; then the loop."""
+"""SGLang on this GPU, with its own kernels where they are installed, else with torch's and
+Triton's; then the loop."""
 
 import importlib.util
 import json
@@ -15,12 +16,20 @@ from bench.gpu_kit.figures import Figures, Setting, Unavailable
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.rollout.service.engine_command import CPU_SHIMS, ServerPlace, engine_command, engine_environment
+from megagrpo.rollout.service.engine_command import (
+    CPU_SHIMS,
+    ServerPlace,
+    engine_command,
+    engine_environment,
+)
 from megagrpo.system.environment import child_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 _BACKEND = "triton"  # of attention: it needs none of SGLang's CUDA kernels
-_READY_S, _ANSWER_S = 120.0, 120.0  # two imports of SGLang and CUDA's start; a first request, which compiles kernels
+_READY_S, _ANSWER_S = (
+    120.0,
+    120.0,
+)  # two imports of SGLang and CUDA's start; a first request, which compiles kernels
 _STEPS = 3
 _LAST_LINES = 15
 
@@ -32,7 +41,9 @@ def engine(figures: Figures, setting: Setting) -> None:
     figures.add("words of an engine's command", len(command), "", " ".join(command[3:9]))
     _require(setting, "sglang")
     paths, variables = _without_kernels(setting)
-    figures.add("sgl_kernel", "its stand-in, and SGLang's plain functions" if paths else "installed")
+    figures.add(
+        "sgl_kernel", "its stand-in, and SGLang's plain functions" if paths else "installed"
+    )
     _make_model(config)
     try:
         ready, first, tokens_s = _one_engine(config, setting, paths, variables, 30_010)
@@ -45,17 +56,24 @@ def engine(figures: Figures, setting: Setting) -> None:
 
 
 def loop(figures: Figures, setting: Setting) -> None:
-    """Runs a few steps of the whole loop on one GPU, colocated where the program can. It may fail: that is told."""
+    """Runs a few steps of the whole loop on one GPU, colocated where the program can. It may fail:
+    that is told."""
     experiment = _loop_experiment(setting)
     config = ExperimentConfig.model_validate(experiment)
     colocated = getattr(config.rollout, "colocate", False)
-    figures.add("engines", "on the trainer's GPU, asleep in training" if colocated else "beside the trainer")
+    figures.add(
+        "engines", "on the trainer's GPU, asleep in training" if colocated else "beside the trainer"
+    )
     _require(setting, "sglang", "ray")
     file = setting.folder / "loop.yaml"
     file.write_text(json.dumps(experiment))  # JSON is YAML
     paths, variables = _without_kernels(setting)
     recipe = setting.folder / "recipe.yaml"
-    recipe.write_text(json.dumps({"model": {"family": "qwen3"}, "dataset": {"kind": "arithmetic", "num_train": 256}}))
+    recipe.write_text(
+        json.dumps(
+            {"model": {"family": "qwen3"}, "dataset": {"kind": "arithmetic", "num_train": 256}}
+        )
+    )
     script = str(ROOT / "examples" / "laptop" / "prepare.py")
     commands = {
         "prepare": [script, str(file), "--recipe", str(recipe)],
@@ -64,13 +82,17 @@ def loop(figures: Figures, setting: Setting) -> None:
     for command, arguments in commands.items():
         words = [sys.executable, *arguments]
         start = time.perf_counter()
-        done = subprocess.run(words, env=child_environment(variables, paths), capture_output=True, text=True, cwd=ROOT)
+        done = subprocess.run(
+            words, env=child_environment(variables, paths), capture_output=True, text=True, cwd=ROOT
+        )
         if done.returncode:
             print("\n".join((done.stdout + done.stderr).splitlines()[-_LAST_LINES:]))
             raise RuntimeError(f"{command} ended with status {done.returncode}")
         figures.add(command, time.perf_counter() - start, "s")
     metrics = Path(config.output_dir) / "metrics.jsonl"
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    lines = (
+        [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    )
     figures.add("steps on record", len(lines))
     for key in ("reward/mean", "time/step", "mismatch/logprob_abs"):
         if lines and key in lines[-1]:
@@ -78,7 +100,11 @@ def loop(figures: Figures, setting: Setting) -> None:
 
 
 def _one_engine(
-    config: ExperimentConfig, setting: Setting, paths: list[str], variables: dict[str, str], port: int
+    config: ExperimentConfig,
+    setting: Setting,
+    paths: list[str],
+    variables: dict[str, str],
+    port: int,
 ) -> tuple[float, float, float]:
     """Returns seconds until it answers and of a first request, and tokens/s of another.
 
@@ -96,13 +122,22 @@ def _one_engine(
     try:
         while not _answers(port):
             if server.poll() is not None or time.perf_counter() - start > _READY_S:
-                state = f"ended with {server.poll()}" if server.poll() is not None else "did not answer in time"
-                last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-_LAST_LINES:]
+                state = (
+                    f"ended with {server.poll()}"
+                    if server.poll() is not None
+                    else "did not answer in time"
+                )
+                last = [
+                    line for line in log.read_text(errors="replace").splitlines() if line.strip()
+                ][-_LAST_LINES:]
                 print("\n".join(last))
                 raise RuntimeError(f"{state}: {last[-1] if last else 'no output'}")
             time.sleep(0.5)
         ready = time.perf_counter() - start
-        request = {"input_ids": [5, 6, 7, 8], "sampling_params": {"max_new_tokens": 64, "ignore_eos": True}}
+        request = {
+            "input_ids": [5, 6, 7, 8],
+            "sampling_params": {"max_new_tokens": 64, "ignore_eos": True},
+        }
         start = time.perf_counter()
         _post(port, request)
         first, start = time.perf_counter() - start, time.perf_counter()
@@ -114,7 +149,8 @@ def _one_engine(
 
 
 def _without_kernels(setting: Setting) -> tuple[list[str], dict[str, str]]:
-    """Returns folders for PYTHONPATH and variables with which SGLang starts where its CUDA kernels are missing.
+    """Returns folders for PYTHONPATH and variables with which SGLang starts where its CUDA kernels
+    are missing.
 
     Of the CPU's shims only sgl_kernel: the one of Triton would hide the real Triton.
     """
@@ -145,7 +181,12 @@ def _post(port: int, body: dict) -> None:
 def _place(port: int) -> ServerPlace:
     cores = os.cpu_count() or 1
     return ServerPlace(
-        node_rank=0, bind_host="127.0.0.1", port=port, rendezvous="127.0.0.1:30099", cuda=True, num_cores=cores
+        node_rank=0,
+        bind_host="127.0.0.1",
+        port=port,
+        rendezvous="127.0.0.1:30099",
+        cuda=True,
+        num_cores=cores,
     )
 
 
@@ -172,7 +213,12 @@ def _experiment(setting: Setting) -> dict[str, Any]:
         "reward": {"grader": "exact", "workers": 1},
         "train": {"num_steps": _STEPS, "num_prompts_per_step": 16, "group_size": 4},
         "actor": {"dtype": "bfloat16"},
-        "rollout": {"num_engines": 1, "mem_fraction": 0.3, "dtype": "bfloat16", "load_format": "model"},
+        "rollout": {
+            "num_engines": 1,
+            "mem_fraction": 0.3,
+            "dtype": "bfloat16",
+            "load_format": "model",
+        },
     }
 
 
@@ -183,7 +229,11 @@ def _loop_experiment(setting: Setting) -> dict[str, Any]:
     if "sglang" in RolloutConfig.model_fields:
         engines: dict[str, Any] = {"sglang": backend}
     else:
-        engines = {"extra_args": [word for k, v in backend.items() for word in (f"--{k.replace('_', '-')}", v)]}
+        engines = {
+            "extra_args": [
+                word for k, v in backend.items() for word in (f"--{k.replace('_', '-')}", v)
+            ]
+        }
     if colocated:
         engines["colocate"] = True
     # NCCL refuses two ranks on one GPU

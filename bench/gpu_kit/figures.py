@@ -1,4 +1,5 @@
-"""What a section is given, and how it says what it found: figure by figure on disk, so that a crash loses none."""
+"""What a section is given, and how it says what it found: figure by figure on disk, so that a crash
+loses none."""
 
 import json
 import math
@@ -17,7 +18,8 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a section runs. `folder`: scratch of a run; sections may leave files there for later ones."""
+    """Where a section runs. `folder`: scratch of a run; sections may leave files there for later
+    ones."""
 
     device: str  # "cuda" | "cpu"
     small: bool  # sizes for a CPU, to see that everything runs
@@ -52,7 +54,11 @@ class Figure:
         """Whether the value is a number no larger than its bound; without a bound everything is."""
         if self.at_most is None:
             return True
-        return isinstance(self.value, float | int) and math.isfinite(self.value) and self.value <= self.at_most
+        return (
+            isinstance(self.value, float | int)
+            and math.isfinite(self.value)
+            and self.value <= self.at_most
+        )
 
 
 class Figures:

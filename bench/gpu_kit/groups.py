@@ -1,4 +1,5 @@
-"""Groups between trainers and engines on one device: joining, leaving, and a peer that never comes."""
+"""Groups between trainers and engines on one device: joining, leaving, and a peer that never
+comes."""
 
 import time
 from datetime import timedelta
@@ -16,12 +17,15 @@ _GRACE = 3.0  # times the limit, until which waiting must end
 
 
 def alone(figures: Figures, setting: Setting) -> None:
-    """Measures a group of this process alone: joining, the first broadcast, which makes a communicator, and the end."""
+    """Measures a group of this process alone: joining, the first broadcast, which makes a
+    communicator, and the end."""
     device, size = setting.torch_device(), setting.of(1 << 28, 1 << 16)
     values = torch.ones(size, dtype=torch.uint8, device=device)
     for number in ("first", "second"):
         start = time.perf_counter()
-        group = join_group(dist.HashStore(), f"alone {number}", 0, 1, device, "127.0.0.1", GroupLimits(30.0))
+        group = join_group(
+            dist.HashStore(), f"alone {number}", 0, 1, device, "127.0.0.1", GroupLimits(30.0)
+        )
         joined = time.perf_counter()
         group.wait([group.broadcast(values)], Deadline(30.0))
         met = time.perf_counter()
@@ -35,7 +39,8 @@ def alone(figures: Figures, setting: Setting) -> None:
 
 
 def without_peer(figures: Figures, setting: Setting) -> None:
-    """Joins a group of two, as either rank, whose other rank never comes: everything must end in a PeerLost.
+    """Joins a group of two, as either rank, whose other rank never comes: everything must end in a
+    PeerLost.
 
     Then a group of this process alone must still work.
     """
@@ -56,7 +61,9 @@ def _wait_in_vain(figures: Figures, rank: int, device: torch.device, limit_s: fl
     try:
         store = dist.HashStore()
         store.set_timeout(timedelta(seconds=limit_s))  # rank 1 asks it for what rank 0 never wrote
-        group = join_group(store, f"in vain {rank}", rank, 2, device, "127.0.0.1", GroupLimits(limit_s))
+        group = join_group(
+            store, f"in vain {rank}", rank, 2, device, "127.0.0.1", GroupLimits(limit_s)
+        )
         figures.add(f"rank {rank}: join returns after", time.perf_counter() - start, "s")
         group.wait([group.broadcast(torch.ones(4, device=device))], Deadline(limit_s))
     except PeerLost as exc:
@@ -67,4 +74,6 @@ def _wait_in_vain(figures: Figures, rank: int, device: torch.device, limit_s: fl
     if group is not None:
         start = time.perf_counter()
         group.abort()
-        figures.add(f"rank {rank}: abort", time.perf_counter() - start, "s", at_most=_GRACE * limit_s)
+        figures.add(
+            f"rank {rank}: abort", time.perf_counter() - start, "s", at_most=_GRACE * limit_s
+        )

@@ -1,4 +1,5 @@
-"""Log-probabilities and entropy with backward: chunked, plain autograd, and cross entropies of other libraries."""
+"""Log-probabilities and entropy with backward: chunked, plain autograd, and cross entropies of
+other libraries."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +21,8 @@ MEMORY = {
 
 
 def head(figures: Figures, setting: Setting) -> None:
-    """Compares values and gradients with plain autograd over whole logits, in both dtypes; then times and memory.
+    """Compares values and gradients with plain autograd over whole logits, in both dtypes; then
+    times and memory.
 
     The other libraries compute log-probabilities alone.
     """
@@ -34,14 +36,21 @@ def head(figures: Figures, setting: Setting) -> None:
         found, expected = chunked(), plain()
         gap = max(_largest(a, b) for a, b in zip(found, expected, strict=True))
         bound = FLOAT32_BOUND if dtype == torch.float32 else BFLOAT16_BOUND
-        figures.add(f"{name}: chunked against plain, relative", gap, "", "values and gradients", bound)
+        figures.add(
+            f"{name}: chunked against plain, relative", gap, "", "values and gradients", bound
+        )
         kept = sum(t.nbytes for t in found)
         del found, expected
         work = {"chunked": chunked, "plain autograd": plain}
         work |= {
-            "chunked, no entropy": partial(_alone, lambda h, w, t: chunked_logprobs(h, w, t, 1.0, chunk)[0], *inputs)
+            "chunked, no entropy": partial(
+                _alone, lambda h, w, t: chunked_logprobs(h, w, t, 1.0, chunk)[0], *inputs
+            )
         }
-        work |= {title: partial(_alone, one, *inputs) for title, one in others(figures, name, device).items()}
+        work |= {
+            title: partial(_alone, one, *inputs)
+            for title, one in others(figures, name, device).items()
+        }
         for title, one in work.items():
             beyond = _measure(figures, f"{name}: {title}", one, inputs)
             if beyond is not None and setting.device == "cuda":
@@ -51,22 +60,36 @@ def head(figures: Figures, setting: Setting) -> None:
                 figures.add("  memory beyond inputs and gradients", share, "", note, bound)
 
 
-def _measure(figures: Figures, title: str, work: Callable, inputs: tuple[Tensor, ...]) -> int | None:
+def _measure(
+    figures: Figures, title: str, work: Callable, inputs: tuple[Tensor, ...]
+) -> int | None:
     """Takes down seconds; returns the peak in bytes beyond the inputs, None where it cannot run."""
     device = inputs[0].device
     try:
         seconds = seconds_of(work, device)
         inputs[0].grad = inputs[1].grad = None
         beyond = peak_bytes(work, device)
-    except (RuntimeError, TypeError, ValueError, ImportError) as exc:  # a library that cannot run here, or lacks memory
-        figures.add(title, None, note=f"{type(exc).__name__}: {str(exc).splitlines()[0] if str(exc) else ''}")
+    except (
+        RuntimeError,
+        TypeError,
+        ValueError,
+        ImportError,
+    ) as exc:  # a library that cannot run here, or lacks memory
+        figures.add(
+            title,
+            None,
+            note=f"{type(exc).__name__}: {str(exc).splitlines()[0] if str(exc) else ''}",
+        )
         return None
     figures.add(title, seconds, "s")
     return beyond
 
 
-def others(figures: Figures, dtype: str, device: torch.device) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """Returns what else can be measured here: cross entropies, [T] or their sum, of hidden, weight and targets."""
+def others(
+    figures: Figures, dtype: str, device: torch.device
+) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    """Returns what else can be measured here: cross entropies, [T] or their sum, of hidden, weight
+    and targets."""
     found: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
     for title, make in {
         "torch's linear_cross_entropy": _torch,
@@ -85,11 +108,15 @@ def _torch() -> Callable:
     from torch.nn import LinearCrossEntropyOptions
     from torch.nn.functional import linear_cross_entropy
 
-    return lambda h, w, t: linear_cross_entropy(h, w, t, reduction="sum", options=LinearCrossEntropyOptions())
+    return lambda h, w, t: linear_cross_entropy(
+        h, w, t, reduction="sum", options=LinearCrossEntropyOptions()
+    )
 
 
 def _liger() -> Callable:
-    from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+    from liger_kernel.transformers.fused_linear_cross_entropy import (
+        LigerFusedLinearCrossEntropyLoss,
+    )
 
     loss = LigerFusedLinearCrossEntropyLoss(reduction="sum")
     return lambda h, w, t: loss(w, h, t)
@@ -109,20 +136,27 @@ def _flash() -> Callable:
 
 
 def plain_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns log-probabilities and entropies [T] from whole logits, whose product is the input's dtype's."""
+    """Returns log-probabilities and entropies [T] from whole logits, whose product is the input's
+    dtype's."""
     logp = torch.log_softmax((hidden @ weight.T).float(), -1)
     return logp.gather(1, targets[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
 
 
-def _inputs(tokens: int, hidden: int, vocab: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+def _inputs(
+    tokens: int, hidden: int, vocab: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ...]:
     generator = torch.Generator(device).manual_seed(0)
-    states = torch.randn(tokens, hidden, generator=generator, device=device).to(dtype).requires_grad_()
+    states = (
+        torch.randn(tokens, hidden, generator=generator, device=device).to(dtype).requires_grad_()
+    )
     weight = torch.randn(vocab, hidden, generator=generator, device=device) / hidden**0.5
     targets = torch.randint(0, vocab, (tokens,), generator=generator, device=device)
     return states, weight.to(dtype).requires_grad_(), targets
 
 
-def _both(function: Callable, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+def _both(
+    function: Callable, hidden: Tensor, weight: Tensor, targets: Tensor
+) -> tuple[Tensor, ...]:
     hidden.grad = weight.grad = None
     logprobs, entropy = function(hidden, weight, targets)
     (logprobs.sum() + 0.5 * entropy.sum()).backward()

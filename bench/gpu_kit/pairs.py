@@ -1,4 +1,5 @@
-"""What needs a second process or thread on one GPU: ranks of one mesh, shared memory, the threads of a publish."""
+"""What needs a second process or thread on one GPU: ranks of one mesh, shared memory, the threads
+of a publish."""
 
 import multiprocessing
 import socket
@@ -35,21 +36,33 @@ _BATCHES = 6
 
 
 def ranks(figures: Figures, setting: Setting) -> None:
-    """Two ranks of one mesh on one device: agreement over gloo on the host, digests of what lies on the device."""
+    """Two ranks of one mesh on one device: agreement over gloo on the host, digests of what lies on
+    the device."""
     wrong = _beside(_rank, setting, lambda store: _rank(setting, store, 0))
-    figures.add("digests that differ from one process's", wrong, "", "each rank computes half of them", at_most=0)
+    figures.add(
+        "digests that differ from one process's",
+        wrong,
+        "",
+        "each rank computes half of them",
+        at_most=0,
+    )
     figures.add("two ranks agree, sum and exchange objects", "works")
 
 
 def _rank(setting: Setting, store: TCPStore, rank: int) -> int:
     """Returns how many digests differ from those of all values in this process."""
     device = setting.torch_device()
-    # A group with NCCL for CUDA tensors, as trainers have; nothing here may use it: it takes no two ranks on one GPU.
+    # A group with NCCL for CUDA tensors, as trainers have; nothing here may use it: it takes no two
+    # ranks on one GPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=_LIMIT_S))
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=_LIMIT_S)
+    )
     mesh = make_mesh(rank, 2, device, _LIMIT_S)
     assert mesh.from_main(lambda: "object", "send") == "object" and mesh.all_true(True)
-    assert mesh.reduce(torch.tensor([rank + 1]), "sum").tolist() == [3] and mesh.gather_world(rank) == [0, 1]
+    assert mesh.reduce(torch.tensor([rank + 1]), "sum").tolist() == [3] and mesh.gather_world(
+        rank
+    ) == [0, 1]
     values = _values(setting)
     live = {f"layer{number}": part.to(device) for number, part in enumerate(values.chunk(4))}
     specs = {name: (tuple(part.shape), torch.bfloat16) for name, part in live.items()}
@@ -65,7 +78,9 @@ def _rank(setting: Setting, store: TCPStore, rank: int) -> int:
     thread.start()
     thread.join()
     total = digests.total(found[0].cpu())  # over gloo; in a run over NCCL
-    expected = [int(slice_digest(part.cpu(), Box((0,), tuple(part.shape)))) for part in live.values()]
+    expected = [
+        int(slice_digest(part.cpu(), Box((0,), tuple(part.shape)))) for part in live.values()
+    ]
     wrong = sum(int(total[index]) != value for index, value in zip(numbers, expected, strict=True))
     mesh.gather_world(None)
     dist.destroy_process_group()
@@ -73,14 +88,17 @@ def _rank(setting: Setting, store: TCPStore, rank: int) -> int:
 
 
 def reshard_end(figures: Figures, setting: Setting) -> None:
-    """A trainer's end of a link in a thread, as a publish runs it, with the mesh of a run; it meets only itself."""
+    """A trainer's end of a link in a thread, as a publish runs it, with the mesh of a run; it meets
+    only itself."""
     try:
         from megagrpo.weights.transports.links import Link
         from megagrpo.weights.transports.reshard import SendOrder, _TrainerEnd
     except ModuleNotFoundError as exc:  # of the client of engines
         raise Unavailable(str(exc)) from exc
     mesh = make_mesh(0, 1, setting.torch_device(), _LIMIT_S)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_LIMIT_S))
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_LIMIT_S)
+    )
     link = Link(
         name="kit",
         url="http://127.0.0.1:1",
@@ -94,7 +112,9 @@ def reshard_end(figures: Figures, setting: Setting) -> None:
         left_s=_LIMIT_S,
         transfer="",
     )
-    end = _TrainerEnd(link, cast(TransferPlan, SimpleNamespace(trainers=[0], sent_by=lambda rank: {})), 0)
+    end = _TrainerEnd(
+        link, cast(TransferPlan, SimpleNamespace(trainers=[0], sent_by=lambda rank: {})), 0
+    )
     weights = cast(TrainerWeights, SimpleNamespace(mesh=mesh, parameters=dict))
 
     def send() -> str:
@@ -120,7 +140,9 @@ def handover(figures: Figures, setting: Setting) -> None:
         device = setting.torch_device()
         live = {"w": _values(setting).to(device)}
         start = time.perf_counter()
-        end = Handover(store, "kit", _plan(setting), device, Deadline(_LIMIT_S), _LIMIT_S, cut=lambda: "")
+        end = Handover(
+            store, "kit", _plan(setting), device, Deadline(_LIMIT_S), _LIMIT_S, cut=lambda: ""
+        )
         for number in _plan(setting):
             for message, memory in end.start(number):
                 pack(message, memory, live)
@@ -131,9 +153,13 @@ def handover(figures: Figures, setting: Setting) -> None:
         return 0
 
     wrong = _beside(_take, setting, fill)
-    figures.add("values that differ after the hand-over", wrong, "", "in the other process", at_most=0)
+    figures.add(
+        "values that differ after the hand-over", wrong, "", "in the other process", at_most=0
+    )
     size = _values(setting).nbytes
-    figures.add("hand-over, first use included", size / seconds[0] / 1e9, "GB/s", f"{size / 1e9:.2g} GB")
+    figures.add(
+        "hand-over, first use included", size / seconds[0] / 1e9, "GB/s", f"{size / 1e9:.2g} GB"
+    )
 
 
 def _take(setting: Setting, store: TCPStore, rank: int) -> int:
@@ -153,23 +179,36 @@ def _values(setting: Setting) -> Tensor:
 def _plan(setting: Setting) -> dict[int, list[Message]]:
     size = setting.of(1 << 28, 1 << 14) // _BATCHES // 16 * 16
     slices = [ParameterSlice("w", number * size, (size,), (1,)) for number in range(_BATCHES)]
-    rest = ParameterSlice("w", _BATCHES * size, (setting.of(1 << 28, 1 << 14) - _BATCHES * size,), (1,))
+    rest = ParameterSlice(
+        "w", _BATCHES * size, (setting.of(1 << 28, 1 << 14) - _BATCHES * size,), (1,)
+    )
     return {
         number: [Message(0, number, torch.bfloat16, (one,))]
         for number, one in enumerate([*slices, *([rest] if rest.size[0] else [])])
     }
 
 
-def _beside(body: Callable[[Setting, TCPStore, int], int], setting: Setting, main: Callable[[TCPStore], int]) -> int:
-    """Runs `body` in a second process while `main` runs in this one; returns the sum of their results."""
+def _beside(
+    body: Callable[[Setting, TCPStore, int], int], setting: Setting, main: Callable[[TCPStore], int]
+) -> int:
+    """Runs `body` in a second process while `main` runs in this one; returns the sum of their
+    results."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("fork" if setting.device == "cpu" else "spawn")
-    child = context.Process(target=_second, args=(body, setting, port))  # before this one has threads
+    child = context.Process(
+        target=_second, args=(body, setting, port)
+    )  # before this one has threads
     child.start()
     try:
-        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_LIMIT_S))
+        store = TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=_LIMIT_S),
+        )
         mine = main(store)
         return mine + int(store.get("result"))
     finally:

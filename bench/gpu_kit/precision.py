@@ -1,4 +1,5 @@
-"""The actor on the GPU, in float32 and in bfloat16, against itself in float32 on the CPU: four families."""
+"""The actor on the GPU, in float32 and in bfloat16, against itself in float32 on the CPU: four
+families."""
 
 import math
 from collections.abc import Iterator
@@ -8,7 +9,14 @@ from typing import Any
 import torch
 
 from bench.gpu_kit.figures import Figures, Setting, Unavailable
-from bench.gpu_kit.models import DEVICE, RICH, RandomTensors, description, random_actor, random_batch
+from bench.gpu_kit.models import (
+    DEVICE,
+    RICH,
+    RandomTensors,
+    description,
+    random_actor,
+    random_batch,
+)
 from megagrpo.actor import step
 from megagrpo.certify.measure import whole
 from megagrpo.weights.actor_weights import ActorWeights
@@ -16,10 +24,20 @@ from megagrpo.weights.copies.record import record_copies
 
 CPU = torch.device("cpu")  # models on a GPU and on the CPU are compared: drawn on one of them
 VOCAB = 160
-_SIZES = {"hidden_size": 64, "num_hidden_layers": 4, "num_key_value_heads": 2, "intermediate_size": 128}
+_SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+}
 _SIZES |= {"vocab_size": VOCAB}
 _WIDE = {"num_attention_heads": 4, "head_dim": 32}
-_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
 _EXPERTS |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
 FAMILIES = {
     "qwen3": _SIZES | _WIDE,
@@ -34,13 +52,14 @@ VARIANTS = {
 }
 LENGTHS, PROMPT = (40, 7, 23, 12, 31, 9, 18), 4
 FLOAT32_BOUND = 1e-4  # log-probabilities, nats; gradients, relative
-# bfloat16 keeps 8 bits. On a CPU it gives 0.01 and 0.03; with experts 0.05 and 0.11, since rounding gives a few tokens
-# to other experts.
+# bfloat16 keeps 8 bits. On a CPU it gives 0.01 and 0.03; with experts 0.05 and 0.11, since rounding
+# gives a few tokens to other experts.
 BFLOAT16 = {"dense": (0.06, 0.2), "experts": (0.15, 0.3)}
 
 
 def truth(figures: Figures, setting: Setting) -> None:
-    """Leaves every family's numbers in float32 on the CPU for `actor`. CUDA is hidden from this process."""
+    """Leaves every family's numbers in float32 on the CPU for `actor`. CUDA is hidden from this
+    process."""
     for family in _families(setting):
         numbers = measure(family, "float32", setting.folder, VARIANTS["packed"])
         torch.save(numbers, _truth_file(setting, family))
@@ -65,20 +84,37 @@ def actor(figures: Figures, setting: Setting) -> None:
             bounds = (FLOAT32_BOUND, FLOAT32_BOUND) if dtype == "float32" else BFLOAT16[kind]
             logprob = "logprob_max" if dtype == "float32" else "logprob_mean"
             which = "largest" if dtype == "float32" else "mean"
-            others = f"largest {worst['logprob_max']:.2g}, loss {worst['loss']:.2g}, norm {worst['norm']:.2g}"
+            others = (
+                f"largest {worst['logprob_max']:.2g}, loss {worst['loss']:.2g}, norm "
+                f"{worst['norm']:.2g}"
+            )
             figures.add(f"{family} {dtype}: loaded weights that differ", worst["wrong"], at_most=0)
-            figures.add(f"{family} {dtype}: {which} log-prob difference", worst[logprob], "nats", others, bounds[0])
+            figures.add(
+                f"{family} {dtype}: {which} log-prob difference",
+                worst[logprob],
+                "nats",
+                others,
+                bounds[0],
+            )
             note = f"worst parameter {worst['worst_gradient']:.2g}"
-            figures.add(f"{family} {dtype}: gradients, relative", worst["gradient"], "", note, bounds[1])
+            figures.add(
+                f"{family} {dtype}: gradients, relative", worst["gradient"], "", note, bounds[1]
+            )
 
 
 def measure(family: str, dtype: str, folder: Path, variant: dict[str, Any]) -> dict:
-    """Returns log-probabilities, loss, gradients (whole HF tensors) and gradient norm of one rich update."""
+    """Returns log-probabilities, loss, gradients (whole HF tensors) and gradient norm of one rich
+    update."""
     place = folder / "actors" / f"{len(list((folder / 'actors').glob('*')))}"
     options = {"dtype": dtype, "logprob_chunk_tokens": 32, **variant}
-    with random_actor(place, description(family, FAMILIES[family]), drawn_on=CPU, **options) as built:
+    with random_actor(
+        place, description(family, FAMILIES[family]), drawn_on=CPU, **options
+    ) as built:
         weights = weights_of(built)
-        source, loaded = RandomTensors(built.arch, DEVICE, drawn_on=CPU), whole(weights, built.parameters(), built.mesh)
+        source, loaded = (
+            RandomTensors(built.arch, DEVICE, drawn_on=CPU),
+            whole(weights, built.parameters(), built.mesh),
+        )
         wrong = sum(not torch.equal(loaded[name].to(DEVICE), source[name]) for name in source)
         batch = random_batch(VOCAB, LENGTHS, PROMPT)
         rows = range(len(LENGTHS))
@@ -88,7 +124,13 @@ def measure(family: str, dtype: str, folder: Path, variant: dict[str, Any]) -> d
         gradients = whole(weights, built.gradients(), built.mesh)
         norm = built.optimizer_step(loss)["optim/grad_norm"]
         gradients = {name: gradient.float().cpu() for name, gradient in gradients.items()}
-    return {"logprobs": logprobs.cpu(), "gradients": gradients, "loss": loss, "norm": norm, "wrong": wrong}
+    return {
+        "logprobs": logprobs.cpu(),
+        "gradients": gradients,
+        "loss": loss,
+        "norm": norm,
+        "wrong": wrong,
+    }
 
 
 def weights_of(built: Any) -> ActorWeights:
@@ -97,15 +139,20 @@ def weights_of(built: Any) -> ActorWeights:
 
     dtype = getattr(torch, built.config.dtype)
     specs = {spec.name: (spec.shape, dtype) for spec in model_tensors(built.arch)}
-    return ActorWeights(record_copies(built.load_hf, specs, built.parameters()), specs, built.parameters)
+    return ActorWeights(
+        record_copies(built.load_hf, specs, built.parameters()), specs, built.parameters
+    )
 
 
 def differences(values: dict, exact: dict) -> dict[str, float]:
-    """Log-probabilities and loss absolute; |g - g32| / |g32| in the 2-norm, of all gradients and of the worst."""
+    """Log-probabilities and loss absolute; |g - g32| / |g32| in the 2-norm, of all gradients and of
+    the worst."""
     gap = (values["logprobs"] - exact["logprobs"]).abs()[exact["logprobs"] != 0]
     names = [name for name, gradient in exact["gradients"].items() if gradient.norm() > 0]
     each = {name: relative(values["gradients"][name], exact["gradients"][name]) for name in names}
-    mine, theirs = (torch.cat([side["gradients"][name].flatten() for name in names]) for side in (values, exact))
+    mine, theirs = (
+        torch.cat([side["gradients"][name].flatten() for name in names]) for side in (values, exact)
+    )
     return {
         "logprob_mean": float(gap.mean()),
         "logprob_max": float(gap.max()),

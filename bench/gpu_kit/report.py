@@ -16,9 +16,16 @@ def write_report(folder: Path, outcomes: list[Outcome], origin: dict) -> Path:
     """Writes gpu_<device>.md and .json into `folder` and prints the table; returns the page."""
     device = str(value_of(outcomes, "surroundings", "device") or "unknown device")
     name = "gpu_" + re.sub(r"\W+", "_", device.lower()).strip("_")
-    driver, torch = (value_of(outcomes, "surroundings", what) or "unknown" for what in ("driver", "torch"))
+    driver, torch = (
+        value_of(outcomes, "surroundings", what) or "unknown" for what in ("driver", "torch")
+    )
     machine = f"{device}, driver {driver}, torch {torch}, {origin['machine']}"
-    data = {**origin, "machine": machine, "device": device, "sections": [asdict(outcome) for outcome in outcomes]}
+    data = {
+        **origin,
+        "machine": machine,
+        "device": device,
+        "sections": [asdict(outcome) for outcome in outcomes],
+    }
     lines = [line for outcome in outcomes for line in _lines(outcome)]
     write_results(name, data, HEADER, lines, folder)
     return folder / f"{name}.md"
@@ -26,7 +33,13 @@ def write_report(folder: Path, outcomes: list[Outcome], origin: dict) -> Path:
 
 def value_of(outcomes: list[Outcome], section: str, what: str) -> float | str | None:
     """Returns one figure's value, None where there is none."""
-    figures = [f for outcome in outcomes if outcome.section == section for f in outcome.figures if f.what == what]
+    figures = [
+        f
+        for outcome in outcomes
+        if outcome.section == section
+        for f in outcome.figures
+        if f.what == what
+    ]
     return figures[0].value if figures else None
 
 
@@ -41,16 +54,30 @@ def above_bounds(outcomes: list[Outcome]) -> list[str]:
 
 
 def is_failure(outcome: Outcome) -> bool:
-    """Tells a section that should have run to its end from one that this machine lacks something for."""
+    """Tells a section that should have run to its end from one that this machine lacks something
+    for."""
     return outcome.status in ("failed", "timed out")
 
 
 def _lines(outcome: Outcome) -> list[tuple[str, ...]]:
     ended = "" if outcome.status == "not run" else f"{outcome.seconds:.0f} s"
-    lines = [(outcome.section, "", f"**{outcome.status}**" if outcome.status != "done" else "done", "", ended)]
+    lines = [
+        (
+            outcome.section,
+            "",
+            f"**{outcome.status}**" if outcome.status != "done" else "done",
+            "",
+            ended,
+        )
+    ]
     if outcome.reason:
-        lines[0] = (*lines[0][:-1], _cell(f"{ended}: {outcome.reason}" if ended else outcome.reason))
-    return lines + [("", _cell(figure.what), *_value(figure), _cell(figure.note)) for figure in outcome.figures]
+        lines[0] = (
+            *lines[0][:-1],
+            _cell(f"{ended}: {outcome.reason}" if ended else outcome.reason),
+        )
+    return lines + [
+        ("", _cell(figure.what), *_value(figure), _cell(figure.note)) for figure in outcome.figures
+    ]
 
 
 def _value(figure: Figure) -> tuple[str, str]:

@@ -22,7 +22,8 @@ LIBRARIES = (
 
 
 def surroundings(figures: Figures, setting: Setting) -> None:
-    """Names device, driver and versions. Where CUDA was asked for and is not there it fails, with the reason."""
+    """Names device, driver and versions. Where CUDA was asked for and is not there it fails, with
+    the reason."""
     figures.add("torch", torch.__version__, note=f"built for CUDA {torch.version.cuda}")
     figures.add("Python", platform.python_version())
     for name in LIBRARIES:
@@ -54,10 +55,16 @@ def _driver() -> str:
     file = Path("/proc/driver/nvidia/version")
     if file.exists():
         words = file.read_text().split()
-        return next((word for word in words if word.count(".") >= 1 and word.replace(".", "").isdigit()), "unknown")
+        return next(
+            (word for word in words if word.count(".") >= 1 and word.replace(".", "").isdigit()),
+            "unknown",
+        )
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        return subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip() or "unknown"
+        return (
+            subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip()
+            or "unknown"
+        )
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
 

@@ -16,7 +16,9 @@ import torch
 import megagrpo
 
 _AT_LEAST_S = 0.02  # of one timing: shorter work is repeated
-_SYNCHRONISING = "called a synchronizing CUDA operation"  # torch's warning, c10/cuda/CUDAFunctions.cpp
+_SYNCHRONISING = (
+    "called a synchronizing CUDA operation"  # torch's warning, c10/cuda/CUDAFunctions.cpp
+)
 
 
 def wait_for(device: torch.device) -> None:
@@ -26,7 +28,8 @@ def wait_for(device: torch.device) -> None:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, rounds: int = 3) -> float:
-    """Returns the seconds of one call: the median of `rounds` timings after a warm-up, by the clock of the host."""
+    """Returns the seconds of one call: the median of `rounds` timings after a warm-up, by the clock
+    of the host."""
     work()
     wait_for(device)
     start = time.perf_counter()
@@ -44,7 +47,8 @@ def seconds_of(work: Callable[[], object], device: torch.device, rounds: int = 3
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """Returns what torch's allocator held at most during a call beyond what it held before; 0 on a CPU."""
+    """Returns what torch's allocator held at most during a call beyond what it held before; 0 on a
+    CPU."""
     if device.type != "cuda":
         work()
         return 0
@@ -58,9 +62,11 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
 
 @contextmanager
 def synchronisations(device: torch.device) -> Iterator[Counter[str]]:
-    """Counts, by line of this program or of Megatron's, how often the host waited for the device inside.
+    """Counts, by line of this program or of Megatron's, how often the host waited for the device
+    inside.
 
-    What autograd calls in a thread of its own is counted at the line that called backward. On a CPU nothing waits.
+    What autograd calls in a thread of its own is counted at the line that called backward. On a CPU
+    nothing waits.
     """
     found: Counter[str] = Counter()
 

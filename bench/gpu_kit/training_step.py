@@ -1,4 +1,5 @@
-"""One update of a 1.7B-shaped model over packed tokens: speed, share of the peak, memory, synchronisations."""
+"""One update of a 1.7B-shaped model over packed tokens: speed, share of the peak, memory,
+synchronisations."""
 
 import time
 from collections.abc import Sequence
@@ -31,17 +32,24 @@ def with_recompute(figures: Figures, setting: Setting) -> None:
 
 
 def without_recompute(figures: Figures, setting: Setting) -> None:
-    """Measures 8,192 tokens with all activations kept: those of 16,384 and the optimizer would not fit into 80 GB."""
+    """Measures 8,192 tokens with all activations kept: those of 16,384 and the optimizer would not
+    fit into 80 GB."""
     _measure(figures, setting, "none", setting.of(8, 4))
 
 
 def without_logits(figures: Figures, setting: Setting) -> None:
-    """Measures the peak of forward and backward of a small model with a large vocabulary: its logits never exist."""
+    """Measures the peak of forward and backward of a small model with a large vocabulary: its
+    logits never exist."""
     sizes = QWEN3_TINY | {"vocab_size": setting.of(65_536, 512)}
-    sizes |= setting.of({"hidden_size": 512, "num_attention_heads": 8, "head_dim": 64, "intermediate_size": 1024}, {})
+    sizes |= setting.of(
+        {"hidden_size": 512, "num_attention_heads": 8, "head_dim": 64, "intermediate_size": 1024},
+        {},
+    )
     lengths = setting.of([1024] * 16, [32] * 4)
     options = {"dtype": "bfloat16", "micro_batch_tokens": sum(lengths)}
-    with random_actor(setting.folder / "without_logits", description("qwen3", sizes), **options) as actor:
+    with random_actor(
+        setting.folder / "without_logits", description("qwen3", sizes), **options
+    ) as actor:
         batch, rows = random_batch(sizes["vocab_size"], lengths, 1), range(len(lengths))
         denominators = step.denominators_of(actor, batch, rows, RICH, max(lengths))
 
@@ -50,7 +58,13 @@ def without_logits(figures: Figures, setting: Setting) -> None:
 
         both_ways()
         share = peak_bytes(both_ways, DEVICE) / (4 * sum(lengths) * sizes["vocab_size"])
-    figures.add("peak of forward and backward", share, "", "of float32 logits of all tokens; 0 on a CPU", at_most=0.25)
+    figures.add(
+        "peak of forward and backward",
+        share,
+        "",
+        "of float32 logits of all tokens; 0 on a CPU",
+        at_most=0.25,
+    )
 
 
 def _measure(figures: Figures, setting: Setting, recompute: str, sequences: int) -> None:
@@ -73,13 +87,29 @@ def _measure(figures: Figures, setting: Setting, recompute: str, sequences: int)
         figures.add("update", seconds, "s", f"{tokens:,} tokens, {trained:,} of them trained")
         figures.add("tokens/s", tokens / seconds)
         tflops = update_flops(actor.arch, lengths, trained) / seconds / 1e12
-        figures.add("model TFLOP/s", tflops, "", "forward once, backward twice; recomputing does not count")
+        figures.add(
+            "model TFLOP/s", tflops, "", "forward once, backward twice; recomputing does not count"
+        )
         peak = peak_tflops()
-        figures.add("MFU", tflops / peak if peak else None, "", f"of {peak} TFLOP/s" if peak else "device not known")
-        figures.add("log-probabilities", seconds_of(lambda: step.token_logprobs(actor, batch, 1.0), DEVICE), "s")
+        figures.add(
+            "MFU",
+            tflops / peak if peak else None,
+            "",
+            f"of {peak} TFLOP/s" if peak else "device not known",
+        )
+        figures.add(
+            "log-probabilities",
+            seconds_of(lambda: step.token_logprobs(actor, batch, 1.0), DEVICE),
+            "s",
+        )
         if DEVICE.type == "cuda":
             figures.add("memory held by the actor", torch.cuda.memory_allocated() / 2**30, "GiB")
-        figures.add("peak beyond that", peak_bytes(update, DEVICE) / 2**30, "GiB", "0 on a CPU: not measured")
+        figures.add(
+            "peak beyond that",
+            peak_bytes(update, DEVICE) / 2**30,
+            "GiB",
+            "0 on a CPU: not measured",
+        )
         with synchronisations(DEVICE) as found:
             update()
         figures.add("synchronisations of an update", found.total())
@@ -88,7 +118,8 @@ def _measure(figures: Figures, setting: Setting, recompute: str, sequences: int)
 
 
 def update_flops(arch: Architecture, lengths: Sequence[int], trained: int) -> float:
-    """Returns the model's FLOPs of one update: three forwards of sequences of these lengths, `trained` output rows."""
+    """Returns the model's FLOPs of one update: three forwards of sequences of these lengths,
+    `trained` output rows."""
     work = model_work(arch)
     layers = (work.token_flops - 2.0 * work.vocabulary) * sum(lengths)
     attention = arch.num_layers * work.attention_flops * sum(n * (n + 1) / 2 for n in lengths)

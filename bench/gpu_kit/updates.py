@@ -1,4 +1,5 @@
-"""20 supervised updates and 5 steps of GRPO of a tiny model, whose samples transformers draws: does it learn?"""
+"""20 supervised updates and 5 steps of GRPO of a tiny model, whose samples transformers draws: does
+it learn?"""
 
 from dataclasses import replace
 from typing import Any
@@ -25,21 +26,36 @@ LOGPROB_BOUND = 0.1  # between transformers in float32 and the actor in bfloat16
 
 
 def updates(figures: Figures, setting: Setting) -> None:
-    """Teaches it to count, then, by reward, to prefer small tokens. What it samples from is what it was updated to."""
+    """Teaches it to count, then, by reward, to prefer small tokens. What it samples from is what it
+    was updated to."""
     sizes = QWEN3_TINY | {"vocab_size": VOCAB}
     with random_actor(
-        setting.folder / "updates", description("qwen3", sizes), lr=3e-3, dtype="bfloat16", micro_batch_tokens=512
+        setting.folder / "updates",
+        description("qwen3", sizes),
+        lr=3e-3,
+        dtype="bfloat16",
+        micro_batch_tokens=512,
     ) as actor:
         losses = _supervised(actor)
         figures.add("loss of the first supervised update", losses[0], "nats")
         note = "the text is predictable: it falls"
-        figures.add(f"loss after {len(losses)} updates", losses[-1], "nats", note, at_most=0.8 * losses[0])
+        figures.add(
+            f"loss after {len(losses)} updates", losses[-1], "nats", note, at_most=0.8 * losses[0]
+        )
         rewards, gaps = _reinforced(actor, sizes)
         figures.add("mean reward of the first GRPO step", rewards[0])
         figures.add(f"mean reward of step {len(rewards)}", rewards[-1])
-        figures.add("reward lost from first to last", rewards[0] - rewards[-1], "", "negative: it learns", at_most=0.0)
+        figures.add(
+            "reward lost from first to last",
+            rewards[0] - rewards[-1],
+            "",
+            "negative: it learns",
+            at_most=0.0,
+        )
         note = "transformers in float32 against the actor"
-        figures.add("largest mean log-prob difference of a step", max(gaps), "nats", note, LOGPROB_BOUND)
+        figures.add(
+            "largest mean log-prob difference of a step", max(gaps), "nats", note, LOGPROB_BOUND
+        )
     wait_for(DEVICE)
 
 
@@ -77,7 +93,9 @@ class _Sampler:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         hf = description("qwen3", sizes)
-        config = AutoConfig.for_model(**{key: value for key, value in hf.items() if key != "architectures"})
+        config = AutoConfig.for_model(
+            **{key: value for key, value in hf.items() if key != "architectures"}
+        )
         self._model: Any = AutoModelForCausalLM.from_config(config).to(DEVICE).float().eval()
 
     def take(self, weights: dict[str, Tensor]) -> None:
@@ -88,7 +106,8 @@ class _Sampler:
 
     @torch.no_grad()
     def groups(self, seed: int) -> list[RolloutGroup]:
-        """Samples every group's responses; the reward is the share of tokens from the lower half of the vocabulary."""
+        """Samples every group's responses; the reward is the share of tokens from the lower half of
+        the vocabulary."""
         generator = torch.Generator(DEVICE).manual_seed(seed)
         prompts = torch.randint(3, VOCAB, (_GROUPS, PROMPT), generator=generator, device=DEVICE)
         tokens, found = prompts.repeat_interleave(_GROUP_SIZE, 0), []
@@ -101,7 +120,16 @@ class _Sampler:
         groups = []
         for number, prompt in enumerate(prompts.tolist()):
             mine = range(number * _GROUP_SIZE, (number + 1) * _GROUP_SIZE)
-            samples = [Sample(k, tuple(responses[i]), tuple(chances[i]), "stop", 0, "") for k, i in enumerate(mine)]
-            outcomes = [Outcome("score", sum(t < VOCAB // 2 for t in responses[i]) / RESPONSE) for i in mine]
-            groups.append(RolloutGroup(number, Prompt(number, "", tuple(prompt), ""), tuple(samples), tuple(outcomes)))
+            samples = [
+                Sample(k, tuple(responses[i]), tuple(chances[i]), "stop", 0, "")
+                for k, i in enumerate(mine)
+            ]
+            outcomes = [
+                Outcome("score", sum(t < VOCAB // 2 for t in responses[i]) / RESPONSE) for i in mine
+            ]
+            groups.append(
+                RolloutGroup(
+                    number, Prompt(number, "", tuple(prompt), ""), tuple(samples), tuple(outcomes)
+                )
+            )
         return groups

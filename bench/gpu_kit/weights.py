@@ -1,4 +1,5 @@
-"""Speed of what a publish does on the device: digests, and packing and unpacking of the exchange's buckets."""
+"""Speed of what a publish does on the device: digests, and packing and unpacking of the exchange's
+buckets."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -23,12 +24,18 @@ DIGESTED = {
     "matrix": (1, 8192, 4096),
     "norms": (94, 4096),
 }
-SMALL = {"experts of a layer": (8, 48, 64), "narrow columns": (4, 64, 6), "matrix": (1, 64, 64), "norms": (4, 64)}
+SMALL = {
+    "experts of a layer": (8, 48, 64),
+    "narrow columns": (4, 64, 6),
+    "matrix": (1, 64, 64),
+    "norms": (4, 64),
+}
 _SAMPLE = 4  # slices whose digests are compared with the CPU's
 
 
 def digests(figures: Figures, setting: Setting) -> None:
-    """Measures digests of bfloat16 slices, by Triton's kernel and by plain torch, whose bits must be the CPU's."""
+    """Measures digests of bfloat16 slices, by Triton's kernel and by plain torch, whose bits must
+    be the CPU's."""
     device = setting.torch_device()
     kernels = {"plain torch": False}
     if device.type == "cuda":
@@ -49,7 +56,9 @@ def digests(figures: Figures, setting: Setting) -> None:
                 digest._has_triton = has_triton
             size = "x".join(map(str, shape))
             figures.add(f"{title} [{size}], {kernel}", values.nbytes / seconds / 1e9, "GB/s")
-            figures.add("  digests that differ from the CPU's", wrong, "", f"of {len(expected)}", at_most=0)
+            figures.add(
+                "  digests that differ from the CPU's", wrong, "", f"of {len(expected)}", at_most=0
+            )
 
 
 class _NoWire:
@@ -72,12 +81,24 @@ def buckets(figures: Figures, setting: Setting) -> None:
     ):
         live = torch.randn(count, rows, columns, device=device).to(dtype)
         parameters: Mapping[str, Tensor] = {"experts": live}
-        places = [ParameterSlice("experts", k * rows * columns, (rows, width), (columns, 1)) for k in range(count)]
-        batches = [[Message(peer=1, tag=k, dtype=torch.bfloat16, slices=(place,))] for k, place in enumerate(places)]
+        places = [
+            ParameterSlice("experts", k * rows * columns, (rows, width), (columns, 1))
+            for k in range(count)
+        ]
+        batches = [
+            [Message(peer=1, tag=k, dtype=torch.bfloat16, slices=(place,))]
+            for k, place in enumerate(places)
+        ]
         moved = 2 * count * rows * width
         for end, move in (("packing", send_batches), ("unpacking", receive_batches)):
             group = cast(EngineGroup, _NoWire())
             seconds = seconds_of(
-                lambda m=move, g=group, b=batches, p=parameters: m(g, b, p, Deadline(60.0), 60.0), device
+                lambda m=move, g=group, b=batches, p=parameters: m(g, b, p, Deadline(60.0), 60.0),
+                device,
             )
-            figures.add(f"{title}, {end}", moved / seconds / 1e9, "GB/s", f"{moved / 1e9:.2f} GB of bfloat16")
+            figures.add(
+                f"{title}, {end}",
+                moved / seconds / 1e9,
+                "GB/s",
+                f"{moved / 1e9:.2f} GB of bfloat16",
+            )

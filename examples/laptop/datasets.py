@@ -1,7 +1,7 @@
 """Makes small verifiable tasks for tiny models: lines of {"prompt": "37+48=", "answer": "85"}.
 
-They go into sft.jsonl, train.jsonl and eval.jsonl. No expression is in two of the three files, and the same seed
-always writes the same bytes.
+They go into sft.jsonl, train.jsonl and eval.jsonl. No expression is in two of the three files, and
+the same seed always writes the same bytes.
 """
 
 import json
@@ -32,8 +32,8 @@ Row = dict[str, str]
 def make_dataset(config: DatasetConfig, seed: int) -> dict[str, int]:
     """Writes the three files of `config.folder`, each whole or not at all.
 
-    Returns what was found, dropped (by reason) and written. Raises ValueError when there are too few different
-    problems or when the source is missing.
+    Returns what was found, dropped (by reason) and written. Raises ValueError when there are too
+    few different problems or when the source is missing.
     """
     if config.calculator and config.kind != "arithmetic":
         raise ValueError(f"dataset.calculator belongs to kind arithmetic; kind is {config.kind}")
@@ -46,7 +46,10 @@ def make_dataset(config: DatasetConfig, seed: int) -> dict[str, int]:
         case "word_problems":
             files, counts = word_problems(config, seed)
         case "guess":
-            files, counts = {name: games(num, seed, name == "sft") for name, num in sizes.items()}, {}
+            files, counts = (
+                {name: games(num, seed, name == "sft") for name, num in sizes.items()},
+                {},
+            )
         case "squares":
             files, counts = pictures(config, seed), {}
         case "sql":
@@ -77,7 +80,8 @@ def _arithmetic(config: DatasetConfig, seed: int) -> tuple[dict[str, list[Row]],
             f"but operands up to {config.max_operand} (max_operand) give only {total}"
         )
     rows = [
-        _problem(index, side, factors) for index in random.Random(f"arithmetic {seed}").sample(range(total), wanted)
+        _problem(index, side, factors)
+        for index in random.Random(f"arithmetic {seed}").sample(range(total), wanted)
     ]
     files = {
         "eval": rows[: config.num_eval],
@@ -105,13 +109,18 @@ def _problem(index: int, side: int, factors: int) -> Row:
 
 
 def _gsm8k_calc(config: DatasetConfig, seed: int) -> tuple[dict[str, list[Row]], dict[str, int]]:
-    """Returns the calculator annotations <<48/2=24>> inside GSM8K's own solutions (Cobbe et al. 2021).
+    """Returns the calculator annotations <<48/2=24>> inside GSM8K's own solutions (Cobbe et al.
+    2021).
 
-    GRPO trains on those of its train split and is evaluated on those of its test split that the former lacks. The
-    warm-up gets neither: its expressions are the train split's with other numbers of the train split put in.
+    GRPO trains on those of its train split and is evaluated on those of its test split that the
+    former lacks. The warm-up gets neither: its expressions are the train split's with other numbers
+    of the train split put in.
     """
     if config.source is None:
-        raise ValueError("dataset.source is needed for gsm8k_calc: the folder with GSM8K's train.jsonl and test.jsonl")
+        raise ValueError(
+            "dataset.source is needed for gsm8k_calc: the folder with GSM8K's train.jsonl and "
+            "test.jsonl"
+        )
     reasons: Counter[str] = Counter()
     train = _expressions(Path(config.source) / "train.jsonl", config, reasons)
     test = _expressions(Path(config.source) / "test.jsonl", config, reasons)
@@ -135,8 +144,11 @@ def _gsm8k_calc(config: DatasetConfig, seed: int) -> tuple[dict[str, list[Row]],
     return files, counts
 
 
-def _recombined(train: dict[str, str], taken: Set[str], config: DatasetConfig, seed: int) -> dict[str, str]:
-    """Returns `num_sft` new expressions: forms and numbers of `train`, each as often as there, none of `taken`."""
+def _recombined(
+    train: dict[str, str], taken: Set[str], config: DatasetConfig, seed: int
+) -> dict[str, str]:
+    """Returns `num_sft` new expressions: forms and numbers of `train`, each as often as there, none
+    of `taken`."""
     choose = random.Random(f"gsm8k_calc recombined {seed}")
     forms = list(train)
     numbers = [number for form in forms for number in _NUMBER.findall(form)]
@@ -148,7 +160,10 @@ def _recombined(train: dict[str, str], taken: Set[str], config: DatasetConfig, s
         answer = exact_value(expression)
         if expression not in taken and answer is not None and _fits(expression, answer, config):
             found[expression] = answer
-    raise ValueError(f"dataset.num_sft {config.num_sft}: the source's numbers give only {len(found)} new expressions")
+    raise ValueError(
+        f"dataset.num_sft {config.num_sft}: the source's numbers give only {len(found)} new "
+        "expressions"
+    )
 
 
 def _fits(expression: str, answer: str, config: DatasetConfig) -> bool:
@@ -156,9 +171,13 @@ def _fits(expression: str, answer: str, config: DatasetConfig) -> bool:
 
 
 def _expressions(path: Path, config: DatasetConfig, reasons: Counter[str]) -> dict[str, str]:
-    """Returns expression -> exact answer, in order of appearance; what is left out is counted in `reasons`."""
+    """Returns expression -> exact answer, in order of appearance; what is left out is counted in
+    `reasons`."""
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; dataset.source is the folder with GSM8K's train.jsonl and test.jsonl")
+        raise ValueError(
+            f"{path}: no such file; dataset.source is the folder with GSM8K's train.jsonl and "
+            "test.jsonl"
+        )
     found: dict[str, str] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
@@ -184,6 +203,8 @@ def _expressions(path: Path, config: DatasetConfig, reasons: Counter[str]) -> di
 
 
 def _shuffled_rows(expressions: dict[str, str], seed: int) -> list[Row]:
-    rows = [{"prompt": f"{expression}=", "answer": answer} for expression, answer in expressions.items()]
+    rows = [
+        {"prompt": f"{expression}=", "answer": answer} for expression, answer in expressions.items()
+    ]
     random.Random(f"gsm8k_calc {seed}").shuffle(rows)
     return rows

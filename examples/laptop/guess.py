@@ -27,7 +27,8 @@ class Guess:
 
 
 def games(num: int, seed: int, played: bool) -> list[dict[str, str]]:
-    """Returns rows with a goal; played: with a whole game of random guesses and true hints, for the form alone."""
+    """Returns rows with a goal; played: with a whole game of random guesses and true hints, for the
+    form alone."""
     draw, rows = random.Random(f"guess {seed} {played}"), []
     for index in range(num):
         goal, text = index % HIGHEST + LOWEST, ""

@@ -1,6 +1,7 @@
 """A frozen lake: the environment of configs/lake.yaml, and what its warm-up is shown.
 
-4 x 4 fields as 16 characters: A the agent, G the goal, O a hole, "." ice. Each turn sees the present map alone.
+4 x 4 fields as 16 characters: A the agent, G the goal, O a hole, "." ice. Each turn sees the
+present map alone.
 """
 
 import random
@@ -12,7 +13,8 @@ STEPS = {"L": (0, -1), "D": (1, 0), "R": (0, 1), "U": (-1, 0)}
 
 
 class Lake:
-    """The model says L(eft), D(own), R(ight) or U(p); 1.0 at the goal, nothing in a hole or for another word."""
+    """The model says L(eft), D(own), R(ight) or U(p); 1.0 at the goal, nothing in a hole or for
+    another word."""
 
     def __init__(self, row: dict, seed: int):
         self.fields, self.at, self.left = row["prompt"].replace("A", "."), 0, MOVES
@@ -57,21 +59,38 @@ def moves_to_goal(fields: str) -> dict[int, int]:
 
 
 def maps(sizes: dict[str, int], maps_of_warm_up: int, seed: int) -> dict[str, list[dict[str, str]]]:
-    """Returns the rows of each file; no map is in two. The warm-up's are best moves on a few maps."""
+    """Returns the rows of each file; no map is in two. The warm-up's are best moves on a few
+    maps."""
     draw, seen = random.Random(f"lake {seed}"), set[str]()
 
     def new() -> str:
         while True:
-            fields = "." + "".join("O" if draw.random() < HOLE else "." for _ in range(SIDE * SIDE - 2)) + "G"
+            fields = (
+                "."
+                + "".join("O" if draw.random() < HOLE else "." for _ in range(SIDE * SIDE - 2))
+                + "G"
+            )
             if fields not in seen and 0 in moves_to_goal(fields):
                 seen.add(fields)
                 return fields
 
-    files = {name: [new() for _ in range(maps_of_warm_up if name == "sft" else num)] for name, num in sizes.items()}
-    rows = {name: [{"prompt": shown(f, 0), "answer": str(moves_to_goal(f)[0])} for f in files[name]] for name in files}
+    files = {
+        name: [new() for _ in range(maps_of_warm_up if name == "sft" else num)]
+        for name, num in sizes.items()
+    }
+    rows = {
+        name: [{"prompt": shown(f, 0), "answer": str(moves_to_goal(f)[0])} for f in files[name]]
+        for name in files
+    }
     taught = []
     for fields in files["sft"]:
         far = moves_to_goal(fields)
-        best = {at: [m for m in STEPS if far.get(moved(at, m), 99) < far[at]] for at in far if far[at]}
-        taught += [{"prompt": shown(fields, at), "answer": move} for at, moves in best.items() for move in moves]
+        best = {
+            at: [m for m in STEPS if far.get(moved(at, m), 99) < far[at]] for at in far if far[at]
+        }
+        taught += [
+            {"prompt": shown(fields, at), "answer": move}
+            for at, moves in best.items()
+            for move in moves
+        ]
     return rows | {"sft": draw.choices(taught, k=sizes["sft"])}

@@ -1,4 +1,5 @@
-"""Makes a randomly initialised model and tokenizer for laptops: a Hugging Face folder like any other.
+"""Makes a randomly initialised model and tokenizer for laptops: a Hugging Face folder like any
+other.
 
 Same families, same tensor names, same loaders as the big ones: only the numbers are small.
 """
@@ -24,15 +25,22 @@ _HALF_ROTARY = ("glm4_moe", "deepseek_v3", "kimi_k2")  # half of a head turns, i
 
 
 def make_tiny_model(config: TinyModelConfig, seed: int) -> int:
-    """Writes config.json, model.safetensors (float32), a character tokenizer and generation_config.json.
+    """Writes config.json, model.safetensors (float32), a character tokenizer and
+    generation_config.json.
 
-    Returns the number of parameters. The folder `config.path` is whole or absent. Raises ValueError for sizes that
-    the family cannot have.
+    Returns the number of parameters. The folder `config.path` is whole or absent. Raises ValueError
+    for sizes that the family cannot have.
     """
     if config.family == FAMILY:
         return make_seeing_model(config.path, seed)
-    vocab = -(-(len(SPECIAL_TOKENS) + len(config.alphabet)) // VOCAB) * VOCAB  # spare rows are never sampled
-    hf = hf_config(config) | {"vocab_size": vocab} | ({"num_nextn_predict_layers": 1} if config.draft else {})
+    vocab = (
+        -(-(len(SPECIAL_TOKENS) + len(config.alphabet)) // VOCAB) * VOCAB
+    )  # spare rows are never sampled
+    hf = (
+        hf_config(config)
+        | {"vocab_size": vocab}
+        | ({"num_nextn_predict_layers": 1} if config.draft else {})
+    )
     problems = _problems(config) or model_problems(hf)
     if problems:
         raise ValueError("model: " + "; ".join(problems))
@@ -42,7 +50,8 @@ def make_tiny_model(config: TinyModelConfig, seed: int) -> int:
 
 
 def write_model(path: str | Path, hf: dict, tensors: dict[str, Tensor], alphabet: str) -> None:
-    """Writes a model folder in float32, whole or not at all. hf: its config.json, which describes the tensors."""
+    """Writes a model folder in float32, whole or not at all. hf: its config.json, which describes
+    the tensors."""
     with tempfile.TemporaryDirectory() as description:
         character_tokenizer(alphabet).save_pretrained(description)
         _write_json(Path(description) / "config.json", hf)
@@ -54,7 +63,8 @@ def write_model(path: str | Path, hf: dict, tensors: dict[str, Tensor], alphabet
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with one token per character of `alphabet` after ids 0..3: <pad>, <bos>, <eos>, <unk>.
+    """Returns a tokenizer with one token per character of `alphabet` after ids 0..3: <pad>, <bos>,
+    <eos>, <unk>.
 
     It adds no special token by itself.
     """
@@ -81,13 +91,23 @@ def _problems(config: TinyModelConfig) -> list[str]:
     if repeated or not config.alphabet:
         problems.append(f"alphabet {config.alphabet!r}: repeats {''.join(repeated)}")
     if config.num_heads % config.num_kv_heads:
-        problems.append(f"num_heads {config.num_heads} is not a multiple of num_kv_heads {config.num_kv_heads}")
+        problems.append(
+            f"num_heads {config.num_heads} is not a multiple of num_kv_heads {config.num_kv_heads}"
+        )
     if config.head_dim % (4 if config.family in _HALF_ROTARY else 2):
-        problems.append(f"head_dim {config.head_dim} is odd or, for {', '.join(_HALF_ROTARY)}, not a multiple of 4")
+        problems.append(
+            f"head_dim {config.head_dim} is odd or, for {', '.join(_HALF_ROTARY)}, not a multiple "
+            "of 4"
+        )
     if config.family in _NO_HEAD_DIM and width != config.hidden_size:
-        problems.append(f"{config.family} needs num_heads x head_dim {width} = hidden_size {config.hidden_size}")
+        problems.append(
+            f"{config.family} needs num_heads x head_dim {width} = hidden_size {config.hidden_size}"
+        )
     if config.experts_per_token > config.num_experts:
-        problems.append(f"experts_per_token {config.experts_per_token} is more than num_experts {config.num_experts}")
+        problems.append(
+            f"experts_per_token {config.experts_per_token} is more than num_experts "
+            f"{config.num_experts}"
+        )
     return problems
 
 

@@ -1,9 +1,11 @@
-"""Makes the model and the problems of a laptop experiment; `megagrpo sft` and `megagrpo run` come next.
+"""Makes the model and the problems of a laptop experiment; `megagrpo sft` and `megagrpo run` come
+next.
 
-    python examples/laptop/prepare.py configs/quickstart.yaml [--recipe FILE] [--set section.key=value ...]
+    python examples/laptop/prepare.py configs/quickstart.yaml [--recipe FILE] [--set
+    section.key=value ...]
 
-The recipe of configs/NAME.yaml is examples/laptop/NAME.yaml. Seed and paths come from the experiment, with --set as in
-`megagrpo`.
+The recipe of configs/NAME.yaml is examples/laptop/NAME.yaml. Seed and paths come from the
+experiment, with --set as in `megagrpo`.
 """
 
 import argparse
@@ -20,7 +22,8 @@ from megagrpo.config.load import load_config
 
 
 def prepare(experiment: Path, recipe_file: Path, overrides: list[str]) -> None:
-    """Makes every part of the recipe and prints what was made. Raises ValueError if one cannot be made as asked."""
+    """Makes every part of the recipe and prints what was made. Raises ValueError if one cannot be
+    made as asked."""
     config = load_config(experiment, overrides)
     recipe = load_recipe(recipe_file, config)
     if recipe.dataset is not None:
@@ -35,14 +38,20 @@ def prepare(experiment: Path, recipe_file: Path, overrides: list[str]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("experiment", type=Path)
-    parser.add_argument("--recipe", type=Path, help="default: the file of the experiment's name in examples/laptop")
+    parser.add_argument(
+        "--recipe", type=Path, help="default: the file of the experiment's name in examples/laptop"
+    )
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
     args = parser.parse_args()
     recipe = args.recipe or recipe_of(args.experiment)
     if not recipe.is_file():
-        parser.error(f"{recipe}: no such recipe; {args.experiment} needs a model and data of its own")
+        parser.error(
+            f"{recipe}: no such recipe; {args.experiment} needs a model and data of its own"
+        )
     try:
         prepare(args.experiment, recipe, args.overrides)
     except ValueError as exc:

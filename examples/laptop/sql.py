@@ -1,7 +1,8 @@
-"""Text to SQL: the databases of configs/sql.yaml, and what its warm-up is shown; the environment is `sql`.
+"""Text to SQL: the databases of configs/sql.yaml, and what its warm-up is shown; the environment is
+`sql`.
 
-Every database has one table, whose column of prices has one of four names. The question does not say which: a query of
-the schema does, and a query with a wrong name gets SQLite's error.
+Every database has one table, whose column of prices has one of four names. The question does not
+say which: a query of the schema does, and a query with a wrong name gets SQLite's error.
 """
 
 import random
@@ -30,9 +31,14 @@ def questions(num: int, seed: int, file: str) -> list[dict[str, Any]]:
 
 
 def _game(row: dict[str, Any], function: str, key: int, draw: random.Random) -> str:
-    """Returns the turns of a player who in one of four games looks at the schema and knows the name, or guesses."""
+    """Returns the turns of a player who in one of four games looks at the schema and knows the
+    name, or guesses."""
     environment, text = Sql(row | {"extra": row["database"]}, 0), ""
-    known = next(name for name in NAMES if f"({name})" in row["answer"]) if draw.random() < LOOKS else None
+    known = (
+        next(name for name in NAMES if f"({name})" in row["answer"])
+        if draw.random() < LOOKS
+        else None
+    )
     for turn in range(TURNS):
         name = known or draw.choice(NAMES)
         query = LOOK if known and turn == 0 else f"select {function}({name}) from t where k={key};"

@@ -1,7 +1,9 @@
-"""Pictures of 1 to 4 coloured squares, "How many?", and a tiny random Qwen2.5-VL that learns to count them.
+"""Pictures of 1 to 4 coloured squares, "How many?", and a tiny random Qwen2.5-VL that learns to
+count them.
 
-A picture of 56 x 56 pixels is 4 tokens for the model, a character of text is one. The warm-up, the training and the
-held-out pictures are all different; permuted.jsonl has the held-out rows with each other's pictures.
+A picture of 56 x 56 pixels is 4 tokens for the model, a character of text is one. The warm-up, the
+training and the held-out pictures are all different; permuted.jsonl has the held-out rows with each
+other's pictures.
 """
 
 import base64
@@ -25,12 +27,23 @@ _SIDE, _CELLS = 56, 4  # pixels, and cells, of a side of a picture
 _MOST = 4  # squares
 _COLOURS = ((220, 30, 30), (30, 200, 30), (30, 30, 220), (230, 220, 30))
 _QUESTION = "<image>How many?"
-_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+_TOKENS = (
+    "<pad>",
+    "<bos>",
+    "<eos>",
+    "<unk>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
 _CHARACTERS = "0123456789 ?Hamnowy"
 _IDS = {token: number for number, token in enumerate((*_TOKENS, *_CHARACTERS))}
 _TEMPLATE = (
-    "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
-    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
+    "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part "
+    "in m['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ "
+    "part['text'] }}{% endif %}"
     "{% endfor %}{% endif %}{% endfor %}"
 )
 _PATCH, _MERGE, _HIDDEN = 14, 2, 64
@@ -76,7 +89,8 @@ _MODEL = {
 
 
 def pictures(config: DatasetConfig, seed: int) -> dict[str, list[dict]]:
-    """Returns the rows of the warm-up, of the training and held out, and the latter with each other's pictures."""
+    """Returns the rows of the warm-up, of the training and held out, and the latter with each
+    other's pictures."""
     sizes = {"eval": config.num_eval, "sft": config.num_sft, "train": config.num_train}
     choose = random.Random(f"squares {seed}")
     drawn: dict[bytes, int] = {}
@@ -92,7 +106,9 @@ def pictures(config: DatasetConfig, seed: int) -> dict[str, list[dict]]:
     for name, size in sizes.items():
         files[name], start = rows[start : start + size], start + size
     others = choose.sample(files["eval"], config.num_eval)
-    permuted = [row | {"images": other["images"]} for row, other in zip(files["eval"], others, strict=True)]
+    permuted = [
+        row | {"images": other["images"]} for row, other in zip(files["eval"], others, strict=True)
+    ]
     return files | {"permuted": permuted}
 
 
@@ -110,13 +126,16 @@ def _picture(choose: random.Random, number: int) -> bytes:
 
 
 def make_seeing_model(path: str, seed: int) -> int:
-    """Writes a random model in float32 with tokenizer and processor; returns the number of parameters."""
+    """Writes a random model in float32 with tokenizer and processor; returns the number of
+    parameters."""
     tensors = random_tensors(architecture_of(_MODEL), torch.Generator().manual_seed(seed))
     with tempfile.TemporaryDirectory() as description:
         _write_processor(Path(description))
         ends = {key: _MODEL[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         for name, values in (("config.json", _MODEL), ("generation_config.json", ends)):
-            (Path(description) / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+            (Path(description) / name).write_text(
+                json.dumps(values, indent=2) + "\n", encoding="utf-8"
+            )
         write_hf_folder(path, iter([tensors]), like=description, dtype=torch.float32)
     return sum(tensor.numel() for tensor in tensors.values())
 
@@ -146,7 +165,9 @@ def _write_processor(folder: Path) -> None:
         setattr(tokenizer, f"{kind}_token_id", _IDS[f"<|{kind}_pad|>"])
     pixels = {"min_pixels": _SIDE**2, "max_pixels": 4 * _SIDE**2}
     transformers.Qwen2_5_VLProcessor(
-        image_processor=transformers.Qwen2VLImageProcessor(patch_size=_PATCH, merge_size=_MERGE, **pixels),
+        image_processor=transformers.Qwen2VLImageProcessor(
+            patch_size=_PATCH, merge_size=_MERGE, **pixels
+        ),
         tokenizer=tokenizer,
         video_processor=Qwen2VLVideoProcessor(patch_size=_PATCH),
         chat_template=_TEMPLATE,

@@ -1,7 +1,9 @@
-"""Makes one-step word problems: {"prompt": "Anna has 3 apples and gets 4 more. How many ...?", "answer": "7"}.
+"""Makes one-step word problems: {"prompt": "Anna has 3 apples and gets 4 more. How many ...?",
+"answer": "7"}.
 
-The warm-up's answers are equations, "3+4=7": the form in which a small model can think before its last number. No sum
-or difference is in two of the three files, and the held-out ones are worded in ways that the others never are.
+The warm-up's answers are equations, "3+4=7": the form in which a small model can think before its
+last number. No sum or difference is in two of the three files, and the held-out ones are worded in
+ways that the others never are.
 """
 
 import random
@@ -12,13 +14,42 @@ from examples.laptop.recipe import DatasetConfig
 
 Wordings = dict[str, tuple[str, ...]]  # sign -> ways to tell a problem
 
-_NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Jack", "Lily", "Max", "Mia", "Noah", "Rosa", "Sam", "Tom", "Zoe")
-_THINGS = ("apples", "balls", "books", "cards", "coins", "cups", "eggs", "flowers", "pens", "shells", "stamps", "toys")
+_NAMES = (
+    "Anna",
+    "Ben",
+    "Clara",
+    "David",
+    "Emma",
+    "Jack",
+    "Lily",
+    "Max",
+    "Mia",
+    "Noah",
+    "Rosa",
+    "Sam",
+    "Tom",
+    "Zoe",
+)
+_THINGS = (
+    "apples",
+    "balls",
+    "books",
+    "cards",
+    "coins",
+    "cups",
+    "eggs",
+    "flowers",
+    "pens",
+    "shells",
+    "stamps",
+    "toys",
+)
 _WORDINGS: Wordings = {
     "+": (
         "{name} has {a} {things} and gets {b} more. How many {things} does {name} have?",
         "{name} finds {a} {things} and then {b} more. How many {things} is that?",
-        "There are {a} {things} in a box. {name} puts in {b} more. How many {things} are in the box?",
+        "There are {a} {things} in a box. {name} puts in {b} more. How many {things} are in the "
+        "box?",
     ),
     "-": (
         "{name} has {a} {things} and gives away {b}. How many {things} are left?",
@@ -28,7 +59,8 @@ _WORDINGS: Wordings = {
 }
 _HELD_OUT_WORDINGS: Wordings = {
     "+": (
-        "{name} buys {a} {things} on Monday and {b} {things} on Friday. How many {things} did {name} buy?",
+        "{name} buys {a} {things} on Monday and {b} {things} on Friday. How many {things} did "
+        "{name} buy?",
         "On a table lie {a} {things}. {name} brings another {b}. How many {things} lie there now?",
     ),
     "-": (
@@ -52,8 +84,11 @@ class Sum(NamedTuple):
         return str(self.a + self.b if self.sign == "+" else self.a - self.b)
 
 
-def word_problems(config: DatasetConfig, seed: int) -> tuple[dict[str, list[dict[str, str]]], dict[str, int]]:
-    """Returns the rows of the three files by name, and what was found; the same seed gives the same rows.
+def word_problems(
+    config: DatasetConfig, seed: int
+) -> tuple[dict[str, list[dict[str, str]]], dict[str, int]]:
+    """Returns the rows of the three files by name, and what was found; the same seed gives the same
+    rows.
 
     Raises ValueError when a file asks for more problems than its numbers and wordings give.
     """
@@ -67,7 +102,9 @@ def word_problems(config: DatasetConfig, seed: int) -> tuple[dict[str, list[dict
         last = round(share * len(sums))
         wordings = _HELD_OUT_WORDINGS if name == "eval" else _WORDINGS
         key = f"dataset.num_{name}"
-        files[name] = _rows(sums[first:last], wordings, number, key, choose, equations=name == "sft")
+        files[name] = _rows(
+            sums[first:last], wordings, number, key, choose, equations=name == "sft"
+        )
         first = last
     return files, {"different sums and differences": len(sums)}
 
@@ -75,7 +112,9 @@ def word_problems(config: DatasetConfig, seed: int) -> tuple[dict[str, list[dict
 def _sums(largest: int) -> list[Sum]:
     numbers = range(2, largest + 1)
     pairs = list(product(numbers, numbers))
-    return [Sum("+", a, b) for a, b in pairs if a <= b] + [Sum("-", a, b) for a, b in pairs if a > b]
+    return [Sum("+", a, b) for a, b in pairs if a <= b] + [
+        Sum("-", a, b) for a, b in pairs if a > b
+    ]
 
 
 def _rows(
@@ -86,10 +125,16 @@ def _rows(
     choose: random.Random,
     equations: bool = False,
 ) -> list[dict[str, str]]:
-    """Returns `number` different problems: every sum equally often, each with a wording, a name and things drawn."""
-    most = len(sums) * len(_NAMES) * len(_THINGS)  # one wording each: at least half of the different ones
+    """Returns `number` different problems: every sum equally often, each with a wording, a name and
+    things drawn."""
+    most = (
+        len(sums) * len(_NAMES) * len(_THINGS)
+    )  # one wording each: at least half of the different ones
     if number > most:
-        raise ValueError(f"{key}: {number} problems wanted, but {len(sums)} sums and differences give only {most}")
+        raise ValueError(
+            f"{key}: {number} problems wanted, but {len(sums)} sums and differences give only "
+            f"{most}"
+        )
     rows: dict[str, str] = {}
     while len(rows) < number:
         asked = sums[len(rows) % len(sums)]

@@ -1,1 +1,2 @@
-"""The learner. The only package that imports Megatron-Core; host.prepare_host() must run before its other modules."""
+"""The learner. The only package that imports Megatron-Core; host.prepare_host() must run before its
+other modules."""

@@ -1,6 +1,7 @@
 """Records values inside the actor's live model by forward hooks, for `megagrpo bisect`.
 
-Values come with rows and columns of the batch, which undoes packing, sequence and context parallelism.
+Values come with rows and columns of the batch, which undoes packing, sequence and context
+parallelism.
 """
 
 import math
@@ -34,11 +35,12 @@ class CapturedForward(NamedTuple):
 def captured_forward(
     actor: MegatronActor, batch: Batch, taps: Sequence[Tap], forced: Tensor | None = None
 ) -> CapturedForward:
-    """Collective. Computes log-probabilities at temperature 1 and records the taps whose modules are on this rank.
+    """Collective. Computes log-probabilities at temperature 1 and records the taps whose modules
+    are on this rank.
 
-    taps: by Megatron's module names, with the layers of the whole model counted from 0. forced: experts
-    [N, S, layers, k] int64 that routers take instead of their own choice, which stays at -1 and without `forced`. Taps
-    called `experts_key` always record the routers' own choice.
+    taps: by Megatron's module names, with the layers of the whole model counted from 0. forced:
+    experts [N, S, layers, k] int64 that routers take instead of their own choice, which stays at -1
+    and without `forced`. Taps called `experts_key` always record the routers' own choice.
     """
     micros = list(micro_batches(actor, batch, range(len(batch.lengths))))
     recorder = Recorder(_modules(actor), taps)
@@ -52,7 +54,9 @@ def captured_forward(
     in_tower = {tap.key for tap in taps if tap.module.startswith(TOWER_MODULE)}
     for key, calls in recorder.seen.items():
         of, cut = (seeing, partial(_image_piece, images)) if key in in_tower else (micros, _piece)
-        assert len(calls) == len(of), f"{key} was called {len(calls)} times for {len(of)} micro-batches"
+        assert len(calls) == len(of), (
+            f"{key} was called {len(calls)} times for {len(of)} micro-batches"
+        )
         pieces += [cut(key, micro, values) for micro, values in zip(of, calls, strict=True)]
     return CapturedForward(logprobs, pieces, recorder.problems)
 
@@ -63,8 +67,9 @@ def distinct_images(batch: Batch) -> dict[str, ImageRef]:
 
 
 def head_logprobs(actor: MegatronActor, hidden: Tensor, tokens: Tensor) -> Tensor | None:
-    """Collective over tensor-parallel ranks. Returns log-probabilities [T] of tokens [T] at temperature 1, computed by
-    the actor's head from hidden states [T, h]; None before the last pipeline stage.
+    """Collective over tensor-parallel ranks. Returns log-probabilities [T] of tokens [T] at
+    temperature 1, computed by the actor's head from hidden states [T, h]; None before the last
+    pipeline stage.
     """
     if not mpu.is_pipeline_last_stage(ignore_virtual=True):
         return None
@@ -90,48 +95,76 @@ def _modules(actor: MegatronActor) -> dict[str, nn.Module]:
 
 
 def _piece(key: str, micro: MicroBatch, values: Tensor) -> SeenTokens:
-    """Returns the real tokens of values [s / cp, b, ...] or [s b / cp, ...], or of a tp-th of them."""
+    """Returns the real tokens of values [s / cp, b, ...] or [s b / cp, ...], or of a tp-th of
+    them."""
     tp, tp_rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
-    rows, columns = micro.rows.transpose(0, 1), micro.columns.transpose(0, 1)  # [s / cp, b], Megatron's order
+    rows, columns = (
+        micro.rows.transpose(0, 1),
+        micro.columns.transpose(0, 1),
+    )  # [s / cp, b], Megatron's order
     flat = values.flatten(0, 1) if values.dim() > 2 and values.shape[1] == rows.shape[1] else values
     if len(flat) == rows.numel() // tp != rows.numel():  # sequence parallel
         rows, columns = rows.chunk(tp)[tp_rank], columns.chunk(tp)[tp_rank]
-    assert len(flat) == rows.numel(), f"{key}: shape {list(values.shape)} does not fit {list(micro.rows.shape)} tokens"
+    assert len(flat) == rows.numel(), (
+        f"{key}: shape {list(values.shape)} does not fit {list(micro.rows.shape)} tokens"
+    )
     rows, columns = rows.flatten(), columns.flatten()
     real = rows >= 0
     return SeenTokens(key, tp_rank, rows[real], columns[real], flat.reshape(len(flat), -1)[real])
 
 
 def _image_piece(images: Sequence[str], key: str, micro: MicroBatch, values: Tensor) -> SeenTokens:
-    """Returns the tower's values of a micro-batch, which follow its images. rows: indices of `images`, by key."""
+    """Returns the tower's values of a micro-batch, which follow its images. rows: indices of
+    `images`, by key."""
     assert micro.images is not None
     patches = torch.tensor([math.prod(image.grid) for image in micro.images.refs])
     counts = patches * len(values) // int(patches.sum())  # patches, or features of several
-    rows = torch.tensor([images.index(image.key) for image in micro.images.refs]).repeat_interleave(counts)
+    rows = torch.tensor([images.index(image.key) for image in micro.images.refs]).repeat_interleave(
+        counts
+    )
     columns = torch.cat([torch.arange(count) for count in counts.tolist()])
-    return SeenTokens(key, mpu.get_tensor_model_parallel_rank(), rows, columns, values.reshape(len(values), -1))
+    return SeenTokens(
+        key, mpu.get_tensor_model_parallel_rank(), rows, columns, values.reshape(len(values), -1)
+    )
 
 
 @contextmanager
-def _forced_routing(actor: MegatronActor, forced: Tensor | None) -> Iterator[dict[str, list[Tensor]]]:
-    """Makes routers take given experts inside. Yields the maps [t, experts] of their own choices by key, on the host,
-    which the forwards fill; tokens without given experts keep the router's choice.
+def _forced_routing(
+    actor: MegatronActor, forced: Tensor | None
+) -> Iterator[dict[str, list[Tensor]]]:
+    """Makes routers take given experts inside. Yields the maps [t, experts] of their own choices by
+    key, on the host, which the forwards fill; tokens without given experts keep the router's
+    choice.
     """
     own: dict[str, list[Tensor]] = {}
 
     def choose(
-        layer: int, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, own_topk: TopK
+        layer: int,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        own_topk: TopK,
     ) -> tuple[Tensor, Tensor]:
         """Returns scores [t, k] at the experts of a layer, and these [t, k]; see RoutingReplay."""
-        assert forced is not None and actor.router_scope.now is not None, "called by the forward of a micro-batch"
+        assert forced is not None and actor.router_scope.now is not None, (
+            "called by the forward of a micro-batch"
+        )
         rows, columns = (places.cpu() for places in actor.router_scope.now.own)
-        experts = forced[:, :, layer].cpu()[rows.clamp(min=0), columns.clamp(min=0)].to(scores.device)
+        experts = (
+            forced[:, :, layer].cpu()[rows.clamp(min=0), columns.clamp(min=0)].to(scores.device)
+        )
         given = (rows >= 0).to(scores.device) & (experts >= 0).all(1)
         _, chosen = own_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        own[experts_key(layer)].append(torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True).cpu())
+        own[experts_key(layer)].append(
+            torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True).cpu()
+        )
         chosen = torch.where(given[:, None], experts.to(chosen.dtype), chosen)
-        # in the order of their scores, as the router's own: sums over the same experts are then the same bits
-        chosen = chosen.gather(1, scores.gather(1, chosen).argsort(dim=1, descending=True, stable=True))
+        # in the order of their scores, as the router's own: sums over the same experts are then the
+        # same bits
+        chosen = chosen.gather(
+            1, scores.gather(1, chosen).argsort(dim=1, descending=True, stable=True)
+        )
         return scores.gather(1, chosen), chosen
 
     with ExitStack() as stack:

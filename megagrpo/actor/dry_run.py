@@ -1,7 +1,7 @@
 """Records what trainer ranks copy from an HF model, without weights and without other ranks.
 
-The world is pretended: torch's fake process group has its size and answers nothing, the modules are Megatron's own on
-the meta device. One process takes the place of one rank after the other.
+The world is pretended: torch's fake process group has its size and answers nothing, the modules are
+Megatron's own on the meta device. One process takes the place of one rank after the other.
 """
 
 from collections.abc import Iterator
@@ -30,16 +30,25 @@ def record_trainer_rank(
 ) -> tuple[dict[str, int], list[Copy]]:
     """Returns Megatron's coordinates of rank `rank` of `config.world_size`, and its copy list.
 
-    Coordinates: its index among the ranks of "tp", "pp", "ep" and "etp". The process must be in no process group.
+    Coordinates: its index among the ranks of "tp", "pp", "ep" and "etp". The process must be in no
+    process group.
     """
     with pretended_world(config, rank), _META:
-        tensor_parallel.model_parallel_cuda_manual_seed(0)  # Megatron asks for the state even where nothing is drawn
+        tensor_parallel.model_parallel_cuda_manual_seed(
+            0
+        )  # Megatron asks for the state even where nothing is drawn
         kernels = kernels_here(config)
-        chunks = build_chunks(arch, config, transformer_config(arch, config, kernels), kernels, _META)
-        read = _Noting(specs)  # of a large model a rank reads few, and making the others takes longest
+        chunks = build_chunks(
+            arch, config, transformer_config(arch, config, kernels), kernels, _META
+        )
+        read = _Noting(
+            specs
+        )  # of a large model a rank reads few, and making the others takes longest
         load_hf(chunks, arch, read)
         wanted = {name: specs[name] for name in read}
-        copies = record_copies(lambda hf: load_hf(chunks, arch, hf), wanted, chunk_parameters(chunks))
+        copies = record_copies(
+            lambda hf: load_hf(chunks, arch, hf), wanted, chunk_parameters(chunks)
+        )
         place = {
             "tp": mpu.get_tensor_model_parallel_rank(),
             "pp": mpu.get_pipeline_model_parallel_rank(),

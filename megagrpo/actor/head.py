@@ -1,4 +1,5 @@
-"""The head: log-probability, entropy and exact KL to the reference of sampled tokens, from hidden states."""
+"""The head: log-probability, entropy and exact KL to the reference of sampled tokens, from hidden
+states."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,12 @@ from torch import Tensor
 from megagrpo.actor.layers.draft import gather_context
 from megagrpo.actor.megatron.model import HiddenStatesModel
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.algo.logprob import VocabularyShard, chunked_draft_kl, chunked_full_kl, chunked_logprobs
+from megagrpo.algo.logprob import (
+    VocabularyShard,
+    chunked_draft_kl,
+    chunked_full_kl,
+    chunked_logprobs,
+)
 from megagrpo.types import Batch, MicroBatch
 
 _TP_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -21,7 +27,8 @@ Loss = tuple[Tensor, dict[str, Tensor]]  # scalar, metric sums
 
 @dataclass(frozen=True)
 class TokenValues:
-    """Holds the model's values of a micro-batch's n samples: [n, S] each, 0 off the loss mask, with gradients."""
+    """Holds the model's values of a micro-batch's n samples: [n, S] each, 0 off the loss mask, with
+    gradients."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -30,12 +37,16 @@ class TokenValues:
 
 # Computes the loss of one micro-batch from the values of its sampled tokens.
 LossOfTokens = Callable[[MicroBatch, TokenValues], Loss]
-# Computes the loss of one micro-batch from its hidden states [s / tp, b, h], on the last pipeline stage.
+# Computes the loss of one micro-batch from its hidden states [s / tp, b, h], on the last pipeline
+# stage.
 LastStage = Callable[[MicroBatch, HiddenStatesModel, Tensor], Loss]
 
 
-def over_tokens(actor: MegatronActor, batch: Batch, temperature: float, token_loss: LossOfTokens) -> LastStage:
-    """Returns what turns hidden states into the values of sampled tokens and gives them to `token_loss`."""
+def over_tokens(
+    actor: MegatronActor, batch: Batch, temperature: float, token_loss: LossOfTokens
+) -> LastStage:
+    """Returns what turns hidden states into the values of sampled tokens and gives them to
+    `token_loss`."""
 
     def from_hidden(micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor) -> Loss:
         flat, places = micro.targets.flat, micro.target_grid
@@ -52,18 +63,25 @@ def over_tokens(actor: MegatronActor, batch: Batch, temperature: float, token_lo
             # on a GPU the device checks it when it comes there, and the host does not wait
             unseen = "the reference did not see a position on the rank that trains on it"
             torch._assert_async((index >= 0).all(), unseen)
-            assert reference.output_weight is not None, "the last stage has the reference's output weight"
+            assert reference.output_weight is not None, (
+                "the last stage has the reference's output weight"
+            )
             weight, of_policy = chunk.output_weight(), gathered(actor, hidden)[flat]
             of_reference = reference.hidden[index], reference.output_weight
             rows, shard = actor.config.logprob_chunk_tokens, _vocabulary(actor, weight)
-            full_kl = grid(chunked_full_kl(of_policy, weight, *of_reference, temperature, rows, shard))
+            full_kl = grid(
+                chunked_full_kl(of_policy, weight, *of_reference, temperature, rows, shard)
+            )
         return token_loss(micro, TokenValues(grid(logprobs), grid(entropy), full_kl))
 
     return from_hidden
 
 
-def with_draft(actor: MegatronActor, of_model: LastStage, temperature: float, num_tokens: Tensor | int) -> LastStage:
-    """Returns `of_model` with the draft's loss added where the draft ran: its mean KL over the update's tokens."""
+def with_draft(
+    actor: MegatronActor, of_model: LastStage, temperature: float, num_tokens: Tensor | int
+) -> LastStage:
+    """Returns `of_model` with the draft's loss added where the draft ran: its mean KL over the
+    update's tokens."""
 
     def from_hidden(micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor) -> Loss:
         loss, sums = of_model(micro, chunk, hidden)
@@ -75,7 +93,9 @@ def with_draft(actor: MegatronActor, of_model: LastStage, temperature: float, nu
         rows, shard = actor.config.logprob_chunk_tokens, _vocabulary(actor, weight)
         with torch.no_grad():
             next_hidden = gather_context(gathered(actor, hidden.detach()))[follows.places[flat]]
-        kl = chunked_draft_kl(gathered(actor, proposed)[flat], next_hidden, weight, temperature, rows, shard)
+        kl = chunked_draft_kl(
+            gathered(actor, proposed)[flat], next_hidden, weight, temperature, rows, shard
+        )
         of_draft = _all_context_ranks((kl * follows.sampled[flat]).sum() / num_tokens)
         return loss + of_draft, {**sums, "draft/kl": of_draft.detach()}
 
@@ -90,7 +110,8 @@ def token_values(
     tokens: Tensor,
     temperature: float,
 ) -> tuple[Tensor, Tensor]:
-    """Returns log-probability and entropy [T] of `tokens` [T], predicted at flat positions of hidden [s / tp, b, h]."""
+    """Returns log-probability and entropy [T] of `tokens` [T], predicted at flat positions of
+    hidden [s / tp, b, h]."""
     weight = chunk.output_weight()
     rows, shard = actor.config.logprob_chunk_tokens, _vocabulary(actor, weight)
     return chunked_logprobs(gathered(actor, hidden)[flat], weight, tokens, temperature, rows, shard)
@@ -99,7 +120,8 @@ def token_values(
 def gathered(actor: MegatronActor, hidden: Tensor) -> Tensor:
     """Returns hidden states [s / tp, b, h] as [b s, h] on every tensor-parallel rank."""
     if actor.config.parallel.tp > 1:
-        # the gradient of this gather is a reduce-scatter: it sums the vocabulary shards' partial gradients
+        # the gradient of this gather is a reduce-scatter: it sums the vocabulary shards' partial
+        # gradients
         hidden = gather_from_sequence_parallel_region(hidden)
     return hidden.transpose(0, 1).flatten(0, 1)
 
@@ -120,7 +142,8 @@ def _vocabulary(actor: MegatronActor, weight: Tensor) -> VocabularyShard:
 
 
 def _all_context_ranks(grid: Tensor) -> Tensor:
-    """Collective over context-parallel ranks. Returns the values of all of them; only this rank's carry a gradient.
+    """Collective over context-parallel ranks. Returns the values of all of them; only this rank's
+    carry a gradient.
 
     Megatron sums gradients over these ranks.
     """

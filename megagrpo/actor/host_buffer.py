@@ -1,4 +1,5 @@
-"""One buffer on the host for many tensors, pinned as a whole; the reference's weights lie in one."""
+"""One buffer on the host for many tensors, pinned as a whole; the reference's weights lie in
+one."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,7 +11,8 @@ _ALIGNMENT = 256  # bytes, of every part
 
 
 class HostBuffer:
-    """Has a part [sizes[i]] of bytes for each i; memory for copies from and to the device without a stop.
+    """Has a part [sizes[i]] of bytes for each i; memory for copies from and to the device without a
+    stop.
 
     torch's own pinned memory is rounded up to a power of two, part by part: up to twice the bytes.
     """
@@ -19,10 +21,14 @@ class HostBuffer:
         self.sizes = list(sizes)
         padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in self.sizes]
         whole = torch.empty(sum(padded), dtype=torch.uint8)
-        self.parts = [part[:size] for part, size in zip(whole.split(padded), self.sizes, strict=True)]
+        self.parts = [
+            part[:size] for part, size in zip(whole.split(padded), self.sizes, strict=True)
+        ]
         self._pinned = whole.data_ptr() if device.type == "cuda" and len(whole) else None
         if self._pinned is not None:
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(self._pinned, len(whole), 0)))
+            torch.cuda.check_error(
+                int(torch.cuda.cudart().cudaHostRegister(self._pinned, len(whole), 0))
+            )
 
     def __del__(self) -> None:
         if getattr(self, "_pinned", None) is not None:
@@ -30,7 +36,8 @@ class HostBuffer:
 
 
 class HostReference:
-    """Holds a copy of this rank's parameters in host memory: the reference model, swapped in for a forward."""
+    """Holds a copy of this rank's parameters in host memory: the reference model, swapped in for a
+    forward."""
 
     def __init__(self, parameters: Mapping[str, Tensor]):
         self._parameters = list(parameters.values())
@@ -42,9 +49,11 @@ class HostReference:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Lets the model compute with the reference weights inside; the live ones come back whatever happens.
+        """Lets the model compute with the reference weights inside; the live ones come back
+        whatever happens.
 
-        In place, because Megatron's gradient and parameter buffers hold views of these very tensors.
+        In place, because Megatron's gradient and parameter buffers hold views of these very
+        tensors.
         """
         live = [p.detach().clone() for p in self._parameters]
         try:

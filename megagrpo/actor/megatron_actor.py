@@ -1,4 +1,5 @@
-"""The actor: one Megatron-Core model over all trainer ranks, with its optimizer and its reference."""
+"""The actor: one Megatron-Core model over all trainer ranks, with its optimizer and its
+reference."""
 
 import gc
 import math
@@ -37,7 +38,8 @@ from megagrpo.weights.quantised import rounding
 
 
 class NonFiniteUpdate(RunStopped):
-    """Says that the loss or the gradient norm of an update is NaN or infinite; the weights were not touched."""
+    """Says that the loss or the gradient norm of an update is NaN or infinite; the weights were not
+    touched."""
 
 
 def start_distributed(config: ActorConfig, device: torch.device) -> Mesh:
@@ -47,11 +49,14 @@ def start_distributed(config: ActorConfig, device: torch.device) -> Mesh:
     """
     world = environment.get_int("WORLD_SIZE", 1)
     if world != config.world_size:
-        raise ValueError(f"torchrun started {world} ranks, but actor.world_size is {config.world_size}")
+        raise ValueError(
+            f"torchrun started {world} ranks, but actor.world_size is {config.world_size}"
+        )
     p = config.parallel
     if device.type == "cpu" and p.etp > 1 and (p.ep > 1 or p.etp > p.tp):
         raise ValueError(
-            f"on a CPU actor.parallel.etp {p.etp} works with ep 1 and tp >= etp only: gloo gathers no unequal sizes"
+            f"on a CPU actor.parallel.etp {p.etp} works with ep 1 and tp >= etp only: gloo gathers "
+            "no unequal sizes"
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -65,10 +70,14 @@ def start_distributed(config: ActorConfig, device: torch.device) -> Mesh:
         else:
             alone = dist.HashStore()  # type: ignore[attr-defined]  # torch does not declare the export
             dist.init_process_group(backend, timeout=deadline, store=alone, rank=0, world_size=1)
-        if device.type == "cuda":  # one communicator of all ranks, else point-to-point messages make one for every pair
+        if (
+            device.type == "cuda"
+        ):  # one communicator of all ranks, else point-to-point messages make one for every pair
             dist.all_reduce(torch.zeros(1, device=device))
     make_parallel_groups(config)
-    return make_mesh(mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size(), device, config.deadline_s)
+    return make_mesh(
+        mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size(), device, config.deadline_s
+    )
 
 
 def make_parallel_groups(config: ActorConfig) -> None:
@@ -87,9 +96,11 @@ def make_parallel_groups(config: ActorConfig) -> None:
 
 
 def leave_distributed(actor: "MegatronActor | None") -> None:
-    """Undoes start_distributed and empties the actor, so that this process may join another world."""
-    # Its groups' threads would pile up by the thousand. Megatron keeps pieces of the last autograd graph in its
-    # modules, and the hooks in that graph keep the modules, which no garbage collector sees through: cut here.
+    """Undoes start_distributed and empties the actor, so that this process may join another
+    world."""
+    # Its groups' threads would pile up by the thousand. Megatron keeps pieces of the last autograd
+    # graph in its modules, and the hooks in that graph keep the modules, which no garbage collector
+    # sees through: cut here.
     for wrapper in actor.model if actor is not None else []:
         vars(wrapper).clear()
     mpu.destroy_model_parallel()
@@ -100,19 +111,23 @@ def leave_distributed(actor: "MegatronActor | None") -> None:
 def learning_rate(optimizer: OptimizerConfig, update: int, num_updates: int) -> float:
     """Returns the rate of an update, counted from 0.
 
-    It warms up linearly, then stays, or decays linearly or as a cosine to min_lr at the last of `num_updates`.
+    It warms up linearly, then stays, or decays linearly or as a cosine to min_lr at the last of
+    `num_updates`.
     """
     if update < optimizer.warmup_steps:
         return optimizer.lr * (update + 1) / optimizer.warmup_steps
     if optimizer.lr_schedule == "constant":
         return optimizer.lr
-    done = min((update - optimizer.warmup_steps) / max(num_updates - 1 - optimizer.warmup_steps, 1), 1.0)
+    done = min(
+        (update - optimizer.warmup_steps) / max(num_updates - 1 - optimizer.warmup_steps, 1), 1.0
+    )
     left = 1 - done if optimizer.lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * left
 
 
 class MegatronActor:
-    """Trains one model over all ranks; weights are uninitialised until `load_hf` or a checkpoint was read."""
+    """Trains one model over all ranks; weights are uninitialised until `load_hf` or a checkpoint
+    was read."""
 
     def __init__(
         self,
@@ -124,47 +139,65 @@ class MegatronActor:
         seed: int,
         device: torch.device,
     ):
-        """Collective. `device` is prepare_host()'s; `num_updates` is where the learning-rate schedule ends.
+        """Collective. `device` is prepare_host()'s; `num_updates` is where the learning-rate
+        schedule ends.
 
         Raises ValueError for a model or a layout that cannot be computed.
         """
         self.arch = read_architecture(model_path, config.has_draft)
         kernels = checked_kernels(self.arch, config)
         self.config = config = config.model_copy(update={"optimizer": optimizer})
-        self.transformer, ddp_settings, optimizer_settings = megatron_configs(self.arch, config, kernels)
+        self.transformer, ddp_settings, optimizer_settings = megatron_configs(
+            self.arch, config, kernels
+        )
         self.mesh = start_distributed(config, device)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         self.num_updates = num_updates
         self.chunks = build_chunks(self.arch, config, self.transformer, kernels, device)
         if config.lora is not None:
             self.load_adapters(lora.InitialAdapters(self.adapter_specs(), seed))
-        # after the model is built: Megatron's experts copy the configuration deeply, and process groups cannot be
-        # copied
+        # after the model is built: Megatron's experts copy the configuration deeply, and process
+        # groups cannot be copied
         self.clock = ScheduleClock(device)
-        self.transformer.timers, self.transformer.finalize_model_grads_func = self.clock, self._reduce_gradients
+        self.transformer.timers, self.transformer.finalize_model_grads_func = (
+            self.clock,
+            self._reduce_gradients,
+        )
         self.model = wrap_chunks(self.chunks, self.transformer, ddp_settings)
         self.optimizer = build_optimizer(self.model, optimizer_settings, config.lora is not None)
         self.update_state = UpdateState(self.model, self.optimizer, device)
-        self._to_gather = False  # whether parameters of other ranks lag behind this rank's own shards
+        self._to_gather = (
+            False  # whether parameters of other ranks lag behind this rank's own shards
+        )
         self.updates_done = 0
-        self.as_reference: Callable[[], AbstractContextManager[None]] | None = None  # set by keep_reference
+        self.as_reference: Callable[[], AbstractContextManager[None]] | None = (
+            None  # set by keep_reference
+        )
         found, arch = routers(self.chunks), self.arch
         self.router_scope = scope = RouterScope(found)
         self.expert_load = ExpertLoad(found, scope, arch, device)
         rate, losses = config.router_bias_update, config.router_losses
         self.router_bias = None if rate is None else RouterBias(found, scope, arch, device)
-        self.router_losses = None if losses is None else RouterLosses(found, scope, arch, losses, device)
-        self.routing = None if config.routing_replay is None else RoutingReplay(found, scope, arch, device)
+        self.router_losses = (
+            None if losses is None else RouterLosses(found, scope, arch, losses, device)
+        )
+        self.routing = (
+            None if config.routing_replay is None else RoutingReplay(found, scope, arch, device)
+        )
         self._rounding: Callable[[], AbstractContextManager[None]] | None = None
-        self.images: Callable[[str], Tensor] | None = None  # pixels [patches, values] of an image by its key
+        self.images: Callable[[str], Tensor] | None = (
+            None  # pixels [patches, values] of an image by its key
+        )
 
     @property
     def routed_layers(self) -> tuple[int, ...]:
-        """Returns the layers of this rank whose experts are replayed, as RoutingReplay.layers; () without replay."""
+        """Returns the layers of this rank whose experts are replayed, as RoutingReplay.layers; ()
+        without replay."""
         return () if self.routing is None else self.routing.layers
 
     def bring_embedding(self) -> None:
-        """Collective. Copies the input embedding to the draft if that is on another pipeline stage, and not tied."""
+        """Collective. Copies the input embedding to the draft if that is on another pipeline stage,
+        and not tied."""
         if self.config.parallel.pp == 1 or self.arch.tied:
             return
         self.gather_parameters()
@@ -188,7 +221,8 @@ class MegatronActor:
         finalize_model_grads(model, None, **groups)
 
     def load_hf(self, hf: Mapping[str, Tensor]) -> None:
-        """Copies this rank's slices of an HF model into the parameters (recordable: nothing but slices and copies)."""
+        """Copies this rank's slices of an HF model into the parameters (recordable: nothing but
+        slices and copies)."""
         load_hf(self.chunks, self.arch, hf)
 
     def weights_loaded(self) -> None:
@@ -196,13 +230,19 @@ class MegatronActor:
         self.optimizer.reload_model_params()
 
     def keep_reference(self) -> None:
-        """Lets the model inside `as_reference()` be what it is now; with adapters it is the model without them."""
+        """Lets the model inside `as_reference()` be what it is now; with adapters it is the model
+        without them."""
         without_adapters = partial(lora.adapters_off, self.chunks)
-        kept = without_adapters if self.config.lora is not None else HostReference(self.parameters()).swapped_in
+        kept = (
+            without_adapters
+            if self.config.lora is not None
+            else HostReference(self.parameters()).swapped_in
+        )
         self.as_reference = kept
 
     def parameters(self) -> dict[str, Tensor]:
-        """Returns this rank's live parameters of the HF model by a name that is unique on this rank."""
+        """Returns this rank's live parameters of the HF model by a name that is unique on this
+        rank."""
         return chunk_parameters(self.chunks)
 
     def trained(self) -> dict[str, Tensor]:
@@ -212,19 +252,23 @@ class MegatronActor:
         return {name: tensor for name, tensor in self.parameters().items() if tensor.requires_grad}
 
     def merged(self) -> AbstractContextManager[None]:
-        """Lets `parameters` be what is published inside: with adapters, their product is added to the weights."""
+        """Lets `parameters` be what is published inside: with adapters, their product is added to
+        the weights."""
         return nullcontext() if self.config.lora is None else lora.merged(self.chunks)
 
     def round_weights(self, weights: ActorWeights) -> None:
-        """Collective. Lets `rounded` round these weights if actor.fake_quantization is set; they are the actor's."""
+        """Collective. Lets `rounded` round these weights if actor.fake_quantization is set; they
+        are the actor's."""
         if self.config.fake_quantization is not None:
             self._rounding = rounding(weights, self.mesh)
 
     def rounded(self) -> AbstractContextManager[None]:
-        """Collective on entry. Lets a forward and its backward compute with weights as FP8 engines hold them.
+        """Collective on entry. Lets a forward and its backward compute with weights as FP8 engines
+        hold them.
 
-        Without actor.fake_quantization weights stay as they are. Gradients go to the weights as they are (straight
-        through the rounding, arXiv 1308.3432), which come back before anything else reads them.
+        Without actor.fake_quantization weights stay as they are. Gradients go to the weights as
+        they are (straight through the rounding, arXiv 1308.3432), which come back before anything
+        else reads them.
         """
         if self.config.fake_quantization is None:
             return nullcontext()
@@ -233,23 +277,29 @@ class MegatronActor:
         return self._rounding()
 
     def adapter_specs(self) -> Specs:
-        """Returns names and shapes of the whole model's adapters, {} where all weights are trained."""
+        """Returns names and shapes of the whole model's adapters, {} where all weights are
+        trained."""
         if self.config.lora is None:
             return {}
-        found = adapter_tensors(model_tensors(self.arch), self.config.lora.targets, self.config.lora.rank)
+        found = adapter_tensors(
+            model_tensors(self.arch), self.config.lora.targets, self.config.lora.rank
+        )
         return {spec.name: (spec.shape, self.transformer.params_dtype) for spec in found}
 
     def load_adapters(self, whole: Mapping[str, Tensor]) -> None:
-        """Copies this rank's slices of whole adapters (adapter_specs' names) into its own (recordable)."""
+        """Copies this rank's slices of whole adapters (adapter_specs' names) into its own
+        (recordable)."""
         lora.load_adapters(self.chunks, whole)
 
     def trained_weights(self, weights: ActorWeights) -> ActorWeights:
-        """Returns where the tensors with gradients lie: `weights` of the HF model without biases of routers and what
-        is frozen of a vision tower, or the adapters of any slices.
+        """Returns where the tensors with gradients lie: `weights` of the HF model without biases of
+        routers and what is frozen of a vision tower, or the adapters of any slices.
         """
         if self.config.lora is None:
             vision, trained = self.arch.vision, self.config.trained_vision
-            frozen = () if self.config.trains_draft else (layer_prefix(self.arch.num_layers),)  # a draft's tensors
+            frozen = (
+                () if self.config.trains_draft else (layer_prefix(self.arch.num_layers),)
+            )  # a draft's tensors
             untrained = {
                 spec.name
                 for spec in model_tensors(self.arch)
@@ -260,7 +310,9 @@ class MegatronActor:
             kept = {name: spec for name, spec in weights.hf_specs.items() if name not in untrained}
             return ActorWeights(copies, kept, self.trained)
         specs = self.adapter_specs()
-        return ActorWeights(record_copies(self.load_adapters, specs, self.trained()), specs, self.trained)
+        return ActorWeights(
+            record_copies(self.load_adapters, specs, self.trained()), specs, self.trained
+        )
 
     def zero_grad(self) -> None:
         """Clears gradients before a backward, whose state comes back first if it is away."""
@@ -272,30 +324,37 @@ class MegatronActor:
             self.router_bias.begin()
 
     def gradients(self) -> dict[str, Tensor]:
-        """Returns this rank's accumulated float32 gradients by parameter name; the certificate compares them."""
+        """Returns this rank's accumulated float32 gradients by parameter name; the certificate
+        compares them."""
         return {name: p.main_grad for name, p in self.trained().items()}  # type: ignore[attr-defined]  # by Megatron
 
     def gather_parameters(self) -> None:
-        """Collective. Makes the parameters whole on every rank after an update that left it to the next forward."""
+        """Collective. Makes the parameters whole on every rank after an update that left it to the
+        next forward."""
         if self._to_gather:
             for wrapper in self.model:
                 wrapper.start_param_sync(force_sync=True)
             self._to_gather = False
 
     def optimizer_step(self, loss: float = 0.0, followed: bool = False) -> dict[str, float]:
-        """Collective. Clips by the global norm and steps if the norm and the update's `loss` are finite.
+        """Collective. Clips by the global norm and steps if the norm and the update's `loss` are
+        finite.
 
-        followed: another update follows, whose forward gathers the parameters under overlap_param_gather; do not read
-        them before it or `gather_parameters`. Raises NonFiniteUpdate on every rank, before any weight changes, if the
-        norm or the loss is not finite.
+        followed: another update follows, whose forward gathers the parameters under
+        overlap_param_gather; do not read them before it or `gather_parameters`. Raises
+        NonFiniteUpdate on every rank, before any weight changes, if the norm or the loss is not
+        finite.
         """
         self.optimizer.prepare_grads()
         norm, metrics = float(self.optimizer.get_grad_norm()), {}
         if self.config.trains_draft:
             metrics["optim/draft_grad_norm"] = draft_norm(self.optimizer)
         of_draft = metrics.get("optim/draft_grad_norm", 0.0)
-        # one decision for all ranks: a rank that steps while another does not would leave the weights of no version
-        if not self.mesh.all_true(math.isfinite(loss) and math.isfinite(norm) and math.isfinite(of_draft)):
+        # one decision for all ranks: a rank that steps while another does not would leave the
+        # weights of no version
+        if not self.mesh.all_true(
+            math.isfinite(loss) and math.isfinite(norm) and math.isfinite(of_draft)
+        ):
             raise NonFiniteUpdate(
                 f"update {self.updates_done}: loss {loss}, gradient norm {norm}"
                 + (f", of the draft {of_draft}" if metrics else "")
@@ -303,7 +362,11 @@ class MegatronActor:
             )
         lr = learning_rate(self.config.optimizer, self.updates_done, self.num_updates)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr * (self.config.draft.lr_factor if self.config.draft and group["is_decoupled_lr"] else 1.0)
+            group["lr"] = lr * (
+                self.config.draft.lr_factor
+                if self.config.draft and group["is_decoupled_lr"]
+                else 1.0
+            )
             # Megatron leaves it to its own scheduler to spare norms and biases
             group["weight_decay"] = self.config.optimizer.weight_decay * group.get("wd_mult", 1.0)
         take_step(self.optimizer, norm, of_draft)

@@ -24,14 +24,19 @@ from megagrpo.actor.megatron.model import HiddenStatesModel
 
 
 def wrap_chunks(
-    chunks: list[HiddenStatesModel], transformer: TransformerConfig, ddp: DistributedDataParallelConfig
+    chunks: list[HiddenStatesModel],
+    transformer: TransformerConfig,
+    ddp: DistributedDataParallelConfig,
 ) -> list[DistributedDataParallel]:
-    """Collective. Gives each chunk its gradient buffers, and Megatron's schedule the functions that overlap requires.
+    """Collective. Gives each chunk its gradient buffers, and Megatron's schedule the functions that
+    overlap requires.
 
-    Without them it would reduce gradients after every micro-batch. They go into `transformer`, which must be complete.
+    Without them it would reduce gradients after every micro-batch. They go into `transformer`,
+    which must be complete.
     """
     model = [
-        DistributedDataParallel(transformer, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)
+        DistributedDataParallel(transformer, ddp, chunk, disable_bucketing=i > 0)
+        for i, chunk in enumerate(chunks)
     ]
 
     def of_all(functions: list):
@@ -44,19 +49,23 @@ def wrap_chunks(
         for wrapper, chunk in zip(model, chunks, strict=True):
             _gather_output_weight(wrapper, chunk)
         if ddp.align_param_gather:
-            transformer.param_sync_func = of_all([partial(_start_gather, wrapper) for wrapper in model])
+            transformer.param_sync_func = of_all(
+                [partial(_start_gather, wrapper) for wrapper in model]
+            )
     return model
 
 
 def _start_gather(wrapper: DistributedDataParallel, *_: object) -> None:
-    """Starts a chunk's gathers; the schedule calls it at every update, also if nothing was stepped since the last."""
+    """Starts a chunk's gathers; the schedule calls it at every update, also if nothing was stepped
+    since the last."""
     groups = wrapper.bucket_groups + wrapper.expert_parallel_bucket_groups
     if not all(group.param_gather_dispatched for group in groups):
         wrapper.start_param_sync()
 
 
 def _gather_output_weight(wrapper: DistributedDataParallel, chunk: HiddenStatesModel) -> None:
-    """Completes the output weight with the forward that ends before it: our head calls no module that would."""
+    """Completes the output weight with the forward that ends before it: our head calls no module
+    that would."""
     if not chunk.post_process:
         return
     weight = chunk.output_weight()
@@ -75,9 +84,14 @@ def build_optimizer(
 ) -> ChainedOptimizer:
     """Collective. Returns Megatron's optimiser of dense and expert parameters."""
     # groups of their own: a field by which Megatron tells groups apart, and reads nowhere else
-    groups = {**get_standard_config_overrides(settings), ParamKey(attr=OF_DRAFT): {"is_decoupled_lr": True}}
+    groups = {
+        **get_standard_config_overrides(settings),
+        ParamKey(attr=OF_DRAFT): {"is_decoupled_lr": True},
+    }
     optimizer = get_megatron_optimizer(settings, model, config_overrides=groups)
-    if with_adapters:  # if only experts have adapters, the dense optimiser is a stub without a state
+    if (
+        with_adapters
+    ):  # if only experts have adapters, the dense optimiser is a stub without a state
         parts = optimizer.chained_optimizers
         optimizer.chained_optimizers = [part for part in parts if not part.is_stub_optimizer]
     return optimizer
@@ -87,36 +101,50 @@ def optimizer_tensors(optimizer: ChainedOptimizer) -> Iterator[Tensor]:
     """Yields the parameters that an optimiser steps, and the tensors of its state."""
     for part in optimizer.chained_optimizers:
         if part.optimizer is not None:  # this rank has parameters of its kind
-            yield from (parameter for group in part.optimizer.param_groups for parameter in group["params"])
+            yield from (
+                parameter for group in part.optimizer.param_groups for parameter in group["params"]
+            )
             state = (value for values in part.optimizer.state.values() for value in values.values())
             yield from (value for value in state if isinstance(value, Tensor))
 
 
 @torch.no_grad()
 def take_step(optimizer: ChainedOptimizer, norm: float, norm_of_draft: float = 0.0) -> None:
-    """Collective. Clips gradients by their global norm, the model's and the draft's each by its own, and steps.
+    """Collective. Clips gradients by their global norm, the model's and the draft's each by its
+    own, and steps.
 
-    Megatron's own `step` would prepare the gradients and compute the norm again. `prepare_grads` and `get_grad_norm`
-    came before.
+    Megatron's own `step` would prepare the gradients and compute the norm again. `prepare_grads`
+    and `get_grad_norm` came before.
     """
     for part in optimizer.chained_optimizers:
-        for parameters, of_group in ((_parameters(part, False), norm), (_parameters(part, True), norm_of_draft)):
+        for parameters, of_group in (
+            (_parameters(part, False), norm),
+            (_parameters(part, True), norm_of_draft),
+        ):
             if parameters and part.config.clip_grad > 0:
                 decoupled = _decoupled(part)
-                clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, of_group, use_decoupled_grad=decoupled)
+                clip_grad_by_total_norm_fp32(
+                    parameters, part.config.clip_grad, of_group, use_decoupled_grad=decoupled
+                )
     optimizer.step_with_ready_grads()
 
 
 @torch.no_grad()
 def draft_norm(optimizer: ChainedOptimizer) -> float:
-    """Collective. Returns the norm of the draft's gradients, which Megatron's norm leaves out; see mark_parameters."""
+    """Collective. Returns the norm of the draft's gradients, which Megatron's norm leaves out; see
+    mark_parameters."""
     squares = 0.0
     for part in optimizer.chained_optimizers:
         attribute = "decoupled_grad" if _decoupled(part) else "grad"
         found = [p for p in _parameters(part, True) if param_is_not_tensor_parallel_duplicate(p)]
         gradients = [g for g in (getattr(p, attribute, None) for p in found) if g is not None]
         squares += (
-            float(get_grad_norm_fp32(gradients, grad_stats_parallel_group=part.get_grad_stats_parallel_group())) ** 2
+            float(
+                get_grad_norm_fp32(
+                    gradients, grad_stats_parallel_group=part.get_grad_stats_parallel_group()
+                )
+            )
+            ** 2
         )
     return math.sqrt(squares)
 

@@ -1,11 +1,15 @@
-"""Saves and loads the actor's part of a checkpoint: model and optimizer by Megatron, and each rank's RNG states.
+"""Saves and loads the actor's part of a checkpoint: model and optimizer by Megatron, and each
+rank's RNG states.
 
 Two forms of the distributed optimiser's state, which every checkpoint names in its own metadata:
 
-    dp_reshardable      every rank writes and reads the pieces that it holds, without messages; same layout only
-    fully_reshardable   gathered to one rank of each data-parallel group, in the parameters' own shapes; any layout
+    dp_reshardable      every rank writes and reads the pieces that it holds, without messages; same
+    layout only
+    fully_reshardable   gathered to one rank of each data-parallel group, in the parameters' own
+    shapes; any layout
 
-What data-parallel ranks have in common is divided among them: each writes, and reads, its share once.
+What data-parallel ranks have in common is divided among them: each writes, and reads, its share
+once.
 """
 
 import os
@@ -48,11 +52,17 @@ _FORM = "distrib_optim_sharding_type"
 _OWN_PARTS, _RESHARDABLE = "dp_reshardable", "fully_reshardable"
 _MESSAGE_CHARACTERS = 300
 _KIND = "kind_of_optimizer"
-_KIND_FIELDS = ("use_precision_aware_optimizer", "store_param_remainders", "main_params_dtype", "optimizer_cpu_offload")
+_KIND_FIELDS = (
+    "use_precision_aware_optimizer",
+    "store_param_remainders",
+    "main_params_dtype",
+    "optimizer_cpu_offload",
+)
 
 
 def _kind_of_optimizer(actor: MegatronActor) -> dict[str, str]:
-    """Returns the settings that determine the form of the optimizer's state; empty for Megatron's defaults."""
+    """Returns the settings that determine the form of the optimizer's state; empty for Megatron's
+    defaults."""
     config = actor.optimizer.chained_optimizers[0].config
     if not config.use_precision_aware_optimizer:
         return {}
@@ -64,12 +74,19 @@ def _check_kind_of_optimizer(actor: MegatronActor, metadata: dict, folder: Path)
     saved, here = metadata.get(_KIND, {}), _kind_of_optimizer(actor)
     if saved != here:
         names = [name for name in _KIND_FIELDS if saved.get(name) != here.get(name)]
-        text = "; ".join(f"{name} {saved.get(name, 'not set')}, here {here.get(name, 'not set')}" for name in names)
-        raise ValueError(f"checkpoint {folder} was written with other settings in actor.optimizer.megatron: {text}")
+        text = "; ".join(
+            f"{name} {saved.get(name, 'not set')}, here {here.get(name, 'not set')}"
+            for name in names
+        )
+        raise ValueError(
+            f"checkpoint {folder} was written with other settings in actor.optimizer.megatron: "
+            f"{text}"
+        )
 
 
 class _Checksummed(RawIOBase):
-    """Writes a file from its start to its end, as torch.save does, and knows the CRC-32 of its content."""
+    """Writes a file from its start to its end, as torch.save does, and knows the CRC-32 of its
+    content."""
 
     def __init__(self, file: BufferedWriter):
         super().__init__()
@@ -104,10 +121,11 @@ class ActorSave:
     reshardable: bool
 
     def write(self) -> dict[Path, tuple[int, int]]:
-        """Writes this rank's files, perhaps in a thread, without collectives; returns their sizes and checksums.
+        """Writes this rank's files, perhaps in a thread, without collectives; returns their sizes
+        and checksums.
 
-        As Megatron's writer does, in this thread: in processes that it forks it could deadlock. The checksums are of
-        the bytes on their way to the files, which are not read again.
+        As Megatron's writer does, in this thread: in processes that it forks it could deadlock. The
+        checksums are of the bytes on their way to the files, which are not read again.
         """
         if not self.buckets:
             return {}
@@ -116,11 +134,15 @@ class ActorSave:
             try:
                 with open(path, "wb") as file:
                     stream = _Checksummed(file)
-                    results[index] = internals_0_16.write_items(self.request, stream, key, [*blobs, *tensors])
+                    results[index] = internals_0_16.write_items(
+                        self.request, stream, key, [*blobs, *tensors]
+                    )
                     file.flush()
                     os.fsync(file.fileno())
             except (OSError, RuntimeError) as exc:  # torch wraps the first in the second
-                first: BaseException = exc  # the full disk, not torch's error while closing its archive
+                first: BaseException = (
+                    exc  # the full disk, not torch's error while closing its archive
+                )
                 while first.__context__ is not None:
                     first = first.__context__
                 raise first from None
@@ -129,19 +151,26 @@ class ActorSave:
         return written
 
     def finish(self) -> None:
-        """Collective. Called after `write` has returned on every rank: writes the index of all files."""
+        """Collective. Called after `write` has returned on every rank: writes the index of all
+        files."""
         with _failure_as_os_error():
             for collective in self.request.finalize_fns:
                 collective()
 
 
-def save_actor(actor: MegatronActor, folder: Path, reshardable: bool, snapshot: bool = False) -> ActorSave:
-    """Collective. Plans a checkpoint in an existing empty folder. Raises OSError when it cannot be planned.
+def save_actor(
+    actor: MegatronActor, folder: Path, reshardable: bool, snapshot: bool = False
+) -> ActorSave:
+    """Collective. Plans a checkpoint in an existing empty folder. Raises OSError when it cannot be
+    planned.
 
-    With `reshardable` any layout can load it; what is not divided over data-parallel ranks always is reshardable.
-    With `snapshot` the state is copied to host memory now, so that training may go on meanwhile.
+    With `reshardable` any layout can load it; what is not divided over data-parallel ranks always
+    is reshardable. With `snapshot` the state is copied to host memory now, so that training may go
+    on meanwhile.
     """
-    divided = actor.updates_done > 0 and isinstance(actor.optimizer.chained_optimizers[0], DistributedOptimizer)
+    divided = actor.updates_done > 0 and isinstance(
+        actor.optimizer.chained_optimizers[0], DistributedOptimizer
+    )
     metadata = {
         _KIND: _kind_of_optimizer(actor),
         _FORM: _OWN_PARTS if divided and not reshardable else _RESHARDABLE,
@@ -156,18 +185,37 @@ def save_actor(actor: MegatronActor, folder: Path, reshardable: bool, snapshot: 
             request = dist_checkpointing.save(
                 state,
                 str(folder),
-                FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), _copies_group()),
+                FullyParallelSaveStrategyWrapper(
+                    get_default_save_sharded_strategy(), _copies_group()
+                ),
                 async_sharded_save=True,
                 content_metadata=metadata,
             )
-        # on the host: copies of GPU tensors, and tensors that lie there already, except for views that Megatron had to
-        # copy
+        # on the host: copies of GPU tensors, and tensors that lie there already, except for views
+        # that Megatron had to copy
         buckets = internals_0_16.preloaded(request) if request.preload_fn else []
-        of_model = (tensor for chunk in actor.chunks for tensor in (*chunk.parameters(), *chunk.buffers()))
-        live = {_memory(t) for t in (*of_model, *optimizer_tensors(actor.optimizer))} if snapshot else set()
-        # tensors of their own, which stay what they are when a step changes the actor's or the optimiser's are moved
+        of_model = (
+            tensor for chunk in actor.chunks for tensor in (*chunk.parameters(), *chunk.buffers())
+        )
+        live = (
+            {_memory(t) for t in (*of_model, *optimizer_tensors(actor.optimizer))}
+            if snapshot
+            else set()
+        )
+        # tensors of their own, which stay what they are when a step changes the actor's or the
+        # optimiser's are moved
         buckets = [
-            (path, name, (blobs, [(item, t.clone() if _memory(t) in live else t.detach()) for item, t in tensors]))
+            (
+                path,
+                name,
+                (
+                    blobs,
+                    [
+                        (item, t.clone() if _memory(t) in live else t.detach())
+                        for item, t in tensors
+                    ],
+                ),
+            )
             for path, name, (blobs, tensors) in buckets
         ]
     return ActorSave(request, buckets, metadata[_FORM] == _RESHARDABLE)
@@ -185,7 +233,8 @@ def _memory(tensor: Tensor) -> int:
 
 @contextmanager
 def _failure_as_os_error() -> Iterator[None]:
-    """Raises OSError for a failed save: CheckpointException is not an Exception, most handlers would miss it."""
+    """Raises OSError for a failed save: CheckpointException is not an Exception, most handlers
+    would miss it."""
     try:
         yield
     except CheckpointException as exc:
@@ -193,7 +242,8 @@ def _failure_as_os_error() -> Iterator[None]:
 
 
 def load_actor(actor: MegatronActor, folder: Path) -> None:
-    """Collective. Reads a state written by `save_actor`. Raises ValueError when the files do not fit the model."""
+    """Collective. Reads a state written by `save_actor`. Raises ValueError when the files do not
+    fit the model."""
     try:
         common = dist_checkpointing.load_common_state_dict(str(folder))
         updates_done, metadata = common["updates_done"], common["content_metadata"]
@@ -207,10 +257,14 @@ def load_actor(actor: MegatronActor, folder: Path) -> None:
         wanted = _sharded_state(actor, updates_done, metadata, is_loading=True)
         if common["layout"] != wanted["layout"]:
             del wanted["rng"]
-        strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(folder)), _copies_group())
+        strategy = FullyParallelLoadStrategyWrapper(
+            get_default_load_sharded_strategy(str(folder)), _copies_group()
+        )
         state = dist_checkpointing.load(wanted, str(folder), strategy)
     except CheckpointException as exc:
-        raise ValueError(f"checkpoint {folder} does not fit this model and layout: {_first_failure(exc)}") from exc
+        raise ValueError(
+            f"checkpoint {folder} does not fit this model and layout: {_first_failure(exc)}"
+        ) from exc
     except (dist_checkpointing.core.CheckpointingException, OSError, RuntimeError, KeyError) as exc:
         raise ValueError(
             f"checkpoint {folder} does not fit this model and layout: {type(exc).__name__}: {exc}"
@@ -231,31 +285,43 @@ def load_actor(actor: MegatronActor, folder: Path) -> None:
 def _load_chunk(actor: MegatronActor, chunk: HiddenStatesModel, state: dict) -> None:
     """Loads tensors; raises ValueError when one is missing or unknown.
 
-    Of Transformer Engine's modules some have an `_extra_state` beside their tensors (scales of fp8), which Megatron
-    saves of some only. With adapters only they are saved.
+    Of Transformer Engine's modules some have an `_extra_state` beside their tensors (scales of
+    fp8), which Megatron saves of some only. With adapters only they are saved.
     """
     wrong = chunk.load_state_dict(state, strict=False)
     missing = [] if actor.config.lora is not None else wrong.missing_keys
-    names = [name for name in [*missing, *wrong.unexpected_keys] if not name.endswith("._extra_state")]
+    names = [
+        name for name in [*missing, *wrong.unexpected_keys] if not name.endswith("._extra_state")
+    ]
     if names:
-        raise ValueError(f"the checkpoint does not fit the model: {', '.join(names[:5])} missing or unknown")
+        raise ValueError(
+            f"the checkpoint does not fit the model: {', '.join(names[:5])} missing or unknown"
+        )
 
 
 @torch.no_grad()
 def _load_optimizer_state(actor: MegatronActor, state: dict, form: str) -> None:
-    """Loads as Megatron does, around two slips with torch's Adam (Apex's keeps no step count beside a parameter).
+    """Loads as Megatron does, around two slips with torch's Adam (Apex's keeps no step count beside
+    a parameter).
 
-    Reading parameter state it looks for a step count that is saved elsewhere, or takes the present one; and the count
-    that it restores is one tensor shared by all parameters, which torch then increases once for each of them.
+    Reading parameter state it looks for a step count that is saved elsewhere, or takes the present
+    one; and the count that it restores is one tensor shared by all parameters, which torch then
+    increases once for each of them.
     """
-    parts = actor.optimizer.chained_optimizers  # of dense and expert parameters, where there are both
+    parts = (
+        actor.optimizer.chained_optimizers
+    )  # of dense and expert parameters, where there are both
     if not isinstance(parts[0], DistributedOptimizer):
         actor.optimizer.load_state_dict(state)
         return
-    for part, own in zip(parts, [state] if len(parts) == 1 else [state[i] for i in range(len(parts))], strict=True):
+    for part, own in zip(
+        parts, [state] if len(parts) == 1 else [state[i] for i in range(len(parts))], strict=True
+    ):
         part.load_state_dict({key: value for key, value in own.items() if key != "param_state"})
         inner = part.optimizer.state
-        steps = {parameter: values.pop("step") for parameter, values in inner.items() if "step" in values}
+        steps = {
+            parameter: values.pop("step") for parameter, values in inner.items() if "step" in values
+        }
         if form == _OWN_PARTS:
             with internals_0_16.without_padding_mark(part):
                 part.load_parameter_state_from_dp_reshardable(own["param_state"])
@@ -274,24 +340,44 @@ def _first_failure(exc: CheckpointException) -> str:
     return f"rank {rank}: {type(cause).__name__}: {str(cause)[:_MESSAGE_CHARACTERS]}"
 
 
-def _sharded_state(actor: MegatronActor, updates_done: int, metadata: dict, is_loading: bool) -> dict:
-    part = (lambda chunk: chunk.sharded_state_dict(prefix="")) if actor.config.lora is None else sharded_adapters
+def _sharded_state(
+    actor: MegatronActor, updates_done: int, metadata: dict, is_loading: bool
+) -> dict:
+    part = (
+        (lambda chunk: chunk.sharded_state_dict(prefix=""))
+        if actor.config.lora is None
+        else sharded_adapters
+    )
     model = {f"model{i}": part(chunk) for i, chunk in enumerate(actor.chunks)}
     # one flat view for the optimiser, which looks parameters up across chunks
-    merged = {f"{part}.{name}": value for part, tensors in model.items() for name, value in tensors.items()}
+    merged = {
+        f"{part}.{name}": value
+        for part, tensors in model.items()
+        for name, value in tensors.items()
+    }
     # RNG states belong to a rank, not to a tensor: restored under the same layout only
-    states = {"torch": torch.get_rng_state(), "tensor_parallel": tensor_parallel.get_cuda_rng_tracker().get_states()}
+    states = {
+        "torch": torch.get_rng_state(),
+        "tensor_parallel": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
     rng = ShardedObject("rng", states, (actor.mesh.world_size,), (actor.mesh.rank,), replica_id=0)
     state = {**model, "updates_done": updates_done, "layout": actor.config.layout, "rng": rng}
-    if updates_done:  # before the first update the optimiser has no state, and Megatron would ask for one when loading
-        state["optimizer"] = actor.optimizer.sharded_state_dict(merged, is_loading=is_loading, metadata=metadata)
+    # before the first update the optimiser has no state, and Megatron would ask for one when
+    # loading
+    if updates_done:
+        state["optimizer"] = actor.optimizer.sharded_state_dict(
+            merged, is_loading=is_loading, metadata=metadata
+        )
         _forget_classes(state["optimizer"])
     return state
 
 
 def _forget_classes(state: object) -> None:
-    """Removes classes, which torch reads from no file: of its parts' optimisers the hybrid one keeps the class."""
-    for value in state.values() if isinstance(state, dict) else state if isinstance(state, list) else ():
+    """Removes classes, which torch reads from no file: of its parts' optimisers the hybrid one
+    keeps the class."""
+    for value in (
+        state.values() if isinstance(state, dict) else state if isinstance(state, list) else ()
+    ):
         _forget_classes(value)
     if isinstance(state, dict):
         for name in [name for name, value in state.items() if isinstance(value, type)]:

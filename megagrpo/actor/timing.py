@@ -1,7 +1,8 @@
-"""Measures a rank's seconds in Megatron's schedule: computing, pipeline idle time, waiting for the slowest rank.
+"""Measures a rank's seconds in Megatron's schedule: computing, pipeline idle time, waiting for the
+slowest rank.
 
-Megatron calls `config.timers(name)` around each forward and backward of a micro-batch. On a GPU the marks are CUDA
-events, read once a step after everything has run, so measuring waits for nothing.
+Megatron calls `config.timers(name)` around each forward and backward of a micro-batch. On a GPU the
+marks are CUDA events, read once a step after everything has run, so measuring waits for nothing.
 """
 
 import time
@@ -15,7 +16,8 @@ _COMPUTE = ("forward-compute", "backward-compute")
 
 
 class ScheduleClock:
-    """Times Megatron's schedule as its `config.timers`; `gradients_done` ends one, before gradients are reduced."""
+    """Times Megatron's schedule as its `config.timers`; `gradients_done` ends one, before gradients
+    are reduced."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -28,11 +30,13 @@ class ScheduleClock:
         self._open: dict[str, float | torch.cuda.Event] = {}
 
     def __call__(self, name: str, log_level: int = 0) -> SimpleNamespace:
-        """Returns the timer of this name, as Megatron asks for it: of a micro-batch's forward or backward, or of the
-        whole schedule; others are ignored.
+        """Returns the timer of this name, as Megatron asks for it: of a micro-batch's forward or
+        backward, or of the whole schedule; others are ignored.
         """
 
-        def start(barrier: bool = False) -> None:  # Megatron may ask for a barrier, which would be felt
+        def start(
+            barrier: bool = False,
+        ) -> None:  # Megatron may ask for a barrier, which would be felt
             if name in (*_COMPUTE, "forward-backward"):
                 self.start(name)
 
@@ -51,7 +55,8 @@ class ScheduleClock:
         self._spans[kind].append((self._open.pop(name), self._now()))
 
     def gradients_done(self) -> None:
-        """Collective. Lets pipeline stages meet, then everyone, as they would next anyway: two tiny all-reduces."""
+        """Collective. Lets pipeline stages meet, then everyone, as they would next anyway: two tiny
+        all-reduces."""
         if mpu.get_pipeline_model_parallel_world_size() > 1:
             dist.all_reduce(self._one.clone(), group=mpu.get_pipeline_model_parallel_group())
         self.stop("forward-backward", "schedule")
@@ -63,13 +68,15 @@ class ScheduleClock:
     def take(self) -> dict[str, float]:
         """Collective. Returns metrics since `clear`, the same on every rank.
 
-        schedule/compute_s and schedule/wait_s: mean over ranks, schedule/wait_max_s: of the rank that waits longest.
-        schedule/pipeline_bubble: share of the schedule in which stages do not compute, with pipeline stages only.
+        schedule/compute_s and schedule/wait_s: mean over ranks, schedule/wait_max_s: of the rank
+        that waits longest. schedule/pipeline_bubble: share of the schedule in which stages do not
+        compute, with pipeline stages only.
         """
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         mine = torch.tensor(
-            [sum(map(_seconds, self._spans[kind])) for kind in ("compute", "schedule", "wait")], dtype=torch.float64
+            [sum(map(_seconds, self._spans[kind])) for kind in ("compute", "schedule", "wait")],
+            dtype=torch.float64,
         )
         self.clear()
         parts = [torch.empty_like(mine, device=self._device) for _ in range(dist.get_world_size())]

@@ -1,7 +1,8 @@
-"""State that only an update needs, optimizer state and gradients: on the device or offloaded to the host.
+"""State that only an update needs, optimizer state and gradients: on the device or offloaded to the
+host.
 
-Storages release and regain their memory in place, so all views remain valid: Megatron's buckets, a parameter's
-main_grad, and the optimizer's shards.
+Storages release and regain their memory in place, so all views remain valid: Megatron's buckets, a
+parameter's main_grad, and the optimizer's shards.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,28 +19,41 @@ from megagrpo.actor.optimizer import optimizer_tensors
 
 
 class UpdateState:
-    """Moves the optimiser's state, its float32 weights included, and frees the gradients, which are 0 before an update.
+    """Moves the optimiser's state, its float32 weights included, and frees the gradients, which are
+    0 before an update.
 
     What the optimiser shares with the model, the weights themselves where these are float32, stays.
     """
 
-    def __init__(self, model: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer, device: torch.device):
+    def __init__(
+        self,
+        model: Sequence[DistributedDataParallel],
+        optimizer: ChainedOptimizer,
+        device: torch.device,
+    ):
         self._model, self._optimizer, self._device = model, optimizer, device
         self._buffer = HostBuffer([], device)
-        self._on_host: dict[int, tuple[UntypedStorage, Tensor]] = {}  # bytes, by their storage's identity
+        self._on_host: dict[
+            int, tuple[UntypedStorage, Tensor]
+        ] = {}  # bytes, by their storage's identity
         self.away = False
 
     def offload(self) -> None:
-        """Copies the optimiser's state to the host, pinned, and gives its memory and that of the gradients back."""
+        """Copies the optimiser's state to the host, pinned, and gives its memory and that of the
+        gradients back."""
         if self.away:
             return
         self._optimizer.zero_grad()  # what gradients there are beside Megatron's buffers
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._tensors()}
+        storages = {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._tensors()
+        }
         sizes = [storage.nbytes() for storage in storages.values()]
         if sizes != self._buffer.sizes:  # the first time, or the optimizer has made state
             self._on_host.clear()
             self._buffer = HostBuffer(sizes, self._device)
-        self._on_host = dict(zip(storages, zip(storages.values(), self._buffer.parts, strict=True), strict=True))
+        self._on_host = dict(
+            zip(storages, zip(storages.values(), self._buffer.parts, strict=True), strict=True)
+        )
         for storage, host in self._on_host.values():
             host.copy_(_bytes_of(storage), non_blocking=True)
         self._synchronize()
@@ -65,7 +79,8 @@ class UpdateState:
 
     @contextmanager
     def readable(self) -> Iterator[None]:
-        """Lets the optimiser's tensors be those on the host inside, where they are away: for a checkpoint."""
+        """Lets the optimiser's tensors be those on the host inside, where they are away: for a
+        checkpoint."""
         swapped = []
         if self.away:
             for tensor in {id(tensor): tensor for tensor in self._tensors()}.values():
@@ -90,7 +105,10 @@ class UpdateState:
             for tensor in tensors
         }
         for tensor in optimizer_tensors(self._optimizer):
-            if tensor.device.type == self._device.type and tensor.untyped_storage()._cdata not in of_model:
+            if (
+                tensor.device.type == self._device.type
+                and tensor.untyped_storage()._cdata not in of_model
+            ):
                 yield tensor
 
     def _synchronize(self) -> None:

@@ -1,8 +1,9 @@
 """From rewards to advantages: the order of all operations, for every estimator.
 
-reward steps (REWARD_STEPS: scale and shift, overlong shaping, normalisation, clip) -> rewards of tokens, minus the
-token-level KL in the reward -> loss mask -> estimator -> whitening -> mask -> advantage clip. Statistics are exact and
-global over data-parallel ranks, whatever the placement of the samples.
+reward steps (REWARD_STEPS: scale and shift, overlong shaping, normalisation, clip) -> rewards of
+tokens, minus the token-level KL in the reward -> loss mask -> estimator -> whitening -> mask ->
+advantage clip. Statistics are exact and global over data-parallel ranks, whatever the placement of
+the samples.
 """
 
 from dataclasses import replace
@@ -14,19 +15,31 @@ from megagrpo.algo.estimators import EstimatorInputs, estimate, whiten
 from megagrpo.algo.kl import adapted_kl_coef, token_kl
 from megagrpo.algo.reward_shaping import RewardInputs, shape_rewards
 from megagrpo.algo.rollouts import of_rollouts
-from megagrpo.algo.statistics import GroupStatistics, Reduce, exact_row_sums, group_statistics, moments
+from megagrpo.algo.statistics import (
+    GroupStatistics,
+    Reduce,
+    exact_row_sums,
+    group_statistics,
+    moments,
+)
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.types import AlgoState, Batch, Correction
 
 
 def with_advantages(
-    batch: Batch, algorithm: AlgorithmConfig, reduce: Reduce, state: AlgoState, max_response_tokens: int
+    batch: Batch,
+    algorithm: AlgorithmConfig,
+    reduce: Reduce,
+    state: AlgoState,
+    max_response_tokens: int,
 ) -> tuple[Batch, AlgoState, dict[str, float]]:
-    """Collective over data-parallel ranks. Returns the batch with advantages [T], the next state and metrics.
+    """Collective over data-parallel ranks. Returns the batch with advantages [T], the next state
+    and metrics.
 
-    Everything but the correction of the mismatch counts rollouts, once each. Invalid, truncated (if asked) and rejected
-    samples lose their loss mask. Where algorithm.needs_old_logprobs is true the batch has old_logprobs, where
-    algorithm.uses_reference is, ref_logprobs. max_response_tokens: of a response.
+    Everything but the correction of the mismatch counts rollouts, once each. Invalid, truncated (if
+    asked) and rejected samples lose their loss mask. Where algorithm.needs_old_logprobs is true the
+    batch has old_logprobs, where algorithm.uses_reference is, ref_logprobs. max_response_tokens: of
+    a response.
     """
     whole = of_rollouts(batch)
     rewards, valid = whole.rewards.values, whole.rewards.valid
@@ -49,8 +62,14 @@ def with_advantages(
     batch, mismatch_metrics = _with_trained_mask(batch, trained, algorithm, reduce)
     greedy_rewards = whole.rewards.greedy if algorithm.needs_greedy_response else None
     if greedy_rewards is not None:
-        greedy_rewards = shape_rewards(greedy_rewards, inputs, algorithm.reward, AlgoState(), greedy=True).values
-    totals = shaped.values if kl_rewards is None else shaped.values + exact_row_sums(kl_rewards, whole.lengths)
+        greedy_rewards = shape_rewards(
+            greedy_rewards, inputs, algorithm.reward, AlgoState(), greedy=True
+        ).values
+    totals = (
+        shaped.values
+        if kl_rewards is None
+        else shaped.values + exact_row_sums(kl_rewards, whole.lengths)
+    )
     stats = group_statistics(
         totals, whole.group_ids, whole.num_groups, valid, reduce, algorithm.advantage.group_std_ddof
     )
@@ -81,38 +100,52 @@ def with_advantages(
 def _kl_in_reward(
     batch: Batch, sampled: Tensor, algorithm: AlgorithmConfig, state: AlgoState, reduce: Reduce
 ) -> tuple[Tensor | None, AlgoState, dict[str, float]]:
-    """Returns the token rewards [T] float64 or None, the state with the next KL coefficient, and metrics."""
+    """Returns the token rewards [T] float64 or None, the state with the next KL coefficient, and
+    metrics."""
     options = algorithm.kl
     if not algorithm.measures_kl_before_update:
         return None, state, {}
-    assert batch.old_logprobs is not None and batch.ref_logprobs is not None, "see AlgorithmConfig.needs_old_logprobs"
+    assert batch.old_logprobs is not None and batch.ref_logprobs is not None, (
+        "see AlgorithmConfig.needs_old_logprobs"
+    )
     kl = token_kl(batch.old_logprobs, batch.ref_logprobs, sampled, options)
     mean = moments(kl[sampled], reduce).mean
     if options.adaptive is not None:
         num_responses = _total(batch.rewards.valid, reduce)
-        state = replace(state, kl_coef=adapted_kl_coef(options.coef, mean, num_responses, options.adaptive))
+        state = replace(
+            state, kl_coef=adapted_kl_coef(options.coef, mean, num_responses, options.adaptive)
+        )
     token_rewards = -options.reward_coef * kl if options.reward_coef else None
     return token_rewards, state, {"kl/coef": options.coef, "kl/reference_before_update": mean}
 
 
 def _by_token(
-    batch: Batch, sampled: Tensor, shaped: Tensor, kl_rewards: Tensor | None, algorithm: AlgorithmConfig
+    batch: Batch,
+    sampled: Tensor,
+    shaped: Tensor,
+    kl_rewards: Tensor | None,
+    algorithm: AlgorithmConfig,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the rewards [N] of the responses' last tokens and those of other tokens [T], or None if there are none.
+    """Returns the rewards [N] of the responses' last tokens and those of other tokens [T], or None
+    if there are none.
 
-    Reward steps act on a response's sum: what they change, except for `scale`, changes its last reward.
+    Reward steps act on a response's sum: what they change, except for `scale`, changes its last
+    reward.
     """
     parts = batch.rewards.tokens
     if parts is None:
         return shaped, kl_rewards
     parts = (parts * algorithm.reward.scale).masked_fill(~sampled, 0.0)
-    return shaped - exact_row_sums(parts, batch.lengths), parts if kl_rewards is None else parts + kl_rewards
+    return shaped - exact_row_sums(
+        parts, batch.lengths
+    ), parts if kl_rewards is None else parts + kl_rewards
 
 
 def _with_trained_mask(
     batch: Batch, trained: Tensor, algorithm: AlgorithmConfig, reduce: Reduce
 ) -> tuple[Batch, dict[str, float]]:
-    """Returns the batch with the loss mask that is trained on and the correction of the trainer/rollout mismatch.
+    """Returns the batch with the loss mask that is trained on and the correction of the
+    trainer/rollout mismatch.
 
     A sequence of the correction is a sample: its tokens were sampled one after the other.
     """
@@ -122,10 +155,14 @@ def _with_trained_mask(
     assert batch.old_logprobs is not None, "see AlgorithmConfig.needs_old_logprobs"
     log_ratio = (batch.old_logprobs - batch.rollout_logprobs).double().masked_fill(~trained, 0.0)
     counted, weights = trained, None
-    metrics = {} if batch.lags is None else staleness_metrics(batch.lags, log_ratio, trained, reduce)
+    metrics = (
+        {} if batch.lags is None else staleness_metrics(batch.lags, log_ratio, trained, reduce)
+    )
     if options.reject is not None:
         # what the update's own mismatch metrics no longer see
-        metrics["mismatch/logprob_abs_mean_before_rejection"] = moments(log_ratio.abs()[trained], reduce).mean
+        metrics["mismatch/logprob_abs_mean_before_rejection"] = moments(
+            log_ratio.abs()[trained], reduce
+        ).mean
         trained = kept(log_ratio, trained, batch.lengths, options.reject)
         before, after = _total(counted, reduce), _total(trained, reduce)
         metrics["mismatch/rejected_fraction"] = 1 - after / max(before, 1)
@@ -152,7 +189,12 @@ def _group_metrics(stats: GroupStatistics) -> dict[str, float]:
 
 def _spread(name: str, values: Tensor, reduce: Reduce) -> dict[str, float]:
     of = moments(values.double(), reduce)
-    return {f"{name}/mean": of.mean, f"{name}/std": of.std, f"{name}/min": of.min, f"{name}/max": of.max}
+    return {
+        f"{name}/mean": of.mean,
+        f"{name}/std": of.std,
+        f"{name}/min": of.min,
+        f"{name}/max": of.max,
+    }
 
 
 def _total(flags: Tensor, reduce: Reduce) -> int:

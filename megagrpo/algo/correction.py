@@ -1,7 +1,8 @@
 """Corrects for differences between the engine's and the trainer's probabilities of the same token.
 
-The ratio is old / rollout: the trainer's probability before the update over the engine's when it sampled.
-TIS: https://fengyao.notion.site/off-policy-rl; IcePop: https://ringtech.notion.site/icepop.
+The ratio is old / rollout: the trainer's probability before the update over the engine's when it
+sampled. TIS: https://fengyao.notion.site/off-policy-rl; IcePop:
+https://ringtech.notion.site/icepop.
 """
 
 import torch
@@ -13,11 +14,17 @@ from megagrpo.config.objective.correction import Band, Rejection, TruncatedImpor
 
 
 def policy_weights(
-    log_ratio: Tensor, mask: Tensor, lengths: Tensor, options: TruncatedImportance | Band, reduce: Reduce
+    log_ratio: Tensor,
+    mask: Tensor,
+    lengths: Tensor,
+    options: TruncatedImportance | Band,
+    reduce: Reduce,
 ) -> Tensor:
-    """Collective where it normalises. Returns weights [T] float32 of the policy term, 0 off the mask.
+    """Collective where it normalises. Returns weights [T] float32 of the policy term, 0 off the
+    mask.
 
-    log_ratio: [T] float64, old - rollout. mask: [T] bool. lengths: [N] int64, tokens of the samples.
+    log_ratio: [T] float64, old - rollout. mask: [T] bool. lengths: [N] int64, tokens of the
+    samples.
     """
     match options:
         case TruncatedImportance():
@@ -27,11 +34,15 @@ def policy_weights(
                     value = exact_row_sums(value, lengths).repeat_interleave(lengths)
                 case "geometric":
                     value = _row_means(value, mask, lengths).repeat_interleave(lengths)
-            weights = probability_ratio(value).clamp(options.floor, options.cap).masked_fill(~mask, 0.0)
+            weights = (
+                probability_ratio(value).clamp(options.floor, options.cap).masked_fill(~mask, 0.0)
+            )
             if options.self_normalise:
                 # A sequence's weight counts once, whatever its length.
                 of_rows = row_sums(mask.long(), lengths) > 0
-                sampled = weights[mask] if options.over == "token" else row_max(weights, lengths)[of_rows]
+                sampled = (
+                    weights[mask] if options.over == "token" else row_max(weights, lengths)[of_rows]
+                )
                 weights = weights / max(moments(sampled.double(), reduce).mean, 1e-8)
         case Band():
             ratio = probability_ratio(log_ratio)
@@ -43,8 +54,9 @@ def policy_weights(
 def kept(log_ratio: Tensor, mask: Tensor, lengths: Tensor, options: Rejection) -> Tensor:
     """Returns which tokens [T] (bool) stay trained on.
 
-    log_ratio: [T] float64, old - rollout. mask: [T] bool. lengths: [N] int64, tokens of the samples. Unless
-    options.over is "token", a sequence is judged whole: all its tokens stay or go together.
+    log_ratio: [T] float64, old - rollout. mask: [T] bool. lengths: [N] int64, tokens of the
+    samples. Unless options.over is "token", a sequence is judged whole: all its tokens stay or go
+    together.
     """
     match options.measure:
         case "ratio":
@@ -73,11 +85,15 @@ def _row_means(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
     return exact_row_sums(values, lengths) / row_sums(mask.long(), lengths).clamp(min=1)
 
 
-def staleness_metrics(lags: Tensor, log_ratio: Tensor, mask: Tensor, reduce: Reduce) -> dict[str, float]:
-    """Collective. Returns lag/mean, lag/max and, for every lag present, lag/fraction_L and the mismatch.
+def staleness_metrics(
+    lags: Tensor, log_ratio: Tensor, mask: Tensor, reduce: Reduce
+) -> dict[str, float]:
+    """Collective. Returns lag/mean, lag/max and, for every lag present, lag/fraction_L and the
+    mismatch.
 
-    lags: [T] integer, versions. log_ratio: [T] float64, old - rollout. mask: [T] bool, the tokens counted.
-    mismatch/logprob_abs_mean_lag_L is the mean of |log_ratio|; at lag 0 only numerics differ.
+    lags: [T] integer, versions. log_ratio: [T] float64, old - rollout. mask: [T] bool, the tokens
+    counted. mismatch/logprob_abs_mean_lag_L is the mean of |log_ratio|; at lag 0 only numerics
+    differ.
     """
     of_all = moments(lags[mask].double(), reduce)
     largest = max(int(of_all.max), 0) if of_all.count else 0

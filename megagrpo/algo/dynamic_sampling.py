@@ -1,4 +1,5 @@
-"""DAPO's dynamic sampling: selects the sampled groups to train on. arXiv 2503.14476, section 3.2."""
+"""DAPO's dynamic sampling: selects the sampled groups to train on. arXiv 2503.14476, section
+3.2."""
 
 from dataclasses import dataclass
 
@@ -21,9 +22,14 @@ def select_groups(
 ) -> Selection:
     """Collective. Chooses the first `wanted` groups whose valid responses differ in the metric.
 
-    metric [N] float64; group_ids [N] int64 in 0..num_groups-1 over all ranks; valid [N] bool. One valid response, or
-    none, is no difference. Decided on all-reduced values, so every rank chooses the same.
+    metric [N] float64; group_ids [N] int64 in 0..num_groups-1 over all ranks; valid [N] bool. One
+    valid response, or none, is no difference. Decided on all-reduced values, so every rank chooses
+    the same.
     """
-    degenerate = group_statistics(metric, group_ids, num_groups, valid, reduce, std_ddof=1).degenerate.tolist()
+    degenerate = group_statistics(
+        metric, group_ids, num_groups, valid, reduce, std_ddof=1
+    ).degenerate.tolist()
     informative = [g for g in range(num_groups) if not degenerate[g]]
-    return Selection(informative[:wanted], informative[wanted:], [g for g in range(num_groups) if degenerate[g]])
+    return Selection(
+        informative[:wanted], informative[wanted:], [g for g in range(num_groups) if degenerate[g]]
+    )

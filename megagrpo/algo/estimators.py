@@ -1,7 +1,9 @@
-"""Advantage estimators, one pure function each: rewards and statistics in, a float64 number per response or token out.
+"""Advantage estimators, one pure function each: rewards and statistics in, a float64 number per
+response or token out.
 
-Constant groups get exactly 0 from every function that compares the responses of a group. To add an estimator: its
-variant in config/objective/estimators.py, its function here and its row in ESTIMATORS.
+Constant groups get exactly 0 from every function that compares the responses of a group. To add an
+estimator: its variant in config/objective/estimators.py, its function here and its row in
+ESTIMATORS.
 """
 
 import math
@@ -12,7 +14,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megagrpo.algo.statistics import GroupStatistics, Moments, Reduce, exact_group_sums, group_range, row_sums
+from megagrpo.algo.statistics import (
+    GroupStatistics,
+    Moments,
+    Reduce,
+    exact_group_sums,
+    group_range,
+    row_sums,
+)
 from megagrpo.config.objective.estimators import (
     ESTIMATOR_CONFIGS,
     DrGrpoAdvantage,
@@ -34,30 +43,40 @@ WHITEN_EPS = 1e-8
 
 @dataclass(frozen=True)
 class EstimatorInputs:
-    """The input of an estimator: N responses on this rank, T tokens with their prompts, of G groups over all ranks.
+    """The input of an estimator: N responses on this rank, T tokens with their prompts, of G groups
+    over all ranks.
 
     A response is a rollout: the tokens of its samples one after the other, if it has several.
     """
 
-    rewards: Tensor  # [N] float64, of the last sampled token, after every reward step; 0 where not valid
-    # [T] float64, rewards of tokens from graders minus the token-level KL times its coefficient; 0 off `sampled`
+    rewards: (
+        Tensor  # [N] float64, of the last sampled token, after every reward step; 0 where not valid
+    )
+    # [T] float64, rewards of tokens from graders minus the token-level KL times its coefficient; 0
+    # off `sampled`
     token_rewards: Tensor | None
     totals: Tensor  # [N] float64, r_i = sum_t R_it: rewards plus the row sums of token_rewards
-    greedy_rewards: Tensor | None  # [N] float64, of the greedy response to the same prompt; see needs_greedy_response
+    greedy_rewards: (
+        Tensor | None
+    )  # [N] float64, of the greedy response to the same prompt; see needs_greedy_response
     group_ids: Tensor  # [N] int64 in 0..G-1
     valid: Tensor  # [N] bool, the response has a reward
-    lengths: Tensor  # [N] int64, tokens of prompt and response: values of tokens are one response after the other
+    # [N] int64, tokens of prompt and response: values of tokens are one response after the other
+    lengths: Tensor
     sampled: Tensor  # [T] bool, tokens that the policy sampled in valid responses
     stats: GroupStatistics  # of the valid totals, over all ranks
     reduce: Reduce
 
     def of_group(self, per_group: Tensor) -> Tensor:
         """Returns for every response [N] the value of its group, from [G]."""
-        return per_group.index_select(0, self.group_ids)  # four times faster than per_group[group_ids]
+        return per_group.index_select(
+            0, self.group_ids
+        )  # four times faster than per_group[group_ids]
 
 
-# Takes the inputs and the variant's options. Returns float64 advantages, before whitening: [N] where all tokens of a
-# response share one, else [T]. Values of invalid responses and of tokens that were not sampled are ignored.
+# Takes the inputs and the variant's options. Returns float64 advantages, before whitening: [N]
+# where all tokens of a response share one, else [T]. Values of invalid responses and of tokens that
+# were not sampled are ignored.
 EstimatorFunction = Callable[[EstimatorInputs, Any], Tensor]
 
 
@@ -67,8 +86,11 @@ def grpo(inputs: EstimatorInputs, options: GrpoAdvantage) -> Tensor:
     return _within_groups(advantages, inputs, options.single_sample)
 
 
-def centred(inputs: EstimatorInputs, options: DrGrpoAdvantage | ReinforcePlusPlusBaselineAdvantage) -> Tensor:
-    """Returns r - mean [N]. Dr. GRPO, arXiv 2503.20783; REINFORCE++ with a baseline whitens it, arXiv 2501.03262."""
+def centred(
+    inputs: EstimatorInputs, options: DrGrpoAdvantage | ReinforcePlusPlusBaselineAdvantage
+) -> Tensor:
+    """Returns r - mean [N]. Dr. GRPO, arXiv 2503.20783; REINFORCE++ with a baseline whitens it,
+    arXiv 2501.03262."""
     return _within_groups(_centred(inputs), inputs, options.single_sample)
 
 
@@ -96,22 +118,29 @@ def grpo_passk(inputs: EstimatorInputs, options: GrpoPassKAdvantage) -> Tensor:
     return (inputs.of_group(gap) * best).masked_fill(inputs.of_group(stats.degenerate), 0.0)
 
 
-def reinforce(inputs: EstimatorInputs, options: ReinforceAdvantage | ReinforcePlusPlusAdvantage) -> Tensor:
-    """Returns the discounted return of every token [T]. REINFORCE++ whitens it, arXiv 2501.03262."""
+def reinforce(
+    inputs: EstimatorInputs, options: ReinforceAdvantage | ReinforcePlusPlusAdvantage
+) -> Tensor:
+    """Returns the discounted return of every token [T]. REINFORCE++ whitens it, arXiv
+    2501.03262."""
     return discounted_returns(inputs, options.gamma)
 
 
 def remax(inputs: EstimatorInputs, options: RemaxAdvantage) -> Tensor:
-    """Returns the return of every token minus the reward of the greedy response to the same prompt [T].
+    """Returns the return of every token minus the reward of the greedy response to the same prompt
+    [T].
 
     Without token rewards that is r minus this reward. ReMax, arXiv 2310.10505.
     """
     assert inputs.greedy_rewards is not None, "remax needs greedy_rewards"
-    return discounted_returns(inputs, gamma=1.0) - inputs.greedy_rewards.repeat_interleave(inputs.lengths)
+    return discounted_returns(inputs, gamma=1.0) - inputs.greedy_rewards.repeat_interleave(
+        inputs.lengths
+    )
 
 
 def optimal_baseline(inputs: EstimatorInputs, options: OpoAdvantage) -> Tensor:
-    """Returns r - sum_j T_j r_j / sum_j T_j [N], T_j the sampled tokens of a response. OPO, arXiv 2505.23585."""
+    """Returns r - sum_j T_j r_j / sum_j T_j [N], T_j the sampled tokens of a response. OPO, arXiv
+    2505.23585."""
     valid, num_groups = inputs.valid, len(inputs.stats.count)
     num_tokens = row_sums(inputs.sampled.long(), inputs.lengths)
     g_valid = inputs.group_ids[valid]
@@ -124,7 +153,9 @@ def optimal_baseline(inputs: EstimatorInputs, options: OpoAdvantage) -> Tensor:
         products, g_valid, torch.maximum(low.abs(), high.abs()), inputs.reduce, along=tokens
     )
     baseline = sums / tokens.clamp(min=1)
-    return _within_groups(_centred(inputs) - inputs.of_group(baseline), inputs, options.single_sample)
+    return _within_groups(
+        _centred(inputs) - inputs.of_group(baseline), inputs, options.single_sample
+    )
 
 
 def gpg(inputs: EstimatorInputs, options: GpgAdvantage) -> Tensor:
@@ -151,12 +182,16 @@ ESTIMATORS: dict[type[Estimator], EstimatorFunction] = {
     GpgAdvantage: gpg,
 }
 check_complete(
-    ESTIMATORS, ESTIMATOR_CONFIGS, "ESTIMATORS (algo/estimators.py)", "AdvantageConfig (config/objective/estimators.py)"
+    ESTIMATORS,
+    ESTIMATOR_CONFIGS,
+    "ESTIMATORS (algo/estimators.py)",
+    "AdvantageConfig (config/objective/estimators.py)",
 )
 
 
 def estimate(inputs: EstimatorInputs, options: Estimator) -> Tensor:
-    """Returns the advantages of every token, [T] float64, before whitening; 0 for invalid responses."""
+    """Returns the advantages of every token, [T] float64, before whitening; 0 for invalid
+    responses."""
     advantages = ESTIMATORS[type(options)](inputs, options)
     if len(advantages) == len(inputs.valid):
         return advantages.masked_fill(~inputs.valid, 0.0).repeat_interleave(inputs.lengths)
@@ -166,12 +201,15 @@ def estimate(inputs: EstimatorInputs, options: Estimator) -> Tensor:
 def discounted_returns(inputs: EstimatorInputs, gamma: float) -> Tensor:
     """Returns G_t = R_t + gamma G_next [T] over sampled tokens, 0 on the others.
 
-    R is token_rewards, plus the reward at the last sampled token. Credit passes through other tokens (tool output)
-    undiscounted, as if they were not there.
+    R is token_rewards, plus the reward at the last sampled token. Credit passes through other
+    tokens (tool output) undiscounted, as if they were not there.
     """
     rewards, token_rewards, lengths = inputs.rewards, inputs.token_rewards, inputs.lengths
     mask = torch.cat((inputs.sampled, inputs.sampled.new_zeros(1)))  # the last belongs to no token
-    out, starts = torch.zeros(len(mask), dtype=torch.float64, device=rewards.device), lengths.cumsum(0) - lengths
+    out, starts = (
+        torch.zeros(len(mask), dtype=torch.float64, device=rewards.device),
+        lengths.cumsum(0) - lengths,
+    )
     carry = rewards.clone()  # gamma has nothing to discount before the last sampled token is met
     started = torch.zeros_like(rewards, dtype=torch.bool)
     for t in range(int(lengths.max()) - 1 if len(lengths) else -1, -1, -1):
@@ -187,7 +225,8 @@ def discounted_returns(inputs: EstimatorInputs, gamma: float) -> Tensor:
 
 
 def whiten(values: Tensor, spread: Moments) -> Tensor:
-    """Returns (x - mean) / sqrt(var + 1e-8) in the shape of `values`, unbiased variance; unchanged for 0 or 1 value."""
+    """Returns (x - mean) / sqrt(var + 1e-8) in the shape of `values`, unbiased variance; unchanged
+    for 0 or 1 value."""
     if spread.count < 2:
         return values
     # hypot: the square of a huge std would overflow
@@ -198,8 +237,11 @@ def _centred(inputs: EstimatorInputs) -> Tensor:
     return inputs.totals - inputs.of_group(inputs.stats.mean)
 
 
-def _within_groups(advantages: Tensor, inputs: EstimatorInputs, single: Literal["zero", "raw"]) -> Tensor:
-    """Returns [N] with 0 in constant groups and, where `single` is "raw", the reward itself in groups of one."""
+def _within_groups(
+    advantages: Tensor, inputs: EstimatorInputs, single: Literal["zero", "raw"]
+) -> Tensor:
+    """Returns [N] with 0 in constant groups and, where `single` is "raw", the reward itself in
+    groups of one."""
     advantages = advantages.masked_fill(inputs.of_group(inputs.stats.degenerate), 0.0)
     if single == "zero":
         return advantages

@@ -1,4 +1,5 @@
-"""Divergence of the policy from its reference, token by token, from log-probabilities of the sampled tokens.
+"""Divergence of the policy from its reference, token by token, from log-probabilities of the
+sampled tokens.
 
 x = logp - ref_logp. http://joschu.net/blog/kl-approx.html; on their gradients: arXiv 2512.21852.
 """
@@ -21,11 +22,12 @@ def probability_ratio(log_ratio: Tensor) -> Tensor:
 def kl_penalty(
     logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator, value_clamp: float | None = None
 ) -> Tensor:
-    """Returns the KL estimate of every token, in nats, in the shape of `logprobs` and differentiable in it.
+    """Returns the KL estimate of every token, in nats, in the shape of `logprobs` and
+    differentiable in it.
 
-    "k1+", "abs+", "k3+": the value of the estimator with the gradient of k2, whose expectation on-policy is that of the
-    true KL. value_clamp: k3's value is limited to it, in nats (no gradient beyond). "full" needs more than the sampled
-    tokens: see chunked_full_kl.
+    "k1+", "abs+", "k3+": the value of the estimator with the gradient of k2, whose expectation
+    on-policy is that of the true KL. value_clamp: k3's value is limited to it, in nats (no gradient
+    beyond). "full" needs more than the sampled tokens: see chunked_full_kl.
     """
     x = logprobs - ref_logprobs
     match estimator.removesuffix("+"):
@@ -50,14 +52,18 @@ def kl_penalty(
 def token_kl(old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, options: KlConfig) -> Tensor:
     """Returns the KL [T] float64 of the policy before the update to the reference, 0 off the mask.
 
-    old_logprobs, ref_logprobs: [T]; mask: [T] bool. Values without their straight-through gradients.
+    old_logprobs, ref_logprobs: [T]; mask: [T] bool. Values without their straight-through
+    gradients.
     """
     old, ref = (x.double().masked_fill(~mask, 0.0) for x in (old_logprobs, ref_logprobs))
-    return kl_penalty(old, ref, options.value_estimator, options.value_clamp).masked_fill(~mask, 0.0)
+    return kl_penalty(old, ref, options.value_estimator, options.value_clamp).masked_fill(
+        ~mask, 0.0
+    )
 
 
 def with_current_kl_coef(algorithm: AlgorithmConfig, state: AlgoState) -> AlgorithmConfig:
-    """Returns the algorithm with the KL coefficient that adaptation has reached; unchanged where it is fixed."""
+    """Returns the algorithm with the KL coefficient that adaptation has reached; unchanged where it
+    is fixed."""
     if algorithm.kl.adaptive is None or state.kl_coef is None:
         return algorithm
     return algorithm.model_copy(update={"kl": algorithm.kl.with_coef(state.kl_coef)})
@@ -66,7 +72,8 @@ def with_current_kl_coef(algorithm: AlgorithmConfig, state: AlgoState) -> Algori
 def adapted_kl_coef(coef: float, mean_kl: float, num_responses: int, options: AdaptiveKl) -> float:
     """Returns the coefficient of the next step. arXiv 1909.08593, section 2.2.
 
-    coef: this step's. mean_kl: this step's, per sampled token, in nats. num_responses: this step's, over all ranks.
+    coef: this step's. mean_kl: this step's, per sampled token, in nats. num_responses: this step's,
+    over all ranks.
     """
     error = min(max(mean_kl / options.target - 1, -KL_ERROR_LIMIT), KL_ERROR_LIMIT)
     return coef * (1 + error * num_responses / options.horizon)

@@ -1,8 +1,10 @@
-"""Log-probabilities and entropy from hidden states and output weight, without materialising [tokens, vocabulary].
+"""Log-probabilities and entropy from hidden states and output weight, without materialising
+[tokens, vocabulary].
 
-Logits are made in tiles of at most chunk_tokens x TILE_COLUMNS, used and forgotten, once in the forward and once more
-in the backward. A running softmax joins the tiles, and the same rule joins the vocabulary shards of tensor-parallel
-ranks, so two all-reduces serve the whole call. All arithmetic on logits is float32.
+Logits are made in tiles of at most chunk_tokens x TILE_COLUMNS, used and forgotten, once in the
+forward and once more in the backward. A running softmax joins the tiles, and the same rule joins
+the vocabulary shards of tensor-parallel ranks, so two all-reduces serve the whole call. All
+arithmetic on logits is float32.
 """
 
 from collections.abc import Iterator
@@ -17,15 +19,22 @@ TILE_COLUMNS = 8192
 
 
 class VocabularyShard(NamedTuple):
-    """Says which rows of the output weight a tensor-parallel rank has: from `start` of the vocabulary on."""
+    """Says which rows of the output weight a tensor-parallel rank has: from `start` of the
+    vocabulary on."""
 
     start: int = 0
-    size: int | None = None  # of the real vocabulary, columns beyond it are padding; None: no padding
-    reduce: Reduce | None = None  # over tensor-parallel ranks, which must all see the same hidden and targets
+    size: int | None = (
+        None  # of the real vocabulary, columns beyond it are padding; None: no padding
+    )
+    reduce: Reduce | None = (
+        None  # over tensor-parallel ranks, which must all see the same hidden and targets
+    )
 
     def columns(self, weight: Tensor) -> int:
         """Counts the rows of weight [V_local, H] that are not padding."""
-        return len(weight) if self.size is None else max(0, min(len(weight), self.size - self.start))
+        return (
+            len(weight) if self.size is None else max(0, min(len(weight), self.size - self.start))
+        )
 
 
 WHOLE_VOCABULARY = VocabularyShard()
@@ -39,11 +48,13 @@ def chunked_logprobs(
     chunk_tokens: int,
     shard: VocabularyShard = WHOLE_VOCABULARY,
 ) -> tuple[Tensor, Tensor]:
-    """Collective over tensor-parallel ranks. Returns log-probabilities of the targets and entropies, float32 [T] each.
+    """Collective over tensor-parallel ranks. Returns log-probabilities of the targets and
+    entropies, float32 [T] each.
 
-    Of softmax(hidden weight^T / temperature), in nats. hidden [T, H]; weight [V_local, H]; targets [T] int64, ids in
-    the whole vocabulary, -1 for positions whose outputs are 0. chunk_tokens: rows of a tile. The gradient of hidden is
-    this rank's PARTIAL sum over its columns, for the caller to all-reduce or reduce-scatter; that of weight is whole.
+    Of softmax(hidden weight^T / temperature), in nats. hidden [T, H]; weight [V_local, H]; targets
+    [T] int64, ids in the whole vocabulary, -1 for positions whose outputs are 0. chunk_tokens: rows
+    of a tile. The gradient of hidden is this rank's PARTIAL sum over its columns, for the caller to
+    all-reduce or reduce-scatter; that of weight is whole.
     """
     options = (temperature, chunk_tokens, shard.columns(weight), shard.reduce)
     return _LogProbs.apply(hidden, weight, targets - shard.start, targets < 0, *options)
@@ -51,7 +62,9 @@ def chunked_logprobs(
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, local_targets, ignored, temperature, chunk_tokens, columns, reduce):
+    def forward(
+        ctx, hidden, weight, local_targets, ignored, temperature, chunk_tokens, columns, reduce
+    ):
         top = hidden.new_full(hidden.shape[:1], torch.finfo(torch.float32).min, dtype=torch.float32)
         mass, moment, chosen = (torch.zeros_like(top) for _ in range(3))
         for rows, cols, logits in _tiles(hidden, weight, temperature, chunk_tokens, columns):
@@ -79,7 +92,9 @@ class _LogProbs(torch.autograd.Function):
         entropy = (log_mass - moment / mass).masked_fill(ignored, 0.0)
         ctx.save_for_backward(hidden, weight, local_targets, ignored, log_z, entropy)
         ctx.options = (temperature, chunk_tokens, columns)
-        ctx.set_materialize_grads(False)  # what the loss does not use has no gradient, and costs nothing in backward
+        ctx.set_materialize_grads(
+            False
+        )  # what the loss does not use has no gradient, and costs nothing in backward
         return (chosen - log_z).masked_fill(ignored, 0.0), entropy
 
     @staticmethod
@@ -94,12 +109,18 @@ class _LogProbs(torch.autograd.Function):
             scale_logprob = torch.zeros_like(log_z)
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         # frozen under adapters: then its gradient, as large as the largest weight, is not computed
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_weight = (
+            torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        )
         for rows, cols, logits in _tiles(hidden, weight, temperature, chunk_tokens, columns):
             logits -= log_z[rows, None]  # log p
             # d logprob = onehot - p, d entropy = -p (log p + H), both over temperature
             if scale_entropy is not None:
-                factor = (logits + entropy[rows, None]).mul_(scale_entropy[rows, None]).add_(scale_logprob[rows, None])
+                factor = (
+                    (logits + entropy[rows, None])
+                    .mul_(scale_entropy[rows, None])
+                    .add_(scale_logprob[rows, None])
+                )
                 grad = logits.exp_().mul_(factor).neg_()
             else:
                 grad = logits.exp_().mul_(-scale_logprob[rows, None])
@@ -108,7 +129,11 @@ class _LogProbs(torch.autograd.Function):
             _accumulate(grad_hidden[rows], grad, weight[cols])
             if grad_weight is not None:
                 _accumulate(grad_weight[cols], grad.t(), hidden[rows])
-        return grad_hidden.to(hidden.dtype), None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 6
+        return (
+            grad_hidden.to(hidden.dtype),
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            *[None] * 6,
+        )
 
 
 def chunked_full_kl(
@@ -120,10 +145,11 @@ def chunked_full_kl(
     chunk_tokens: int,
     shard: VocabularyShard = WHOLE_VOCABULARY,
 ) -> Tensor:
-    """Collective over tensor-parallel ranks. Returns the exact KL(policy || reference) of every position, float32 [T].
+    """Collective over tensor-parallel ranks. Returns the exact KL(policy || reference) of every
+    position, float32 [T].
 
-    Over the whole vocabulary, in nats, from the hidden states and output weights of both models. Arguments as for
-    chunked_logprobs; the reference's [T, H'] and [V_local, H'] get no gradient.
+    Over the whole vocabulary, in nats, from the hidden states and output weights of both models.
+    Arguments as for chunked_logprobs; the reference's [T, H'] and [V_local, H'] get no gradient.
     """
     options = (temperature, chunk_tokens, shard.columns(weight), shard.reduce)
     return _FullKl.apply(hidden, weight, ref_hidden, ref_weight, *options)
@@ -131,9 +157,15 @@ def chunked_full_kl(
 
 class _FullKl(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, ref_hidden, ref_weight, temperature, chunk_tokens, columns, reduce):
-        top, ref_top = hidden.new_full((2, len(hidden)), torch.finfo(torch.float32).min, dtype=torch.float32)
-        mass, ref_mass, moment = torch.zeros(3, len(hidden), dtype=torch.float32, device=hidden.device)
+    def forward(
+        ctx, hidden, weight, ref_hidden, ref_weight, temperature, chunk_tokens, columns, reduce
+    ):
+        top, ref_top = hidden.new_full(
+            (2, len(hidden)), torch.finfo(torch.float32).min, dtype=torch.float32
+        )
+        mass, ref_mass, moment = torch.zeros(
+            3, len(hidden), dtype=torch.float32, device=hidden.device
+        )
         pairs = zip(
             _tiles(hidden, weight, temperature, chunk_tokens, columns),
             _tiles(ref_hidden, ref_weight, temperature, chunk_tokens, columns),
@@ -149,7 +181,9 @@ class _FullKl(torch.autograd.Function):
             top[rows] = whole_top
             whole_top = torch.maximum(ref_top[rows], ref_logits.amax(1))
             old = (ref_top[rows] - whole_top).exp()
-            ref_mass[rows] = ref_mass[rows] * old + ref_logits.sub_(whole_top[:, None]).exp_().sum(1)
+            ref_mass[rows] = ref_mass[rows] * old + ref_logits.sub_(whole_top[:, None]).exp_().sum(
+                1
+            )
             ref_top[rows] = whole_top
         if reduce is not None:
             tops = torch.stack((top, ref_top))
@@ -170,18 +204,30 @@ class _FullKl(torch.autograd.Function):
         hidden, weight, ref_hidden, ref_weight, log_z, ref_log_z, kl = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         # frozen under adapters: then its gradient, as large as the largest weight, is not computed
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_weight = (
+            torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        )
         scale = grad_kl / ctx.options[0]
-        pairs = zip(_tiles(hidden, weight, *ctx.options), _tiles(ref_hidden, ref_weight, *ctx.options), strict=True)
+        pairs = zip(
+            _tiles(hidden, weight, *ctx.options),
+            _tiles(ref_hidden, ref_weight, *ctx.options),
+            strict=True,
+        )
         for (rows, cols, logits), (_, _, ref_logits) in pairs:
             logits -= log_z[rows, None]
             ref_logits -= ref_log_z[rows, None]
-            factor = (logits - ref_logits).sub_(kl[rows, None]).mul_(scale[rows, None])  # d KL = p (log p - log q - KL)
+            factor = (
+                (logits - ref_logits).sub_(kl[rows, None]).mul_(scale[rows, None])
+            )  # d KL = p (log p - log q - KL)
             grad = logits.exp_().mul_(factor)
             _accumulate(grad_hidden[rows], grad, weight[cols])
             if grad_weight is not None:
                 _accumulate(grad_weight[cols], grad.t(), hidden[rows])
-        return grad_hidden.to(hidden.dtype), None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 6
+        return (
+            grad_hidden.to(hidden.dtype),
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            *[None] * 6,
+        )
 
 
 def chunked_draft_kl(
@@ -192,10 +238,12 @@ def chunked_draft_kl(
     chunk_tokens: int,
     shard: VocabularyShard = WHOLE_VOCABULARY,
 ) -> Tensor:
-    """Collective over tensor-parallel ranks. Returns KL(policy || draft) of every position, float32 [T], in nats.
+    """Collective over tensor-parallel ranks. Returns KL(policy || draft) of every position, float32
+    [T], in nats.
 
-    Both are softmax(hidden weight^T / temperature). Only draft_hidden has a gradient, this rank's PARTIAL sum; it
-    equals that of the cross-entropy, the KL plus the policy's entropy. Other arguments as for chunked_logprobs.
+    Both are softmax(hidden weight^T / temperature). Only draft_hidden has a gradient, this rank's
+    PARTIAL sum; it equals that of the cross-entropy, the KL plus the policy's entropy. Other
+    arguments as for chunked_logprobs.
     """
     options = (temperature, chunk_tokens, shard.columns(weight), shard.reduce)
     return _DraftKl.apply(hidden, weight, draft_hidden, weight, *options)
@@ -209,7 +257,11 @@ class _DraftKl(torch.autograd.Function):
         hidden, weight, draft_hidden, _, log_z, draft_log_z, _ = ctx.saved_tensors
         grad_draft = torch.zeros_like(draft_hidden, dtype=torch.float32)
         scale = grad_kl / ctx.options[0]
-        pairs = zip(_tiles(hidden, weight, *ctx.options), _tiles(draft_hidden, weight, *ctx.options), strict=True)
+        pairs = zip(
+            _tiles(hidden, weight, *ctx.options),
+            _tiles(draft_hidden, weight, *ctx.options),
+            strict=True,
+        )
         for (rows, cols, logits), (_, _, draft_logits) in pairs:
             draft_logits.sub_(draft_log_z[rows, None]).exp_()
             draft_logits -= logits.sub_(log_z[rows, None]).exp_()  # d KL = q - p
@@ -220,7 +272,8 @@ class _DraftKl(torch.autograd.Function):
 def _tiles(
     hidden: Tensor, weight: Tensor, temperature: float, chunk_tokens: int, columns: int
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yields (rows, columns, float32 logits [rows, columns]) of every tile; the next one overwrites the logits."""
+    """Yields (rows, columns, float32 logits [rows, columns]) of every tile; the next one overwrites
+    the logits."""
     buffer = None
     for start in range(0, len(hidden), chunk_tokens):
         rows = slice(start, min(start + chunk_tokens, len(hidden)))
@@ -232,12 +285,15 @@ def _tiles(
             logits = buffer[: shape[0] * shape[1]].view(shape)
             _matmul(hidden[rows], weight[cols].t(), logits)
             if temperature != 1.0:
-                logits.div_(temperature)  # divided, not multiplied by 1/temperature, as the engine does it
+                logits.div_(
+                    temperature
+                )  # divided, not multiplied by 1/temperature, as the engine does it
             yield rows, cols, logits
 
 
 def _matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Multiplies [m, k] by [k, n] into float32 [m, n]: rounding logits to bfloat16 moves log-probabilities by 1e-2."""
+    """Multiplies [m, k] by [k, n] into float32 [m, n]: rounding logits to bfloat16 moves
+    log-probabilities by 1e-2."""
     if left.dtype == right.dtype == torch.float32:
         torch.mm(left, right, out=out)
     elif left.is_cuda and left.dtype == right.dtype:
@@ -247,7 +303,8 @@ def _matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def _accumulate(total: Tensor, grad: Tensor, other: Tensor) -> None:
-    """Adds grad [m, k] @ other [k, n] to total [m, n] in float32; float32 inputs need no temporary of its size."""
+    """Adds grad [m, k] @ other [k, n] to total [m, n] in float32; float32 inputs need no temporary
+    of its size."""
     if other.is_cuda and other.dtype != torch.float32:
         total += torch.mm(grad.to(other.dtype), other, out_dtype=torch.float32)
     else:
@@ -255,13 +312,15 @@ def _accumulate(total: Tensor, grad: Tensor, other: Tensor) -> None:
 
 
 def _targets_in(local_targets: Tensor, cols: slice) -> tuple[Tensor, Tensor]:
-    """Returns which targets [t] lie in these columns, [t] bool, and their places there, [t, 1] (0 for the others)."""
+    """Returns which targets [t] lie in these columns, [t] bool, and their places there, [t, 1] (0
+    for the others)."""
     inside = (local_targets >= cols.start) & (local_targets < cols.stop)
     return inside, (local_targets - cols.start).masked_fill(~inside, 0)[:, None]
 
 
 def _join(top: Tensor, mass: Tensor, moment: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Joins softmax sums [k, t] of disjoint columns, each relative to its own maximum, relative to the common one.
+    """Joins softmax sums [k, t] of disjoint columns, each relative to its own maximum, relative to
+    the common one.
 
     mass = sum e^(l - top), moment = sum (l - top) e^(l - top).
     """

@@ -1,7 +1,8 @@
 """The policy objective of one micro-batch: its share of the loss of the whole optimizer update.
 
-Rows are the sequences of a micro-batch, columns are token positions. Every sum is divided by a denominator of the WHOLE
-update, counted over all ranks before the micro-batch loop, so shares simply add up over micro-batches and ranks.
+Rows are the sequences of a micro-batch, columns are token positions. Every sum is divided by a
+denominator of the WHOLE update, counted over all ranks before the micro-batch loop, so shares
+simply add up over micro-batches and ranks.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -20,7 +21,8 @@ from megagrpo.config.fields import Aggregation
 class LossInputs:
     """The inputs of a micro-batch's objective: float tensors [n, S] of n sequences.
 
-    Only logprobs, entropy and full_kl carry gradients. Values off the mask are ignored, NaN included.
+    Only logprobs, entropy and full_kl carry gradients. Values off the mask are ignored, NaN
+    included.
     """
 
     logprobs: Tensor
@@ -31,15 +33,18 @@ class LossInputs:
     rollout_logprobs: Tensor  # of the engine
     ref_logprobs: Tensor | None = None
     full_kl: Tensor | None = None  # nats, estimator "full": exact KL over the vocabulary
-    policy_weights: Tensor | None = None  # correction of the trainer/rollout mismatch, see correction.py
-    # [n] int64, tokens of the row's rollout that denominators count: more than those of the row if the rollout has
-    # other rows, or if rejected tokens stay in them
+    policy_weights: Tensor | None = (
+        None  # correction of the trainer/rollout mismatch, see correction.py
+    )
+    # [n] int64, tokens of the row's rollout that denominators count: more than those of the row if
+    # the rollout has other rows, or if rejected tokens stay in them
     counted_tokens: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Denominators:
-    """The divisors of one optimiser update's sums, counted over all data-parallel ranks and micro-batches.
+    """The divisors of one optimiser update's sums, counted over all data-parallel ranks and
+    micro-batches.
 
     A sequence is a rollout, whatever the number of its samples.
     """
@@ -50,9 +55,11 @@ class Denominators:
 
 
 def count_denominators(counts: Tensor, reduce: Reduce, scale: float) -> Denominators:
-    """Collective over data-parallel ranks. Counts unmasked tokens and non-empty sequences of an update; one all-reduce.
+    """Collective over data-parallel ranks. Counts unmasked tokens and non-empty sequences of an
+    update; one all-reduce.
 
-    counts: [m] int64, the unmasked tokens of each of this rank's rollouts. scale: C of seq-mean-token-sum-norm.
+    counts: [m] int64, the unmasked tokens of each of this rank's rollouts. scale: C of
+    seq-mean-token-sum-norm.
     """
     tokens, sequences = reduce(torch.stack((counts.sum(), (counts > 0).sum())), "sum").tolist()
     return Denominators(tokens, sequences, scale)
@@ -61,11 +68,12 @@ def count_denominators(counts: Tensor, reduce: Reduce, scale: float) -> Denomina
 def objective(
     inputs: LossInputs, algorithm: AlgorithmConfig, denominators: Denominators
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the share of the loss (scalar, with gradient) and metric sums (float64) of one micro-batch.
+    """Returns the share of the loss (scalar, with gradient) and metric sums (float64) of one
+    micro-batch.
 
-    loss = aggregate(weights * policy + kl.loss_coef * KL - entropy_coef * entropy). Metric sums added up over
-    micro-batches and ranks are divided by the sum `tokens`, those trained on; `loss/...` are shares of the loss and
-    only added up.
+    loss = aggregate(weights * policy + kl.loss_coef * KL - entropy_coef * entropy). Metric sums
+    added up over micro-batches and ranks are divided by the sum `tokens`, those trained on;
+    `loss/...` are shares of the loss and only added up.
     """
     mask = inputs.loss_mask > 0
     inputs = _without_masked(inputs, mask)
@@ -73,13 +81,18 @@ def objective(
     policy = token_loss(policy_inputs, algorithm.loss)
     value = policy.value if inputs.policy_weights is None else policy.value * inputs.policy_weights
     terms = {"policy": value}
-    if algorithm.entropy_coef:  # at 0 the entropy has no gradient, and the head's backward leaves it out
+    if (
+        algorithm.entropy_coef
+    ):  # at 0 the entropy has no gradient, and the head's backward leaves it out
         terms["entropy"] = -algorithm.entropy_coef * inputs.entropy
     kl = _kl_to_reference(inputs, algorithm)
     if kl is not None and algorithm.kl.loss_coef:
         terms["kl"] = algorithm.kl.loss_coef * kl
     counted = inputs.counted_tokens
-    shares = {name: aggregate(term, mask, algorithm.aggregation, denominators, counted) for name, term in terms.items()}
+    shares = {
+        name: aggregate(term, mask, algorithm.aggregation, denominators, counted)
+        for name, term in terms.items()
+    }
     loss = sum(shares.values(), start=torch.zeros((), dtype=torch.float64, device=mask.device))
     sums = _metric_sums(inputs, mask, policy, kl)
     sums |= {f"loss/{name}": share.detach() for name, share in shares.items()}
@@ -87,13 +100,18 @@ def objective(
 
 
 def aggregate(
-    values: Tensor, mask: Tensor, aggregation: Aggregation, denominators: Denominators, counted: Tensor | None = None
+    values: Tensor,
+    mask: Tensor,
+    aggregation: Aggregation,
+    denominators: Denominators,
+    counted: Tensor | None = None,
 ) -> Tensor:
-    """Returns the share (scalar, float64) of the aggregated loss of values [n, S] (finite) under the bool mask [n, S].
+    """Returns the share (scalar, float64) of the aggregated loss of values [n, S] (finite) under
+    the bool mask [n, S].
 
-    token-mean: sum / N_tok. seq-mean-token-sum: sum / N_seq. seq-mean-token-mean: sum_i (sum_t / T_i) / N_seq
-    (arXiv 2402.03300). seq-mean-token-sum-norm: sum / (N_seq C) (arXiv 2503.20783). T_i is `counted` [n] int64, by
-    default the unmasked tokens of the row.
+    token-mean: sum / N_tok. seq-mean-token-sum: sum / N_seq. seq-mean-token-mean: sum_i (sum_t /
+    T_i) / N_seq (arXiv 2402.03300). seq-mean-token-sum-norm: sum / (N_seq C) (arXiv 2503.20783).
+    T_i is `counted` [n] int64, by default the unmasked tokens of the row.
     """
     sequences, tokens = max(denominators.num_sequences, 1), max(denominators.num_tokens, 1)
     rows = values.masked_fill(~mask, 0.0).sum(1, dtype=torch.float64)
@@ -103,7 +121,9 @@ def aggregate(
         case "seq-mean-token-sum":
             return rows.sum() / sequences
         case "seq-mean-token-mean":
-            return (rows / (mask.sum(1) if counted is None else counted).clamp(min=1)).sum() / sequences
+            return (
+                rows / (mask.sum(1) if counted is None else counted).clamp(min=1)
+            ).sum() / sequences
         case "seq-mean-token-sum-norm":
             return rows.sum() / (sequences * denominators.scale)
 
@@ -121,7 +141,9 @@ def _kl_to_reference(inputs: LossInputs, algorithm: AlgorithmConfig) -> Tensor |
     return value
 
 
-def _metric_sums(inputs: LossInputs, mask: Tensor, policy: TokenLoss, kl: Tensor | None) -> dict[str, Tensor]:
+def _metric_sums(
+    inputs: LossInputs, mask: Tensor, policy: TokenLoss, kl: Tensor | None
+) -> dict[str, Tensor]:
     """Returns sums over unmasked tokens, and their number; float64 scalars, detached."""
     log_ratio = (inputs.logprobs - inputs.old_logprobs).detach()
     mismatch = inputs.old_logprobs - inputs.rollout_logprobs
@@ -144,6 +166,11 @@ def _metric_sums(inputs: LossInputs, mask: Tensor, policy: TokenLoss, kl: Tensor
 
 
 def _without_masked(inputs: LossInputs, mask: Tensor) -> LossInputs:
-    """Returns the inputs with 0 off the mask [n, S], so that nothing there (NaN, inf) reaches a value or a gradient."""
-    tensors = {f.name: getattr(inputs, f.name) for f in fields(inputs) if f.name != "counted_tokens"}
-    return replace(inputs, **{name: t.masked_fill(~mask, 0.0) for name, t in tensors.items() if t is not None})
+    """Returns the inputs with 0 off the mask [n, S], so that nothing there (NaN, inf) reaches a
+    value or a gradient."""
+    tensors = {
+        f.name: getattr(inputs, f.name) for f in fields(inputs) if f.name != "counted_tokens"
+    }
+    return replace(
+        inputs, **{name: t.masked_fill(~mask, 0.0) for name, t in tensors.items() if t is not None}
+    )

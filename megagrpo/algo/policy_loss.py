@@ -1,6 +1,8 @@
-"""Policy losses, one pure function each: log-probabilities and advantages in, the loss of every token out.
+"""Policy losses, one pure function each: log-probabilities and advantages in, the loss of every
+token out.
 
-To add one: its variant in config/objective/policy_loss.py, its function here and its row in POLICY_LOSSES.
+To add one: its variant in config/objective/policy_loss.py, its function here and its row in
+POLICY_LOSSES.
 """
 
 from collections.abc import Callable
@@ -27,12 +29,14 @@ GSPO_VERL_LIMIT = 10.0
 
 @dataclass(frozen=True)
 class PolicyInputs:
-    """Inputs of a policy loss: tensors [n, S] of n sequences, finite everywhere; only logprobs carries a gradient."""
+    """Inputs of a policy loss: tensors [n, S] of n sequences, finite everywhere; only logprobs
+    carries a gradient."""
 
     logprobs: Tensor  # float
     old_logprobs: Tensor  # float, of the actor before the first update of the step
     advantages: Tensor  # float
-    mask: Tensor  # bool, the tokens that are trained on; delimits the sequences of sequence-level losses
+    # bool, the tokens that are trained on; delimits the sequences of sequence-level losses
+    mask: Tensor
 
     @property
     def ratio(self) -> Tensor:
@@ -55,7 +59,9 @@ PolicyLossFunction = Callable[[PolicyInputs, Any], TokenLoss]
 def ppo_clip(inputs: PolicyInputs, options: PpoClipLoss) -> TokenLoss:
     """Returns -min(rho A, clip(rho) A). arXiv 1707.06347; dual clip: arXiv 1912.09729."""
     advantages = inputs.advantages
-    loss = _clipped_surrogate(inputs.ratio, advantages, options.clip_ratio_low, options.clip_ratio_high)
+    loss = _clipped_surrogate(
+        inputs.ratio, advantages, options.clip_ratio_low, options.clip_ratio_high
+    )
     if options.dual_clip is None:
         return loss
     limit = -options.dual_clip * advantages
@@ -65,16 +71,21 @@ def ppo_clip(inputs: PolicyInputs, options: PpoClipLoss) -> TokenLoss:
 
 
 def gspo(inputs: PolicyInputs, options: GspoLoss) -> TokenLoss:
-    """Returns -min(s A, clip(s) A), s = sg[s_i] exp(logp - sg[logp]). arXiv 2507.18071, GSPO-token, eq. 14.
+    """Returns -min(s A, clip(s) A), s = sg[s_i] exp(logp - sg[logp]). arXiv 2507.18071, GSPO-token,
+    eq. 14.
 
     The value of s is the sequence's ratio, its gradient is the token's.
     """
     log_ratio, mask = inputs.logprobs - inputs.old_logprobs, inputs.mask
     mean = (log_ratio.detach() * mask).sum(1) / mask.sum(1).clamp(min=1)
-    lowest, highest = (-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) if options.clamp == "both" else (None, GSPO_VERL_LIMIT)
+    lowest, highest = (
+        (-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) if options.clamp == "both" else (None, GSPO_VERL_LIMIT)
+    )
     mean = mean.clamp(lowest, highest)
     ratio = mean.exp()[:, None] * (inputs.logprobs - inputs.logprobs.detach()).exp()
-    return _clipped_surrogate(ratio, inputs.advantages, options.clip_ratio_low, options.clip_ratio_high)
+    return _clipped_surrogate(
+        ratio, inputs.advantages, options.clip_ratio_low, options.clip_ratio_high
+    )
 
 
 def cispo(inputs: PolicyInputs, options: CispoLoss) -> TokenLoss:
@@ -93,7 +104,9 @@ def gpg(inputs: PolicyInputs, options: GpgLoss) -> TokenLoss:
 def sapo(inputs: PolicyInputs, options: SapoLoss) -> TokenLoss:
     """Returns -sigmoid(tau (rho - 1)) (4 / tau) A, tau by the sign of A. arXiv 2511.20347."""
     ratio, advantages = inputs.ratio, inputs.advantages
-    tau = torch.full_like(ratio, options.tau_negative).masked_fill(advantages > 0, options.tau_positive)
+    tau = torch.full_like(ratio, options.tau_negative).masked_fill(
+        advantages > 0, options.tau_positive
+    )
     return TokenLoss(-torch.sigmoid(tau * (ratio - 1)) * (4 / tau) * advantages, {})
 
 
@@ -120,5 +133,8 @@ def token_loss(inputs: PolicyInputs, options: Variant) -> TokenLoss:
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> TokenLoss:
     plain = -ratio * advantages
     loss = torch.maximum(plain, -ratio.clamp(1 - low, 1 + high) * advantages)
-    clipped = {"low": (advantages < 0) & (ratio < 1 - low), "high": (advantages > 0) & (ratio > 1 + high)}
+    clipped = {
+        "low": (advantages < 0) & (ratio < 1 - low),
+        "high": (advantages > 0) & (ratio > 1 + high),
+    }
     return TokenLoss(loss, clipped)

@@ -1,6 +1,7 @@
 """Reward steps, one function each: from the grader's rewards to those of the advantage.
 
-To add a step: its Section in config/objective/reward_shaping.py, its function here and its row in REWARD_STEPS.
+To add a step: its Section in config/objective/reward_shaping.py, its function here and its row in
+REWARD_STEPS.
 """
 
 import math
@@ -48,14 +49,20 @@ class ShapedRewards:
     metrics: dict[str, float]  # global over data-parallel ranks
 
 
-# Takes the rewards of the step before, what else may be looked at, and the options. Collective if it reduces.
+# Takes the rewards of the step before, what else may be looked at, and the options. Collective if
+# it reduces.
 RewardFunction = Callable[[ShapedRewards, RewardInputs, Any], ShapedRewards]
 
 
 def shape_rewards(
-    rewards: Tensor, inputs: RewardInputs, options: RewardShapingConfig, state: AlgoState, greedy: bool = False
+    rewards: Tensor,
+    inputs: RewardInputs,
+    options: RewardShapingConfig,
+    state: AlgoState,
+    greedy: bool = False,
 ) -> ShapedRewards:
-    """Collective over data-parallel ranks. Takes the grader's rewards [N] through REWARD_STEPS, in its order.
+    """Collective over data-parallel ranks. Takes the grader's rewards [N] through REWARD_STEPS, in
+    its order.
 
     greedy: they are those of greedy responses, which only some steps reach.
     """
@@ -72,19 +79,28 @@ def scale(rewards: ShapedRewards, inputs: RewardInputs, options: RewardScaling) 
     return replace(rewards, values=rewards.values * options.scale + options.shift)
 
 
-def charge_overlong(rewards: ShapedRewards, inputs: RewardInputs, options: RewardOverlong) -> ShapedRewards:
+def charge_overlong(
+    rewards: ShapedRewards, inputs: RewardInputs, options: RewardOverlong
+) -> ShapedRewards:
     """Collective. Adds the penalty of long responses, and its mean to the metrics."""
     if options.overlong is None:
         return rewards
-    penalty = overlong_penalty(inputs.response_lengths, inputs.max_response_tokens, options.overlong)
+    penalty = overlong_penalty(
+        inputs.response_lengths, inputs.max_response_tokens, options.overlong
+    )
     mean = moments(penalty[inputs.valid], inputs.reduce).mean
     return replace(
-        rewards, values=rewards.values + penalty, metrics=rewards.metrics | {"reward/overlong_penalty": mean}
+        rewards,
+        values=rewards.values + penalty,
+        metrics=rewards.metrics | {"reward/overlong_penalty": mean},
     )
 
 
-def overlong_penalty(response_lengths: Tensor, max_response_tokens: int, options: OverlongShaping | None) -> Tensor:
-    """Returns what is added to the reward of a long response, [N] float64 in [-factor, 0]. arXiv 2503.14476, eq. 13.
+def overlong_penalty(
+    response_lengths: Tensor, max_response_tokens: int, options: OverlongShaping | None
+) -> Tensor:
+    """Returns what is added to the reward of a long response, [N] float64 in [-factor, 0]. arXiv
+    2503.14476, eq. 13.
 
     response_lengths: [N] int64, all response tokens, tool output included.
     """
@@ -96,12 +112,15 @@ def overlong_penalty(response_lengths: Tensor, max_response_tokens: int, options
     return -(excess / buffer).clamp(0.0, 1.0) * options.factor
 
 
-def normalise(rewards: ShapedRewards, inputs: RewardInputs, options: RewardNormalisation) -> ShapedRewards:
-    """Collective. Returns (r - mean) / (std + eps), mean and std each over the group, the batch or all batches so far.
+def normalise(
+    rewards: ShapedRewards, inputs: RewardInputs, options: RewardNormalisation
+) -> ShapedRewards:
+    """Collective. Returns (r - mean) / (std + eps), mean and std each over the group, the batch or
+    all batches so far.
 
-    "running" first adds this batch to the state (merged exactly, Chan et al. 1979), then uses it. Where a scope has no
-    spread its std does not divide, so constant rewards stay finite; where the scope of the mean has none the result is
-    exactly 0.
+    "running" first adds this batch to the state (merged exactly, Chan et al. 1979), then uses it.
+    Where a scope has no spread its std does not divide, so constant rewards stay finite; where the
+    scope of the mean has none the result is exactly 0.
     """
     if options.mean == options.std == "none":
         return rewards
@@ -116,7 +135,8 @@ def normalise(rewards: ShapedRewards, inputs: RewardInputs, options: RewardNorma
 
 @dataclass(frozen=True)
 class _ScopeMoments:
-    """Moments of the rewards that normalise one another: [N] each, or [] or [1] where all responses share them."""
+    """Moments of the rewards that normalise one another: [N] each, or [] or [1] where all responses
+    share them."""
 
     mean: Tensor  # float64
     std: Tensor  # float64
@@ -126,20 +146,29 @@ class _ScopeMoments:
 def _scopes(
     rewards: ShapedRewards, inputs: RewardInputs, options: RewardNormalisation
 ) -> tuple[dict[Scope, _ScopeMoments], AlgoState]:
-    """Returns the moments of the scopes that the options name, and the state with this batch where it is running."""
+    """Returns the moments of the scopes that the options name, and the state with this batch where
+    it is running."""
     values, valid, ids, state = rewards.values, inputs.valid, inputs.group_ids, rewards.state
     named = {options.mean, options.std}
     nothing = _ScopeMoments(values.new_zeros(()), values.new_ones(()), torch.ones_like(valid))
     scopes: dict[Scope, _ScopeMoments] = {"none": nothing}
     if "group" in named:
-        stats = group_statistics(values, ids, inputs.num_groups, valid, inputs.reduce, options.std_ddof)
+        stats = group_statistics(
+            values, ids, inputs.num_groups, valid, inputs.reduce, options.std_ddof
+        )
         scopes["group"] = _ScopeMoments(stats.mean[ids], stats.std[ids], stats.degenerate[ids])
     if named & {"batch", "running"}:
-        stats = group_statistics(values, torch.zeros_like(ids), 1, valid, inputs.reduce, options.std_ddof)
+        stats = group_statistics(
+            values, torch.zeros_like(ids), 1, valid, inputs.reduce, options.std_ddof
+        )
         scopes["batch"] = _ScopeMoments(stats.mean, stats.std, stats.degenerate)
         if "running" in named:
             merged = _merged(
-                state.reward_moments, int(stats.count), float(stats.mean), float(stats.std), options.std_ddof
+                state.reward_moments,
+                int(stats.count),
+                float(stats.mean),
+                float(stats.std),
+                options.std_ddof,
             )
             state = replace(state, reward_moments=merged)
             # a bare float would become float32
@@ -149,7 +178,8 @@ def _scopes(
 
 
 def _merged(seen: RewardMoments, count: int, mean: float, std: float, ddof: int) -> RewardMoments:
-    """Returns the moments of all rewards seen before and of a batch of `count` with this mean and std."""
+    """Returns the moments of all rewards seen before and of a batch of `count` with this mean and
+    std."""
     if count == 0:
         return seen
     total = seen.count + count

@@ -1,7 +1,9 @@
-"""Rollouts of several samples: statistics, advantages and denominators see rollouts, forward passes see samples.
+"""Rollouts of several samples: statistics, advantages and denominators see rollouts, forward passes
+see samples.
 
-A rollout is a tree of turns; a path from its root to a leaf is a sample. Its reward is one, and it counts once in
-everything: what its samples share is trained on in the first of them and is context in the others.
+A rollout is a tree of turns; a path from its root to a leaf is a sample. Its reward is one, and it
+counts once in everything: what its samples share is trained on in the first of them and is context
+in the others.
 """
 
 from dataclasses import replace
@@ -14,10 +16,12 @@ from megagrpo.types import Batch
 
 
 def of_rollouts(batch: Batch) -> Batch:
-    """Returns the batch with a row for each of its M rollouts instead of its N samples; tokens stay in their places.
+    """Returns the batch with a row for each of its M rollouts instead of its N samples; tokens stay
+    in their places.
 
-    A rollout's samples are neighbours, so it is one run of tokens: lengths [M] sum those of its samples. It is
-    truncated if one of them is. Only fields that advantages are made of are converted.
+    A rollout's samples are neighbours, so it is one run of tokens: lengths [M] sum those of its
+    samples. It is truncated if one of them is. Only fields that advantages are made of are
+    converted.
     """
     sizes = batch.rollout_sizes
     if sizes is None:
@@ -48,8 +52,8 @@ def of_samples(values: Tensor, batch: Batch) -> Tensor:
 
 
 def counted_tokens(batch: Batch) -> Tensor:
-    """Returns the tokens of each rollout that denominators count, [M] int64: those that are trained on, and more if
-    rejected ones stay in the denominators.
+    """Returns the tokens of each rollout that denominators count, [M] int64: those that are trained
+    on, and more if rejected ones stay in the denominators.
     """
     counted = batch.loss_mask if batch.correction.counted is None else batch.correction.counted
     return row_sums(counted.long(), of_rollouts(batch).lengths)
@@ -57,5 +61,7 @@ def counted_tokens(batch: Batch) -> Tensor:
 
 def rollouts_of(rows: Tensor, batch: Batch) -> Tensor:
     """Returns the indices [m] int64, ascending, of the rollouts of these samples [n]."""
-    numbers = torch.arange(len(batch.lengths if batch.rollout_sizes is None else batch.rollout_sizes))
+    numbers = torch.arange(
+        len(batch.lengths if batch.rollout_sizes is None else batch.rollout_sizes)
+    )
     return of_samples(numbers, batch)[rows].unique()

@@ -1,8 +1,10 @@
-"""Sums, means and standard deviations with the same bits for every data-parallel size, rank order and placement.
+"""Sums, means and standard deviations with the same bits for every data-parallel size, rank order
+and placement.
 
-Floating-point sums depend on their order, so every sum here is made of integers. A value is written relative to the
-largest magnitude of its group as three 30-bit limbs; limbs are summed and all-reduced as int64, which is exact in any
-order. Bits more than 90 places below the group's largest magnitude are dropped, identically everywhere.
+Floating-point sums depend on their order, so every sum here is made of integers. A value is written
+relative to the largest magnitude of its group as three 30-bit limbs; limbs are summed and
+all-reduced as int64, which is exact in any order. Bits more than 90 places below the group's
+largest magnitude are dropped, identically everywhere.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,9 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# All-reduce over data-parallel ranks: (tensor, "sum" | "max" | "min") -> new tensor; exact for int64.
+# All-reduce over data-parallel ranks: (tensor, "sum" | "max" | "min") -> new tensor; exact for
+# int64.
 Reduce = Callable[[Tensor, str], Tensor]
-_Block = tuple[Tensor, Tensor | None]  # values [n] and their groups [n]; None: all of a single group, at most _BLOCK
+_Block = tuple[
+    Tensor, Tensor | None
+]  # values [n] and their groups [n]; None: all of a single group, at most _BLOCK
 
 LIMB_BITS = 30
 NUM_LIMBS = 3
@@ -40,7 +45,9 @@ class GroupStatistics:
     std: Tensor  # 0 where count <= ddof
     min: Tensor
     max: Tensor
-    degenerate: Tensor  # bool, max - min <= 1e-12 max|value|; not `std > 0`, since np.std([0.7] * 6) > 0
+    degenerate: (
+        Tensor  # bool, max - min <= 1e-12 max|value|; not `std > 0`, since np.std([0.7] * 6) > 0
+    )
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,8 @@ def group_statistics(
 
     Three all-reduces, each of O(num_groups) numbers.
 
-    values [N] float64, finite (below 2^1022) where valid; group_ids [N] int64 in 0..num_groups-1; valid [N] bool.
+    values [N] float64, finite (below 2^1022) where valid; group_ids [N] int64 in 0..num_groups-1;
+    valid [N] bool.
     """
     if not bool(valid.all()):
         values, group_ids = values[valid], group_ids[valid]
@@ -72,11 +80,15 @@ def group_statistics(
 
 
 def moments(values: Tensor, reduce: Reduce, std_ddof: int = 1) -> Moments:
-    """Collective. Returns exact moments of the float tensor `values` (any shape, finite) and those of other ranks.
+    """Collective. Returns exact moments of the float tensor `values` (any shape, finite) and those
+    of other ranks.
 
-    The bits are those of group_statistics with one group; blocks of tokens stay in the processor's cache.
+    The bits are those of group_statistics with one group; blocks of tokens stay in the processor's
+    cache.
     """
-    ends = torch.full((2, 1), torch.finfo(torch.float64).min, dtype=torch.float64, device=values.device)
+    ends = torch.full(
+        (2, 1), torch.finfo(torch.float64).min, dtype=torch.float64, device=values.device
+    )
     if values.numel():
         ends[:, 0] = torch.stack((-values.amin(), values.amax())).double()
     low, high = _range_of_ends(ends, reduce)
@@ -87,9 +99,15 @@ def moments(values: Tensor, reduce: Reduce, std_ddof: int = 1) -> Moments:
 
 
 def _described(
-    blocks: Sequence[_Block], count: Tensor, low: Tensor, high: Tensor, reduce: Reduce, std_ddof: int
+    blocks: Sequence[_Block],
+    count: Tensor,
+    low: Tensor,
+    high: Tensor,
+    reduce: Reduce,
+    std_ddof: int,
 ) -> GroupStatistics:
-    """Collective. Returns the statistics of G groups; count: this rank's values; low, high: of all ranks, [G] each."""
+    """Collective. Returns the statistics of G groups; count: this rank's values; low, high: of all
+    ranks, [G] each."""
     # Relative to the group's magnitude from here on: squares can neither overflow nor vanish.
     magnitude = torch.maximum(high.abs(), low.abs())
     up, down = _powers_of_two(magnitude)
@@ -104,7 +122,9 @@ def _described(
         deviations = values.double() * _of_groups(down, ids) - _of_groups(mean, ids)
         return (deviations * _of_groups(spread_down, ids)).square()
 
-    squares, _ = _sums_of_scaled(((squared(*block), block[1]) for block in blocks), torch.zeros_like(count), reduce)
+    squares, _ = _sums_of_scaled(
+        ((squared(*block), block[1]) for block in blocks), torch.zeros_like(count), reduce
+    )
     std = (squares / (count - std_ddof).clamp(min=1)).sqrt()
     return GroupStatistics(
         count=count,
@@ -121,8 +141,11 @@ def _of_groups(per_group: Tensor, ids: Tensor | None) -> Tensor:
     return per_group if ids is None else per_group.index_select(0, ids)
 
 
-def group_range(values: Tensor, group_ids: Tensor, num_groups: int, reduce: Reduce) -> tuple[Tensor, Tensor]:
-    """Collective. Returns the smallest and the largest value [G] of each group over all ranks; 0 for an empty group.
+def group_range(
+    values: Tensor, group_ids: Tensor, num_groups: int, reduce: Reduce
+) -> tuple[Tensor, Tensor]:
+    """Collective. Returns the smallest and the largest value [G] of each group over all ranks; 0
+    for an empty group.
 
     values [n] float64; group_ids [n] int64 in 0..num_groups-1.
     """
@@ -134,10 +157,13 @@ def group_range(values: Tensor, group_ids: Tensor, num_groups: int, reduce: Redu
 
 
 def _range_of_ends(ends: Tensor, reduce: Reduce) -> tuple[Tensor, Tensor]:
-    """Collective. Returns smallest and largest values [G] from this rank's (-smallest, largest) [2, G]."""
+    """Collective. Returns smallest and largest values [G] from this rank's (-smallest, largest) [2,
+    G]."""
     lowest = torch.finfo(torch.float64).min
     ends = reduce(ends, "max")
-    assert bool((ends < LARGEST).all()), "a valid value is not finite"  # NaN fails the comparison too
+    assert bool((ends < LARGEST).all()), (
+        "a valid value is not finite"
+    )  # NaN fails the comparison too
     ends = ends.masked_fill(ends == lowest, 0.0)
     return 0.0 - ends[0], ends[1] + 0.0  # never -0.0, whose place among zeros depends on the order
 
@@ -145,10 +171,11 @@ def _range_of_ends(ends: Tensor, reduce: Reduce) -> tuple[Tensor, Tensor]:
 def exact_group_sums(
     values: Tensor, group_ids: Tensor, bound: Tensor, reduce: Reduce, along: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Collective. Returns the sums (float64 [G]) of each group over all ranks, and those of `along` (int64 [G]).
+    """Collective. Returns the sums (float64 [G]) of each group over all ranks, and those of `along`
+    (int64 [G]).
 
-    One all-reduce for both. values [n] float64; group_ids [n] int64; bound [G]: at least max|value| of the group
-    over ALL ranks, the same on every rank.
+    One all-reduce for both. values [n] float64; group_ids [n] int64; bound [G]: at least max|value|
+    of the group over ALL ranks, the same on every rank.
     """
     up, down = _powers_of_two(bound)
     scaled = values * _of_groups(down, group_ids)
@@ -158,18 +185,21 @@ def exact_group_sums(
 
 
 def exact_row_sums(values: Tensor, lengths: Tensor) -> Tensor:
-    """Returns the sums [N] float64 of values [T] float64 over samples of `lengths` [N] tokens each."""
+    """Returns the sums [N] float64 of values [T] float64 over samples of `lengths` [N] tokens
+    each."""
     bound = row_max(values.abs(), lengths)
     return exact_group_sums(values, _rows(lengths), bound, alone)[0]
 
 
 def row_sums(values: Tensor, lengths: Tensor) -> Tensor:
-    """Returns the sums [N] of values [T], one by one in their own type, over samples of `lengths` [N] tokens each."""
+    """Returns the sums [N] of values [T], one by one in their own type, over samples of `lengths`
+    [N] tokens each."""
     return values.new_zeros(len(lengths)).index_add_(0, _rows(lengths), values)
 
 
 def row_max(values: Tensor, lengths: Tensor) -> Tensor:
-    """Returns the largest of 0 and the values [T] of each sample, [N]; lengths: [N], of the samples in tokens."""
+    """Returns the largest of 0 and the values [T] of each sample, [N]; lengths: [N], of the samples
+    in tokens."""
     return values.new_zeros(len(lengths)).scatter_reduce_(0, _rows(lengths), values, "amax")
 
 
@@ -177,8 +207,11 @@ def _rows(lengths: Tensor) -> Tensor:
     return torch.repeat_interleave(lengths)  # [T] int64, the sample of each token
 
 
-def _sums_of_scaled(blocks: Iterable[_Block], along: Tensor, reduce: Reduce) -> tuple[Tensor, Tensor]:
-    """Collective. Returns exact sums [G] of values in [-1, 1], and those of `along` [G]; drops bits below 2^-90."""
+def _sums_of_scaled(
+    blocks: Iterable[_Block], along: Tensor, reduce: Reduce
+) -> tuple[Tensor, Tensor]:
+    """Collective. Returns exact sums [G] of values in [-1, 1], and those of `along` [G]; drops bits
+    below 2^-90."""
     totals = torch.zeros(NUM_LIMBS + 1, len(along), dtype=torch.int64, device=along.device)
     totals[NUM_LIMBS] = along
     for rest, ids in blocks:
@@ -189,19 +222,27 @@ def _sums_of_scaled(blocks: Iterable[_Block], along: Tensor, reduce: Reduce) -> 
             if ids is None:
                 limb += whole.sum().long()  # exact: whole numbers, together below 2^53
             elif len(limb) == 1:
-                limb += whole.long().sum()  # scattering millions of tokens into one place would be serial
+                limb += (
+                    whole.long().sum()
+                )  # scattering millions of tokens into one place would be serial
             else:
                 limb.scatter_add_(0, ids, whole.long())
     totals = reduce(totals, "sum")
     high, middle, low = totals[:NUM_LIMBS].double()
     # The integers are the same everywhere, so these roundings are too.
-    return ((low * 2.0**-LIMB_BITS + middle) * 2.0**-LIMB_BITS + high) * 2.0**-LIMB_BITS, totals[NUM_LIMBS]
+    return ((low * 2.0**-LIMB_BITS + middle) * 2.0**-LIMB_BITS + high) * 2.0**-LIMB_BITS, totals[
+        NUM_LIMBS
+    ]
 
 
 def _powers_of_two(bound: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (2^e, 2^-e) with bound <= 2^e, [G] each, made from their bits: pow() may be off in the last place.
+    """Returns (2^e, 2^-e) with bound <= 2^e, [G] each, made from their bits: pow() may be off in
+    the last place.
 
-    e is at least -1000, so that both are normal numbers; 90 bits below that are under the smallest double anyway.
+    e is at least -1000, so that both are normal numbers; 90 bits below that are under the smallest
+    double anyway.
     """
     exponent = torch.frexp(bound).exponent.long().clamp_(min=-1000)
-    return ((exponent + 1023) << 52).view(torch.float64), ((1023 - exponent) << 52).view(torch.float64)
+    return ((exponent + 1023) << 52).view(torch.float64), ((1023 - exponent) << 52).view(
+        torch.float64
+    )

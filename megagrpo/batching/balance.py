@@ -1,13 +1,16 @@
-"""Load balance of samples over ranks and micro-batches. Pure functions of lengths, identical on every rank.
+"""Load balance of samples over ranks and micro-batches. Pure functions of lengths, identical on
+every rank.
 
-Invariants (asserted, tested): every sample is in exactly one micro-batch of one rank; no micro-batch of several samples
-is above the token budget; every rank runs the same number of micro-batches, largest first; the plan depends on the
-lengths and not on the order in which samples arrived.
+Invariants (asserted, tested): every sample is in exactly one micro-batch of one rank; no
+micro-batch of several samples is above the token budget; every rank runs the same number of
+micro-batches, largest first; the plan depends on the lengths and not on the order in which samples
+arrived.
 
-Two things are balanced. Ranks, by cost, since they meet at the end of an update (`balanced_parts`). And the k-th
-micro-batches of all ranks, by tokens, since experts and pipelines make ranks meet in every one of them:
-`candidate_cuts` offers several ways to cut a rank's samples, and the ranks together take the one whose slowest
-micro-batches are the shortest (`cheapest_cut`). Lengths and budgets are in tokens.
+Two things are balanced. Ranks, by cost, since they meet at the end of an update (`balanced_parts`).
+And the k-th micro-batches of all ranks, by tokens, since experts and pipelines make ranks meet in
+every one of them: `candidate_cuts` offers several ways to cut a rank's samples, and the ranks
+together take the one whose slowest micro-batches are the shortest (`cheapest_cut`). Lengths and
+budgets are in tokens.
 """
 
 import heapq
@@ -19,19 +22,25 @@ _CLOSE_ENOUGH = 1000  # parts that differ by less than a thousandth are left alo
 
 
 def sample_cost(length: int, attention_length: int | None = None) -> int:
-    """Returns the cost of a sample in units of one token's matrix products: linear, plus attention where that is known.
+    """Returns the cost of a sample in units of one token's matrix products: linear, plus attention
+    where that is known.
 
-    attention_length: the sequence length, in tokens, at which causal attention costs as much as the rest of the model.
+    attention_length: the sequence length, in tokens, at which causal attention costs as much as the
+    rest of the model.
     """
     return length if attention_length is None else length + length * length // attention_length
 
 
-def balanced_parts(costs: Sequence[int], num_parts: int, head_start: Sequence[int] | None = None) -> list[list[int]]:
-    """Splits indices into parts whose largest sum of costs is small; returns one sorted list of indices per part.
+def balanced_parts(
+    costs: Sequence[int], num_parts: int, head_start: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Splits indices into parts whose largest sum of costs is small; returns one sorted list of
+    indices per part.
 
-    head_start: [num_parts], initial cost of each part, default 0. The costliest remaining index goes to the part with
-    the smallest sum, which is at most 4/3 of the optimum (Graham 1969); then the largest part exchanges members with
-    others as long as that reduces the larger of the two sums.
+    head_start: [num_parts], initial cost of each part, default 0. The costliest remaining index
+    goes to the part with the smallest sum, which is at most 4/3 of the optimum (Graham 1969); then
+    the largest part exchanges members with others as long as that reduces the larger of the two
+    sums.
     """
     assert num_parts > 0
     head_start = head_start or [0] * num_parts
@@ -45,7 +54,9 @@ def balanced_parts(costs: Sequence[int], num_parts: int, head_start: Sequence[in
         lightest, part = heapq.heappop(heap)
         parts[part].append(member)
         heapq.heappush(heap, (lightest + size, part))
-    loads = [start + sum(sizes[i] for i in part) for start, part in zip(head_start, parts, strict=True)]
+    loads = [
+        start + sum(sizes[i] for i in part) for start, part in zip(head_start, parts, strict=True)
+    ]
     for _ in range(_MAX_ROUNDS):
         if not _exchange(sizes, parts, loads):
             break
@@ -57,7 +68,8 @@ def _longest_first(costs: Sequence[int]) -> list[int]:
 
 
 def _exchange(sizes: Sequence[int], parts: list[list[int]], loads: list[int]) -> bool:
-    """Moves or swaps one member of the fullest part; returns False when nothing makes the fuller of two parts shorter.
+    """Moves or swaps one member of the fullest part; returns False when nothing makes the fuller of
+    two parts shorter.
 
     Changes `parts` and `loads`.
     """
@@ -68,7 +80,9 @@ def _exchange(sizes: Sequence[int], parts: list[list[int]], loads: list[int]) ->
             break  # the parts that follow are fuller still
         shortest_first = sorted(parts[other], key=lambda i: (sizes[i], i))
         keys = [sizes[i] for i in shortest_first]
-        options = []  # (distance from moving half the excess, doubled; tokens moved; what leaves; what comes back)
+        # (distance from moving half the excess, doubled; tokens moved; what leaves; what comes
+        # back)
+        options = []
         for leaves in sorted(parts[full]):
             place = bisect_left(keys, sizes[leaves] - excess / 2)
             for comes in ([], *([i] for i in shortest_first[max(place - 1, 0) : place + 1])):
@@ -85,15 +99,16 @@ def _exchange(sizes: Sequence[int], parts: list[list[int]], loads: list[int]) ->
 
 
 def token_load(members: Sequence[int], lengths: Sequence[int], packed: bool) -> int:
-    """Returns the tokens of a micro-batch: packed the sum of its members' lengths, padded their number times the
-    longest.
+    """Returns the tokens of a micro-batch: packed the sum of its members' lengths, padded their
+    number times the longest.
     """
     own = [lengths[i] for i in members]
     return sum(own) if packed else len(own) * max(own, default=0)
 
 
 def fewest_micro_batches(lengths: Sequence[int], budget: int, packed: bool) -> list[list[int]]:
-    """Puts one rank's samples into as few micro-batches as the rules here find; returns the indices of each.
+    """Puts one rank's samples into as few micro-batches as the rules here find; returns the indices
+    of each.
 
     Where it costs none more, they are full ones with the rest in the last; else even ones.
     """
@@ -106,18 +121,21 @@ def fewest_micro_batches(lengths: Sequence[int], budget: int, packed: bool) -> l
 
 
 def longest_lengths(lengths: Sequence[int], count: int) -> list[int]:
-    """Returns the `count` largest lengths of one rank, largest first, with zeros where there are fewer."""
+    """Returns the `count` largest lengths of one rank, largest first, with zeros where there are
+    fewer."""
     return sorted([*lengths, *[0] * count], reverse=True)[:count]
 
 
 def candidate_cuts(
     lengths: Sequence[int], budget: int, packed: bool, count: int, longest_of_all: Sequence[int]
 ) -> list[list[list[int]]]:
-    """Returns ways to cut one rank's samples into `count` micro-batches, each ordered by tokens, largest first.
+    """Returns ways to cut one rank's samples into `count` micro-batches, each ordered by tokens,
+    largest first.
 
-    count: not below the number of `fewest_micro_batches`. longest_of_all: [count], the element-wise largest
-    `longest_lengths` of all ranks. Every rank has the same number of ways, so that they can be compared: full
-    micro-batches and the rest; even ones; even ones except for the first, which meet other ranks' long samples.
+    count: not below the number of `fewest_micro_batches`. longest_of_all: [count], the element-wise
+    largest `longest_lengths` of all ranks. Every rank has the same number of ways, so that they can
+    be compared: full micro-batches and the rest; even ones; even ones except for the first, which
+    meet other ranks' long samples.
     """
     order = _longest_first(lengths)
     lengths = [lengths[i] for i in order]
@@ -129,24 +147,32 @@ def candidate_cuts(
             balanced_parts(lengths, count),
             balanced_parts(lengths, count, [max(targets) - target for target in targets]),
         ]
-    ways = [_with_count(way if _fits(way, lengths, budget, packed) else safe, count) for way in ways]
+    ways = [
+        _with_count(way if _fits(way, lengths, budget, packed) else safe, count) for way in ways
+    ]
     ways = [sorted(way, key=lambda b: (-token_load(b, lengths, packed), b)) for way in ways]
     return [[sorted(order[i] for i in b) for b in way] for way in ways]
 
 
 def _targets(total: int, count: int, pieces: Sequence[int]) -> list[int]:
-    """Returns the tokens that each micro-batch should have: as many as the piece that it meets, the rest evenly."""
+    """Returns the tokens that each micro-batch should have: as many as the piece that it meets, the
+    rest evenly."""
     targets: list[int] = []
     for piece in pieces:
         if piece * (count - len(targets)) <= total:
             break
         targets.append(min(piece, total))
         total -= targets[-1]
-    return targets + [total // (count - len(targets))] * (count - len(targets)) if len(targets) < count else targets
+    return (
+        targets + [total // (count - len(targets))] * (count - len(targets))
+        if len(targets) < count
+        else targets
+    )
 
 
 def cheapest_cut(slowest: Sequence[Sequence[int]], one_shape: bool) -> int:
-    """Returns which way takes the least time, given for each the tokens of the slowest rank in every micro-batch.
+    """Returns which way takes the least time, given for each the tokens of the slowest rank in
+    every micro-batch.
 
     one_shape: all micro-batches are padded to the largest, as pipeline stages need it.
     """
@@ -159,7 +185,8 @@ def _fits(bins: list[list[int]], lengths: Sequence[int], budget: int, packed: bo
 
 
 def _filled(lengths: Sequence[int], budget: int, packed: bool) -> list[list[int]]:
-    """Returns as few micro-batches as a simple rule finds; a sample above the budget gets one of its own.
+    """Returns as few micro-batches as a simple rule finds; a sample above the budget gets one of
+    its own.
 
     Packed: best-fit decreasing. Padded: neighbours in length together.
     """
@@ -185,7 +212,8 @@ def _filled(lengths: Sequence[int], budget: int, packed: bool) -> list[list[int]
 
 
 def _with_count(bins: list[list[int]], count: int) -> list[list[int]]:
-    """Raises the number of micro-batches to `count` by halving the fullest, and by empty ones when all are single.
+    """Raises the number of micro-batches to `count` by halving the fullest, and by empty ones when
+    all are single.
 
     An empty one is a dummy forward pass, in which this rank takes part in the others' collectives.
     """

@@ -28,13 +28,17 @@ class _Row:
     prompt_length: int  # tokens
     response_mask: np.ndarray | None  # [T] bool, False on tokens of a tool; None: all were sampled
     logprobs: np.ndarray  # [T] float32, by the engine
-    versions: np.ndarray | None  # [T] int32, of the weights that sampled; None if nothing reads them
+    versions: (
+        np.ndarray | None
+    )  # [T] int32, of the weights that sampled; None if nothing reads them
     reward: float  # of its rollout
     valid: bool
     truncated: bool
     greedy_reward: float  # of the group's greedy response; NaN where there is none
     token_rewards: tuple[tuple[int, float], ...]  # as in Outcome, of its own tokens
-    routed_experts: np.ndarray | None  # of this rank's layers, as in Sample; None if unknown or never read
+    routed_experts: (
+        np.ndarray | None
+    )  # of this rank's layers, as in Sample; None if unknown or never read
     images: tuple[ImageRef, ...]  # of its prompt
 
 
@@ -46,13 +50,15 @@ def build_batch(
     trained_version: int | None = None,
     routed_layers: Sequence[int] | None = None,
 ) -> Batch:
-    """Collective. Returns this replica's share of all samples, from the groups that each replica sampled.
+    """Collective. Returns this replica's share of all samples, from the groups that each replica
+    sampled.
 
-    updates: of the step (`plan_updates`). Each update of the first pass is balanced separately, by cost; later passes
-    mix the samples but do not move them. The samples of a rollout stay together. arch: of the model, whose attention
-    and vision tower then count as cost. trained_version: version of the weights that the step trains, if the sampling
-    weights may be older. routed_layers: this rank's layers with experts, whose routed experts the replica's leader
-    sends. Rows are ordered by sample id.
+    updates: of the step (`plan_updates`). Each update of the first pass is balanced separately, by
+    cost; later passes mix the samples but do not move them. The samples of a rollout stay together.
+    arch: of the model, whose attention and vision tower then count as cost. trained_version:
+    version of the weights that the step trains, if the sampling weights may be older.
+    routed_layers: this rank's layers with experts, whose routed experts the replica's leader sends.
+    Rows are ordered by sample id.
     """
     most = max((len(g.samples) for g in groups), default=0)
     most = max(mesh.gather_dp(most))
@@ -66,8 +72,12 @@ def build_batch(
     ]
     own = [(r.sample_id, r.rollout_id, r.group_id, _cost(r, arch)) for r in mine]
     sizes = sorted(of_sample for part in mesh.gather_dp(own) for of_sample in part)
-    # Statistics and updates number the groups of a step densely, in the order of their ids in the run.
-    dense = {group_id: number for number, group_id in enumerate(sorted({group_id for _, _, group_id, _ in sizes}))}
+    # Statistics and updates number the groups of a step densely, in the order of their ids in the
+    # run.
+    dense = {
+        group_id: number
+        for number, group_id in enumerate(sorted({group_id for _, _, group_id, _ in sizes}))
+    }
     owner: dict[int, int] = {}  # of each rollout
     for numbers in map(frozenset, updates[0]):
         costs: dict[int, int] = {}
@@ -77,7 +87,9 @@ def build_batch(
         members = list(costs)
         for rank, part in enumerate(balanced_parts(list(costs.values()), mesh.dp_size)):
             owner.update((members[i], rank) for i in part)
-    outgoing = [[row for row in mine if owner[row.rollout_id] == rank] for rank in range(mesh.dp_size)]
+    outgoing = [
+        [row for row in mine if owner[row.rollout_id] == rank] for rank in range(mesh.dp_size)
+    ]
     received = [row for part in mesh.exchange_dp(outgoing) for row in part]
     has_greedy = any(g.greedy_outcome is not None for g in groups)
     has_greedy = any(mesh.gather_dp(has_greedy))
@@ -95,9 +107,15 @@ def _cost(row: _Row, arch: Architecture | None) -> int:
     return sample_cost(len(row.tokens), attention_length(arch)) + round(patches * patch_cost(arch))
 
 
-def _rows(group: RolloutGroup, most: int, with_versions: bool, experts: Sequence[np.ndarray | None]) -> list[_Row]:
+def _rows(
+    group: RolloutGroup, most: int, with_versions: bool, experts: Sequence[np.ndarray | None]
+) -> list[_Row]:
     outcome_of_greedy = group.greedy_outcome
-    greedy = outcome_of_greedy.value if outcome_of_greedy is not None and outcome_of_greedy.ok else float("nan")
+    greedy = (
+        outcome_of_greedy.value
+        if outcome_of_greedy is not None and outcome_of_greedy.ok
+        else float("nan")
+    )
     order = [sample.of_rollout for sample in group.samples]
     assert order == sorted(order), "samples come one rollout after the other"
     rows = []
@@ -106,7 +124,11 @@ def _rows(group: RolloutGroup, most: int, with_versions: bool, experts: Sequence
         for sample in samples:
             end = start + len(sample.token_ids)
             prompt = group.prompt.token_ids if sample.prompt_ids is None else sample.prompt_ids
-            inside = [(index - start, reward) for index, reward in outcome.token_rewards if start <= index < end]
+            inside = [
+                (index - start, reward)
+                for index, reward in outcome.token_rewards
+                if start <= index < end
+            ]
             row = _Row(
                 sample_id=group.group_id * most + sample.index,
                 rollout_id=group.group_id * most + number,
@@ -130,12 +152,17 @@ def _rows(group: RolloutGroup, most: int, with_versions: bool, experts: Sequence
 
 
 def _to_tensors(
-    rows: Sequence[_Row], dense: dict[int, int], updates: Updates, has_greedy: bool, trained_version: int | None
+    rows: Sequence[_Row],
+    dense: dict[int, int],
+    updates: Updates,
+    has_greedy: bool,
+    trained_version: int | None,
 ) -> Batch:
     def of_responses(
         values: Iterable[np.ndarray | None], kind: type[np.generic], default: object = None
     ) -> torch.Tensor:
-        """Returns values of responses as those of all tokens, 0 on prompts; of a response without, the default."""
+        """Returns values of responses as those of all tokens, 0 on prompts; of a response without,
+        the default."""
         flat = np.zeros(sum(len(row.tokens) for row in rows), kind)
         end = 0
         for row, of_row in zip(rows, values, strict=True):
@@ -146,7 +173,9 @@ def _to_tensors(
     sizes = list(Counter(row.rollout_id for row in rows).values())  # in order: rows are
     lags = None
     if trained_version is not None:
-        lags = of_responses((trained_version - r.versions for r in rows if r.versions is not None), np.int32)
+        lags = of_responses(
+            (trained_version - r.versions for r in rows if r.versions is not None), np.int32
+        )
     return Batch(
         sample_ids=torch.tensor([r.sample_id for r in rows], dtype=torch.int64),
         group_ids=torch.tensor([dense[r.group_id] for r in rows], dtype=torch.int64),
@@ -159,8 +188,12 @@ def _to_tensors(
         rewards=Rewards(
             values=torch.tensor([r.reward for r in rows], dtype=torch.float64),
             valid=torch.tensor([r.valid for r in rows], dtype=torch.bool),
-            greedy=torch.tensor([r.greedy_reward for r in rows], dtype=torch.float64) if has_greedy else None,
-            tokens=of_responses(map(_token_rewards, rows), np.float64) if any(r.token_rewards for r in rows) else None,
+            greedy=torch.tensor([r.greedy_reward for r in rows], dtype=torch.float64)
+            if has_greedy
+            else None,
+            tokens=of_responses(map(_token_rewards, rows), np.float64)
+            if any(r.token_rewards for r in rows)
+            else None,
         ),
         truncated=torch.tensor([r.truncated for r in rows], dtype=torch.bool),
         lags=lags,
@@ -178,10 +211,18 @@ def _token_rewards(row: _Row) -> np.ndarray:
     return out
 
 
-def _cut_experts(groups: Sequence[RolloutGroup], layers: tuple[int, ...] | None) -> list[list[np.ndarray | None]]:
-    """Returns the experts of each sample in these layers; of none without layers, and where they are not known."""
+def _cut_experts(
+    groups: Sequence[RolloutGroup], layers: tuple[int, ...] | None
+) -> list[list[np.ndarray | None]]:
+    """Returns the experts of each sample in these layers; of none without layers, and where they
+    are not known."""
     return [
-        [None if s.routed_experts is None or layers is None else s.routed_experts[:, list(layers)] for s in g.samples]
+        [
+            None
+            if s.routed_experts is None or layers is None
+            else s.routed_experts[:, list(layers)]
+            for s in g.samples
+        ]
         for g in groups
     ]
 
@@ -200,21 +241,35 @@ def _with_routed_experts(batch: Batch, rows: Sequence[_Row], num_layers: int) ->
     for i, (start, row) in enumerate(zip(batch.starts.tolist(), rows, strict=True)):
         if row.routed_experts is not None:
             lengths[i] = len(row.routed_experts)
-            assert lengths[i] == len(row.tokens) - 1, f"sample {row.sample_id}: experts of {lengths[i]} tokens"
+            assert lengths[i] == len(row.tokens) - 1, (
+                f"sample {row.sample_id}: experts of {lengths[i]} tokens"
+            )
             experts[start : start + len(row.routed_experts)] = torch.from_numpy(row.routed_experts)
     return replace(batch, routing=Routing(experts, lengths))
 
 
 def shuffle_rewards(batch: Batch, seed: int, step: int, mesh: Mesh) -> Batch:
-    """Collective over data-parallel ranks. Returns the batch with rewards permuted over the valid rollouts of the step.
+    """Collective over data-parallel ranks. Returns the batch with rewards permuted over the valid
+    rollouts of the step.
 
     The order of sample ids decides, so that every layout shuffles alike.
     """
     whole = of_rollouts(batch)
-    rows = zip(whole.sample_ids.tolist(), whole.rewards.values.tolist(), whole.rewards.valid.tolist(), strict=True)
+    rows = zip(
+        whole.sample_ids.tolist(),
+        whole.rewards.values.tolist(),
+        whole.rewards.valid.tolist(),
+        strict=True,
+    )
     scored = [(sample_id, reward) for sample_id, reward, valid in rows if valid]
     everyone = sorted(pair for part in mesh.gather_dp(scored) for pair in part)
-    order = torch.randperm(len(everyone), generator=torch.Generator().manual_seed(seed * 1_000_003 + step)).tolist()
+    order = torch.randperm(
+        len(everyone), generator=torch.Generator().manual_seed(seed * 1_000_003 + step)
+    ).tolist()
     moved = {everyone[i][0]: everyone[j][1] for i, j in enumerate(order)}
-    values = torch.tensor([moved.get(i, 0.0) for i in whole.sample_ids.tolist()], dtype=torch.float64)
-    return replace(batch, rewards=replace(batch.rewards, values=of_samples(values, batch), tokens=None))
+    values = torch.tensor(
+        [moved.get(i, 0.0) for i in whole.sample_ids.tolist()], dtype=torch.float64
+    )
+    return replace(
+        batch, rewards=replace(batch.rewards, values=of_samples(values, batch), tokens=None)
+    )

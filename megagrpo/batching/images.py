@@ -1,6 +1,8 @@
-"""Images in micro-batches: the positions of their tokens for rotary embedding, and where their features go.
+"""Images in micro-batches: the positions of their tokens for rotary embedding, and where their
+features go.
 
-Both follow from where a prompt has its images, never from token ids: a placeholder that the policy sampled is text.
+Both follow from where a prompt has its images, never from token ids: a placeholder that the policy
+sampled is text.
 """
 
 from collections.abc import Sequence
@@ -13,10 +15,12 @@ from megagrpo.types import Batch, ImageRef, MicroBatch, MicroImages
 
 
 def rotary_positions(length: int, images: Sequence[ImageRef], merge: int) -> Tensor:
-    """Returns the positions [3, length] of a sample's tokens in time, height and width, as Qwen2-VL counts them.
+    """Returns the positions [3, length] of a sample's tokens in time, height and width, as Qwen2-VL
+    counts them.
 
-    Text goes on by one in all three; an image's tokens begin where the text stopped, and text after it behind the
-    larger of its sides. images: in the order of their tokens. arXiv 2409.12191, section 2.1.
+    Text goes on by one in all three; an image's tokens begin where the text stopped, and text after
+    it behind the larger of its sides. images: in the order of their tokens. arXiv 2409.12191,
+    section 2.1.
     """
     parts, token, position = [], 0, 0
     for image in images:
@@ -24,7 +28,9 @@ def rotary_positions(length: int, images: Sequence[ImageRef], merge: int) -> Ten
         parts.append(torch.arange(position, position + text).expand(3, -1))
         position += text
         time, height, width = image.grid[0], image.grid[1] // merge, image.grid[2] // merge
-        axes = torch.meshgrid(torch.arange(time), torch.arange(height), torch.arange(width), indexing="ij")
+        axes = torch.meshgrid(
+            torch.arange(time), torch.arange(height), torch.arange(width), indexing="ij"
+        )
         parts.append(torch.stack([axis.flatten() for axis in axes]) + position)
         token, position = image.start + time * height * width, position + max(height, width)
     return torch.cat([*parts, torch.arange(position, position + length - token).expand(3, -1)], 1)
@@ -35,7 +41,9 @@ def with_images(batch: Batch, micro: MicroBatch, merge: int) -> MicroBatch:
     members = micro.members.tolist()
     images = [batch.images[member] if batch.images else () for member in members]
     lengths = batch.lengths[micro.members]
-    positions = [rotary_positions(n, of, merge) for n, of in zip(lengths.tolist(), images, strict=True)]
+    positions = [
+        rotary_positions(n, of, merge) for n, of in zip(lengths.tolist(), images, strict=True)
+    ]
     feature, refs = _features(lengths, images, merge)
     # of each place of this rank its token among those of the members, the last for padding
     starts = torch.full((len(batch.lengths) + 1,), -1)
@@ -48,8 +56,11 @@ def with_images(batch: Batch, micro: MicroBatch, merge: int) -> MicroBatch:
     return replace(micro, rope_positions=rope, images=MicroImages(refs, found[places], places))
 
 
-def _features(lengths: Tensor, images: Sequence[Sequence[ImageRef]], merge: int) -> tuple[Tensor, tuple[ImageRef, ...]]:
-    """Returns the row of the feature of every token, [t + 1], -1 where there is none, and the distinct images."""
+def _features(
+    lengths: Tensor, images: Sequence[Sequence[ImageRef]], merge: int
+) -> tuple[Tensor, tuple[ImageRef, ...]]:
+    """Returns the row of the feature of every token, [t + 1], -1 where there is none, and the
+    distinct images."""
     first: dict[str, tuple[int, ImageRef]] = {}  # by key: the first row, any reference
     feature, start, count = torch.full((int(lengths.sum()) + 1,), -1), 0, 0
     for length, of_member in zip(lengths.tolist(), images, strict=True):
@@ -58,8 +69,12 @@ def _features(lengths: Tensor, images: Sequence[Sequence[ImageRef]], merge: int)
             if image.key not in first:
                 first[image.key] = (count, image)
                 count += tokens
-            assert image.start + tokens <= length, f"an image at token {image.start} ends behind its sample"
+            assert image.start + tokens <= length, (
+                f"an image at token {image.start} ends behind its sample"
+            )
             row = first[image.key][0]
-            feature[start + image.start : start + image.start + tokens] = torch.arange(row, row + tokens)
+            feature[start + image.start : start + image.start + tokens] = torch.arange(
+                row, row + tokens
+            )
         start += length
     return feature, tuple(image for _, image in first.values())

@@ -1,7 +1,8 @@
 """Micro-batches: samples of a Batch laid out for one forward pass, with their loss masks.
 
-Layouts are planned on the host, where the Batch is, and copied to the device without synchronisation: no size or index
-in the forward and backward of a micro-batch depends on a device value.
+Layouts are planned on the host, where the Batch is, and copied to the device without
+synchronisation: no size or index in the forward and backward of a micro-batch depends on a device
+value.
 """
 
 import math
@@ -42,12 +43,13 @@ def plan_micro_batches(
     mesh: Mesh,
     cp_rank: int = 0,
 ) -> "MicroBatches":
-    """Collective over data-parallel ranks. Cuts `rows` of the batch into micro-batches, the same number on every rank.
+    """Collective over data-parallel ranks. Cuts `rows` of the batch into micro-batches, the same
+    number on every rank.
 
-    Under context parallelism a rank gets its zigzag part of every sequence, so sequences are padded to multiples of
-    2 cp; whole micro-batches are multiples of tp as well, since sequence parallelism cuts them. With pipeline stages
-    all micro-batches of all ranks have one shape, and with virtual ones their number is a multiple of pp: Megatron's
-    schedule requires both.
+    Under context parallelism a rank gets its zigzag part of every sequence, so sequences are padded
+    to multiples of 2 cp; whole micro-batches are multiples of tp as well, since sequence
+    parallelism cuts them. With pipeline stages all micro-batches of all ranks have one shape, and
+    with virtual ones their number is a multiple of pp: Megatron's schedule requires both.
     """
     budget, packed, multiple, merge = size
     unit = 2 * layout.cp if layout.cp > 1 else 1
@@ -66,7 +68,9 @@ def plan_micro_batches(
 
     shapes = [shape(b) for b in bins]
     if layout.pp > 1:
-        largest = mesh.reduce(torch.tensor([max(h for h, _ in shapes), max(w for _, w in shapes)]), "max")
+        largest = mesh.reduce(
+            torch.tensor([max(h for h, _ in shapes), max(w for _, w in shapes)]), "max"
+        )
         shapes = [(int(largest[0]), int(largest[1]))] * len(bins)
 
     def build(number: int) -> MicroBatch:
@@ -81,7 +85,8 @@ def plan_micro_batches(
 
 
 class MicroBatches(Sequence[MicroBatch]):
-    """Makes each micro-batch when it is consumed: all at once they would be several times the batch.
+    """Makes each micro-batch when it is consumed: all at once they would be several times the
+    batch.
 
     shapes: [b, s] of each, of the whole under context parallelism.
     """
@@ -93,11 +98,16 @@ class MicroBatches(Sequence[MicroBatch]):
         return len(self.shapes)
 
     def __getitem__(self, number):
-        return self._build(range(len(self))[number])  # the range raises the IndexError that ends an iteration
+        return self._build(
+            range(len(self))[number]
+        )  # the range raises the IndexError that ends an iteration
 
 
-def _aligned(lengths: list[int], budget: int, packed: bool, layout: ParallelConfig, mesh: Mesh) -> list[list[int]]:
-    """Collective over data-parallel ranks. Cuts this rank's samples into as many micro-batches as every other rank's.
+def _aligned(
+    lengths: list[int], budget: int, packed: bool, layout: ParallelConfig, mesh: Mesh
+) -> list[list[int]]:
+    """Collective over data-parallel ranks. Cuts this rank's samples into as many micro-batches as
+    every other rank's.
 
     The k-th of all ranks are alike in size. Returns the indices of each.
     """
@@ -109,7 +119,11 @@ def _aligned(lengths: list[int], budget: int, packed: bool, layout: ParallelConf
     count = _up(count, layout.pp) if layout.vpp > 1 else count
     ways = candidate_cuts(lengths, budget, packed, count, largest(longest_lengths(lengths, count)))
     slowest = largest([token_load(b, lengths, packed) for way in ways for b in way])
-    return ways[cheapest_cut([slowest[i : i + count] for i in range(0, len(slowest), count)], one_shape=layout.pp > 1)]
+    return ways[
+        cheapest_cut(
+            [slowest[i : i + count] for i in range(0, len(slowest), count)], one_shape=layout.pp > 1
+        )
+    ]
 
 
 def _up(number: int, multiple: int) -> int:
@@ -119,9 +133,11 @@ def _up(number: int, multiple: int) -> int:
 def _micro_batch(
     batch: Batch, samples: list[int], sizes: list[int], packed: bool, context: tuple[int, int]
 ) -> MicroBatch:
-    """Returns a context-parallel rank's part (rank, size) of samples in sequences of `sizes` tokens, padded at the end.
+    """Returns a context-parallel rank's part (rank, size) of samples in sequences of `sizes`
+    tokens, padded at the end.
 
-    Packed they lie behind each other in one row, else each is a row. Sequences beyond the samples are dummies.
+    Packed they lie behind each other in one row, else each is a row. Sequences beyond the samples
+    are dummies.
     """
     height = 1 if packed else len(sizes)
     positions = torch.cat([torch.arange(n) for n in sizes]).view(height, -1)
@@ -141,7 +157,9 @@ def _micro_batch(
         tokens = torch.where(rows >= 0, batch.tokens[places].long(), 0)
     members = torch.tensor(sorted(samples), dtype=torch.int64)
     lengths, longest = batch.lengths[members], int(batch.lengths.max()) if len(batch.lengths) else 1
-    inside = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    inside = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(
+        lengths
+    )
     return MicroBatch(
         tokens=tokens,
         positions=positions,
@@ -159,8 +177,8 @@ def _micro_batch(
 
 
 def _context_part(bounds: list[int], cp_rank: int, cp_size: int) -> Tensor:
-    """Returns which positions a context-parallel rank has, [s / cp]: of 2 cp equal chunks of every sequence, from
-    bound to bound, the cp_rank-th from either end.
+    """Returns which positions a context-parallel rank has, [s / cp]: of 2 cp equal chunks of every
+    sequence, from bound to bound, the cp_rank-th from either end.
     """
     kept = []
     for start, end in pairwise(bounds):
@@ -173,7 +191,8 @@ def _context_part(bounds: list[int], cp_rank: int, cp_size: int) -> Tensor:
 def targets(rows: Tensor, columns: Tensor, lengths: Tensor, sampled: Tensor) -> Targets:
     """Returns the positions whose next token the policy sampled: the one place that shifts.
 
-    rows, columns: [b, s] int64, of samples and inside them, -1 padding. lengths: [N] of the Batch. sampled: [T] bool.
+    rows, columns: [b, s] int64, of samples and inside them, -1 padding. lengths: [N] of the Batch.
+    sampled: [T] bool.
     """
     rows, columns = rows.flatten(), columns.flatten()
     found = rows >= 0

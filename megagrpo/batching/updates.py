@@ -1,4 +1,5 @@
-"""The groups of each optimizer update of a step. A pure function of numbers, identical on every rank."""
+"""The groups of each optimizer update of a step. A pure function of numbers, identical on every
+rank."""
 
 import random
 from collections.abc import Sequence
@@ -9,10 +10,11 @@ from megagrpo.types import Updates
 
 
 def plan_updates(train: TrainConfig, seed: int, step: int) -> Updates:
-    """Cuts a step's groups into num_updates_per_step equal parts, differently for each of num_epochs_per_step passes.
+    """Cuts a step's groups into num_updates_per_step equal parts, differently for each of
+    num_epochs_per_step passes.
 
-    The first pass takes the groups in the order of their ids, every other one in an order of its own, drawn from (seed,
-    step, pass).
+    The first pass takes the groups in the order of their ids, every other one in an order of its
+    own, drawn from (seed, step, pass).
     """
     passes = []
     for number in range(train.num_epochs_per_step):

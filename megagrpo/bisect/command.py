@@ -1,4 +1,5 @@
-"""`megagrpo bisect`: starts an engine and the trainer ranks on this machine and prints their report."""
+"""`megagrpo bisect`: starts an engine and the trainer ranks on this machine and prints their
+report."""
 
 from __future__ import annotations
 
@@ -17,14 +18,17 @@ from megagrpo.tasks.ranks import guarded
 if TYPE_CHECKING:
     import torch
 
-_EAGER = ("cuda_graph_backend_decode", "cuda_graph_backend_prefill")  # hooks do not run in a replayed graph
+_EAGER = (
+    "cuda_graph_backend_decode",
+    "cuda_graph_backend_prefill",
+)  # hooks do not run in a replayed graph
 
 
 def bisect(config: ExperimentConfig, options: BisectOptions) -> int:
     """Writes report.md and report.json into `<output_dir>/bisect`; returns the exit status.
 
-    0: nothing differs; 1: something does; 2: they could not be compared. Raises ValueError for invalid options and for
-    an experiment that does not fit this machine.
+    0: nothing differs; 1: something does; 2: they could not be compared. Raises ValueError for
+    invalid options and for an experiment that does not fit this machine.
     """
     if options.bound is not None and not options.bound > 0:
         raise ValueError(f"--bound {options.bound}: a relative error above 0, such as 1e-5")
@@ -38,24 +42,33 @@ def bisect(config: ExperimentConfig, options: BisectOptions) -> int:
     found = json.loads(folder.bisect_report.read_text())
     print((folder.path / "report.md").read_text(), end="")
     if found["place"] is not None:
-        print(f"megagrpo bisect: {found['place']} differs; every figure is in {folder.bisect_report}", file=sys.stderr)
+        print(
+            f"megagrpo bisect: {found['place']} differs; every figure is in {folder.bisect_report}",
+            file=sys.stderr,
+        )
     return 0 if found["place"] is None else 1
 
 
 def _require_checkpoint(folder: Path) -> None:
     """Raises ValueError before an engine starts, which takes minutes."""
     if (folder / "config.json").is_file():
-        raise ValueError(f"--checkpoint {folder} is a Hugging Face folder: give it as --set model.path={folder}")
+        raise ValueError(
+            f"--checkpoint {folder} is a Hugging Face folder: give it as --set model.path={folder}"
+        )
     if not (folder / "manifest.json").is_file():
         remedy = "give a folder of a run such as <output_dir>/checkpoints/step_000010"
-        raise ValueError(f"--checkpoint {folder} is no finished checkpoint: it has no manifest.json; {remedy}")
+        raise ValueError(
+            f"--checkpoint {folder} is no finished checkpoint: it has no manifest.json; {remedy}"
+        )
 
 
 def bisect_main(config: ExperimentConfig) -> int:
     """Runs one rank that `bisect` started."""
 
     def body(device: torch.device) -> None:
-        from megagrpo.bisect.ranks import bisect_ranks  # imports Megatron, which the host must be prepared for
+        from megagrpo.bisect.ranks import (
+            bisect_ranks,
+        )  # imports Megatron, which the host must be prepared for
 
         options = json.loads(config.run_folder.bisect_options.read_text())
         bisect_ranks(config, BisectOptions(**options), device)
@@ -63,11 +76,15 @@ def bisect_main(config: ExperimentConfig) -> int:
     return guarded(config, "bisect", body)
 
 
-def experiment_of(config: ExperimentConfig, options: BisectOptions, folder: RunFolder) -> ExperimentConfig:
+def experiment_of(
+    config: ExperimentConfig, options: BisectOptions, folder: RunFolder
+) -> ExperimentConfig:
     """Returns the experiment with one engine without CUDA graphs, in a run folder of its own."""
     eager: dict[str, object] = {"sglang": config.rollout.sglang | dict.fromkeys(_EAGER, "disabled")}
     if options.own_weights:
         eager["load_format"] = "model"
     # a fused router does not accept given experts
-    actor = config.actor.model_copy(update={"megatron": config.actor.megatron | {"moe_router_fusion": False}})
+    actor = config.actor.model_copy(
+        update={"megatron": config.actor.megatron | {"moe_router_fusion": False}}
+    )
     return with_one_engine(config, folder, eager).model_copy(update={"actor": actor})

@@ -1,4 +1,5 @@
-"""Compares two sides point by point: errors against bounds, flips of experts. Pure functions on tensors."""
+"""Compares two sides point by point: errors against bounds, flips of experts. Pure functions on
+tensors."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,9 @@ from megagrpo.bisect.points import Point, Sizes
 class Bounds:
     """Differences allowed between two correct programs whose kernels are of different libraries.
 
-    relative: to the values, before the first layer. head: of the one product of the output layer, which is accumulated
-    in float32. flips: share of a layer's tokens that may take other experts because their scores are nearly equal.
+    relative: to the values, before the first layer. head: of the one product of the output layer,
+    which is accumulated in float32. flips: share of a layer's tokens that may take other experts
+    because their scores are nearly equal.
     """
 
     relative: float
@@ -31,8 +33,8 @@ BOUNDS = {"float32": Bounds(5e-6, 5e-6, 0.01), "bfloat16": Bounds(2e-2, 2e-3, 0.
 class Difference:
     """The difference at one point.
 
-    error: root mean square over tokens of |engine - trainer| / |value of the engine| (Euclidean); of log-probabilities,
-    which have one value a token, over all together.
+    error: root mean square over tokens of |engine - trainer| / |value of the engine| (Euclidean);
+    of log-probabilities, which have one value a token, over all together.
     """
 
     name: str
@@ -62,20 +64,27 @@ class Flips:
 
     @property
     def beyond(self) -> bool:
-        """Returns whether they are more than near ties explain, by three standard deviations and one."""
+        """Returns whether they are more than near ties explain, by three standard deviations and
+        one."""
         expected = self.bound * self.tokens
         return self.flipped > 1 + expected + 3 * math.sqrt(expected)
 
 
 def bound_at(relative: float, depth: int) -> float:
-    """Returns the bound after `depth` layers: independent rounding errors add up like a random walk."""
+    """Returns the bound after `depth` layers: independent rounding errors add up like a random
+    walk."""
     return relative * math.sqrt(1 + depth)
 
 
 def compare_points(
-    points: Sequence[Point], engine: Mapping[str, Tensor], trainer: Mapping[str, Tensor], sizes: Sizes, bounds: Bounds
+    points: Sequence[Point],
+    engine: Mapping[str, Tensor],
+    trainer: Mapping[str, Tensor],
+    sizes: Sizes,
+    bounds: Bounds,
 ) -> tuple[list[Difference], list[Flips], list[str]]:
-    """Returns differences at the points that both sides have, in order, flips by layer, and notes on unequal shapes.
+    """Returns differences at the points that both sides have, in order, flips by layer, and notes
+    on unequal shapes.
 
     Values are [tokens, width] of all sequences, or of the patches or features of all images.
     """
@@ -83,7 +92,10 @@ def compare_points(
     for point in (point for point in points if point.name in engine and point.name in trainer):
         ours, theirs, lengths = trainer[point.name], engine[point.name], sizes[point.unit]
         if ours.shape != theirs.shape:
-            notes.append(f"{point.name}: {list(theirs.shape)} in the engine, {list(ours.shape)} in the trainers")
+            notes.append(
+                f"{point.name}: {list(theirs.shape)} in the engine, {list(ours.shape)} in the "
+                "trainers"
+            )
         elif point.layout == "map":
             flipped = torch.nonzero((ours != theirs).any(1)).flatten().tolist()
             assert point.layer is not None
@@ -91,7 +103,9 @@ def compare_points(
             flips.append(Flips(point.layer, len(ours), len(flipped), bounds.flips, first))
         else:
             bound = bound_at(bounds.relative, point.depth)
-            differences.append(difference(point.name, point.says, theirs, ours, lengths, bound, point.layer))
+            differences.append(
+                difference(point.name, point.says, theirs, ours, lengths, bound, point.layer)
+            )
     return differences, flips, notes
 
 

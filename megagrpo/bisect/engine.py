@@ -1,4 +1,5 @@
-"""One running engine: samples responses, and records prefills of given tokens by hooks on its model."""
+"""One running engine: samples responses, and records prefills of given tokens by hooks on its
+model."""
 
 import secrets
 from collections.abc import Sequence
@@ -50,26 +51,42 @@ class Prefilled(NamedTuple):
 
 
 class ProbedEngine:
-    """Connection to one incarnation of an engine with `tp` ranks, which has no other requests meanwhile.
+    """Connection to one incarnation of an engine with `tp` ranks, which has no other requests
+    meanwhile.
 
-    folder: for its ranks' files, on a disk shared with this process. limit_s: seconds for each answer. images: those
-    of its prompts.
+    folder: for its ranks' files, on a disk shared with this process. limit_s: seconds for each
+    answer. images: those of its prompts.
     """
 
     def __init__(
-        self, info: EngineInfo, tp: int, api_key: str, folder: Path, limit_s: float, images: ImageStore | None = None
+        self,
+        info: EngineInfo,
+        tp: int,
+        api_key: str,
+        folder: Path,
+        limit_s: float,
+        images: ImageStore | None = None,
     ):
         mailbox = Mailbox(address_towards(info.url), limit_s)
         self._engine = EngineConnection(info, tp, mailbox, api_key, limit_s)
         self._folder, self._limit_s, self._images = folder, limit_s, images
-        self._http = httpx.Client(base_url=info.url, trust_env=False, headers=bearer(api_key), timeout=limit_s)
+        self._http = httpx.Client(
+            base_url=info.url, trust_env=False, headers=bearer(api_key), timeout=limit_s
+        )
 
-    def sample(self, prompts: Sequence[Prompt], max_new_tokens: int, stop: Sequence[int] = ()) -> list[Sequenced]:
-        """Returns the prompts with responses, sampled one after the other: each is the only one of its batch.
+    def sample(
+        self, prompts: Sequence[Prompt], max_new_tokens: int, stop: Sequence[int] = ()
+    ) -> list[Sequenced]:
+        """Returns the prompts with responses, sampled one after the other: each is the only one of
+        its batch.
 
         stop: ids that are in no response; one that they leave empty is sampled again.
         """
-        sampling = {"max_new_tokens": max_new_tokens, "temperature": 1.0, "stop_token_ids": list(stop)}
+        sampling = {
+            "max_new_tokens": max_new_tokens,
+            "temperature": 1.0,
+            "stop_token_ids": list(stop),
+        }
         return [self._sampled(prompt, sampling, set(stop)) for prompt in prompts]
 
     def _sampled(self, prompt: Prompt, sampling: dict, stop: set[int]) -> Sequenced:
@@ -87,11 +104,21 @@ class ProbedEngine:
         for sequence in sequences:
             out = self._generate(sequence.prompt, sequence.response, once, logprob_start_len=0)
             logprobs.append([entry[0] for entry in out["meta_info"]["input_token_logprobs"][1:]])
-        files = [self._folder / f"engine_rank{rank}.{secrets.token_hex(4)}.pt" for rank in range(self._engine.tp)]
-        problems = [f"the engine's model has no {module}" for answer in answers for module in answer["missing"]]
+        files = [
+            self._folder / f"engine_rank{rank}.{secrets.token_hex(4)}.pt"
+            for rank in range(self._engine.tp)
+        ]
+        problems = [
+            f"the engine's model has no {module}"
+            for answer in answers
+            for module in answer["missing"]
+        ]
         for answer in self._request("read", [{"file": str(file)} for file in files]):
             problems += answer["problems"]
-        ranks = [only_prefills(torch.load(file), [len(sequence.tokens) for sequence in sequences]) for file in files]
+        ranks = [
+            only_prefills(torch.load(file), [len(sequence.tokens) for sequence in sequences])
+            for file in files
+        ]
         for file in files:
             file.unlink()
         return Prefilled(ranks, logprobs, list(dict.fromkeys(problems)))
@@ -115,7 +142,12 @@ class ProbedEngine:
 
     def _generate(self, prompt: Prompt, response: list[int], sampling: dict, **more: int) -> dict:
         own_prefix = secrets.token_hex(8)  # the cache would leave one token to compute
-        body = {"sampling_params": sampling, "return_logprob": True, "extra_key": own_prefix, **more}
+        body = {
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "extra_key": own_prefix,
+            **more,
+        }
         sent = prompt.token_ids if prompt.short_ids is None else prompt.short_ids
         body["input_ids"] = sent.tolist() + response
         if prompt.images:
@@ -123,15 +155,19 @@ class ProbedEngine:
             body["image_data"] = [self._images.uri(image.key) for image in prompt.images]
         answer = self._http.post("/generate", json=body)
         if answer.status_code != 200:
-            raise RuntimeError(f"{self._engine} rejects a request: {answer.status_code} {answer.text[:1000]}")
+            raise RuntimeError(
+                f"{self._engine} rejects a request: {answer.status_code} {answer.text[:1000]}"
+            )
         return answer.json()
 
 
 def only_prefills(seen: dict[str, list[Tensor]], lengths: Sequence[int]) -> dict[str, list[Tensor]]:
-    """Returns the records without decode passes, of sequences of these lengths prefilled one by one.
+    """Returns the records without decode passes, of sequences of these lengths prefilled one by
+    one.
 
-    An overlapping scheduler starts a decode step before a response of one token has ended. If the passes do not add up
-    to the lengths, or a module was not called once in each, its records stay complete; a tower's always do.
+    An overlapping scheduler starts a decode step before a response of one token has ended. If the
+    passes do not add up to the lengths, or a module was not called once in each, its records stay
+    complete; a tower's always do.
     """
     sizes = [len(rows) for rows in seen[_PASSES.key]]
     kept, at = [], 0
@@ -145,7 +181,9 @@ def only_prefills(seen: dict[str, list[Tensor]], lengths: Sequence[int]) -> dict
         while at < len(sizes) and sizes[at] == 1:  # a sequence has at least two tokens
             at += 1
     return {
-        key: [calls[number] for number in kept] if len(calls) == len(sizes) and not key.startswith(TOWER) else calls
+        key: [calls[number] for number in kept]
+        if len(calls) == len(sizes) and not key.startswith(TOWER)
+        else calls
         for key, calls in seen.items()
         if key != _PASSES.key
     }

@@ -1,7 +1,8 @@
-"""The points that are compared, in the order of the computation, by SGLang's and Megatron's names for them.
+"""The points that are compared, in the order of the computation, by SGLang's and Megatron's names
+for them.
 
-An engine's layer adds its residual in the next norm, whose second result it is: a layer's own output is only the output
-of its MLP.
+An engine's layer adds its residual in the next norm, whose second result it is: a layer's own
+output is only the output of its MLP.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,16 +17,18 @@ FINAL_NORM = "final_norm"
 TOWER = "tower."  # begins the names of points in a vision tower
 Layout = Literal["whole", "heads", "qkv", "map", "shares"]
 Unit = Literal["tokens", "patches", "features"]
-Sizes = Mapping[Unit, Sequence[int]]  # tokens of the sequences; patches and features of their distinct images
+Sizes = Mapping[
+    Unit, Sequence[int]
+]  # tokens of the sequences; patches and features of their distinct images
 
 
 @dataclass(frozen=True)
 class Point:
     """One point that both sides have.
 
-    layout: how tensor-parallel ranks hold it: replicated; sharded by heads; sharded by heads of queries, keys and
-    values; ids or weights of experts, compared as a map or as the share of each expert. depth: layers before the point;
-    the bound grows with it. unit: what its rows are of.
+    layout: how tensor-parallel ranks hold it: replicated; sharded by heads; sharded by heads of
+    queries, keys and values; ids or weights of experts, compared as a map or as the share of each
+    expert. depth: layers before the point; the bound grows with it. unit: what its rows are of.
     """
 
     name: str
@@ -40,16 +43,21 @@ class Point:
 
 
 def residual_points(arch: Architecture) -> list[Point]:
-    """Returns the vision tower, the residual stream up to the final norm, and the experts of each layer."""
+    """Returns the vision tower, the residual stream up to the final norm, and the experts of each
+    layer."""
     points = [*_tower_points(arch), _first(arch)]
     for layer in range(arch.num_layers):
-        names = {f"layers.{layer}.{name}" for name in ("after_attention", "experts", "output", "deepstack")}
+        names = {
+            f"layers.{layer}.{name}"
+            for name in ("after_attention", "experts", "output", "deepstack")
+        }
         points += [point for point in layer_points(arch, layer) if point.name in names]
     return [*points, final_norm(arch)]
 
 
 def depth_before(arch: Architecture, layer: int) -> int:
-    """Returns the number of layers, of the tower and its projector too, before layer `layer` counted from 0."""
+    """Returns the number of layers, of the tower and its projector too, before layer `layer`
+    counted from 0."""
     return layer if arch.vision is None else arch.vision.depth + 1 + layer
 
 
@@ -58,7 +66,13 @@ def _first(arch: Architecture) -> Point:
         return _point("embedding", "embedding", ("model.embed_tokens", 0), ("embedding", "out", 0))
     engine = Tap("scatter", "model.layers.0", "in", 1)  # after the positions
     trainer = Tap("scatter", "decoder.layers.0.input_layernorm", "in")
-    return Point("scatter", "embeddings with the images' features", engine, trainer, depth=depth_before(arch, 0))
+    return Point(
+        "scatter",
+        "embeddings with the images' features",
+        engine,
+        trainer,
+        depth=depth_before(arch, 0),
+    )
 
 
 def _tower_points(arch: Architecture) -> Iterator[Point]:
@@ -66,46 +80,78 @@ def _tower_points(arch: Architecture) -> Iterator[Point]:
         return
 
     def point(name: str, says: str, module: str, depth: int, unit: Unit) -> Point:
-        engine, trainer = Tap(name, f"visual.{module}", "out"), Tap(name, f"{TOWER_MODULE}.{module}", "out")
+        engine, trainer = (
+            Tap(name, f"visual.{module}", "out"),
+            Tap(name, f"{TOWER_MODULE}.{module}", "out"),
+        )
         return Point(name, says, engine, trainer, depth=depth, unit=unit)
 
-    yield point(TOWER + "patch_embed", "the tower's embedding of patches", "patch_embed", 0, "patches")
+    yield point(
+        TOWER + "patch_embed", "the tower's embedding of patches", "patch_embed", 0, "patches"
+    )
     for index in range(vision.depth):
-        yield point(f"{TOWER}blocks.{index}", f"block {index} of the tower", f"blocks.{index}", index + 1, "patches")
+        yield point(
+            f"{TOWER}blocks.{index}",
+            f"block {index} of the tower",
+            f"blocks.{index}",
+            index + 1,
+            "patches",
+        )
     last = vision.depth + 1
     yield point(TOWER + "projector", "projector", "merger", last, "features")
     for index in range(vision.deepstack):
         module = f"deepstack_merger_list.{index}"
-        yield point(f"{TOWER}deepstack.{index}", f"deepstack projector {index}", module, last, "features")
+        yield point(
+            f"{TOWER}deepstack.{index}", f"deepstack projector {index}", module, last, "features"
+        )
 
 
 def final_norm(arch: Architecture) -> Point:
     """Returns the last point before the output layer."""
     of_trainer, depth = ("decoder.final_layernorm", "out", 0), depth_before(arch, arch.num_layers)
-    return _point(FINAL_NORM, "final norm", ("model.norm", 0), of_trainer, layer=arch.num_layers - 1, depth=depth)
+    return _point(
+        FINAL_NORM,
+        "final norm",
+        ("model.norm", 0),
+        of_trainer,
+        layer=arch.num_layers - 1,
+        depth=depth,
+    )
 
 
 def layer_points(arch: Architecture, layer: int) -> list[Point]:
-    """Returns the points inside one layer, including the residual stream after attention and at its end."""
+    """Returns the points inside one layer, including the residual stream after attention and at its
+    end."""
     engine, trainer = f"model.layers.{layer}", f"decoder.layers.{layer}"
     mlp = f"{engine}.{FAMILIES[arch.family].MLP.removesuffix('.')}"
     norm, router = f"{engine}.post_attention_layernorm", f"{trainer}.mlp.router"
 
     def point(
-        name: str, says: str, of_engine: tuple[str, int], of_trainer: tuple[str, str, int], layout: Layout = "whole"
+        name: str,
+        says: str,
+        of_engine: tuple[str, int],
+        of_trainer: tuple[str, str, int],
+        layout: Layout = "whole",
     ) -> Point:
         place, depth = f"layers.{layer}.{name}", depth_before(arch, layer + 1)
         return _point(place, f"{says} layer {layer}", of_engine, of_trainer, layout, layer, depth)
 
-    def attention(name: str, says: str, of_engine: str, of_trainer: str, layout: Layout = "whole") -> Point:
-        modules = (f"{engine}.self_attn.{of_engine}", 0), (f"{trainer}.self_attention.{of_trainer}", "out", 0)
+    def attention(
+        name: str, says: str, of_engine: str, of_trainer: str, layout: Layout = "whole"
+    ) -> Point:
+        modules = (
+            (f"{engine}.self_attn.{of_engine}", 0),
+            (f"{trainer}.self_attention.{of_trainer}", "out", 0),
+        )
         return point(name, f"{says} of", *modules, layout)
 
     input_norm = (f"{engine}.input_layernorm", 0), (f"{trainer}.input_layernorm", "out", 0)
     points = [point("input_norm", "norm before attention of", *input_norm)]
     if arch.mla is not None:
         if arch.mla.q_lora_rank is not None:
-            points.append(attention("q_latent", "normed latent of queries", "q_a_layernorm", "q_layernorm"))
+            points.append(
+                attention("q_latent", "normed latent of queries", "q_a_layernorm", "q_layernorm")
+            )
         says = "normed latent of keys and values"
         points.append(attention("kv_latent", says, "kv_a_layernorm", "kv_layernorm"))
     else:
@@ -115,27 +161,44 @@ def layer_points(arch: Architecture, layer: int) -> list[Point]:
             points.append(attention("q_norm", "normed queries", "q_norm", "q_layernorm", "heads"))
             points.append(attention("k_norm", "normed keys", "k_norm", "k_layernorm", "heads"))
         for item, says in enumerate(("queries", "keys")):  # as attention gets them
-            turned = attention(f"{says[0]}_rotary", f"{says} with positions", "attn", "core_attention", "heads")
+            turned = attention(
+                f"{says[0]}_rotary", f"{says} with positions", "attn", "core_attention", "heads"
+            )
             taps = [tap._replace(side="in", item=item) for tap in (turned.engine, turned.trainer)]
             points.append(replace(turned, engine=taps[0], trainer=taps[1]))
         says = "attention (scale, mask, softmax)"
         points.append(attention("core_attention", says, "attn", "core_attention", "heads"))
-    points.append(attention("attention_out", "output projection of attention", "o_proj", "linear_proj"))
+    points.append(
+        attention("attention_out", "output projection of attention", "o_proj", "linear_proj")
+    )
     mlp_norm = f"{trainer}.pre_mlp_layernorm"
-    points.append(point("after_attention", "residual stream after attention of", (norm, 1), (mlp_norm, "in", 0)))
+    points.append(
+        point(
+            "after_attention", "residual stream after attention of", (norm, 1), (mlp_norm, "in", 0)
+        )
+    )
     points.append(point("mlp_norm", "norm before the MLP of", (norm, 0), (mlp_norm, "out", 0)))
     if arch.has_experts(layer):
-        points.append(point("router_logits", "router logits of", (f"{mlp}.gate", 0), (router, "gating", 0)))
-        points.append(point("experts", "experts chosen in", (f"{mlp}.topk", 1), (router, "out", 1), "map"))
+        points.append(
+            point("router_logits", "router logits of", (f"{mlp}.gate", 0), (router, "gating", 0))
+        )
+        points.append(
+            point("experts", "experts chosen in", (f"{mlp}.topk", 1), (router, "out", 1), "map")
+        )
         assert points[-1].name == experts_key(layer)
         says = "weights of the experts, as shares, of"
-        points.append(point("expert_shares", says, (f"{mlp}.topk", 0), (router, "out", 0), "shares"))
+        points.append(
+            point("expert_shares", says, (f"{mlp}.topk", 0), (router, "out", 0), "shares")
+        )
     points.append(point("mlp_out", "MLP or experts of", (mlp, 0), (f"{trainer}.mlp", "out", 0)))
     last = layer == arch.num_layers - 1
     following = "model.norm" if last else f"model.layers.{layer + 1}.input_layernorm"
     deep = arch.vision is not None and layer < arch.vision.deepstack
     name, says = ("deepstack", " and deepstack's features") if deep else ("output", "")
-    return [*points, point(name, f"residual stream{says} after", (following, 1), (trainer, "out", 0))]
+    return [
+        *points,
+        point(name, f"residual stream{says} after", (following, 1), (trainer, "out", 0)),
+    ]
 
 
 def _point(
@@ -147,7 +210,17 @@ def _point(
     layer: int | None = None,
     depth: int = 0,
 ) -> Point:
-    """engine: a module and the index of its result; trainer: a module, the side of it, and the index there."""
+    """engine: a module and the index of its result; trainer: a module, the side of it, and the
+    index there."""
     module, index = engine
     one_rank = name.endswith(("attention_out", "mlp_out"))
-    return Point(name, says, Tap(name, module, "out", index), Tap(name, *trainer), layout, layer, one_rank, depth)
+    return Point(
+        name,
+        says,
+        Tap(name, module, "out", index),
+        Tap(name, *trainer),
+        layout,
+        layer,
+        one_rank,
+        depth,
+    )

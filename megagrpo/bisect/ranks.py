@@ -40,7 +40,11 @@ def bisect_ranks(config: ExperimentConfig, options: BisectOptions, device: torch
     control = find_service(Path(config.output_dir), None, config.rollout.start_timeout_s)
     expected = None if options.own_weights else version
     wrong = prove_weights(config, actor, weights, control, expected)
-    folder, engine, dtypes = Path(config.output_dir), None, (config.actor.dtype, config.rollout.dtype)
+    folder, engine, dtypes = (
+        Path(config.output_dir),
+        None,
+        (config.actor.dtype, config.rollout.dtype),
+    )
     bounds = BOUNDS["bfloat16" if "bfloat16" in dtypes else "float32"]  # of the coarser dtype
     bounds = bounds if options.bound is None else replace(bounds, relative=options.bound)
     with ExitStack() as stack:
@@ -60,11 +64,17 @@ def bisect_ranks(config: ExperimentConfig, options: BisectOptions, device: torch
 
 
 def prove_weights(
-    config: ExperimentConfig, actor: MegatronActor, weights: ActorWeights, registry: EngineRegistry, publish: int | None
+    config: ExperimentConfig,
+    actor: MegatronActor,
+    weights: ActorWeights,
+    registry: EngineRegistry,
+    publish: int | None,
 ) -> list[str]:
-    """Collective. Publishes the actor's weights as version `publish`, or only verifies those of the engine if None.
+    """Collective. Publishes the actor's weights as version `publish`, or only verifies those of the
+    engine if None.
 
-    Returns the differences between digests of the engine's live parameters and of the actor's, a line each.
+    Returns the differences between digests of the engine's live parameters and of the actor's, a
+    line each.
     """
     exchange = Exchange(config, actor.mesh, weights, registry, Path(config.output_dir))
     with closing(exchange):

@@ -1,4 +1,5 @@
-"""The findings of a bisection: the first point that differs, a table for people, JSON for programs."""
+"""The findings of a bisection: the first point that differs, a table for people, JSON for
+programs."""
 
 import json
 import math
@@ -16,7 +17,10 @@ _EXPLAINED = {  # by the last part of a point's name
     "patch_embed": "the pixels that each side has, or the weight",
     "projector": "the order of patches that it merges, or its weights",
     "scatter": "where features are put, or the embedding's weight",
-    **dict.fromkeys(("q_rotary", "k_rotary"), "the rotary embedding: positions, their sections, theta or scaling"),
+    **dict.fromkeys(
+        ("q_rotary", "k_rotary"),
+        "the rotary embedding: positions, their sections, theta or scaling",
+    ),
     "core_attention": "the scale, the mask or the kernel",
     "attention_out": "the projection's weight",
     "after_attention": "attention",
@@ -43,7 +47,9 @@ class Pass:
 class Findings:
     """The results of a bisection, on the main rank."""
 
-    weights: list[str]  # the verification's message, a line each after the first; [] if digests agree
+    weights: list[
+        str
+    ]  # the verification's message, a line each after the first; [] if digests agree
     passes: list[Pass]
     notes: list[str]  # points that were not compared, and why
     lengths: list[int]  # of the sequences, in tokens
@@ -67,12 +73,17 @@ def verdict(findings: Findings) -> Verdict:
         return Verdict("weights", "\n".join(findings.weights[:2]) + also, point)
     if point is None and not any(one.differences for one in findings.passes if one.title != OUTPUT):
         why = f": {findings.notes[0]}" if findings.notes else ""
-        return Verdict(UNSEEN, f"log-probabilities agree, but nothing inside the model could be compared{why}", None)
+        return Verdict(
+            UNSEEN,
+            f"log-probabilities agree, but nothing inside the model could be compared{why}",
+            None,
+        )
     return Verdict(point, text, point)
 
 
 def layer_to_open(passes: list[Pass]) -> int | None:
-    """Returns the first layer that differs, else the first with too many flips; None also if the embedding differs."""
+    """Returns the first layer that differs, else the first with too many flips; None also if the
+    embedding differs."""
     layers = [one for one in passes if one.title != OUTPUT]
     differing = [found for one in layers for found in one.differences if found.beyond]
     flipping = [flips.layer for one in layers for flips in one.flips if flips.beyond]
@@ -80,12 +91,16 @@ def layer_to_open(passes: list[Pass]) -> int | None:
 
 
 def _computed(passes: list[Pass]) -> tuple[str | None, str]:
-    layers = sorted((one for one in passes if one.title != OUTPUT), key=lambda one: not one.inside)  # finest first
+    layers = sorted(
+        (one for one in passes if one.title != OUTPUT), key=lambda one: not one.inside
+    )  # finest first
     for one in layers:
         if any(found.beyond for found in one.differences):
             return _first_beyond(one.differences)
     for flips in (flips for one in layers for flips in one.flips if flips.beyond):
-        taken = f"layer {flips.layer} takes other experts for {flips.flipped} of {flips.tokens} tokens"
+        taken = (
+            f"layer {flips.layer} takes other experts for {flips.flipped} of {flips.tokens} tokens"
+        )
         look = "look at the router's bias, its groups and the number of experts"
         says = f"{taken}, though its output with the same experts is equal: {look}"
         return f"layers.{flips.layer}.experts", says
@@ -101,14 +116,26 @@ def _first_beyond(differences: list[Difference]) -> tuple[str, str]:
     upto = f"equal up to {differences[at - 1].says}; " if at else ""
     cause = _EXPLAINED.get(found.name.rpartition(".")[2])
     look = f": look at {cause}" if cause else ""
-    return found.name, f"{upto}the first difference is {found.says} ({found.error:.2g}, bound {found.bound:.2g}){look}"
+    return (
+        found.name,
+        f"{upto}the first difference is {found.says} ({found.error:.2g}, bound "
+        f"{found.bound:.2g}){look}",
+    )
 
 
 def table(findings: Findings) -> str:
     """Returns the report for people, in Markdown."""
     found = verdict(findings)
-    lines = [f"# Engine against trainer: {found.point or 'nothing differs'}", "", *found.text.splitlines(), ""]
-    read = "Errors are relative to the engine's values; worst token: SEQUENCE:TOKEN, both counted from 0."
+    lines = [
+        f"# Engine against trainer: {found.point or 'nothing differs'}",
+        "",
+        *found.text.splitlines(),
+        "",
+    ]
+    read = (
+        "Errors are relative to the engine's values; worst token: SEQUENCE:TOKEN, both counted "
+        "from 0."
+    )
     lines += [f"{len(findings.lengths)} sequences, {sum(findings.lengths)} tokens. {read}", ""]
     lines.append(f"weights: {findings.weights[0] if findings.weights else 'digests agree'}")
     for one in findings.passes:
@@ -131,7 +158,12 @@ def _row(found: Difference) -> str:
 def write_findings(folder: Path, findings: Findings) -> str:
     """Writes report.md and report.json into `folder`; returns the table."""
     found = verdict(findings)
-    record = {"place": found.point, "computed": found.computed, "verdict": found.text, **asdict(findings)}
+    record = {
+        "place": found.point,
+        "computed": found.computed,
+        "verdict": found.text,
+        **asdict(findings),
+    }
     write_whole(folder / "report.json", json.dumps(_plain(record), indent=1))
     text = table(findings)
     write_whole(folder / "report.md", text)

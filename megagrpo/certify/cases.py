@@ -1,4 +1,5 @@
-"""The cases of a certificate: layouts x {padded, packed} x {small, large token budget} x {no recompute, full}."""
+"""The cases of a certificate: layouts x {padded, packed} x {small, large token budget} x {no
+recompute, full}."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +32,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One run of the batch. With the distributed optimizer only loss, norm and weights are compared."""
+    """One run of the batch. With the distributed optimizer only loss, norm and weights are
+    compared."""
 
     layout: str
     ranks: int
@@ -53,7 +55,8 @@ REFERENCE = Case(layout="1 rank", ranks=1)
 
 
 def layouts_of(config: ActorConfig) -> dict[str, tuple[int, dict[str, int]]]:
-    """Returns LAYOUTS and the experiment's own, with even stages: the tiny model has its own number of layers."""
+    """Returns LAYOUTS and the experiment's own, with even stages: the tiny model has its own number
+    of layers."""
     sizes = config.parallel.model_dump(exclude={"first_stage_layers", "last_stage_layers"})
     own = {name: size for name, size in sizes.items() if size > 1}
     is_standard = (config.world_size, own) in LAYOUTS.values()
@@ -61,9 +64,13 @@ def layouts_of(config: ActorConfig) -> dict[str, tuple[int, dict[str, int]]]:
 
 
 def grid(
-    layouts: dict[str, tuple[int, dict[str, int]]], ranks: int, is_moe: bool, only: Sequence[str] | None
+    layouts: dict[str, tuple[int, dict[str, int]]],
+    ranks: int,
+    is_moe: bool,
+    only: Sequence[str] | None,
 ) -> tuple[list[Case], dict[str, str]]:
-    """Returns the cases to run, the reference first, and the reason for each layout that is left out.
+    """Returns the cases to run, the reference first, and the reason for each layout that is left
+    out.
 
     Raises ValueError for a name in `only` that is not a layout.
     """
@@ -81,7 +88,9 @@ def grid(
         if name in left_out:
             continue
         plain = Case(layout=name, ranks=needed, parallel=parallel)
-        for recompute, packing, budget in product(_RECOMPUTE, (False, True), (LARGE_BUDGET, SMALL_BUDGET)):
+        for recompute, packing, budget in product(
+            _RECOMPUTE, (False, True), (LARGE_BUDGET, SMALL_BUDGET)
+        ):
             cases.append(replace(plain, packing=packing, budget=budget, recompute=recompute))
         sizes = ParallelConfig(**parallel)
         if needed > sizes.tp * sizes.pp * sizes.cp:  # more than one replica

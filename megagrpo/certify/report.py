@@ -11,7 +11,8 @@ LOSS_BOUND, NORM_BOUND, GRADIENT_BOUND, WEIGHT_BOUND = 1e-6, 1e-5, 1e-5, 1e-6
 
 
 class CaseFigures(TypedDict):
-    """One case's figures; errors are differences from the one-rank reference, `gradients` by HF name."""
+    """One case's figures; errors are differences from the one-rank reference, `gradients` by HF
+    name."""
 
     loss: float
     loss_error: float
@@ -29,7 +30,8 @@ class CaseResult(CaseFigures):
 
 
 def failures(result: CaseFigures) -> list[str]:
-    """Returns a message with the figure for each error above its bound. NaN is above every bound."""
+    """Returns a message with the figure for each error above its bound. NaN is above every
+    bound."""
     messages = []
     if not result["loss_error"] <= LOSS_BOUND:
         messages.append(f"loss off by {result['loss_error']:.2g}")
@@ -45,16 +47,20 @@ def failures(result: CaseFigures) -> list[str]:
 
 
 def worst_gradient(result: CaseFigures) -> tuple[str, float]:
-    """Returns the parameter with the largest max|g - g1| / max|g1| and that ratio; ("", 0) without gradients."""
+    """Returns the parameter with the largest max|g - g1| / max|g1| and that ratio; ("", 0) without
+    gradients."""
     return max(
-        result["gradients"].items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1], default=("", 0.0)
+        result["gradients"].items(),
+        key=lambda item: math.inf if math.isnan(item[1]) else item[1],
+        default=("", 0.0),
     )
 
 
 def write_certificate(
     folder: Path, *, name: str, family: str, results: list[CaseResult], left_out: dict[str, str]
 ) -> tuple[str, bool]:
-    """Writes both files; returns the text of report.md and whether every case is within the bounds."""
+    """Writes both files; returns the text of report.md and whether every case is within the
+    bounds."""
     passed = all(not failures(result) for result in results)
     lines = [
         f"# Certificate of {name} ({family}): {'passed' if passed else 'FAILED'}",
@@ -72,14 +78,27 @@ def write_certificate(
         case, wrong = result["case"], failures(result)
         gradient = f"{worst_gradient(result)[1]:.1e}" if result["gradients"] else "(sharded)"
         lines.append(
-            f"| {case['layout']} | {result['variant']} | {result['loss']:.7f} | {result['loss_error']:.1e} "
-            f"| {result['grad_norm']:.6f} | {gradient} | {result['weights']:.1e} | {'; '.join(wrong) or 'ok'} |"
+            f"| {case['layout']} | {result['variant']} | {result['loss']:.7f} | "
+            f"{result['loss_error']:.1e} "
+            f"| {result['grad_norm']:.6f} | {gradient} | {result['weights']:.1e} | "
+            f"{'; '.join(wrong) or 'ok'} |"
         )
     lines += ["", *(f"Not run: {layout}: {reason}." for layout, reason in left_out.items())]
     text = "\n".join(lines) + "\n"
-    bounds = {"loss": LOSS_BOUND, "norm": NORM_BOUND, "gradient": GRADIENT_BOUND, "weights": WEIGHT_BOUND}
+    bounds = {
+        "loss": LOSS_BOUND,
+        "norm": NORM_BOUND,
+        "gradient": GRADIENT_BOUND,
+        "weights": WEIGHT_BOUND,
+    }
     cases = [{**result, "failures": failures(result)} for result in results]
-    report = {"experiment": name, "family": family, "version": __version__, "passed": passed, "bounds": bounds}
+    report = {
+        "experiment": name,
+        "family": family,
+        "version": __version__,
+        "passed": passed,
+        "bounds": bounds,
+    }
     report |= {"cases": cases, "not_run": left_out}
     (folder / "report.json").write_text(json.dumps(report, indent=1))
     (folder / "report.md").write_text(text)

@@ -25,12 +25,15 @@ _SQUARE, _FLAT = (1, 4, 4), (1, 2, 4)  # patches, of 4 and 2 tokens
 IMAGES = ((), (ImageRef("a", 1, _SQUARE),), (ImageRef("b", 1, _FLAT), ImageRef("a", 4, _SQUARE)))
 
 
-def make_models(folder: Path, config: ExperimentConfig, parallel: ParallelConfig, seed: int) -> Architecture:
-    """Writes HF folders `model` and `reference`: the experiment's family and options, at sizes that `parallel` can cut.
+def make_models(
+    folder: Path, config: ExperimentConfig, parallel: ParallelConfig, seed: int
+) -> Architecture:
+    """Writes HF folders `model` and `reference`: the experiment's family and options, at sizes that
+    `parallel` can cut.
 
-    Returns their architecture. The reference is the model with a little noise, as if some updates had been made. All
-    tensors are random, norms and biases too: a mistake that leaves one of them out must show. Raises ValueError when
-    the experiment's model has no config.json.
+    Returns their architecture. The reference is the model with a little noise, as if some updates
+    had been made. All tensors are random, norms and biases too: a mistake that leaves one of them
+    out must show. Raises ValueError when the experiment's model has no config.json.
     """
     real = model_description(config)
     if real is None:
@@ -39,7 +42,9 @@ def make_models(folder: Path, config: ExperimentConfig, parallel: ParallelConfig
     arch = architecture_of(real)
     shards = math.lcm(2, parallel.tp)  # the standing layouts cut by 2
     # fewer key/value heads than the experiment's ranks stay fewer
-    kv_heads = shards if arch.num_kv_heads >= parallel.tp else math.gcd(arch.num_kv_heads, parallel.tp)
+    kv_heads = (
+        shards if arch.num_kv_heads >= parallel.tp else math.gcd(arch.num_kv_heads, parallel.tp)
+    )
     grouped = arch.num_heads != arch.num_kv_heads
     sizes = TinySizes(
         family=arch.family,
@@ -51,7 +56,8 @@ def make_models(folder: Path, config: ExperimentConfig, parallel: ParallelConfig
         ffn_size=32 * shards,
         num_experts=math.lcm(8, 2 * parallel.ep),
         experts_per_token=min(arch.experts_per_token, 4) if arch.is_moe else 1,
-        expert_ffn_size=32 * (math.lcm(parallel.tp, parallel.etp) if arch.shared_ffn_size else parallel.etp),
+        expert_ffn_size=32
+        * (math.lcm(parallel.tp, parallel.etp) if arch.shared_ffn_size else parallel.etp),
         tie_embeddings=arch.tied,
     )
     tiny = _description(real, sizes)
@@ -76,19 +82,26 @@ def _description(real: dict[str, object], sizes: TinySizes) -> dict[str, object]
     family = FAMILIES[str(real["model_type"])]
     real, of_family = dict(family.text_part(real)), family.SIZE_KEYS
     options = {key: value for key, value in real.items() if key not in of_family}
-    absent = ("q_lora_rank", "n_shared_experts", "first_k_dense_replace")  # parts that not every model has
+    absent = (
+        "q_lora_rank",
+        "n_shared_experts",
+        "first_k_dense_replace",
+    )  # parts that not every model has
     options |= {key: real[key] for key in absent if not real.get(key, 1)}
     if "n_group" in real and (real["n_group"] or 1) == 1:
         options |= {"n_group": 1, "topk_group": 1}
-    made = {key: value for key, value in hf_config(sizes).items() if key in real or key in of_family}
+    made = {
+        key: value for key, value in hf_config(sizes).items() if key in real or key in of_family
+    }
     return made | options | {"vocab_size": VOCAB, "num_hidden_layers": sizes.num_layers}
 
 
 def make_groups(config: ExperimentConfig, seed: int, arch: Architecture) -> list[RolloutGroup]:
     """Returns a step's groups.
 
-    Lengths are 1 to MAX_RESPONSE; there are a group of equal rewards, a failed grader, a truncated response, a masked
-    hole. With actor.routing_replay rollout every token has experts, drawn at random.
+    Lengths are 1 to MAX_RESPONSE; there are a group of equal rewards, a failed grader, a truncated
+    response, a masked hole. With actor.routing_replay rollout every token has experts, drawn at
+    random.
     """
     generator = torch.Generator().manual_seed(seed)
     size = min(max(config.train.group_size, 2), 4)
@@ -114,19 +127,33 @@ def make_groups(config: ExperimentConfig, seed: int, arch: Architecture) -> list
         greedy = Sample(0, np.ones(1), np.zeros(1), "stop", 0, ""), Outcome("score", 0.5)
         baseline = greedy if config.algorithm.needs_greedy_response else (None, None)
         images = () if arch.vision is None else IMAGES[g % 3]
-        shortest = max([2, *(image.start + 1 + arch.vision.tokens(image.grid) for image in images if arch.vision)])
+        shortest = max(
+            [
+                2,
+                *(
+                    image.start + 1 + arch.vision.tokens(image.grid)
+                    for image in images
+                    if arch.vision
+                ),
+            ]
+        )
         prompt = Prompt(g, "", tokens(number(shortest, MAX_PROMPT)), "", images=images)
         groups.append(RolloutGroup(g, prompt, tuple(samples), tuple(outcomes), *baseline))
     replays = config.actor.routing_replay == "rollout"
     return [_with_experts(group, arch, generator) for group in groups] if replays else groups
 
 
-def _with_experts(group: RolloutGroup, arch: Architecture, generator: torch.Generator) -> RolloutGroup:
-    """Returns the group with experts of its samples' tokens: any, so that a router left to itself would not agree."""
+def _with_experts(
+    group: RolloutGroup, arch: Architecture, generator: torch.Generator
+) -> RolloutGroup:
+    """Returns the group with experts of its samples' tokens: any, so that a router left to itself
+    would not agree."""
 
     def drawn(sample: Sample) -> Sample:
         num_read = len(group.prompt.token_ids) + len(sample.token_ids) - 1
-        scores = torch.rand(num_read, arch.num_layers - arch.dense_layers, arch.num_experts, generator=generator)
+        scores = torch.rand(
+            num_read, arch.num_layers - arch.dense_layers, arch.num_experts, generator=generator
+        )
         experts = scores.topk(arch.experts_per_token).indices.numpy()
         return replace(sample, routed_experts=experts.astype(arch.expert_id_type))
 
@@ -142,7 +169,9 @@ def pixels(key: str, arch: Architecture) -> Tensor:
 
 def near(values: Tensor, spread: float, seed: int) -> Tensor:
     """Returns values of any shape with normal noise of standard deviation `spread`."""
-    return values + spread * torch.randn(values.shape, generator=torch.Generator().manual_seed(seed))
+    return values + spread * torch.randn(
+        values.shape, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def longest(config: ExperimentConfig) -> int:

@@ -1,4 +1,5 @@
-"""A tiny model of any family: its config.json and random tensors, named as in released checkpoints."""
+"""A tiny model of any family: its config.json and random tensors, named as in released
+checkpoints."""
 
 import math
 
@@ -15,7 +16,8 @@ VOCAB = 32
 
 
 def hf_config(sizes: TinySizes) -> dict[str, object]:
-    """Returns a config.json in the spelling of released checkpoints, which transformers, SGLang and the actor read."""
+    """Returns a config.json in the spelling of released checkpoints, which transformers, SGLang and
+    the actor read."""
     family = FAMILIES[sizes.family]
     hf = {
         "architectures": [family.HF_CLASS],
@@ -45,10 +47,11 @@ def hf_config(sizes: TinySizes) -> dict[str, object]:
 
 
 def random_tensors(arch: Architecture, generator: torch.Generator) -> dict[str, Tensor]:
-    """Returns a model's tensors by their names on disk: norms 1, biases 0, matrices [rows, columns] normal.
+    """Returns a model's tensors by their names on disk: norms 1, biases 0, matrices [rows, columns]
+    normal.
 
-    The standard deviation is 1/sqrt(columns): the usual 0.02 suits wide models; a narrow one would start so small that
-    it needs many steps to learn anything.
+    The standard deviation is 1/sqrt(columns): the usual 0.02 suits wide models; a narrow one would
+    start so small that it needs many steps to learn anything.
     """
     return {spec.name: _initial(spec, generator) for spec in model_tensors(arch)}
 
@@ -57,7 +60,9 @@ def _initial(spec: TensorSpec, generator: torch.Generator) -> Tensor:
     match spec.kind:
         case "matrix":
             inputs = spec.shape[-1] if len(spec.shape) == 2 else math.prod(spec.shape[1:])
-            inputs = spec.shape[1] if spec.expert and len(spec.shape) == 3 else inputs  # experts together, transposed
+            inputs = (
+                spec.shape[1] if spec.expert and len(spec.shape) == 3 else inputs
+            )  # experts together, transposed
             return torch.randn(spec.shape, generator=generator) * inputs**-0.5
         case "norm":
             return torch.ones(spec.shape)

@@ -1,6 +1,8 @@
-"""Test-loads tokenizer and data as every trainer does, so that `megagrpo check` reports the same errors.
+"""Test-loads tokenizer and data as every trainer does, so that `megagrpo check` reports the same
+errors.
 
-It imports transformers, and with it torch: some seconds. problems.py, which runs before every start, does not.
+It imports transformers, and with it torch: some seconds. problems.py, which runs before every
+start, does not.
 """
 
 from dataclasses import dataclass, field
@@ -30,13 +32,16 @@ class Trial:
 
 
 def try_loading(config: ExperimentConfig) -> Trial:
-    """Loads the tokenizer, and renders and tokenises the first row of every data file that is already there."""
+    """Loads the tokenizer, and renders and tokenises the first row of every data file that is
+    already there."""
     trial = Trial()
     # before the warm-up has written the model's folder, the one that it will be written like
     folders = [config.model.path, *([config.sft.model] if config.sft is not None else [])]
     folder = next((folder for folder in folders if (Path(folder) / "config.json").is_file()), None)
     if folder is None:
-        trial.not_tried.insert(0, f"tokenizer and chat template ({config.model.path} is not there yet)")
+        trial.not_tried.insert(
+            0, f"tokenizer and chat template ({config.model.path} is not there yet)"
+        )
     else:
         trial.problems.extend(complaints(_try_tokenizer, config, folder, trial))
     return trial
@@ -48,32 +53,45 @@ def _try_tokenizer(config: ExperimentConfig, folder: str, trial: Trial) -> None:
     trial.loaded.append(f"the tokenizer of {config.model.tokenizer or folder}")
     if key := config.sampling.rewarding:
         trial.problems.extend(complaints(make_answering, config, tokenizer))
-        trial.loaded.append("the chat template, turn by turn" if config.data.chat_template else f"the {key[9:]}")
+        trial.loaded.append(
+            "the chat template, turn by turn" if config.data.chat_template else f"the {key[9:]}"
+        )
     with TemporaryDirectory() as images:
         store = ImageStore.of(model, Path(images))
         for data in data_sections(config):
-            for one_file in (part.model_copy(update={"path": path}) for part in data.parts for path in part.paths):
+            for one_file in (
+                part.model_copy(update={"path": path}) for part in data.parts for path in part.paths
+            ):
                 path = one_file.name
                 if Path(path).exists():
-                    trial.problems.extend(complaints(_try_first_row, one_file, tokenizer, store, trial))
+                    trial.problems.extend(
+                        complaints(_try_first_row, one_file, tokenizer, store, trial)
+                    )
                 else:
                     trial.not_tried.insert(0, f"{path} (not there yet)")
 
 
 def _try_first_row(data: DataConfig, tokenizer, store: ImageStore | None, trial: Trial) -> None:
     rows = _ROWS_WITH_IMAGES if data.images_key is not None else 1
-    prompts = load_prompts(data.model_copy(update={"limit": rows, "max_prompt_tokens": _ANY_LENGTH}), tokenizer, store)
+    prompts = load_prompts(
+        data.model_copy(update={"limit": rows, "max_prompt_tokens": _ANY_LENGTH}), tokenizer, store
+    )
     template = ", by the chat template" if data.chat_template else ""
     first = prompts.prompts[0]
     images = f" with {len(first.images)} image(s)" if first.images else ""
-    trial.loaded.append(f"the first row of {data.name}: {len(first.token_ids)} tokens{images}{template}")
+    trial.loaded.append(
+        f"the first row of {data.name}: {len(first.token_ids)} tokens{images}{template}"
+    )
     if not trial.first_row:
-        trial.first_row.append(f"{first.location}, graded by {first.grader or 'the graders of reward'}:")
+        trial.first_row.append(
+            f"{first.location}, graded by {first.grader or 'the graders of reward'}:"
+        )
         trial.first_row.append(f"  the model reads     {_short(first.text)}")
         trial.first_row.append(f"  the grader compares {_short(first.answer)}")
         if tokenizer.chat_template and not data.chat_template:
             trial.first_row.append(
-                "  ADVICE the tokenizer has a chat template; data.chat_template: true renders prompts by it"
+                "  ADVICE the tokenizer has a chat template; data.chat_template: true renders "
+                "prompts by it"
             )
 
 

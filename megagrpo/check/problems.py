@@ -25,10 +25,16 @@ from megagrpo.rollout.tools import load_tool
 
 
 def preflight(config: ExperimentConfig, nodes: Nodes | None = None) -> list[str]:
-    """Returns every problem: missing files, broken lines, unknown functions, ranks that have no place on the nodes, a
-    model that the layout cannot cut.
+    """Returns every problem: missing files, broken lines, unknown functions, ranks that have no
+    place on the nodes, a model that the layout cannot cut.
     """
-    checks = (_missing_files, _missing_packages, _broken_lines, _function_problems, _source_problems)
+    checks = (
+        _missing_files,
+        _missing_packages,
+        _broken_lines,
+        _function_problems,
+        _source_problems,
+    )
     problems = [problem for check in checks for problem in check(config)]
     problems += placement_problems(config, nodes)
     hf = model_description(config)
@@ -39,11 +45,15 @@ def preflight(config: ExperimentConfig, nodes: Nodes | None = None) -> list[str]
 
 
 def model_description(config: ExperimentConfig) -> dict[str, object] | None:
-    """Returns the model's config.json, or that of the model from which the warm-up will make it; None without both.
+    """Returns the model's config.json, or that of the model from which the warm-up will make it;
+    None without both.
 
     Raises ValueError for a config.json that is not JSON.
     """
-    for folder in (config.model.path, config.sft.model if config.sft is not None else config.model.path):
+    for folder in (
+        config.model.path,
+        config.sft.model if config.sft is not None else config.model.path,
+    ):
         path = Path(folder) / "config.json"
         if path.is_file():
             return read_description(path)
@@ -51,10 +61,14 @@ def model_description(config: ExperimentConfig) -> dict[str, object] | None:
 
 
 def describe_model(config: ExperimentConfig) -> dict[str, object]:
-    """Returns the model's config.json, which the layouts can cut. Raises ValueError with every problem."""
+    """Returns the model's config.json, which the layouts can cut. Raises ValueError with every
+    problem."""
     description = model_description(config)
     if description is None:
-        raise ValueError(f"model.path: {config.model.path} holds no config.json; no other file of the model is needed")
+        raise ValueError(
+            f"model.path: {config.model.path} holds no config.json; no other file of the model is "
+            "needed"
+        )
     problems = check_against_model(config, description)
     if problems:
         raise ValueError("the experiment does not fit its model:\n  " + "\n  ".join(problems))
@@ -69,7 +83,8 @@ def described_architecture(config: ExperimentConfig) -> Architecture:
 def check_against_model(
     config: ExperimentConfig, hf: dict[str, object], largest_token_id: int | None = None
 ) -> list[str]:
-    """Returns every clash between the experiment and the model's own config.json, each with its numbers."""
+    """Returns every clash between the experiment and the model's own config.json, each with its
+    numbers."""
     problems = [f"model.path: {problem}" for problem in model_problems(hf, config.actor.has_draft)]
     if problems:
         return problems
@@ -80,7 +95,9 @@ def check_against_model(
     problems += _length_problems(config, arch)
     if largest_token_id is not None and largest_token_id >= arch.vocab_size:
         size = f"{arch.vocab_size} embeddings (vocab_size)"
-        problems.append(f"model.tokenizer has token id {largest_token_id}, but the model only {size}")
+        problems.append(
+            f"model.tokenizer has token id {largest_token_id}, but the model only {size}"
+        )
     return problems
 
 
@@ -89,21 +106,31 @@ def longest_samples(config: ExperimentConfig) -> dict[str, int]:
     response = config.sampling.max_response_tokens
     out = {"data": config.data.max_prompt_tokens + response}
     if config.eval is not None:
-        out["eval.data"] = config.eval.data.max_prompt_tokens + (config.eval.max_response_tokens or response)
+        out["eval.data"] = config.eval.data.max_prompt_tokens + (
+            config.eval.max_response_tokens or response
+        )
     return out
 
 
 def _engine_problems(config: ExperimentConfig, arch: Architecture) -> Iterator[str]:
     if config.rollout.quantization and (reason := FAMILIES[arch.family].FP8_REFUSAL):
         yield f"rollout.quantization {config.rollout.quantization}: {reason}; remove it"
-    tp, ep, heads, kv_heads = config.rollout.tp, config.rollout.ep, arch.num_heads, arch.num_kv_heads
+    tp, ep, heads, kv_heads = (
+        config.rollout.tp,
+        config.rollout.ep,
+        arch.num_heads,
+        arch.num_kv_heads,
+    )
     sizes = (("tp", tp, "num_attention_heads", heads), ("ep", ep, "num_experts", arch.num_experts))
     for key, by, what, number in sizes:
         if number % by:
             its = f"the model's {what} = {number}; it may be {divisors(number, by)}"
             yield f"rollout.{key} = {by} does not divide {its}"
     if arch.mla is None and kv_heads % tp and tp % kv_heads:
-        yield f"rollout.tp = {tp} is neither a divisor nor a multiple of the model's num_key_value_heads = {kv_heads}"
+        yield (
+            f"rollout.tp = {tp} is neither a divisor nor a multiple of the model's "
+            f"num_key_value_heads = {kv_heads}"
+        )
     if ep > 1 and not arch.num_experts:
         yield f"rollout.ep = {ep}, but a {arch.family} model has no experts; ep must be 1"
 
@@ -112,19 +139,31 @@ def _length_problems(config: ExperimentConfig, arch: Architecture) -> Iterator[s
     cache = config.rollout.max_total_tokens
     for section, length in longest_samples(config).items():
         if length > arch.max_positions:
-            yield f"{section}: up to {length} tokens, but the model has {arch.max_positions} positions"
+            yield (
+                f"{section}: up to {length} tokens, but the model has {arch.max_positions} "
+                "positions"
+            )
         if cache is not None and length > cache:
-            yield f"{section}: up to {length} tokens, but an engine's cache holds {cache} (rollout.max_total_tokens)"
+            yield (
+                f"{section}: up to {length} tokens, but an engine's cache holds {cache} "
+                "(rollout.max_total_tokens)"
+            )
 
 
 def _missing_files(config: ExperimentConfig) -> Iterator[str]:
-    wanted = [("model.path", config.model.path), *(("data.path", path) for path in config.data.paths)]
+    wanted = [
+        ("model.path", config.model.path),
+        *(("data.path", path) for path in config.data.paths),
+    ]
     if config.model.tokenizer is not None:
         wanted.append(("model.tokenizer", config.model.tokenizer))
     if config.eval is not None:
         wanted += [("eval.data.path", path) for path in config.eval.data.paths]
     if config.sft is not None:
-        wanted += [("sft.model", config.sft.model), *(("sft.data.path", path) for path in config.sft.data.paths)]
+        wanted += [
+            ("sft.model", config.sft.model),
+            *(("sft.data.path", path) for path in config.sft.data.paths),
+        ]
     if config.checkpoint.load is not None and not any(config.run_folder.checkpoints.glob("step_*")):
         wanted.append(("checkpoint.load", config.checkpoint.load))
     for key, path in wanted:
@@ -136,11 +175,16 @@ def _missing_files(config: ExperimentConfig) -> Iterator[str]:
 
 
 def hub_hint(path: str) -> str:
-    """Returns the command that fetches a model, if `path` looks like a name on the Hugging Face Hub."""
+    """Returns the command that fetches a model, if `path` looks like a name on the Hugging Face
+    Hub."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
         return ""
     folder = f"models/{path.partition('/')[2]}"
-    return f"; if it is a name on the Hugging Face Hub: `hf download {path} --local-dir {folder}`, and write {folder}"
+    return (
+        f"; if it is a name on the Hugging Face Hub: `hf download {path} --local-dir "
+        f"{folder}`, "
+        f"and write {folder}"
+    )
 
 
 def _missing_packages(config: ExperimentConfig) -> Iterator[str]:
@@ -148,7 +192,10 @@ def _missing_packages(config: ExperimentConfig) -> Iterator[str]:
     wandb, spec = config.log.wandb, find_spec("wandb")
     # without an origin it is a folder of that name in the working directory
     if wandb is not None and wandb.mode != "disabled" and (spec is None or spec.origin is None):
-        yield "log.wandb: the package wandb is not installed; `pip install wandb`, or remove log.wandb"
+        yield (
+            "log.wandb: the package wandb is not installed; `pip install wandb`, or remove "
+            "log.wandb"
+        )
 
 
 def _source_problems(config: ExperimentConfig) -> Iterator[str]:
@@ -170,11 +217,15 @@ def _broken_lines(config: ExperimentConfig) -> Iterator[str]:
 def _read_lines(data: DataConfig, reward: RewardConfig) -> None:
     rows = read_rows(data)
     names = [row.grader for row in rows]
-    known = {name: entry.grader for entry in reward.entries for name in (entry.short_name, entry.grader)}
+    known = {
+        name: entry.grader for entry in reward.entries for name in (entry.short_name, entry.grader)
+    }
     for unknown in sorted({name for name in names if name is not None} - known.keys()):
         check_grader(unknown, {})
     for name, row in zip(names, rows, strict=True):
-        graders = [entry.grader for entry in reward.entries] if name is None else [known.get(name, name)]
+        graders = (
+            [entry.grader for entry in reward.entries] if name is None else [known.get(name, name)]
+        )
         if "code" in graders:
             for problem in complaints(read_tests, row.answer):
                 raise ValueError(f"{row.location}: {problem}")
@@ -208,7 +259,8 @@ def is_made(config: ExperimentConfig, path: str) -> bool:
 
 
 def _largest_token_id(path: Path) -> int | None:
-    """Returns the largest id in tokenizer.json; None without that file: load_tokenizer checks after loading."""
+    """Returns the largest id in tokenizer.json; None without that file: load_tokenizer checks after
+    loading."""
     if not path.is_file():
         return None
     tokenizer = json.loads(path.read_text(encoding="utf-8"))

@@ -18,7 +18,8 @@ def checkpoint_folder(root: Path, step: int) -> Path:
 
 
 def latest(root: Path, at_most: int | None = None) -> Path | None:
-    """Returns the finished checkpoint of the highest step (up to `at_most`), or None; interrupted saves are ignored."""
+    """Returns the finished checkpoint of the highest step (up to `at_most`), or None; interrupted
+    saves are ignored."""
     found = finished_checkpoints(root)
     if at_most is not None:
         found = [p for p in found if p <= checkpoint_folder(root, at_most)]
@@ -31,31 +32,48 @@ def finished_checkpoints(root: Path) -> list[Path]:
 
 
 def is_reshardable(folder: Path) -> bool:
-    """Returns whether any layout can load a finished checkpoint. All were before this was recorded."""
+    """Returns whether any layout can load a finished checkpoint. All were before this was
+    recorded."""
     return bool(json.loads((folder / "state.json").read_text()).get("reshardable", True))
 
 
 def layout_problem(folder: Path, own: Layout) -> str:
-    """Returns why a run of the layout `own` cannot load a finished checkpoint, and what to do; "" if it can."""
+    """Returns why a run of the layout `own` cannot load a finished checkpoint, and what to do; ""
+    if it can."""
     saved = json.loads((folder / "state.json").read_text()).get("layout", own)
     if is_reshardable(folder) or saved == own:
         return ""
-    whole = [p for p in finished_checkpoints(folder.parent) if p < folder and (p / "manifest.json").is_file()]
+    whole = [
+        p
+        for p in finished_checkpoints(folder.parent)
+        if p < folder and (p / "manifest.json").is_file()
+    ]
     older = [p.name for p in whole if is_reshardable(p)]
     there = f"; or move it away: {older[-1]} beside it can be loaded by any layout" if older else ""
     return (
-        f"checkpoint {folder} can be loaded by its own layout alone ({_in_words(saved)}), this run has another "
-        f"({_in_words(own)}). Start it once more under its own layout and ask it to stop (SIGUSR1 to the launcher), "
-        f"with checkpoint.reshardable last or always: it then saves in the form that any layout loads{there}"
+        f"checkpoint {folder} can be loaded by its own layout alone ({_in_words(saved)}), this run "
+        "has another "
+        f"({_in_words(own)}). Start it once more under its own layout and ask it to stop (SIGUSR1 "
+        "to the launcher), "
+        "with checkpoint.reshardable last or always: it then saves in the form that any layout "
+        f"loads{there}"
     )
 
 
 def _in_words(layout: Layout) -> str:
     """Names a layout: the ranks, and each size that is not 1."""
-    return ", ".join(f"{name} {size}" for name, size in layout.items() if name == "ranks" or size not in (None, 1))
+    return ", ".join(
+        f"{name} {size}"
+        for name, size in layout.items()
+        if name == "ranks" or size not in (None, 1)
+    )
 
 
 def manifest_bytes(folder: Path) -> int:
     """Returns the bytes of a checkpoint's files; 0 without a manifest."""
     manifest = folder / "manifest.json"
-    return sum(size for size, _ in json.loads(manifest.read_text()).values()) if manifest.is_file() else 0
+    return (
+        sum(size for size, _ in json.loads(manifest.read_text()).values())
+        if manifest.is_file()
+        else 0
+    )

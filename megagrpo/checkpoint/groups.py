@@ -11,8 +11,10 @@ import numpy as np
 from megagrpo.types import ImageRef, Outcome, Prompt, RolloutGroup, Sample
 
 Record = dict[str, Any]  # JSON
-_RECORDS = "records"  # in the file: the JSON text; in addition one flat array per type, named after the type
-_ARRAY = "\0array"  # in the file: the key of a reference to a part of such an array, which no data has by accident
+# in the file: the JSON text; in addition one flat array per type, named after the type
+_RECORDS = "records"
+# in the file: the key of a reference to a part of such an array, which no data has by accident
+_ARRAY = "\0array"
 _LOCATION = "place"  # in the file: a prompt's location
 
 
@@ -26,7 +28,10 @@ def write_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
         start = sizes.get(kind, 0)
         parts.setdefault(kind, []).append(array.reshape(-1))
         sizes[kind] = start + array.size
-        return {_ARRAY: [kind, start, sizes[kind]], **({"shape": array.shape} if array.ndim != 1 else {})}
+        return {
+            _ARRAY: [kind, start, sizes[kind]],
+            **({"shape": array.shape} if array.ndim != 1 else {}),
+        }
 
     def plain(value: object) -> Record:
         if isinstance(value, np.ndarray | np.generic):
@@ -61,7 +66,10 @@ def read_groups(path: Path) -> list[RolloutGroup]:
 def _group(record: Record) -> RolloutGroup:
     greedy, of_greedy, prompt = record["greedy"], record["greedy_outcome"], record["prompt"]
     location = prompt.pop(_LOCATION, "")
-    images = tuple(ImageRef(image["key"], image["start"], tuple(image["grid"])) for image in prompt.pop("images", ()))
+    images = tuple(
+        ImageRef(image["key"], image["start"], tuple(image["grid"]))
+        for image in prompt.pop("images", ())
+    )
     return RolloutGroup(
         group_id=record["group_id"],
         prompt=Prompt(**prompt, location=location, images=images),
@@ -78,6 +86,10 @@ def _sample(record: Record) -> Sample:
 
 def _outcome(record: Record) -> Outcome:
     parts = {name: _outcome(part) for name, part in record["parts"].items()}
-    token_rewards = tuple((index, reward) for index, reward in record.get("token_rewards", ()))  # older files have none
+    token_rewards = tuple(
+        (index, reward) for index, reward in record.get("token_rewards", ())
+    )  # older files have none
     turn_rewards = tuple(record.get("turn_rewards", ()))
-    return Outcome(**{**record, "parts": parts, "token_rewards": token_rewards, "turn_rewards": turn_rewards})
+    return Outcome(
+        **{**record, "parts": parts, "token_rewards": token_rewards, "turn_rewards": turn_rewards}
+    )

@@ -23,19 +23,28 @@ from megagrpo.weights.hf_folder import HfFolder
 
 
 def run_identity(config: ExperimentConfig, actor: MegatronActor) -> RunIdentity:
-    """Collective. Returns the properties that a checkpoint must share with the run that loads it."""
-    model: dict = {"model": json.loads(json.dumps(asdict(actor.arch))), "dtype": config.actor.dtype}  # as it is read
+    """Collective. Returns the properties that a checkpoint must share with the run that loads
+    it."""
+    model: dict = {
+        "model": json.loads(json.dumps(asdict(actor.arch))),
+        "dtype": config.actor.dtype,
+    }  # as it is read
     if actor.arch.vision is not None:
-        model["trained_vision"] = config.actor.trained_vision  # what is frozen has no optimizer state
+        model["trained_vision"] = (
+            config.actor.trained_vision
+        )  # what is frozen has no optimizer state
     model["distributed_optimizer"] = config.actor.optimizer.distributed
     if config.actor.lora is not None:  # the checkpoint holds only adapters
         model["lora"] = config.actor.lora.model_dump()
-        model["base"] = actor.mesh.from_main(HfFolder(config.model.path).fingerprint, "read the model's weights")
+        model["base"] = actor.mesh.from_main(
+            HfFolder(config.model.path).fingerprint, "read the model's weights"
+        )
     return RunIdentity(model, config.actor.layout)
 
 
 def make_actor(config: ExperimentConfig, num_steps: int, device: torch.device) -> MegatronActor:
-    """Collective. Makes the experiment's actor, without weights. num_steps: after which its schedule ends."""
+    """Collective. Makes the experiment's actor, without weights. num_steps: after which its
+    schedule ends."""
     return MegatronActor(
         model_path=config.model.path,
         config=config.actor,
@@ -47,8 +56,11 @@ def make_actor(config: ExperimentConfig, num_steps: int, device: torch.device) -
 
 
 def load_checkpoint(config: ExperimentConfig, source: Path, actor: MegatronActor) -> TrainState:
-    """Collective. Loads a checkpoint of this experiment's model into the actor. LeaderError if the model differs."""
-    return checkpoint.load(source, run_identity(config, actor), lambda part: load_actor(actor, part), actor.mesh)
+    """Collective. Loads a checkpoint of this experiment's model into the actor. LeaderError if the
+    model differs."""
+    return checkpoint.load(
+        source, run_identity(config, actor), lambda part: load_actor(actor, part), actor.mesh
+    )
 
 
 def initial_weights(
@@ -56,7 +68,8 @@ def initial_weights(
 ) -> ActorWeights:
     """Loads the model of the configuration, also as the reference if the algorithm uses one.
 
-    Reads only names and shapes if the checkpoint `source` then replaces all weights and no reference is kept.
+    Reads only names and shapes if the checkpoint `source` then replaces all weights and no
+    reference is kept.
     """
     reference = algorithm.uses_reference
     overwritten = source is not None and not reference and config.actor.lora is None
@@ -67,26 +80,32 @@ def initial_weights(
 
 
 def find_checkpoint(config: ExperimentConfig, folder: RunFolder, mesh: Mesh) -> Path | None:
-    """Collective. Returns the run's own latest checkpoint, else `checkpoint.load`, else None: the initial weights.
+    """Collective. Returns the run's own latest checkpoint, else `checkpoint.load`, else None: the
+    initial weights.
 
-    Raises ValueError if `checkpoint.resume` is never and the run folder holds checkpoints of an earlier start: a folder
-    has one history.
+    Raises ValueError if `checkpoint.resume` is never and the run folder holds checkpoints of an
+    earlier start: a folder has one history.
     """
     options = config.checkpoint
     # the main rank's view: that of other nodes may be seconds older on a shared file system
     own = mesh.gather_world(latest(folder.checkpoints))[0]
-    again = environment.get_int("TORCHELASTIC_RESTART_COUNT", 0) or environment.get_int("SLURM_RESTART_COUNT", 0)
+    again = environment.get_int("TORCHELASTIC_RESTART_COUNT", 0) or environment.get_int(
+        "SLURM_RESTART_COUNT", 0
+    )
     if own is not None and options.resume == "never" and not again:
         remedy = "choose another output_dir, or move that folder away"
         raise ValueError(f"checkpoint.resume is never, but {own} is there; {remedy}")
     return own or (Path(options.load) if options.load else None)
 
 
-def resume(config: ExperimentConfig, folder: RunFolder, source: Path | None, actor: MegatronActor) -> TrainState:
+def resume(
+    config: ExperimentConfig, folder: RunFolder, source: Path | None, actor: MegatronActor
+) -> TrainState:
     """Collective. Continues from find_checkpoint's choice.
 
-    `checkpoint.load` loads another run's weights and optimiser, not its steps, data cursor or statistics. Raises
-    ValueError on every rank if the checkpoint holds more waiting groups than a step takes now.
+    `checkpoint.load` loads another run's weights and optimiser, not its steps, data cursor or
+    statistics. Raises ValueError on every rank if the checkpoint holds more waiting groups than a
+    step takes now.
     """
     if source is None:
         return TrainState()
@@ -94,31 +113,50 @@ def resume(config: ExperimentConfig, folder: RunFolder, source: Path | None, act
     if source.parent != folder.checkpoints:
         actor.updates_done = 0  # the learning-rate schedule is this run's
         return TrainState()
-    oldest = state.step - max(config.rollout.max_lag, 1)  # without max_staleness too, a surplus is one version old
+    oldest = state.step - max(
+        config.rollout.max_lag, 1
+    )  # without max_staleness too, a surplus is one version old
     young = [group for group in state.surplus if group.is_of(oldest)]
-    # A step takes at least one batch and all deferred groups, however often deferred: else they would get too old.
-    waiting = max(len(young) + 1 if config.algorithm.dynamic_sampling is not None else 0, len(state.deferred))
+    # A step takes at least one batch and all deferred groups, however often deferred: else they
+    # would get too old.
+    waiting = max(
+        len(young) + 1 if config.algorithm.dynamic_sampling is not None else 0, len(state.deferred)
+    )
     if waiting > (wanted := config.train.num_prompts_per_step):
         groups = f"{len(young) + len(state.deferred)} groups for the next step"
         limit = f"train.num_prompts_per_step is {wanted}: take {waiting} or more"
         raise ValueError(f"checkpoint {source} has {groups}, {limit}")
     if len(young) < len(state.surplus) and actor.mesh.is_main:
-        left_out = f"{len(state.surplus) - len(young)} groups that were sampled for a later step are left out"
-        print(f"{left_out}: their weights are older than rollout.max_staleness allows now", flush=True)
+        left_out = (
+            f"{len(state.surplus) - len(young)} groups that were sampled for a later step "
+            "are left out"
+        )
+        print(
+            f"{left_out}: their weights are older than rollout.max_staleness allows now", flush=True
+        )
     state.surplus = deal_surplus(young, actor.mesh)
-    if config.rollout.extra_groups:  # a group may be deferred as often as if these weights had begun it
+    if (
+        config.rollout.extra_groups
+    ):  # a group may be deferred as often as if these weights had begun it
         times = dict(state.deferred)
-        state.ahead = [group for group in state.ahead if group.is_of(state.step - times.get(group.group_id, 0))]
+        state.ahead = [
+            group for group in state.ahead if group.is_of(state.step - times.get(group.group_id, 0))
+        ]
     return state
 
 
-def steps_in_all(config: ExperimentConfig, num_prompts: int, state: TrainState, actor: MegatronActor) -> int:
-    """Returns after how many steps a resumed run ends: with train.num_epochs when all prompts were taken that often,
-    also if earlier steps took another number of them; then the learning-rate schedule ends there, too.
+def steps_in_all(
+    config: ExperimentConfig, num_prompts: int, state: TrainState, actor: MegatronActor
+) -> int:
+    """Returns after how many steps a resumed run ends: with train.num_epochs when all prompts were
+    taken that often, also if earlier steps took another number of them; then the learning-rate
+    schedule ends there, too.
     """
     train = config.train
     planned = train.steps(num_prompts)
-    if train.num_epochs is None or config.algorithm.dynamic_sampling is not None:  # whose steps take what they must
+    if (
+        train.num_epochs is None or config.algorithm.dynamic_sampling is not None
+    ):  # whose steps take what they must
         return planned
     left = train.num_epochs * num_prompts - (state.data_cursor - len(state.deferred))
     found = state.step + max(-(-left // train.num_prompts_per_step), 0)

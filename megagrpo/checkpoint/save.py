@@ -1,14 +1,16 @@
 """Saves and loads checkpoints: atomic, verified, bounded in number, written in the background.
 
-    run/checkpoints/step_000010/   written as step_000010.partial, renamed when every rank has finished
+    run/checkpoints/step_000010/   written as step_000010.partial, renamed when every rank has
+    finished
         actor/         Megatron dist_checkpointing
         surplus.npz    groups that the next step consumes first, if any
         ahead.npz      groups already sampled for later steps, if any
-        state.json     the rest of TrainState, model identity, layout, whether another layout can load it, version
+        state.json     the rest of TrainState, model identity, layout, whether another layout can
+        load it, version
         manifest.json  size and CRC-32 of every file, written last
 
-A folder without a manifest, or with files that differ from it, is rejected with the file's name; one for a single
-layout is rejected by others with the remedy.
+A folder without a manifest, or with files that differ from it, is rejected with the file's name;
+one for a single layout is rejected by others with the remedy.
 """
 
 import json
@@ -64,7 +66,8 @@ PlanSave = Callable[[Path], "ActorSave"]  # collective; given an existing empty 
 
 @dataclass(frozen=True)
 class SaveSchedule:
-    """When a run saves. background: training continues while a save is written, which requires plan_save's copy."""
+    """When a run saves. background: training continues while a save is written, which requires
+    plan_save's copy."""
 
     num_steps: int  # after which the run ends
     start_step: int  # of the checkpoint it starts from
@@ -74,9 +77,12 @@ class SaveSchedule:
 class Checkpointer:
     """Saves one run on schedule, one save at a time, perhaps in the background.
 
-    Every method is collective over the world and raises LeaderError on every rank if any cannot write.
-    plan_save: collective; given an existing empty folder and whether another layout must be able to load it.
-    gather_state: collective; returns, on the main rank at least, the state with the other ranks' groups.
+    Every method is collective over the world and raises LeaderError on every rank if any cannot
+    write.
+    plan_save: collective; given an existing empty folder and whether another layout must be able to
+    load it.
+    gather_state: collective; returns, on the main rank at least, the state with the other ranks'
+    groups.
     """
 
     def __init__(
@@ -89,13 +95,19 @@ class Checkpointer:
         mesh: Mesh,
         schedule: SaveSchedule,
     ):
-        self._options, self._root, self._identity, self._schedule = options, root, identity, schedule
+        self._options, self._root, self._identity, self._schedule = (
+            options,
+            root,
+            identity,
+            schedule,
+        )
         self._plan_save, self._gather_state, self._mesh = plan_save, gather_state, mesh
         self._saved_step = schedule.start_step
         self._pending: PendingSave | None = None  # being written while training continues
 
     def on_schedule(self, state: TrainState) -> None:
-        """Collective. Saves after every options.every steps and after the last; completes a save that is written."""
+        """Collective. Saves after every options.every steps and after the last; completes a save
+        that is written."""
         if self._pending is not None and self._pending.ready():
             self._complete()
         last = state.step == self._schedule.num_steps
@@ -105,14 +117,17 @@ class Checkpointer:
             self._complete()
 
     def save_now(self, state: TrainState) -> None:
-        """Collective. Saves `state`, the last of this start, unless it is saved already; returns when it is written."""
+        """Collective. Saves `state`, the last of this start, unless it is saved already; returns
+        when it is written."""
         self._save(state, last=True)
         self._complete()
 
     def _save(self, state: TrainState, last: bool) -> None:
         choice = self._options.reshardable
         reshardable = choice == "always" or (choice == "last" and last)
-        if self._saved_step == state.step and not (reshardable and self._saved_for_one_layout(state.step)):
+        if self._saved_step == state.step and not (
+            reshardable and self._saved_for_one_layout(state.step)
+        ):
             return
         self._complete()  # one at a time: a pending save holds a copy of the whole state
 
@@ -120,14 +135,19 @@ class Checkpointer:
             return self._plan_save(part, reshardable)
 
         whole = self._gather_state(state)
-        self._pending = PendingSave(self._root, whole, self._identity, self._options, plan, self._mesh)
+        self._pending = PendingSave(
+            self._root, whole, self._identity, self._options, plan, self._mesh
+        )
         self._saved_step = state.step
 
     def _saved_for_one_layout(self, step: int) -> bool:
-        """Collective. Returns whether other layouts cannot load the finished checkpoint of a step."""
+        """Collective. Returns whether other layouts cannot load the finished checkpoint of a
+        step."""
         self._complete()
         folder = checkpoint_folder(self._root, step)
-        return self._mesh.from_main(lambda: folder.is_dir() and not is_reshardable(folder), f"checkpoint {folder}")
+        return self._mesh.from_main(
+            lambda: folder.is_dir() and not is_reshardable(folder), f"checkpoint {folder}"
+        )
 
     def _complete(self) -> None:
         if self._pending is not None:
@@ -136,11 +156,12 @@ class Checkpointer:
 
 
 class PendingSave:
-    """Writes a checkpoint of `state` in a thread of every rank. It becomes one in `finish`, or leaves nothing behind.
+    """Writes a checkpoint of `state` in a thread of every rank. It becomes one in `finish`, or
+    leaves nothing behind.
 
-    Collective: construction and all methods. options: which older checkpoints are kept. Training may continue before
-    `finish` if plan_save took a copy. A failure on any rank (disk full, say), here or in `finish`, raises LeaderError
-    on every rank and leaves older checkpoints as they were.
+    Collective: construction and all methods. options: which older checkpoints are kept. Training
+    may continue before `finish` if plan_save took a copy. A failure on any rank (disk full, say),
+    here or in `finish`, raises LeaderError on every rank and leaves older checkpoints as they were.
     """
 
     def __init__(
@@ -163,23 +184,34 @@ class PendingSave:
             "version": __version__,
         }
         self._options, self._mesh = options, mesh
-        self._written: Future[dict[str, SizeAndCrc]] = Future()  # this rank's files, for the manifest
+        self._written: Future[dict[str, SizeAndCrc]] = (
+            Future()
+        )  # this rank's files, for the manifest
         with self._all_or_nothing():
             mesh.from_main(self._make_folder, f"checkpoint {self.target}")
             self._plan = self._everywhere(lambda: plan_save(self.partial / "actor"))
-        # a daemon: a run that fails does not wait for it; `finish` raises its exception on every rank
-        Thread(target=_attempt, args=(self._write, self._written), name="checkpoint", daemon=True).start()
+        # a daemon: a run that fails does not wait for it; `finish` raises its exception on every
+        # rank
+        Thread(
+            target=_attempt, args=(self._write, self._written), name="checkpoint", daemon=True
+        ).start()
 
     def ready(self) -> bool:
-        """Collective. Whether all ranks have written their files, so that `finish` will not wait."""
+        """Collective. Whether all ranks have written their files, so that `finish` will not
+        wait."""
         return self._mesh.all_true(self._written.done())
 
     def finish(self) -> Path:
-        """Collective. Waits for the files, then names the folder a checkpoint and drops the oldest ones."""
+        """Collective. Waits for the files, then names the folder a checkpoint and drops the oldest
+        ones."""
         with self._all_or_nothing():
             written = self._everywhere(self._written.result)
             self._everywhere(self._plan.finish)
-            of_all = {name: entry for part in self._mesh.gather_world(written) for name, entry in part.items()}
+            of_all = {
+                name: entry
+                for part in self._mesh.gather_world(written)
+                for name, entry in part.items()
+            }
             self._mesh.from_main(lambda: self._publish(of_all), f"checkpoint {self.target}")
         return self.target
 
@@ -194,8 +226,12 @@ class PendingSave:
         for name, groups in self._groups.items():
             if groups:
                 write_groups(self.partial / f"{name}.npz", groups)
-        _write_json(self.partial / "state.json", self._description | {"reshardable": self._plan.reshardable})
-        rest = sorted(p for p in self.partial.rglob("*") if p.is_file() and self._name(p) not in written)
+        _write_json(
+            self.partial / "state.json", self._description | {"reshardable": self._plan.reshardable}
+        )
+        rest = sorted(
+            p for p in self.partial.rglob("*") if p.is_file() and self._name(p) not in written
+        )
         entries = written | {self._name(path): _size_and_crc(path) for path in rest}
         _write_json(self.partial / "manifest.json", entries)
         if self.target.exists():  # renamed: removing it takes longer, with no checkpoint meanwhile
@@ -240,7 +276,8 @@ def _attempt(action: Callable[[], T], done: "Future[T]") -> "Future[T]":
 
 
 def _superfluous(newest: Path, options: CheckpointConfig) -> list[Path]:
-    """Returns the older checkpoints to remove after `newest` is written; other files are ignored."""
+    """Returns the older checkpoints to remove after `newest` is written; other files are
+    ignored."""
     finished = finished_checkpoints(newest.parent)
     older = [p for p in finished if p < newest]
     num_dropped = max(len(finished) - options.keep, 0)
@@ -252,11 +289,14 @@ def _superfluous(newest: Path, options: CheckpointConfig) -> list[Path]:
     return older[:num_dropped]
 
 
-def load(folder: Path, identity: RunIdentity, load_actor: Callable[[Path], None], mesh: Mesh) -> TrainState:
-    """Collective. Checks the folder against its manifest and this run's model and layout, then loads it.
+def load(
+    folder: Path, identity: RunIdentity, load_actor: Callable[[Path], None], mesh: Mesh
+) -> TrainState:
+    """Collective. Checks the folder against its manifest and this run's model and layout, then
+    loads it.
 
-    Raises LeaderError (a message naming the file) for a missing, half-written, corrupt or foreign checkpoint, and for
-    one that only another layout can load.
+    Raises LeaderError (a message naming the file) for a missing, half-written, corrupt or foreign
+    checkpoint, and for one that only another layout can load.
     """
     error = ""
     try:
@@ -275,20 +315,30 @@ def load(folder: Path, identity: RunIdentity, load_actor: Callable[[Path], None]
 
 
 def check(folder: Path, identity: RunIdentity, mesh: Mesh) -> None:
-    """Raises ValueError naming the fault of a checkpoint: another model or layout, files, sizes, checksums.
+    """Raises ValueError naming the fault of a checkpoint: another model or layout, files, sizes,
+    checksums.
 
-    Ranks divide the files: a single rank would read the terabytes of a large model for an hour. Each rank checks the
-    files that the same rank wrote, which in the same layout it then loads from its node's page cache.
+    Ranks divide the files: a single rank would read the terabytes of a large model for an hour.
+    Each rank checks the files that the same rank wrote, which in the same layout it then loads from
+    its node's page cache.
     """
     if not (folder / "manifest.json").is_file():
         what = "it is not a checkpoint, or its save was interrupted"
         raise ValueError(f"checkpoint {folder} has no manifest.json: {what}")
-    with translated(f"checkpoint {folder}: manifest.json or state.json is not readable", OSError, ValueError, KeyError):
+    with translated(
+        f"checkpoint {folder}: manifest.json or state.json is not readable",
+        OSError,
+        ValueError,
+        KeyError,
+    ):
         manifest = json.loads((folder / "manifest.json").read_text())
         model = json.loads((folder / "state.json").read_text())["identity"]
     different = {key: value for key, value in identity.model.items() if model.get(key) != value}
     if different:
-        texts = [f"{key}: checkpoint {model.get(key)!r}, this run {value!r}" for key, value in different.items()]
+        texts = [
+            f"{key}: checkpoint {model.get(key)!r}, this run {value!r}"
+            for key, value in different.items()
+        ]
         raise ValueError(f"checkpoint {folder} is of another model: " + "; ".join(texts))
     if problem := layout_problem(folder, identity.layout):
         raise ValueError(problem)
@@ -300,9 +350,13 @@ def check(folder: Path, identity: RunIdentity, mesh: Mesh) -> None:
         if not file.is_file():
             raise ValueError(f"checkpoint file {file} is missing")
         if file.stat().st_size != size:
-            raise ValueError(f"checkpoint file {file} has {file.stat().st_size} bytes, its manifest says {size}")
+            raise ValueError(
+                f"checkpoint file {file} has {file.stat().st_size} bytes, its manifest says {size}"
+            )
         if _crc(file) != crc:
-            raise ValueError(f"checkpoint file {file} is corrupt: its CRC-32 differs from the manifest")
+            raise ValueError(
+                f"checkpoint file {file} is corrupt: its CRC-32 differs from the manifest"
+            )
 
 
 def _size_and_crc(path: Path) -> SizeAndCrc:

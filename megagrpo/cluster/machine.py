@@ -1,4 +1,5 @@
-"""Runs an experiment on one machine: the rollout service and the trainers, or the ranks of another command."""
+"""Runs an experiment on one machine: the rollout service and the trainers, or the ranks of another
+command."""
 
 import fcntl
 import os
@@ -22,12 +23,15 @@ from megagrpo.system.run_folder import RunFolder
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
 _POLL_S = 0.2
-_DEAD_LOCK_S = 150.0  # a file server may hold the lock of a dead node; Slurm restarts its job elsewhere
+_DEAD_LOCK_S = (
+    150.0  # a file server may hold the lock of a dead node; Slurm restarts its job elsewhere
+)
 _SERVICE_GRACE_S = 30.0  # for engines, Ray and the router to end in order
 
 
 def run(config: ExperimentConfig) -> int:
-    """Serves and trains on this machine: `megagrpo run`. Returns the trainers' exit status; no process remains.
+    """Serves and trains on this machine: `megagrpo run`. Returns the trainers' exit status; no
+    process remains.
 
     USR1: save after the current step and return STOPPED. TERM, INT, USR2: end at once.
     Raises ValueError before anything starts, with all known problems.
@@ -39,11 +43,15 @@ def run(config: ExperimentConfig) -> int:
 
 def refuse_what_cannot_run(config: ExperimentConfig, nodes: Nodes) -> None:
     """Raises ValueError with everything that is known to fail on these nodes."""
-    from megagrpo.check.problems import preflight  # its import takes seconds, during which signals would be missed
+    from megagrpo.check.problems import (
+        preflight,
+    )  # its import takes seconds, during which signals would be missed
 
     if problems := preflight(config, nodes):
         raise ValueError("this experiment cannot run:\n  " + "\n  ".join(problems))
-    if not Path(config.model.path).exists():  # preflight accepts a model that this experiment itself makes
+    if not Path(
+        config.model.path
+    ).exists():  # preflight accepts a model that this experiment itself makes
         raise ValueError(f"missing: {config.model.path}; run `megagrpo sft` first")
 
 
@@ -59,7 +67,9 @@ def alone_in(folder: RunFolder) -> Iterator[None]:
         while not _locked(file):
             if time.monotonic() > deadline:
                 remedy = "wait for its end or name another"
-                raise ValueError(f"output_dir {folder.path}: another run trains into this folder; {remedy}")
+                raise ValueError(
+                    f"output_dir {folder.path}: another run trains into this folder; {remedy}"
+                )
             time.sleep(_POLL_S)
         yield
 
@@ -72,20 +82,28 @@ def _locked(file: IO) -> bool:
         return False
     except OSError as exc:  # some cluster file systems have no locks
         folder = Path(file.name).parent
-        print(f"megagrpo: {folder} cannot be locked ({exc.strerror}): start no second run there", file=sys.stderr)
+        print(
+            f"megagrpo: {folder} cannot be locked ({exc.strerror}): start no second run there",
+            file=sys.stderr,
+        )
     return True
 
 
 def ranks_beside_service(config: ExperimentConfig) -> int:
     """Runs `bisect` as `actor.world_size` ranks with its own engines, all on this machine.
 
-    Returns its exit status; no process remains. Raises ValueError before anything starts, with all known problems.
+    Returns its exit status; no process remains. Raises ValueError before anything starts, with all
+    known problems.
     """
-    launch = Launch(config.run_folder, "bisect", end=ENDING, ranks="bisect", grace_s=_SERVICE_GRACE_S)
+    launch = Launch(
+        config.run_folder, "bisect", end=ENDING, ranks="bisect", grace_s=_SERVICE_GRACE_S
+    )
     return _beside_service(launch, config, "bisect", 0)
 
 
-def _beside_service(launch: Launch, config: ExperimentConfig, command: str, max_restarts: int) -> int:
+def _beside_service(
+    launch: Launch, config: ExperimentConfig, command: str, max_restarts: int
+) -> int:
     """Starts the service and the ranks of a subcommand, and waits for the ranks."""
     visible = visible_gpus()
     refuse_what_cannot_run(config, _this_node(config, visible))
@@ -94,7 +112,9 @@ def _beside_service(launch: Launch, config: ExperimentConfig, command: str, max_
     with alone_in(folder), launch:
         service = start_service(launch, config, of_engines)
         options = [*torchrun(config.actor.world_size, max_restarts), *ALONE]
-        engine_ranks = 0 if config.rollout.colocate else config.rollout.num_engines * config.rollout.tp
+        engine_ranks = (
+            0 if config.rollout.colocate else config.rollout.num_engines * config.rollout.tp
+        )
         on_gpus = config.actor.world_size + engine_ranks if of_trainers else 0
         of_trainers = trainer_variables(config, on_gpus, interface_of_engines(config)) | of_trainers
         ranks = launch.start_ranks([command, str(folder.config)], options, of_trainers)
@@ -109,16 +129,32 @@ def start_service(launch: Launch, config: ExperimentConfig, env: dict[str, str])
     """Writes the experiment into the run folder and starts its service."""
     folder = config.run_folder
     dump_config(config, folder.config)
-    for left in (folder.service, folder.service_progress):  # by a killed run: the trainers would use its URL
+    for left in (
+        folder.service,
+        folder.service_progress,
+    ):  # by a killed run: the trainers would use its URL
         left.unlink(missing_ok=True)
     return launch.start(["serve", str(folder.config)], "service", env)
 
 
-def with_one_engine(config: ExperimentConfig, folder: RunFolder, changes: dict[str, object]) -> ExperimentConfig:
-    """Returns the experiment with one engine of its own in a run folder of its own. changes: of section `rollout`."""
-    alone: dict[str, object] = {"num_engines": 1, "min_healthy_engines": 1, "colocate": False, "lend_trainers": 0}
-    rollout, weights = config.rollout.model_copy(update=alone | changes), config.weights.suited(colocate=False)
-    return config.model_copy(update={"output_dir": str(folder.path), "rollout": rollout, "weights": weights})
+def with_one_engine(
+    config: ExperimentConfig, folder: RunFolder, changes: dict[str, object]
+) -> ExperimentConfig:
+    """Returns the experiment with one engine of its own in a run folder of its own. changes: of
+    section `rollout`."""
+    alone: dict[str, object] = {
+        "num_engines": 1,
+        "min_healthy_engines": 1,
+        "colocate": False,
+        "lend_trainers": 0,
+    }
+    rollout, weights = (
+        config.rollout.model_copy(update=alone | changes),
+        config.weights.suited(colocate=False),
+    )
+    return config.model_copy(
+        update={"output_dir": str(folder.path), "rollout": rollout, "weights": weights}
+    )
 
 
 def visible_gpus() -> list[str]:
@@ -126,14 +162,19 @@ def visible_gpus() -> list[str]:
     import torch  # takes seconds
 
     named = environment.get("CUDA_VISIBLE_DEVICES")
-    return list(map(str, range(torch.cuda.device_count()))) if named is None else list(filter(None, named.split(",")))
+    return (
+        list(map(str, range(torch.cuda.device_count())))
+        if named is None
+        else list(filter(None, named.split(",")))
+    )
 
 
 def _devices(config: ExperimentConfig, visible: list[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the environments of the trainers and of the service: disjoint GPUs, or the same with `rollout.colocate`.
+    """Returns the environments of the trainers and of the service: disjoint GPUs, or the same with
+    `rollout.colocate`.
 
-    Both are empty on a CPU, and where transport `disk` lets them share too few GPUs: NCCL rejects two ranks on one.
-    Raises ValueError if there are too few.
+    Both are empty on a CPU, and where transport `disk` lets them share too few GPUs: NCCL rejects
+    two ranks on one. Raises ValueError if there are too few.
     """
     nodes = _this_node(config, visible)
     if nodes.gpus != len(visible):
@@ -141,12 +182,18 @@ def _devices(config: ExperimentConfig, visible: list[str]) -> tuple[dict[str, st
     found = place(config, nodes)
     engines = [visible[gpu.number] for engine in found.engines for gpu in engine]
     of_trainers = [visible[gpu.number] for gpu in found.trainers]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(of_trainers)}, {"CUDA_VISIBLE_DEVICES": ",".join(engines)}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(of_trainers)}, {
+        "CUDA_VISIBLE_DEVICES": ",".join(engines)
+    }
 
 
 def _this_node(config: ExperimentConfig, visible: list[str]) -> Nodes:
-    """Returns this machine as the only node. Raises ValueError for engines that need GPUs if there are none."""
-    weights, ranks = config.weights, config.actor.world_size + config.rollout.num_engines * config.rollout.tp
+    """Returns this machine as the only node. Raises ValueError for engines that need GPUs if there
+    are none."""
+    weights, ranks = (
+        config.weights,
+        config.actor.world_size + config.rollout.num_engines * config.rollout.tp,
+    )
     if not on_gpus(config, len(visible)):
         return Nodes(ranks, 1, 0)
     may_share = not (weights.uses_groups or weights.needs_colocation)
@@ -154,35 +201,54 @@ def _this_node(config: ExperimentConfig, visible: list[str]) -> Nodes:
 
 
 def train_ranks(config: ExperimentConfig, command: list[str]) -> int:
-    """Runs a collective subcommand (sft, export) as `actor.world_size` ranks on this machine; returns its exit status.
+    """Runs a collective subcommand (sft, export) as `actor.world_size` ranks on this machine;
+    returns its exit status.
 
     Raises ValueError if the machine has GPUs, but fewer than ranks.
     """
     name, *rest = command
-    ranks, gpus = config.actor.world_size, 0 if config.actor.device == "cpu" else len(visible_gpus())
+    ranks, gpus = (
+        config.actor.world_size,
+        0 if config.actor.device == "cpu" else len(visible_gpus()),
+    )
     if 0 < gpus < ranks:
         lacking = f"{gpus} GPU(s) are visible for {ranks} ranks (actor.world_size)"
-        remedy = f"`torchrun --nnodes N --nproc-per-node {gpus} ... -m megagrpo.cli {name} ...` on each of them"
-        raise ValueError(f"`megagrpo {name}` runs on one machine: {lacking}. Over several nodes start {remedy}")
+        remedy = (
+            f"`torchrun --nnodes N --nproc-per-node {gpus} ... -m megagrpo.cli {name} ...` "
+            "on "
+            "each of them"
+        )
+        raise ValueError(
+            f"`megagrpo {name}` runs on one machine: {lacking}. Over several nodes start {remedy}"
+        )
     folder = config.run_folder
     dump_config(config, folder.config)
     with Launch(folder, name, end=ENDING, ranks=name) as launch:
         options = [*torchrun(ranks), *ALONE]
         command = [name, str(folder.config), *rest]
-        return launch.watch(launch.start_ranks(command, options, trainer_variables(config, ranks if gpus else 0)))
+        return launch.watch(
+            launch.start_ranks(command, options, trainer_variables(config, ranks if gpus else 0))
+        )
     return launch.status
 
 
-def trainer_variables(config: ExperimentConfig, on_gpus: int, interface: str | None = None) -> dict[str, str]:
-    """Returns the variables of this actor's ranks, in addition to those of every process (Launch) and of the user.
+def trainer_variables(
+    config: ExperimentConfig, on_gpus: int, interface: str | None = None
+) -> dict[str, str]:
+    """Returns the variables of this actor's ranks, in addition to those of every process (Launch)
+    and of the user.
 
-    on_gpus: processes with a GPU each among which this machine's cores are divided; 0 for ranks on a CPU.
-    interface: the one towards other ranks and engines. docs/evidence/gpu.md lists the environment of every process.
+    on_gpus: processes with a GPU each among which this machine's cores are divided; 0 for ranks on
+    a CPU.
+    interface: the one towards other ranks and engines. docs/evidence/gpu.md lists the environment
+    of every process.
     """
     if config.actor.device == "cpu":
         return {}
     parallel = config.actor.parallel
-    variables = environment.of_all_nccl_ranks(config.weights.connect_timeout_s) | environment.of_trainer_ranks(
+    variables = environment.of_all_nccl_ranks(
+        config.weights.connect_timeout_s
+    ) | environment.of_trainer_ranks(
         cut=parallel.tp > 1 or parallel.cp > 1,
         beside_engines=config.rollout.shares_gpus,
         deterministic=config.rollout.deterministic,
@@ -195,7 +261,8 @@ def trainer_variables(config: ExperimentConfig, on_gpus: int, interface: str | N
 
 
 def interface_of_engines(config: ExperimentConfig) -> str | None:
-    """Returns the interface for engines on this machine; None if rollout.host is not an address of it."""
+    """Returns the interface for engines on this machine; None if rollout.host is not an address of
+    it."""
     with suppress(ValueError):  # an address of the rollout's machines
         return interface_of(own_address(config.rollout.host))
     return None

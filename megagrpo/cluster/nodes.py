@@ -1,4 +1,5 @@
-"""Runs one node of a cluster: its trainers under torchrun, or its part of the rollout service under Ray.
+"""Runs one node of a cluster: its trainers under torchrun, or its part of the rollout service under
+Ray.
 
 slurm/*.sbatch and launch/*_node.sh start it on every node, with the node's rank.
 """
@@ -54,9 +55,15 @@ class Node:
 
     def __post_init__(self):
         if not 0 <= self.rank < self.number:
-            raise ValueError(f"node rank {self.rank} of {self.number} nodes: ranks go from 0 to {self.number - 1}")
+            raise ValueError(
+                f"node rank {self.rank} of {self.number} nodes: ranks go from 0 to "
+                f"{self.number - 1}"
+            )
         if self.number > 1 and not self.first_address:
-            raise ValueError(f"{self.number} nodes need the address of node 0: give --master-addr or set MASTER_ADDR")
+            raise ValueError(
+                f"{self.number} nodes need the address of node 0: give --master-addr or set "
+                "MASTER_ADDR"
+            )
 
     @cached_property
     def own_address(self) -> str:
@@ -68,22 +75,30 @@ class Node:
             return self.first_address
         deadline = time.monotonic() + _JOIN_S
         while True:
-            with suppress(socket.gaierror):  # the name of a node that only starts may not be known yet
+            with suppress(
+                socket.gaierror
+            ):  # the name of a node that only starts may not be known yet
                 return route_address(self.first_address, self.first_port)
             if time.monotonic() > deadline:
-                raise ValueError(f"--master-addr {self.first_address}: no such name within {_JOIN_S} s")
+                raise ValueError(
+                    f"--master-addr {self.first_address}: no such name within {_JOIN_S} s"
+                )
             time.sleep(_POLL_S)
 
 
 def run_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
-    """Runs this node's ranks and engines on the same GPUs (`rollout.colocate`): `megagrpo run --master-addr ...`.
+    """Runs this node's ranks and engines on the same GPUs (`rollout.colocate`): `megagrpo run
+    --master-addr ...`.
 
-    With `rollout.lend_trainers` the first nodes are those of trainers, the last ones have only engines. Signals and
-    statuses are train_node's. Raises ValueError for what cannot run on these nodes.
+    With `rollout.lend_trainers` the first nodes are those of trainers, the last ones have only
+    engines. Signals and statuses are train_node's. Raises ValueError for what cannot run on these
+    nodes.
     """
     if not config.rollout.shares_gpus:
         apart = "launch/rollout_node.sh and launch/torchrun_node.sh start them"
-        raise ValueError(f"without rollout.colocate trainers and engines have nodes of their own: {apart}")
+        raise ValueError(
+            f"without rollout.colocate trainers and engines have nodes of their own: {apart}"
+        )
     gpus, number = _gpus(config), _nodes_of_trainers(config, node)
     refuse_what_cannot_run(config, Nodes(len(gpus) or None, number, node.number - number))
     folder, ranks = config.run_folder, config.actor.world_size // number
@@ -93,12 +108,17 @@ def run_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
     with alone_in(folder) if node.rank == 0 else nullcontext():
         if node.rank == 0:
             dump_config(config, folder.config)
-            for left in (folder.service, folder.service_progress):  # by a killed run: the trainers would use its URL
+            for left in (
+                folder.service,
+                folder.service_progress,
+            ):  # by a killed run: the trainers would use its URL
                 left.unlink(missing_ok=True)
         with _launch_of_trainers(folder, "run", node, _GRACE_S) as launch:
             needed = _start_service(launch, config, arguments, node, shared)
             trainers = replace(node, number=number, first_port=node.first_port + _TO_TRAINERS)
-            return launch.watch(_start_trainers(launch, config, arguments, trainers, shared), *needed)
+            return launch.watch(
+                _start_trainers(launch, config, arguments, trainers, shared), *needed
+            )
         return launch.status
 
 
@@ -110,7 +130,8 @@ def _nodes_of_trainers(config: ExperimentConfig, node: Node) -> int:
 
 
 def _only_engines(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
-    """Runs Ray on a node without trainers until the first node's ends, whose status tells what came of the run."""
+    """Runs Ray on a node without trainers until the first node's ends, whose status tells what came
+    of the run."""
     end, unheard = (signal.SIGINT, signal.SIGUSR2), (signal.SIGUSR1, signal.SIGTERM)
     with Launch(config.run_folder, "run", end=end, unheard=unheard, grace_s=_GRACE_S) as launch:
         launch.watch(*_start_service(launch, config, arguments, node, {}))
@@ -118,14 +139,17 @@ def _only_engines(config: ExperimentConfig, arguments: list[str], node: Node) ->
 
 
 def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
-    """Runs this node's ranks under torchrun, which starts each with `arguments`: `megagrpo train` outside torchrun.
+    """Runs this node's ranks under torchrun, which starts each with `arguments`: `megagrpo train`
+    outside torchrun.
 
-    USR1, or the first TERM: all nodes save after the current step and return STOPPED. INT, USR2, a second TERM: end at
-    once. Raises ValueError if there is no place for the ranks.
+    USR1, or the first TERM: all nodes save after the current step and return STOPPED. INT, USR2, a
+    second TERM: end at once. Raises ValueError if there is no place for the ranks.
     """
     folder = config.run_folder
     gpus = len(_gpus(config))
-    if node.number > 1 or 0 < gpus < config.actor.world_size:  # torchrun alone would start all ranks here
+    if (
+        node.number > 1 or 0 < gpus < config.actor.world_size
+    ):  # torchrun alone would start all ranks here
         place(config, Nodes(gpus or None, node.number))
     with alone_in(folder) if node.rank == 0 else nullcontext():
         if node.rank == 0:
@@ -136,10 +160,12 @@ def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
 
 
 def serve_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
-    """Runs Ray on this node, and on node 0 the service, started with `arguments`: `megagrpo serve --master-addr ...`.
+    """Runs Ray on this node, and on node 0 the service, started with `arguments`: `megagrpo serve
+    --master-addr ...`.
 
-    Returns the service's status on node 0; on others 0 after a signal, 1 if Ray ended. INT, USR2 and TERM end it; TERM
-    does not in a Slurm job: Slurm pre-empts by TERM to all job steps, but the trainers' last step still needs engines.
+    Returns the service's status on node 0; on others 0 after a signal, 1 if Ray ended. INT, USR2
+    and TERM end it; TERM does not in a Slurm job: Slurm pre-empts by TERM to all job steps, but the
+    trainers' last step still needs engines.
     """
     end, unheard = [signal.SIGINT, signal.SIGUSR2], [signal.SIGTERM]
     if environment.get("SLURM_JOB_ID") is None:
@@ -154,7 +180,9 @@ def _gpus(config: ExperimentConfig) -> list[str]:
     return [] if config.actor.device == "cpu" else visible_gpus()
 
 
-def _launch_of_trainers(folder: RunFolder, command: str, node: Node, grace_s: float = 5.0) -> Launch:
+def _launch_of_trainers(
+    folder: RunFolder, command: str, node: Node, grace_s: float = 5.0
+) -> Launch:
     end, ask = (signal.SIGINT, signal.SIGUSR2), (signal.SIGUSR1, signal.SIGTERM)
     name = f"trainer-{node.rank}" if node.number > 1 else "trainer"
     return Launch(folder, command, end=end, ask=ask, ranks=name, grace_s=grace_s)
@@ -169,15 +197,26 @@ def _start_trainers(
     # the interface of rollout.host, which NCCL uses in engines; None for loopback
     towards_engines = None if config.rollout.host in LOOPBACK else interface_of_engines(config)
     if node.number > 1:
-        own = interface_of(socket.gethostbyname(node.own_address))  # Slurm's node addresses may be names
+        own = interface_of(
+            socket.gethostbyname(node.own_address)
+        )  # Slurm's node addresses may be names
         env = trainer_variables(config, on_gpus, towards_engines or own) | env
         # is_host is explicit: otherwise the agent resolves host names, which may fail.
         # read_timeout is torch's limit for the connection to node 0's store, too.
-        host = f"is_host={str(node.rank == 0).lower()},join_timeout={_JOIN_S},read_timeout={_JOIN_S}"
+        host = (
+            f"is_host={str(node.rank == 0).lower()},join_timeout={_JOIN_S},read_timeout={_JOIN_S}"
+        )
         options += ["--nnodes", str(node.number), "--rdzv-backend", "c10d", "--rdzv-conf", host]
-        options += ["--rdzv-endpoint", f"{node.first_address}:{node.first_port}", "--local-addr", node.own_address]
+        options += [
+            "--rdzv-endpoint",
+            f"{node.first_address}:{node.first_port}",
+            "--local-addr",
+            node.own_address,
+        ]
         if own is not None and environment.get("GLOO_SOCKET_IFNAME") is None:
-            env["GLOO_SOCKET_IFNAME"] = own  # gloo's default is the host name's address, often 127.0.0.1
+            env["GLOO_SOCKET_IFNAME"] = (
+                own  # gloo's default is the host name's address, often 127.0.0.1
+            )
     else:
         env = trainer_variables(config, on_gpus, towards_engines) | env
         options += ALONE
@@ -187,8 +226,11 @@ def _start_trainers(
 def _start_service(
     launch: Launch, config: ExperimentConfig, arguments: list[str], node: Node, env: dict[str, str]
 ) -> list[Child]:
-    """Starts Ray on this node, and on node 0 the service. Raises ValueError if Ray does not start."""
-    temporary = Path(f"/tmp/mgr-{os.getuid()}-{node.first_port}")  # short: Unix socket paths end at 107 characters
+    """Starts Ray on this node, and on node 0 the service. Raises ValueError if Ray does not
+    start."""
+    temporary = Path(
+        f"/tmp/mgr-{os.getuid()}-{node.first_port}"
+    )  # short: Unix socket paths end at 107 characters
     launch.remove_at_end(temporary)
     env = env | _ray_environment(node)
     ray = _start_ray(launch, config, node, temporary, env)
@@ -199,18 +241,23 @@ def _start_service(
 
 
 def _ray_environment(node: Node) -> dict[str, str]:
-    """Returns the environment of Ray and its drivers. Raises ValueError if several nodes have no common token."""
+    """Returns the environment of Ray and its drivers. Raises ValueError if several nodes have no
+    common token."""
     env = {"RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0"}  # engines are no background jobs
     named = environment.get("RAY_AUTH_TOKEN") or environment.get("RAY_AUTH_TOKEN_PATH")
     if named or (Path.home() / ".ray" / "auth_token").exists():
         return env
     if node.number > 1:
-        raise ValueError("Ray needs a common token: set RAY_AUTH_TOKEN to one long random text on all rollout nodes")
+        raise ValueError(
+            "Ray needs a common token: set RAY_AUTH_TOKEN to one long random text on all rollout "
+            "nodes"
+        )
     return env | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 def _ray_command(config: ExperimentConfig, node: Node, temporary: Path) -> list[str]:
-    """Returns `ray start` in the foreground with explicit ports: GCS on the first, then ten for each node."""
+    """Returns `ray start` in the foreground with explicit ports: GCS on the first, then ten for
+    each node."""
     rollout = config.rollout
     names = ["node-manager", "object-manager", "runtime-env-agent"]
     names += ["dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export"]
@@ -234,10 +281,14 @@ def _ray_command(config: ExperimentConfig, node: Node, temporary: Path) -> list[
     return [str(Path(sys.executable).with_name("ray")), "start", *flags, *words]
 
 
-def _start_ray(launch: Launch, config: ExperimentConfig, node: Node, temporary: Path, env: dict[str, str]) -> Child:
-    """Starts Ray on this node and returns once it runs. Raises ValueError after rollout.start_timeout_s.
+def _start_ray(
+    launch: Launch, config: ExperimentConfig, node: Node, temporary: Path, env: dict[str, str]
+) -> Child:
+    """Starts Ray on this node and returns once it runs. Raises ValueError after
+    rollout.start_timeout_s.
 
-    Retries until then: Ray itself gives up after 30 s on a busy machine, and at once if the head does not run yet.
+    Retries until then: Ray itself gives up after 30 s on a busy machine, and at once if the head
+    does not run yet.
     """
     log = config.run_folder.log(f"ray-{node.rank}")
     limit_s = config.rollout.start_timeout_s
@@ -251,4 +302,7 @@ def _start_ray(launch: Launch, config: ExperimentConfig, node: Node, temporary: 
             time.sleep(_POLL_S)
         launch.end(ray)
         if time.monotonic() > deadline:
-            raise ValueError(f"Ray did not start within {limit_s:.0f} s (rollout.start_timeout_s):\n{last_lines(log)}")
+            raise ValueError(
+                f"Ray did not start within {limit_s:.0f} s "
+                f"(rollout.start_timeout_s):\n{last_lines(log)}"
+            )

@@ -1,4 +1,5 @@
-"""Submits an experiment as a Slurm job: checks that it fits, then calls sbatch with one of slurm/*.sbatch."""
+"""Submits an experiment as a Slurm job: checks that it fits, then calls sbatch with one of
+slurm/*.sbatch."""
 
 import shlex
 import shutil
@@ -31,15 +32,20 @@ class Request:
     kind: str | None = None  # a key of SCRIPTS; None, as for the nodes: what the experiment takes
     trainer_nodes: int | None = None
     rollout_nodes: int | None = None
-    gpus_per_node: int | None = None  # None: cluster.gpus_per_node, if the experiment needs GPUs; 0: none requested
+    gpus_per_node: int | None = (
+        None  # None: cluster.gpus_per_node, if the experiment needs GPUs; 0: none requested
+    )
     time: str | None = None
     partition: str | None = None
-    grace_s: int = 300  # before the time limit or pre-emption: for the rest of a step and a checkpoint
+    grace_s: int = (
+        300  # before the time limit or pre-emption: for the rest of a step and a checkpoint
+    )
     options: tuple[str, ...] = ()  # further options of sbatch, for every node
 
 
 def submit(config: ExperimentConfig, experiment: list[str], request: Request, dry_run: bool) -> int:
-    """Submits `experiment` (file and overrides for the job's command line); returns sbatch's exit status.
+    """Submits `experiment` (file and overrides for the job's command line); returns sbatch's exit
+    status.
 
     `dry_run` prints the script and the command instead. Raises ValueError with all problems.
     """
@@ -47,17 +53,25 @@ def submit(config: ExperimentConfig, experiment: list[str], request: Request, dr
     problems += fit_problems(config, request.gpus_per_node)
     scripts = Path(megagrpo.__file__).parent.parent / "slurm"
     if not scripts.is_dir():
-        problems.append(f"{scripts} is missing: submit from a checkout of the repository, not an installed package")
+        problems.append(
+            f"{scripts} is missing: submit from a checkout of the repository, not an installed "
+            "package"
+        )
     if not dry_run and shutil.which("sbatch") is None:
         problems.append("sbatch is not on the PATH: submit from a login node, or use --dry-run")
     if not dry_run and needs_gpus(config) and find_spec("sgl_kernel") is None:
-        problems.append(f"{sys.prefix} is an installation for CPUs: MEGAGRPO_KIND=gpu bash launch/install.sh")
+        problems.append(
+            f"{sys.prefix} is an installation for CPUs: MEGAGRPO_KIND=gpu bash launch/install.sh"
+        )
     if problems:
         raise ValueError("this job cannot run:\n  " + "\n  ".join(problems))
     request = completed(config, request)
     assert request.kind is not None, "completed"
     script = scripts / SCRIPTS[request.kind]
-    command, variables = sbatch_command(config, experiment, request, script), job_variables(request, script)
+    command, variables = (
+        sbatch_command(config, experiment, request, script),
+        job_variables(request, script),
+    )
     if dry_run:
         words = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
         print(f"{script.read_text()}\n# {words} {shlex.join(command)}")
@@ -74,23 +88,33 @@ def nodes_of(request: Request) -> Nodes:
 
 
 def completed(config: ExperimentConfig, request: Request) -> Request:
-    """Returns the request with its kind and numbers of nodes. Raises ValueError for what has no place on them."""
+    """Returns the request with its kind and numbers of nodes. Raises ValueError for what has no
+    place on them."""
     found, kind = place(config, nodes_of(request)), request.kind
     if kind is None:
         shared = config.rollout.shares_gpus and (found.trainer_nodes > 1 or found.rollout_nodes)
         kind = "colocated" if shared else "one-job" if found.rollout_nodes else "one-node"
-    return replace(request, kind=kind, trainer_nodes=found.trainer_nodes, rollout_nodes=found.rollout_nodes)
+    return replace(
+        request, kind=kind, trainer_nodes=found.trainer_nodes, rollout_nodes=found.rollout_nodes
+    )
 
 
 def misfits(config: ExperimentConfig, request: Request) -> list[str]:
-    """Returns what contradicts itself in a request, and a time limit at which the job stops as soon as it starts."""
-    together = {"one-node": "trainers and engines share one node", "colocated": "engines share the trainers' nodes"}
+    """Returns what contradicts itself in a request, and a time limit at which the job stops as soon
+    as it starts."""
+    together = {
+        "one-node": "trainers and engines share one node",
+        "colocated": "engines share the trainers' nodes",
+    }
     problems = []
     if request.kind in together and request.rollout_nodes and not config.rollout.lend_trainers:
         problems.append(f"--kind {request.kind}: {together[request.kind]}; omit --rollout-nodes")
     if config.rollout.shares_gpus and request.kind in ("one-job", "het"):
         key = "colocate" if config.rollout.colocate else "lend_trainers"
-        problems.append(f"--kind {request.kind} is for engines on nodes of their own; rollout.{key} wants colocated")
+        problems.append(
+            f"--kind {request.kind} is for engines on nodes of their own; rollout.{key} wants "
+            "colocated"
+        )
     if request.kind == "colocated" and not config.rollout.shares_gpus:
         problems.append("--kind colocated wants rollout.colocate: true")
     if request.time is not None and (limit := seconds(request.time)) <= request.grace_s:
@@ -100,42 +124,61 @@ def misfits(config: ExperimentConfig, request: Request) -> list[str]:
 
 
 def seconds(limit: str) -> int:
-    """Returns the seconds of an sbatch time limit: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S. Raises ValueError otherwise."""
+    """Returns the seconds of an sbatch time limit: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S. Raises
+    ValueError otherwise."""
     days, dash, clock = limit.rpartition("-")
     parts = clock.split(":")
     if not all(part.isdecimal() for part in ([*parts, days] if dash else parts)) or len(parts) > 3:
         raise ValueError(f"--time {limit}: should be like 30 (minutes), 4:00:00 or 1-12:00:00")
     units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
-    return 86_400 * int(days or 0) + sum(int(part) * unit for part, unit in zip(parts, units, strict=False))
+    return 86_400 * int(days or 0) + sum(
+        int(part) * unit for part, unit in zip(parts, units, strict=False)
+    )
 
 
 def job_variables(request: Request, script: Path) -> dict[str, str]:
-    """Returns what the job's script reads, from sbatch's own environment: names in --export would make Slurm load the
-    login environment instead, and hold the job if it cannot.
+    """Returns what the job's script reads, from sbatch's own environment: names in --export would
+    make Slurm load the login environment instead, and hold the job if it cannot.
     """
     root = {"MEGAGRPO_ROOT": str(script.parent.parent), "MEGAGRPO_VENV": sys.prefix}
     return root | {"TRAINER_NODES": str(request.trainer_nodes)}
 
 
-def sbatch_command(config: ExperimentConfig, experiment: list[str], request: Request, script: Path) -> list[str]:
+def sbatch_command(
+    config: ExperimentConfig, experiment: list[str], request: Request, script: Path
+) -> list[str]:
     """Returns the command line of sbatch.
 
     A second job of a run folder waits for the first one's end, then resumes from its checkpoint.
     """
     folder = RunFolder(config.run_folder.path.absolute())
     name = f"{config.name}@{folder.path}"
-    once = ["--parsable", f"--job-name={name}", "--dependency=singleton", f"--signal=B:USR1@{request.grace_s}"]
+    once = [
+        "--parsable",
+        f"--job-name={name}",
+        "--dependency=singleton",
+        f"--signal=B:USR1@{request.grace_s}",
+    ]
     once += [f"--output={folder.log('slurm-%j').with_suffix('.out')}", "--export=ALL"]
     gpus = request.gpus_per_node
-    if gpus is None and needs_gpus(config):  # steps get what the job names, although its nodes are exclusive
+    if gpus is None and needs_gpus(
+        config
+    ):  # steps get what the job names, although its nodes are exclusive
         gpus = config.cluster.gpus_per_node
     limits = {"time": request.time, "partition": request.partition, "gpus-per-node": gpus}
-    every = [*(f"--{option}={value}" for option, value in limits.items() if value), *request.options]
+    every = [
+        *(f"--{option}={value}" for option, value in limits.items() if value),
+        *request.options,
+    ]
     match request.kind:
         case "one-job" | "colocated":
-            nodes = [f"--nodes={(request.trainer_nodes or 0) + (request.rollout_nodes or 0)}", *every]
+            nodes = [
+                f"--nodes={(request.trainer_nodes or 0) + (request.rollout_nodes or 0)}",
+                *every,
+            ]
         case "het":
-            # another name: the dependency applies to it too, and it would wait for the first component for ever
+            # another name: the dependency applies to it too, and it would wait for the first
+            # component for ever
             second = [f"--job-name={name}/rollout", f"--nodes={request.rollout_nodes}"]
             nodes = [f"--nodes={request.trainer_nodes}", *every, ":", *second, *every]
         case _:

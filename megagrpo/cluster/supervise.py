@@ -1,4 +1,5 @@
-"""Starts a launcher's child processes with their logs, monitors them, and ends them at any signal."""
+"""Starts a launcher's child processes with their logs, monitors them, and ends them at any
+signal."""
 
 import shutil
 import signal
@@ -16,7 +17,12 @@ from megagrpo.system.run_folder import RunFolder
 from megagrpo.system.stop_request import STOP_FILE, STOPPED, StopRequest
 
 _POLL_S = 0.2
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # that a launch may handle
+_SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)  # that a launch may handle
 _PARAGRAPH = "\n\n"
 
 
@@ -32,13 +38,14 @@ class Child:
 class Launch:
     """A context manager that starts children, ends them at its exit, and handles signals meanwhile.
 
-    A signal of `end` leaves the block, with `status` 128 + its number as in a shell. A signal of `ask` creates the
-    stop request; a TERM after the request also leaves the block. A signal of `unheard` does nothing. During clean-up
-    all signals are ignored: it ends the children in reverse order with their descendants, by force after `grace_s`
-    seconds, and removes the folders of `remove_at_end`.
+    A signal of `end` leaves the block, with `status` 128 + its number as in a shell. A signal of
+    `ask` creates the stop request; a TERM after the request also leaves the block. A signal of
+    `unheard` does nothing. During clean-up all signals are ignored: it ends the children in reverse
+    order with their descendants, by force after `grace_s` seconds, and removes the folders of
+    `remove_at_end`.
 
-    `command` is the megagrpo command of this launcher. `ranks` names the log, the stop request and the error reports
-    of start_ranks.
+    `command` is the megagrpo command of this launcher. `ranks` names the log, the stop request and
+    the error reports of start_ranks.
     """
 
     def __init__(
@@ -62,8 +69,12 @@ class Launch:
         if self._ask:
             self._request.withdraw()
         self._old_handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-        handlers = dict.fromkeys(self._unheard, lambda *_: None)  # not SIG_IGN, which the children would inherit
-        handlers |= dict.fromkeys(self._end, self._leave) | dict.fromkeys(self._ask, self._ask_to_stop)
+        handlers = dict.fromkeys(
+            self._unheard, lambda *_: None
+        )  # not SIG_IGN, which the children would inherit
+        handlers |= dict.fromkeys(self._end, self._leave) | dict.fromkeys(
+            self._ask, self._ask_to_stop
+        )
         for number, handler in handlers.items():
             signal.signal(number, handler)
         return self
@@ -87,22 +98,33 @@ class Launch:
 
     def start(self, command: list[str], name: str, env: dict[str, str] | None = None) -> Child:
         """Starts a subcommand of megagrpo as one process with the log `name`."""
-        return self._start(["-m", "megagrpo.cli", *command], self._folder.log(name), None, env or {})
+        return self._start(
+            ["-m", "megagrpo.cli", *command], self._folder.log(name), None, env or {}
+        )
 
-    def start_ranks(self, command: list[str], torchrun: list[str], env: dict[str, str] | None = None) -> Child:
-        """Starts a subcommand of megagrpo as ranks under torchrun; rank 0's standard output is this terminal's.
+    def start_ranks(
+        self, command: list[str], torchrun: list[str], env: dict[str, str] | None = None
+    ) -> Child:
+        """Starts a subcommand of megagrpo as ranks under torchrun; rank 0's standard output is this
+        terminal's.
 
-        The ranks of all nodes (trainer-0, trainer-1) report errors under one name, the part before the hyphen.
+        The ranks of all nodes (trainer-0, trainer-1) report errors under one name, the part before
+        the hyphen.
         """
         reports = self._ranks.partition("-")[0]
         for stale in self._folder.error_reports(reports):
             stale.unlink(missing_ok=True)  # another node may have removed it
         stop_file = {STOP_FILE: str(self._folder.stop_request(self._ranks))} if self._ask else {}
         arguments = [*torchrun, "-m", "megagrpo.cli", *command]
-        return self._start(arguments, self._folder.log(self._ranks), reports, stop_file | (env or {}))
+        return self._start(
+            arguments, self._folder.log(self._ranks), reports, stop_file | (env or {})
+        )
 
-    def spawn(self, command: list[str], log: Path, env: dict[str, str], reports: str | None = None) -> Child:
-        """Starts any program with this environment and `env`; with `reports` it shares this terminal's output."""
+    def spawn(
+        self, command: list[str], log: Path, env: dict[str, str], reports: str | None = None
+    ) -> Child:
+        """Starts any program with this environment and `env`; with `reports` it shares this
+        terminal's output."""
         whole = environment.child_environment(env)
         child = Child(spawn(command, whole, log, signal.SIGTERM, reports is not None), log, reports)
         self._children.append(child)
@@ -123,7 +145,10 @@ class Launch:
         while main.process.poll() is None:
             for page in self._folder.deadline_pages() - known:
                 known.add(page)
-                print(f"megagrpo: {page.read_text().split(_PARAGRAPH)[0]}\nstacks: {page}", file=sys.stderr)
+                print(
+                    f"megagrpo: {page.read_text().split(_PARAGRAPH)[0]}\nstacks: {page}",
+                    file=sys.stderr,
+                )
             for other in needed:
                 if other.process.poll() is not None:
                     return self._failed(other)
@@ -133,20 +158,31 @@ class Launch:
         if main.process.returncode != 0:
             return self._failed(main)
         if self._ask and (answer := self._request.granted()):
-            print(f"megagrpo: stopped as requested, {answer}; the same command resumes from there", file=sys.stderr)
+            print(
+                f"megagrpo: stopped as requested, {answer}; the same command resumes from there",
+                file=sys.stderr,
+            )
             return STOPPED
         return 0
 
-    def _start(self, arguments: list[str], log: Path, reports: str | None, env: dict[str, str]) -> Child:
-        quiet = {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1"), "PYTHONWARNINGS": "ignore"}
-        # In torchrun's own store, restarted ranks would find the dead ranks' addresses under the same names.
+    def _start(
+        self, arguments: list[str], log: Path, reports: str | None, env: dict[str, str]
+    ) -> Child:
+        quiet = {
+            "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1"),
+            "PYTHONWARNINGS": "ignore",
+        }
+        # In torchrun's own store, restarted ranks would find the dead ranks' addresses under the
+        # same names.
         quiet["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         command = [sys.executable, "-W", "ignore", *arguments]
         return self.spawn(command, log, quiet | env, reports)
 
     def _failed(self, child: Child) -> int:
         reports = self._folder.error_reports(child.reports) if child.reports is not None else []
-        first = min(reports, key=lambda report: report.stat().st_mtime_ns, default=None)  # it has the cause
+        first = min(
+            reports, key=lambda report: report.stat().st_mtime_ns, default=None
+        )  # it has the cause
         reason = last_lines(child.log) if first is None else first.read_text().rstrip()
         status = f"{child.log.stem} ended with status {child.process.returncode}"
         print(f"megagrpo: {status}\n{reason}\nwhole log: {child.log}", file=sys.stderr)
@@ -162,7 +198,8 @@ class Launch:
         self._request.make()
 
 
-# torchrun's options for ranks of one machine. By default their address is the host name, which need not resolve.
+# torchrun's options for ranks of one machine. By default their address is the host name, which need
+# not resolve.
 ALONE = ("--standalone", "--local-addr", "127.0.0.1")
 
 
@@ -171,8 +208,16 @@ class _Ended(BaseException):
 
 
 def torchrun(ranks: int, max_restarts: int = 0) -> list[str]:
-    """Returns Python's arguments for `ranks` processes; if one fails, all restart, up to `max_restarts` times."""
-    return ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--max-restarts", str(max_restarts)]
+    """Returns Python's arguments for `ranks` processes; if one fails, all restart, up to
+    `max_restarts` times."""
+    return [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(ranks),
+        "--max-restarts",
+        str(max_restarts),
+    ]
 
 
 def _ignore_signals() -> None:

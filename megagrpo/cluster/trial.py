@@ -1,4 +1,5 @@
-"""`megagrpo try`: rollouts of the model as it is, by one engine and without a trainer, printed to be read."""
+"""`megagrpo try`: rollouts of the model as it is, by one engine and without a trainer, printed to
+be read."""
 
 import asyncio
 import time
@@ -33,13 +34,19 @@ _POLL_S = 0.5
 def try_out(config: ExperimentConfig, num_prompts: int) -> int:
     """Samples a rollout of each of the first prompts and prints them; returns the exit status.
 
-    Raises ValueError for what a run would refuse of model, data, graders and environment, and without an engine.
+    Raises ValueError for what a run would refuse of model, data, graders and environment, and
+    without an engine.
     """
     if not Path(config.model.path).exists():
-        raise ValueError(f"model.path {config.model.path} does not exist; run `megagrpo sft` first, or name a model")
+        raise ValueError(
+            f"model.path {config.model.path} does not exist; run `megagrpo sft` first, or name a "
+            "model"
+        )
     folder = RunFolder(config.run_folder.path / "try")
     config = with_one_engine(config, folder, {"load_format": "model", "quantization": None})
-    config = config.model_copy(update={"actor": config.actor.model_copy(update={"routing_replay": None})})
+    config = config.model_copy(
+        update={"actor": config.actor.model_copy(update={"routing_replay": None})}
+    )
     tokenizer = load_tokenizer(config.model)
     images = ImageStore.of(config.model, folder.images)
     prompts = load_prompts(config.data, tokenizer, images).prompts[:num_prompts]
@@ -48,7 +55,9 @@ def try_out(config: ExperimentConfig, num_prompts: int) -> int:
         answering = make_answering(config, tokenizer)
         if isinstance(answering, Environments | Programs):
             stack.enter_context(closing(answering))
-        grader = stack.enter_context(RewardPool(config.reward, preload=not config.sampling.rewarding))
+        grader = stack.enter_context(
+            RewardPool(config.reward, preload=not config.sampling.rewarding)
+        )
         control = _service(launch, config)
         sampler = Sampler(config, 1, control, grader, decode, answering)
         sampler.images = images
@@ -65,12 +74,15 @@ async def _sampled(
     finished: dict[int, RolloutGroup] = {}
     patience = Patience(limit_s)
     patience.start()
-    await sampler.sample_share(job, numbered_prompts(prompts, range(len(prompts))), finished, patience)
+    await sampler.sample_share(
+        job, numbered_prompts(prompts, range(len(prompts))), finished, patience
+    )
     return [group for _, group in sorted(finished.items())]
 
 
 def _service(launch: Launch, config: ExperimentConfig) -> ServiceControl:
-    """Starts the service; returns it once its engine samples with the weights that it has read, as version 0."""
+    """Starts the service; returns it once its engine samples with the weights that it has read, as
+    version 0."""
     service = start_service(launch, config, {})
     print(f"{config.name}: an engine starts, which takes a minute; {service.log}", flush=True)
     limit_s, failed = config.rollout.start_timeout_s, None
@@ -82,17 +94,28 @@ def _service(launch: Launch, config: ExperimentConfig) -> ServiceControl:
             failed = status.failed
             for engine in status.engines:
                 if engine.alive:
-                    key, body = bearer(control.api_key), {"new_version": "0", "abort_all_requests": False}
-                    httpx.post(f"{engine.url}/update_weight_version", json=body, headers=key, trust_env=False)
+                    key, body = (
+                        bearer(control.api_key),
+                        {"new_version": "0", "abort_all_requests": False},
+                    )
+                    httpx.post(
+                        f"{engine.url}/update_weight_version",
+                        json=body,
+                        headers=key,
+                        trust_env=False,
+                    )
                     control.mark_ready(engine.id, engine.incarnation, 0)
                     return control
         time.sleep(_POLL_S)
     reason = failed or f"it took longer than {limit_s:g} s (rollout.start_timeout_s), or ended"
-    raise ValueError(f"no engine started: {reason}\n{last_lines(service.log)}\nwhole log: {service.log}")
+    raise ValueError(
+        f"no engine started: {reason}\n{last_lines(service.log)}\nwhole log: {service.log}"
+    )
 
 
 def _lines(group: RolloutGroup, decode: Decode) -> Iterator[str]:
-    """Yields a rollout as lines: what was said by turns, of which only the model's are trained on, and its outcome."""
+    """Yields a rollout as lines: what was said by turns, of which only the model's are trained on,
+    and its outcome."""
     (outcome,) = group.outcomes
     rewards = iter(outcome.turn_rewards)
     yield f"\n== prompt {group.prompt.id}, answer {group.prompt.answer!r}"
@@ -105,7 +128,9 @@ def _lines(group: RolloutGroup, decode: Decode) -> Iterator[str]:
             yield from _said(turn["by"], turn["text"])
             if turn.get("reward"):
                 yield f"{'':>13}   reward {turn['reward']:g}"
-    own = sum(len(s.token_ids) if s.loss_mask is None else int(s.loss_mask.sum()) for s in group.samples)
+    own = sum(
+        len(s.token_ids) if s.loss_mask is None else int(s.loss_mask.sum()) for s in group.samples
+    )
     yield f"{_verdict(outcome)}; {own} tokens of {len(group.samples)} sample(s) would be trained on"
 
 

@@ -1,1 +1,2 @@
-"""The experiment: its schema, its algorithm section, its presets, and how a YAML file becomes one. Loads no torch."""
+"""The experiment: its schema, its algorithm section, its presets, and how a YAML file becomes one.
+Loads no torch."""

@@ -23,12 +23,17 @@ _CHUNK = 2048  # SGLang's smallest default of chunked_prefill_size, tokens
 
 
 class ParallelConfig(Section):
-    """Megatron's layout. Data parallel: world_size / (tp pp cp) ranks; sequence parallelism is on when tp > 1."""
+    """Megatron's layout. Data parallel: world_size / (tp pp cp) ranks; sequence parallelism is on
+    when tp > 1."""
 
     tp: PositiveInt = Field(default=1, description="Tensor-parallel ranks.")
     pp: PositiveInt = Field(default=1, description="Pipeline stages.")
-    vpp: PositiveInt = Field(default=1, description="Virtual pipeline stages of each rank; more than 1 needs pp > 1.")
-    cp: PositiveInt = Field(default=1, description="Context-parallel ranks, which share one sequence.")
+    vpp: PositiveInt = Field(
+        default=1, description="Virtual pipeline stages of each rank; more than 1 needs pp > 1."
+    )
+    cp: PositiveInt = Field(
+        default=1, description="Context-parallel ranks, which share one sequence."
+    )
     ep: PositiveInt = Field(default=1, description="Expert-parallel ranks.")
     etp: PositiveInt = Field(default=1, description="Tensor-parallel ranks of each expert.")
     first_stage_layers: PositiveInt | None = None
@@ -39,9 +44,13 @@ class ParallelConfig(Section):
     def problems(self) -> Problems:
         one_stage = "needs pp > 1: without a pipeline one stage has all layers"
         return {
-            f"vpp {self.vpp} needs pp > 1: virtual stages share the ranks of a pipeline": self.vpp > 1 and self.pp == 1,
-            f"first_stage_layers {self.first_stage_layers} {one_stage}": self.first_stage_layers and self.pp == 1,
-            f"last_stage_layers {self.last_stage_layers} {one_stage}": self.last_stage_layers and self.pp == 1,
+            f"vpp {self.vpp} needs pp > 1: virtual stages share the ranks of a pipeline": self.vpp
+            > 1
+            and self.pp == 1,
+            f"first_stage_layers {self.first_stage_layers} {one_stage}": self.first_stage_layers
+            and self.pp == 1,
+            f"last_stage_layers {self.last_stage_layers} {one_stage}": self.last_stage_layers
+            and self.pp == 1,
         }
 
     def stage_layers(self, num_layers: int) -> list[int]:
@@ -52,14 +61,23 @@ class ParallelConfig(Section):
         given = [n for n in (self.first_stage_layers, self.last_stage_layers) if n is not None]
         middle, left = self.pp - len(given), num_layers - sum(given)
         if (left > 0) != (middle > 0) or left < 0 or (middle and left % middle):
-            rest = f" less first_stage_layers and last_stage_layers, {sum(given)} together," if given else ""
-            raise ValueError(f"num_hidden_layers = {num_layers}{rest} cannot be cut into {middle} equal stages")
+            rest = (
+                f" less first_stage_layers and last_stage_layers, {sum(given)} together,"
+                if given
+                else ""
+            )
+            raise ValueError(
+                f"num_hidden_layers = {num_layers}{rest} cannot be cut into {middle} equal stages"
+            )
         stages = [self.first_stage_layers] if self.first_stage_layers else []
         stages += [left // middle] * middle if middle else []
         stages += [self.last_stage_layers] if self.last_stage_layers else []
         uneven = [n for n in stages if n % self.vpp]
         if uneven:
-            raise ValueError(f"a stage of {uneven[0]} layers does not divide into vpp = {self.vpp} virtual stages")
+            raise ValueError(
+                f"a stage of {uneven[0]} layers does not divide into vpp = {self.vpp} virtual "
+                "stages"
+            )
         return stages
 
 
@@ -71,22 +89,31 @@ class OptimizerConfig(Section):
     """Learning rate at the last update, for linear and cosine decay."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up: constant, or decaying to `min_lr` at the last update."""
-    warmup_steps: NonNegativeInt = Field(default=0, description="Optimizer updates of linear warm-up.")
+    warmup_steps: NonNegativeInt = Field(
+        default=0, description="Optimizer updates of linear warm-up."
+    )
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay; norms and biases are spared."""
     adam_beta1: float = Field(default=0.9, description="Decay of Adam's first moment.")
     adam_beta2: float = Field(default=0.999, description="Decay of Adam's second moment.")
-    adam_eps: PositiveFloat = Field(default=1e-8, description="Added to the root of Adam's second moment.")
-    clip_grad: NonNegativeFloat = Field(default=1.0, description="Largest global gradient norm; 0: no clipping.")
-    distributed: bool = Field(default=True, description="Shard the optimizer's state over data-parallel ranks.")
+    adam_eps: PositiveFloat = Field(
+        default=1e-8, description="Added to the root of Adam's second moment."
+    )
+    clip_grad: NonNegativeFloat = Field(
+        default=1.0, description="Largest global gradient norm; 0: no clipping."
+    )
+    distributed: bool = Field(
+        default=True, description="Shard the optimizer's state over data-parallel ranks."
+    )
     megatron: LibrarySettings = Field(default={})
-    """Fields of Megatron's OptimizerConfig by their own names, such as `optimizer_cpu_offload: true`; what is set
-    elsewhere in this file, or would break a promise, is refused."""
+    """Fields of Megatron's OptimizerConfig by their own names, such as `optimizer_cpu_offload:
+    true`; what is set elsewhere in this file, or would break a promise, is refused."""
 
     def problems(self) -> Problems:
         unread = self.min_lr and self.lr_schedule == "constant"
         return {
-            f"min_lr {self.min_lr:g} has no effect with lr_schedule constant; choose linear or cosine": unread,
+            f"min_lr {self.min_lr:g} has no effect with lr_schedule constant; choose linear or "
+            "cosine": unread,
             f"min_lr {self.min_lr:g} is above lr {self.lr:g}": self.min_lr > self.lr,
         }
 
@@ -95,21 +122,26 @@ Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 
 
 class LoraConfig(Section):
-    """Low-rank adapters: y = W x + alpha / rank * B (A x). W is frozen, A and B of every target are trained."""
+    """Low-rank adapters: y = W x + alpha / rank * B (A x). W is frozen, A and B of every target are
+    trained."""
 
     rank: PositiveInt = Field(default=16, description="Rows of A and columns of B.")
-    alpha: PositiveFloat = Field(default=32.0, description="What the adapters add is multiplied by alpha / rank.")
+    alpha: PositiveFloat = Field(
+        default=32.0, description="What the adapters add is multiplied by alpha / rank."
+    )
     dropout: NonNegativeFloat = 0.0
     """Must be 0: the mask's noise would be in every ratio of new to old probabilities."""
     targets: list[Projection] = Field(default=list(get_args(Projection)), min_length=1)
-    """Projections with adapters, by their Hugging Face names; of a model with experts, its experts'."""
+    """Projections with adapters, by their Hugging Face names; of a model with experts, its
+    experts'."""
 
     @field_validator("dropout")
     @classmethod
     def _no_dropout(cls, dropout: float) -> float:
         if dropout:
             raise ValueError(
-                f"{dropout:g} is not supported: ratios compare log-probabilities of one model in several passes and "
+                f"{dropout:g} is not supported: ratios compare log-probabilities of one model in "
+                "several passes and "
                 "layouts, which would each have a mask of their own; set 0"
             )
         return dropout
@@ -131,31 +163,37 @@ class VisionConfig(Section):
     """The vision tower of a vision-language model."""
 
     train: Literal["none", "projector", "all"] = "all"
-    """What of the tower is trained: nothing; its projector, the mergers that make features of patches; or all."""
+    """What of the tower is trained: nothing; its projector, the mergers that make features of
+    patches; or all."""
 
 
 class DraftConfig(Section):
-    """The model's multi-token-prediction layer, which proposes tokens to engines (rollout.draft_tokens)."""
+    """The model's multi-token-prediction layer, which proposes tokens to engines
+    (rollout.draft_tokens)."""
 
     train: bool = True
-    """Train it in every update towards the policy's own distribution of the token after next, on detached inputs: the
-    policy's gradients stay what they are."""
+    """Train it in every update towards the policy's own distribution of the token after next, on
+    detached inputs: the policy's gradients stay what they are."""
     lr_factor: PositiveFloat = 1.0
     """Its learning rate over that of the model, `optimizer.lr`."""
 
 
 class RouterLossConfig(Section):
-    """Losses of the routers, only of real tokens, divided by counts over the whole update on all ranks."""
+    """Losses of the routers, only of real tokens, divided by counts over the whole update on all
+    ranks."""
 
     balance: NonNegativeFloat = 0.0
-    """Coefficient of the balance loss of single sequences (DeepSeek-V3's; 1 is balanced): the mean over the update's
-    samples, summed over layers; 0: none. DeepSeek-V3 took 0.0001."""
+    """Coefficient of the balance loss of single sequences (DeepSeek-V3's; 1 is balanced): the mean
+    over the update's samples, summed over layers; 0: none. DeepSeek-V3 took 0.0001."""
     z: NonNegativeFloat = 0.0
-    """Coefficient of the z-loss: the squared log-sum-exp of a token's router logits, the mean over the update's tokens,
-    summed over layers; 0: none. ST-MoE took 0.001."""
+    """Coefficient of the z-loss: the squared log-sum-exp of a token's router logits, the mean over
+    the update's tokens, summed over layers; 0: none. ST-MoE took 0.001."""
 
     def problems(self) -> Problems:
-        return {"balance and z are both 0: set one, or remove router_losses": not self.balance and not self.z}
+        return {
+            "balance and z are both 0: set one, or remove router_losses": not self.balance
+            and not self.z
+        }
 
 
 class ActorConfig(Section):
@@ -163,12 +201,15 @@ class ActorConfig(Section):
 
     world_size: PositiveInt = Field(default=1, description="Trainer ranks, over all nodes.")
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Device of trainers; auto: CUDA if a GPU is visible, else the CPU, on which bfloat16 is then refused."""
+    """Device of trainers; auto: CUDA if a GPU is visible, else the CPU, on which bfloat16 is then
+    refused."""
     dtype: Dtype = "float32"
     """Type of weights and activations; sums and optimizer state are float32."""
     parallel: ParallelConfig = ParallelConfig()
     """How model and samples are cut over the ranks."""
-    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="Adam and its learning rate.")
+    optimizer: OptimizerConfig = Field(
+        default=OptimizerConfig(), description="Adam and its learning rate."
+    )
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights; default: all weights."""
     vision: VisionConfig | None = None
@@ -176,37 +217,45 @@ class ActorConfig(Section):
     draft: DraftConfig | None = None
     """Load, train, publish and export the multi-token-prediction layer; default: it is left out."""
     router_bias_update: PositiveFloat | None = None
-    """Move each bias of a router by this after an update, up where its expert got fewer tokens than the mean:
-    DeepSeek-V3's balance without an auxiliary loss, which took 0.001 for most of its training; default: biases stay as
-    they are."""
+    """Move each bias of a router by this after an update, up where its expert got fewer tokens than
+    the mean: DeepSeek-V3's balance without an auxiliary loss, which took 0.001 for most of its
+    training; default: biases stay as they are."""
     router_losses: RouterLossConfig | None = None
     """Auxiliary losses of the routers of a model with experts; default: none."""
     routing_replay: Literal["rollout", "old"] | None = None
-    """Experts that the actor's forwards take as given, with weights from its own routers: those that the engine chose
-    (rollout; R3, arXiv 2510.11370), or those of the log-probabilities before a step's first update (old; R2, arXiv
-    2507.18071). The reference's forward routes for itself. Default: routers choose."""
+    """Experts that the actor's forwards take as given, with weights from its own routers: those
+    that the engine chose (rollout; R3, arXiv 2510.11370), or those of the log-probabilities before
+    a step's first update (old; R2, arXiv 2507.18071). The reference's forward routes for itself.
+    Default: routers choose."""
     fake_quantization: Literal["fp8"] | None = None
-    """Compute forward and backward with weights rounded as `rollout.quantization` rounds those of engines; gradients go
-    to the weights before rounding, which are updated and published. Default: weights are not rounded."""
+    """Compute forward and backward with weights rounded as `rollout.quantization` rounds those of
+    engines; gradients go to the weights before rounding, which are updated and published. Default:
+    weights are not rounded."""
     micro_batch_tokens: PositiveInt = 4096
     """Most tokens in one forward pass, padding included."""
-    packing: bool = Field(default=True, description="Lay several sequences into one row, without padding between them.")
+    packing: bool = Field(
+        default=True,
+        description="Lay several sequences into one row, without padding between them.",
+    )
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in the backward pass: none; those of `megatron.recompute_modules`; or all, layer by
-    layer."""
+    """Activations computed again in the backward pass: none; those of `megatron.recompute_modules`;
+    or all, layer by layer."""
     transformer_engine: Literal["auto"] | bool = "auto"
-    """Use Transformer Engine's layers, attention and grouped experts; auto: on CUDA if it is installed, except for
-    `lora`, whose adapters are added to Megatron's own layers, and for float32, which it would multiply as TF32."""
+    """Use Transformer Engine's layers, attention and grouped experts; auto: on CUDA if it is
+    installed, except for `lora`, whose adapters are added to Megatron's own layers, and for
+    float32, which it would multiply as TF32."""
     megatron: LibrarySettings = Field(default={})
-    """Fields of Megatron's TransformerConfig by their own names, such as `moe_permute_fusion: true`; what is set
-    elsewhere in this file, or would break a promise, is refused."""
+    """Fields of Megatron's TransformerConfig by their own names, such as `moe_permute_fusion:
+    true`; what is set elsewhere in this file, or would break a promise, is refused."""
     ddp: LibrarySettings = Field(default={})
-    """Fields of Megatron's DistributedDataParallelConfig by their own names, such as `bucket_size: 40000000`; what is
-    set elsewhere in this file, or would break a promise, is refused."""
+    """Fields of Megatron's DistributedDataParallelConfig by their own names, such as `bucket_size:
+    40000000`; what is set elsewhere in this file, or would break a promise, is refused."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits exist at once: [chunk, vocab / tp] is the largest block ever held."""
     threads: PositiveInt = Field(default=1, description="Threads of a rank's operators on a CPU.")
-    deadline_s: PositiveFloat = Field(default=1800.0, description="Seconds that any collective may wait.")
+    deadline_s: PositiveFloat = Field(
+        default=1800.0, description="Seconds that any collective may wait."
+    )
     max_restarts: NonNegativeInt = 3
     """Times in a run that all ranks start again from the last checkpoint because one was lost."""
 
@@ -237,9 +286,11 @@ class ActorConfig(Section):
 
     @property
     def expects_transformer_engine(self) -> bool:
-        """Returns whether GPUs that have Transformer Engine compute with its layers; they find out when they start.
+        """Returns whether GPUs that have Transformer Engine compute with its layers; they find out
+        when they start.
 
-        Of a machine without it nothing is known here: actor/host.py's uses_transformer_engine decides there.
+        Of a machine without it nothing is known here: actor/host.py's uses_transformer_engine
+        decides there.
         """
         by_itself = self.lora is None and self.dtype != "float32"
         return self.transformer_engine is True or (self.transformer_engine == "auto" and by_itself)
@@ -256,17 +307,22 @@ class ActorConfig(Section):
         return {
             **self._indivisible("tp x pp x cp", p.tp * p.pp * p.cp),
             **self._indivisible("etp x ep x pp", p.etp * p.ep * p.pp),
-            f"{own_layers}: set transformer_engine: false": with_lora and self.transformer_engine is True,
-            f"{frozen} biases too: remove router_bias_update": with_lora and self.router_bias_update is not None,
+            f"{own_layers}: set transformer_engine: false": with_lora
+            and self.transformer_engine is True,
+            f"{frozen} biases too: remove router_bias_update": with_lora
+            and self.router_bias_update is not None,
             f"{frozen} too: remove router_losses": with_lora and self.router_losses is not None,
-            "lora trains adapters of the model alone: remove draft": with_lora and self.draft is not None,
-            "lora with fake_quantization: engines round the sum of weights and adapters, which only publishes compute; "
+            "lora trains adapters of the model alone: remove draft": with_lora
+            and self.draft is not None,
+            "lora with fake_quantization: engines round the sum of weights and adapters, which "
+            "only publishes compute; "
             "remove one of them": with_lora and self.fake_quantization is not None,
-            "fake_quantization with megatron.fp8: weights would be rounded twice; remove one of them": (
-                self.fake_quantization is not None and self.megatron.get("fp8")
-            ),
-            "routing_replay with megatron.moe_router_fusion: the fused kernel chooses experts by itself, whatever it "
-            "is given; remove one of them": self.routing_replay and self.megatron.get("moe_router_fusion"),
+            "fake_quantization with megatron.fp8: weights would be rounded twice; remove one of "
+            "them": (self.fake_quantization is not None and self.megatron.get("fp8")),
+            "routing_replay with megatron.moe_router_fusion: the fused kernel chooses experts by "
+            "itself, whatever it "
+            "is given; remove one of them": self.routing_replay
+            and self.megatron.get("moe_router_fusion"),
         }
 
     def _indivisible(self, what: str, size: int) -> Problems:
@@ -282,19 +338,29 @@ class ActorConfig(Section):
         held = rollout.max_running_requests * read
         halves = rollout.sets("enable_two_batch_overlap")
         return {
-            "actor.routing_replay old changes nothing with one update a step: the weights before it are those that "
-            "choose the experts; remove it, raise train.num_updates_per_step or num_epochs_per_step, or set it to "
+            "actor.routing_replay old changes nothing with one update a step: the weights before "
+            "it are those that "
+            "choose the experts; remove it, raise train.num_updates_per_step or "
+            "num_epochs_per_step, or set it to "
             "rollout": self.routing_replay == "old" and experiment.train.updates_of_step == 1,
-            f"actor.routing_replay rollout with rollout.sglang.chunked_prefill_size {chunk}: SGLang keeps the experts "
+            f"actor.routing_replay rollout with rollout.sglang.chunked_prefill_size {chunk}: "
+            "SGLang keeps the experts "
             "of one chunk, and a longer prompt in one piece would end the engine; remove the latter": unchunked,
-            f"actor.routing_replay rollout with rollout.draft_tokens: a forward may read {held} tokens, "
-            f"max_running_requests times {read}, and SGLang keeps the experts of one chunk; lower the former, or set "
-            f"rollout.sglang: {{chunked_prefill_size: {held}}}": by_engine and read > 1 and held > (chunk or _CHUNK),
-            "actor.fake_quantization without rollout.quantization: engines would not round their weights; set both, or "
+            f"actor.routing_replay rollout with rollout.draft_tokens: a forward may read {held} "
+            "tokens, "
+            f"max_running_requests times {read}, and SGLang keeps the experts of one chunk; lower "
+            "the former, or set "
+            f"rollout.sglang: {{chunked_prefill_size: {held}}}": by_engine
+            and read > 1
+            and held > (chunk or _CHUNK),
+            "actor.fake_quantization without rollout.quantization: engines would not round their "
+            "weights; set both, or "
             "neither": self.fake_quantization and experiment.rollout.quantization is None,
-            "actor.routing_replay rollout with SGLang's enable_two_batch_overlap, which keeps the experts of a batch's "
+            "actor.routing_replay rollout with SGLang's enable_two_batch_overlap, which keeps the "
+            "experts of a batch's "
             "second half where those of the first are; remove one of them": by_engine and halves,
-            "actor.routing_replay rollout with SGLang's enable_hierarchical_cache: for what comes back from the host "
+            "actor.routing_replay rollout with SGLang's enable_hierarchical_cache: for what comes "
+            "back from the host "
             "it returns another token's experts; remove one of "
             "them": by_engine and rollout.sets("enable_hierarchical_cache"),
         }

@@ -1,4 +1,5 @@
-"""The `algorithm` section. Options of an estimator, a loss or a reward step are fields of its own variant."""
+"""The `algorithm` section. Options of an estimator, a loss or a reward step are fields of its own
+variant."""
 
 import math
 from typing import TYPE_CHECKING, Literal
@@ -17,10 +18,12 @@ if TYPE_CHECKING:
 
 
 class DynamicSampling(Section):
-    """DAPO: keep only groups that differ in the metric, ask for more until the batch is full. arXiv 2503.14476."""
+    """DAPO: keep only groups that differ in the metric, ask for more until the batch is full. arXiv
+    2503.14476."""
 
     metric: Literal["reward", "shaped_reward"] = "reward"
-    """In what the responses of a group must differ: the grader's reward, or that scaled and after overlong shaping."""
+    """In what the responses of a group must differ: the grader's reward, or that scaled and after
+    overlong shaping."""
     max_num_gen_batches: int = Field(default=10, ge=1)
     """Batches of prompts a step may generate before the run stops."""
 
@@ -53,39 +56,60 @@ class AlgorithmConfig(Section):
     def problems(self) -> Problems:
         advantage, reward = self.advantage, self.reward
         missed = reward.missed_by_greedy_baseline
-        unread = self.loss_scale_factor is not None and self.aggregation != "seq-mean-token-sum-norm"
+        unread = (
+            self.loss_scale_factor is not None and self.aggregation != "seq-mean-token-sum-norm"
+        )
         twice = self.whiten_advantages and advantage.whitens
         return {
-            f"reward.mean/std: group with advantage {advantage.name} normalises by the group twice; use batch, running "
+            f"reward.mean/std: group with advantage {advantage.name} normalises by the group "
+            "twice; use batch, running "
             "or none": reward.normalises_by_group and advantage.normalises_by_group,
-            f"reward.{', reward.'.join(missed)}: changes the rewards but not {advantage.name}'s greedy baseline; leave "
+            f"reward.{', reward.'.join(missed)}: changes the rewards but not {advantage.name}'s "
+            "greedy baseline; leave "
             "it out": missed and advantage.needs_greedy_response,
             f"advantage {advantage.name} is whitened already; remove whiten_advantages": twice,
-            f"loss_scale_factor belongs to seq-mean-token-sum-norm; aggregation is {self.aggregation}": unread,
+            "loss_scale_factor belongs to seq-mean-token-sum-norm; aggregation is "
+            f"{self.aggregation}": unread,
         }
 
     def excludes(self, experiment: "ExperimentConfig") -> Problems:
-        train, parallel, longest = experiment.train, experiment.actor.parallel, experiment.sampling.max_response_tokens
+        train, parallel, longest = (
+            experiment.train,
+            experiment.actor.parallel,
+            experiment.sampling.max_response_tokens,
+        )
         updates, responses = train.updates_of_step, train.num_prompts_per_step * train.group_size
         padded = parallel.cp > 1 and updates > 1 and not experiment.actor.packing
         apart = self.kl.estimator == "full" and self.uses_reference and padded
         horizon = self.kl.adaptive.horizon if self.kl.adaptive is not None else math.inf
         overlong, endless = self.reward.overlong, self.dynamic_sampling and train.num_epochs
         refused, alone = self.advantage.refuses_group_of_one, train.group_size == 1
-        all_zero, all_equal = alone and self.reward.normalises_by_group, alone and self.dynamic_sampling
+        all_zero, all_equal = (
+            alone and self.reward.normalises_by_group,
+            alone and self.dynamic_sampling,
+        )
         return {
-            f"algorithm.kl.estimator full, actor.parallel.cp {parallel.cp} and {updates} updates a step need "
-            "actor.packing: true; padded, the reference's positions would lie on other ranks than the actor's": apart,
-            "train.num_epochs with algorithm.dynamic_sampling: a step then takes as many prompts as it must, so that "
+            f"algorithm.kl.estimator full, actor.parallel.cp {parallel.cp} and {updates} updates a "
+            "step need "
+            "actor.packing: true; padded, the reference's positions would lie on other ranks than "
+            "the actor's": apart,
+            "train.num_epochs with algorithm.dynamic_sampling: a step then takes as many prompts "
+            "as it must, so that "
             "passes over them do not say how many steps there are; give train.num_steps": endless,
-            "reward.mean/std: group with train.group_size 1 makes every reward 0; use batch, running or none": all_zero,
+            "reward.mean/std: group with train.group_size 1 makes every reward 0; use batch, "
+            "running or none": all_zero,
             f"{refused}": alone and refused,
-            "dynamic_sampling keeps groups whose responses differ; train.group_size must be at least 2": all_equal,
-            f"algorithm.kl.adaptive.horizon {horizon:g} is too short for {responses} responses a step: the coefficient "
-            f"is multiplied by 1 - {KL_ERROR_LIMIT} x {responses} / horizon at worst; use more than "
+            "dynamic_sampling keeps groups whose responses differ; train.group_size must be at "
+            "least 2": all_equal,
+            f"algorithm.kl.adaptive.horizon {horizon:g} is too short for {responses} responses a "
+            "step: the coefficient "
+            f"is multiplied by 1 - {KL_ERROR_LIMIT} x {responses} / horizon at worst; use more "
+            "than "
             f"{KL_ERROR_LIMIT * responses:g}": horizon <= KL_ERROR_LIMIT * responses,
-            f"algorithm.reward.overlong.buffer_tokens {overlong and overlong.buffer_tokens} is more than "
-            f"sampling.max_response_tokens {longest}: every response would be punished; DAPO's buffer is a fifth of "
+            f"algorithm.reward.overlong.buffer_tokens {overlong and overlong.buffer_tokens} is "
+            "more than "
+            f"sampling.max_response_tokens {longest}: every response would be punished; DAPO's "
+            "buffer is a fifth of "
             "the longest response": overlong is not None and overlong.buffer(longest) > longest,
         }
 
@@ -101,7 +125,8 @@ class AlgorithmConfig(Section):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Returns whether advantages need old log-probabilities; several updates a step need them in any case."""
+        """Returns whether advantages need old log-probabilities; several updates a step need them
+        in any case."""
         corrects_mismatch = self.mismatch.weight is not None or self.mismatch.reject is not None
         return self.measures_kl_before_update or corrects_mismatch
 
@@ -112,7 +137,8 @@ class AlgorithmConfig(Section):
 
     @property
     def whitens(self) -> bool:
-        """Returns whether advantages are shifted and scaled to mean 0 and variance 1 over the step's tokens."""
+        """Returns whether advantages are shifted and scaled to mean 0 and variance 1 over the
+        step's tokens."""
         return self.whiten_advantages or self.advantage.whitens
 
     @property
@@ -136,7 +162,11 @@ class AlgorithmConfig(Section):
             terms.append(f"{self.kl.loss_coef:g} KL_{self.kl.estimator}")
         if self.entropy_coef:
             terms.append(f"({-self.entropy_coef:g}) H")
-        advantage = f"({self.advantage.formula})" if self.whiten_advantages or clip else self.advantage.formula
+        advantage = (
+            f"({self.advantage.formula})"
+            if self.whiten_advantages or clip
+            else self.advantage.formula
+        )
         advantage = f"whitened {advantage}" if self.whiten_advantages else advantage
         left_out = [
             "responses cut by length" if self.mask_truncated else "",

@@ -18,7 +18,9 @@ from megagrpo.config.fields import (
 class ModelConfig(Section):
     """The model to train."""
 
-    path: LocalPath = Field(description="Hugging Face folder with config.json, tokenizer files and safetensors.")
+    path: LocalPath = Field(
+        description="Hugging Face folder with config.json, tokenizer files and safetensors."
+    )
     tokenizer: LocalPath | None = None
     """Another Hugging Face folder with the tokenizer; default: `path`."""
 
@@ -29,7 +31,8 @@ class SourceConfig(Section):
     source: str = Field(description="Its name in metrics and rollouts.")
     path: LocalPath | list[LocalPath] = Field(description="As `data.path`.")
     ratio: PositiveFloat | None = None
-    """Its share of the prompts, relative to the other sources'; default, for all of them: by their sizes."""
+    """Its share of the prompts, relative to the other sources'; default, for all of them: by their
+    sizes."""
     prompt_key: str | None = Field(default=None, description="As `data.prompt_key`.")
     answer_key: str | None = Field(default=None, description="As `data.answer_key`.")
     grader: str | None = Field(default=None, description="As `data.grader`.")
@@ -47,28 +50,37 @@ class DataConfig(Section):
     """
 
     path: LocalPath | list[LocalPath] | None = None
-    """File that ends in .jsonl or .parquet, or a list of such files, which are read as one; or `sources`."""
+    """File that ends in .jsonl or .parquet, or a list of such files, which are read as one; or
+    `sources`."""
     sources: list[SourceConfig] = Field(default=[])
     """Instead of `path`: a mixture of sources with keys of their own."""
     prompt_key: str = "prompt"
     """Column with the prompt: a text, or chat messages with `chat_template`."""
-    answer_key: str = Field(default="answer", description="Column with the answer that the grader compares with.")
-    source: str | None = Field(default=None, description="Name of the rows in metrics by source; default: none.")
+    answer_key: str = Field(
+        default="answer", description="Column with the answer that the grader compares with."
+    )
+    source: str | None = Field(
+        default=None, description="Name of the rows in metrics by source; default: none."
+    )
     source_key: str | None = None
     """Column that names the source of each row, for metrics by source and `grader_by_source`."""
     grader: str | None = None
-    """Grader of every row: one of `reward.graders` by its name, or any without args; default: `reward`'s."""
+    """Grader of every row: one of `reward.graders` by its name, or any without args; default:
+    `reward`'s."""
     grader_key: str | None = None
     """Column that names a grader for each row; default: `grader`."""
     grader_by_source: dict[str, str] = Field(default={})
-    """Grader for each value of `source_key`, such as `{openai/gsm8k: gsm8k, lighteval/MATH: math}`. `aime*` is
-    every other value that begins so."""
+    """Grader for each value of `source_key`, such as `{openai/gsm8k: gsm8k, lighteval/MATH: math}`.
+    `aime*` is every other value that begins so."""
     extra_key: str | None = None
     """Column that graders with a parameter `extra_info` receive, as verl's compute_score does."""
     images_key: str | None = None
-    """Column with the images of a prompt, whose text has `<image>` for each: paths, bytes or {bytes, path}; needs
-    `chat_template`. A row without images is text. See [vision](../vision.md)."""
-    chat_template: bool = Field(default=False, description="Render prompts with the tokenizer's chat template.")
+    """Column with the images of a prompt, whose text has `<image>` for each: paths, bytes or
+    {bytes, path}; needs `chat_template`. A row without images is text. See
+    [vision](../vision.md)."""
+    chat_template: bool = Field(
+        default=False, description="Render prompts with the tokenizer's chat template."
+    )
     chat_template_args: dict[str, str | int | float | bool] = Field(default={})
     """Arguments of the chat template, such as `enable_thinking: false` for Qwen3."""
     system_prompt: str | None = None
@@ -86,14 +98,17 @@ class DataConfig(Section):
 
     @property
     def parts(self) -> "list[DataConfig]":
-        """Each source with its keys over those of this section; the section itself if it has none."""
+        """Each source with its keys over those of this section; the section itself if it has
+        none."""
         own = [source.model_dump(exclude_none=True, exclude={"ratio"}) for source in self.sources]
         return [self.model_copy(update={"sources": [], **keys}) for keys in own] or [self]
 
     @property
     def paths(self) -> list[str]:
         """The files of all sources, in order."""
-        of_parts = ([part.path] if isinstance(part.path, str) else part.path or [] for part in self.parts)
+        of_parts = (
+            [part.path] if isinstance(part.path, str) else part.path or [] for part in self.parts
+        )
         return [path for paths in of_parts for path in paths]
 
     @property
@@ -103,12 +118,16 @@ class DataConfig(Section):
 
     def problems(self) -> Problems:
         twice = sorted({path for path in self.paths if self.paths.count(path) > 1})
-        templated, unread = "the template writes its own special tokens", "has no effect without chat_template: true"
+        templated, unread = (
+            "the template writes its own special tokens",
+            "has no effect without chat_template: true",
+        )
         chat, names = self.chat_template, [source.source for source in self.sources]
         same = sorted({name for name in names if names.count(name) > 1})
         with_ratio = sum(source.ratio is not None for source in self.sources)
         return {
-            "path is missing; it names a file, or several: [a.jsonl, b.jsonl]": self.path is None and not names,
+            "path is missing; it names a file, or several: [a.jsonl, b.jsonl]": self.path is None
+            and not names,
             "path and sources: write the file into a source of its own": self.path and names,
             "path names no file": self.path == [],
             f"path names {', '.join(map(repr, twice))} twice": twice,
@@ -118,7 +137,8 @@ class DataConfig(Section):
             f"add_bos with chat_template: {templated}; remove add_bos": self.add_bos and chat,
             f"system_prompt {unread}": self.system_prompt and not chat,
             f"chat_template_args {unread}": self.chat_template_args and not chat,
-            "images_key needs chat_template: true, which places the images": self.images_key and not chat,
+            "images_key needs chat_template: true, which places the images": self.images_key
+            and not chat,
             "grader_by_source needs source_key, the column that names a row's source (verl: "
             "data_source)": self.grader_by_source and self.source_key is None,
             "grader_key and grader_by_source both choose a row's grader; remove one": self.grader_by_source
@@ -133,12 +153,14 @@ class EvalConfig(Section):
     every: PositiveInt = Field(default=10, description="Steps between evaluations.")
     num_samples: PositiveInt = 1
     """Responses a prompt; with more than 1, pass@k is reported too."""
-    temperature: NonNegativeFloat = Field(default=0.0, description="Sampling temperature; 0 is greedy.")
+    temperature: NonNegativeFloat = Field(
+        default=0.0, description="Sampling temperature; 0 is greedy."
+    )
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus of probability sampled from; 1: all."""
     top_k: int = Field(default=-1, description="Most probable tokens sampled from; -1: all.")
     num_as_trained: NonNegativeInt = 0
-    """Responses a prompt of a second evaluation, sampled at `sampling.temperature` as in training, with metrics
-    eval_as_trained/...; 0: none."""
+    """Responses a prompt of a second evaluation, sampled at `sampling.temperature` as in training,
+    with metrics eval_as_trained/...; 0: none."""
     max_response_tokens: PositiveInt | None = None
     """Longest response in tokens; default: `sampling.max_response_tokens`."""

@@ -44,7 +44,12 @@ def reference() -> str:
     lines = [_HEAD]
     _add_section(lines, "", ExperimentConfig, seen=set())
     for grader, options in OPTIONS.items():
-        lines += [f"## `reward.args` of grader `{grader}`", "", *_doc(options), *_table("reward.args", options)]
+        lines += [
+            f"## `reward.args` of grader `{grader}`",
+            "",
+            *_doc(options),
+            *_table("reward.args", options),
+        ]
     head = ("## Settings of libraries that are refused", "", _REFUSED_HEAD)
     lines += [*head, "| map | reason | fields |", "|---|---|---|"]
     for table in MEGATRON_SETTINGS:
@@ -56,19 +61,31 @@ def _refused_rows(path: str, refused: Mapping[str, Refusal]) -> list[str]:
     """Returns one row for each reason, with the names and patterns that it is given for."""
     fields: dict[str, list[str]] = {}
     for name, refusal in refused.items():
-        fields.setdefault(f"set by {refusal.instead}" if refusal.instead else refusal.reason, []).append(f"`{name}`")
+        fields.setdefault(
+            f"set by {refusal.instead}" if refusal.instead else refusal.reason, []
+        ).append(f"`{name}`")
     return [f"| `{path}` | {reason} | {', '.join(names)} |" for reason, names in fields.items()]
 
 
-def _add_section(lines: list[str], path: str, section: type[Section], seen: set[type[Section]]) -> None:
-    """Appends the table of `section` at `path`, then those of the sections inside it that are not `seen`."""
+def _add_section(
+    lines: list[str], path: str, section: type[Section], seen: set[type[Section]]
+) -> None:
+    """Appends the table of `section` at `path`, then those of the sections inside it that are not
+    `seen`."""
     if section in seen:
         return
     seen.add(section)
-    lines += [f"## {f'`{path}`' if path else 'Top level'}", "", *_doc(section), *_table(path, section)]
+    lines += [
+        f"## {f'`{path}`' if path else 'Top level'}",
+        "",
+        *_doc(section),
+        *_table(path, section),
+    ]
     for name, field in section.model_fields.items():
         inner, below = sections(members(field.annotation)), f"{path}.{name}".lstrip(".")
-        of_list = sections(item for member in members(field.annotation) for item in elements(member))
+        of_list = sections(
+            item for member in members(field.annotation) for item in elements(member)
+        )
         if of_list:
             _add_section(lines, f"{below}.0", of_list[0], seen)
         elif len(inner) == 1:
@@ -76,7 +93,9 @@ def _add_section(lines: list[str], path: str, section: type[Section], seen: set[
         elif inner:
             lines += [f"## `{below}`", "", "One of these variants; its `name` chooses.", ""]
             for variant in inner:
-                names = " and ".join(f"`name: {name}`" for name in choices([variant.model_fields["name"].annotation]))
+                names = " and ".join(
+                    f"`name: {name}`" for name in choices([variant.model_fields["name"].annotation])
+                )
                 lines += [f"### `{below}`, {names}", "", *_doc(variant), *_table(below, variant)]
 
 
@@ -89,7 +108,9 @@ def _table(path: str, section: type[Section]) -> list[str]:
     for name, field in section.model_fields.items():
         chooses_variant = path and name == "name" and get_origin(field.annotation) is Literal
         if not chooses_variant:  # its heading says the name already
-            meaning = " ".join((field.description or "").split()).replace("|", "\\|")  # a bar ends a cell
+            meaning = " ".join((field.description or "").split()).replace(
+                "|", "\\|"
+            )  # a bar ends a cell
             rows.append(f"| `{name}` | {_type(field)} | {_default(field)} | {meaning} |")
     return ["| key | type | default | meaning |", "|---|---|---|---|", *rows, ""] if rows else []
 
@@ -120,7 +141,12 @@ def _value(value: object) -> str:
 def _type(field: FieldInfo) -> str:
     parts = [_member(member) for member in members(field.annotation) if member is not type(None)]
     constraints = [*field.metadata, *_inner_metadata(field.annotation)]
-    bounds = [f"{sign} {getattr(item, name)}" for item in constraints for name, sign in _SIGNS if hasattr(item, name)]
+    bounds = [
+        f"{sign} {getattr(item, name)}"
+        for item in constraints
+        for name, sign in _SIGNS
+        if hasattr(item, name)
+    ]
     return f"{' or '.join(dict.fromkeys(parts))} {' and '.join(bounds)}".strip()
 
 
@@ -135,9 +161,15 @@ def _member(member: object) -> str:
 
 
 def _inner_metadata(annotation: object) -> list[object]:
-    """Returns the constraints inside an optional or a list type, which pydantic does not lift to the field."""
+    """Returns the constraints inside an optional or a list type, which pydantic does not lift to
+    the field."""
     annotated = [argument for argument in get_args(annotation) if get_origin(argument) is Annotated]
-    fields = [item for argument in annotated for item in argument.__metadata__ if isinstance(item, FieldInfo)]
+    fields = [
+        item
+        for argument in annotated
+        for item in argument.__metadata__
+        if isinstance(item, FieldInfo)
+    ]
     return [constraint for field in fields for constraint in field.metadata]
 
 

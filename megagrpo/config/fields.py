@@ -3,7 +3,17 @@
 import os
 from collections.abc import Callable, Iterable
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    Self,
+    Union,
+    get_args,
+    get_origin,
+)
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -22,8 +32,12 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Ddof = Literal[0, 1]
-Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-LibrarySettings = dict[str, Any]  # fields of a library by its own names; config/libraries checks their values
+Aggregation = Literal[
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
+LibrarySettings = dict[
+    str, Any
+]  # fields of a library by its own names; config/libraries checks their values
 Problems = dict[str, object]  # message with the reason and the remedy -> whether it holds
 KeyPath = tuple[str | int, ...]  # of a value in an experiment: ("sampling", "stop", 0)
 
@@ -60,17 +74,23 @@ class Section(BaseModel):
 
 
 class Variant(Section):
-    """Holds the fields of one choice, which `name` selects in YAML; class variables describe it to the program."""
+    """Holds the fields of one choice, which `name` selects in YAML; class variables describe it to
+    the program."""
 
     formula: ClassVar[str]  # in the papers' notation, for AlgorithmConfig.formula
-    aggregations: ClassVar[tuple[Aggregation, ...] | None] = None  # those the paper's objective needs; None: any
-    aggregation_advice: ClassVar[str] = ""  # given for another aggregation; {aggregation} is its name
+    aggregations: ClassVar[tuple[Aggregation, ...] | None] = (
+        None  # those the paper's objective needs; None: any
+    )
+    aggregation_advice: ClassVar[str] = (
+        ""  # given for another aggregation; {aggregation} is its name
+    )
 
     name: str
 
 
 def complaints(function: Callable[..., object], *arguments: object) -> list[str]:
-    """Returns the text of the ValueError with which the function refuses its arguments; [] if it accepts them."""
+    """Returns the text of the ValueError with which the function refuses its arguments; [] if it
+    accepts them."""
     try:
         function(*arguments)
     except ValueError as exc:
@@ -89,7 +109,9 @@ def members(annotation: object) -> list[object]:
 
 def sections(annotations: Iterable[object]) -> list[type[Section]]:
     """Returns those of the annotations that are sections; several are the variants of one."""
-    return [member for member in annotations if isinstance(member, type) and issubclass(member, Section)]
+    return [
+        member for member in annotations if isinstance(member, type) and issubclass(member, Section)
+    ]
 
 
 def elements(annotation: object) -> list[object]:
@@ -104,14 +126,23 @@ def annotations_at(root: type[Section], path: KeyPath) -> list[object]:
         if isinstance(key, int):
             found = [item for member in found for item in elements(member)]
         else:
-            fields = [section.model_fields[key] for section in sections(found) if key in section.model_fields]
+            fields = [
+                section.model_fields[key]
+                for section in sections(found)
+                if key in section.model_fields
+            ]
             found = [member for field in fields for member in members(field.annotation)]
     return found
 
 
 def choices(annotations: Iterable[object]) -> list[str]:
     """Returns the values of the annotations that are Literals, as text."""
-    return [str(value) for member in annotations if get_origin(member) is Literal for value in get_args(member)]
+    return [
+        str(value)
+        for member in annotations
+        if get_origin(member) is Literal
+        for value in get_args(member)
+    ]
 
 
 def all_paths(model: type[Section], prefix: str = "") -> list[str]:

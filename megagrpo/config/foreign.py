@@ -1,4 +1,5 @@
-"""The options of verl, ROLL and TRL by their names there: foreign_names.yaml, and hints for keys that came from there.
+"""The options of verl, ROLL and TRL by their names there: foreign_names.yaml, and hints for keys
+that came from there.
 
 `python -m megagrpo.config.foreign` prints docs/reference/names.md.
 """
@@ -50,7 +51,9 @@ def _entry(given: dict) -> Entry:
 @cache
 def defaults(framework: str) -> dict[str, Scalar]:
     """Returns the defaults of foreign_defaults.yaml."""
-    found = yaml.safe_load(_FILE.with_name("foreign_defaults.yaml").read_text(encoding="utf-8"))[framework]
+    found = yaml.safe_load(_FILE.with_name("foreign_defaults.yaml").read_text(encoding="utf-8"))[
+        framework
+    ]
     return {_whole(framework, key): value for key, value in found.items()}
 
 
@@ -61,29 +64,43 @@ def _whole(framework: str, name: str) -> str:
 @cache
 def _patterns(framework: str) -> list[tuple[int, re.Pattern[str], Entry]]:
     found = [(name, entry) for entry in entries() for name in entry.keys[framework]]
-    return [(len(n.replace("*", "")), re.compile(re.escape(n).replace(r"\*", ".+")), entry) for n, entry in found]
+    return [
+        (len(n.replace("*", "")), re.compile(re.escape(n).replace(r"\*", ".+")), entry)
+        for n, entry in found
+    ]
 
 
 def find(framework: str, key: str) -> Entry | None:
-    """Returns the entry of the most specific name that `key` has; None if it is not in the table."""
-    matching = [(length, entry) for length, pattern, entry in _patterns(framework) if pattern.fullmatch(key)]
+    """Returns the entry of the most specific name that `key` has; None if it is not in the
+    table."""
+    matching = [
+        (length, entry) for length, pattern, entry in _patterns(framework) if pattern.fullmatch(key)
+    ]
     return max(matching, key=lambda pair: pair[0])[1] if matching else None
 
 
 def key_hint(key: str, value: object) -> str:
-    """Returns what an unknown key of an experiment is called here, if it is one of another framework's; else ""."""
+    """Returns what an unknown key of an experiment is called here, if it is one of another
+    framework's; else ""."""
     leaves = [name for name, _ in leaves_of(value, key)]
     for framework, shown in FRAMEWORKS.items():
-        hints = [f"{shown}'s {leaf} is {what}" for leaf in leaves if (what := _is_here(framework, leaf))]
+        hints = [
+            f"{shown}'s {leaf} is {what}" for leaf in leaves if (what := _is_here(framework, leaf))
+        ]
         if hints:
             more = ", ..." if len(hints) > 4 else ""
-            return f"; {', '.join(hints[:4])}{more} (`megagrpo convert {framework} FILE` translates all)"
+            return (
+                f"; {', '.join(hints[:4])}{more} (`megagrpo convert {framework} FILE` "
+                "translates all)"
+            )
     last = key.rpartition(".")[2]
     for framework, shown in FRAMEWORKS.items():
         for entry in entries():
             for name in entry.keys[framework]:
                 if name.rpartition(".")[2] == last and entry.to and "*" not in name:
-                    return f"; {shown}'s {name} is {entry.to} here" + (f": {entry.note}" if entry.note else "")
+                    return f"; {shown}'s {name} is {entry.to} here" + (
+                        f": {entry.note}" if entry.note else ""
+                    )
     return ""
 
 
@@ -94,9 +111,14 @@ def _is_here(framework: str, key: str) -> str:
 
 
 def value_hint(key: str, value: object) -> str:
-    """Returns how a value of another framework is spelled here, if `key` of an experiment has it; else ""."""
-    entry = next((entry for entry in entries() if entry.to == key and value in (entry.values or {})), None)
-    return f"; {value!r} is {entry.values[value]!r} here" if entry is not None and entry.values else ""
+    """Returns how a value of another framework is spelled here, if `key` of an experiment has it;
+    else ""."""
+    entry = next(
+        (entry for entry in entries() if entry.to == key and value in (entry.values or {})), None
+    )
+    return (
+        f"; {value!r} is {entry.values[value]!r} here" if entry is not None and entry.values else ""
+    )
 
 
 def leaves_of(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -125,7 +147,13 @@ def names_page() -> str:
         if entry.to:
             names = " | ".join(_cell(entry, framework) for framework in FRAMEWORKS)
             lines.append(f"| `{entry.to}` | {names} | {_note(entry)} |")
-    lines += ["", "## Without a counterpart", "", "| verl | ROLL | TRL | here |", "|---|---|---|---|"]
+    lines += [
+        "",
+        "## Without a counterpart",
+        "",
+        "| verl | ROLL | TRL | here |",
+        "|---|---|---|---|",
+    ]
     for entry in entries():
         if not entry.to:
             names = " | ".join(_cell(entry, framework) for framework in FRAMEWORKS)
@@ -134,7 +162,9 @@ def names_page() -> str:
 
 
 def _cell(entry: Entry, framework: str) -> str:
-    return ", ".join(f"`{re.sub('^actor_rollout_ref[.]', 'A.', name)}`" for name in entry.keys[framework])
+    return ", ".join(
+        f"`{re.sub('^actor_rollout_ref[.]', 'A.', name)}`" for name in entry.keys[framework]
+    )
 
 
 def _note(entry: Entry) -> str:

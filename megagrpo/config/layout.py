@@ -7,11 +7,20 @@ from megagrpo.config.fields import complaints
 from megagrpo.families.architecture import Architecture
 
 # actor/layers/lora.py does not know their layers
-_WITHOUT_ADAPTERS = ("mixtral", "glm4_moe", "deepseek_v3", "kimi_k2", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+_WITHOUT_ADAPTERS = (
+    "mixtral",
+    "glm4_moe",
+    "deepseek_v3",
+    "kimi_k2",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+)
 
 
 def layout_problems(arch: Architecture, config: ActorConfig) -> list[str]:
-    """Returns every clash of the model with actor.parallel, each with its numbers and the sizes that would do.
+    """Returns every clash of the model with actor.parallel, each with its numbers and the sizes
+    that would do.
 
     Rules between the sizes themselves (world_size, vpp) are the schema's.
     """
@@ -30,7 +39,10 @@ def _sizes(arch: Architecture, config: ActorConfig) -> Iterator[str]:
         sizes.append(("num_key_value_heads", arch.num_kv_heads, "tp", p.tp))
     if arch.is_moe:
         width = "intermediate_size" if arch.family == "mixtral" else "moe_intermediate_size"
-        sizes += [("num_experts", arch.num_experts, "ep", p.ep), (width, arch.expert_ffn_size, "etp", p.etp)]
+        sizes += [
+            ("num_experts", arch.num_experts, "ep", p.ep),
+            (width, arch.expert_ffn_size, "etp", p.etp),
+        ]
     if arch.shared_ffn_size:
         sizes.append(("n_shared_experts x moe_intermediate_size", arch.shared_ffn_size, "tp", p.tp))
     if not arch.is_moe or arch.dense_layers:
@@ -44,10 +56,16 @@ def _sizes(arch: Architecture, config: ActorConfig) -> Iterator[str]:
 def _stages(arch: Architecture, config: ActorConfig) -> Iterator[str]:
     p, layers = config.parallel, arch.num_layers
     ends = uneven_ends(layers, p.pp, p.vpp) if p.pp > 1 else None
-    uneven = f"actor.parallel.first_stage_layers: {ends[0]} and last_stage_layers: {ends[1]}" if ends else ""
+    uneven = (
+        f"actor.parallel.first_stage_layers: {ends[0]} and last_stage_layers: {ends[1]}"
+        if ends
+        else ""
+    )
     if p.first_stage_layers or p.last_stage_layers:
         remedy = f"; set {uneven}" if uneven else ""
-        yield from (f"actor.parallel: {text}{remedy}" for text in complaints(p.stage_layers, layers))
+        yield from (
+            f"actor.parallel: {text}{remedy}" for text in complaints(p.stage_layers, layers)
+        )
     elif layers % (chunks := p.pp * p.vpp):
         its = f"the model's num_hidden_layers = {layers}; it may be {divisors(layers, chunks)}"
         remedy = f", or stay {chunks} with {uneven}" if uneven else ""
@@ -62,7 +80,8 @@ def _routers(arch: Architecture, config: ActorConfig) -> Iterator[str]:
             yield f"actor.{key}: a {arch.family} model has no experts to route to; remove it"
     if config.routing_replay == "rollout" and arch.family == "mixtral":
         yield (
-            "actor.routing_replay: SGLang's Mixtral does not say which layer chose experts, and would tell wrong ones; "
+            "actor.routing_replay: SGLang's Mixtral does not say which layer chose experts, and "
+            "would tell wrong ones; "
             "take old, or remove it"
         )
 
@@ -70,19 +89,28 @@ def _routers(arch: Architecture, config: ActorConfig) -> Iterator[str]:
 def _adapters(arch: Architecture, config: ActorConfig) -> Iterator[str]:
     if config.lora is None:
         return
-    p, of_experts = config.parallel, {"gate_proj", "up_proj", "down_proj"} & set(config.lora.targets)
+    p, of_experts = (
+        config.parallel,
+        {"gate_proj", "up_proj", "down_proj"} & set(config.lora.targets),
+    )
     if arch.is_moe and of_experts and p.tp % p.etp:
         yield (
-            f"actor.lora has targets in experts, which needs an actor.parallel.etp that divides tp = {p.tp}; "
+            "actor.lora has targets in experts, which needs an actor.parallel.etp that divides tp "
+            f"= {p.tp}; "
             f"{p.etp} does not: the gradient norm would count their adapters twice"
         )
     if arch.mla is None and arch.num_kv_heads < p.tp:
         yield (
-            f"actor.lora: with actor.parallel.tp = {p.tp} ranks share the model's {arch.num_kv_heads} key/value heads, "
-            f"whose projections adapters cannot be cut like; tp may be {divisors(arch.num_kv_heads, p.tp)}"
+            f"actor.lora: with actor.parallel.tp = {p.tp} ranks share the model's "
+            f"{arch.num_kv_heads} key/value heads, "
+            "whose projections adapters cannot be cut like; tp may be "
+            f"{divisors(arch.num_kv_heads, p.tp)}"
         )
     if arch.family in _WITHOUT_ADAPTERS:
-        yield f"actor.lora is not supported with a {arch.family} model: train all weights, or another family"
+        yield (
+            f"actor.lora is not supported with a {arch.family} model: train all weights, or "
+            "another family"
+        )
 
 
 def _vision(arch: Architecture, config: ActorConfig) -> Iterator[str]:
@@ -91,14 +119,19 @@ def _vision(arch: Architecture, config: ActorConfig) -> Iterator[str]:
             yield f"actor.vision: {arch.family} models are text-only; remove it"
         return
     if config.megatron.get("apply_rope_fusion"):
-        yield "actor.megatron.apply_rope_fusion: the fused kernel does not know positions of images; remove it"
+        yield (
+            "actor.megatron.apply_rope_fusion: the fused kernel does not know positions of "
+            "images; remove it"
+        )
     p, needed = config.parallel, arch.vision.deepstack
     if needed and p.pp > 1 and not complaints(p.stage_layers, arch.num_layers):
         first = p.stage_layers(arch.num_layers)[0] // p.vpp
         if first < needed:
             yield (
-                f"actor.parallel: the first stage has {first} layers (of its first virtual one), but features of "
-                f"images are added behind the model's first {needed}, where the tower is; take fewer stages, or raise "
+                f"actor.parallel: the first stage has {first} layers (of its first virtual one), "
+                "but features of "
+                f"images are added behind the model's first {needed}, where the tower is; take "
+                "fewer stages, or raise "
                 "first_stage_layers"
             )
 
@@ -106,11 +139,16 @@ def _vision(arch: Architecture, config: ActorConfig) -> Iterator[str]:
 def _experts(arch: Architecture, config: ActorConfig) -> Iterator[str]:
     for key, size in (("ep", config.parallel.ep), ("etp", config.parallel.etp)):
         if size > 1 and not arch.is_moe:
-            yield f"actor.parallel.{key} = {size}, but a {arch.family} model has no experts; {key} must be 1"
+            yield (
+                f"actor.parallel.{key} = {size}, but a {arch.family} model has no experts; "
+                f"{key} "
+                "must be 1"
+            )
 
 
 def context_problem(config: ActorConfig, transformer_engine: bool) -> str | None:
-    """Returns why GPUs, with or without Transformer Engine's layers, cannot share a sequence; None if they can."""
+    """Returns why GPUs, with or without Transformer Engine's layers, cannot share a sequence; None
+    if they can."""
     if config.parallel.cp == 1 or (transformer_engine and config.dtype == "bfloat16"):
         return None
     if config.lora is not None:
@@ -118,7 +156,8 @@ def context_problem(config: ActorConfig, transformer_engine: bool) -> str | None
     else:
         remedy = "install it and set actor.dtype: bfloat16 (it has none in float32), or set cp: 1"
     return (
-        f"actor.parallel.cp = {config.parallel.cp} needs Transformer Engine's attention on a GPU: torch's would hold "
+        f"actor.parallel.cp = {config.parallel.cp} needs Transformer Engine's attention on a GPU: "
+        "torch's would hold "
         f"masks as large as the square of the longest sequence; {remedy}"
     )
 
@@ -149,10 +188,11 @@ def divisors(number: int, near: int) -> str:
 
 
 def uneven_ends(layers: int, pp: int, vpp: int) -> tuple[int, int] | None:
-    """Returns layers of the first and of the last stage with which `pp` stages hold them all; None without any.
+    """Returns layers of the first and of the last stage with which `pp` stages hold them all; None
+    without any.
 
-    The stages between are equal, all divide into `vpp` virtual stages, and the ends, which also have the embedding and
-    the head, are smaller than the others where that is possible.
+    The stages between are equal, all divide into `vpp` virtual stages, and the ends, which also
+    have the embedding and the head, are smaller than the others where that is possible.
     """
     units, rest = divmod(layers, vpp)
     for middle in (-(-units // pp), units // pp):

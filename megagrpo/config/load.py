@@ -1,8 +1,9 @@
-"""Reads a YAML file and `--set` overrides into an ExperimentConfig, and reports every problem at once.
+"""Reads a YAML file and `--set` overrides into an ExperimentConfig, and reports every problem at
+once.
 
-Four steps: read each source into plain data with the location of every key; merge them (preset, file, overrides);
-validate with the schema; check the settings of libraries against their sources. Problems are reported in the words of
-the file.
+Four steps: read each source into plain data with the location of every key; merge them (preset,
+file, overrides); validate with the schema; check the settings of libraries against their sources.
+Problems are reported in the words of the file.
 """
 
 import difflib
@@ -31,7 +32,8 @@ Plain: TypeAlias = "dict[str, Plain] | list[Plain] | str | int | float | bool | 
 
 
 class ConfigError(ValueError):
-    """The experiment cannot be run as written; the text lists every problem with its location and its remedy."""
+    """The experiment cannot be run as written; the text lists every problem with its location and
+    its remedy."""
 
 
 @dataclass
@@ -60,7 +62,8 @@ class _Source:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML 1.2 scalars: 1e-6 is a float, only true and false are booleans, nothing is octal or a date."""
+    """Reads YAML 1.2 scalars: 1e-6 is a float, only true and false are booleans, nothing is octal
+    or a date."""
 
     yaml_implicit_resolvers: dict[str, list] = {}  # noqa: RUF012  # PyYAML's own declaration of the attribute
 
@@ -75,8 +78,12 @@ for _tag, _pattern, _first in (
         "-+.0123456789",
     ),
 ):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first))
-_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value.replace("_", "")))
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first)
+    )
+_Loader.add_constructor(
+    "tag:yaml.org,2002:int", lambda loader, node: int(node.value.replace("_", ""))
+)
 
 
 def plain_yaml(text: str, name: str) -> Plain:
@@ -89,11 +96,13 @@ def plain_yaml(text: str, name: str) -> Plain:
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
     """Reads an experiment file; `overrides` are "a.b=c" with c in YAML.
 
-    Raises ConfigError naming every unknown key, wrong value and impossible combination, with file, line and remedy.
+    Raises ConfigError naming every unknown key, wrong value and impossible combination, with file,
+    line and remedy.
     """
     source = _read_file(Path(path))
     _refuse(source, source.problems)
-    # A preset and the choice of a variant come before what is set inside them, in any order on the command line.
+    # A preset and the choice of a variant come before what is set inside them, in any order on the
+    # command line.
     for text in overrides:
         if _sets(text, "preset"):
             _override(source, text)
@@ -108,13 +117,22 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
         _refuse(source, _explain_errors(exc, source))
         raise
     found = [*megatron_setting_problems(config.actor), *engine_setting_problems(config.rollout)]
-    _refuse(source, [f"{source.location(keys)}: {_shown(keys, source.value(keys))}: {text}" for keys, text in found])
+    _refuse(
+        source,
+        [
+            f"{source.location(keys)}: {_shown(keys, source.value(keys))}: {text}"
+            for keys, text in found
+        ],
+    )
     return config
 
 
 def dump_config(config: ExperimentConfig, path: str | Path) -> None:
-    """Writes the resolved experiment as YAML that load_config reads back to an equal config; whole file or nothing."""
-    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+    """Writes the resolved experiment as YAML that load_config reads back to an equal config; whole
+    file or nothing."""
+    text = yaml.safe_dump(
+        config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120
+    )
     write_whole(Path(path), text)
 
 
@@ -126,7 +144,9 @@ def _refuse(source: _Source, problems: list[str]) -> None:
 
 def _read_file(path: Path) -> _Source:
     if not path.exists():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
+        near = difflib.get_close_matches(
+            path.name, [p.name for p in path.parent.glob("*.yaml")], n=1
+        )
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         return _Source(str(path), problems=[f"{path}: no such file{hint}"])
     try:
@@ -136,7 +156,9 @@ def _read_file(path: Path) -> _Source:
     source = _parse(text, str(path))
     if not isinstance(source.data, dict) and not source.problems:
         is_what = (
-            "the file is empty" if source.data is None else f"should be sections like 'model:', is {source.data!r}"
+            "the file is empty"
+            if source.data is None
+            else f"should be sections like 'model:', is {source.data!r}"
         )
         source.problems.append(f"{path}: {is_what}")
     return source
@@ -150,7 +172,9 @@ def _parse(text: str, name: str) -> _Source:
         source.data = None if node is None else _build(loader, node, (), source)
     except yaml.MarkedYAMLError as exc:
         mark = exc.problem_mark or exc.context_mark
-        source.problems.append(f"{name}:{mark.line + 1 if mark else '?'}: not valid YAML: {exc.problem or exc.context}")
+        source.problems.append(
+            f"{name}:{mark.line + 1 if mark else '?'}: not valid YAML: {exc.problem or exc.context}"
+        )
     except yaml.YAMLError as exc:
         source.problems.append(f"{name}: not valid YAML: {' '.join(str(exc).split())}")
     return source
@@ -168,7 +192,9 @@ def _build(loader: _Loader, node: yaml.Node, path: KeyPath, source: _Source) -> 
         here, location = (*path, key), f"{source.name}:{key_node.start_mark.line + 1}"
         if key in out:
             first = source.locations[here]
-            source.problems.append(f"{location}: {_dotted(here)} is written twice (first at {first}); remove one")
+            source.problems.append(
+                f"{location}: {_dotted(here)} is written twice (first at {first}); remove one"
+            )
         out[key] = _build(loader, child, here, source)
         source.locations[here] = location
     return out
@@ -183,7 +209,9 @@ def _lay_over_preset(source: _Source) -> None:
     known = sorted(path.stem for path in PRESETS.glob("*.yaml"))
     if name not in known:
         location = source.location(("preset",))
-        source.problems.append(f"{location}: preset {name!r} is unknown{_nearest(str(name), known)}")
+        source.problems.append(
+            f"{location}: preset {name!r} is unknown{_nearest(str(name), known)}"
+        )
         return
     preset = _read_file(PRESETS / f"{name}.yaml")
     _refuse(source, preset.problems)
@@ -192,12 +220,15 @@ def _lay_over_preset(source: _Source) -> None:
 
 
 def _merge(below: Plain, above: Plain, path: KeyPath) -> Plain:
-    """Lays `above` over `below`, key by key; a section with another `name` is another variant and replaces it."""
+    """Lays `above` over `below`, key by key; a section with another `name` is another variant and
+    replaces it."""
     if not (isinstance(below, dict) and isinstance(above, dict)):
         return above
     if path and "name" in above and above["name"] != below.get("name"):
         return above
-    merged = {key: _merge(below[key], value, (*path, key)) for key, value in above.items() if key in below}
+    merged = {
+        key: _merge(below[key], value, (*path, key)) for key, value in above.items() if key in below
+    }
     return below | above | merged
 
 
@@ -208,7 +239,8 @@ def _sets(override: str, key: str) -> bool:
 def _override(source: _Source, text: str) -> None:
     """Sets one key.
 
-    A section that gets another `name` is another variant and loses what was written for the old one, as in _merge.
+    A section that gets another `name` is another variant and loses what was written for the old
+    one, as in _merge.
     """
     dotted, equals, value = text.partition("=")
     keys = tuple(dotted.strip().split("."))
@@ -225,7 +257,9 @@ def _override(source: _Source, text: str) -> None:
             source.locations[keys[:depth]] = location
         inner = section[key]
         if not isinstance(inner, dict):
-            source.problems.append(f"{location}: {_dotted(keys[:depth])} is {_show(inner)}, not a section")
+            source.problems.append(
+                f"{location}: {_dotted(keys[:depth])} is {_show(inner)}, not a section"
+            )
             return
         section = inner
     forgotten: KeyPath = keys
@@ -233,15 +267,21 @@ def _override(source: _Source, text: str) -> None:
         section.clear()
         forgotten = keys[:-1]
     section[keys[-1]] = parsed.data
-    source.locations = {k: v for k, v in source.locations.items() if k[: len(forgotten)] != forgotten}
-    source.locations |= {forgotten: location} | {(*keys, *k): location for k in parsed.locations} | {keys: location}
+    source.locations = {
+        k: v for k, v in source.locations.items() if k[: len(forgotten)] != forgotten
+    }
+    source.locations |= (
+        {forgotten: location} | {(*keys, *k): location for k in parsed.locations} | {keys: location}
+    )
 
 
-# ---- problems, in words ------------------------------------------------------------------------------------------
+# ---- problems, in words
+# ------------------------------------------------------------------------------------------
 
 
 def _explain_errors(exc: ValidationError, source: _Source) -> list[str]:
-    """Returns one line for each problem. pydantic reports a union of scalar types once a member; one line is enough."""
+    """Returns one line for each problem. pydantic reports a union of scalar types once a member;
+    one line is enough."""
     by_path: dict[KeyPath, list[ErrorDetails]] = {}
     for error in exc.errors(include_url=False):
         by_path.setdefault(_data_path(error["loc"], error["type"], source.data), []).append(error)
@@ -274,7 +314,10 @@ def _describe(error: ErrorDetails, path: KeyPath, value: Plain) -> str:
     kind, dotted, context = error["type"], _dotted(path), error.get("ctx", {})
     match kind:
         case "extra_forbidden":
-            return f"{_shown(path, value)}: unknown key{key_hint(dotted, value) or _remedy_unknown(path)}"
+            return (
+                f"{_shown(path, value)}: unknown "
+                f"key{key_hint(dotted, value) or _remedy_unknown(path)}"
+            )
         case "missing":
             return f"{dotted} is missing; it has no default, write it"
         case "value_error":
@@ -297,10 +340,18 @@ def _describe(error: ErrorDetails, path: KeyPath, value: Plain) -> str:
 
 def _type_remedy(kind: str, path: KeyPath, value: Plain) -> str:
     if isinstance(value, bool) and path[-2:] in (("reward", "scale"), ("reward", "shift")):
-        return "; ROLL's reward_scale: true is algorithm.reward.std here, its reward_shift: true algorithm.reward.mean"
+        return (
+            "; ROLL's reward_scale: true is algorithm.reward.std here, its reward_shift: true "
+            "algorithm.reward.mean"
+        )
     if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str):
         return "; write it without quotes" if re.fullmatch(r"[-+\d.eE_]+|true|false", value) else ""
-    if kind == "string_pattern_mismatch" and path[-1] == "name" and isinstance(value, str) and "/" in value:
+    if (
+        kind == "string_pattern_mismatch"
+        and path[-1] == "name"
+        and isinstance(value, str)
+        and "/" in value
+    ):
         return "; the grader of a source of prompts is said by data.grader_by_source"
     if kind == "string_type" and value is not None and not isinstance(value, dict | list):
         return f"; write it in quotes: '{value}'"

@@ -1,4 +1,5 @@
-"""Where each rank of trainers and engines runs: one answer for check, plan, submit and the launchers."""
+"""Where each rank of trainers and engines runs: one answer for check, plan, submit and the
+launchers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ class Gpu(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """The GPU of every rank. Trainers have the first nodes; engines share them, or have `rollout_nodes` more."""
+    """The GPU of every rank. Trainers have the first nodes; engines share them, or have
+    `rollout_nodes` more."""
 
     gpus_per_node: int
     trainer_nodes: int
@@ -29,11 +31,14 @@ class Placement:
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes that there are. None: GPUs as `cluster.gpus_per_node` says, and as few nodes as will do."""
+    """The nodes that there are. None: GPUs as `cluster.gpus_per_node` says, and as few nodes as
+    will do."""
 
     gpus: int | None = None  # of every node
     trainers: int | None = None
-    rollout: int | None = None  # nodes beside those, for engines; 0: engines run on the trainers' nodes
+    rollout: int | None = (
+        None  # nodes beside those, for engines; 0: engines run on the trainers' nodes
+    )
 
 
 def place(config: ExperimentConfig, nodes: Nodes | None = None) -> Placement:
@@ -49,9 +54,12 @@ def placement_problems(config: ExperimentConfig, nodes: Nodes | None = None) -> 
 
 
 def needs_gpus(config: ExperimentConfig) -> bool:
-    """Returns whether the experiment is meant for GPUs; a float32 one on any device may run on a CPU."""
+    """Returns whether the experiment is meant for GPUs; a float32 one on any device may run on a
+    CPU."""
     device = config.actor.device
-    return device == "cuda" or (device == "auto" and "bfloat16" in (config.actor.dtype, config.rollout.dtype))
+    return device == "cuda" or (
+        device == "auto" and "bfloat16" in (config.actor.dtype, config.rollout.dtype)
+    )
 
 
 class _Fit:
@@ -60,8 +68,12 @@ class _Fit:
     def __init__(self, config: ExperimentConfig, nodes: Nodes):
         rollout = config.rollout
         self.world, self.engine_ranks = config.actor.world_size, rollout.num_engines * rollout.tp
-        self.key, self.number = ("colocate", "num_engines") if rollout.colocate else ("lend_trainers",) * 2
-        self.beside = rollout.num_engines if rollout.colocate else rollout.lend_trainers  # engines on trainers' GPUs
+        self.key, self.number = (
+            ("colocate", "num_engines") if rollout.colocate else ("lend_trainers",) * 2
+        )
+        self.beside = (
+            rollout.num_engines if rollout.colocate else rollout.lend_trainers
+        )  # engines on trainers' GPUs
         self.rollout, self.nodes, self.on_gpus = rollout, nodes, needs_gpus(config)
         self.part = rollout.tp // rollout.nodes_per_engine  # ranks of an engine on one node
         everything = self.world + self.engine_ranks
@@ -69,11 +81,18 @@ class _Fit:
         apart = not rollout.colocate and (nodes.trainers or 1) == 1
         small = everything <= self.gpus and not (self.beside and self.on_gpus)
         self.one_node = apart and (nodes.rollout == 0 or (nodes == Nodes(nodes.gpus) and small))
-        self.fitting = [n for n in range(1, self.world + 1) if self.world % n == 0 and self.world // n <= self.gpus]
-        self.trainer_nodes = 1 if self.one_node else self.fitting[0] if nodes.trainers is None else nodes.trainers
+        self.fitting = [
+            n
+            for n in range(1, self.world + 1)
+            if self.world % n == 0 and self.world // n <= self.gpus
+        ]
+        self.trainer_nodes = (
+            1 if self.one_node else self.fitting[0] if nodes.trainers is None else nodes.trainers
+        )
 
     def engines_on_a_node(self, beside: bool) -> int:
-        """Counts the engines that have a part on each of their nodes, of trainers or of their own."""
+        """Counts the engines that have a part on each of their nodes, of trainers or of their
+        own."""
         room = self.world // self.trainer_nodes if beside else self.gpus
         return room // self.part
 
@@ -85,21 +104,41 @@ class _Fit:
         """Yields what has no place."""
         trainers = f"{self.world} trainer ranks (actor.world_size)"
         if (ranks := self.beside * self.rollout.tp) > self.world:
-            both = f"rollout.{self.key}: {trainers} and {ranks} engine ranks (rollout.{self.number} x tp)"
-            yield f"{both}: each of these needs a trainer rank beside it; lower rollout.{self.number}"
+            both = (
+                f"rollout.{self.key}: {trainers} and {ranks} engine ranks "
+                f"(rollout.{self.number} x tp)"
+            )
+            yield (
+                f"{both}: each of these needs a trainer rank beside it; lower rollout.{self.number}"
+            )
             return
         if self.one_node:
             both = f"{trainers} and {self.engine_ranks} engine ranks (rollout.num_engines x tp)"
             if self.beside and self.on_gpus:
-                yield f"rollout.lend_trainers: {both} need nodes of their own; take more nodes, or rollout.colocate"
+                yield (
+                    f"rollout.lend_trainers: {both} need nodes of their own; take more nodes, "
+                    "or "
+                    "rollout.colocate"
+                )
             if (needed := self.world + self.engine_ranks) > self.gpus:
-                yield f"{both} need {needed} GPUs, and the node has {self.gpus}; lower them, or take more nodes"
+                yield (
+                    f"{both} need {needed} GPUs, and the node has {self.gpus}; lower them, or "
+                    "take more nodes"
+                )
             return
         if self.trainer_nodes not in self.fitting:
             divides = self.trainer_nodes > 0 and self.world % self.trainer_nodes == 0
-            a_node = f"{self.world // self.trainer_nodes} ranks a node on {self.gpus} GPUs" if divides else ""
+            a_node = (
+                f"{self.world // self.trainer_nodes} ranks a node on {self.gpus} GPUs"
+                if divides
+                else ""
+            )
             possible = ", ".join(map(str, self.fitting))
-            problem = f"actor.world_size is {self.world}, {a_node or 'they do not divide'}; it may be {possible}"
+            problem = (
+                f"actor.world_size is {self.world}, {a_node or 'they do not divide'}; it "
+                "may "
+                f"be {possible}"
+            )
             yield f"{self.trainer_nodes} trainer nodes: {problem}"
             return
         if self.beside:
@@ -109,7 +148,10 @@ class _Fit:
         apart = not self.rollout.colocate or self.trainer_nodes > 1
         if apart and self.rollout.host in LOOPBACK:
             remedy = "name the interface between nodes, as eth0"
-            yield f"rollout.host {self.rollout.host}: trainers on other nodes cannot reach it; {remedy}"
+            yield (
+                f"rollout.host {self.rollout.host}: trainers on other nodes cannot reach it; "
+                f"{remedy}"
+            )
 
     def _problems_beside(self) -> Iterator[str]:
         per_node, ranks = self.engines_on_a_node(True), self.world // self.trainer_nodes
@@ -118,9 +160,16 @@ class _Fit:
             yield self._too_large(f"{ranks} trainer ranks")
         elif self.nodes_filled(self.beside, True) > self.trainer_nodes:
             room = f"{per_node} have room on a node of {ranks} trainers"
-            yield f"rollout.{self.key}: {engines}, but {room}, and there are {self.trainer_nodes}: lower {self.number}"
+            yield (
+                f"rollout.{self.key}: {engines}, but {room}, and there are "
+                f"{self.trainer_nodes}: "
+                f"lower {self.number}"
+            )
         if self.rollout.colocate and (nodes := self.nodes.rollout):
-            yield f"{nodes} rollout nodes: under rollout.colocate engines have none of their own; leave them out"
+            yield (
+                f"{nodes} rollout nodes: under rollout.colocate engines have none of their own; "
+                "leave them out"
+            )
 
     def _problems_apart(self) -> Iterator[str]:
         number, over = self.rollout.num_engines, self.rollout.nodes_per_engine
@@ -133,10 +182,14 @@ class _Fit:
                 yield f"{nodes} rollout nodes: {engines}, so it may be {least} to {most}"
 
     def _too_large(self, room: str) -> str:
-        return f"an engine has {self.part} ranks a node, but a node {room}: raise rollout.nodes_per_engine"
+        return (
+            f"an engine has {self.part} ranks a node, but a node {room}: raise "
+            "rollout.nodes_per_engine"
+        )
 
     def placement(self) -> Placement:
-        """Returns the GPUs of all ranks: trainers in order; engine after engine, each on nodes_per_engine nodes."""
+        """Returns the GPUs of all ranks: trainers in order; engine after engine, each on
+        nodes_per_engine nodes."""
         ranks, tp = self.world // self.trainer_nodes, self.rollout.tp
 
         def gpu(engine: int, rank: int, beside: bool) -> Gpu:
@@ -145,15 +198,23 @@ class _Fit:
             group, position = divmod(engine, self.engines_on_a_node(beside))
             part, number = divmod(rank, self.part)
             first = 0 if beside else self.trainer_nodes
-            return Gpu(first + group * self.rollout.nodes_per_engine + part, position * self.part + number)
+            return Gpu(
+                first + group * self.rollout.nodes_per_engine + part, position * self.part + number
+            )
 
         apart = 0 if self.rollout.colocate else self.rollout.num_engines
-        engines = [(engine, False) for engine in range(apart)] + [(engine, True) for engine in range(self.beside)]
+        engines = [(engine, False) for engine in range(apart)] + [
+            (engine, True) for engine in range(self.beside)
+        ]
         own_nodes = apart and not self.one_node
         return Placement(
             gpus_per_node=self.gpus,
             trainer_nodes=self.trainer_nodes,
-            rollout_nodes=(self.nodes.rollout or self.nodes_filled(apart, False)) if own_nodes else 0,
+            rollout_nodes=(self.nodes.rollout or self.nodes_filled(apart, False))
+            if own_nodes
+            else 0,
             trainers=tuple(Gpu(rank // ranks, rank % ranks) for rank in range(self.world)),
-            engines=tuple(tuple(gpu(engine, rank, beside) for rank in range(tp)) for engine, beside in engines),
+            engines=tuple(
+                tuple(gpu(engine, rank, beside) for rank in range(tp)) for engine, beside in engines
+            ),
         )

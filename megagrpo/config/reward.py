@@ -7,7 +7,14 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError, field_validator
 
-from megagrpo.config.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Problems, Section
+from megagrpo.config.fields import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Problems,
+    Section,
+)
 from megagrpo.system.explained import translated
 
 if TYPE_CHECKING:
@@ -18,24 +25,31 @@ GraderArgs = dict[str, Scalar | dict[str, Scalar]]
 
 
 class CodeOptions(Section):
-    """Runs the response's Python program against the answer's test cases; see [rewards](../data-and-rewards.md)."""
+    """Runs the response's Python program against the answer's test cases; see
+    [rewards](../data-and-rewards.md)."""
 
     score: Literal["fraction", "all"] = "fraction"
     """Fraction of the tests that pass, or 1 if all do, else 0."""
-    test_s: PositiveFloat = Field(default=3.0, description="Seconds for one test; then it has failed.")
+    test_s: PositiveFloat = Field(
+        default=3.0, description="Seconds for one test; then it has failed."
+    )
     total_s: PositiveFloat = 8.0
     """Seconds for all tests of a response; those left then have failed."""
     memory_mb: Annotated[int, Field(ge=64)] = 512
     """MiB: address space of each process, resident memory of all of a program's together."""
-    output_kb: PositiveInt = Field(default=1024, description="KiB that a program may write to standard output.")
+    output_kb: PositiveInt = Field(
+        default=1024, description="KiB that a program may write to standard output."
+    )
     disk_mb: PositiveInt = Field(default=16, description="MiB of files that a program may write.")
-    open_files: Annotated[int, Field(ge=8)] = Field(default=64, description="Files that one process may have open.")
+    open_files: Annotated[int, Field(ge=8)] = Field(
+        default=64, description="Files that one process may have open."
+    )
     processes: PositiveInt = Field(default=8, description="Processes and threads of one program.")
     tolerance: NonNegativeFloat = 0.0
     """Largest absolute or relative difference of numbers that are equal."""
     isolation: Literal["preferred", "required"] = "preferred"
-    """If the kernel allows no namespaces: run programs only within limits (network and readable files
-    stay in reach), or refuse."""
+    """If the kernel allows no namespaces: run programs only within limits (network and readable
+    files stay in reach), or refuse."""
 
 
 class ServiceOptions(Section):
@@ -46,7 +60,9 @@ class ServiceOptions(Section):
     """Seconds for one request with its retries; then the outcome is a timeout."""
     retries: NonNegativeInt = 4
     """Further attempts after a lost connection, a status 429 or a status of 500 and above."""
-    concurrency: PositiveInt = Field(default=16, description="Requests in flight at once, of each leader.")
+    concurrency: PositiveInt = Field(
+        default=16, description="Requests in flight at once, of each leader."
+    )
     api_key_env: str | None = None
     """Environment variable of the trainers with the key, sent as a bearer token."""
 
@@ -54,7 +70,9 @@ class ServiceOptions(Section):
     @classmethod
     def _is_url(cls, url: str) -> str:
         if "@" in url.partition("?")[0]:  # not shown: it may be a secret
-            raise ValueError("url holds a user name or password; name a variable in api_key_env instead")
+            raise ValueError(
+                "url holds a user name or password; name a variable in api_key_env instead"
+            )
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"url {url!r} should look like http://host:port/path")
@@ -62,7 +80,8 @@ class ServiceOptions(Section):
 
 
 class HttpOptions(ServiceOptions):
-    """Asks a reward service for the scores of batches of responses; see [rewards](../data-and-rewards.md)."""
+    """Asks a reward service for the scores of batches of responses; see
+    [rewards](../data-and-rewards.md)."""
 
     batch_size: PositiveInt = Field(default=32, description="Most responses in one request.")
     batch_wait_s: NonNegativeFloat = 0.05
@@ -70,18 +89,28 @@ class HttpOptions(ServiceOptions):
 
 
 class JudgeOptions(ServiceOptions):
-    """Asks a model behind an OpenAI endpoint, .../v1/chat/completions; see [rewards](../data-and-rewards.md)."""
+    """Asks a model behind an OpenAI endpoint, .../v1/chat/completions; see
+    [rewards](../data-and-rewards.md)."""
 
     model: str = Field(description="Name of the model, as the endpoint knows it.")
-    prompt_file: str = Field(description="File with the judge's prompt: {prompt}, {response} and {answer} are put in.")
+    prompt_file: str = Field(
+        description="File with the judge's prompt: {prompt}, {response} and {answer} are put in."
+    )
     system: str | None = Field(default=None, description="System message before it; default: none.")
     pattern: str = r"(?i)score:\s*(-?\d+(?:\.\d+)?)"
-    """Regular expression whose last match in the judge's reply holds the score in its first group."""
+    """Regular expression whose last match in the judge's reply holds the score in its first
+    group."""
     scores: dict[str, float | int] = Field(default={})
     """Words of the first group and their scores, such as {yes: 1, no: 0}; default: a number."""
-    temperature: NonNegativeFloat = Field(default=0.0, description="The judge's sampling temperature.")
-    max_tokens: PositiveInt = Field(default=1024, description="Longest reply of the judge in tokens.")
-    body: dict[str, Scalar] = Field(default={}, description="Further fields of the request, such as {top_p: 0.9}.")
+    temperature: NonNegativeFloat = Field(
+        default=0.0, description="The judge's sampling temperature."
+    )
+    max_tokens: PositiveInt = Field(
+        default=1024, description="Longest reply of the judge in tokens."
+    )
+    body: dict[str, Scalar] = Field(
+        default={}, description="Further fields of the request, such as {top_p: 0.9}."
+    )
 
     @field_validator("pattern")
     @classmethod
@@ -89,11 +118,17 @@ class JudgeOptions(ServiceOptions):
         with translated(f"pattern {pattern!r} is not a regular expression", re.error):
             groups = re.compile(pattern).groups
         if groups < 1:
-            raise ValueError(f"pattern {pattern!r} has no group; write the score's part in parentheses")
+            raise ValueError(
+                f"pattern {pattern!r} has no group; write the score's part in parentheses"
+            )
         return pattern
 
 
-OPTIONS: dict[str, type[Section]] = {"code": CodeOptions, "http": HttpOptions, "judge": JudgeOptions}
+OPTIONS: dict[str, type[Section]] = {
+    "code": CodeOptions,
+    "http": HttpOptions,
+    "judge": JudgeOptions,
+}
 
 
 class GraderConfig(Section):
@@ -102,7 +137,9 @@ class GraderConfig(Section):
     grader: str = Field(description="As `reward.grader`.")
     name: Annotated[str, Field(pattern=r"^[a-z0-9_]*$")] = ""
     """Its name in metrics, rollouts and `data.grader_key`; default: that of the grader."""
-    weight: float = Field(default=1.0, description="Factor of its score in the reward, which is the sum.")
+    weight: float = Field(
+        default=1.0, description="Factor of its score in the reward, which is the sum."
+    )
     args: GraderArgs = Field(default={}, description="Keyword arguments of the grader.")
 
     @property
@@ -125,13 +162,17 @@ class RewardConfig(Section):
     graders: list[GraderConfig] = Field(default=[])
     """Several graders instead of one: the reward is the weighted sum of their scores."""
     group_grader: str | None = None
-    """Makes the rewards of a whole group from its scores: `rank`, `distinct`, or your own as "package.module:function";
-    default: none."""
-    group_args: dict[str, Scalar] = Field(default={}, description="Keyword arguments of the group grader.")
-    workers: PositiveInt = Field(default=2, description="Grader processes of each rank that samples.")
+    """Makes the rewards of a whole group from its scores: `rank`, `distinct`, or your own as
+    "package.module:function"; default: none."""
+    group_args: dict[str, Scalar] = Field(
+        default={}, description="Keyword arguments of the group grader."
+    )
+    workers: PositiveInt = Field(
+        default=2, description="Grader processes of each rank that samples."
+    )
     timeout_s: PositiveFloat = 10.0
-    """Seconds for one response in a grader process; then its outcome is a timeout, which is never learned from. `http`
-    and `judge` have their own."""
+    """Seconds for one response in a grader process; then its outcome is a timeout, which is never
+    learned from. `http` and `judge` have their own."""
     shuffle: bool = False
     """Control experiment: permute the rewards over the step's samples, so that they say nothing."""
 
@@ -149,21 +190,29 @@ class RewardConfig(Section):
         names = [entry.short_name for entry in self.entries]
         twice = sorted({name for name in names if names.count(name) > 1})
         is_set = self.args or self.grader != type(self).model_fields["grader"].default
-        limits = [CodeOptions.model_validate(entry.args).total_s for entry in self.entries if entry.grader == "code"]
+        limits = [
+            CodeOptions.model_validate(entry.args).total_s
+            for entry in self.entries
+            if entry.grader == "code"
+        ]
         total_s = max(limits, default=0.0)
         return {
-            "grader and graders: write one of them, and each grader's args with it": self.graders and is_set,
+            "grader and graders: write one of them, and each grader's args with it": self.graders
+            and is_set,
             f"graders: two are named {', '.join(twice)}; give each a name of its own": twice,
             "group_args without group_grader": self.group_args and self.group_grader is None,
-            f"timeout_s {self.timeout_s:g} must be some seconds above grader code's total_s {total_s:g}; else a slow "
+            f"timeout_s {self.timeout_s:g} must be some seconds above grader code's total_s "
+            f"{total_s:g}; else a slow "
             "program is the grader's failure, not a wrong answer": total_s >= self.timeout_s,
         }
 
     def excludes(self, experiment: "ExperimentConfig") -> Problems:
         advantage = experiment.algorithm.advantage
         return {
-            f"reward.group_grader with advantage {advantage.name}: its greedy baseline has no group, and cannot be "
-            "compared with rewards that depend on the group": self.group_grader and advantage.needs_greedy_response
+            f"reward.group_grader with advantage {advantage.name}: its greedy baseline has no "
+            "group, and cannot be "
+            "compared with rewards that depend on the group": self.group_grader
+            and advantage.needs_greedy_response
         }
 
 
@@ -175,5 +224,10 @@ def check_options(grader: str, args: GraderArgs) -> None:
         OPTIONS[grader].model_validate(args)
     except ValidationError as exc:
         known = ", ".join(OPTIONS[grader].model_fields)
-        problems = [f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in exc.errors(include_url=False)]
-        raise ValueError(f"args of grader {grader}: {'; '.join(problems)} (its options: {known})") from exc
+        problems = [
+            f"{'.'.join(map(str, error['loc']))}: {error['msg']}"
+            for error in exc.errors(include_url=False)
+        ]
+        raise ValueError(
+            f"args of grader {grader}: {'; '.join(problems)} (its options: {known})"
+        ) from exc

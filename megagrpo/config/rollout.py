@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from megagrpo.config.fields import Dtype, LibrarySettings, NonNegativeInt, PositiveFloat, PositiveInt, Problems, Section
+from megagrpo.config.fields import (
+    Dtype,
+    LibrarySettings,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Problems,
+    Section,
+)
 
 if TYPE_CHECKING:
     from megagrpo.config.schema import ExperimentConfig
@@ -15,82 +23,103 @@ _KERNELS_COMPILED_S = 3600.0  # FP8's, on GPUs at the first start on a node
 
 
 class ToolConfig(Section):
-    """A tool called in the middle of a response: its output is put in, masked from the loss, and sampling goes on."""
+    """A tool called in the middle of a response: its output is put in, masked from the loss, and
+    sampling goes on."""
 
     function: str
-    """`calculator`, or "package.module:function", called with the text so far; None ends the response."""
+    """`calculator`, or "package.module:function", called with the text so far; None ends the
+    response."""
     call_end: str = Field(description="The one token at which the model stops and the tool runs.")
     max_turns: Annotated[int, Field(ge=2)] = 4
     """Turns of the model; `max_response_tokens` counts the tool's tokens too."""
 
 
 class EnvironmentConfig(Section):
-    """An environment that answers the model's turns and gives the reward; see [agents](../agents.md)."""
+    """An environment that answers the model's turns and gives the reward; see
+    [agents](../agents.md)."""
 
     function: str
-    """"package.module:function", called as function(row, seed, **args) for every rollout; the rollouts of a group get
-    the same row and seed."""
-    args: dict[str, str | int | float | bool] = Field(default={}, description="Its keyword arguments.")
+    """"package.module:function", called as function(row, seed, **args) for every rollout; the
+    rollouts of a group get the same row and seed."""
+    args: dict[str, str | int | float | bool] = Field(
+        default={}, description="Its keyword arguments."
+    )
     history: Literal["all", "last"] = "all"
-    """What a turn sees: everything before it, so that a rollout is one sample, or the environment's last message alone,
-    so that every turn is a sample of its own."""
-    max_turns: PositiveInt = Field(default=8, description="Turns of the model; the rewards so far count then.")
+    """What a turn sees: everything before it, so that a rollout is one sample, or the environment's
+    last message alone, so that every turn is a sample of its own."""
+    max_turns: PositiveInt = Field(
+        default=8, description="Turns of the model; the rewards so far count then."
+    )
     credit: Literal["rollout", "turn"] = "rollout"
-    """Where the reward goes: to the whole rollout, or each step's to the turn before it, for estimators with returns
-    (`reinforce`, `reinforce_plus_plus`)."""
+    """Where the reward goes: to the whole rollout, or each step's to the turn before it, for
+    estimators with returns (`reinforce`, `reinforce_plus_plus`)."""
     workers: PositiveInt = 2
-    """Processes of each rank that samples; each has many environments and answers one call at a time."""
+    """Processes of each rank that samples; each has many environments and answers one call at a
+    time."""
     timeout_s: PositiveFloat = 30.0
-    """Seconds for one call; then the process is ended, and the rollout's outcome is a timeout, never a reward."""
+    """Seconds for one call; then the process is ended, and the rollout's outcome is a timeout,
+    never a reward."""
     episode_timeout_s: PositiveFloat | None = None
-    """Seconds for all calls of a rollout together, after which its rewards so far count; not the time for which it
-    waits for engines or for a process. Default: no limit but `rollout.step_timeout_s`."""
+    """Seconds for all calls of a rollout together, after which its rewards so far count; not the
+    time for which it waits for engines or for a process. Default: no limit but
+    `rollout.step_timeout_s`."""
     max_open: PositiveInt | None = None
-    """Environments that are open at once on each rank that samples; other rollouts wait. Default: no limit."""
+    """Environments that are open at once on each rank that samples; other rollouts wait. Default:
+    no limit."""
 
     def problems(self) -> Problems:
         whole = self.episode_timeout_s
         return {
-            f"episode_timeout_s {whole} must be above timeout_s {self.timeout_s:g}, the limit of one call": whole
-            is not None
-            and whole <= self.timeout_s
+            f"episode_timeout_s {whole} must be above timeout_s {self.timeout_s:g}, the limit of "
+            "one call": whole is not None and whole <= self.timeout_s
         }
 
 
 class AgentConfig(Section):
-    """A program that talks to the model over a chat endpoint and returns the reward; see [agents](../agents.md)."""
+    """A program that talks to the model over a chat endpoint and returns the reward; see
+    [agents](../agents.md)."""
 
     function: str | None = None
-    """"package.module:function", async or not, called as function(base_url, key, row, **args) for every rollout, or
-    verifiers, an environment of that library."""
-    args: dict[str, str | int | float | bool] = Field(default={}, description="Its keyword arguments.")
+    """"package.module:function", async or not, called as function(base_url, key, row, **args) for
+    every rollout, or verifiers, an environment of that library."""
+    args: dict[str, str | int | float | bool] = Field(
+        default={}, description="Its keyword arguments."
+    )
     command: list[str] = Field(default=[])
-    """Instead of a function: a command that finds MEGAGRPO_BASE_URL and MEGAGRPO_KEY (and OpenAI's and Anthropic's
-    names for them) in its environment and the row on its standard input, and prints the reward as its last line."""
+    """Instead of a function: a command that finds MEGAGRPO_BASE_URL and MEGAGRPO_KEY (and OpenAI's
+    and Anthropic's names for them) in its environment and the row on its standard input, and prints
+    the reward as its last line."""
     fork: Literal["sample", "refuse"] = "sample"
-    """What becomes of messages that do not extend the last turn, such as a second request after the same messages, or a
-    history that was edited or summarised: they begin a sample of their own, or the request is refused."""
+    """What becomes of messages that do not extend the last turn, such as a second request after the
+    same messages, or a history that was edited or summarised: they begin a sample of their own, or
+    the request is refused."""
     history: Literal["all", "last"] = "all"
-    """A turn continues the tokens of those before it, so that a rollout that does not fork is one sample; or every turn
-    is a sample of its own, for which all messages are rendered: for chat templates that cannot be continued."""
+    """A turn continues the tokens of those before it, so that a rollout that does not fork is one
+    sample; or every turn is a sample of its own, for which all messages are rendered: for chat
+    templates that cannot be continued."""
     max_turns: PositiveInt = Field(default=32, description="Turns of the model.")
     credit: Literal["rollout", "turn"] = "rollout"
-    """Where the reward goes: to the whole rollout, or `turn_rewards` to their turns, for estimators with returns
-    (`reinforce`, `reinforce_plus_plus`)."""
+    """Where the reward goes: to the whole rollout, or `turn_rewards` to their turns, for estimators
+    with returns (`reinforce`, `reinforce_plus_plus`)."""
     truncated_reward: float | None = None
-    """The reward if a limit of tokens or turns made the program fail; default: an error, which has no reward."""
+    """The reward if a limit of tokens or turns made the program fail; default: an error, which has
+    no reward."""
     tool_parser: str = ""
-    """SGLang's name of the parser of the model's tool calls, such as qwen25; default: its text is the message."""
-    reasoning_parser: str = Field(default="", description="SGLang's name of the parser of reasoning, such as qwen3.")
+    """SGLang's name of the parser of the model's tool calls, such as qwen25; default: its text is
+    the message."""
+    reasoning_parser: str = Field(
+        default="", description="SGLang's name of the parser of reasoning, such as qwen3."
+    )
     workers: PositiveInt = 2
     """Processes of each rank that samples; each runs many programs at once."""
     timeout_s: PositiveFloat = 600.0
-    """Seconds of a program, without those for which engines sample its turns; then it is ended, and the rollout's
-    outcome is a timeout, never a reward."""
+    """Seconds of a program, without those for which engines sample its turns; then it is ended, and
+    the rollout's outcome is a timeout, never a reward."""
 
     def problems(self) -> Problems:
         return {
-            "set function or command, one of them": bool(self.command) == (self.function is not None),
+            "set function or command, one of them": bool(self.command)
+            == (self.function is not None),
             "args are a function's; a command has its words": bool(self.args and self.command),
         }
 
@@ -107,9 +136,15 @@ class SamplingConfig(Section):
     stop_token_ids: list[int] = Field(default=[])
     """Token ids that end a response, beside the model's own end of sequence."""
     stop: list[str] = Field(default=[], description="Texts that end a response.")
-    tool: ToolConfig | None = Field(default=None, description="A tool called inside responses; default: none.")
-    environment: EnvironmentConfig | None = Field(default=None, description="What answers the model; default: nothing.")
-    agent: AgentConfig | None = Field(default=None, description="The program that talks to the model; default: none.")
+    tool: ToolConfig | None = Field(
+        default=None, description="A tool called inside responses; default: none."
+    )
+    environment: EnvironmentConfig | None = Field(
+        default=None, description="What answers the model; default: nothing."
+    )
+    agent: AgentConfig | None = Field(
+        default=None, description="The program that talks to the model; default: none."
+    )
     allow_truncated_distribution: bool = False
     """Accept top_p < 1 or top_k > 0, for which log-probabilities are not renormalised."""
 
@@ -119,16 +154,25 @@ class SamplingConfig(Section):
             "top_p < 1 or top_k > 0 samples from another distribution than the log-probs describe; "
             "set allow_truncated_distribution: true to accept that": truncated
             and not self.allow_truncated_distribution,
-            "tool with environment: an environment is a tool with a state; set one of them": self.tool is not None
+            "tool with environment: an environment is a tool with a state; set one of them": self.tool
+            is not None
             and self.environment is not None,
-            "agent with tool or environment: the program has its own; set one of them": self.agent is not None
+            "agent with tool or environment: the program has its own; set one of them": self.agent
+            is not None
             and (self.tool or self.environment) is not None,
         }
 
     @property
     def rewarding(self) -> str:
         """Returns the key of what gives the reward in place of graders, or ""."""
-        return next((f"sampling.{key}" for key in ("environment", "agent") if getattr(self, key) is not None), "")
+        return next(
+            (
+                f"sampling.{key}"
+                for key in ("environment", "agent")
+                if getattr(self, key) is not None
+            ),
+            "",
+        )
 
     @property
     def several_turns(self) -> bool:
@@ -136,22 +180,32 @@ class SamplingConfig(Section):
         return bool(self.rewarding) or self.tool is not None
 
     def excludes(self, experiment: "ExperimentConfig") -> Problems:
-        sections = [experiment.data, *([experiment.eval.data] if experiment.eval is not None else [])]
+        sections = [
+            experiment.data,
+            *([experiment.eval.data] if experiment.eval is not None else []),
+        ]
         sees = any(data.images_key is not None for data in sections)
         answered: Problems = {
-            "sampling.tool, environment and agent with data.images_key: they continue prompts of text only; remove one "
+            "sampling.tool, environment and agent with data.images_key: they continue prompts of "
+            "text only; remove one "
             "of both": sees and self.several_turns
         }
         if not self.rewarding:
             return answered
         reward, advantage = experiment.reward, experiment.algorithm.advantage.name
-        given = (reward.grader, reward.graders, reward.group_grader)  # a dumped experiment has the default grader, too
+        given = (
+            reward.grader,
+            reward.graders,
+            reward.group_grader,
+        )  # a dumped experiment has the default grader, too
         graded = given != (type(reward).model_fields["grader"].default, [], None)
         return {
             f"reward has graders, but the reward is given by {self.rewarding}; remove the graders": graded,
-            f"{self.rewarding} with advantage {advantage}: it needs a greedy response to each prompt, and a greedy "
+            f"{self.rewarding} with advantage {advantage}: it needs a greedy response to each "
+            "prompt, and a greedy "
             "rollout would have other turns": experiment.algorithm.needs_greedy_response,
-            "sampling.environment.episode_timeout_s must be below rollout.step_timeout_s, that of all rollouts of a "
+            "sampling.environment.episode_timeout_s must be below rollout.step_timeout_s, that of "
+            "all rollouts of a "
             "step": self.environment is not None
             and (self.environment.episode_timeout_s or 0.0) >= experiment.rollout.step_timeout_s,
         } | answered
@@ -162,76 +216,101 @@ class RolloutConfig(Section):
 
     num_engines: PositiveInt = Field(default=1, description="Engines at the start.")
     max_staleness: NonNegativeInt = 0
-    """How many versions of the weights a token may be older than those that it trains. So many batches ahead are
-    sampled while earlier ones are trained on, and are trained on in their order: nothing is thrown away. 0: sampling
-    and training take turns."""
+    """How many versions of the weights a token may be older than those that it trains. So many
+    batches ahead are sampled while earlier ones are trained on, and are trained on in their order:
+    nothing is thrown away. 0: sampling and training take turns."""
     extra_groups: NonNegativeInt = 0
-    """For max_staleness 0: groups sampled beyond those of a step, which takes the ones that are finished first. The
-    others go on while the actor trains, with all their tokens, and come first in the next step."""
+    """For max_staleness 0: groups sampled beyond those of a step, which takes the ones that are
+    finished first. The others go on while the actor trains, with all their tokens, and come first
+    in the next step."""
     max_deferrals: PositiveInt = 1
-    """Steps for which a group may be left behind by `extra_groups`; then it is waited for. So many versions a token may
-    be older than the weights that it trains."""
+    """Steps for which a group may be left behind by `extra_groups`; then it is waited for. So many
+    versions a token may be older than the weights that it trains."""
     order: Literal["arrival", "long_prompts_first", "shortest_expected_first"] = "arrival"
-    """Which requests of a batch leave first: in the order of the data, by the length of their prompts, or by the mean
-    response to the same prompt in earlier epochs (else to all prompts)."""
+    """Which requests of a batch leave first: in the order of the data, by the length of their
+    prompts, or by the mean response to the same prompt in earlier epochs (else to all prompts)."""
     engine_choice: Literal["request", "group"] = "request"
-    """Which requests an engine gets together: each goes to the next engine (request), or those of a group to one engine
-    (group), which reads their prompt once if `sglang: {schedule_policy: lpm}`. Later turns always follow the first."""
+    """Which requests an engine gets together: each goes to the next engine (request), or those of a
+    group to one engine (group), which reads their prompt once if `sglang: {schedule_policy: lpm}`.
+    Later turns always follow the first."""
     prefix_cache: Literal["flush", "by_version"] = "flush"
-    """What a publish does to the engines' prefix caches: it empties them, so that open rollouts are read again; or each
-    rollout has the cache of the weights with which it began, whose tokens after a publish rest on keys and values of
-    older weights."""
+    """What a publish does to the engines' prefix caches: it empties them, so that open rollouts are
+    read again; or each rollout has the cache of the weights with which it began, whose tokens after
+    a publish rest on keys and values of older weights."""
     streaming: bool = False
-    """Responses come in pieces: one that is cut by its engine's end goes on from the tokens that came, instead of from
-    its beginning. Costs a message for every 32 tokens of every response."""
+    """Responses come in pieces: one that is cut by its engine's end goes on from the tokens that
+    came, instead of from its beginning. Costs a message for every 32 tokens of every response."""
     tp: PositiveInt = Field(default=1, description="Tensor-parallel ranks of one engine.")
-    ep: PositiveInt = Field(default=1, description="Expert-parallel ranks of one engine; divides `tp`.")
-    nodes_per_engine: PositiveInt = Field(default=1, description="Nodes that one engine spans; divides `tp`.")
-    dtype: Dtype = Field(default="float32", description="Type of the engines' weights and activations.")
+    ep: PositiveInt = Field(
+        default=1, description="Expert-parallel ranks of one engine; divides `tp`."
+    )
+    nodes_per_engine: PositiveInt = Field(
+        default=1, description="Nodes that one engine spans; divides `tp`."
+    )
+    dtype: Dtype = Field(
+        default="float32", description="Type of the engines' weights and activations."
+    )
     quantization: Literal["fp8"] | None = None
-    """Format of the engines' linear layers and experts, if not `dtype`: E4M3 in blocks of 128 x 128 with a float32
-    scale each. Trainers quantise what they publish; embeddings, output layer, norms and routers stay in `dtype`. See
-    [FP8 engines](../fp8.md)."""
+    """Format of the engines' linear layers and experts, if not `dtype`: E4M3 in blocks of 128 x 128
+    with a float32 scale each. Trainers quantise what they publish; embeddings, output layer, norms
+    and routers stay in `dtype`. See [FP8 engines](../fp8.md)."""
     draft_tokens: PositiveInt | None = None
-    """Tokens that a draft (`actor.draft`) proposes for a forward of the model; samples stay the model's. Default: 0."""
+    """Tokens that a draft (`actor.draft`) proposes for a forward of the model; samples stay the
+    model's. Default: 0."""
     load_format: Literal["dummy", "model"] = "dummy"
-    """Engines start with random weights, which the first publish fills and proves (dummy), or read `model.path`."""
+    """Engines start with random weights, which the first publish fills and proves (dummy), or read
+    `model.path`."""
     deterministic: bool = False
-    """Batch-invariant kernels, one seed a sample, deterministic algorithms in trainers: a run can be repeated bit by
-    bit, unless caches overflow. On a GPU torch warns of an operator that has no such algorithm."""
-    max_running_requests: PositiveInt = Field(default=128, description="Requests that one engine works on at once.")
+    """Batch-invariant kernels, one seed a sample, deterministic algorithms in trainers: a run can
+    be repeated bit by bit, unless caches overflow. On a GPU torch warns of an operator that has no
+    such algorithm."""
+    max_running_requests: PositiveInt = Field(
+        default=128, description="Requests that one engine works on at once."
+    )
     min_running_requests: PositiveInt | None = None
-    """Lets requests per engine fall to this number while a cache is full, and rise again. Default: they stay."""
+    """Lets requests per engine fall to this number while a cache is full, and rise again. Default:
+    they stay."""
     max_total_tokens: PositiveInt | None = None
     """Tokens in one engine's KV cache; default: SGLang's choice (20,000 on a CPU)."""
     mem_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.85
-    """Fraction of GPU memory for weights and KV cache; default under `colocate`: 0.6, for the actor's weights stay
-    there while engines sample."""
+    """Fraction of GPU memory for weights and KV cache; default under `colocate`: 0.6, for the
+    actor's weights stay there while engines sample."""
     colocate: bool = False
-    """Engines on the trainers' GPUs, on one node or many, rank for rank: they release their memory while the actor
-    trains, and its optimizer's state and gradients go to the host while they sample; wants `weights.transport: ipc`."""
+    """Engines on the trainers' GPUs, on one node or many, rank for rank: they release their memory
+    while the actor trains, and its optimizer's state and gradients go to the host while they
+    sample; wants `weights.transport: ipc`."""
     lend_trainers: NonNegativeInt = 0
-    """Engines on the trainers' GPUs in addition to `num_engines`, which then have nodes of their own. They wake while
-    the trainers wait for requests that no other engine has room for, and sleep while these train."""
+    """Engines on the trainers' GPUs in addition to `num_engines`, which then have nodes of their
+    own. They wake while the trainers wait for requests that no other engine has room for, and sleep
+    while these train."""
     lent_mem_fraction: Annotated[float, Field(gt=0, lt=1)] = _BESIDE_TRAINERS
     """`mem_fraction` of the engines of `lend_trainers`."""
     sglang: LibrarySettings = Field(default={})
     """Fields of SGLang's ServerArgs, by their names there, such as `chunked_prefill_size: 8192`."""
-    extra_args: list[str] = Field(default=[], description="More words of an engine's command line, for other options.")
-    host: str = Field(default="127.0.0.1", description="Address of services, or an interface of all machines: eth0.")
+    extra_args: list[str] = Field(
+        default=[], description="More words of an engine's command line, for other options."
+    )
+    host: str = Field(
+        default="127.0.0.1",
+        description="Address of services, or an interface of all machines: eth0.",
+    )
     request_timeout_s: PositiveFloat = Field(default=600.0, description="Seconds for one request.")
     step_timeout_s: PositiveFloat = 3600.0
-    """Seconds for all groups of a step, of each batch under dynamic sampling, or of an evaluation."""
+    """Seconds for all groups of a step, of each batch under dynamic sampling, or of an
+    evaluation."""
     retries: PositiveInt = Field(default=8, description="Times that one request is tried again.")
     start_timeout_s: PositiveFloat = 300.0
-    """Seconds for an engine, or for Ray, to start; default with `quantization`, whose kernels are compiled at the first
-    start on a node: 3600."""
+    """Seconds for an engine, or for Ray, to start; default with `quantization`, whose kernels are
+    compiled at the first start on a node: 3600."""
     health_timeout_s: PositiveFloat | None = None
-    """Seconds of silence after which an engine is started again; longer than the longest forward pass. Default: 300 on
-    GPUs, where the first pass of a length compiles kernels; 60 on a CPU."""
-    max_restarts: NonNegativeInt = Field(default=5, description="Restarts of one engine over the run.")
+    """Seconds of silence after which an engine is started again; longer than the longest forward
+    pass. Default: 300 on GPUs, where the first pass of a length compiles kernels; 60 on a CPU."""
+    max_restarts: NonNegativeInt = Field(
+        default=5, description="Restarts of one engine over the run."
+    )
     min_healthy_engines: PositiveInt = 1
-    """Engines that must hold the new weights for a publish to return without waiting for the others."""
+    """Engines that must hold the new weights for a publish to return without waiting for the
+    others."""
 
     @property
     def max_lag(self) -> int:
@@ -257,10 +336,13 @@ class RolloutConfig(Section):
         return self.health_timeout_s or (300.0 if cuda else 60.0)
 
     def sets(self, name: str) -> bool:
-        """Returns whether a field of ServerArgs is given and true, in `sglang` or by its option in `extra_args`."""
+        """Returns whether a field of ServerArgs is given and true, in `sglang` or by its option in
+        `extra_args`."""
         option = "--" + name.replace("_", "-")
         words = [word.partition("=")[0] for word in self.extra_args if word.startswith("--")]
-        return bool(self.sglang.get(name)) or any(map(option.startswith, words))  # argparse takes abbreviations
+        return bool(self.sglang.get(name)) or any(
+            map(option.startswith, words)
+        )  # argparse takes abbreviations
 
     @model_validator(mode="before")
     @classmethod
@@ -274,58 +356,93 @@ class RolloutConfig(Section):
     def problems(self) -> Problems:
         nodes, healthy = self.nodes_per_engine, self.min_healthy_engines
         return {
-            f"extra_groups {self.extra_groups} with max_staleness {self.max_staleness}: engines that sample ahead are "
+            f"extra_groups {self.extra_groups} with max_staleness {self.max_staleness}: engines "
+            "that sample ahead are "
             "never empty, and their groups are trained on in order; set one of "
             "them": self.extra_groups and self.max_staleness,
             f"tp {self.tp} does not divide over nodes_per_engine {nodes}": self.tp % nodes,
             f"tp {self.tp} is not a multiple of ep {self.ep}": self.tp % self.ep,
-            "quantization fp8 with load_format model: the trainers quantise, and the model's files hold none of that; "
+            "quantization fp8 with load_format model: the trainers quantise, and the model's files "
+            "hold none of that; "
             "take dummy": self.quantization and self.load_format == "model",
             "min_running_requests is above max_running_requests": (self.min_running_requests or 0)
             > self.max_running_requests,
-            f"min_healthy_engines {healthy} is more than num_engines {self.num_engines}": healthy > self.num_engines,
+            f"min_healthy_engines {healthy} is more than num_engines {self.num_engines}": healthy
+            > self.num_engines,
         }
 
     def excludes(self, experiment: "ExperimentConfig") -> Problems:
-        algorithm, weights, wanted = experiment.algorithm, experiment.weights, experiment.train.num_prompts_per_step
-        ahead = next((f"{k} {n}" for k in ("max_staleness", "extra_groups") if (n := getattr(self, k))), "")
+        algorithm, weights, wanted = (
+            experiment.algorithm,
+            experiment.weights,
+            experiment.train.num_prompts_per_step,
+        )
+        ahead = next(
+            (f"{k} {n}" for k in ("max_staleness", "extra_groups") if (n := getattr(self, k))), ""
+        )
         extra = f"rollout.extra_groups {self.extra_groups}"
         corrected = algorithm.mismatch.weight or algorithm.mismatch.reject
-        what = f"rollout.{ahead} trains on tokens of older weights" if ahead else "a cache in fp8_e4m3 rounds"
+        what = (
+            f"rollout.{ahead} trains on tokens of older weights"
+            if ahead
+            else "a cache in fp8_e4m3 rounds"
+        )
         return {
-            "rollout.quantization fp8 with rollout.dtype float32: FP8 layers on GPUs compute in bfloat16; set "
+            "rollout.quantization fp8 with rollout.dtype float32: FP8 layers on GPUs compute in "
+            "bfloat16; set "
             "rollout.dtype: bfloat16, or actor.device: cpu": self.quantization
             and self.dtype == "float32"
             and experiment.actor.device != "cpu",
-            "rollout.draft_tokens without actor.draft: {}": self.draft_tokens and not experiment.actor.has_draft,
-            f"rollout.colocate with weights.transport {weights.transport}: NCCL takes no two ranks on one GPU; set "
+            "rollout.draft_tokens without actor.draft: {}": self.draft_tokens
+            and not experiment.actor.has_draft,
+            f"rollout.colocate with weights.transport {weights.transport}: NCCL takes no two ranks "
+            "on one GPU; set "
             "weights.transport: ipc, or disk": self.colocate and weights.uses_groups,
-            f"rollout.{ahead} with rollout.colocate: engines sleep while the actor trains, and can sample nothing "
+            f"rollout.{ahead} with rollout.colocate: engines sleep while the actor trains, and can "
+            "sample nothing "
             "ahead; set one of them": self.colocate and ahead,
-            "rollout.lend_trainers with rollout.colocate: all engines are on the trainers' GPUs; set one of "
+            "rollout.lend_trainers with rollout.colocate: all engines are on the trainers' GPUs; "
+            "set one of "
             "them": self.colocate and self.lend_trainers,
-            f"rollout.lend_trainers with weights.transport {weights.transport}: engines on nodes of their own take "
+            f"rollout.lend_trainers with weights.transport {weights.transport}: engines on nodes "
+            "of their own take "
             "reshard, and lent ones take their weights through memory by themselves": self.lend_trainers
             and weights.transport != "reshard",
-            f"rollout.lend_trainers with rollout.{ahead}: responses are cut when trainers take their GPUs back, and "
-            "go on elsewhere with rollout.streaming: true": self.lend_trainers and ahead and not self.streaming,
-            "rollout.max_staleness 1 with algorithm.dynamic_sampling: groups that a step leaves over are trained on "
-            "one step later, so that nothing could be sampled ahead within the bound; take 2 or more, or "
+            f"rollout.lend_trainers with rollout.{ahead}: responses are cut when trainers take "
+            "their GPUs back, and "
+            "go on elsewhere with rollout.streaming: true": self.lend_trainers
+            and ahead
+            and not self.streaming,
+            "rollout.max_staleness 1 with algorithm.dynamic_sampling: groups that a step leaves "
+            "over are trained on "
+            "one step later, so that nothing could be sampled ahead within the bound; take 2 or "
+            "more, or "
             "0": self.max_staleness == 1 and algorithm.dynamic_sampling,
-            f"{what}, which needs a correction: set algorithm.mismatch.weight, such as {{name: tis}}, or "
-            "algorithm.mismatch.reject": not corrected and (ahead or self.sglang.get("kv_cache_dtype") == "fp8_e4m3"),
-            "rollout.prefix_cache by_version with neither max_staleness nor extra_groups: no rollout outlives a "
-            "publish, and what is kept would be of no use; take flush": self.prefix_cache == "by_version" and not ahead,
-            "rollout.prefix_cache by_version with rollout.deterministic: bits would depend on what caches still "
+            f"{what}, which needs a correction: set algorithm.mismatch.weight, such as {{name: "
+            f"tis}}, or "
+            "algorithm.mismatch.reject": not corrected
+            and (ahead or self.sglang.get("kv_cache_dtype") == "fp8_e4m3"),
+            "rollout.prefix_cache by_version with neither max_staleness nor extra_groups: no "
+            "rollout outlives a "
+            "publish, and what is kept would be of no use; take flush": self.prefix_cache
+            == "by_version"
+            and not ahead,
+            "rollout.prefix_cache by_version with rollout.deterministic: bits would depend on what "
+            "caches still "
             "hold; take flush": self.prefix_cache == "by_version" and self.deterministic,
-            f"{extra} is more than train.num_prompts_per_step {wanted}: groups would be left behind more often than "
+            f"{extra} is more than train.num_prompts_per_step {wanted}: groups would be left "
+            "behind more often than "
             "they are taken": self.extra_groups > wanted,
-            f"{extra} with weights.in_flight drain: every publish would wait for the groups that the step did not wait "
+            f"{extra} with weights.in_flight drain: every publish would wait for the groups that "
+            "the step did not wait "
             "for; take retract": self.extra_groups and weights.in_flight == "drain",
-            f"{extra} with algorithm.dynamic_sampling, which samples more groups than a step takes by itself; set one "
+            f"{extra} with algorithm.dynamic_sampling, which samples more groups than a step takes "
+            "by itself; set one "
             "of them": self.extra_groups and algorithm.dynamic_sampling,
-            f"{extra} with advantage {algorithm.advantage.name}: its greedy requests would change what the groups draw "
-            "that are still being sampled; set one of them": self.extra_groups and algorithm.needs_greedy_response,
+            f"{extra} with advantage {algorithm.advantage.name}: its greedy requests would change "
+            "what the groups draw "
+            "that are still being sampled; set one of them": self.extra_groups
+            and algorithm.needs_greedy_response,
         }
 
 
@@ -339,17 +456,18 @@ class WeightsConfig(Section):
     """How the actor's weights reach the engines after every step."""
 
     transport: Literal["disk", "broadcast", "reshard", "ipc"] = "reshard"
-    """Each engine rank its own slices from the trainers that hold them; or whole tensors by rank 0 to all; or a
-    checkpoint on a disk that engines and trainers share; or slices through memory of a machine that they share, as
-    `rollout.colocate` needs (`ipc`)."""
+    """Each engine rank its own slices from the trainers that hold them; or whole tensors by rank 0
+    to all; or a checkpoint on a disk that engines and trainers share; or slices through memory of a
+    machine that they share, as `rollout.colocate` needs (`ipc`)."""
     in_flight: Literal["drain", "retract"] = "retract"
-    """Treatment of responses in flight at a publish (rollout.max_staleness): they keep their tokens and
-    go on with the new weights, which read them again (retract), or are waited for (drain): then a deterministic run
-    repeats bit by bit."""
+    """Treatment of responses in flight at a publish (rollout.max_staleness): they keep their tokens
+    and go on with the new weights, which read them again (retract), or are waited for (drain): then
+    a deterministic run repeats bit by bit."""
 
     @property
     def uses_groups(self) -> bool:
-        """Returns whether trainer and engine ranks form process groups: NCCL refuses two of them on one GPU."""
+        """Returns whether trainer and engine ranks form process groups: NCCL refuses two of them on
+        one GPU."""
         return self.transport in ("broadcast", "reshard")
 
     @property
@@ -358,7 +476,8 @@ class WeightsConfig(Section):
         return self.transport == "ipc"
 
     def suited(self, colocate: bool) -> "WeightsConfig":
-        """Returns this section, with a transport that suits engines on the trainers' GPUs or on others."""
+        """Returns this section, with a transport that suits engines on the trainers' GPUs or on
+        others."""
         usable = not self.uses_groups if colocate else not self.needs_colocation
         other = {"transport": "ipc" if colocate else "reshard", "delta": False}
         return self if usable else self.model_copy(update=other)
@@ -368,33 +487,39 @@ class WeightsConfig(Section):
     def _not_in_place(cls, given: object) -> object:
         if given == "in_place":
             raise ValueError(
-                "in_place is refused: responses would go on over keys and values of older weights, which no weights "
-                "describe, these stay in the prefix cache for every later prompt that begins alike, and the token on "
+                "in_place is refused: responses would go on over keys and values of older weights, "
+                "which no weights "
+                "describe, these stay in the prefix cache for every later prompt that begins "
+                "alike, and the token on "
                 "its way is called newer than it is; retract keeps all tokens too"
             )
         return given
 
     def problems(self) -> Problems:
         return {
-            f"delta goes with transport: reshard, not {self.transport}": self.delta and self.transport != "reshard",
+            f"delta goes with transport: reshard, not {self.transport}": self.delta
+            and self.transport != "reshard",
         }
 
     def excludes(self, experiment: "ExperimentConfig") -> Problems:
         deadline_s = experiment.actor.deadline_s
         return {
-            f"weights.timeout_s {self.timeout_s:g} must be below actor.deadline_s {deadline_s:g}: while rank 0 updates "
+            f"weights.timeout_s {self.timeout_s:g} must be below actor.deadline_s {deadline_s:g}: "
+            "while rank 0 updates "
             "engines, the other ranks wait for it in a collective": self.timeout_s >= deadline_s
         }
 
     delta: bool = False
-    """Send only the elements that have changed since the last publish, wherever these are fewer bytes; every rank keeps
-    what it has sent in host memory. After a step of GRPO in bfloat16 most elements are the same."""
+    """Send only the elements that have changed since the last publish, wherever these are fewer
+    bytes; every rank keeps what it has sent in host memory. After a step of GRPO in bfloat16 most
+    elements are the same."""
     bucket_mb: PositiveFloat = 512.0
     """MiB of weights that a rank holds beside its parameters during a transfer."""
     timeout_s: PositiveFloat = 600.0
     """Seconds for one publish, restarted engines included; below `actor.deadline_s`."""
     connect_timeout_s: PositiveFloat = 60.0
-    """Seconds for an engine's ranks and trainers to form a process group, at most a quarter of the time left of a
-    publish."""
+    """Seconds for an engine's ranks and trainers to form a process group, at most a quarter of the
+    time left of a publish."""
     max_ctas: PositiveInt = 8
-    """NCCL's thread blocks for each group of an engine and trainers; fewer leave more of a GPU to others."""
+    """NCCL's thread blocks for each group of an engine and trainers; fewer leave more of a GPU to
+    others."""

@@ -1,4 +1,5 @@
-"""`megagrpo convert`: reads theirs, translates, checks that the result is an experiment, and writes it."""
+"""`megagrpo convert`: reads theirs, translates, checks that the result is an experiment, and writes
+it."""
 
 import sys
 from collections import Counter
@@ -32,16 +33,23 @@ def translate(framework: str, path: Path) -> Draft:
             where = ".".join(map(str, error["loc"]))
             draft.problems.append(f"{where}: {error['msg']}" if where else error["msg"])
         return draft
-    for keys, text in [*megatron_setting_problems(experiment.actor), *engine_setting_problems(experiment.rollout)]:
+    for keys, text in [
+        *megatron_setting_problems(experiment.actor),
+        *engine_setting_problems(experiment.rollout),
+    ]:
         draft.drop(".".join(map(str, keys)), text)
     return draft
 
 
 def convert(framework: str, source: Path, output: Path | None, partial: bool) -> int:
-    """Writes the experiment and returns 0; 1, and nothing is written, if something is lost and `partial` is false."""
+    """Writes the experiment and returns 0; 1, and nothing is written, if something is lost and
+    `partial` is false."""
     draft = translate(framework, source)
     lost = [fate for fate in draft.fates() if fate.status in ("not translated", "unknown")]
-    title = f"Converted from {source.name} by `megagrpo convert {framework}`; see docs/reference/names.md."
+    title = (
+        f"Converted from {source.name} by `megagrpo convert {framework}`; see "
+        "docs/reference/names.md."
+    )
     counts = Counter(fate.status for fate in draft.fates())
     say = [
         f"{source}: {len(draft.given)} keys of {FRAMEWORKS[framework]}: "
@@ -51,7 +59,10 @@ def convert(framework: str, source: Path, output: Path | None, partial: bool) ->
     say += [f"  the experiment as translated: {problem}" for problem in draft.problems]
     failed = bool(lost or draft.problems) and not partial
     if failed:
-        say.append("nothing was written; --partial writes what could be translated, with comments on the rest")
+        say.append(
+            "nothing was written; --partial writes what could be translated, with comments on the "
+            "rest"
+        )
     print("\n".join(say), file=sys.stderr)
     if failed:
         return 1

@@ -1,4 +1,5 @@
-"""An experiment in the making: our keys with the foreign ones that they come from, and what became of each of these."""
+"""An experiment in the making: our keys with the foreign ones that they come from, and what became
+of each of these."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -28,7 +29,9 @@ class Draft:
 
     def __init__(self, framework: str, given: Mapping[str, Plain]):
         self.framework, self.given = framework, dict(given)
-        self._all = defaults(framework) | {key: value for key, value in given.items() if value is not None}
+        self._all = defaults(framework) | {
+            key: value for key, value in given.items() if value is not None
+        }
         self.values: dict[str, Plain] = {}  # by our dotted key
         self.because: dict[str, list[str]] = {}  # our key -> their keys
         self._lacks: dict[str, str] = {}  # their key -> why it is not translated
@@ -36,7 +39,8 @@ class Draft:
         self.problems: list[str] = []  # of the experiment as a whole
 
     def get(self, *keys: str) -> Plain:
-        """Returns the first of these that is given, else the first default among them, else None."""
+        """Returns the first of these that is given, else the first default among them, else
+        None."""
         given = (self.given[key] for key in keys if self.given.get(key) is not None)
         return next(given, next((self._all[key] for key in keys if key in self._all), None))
 
@@ -62,9 +66,12 @@ class Draft:
         return value
 
     def put(self, ours: str, value: Plain, *keys: str) -> None:
-        """Sets our key because of theirs; left out if none of these is given and the value is our default."""
+        """Sets our key because of theirs; left out if none of these is given and the value is our
+        default."""
         because = [key for key in keys if self.given.get(key) is not None]
-        of_variant = ours.startswith(("algorithm.loss.", "algorithm.advantage."))  # whose defaults depend on the name
+        of_variant = ours.startswith(
+            ("algorithm.loss.", "algorithm.advantage.")
+        )  # whose defaults depend on the name
         if not because and (value is None or (value == _default(ours) and not of_variant)):
             return
         self.values[ours] = value
@@ -100,7 +107,9 @@ class Draft:
             for key in theirs:
                 ours.setdefault(key, []).append(our_key)
         lacking = [key for key in self._lacks if key not in self.given]
-        return [self._fate(key, self.get(key), ours.get(key, [])) for key in [*self.given, *lacking]]
+        return [
+            self._fate(key, self.get(key), ours.get(key, [])) for key in [*self.given, *lacking]
+        ]
 
     def _fate(self, key: str, value: Plain, ours: list[str]) -> Fate:
         entry = find(self.framework, key)
@@ -111,7 +120,12 @@ class Draft:
         if entry is None:
             return Fate(key, value, "unknown", "no such key in docs/reference/names.md")
         if self.given.get(key) is not None and _is_left_out(entry, value):
-            return Fate(key, value, "not translated", f"{entry.to}, but not from this combination: write it by hand")
+            return Fate(
+                key,
+                value,
+                "not translated",
+                f"{entry.to}, but not from this combination: write it by hand",
+            )
         return Fate(key, value, "as here", entry.free or entry.to or "what is done anyway")
 
     def nested(self) -> dict[str, Plain]:
@@ -129,9 +143,14 @@ class Draft:
         return out
 
     def yaml(self, title: str) -> str:
-        """Returns the experiment as YAML with a comment on every key, and below it those that set nothing."""
+        """Returns the experiment as YAML with a comment on every key, and below it those that set
+        nothing."""
         shown = FRAMEWORKS[self.framework]
-        lines = [f"# {title}", *(f"# {remark}" for remark in self.remarks), *self._yaml(self.nested(), "", "", shown)]
+        lines = [
+            f"# {title}",
+            *(f"# {remark}" for remark in self.remarks),
+            *self._yaml(self.nested(), "", "", shown),
+        ]
         for status in ("as here", "not translated", "unknown"):
             of_status = [fate for fate in self.fates() if fate.status == status]
             lines += ["", f"# {shown}'s keys {status}:"] if of_status else []
@@ -166,7 +185,9 @@ def _flow(value: Plain) -> str:
 
 @cache
 def _defaults_of_ours() -> ExperimentConfig:
-    return ExperimentConfig.model_validate({"name": "", "output_dir": "", "model": {"path": ""}, "data": {"path": ""}})
+    return ExperimentConfig.model_validate(
+        {"name": "", "output_dir": "", "model": {"path": ""}, "data": {"path": ""}}
+    )
 
 
 def _default(ours: str) -> object:

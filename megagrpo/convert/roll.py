@@ -10,16 +10,26 @@ from megagrpo.convert.draft import Draft, Rule
 _T, _I = "actor_train.", "actor_infer."
 _TS, _ARGS = f"{_T}strategy_args.strategy_config.", f"{_T}data_args."
 _TRAINERS, _ENGINES = f"{_T}device_mapping", f"{_I}device_mapping"
-_GRADERS = {"MathRuleRewardWorker": "math", "MathGRPORewardWorker": "math"}  # reward workers that are a grader here
-_NEAREST = {"CodeSandboxRewardWorker": "code, whose tests are a row's answer", "LLMJudgeRewardWorker": "judge"}
+_GRADERS = {
+    "MathRuleRewardWorker": "math",
+    "MathGRPORewardWorker": "math",
+}  # reward workers that are a grader here
+_NEAREST = {
+    "CodeSandboxRewardWorker": "code, whose tests are a row's answer",
+    "LLMJudgeRewardWorker": "judge",
+}
 
 
 def _advantage(d: Draft) -> None:
-    """ROLL's grpo normalises by group, clips, subtracts the token KL, and then takes returns to go."""
+    """ROLL's grpo normalises by group, clips, subtracts the token KL, and then takes returns to
+    go."""
     key, clip, older = "adv_estimator", d.get("reward_clip"), d.get("reward_norm")
     mean, std = d.get("norm_mean_type"), d.get("norm_std_type")
     if older:
-        mean, std = None if d.get("reward_scale") else older, None if d.get("reward_shift") else older
+        mean, std = (
+            None if d.get("reward_scale") else older,
+            None if d.get("reward_shift") else older,
+        )
     name = d.text(key)
     if name == "grpo":
         size = d.number("num_return_sequences_in_group")
@@ -30,8 +40,22 @@ def _advantage(d: Draft) -> None:
         name, mean, std = "reinforce", "group", "group"
     if rules.estimator(d, key, name):
         d.put("algorithm.advantage.gamma", d.real("gamma"), "gamma")
-        d.put("algorithm.reward.mean", mean or "none", key, "norm_mean_type", "reward_norm", "reward_shift")
-        d.put("algorithm.reward.std", std or "none", key, "norm_std_type", "reward_norm", "reward_scale")
+        d.put(
+            "algorithm.reward.mean",
+            mean or "none",
+            key,
+            "norm_mean_type",
+            "reward_norm",
+            "reward_shift",
+        )
+        d.put(
+            "algorithm.reward.std",
+            std or "none",
+            key,
+            "norm_std_type",
+            "reward_norm",
+            "reward_scale",
+        )
         d.put("algorithm.reward.clip", clip, "reward_clip")
 
 
@@ -44,9 +68,16 @@ def _kl(d: Draft) -> None:
         d.put("algorithm.kl.estimator", "k3", "use_kl_loss")
         d.put("algorithm.kl.value_clamp", 10, "use_kl_loss")
     elif in_reward:
-        d.put("algorithm.kl.reward_coef", d.real("init_kl_coef"), "add_token_level_kl", "init_kl_coef")
+        d.put(
+            "algorithm.kl.reward_coef", d.real("init_kl_coef"), "add_token_level_kl", "init_kl_coef"
+        )
         kind = d.text("kl_penalty")
-        d.put("algorithm.kl.estimator", {"kl": "k1", "mse": "k2"}.get(kind, kind), "kl_penalty", "add_token_level_kl")
+        d.put(
+            "algorithm.kl.estimator",
+            {"kl": "k1", "mse": "k2"}.get(kind, kind),
+            "kl_penalty",
+            "add_token_level_kl",
+        )
         if d.get("target_kl") is not None:
             adaptive = {"target": d.get("target_kl"), "horizon": d.get("kl_horizon")}
             d.put("algorithm.kl.adaptive", adaptive, "target_kl", "kl_horizon")
@@ -57,13 +88,22 @@ def _loss(d: Draft) -> None:
     kind = "PG" if d.get(keys[0]) == "PG" else d.text(keys[1], keys[2]) or "ppo"
     names = {"PG": "gpg", "vanilla": "gpg", "ppo": "ppo_clip", "cispo": "cispo"}
     if kind not in names:
-        return d.lack(next(key for key in keys if d.get(key)), f"no loss {kind}; there are {', '.join(names)}")
+        return d.lack(
+            next(key for key in keys if d.get(key)), f"no loss {kind}; there are {', '.join(names)}"
+        )
     name = "gspo" if d.get("importance_sampling") == "seq" else names[kind]
     d.put("algorithm.loss.name", name, *keys)
-    sides = ("pg_clip_low", "pg_clip_high") if d.get("use_pg_clip_range") else ("pg_clip", "pg_clip")
+    sides = (
+        ("pg_clip_low", "pg_clip_high") if d.get("use_pg_clip_range") else ("pg_clip", "pg_clip")
+    )
     for side, key in zip(("low", "high"), sides, strict=True) if name != "gpg" else ():
         # its cispo has bounds of its own
-        d.put(f"algorithm.loss.clip_ratio_{side}", 0.1 if name == "cispo" else d.real(key), key, "use_pg_clip_range")
+        d.put(
+            f"algorithm.loss.clip_ratio_{side}",
+            0.1 if name == "cispo" else d.real(key),
+            key,
+            "use_pg_clip_range",
+        )
     if d.get("dual_clip_loss") and name == "ppo_clip":
         d.put("algorithm.loss.dual_clip", 1 + 2 * d.real("pg_clip"), "dual_clip_loss", "pg_clip")
     d.put("algorithm.aggregation", d.get("loss_agg_mode"), "loss_agg_mode")
@@ -81,10 +121,15 @@ def _data(d: Draft) -> None:
     shares = {name: share for name, share in d.given.items() if ".domain_interleave_probs." in name}
     if len([share for share in shares.values() if share]) > 1:
         for name in shares:
-            d.lack(name, "a mixture by tags: split the file by tag, and write data.sources with a ratio each")
+            d.lack(
+                name,
+                "a mixture by tags: split the file by tag, and write data.sources with a ratio each",
+            )
     kwargs, every = "validation.generating_args.", ("eval_steps", "validation.eval_steps")
     number = f"{kwargs}num_return_sequences"
-    if rules.evaluated_as_trained(d, "validation.data_args.file_name", d.number(*every, default=0), number, *every):
+    if rules.evaluated_as_trained(
+        d, "validation.data_args.file_name", d.number(*every, default=0), number, *every
+    ):
         d.put("eval.temperature", d.real(f"{kwargs}temperature"), f"{kwargs}temperature")
         rules.truncated_sampling(d, "eval", f"{kwargs}top_p", f"{kwargs}top_k")
 
@@ -93,11 +138,20 @@ def _graders(d: Draft) -> dict[str, Plain]:
     """Returns the grader of every tag of the rows, as ROLL's reward workers choose by it."""
     found: dict[str, Plain] = {}
     for key in [key for key in d.given if re.fullmatch(r"rewards\.\w+\.worker_cls", key)]:
-        worker, tags = d.text(key).rpartition(".")[2], d.get(key.replace("worker_cls", "tag_included"))
+        worker, tags = (
+            d.text(key).rpartition(".")[2],
+            d.get(key.replace("worker_cls", "tag_included")),
+        )
         if worker in _GRADERS:
-            found |= {str(tag): _GRADERS[worker] for tag in (tags if isinstance(tags, list) else [])}
+            found |= {
+                str(tag): _GRADERS[worker] for tag in (tags if isinstance(tags, list) else [])
+            }
         else:
-            d.lack(key, f"no such worker; the nearest grader is {_NEAREST.get(worker, 'a function of yours')}")
+            d.lack(
+                key,
+                "no such worker; the nearest grader is "
+                f"{_NEAREST.get(worker, 'a function of yours')}",
+            )
     return found
 
 
@@ -113,9 +167,20 @@ def _devices(d: Draft, key: str) -> set[int]:
 
 
 def _layout(d: Draft) -> None:
-    trainers, engines, gpus = _devices(d, _TRAINERS), _devices(d, _ENGINES), d.number("num_gpus_per_node")
-    of_engine = [f"{_I}strategy_args.strategy_config.tensor_parallel_size", f"{_I}num_gpus_per_worker"]
-    tp, keys, cut = d.number(*of_engine), (_TRAINERS, "num_gpus_per_node"), f"{_TS}tensor_model_parallel_size"
+    trainers, engines, gpus = (
+        _devices(d, _TRAINERS),
+        _devices(d, _ENGINES),
+        d.number("num_gpus_per_node"),
+    )
+    of_engine = [
+        f"{_I}strategy_args.strategy_config.tensor_parallel_size",
+        f"{_I}num_gpus_per_worker",
+    ]
+    tp, keys, cut = (
+        d.number(*of_engine),
+        (_TRAINERS, "num_gpus_per_node"),
+        f"{_TS}tensor_model_parallel_size",
+    )
     d.put("actor.world_size", len(trainers), *keys)
     fsdp = "fsdp" in d.text(f"{_T}strategy_args.strategy_name")
     d.put(
@@ -124,13 +189,19 @@ def _layout(d: Draft) -> None:
         cut,
         *(of_engine if fsdp else []),
     )
-    granularity, off = f"{_TS}recompute_granularity", f"{_T}model_args.disable_gradient_checkpointing"
+    granularity, off = (
+        f"{_TS}recompute_granularity",
+        f"{_T}model_args.disable_gradient_checkpointing",
+    )
     full = "full" if fsdp and not d.get(off) else "none"
     d.put("actor.recompute", d.get(granularity) or full, granularity, off)
     if d.get(f"{_TS}moe_aux_loss_coeff"):
         of_sequences = "actor.router_losses.balance is of single sequences"
         d.lack(f"{_TS}moe_aux_loss_coeff", f"Megatron's is of a micro-batch; {of_sequences}")
-    dynamic, tokens = f"{_T}use_dynamic_batching_in_train", f"{_T}max_tokens_per_microbatch_in_train"
+    dynamic, tokens = (
+        f"{_T}use_dynamic_batching_in_train",
+        f"{_T}max_tokens_per_microbatch_in_train",
+    )
     longest = d.number("prompt_length") + d.number("response_length")
     each = f"{_T}training_args.per_device_train_batch_size"
     most = d.number(tokens, default=0) if d.get(dynamic) else 0
@@ -141,7 +212,10 @@ def _layout(d: Draft) -> None:
     d.put("rollout.num_engines", max(len(engines) // tp, 1), _ENGINES)
     d.put("rollout.nodes_per_engine", max(tp // gpus, 1), *of_engine)
     if both := trainers & engines:
-        d.lack(_ENGINES, f"{len(both)} GPUs train and sample: colocate shares all or none; engines get their own")
+        d.lack(
+            _ENGINES,
+            f"{len(both)} GPUs train and sample: colocate shares all or none; engines get their own",
+        )
     d.put("cluster.gpus_per_node", gpus, "num_gpus_per_node")
     if len(trainers) + len(engines) > gpus:
         d.put("rollout.host", "eth0", _ENGINES)
@@ -151,12 +225,17 @@ def _batch(d: Draft) -> None:
     prompts, size = d.number("rollout_batch_size"), d.number("num_return_sequences_in_group")
     cut = [int(str(d.values.get(f"actor.parallel.{name}", 1))) for name in ("tp", "pp", "cp")]
     replicas = max(len(_devices(d, _TRAINERS)) // (cut[0] * cut[1] * cut[2]), 1)
-    args = [f"{_T}training_args.{name}" for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
+    args = [
+        f"{_T}training_args.{name}"
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
+    ]
     of_update = d.number(args[0]) * d.number(args[1]) * replicas
     updates, rest = divmod(prompts * size, of_update)
     if rest or not updates or prompts % updates:
         d.lack(
-            args[1], f"{of_update} samples of an update do not divide the {prompts * size} of a step into whole groups"
+            args[1],
+            f"{of_update} samples of an update do not divide the {prompts * size} of a step into "
+            "whole groups",
         )
     else:
         d.put("train.num_updates_per_step", updates, *args)
@@ -166,7 +245,9 @@ def _batch(d: Draft) -> None:
     all_updates = d.number("max_steps") * max(updates, 1) * d.number("ppo_epochs")
     of_ratio = math.ceil(d.real(ratio) * all_updates)  # both count updates
     d.put("actor.optimizer.warmup_steps", d.number(warmup, default=0) or of_ratio, warmup, ratio)
-    rules.truncated_sampling(d, "sampling", f"{_I}generating_args.top_p", f"{_I}generating_args.top_k")
+    rules.truncated_sampling(
+        d, "sampling", f"{_I}generating_args.top_p", f"{_I}generating_args.top_k"
+    )
     if d.get("async_generation_ratio"):
         d.put("rollout.max_staleness", d.number("async_generation_ratio"), "async_generation_ratio")
         d.put("algorithm.mismatch.weight", {"name": "tis"}, "async_generation_ratio")
@@ -174,11 +255,16 @@ def _batch(d: Draft) -> None:
 
 def _model(d: Draft) -> None:
     kinds: dict[str, Plain] = {"bf16": "bfloat16", "fp32": "float32", "": "bfloat16"}
-    for ours, key in (("actor.dtype", f"{_T}model_args.dtype"), ("rollout.dtype", f"{_I}model_args.dtype")):
+    for ours, key in (
+        ("actor.dtype", f"{_T}model_args.dtype"),
+        ("rollout.dtype", f"{_I}model_args.dtype"),
+    ):
         d.put(ours, kinds.get(d.text(key), "bfloat16"), key)
         if d.text(key) not in kinds:
             d.lack(key, f"{d.get(key)} is not offered; bfloat16 is")
-    rank, alpha, targets = ([f"lora_{name}", f"{_T}model_args.lora_{name}"] for name in ("rank", "alpha", "target"))
+    rank, alpha, targets = (
+        [f"lora_{name}", f"{_T}model_args.lora_{name}"] for name in ("rank", "alpha", "target")
+    )
     if d.number(*rank, default=0) > 0:
         d.put("actor.lora.rank", d.number(*rank), *rank)
         d.put("actor.lora.alpha", d.real(*alpha, default=32), *alpha)
@@ -196,7 +282,9 @@ def _run(d: Draft) -> None:
         d.lack("resume_from_checkpoint", "their checkpoints are not read; ours go on by themselves")
     tracker, project = d.text("track_with"), "tracker_kwargs.project"
     if tracker == "wandb":
-        d.put("log.wandb", {"project": d.text(project) or name, "name": name}, "track_with", project)
+        d.put(
+            "log.wandb", {"project": d.text(project) or name, "name": name}, "track_with", project
+        )
     elif tracker not in ("", "tensorboard", "stdout", "ml_tracker"):
         d.lack("track_with", f"no tracker {tracker}; there are TensorBoard files and log.wandb")
 

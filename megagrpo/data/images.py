@@ -1,7 +1,9 @@
-"""Images of prompts: read, resized once to the grid of the model's processor, and kept as PNG files by their content.
+"""Images of prompts: read, resized once to the grid of the model's processor, and kept as PNG files
+by their content.
 
-Trainers and engines read the same PNG, which no later resizing changes, so both see the same pixels. A message's image
-is a part {"type": "image"}; its pixels come from the row's column or from the part itself.
+Trainers and engines read the same PNG, which no later resizing changes, so both see the same
+pixels. A message's image is a part {"type": "image"}; its pixels come from the row's column or from
+the part itself.
 """
 
 import base64
@@ -42,10 +44,12 @@ Grid = tuple[int, int, int]
 def images_apart(
     messages: Sequence[Message], column: Sequence[object], marked: bool, location: str
 ) -> tuple[list[Message], list[object]]:
-    """Returns messages whose images are parts without content, and where each image comes from, in order.
+    """Returns messages whose images are parts without content, and where each image comes from, in
+    order.
 
-    column: the row's images, for the parts without a source and, if `marked`, for every `<image>` in the texts. Raises
-    ValueError, naming the row, unless the numbers agree, and for parts that are neither text nor image.
+    column: the row's images, for the parts without a source and, if `marked`, for every `<image>`
+    in the texts. Raises ValueError, naming the row, unless the numbers agree, and for parts that
+    are neither text nor image.
     """
     rest, sources = iter(column), []
     wanted = 0
@@ -65,24 +69,33 @@ def images_apart(
                         yield {"type": "text", "text": text}
             elif kind in ("image", "image_url"):
                 source = part.get(kind) or part.get("path") or part.get("url")
-                source = source["url"] if kind == "image_url" and isinstance(source, dict) else source
+                source = (
+                    source["url"] if kind == "image_url" and isinstance(source, dict) else source
+                )
                 wanted += source is None
                 sources.append(next(rest, None) if source is None else source)
                 yield _IMAGE_PART
             else:
-                raise ValueError(f"{location}: a message has a part of type {kind!r}; text and images are supported")
+                raise ValueError(
+                    f"{location}: a message has a part of type {kind!r}; text and images are "
+                    "supported"
+                )
 
-    found: list[Message] = [{**message, "content": list(parts(message["content"]))} for message in messages]
+    found: list[Message] = [
+        {**message, "content": list(parts(message["content"]))} for message in messages
+    ]
     if wanted != len(column):
         raise ValueError(
-            f"{location}: the prompt has {wanted} {IMAGE_TEXT} and the row {len(column)} image(s) (data.images_key); "
+            f"{location}: the prompt has {wanted} {IMAGE_TEXT} and the row {len(column)} image(s) "
+            "(data.images_key); "
             f"write {IMAGE_TEXT} once for each image, where it belongs"
         )
     return found if sources else list(messages), sources
 
 
 def image_bytes(source: object, folder: Path) -> bytes:
-    """Returns the encoded image: bytes, {bytes, path}, a path (relative: to `folder`), or a data URI.
+    """Returns the encoded image: bytes, {bytes, path}, a path (relative: to `folder`), or a data
+    URI.
 
     Raises ValueError for another source, and OSError.
     """
@@ -91,20 +104,26 @@ def image_bytes(source: object, folder: Path) -> bytes:
     if isinstance(source, bytes):
         return source
     if not isinstance(source, str) or source.startswith(("http:", "https:")):
-        raise ValueError(f"{source!r:.60} is no image: bytes, a path or a data URI; nothing is downloaded")
+        raise ValueError(
+            f"{source!r:.60} is no image: bytes, a path or a data URI; nothing is downloaded"
+        )
     if source.startswith("data:"):
         return base64.b64decode(source.partition("base64,")[2], validate=True)
     return (folder / urllib.parse.unquote(source.removeprefix("file://"))).read_bytes()
 
 
 class ImageStore:
-    """The images of an experiment's prompts in a folder that its ranks share, by their keys (ImageRef.key)."""
+    """The images of an experiment's prompts in a folder that its ranks share, by their keys
+    (ImageRef.key)."""
 
     def __init__(self, processor: str, hf: HfConfig, folder: Path):
         define_torchvision_operators()
         from transformers import AutoImageProcessor  # takes seconds
 
-        with explained(f"{processor}: no image processor can be loaded from here", lambda exc: torchvision_problem()):
+        with explained(
+            f"{processor}: no image processor can be loaded from here",
+            lambda exc: torchvision_problem(),
+        ):
             self._processor = AutoImageProcessor.from_pretrained(processor, local_files_only=True)
         self.image_token, self.video_token = int(hf["image_token_id"]), int(hf["video_token_id"])
         self._folder = folder
@@ -113,19 +132,24 @@ class ImageStore:
         self._kept_pixels = lru_cache(maxsize=_PIXELS_KEPT)(self._pixels)
         self._kept_uri = lru_cache(maxsize=_URIS_KEPT)(self._uri)
         self._held: dict[str, int] = {}  # bytes by key
-        self._used: Counter[str] = Counter()  # since the last `add_metrics`: bytes `sent` and `moved`, microseconds
+        self._used: Counter[str] = (
+            Counter()
+        )  # since the last `add_metrics`: bytes `sent` and `moved`, microseconds
 
     @classmethod
     def of(cls, model: ModelConfig, folder: Path) -> "ImageStore | None":
-        """Returns the store of a model's prompts; None if the model does not see. Raises ValueError."""
+        """Returns the store of a model's prompts; None if the model does not see. Raises
+        ValueError."""
         path = Path(model.path) / "config.json"
         hf = read_description(path) if path.is_file() else {}
         return cls(model.tokenizer or model.path, hf, folder) if "vision_config" in hf else None
 
     def add(self, data: bytes) -> tuple[str, Grid]:
-        """Returns key and grid of an encoded image, which is kept as a PNG of the processor's own size.
+        """Returns key and grid of an encoded image, which is kept as a PNG of the processor's own
+        size.
 
-        Raises what Pillow raises for data that is no image, and ValueError for a shape that the processor refuses.
+        Raises what Pillow raises for data that is no image, and ValueError for a shape that the
+        processor refuses.
         """
         from PIL import Image, ImageOps
 
@@ -152,8 +176,11 @@ class ImageStore:
         """Returns the number of tokens of an image."""
         return grid[0] * grid[1] * grid[2] // self._processor.merge_size**2
 
-    def expand(self, short_ids: np.ndarray, images: Sequence[tuple[str, Grid]]) -> tuple[np.ndarray, list[ImageRef]]:
-        """Returns the ids with every image's placeholders, [T] int32, and the images with their places.
+    def expand(
+        self, short_ids: np.ndarray, images: Sequence[tuple[str, Grid]]
+    ) -> tuple[np.ndarray, list[ImageRef]]:
+        """Returns the ids with every image's placeholders, [T] int32, and the images with their
+        places.
 
         Raises ValueError unless the short ids have one placeholder an image.
         """
@@ -161,8 +188,10 @@ class ImageStore:
         places = np.flatnonzero(ids == self.image_token)
         if len(places) != len(images) or self.video_token in ids:
             raise ValueError(
-                f"the prompt's tokens have {len(places)} image placeholder(s) for {len(images)} image(s)"
-                f"{', and one of a video' if self.video_token in ids else ''}: its text must not hold the placeholder "
+                f"the prompt's tokens have {len(places)} image placeholder(s) for {len(images)} "
+                "image(s)"
+                f"{', and one of a video' if self.video_token in ids else ''}: its text must not "
+                "hold the placeholder "
                 "itself, and the chat template must write one for each image"
             )
         counts, refs = np.ones(len(ids), np.int64), []
@@ -189,11 +218,14 @@ class ImageStore:
         """Returns what the processor makes of the image: [t*h*w, patch values] float32."""
         start = time.perf_counter_ns()
         pixels = self._kept_pixels(key)
-        self._used.update(moved=pixels.nbytes, microseconds=(time.perf_counter_ns() - start) // 1000)
+        self._used.update(
+            moved=pixels.nbytes, microseconds=(time.perf_counter_ns() - start) // 1000
+        )
         return pixels
 
     def add_metrics(self, metrics: "Metrics") -> None:
-        """Adds the bytes of images that are held, were sent to engines and were given to the tower, and its seconds."""
+        """Adds the bytes of images that are held, were sent to engines and were given to the tower,
+        and its seconds."""
         used, self._used = self._used, Counter()
         metrics.add_max("images/held_mb", sum(self._held.values()) / 1e6)
         metrics.add_sum("images/sent_mb", used["sent"] / 1e6)
@@ -212,5 +244,7 @@ class ImageStore:
     def _grid_of_size(self, size: tuple[int, int]) -> Grid:
         from PIL import Image
 
-        t, h, w = self._processor(images=Image.new("RGB", size), return_tensors="pt")["image_grid_thw"][0].tolist()
+        t, h, w = self._processor(images=Image.new("RGB", size), return_tensors="pt")[
+            "image_grid_thw"
+        ][0].tolist()
         return t, h, w

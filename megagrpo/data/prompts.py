@@ -1,6 +1,7 @@
 """Renders and tokenises prompts, and orders them.
 
-The order depends only on the seed and the mixture, so the number of consumed prompts is the whole state to save.
+The order depends only on the seed and the mixture, so the number of consumed prompts is the whole
+state to save.
 """
 
 import math
@@ -33,7 +34,9 @@ class PromptSet:
     prompts: tuple[Prompt, ...]
     num_too_long: int  # dropped: longer than data.max_prompt_tokens
     shuffle: bool
-    mixture: tuple[tuple[float, int], ...] = ()  # ratio and number of the prompts of each source; (): all are one
+    mixture: tuple[
+        tuple[float, int], ...
+    ] = ()  # ratio and number of the prompts of each source; (): all are one
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -44,9 +47,13 @@ class PromptSet:
         return sorted({prompt.source for prompt in self.prompts} - {""})
 
     def batch(self, cursor: int, count: int, seed: int) -> list[Prompt]:
-        """Returns prompts cursor .. cursor + count - 1 of an endless sequence of epochs, each in its own order."""
+        """Returns prompts cursor .. cursor + count - 1 of an endless sequence of epochs, each in
+        its own order."""
         if not self.mixture:
-            return [self._prompt(i, 0, len(self.prompts), seed, "") for i in range(cursor, cursor + count)]
+            return [
+                self._prompt(i, 0, len(self.prompts), seed, "")
+                for i in range(cursor, cursor + count)
+            ]
         ratios, sizes = zip(*self.mixture, strict=True)
         starts = [sum(sizes[:k]) for k in range(len(sizes))]
         places = interleaved(ratios, cursor, count)
@@ -67,11 +74,12 @@ def _shuffled(size: int, seed: int, epoch: int, name: str) -> list[int]:
 
 
 def interleaved(ratios: Sequence[float], start: int, count: int) -> list[tuple[int, int]]:
-    """Returns places start .. start + count - 1 of an endless mixture: (source, number of its prompt), both from 0.
+    """Returns places start .. start + count - 1 of an endless mixture: (source, number of its
+    prompt), both from 0.
 
-    Prompt j of a source comes at time (j + 1/2) / share, so each source has its share of any stretch of the sequence
-    up to one prompt. Only prompts near the stretch are looked at: of all K sources together, at most K / 2 more or
-    fewer than `start` come before the time `start`.
+    Prompt j of a source comes at time (j + 1/2) / share, so each source has its share of any
+    stretch of the sequence up to one prompt. Only prompts near the stretch are looked at: of all K
+    sources together, at most K / 2 more or fewer than `start` come before the time `start`.
     """
     shares, margin = [ratio / sum(ratios) for ratio in ratios], len(ratios)
     begin = max(start - margin, 0)
@@ -96,17 +104,25 @@ def _first_from(begin: int, share: float) -> int:
 def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
     """Returns the model's tokenizer, from local files only.
 
-    Raises ValueError if the folder has none or only Python code for one, or if it has more tokens than the model has
-    embeddings.
+    Raises ValueError if the folder has none or only Python code for one, or if it has more tokens
+    than the model has embeddings.
     """
     define_torchvision_operators()
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes seconds, and pulls in torch
+    from transformers import (
+        AutoTokenizer,
+        PreTrainedTokenizerFast,
+    )  # takes seconds, and pulls in torch
 
     folder = Path(model.tokenizer or model.path)
     if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder; model.tokenizer (or model.path) is a local Hugging Face folder")
+        raise ValueError(
+            f"{folder}: no such folder; model.tokenizer (or model.path) is a local Hugging Face "
+            "folder"
+        )
     _refuse_code(folder)
-    with explained(f"{folder}: no tokenizer can be loaded from here", lambda exc: torchvision_problem()):
+    with explained(
+        f"{folder}: no tokenizer can be loaded from here", lambda exc: torchvision_problem()
+    ):
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         if isinstance(tokenizer, PreTrainedTokenizerFast):
             _restore_parts(tokenizer, folder / "tokenizer.json")
@@ -118,36 +134,44 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
     largest = max(tokenizer.get_vocab().values())
     if largest >= size:
         raise ValueError(
-            f"tokenizer {folder} has token id {largest} but model {model.path} only {size} embeddings (vocab_size): "
+            f"tokenizer {folder} has token id {largest} but model {model.path} only {size} "
+            "embeddings (vocab_size): "
             "they do not belong together"
         )
     return tokenizer
 
 
 def _refuse_code(folder: Path) -> None:
-    """Raises ValueError if the tokenizer is Python code; transformers 5 silently builds another one for some models."""
+    """Raises ValueError if the tokenizer is Python code; transformers 5 silently builds another one
+    for some models."""
     settings = folder / "tokenizer_config.json"
     if (folder / "tokenizer.json").is_file() or not settings.is_file():
         return
     if "AutoTokenizer" in (read_description(settings).get("auto_map") or ()):
         raise ValueError(
-            f"{folder}: the tokenizer is Python code (auto_map in tokenizer_config.json), which is not run here: "
-            "convert it once to a folder with tokenizer.json and the chat template, and name that as model.tokenizer"
+            f"{folder}: the tokenizer is Python code (auto_map in tokenizer_config.json), which is "
+            "not run here: "
+            "convert it once to a folder with tokenizer.json and the chat template, and name that "
+            "as model.tokenizer"
         )
 
 
 def _restore_parts(tokenizer: "PreTrainedTokenizerFast", file: Path) -> None:
-    """Restores the parts of tokenizer.json that transformers 5 replaces by those of tokenizer_config.json's class.
+    """Restores the parts of tokenizer.json that transformers 5 replaces by those of
+    tokenizer_config.json's class.
 
-    LlamaTokenizerFast, as DeepSeek-R1-Distill-Llama calls its tokenizer of bytes, gets SentencePiece's: spaces are
-    lost. SGLang compares types and restores likewise (_fix_v5_tokenizer_components).
+    LlamaTokenizerFast, as DeepSeek-R1-Distill-Llama calls its tokenizer of bytes, gets
+    SentencePiece's: spaces are lost. SGLang compares types and restores likewise
+    (_fix_v5_tokenizer_components).
     """
     from tokenizers import Tokenizer
 
     if not file.is_file():
         return
     stored, loaded = Tokenizer.from_file(str(file)), tokenizer.backend_tokenizer
-    pairs = [(getattr(stored, part), getattr(loaded, part)) for part in ("pre_tokenizer", "decoder")]
+    pairs = [
+        (getattr(stored, part), getattr(loaded, part)) for part in ("pre_tokenizer", "decoder")
+    ]
     if any(a is not None and b is not None and type(a) is not type(b) for a, b in pairs):
         for part in ("model", "normalizer", "pre_tokenizer", "decoder"):
             setattr(loaded, part, getattr(stored, part))
@@ -158,16 +182,22 @@ def decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[np.ndarray], str]
     return lambda token_ids: str(tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
 
 
-def load_prompts(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", store: ImageStore | None = None) -> PromptSet:
-    """Returns the rendered and tokenised rows of data.path or data.sources; Prompt.id is the row's id.
+def load_prompts(
+    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", store: ImageStore | None = None
+) -> PromptSet:
+    """Returns the rendered and tokenised rows of data.path or data.sources; Prompt.id is the row's
+    id.
 
-    Raises ValueError with file and line for a missing file, a broken line, a missing key, a value of the wrong type, an
-    empty prompt, an image that cannot be read, and if no prompt of the file, or of a source with a ratio, is short
-    enough. store: keeps the images of a vision-language model.
+    Raises ValueError with file and line for a missing file, a broken line, a missing key, a value
+    of the wrong type, an empty prompt, an image that cannot be read, and if no prompt of the file,
+    or of a source with a ratio, is short enough. store: keeps the images of a vision-language
+    model.
     """
     rows, parts = read_rows(data), data.parts
     chats = [_chat(parts[row.of], row) for row in rows]
-    rendered = [_render(parts[row.of], tokenizer, row, chat) for row, chat in zip(rows, chats, strict=True)]
+    rendered = [
+        _render(parts[row.of], tokenizer, row, chat) for row, chat in zip(rows, chats, strict=True)
+    ]
     texts, sources = [text for text, _ in rendered], [images for _, images in rendered]
     prompts: list[list[Prompt]] = [[] for _ in parts]
     found = []
@@ -176,10 +206,17 @@ def load_prompts(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", store: 
         if not ids:
             raise ValueError(f"{row.location}: the prompt {text!r} has no tokens")
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
-            raise ValueError(f"{row.location}: the tokenizer does not know every character of {text!r:.80}")
-        prompt = Prompt(row.id, text, np.array(ids), row.answer, row.grader, row.location, row.source, row.extra)
-        # Messages are for agents, which refuse images: those may hold their bytes, which no checkpoint should.
-        found.append(replace(prompt, messages=chat) if parts[row.of].chat_template and not images else prompt)
+            raise ValueError(
+                f"{row.location}: the tokenizer does not know every character of {text!r:.80}"
+            )
+        prompt = Prompt(
+            row.id, text, np.array(ids), row.answer, row.grader, row.location, row.source, row.extra
+        )
+        # Messages are for agents, which refuse images: those may hold their bytes, which no
+        # checkpoint should.
+        found.append(
+            replace(prompt, messages=chat) if parts[row.of].chat_template and not images else prompt
+        )
     found = _with_images(store, found, sources)
     for row, prompt in zip(rows, found, strict=True):
         if len(prompt.token_ids) <= data.max_prompt_tokens:
@@ -187,7 +224,9 @@ def load_prompts(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", store: 
     ratios = [source.ratio for source in data.sources if source.ratio is not None]
     kept = tuple(prompt for of_part in prompts for prompt in of_part)
     for number, part in enumerate(parts) if ratios else [(None, data)]:
-        lengths = [len(p.token_ids) for row, p in zip(rows, found, strict=True) if number in (row.of, None)]
+        lengths = [
+            len(p.token_ids) for row, p in zip(rows, found, strict=True) if number in (row.of, None)
+        ]
         if min(lengths, default=math.inf) > data.max_prompt_tokens:
             says = f"; the shortest has {min(lengths)} tokens" if lengths else " in the file"
             limit = f"at most {data.max_prompt_tokens} tokens (data.max_prompt_tokens)"
@@ -205,13 +244,17 @@ def describe_dropped(data: DataConfig, prompts: PromptSet) -> str:
     return f"{data.name}: {prompts.num_too_long} of {total} prompts dropped, longer than {limit}"
 
 
-def _with_images(store: ImageStore | None, prompts: list[Prompt], sources: list[list[object]]) -> list[Prompt]:
+def _with_images(
+    store: ImageStore | None, prompts: list[Prompt], sources: list[list[object]]
+) -> list[Prompt]:
     """Returns the prompts with their images, which the store keeps."""
     if store is not None:
         with ThreadPoolExecutor() as pool:  # Pillow lets other threads run
             return list(pool.map(partial(_expanded, store), prompts, sources))
     for prompt in (prompt for prompt, its in zip(prompts, sources, strict=True) if its):
-        raise ValueError(f"{prompt.location}: the prompt has images, but the model (model.path) does not see")
+        raise ValueError(
+            f"{prompt.location}: the prompt has images, but the model (model.path) does not see"
+        )
     return prompts
 
 
@@ -223,7 +266,11 @@ def _expanded(store: ImageStore, prompt: Prompt, sources: list[object]) -> Promp
             images.append(store.add(image_bytes(source, folder)))
     with translated(prompt.location, ValueError):
         token_ids, refs = store.expand(prompt.token_ids, images)
-    return replace(prompt, token_ids=token_ids, images=tuple(refs), short_ids=prompt.token_ids) if refs else prompt
+    return (
+        replace(prompt, token_ids=token_ids, images=tuple(refs), short_ids=prompt.token_ids)
+        if refs
+        else prompt
+    )
 
 
 def _chat(data: DataConfig, row: Row) -> list[dict]:
@@ -231,7 +278,9 @@ def _chat(data: DataConfig, row: Row) -> list[dict]:
     if not isinstance(row.prompt, str):
         messages = row.prompt
     else:
-        messages = [{"role": "user", "content": data.prompt_template.replace("{prompt}", row.prompt)}]
+        messages = [
+            {"role": "user", "content": data.prompt_template.replace("{prompt}", row.prompt)}
+        ]
     system = data.system_prompt if data.chat_template else None
     return messages if system is None else [{"role": "system", "content": system}, *messages]
 
@@ -256,19 +305,29 @@ def render_messages(
     ready: bool = True,
     tools: Sequence[dict] | None = None,
 ) -> str:
-    """Returns messages as the chat template writes them; ready: up to where the model's answer begins.
+    """Returns messages as the chat template writes them; ready: up to where the model's answer
+    begins.
 
     Raises whatever the template raises.
     """
-    arguments: dict[str, Any] = {"tokenize": False, "add_generation_prompt": ready, **data.chat_template_args}
+    arguments: dict[str, Any] = {
+        "tokenize": False,
+        "add_generation_prompt": ready,
+        **data.chat_template_args,
+    }
     chat = cast(list[dict[str, str]], list(messages))
-    return str(tokenizer.apply_chat_template(chat, tools=list(tools) if tools else None, **arguments))
+    return str(
+        tokenizer.apply_chat_template(chat, tools=list(tools) if tools else None, **arguments)
+    )
 
 
-def _tokenize(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list[list[int]]:
+def _tokenize(
+    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", texts: list[str]
+) -> list[list[int]]:
     """Returns the token ids of each text.
 
-    Special tokens come only from the chat template or data.add_bos, never from the tokenizer itself.
+    Special tokens come only from the chat template or data.add_bos, never from the tokenizer
+    itself.
     """
     if not texts:
         return []

@@ -1,4 +1,5 @@
-"""Reads data files: one Row for each, with everything that its columns say, and every problem by file and line."""
+"""Reads data files: one Row for each, with everything that its columns say, and every problem by
+file and line."""
 
 import json
 from collections.abc import Iterator
@@ -31,7 +32,8 @@ class Row:
 
 
 def read_rows(data: DataConfig) -> list[Row]:
-    """Returns the rows in use. Raises ValueError for every problem that does not need a tokenizer."""
+    """Returns the rows in use. Raises ValueError for every problem that does not need a
+    tokenizer."""
     rows: list[Row] = []
     for number, part in enumerate(data.parts):
         first = len(rows)
@@ -44,7 +46,9 @@ def read_rows(data: DataConfig) -> list[Row]:
                     break
                 rows.append(_row(part, number, before + i, f"{path}:{i + 1}", values))
     if len(found := {row.source for row in rows}) > _MOST_SOURCES:
-        raise ValueError(f"{data.name}: {len(found)} sources; metrics are kept for at most {_MOST_SOURCES}")
+        raise ValueError(
+            f"{data.name}: {len(found)} sources; metrics are kept for at most {_MOST_SOURCES}"
+        )
     return rows
 
 
@@ -61,24 +65,31 @@ def _row(data: DataConfig, of: int, row_id: int, location: str, values: Values) 
         grader = _grader_of(source, data.grader_by_source)
         if grader is None:
             known = ", ".join(data.grader_by_source)
-            raise ValueError(f"{location}: source {source!r} has no grader in data.grader_by_source; it has {known}")
+            raise ValueError(
+                f"{location}: source {source!r} has no grader in data.grader_by_source; it has "
+                f"{known}"
+            )
     if data.extra_key is not None:
         value = _field(values, data.extra_key, location)
         extra = value if isinstance(value, dict) else {data.extra_key: value}
         extra = json.loads(json.dumps(extra, default=str))  # a parquet file has dates, and bytes
-    images = values.get(data.images_key) if data.images_key is not None else None  # a text row may lack the column
+    images = (
+        values.get(data.images_key) if data.images_key is not None else None
+    )  # a text row may lack the column
     images = images if isinstance(images, list) else [] if images is None else [images]
     return Row(row_id, location, prompt, answer, source, grader, extra, of, tuple(images))
 
 
 def _grader_of(source: str, graders: dict[str, str]) -> str | None:
-    """Returns the grader of a source: its own, else that of the first `start*` that it begins with."""
+    """Returns the grader of a source: its own, else that of the first `start*` that it begins
+    with."""
     starts = (key for key in graders if key.endswith("*") and source.startswith(key[:-1]))
     return graders.get(source) or next((graders[key] for key in starts), None)
 
 
 def _messages(prompt: object, data: DataConfig, location: str) -> str | list[Values]:
-    """Returns a text, or messages that a chat template takes; ROLL writes these as JSON inside a text."""
+    """Returns a text, or messages that a chat template takes; ROLL writes these as JSON inside a
+    text."""
     key = data.prompt_key
     if isinstance(prompt, str) and prompt.lstrip().startswith("["):
         prompt = _parsed(prompt)
@@ -86,13 +97,22 @@ def _messages(prompt: object, data: DataConfig, location: str) -> str | list[Val
         return _text(prompt, key, location)
     if not data.chat_template:
         raise ValueError(f"{location}: {key!r} holds chat messages; set data.chat_template: true")
-    if not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt) or not prompt:
-        raise ValueError(f"{location}: {key!r} should be a list of {{role, content}}, is {prompt!r:.60}")
+    if (
+        not all(
+            isinstance(message, dict) and {"role", "content"} <= message.keys()
+            for message in prompt
+        )
+        or not prompt
+    ):
+        raise ValueError(
+            f"{location}: {key!r} should be a list of {{role, content}}, is {prompt!r:.60}"
+        )
     if prompt[-1]["role"] != "assistant":
         return prompt
     if not data.answer_key.startswith(f"{key}."):
         raise ValueError(
-            f"{location}: {key!r} ends with the assistant's message; with data.answer_key: {key}.-1.content it is the "
+            f"{location}: {key!r} ends with the assistant's message; with data.answer_key: "
+            f"{key}.-1.content it is the "
             "answer and no part of the prompt"
         )
     return prompt[:-1]
@@ -104,7 +124,9 @@ def _parsed(text: str) -> object:
         found = json.loads(text)
     except json.JSONDecodeError:
         return text
-    return found if found and all(isinstance(one, dict) and "role" in one for one in found) else text
+    return (
+        found if found and all(isinstance(one, dict) and "role" in one for one in found) else text
+    )
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Values]]:
@@ -113,7 +135,10 @@ def _rows(path: Path) -> Iterator[tuple[int, Values]]:
             return _jsonl_rows(path)
         case ".parquet":
             return _parquet_rows(path)
-    raise ValueError(f"{path}: prompts are read from .jsonl or .parquet, not {path.suffix or 'a file without ending'}")
+    raise ValueError(
+        f"{path}: prompts are read from .jsonl or .parquet, not "
+        f"{path.suffix or 'a file without ending'}"
+    )
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[int, Values]]:
@@ -127,9 +152,13 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, Values]]:
             except UnicodeDecodeError as exc:
                 raise ValueError(f"{location}: not UTF-8: {exc}") from exc
             except json.JSONDecodeError as exc:
-                raise ValueError(f"{location}: broken JSON, column {exc.colno}: {exc.msg}: {line[:60]!r}") from exc
+                raise ValueError(
+                    f"{location}: broken JSON, column {exc.colno}: {exc.msg}: {line[:60]!r}"
+                ) from exc
             if not isinstance(row, dict):
-                raise ValueError(f'{location}: should be an object like {{"prompt": ...}}, is {line[:60]!r}')
+                raise ValueError(
+                    f'{location}: should be an object like {{"prompt": ...}}, is {line[:60]!r}'
+                )
             yield i, row
 
 
@@ -152,17 +181,24 @@ def _field(row: object, key: str, location: str) -> object:
     for part in key.split("."):
         if isinstance(value, dict) and part in value:
             value = value[part]
-        elif isinstance(value, list) and part.lstrip("-").isdecimal() and -len(value) <= int(part) < len(value):
+        elif (
+            isinstance(value, list)
+            and part.lstrip("-").isdecimal()
+            and -len(value) <= int(part) < len(value)
+        ):
             value = value[int(part)]
         else:
             keys = map(repr, value) if isinstance(value, dict) else ()
             where = f" at {part!r}" if part != key else ""
-            raise ValueError(f"{location}: no key {key!r}{where}; keys found: {', '.join(keys) or 'none'}")
+            raise ValueError(
+                f"{location}: no key {key!r}{where}; keys found: {', '.join(keys) or 'none'}"
+            )
     return value
 
 
 def well_formed(text: str) -> str:
-    """Returns the text with pairs of surrogates joined and a lone one replaced: tokenizers raise for it."""
+    """Returns the text with pairs of surrogates joined and a lone one replaced: tokenizers raise
+    for it."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

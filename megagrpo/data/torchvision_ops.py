@@ -1,7 +1,8 @@
 """Makes transformers importable if torchvision is built for another device than torch.
 
-PyPI's torchvision is linked to CUDA. With a CPU build of torch its C extension does not load; torchvision then fails at
-undefined operators, and with it every transformers model that also imports image or video code, such as Llama.
+PyPI's torchvision is linked to CUDA. With a CPU build of torch its C extension does not load;
+torchvision then fails at undefined operators, and with it every transformers model that also
+imports image or video code, such as Llama.
 """
 
 import importlib
@@ -12,10 +13,11 @@ _kept: list[object] = []  # operators live as long as the library object that de
 
 
 def define_torchvision_operators() -> None:
-    """Declares, without code, the operators that an unloadable torchvision lacks. No text model calls them.
+    """Declares, without code, the operators that an unloadable torchvision lacks. No text model
+    calls them.
 
-    Does nothing if torchvision loads or is absent, or if they are declared. Call it before importing transformers;
-    engine processes call it by rollout/cpu/sitecustomize.py.
+    Does nothing if torchvision loads or is absent, or if they are declared. Call it before
+    importing transformers; engine processes call it by rollout/cpu/sitecustomize.py.
     """
     import torch
 
@@ -38,9 +40,15 @@ def torchvision_problem() -> str:
         return ""
     try:
         importlib.import_module("torchvision")
-    except (ImportError, OSError, RuntimeError, AttributeError) as exc:  # of a wrong build, or of a repeated import
+    except (
+        ImportError,
+        OSError,
+        RuntimeError,
+        AttributeError,
+    ) as exc:  # of a wrong build, or of a repeated import
         return (
-            f"; torchvision, which transformers imports, cannot be imported: {type(exc).__name__}: {exc}: "
+            f"; torchvision, which transformers imports, cannot be imported: {type(exc).__name__}: "
+            f"{exc}: "
             "`bash launch/install.sh --repair` installs the one that goes with this torch"
         )
     return ""

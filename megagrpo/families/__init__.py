@@ -1,1 +1,2 @@
-"""Model families, one class each in models/, listed in table.py; imports neither torch nor Megatron."""
+"""Model families, one class each in models/, listed in table.py; imports neither torch nor
+Megatron."""

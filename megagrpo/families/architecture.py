@@ -1,4 +1,5 @@
-"""Reads the parts of config.json common to all families; rejects values that would be silently wrong."""
+"""Reads the parts of config.json common to all families; rejects values that would be silently
+wrong."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ _REQUIRED_KEYS = (
     "max_position_embeddings",
     "rms_norm_eps",
 )
-# Keys of config.json that say how large a model is, not how it computes; a smaller model of the kind changes them
-# alone.
+# Keys of config.json that say how large a model is, not how it computes; a smaller model of the
+# kind changes them alone.
 COMMON_SIZE_KEYS = frozenset(_REQUIRED_KEYS) - {"rms_norm_eps"} | {
     "num_key_value_heads",
     "head_dim",
@@ -44,7 +45,8 @@ COMMON_SIZE_KEYS = frozenset(_REQUIRED_KEYS) - {"rms_norm_eps"} | {
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Holds the widths of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434); of the heads: of one each."""
+    """Holds the widths of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434); of the
+    heads: of one each."""
 
     q_lora_rank: int | None  # None: queries are one projection
     kv_lora_rank: int  # of the latent that keys and values are computed from
@@ -55,7 +57,8 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Holds the numbers of one HF config.json that the actor needs, with the family's defaults filled in."""
+    """Holds the numbers of one HF config.json that the actor needs, with the family's defaults
+    filled in."""
 
     family: str
     hidden_size: int
@@ -99,12 +102,14 @@ class Architecture:
 
     @property
     def expert_id_type(self) -> str:
-        """Returns the name of the smallest type that holds every expert's number, in numpy and torch."""
+        """Returns the name of the smallest type that holds every expert's number, in numpy and
+        torch."""
         return "uint8" if self.num_experts <= 256 else "int16"
 
 
 def missing_keys(hf: HfConfig, keys: tuple[str, ...] = ()) -> list[str]:
-    """Returns a problem for each key that config.json must have, the common ones and `keys`, and has not."""
+    """Returns a problem for each key that config.json must have, the common ones and `keys`, and
+    has not."""
     return [f"config.json lacks {key}" for key in (*_REQUIRED_KEYS, *keys) if key not in hf]
 
 
@@ -112,7 +117,10 @@ def llama3_refusals(scaling: HfConfig) -> list[str]:
     """Returns a problem unless a rotary scaling is Llama 3's, with any factor."""
     if {key: scaling.get(key) for key in _LLAMA3_SCALING} == _LLAMA3_SCALING:
         return []
-    return [f"rope scaling {scaling} is not supported; supported: none, or {_LLAMA3_SCALING} with any factor"]
+    return [
+        f"rope scaling {scaling} is not supported; supported: none, or {_LLAMA3_SCALING} with any "
+        "factor"
+    ]
 
 
 def every_scaling_refused(scaling: HfConfig) -> list[str]:
@@ -121,7 +129,8 @@ def every_scaling_refused(scaling: HfConfig) -> list[str]:
 
 
 def decoder_architecture(hf: HfConfig) -> Architecture:
-    """Reads from a config.json without refusals what all families have; the rest is left as in Llama."""
+    """Reads from a config.json without refusals what all families have; the rest is left as in
+    Llama."""
     rope = hf.get("rope_parameters") or {}  # transformers 5's place for rope_theta and rope_scaling
     return Architecture(
         family=hf["model_type"],
@@ -149,4 +158,6 @@ def rotary_fraction(hf: HfConfig, default: float = 1.0) -> float:
 def rope_scaling(hf: HfConfig) -> HfConfig | None:
     """Returns the scaling of rotary embedding, None if there is none."""
     rope = hf.get("rope_parameters") or {}
-    return hf.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)
+    return hf.get("rope_scaling") or (
+        rope if rope.get("rope_type", "default") != "default" else None
+    )

@@ -1,4 +1,5 @@
-"""The description of a family: Llama's way, and what a subclass in models/ says or does differently."""
+"""The description of a family: Llama's way, and what a subclass in models/ says or does
+differently."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TinySizes:
-    """Sizes of a tiny model; the defaults make one of 2 million parameters. Dense families ignore the experts."""
+    """Sizes of a tiny model; the defaults make one of 2 million parameters. Dense families ignore
+    the experts."""
 
     family: str = "qwen3_moe"
     hidden_size: int = 128
@@ -53,7 +55,9 @@ class Family:
 
     HF_CLASS: ClassVar[str]  # the model's class in transformers, as config.json names it
     REQUIRED_KEYS: ClassVar[tuple[str, ...]] = ()  # of config.json, besides the common ones
-    SIZE_KEYS: ClassVar[frozenset[str]] = COMMON_SIZE_KEYS  # keys that a smaller model of the same kind changes
+    SIZE_KEYS: ClassVar[frozenset[str]] = (
+        COMMON_SIZE_KEYS  # keys that a smaller model of the same kind changes
+    )
     MLP: ClassVar[str] = "mlp."  # begins the names of an MLP, or of router and experts, in a layer
     PROJECTIONS: ClassVar[GatedNames] = GATED_NAMES  # of MLPs and experts
     ROPE_SCALING_REFUSALS = staticmethod(llama3_refusals)
@@ -62,7 +66,8 @@ class Family:
     FP8_REFUSAL: ClassVar[str] = ""  # why engines cannot have weights of such a model in FP8
 
     def refusals(self, hf: HfConfig) -> list[str]:
-        """Returns what would fail, or be silently wrong, with this config.json: missing keys, unsupported options."""
+        """Returns what would fail, or be silently wrong, with this config.json: missing keys,
+        unsupported options."""
         problems = missing_keys(hf, self.REQUIRED_KEYS)
         if problems:
             return problems
@@ -70,19 +75,28 @@ class Family:
         if scaling := rope_scaling(hf):
             problems += self.ROPE_SCALING_REFUSALS(scaling)
         if not self.PARTIAL_ROTARY and (fraction := rotary_fraction(hf)) != 1.0:
-            problems.append(f"partial_rotary_factor {fraction} is not supported by this family; it must be 1")
+            problems.append(
+                f"partial_rotary_factor {fraction} is not supported by this family; it must be 1"
+            )
         if hf.get("mlp_bias"):
-            problems.append("mlp_bias puts biases on projections that are not loaded; it must be false")
+            problems.append(
+                "mlp_bias puts biases on projections that are not loaded; it must be false"
+            )
         if hf.get("hidden_act", "silu") != "silu":
             problems.append(f"hidden_act {hf['hidden_act']!r} is not supported; supported: silu")
         if hf.get("use_sliding_window"):
-            problems.append("use_sliding_window is not supported: attention here sees every earlier token")
+            problems.append(
+                "use_sliding_window is not supported: attention here sees every earlier token"
+            )
         if hf.get("attention_bias") and not self.LOADS_ATTENTION_BIAS:
-            problems.append("attention_bias puts biases on projections that are not loaded; it must be false")
+            problems.append(
+                "attention_bias puts biases on projections that are not loaded; it must be false"
+            )
         return problems
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
-        """Returns the problems with a config.json without missing keys that only this family has."""
+        """Returns the problems with a config.json without missing keys that only this family
+        has."""
         return []
 
     def architecture(self, hf: HfConfig) -> Architecture:
@@ -90,9 +104,14 @@ class Family:
         return decoder_architecture(hf)
 
     def load_layer(
-        self, layer: TransformerLayer, arch: Architecture, hf: Mapping[str, Tensor], place: RankPlace
+        self,
+        layer: TransformerLayer,
+        arch: Architecture,
+        hf: Mapping[str, Tensor],
+        place: RankPlace,
     ) -> None:
-        """Copies this rank's slices of one layer's HF tensors into Megatron's parameters: only slices and copies."""
+        """Copies this rank's slices of one layer's HF tensors into Megatron's parameters: only
+        slices and copies."""
         index, mlp = layer.layer_number - 1, layer.mlp
         prefix = layer_prefix(index)
         layer.input_layernorm.weight.copy_(hf[prefix + "input_layernorm.weight"])
@@ -114,7 +133,8 @@ class Family:
     load_attention = staticmethod(load_attention)
 
     def layer_tensors(self, arch: Architecture, index: int) -> Iterator[TensorSpec]:
-        """Yields the HF tensors of layer `index`, counted from 0, in the order in which a random model draws them."""
+        """Yields the HF tensors of layer `index`, counted from 0, in the order in which a random
+        model draws them."""
         prefix, hidden, names = layer_prefix(index), arch.hidden_size, self.PROJECTIONS
         yield from self.attention_tensors(arch, prefix + "self_attn.")
         for name in ("input_layernorm", "post_attention_layernorm"):
@@ -130,7 +150,9 @@ class Family:
         if arch.shared_ffn_size:
             yield from mlp_tensors(hidden, arch.shared_ffn_size, prefix + "shared_experts.")
         for expert in range(arch.num_experts):
-            yield from mlp_tensors(hidden, arch.expert_ffn_size, f"{prefix}experts.{expert}.", True, names)
+            yield from mlp_tensors(
+                hidden, arch.expert_ffn_size, f"{prefix}experts.{expert}.", True, names
+            )
 
     attention_tensors = staticmethod(attention_tensors)
 
@@ -139,7 +161,8 @@ class Family:
         return hf
 
     def stored_name(self, name: str) -> str:
-        """Returns what checkpoints call a tensor of the text part that other families call `name`."""
+        """Returns what checkpoints call a tensor of the text part that other families call
+        `name`."""
         return name
 
     def stored(self, hf: Mapping[str, Tensor], name: str) -> Tensor:

@@ -1,4 +1,5 @@
-"""Loads Hugging Face tensors into Megatron's modules by slices and copies only, which the recorder can trace."""
+"""Loads Hugging Face tensors into Megatron's modules by slices and copies only, which the recorder
+can trace."""
 
 from __future__ import annotations
 
@@ -39,9 +40,14 @@ class RankPlace:
 
 
 def load_attention(
-    attention: SelfAttention, arch: Architecture, hf: Mapping[str, Tensor], prefix: str, shard: Shard
+    attention: SelfAttention,
+    arch: Architecture,
+    hf: Mapping[str, Tensor],
+    prefix: str,
+    shard: Shard,
 ) -> None:
-    """Loads grouped-query attention: projections, and biases and head norms where the architecture has them."""
+    """Loads grouped-query attention: projections, and biases and head norms where the architecture
+    has them."""
     _load_qkv(attention.linear_qkv.weight, arch, hf, prefix, "weight", shard)
     if arch.qkv_bias:
         _load_qkv(attention.linear_qkv.bias, arch, hf, prefix, "bias", shard)
@@ -64,9 +70,15 @@ def load_vocabulary(weight: Tensor, hf: Tensor, shard: Shard) -> None:
 
 
 def _load_qkv(
-    parameter: Tensor, arch: Architecture, hf: Mapping[str, Tensor], prefix: str, kind: str, shard: Shard
+    parameter: Tensor,
+    arch: Architecture,
+    hf: Mapping[str, Tensor],
+    prefix: str,
+    kind: str,
+    shard: Shard,
 ) -> None:
-    """Loads Megatron's interleaving by key/value head: [q of its queries, k, v] for each of the local groups."""
+    """Loads Megatron's interleaving by key/value head: [q of its queries, k, v] for each of the
+    local groups."""
     queries, dim, groups = arch.num_heads // arch.num_kv_heads, arch.head_dim, arch.num_kv_heads
     if groups < shard.size:
         _load_part_of_group(parameter, arch, hf, prefix, kind, shard)
@@ -85,11 +97,18 @@ def _load_qkv(
 
 
 def _load_part_of_group(
-    parameter: Tensor, arch: Architecture, hf: Mapping[str, Tensor], prefix: str, kind: str, shard: Shard
+    parameter: Tensor,
+    arch: Architecture,
+    hf: Mapping[str, Tensor],
+    prefix: str,
+    kind: str,
+    shard: Shard,
 ) -> None:
-    """Loads this rank's rows of a group [q of its queries, k, v] that several ranks share, cut evenly, also in heads.
+    """Loads this rank's rows of a group [q of its queries, k, v] that several ranks share, cut
+    evenly, also in heads.
 
-    Megatron gathers a layer's projections from all ranks, and each takes from them the heads that it computes with.
+    Megatron gathers a layer's projections from all ranks, and each takes from them the heads that
+    it computes with.
     """
     queries, dim = arch.num_heads // arch.num_kv_heads, arch.head_dim
     group, first = divmod(shard.rank * len(parameter), (queries + 2) * dim)
@@ -105,9 +124,15 @@ def _load_part_of_group(
 
 
 def load_mlp(
-    fc1: Tensor, fc2: Tensor, hf: Mapping[str, Tensor], prefix: str, shard: Shard, names: GatedNames = GATED_NAMES
+    fc1: Tensor,
+    fc2: Tensor,
+    hf: Mapping[str, Tensor],
+    prefix: str,
+    shard: Shard,
+    names: GatedNames = GATED_NAMES,
 ) -> None:
-    """Loads a gated MLP: fc1 [2 width / tp, hidden], gate above up, and fc2 [hidden, width / tp]."""
+    """Loads a gated MLP: fc1 [2 width / tp, hidden], gate above up, and fc2 [hidden, width /
+    tp]."""
     gate, up = (shard.rows(hf[f"{prefix}{name}.weight"]) for name in (names.gate, names.up))
     fc1[: len(gate)].copy_(gate)
     fc1[len(gate) :].copy_(up)
@@ -115,9 +140,11 @@ def load_mlp(
 
 
 def mlp_weights(layer, expert: int | None = None) -> tuple[Tensor, Tensor]:
-    """Returns linear_fc1's and linear_fc2's weights of an MLP, or of the local expert of this number.
+    """Returns linear_fc1's and linear_fc2's weights of an MLP, or of the local expert of this
+    number.
 
-    An expert is a module of its own, or one of the numbered weights of Transformer Engine's grouped layers.
+    An expert is a module of its own, or one of the numbered weights of Transformer Engine's grouped
+    layers.
     """
     if expert is not None and hasattr(layer, "local_experts"):
         layer, expert = layer.local_experts[expert], None

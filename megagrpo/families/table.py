@@ -1,7 +1,7 @@
 """The table of model families, and lookups in it.
 
-To add a family: a subclass of `Family` in models/, and its row in FAMILIES. The actor, `megagrpo check` and the
-certificate then support it.
+To add a family: a subclass of `Family` in models/, and its row in FAMILIES. The actor, `megagrpo
+check` and the certificate then support it.
 """
 
 import json
@@ -56,7 +56,8 @@ class ParameterCounts:
 
 
 def model_problems(hf: HfConfig, draft: bool = False) -> list[str]:
-    """Returns why a config.json cannot be read, its draft included if asked; [] when `architecture_of` can."""
+    """Returns why a config.json cannot be read, its draft included if asked; [] when
+    `architecture_of` can."""
     name = hf.get("model_type")
     if name not in FAMILIES:
         return [f"model_type {name!r} is not supported; supported: {', '.join(FAMILIES)}"]
@@ -69,7 +70,8 @@ def model_problems(hf: HfConfig, draft: bool = False) -> list[str]:
 
 
 def architecture_of(hf: HfConfig, draft: bool = False, where: str = "") -> Architecture:
-    """Reads the parsed config.json of a model, its draft included if asked. Raises ValueError with every problem.
+    """Reads the parsed config.json of a model, its draft included if asked. Raises ValueError with
+    every problem.
 
     where: begins its message.
     """
@@ -79,15 +81,20 @@ def architecture_of(hf: HfConfig, draft: bool = False, where: str = "") -> Archi
 
 
 def read_architecture(folder: str | Path, draft: bool = False) -> Architecture:
-    """Reads config.json of an HF folder. Raises ValueError, naming the file, when it is missing or has problems."""
+    """Reads config.json of an HF folder. Raises ValueError, naming the file, when it is missing or
+    has problems."""
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise ValueError(f"{path} does not exist; model.path must be a Hugging Face model folder with a config.json")
+        raise ValueError(
+            f"{path} does not exist; model.path must be a Hugging Face model folder with a "
+            "config.json"
+        )
     return architecture_of(read_description(path), draft, f"{path}: ")
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """Returns the values of an existing config.json. Raises ValueError, naming the file, when it is not JSON."""
+    """Returns the values of an existing config.json. Raises ValueError, naming the file, when it is
+    not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as exc:
@@ -122,15 +129,19 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @lru_cache(maxsize=16)
-def tensor_groups(arch: Architecture, lora: tuple[tuple[str, ...], int] | None) -> Mapping[TensorSpec, int]:
-    """Counts the model's and its adapters' tensors; the experts of a layer, which are alike, are one tensor.
+def tensor_groups(
+    arch: Architecture, lora: tuple[tuple[str, ...], int] | None
+) -> Mapping[TensorSpec, int]:
+    """Counts the model's and its adapters' tensors; the experts of a layer, which are alike, are
+    one tensor.
 
     Those of the text part have the names of text models. lora: targets and rank.
     """
     model = [*text_tensors(arch), *(tower_tensors(arch.vision) if arch.vision is not None else ())]
     adapters = [] if lora is None else list(adapter_tensors(model, *lora))
     return Counter(
-        replace(spec, name=_EXPERT.sub(".experts.0.", spec.name)) if spec.expert else spec for spec in model + adapters
+        replace(spec, name=_EXPERT.sub(".experts.0.", spec.name)) if spec.expert else spec
+        for spec in model + adapters
     )
 
 
@@ -152,23 +163,28 @@ def _counted(arch: Architecture, groups: Mapping[TensorSpec, int]) -> ParameterC
 def _products(arch: Architecture) -> int:
     """Counts the elements of all matrices of the text part that a token meets, routers left out."""
     groups = tensor_groups(replace(arch, vision=None, draft=False), None)
-    matrices = [spec for spec in groups if spec.kind == "matrix" and not spec.name.endswith(".gate.weight")]
+    matrices = [
+        spec for spec in groups if spec.kind == "matrix" and not spec.name.endswith(".gate.weight")
+    ]
     of_layers = {spec: groups[spec] for spec in matrices if ".layers." in spec.name}
     return _counted(arch, of_layers).active + arch.vocab_size * arch.hidden_size
 
 
 def attention_length(arch: Architecture) -> int:
-    """Returns the sequence length, in tokens, at which attention costs as much as all other matrix products.
+    """Returns the sequence length, in tokens, at which attention costs as much as all other matrix
+    products.
 
     Attention's own products are queries with keys and weights with values, under a causal mask.
     """
-    # of a token at the end of a sequence of n: heads * n multiply-adds, twice, and half of that on average
+    # of a token at the end of a sequence of n: heads * n multiply-adds, twice, and half of that on
+    # average
     heads = arch.num_heads * (arch.head_dim + (arch.mla.v_dim if arch.mla else arch.head_dim)) // 2
     return max(_products(arch) // arch.num_layers // heads, 1)
 
 
 def patch_cost(arch: Architecture) -> float:
-    """Returns the matrix products of a patch in the vision tower over those of a token in the text part."""
+    """Returns the matrix products of a patch in the vision tower over those of a token in the text
+    part."""
     return 0.0 if arch.vision is None else arch.vision.products_of_a_patch / _products(arch)
 
 
@@ -182,7 +198,10 @@ def left_out(hf: HfConfig, draft: bool = False) -> list[str]:
         return []
     first = hf["num_hidden_layers"]
     names = f"model.layers.{first}" + (f" to {first + layers - 1}" if layers > 1 else "")
-    return [f"{layers} multi-token-prediction layer{'s' if layers > 1 else ''} ({names}), which only speculate"]
+    return [
+        f"{layers} multi-token-prediction layer{'s' if layers > 1 else ''} ({names}), which only "
+        "speculate"
+    ]
 
 
 def has_draft(names: Iterable[str]) -> bool:
@@ -191,12 +210,15 @@ def has_draft(names: Iterable[str]) -> bool:
 
 
 def is_left_out(hf: HfConfig, tensor: str, draft: bool = False) -> bool:
-    """Returns whether a tensor of a checkpoint is ignored: listed by `left_out`, or determined by config.json.
+    """Returns whether a tensor of a checkpoint is ignored: listed by `left_out`, or determined by
+    config.json.
 
-    Some tied models store their output layer, too; it is the input embedding, whatever the file contains. A draft's
-    copies of input embedding and output layer are the model's.
+    Some tied models store their output layer, too; it is the input embedding, whatever the file
+    contains. A draft's copies of input embedding and output layer are the model's.
     """
-    if tensor.endswith("rotary_emb.inv_freq") or (tensor == "lm_head.weight" and hf.get("tie_word_embeddings")):
+    if tensor.endswith("rotary_emb.inv_freq") or (
+        tensor == "lm_head.weight" and hf.get("tie_word_embeddings")
+    ):
         return True
     prefix, _, rest = tensor.partition("model.layers.")
     number, layers = rest.partition(".")[0], hf.get("num_hidden_layers")

@@ -1,4 +1,5 @@
-"""The tensors of a Hugging Face checkpoint: names, shapes and kinds, in the order of random initialisation."""
+"""The tensors of a Hugging Face checkpoint: names, shapes and kinds, in the order of random
+initialisation."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class TensorSpec:
 
     @property
     def in_fp8(self) -> bool:
-        """Tells whether engines with FP8 weights keep it in FP8: matrices of layers but routers, as DeepSeek-V3."""
+        """Tells whether engines with FP8 weights keep it in FP8: matrices of layers but routers, as
+        DeepSeek-V3."""
         layer = self.kind == "matrix" and ".layers." in self.name
         return layer and self.name.split(".")[-2] not in ("gate", "eh_proj")
 
@@ -63,17 +65,22 @@ def layer_prefix(index: int) -> str:
 
 
 def draft_norms(arch: Architecture) -> Iterator[TensorSpec]:
-    """Yields what a draft has besides its layer: the norms of both inputs, their projection, and the last norm."""
+    """Yields what a draft has besides its layer: the norms of both inputs, their projection, and
+    the last norm."""
     prefix, hidden = layer_prefix(arch.num_layers), arch.hidden_size
     for name in ("enorm", "hnorm", "shared_head.norm"):
         yield TensorSpec(f"{prefix}{name}.weight", (hidden,), "norm")
     yield TensorSpec(prefix + "eh_proj.weight", (hidden, 2 * hidden), "matrix")
 
 
-def adapter_tensors(tensors: Iterable[TensorSpec], targets: Iterable[str], rank: int) -> Iterator[TensorSpec]:
-    """Yields lora_A [rank, inputs] and lora_B [outputs, rank] of every projection among `tensors` that is a target.
+def adapter_tensors(
+    tensors: Iterable[TensorSpec], targets: Iterable[str], rank: int
+) -> Iterator[TensorSpec]:
+    """Yields lora_A [rank, inputs] and lora_B [outputs, rank] of every projection among `tensors`
+    that is a target.
 
-    targets: names without layer, such as q_proj. An adapter is named after its projection, as PEFT does.
+    targets: names without layer, such as q_proj. An adapter is named after its projection, as PEFT
+    does.
     """
     wanted = set(targets)
     for spec in tensors:
@@ -86,9 +93,14 @@ def adapter_tensors(tensors: Iterable[TensorSpec], targets: Iterable[str], rank:
 
 
 def attention_tensors(arch: Architecture, attention: str) -> Iterator[TensorSpec]:
-    """Yields projections, biases and norms of grouped-query attention; `attention` begins their names."""
+    """Yields projections, biases and norms of grouped-query attention; `attention` begins their
+    names."""
     hidden, dim = arch.hidden_size, arch.head_dim
-    outputs = {"q_proj": arch.num_heads * dim, "k_proj": arch.num_kv_heads * dim, "v_proj": arch.num_kv_heads * dim}
+    outputs = {
+        "q_proj": arch.num_heads * dim,
+        "k_proj": arch.num_kv_heads * dim,
+        "v_proj": arch.num_kv_heads * dim,
+    }
     for name, rows in outputs.items():
         yield TensorSpec(f"{attention}{name}.weight", (rows, hidden), "matrix")
     yield TensorSpec(f"{attention}o_proj.weight", (hidden, arch.num_heads * dim), "matrix")
@@ -103,7 +115,8 @@ def attention_tensors(arch: Architecture, attention: str) -> Iterator[TensorSpec
 def mlp_tensors(
     hidden: int, width: int, prefix: str, expert: bool = False, names: GatedNames = GATED_NAMES
 ) -> Iterator[TensorSpec]:
-    """Yields the three projections of a gated MLP of `width` between `hidden` inputs and outputs."""
+    """Yields the three projections of a gated MLP of `width` between `hidden` inputs and
+    outputs."""
     yield TensorSpec(f"{prefix}{names.gate}.weight", (width, hidden), "matrix", expert)
     yield TensorSpec(f"{prefix}{names.up}.weight", (width, hidden), "matrix", expert)
     yield TensorSpec(f"{prefix}{names.down}.weight", (hidden, width), "matrix", expert)

@@ -1,4 +1,5 @@
-"""Vision towers: their numbers from config.json, and the tensors of their checkpoints by arithmetic."""
+"""Vision towers: their numbers from config.json, and the tensors of their checkpoints by
+arithmetic."""
 
 from __future__ import annotations
 
@@ -10,9 +11,12 @@ from typing import Literal
 from megagrpo.families.architecture import HfConfig
 from megagrpo.families.tensors import TensorSpec
 
-Trained = Literal["none", "projector", "all"]  # what of a tower is trained: nothing, its mergers, or everything
-# What vision_config may leave out, as fine-tunes do that hold only what differs: the defaults of transformers'
-# Qwen2_5_VLVisionConfig and Qwen3VLVisionConfig (Qwen3VLMoeVisionConfig has the same).
+Trained = Literal[
+    "none", "projector", "all"
+]  # what of a tower is trained: nothing, its mergers, or everything
+# What vision_config may leave out, as fine-tunes do that hold only what differs: the defaults of
+# transformers' Qwen2_5_VLVisionConfig and Qwen3VLVisionConfig (Qwen3VLMoeVisionConfig has the
+# same).
 _DEFAULTS: dict[str, dict[str, object]] = {
     "qwen2_5_vl": {
         "depth": 32,
@@ -44,7 +48,8 @@ _ID_KEYS = ("image_token_id", "video_token_id", "vision_start_token_id")
 
 @dataclass(frozen=True)
 class Vision:
-    """Holds the numbers of a model's vision tower, and of the positions that images have in its text part."""
+    """Holds the numbers of a model's vision tower, and of the positions that images have in its
+    text part."""
 
     kind: Literal["qwen2_5_vl", "qwen3_vl"]
     prefix: str  # begins the names of the tower's tensors
@@ -61,9 +66,13 @@ class Vision:
     image_token_id: int
     video_token_id: int
     vision_start_token_id: int
-    mrope_section: tuple[int, int, int]  # frequencies that turn with time, height and width; half a head together
+    mrope_section: tuple[
+        int, int, int
+    ]  # frequencies that turn with time, height and width; half a head together
     mrope_interleaved: bool  # they alternate; else one block each
-    config: HfConfig = field(hash=False)  # vision_config of config.json with defaults, for transformers' class
+    config: HfConfig = field(
+        hash=False
+    )  # vision_config of config.json with defaults, for transformers' class
 
     @property
     def patch_values(self) -> int:
@@ -72,9 +81,16 @@ class Vision:
 
     @cached_property
     def products_of_a_patch(self) -> int:
-        """Counts the multiply-adds of a patch with the tower's matrices; a merger takes merge**2 patches at once."""
-        matrices = [spec for spec in tower_tensors(self) if spec.kind == "matrix" and "pos_embed" not in spec.name]
-        return sum(spec.size // (self.merge**2 if "merger" in spec.name else 1) for spec in matrices)
+        """Counts the multiply-adds of a patch with the tower's matrices; a merger takes merge**2
+        patches at once."""
+        matrices = [
+            spec
+            for spec in tower_tensors(self)
+            if spec.kind == "matrix" and "pos_embed" not in spec.name
+        ]
+        return sum(
+            spec.size // (self.merge**2 if "merger" in spec.name else 1) for spec in matrices
+        )
 
     def tokens(self, grid: tuple[int, int, int]) -> int:
         """Counts the tokens of an image of `grid` patches: time, height, width."""
@@ -85,14 +101,16 @@ class Vision:
         return name.startswith(self.prefix)
 
     def trains(self, name: str, trained: Trained) -> bool:
-        """Tells whether an HF tensor has a gradient, whatever else is trained; tensors of the text part have."""
+        """Tells whether an HF tensor has a gradient, whatever else is trained; tensors of the text
+        part have."""
         if not self.owns(name) or trained == "all":
             return True
         return trained == "projector" and "merger" in name.removeprefix(self.prefix).split(".")[0]
 
 
 def vision_refusals(hf: HfConfig, text: HfConfig, kind: str) -> list[str]:
-    """Returns what of a config.json keeps its vision part from being computed; text: the text part's keys."""
+    """Returns what of a config.json keeps its vision part from being computed; text: the text
+    part's keys."""
     if not isinstance(hf.get("vision_config"), Mapping):
         return ["config.json lacks vision_config"]
     tower = {**_DEFAULTS[kind], **hf["vision_config"]}
@@ -105,16 +123,22 @@ def vision_refusals(hf: HfConfig, text: HfConfig, kind: str) -> list[str]:
     width = text["hidden_size"]
     half = (text.get("head_dim") or width // text["num_attention_heads"]) // 2
     if len(section) != 3 or sum(section) != half:
-        problems.append(f"mrope_section {section} must be three numbers with the sum {half}, half a head")
+        problems.append(
+            f"mrope_section {section} must be three numbers with the sum {half}, half a head"
+        )
     if tower["out_hidden_size"] != width:
-        problems.append(f"vision_config.out_hidden_size {tower['out_hidden_size']} is not hidden_size {width}")
+        problems.append(
+            f"vision_config.out_hidden_size {tower['out_hidden_size']} is not hidden_size {width}"
+        )
     return problems
 
 
 def mrope_of(text: HfConfig) -> dict:
     """Returns the settings of rotary embedding that name sections; {} without any."""
     found = [text.get(key) for key in ("rope_scaling", "rope_parameters")]
-    return next((dict(rope) for rope in found if isinstance(rope, Mapping) and "mrope_section" in rope), {})
+    return next(
+        (dict(rope) for rope in found if isinstance(rope, Mapping) and "mrope_section" in rope), {}
+    )
 
 
 def read_vision(hf: HfConfig, text: HfConfig, kind: Literal["qwen2_5_vl", "qwen3_vl"]) -> Vision:
@@ -159,7 +183,10 @@ def tower_tensors(vision: Vision) -> Iterator[TensorSpec]:
         yield from _linear(prefix + "merger.mlp.0", merged, merged)
         yield from _linear(prefix + "merger.mlp.2", vision.out_size, merged)
         return
-    names = [("merger", width), *((f"deepstack_merger_list.{index}", merged) for index in range(vision.deepstack))]
+    names = [
+        ("merger", width),
+        *((f"deepstack_merger_list.{index}", merged) for index in range(vision.deepstack)),
+    ]
     for name, normed in names:
         yield TensorSpec(f"{prefix}{name}.norm.weight", (normed,), "norm")
         yield TensorSpec(f"{prefix}{name}.norm.bias", (normed,), "bias")

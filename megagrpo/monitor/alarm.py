@@ -1,4 +1,5 @@
-"""Alarms: trainer and engine disagree in a start's first step; a run's metrics leave their healthy range."""
+"""Alarms: trainer and engine disagree in a start's first step; a run's metrics leave their healthy
+range."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,29 +23,36 @@ class MismatchAlarm:
     def judge(self, batch: Batch, logprobs: Tensor, counts: bool, mesh: Mesh) -> str:
         """Collective. Returns the alarm, "" without one and for every call but the first.
 
-        logprobs [T] of the trainer, NaN where unknown. counts: whether this rank is its replica's one with all of them.
+        logprobs [T] of the trainer, NaN where unknown. counts: whether this rank is its replica's
+        one with all of them.
         """
         if self._bounds is None:
             return ""
         (mean, tail), self._bounds = self._bounds, None
         apart = (logprobs - batch.rollout_logprobs)[batch.loss_mask].double().abs()
         apart = apart[~apart.isnan()] if counts else apart[:0]
-        sums = torch.stack([torch.ones_like(apart).sum(), apart.sum(), (apart > tail).sum().double()])
+        sums = torch.stack(
+            [torch.ones_like(apart).sum(), apart.sum(), (apart > tail).sum().double()]
+        )
         tokens, total, beyond = mesh.total(sums).tolist()
         if not tokens or (total / tokens <= mean and beyond / tokens <= _TAIL):
             return ""
         # not found here: the hooks of `bisect` do not run in a GPU engine's captured graphs
         return (
-            f"ALARM: log-probabilities of trainer and engine are {total / tokens:.2g} apart in the mean (bound "
-            f"{mean:g}), {beyond / tokens:.2%} of tokens by more than {tail:g} (bound {_TAIL:.1%}); "
-            "`megagrpo bisect` finds the first layer that differs (bounds: algorithm.mismatch.alarm)"
+            f"ALARM: log-probabilities of trainer and engine are {total / tokens:.2g} apart in the "
+            "mean (bound "
+            f"{mean:g}), {beyond / tokens:.2%} of tokens by more than {tail:g} (bound "
+            f"{_TAIL:.1%}); "
+            "`megagrpo bisect` finds the first layer that differs (bounds: "
+            "algorithm.mismatch.alarm)"
         )
 
 
 def alarm_bounds(config: ExperimentConfig, is_moe: bool) -> tuple[float, float] | None:
     """Returns the bounds of the mean and of the 99.9th percentile, in nats; None without an alarm.
 
-    In bfloat16 without replayed experts the mean is the limit of slime's own tests (train_rollout_logprob_abs_diff).
+    In bfloat16 without replayed experts the mean is the limit of slime's own tests
+    (train_rollout_logprob_abs_diff).
     """
     given = config.algorithm.mismatch.alarm
     if given is None:
@@ -58,15 +66,19 @@ def alarm_bounds(config: ExperimentConfig, is_moe: bool) -> tuple[float, float] 
     return given.mean or mean, given.tail or tail
 
 
-# ---- the health of a run -------------------------------------------------------------------------------------------
+# ---- the health of a run
+# -------------------------------------------------------------------------------------------
 
 _SMALL_MISMATCH = 1e-3  # nats; growth below it is rounding: the alarm's bound in float32
 Values = Mapping[str, float]  # the reduced metrics of a step
-Readings = Mapping[str, float | None]  # what a step's metrics say, by key of log.alarms; None: not measured
+Readings = Mapping[
+    str, float | None
+]  # what a step's metrics say, by key of log.alarms; None: not measured
 
 
 class HealthWatch:
-    """Notes each warning about a start's metrics once. Only for the main rank; nothing of it is in a checkpoint."""
+    """Notes each warning about a start's metrics once. Only for the main rank; nothing of it is in
+    a checkpoint."""
 
     def __init__(self, limits: AlarmsConfig | None, note: Callable[[str], None]):
         self._limits, self._note = limits, note
@@ -84,21 +96,31 @@ class HealthWatch:
                 self._note(text)
 
 
-def health_warnings(history: Sequence[tuple[int, Readings]], limits: AlarmsConfig) -> dict[str, str]:
-    """Returns the warnings that hold after the last step of `history`, which has all steps of a start, by their key."""
+def health_warnings(
+    history: Sequence[tuple[int, Readings]], limits: AlarmsConfig
+) -> dict[str, str]:
+    """Returns the warnings that hold after the last step of `history`, which has all steps of a
+    start, by their key."""
     warnings = {}
     for sign in _SIGNS:
         limit = getattr(limits, sign.key)
-        points = [(step, value) for step, readings in history if (value := readings[sign.key]) is not None]
+        points = [
+            (step, value) for step, readings in history if (value := readings[sign.key]) is not None
+        ]
         last = points[-limits.steps :]
         if limit is None or len(last) < limits.steps:
             continue
         (first_step, first), (since, _), (_, value) = points[0], last[0], last[-1]
         bound = sign.bound(limit, first)
         if all(point <= bound if sign.too_low else point >= bound for _, point in last):
-            against = f"bound {bound:.2g}" if bound == limit else f"{first:.2g} in step {first_step}, bound {bound:.2g}"
+            against = (
+                f"bound {bound:.2g}"
+                if bound == limit
+                else f"{first:.2g} in step {first_step}, bound {bound:.2g}"
+            )
             warnings[sign.key] = (
-                f"WARNING: {sign.metric} is {value:.2g} ({against}) since step {since}: {sign.advice} "
+                f"WARNING: {sign.metric} is {value:.2g} ({against}) since step {since}: "
+                f"{sign.advice} "
                 f"(log.alarms.{sign.key})"
             )
     return warnings
@@ -106,7 +128,8 @@ def health_warnings(history: Sequence[tuple[int, Readings]], limits: AlarmsConfi
 
 @dataclass(frozen=True)
 class _Sign:
-    """One way in which a run is not healthy. bound: of the limit and of the value in the first step."""
+    """One way in which a run is not healthy. bound: of the limit and of the value in the first
+    step."""
 
     key: str
     metric: str
@@ -117,8 +140,13 @@ class _Sign:
 
 
 def _equal_groups(values: Values) -> float:
-    """Returns the fraction of groups with equal rewards, if no advantage comes from elsewhere (REINFORCE++, ReMax)."""
-    return values.get("group/degenerate_fraction", 0.0) if values.get("advantage/std", 0.0) < 1e-6 else 0.0
+    """Returns the fraction of groups with equal rewards, if no advantage comes from elsewhere
+    (REINFORCE++, ReMax)."""
+    return (
+        values.get("group/degenerate_fraction", 0.0)
+        if values.get("advantage/std", 0.0) < 1e-6
+        else 0.0
+    )
 
 
 def _advantage_std(values: Values) -> float | None:
@@ -133,21 +161,26 @@ def _mismatch(values: Values) -> float | None:
     """Returns the mismatch that is only numerics; None in a step that mixes it with staleness."""
     if "lag/mean" in values:
         return values.get("mismatch/logprob_abs_mean_lag_0")
-    return None if values.get("dynamic_sampling/carried") else values.get("mismatch/logprob_abs_mean")
+    return (
+        None if values.get("dynamic_sampling/carried") else values.get("mismatch/logprob_abs_mean")
+    )
 
 
 _SIGNS = (
     _Sign(
         "degenerate_fraction",
         "group/degenerate_fraction",
-        "the responses of every group have equal rewards and nothing is learned; read rollouts/ (is the grader "
-        "right?), raise train.group_size, take easier or harder prompts, or set algorithm.dynamic_sampling",
+        "the responses of every group have equal rewards and nothing is learned; read rollouts/ "
+        "(is the grader "
+        "right?), raise train.group_size, take easier or harder prompts, or set "
+        "algorithm.dynamic_sampling",
         _equal_groups,
     ),
     _Sign(
         "advantage_std",
         "advantage/std",
-        "hardly anything is learned; raise train.group_size or sampling.temperature, give finer rewards, or set "
+        "hardly anything is learned; raise train.group_size or sampling.temperature, give finer "
+        "rewards, or set "
         "algorithm.dynamic_sampling",
         _advantage_std,
         too_low=True,
@@ -155,20 +188,23 @@ _SIGNS = (
     _Sign(
         "kl_reference",
         "policy/kl_reference",
-        "the policy leaves the reference; lower actor.optimizer.lr or raise algorithm.kl.loss_coef (or reward_coef)",
+        "the policy leaves the reference; lower actor.optimizer.lr or raise algorithm.kl.loss_coef "
+        "(or reward_coef)",
         lambda values: values.get("policy/kl_reference"),
     ),
     _Sign(
         "clip_fraction",
         "policy/clip_fraction_low + _high",
-        "an update moves too far from the sampled policy; lower actor.optimizer.lr, train.num_updates_per_step or "
+        "an update moves too far from the sampled policy; lower actor.optimizer.lr, "
+        "train.num_updates_per_step or "
         "train.num_epochs_per_step",
         _clipped,
     ),
     _Sign(
         "truncated_rise",
         "response/truncated_fraction",
-        "responses outgrow their limit; raise sampling.max_response_tokens, or set algorithm.reward.overlong or "
+        "responses outgrow their limit; raise sampling.max_response_tokens, or set "
+        "algorithm.reward.overlong or "
         "algorithm.mask_truncated",
         lambda values: values.get("response/truncated_fraction"),
         lambda limit, first: first + limit,
@@ -176,7 +212,8 @@ _SIGNS = (
     _Sign(
         "entropy_left",
         "policy/entropy",
-        "responses become alike and exploration ends; raise algorithm.loss.clip_ratio_high or algorithm.entropy_coef, "
+        "responses become alike and exploration ends; raise algorithm.loss.clip_ratio_high or "
+        "algorithm.entropy_coef, "
         "or lower actor.optimizer.lr",
         lambda values: values.get("policy/entropy"),
         lambda limit, first: limit * first,
@@ -185,7 +222,8 @@ _SIGNS = (
     _Sign(
         "mismatch_growth",
         "mismatch/logprob_abs_mean",
-        "trainer and engine drift apart; `megagrpo bisect` finds the layer, algorithm.mismatch.weight corrects",
+        "trainer and engine drift apart; `megagrpo bisect` finds the layer, "
+        "algorithm.mismatch.weight corrects",
         _mismatch,
         lambda limit, first: max(limit * first, _SMALL_MISMATCH),
     ),

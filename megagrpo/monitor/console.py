@@ -5,9 +5,17 @@ import time
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
-# Metric, label and format, in order. A value stays on the line until the next one: evaluations are rare.
+# Metric, label and format, in order. A value stays on the line until the next one: evaluations are
+# rare.
 _SHOWN = (
     ("reward/mean", "reward", "{:.3f}"),
     ("eval/accuracy", "eval", "{:.3f}"),
@@ -20,13 +28,19 @@ _SHOWN = (
 
 
 class StepConsole:
-    """Shows the progress of a loop of `num_steps` steps, the first `start_step` of them finished. A context manager.
+    """Shows the progress of a loop of `num_steps` steps, the first `start_step` of them finished. A
+    context manager.
 
     Only for the main rank. `enabled=False` shows nothing. `stream` defaults to stdout.
     """
 
     def __init__(
-        self, title: str, num_steps: int, start_step: int = 0, enabled: bool = True, stream: TextIO | None = None
+        self,
+        title: str,
+        num_steps: int,
+        start_step: int = 0,
+        enabled: bool = True,
+        stream: TextIO | None = None,
     ) -> None:
         self._title, self._num_steps, self._first = title, num_steps, start_step
         self._enabled, self._stream = enabled, stream or sys.stdout
@@ -58,7 +72,11 @@ class StepConsole:
     def update(self, step: int, values: dict[str, float]) -> None:
         """Shows `step` finished steps and their metrics; ignores unknown names."""
         self._latest.update(values)
-        latest = [(label, form, self._latest[name]) for name, label, form in _SHOWN if name in self._latest]
+        latest = [
+            (label, form, self._latest[name])
+            for name, label, form in _SHOWN
+            if name in self._latest
+        ]
         shown = "  ".join(f"{label} {form.format(value)}" for label, form, value in latest)
         if self._bar is not None:
             self._bar.update(self._task, completed=step, values=shown)

@@ -1,9 +1,12 @@
-"""Writes a step's batch to disk for `megagrpo replay`: after an update that was not finite, or by log.dump_steps.
+"""Writes a step's batch to disk for `megagrpo replay`: after an update that was not finite, or by
+log.dump_steps.
 
 run/dumps/step_000012/   numbered like the step in metrics.jsonl: the update of weights 11
     dp_0.pt ...          the tensors of one data-parallel rank's Batch, advantages included
-    dp_0_experts_0.pt    with actor.routing_replay: of one pipeline stage, named after its first layer
-    step.json            weight version, algorithm with its current KL coefficient, metrics; written last
+    dp_0_experts_0.pt    with actor.routing_replay: of one pipeline stage, named after its first
+    layer
+    step.json            weight version, algorithm with its current KL coefficient, metrics; written
+    last
 """
 
 import json
@@ -21,7 +24,8 @@ from megagrpo.system.run_folder import whole_file, write_whole
 from megagrpo.types import Batch, Correction, ImageRef, Rewards, Routing
 
 _DESCRIPTION = "step.json"
-# Hidden states of a whole model, of one layout: a replay computes them again. Experts are in files of their own.
+# Hidden states of a whole model, of one layout: a replay computes them again. Experts are in files
+# of their own.
 _LEFT_OUT = ("reference", "routing")
 _PARTS = {"rewards": Rewards, "correction": Correction}
 
@@ -35,7 +39,8 @@ def write_dump(
     mesh: Mesh,
     layers: Sequence[int],
 ) -> None:
-    """Collective. Writes the batch of the current step. Raises LeaderError on every rank if that fails.
+    """Collective. Writes the batch of the current step. Raises LeaderError on every rank if that
+    fails.
 
     layers: this rank's layers with experts, whose routed experts are in the batch.
     """
@@ -44,7 +49,9 @@ def write_dump(
         folder.mkdir(parents=True, exist_ok=True)
         parts = {name: value for name, value in vars(batch).items() if name not in _LEFT_OUT}
         parts |= {name: vars(parts[name]) for name in _PARTS}
-        parts["images"] = [[tuple(vars(ref).values()) for ref in refs] for refs in batch.images]  # torch.load reads it
+        parts["images"] = [
+            [tuple(vars(ref).values()) for ref in refs] for refs in batch.images
+        ]  # torch.load reads it
         parts["routed_lengths"] = None if batch.routing is None else batch.routing.lengths
         for earlier in folder.glob(f"dp_{mesh.dp_rank}_experts_*"):
             earlier.unlink()  # of an earlier start, possibly with other stages
@@ -63,7 +70,8 @@ def write_dump(
 
 
 def _write_experts(folder: Path, batch: Batch, mesh: Mesh, layers: Sequence[int]) -> None:
-    """Collective. Each rank writes the experts of its stage; ranks of one stage write the same file."""
+    """Collective. Each rank writes the experts of its stage; ranks of one stage write the same
+    file."""
     error = ""
     if batch.routing is not None and layers:
         whole = folder / f"dp_{mesh.dp_rank}_experts_{layers[0]}.pt"
@@ -88,16 +96,24 @@ class Dump:
     def batch(self, mesh: Mesh, layers: Sequence[int]) -> Batch:
         """Returns this rank's batch, with the routed experts of its `layers` if they were dumped.
 
-        ValueError when the data-parallel size is another one, or an earlier version has written the dump.
+        ValueError when the data-parallel size is another one, or an earlier version has written the
+        dump.
         """
         if mesh.dp_size != self.dp:
-            raise ValueError(f"{self.folder} is of {self.dp} data-parallel ranks, this layout has {mesh.dp_size}")
+            raise ValueError(
+                f"{self.folder} is of {self.dp} data-parallel ranks, this layout has {mesh.dp_size}"
+            )
         parts = torch.load(self.folder / f"dp_{mesh.dp_rank}.pt", weights_only=True)
         if not parts.keys() >= _PARTS.keys() or "valid" in parts:
-            raise ValueError(f"{self.folder} was written by an earlier version of megagrpo, replay it with that one")
+            raise ValueError(
+                f"{self.folder} was written by an earlier version of megagrpo, replay it with that "
+                "one"
+            )
         lengths = parts.pop("routed_lengths")
         parts |= {name: kind(**parts[name]) for name, kind in _PARTS.items()}
-        parts["images"] = tuple(tuple(ImageRef(*ref) for ref in refs) for refs in parts.get("images", ()))
+        parts["images"] = tuple(
+            tuple(ImageRef(*ref) for ref in refs) for refs in parts.get("images", ())
+        )
         files = sorted(self.folder.glob(f"dp_{mesh.dp_rank}_experts_*.pt"))
         if not files or not layers:
             return Batch(**parts)
@@ -105,7 +121,10 @@ class Dump:
         for file in files:
             stage = torch.load(file, weights_only=True)
             of_layer |= zip(stage["layers"], stage["experts"].unbind(1), strict=True)
-        return Batch(**parts, routing=Routing(torch.stack([of_layer[layer] for layer in layers], dim=1), lengths))
+        return Batch(
+            **parts,
+            routing=Routing(torch.stack([of_layer[layer] for layer in layers], dim=1), lengths),
+        )
 
 
 def read_dump(folder: Path) -> Dump:

@@ -1,7 +1,8 @@
 """Writes and reads the metrics of a run: metrics.jsonl and TensorBoard.
 
-Entries are numbered by finished steps, which equals the weight version: entry 0 has the values before the first update,
-entry n those of the step that produced weights n and of the evaluation of weights n.
+Entries are numbered by finished steps, which equals the weight version: entry 0 has the values
+before the first update, entry n those of the step that produced weights n and of the evaluation of
+weights n.
 """
 
 import json
@@ -15,7 +16,8 @@ from megagrpo.system.run_folder import RunFolder
 class StepLog:
     """Writes metrics.jsonl and tensorboard/. Only on the main rank.
 
-    A run that resumes after `start_step` finished steps drops the entries of later steps; a new run (0) drops all.
+    A run that resumes after `start_step` finished steps drops the entries of later steps; a new run
+    (0) drops all.
     """
 
     def __init__(self, folder: RunFolder, config: LogConfig, start_step: int = 0) -> None:
@@ -25,13 +27,21 @@ class StepLog:
         folder.metrics.touch()
         self._board = None
         if config.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # imports for seconds; only the main rank needs it
+            from torch.utils.tensorboard import (
+                SummaryWriter,
+            )  # imports for seconds; only the main rank needs it
 
-            self._board = SummaryWriter(str(folder.tensorboard), purge_step=start_step + 1 if start_step else 0)
+            self._board = SummaryWriter(
+                str(folder.tensorboard), purge_step=start_step + 1 if start_step else 0
+            )
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Appends an entry; readers merge entries of one step. Non-finite values are written as null."""
-        entry = {"step": step, **{name: value if math.isfinite(value) else None for name, value in values.items()}}
+        """Appends an entry; readers merge entries of one step. Non-finite values are written as
+        null."""
+        entry = {
+            "step": step,
+            **{name: value if math.isfinite(value) else None for name, value in values.items()},
+        }
         with self._folder.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
         if self._board is not None:
@@ -46,12 +56,16 @@ class StepLog:
 
 
 def read_metrics(folder: RunFolder) -> list[dict]:
-    """Returns the entries of metrics.jsonl by step, {"step": int, name: float | None}; lines of one step are merged.
+    """Returns the entries of metrics.jsonl by step, {"step": int, name: float | None}; lines of one
+    step are merged.
 
-    An incomplete last line (a crash) is ignored. Raises ValueError if the file is missing or another line is broken.
+    An incomplete last line (a crash) is ignored. Raises ValueError if the file is missing or
+    another line is broken.
     """
     if not folder.metrics.is_file():
-        raise ValueError(f"{folder.metrics}: no such file; a run folder has one after its first step")
+        raise ValueError(
+            f"{folder.metrics}: no such file; a run folder has one after its first step"
+        )
     entries: dict[int, dict] = {}
     for entry in read_step_lines(folder.metrics):
         entries.setdefault(entry["step"], {}).update(entry)

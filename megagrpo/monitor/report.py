@@ -11,7 +11,8 @@ _REWARD, _EVAL, _MISMATCH, _LENGTH = "#2f6fb3", "#d9622b", "#6b4fa1", "#2a8c6e"
 
 
 def write_report(run_dir: str | Path) -> str:
-    """Writes summary.md and curve.png into the run folder from its metrics.jsonl; returns the summary's text.
+    """Writes summary.md and curve.png into the run folder from its metrics.jsonl; returns the
+    summary's text.
 
     Raises ValueError if there are no metrics yet.
     """
@@ -24,7 +25,11 @@ def write_report(run_dir: str | Path) -> str:
     _draw(entries, folder.curve, folder.path.name)
     outputs = {"table": folder.summary, "curve": folder.curve, "samples": folder.rollouts}
     outputs["TensorBoard"] = folder.tensorboard
-    return text + "\n" + "".join(f"{words}: {path}\n" for words, path in outputs.items() if path.exists())
+    return (
+        text
+        + "\n"
+        + "".join(f"{words}: {path}\n" for words, path in outputs.items() if path.exists())
+    )
 
 
 def series(entries: list[dict], name: str) -> tuple[list[int], list[float]]:
@@ -34,7 +39,8 @@ def series(entries: list[dict], name: str) -> tuple[list[int], list[float]]:
 
 
 def summary(entries: list[dict], title: str) -> str:
-    """Returns two Markdown tables: the course of the main metrics, and the seconds of a step by phase."""
+    """Returns two Markdown tables: the course of the main metrics, and the seconds of a step by
+    phase."""
     course = _table(_course_rows(entries), ("metric", "first", "last", "best", "mean"))
     lines = [f"# {title}: {entries[-1]['step']} steps", "", *course]
     if times := _time_rows(entries):
@@ -74,9 +80,15 @@ def _course_rows(entries: list[dict]) -> list[tuple[str, ...]]:
 
 
 def _time_rows(entries: list[dict]) -> list[tuple[str, ...]]:
-    """Returns the mean seconds per step of each phase, longest first; averages are over all steps."""
+    """Returns the mean seconds per step of each phase, longest first; averages are over all
+    steps."""
     steps = [entry for entry in entries if entry.get("time/step_s") is not None]
-    names = {name for entry in steps for name in entry if name.startswith("time/") and name.endswith("_s")}
+    names = {
+        name
+        for entry in steps
+        for name in entry
+        if name.startswith("time/") and name.endswith("_s")
+    }
     if not steps:
         return []
     mean = {name: sum(entry.get(name) or 0.0 for entry in steps) / len(steps) for name in names}
@@ -99,7 +111,8 @@ def _table(rows: list[tuple[str, ...]], header: tuple[str, ...]) -> list[str]:
     return [line(header), f"|{rule}|", *map(line, rows)]
 
 
-# ---- the picture ---------------------------------------------------------------------------------------------------
+# ---- the picture
+# ---------------------------------------------------------------------------------------------------
 
 
 def _draw(entries: list[dict], path: Path, title: str) -> None:
@@ -111,7 +124,13 @@ def _draw(entries: list[dict], path: Path, title: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
     with plt.rc_context(
-        {"font.size": 10, "text.color": _INK, "axes.labelcolor": _INK, "xtick.color": _MUTED, "ytick.color": _MUTED}
+        {
+            "font.size": 10,
+            "text.color": _INK,
+            "axes.labelcolor": _INK,
+            "xtick.color": _MUTED,
+            "ytick.color": _MUTED,
+        }
     ):
         figure = plt.figure(figsize=(9, 6.4), dpi=140, layout="constrained")
         panels = figure.subplot_mosaic([["main", "main"], ["left", "right"]], height_ratios=(2, 1))
@@ -122,7 +141,9 @@ def _draw(entries: list[dict], path: Path, title: str) -> None:
         steps = [entry["step"] for entry in entries]
         for name, axes in panels.items():
             axes.set_xlim(min(steps), max(max(steps), min(steps) + 1))
-            axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", steps=[1, 2, 2.5, 5, 10], integer=True))
+            axes.xaxis.set_major_locator(
+                MaxNLocator(nbins="auto", steps=[1, 2, 2.5, 5, 10], integer=True)
+            )
             if name != "main":
                 axes.set_xlabel("finished steps", color=_MUTED)
         figure.savefig(path)
@@ -142,15 +163,31 @@ def _draw_learning(axes, entries: list[dict], title: str) -> None:
     _style(axes)
     steps, rewards = series(entries, "reward/mean")
     axes.plot(steps, rewards, color=_REWARD, linewidth=0.8, alpha=0.35)
-    axes.plot(steps, _smooth(rewards), color=_REWARD, linewidth=2, label="training reward (thin: each step)")
+    axes.plot(
+        steps,
+        _smooth(rewards),
+        color=_REWARD,
+        linewidth=2,
+        label="training reward (thin: each step)",
+    )
     at, accuracy = series(entries, "eval/accuracy")
     dots = {"marker": "o", "markersize": 5, "clip_on": False, "zorder": 3}
     axes.plot(at, accuracy, color=_EVAL, linewidth=2, label="held-out accuracy", **dots)
     again_at, again = series(entries, "eval_as_trained/accuracy")
     if again:
-        axes.plot(again_at, again, color=_EVAL, linewidth=1.6, linestyle="--", label="the same, sampled as in training")
+        axes.plot(
+            again_at,
+            again,
+            color=_EVAL,
+            linewidth=1.6,
+            linestyle="--",
+            label="the same, sampled as in training",
+        )
     ends = list(zip(at, accuracy, strict=True))
-    labels = ((8, -17), "left"), ((-6, 8), "right")  # of the first value and of the last: offset in points, alignment
+    labels = (
+        ((8, -17), "left"),
+        ((-6, 8), "right"),
+    )  # of the first value and of the last: offset in points, alignment
     for (step, value), (offset, side) in zip(ends[:1] + ends[1:][-1:], labels, strict=False):
         text = {"textcoords": "offset points", "color": _EVAL, "fontweight": "bold"}
         axes.annotate(f"{value:.3f}", (step, value), xytext=offset, ha=side, **text)

@@ -1,8 +1,10 @@
-"""Records the samples of each step; the leader of each replica writes its own in a background thread.
+"""Records the samples of each step; the leader of each replica writes its own in a background
+thread.
 
-rollouts/step_000012.replica_0.jsonl has one line per prompt: text, answer, and each sample with the reward and outcome
-of its rollout, its finish reason, and with an environment its turns: who said what, and each turn's reward. A step has
-a file for each replica, with groups in order of their ids; `read_rollouts` merges them.
+rollouts/step_000012.replica_0.jsonl has one line per prompt: text, answer, and each sample with the
+reward and outcome of its rollout, its finish reason, and with an environment its turns: who said
+what, and each turn's reward. A step has a file for each replica, with groups in order of their ids;
+`read_rollouts` merges them.
 """
 
 import heapq
@@ -24,12 +26,18 @@ Decode = Callable[[np.ndarray], str]
 class RolloutLog(BackgroundWriter):
     """Writes the samples of one replica.
 
-    A run that resumes after `start_step` finished steps (0: a new run) drops this replica's files of later steps,
-    and replica 0 those of replicas beyond `num_replicas`, left by an earlier start. decode: token ids -> text.
+    A run that resumes after `start_step` finished steps (0: a new run) drops this replica's files
+    of later steps, and replica 0 those of replicas beyond `num_replicas`, left by an earlier start.
+    decode: token ids -> text.
     """
 
     def __init__(
-        self, folder: RunFolder, replica: int, num_replicas: int, start_step: int = 0, decode: Decode = str
+        self,
+        folder: RunFolder,
+        replica: int,
+        num_replicas: int,
+        start_step: int = 0,
+        decode: Decode = str,
     ) -> None:
         super().__init__("rollouts")
         self._folder, self._replica, self._decode = folder, replica, decode
@@ -43,7 +51,9 @@ class RolloutLog(BackgroundWriter):
         """Starts writing this replica's groups of a step."""
         path = self._folder.rollout_file(step, self._replica)
         in_order = sorted(groups, key=lambda group: group.group_id)
-        self.submit(lambda: write_json_lines(path, (_record(group, self._decode) for group in in_order)))
+        self.submit(
+            lambda: write_json_lines(path, (_record(group, self._decode) for group in in_order))
+        )
 
 
 def read_rollouts(files: Iterable[Path]) -> Iterator[dict]:
@@ -54,17 +64,28 @@ def read_rollouts(files: Iterable[Path]) -> Iterator[dict]:
 
 
 def turns_of(sample: Sample, rewards: Iterator[float], decode: Decode) -> list[dict]:
-    """Returns what was said in a response, [{"by": "model" or "environment", "text"}]; the model's is trained on.
+    """Returns what was said in a response, [{"by": "model" or "environment", "text"}]; the model's
+    is trained on.
 
-    rewards: of the rollout's turns from here on; a turn of the model takes the next one as its "reward".
+    rewards: of the rollout's turns from here on; a turn of the model takes the next one as its
+    "reward".
     """
-    mask = np.ones(len(sample.token_ids), np.bool_) if sample.loss_mask is None else sample.loss_mask
+    mask = (
+        np.ones(len(sample.token_ids), np.bool_) if sample.loss_mask is None else sample.loss_mask
+    )
     turns = []
     for ids in np.split(np.arange(len(mask)), np.flatnonzero(mask[1:] != mask[:-1]) + 1):
         if len(ids):
             own = bool(mask[ids[0]])
             turn = {"by": "model" if own else "environment", "text": decode(sample.token_ids[ids])}
-            turns.append(turn | ({"reward": reward} if own and (reward := next(rewards, None)) is not None else {}))
+            turns.append(
+                turn
+                | (
+                    {"reward": reward}
+                    if own and (reward := next(rewards, None)) is not None
+                    else {}
+                )
+            )
     return turns
 
 
@@ -81,12 +102,20 @@ def _record(group: RolloutGroup, decode: Decode) -> dict:
             "weight_version": sample.weight_version,
             **({"newer_weights": sample.newer} if sample.newer else {}),
             **({} if sample.prompt_ids is None else {"prompt": decode(sample.prompt_ids)}),
-            **({"turns": turns_of(sample, rewards[sample.of_rollout], decode)} if outcome.end else {}),
+            **(
+                {"turns": turns_of(sample, rewards[sample.of_rollout], decode)}
+                if outcome.end
+                else {}
+            ),
         }
         for sample in group.samples
         for outcome in (group.outcomes[sample.of_rollout],)
     ]
-    prompt = {"prompt_id": group.prompt.id, "prompt": group.prompt.text, "answer": group.prompt.answer}
+    prompt = {
+        "prompt_id": group.prompt.id,
+        "prompt": group.prompt.text,
+        "answer": group.prompt.answer,
+    }
     source = {"source": group.prompt.source} if group.prompt.source else {}
     images = {"images": [image.key for image in group.prompt.images]} if group.prompt.images else {}
     return {"group_id": group.group_id, **prompt, **source, **images, "samples": samples}

@@ -38,7 +38,8 @@ class BackgroundWriter:
 class StepLines(BackgroundWriter):
     """Appends to `path`, which no other process writes.
 
-    A run that resumes after `start_step` finished steps drops the lines of later steps; a new run (0) drops all.
+    A run that resumes after `start_step` finished steps drops the lines of later steps; a new run
+    (0) drops all.
     """
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
@@ -57,7 +58,8 @@ class StepLines(BackgroundWriter):
 
 
 def drop_later_steps(path: Path, start_step: int) -> None:
-    """Truncates the file before an incomplete last line, or the first of a step after `start_step`; 0 keeps nothing.
+    """Truncates the file before an incomplete last line, or the first of a step after `start_step`;
+    0 keeps nothing.
 
     Raises ValueError with the number of a broken line: what comes after it is not dropped unasked.
     """
@@ -75,7 +77,8 @@ def drop_later_steps(path: Path, start_step: int) -> None:
 
 
 def drop_absent(files: dict[int, Path], present: int, start_step: int) -> None:
-    """Drops later steps from the files of writers beyond the first `present`, left by an earlier start."""
+    """Drops later steps from the files of writers beyond the first `present`, left by an earlier
+    start."""
     for number, path in files.items():
         if number >= present:
             drop_later_steps(path, start_step)

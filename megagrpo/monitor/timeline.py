@@ -1,10 +1,12 @@
 """Records the phases of this rank and its requests to engines, by wall clock.
 
-timeline/rank_3.jsonl has one line a step. Its times are seconds after "start", which is seconds since the epoch:
+timeline/rank_3.jsonl has one line a step. Its times are seconds after "start", which is seconds
+since the epoch:
 
     phases     [[name, start, end], ...]             consecutive, without gaps
     engines    [id, ...]                             indexed by the two lists below
-    requests   [[engine, start, end, tokens], ...]   of leaders; tokens 0: an attempt without a sample
+    requests   [[engine, start, end, tokens], ...]   of leaders; tokens 0: an attempt without a
+    sample
     calls      [[engine, name, start, end], ...]     of the main rank: HTTP calls of a publish
     num_requests, num_calls                          total numbers: the lists are bounded
 
@@ -26,12 +28,17 @@ _BETWEEN = "what follows the record"
 class Timeline:
     """Collects phases, requests and calls of one step and writes them at its end. Thread-safe.
 
-    A run that resumes after `start_step` finished steps drops later lines, also those of ranks that no longer exist.
-    `enabled=False` records nothing.
+    A run that resumes after `start_step` finished steps drops later lines, also those of ranks that
+    no longer exist. `enabled=False` records nothing.
     """
 
     def __init__(
-        self, folder: RunFolder, rank: int, world_size: int = 1, start_step: int = 0, enabled: bool = True
+        self,
+        folder: RunFolder,
+        rank: int,
+        world_size: int = 1,
+        start_step: int = 0,
+        enabled: bool = True,
     ) -> None:
         self._lines = StepLines(folder.timeline_file(rank), start_step) if enabled else None
         if enabled and rank == 0:
@@ -58,7 +65,8 @@ class Timeline:
             self._requests.append((engine, start, end, num_tokens))
 
     def call(self, engine: str, name: str, start: float, end: float) -> None:
-        """Adds a call of a publish, in seconds since the epoch; consecutive equal calls are merged."""
+        """Adds a call of a publish, in seconds since the epoch; consecutive equal calls are
+        merged."""
         with self._lock:
             last = self._last_call.pop(engine, None)
             if last is not None and self._calls[last][1] == name:
@@ -74,10 +82,17 @@ class Timeline:
         """Writes the collected data as the line of `step`."""
         with self._lock:
             now = time.time()
-            marks, requests, calls, num_calls = [*self._marks, ("", now)], self._requests, self._calls, self._num_calls
+            marks, requests, calls, num_calls = (
+                [*self._marks, ("", now)],
+                self._requests,
+                self._calls,
+                self._num_calls,
+            )
             self._clear(now)
         if self._lines is not None:
-            self._lines.append(step, lambda: _line(marks, requests, calls) | {"num_calls": num_calls})
+            self._lines.append(
+                step, lambda: _line(marks, requests, calls) | {"num_calls": num_calls}
+            )
 
     def close(self) -> None:
         """Waits until all lines are written."""
@@ -107,9 +122,16 @@ def _line(
     return {
         "start": start,
         "end": after(marks[-1][1]),
-        "phases": [[name, after(at), after(until)] for (name, at), (_, until) in itertools.pairwise(marks)],
+        "phases": [
+            [name, after(at), after(until)] for (name, at), (_, until) in itertools.pairwise(marks)
+        ],
         "engines": engines,
-        "requests": [[index_of[engine], after(at), after(until), tokens] for engine, at, until, tokens in kept],
+        "requests": [
+            [index_of[engine], after(at), after(until), tokens]
+            for engine, at, until, tokens in kept
+        ],
         "num_requests": len(requests),
-        "calls": [[index_of[engine], name, after(at), after(until)] for engine, name, at, until in calls],
+        "calls": [
+            [index_of[engine], name, after(at), after(until)] for engine, name, at, until in calls
+        ],
     }

@@ -1,10 +1,13 @@
-"""Records samples as the update saw them, for `megagrpo view`: advantages and log-probability differences.
+"""Records samples as the update saw them, for `megagrpo view`: advantages and log-probability
+differences.
 
 trained/replica_0.jsonl has one line a step for the samples of one data-parallel rank:
 
     sample_ids, advantages   of all samples; the mean over trained tokens, null if there are none
-    tokens                   of the step's first groups: [{"sample_id", "ids", "difference"}, ...]; "difference" is the
-                             trainer's minus the engine's log-probability, null for tokens that are not trained
+    tokens                   of the step's first groups: [{"sample_id", "ids", "difference"}, ...];
+    "difference" is the
+                             trainer's minus the engine's log-probability, null for tokens that are
+                             not trained
     pieces                   the text of token ids that are new in this line
 """
 
@@ -23,8 +26,8 @@ from megagrpo.types import Batch
 class TrainedLog(StepLines):
     """Writes the record of one data-parallel rank. Not collective: readers join samples by id.
 
-    num_groups: number of groups of a step, over all ranks, whose tokens are recorded. pieces: token ids -> the text of
-    each token. start_step: see StepLines.
+    num_groups: number of groups of a step, over all ranks, whose tokens are recorded. pieces: token
+    ids -> the text of each token. start_step: see StepLines.
     """
 
     def __init__(
@@ -50,22 +53,36 @@ class TrainedLog(StepLines):
         means = sums / counts  # NaN without trained tokens
         ids, advantages = batch.sample_ids.tolist(), means.tolist()
         differences = (logprobs - batch.rollout_logprobs).masked_fill(~batch.loss_mask, torch.nan)
-        firsts, ends = (batch.starts + batch.prompt_lengths).tolist(), (batch.starts + batch.lengths).tolist()
+        firsts, ends = (
+            (batch.starts + batch.prompt_lengths).tolist(),
+            (batch.starts + batch.lengths).tolist(),
+        )
         kept_tokens = [
             (sample_id, batch.tokens[first:end], differences[first:end])
-            for sample_id, group_id, first, end in zip(ids, batch.group_ids.tolist(), firsts, ends, strict=True)
+            for sample_id, group_id, first, end in zip(
+                ids, batch.group_ids.tolist(), firsts, ends, strict=True
+            )
             if group_id < self._num_groups
         ]
 
         def line() -> dict:
             kept = [
-                {"sample_id": sample_id, "ids": tokens.tolist(), "difference": _rounded(difference.tolist(), 2)}
+                {
+                    "sample_id": sample_id,
+                    "ids": tokens.tolist(),
+                    "difference": _rounded(difference.tolist(), 2),
+                }
                 for sample_id, tokens, difference in kept_tokens
             ]
             new = sorted({token for sample in kept for token in sample["ids"]} - self._shown)
             self._shown.update(new)
             pieces = {str(token): text for token, text in zip(new, self._pieces(new), strict=True)}
-            return {"sample_ids": ids, "advantages": _rounded(advantages, 5), "tokens": kept, "pieces": pieces}
+            return {
+                "sample_ids": ids,
+                "advantages": _rounded(advantages, 5),
+                "tokens": kept,
+                "pieces": pieces,
+            }
 
         self.append(step, line)
 

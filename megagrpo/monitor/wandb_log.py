@@ -1,7 +1,8 @@
-"""Sends a run to Weights & Biases, or stores it for `wandb sync`: `log.wandb`. Only on the main rank.
+"""Sends a run to Weights & Biases, or stores it for `wandb sync`: `log.wandb`. Only on the main
+rank.
 
-wandb reads the API key from its environment variable or netrc. The id of the W&B run is stored in the run folder, so a
-resumed run continues it.
+wandb reads the API key from its environment variable or netrc. The id of the W&B run is stored in
+the run folder, so a resumed run continues it.
 """
 
 import secrets
@@ -21,12 +22,16 @@ _TIMEOUT_S = 60.0  # of the service at start and end
 class WandbLog:
     """Sends the resolved experiment and every entry of metrics.jsonl, with `step` as the axis.
 
-    wandb's own step counter is not used: it rejects the steps that a resumed run repeats. A failure never ends the run:
-    the console reports it once, and sending stops.
+    wandb's own step counter is not used: it rejects the steps that a resumed run repeats. A failure
+    never ends the run: the console reports it once, and sending stops.
     """
 
     def __init__(
-        self, config: ExperimentConfig, folder: RunFolder, start_step: int, note: Callable[[str], None]
+        self,
+        config: ExperimentConfig,
+        folder: RunFolder,
+        start_step: int,
+        note: Callable[[str], None],
     ) -> None:
         options = config.log.wandb
         self._note = note
@@ -36,7 +41,9 @@ class WandbLog:
         with self._never_fatal("the start"):
             import wandb  # an extra; imports for seconds, only on the main rank
 
-            if start_step == 0 or not folder.wandb_id.is_file():  # else the run in the folder continues
+            if (
+                start_step == 0 or not folder.wandb_id.is_file()
+            ):  # else the run in the folder continues
                 write_whole(folder.wandb_id, secrets.token_hex(4))
             timeouts = {f"{name}_timeout": _TIMEOUT_S for name in ("init", "login", "finish")}
             self._run = wandb.init(
@@ -46,12 +53,16 @@ class WandbLog:
                 name=options.name or config.name,
                 tags=options.tags,
                 id=folder.wandb_id.read_text(encoding="utf-8"),
-                resume="allow" if options.mode == "online" else None,  # offline, `wandb sync` joins runs with one id
+                resume="allow"
+                if options.mode == "online"
+                else None,  # offline, `wandb sync` joins runs with one id
                 mode=options.mode,
                 dir=str(folder.path),
                 config=config.model_dump(mode="json"),
                 # no output of ranks, which is in logs/, and only the metrics of metrics.jsonl
-                settings=wandb.Settings(silent=True, console="off", x_disable_stats=True, disable_git=True, **timeouts),
+                settings=wandb.Settings(
+                    silent=True, console="off", x_disable_stats=True, disable_git=True, **timeouts
+                ),
             )
             self._run.define_metric("*", step_metric="step")
 

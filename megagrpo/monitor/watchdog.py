@@ -1,11 +1,14 @@
-"""Monitors the progress of all ranks; shortly before a deadline, writes a page that shows which rank blocks which.
+"""Monitors the progress of all ranks; shortly before a deadline, writes a page that shows which
+rank blocks which.
 
-    run/logs/ranks/rank_3.json     progress: step, phase, start of the phase, last heartbeat; by a thread of that rank
-    run/logs/ranks/rank_3.stacks   its Python stacks, if a page requests them or its interpreter hangs
+    run/logs/ranks/rank_3.json     progress: step, phase, start of the phase, last heartbeat; by a
+    thread of that rank
+    run/logs/ranks/rank_3.stacks   its Python stacks, if a page requests them or its interpreter
+    hangs
     run/logs/deadline_TIME.txt     the page: the blocking ranks, the waiting ranks, and their stacks
 
-The page must precede the deadline, at which NCCL ends the processes without a Python exception. Ranks communicate by
-files, because the network may be the cause.
+The page must precede the deadline, at which NCCL ends the processes without a Python exception.
+Ranks communicate by files, because the network may be the cause.
 """
 
 import faulthandler
@@ -33,14 +36,17 @@ _BEAT_S = 5.0  # between two heartbeats
 _SILENT_S = 15.0  # a rank with an older heartbeat does not run
 _ANSWER_S = 10.0  # to wait for the other ranks' stacks
 _EARLY = 0.9  # fraction of a deadline after which the page is written
-_PACKAGE = Path(megagrpo.__file__).resolve().parent  # a path: a clone's folder may have the package's name
+_PACKAGE = (
+    Path(megagrpo.__file__).resolve().parent
+)  # a path: a clone's folder may have the package's name
 
 
 class Watchdog:
     """Writes this rank's progress, and a page about all ranks if one is stuck. A context manager.
 
-    Construction is collective over the world. `step` returns the number of finished steps. Each of `waits` returns a
-    description of this rank's wait outside the trainers, or "". `on_enter` gets every phase.
+    Construction is collective over the world. `step` returns the number of finished steps. Each of
+    `waits` returns a description of this rank's wait outside the trainers, or "". `on_enter` gets
+    every phase.
     """
 
     def __init__(
@@ -56,7 +62,11 @@ class Watchdog:
         self.waits: list[Callable[[], str]] = []
         self._request = folder.stacks_request(started)  # unique to this start
         self._deadline_s = config.actor.deadline_s
-        attempts = config.algorithm.dynamic_sampling.max_num_gen_batches if config.algorithm.dynamic_sampling else 1
+        attempts = (
+            config.algorithm.dynamic_sampling.max_num_gen_batches
+            if config.algorithm.dynamic_sampling
+            else 1
+        )
         passes = attempts * (2 if config.algorithm.needs_greedy_response else 1)
         request_s = config.rollout.step_timeout_s
         self._limits = {"rollout": passes * request_s, "evaluate": request_s, "drain": request_s}
@@ -93,7 +103,8 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._ended.wait(_POLL_S):
-            # If C code holds the interpreter lock, this thread cannot postpone the timer and C writes the stacks.
+            # If C code holds the interpreter lock, this thread cannot postpone the timer and C
+            # writes the stacks.
             faulthandler.dump_traceback_later(2 * _SILENT_S, file=self._hung)
             now, limit = time.time(), self._limits.get(self._name, self._deadline_s)
             if now - self._written > _BEAT_S or self._since > self._written:
@@ -104,7 +115,9 @@ class Watchdog:
                 self._reported = self._entered
                 self._beat(now)
                 self._write_stacks()
-            elif now - self._since > _EARLY * limit or now - self._moved > _EARLY * self._deadline_s:
+            elif (
+                now - self._since > _EARLY * limit or now - self._moved > _EARLY * self._deadline_s
+            ):
                 self._reported = self._entered
                 self._write_page(now)
 
@@ -129,8 +142,13 @@ class Watchdog:
         frames = traceback.extract_stack(sys._current_frames()[self._main])
         inner = frames[-1]
         ours = next((frame for frame in reversed(frames) if is_ours(frame.filename)), inner)
-        by = f"{Path(ours.filename).parent.name}/{Path(ours.filename).name}:{ours.lineno} {ours.name}"
-        return by if inner is ours else f"{inner.name} ({Path(inner.filename).name}), called by {by}"
+        by = (
+            f"{Path(ours.filename).parent.name}/{Path(ours.filename).name}:{ours.lineno} "
+            f"{ours.name}"
+        )
+        return (
+            by if inner is ours else f"{inner.name} ({Path(inner.filename).name}), called by {by}"
+        )
 
     def _write_stacks(self) -> None:
         frames = sys._current_frames()
@@ -151,16 +169,30 @@ class Watchdog:
         requested = self._request.stat().st_mtime
         end = time.monotonic() + _ANSWER_S
         while time.monotonic() < end and not all(
-            file.exists() and file.stat().st_size > 0 and file.stat().st_mtime >= requested for file in others
+            file.exists() and file.stat().st_size > 0 and file.stat().st_mtime >= requested
+            for file in others
         ):
             time.sleep(_POLL_S)
         self._write_stacks()
         self._beat(time.time())
-        progress = {rank: self._folder.rank_progress(rank) for rank in files}  # an existing file is complete
-        ranks = [json.loads(file.read_text()) if file.exists() else {"rank": rank} for rank, file in progress.items()]
-        stacks = {rank: file.read_text(errors="replace") for rank, file in files.items() if file.exists()}
-        seen = f"rank {self._mesh.rank} is in {self._name} of step {self._step() + 1} for {now - self._since:.0f} s"
-        summary = f"{seen}, and nothing has moved for {now - self._moved:.0f} s\n{describe(ranks, time.time())}"
+        progress = {
+            rank: self._folder.rank_progress(rank) for rank in files
+        }  # an existing file is complete
+        ranks = [
+            json.loads(file.read_text()) if file.exists() else {"rank": rank}
+            for rank, file in progress.items()
+        ]
+        stacks = {
+            rank: file.read_text(errors="replace") for rank, file in files.items() if file.exists()
+        }
+        seen = (
+            f"rank {self._mesh.rank} is in {self._name} of step {self._step() + 1} for "
+            f"{now - self._since:.0f} s"
+        )
+        summary = (
+            f"{seen}, and nothing has moved for {now - self._moved:.0f} "
+            f"s\n{describe(ranks, time.time())}"
+        )
         moment = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
         write_whole(self._folder.deadline_page(moment), f"{summary}\n\n{_grouped(stacks)}")
         self._request.unlink()
@@ -174,7 +206,8 @@ def is_ours(file: str) -> bool:
 def describe(ranks: list[dict], now: float) -> str:
     """Returns lines that name the blocking ranks, and the waiting ranks with their states.
 
-    `ranks`: the progress of each rank, {"rank": n} if it has no file. `now`: seconds since the epoch.
+    `ranks`: the progress of each rank, {"rank": n} if it has no file. `now`: seconds since the
+    epoch.
     """
     blocking = _behind(ranks, now)
     lines = []
@@ -194,8 +227,8 @@ def describe(ranks: list[dict], now: float) -> str:
 def _behind(ranks: list[dict], now: float) -> list[dict]:
     """Returns the ranks that the others wait for; none if all are in the same state.
 
-    They are the ranks without a heartbeat, else those that wait for something outside the trainers, else those in an
-    earlier phase, else those outside a collective while the others are in one.
+    They are the ranks without a heartbeat, else those that wait for something outside the trainers,
+    else those in an earlier phase, else those outside a collective while the others are in one.
     """
     first = min((rank["entered"] for rank in ranks if "entered" in rank), default=0)
     for late in (
@@ -215,7 +248,10 @@ def _state(rank: dict, now: float) -> str:
         return "it never wrote a heartbeat"
     text = f"{rank['phase']} of step {rank['step']} since {_clock(rank['since'])}"
     if now - rank["beat"] > _SILENT_S:
-        return f"no heartbeat since {_clock(rank['beat'])}, when it was in {text}{_process_status(rank)}"
+        return (
+            f"no heartbeat since {_clock(rank['beat'])}, when it was in "
+            f"{text}{_process_status(rank)}"
+        )
     waits = "".join(f"; waits for {wait}" for wait in rank["waits"])
     return f"in {text}{waits}; at {rank['where']}"
 
@@ -234,14 +270,18 @@ def _grouped(stacks: dict[int, str]) -> str:
     for rank, text in stacks.items():
         by_text.setdefault(text or "(no stacks: the process does not run)\n", []).append(rank)
     return "\n".join(
-        f"== stacks of rank{'s' * (len(ranks) > 1)} {_ranges(ranks)}\n{text}" for text, ranks in by_text.items()
+        f"== stacks of rank{'s' * (len(ranks) > 1)} {_ranges(ranks)}\n{text}"
+        for text, ranks in by_text.items()
     )
 
 
 def _ranges(ranks: list[int]) -> str:
     """Returns [0, 1, 2, 5] as "0-2, 5"."""
     # the difference of rank and index is the same within a run of consecutive ranks
-    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
+    runs = [
+        [rank for _, rank in run]
+        for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
+    ]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 

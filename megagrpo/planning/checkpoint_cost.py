@@ -1,9 +1,9 @@
 """Bytes and host memory of saving and resuming, for `megagrpo check`. Loads no torch.
 
-For each trained parameter a checkpoint holds the weight in the model's dtype and Adam's state in float32: two moments,
-and the weight itself if the optimizer is distributed or the weights are narrower. Under LoRA it holds only the
-adapters; host bytes count them as cut like the weights. bench/checkpoints.py compares whole models with measured
-figures.
+For each trained parameter a checkpoint holds the weight in the model's dtype and Adam's state in
+float32: two moments, and the weight itself if the optimizer is distributed or the weights are
+narrower. Under LoRA it holds only the adapters; host bytes count them as cut like the weights.
+bench/checkpoints.py compares whole models with measured figures.
 """
 
 from dataclasses import dataclass
@@ -14,23 +14,27 @@ from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import tensor_groups
 from megagrpo.families.tensors import TensorSpec
 
-# Megatron gathers moment by moment: at the peak these bytes exist in addition to the whole state of 3 float32 a
-# parameter (received pieces, their concatenation, and those of the moment before).
+# Megatron gathers moment by moment: at the peak these bytes exist in addition to the whole state of
+# 3 float32 a parameter (received pieces, their concatenation, and those of the moment before).
 _GATHER_BYTES = 3 * 4
 
 
 @dataclass(frozen=True)
 class CheckpointCost:
-    """Bytes of a save and of a resume; `host`: of the fullest node, in addition to training. See actor/saving.py."""
+    """Bytes of a save and of a resume; `host`: of the fullest node, in addition to training. See
+    actor/saving.py."""
 
     file_bytes: float  # of one checkpoint
-    read_bytes: float  # of a resume, by all ranks: every file for its checksum, then every tensor once
+    read_bytes: (
+        float  # of a resume, by all ranks: every file for its checksum, then every tensor once
+    )
     save_host_bytes: dict[bool, float]  # by form: reshardable or not
     resume_host_bytes: dict[bool, float]
 
 
 def checkpoint_cost(arch: Architecture, actor: ActorConfig, ranks_per_node: int) -> CheckpointCost:
-    """Returns the costs of an experiment's checkpoints. Raises ValueError if the layers cannot be cut into stages."""
+    """Returns the costs of an experiment's checkpoints. Raises ValueError if the layers cannot be
+    cut into stages."""
     width = 2 if actor.dtype == "bfloat16" else 4
     divided = actor.optimizer.distributed
     state = 12 if divided or width == 2 else 8  # bytes a parameter
@@ -41,8 +45,13 @@ def checkpoint_cost(arch: Architecture, actor: ActorConfig, ranks_per_node: int)
     # the weights of a tied embedding are written once, its distributed state by both of its stages
     files = (parameters - shared) * width + (parameters if divided else parameters - shared) * state
     ranks = [_host_of_a_rank(rank, stages, actor, width, state) for rank in range(actor.world_size)]
-    nodes = [ranks[first : first + ranks_per_node] for first in range(0, actor.world_size, ranks_per_node)]
-    own, gathered, restored = (max(sum(rank[kind] for rank in node) for node in nodes) for kind in range(3))
+    nodes = [
+        ranks[first : first + ranks_per_node]
+        for first in range(0, actor.world_size, ranks_per_node)
+    ]
+    own, gathered, restored = (
+        max(sum(rank[kind] for rank in node) for node in nodes) for kind in range(3)
+    )
     return CheckpointCost(
         file_bytes=files,
         read_bytes=2 * files,
@@ -54,12 +63,15 @@ def checkpoint_cost(arch: Architecture, actor: ActorConfig, ranks_per_node: int)
 def _host_of_a_rank(
     rank: int, stages: list[tuple[int, int]], actor: ActorConfig, width: int, state: int
 ) -> tuple[float, float, float]:
-    """Returns a rank's host bytes: to save its own parts, to save for any layout, to load a save for any layout."""
+    """Returns a rank's host bytes: to save its own parts, to save for any layout, to load a save
+    for any layout."""
     p = actor.parallel
     at = rank_coordinates(rank, actor.world_size, p)
     (dense, expert), stage_size = stages[at["pp"]], actor.world_size // p.pp
     own = restored = weights = whole = 0.0
-    peak = 0.0  # of a save for any layout: while it gathers one part after the other, or when all is copied for files
+    # of a save for any layout: while it gathers one part after the other, or when all is copied for
+    # files
+    peak = 0.0
     for held, copies, gathers in (
         (dense / p.tp, stage_size // p.tp, at["dp"] == at["cp"] == 0),
         (expert / (p.etp * p.ep), stage_size // (p.etp * p.ep), at["edp"] == 0),
@@ -85,15 +97,22 @@ def _stages(arch: Architecture, actor: ActorConfig) -> list[tuple[int, int]]:
 
 
 def stage_of_layer(arch: Architecture, parallel: ParallelConfig) -> list[int]:
-    """Returns the pipeline stage of every layer, and of a draft's; each stage has one chunk of every virtual round."""
+    """Returns the pipeline stage of every layer, and of a draft's; each stage has one chunk of
+    every virtual round."""
     layers = parallel.stage_layers(arch.num_layers)
     rounds = range(parallel.vpp)
-    found = [stage for _ in rounds for stage, number in enumerate(layers) for _ in range(number // parallel.vpp)]
+    found = [
+        stage
+        for _ in rounds
+        for stage, number in enumerate(layers)
+        for _ in range(number // parallel.vpp)
+    ]
     return found + [parallel.pp - 1] * arch.draft
 
 
 def stages_of(spec: TensorSpec, arch: Architecture, layers: list[int]) -> list[int]:
-    """Returns the stages that have a tensor: a tied embedding is on the first and the last. layers: stage of each."""
+    """Returns the stages that have a tensor: a tied embedding is on the first and the last. layers:
+    stage of each."""
     if arch.vision is not None and arch.vision.owns(spec.name):
         return [0]
     words = spec.name.split(".")

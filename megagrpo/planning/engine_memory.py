@@ -1,4 +1,5 @@
-"""Memory of an engine rank: weights, cache and its tokens; how many samples of which lengths run concurrently."""
+"""Memory of an engine rank: weights, cache and its tokens; how many samples of which lengths run
+concurrently."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -28,10 +29,13 @@ _CACHE_WIDTHS = {"bfloat16": 2, "bf16": 2, "fp8_e5m2": 1, "fp8_e4m3": 1}  # byte
 FP8_ITEM = 1 + 4 / 128**2  # bytes of an element in blocks of 128 x 128 with a float32 scale each
 _POINTS = 4096  # of a distribution that is given by numbers
 _MEDIAN = 0.3  # of the longest response, if nothing is known
-_SPREAD = math.log(1 / _MEDIAN) / NormalDist().inv_cdf(0.99)  # sigma of a log-normal with 1 % above the longest
+_SPREAD = math.log(1 / _MEDIAN) / NormalDist().inv_cdf(
+    0.99
+)  # sigma of a log-normal with 1 % above the longest
 _PROMPT_SHARE = 0.25  # of data.max_prompt_tokens that a prompt has
-# An engine's activations and graphs beside trainers, estimated: a prefill of 8,192 tokens with 16 values of the hidden
-# size each, and 2 MB for each of 256 samples in graphs, as SGLang 0.5.21 reserves (arg_groups/memory_hook.py)
+# An engine's activations and graphs beside trainers, estimated: a prefill of 8,192 tokens with 16
+# values of the hidden size each, and 2 MB for each of 256 samples in graphs, as SGLang 0.5.21
+# reserves (arg_groups/memory_hook.py)
 _PREFILL_TOKENS, _PREFILL_WIDTH, _GRAPH_BYTES = 8192, 16, 2 * 256 * 2**20
 
 
@@ -55,19 +59,26 @@ class Lengths:
         return self.prompt + tokens_in_cache(self.mean, float((self.responses**2).mean()))
 
     def spread(self, count: int) -> np.ndarray:
-        """Returns `count` lengths with this distribution, ascending, float64 [count]: evenly spaced quantiles."""
+        """Returns `count` lengths with this distribution, ascending, float64 [count]: evenly spaced
+        quantiles."""
         return np.quantile(self.responses, (np.arange(count) + 0.5) / count)
 
 
 def assumed_lengths(config: ExperimentConfig, mean: float | None = None) -> Lengths:
-    """Returns a log-normal distribution, cut at the limit; mean: in tokens, else 1 % of responses reach the limit."""
+    """Returns a log-normal distribution, cut at the limit; mean: in tokens, else 1 % of responses
+    reach the limit."""
     longest = config.sampling.max_response_tokens
     median = _MEDIAN * longest if mean is None else mean / math.exp(_SPREAD**2 / 2)
     responses = np.clip(median * np.exp(_SPREAD * _normal_quantiles()), 1.0, longest)
     origin = f"assumed: log-normal, half of them up to {median:.0f}, 1 % at the limit"
     if mean is not None:
         origin = f"log-normal with mean {mean:g} before the cut at {longest}"
-    return Lengths(_PROMPT_SHARE * config.data.max_prompt_tokens, responses, origin, assumed_turns(config.sampling))
+    return Lengths(
+        _PROMPT_SHARE * config.data.max_prompt_tokens,
+        responses,
+        origin,
+        assumed_turns(config.sampling),
+    )
 
 
 @cache
@@ -76,18 +87,27 @@ def _normal_quantiles() -> np.ndarray:
 
 
 def given_lengths(text: str, config: ExperimentConfig) -> Lengths:
-    """Reads `--lengths`: a mean, or a file with one number of tokens a line. Raises ValueError for other text."""
+    """Reads `--lengths`: a mean, or a file with one number of tokens a line. Raises ValueError for
+    other text."""
     if Path(text).is_file():
         prompt = _PROMPT_SHARE * config.data.max_prompt_tokens
-        return Lengths(prompt, _sorted([float(word) for word in Path(text).read_text().split()], text), f"file {text}")
-    if not text.replace(".", "", 1).isdecimal() or not 0 < float(text) <= config.sampling.max_response_tokens:
+        return Lengths(
+            prompt,
+            _sorted([float(word) for word in Path(text).read_text().split()], text),
+            f"file {text}",
+        )
+    if (
+        not text.replace(".", "", 1).isdecimal()
+        or not 0 < float(text) <= config.sampling.max_response_tokens
+    ):
         limit = f"sampling.max_response_tokens {config.sampling.max_response_tokens}"
         raise ValueError(f"--lengths {text}: no such file, and no mean between 0 and {limit}")
     return assumed_lengths(config, float(text))
 
 
 def lengths_of_run(folder: RunFolder, config: ExperimentConfig) -> Lengths:
-    """Reads the lengths of all samples in the rollouts of a run folder. Raises ValueError if it has none."""
+    """Reads the lengths of all samples in the rollouts of a run folder. Raises ValueError if it has
+    none."""
     responses = [
         sample["num_tokens"]
         for files in folder.rollout_files().values()
@@ -96,7 +116,11 @@ def lengths_of_run(folder: RunFolder, config: ExperimentConfig) -> Lengths:
     ]
     # the record has prompts as text only
     prompt = _PROMPT_SHARE * config.data.max_prompt_tokens
-    return Lengths(prompt, _sorted(responses, str(folder.rollouts)), f"{len(responses):,} samples of {folder.path}")
+    return Lengths(
+        prompt,
+        _sorted(responses, str(folder.rollouts)),
+        f"{len(responses):,} samples of {folder.path}",
+    )
 
 
 def _sorted(numbers: Sequence[float], where: str) -> np.ndarray:
@@ -154,7 +178,8 @@ class EngineSide:
 
 
 def server_of(rollout: RolloutConfig, resolved: Mapping[str, object] | None = None) -> Server:
-    """Returns the settings of an experiment's engines. resolved: the arguments that SGLang resolved on a GPU."""
+    """Returns the settings of an experiment's engines. resolved: the arguments that SGLang resolved
+    on a GPU."""
     width = 2 if rollout.dtype == "bfloat16" else 4
     values = ServerValues.model_validate(_given_values(rollout) if resolved is None else resolved)
     return Server(
@@ -169,17 +194,23 @@ def server_of(rollout: RolloutConfig, resolved: Mapping[str, object] | None = No
 
 
 def server_beside(rollout: RolloutConfig) -> Server:
-    """Returns the settings of the engines on the trainers' GPUs, if some are there and others are not; else of all."""
+    """Returns the settings of the engines on the trainers' GPUs, if some are there and others are
+    not; else of all."""
     server = server_of(rollout)
     if not rollout.lend_trainers:
         return server
-    return replace(server, memory_fraction=rollout.lent_mem_fraction, fraction_key="lent_mem_fraction")
+    return replace(
+        server, memory_fraction=rollout.lent_mem_fraction, fraction_key="lent_mem_fraction"
+    )
 
 
 def _given_values(rollout: RolloutConfig) -> dict[str, object]:
     """Returns the fields of ServerValues as the experiment gives them."""
     words, settings = rollout.extra_args, rollout.sglang
-    dp_size = next((int(words[words.index(name) + 1]) for name in ("--dp-size", "--dp") if name in words[:-1]), 1)
+    dp_size = next(
+        (int(words[words.index(name) + 1]) for name in ("--dp-size", "--dp") if name in words[:-1]),
+        1,
+    )
     return {
         "tp_size": rollout.tp,
         "dp_size": settings.get("dp_size", dp_size),
@@ -194,7 +225,8 @@ def _given_values(rollout: RolloutConfig) -> dict[str, object]:
 def weight_elements(work: ModelWork, tp: int, attention_tp: int) -> float:
     """Counts the weights that one rank of an engine holds.
 
-    Heads that are fewer than ranks are repeated; norms, router and the first halves of low-rank projections are whole.
+    Heads that are fewer than ranks are repeated; norms, router and the first halves of low-rank
+    projections are whole.
     """
     arch, layers = work.arch, work.layers
     repeated = 0
@@ -215,7 +247,8 @@ def expert_bytes(work: ModelWork, server: Server) -> float:
 
 
 def weight_bytes(work: ModelWork, server: Server, width: int = ITEM) -> float:
-    """Returns the bytes of the text part's weights on one rank. width: bytes of an element that is not in FP8.
+    """Returns the bytes of the text part's weights on one rank. width: bytes of an element that is
+    not in FP8.
 
     FP8 leaves out embeddings, output layer and, here, all that is whole on every rank.
     """
@@ -229,8 +262,8 @@ def weight_bytes(work: ModelWork, server: Server, width: int = ITEM) -> float:
 def tower_elements(arch: Architecture, tp: int) -> float:
     """Counts the weights of a vision tower that one rank of an engine holds.
 
-    Matrices of blocks and mergers, and biases of their outputs, are divided; embeddings of patches and biases behind a
-    sum over ranks are whole.
+    Matrices of blocks and mergers, and biases of their outputs, are divided; embeddings of patches
+    and biases behind a sum over ranks are whole.
     """
     if arch.vision is None:
         return 0
@@ -238,18 +271,25 @@ def tower_elements(arch: Architecture, tp: int) -> float:
     for spec in tower_tensors(arch.vision):
         *_, module, kind = spec.name.split(".")
         summed = module in ("proj", "down_proj", "linear_fc2", "2")
-        if spec.kind == "norm" or "norm" in spec.name or "patch_embed" in spec.name or (summed and kind == "bias"):
+        if (
+            spec.kind == "norm"
+            or "norm" in spec.name
+            or "patch_embed" in spec.name
+            or (summed and kind == "bias")
+        ):
             whole += spec.size
         else:
             divided += spec.size
     return whole + divided / tp
 
 
-def engine_side(work: ModelWork, server: Server, lengths: Lengths, longest: int, hardware: Hardware) -> EngineSide:
+def engine_side(
+    work: ModelWork, server: Server, lengths: Lengths, longest: int, hardware: Hardware
+) -> EngineSide:
     """Returns an engine rank's memory.
 
-    Cache and weights together fill `memory_fraction` of the memory that was free at the start. longest: tokens of the
-    longest sample, prompt included.
+    Cache and weights together fill `memory_fraction` of the memory that was free at the start.
+    longest: tokens of the longest sample, prompt included.
     """
     free = hardware.memory_bytes - CONTEXT_BYTES
     width = ITEM if server.cache_width == 1 else server.cache_width
@@ -263,14 +303,20 @@ def engine_side(work: ModelWork, server: Server, lengths: Lengths, longest: int,
     problems = []
     if weights > free * server.memory_fraction:
         problems.append(
-            f"an engine rank's weights are {weights / 1e9:.1f} GB, but rollout.{server.fraction_key} "
-            f"{server.memory_fraction:g} leaves {free * server.memory_fraction / 1e9:.1f} GB for weights and cache"
+            f"an engine rank's weights are {weights / 1e9:.1f} GB, but "
+            f"rollout.{server.fraction_key} "
+            f"{server.memory_fraction:g} leaves {free * server.memory_fraction / 1e9:.1f} GB for "
+            "weights and cache"
         )
     elif tokens < longest:
-        problems.append(f"an engine's cache holds {tokens:,} tokens, but a sample may have {longest:,}")
+        problems.append(
+            f"an engine's cache holds {tokens:,} tokens, but a sample may have {longest:,}"
+        )
     parts = {"weights": weights, "cache": float(tokens * cell), "context": CONTEXT_BYTES}
     parts["graphs and activations"] = free * (1 - server.memory_fraction)
-    return EngineSide(server, parts, hardware.memory_bytes, tokens * replicas, concurrent, tuple(problems))
+    return EngineSide(
+        server, parts, hardware.memory_bytes, tokens * replicas, concurrent, tuple(problems)
+    )
 
 
 def host_cache_bytes(rollout: RolloutConfig, engine: EngineSide) -> float:
@@ -278,16 +324,21 @@ def host_cache_bytes(rollout: RolloutConfig, engine: EngineSide) -> float:
     settings = rollout.sglang
     if not settings.get("enable_hierarchical_cache"):
         return 0.0
-    return settings.get("hicache_size", 0) * 1e9 or settings.get("hicache_ratio", 0.0) * engine.parts["cache"]
+    return (
+        settings.get("hicache_size", 0) * 1e9
+        or settings.get("hicache_ratio", 0.0) * engine.parts["cache"]
+    )
 
 
 def gpu_phases(
     config: ExperimentConfig, trainers: TrainerSide, engine: EngineSide, hidden_size: int
 ) -> dict[str, RankMemory]:
-    """Returns the bytes on the fullest trainer GPU by phase: with the engine's, where they share GPUs.
+    """Returns the bytes on the fullest trainer GPU by phase: with the engine's, where they share
+    GPUs.
 
-    The optimiser and gradients are on the host while engines are awake, and until the first backward of an update. Lent
-    engines (rollout.lend_trainers) are awake only in the rollout; before it everything is on the GPU.
+    The optimiser and gradients are on the host while engines are awake, and until the first
+    backward of an update. Lent engines (rollout.lend_trainers) are awake only in the rollout;
+    before it everything is on the GPU.
     """
     if not config.rollout.shares_gpus:
         return dict(trainers.phases)
@@ -296,7 +347,11 @@ def gpu_phases(
     workspace = _GRAPH_BYTES + _PREFILL_TOKENS * _PREFILL_WIDTH * ITEM * hidden_size
     sampling = weights | {"engine's cache": engine.parts["cache"], "engine's workspace": workspace}
     lent = config.rollout.lend_trainers > 0
-    awake = {"rollout": sampling} if lent else {"rollout": sampling, "checkpoint": sampling, "publish": weights}
+    awake = (
+        {"rollout": sampling}
+        if lent
+        else {"rollout": sampling, "checkpoint": sampling, "publish": weights}
+    )
     phases = {}
     for name, rank in trainers.phases.items():
         stays = name != "rollout" if lent else name in ("load", "resume", "update")
@@ -306,8 +361,11 @@ def gpu_phases(
     return phases
 
 
-def memory_problems(phases: Mapping[str, RankMemory], engine: EngineSide, gpu: Hardware) -> list[str]:
-    """Returns what does not fit into a GPU's memory: trainers, with colocated engines, and an engine's own settings."""
+def memory_problems(
+    phases: Mapping[str, RankMemory], engine: EngineSide, gpu: Hardware
+) -> list[str]:
+    """Returns what does not fit into a GPU's memory: trainers, with colocated engines, and an
+    engine's own settings."""
     name = max(phases, key=lambda phase: phases[phase].total)
     fullest, room = phases[name], usable_bytes(gpu)
     if fullest.total <= room:
@@ -315,20 +373,25 @@ def memory_problems(phases: Mapping[str, RankMemory], engine: EngineSide, gpu: H
     parts = ", ".join(f"{part} {size / 1e9:.1f}" for part, size in fullest.parts.items())
     needs = f"rank {fullest.rank} ({fullest.kind}) needs {fullest.total / 1e9:.1f} GB ({parts})"
     remedy, free = "", gpu.memory_bytes - CONTEXT_BYTES
-    fraction = math.floor(100 * (engine.server.memory_fraction - (fullest.total - room) / free)) / 100
+    fraction = (
+        math.floor(100 * (engine.server.memory_fraction - (fullest.total - room) / free)) / 100
+    )
     if "engine's cache" in fullest.parts and fraction * free > engine.weights:
         remedy = f"; with rollout.{engine.server.fraction_key} {fraction:g} they do"
     return [
-        f"trainers do not fit: in {name} {needs}, and {gpu.device_name} has {room / 1e9:.1f}{remedy}",
+        f"trainers do not fit: in {name} {needs}, and {gpu.device_name} has "
+        f"{room / 1e9:.1f}{remedy}",
         *engine.problems,
     ]
 
 
 def concurrency_report(config: ExperimentConfig, hardware: str | None = None) -> list[str]:
-    """Returns the lines of `megagrpo check` about concurrent samples; [] for a model without config.json.
+    """Returns the lines of `megagrpo check` about concurrent samples; [] for a model without
+    config.json.
 
-    hardware: kind of GPU on which SGLang resolves the engines' arguments, which takes some seconds. Without it the
-    closed forms take the experiment's own. The arguments of engines on a CPU state their cache.
+    hardware: kind of GPU on which SGLang resolves the engines' arguments, which takes some seconds.
+    Without it the closed forms take the experiment's own. The arguments of engines on a CPU state
+    their cache.
     """
     if model_description(config) is None:
         return []
@@ -338,20 +401,28 @@ def concurrency_report(config: ExperimentConfig, hardware: str | None = None) ->
     by_cache = int(tokens / lengths.running)
     concurrent = min(rollout.max_running_requests, by_cache)
     samples = config.train.num_prompts_per_step * config.train.group_size / rollout.num_engines
-    limit = "its cache" if by_cache < rollout.max_running_requests else "rollout.max_running_requests"
+    limit = (
+        "its cache" if by_cache < rollout.max_running_requests else "rollout.max_running_requests"
+    )
     lines = [
         f"cache      {tokens:,} tokens an engine, {how}",
-        f"  responses  {lengths.origin}; a running sample holds {lengths.running:,.0f} tokens on average",
-        f"  at once    {concurrent:,} samples an engine, by {limit}, of {samples:,.0f} that it gets a step; the others "
+        f"  responses  {lengths.origin}; a running sample holds {lengths.running:,.0f} tokens on "
+        "average",
+        f"  at once    {concurrent:,} samples an engine, by {limit}, of {samples:,.0f} that it "
+        "gets a step; the others "
         "wait at the trainers, and leave as there is room",
     ]
     longest = longest_samples(config)["data"]
     if tokens < longest:
-        lines.append(f"  ADVICE   a sample may have {longest:,} tokens, more than an engine's cache holds")
+        lines.append(
+            f"  ADVICE   a sample may have {longest:,} tokens, more than an engine's cache holds"
+        )
     return lines
 
 
-def _cache_tokens(config: ExperimentConfig, lengths: Lengths, hardware: str | None) -> tuple[int, str]:
+def _cache_tokens(
+    config: ExperimentConfig, lengths: Lengths, hardware: str | None
+) -> tuple[int, str]:
     rollout = config.rollout
     on_gpus = hardware is not None or config.actor.device == "cuda" or rollout.dtype == "bfloat16"
     if not on_gpus or (config.actor.device == "cpu" and hardware is None):
@@ -366,4 +437,6 @@ def _cache_tokens(config: ExperimentConfig, lengths: Lengths, hardware: str | No
         server = server_of(rollout, resolve_all([config], (gpu, config.cluster.gpus_per_node))[0])
         how = f"on an {kind}, as SGLang resolves its arguments"
     work = model_work(described_architecture(config))
-    return engine_side(work, server, lengths, longest_samples(config)["data"], gpu).cache_tokens, how
+    return engine_side(
+        work, server, lengths, longest_samples(config)["data"], gpu
+    ).cache_tokens, how

@@ -1,4 +1,5 @@
-"""Peak rates and memory of each kind of GPU, with their sources, and the four estimates that no data sheet has."""
+"""Peak rates and memory of each kind of GPU, with their sources, and the four estimates that no
+data sheet has."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +18,8 @@ class Rates:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A GPU of a node of eight with one 400 Gb/s network card for each: bandwidths in one direction."""
+    """A GPU of a node of eight with one 400 Gb/s network card for each: bandwidths in one
+    direction."""
 
     device_name: str  # as the driver calls it
     memory_mib: int  # as nvidia-smi prints it
@@ -38,27 +40,36 @@ _NIC = "NVIDIA ConnectX-7, 400 Gb/s a GPU, as in the DGX H100 and DGX B200 data 
 HARDWARE = {
     "H100": Hardware(
         "NVIDIA H100 80GB HBM3", 81_559, (9, 0), 132, 989, 3.35, Rates(between_gb_s=50, inside_gb_s=450),
-        f"NVIDIA H100 data sheet, SXM: 1,979 TFLOPS bf16 with sparsity, 3.35 TB/s, NVLink 900 GB/s both ways; {_NIC}",
+        "NVIDIA H100 data sheet, SXM: 1,979 TFLOPS bf16 with sparsity, 3.35 TB/s, NVLink 900 GB/s "
+        f"both ways; {_NIC}",
     ),
     "H200": Hardware(
         "NVIDIA H200", 143_771, (9, 0), 132, 989, 4.8, Rates(between_gb_s=50, inside_gb_s=450),
-        f"NVIDIA H200 data sheet, SXM: 1,979 TFLOPS bf16 with sparsity, 4.8 TB/s, NVLink 900 GB/s both ways; {_NIC}",
+        "NVIDIA H200 data sheet, SXM: 1,979 TFLOPS bf16 with sparsity, 4.8 TB/s, NVLink 900 GB/s "
+        f"both ways; {_NIC}",
     ),
     "H20": Hardware(
         "NVIDIA H20", 97_871, (9, 0), 78, 148, 4.0, Rates(between_gb_s=50, inside_gb_s=450),
-        f"published specification of the H20: 148 TFLOPS bf16, 96 GB, 4.0 TB/s, NVLink 900 GB/s both ways; {_NIC}",
+        "published specification of the H20: 148 TFLOPS bf16, 96 GB, 4.0 TB/s, NVLink 900 GB/s "
+        f"both ways; {_NIC}",
     ),
     "B200": Hardware(
         "NVIDIA B200", 183_359, (10, 0), 148, 2250, 8.0, Rates(between_gb_s=50, inside_gb_s=900),
-        f"NVIDIA DGX B200 data sheet: 36 PFLOPS bf16 with sparsity, 64 TB/s and NVLink 14.4 TB/s of 8 GPUs; {_NIC}",
+        "NVIDIA DGX B200 data sheet: 36 PFLOPS bf16 with sparsity, 64 TB/s and NVLink 14.4 TB/s "
+        f"of 8 GPUs; {_NIC}",
     ),
 }  # fmt: skip
 
 
-# Estimates; without an auxiliary loss and replay the fullest expert rank gets this many times the mean of tokens.
+# Estimates; without an auxiliary loss and replay the fullest expert rank gets this many times the
+# mean of tokens.
 EXPERT_IMBALANCE = 1.3
-FRAGMENTATION = 0.04  # share of memory that PyTorch's allocator cannot use, with expandable segments
-HOST_GB_S = 55.0  # between a GPU and its host's pinned memory: PCIe 5.0 x16, 63 GB/s in one direction
+FRAGMENTATION = (
+    0.04  # share of memory that PyTorch's allocator cannot use, with expandable segments
+)
+HOST_GB_S = (
+    55.0  # between a GPU and its host's pinned memory: PCIe 5.0 x16, 63 GB/s in one direction
+)
 CONTEXT_BYTES = 1.5e9  # CUDA context, NCCL communicators and library handles before the weights
 
 
@@ -71,7 +82,8 @@ def gigabytes(number: float) -> str:
 
 
 def usable_bytes(hardware: Hardware) -> float:
-    """Returns the bytes of a GPU that a trainer rank can fill: without its context and what fragments."""
+    """Returns the bytes of a GPU that a trainer rank can fill: without its context and what
+    fragments."""
     return (hardware.memory_bytes - CONTEXT_BYTES) * (1 - FRAGMENTATION)
 
 
@@ -83,7 +95,8 @@ def hardware_of(name: str) -> Hardware:
 
 
 def rates_of(name: str, changes: Mapping[str, float | None]) -> Rates:
-    """Returns the links of a row of HARDWARE, replaced by the values of `changes` that are not None."""
+    """Returns the links of a row of HARDWARE, replaced by the values of `changes` that are not
+    None."""
     given = {key: value for key, value in changes.items() if value is not None}
     for key, value in given.items():
         if value < 0 or (value == 0 and key not in ("message_us", "call_ms")):

@@ -1,4 +1,5 @@
-"""Costs of a decoder layer, an optimizer element and a token, from config.json: bytes, FLOPs, bytes sent. No torch.
+"""Costs of a decoder layer, an optimizer element and a token, from config.json: bytes, FLOPs, bytes
+sent. No torch.
 
 docs/planning.md states each formula. Layers are counted for CUDA, where attention keeps no scores.
 """
@@ -33,7 +34,9 @@ class _Tokens:
     width: int  # bytes a number
 
 
-def layer_cost(arch: Architecture, actor: ActorConfig, tokens: float, moe: bool, imbalance: float) -> LayerCost:
+def layer_cost(
+    arch: Architecture, actor: ActorConfig, tokens: float, moe: bool, imbalance: float
+) -> LayerCost:
     """Returns the cost of one layer of a micro-batch of `tokens`.
 
     imbalance: tokens that the fullest expert rank gets, over the mean.
@@ -41,9 +44,14 @@ def layer_cost(arch: Architecture, actor: ActorConfig, tokens: float, moe: bool,
     p = actor.parallel
     at = _Tokens(tokens / p.cp, tokens / p.cp / p.tp, 2 if actor.dtype == "bfloat16" else 4)
     attention = _attention(arch, actor, at)
-    feed_forward = _experts(arch, actor, at, imbalance) if moe else _mlp(arch, actor, at, arch.ffn_size)
+    feed_forward = (
+        _experts(arch, actor, at, imbalance) if moe else _mlp(arch, actor, at, arch.ffn_size)
+    )
     norms = 4 * arch.hidden_size * at.part * at.width  # input and output of both
-    sent = {key: attention.sent.get(key, 0.0) + feed_forward.sent.get(key, 0.0) for key in ("tp", "cp", "ep")}
+    sent = {
+        key: attention.sent.get(key, 0.0) + feed_forward.sent.get(key, 0.0)
+        for key in ("tp", "cp", "ep")
+    }
     return LayerCost(
         kept=attention.kept + feed_forward.kept + norms,
         transient=max(attention.transient, feed_forward.transient),
@@ -57,30 +65,42 @@ def _attention(arch: Architecture, actor: ActorConfig, at: _Tokens) -> LayerCost
     if arch.mla is not None:
         return _latent_attention(arch, arch.mla, actor, at)
     p, dim = actor.parallel, arch.head_dim
-    shared = arch.num_kv_heads < p.tp  # then every rank gathers the whole projection, and has one key/value head
+    shared = (
+        arch.num_kv_heads < p.tp
+    )  # then every rank gathers the whole projection, and has one key/value head
     heads, groups = arch.num_heads / p.tp, max(arch.num_kv_heads / p.tp, 1)
     qkv = (arch.num_heads + 2 * arch.num_kv_heads) / p.tp * dim
     held = qkv * p.tp if shared else qkv
-    # the projection; queries before their norm; queries and keys turned; attention's output and its log-sum-exp
-    kept = (held + heads * dim * arch.qk_norm + (heads + groups) * dim + heads * dim) * at.width + heads * _FP32
+    # the projection; queries before their norm; queries and keys turned; attention's output and its
+    # log-sum-exp
+    kept = (
+        held + heads * dim * arch.qk_norm + (heads + groups) * dim + heads * dim
+    ) * at.width + heads * _FP32
     return LayerCost(
         kept=kept * at.whole,
         transient=2 * held * at.whole * at.width + _gathered(arch, actor, at),
         flops=2 * arch.hidden_size * (qkv + heads * dim) * at.whole,
         pair_flops=4 * heads * dim,
-        sent={"tp": _gathers(arch, actor, at, 2), "cp": 2 * groups * dim * at.whole * at.width * (p.cp - 1)},
+        sent={
+            "tp": _gathers(arch, actor, at, 2),
+            "cp": 2 * groups * dim * at.whole * at.width * (p.cp - 1),
+        },
     )
 
 
-def _latent_attention(arch: Architecture, mla: LatentAttention, actor: ActorConfig, at: _Tokens) -> LayerCost:
+def _latent_attention(
+    arch: Architecture, mla: LatentAttention, actor: ActorConfig, at: _Tokens
+) -> LayerCost:
     p = actor.parallel
     heads, dim = arch.num_heads / p.tp, mla.nope_dim + mla.rope_dim
     queries, values = mla.q_lora_rank or 0, mla.kv_lora_rank
     low = 2 * queries + 2 * values + mla.rope_dim  # down projections and their norms' outputs
-    # queries, keys' and values' projection, queries and keys with their turned parts, values and output as wide as
-    # keys: the kernel takes no narrower ones
+    # queries, keys' and values' projection, queries and keys with their turned parts, values and
+    # output as wide as keys: the kernel takes no narrower ones
     high = heads * (dim + mla.nope_dim + mla.v_dim + 4 * dim)
-    down = arch.hidden_size * (queries + values + mla.rope_dim)  # whole on every tensor-parallel rank
+    down = arch.hidden_size * (
+        queries + values + mla.rope_dim
+    )  # whole on every tensor-parallel rank
     up = heads * ((queries or arch.hidden_size) * dim + values * (mla.nope_dim + mla.v_dim))
     out = heads * mla.v_dim * arch.hidden_size
     return LayerCost(
@@ -89,7 +109,9 @@ def _latent_attention(arch: Architecture, mla: LatentAttention, actor: ActorConf
         flops=2 * (down * at.part + (up + out) * at.whole),
         pair_flops=2 * heads * (dim + mla.v_dim),
         sent={
-            "tp": (_gathers(arch, actor, at, 1) + (queries + values) * at.part * (p.tp - 1) * at.width),
+            "tp": (
+                _gathers(arch, actor, at, 1) + (queries + values) * at.part * (p.tp - 1) * at.width
+            ),
             "cp": heads * (dim + mla.v_dim) * at.whole * at.width * (p.cp - 1),
         },
     )
@@ -115,20 +137,23 @@ def _experts(arch: Architecture, actor: ActorConfig, at: _Tokens, imbalance: flo
     inside = arch.expert_ffn_size / p.etp * received
     shared = _mlp(arch, actor, at, arch.shared_ffn_size)
     scores = 6 * arch.num_experts * at.part * _FP32
-    # experts' input; gate and up, silu(gate), up + 0, their product, and that times the router's weight
+    # experts' input; gate and up, silu(gate), up + 0, their product, and that times the router's
+    # weight
     kept = (hidden * received + 6 * inside) * at.width + scores
     # before and after both exchanges, sorted by expert and not
     transient = 2 * hidden * (copies + received) * at.width + _gathered(arch, actor, at)
     sent = {
         "ep": 2 * copies * hidden * at.width * (p.ep - 1) / p.ep,
-        "tp": 2 * copies * hidden * at.width * (p.etp - 1) + shared.sent["tp"] * bool(arch.shared_ffn_size),
+        "tp": 2 * copies * hidden * at.width * (p.etp - 1)
+        + shared.sent["tp"] * bool(arch.shared_ffn_size),
     }
     flops = 6 * hidden * inside + 2 * hidden * arch.num_experts * at.part
     return LayerCost(kept + shared.kept, transient, flops + shared.flops, 0.0, sent)
 
 
 def _gathers(arch: Architecture, actor: ActorConfig, at: _Tokens, count: int) -> float:
-    """Returns the bytes a rank sends in `count` gathers or scatters of hidden states along the sequence."""
+    """Returns the bytes a rank sends in `count` gathers or scatters of hidden states along the
+    sequence."""
     return count * arch.hidden_size * at.part * (actor.parallel.tp - 1) * at.width
 
 
@@ -149,8 +174,9 @@ class OptimizerBytes:
 def optimizer_bytes(actor: ActorConfig) -> OptimizerBytes:
     """Returns the bytes of main gradients, float32 copies of bfloat16 weights, and both moments.
 
-    The host has float32 weights, gradients and moments, whatever the types on the GPU. By default the optimizer keeps
-    remainders (the 16 bits that bfloat16 leaves out) instead of float32 weights.
+    The host has float32 weights, gradients and moments, whatever the types on the GPU. By default
+    the optimizer keeps remainders (the 16 bits that bfloat16 leaves out) instead of float32
+    weights.
     """
     given = actor.optimizer.megatron
     if actor.dtype == "float32":
@@ -169,14 +195,17 @@ class ModelWork:
     """Counts what the forward pass of one token needs; FLOPs are two a multiply-add."""
 
     arch: Architecture
-    dense: int  # weights of all layers that every token meets: attention, norms, router, shared experts or the MLP
+    # weights of all layers that every token meets: attention, norms, router, shared experts or the
+    # MLP
+    dense: int
     expert: int  # weights of all routed experts
     attention: int  # of the last layer's weights, projections that attention's heads divide
     whole: int  # of the last layer's weights, those that every tensor-parallel rank holds whole
 
     @property
     def vocabulary(self) -> int:
-        """Counts the weights of the embedding, and of the output layer, which a tied model shares with it."""
+        """Counts the weights of the embedding, and of the output layer, which a tied model shares
+        with it."""
         return self.arch.vocab_size * self.arch.hidden_size
 
     @property
@@ -196,21 +225,28 @@ class ModelWork:
 
     @property
     def attention_flops(self) -> float:
-        """Returns the FLOPs of one token with one earlier token, of one layer: scores and their sum."""
+        """Returns the FLOPs of one token with one earlier token, of one layer: scores and their
+        sum."""
         arch, mla = self.arch, self.arch.mla
         dims = mla.nope_dim + mla.rope_dim + mla.v_dim if mla else 2 * arch.head_dim
         return 2.0 * arch.num_heads * dims
 
     @property
     def decode_attention_flops(self) -> float:
-        """Returns the same in an engine, which multiplies with the latent itself if the cache holds latents."""
+        """Returns the same in an engine, which multiplies with the latent itself if the cache holds
+        latents."""
         mla = self.arch.mla
-        return 2.0 * self.arch.num_heads * (2 * mla.kv_lora_rank + mla.rope_dim) if mla else self.attention_flops
+        return (
+            2.0 * self.arch.num_heads * (2 * mla.kv_lora_rank + mla.rope_dim)
+            if mla
+            else self.attention_flops
+        )
 
     def cache_bytes(self, attention_tp: int, width: int = ITEM) -> int:
         """Returns the bytes of one token in one rank's cache.
 
-        Heads are divided over the ranks and repeated if there are fewer than ranks; a latent is on every rank.
+        Heads are divided over the ranks and repeated if there are fewer than ranks; a latent is on
+        every rank.
         """
         arch, mla = self.arch, self.arch.mla
         heads = 2 * max(1, arch.num_kv_heads // attention_tp) * arch.head_dim

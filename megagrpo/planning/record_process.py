@@ -1,8 +1,10 @@
-"""Records one side of exchanges in a process of its own: `python -m megagrpo.planning.record_process SIDE FOLDER ...`.
+"""Records one side of exchanges in a process of its own: `python -m
+megagrpo.planning.record_process SIDE FOLDER ...`.
 
-Megatron's and SGLang's patches of the host exclude each other. A folder holds config.yaml and model/config.json; for
-the trainers ranks.json, a list of ranks; for the engine arguments.json, its command line on a CPU, or server.json, its
-command line on a GPU and the GPU's properties: then its arguments are resolved instead. Writes SIDE.pickle there.
+Megatron's and SGLang's patches of the host exclude each other. A folder holds config.yaml and
+model/config.json; for the trainers ranks.json, a list of ranks; for the engine arguments.json, its
+command line on a CPU, or server.json, its command line on a GPU and the GPU's properties: then its
+arguments are resolved instead. Writes SIDE.pickle there.
 """
 
 import json
@@ -21,7 +23,8 @@ from megagrpo.weights.quantised import quantised_specs
 
 
 def hf_specs(model: Path, dtype: torch.dtype, draft: bool = False) -> Specs:
-    """Returns the tensors of a folder's checkpoint by its config.json, in `dtype` unless a tensor fixes another."""
+    """Returns the tensors of a folder's checkpoint by its config.json, in `dtype` unless a tensor
+    fixes another."""
     return {
         spec.name: (spec.shape, getattr(torch, spec.dtype) if spec.dtype else dtype)
         for spec in model_tensors(read_architecture(model, draft))
@@ -36,7 +39,8 @@ def fp8_names(model: Path, config: ExperimentConfig) -> set[str]:
 
 
 def engine_specs(model: Path, config: ExperimentConfig) -> Specs:
-    """Returns the tensors that are published to engines, scales of FP8 included, by the folder's config.json."""
+    """Returns the tensors that are published to engines, scales of FP8 included, by the folder's
+    config.json."""
     specs = hf_specs(model, getattr(torch, config.rollout.dtype), config.actor.has_draft)
     return quantised_specs(specs, fp8_names(model, config))
 
@@ -48,8 +52,8 @@ def _trainers(folders: list[Path]) -> Iterator[list]:
     from megagrpo.actor.dry_run import record_trainer_rank
 
     for folder in folders:
-        # Transformer Engine and settings for it need CUDA; its layers take the same slices. Adapters are merged before
-        # they travel.
+        # Transformer Engine and settings for it need CUDA; its layers take the same slices.
+        # Adapters are merged before they travel.
         actor = load_config(folder / "config.yaml").actor
         actor = actor.model_copy(update={"transformer_engine": False, "lora": None, "megatron": {}})
         arch = read_architecture(folder / "model", actor.has_draft)

@@ -1,4 +1,5 @@
-"""Runs `megagrpo plan`: memory and roofline of an experiment, and the layouts with the best bound, colocated or not."""
+"""Runs `megagrpo plan`: memory and roofline of an experiment, and the layouts with the best bound,
+colocated or not."""
 
 import math
 import shlex
@@ -38,7 +39,10 @@ _DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)  # pipeline stages
 _ROUNDS = (1, 2, 3, 4, 6)  # virtual stages
 _POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _ATTENTION_DP = 8  # replicas of attention in an engine that are tried besides none
-_KEPT, _PROPOSED = 2, 3  # layouts of each side for each split of the nodes; proposals of each way to share GPUs
+_KEPT, _PROPOSED = (
+    2,
+    3,
+)  # layouts of each side for each split of the nodes; proposals of each way to share GPUs
 _FRACTIONS = (0.85, 0.75, 0.65, 0.55, 0.45, 0.35, 0.25)  # of colocated engines
 
 
@@ -55,8 +59,11 @@ class Options:
     json: Path | None = None
 
 
-def plan_command(config: ExperimentConfig, options: Options, progress: Progress) -> tuple[str, bool]:
-    """Returns the plan as text, and whether the experiment fits; writes all figures to `options.json`.
+def plan_command(
+    config: ExperimentConfig, options: Options, progress: Progress
+) -> tuple[str, bool]:
+    """Returns the plan as text, and whether the experiment fits; writes all figures to
+    `options.json`.
 
     Raises ValueError for an unknown model, and for layouts that do not suit the model or the nodes.
     """
@@ -78,7 +85,8 @@ def plan_command(config: ExperimentConfig, options: Options, progress: Progress)
 
 
 def target_of(config: ExperimentConfig, options: Options) -> Target:
-    """Returns the target of a plan. Raises ValueError with everything that does not fit together."""
+    """Returns the target of a plan. Raises ValueError with everything that does not fit
+    together."""
     hardware, gpus = hardware_of(options.hardware or config.cluster.gpu), options.gpus_per_node
     gpus = gpus or config.cluster.gpus_per_node
     arch = described_architecture(config)
@@ -93,19 +101,37 @@ def target_of(config: ExperimentConfig, options: Options) -> Target:
 
 
 def report(plan: Plan, hardware_name: str) -> list[str]:
-    """Returns the plan as lines: memory of both sides, the bound of a step, and what does not fit."""
+    """Returns the plan as lines: memory of both sides, the bound of a step, and what does not
+    fit."""
     config, target, engine = plan.config, plan.target, plan.engine
-    actor, rollout, lengths, room = config.actor, config.rollout, target.lengths, usable_bytes(target.hardware)
-    nodes = [-(-ranks // target.gpus_per_node) for ranks in (actor.world_size, rollout.num_engines * rollout.tp)]
+    actor, rollout, lengths, room = (
+        config.actor,
+        config.rollout,
+        target.lengths,
+        usable_bytes(target.hardware),
+    )
+    nodes = [
+        -(-ranks // target.gpus_per_node)
+        for ranks in (actor.world_size, rollout.num_engines * rollout.tp)
+    ]
     where = "the same nodes" if rollout.colocate else f"{nodes[1]} nodes"
     rows = [["trainers", "fullest rank", "GB", f"of {room / 1e9:.1f}", "parts in GB"]]
     for phase, rank in plan.phases.items():
         share = f"{rank.total / room:.0%}"
-        rows.append([phase, f"{rank.rank} ({rank.kind})", f"{rank.total / 1e9:.1f}", share, _parts(rank.parts)])
+        rows.append(
+            [
+                phase,
+                f"{rank.rank} ({rank.kind})",
+                f"{rank.total / 1e9:.1f}",
+                share,
+                _parts(rank.parts),
+            ]
+        )
     samples = config.train.num_prompts_per_step * config.train.group_size / rollout.num_engines
     billions = parameter_counts(target.arch).total / 1e9
     lines = [
-        f"{config.name} on {hardware_name} nodes of {target.gpus_per_node}: {billions:.1f} B parameters",
+        f"{config.name} on {hardware_name} nodes of {target.gpus_per_node}: {billions:.1f} B "
+        "parameters",
         f"lengths    {lengths.origin}: mean {lengths.mean:,.0f}; prompts {lengths.prompt:,.0f}",
         *_turns(lengths.turns),
         f"trainers   {actor.world_size} ranks on {nodes[0]} nodes ({_layout(actor)}), "
@@ -114,8 +140,10 @@ def report(plan: Plan, hardware_name: str) -> list[str]:
         "",
         *table_lines(rows),
         f"host memory of the fullest trainer node, in GB: {_parts(plan.trainers.host_bytes)}",
-        f"engine rank {engine.total / 1e9:.1f} of {engine.capacity / 1e9:.1f} GB: {_parts(engine.parts)}",
-        f"  cache    {engine.cache_tokens:,} tokens an engine; {engine.concurrent} samples of these lengths run "
+        f"engine rank {engine.total / 1e9:.1f} of {engine.capacity / 1e9:.1f} GB: "
+        f"{_parts(engine.parts)}",
+        f"  cache    {engine.cache_tokens:,} tokens an engine; {engine.concurrent} samples of "
+        "these lengths run "
         f"concurrently in a full engine, of {samples:,.0f} that it gets a step",
         "",
         *_step_lines(plan),
@@ -123,7 +151,8 @@ def report(plan: Plan, hardware_name: str) -> list[str]:
     if plan.problems:
         lines += ["", "DOES NOT FIT", *(f"  {problem}" for problem in plan.problems)]
         lines.append(
-            f"  --search {nodes[0] if rollout.colocate else sum(nodes)} proposes layouts of as many nodes that fit"
+            f"  --search {nodes[0] if rollout.colocate else sum(nodes)} proposes layouts of as "
+            "many nodes that fit"
         )
     return lines
 
@@ -131,14 +160,22 @@ def report(plan: Plan, hardware_name: str) -> list[str]:
 def _turns(turns: Turns) -> list[str]:
     if not turns.origin:
         return []
-    read = f"{turns.said:.0%} of the tokens said to the model, {turns.found:.0%} of what turns read again in caches"
-    return [f"turns      {turns.origin}: {turns.count:.1f}, {turns.tool_s:.1f} s between two; {read}"]
+    read = (
+        f"{turns.said:.0%} of the tokens said to the model, {turns.found:.0%} of what turns "
+        "read again in caches"
+    )
+    return [
+        f"turns      {turns.origin}: {turns.count:.1f}, {turns.tool_s:.1f} s between two; {read}"
+    ]
 
 
 def _layout(actor: ActorConfig) -> str:
     names = ("tp", "pp", "vpp", "cp", "ep", "etp", "first_stage_layers", "last_stage_layers")
     values = {name: getattr(actor.parallel, name) for name in names}
-    return " ".join(f"{name} {value}" for name, value in values.items() if value not in (None, 1)) + f" dp {actor.dp}"
+    return (
+        " ".join(f"{name} {value}" for name, value in values.items() if value not in (None, 1))
+        + f" dp {actor.dp}"
+    )
 
 
 def _parts(parts: Mapping[str, float]) -> str:
@@ -153,13 +190,21 @@ def _step_lines(plan: Plan) -> list[str]:
             largest = sorted(plan.parts[phase].items(), key=lambda part: -part[1])[:4]
             parts = ", ".join(f"{name} {number:.2g}" for name, number in largest if number)
             share = f"{efficiency[phase]:.1%} measured" if phase in efficiency else "100%"
-            rows.append([phase, f"{seconds:.3g}", f"{seconds / plan.synchronous:.0%}", share, parts])
+            rows.append(
+                [phase, f"{seconds:.3g}", f"{seconds / plan.synchronous:.0%}", share, parts]
+            )
     return [
-        "A roofline: an upper bound on speed, no forecast; phases that a run measured are divided by what it reached",
+        "A roofline: an upper bound on speed, no forecast; phases that a run measured are divided "
+        "by what it reached",
         *table_lines(rows),
-        f"step       {plan.synchronous:.3g} s; {plan.off_policy:.3g} s if engines sample for the next step meanwhile",
+        f"step       {plan.synchronous:.3g} s; {plan.off_policy:.3g} s if engines sample for the "
+        "next step meanwhile",
         f"limit      {plan.limit}",
-        *([] if plan.config.rollout.draft_tokens is None else [f"drafts     {ACCEPTANCE:g} of them accepted: assumed"]),
+        *(
+            []
+            if plan.config.rollout.draft_tokens is None
+            else [f"drafts     {ACCEPTANCE:g} of them accepted: assumed"]
+        ),
     ]
 
 
@@ -172,7 +217,9 @@ def as_json(plan: Plan) -> dict[str, object]:
         "rollout_config": plan.config.rollout.model_dump(),
         "lengths": {"origin": plan.target.lengths.origin, "mean": plan.target.lengths.mean},
         "turns": asdict(plan.target.lengths.turns),
-        "trainers": {phase: {**asdict(rank), "total": rank.total} for phase, rank in plan.phases.items()},
+        "trainers": {
+            phase: {**asdict(rank), "total": rank.total} for phase, rank in plan.phases.items()
+        },
         "host_bytes": dict(plan.trainers.host_bytes),
         "engine": asdict(plan.engine),
         "efficiency": dict(plan.target.efficiency),
@@ -186,19 +233,23 @@ def as_json(plan: Plan) -> dict[str, object]:
 
 
 def best_layouts(config: ExperimentConfig, target: Target, nodes: int) -> list[Plan]:
-    """Returns the plans with the best bound of a step among those that fit on `nodes` nodes, the best first: those
-    with engines on nodes of their own, and those with engines on the trainers' GPUs.
+    """Returns the plans with the best bound of a step among those that fit on `nodes` nodes, the
+    best first: those with engines on nodes of their own, and those with engines on the trainers'
+    GPUs.
 
     Raises ValueError if nothing fits.
     """
     fitting = [
         plan
         for plans in (_apart(config, target, nodes), _colocated(config, target, nodes))
-        for plan in sorted((plan for plan in plans if not plan.problems), key=lambda plan: plan.step)[:_PROPOSED]
+        for plan in sorted(
+            (plan for plan in plans if not plan.problems), key=lambda plan: plan.step
+        )[:_PROPOSED]
     ]
     if not fitting:
         raise ValueError(
-            f"--search {nodes}: no layout of {nodes} nodes of {target.gpus_per_node} fits the model; give more nodes, "
+            f"--search {nodes}: no layout of {nodes} nodes of {target.gpus_per_node} fits the "
+            "model; give more nodes, "
             "or GPUs with more memory (--hardware)"
         )
     return sorted(fitting, key=lambda plan: plan.step)
@@ -207,7 +258,9 @@ def best_layouts(config: ExperimentConfig, target: Target, nodes: int) -> list[P
 def _apart(config: ExperimentConfig, target: Target, nodes: int) -> Iterator[Plan]:
     stride = 1 if nodes <= 12 else 2 if nodes <= 48 else 4
     rollout = config.rollout.model_copy(update={"colocate": False, "lend_trainers": 0})
-    apart = config.model_copy(update={"rollout": rollout, "weights": config.weights.suited(colocate=False)})
+    apart = config.model_copy(
+        update={"rollout": rollout, "weights": config.weights.suited(colocate=False)}
+    )
     for count in range(stride, nodes, stride):
         engines = _best_engines(apart, target, nodes - count)
         trainers = _best_trainers(apart, target, count) if engines else []
@@ -221,10 +274,16 @@ def _colocated(config: ExperimentConfig, target: Target, nodes: int) -> Iterator
     for actor in _best_trainers(config, target, nodes):
         for fraction in _FRACTIONS:
             alone = dict.fromkeys(("lend_trainers", "max_staleness", "extra_groups"), 0)
-            rollout = config.rollout.model_copy(update={"colocate": True, "mem_fraction": fraction} | alone)
-            beside = config.model_copy(update={"actor": actor, "rollout": rollout, "weights": weights})
+            rollout = config.rollout.model_copy(
+                update={"colocate": True, "mem_fraction": fraction} | alone
+            )
+            beside = config.model_copy(
+                update={"actor": actor, "rollout": rollout, "weights": weights}
+            )
             engines = _best_engines(beside, target, nodes)
-            plans = [plan_step(beside.model_copy(update={"rollout": found}), target) for found in engines]
+            plans = [
+                plan_step(beside.model_copy(update={"rollout": found}), target) for found in engines
+            ]
             if any(not plan.problems for plan in plans):
                 yield from plans
                 break
@@ -251,14 +310,19 @@ def _trainer_layouts(actor: ActorConfig, target: Target, world: int) -> Iterator
     for tp, pp, cp, ep in product(tps, _DEPTHS, cps, eps):
         if world % (tp * pp * cp) or world % (ep * pp) or pp > arch.num_layers:
             continue
-        for parallel, recompute in product(_pipelines(arch.num_layers, tp, pp, cp, ep), ("none", "full")):
-            layout = actor.model_copy(update={"world_size": world, "parallel": parallel, "recompute": recompute})
+        for parallel, recompute in product(
+            _pipelines(arch.num_layers, tp, pp, cp, ep), ("none", "full")
+        ):
+            layout = actor.model_copy(
+                update={"world_size": world, "parallel": parallel, "recompute": recompute}
+            )
             if not layout_problems(arch, layout):
                 yield layout
 
 
 def _pipelines(layers: int, tp: int, pp: int, cp: int, ep: int) -> Iterator[ParallelConfig]:
-    """Yields ways to cut the layers into stages: equal ones, virtual ones, or a shorter first and last one."""
+    """Yields ways to cut the layers into stages: equal ones, virtual ones, or a shorter first and
+    last one."""
     if layers % pp == 0:
         for vpp in _ROUNDS if pp > 1 else (1,):
             if layers // pp % vpp == 0:
@@ -268,7 +332,9 @@ def _pipelines(layers: int, tp: int, pp: int, cp: int, ep: int) -> Iterator[Para
     ends = layers - middle * (pp - 2)
     first, last = ends // 2, ends - ends // 2
     if first >= 1 and last <= middle:
-        yield ParallelConfig(tp=tp, pp=pp, cp=cp, ep=ep, first_stage_layers=first, last_stage_layers=last)
+        yield ParallelConfig(
+            tp=tp, pp=pp, cp=cp, ep=ep, first_stage_layers=first, last_stage_layers=last
+        )
 
 
 def _best_engines(config: ExperimentConfig, target: Target, nodes: int) -> list[RolloutConfig]:
@@ -276,7 +342,9 @@ def _best_engines(config: ExperimentConfig, target: Target, nodes: int) -> list[
     for rollout in _engine_layouts(config.rollout, target, nodes):
         changed = config.model_copy(update={"rollout": rollout})
         longest = load_of(changed, target).longest
-        engine = engine_side(target.work, server_of(rollout), target.lengths, longest, target.hardware)
+        engine = engine_side(
+            target.work, server_of(rollout), target.lengths, longest, target.hardware
+        )
         if not engine.problems:
             found.append((sum(rollout_seconds(changed, target, engine).values()), rollout))
     return [rollout for _, rollout in sorted(found, key=lambda entry: entry[0])[:_KEPT]]
@@ -303,20 +371,46 @@ def _engine_layouts(rollout: RolloutConfig, target: Target, nodes: int) -> Itera
 
 
 def _proposals(plans: Sequence[Plan], before: Plan) -> list[str]:
-    """Returns the table of a search, and below it the words of `--set` that make each proposal of the experiment."""
-    columns = "step s", "GPU h", "rollout", "logprobs", "update", "publish", "off-policy s", "GPU GB", "cache"
+    """Returns the table of a search, and below it the words of `--set` that make each proposal of
+    the experiment."""
+    columns = (
+        "step s",
+        "GPU h",
+        "rollout",
+        "logprobs",
+        "update",
+        "publish",
+        "off-policy s",
+        "GPU GB",
+        "cache",
+    )
     rows = [["", "nodes", *columns]]
     words = []
     for number, plan in enumerate(plans, 1):
         gpus, rollout = plan.target.gpus_per_node, plan.config.rollout
         trainers, engines = plan.config.actor.world_size, rollout.num_engines * rollout.tp
-        nodes = f"{trainers // gpus} shared" if rollout.colocate else f"{trainers // gpus} + {engines // gpus}"
+        nodes = (
+            f"{trainers // gpus} shared"
+            if rollout.colocate
+            else f"{trainers // gpus} + {engines // gpus}"
+        )
         hours = (trainers + (0 if rollout.colocate else engines)) * plan.step / 3600
         ahead = "-" if rollout.colocate else f"{plan.off_policy:.3g}"
         seconds = [f"{value:.3g}" for value in (plan.synchronous, hours, *plan.seconds.values())]
         most = max(rank.total for rank in plan.phases.values())
-        rows.append([str(number), nodes, *seconds, ahead, f"{most / 1e9:.1f}", f"{plan.engine.cache_tokens:,}"])
-        set_words = " ".join(f"--set {shlex.quote(word)}" for word in changes(before.config, plan.config))
+        rows.append(
+            [
+                str(number),
+                nodes,
+                *seconds,
+                ahead,
+                f"{most / 1e9:.1f}",
+                f"{plan.engine.cache_tokens:,}",
+            ]
+        )
+        set_words = " ".join(
+            f"--set {shlex.quote(word)}" for word in changes(before.config, plan.config)
+        )
         words.append(f"{number}: {set_words or 'the experiment as it is'}")
     return ["layouts with the best bound of a step:", *table_lines(rows), *words]
 
@@ -324,10 +418,14 @@ def _proposals(plans: Sequence[Plan], before: Plan) -> list[str]:
 def changes(before: ExperimentConfig, after: ExperimentConfig) -> list[str]:
     """Returns the settings of a proposal that differ, as words of `--set`."""
     sections = {"actor", "rollout", "weights"}
-    return list(_changes("", before.model_dump(include=sections), after.model_dump(include=sections)))
+    return list(
+        _changes("", before.model_dump(include=sections), after.model_dump(include=sections))
+    )
 
 
-def _changes(prefix: str, before: Mapping[str, object], after: Mapping[str, object]) -> Iterator[str]:
+def _changes(
+    prefix: str, before: Mapping[str, object], after: Mapping[str, object]
+) -> Iterator[str]:
     for key, value in after.items():
         old = before[key]
         if isinstance(value, dict) and isinstance(old, dict) and value.keys() == old.keys():

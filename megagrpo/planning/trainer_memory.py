@@ -1,4 +1,5 @@
-"""Memory and work of the trainers, phase by phase, from config.json only: closed forms. Loads no torch.
+"""Memory and work of the trainers, phase by phase, from config.json only: closed forms. Loads no
+torch.
 
 Bytes of one rank are given by part; docs/planning.md states the formula of each.
 """
@@ -16,7 +17,9 @@ from megagrpo.planning.layer_costs import LayerCost, layer_cost, optimizer_bytes
 
 PHASES = ("load", "rollout", "logprobs", "reference", "update", "publish", "checkpoint", "resume")
 _TILE_COLUMNS = 8192  # of algo/logprob.py, which loads torch
-_NCCL_BYTES = 400 * 2**20  # of one communicator between GPUs, at NCCL's default buffer sizes and channels: estimated
+_NCCL_BYTES = (
+    400 * 2**20
+)  # of one communicator between GPUs, at NCCL's default buffer sizes and channels: estimated
 _FP32 = 4
 _FP8_COPIES = 2  # bytes: Transformer Engine keeps a weight and its transpose
 
@@ -37,7 +40,8 @@ class Load:
 
 
 def links(config: ExperimentConfig) -> int:
-    """Returns the engines that a trainer rank sends to at most: weights/transports/reshard_plan.py."""
+    """Returns the engines that a trainer rank sends to at most:
+    weights/transports/reshard_plan.py."""
     engines = config.rollout.num_engines
     return min(engines, -(-engines // config.actor.dp) + 1) if config.weights.uses_groups else 0
 
@@ -62,8 +66,11 @@ class StageCost:
 
     tokens: int  # of the micro-batch, over all context-parallel ranks
     flops: float  # of a forward without attention's scores; a backward is twice as many
-    pair_flops: float  # of a forward, for each query and key that it sees: a sequence of n has n^2 / 2 / cp on a rank
-    sent: Mapping[str, float]  # bytes in a forward: "tp", "cp", "ep", "pp"; a backward sends as many
+    # of a forward, for each query and key that it sees: a sequence of n has n^2 / 2 / cp on a rank
+    pair_flops: float
+    sent: Mapping[
+        str, float
+    ]  # bytes in a forward: "tp", "cp", "ep", "pp"; a backward sends as many
     recomputed: float  # forwards that the backward adds: 0 or 1
     gradient_bytes: Mapping[str, float]  # float32 of an update that "dp" and "edp" ranks sum
 
@@ -87,14 +94,17 @@ def trainer_side(
     ranks_per_node: int = 8,
     sent_bytes: float = 0.0,
 ) -> TrainerSide:
-    """Returns memory and work of the trainers. Raises ValueError if the layers cannot be cut into stages.
+    """Returns memory and work of the trainers. Raises ValueError if the layers cannot be cut into
+    stages.
 
-    reference: whether the loss needs a second model, which is swapped in. sent_bytes: that all ranks keep of the last
-    publish (weights.delta).
+    reference: whether the loss needs a second model, which is swapped in. sent_bytes: that all
+    ranks keep of the last publish (weights.delta).
     """
     stages = trainer_stages(arch, actor, load)
     phases = [phase for phase in PHASES if phase != "reference" or reference]
-    ranks = {phase: [stage.memory(phase, bucket_mb * 2**20) for stage in stages] for phase in phases}
+    ranks = {
+        phase: [stage.memory(phase, bucket_mb * 2**20) for stage in stages] for phase in phases
+    }
     node = min(ranks_per_node, actor.world_size)
     cost, second_model = checkpoint_cost(arch, actor, node), reference and actor.lora is None
     host = {
@@ -114,7 +124,9 @@ def trainer_side(
 def trainer_stages(arch: Architecture, actor: ActorConfig, load: Load) -> list["Stage"]:
     """Returns every pipeline stage."""
     elements = stage_parameters(arch, actor)
-    return [Stage(arch, actor, load, number, elements[number]) for number in range(actor.parallel.pp)]
+    return [
+        Stage(arch, actor, load, number, elements[number]) for number in range(actor.parallel.pp)
+    ]
 
 
 @dataclass(frozen=True)
@@ -129,7 +141,8 @@ class StageElements:
 
 
 def in_flight(parallel: ParallelConfig, stage: int) -> float:
-    """Returns how many micro-batches' worth of a stage's activations exist at the peak of Megatron's schedule.
+    """Returns how many micro-batches' worth of a stage's activations exist at the peak of
+    Megatron's schedule.
 
     For as many micro-batches as stages at least, with virtual stages twice as many.
     """
@@ -139,11 +152,15 @@ def in_flight(parallel: ParallelConfig, stage: int) -> float:
     return min((p.pp - stage - 1) * 2 + (p.vpp - 1) * p.pp + 1, 2 * p.pp * p.vpp) / p.vpp
 
 
-_ROW_PARALLEL = ("o_proj", "down_proj")  # cut along the inputs: their A is, and B is whole; of the others it is B
+_ROW_PARALLEL = (
+    "o_proj",
+    "down_proj",
+)  # cut along the inputs: their A is, and B is whole; of the others it is B
 
 
 def stage_parameters(arch: Architecture, actor: ActorConfig) -> list[StageElements]:
-    """Counts the elements of a rank of each pipeline stage: all, those with gradients, those of linear layers."""
+    """Counts the elements of a rank of each pipeline stage: all, those with gradients, those of
+    linear layers."""
     layers = stage_of_layer(arch, actor.parallel)
     kinds = ("dense", "expert", "trained_dense", "trained_expert", "linear")
     counts = [dict.fromkeys(kinds, 0.0) for _ in range(max(layers) + 1)]
@@ -158,7 +175,8 @@ def stage_parameters(arch: Architecture, actor: ActorConfig) -> list[StageElemen
 
 
 def trained_elements(arch: Architecture, actor: ActorConfig) -> int:
-    """Counts the elements of the whole model that have gradients: of its parameters, or of its adapters."""
+    """Counts the elements of the whole model that have gradients: of its parameters, or of its
+    adapters."""
     groups = tensor_groups(arch, actor.adapters).items()
     return sum(number * spec.size for spec, number in groups if _is_trained(spec, arch, actor))
 
@@ -169,7 +187,8 @@ def _is_trained(spec: TensorSpec, arch: Architecture, actor: ActorConfig) -> boo
 
 
 def elements_held(spec: TensorSpec, arch: Architecture, actor: ActorConfig) -> float:
-    """Returns the elements of a tensor on a rank that holds a part of it, on average over experts."""
+    """Returns the elements of a tensor on a rank that holds a part of it, on average over
+    experts."""
     p = actor.parallel
     if spec.name in ("model.embed_tokens.weight", "lm_head.weight"):
         return -(-arch.vocab_size // p.tp) * arch.hidden_size
@@ -185,14 +204,33 @@ def elements_held(spec: TensorSpec, arch: Architecture, actor: ActorConfig) -> f
 class Stage:
     """One pipeline stage: the memory of each of its ranks, which are alike, and its work."""
 
-    def __init__(self, arch: Architecture, actor: ActorConfig, load: Load, number: int, elements: StageElements):
-        self.arch, self.actor, self.load, self.number, self.elements = arch, actor, load, number, elements
+    def __init__(
+        self,
+        arch: Architecture,
+        actor: ActorConfig,
+        load: Load,
+        number: int,
+        elements: StageElements,
+    ):
+        self.arch, self.actor, self.load, self.number, self.elements = (
+            arch,
+            actor,
+            load,
+            number,
+            elements,
+        )
         p = actor.parallel
         self.width = 2 if actor.dtype == "bfloat16" else 4
         self.part = load.tokens / p.cp / p.tp
         self.last = number == p.pp - 1
         self.layers: list[LayerCost] = [
-            layer_cost(arch, actor, load.tokens, arch.is_moe and layer >= arch.dense_layers, load.expert_imbalance)
+            layer_cost(
+                arch,
+                actor,
+                load.tokens,
+                arch.is_moe and layer >= arch.dense_layers,
+                load.expert_imbalance,
+            )
             for layer, stage in enumerate(stage_of_layer(arch, p))
             if stage == number
         ]
@@ -207,9 +245,14 @@ class Stage:
             "optimiser": self.shards * each.state,
             "NCCL": self._communicators(),
         }
-        if phase in ("logprobs", "reference", "update") and self.actor.fake_quantization is not None:
+        if (
+            phase in ("logprobs", "reference", "update")
+            and self.actor.fake_quantization is not None
+        ):
             parts["weights before rounding"] = elements.linear * self.width
-        if phase not in ("load", "resume") and self.actor.megatron.get("fp8"):  # kept from the first forward on
+        if phase not in ("load", "resume") and self.actor.megatron.get(
+            "fp8"
+        ):  # kept from the first forward on
             parts["weights in FP8"] = elements.linear * _FP8_COPIES
         if phase in ("logprobs", "reference"):
             layer = max((layer.kept / 2 + layer.transient for layer in self.layers), default=0.0)
@@ -223,7 +266,12 @@ class Stage:
             parts["staging"] = min(2 * bucket_bytes, self.weights)
             if self.actor.lora is not None:
                 parts["weights before merging"] = self.weights
-        kinds = {(1, 1): "only stage", (1, 0): "first stage", (0, 0): "middle stage", (0, 1): "last stage"}
+        kinds = {
+            (1, 1): "only stage",
+            (1, 0): "first stage",
+            (0, 0): "middle stage",
+            (0, 1): "last stage",
+        }
         first_rank = self.number * (self.actor.world_size // self.actor.parallel.pp)
         kind = kinds[self.number == 0, self.last]
         return RankMemory(first_rank, kind, {name: size for name, size in parts.items() if size})
@@ -243,20 +291,27 @@ class Stage:
         return _NCCL_BYTES * (sum(size > 1 for size in groups) + self.load.links)
 
     def _update(self) -> dict[str, float]:
-        """Returns the fullest moment of forward and backward: the head's backward, or the largest layer's."""
+        """Returns the fullest moment of forward and backward: the head's backward, or the largest
+        layer's."""
         hidden = self.arch.hidden_size * self.part * self.width
         if self.actor.recompute == "full":
-            kept, again = hidden * len(self.layers), max((layer.kept for layer in self.layers), default=0.0)
+            kept, again = (
+                hidden * len(self.layers),
+                max((layer.kept for layer in self.layers), default=0.0),
+            )
         else:  # selective counts as none: its savings depend on model and kernels
             kept, again = sum(layer.kept for layer in self.layers), 0.0
         # and a message of the pipeline, or the final norm
         kept = (kept + hidden) * in_flight(self.actor.parallel, self.number)
         layer = again + max((layer.transient for layer in self.layers), default=0.0)
         head = self._head(backward=True)
-        return {"activations": kept, "head": head} if head > layer else {"activations": kept + layer}
+        return (
+            {"activations": kept, "head": head} if head > layer else {"activations": kept + layer}
+        )
 
     def _head(self, backward: bool) -> float:
-        """Returns the bytes of log-probabilities from hidden states: tiles of logits, and in the backward gradients."""
+        """Returns the bytes of log-probabilities from hidden states: tiles of logits, and in the
+        backward gradients."""
         if not self.last:
             return 0.0
         arch, p, actor = self.arch, self.actor.parallel, self.actor
@@ -272,13 +327,22 @@ class Stage:
         """Returns the work of a rank of this stage."""
         arch, p, actor = self.arch, self.actor.parallel, self.actor
         sent = {key: sum(layer.sent[key] for layer in self.layers) for key in ("tp", "cp", "ep")}
-        sent["pp"] = arch.hidden_size * self.part * self.width * p.vpp if p.pp > 1 and not self.last else 0.0
-        head = 2 * arch.hidden_size * -(-arch.vocab_size // p.tp) * self.load.tokens / p.cp if self.last else 0.0
+        sent["pp"] = (
+            arch.hidden_size * self.part * self.width * p.vpp if p.pp > 1 and not self.last else 0.0
+        )
+        head = (
+            2 * arch.hidden_size * -(-arch.vocab_size // p.tp) * self.load.tokens / p.cp
+            if self.last
+            else 0.0
+        )
         return StageCost(
             tokens=self.load.tokens,
             flops=sum(layer.flops for layer in self.layers) + head,
             pair_flops=sum(layer.pair_flops for layer in self.layers),
             sent=sent,
             recomputed=float(actor.recompute == "full"),
-            gradient_bytes={"dp": self.elements.trained_dense * _FP32, "edp": self.elements.trained_expert * _FP32},
+            gradient_bytes={
+                "dp": self.elements.trained_dense * _FP32,
+                "edp": self.elements.trained_expert * _FP32,
+            },
         )

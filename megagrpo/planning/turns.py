@@ -1,4 +1,5 @@
-"""How rollouts with tools are spread over turns of the model: what engines read again, and how long nobody samples."""
+"""How rollouts with tools are spread over turns of the model: what engines read again, and how long
+nobody samples."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -24,7 +25,9 @@ class Turns:
 
     def __post_init__(self) -> None:
         if self.count < 1 or self.tool_s < 0 or not (0 <= self.said < 1 and 0 <= self.found <= 1):
-            raise ValueError("count is at least 1, tool_s at least 0, said from 0 to below 1, found from 0 to 1")
+            raise ValueError(
+                "count is at least 1, tool_s at least 0, said from 0 to below 1, found from 0 to 1"
+            )
 
     @property
     def waited_s(self) -> float:
@@ -32,7 +35,8 @@ class Turns:
         return (self.count - 1) * self.tool_s
 
     def tokens_read(self, prompt: float, response: float) -> float:
-        """Returns the tokens that an engine reads after a rollout's first turn, if all turns are equally long."""
+        """Returns the tokens that an engine reads after a rollout's first turn, if all turns are
+        equally long."""
         again = (self.count - 1) * (prompt + response / 2)
         return self.said * response + (1 - self.found) * again
 
@@ -41,21 +45,27 @@ ONE_TURN = Turns()
 
 
 def assumed_turns(sampling: SamplingConfig) -> Turns:
-    """Returns the bound for an experiment of whose turns nothing is known: tools take no time, caches have all."""
+    """Returns the bound for an experiment of whose turns nothing is known: tools take no time,
+    caches have all."""
     played = sampling.agent or sampling.environment or sampling.tool
     if played is None:
         return ONE_TURN
-    return Turns(max(1.0, _TURNS_SHARE * played.max_turns), origin=f"assumed: {_TURNS_SHARE:g} of max_turns")
+    return Turns(
+        max(1.0, _TURNS_SHARE * played.max_turns), origin=f"assumed: {_TURNS_SHARE:g} of max_turns"
+    )
 
 
 def given_turns(text: str, assumed: Turns) -> Turns:
-    """Reads `--turns`, "count=20 tool_s=3 said=0.6 found=0.85"; what it lacks is as assumed. Raises ValueError."""
+    """Reads `--turns`, "count=20 tool_s=3 said=0.6 found=0.85"; what it lacks is as assumed. Raises
+    ValueError."""
     names = [field.name for field in fields(Turns) if field.name != "origin"]
     values = {name: getattr(assumed, name) for name in names}
     for word in text.split():
         name, _, value = word.partition("=")
         if name not in names:
-            raise ValueError(f"--turns {text}: {name!r} is none of {', '.join(names)}{did_you_mean(name, names)}")
+            raise ValueError(
+                f"--turns {text}: {name!r} is none of {', '.join(names)}{did_you_mean(name, names)}"
+            )
         with explained(f"--turns {text}: {word!r}"):
             values[name] = float(value)
     with explained(f"--turns {text}"):
@@ -63,15 +73,24 @@ def given_turns(text: str, assumed: Turns) -> Turns:
 
 
 def turns_of_run(entries: Sequence[Mapping[str, float]], origin: str) -> Turns:
-    """Returns the means over the steps of a run's metrics.jsonl; of a run without tools one turn."""
+    """Returns the means over the steps of a run's metrics.jsonl; of a run without tools one
+    turn."""
     means = {
         name: fmean(found)
-        for name in ("response/turns_mean", "response/tool_token_fraction", "prefix/hit_fraction", *_TOOL_SECONDS)
+        for name in (
+            "response/turns_mean",
+            "response/tool_token_fraction",
+            "prefix/hit_fraction",
+            *_TOOL_SECONDS,
+        )
         if (found := [entry[name] for entry in entries if entry.get(name) is not None])
     }
     count = max(1.0, means.get("response/turns_mean", 1.0))
     if count == 1.0:
         return ONE_TURN
     waited = sum(means.get(name, 0.0) for name in _TOOL_SECONDS)
-    said, cached = means.get("response/tool_token_fraction", 0.0), means.get("prefix/hit_fraction", 1.0)
+    said, cached = (
+        means.get("response/tool_token_fraction", 0.0),
+        means.get("prefix/hit_fraction", 1.0),
+    )
     return Turns(count, waited / (count - 1), said, cached, origin)

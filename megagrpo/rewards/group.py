@@ -1,4 +1,5 @@
-"""Built-in group graders: from the scores of a group to its rewards. They get only responses with a score."""
+"""Built-in group graders: from the scores of a group to its rewards. They get only responses with a
+score."""
 
 from collections import Counter
 
@@ -16,10 +17,14 @@ def rank(texts: list[str], answer: str, scores: list[float]) -> list[float]:
 
 
 def distinct(texts: list[str], answer: str, scores: list[float]) -> list[float]:
-    """Returns each score divided by the number of responses with the same text (up to white space): a diversity bonus.
+    """Returns each score divided by the number of responses with the same text (up to white space):
+    a diversity bonus.
 
     A score below 0 is not divided: repeating a bad response must not make it better.
     """
     forms = [" ".join(text.split()) for text in texts]
     counts = Counter(forms)
-    return [score / counts[form] if score > 0 else score for form, score in zip(forms, scores, strict=True)]
+    return [
+        score / counts[form] if score > 0 else score
+        for form, score in zip(forms, scores, strict=True)
+    ]

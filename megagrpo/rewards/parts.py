@@ -1,4 +1,5 @@
-"""Rewards of parts of a response (process rewards): what a grader may return, and the tokens that get them."""
+"""Rewards of parts of a response (process rewards): what a grader may return, and the tokens that
+get them."""
 
 import math
 from bisect import bisect_left
@@ -12,22 +13,29 @@ Span = tuple[int, float]  # (end of a part of the text in characters, its reward
 
 
 def read_parts(value: object, text: str) -> tuple[object, tuple[Span, ...], tuple[float, ...]]:
-    """Returns what a grader said as (its score, rewards of spans of the text, rewards of all tokens).
+    """Returns what a grader said as (its score, rewards of spans of the text, rewards of all
+    tokens).
 
-    value: a number; a list with a reward for each token of the response; or a dict with any of "score" (for the whole
-    response), "spans" (lists [start, end, reward] in characters of the text) and "tokens" (as the list). Other keys of
-    a dict, as verl's graders return them, are not read. Raises ValueError.
+    value: a number; a list with a reward for each token of the response; or a dict with any of
+    "score" (for the whole response), "spans" (lists [start, end, reward] in characters of the text)
+    and "tokens" (as the list). Other keys of a dict, as verl's graders return them, are not read.
+    Raises ValueError.
     """
     if isinstance(value, list):
         value = {"tokens": value}
     if not isinstance(value, dict):
         return value, (), ()
     if not value.keys() & {"score", "spans", "tokens"}:
-        raise ValueError(f"returned a dict with {', '.join(map(repr, value)) or 'nothing'}, not score, spans or tokens")
+        raise ValueError(
+            f"returned a dict with {', '.join(map(repr, value)) or 'nothing'}, not score, spans or "
+            "tokens"
+        )
     spans, tokens = value.get("spans", []), value.get("tokens", [])
     for start, end, reward in spans:
         if not 0 <= start < end <= len(text):
-            raise ValueError(f"returned the span [{start}, {end}] of a text of {len(text)} characters")
+            raise ValueError(
+                f"returned the span [{start}, {end}] of a text of {len(text)} characters"
+            )
         _check_number(reward)
     for reward in tokens:
         _check_number(reward)
@@ -42,23 +50,31 @@ def _check_number(reward: object) -> None:
 
 @dataclass(frozen=True)
 class ResponseTokens:
-    """The T tokens of a response; a part's reward belongs to the last of the part's tokens that the policy sampled."""
+    """The T tokens of a response; a part's reward belongs to the last of the part's tokens that the
+    policy sampled."""
 
     token_ids: np.ndarray  # [T]
     sampled: np.ndarray | None  # [T] bool; None: all
     decode: Callable[[np.ndarray], str]  # as the graded text was decoded
 
-    def rewards(self, spans: Sequence[Span], tokens: Sequence[float], weight: float) -> list[tuple[int, float]]:
-        """Returns (index of a token, reward times weight). Raises ValueError if `tokens` are not one for each token."""
+    def rewards(
+        self, spans: Sequence[Span], tokens: Sequence[float], weight: float
+    ) -> list[tuple[int, float]]:
+        """Returns (index of a token, reward times weight). Raises ValueError if `tokens` are not
+        one for each token."""
         if tokens and len(tokens) != len(self.token_ids):
-            raise ValueError(f"{len(tokens)} rewards of tokens for a response of {len(self.token_ids)}")
+            raise ValueError(
+                f"{len(tokens)} rewards of tokens for a response of {len(self.token_ids)}"
+            )
         found = [(self._at(end), reward) for end, reward in spans] + list(enumerate(tokens))
         return [(self._last_sampled(index), weight * reward) for index, reward in found if reward]
 
     def _at(self, end: int) -> int:
         """Returns the index of the token that completes the first `end` characters of the text."""
         numbers = range(1, len(self.token_ids))
-        return bisect_left(numbers, end, key=lambda number: len(self.decode(self.token_ids[:number])))
+        return bisect_left(
+            numbers, end, key=lambda number: len(self.decode(self.token_ids[:number]))
+        )
 
     def _last_sampled(self, index: int) -> int:
         if self.sampled is None or self.sampled[index]:

@@ -1,4 +1,5 @@
-"""Grades responses with the graders of the experiment, and the scores of a group with its group grader."""
+"""Grades responses with the graders of the experiment, and the scores of a group with its group
+grader."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -16,16 +17,20 @@ from megagrpo.rewards.workers import Call, Graded, WorkerPool
 from megagrpo.system.background import BackgroundLoop
 from megagrpo.types import Outcome, Prompt
 
-_SERVICE_GRADERS: dict[str, Callable[[GraderArgs], ServiceGrader]] = {"http": HttpGrader, "judge": JudgeGrader}
+_SERVICE_GRADERS: dict[str, Callable[[GraderArgs], ServiceGrader]] = {
+    "http": HttpGrader,
+    "judge": JudgeGrader,
+}
 assert set(_SERVICE_GRADERS) == set(SERVICES)
 
 
 class RewardPool(AbstractContextManager["RewardPool"]):
-    """Runs graders in `config.workers` processes and calls reward services, until its block ends or `close`.
+    """Runs graders in `config.workers` processes and calls reward services, until its block ends or
+    `close`.
 
-    preload: whether processes start and import the experiment's graders at once, not with the first response.
-    Raises ValueError if a grader is unknown, cannot be imported or rejects its arguments, and WorkerError if a worker
-    process does not start.
+    preload: whether processes start and import the experiment's graders at once, not with the first
+    response. Raises ValueError if a grader is unknown, cannot be imported or rejects its arguments,
+    and WorkerError if a worker process does not start.
     """
 
     def __init__(self, config: RewardConfig, preload: bool = True):
@@ -36,32 +41,42 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             check_grader(entry.grader, entry.args)
             if entry.grader in SERVICES:
                 self._services[entry.short_name] = _SERVICE_GRADERS[entry.grader](entry.args)
-        calls: list[Call] = [("grade", e.grader, e.args) for e in config.entries if e.grader not in SERVICES]
+        calls: list[Call] = [
+            ("grade", e.grader, e.args) for e in config.entries if e.grader not in SERVICES
+        ]
         if config.group_grader is not None:
             load_group_grader(config.group_grader, {**config.group_args})
             calls.append(("group", config.group_grader, {**config.group_args}))
         self._loop, self._stack = BackgroundLoop("reward services"), ExitStack()
-        self._stack.callback(self._loop.close, *(service.close for service in self._services.values()))
+        self._stack.callback(
+            self._loop.close, *(service.close for service in self._services.values())
+        )
         self._workers: WorkerPool | None = None
         if preload and calls:
             self._worker_pool(calls)
 
-    def submit(self, prompt: Prompt, text: str, tokens: ResponseTokens | None = None) -> Future[Outcome]:
-        """Returns a future of one response's outcome: the weighted sum of its parts, or the first error among them.
+    def submit(
+        self, prompt: Prompt, text: str, tokens: ResponseTokens | None = None
+    ) -> Future[Outcome]:
+        """Returns a future of one response's outcome: the weighted sum of its parts, or the first
+        error among them.
 
-        tokens: those of the response, for graders that reward parts of it; None: only their sum is known.
-        `prompt.grader`, if set, is the only grader: one of `reward.graders`, or any other without arguments. Raises
-        ValueError if it cannot be loaded.
+        tokens: those of the response, for graders that reward parts of it; None: only their sum is
+        known. `prompt.grader`, if set, is the only grader: one of `reward.graders`, or any other
+        without arguments. Raises ValueError if it cannot be loaded.
         """
         entries = self._entries_for(prompt)
         started = [self._start(entry, prompt, text) for entry in entries]
         return self._loop.submit(self._combined(entries, started, tokens))
 
-    def submit_group(self, prompt: Prompt, texts: Sequence[str], outcomes: Sequence[Outcome]) -> Future[list[Outcome]]:
-        """Returns a future of the group's outcomes after its group grader, which gets only responses with a score.
+    def submit_group(
+        self, prompt: Prompt, texts: Sequence[str], outcomes: Sequence[Outcome]
+    ) -> Future[list[Outcome]]:
+        """Returns a future of the group's outcomes after its group grader, which gets only
+        responses with a score.
 
-        If the group grader fails, all these responses get its error. Without a group grader, or if no response has a
-        score, the outcomes are unchanged.
+        If the group grader fails, all these responses get its error. Without a group grader, or if
+        no response has a score, the outcomes are unchanged.
         """
         return self._loop.submit(self._regraded(prompt, texts, outcomes))
 
@@ -97,7 +112,10 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         return self._worker_pool().submit(("grade", entry.grader, dict(entry.args)), inputs)
 
     async def _combined(
-        self, entries: Sequence[GraderConfig], started: Sequence[Future[Graded]], tokens: ResponseTokens | None
+        self,
+        entries: Sequence[GraderConfig],
+        started: Sequence[Future[Graded]],
+        tokens: ResponseTokens | None,
     ) -> Outcome:
         outcomes, token_rewards = [], []
         for entry, graded in zip(entries, await _all(started), strict=True):
@@ -113,12 +131,20 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         parts = {entry.short_name: part for entry, part in zip(entries, outcomes, strict=True)}
         if (bad := next((part for part in outcomes if not part.ok), None)) is not None:
             return replace(bad, parts=parts)
-        value = sum(entry.weight * part.value for entry, part in zip(entries, outcomes, strict=True))
+        value = sum(
+            entry.weight * part.value for entry, part in zip(entries, outcomes, strict=True)
+        )
         detail = "; ".join(filter(None, (part.detail for part in outcomes)))
         return Outcome("score", value, detail, parts, of_tokens)
 
-    async def _regraded(self, prompt: Prompt, texts: Sequence[str], outcomes: Sequence[Outcome]) -> list[Outcome]:
-        name, out, valid = self._config.group_grader, list(outcomes), [i for i, one in enumerate(outcomes) if one.ok]
+    async def _regraded(
+        self, prompt: Prompt, texts: Sequence[str], outcomes: Sequence[Outcome]
+    ) -> list[Outcome]:
+        name, out, valid = (
+            self._config.group_grader,
+            list(outcomes),
+            [i for i, one in enumerate(outcomes) if one.ok],
+        )
         if name is None or not valid:
             return out
         inputs = ([texts[i] for i in valid], prompt.answer, [outcomes[i].value for i in valid])
@@ -127,7 +153,9 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         for index, i in enumerate(valid):
             score = graded.scores[index] if graded.status == "score" else 0.0
             detail = graded.detail or out[i].detail
-            out[i] = replace(out[i], status=graded.status, value=score, detail=detail, token_rewards=())
+            out[i] = replace(
+                out[i], status=graded.status, value=score, detail=detail, token_rewards=()
+            )
         return out
 
 
@@ -137,7 +165,8 @@ def _outcome(graded: Graded) -> Outcome:
 
 
 async def _all(started: Sequence[Future[Graded]]) -> list[Graded]:
-    """Returns all results, errors if the pool is closed meanwhile. Cancelling it cancels the parts not yet started."""
+    """Returns all results, errors if the pool is closed meanwhile. Cancelling it cancels the parts
+    not yet started."""
     try:
         return await asyncio.gather(*map(asyncio.wrap_future, started))
     except asyncio.CancelledError:

@@ -28,7 +28,8 @@ class Refusal(Exception):
 class ServiceGrader(ABC):
     """Grades by posting JSON to one URL. Belongs to one event loop.
 
-    Raises ValueError if the environment variable of the key is not set. The key never appears in a message or log.
+    Raises ValueError if the environment variable of the key is not set. The key never appears in a
+    message or log.
     """
 
     def __init__(self, name: str, options: ServiceOptions):
@@ -41,8 +42,12 @@ class ServiceGrader(ABC):
                 variable = f"environment variable {options.api_key_env} (api_key_env)"
                 raise ValueError(f"grader {name}: {variable} is not set here")
             headers["Authorization"] = f"Bearer {key}"
-        limits = httpx.Limits(max_connections=options.concurrency, max_keepalive_connections=options.concurrency)
-        self._http = httpx.AsyncClient(timeout=None, limits=limits, trust_env=False, headers=headers)
+        limits = httpx.Limits(
+            max_connections=options.concurrency, max_keepalive_connections=options.concurrency
+        )
+        self._http = httpx.AsyncClient(
+            timeout=None, limits=limits, trust_env=False, headers=headers
+        )
         self._slots = asyncio.Semaphore(options.concurrency)
 
     @abstractmethod
@@ -63,8 +68,8 @@ class ServiceGrader(ABC):
     async def post(self, body: dict[str, object]) -> object:
         """Returns the JSON of the service's answer.
 
-        Raises ServiceError if the request is refused or the answer is not JSON, TimeoutError `timeout_s` after the
-        request got its slot.
+        Raises ServiceError if the request is refused or the answer is not JSON, TimeoutError
+        `timeout_s` after the request got its slot.
         """
         problem, retries, timeout_s = "", self._service.retries, self._service.timeout_s
         try:
@@ -85,24 +90,34 @@ class ServiceGrader(ABC):
         except TimeoutError:
             said = f"; the last problem: {problem}" if problem else ""
             raise TimeoutError(f"{self.location} gave no score in {timeout_s:g} s{said}") from None
-        raise ServiceError(f"{self.location} failed {retries + 1} times; the last problem: {problem}")
+        raise ServiceError(
+            f"{self.location} failed {retries + 1} times; the last problem: {problem}"
+        )
 
     async def _attempt(self, body: dict[str, object]) -> object:
-        async with self._http.stream("POST", self._service.url, content=json.dumps(body).encode()) as answer:
+        async with self._http.stream(
+            "POST", self._service.url, content=json.dumps(body).encode()
+        ) as answer:
             data = bytearray()
             async for chunk in answer.aiter_bytes():
                 data += chunk
                 if len(data) > _LARGEST_ANSWER:
-                    raise ServiceError(f"{self.location} answered more than {_LARGEST_ANSWER >> 20} MiB")
+                    raise ServiceError(
+                        f"{self.location} answered more than {_LARGEST_ANSWER >> 20} MiB"
+                    )
         said = bytes(data[:200]).decode(errors="replace")
         if answer.status_code == 429 or answer.status_code >= 500:
             raise Refusal(f"status {answer.status_code}: {said}", _retry_after_s(answer))
         if answer.status_code != 200:
-            raise ServiceError(f"{self.location} refused a request with status {answer.status_code}: {said}")
+            raise ServiceError(
+                f"{self.location} refused a request with status {answer.status_code}: {said}"
+            )
         try:
             return json.loads(data)
         except ValueError as exc:  # also bytes that are no text
-            raise ServiceError(f"{self.location} answered something else than JSON: {said!r}") from exc
+            raise ServiceError(
+                f"{self.location} answered something else than JSON: {said!r}"
+            ) from exc
 
 
 def _retry_after_s(answer: httpx.Response) -> float:

@@ -1,7 +1,8 @@
-"""The process that runs graders: `python -m megagrpo.rewards.worker FD PRELOAD`, JSON lines on the socket FD.
+"""The process that runs graders: `python -m megagrpo.rewards.worker FD PRELOAD`, JSON lines on the
+socket FD.
 
-The pool ends it by SIGKILL if a grader hangs. It must not outlive the trainer, even one that was killed: an idle worker
-sees its socket close, and the kernel's timer ends a hung one.
+The pool ends it by SIGKILL if a grader hangs. It must not outlive the trainer, even one that was
+killed: an idle worker sees its socket close, and the kernel's timer ends a hung one.
 """
 
 import json
@@ -20,13 +21,15 @@ from megagrpo.rewards.sandbox.calls import tried
 from megagrpo.rewards.workers import Call, Graded
 
 LOADERS: dict[str, Callable[[str, GraderArgs], Callable[..., object]]] = {
-    "grade": load_grader,  # inputs: text, answer, and the row's source and extra values; see call_grader
+    # inputs: text, answer, and the row's source and extra values; see call_grader
+    "grade": load_grader,
     "group": load_group_grader,  # inputs: texts, answer, scores; returns a score for each text
 }
 
 
 def grade(kind: str, function: str, args: GraderArgs, inputs: Sequence[object]) -> Graded:
-    """Returns scores and detail, or an error if the function raises or returns anything but finite numbers."""
+    """Returns scores and detail, or an error if the function raises or returns anything but finite
+    numbers."""
 
     def called() -> object:
         loaded = LOADERS[kind](function, args)
@@ -46,7 +49,9 @@ def grade(kind: str, function: str, args: GraderArgs, inputs: Sequence[object]) 
         score, spans, tokens = read
         value = [score]
     elif not isinstance(value, list) or len(value) != num_texts:
-        return Graded("error", detail=f"{function} returned {value!r:.80}, not a list of {num_texts} scores")
+        return Graded(
+            "error", detail=f"{function} returned {value!r:.80}, not a list of {num_texts} scores"
+        )
     for score in value:
         if not isinstance(score, Real) or not math.isfinite(score):
             problem = f"{function} returned {score!r} ({type(score).__name__}), not a finite number"
@@ -64,8 +69,9 @@ def main(fd: int, preload: list[Call]) -> None:
         stream.flush()
         for line in stream:
             kind, function, args, inputs, timeout_s = json.loads(line)
-            # The default action of SIGALRM ends the process even inside C code that holds the interpreter lock, which
-            # no thread of ours could do. It matters only if the pool, which kills at timeout_s, is gone.
+            # The default action of SIGALRM ends the process even inside C code that holds the
+            # interpreter lock, which no thread of ours could do. It matters only if the pool, which
+            # kills at timeout_s, is gone.
             signal.setitimer(signal.ITIMER_REAL, 2 * timeout_s + 5)
             graded = grade(kind, function, args, inputs)
             signal.setitimer(signal.ITIMER_REAL, 0)

@@ -1,7 +1,9 @@
-"""Admission of requests to the engines: in order, while their caches have room, within a time limit.
+"""Admission of requests to the engines: in order, while their caches have room, within a time
+limit.
 
-Turnstile decides which request leaves next, Concurrency how many an engine has, ResponseLengths estimates how many
-tokens one will occupy, Patience bounds the time in which a batch must be complete.
+Turnstile decides which request leaves next, Concurrency how many an engine has, ResponseLengths
+estimates how many tokens one will occupy, Patience bounds the time in which a batch must be
+complete.
 """
 
 import asyncio
@@ -15,12 +17,16 @@ from types import TracebackType
 
 _REMEMBERED = 4096  # samples: older ones were sampled by another policy
 _ASSUMED = 8  # samples of the full length, as a prior
-_FULL, _ROOMY = 0.95, 0.8  # share of a cache in use: above the first requests get fewer, below the second more
+_FULL, _ROOMY = (
+    0.95,
+    0.8,
+)  # share of a cache in use: above the first requests get fewer, below the second more
 _LOWERED, _STEPS = 0.8, 16  # factor; raises from nothing to the most
 
 
 class Turnstile:
-    """Admits requests in order while at most `limit` are in flight and these occupy at most `tokens`.
+    """Admits requests in order while at most `limit` are in flight and these occupy at most
+    `tokens`.
 
     For one event loop. tokens: capacity of the engines' caches; None: unlimited.
     """
@@ -37,23 +43,31 @@ class Turnstile:
     ) -> AsyncIterator[None]:
         """Waits until the request is admitted; it is in flight until the block ends.
 
-        order: the smallest goes first, then the one that arrived first; all of one length. tokens: what the request
-        will occupy in a cache, evaluated when it may leave.
+        order: the smallest goes first, then the one that arrived first; all of one length. tokens:
+        what the request will occupy in a cache, evaluated when it may leave.
         """
-        waiting = _Waiting((*order, next(self._arrivals)), tokens, asyncio.get_running_loop().create_future())
+        waiting = _Waiting(
+            (*order, next(self._arrivals)), tokens, asyncio.get_running_loop().create_future()
+        )
         heapq.heappush(self._waiting, waiting)
         self.admit()
         try:
             await waiting.admitted
             yield
         finally:
-            if waiting.admitted.done() and not waiting.admitted.cancelled():  # perhaps just before a cancellation
-                self._in_flight, self._occupied = self._in_flight - 1, self._occupied - waiting.admitted.result()
+            if (
+                waiting.admitted.done() and not waiting.admitted.cancelled()
+            ):  # perhaps just before a cancellation
+                self._in_flight, self._occupied = (
+                    self._in_flight - 1,
+                    self._occupied - waiting.admitted.result(),
+                )
             self.admit()
 
     @property
     def next_order(self) -> tuple[float, ...] | None:
-        """Returns the order of the request that leaves next; None if none waits. May be read from any thread."""
+        """Returns the order of the request that leaves next; None if none waits. May be read from
+        any thread."""
         return next((waiting.order for waiting in self._waiting[:1]), None)
 
     @property
@@ -64,13 +78,18 @@ class Turnstile:
     def admit(self) -> None:
         """Admits the requests that fit; call it when `limit` or `tokens` has grown.
 
-        No request passes another for being small: large ones would starve. One by itself is always admitted.
+        No request passes another for being small: large ones would starve. One by itself is always
+        admitted.
         """
         while self._waiting and self._in_flight < self.limit:
             first = self._waiting[0]
             if not first.admitted.done():
                 tokens = first.tokens()
-                if self._in_flight and self.tokens is not None and self._occupied + tokens > self.tokens:
+                if (
+                    self._in_flight
+                    and self.tokens is not None
+                    and self._occupied + tokens > self.tokens
+                ):
                     return
                 self._in_flight, self._occupied = self._in_flight + 1, self._occupied + tokens
                 first.admitted.set_result(tokens)
@@ -78,9 +97,11 @@ class Turnstile:
 
 
 class Concurrency:
-    """Adapts the requests that each engine has in flight, between `least` and `most`, to the load of all engines.
+    """Adapts the requests that each engine has in flight, between `least` and `most`, to the load
+    of all engines.
 
-    A full cache, or requests put back for lack of one, lower it by a fifth; room in all caches raises it by a step.
+    A full cache, or requests put back for lack of one, lower it by a fifth; room in all caches
+    raises it by a step.
     """
 
     def __init__(self, least: int, most: int) -> None:
@@ -92,10 +113,12 @@ class Concurrency:
         return int(self._limit)
 
     def observe(self, loads: Collection[Mapping[str, float]], in_flight: int, allowed: int) -> None:
-        """Takes the engines' present loads (types.LOADS), the requests in flight and how many `limit` allows of them.
+        """Takes the engines' present loads (types.LOADS), the requests in flight and how many
+        `limit` allows of them.
 
-        A limit that is not reached is not raised. One that is exceeded is not lowered again: those requests left before
-        it fell, and do not show what it does. With none in flight the load is not theirs.
+        A limit that is not reached is not raised. One that is exceeded is not lowered again: those
+        requests left before it fell, and do not show what it does. With none in flight the load is
+        not theirs.
         """
         if any(load["put_back"] or load["kv_use"] > _FULL for load in loads):
             if 0 < in_flight <= allowed:
@@ -114,7 +137,8 @@ class _Waiting:
 
 
 def tokens_in_cache(mean: float, mean_square: float) -> float:
-    """Returns E[L^2] / (2 E[L]), the mean response tokens of a running sample in an engine that is always busy.
+    """Returns E[L^2] / (2 E[L]), the mean response tokens of a running sample in an engine that is
+    always busy.
 
     At any moment long responses are the larger part, and half complete on average.
     """
@@ -128,7 +152,9 @@ class ResponseLengths:
     """
 
     def __init__(self, max_tokens: int) -> None:
-        self._sums = [float(_ASSUMED * max_tokens**power) for power in range(3)]  # of length^0, length^1, length^2
+        self._sums = [
+            float(_ASSUMED * max_tokens**power) for power in range(3)
+        ]  # of length^0, length^1, length^2
         self._of_prompt: dict[int, tuple[int, int]] = {}  # by id: samples, and their tokens
 
     def add(self, prompt_id: int, length: int) -> None:
@@ -143,14 +169,16 @@ class ResponseLengths:
         return tokens_in_cache(max(self._sums[1], 1.0), self._sums[2])
 
     def expected(self, prompt_id: int) -> float:
-        """Returns the mean response length in tokens: of this prompt in earlier epochs, else of all prompts."""
+        """Returns the mean response length in tokens: of this prompt in earlier epochs, else of all
+        prompts."""
         if earlier := self._of_prompt.get(prompt_id):
             return earlier[1] / earlier[0]
         return self._sums[1] / self._sums[0]
 
 
 class Patience:
-    """An async context manager that raises TimeoutError when its block takes too long while the trainers wait for it.
+    """An async context manager that raises TimeoutError when its block takes too long while the
+    trainers wait for it.
 
     Samples for later steps have no deadline. `start` and `stop` may be called from any thread.
     """
@@ -180,7 +208,10 @@ class Patience:
         self._apply()  # after the loop is known: `start` in the other thread sees one or the other
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         assert self._timeout is not None, "entered"
         timeout, self._timeout = self._timeout, None

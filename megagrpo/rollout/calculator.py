@@ -5,12 +5,16 @@ import re
 from fractions import Fraction
 
 _MAX_PLACES = 12  # after the decimal point
-_MAX_CHARS, _MAX_EXPONENT = 200, 20  # of an expression, of a number: a model may write any, and threads cannot be ended
+_MAX_CHARS, _MAX_EXPONENT = (
+    200,
+    20,
+)  # of an expression, of a number: a model may write any, and threads cannot be ended
 _LAST_CALL = re.compile(r"<([^<>]*)>$")
 
 
 def calculator(text: str) -> str | None:
-    """Returns the exact value of the expression between the last < and the > that ends `text`; None when there is none.
+    """Returns the exact value of the expression between the last < and the > that ends `text`; None
+    when there is none.
 
     The built-in tool of that name (sampling.tool.function).
     """
@@ -30,7 +34,9 @@ def exact_value(expression: str) -> str | None:
     except (SyntaxError, ZeroDivisionError, ValueError):
         return None
     places = 0
-    while value.denominator > 1 and places <= _MAX_PLACES:  # a finite decimal becomes whole after enough tens
+    while (
+        value.denominator > 1 and places <= _MAX_PLACES
+    ):  # a finite decimal becomes whole after enough tens
         value, places = value * 10, places + 1
     if value.denominator > 1:
         return None

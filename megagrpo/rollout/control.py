@@ -15,7 +15,8 @@ from megagrpo.types import EngineInfo
 
 _CONTROL_TIMEOUT_S = 120.0  # marking an engine ready waits until the router lists it
 _ENGINE_TIMEOUT_S = 10.0
-# Several threads call: one might close an idle connection that another has just taken from the pool.
+# Several threads call: one might close an idle connection that another has just taken from the
+# pool.
 _NO_IDLE_CONNECTIONS = httpx.Limits(max_keepalive_connections=0)
 
 
@@ -33,12 +34,15 @@ class ServiceStatus:
 
     router: str  # URL, for requests for samples
     failed: str | None  # why the service failed; None while it runs
-    lost_hosts: int  # machines lost since the service started: connections to them hang instead of breaking
+    lost_hosts: (
+        int  # machines lost since the service started: connections to them hang instead of breaking
+    )
     engines: tuple[EngineInfo, ...]
 
 
 class ServiceControl:
-    """Talks to the control endpoint of a running service. Every call raises ServiceUnreachable without an answer."""
+    """Talks to the control endpoint of a running service. Every call raises ServiceUnreachable
+    without an answer."""
 
     def __init__(self, url: str, api_key: str):
         self.url, self.api_key = url, api_key
@@ -68,29 +72,36 @@ class ServiceControl:
         return list(self.healthy_status().engines)
 
     def begin_update(self, engine_id: str, incarnation: int) -> bool:
-        """Announces an update of an engine's weights, during which a late answer does not count as a hang.
+        """Announces an update of an engine's weights, during which a late answer does not count as
+        a hang.
 
         Returns False when that incarnation is gone.
         """
         return self._accepted(engine_id, "update", incarnation=incarnation)
 
     def mark_ready(self, engine_id: str, incarnation: int, weight_version: int) -> bool:
-        """Reports that `weight_version` is verified in this incarnation, so that the router sends requests to it.
+        """Reports that `weight_version` is verified in this incarnation, so that the router sends
+        requests to it.
 
         Returns False when that incarnation is gone.
         """
-        return self._accepted(engine_id, "ready", incarnation=incarnation, weight_version=weight_version)
+        return self._accepted(
+            engine_id, "ready", incarnation=incarnation, weight_version=weight_version
+        )
 
     def report_lost(self, engine_id: str, incarnation: int) -> None:
-        """Reports that an update failed half-way; the service restarts the engine unless it already has."""
+        """Reports that an update failed half-way; the service restarts the engine unless it already
+        has."""
         self._accepted(engine_id, "lost", incarnation=incarnation)
 
     def wake(self, engine_id: str, incarnation: int) -> bool:
-        """Makes a colocated engine with verified weights allocate its cache; False when that incarnation is gone."""
+        """Makes a colocated engine with verified weights allocate its cache; False when that
+        incarnation is gone."""
         return self._accepted(engine_id, "wake", incarnation=incarnation)
 
     def sleep(self, limit_s: float) -> None:
-        """Makes all engines release their GPUs' memory; returns when they have, those that are starting included.
+        """Makes all engines release their GPUs' memory; returns when they have, those that are
+        starting included.
 
         limit_s: timeout in seconds. Engines that die from now on restart after `let_start`.
         """
@@ -101,7 +112,8 @@ class ServiceControl:
         self._call("POST", "/may_start")
 
     def add_engine(self) -> str:
-        """Starts one more engine, which samples once the trainers have published weights to it. Returns its id."""
+        """Starts one more engine, which samples once the trainers have published weights to it.
+        Returns its id."""
         return self._call("POST", "/engines").json()["id"]
 
     def drain_engine(self, engine_id: str) -> None:
@@ -124,17 +136,21 @@ class ServiceControl:
             answer = self._http.request(method, path, json=body, timeout=limit_s)
         except httpx.TransportError as exc:
             raise ServiceUnreachable(
-                f"no rollout service answers at {self.url} ({type(exc).__name__}: {exc}); is `megagrpo serve` running, "
+                f"no rollout service answers at {self.url} ({type(exc).__name__}: {exc}); is "
+                "`megagrpo serve` running, "
                 "and can this machine reach it?"
             ) from exc
         if answer.status_code == 401:
             raise ServiceUnreachable(
-                f"{self.url} refuses the API key, which is that in the run's service.key or in {environment.API_KEY}"
+                f"{self.url} refuses the API key, which is that in the run's service.key or in "
+                f"{environment.API_KEY}"
             )
         if answer.status_code == 409:  # the engine or incarnation has ended: the caller decides
             return answer
         if answer.is_error:
-            raise ServiceUnreachable(f"{method} {self.url}{path} answered {answer.status_code}: {answer.text[:500]}")
+            raise ServiceUnreachable(
+                f"{method} {self.url}{path} answered {answer.status_code}: {answer.text[:500]}"
+            )
         return answer
 
 
@@ -142,35 +158,50 @@ def engine_cache_tokens(engine_url: str, api_key: str) -> int | None:
     """Returns the capacity of an engine's cache in tokens; None if it does not answer."""
     try:
         answer = httpx.get(
-            f"{engine_url}/server_info", headers=bearer(api_key), timeout=_ENGINE_TIMEOUT_S, trust_env=False
+            f"{engine_url}/server_info",
+            headers=bearer(api_key),
+            timeout=_ENGINE_TIMEOUT_S,
+            trust_env=False,
         )
         found = answer.json() if answer.status_code == 200 else {}
     except (httpx.TransportError, ValueError):
         return None
     tokens = found.get("max_total_num_tokens")
-    replicas = found.get("dp_size", 1) if found.get("enable_dp_attention") else 1  # each has a cache of its own
+    replicas = (
+        found.get("dp_size", 1) if found.get("enable_dp_attention") else 1
+    )  # each has a cache of its own
     return tokens * replicas if tokens else None
 
 
 def find_service(run_dir: Path, url: str | None = None, timeout_s: float = 0.0) -> ServiceControl:
-    """Returns the service of this run, or the one at `url`, once it answers: a killed service may have left its file.
+    """Returns the service of this run, or the one at `url`, once it answers: a killed service may
+    have left its file.
 
-    Its key is the environment's, else the run folder's. Raises ServiceUnreachable after `timeout_s` seconds.
+    Its key is the environment's, else the run folder's. Raises ServiceUnreachable after `timeout_s`
+    seconds.
     """
     folder = RunFolder(run_dir)
     deadline = time.monotonic() + timeout_s
     while True:
         try:
             where = url or json.loads(folder.service.read_text())["url"]
-            control = ServiceControl(where, environment.get(environment.API_KEY) or folder.service_key.read_text())
+            control = ServiceControl(
+                where, environment.get(environment.API_KEY) or folder.service_key.read_text()
+            )
             control.status()
             return control
         except FileNotFoundError as exc:
-            problem = f"{exc.filename} did not appear" + (f" (nor is {environment.API_KEY} set)" if url else "")
+            problem = f"{exc.filename} did not appear" + (
+                f" (nor is {environment.API_KEY} set)" if url else ""
+            )
         except ServiceUnreachable as exc:
-            problem = f"{url or folder.service} is of a service that is gone ({exc}), and no new one came"
+            problem = (
+                f"{url or folder.service} is of a service that is gone ({exc}), and no new one came"
+            )
         if time.monotonic() > deadline:
-            raise ServiceUnreachable(f"{problem} in {timeout_s:.0f} s: `megagrpo serve` has not started its engines")
+            raise ServiceUnreachable(
+                f"{problem} in {timeout_s:.0f} s: `megagrpo serve` has not started its engines"
+            )
         time.sleep(0.2)
 
 
@@ -193,7 +224,9 @@ def change_engines(run_dir: Path, action: str, engine: str | None) -> str:
     Raises ValueError if `engine` is given to add, or missing to drain.
     """
     if (action == "drain") != bool(engine):
-        raise ValueError("drain requires the name of an engine; add makes the next one, which has no name yet")
+        raise ValueError(
+            "drain requires the name of an engine; add makes the next one, which has no name yet"
+        )
     service = _running_service(run_dir)
     if engine is None:
         return f"{service.add_engine()} is starting"
@@ -207,7 +240,8 @@ def bearer(api_key: str) -> dict[str, str]:
 
 
 def print_status(run_dir: Path, as_json: bool = False) -> int:
-    """Prints the state of the service of a run, for people or as JSON. Returns the exit code: 1 when it has failed."""
+    """Prints the state of the service of a run, for people or as JSON. Returns the exit code: 1
+    when it has failed."""
     file = RunFolder(run_dir).service
     if not file.exists():
         raise ValueError(f"{file} does not exist: no rollout service runs for this folder")
@@ -217,8 +251,14 @@ def print_status(run_dir: Path, as_json: bool = False) -> int:
         return 1 if status.failed else 0
     print(f"router {status.router}" + (f"\nFAILED: {status.failed}" if status.failed else ""))
     for engine in status.engines:
-        weights = "not verified" if engine.weight_version is None else f"version {engine.weight_version}"
-        load = f", at most {engine.load['kv_use']:.0%} of its cache in use since" if engine.load else ""
+        weights = (
+            "not verified" if engine.weight_version is None else f"version {engine.weight_version}"
+        )
+        load = (
+            f", at most {engine.load['kv_use']:.0%} of its cache in use since"
+            if engine.load
+            else ""
+        )
         state = f"{engine.state}, {engine.url or 'no URL'}, weights {weights}{load}"
         print(f"{engine.id}: {state}, {engine.restarts} restart(s)")
     return 1 if status.failed else 0

@@ -12,7 +12,8 @@ from megagrpo.types import Prompt, RolloutGroup
 
 @dataclass
 class SampledBatch:
-    """A batch of prompts that is sampled in the background, until steps have consumed all of its groups."""
+    """A batch of prompts that is sampled in the background, until steps have consumed all of its
+    groups."""
 
     group_ids: list[int]  # of all leaders
     finished: dict[int, RolloutGroup]  # this leader's, by id; filled by the other thread
@@ -30,7 +31,9 @@ class SampledBatch:
     def ready(self) -> dict[int, RolloutGroup]:
         """Returns this leader's finished groups that are not consumed, by id."""
         finished = self.finished.copy()
-        return {group_id: group for group_id, group in finished.items() if group_id not in self.consumed}
+        return {
+            group_id: group for group_id, group in finished.items() if group_id not in self.consumed
+        }
 
     @property
     def problem(self) -> str:
@@ -79,5 +82,6 @@ class SamplingJob:
 
     @property
     def is_urgent(self) -> bool:
-        """Returns whether trainers wait for this job only, so that its requests pass those of coming steps."""
+        """Returns whether trainers wait for this job only, so that its requests pass those of
+        coming steps."""
         return not self.purpose.startswith("train")

@@ -1,4 +1,5 @@
-"""A response as an engine sampled it, how parts of one are joined, and what engines read from their prefix caches.
+"""A response as an engine sampled it, how parts of one are joined, and what engines read from their
+prefix caches.
 
 Loads without an HTTP client.
 """
@@ -28,9 +29,13 @@ class Response(WithArrays):
     finish_reason: str  # "stop" | "length" | "cut"
     weight_version: int  # of the weights that sampled its first token
     newer: tuple[tuple[int, int], ...] = ()  # as in Sample
-    routed_experts: np.ndarray | None = None  # [tokens, layers with experts, k], from the requested token on
+    routed_experts: np.ndarray | None = (
+        None  # [tokens, layers with experts, k], from the requested token on
+    )
     num_cached: int = 0  # tokens before it that the engine found in its prefix cache
-    accepted: tuple[int, ...] = ()  # how many forwards accepted 0, 1, ... tokens of a draft; () without one
+    accepted: tuple[
+        int, ...
+    ] = ()  # how many forwards accepted 0, 1, ... tokens of a draft; () without one
 
     @property
     def newest_version(self) -> int:
@@ -38,7 +43,8 @@ class Response(WithArrays):
         return self.newer[-1][1] if self.newer else self.weight_version
 
     def then(self, rest: "Response") -> "Response":
-        """Returns this part of a response followed by `rest`: after a cut, a tool's output, or the next turn."""
+        """Returns this part of a response followed by `rest`: after a cut, a tool's output, or the
+        next turn."""
         length = len(self.token_ids)
         spans = [(0, self.weight_version), *self.newer, (length, rest.weight_version)]
         spans += [(length + start, version) for start, version in rest.newer]
@@ -55,8 +61,8 @@ class Response(WithArrays):
         )
 
 
-# (number of the turn from 0, ids [T] that it continues, limit of its tokens, how many of these ids have their experts)
-# -> the turn
+# (number of the turn from 0, ids [T] that it continues, limit of its tokens, how many of these ids
+# have their experts) -> the turn
 SampleTurn = Callable[[int, np.ndarray, int, int], Awaitable[Response]]
 
 
@@ -68,22 +74,32 @@ class CacheUse:
     num_read: int = 0
     num_cached: int = 0  # of these, found in a prefix cache
     num_sampled: int = 0  # by rollouts with a key
-    num_on_older: int = 0  # of these, by newer weights than the key's, after what older ones may have read
-    accepted: Counter[int] = field(default_factory=Counter)  # forwards by the number of a draft's tokens they accepted
+    num_on_older: int = (
+        0  # of these, by newer weights than the key's, after what older ones may have read
+    )
+    accepted: Counter[int] = field(
+        default_factory=Counter
+    )  # forwards by the number of a draft's tokens they accepted
 
     def count(self, num_read: int, response: Response, key: "CacheKey | None") -> None:
         """Counts a request of `num_read` tokens."""
-        self.num_read, self.num_cached = self.num_read + num_read, self.num_cached + response.num_cached
+        self.num_read, self.num_cached = (
+            self.num_read + num_read,
+            self.num_cached + response.num_cached,
+        )
         self.newest = max(self.newest, response.newest_version)
         self.accepted.update(dict(enumerate(response.accepted)))
         if key is not None and key.version is not None:
             spans = [(0, response.weight_version), *response.newer]
             end = len(response.token_ids)
             self.num_sampled += end
-            self.num_on_older += end - next((start for start, version in spans if version > key.version), end)
+            self.num_on_older += end - next(
+                (start for start, version in spans if version > key.version), end
+            )
 
     def add_metrics(self, metrics: "Metrics", drafts: int) -> None:
-        """Adds the fractions, and begins to count anew. drafts: tokens that a draft proposes for each forward."""
+        """Adds the fractions, and begins to count anew. drafts: tokens that a draft proposes for
+        each forward."""
         forwards = self.accepted.total()
         for depth in range(1, drafts + 1):
             passed = sum(number for accepted, number in self.accepted.items() if accepted >= depth)
@@ -99,7 +115,8 @@ class CacheUse:
 
 @dataclass
 class CacheKey:
-    """The key of a rollout's requests in prefix caches: the weights that it began with, when its first request left."""
+    """The key of a rollout's requests in prefix caches: the weights that it began with, when its
+    first request left."""
 
     use: CacheUse
     version: int | None = None

@@ -1,4 +1,5 @@
-"""Reads the experts that an engine chose from its answer and checks them: not every kernel reports them."""
+"""Reads the experts that an engine chose from its answer and checks them: not every kernel reports
+them."""
 
 import base64
 import binascii
@@ -18,19 +19,23 @@ class WrongExperts(ValueError):
 def read_experts(arch: Architecture, text: str | None, num_tokens: int) -> np.ndarray:
     """Returns the experts [num_tokens, layers with experts, k] of an answer. Raises WrongExperts.
 
-    text: an answer's `routed_experts`, of consecutive tokens that passed through the model: all tokens except the last
-    of a response; base64 of int32, of all layers, dense ones too.
+    text: an answer's `routed_experts`, of consecutive tokens that passed through the model: all
+    tokens except the last of a response; base64 of int32, of all layers, dense ones too.
     """
     if not text:
         raise WrongExperts(
-            "the answer holds no routed_experts: the engine was not started with enable_return_routed_experts"
+            "the answer holds no routed_experts: the engine was not started with "
+            "enable_return_routed_experts"
         )
-    with translated("routed_experts is not base64 of int32", binascii.Error, ValueError, raised=WrongExperts):
+    with translated(
+        "routed_experts is not base64 of int32", binascii.Error, ValueError, raised=WrongExperts
+    ):
         ids = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
     layers, k = arch.num_layers, arch.experts_per_token
     if len(ids) != num_tokens * layers * k:
         raise WrongExperts(
-            f"routed_experts has {len(ids)} numbers, not {num_tokens} tokens x {layers} layers x {k} experts"
+            f"routed_experts has {len(ids)} numbers, not {num_tokens} tokens x {layers} layers x "
+            f"{k} experts"
         )
     experts = ids.reshape(num_tokens, layers, k)[:, arch.dense_layers :]
     _check(arch, experts)
@@ -42,17 +47,20 @@ def _check(arch: Architecture, experts: np.ndarray) -> None:
         return
     if experts.min() < 0 or experts.max() >= arch.num_experts:
         raise WrongExperts(
-            f"routed_experts has ids from {experts.min()} to {experts.max()}, and the model experts 0 to "
+            f"routed_experts has ids from {experts.min()} to {experts.max()}, and the model "
+            "experts 0 to "
             f"{arch.num_experts - 1}"
         )
     in_order = np.sort(experts, axis=2)
     repeated = (in_order[:, :, 1:] == in_order[:, :, :-1]).any(2)
-    # rows that no kernel wrote are 0; with one expert a token 0 is valid too, but not in all tokens and layers
+    # rows that no kernel wrote are 0; with one expert a token 0 is valid too, but not in all tokens
+    # and layers
     single = arch.experts_per_token == 1 and len(experts) > 1 and arch.num_experts > 1
     if repeated.any() or (single and not experts.any()):
         layer = arch.dense_layers + int(repeated.any(0).argmax())
         raise WrongExperts(
-            f"routed_experts names an expert of layer {layer} twice for a token, or is 0 everywhere: the engine's "
+            f"routed_experts names an expert of layer {layer} twice for a token, or is 0 "
+            "everywhere: the engine's "
             "kernel for experts does not tell them; set rollout.sglang.moe_runner_backend: triton"
         )
 
@@ -60,6 +68,10 @@ def _check(arch: Architecture, experts: np.ndarray) -> None:
 def for_other_ranks(group: RolloutGroup) -> RolloutGroup:
     """Returns the group without experts and texts, for ranks that do not sample.
 
-    They get the experts of their own layers with the batch; the leader grades and records the texts.
+    They get the experts of their own layers with the batch; the leader grades and records the
+    texts.
     """
-    return replace(group, samples=tuple(replace(sample, routed_experts=None, text="") for sample in group.samples))
+    return replace(
+        group,
+        samples=tuple(replace(sample, routed_experts=None, text="") for sample in group.samples),
+    )

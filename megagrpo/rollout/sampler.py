@@ -17,7 +17,12 @@ from megagrpo.rollout.admission import Concurrency, Patience, ResponseLengths, T
 from megagrpo.rollout.agents.environments import Environments
 from megagrpo.rollout.agents.play import Part, play_rollout
 from megagrpo.rollout.agents.programs import Programs
-from megagrpo.rollout.control import ServiceControl, ServiceStatus, ServiceUnreachable, engine_cache_tokens
+from megagrpo.rollout.control import (
+    ServiceControl,
+    ServiceStatus,
+    ServiceUnreachable,
+    engine_cache_tokens,
+)
 from megagrpo.rollout.generation import (
     GenerationClient,
     GenerationFailed,
@@ -33,7 +38,9 @@ from megagrpo.rollout.tools import Tool, respond_with_tool
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
 _LOOK_S = 2.0  # between looks at the engines' load, which the service reads once a second
-_IN_FLIGHT = 1.1  # tokens in flight for each that the caches hold: the next request is there when one ends
+_IN_FLIGHT = (
+    1.1  # tokens in flight for each that the caches hold: the next request is there when one ends
+)
 
 
 @dataclass(frozen=True)
@@ -50,21 +57,31 @@ class _Rollout:
     def row(self) -> dict[str, object]:
         """Returns the row of its prompt, as environments and agents get it."""
         prompt = self.of.prompt
-        return {"prompt": prompt.text, "answer": prompt.answer, "source": prompt.source, "extra": prompt.extra}
+        return {
+            "prompt": prompt.text,
+            "answer": prompt.answer,
+            "source": prompt.source,
+            "extra": prompt.extra,
+        }
 
     @property
     def purpose(self) -> str:
-        """Returns the purpose of its seeds; that of a prompt's second occurrence in a batch is another one."""
-        return f"{self.job.purpose} again {self.of.repeats}" if self.of.repeats else self.job.purpose
+        """Returns the purpose of its seeds; that of a prompt's second occurrence in a batch is
+        another one."""
+        return (
+            f"{self.job.purpose} again {self.of.repeats}" if self.of.repeats else self.job.purpose
+        )
 
 
 class Sampler:
-    """Requests a leader's samples from the engines and their outcomes from its grader. Coroutines are of one loop.
+    """Requests a leader's samples from the engines and their outcomes from its grader. Coroutines
+    are of one loop.
 
-    Requests leave when engines have room, by rollout.max_running_requests and the tokens of their caches, in the order
-    of rollout.order. Urgent jobs (evaluations) go before batches sampled ahead, later turns of a response before first
-    turns. num_leaders: leaders that share the engines. decode: token ids of a response -> the text that is graded,
-    without special tokens. on_request: see GenerationClient.
+    Requests leave when engines have room, by rollout.max_running_requests and the tokens of their
+    caches, in the order of rollout.order. Urgent jobs (evaluations) go before batches sampled
+    ahead, later turns of a response before first turns. num_leaders: leaders that share the
+    engines. decode: token ids of a response -> the text that is graded, without special tokens.
+    on_request: see GenerationClient.
     """
 
     def __init__(
@@ -79,30 +96,41 @@ class Sampler:
     ):
         self._config, self._num_leaders, self._control = config, num_leaders, control
         self._grader, self._decode, self._tool, self._on_request = grader, decode, tool, on_request
-        self._pending: dict[tuple[str, int, int, int], str] = {}  # (job, group, prompt, sample) -> what it waits for
+        self._pending: dict[
+            tuple[str, int, int, int], str
+        ] = {}  # (job, group, prompt, sample) -> what it waits for
         replays = config.actor.routing_replay == "rollout"
         self._experts = read_architecture(config.model.path) if replays else None
         self._retry = RetryPolicy.of(config)
         self._turnstile = Turnstile()
         most = config.rollout.max_running_requests
-        self.concurrency, self._looked = Concurrency(config.rollout.min_running_requests or most, most), 0.0
+        self.concurrency, self._looked = (
+            Concurrency(config.rollout.min_running_requests or most, most),
+            0.0,
+        )
         self.lengths = ResponseLengths(config.sampling.max_response_tokens)
-        self._cache_tokens: dict[tuple[str, int], int | None] = {}  # by engine and incarnation; None: not reported
+        self._cache_tokens: dict[
+            tuple[str, int], int | None
+        ] = {}  # by engine and incarnation; None: not reported
         self._admitting = asyncio.Lock()
         self._job_steps: list[int] = []  # by number, the step that a job is for
         self._discarded_before = 0  # tokens, of clients whose jobs have ended
         self._clients: set[GenerationClient] = set()
         self.cache_use = CacheUse()
-        self.images: ImageStore | None = None  # of a vision-language model; set before the first request
+        self.images: ImageStore | None = (
+            None  # of a vision-language model; set before the first request
+        )
 
     def ask_again(self) -> None:
-        """Abandons the present attempt of every request and starts another. May be called from any thread."""
+        """Abandons the present attempt of every request and starts another. May be called from any
+        thread."""
         for client in set(self._clients):
             client.ask_again()
 
     @property
     def num_discarded(self) -> int:
-        """Returns the tokens received so far that belong to no sample. May be read from any thread."""
+        """Returns the tokens received so far that belong to no sample. May be read from any
+        thread."""
         return self._discarded_before + sum(client.num_discarded for client in list(self._clients))
 
     def waiting(self) -> str:
@@ -116,7 +144,11 @@ class Sampler:
         )
 
     async def sample_share(
-        self, job: SamplingJob, share: list[NumberedPrompt], finished: dict[int, RolloutGroup], patience: Patience
+        self,
+        job: SamplingJob,
+        share: list[NumberedPrompt],
+        finished: dict[int, RolloutGroup],
+        patience: Patience,
     ) -> None:
         """Samples the groups of `share` and adds each to `finished` (by id) when it is complete.
 
@@ -125,20 +157,34 @@ class Sampler:
         job_number, limit_s = len(self._job_steps), self._config.rollout.step_timeout_s
         self._job_steps.append(job.step)
         self.cache_use.newest = max(self.cache_use.newest, job.version)
-        async with self._admitting:  # one job after the other, so that requests of the first leave first
+        async with (
+            self._admitting
+        ):  # one job after the other, so that requests of the first leave first
             while (status := await self._answer()) is None:
                 await asyncio.sleep(_LOOK_S)
         async with GenerationClient(
-            status.router, self._control.api_key, self._retry, self._turnstile, self._on_request, self._experts
+            status.router,
+            self._control.api_key,
+            self._retry,
+            self._turnstile,
+            self._on_request,
+            self._experts,
         ) as client:
             self._clients.add(client)
-            tasks = [asyncio.create_task(self._sample_group(client, job, each, finished, job_number)) for each in share]
+            tasks = [
+                asyncio.create_task(self._sample_group(client, job, each, finished, job_number))
+                for each in share
+            ]
             watch = asyncio.create_task(self._watch_load())
             try:
                 async with patience:
                     await asyncio.gather(*tasks)
             except TimeoutError:
-                late = [each.prompt.id for each, task in zip(share, tasks, strict=True) if task.cancelled()]
+                late = [
+                    each.prompt.id
+                    for each, task in zip(share, tasks, strict=True)
+                    if task.cancelled()
+                ]
                 raise GenerationFailed(
                     f"{len(late)} of {len(share)} groups did not come within {limit_s:.0f} s "
                     f"(rollout.step_timeout_s): prompts {late[:10]}; {client.num_retries} retries, "
@@ -153,12 +199,14 @@ class Sampler:
 
     @property
     def step_to_begin(self) -> int | None:
-        """Returns the step of the request that leaves next; None if none waits. May be read from any thread."""
+        """Returns the step of the request that leaves next; None if none waits. May be read from
+        any thread."""
         order = self._turnstile.next_order
         return None if order is None else self._job_steps[int(order[1])]
 
     async def count_engines(self) -> ServiceStatus:
-        """Sets the limits of requests in flight to this leader's share of the engines that are not asleep."""
+        """Sets the limits of requests in flight to this leader's share of the engines that are not
+        asleep."""
         # In a thread: a service that is slow to answer must not hold up the samples of other jobs.
         status = await asyncio.to_thread(self._control.status)
         for engine in status.engines:
@@ -172,18 +220,22 @@ class Sampler:
         sizes = [tokens for tokens in self._cache_tokens.values() if tokens]
         self._turnstile.limit = max(1, number * self.concurrency.limit // self._num_leaders)
         if sizes:
-            self._turnstile.tokens = _IN_FLIGHT * number * sum(sizes) / len(sizes) / self._num_leaders
+            self._turnstile.tokens = (
+                _IN_FLIGHT * number * sum(sizes) / len(sizes) / self._num_leaders
+            )
         self._turnstile.admit()
         return status
 
     async def _watch_load(self) -> None:
-        """Adapts the requests in flight to the engines' load while a job runs, if they may change."""
+        """Adapts the requests in flight to the engines' load while a job runs, if they may
+        change."""
         while self.concurrency.least < self.concurrency.most:
             await asyncio.sleep(_LOOK_S)
             await self._answer()
 
     async def _answer(self) -> ServiceStatus | None:
-        """Returns `count_engines`, or None if the service does not answer: the rank that waits sees to it."""
+        """Returns `count_engines`, or None if the service does not answer: the rank that waits sees
+        to it."""
         with suppress(ServiceUnreachable):
             return await self.count_engines()
         return None
@@ -192,7 +244,11 @@ class Sampler:
         if time.monotonic() < self._looked + _LOOK_S:  # several jobs look
             return
         self._looked = time.monotonic()
-        loads = [engine.load_now for engine in status.engines if engine.state == "ready" and engine.load_now]
+        loads = [
+            engine.load_now
+            for engine in status.engines
+            if engine.state == "ready" and engine.load_now
+        ]
         self.concurrency.observe(loads, self._turnstile.in_flight, self._turnstile.limit)
 
     async def _sample_group(
@@ -210,7 +266,9 @@ class Sampler:
         samples = numbered(of_rollouts)
         if job.regrade:
             texts = [sample.text for sample in samples]
-            regraded = await asyncio.wrap_future(self._grader.submit_group(of.prompt, texts, outcomes))
+            regraded = await asyncio.wrap_future(
+                self._grader.submit_group(of.prompt, texts, outcomes)
+            )
             outcomes = tuple(regraded)
         finished[of.group_id] = RolloutGroup(of.group_id, of.prompt, samples, outcomes)
 
@@ -238,7 +296,9 @@ class Sampler:
             sample = await self._respond(rollout)
             self._pending[key] = "the grader"
             tokens = ResponseTokens(sample.token_ids, sample.loss_mask, self._decode)
-            return [sample], await asyncio.wrap_future(self._grader.submit(prompt, sample.text, tokens))
+            return [sample], await asyncio.wrap_future(
+                self._grader.submit(prompt, sample.text, tokens)
+            )
 
     def _turns(self, rollout: _Rollout) -> SampleTurn:
         """Returns a function that samples the turns of one rollout, each with a seed of its own."""
@@ -246,10 +306,17 @@ class Sampler:
         routing_key = f"{rollout.purpose}-{job.step}-{prompt.id}".replace(" ", "-")
         if self._config.rollout.engine_choice == "request":
             routing_key = f"{routing_key}-{index}" if self._config.sampling.several_turns else ""
-        key = CacheKey(self.cache_use) if self._config.rollout.prefix_cache == "by_version" else None
-        stops = job.params.stop_token_ids + ((self._tool.call_end,) if isinstance(self._tool, Tool) else ())
-        # A sampled placeholder ends the response: an engine that got it again would look for its image.
-        stops += (self.images.image_token, self.images.video_token) if self.images is not None else ()
+        key = (
+            CacheKey(self.cache_use) if self._config.rollout.prefix_cache == "by_version" else None
+        )
+        stops = job.params.stop_token_ids + (
+            (self._tool.call_end,) if isinstance(self._tool, Tool) else ()
+        )
+        # A sampled placeholder ends the response: an engine that got it again would look for its
+        # image.
+        stops += (
+            (self.images.image_token, self.images.video_token) if self.images is not None else ()
+        )
 
         async def turn(number: int, context: np.ndarray, max_tokens: int, known: int) -> Response:
             purpose = f"{rollout.purpose} turn {number}" if number else rollout.purpose
@@ -275,36 +342,57 @@ class Sampler:
     def _sent_images(self, prompt: Prompt) -> SentImages | None:
         if not prompt.images:
             return None
-        assert self.images is not None and prompt.short_ids is not None, "the prompts were loaded with a store"
+        assert self.images is not None and prompt.short_ids is not None, (
+            "the prompts were loaded with a store"
+        )
         if self._tool is not None:
-            raise GenerationFailed(f"{prompt.location}: tools and environments continue prompts of text only")
+            raise GenerationFailed(
+                f"{prompt.location}: tools and environments continue prompts of text only"
+            )
         uris = [self.images.uri(image.key) for image in prompt.images]
         number = sum(self.images.tokens(image.grid) for image in prompt.images)
         return SentImages(uris, prompt.short_ids, number, prompt.location)
 
     async def _respond(self, rollout: _Rollout) -> Sample:
-        prompt, limit, turn = rollout.of.prompt.token_ids, rollout.job.params.max_tokens, self._turns(rollout)
+        prompt, limit, turn = (
+            rollout.of.prompt.token_ids,
+            rollout.job.params.max_tokens,
+            self._turns(rollout),
+        )
         if isinstance(self._tool, Tool):
             whole = await respond_with_tool(turn, self._tool, prompt, self._decode, limit)
             return self._sample_of(rollout, whole.response, whole.loss_mask)
         return self._sample_of(rollout, await turn(0, prompt, limit, 0), None)
 
     def _task_seed(self, rollout: _Rollout, whose: str) -> int:
-        """Returns the seed that an environment or an agent gets: of all rollouts of a group the same."""
+        """Returns the seed that an environment or an agent gets: of all rollouts of a group the
+        same."""
         job, of = rollout.job, rollout.of
-        return sample_seed(self._config.seed, f"{whose} {job.purpose} {of.repeats}", job.step, of.prompt.id, 0)
+        return sample_seed(
+            self._config.seed, f"{whose} {job.purpose} {of.repeats}", job.step, of.prompt.id, 0
+        )
 
-    async def _play(self, environments: Environments, rollout: _Rollout) -> tuple[list[Sample], Outcome]:
-        """Returns the samples of a rollout with an environment, and its outcome: never a reward for one that failed."""
-        task, limit = (rollout.row, self._task_seed(rollout, "environment")), rollout.job.params.max_tokens
+    async def _play(
+        self, environments: Environments, rollout: _Rollout
+    ) -> tuple[list[Sample], Outcome]:
+        """Returns the samples of a rollout with an environment, and its outcome: never a reward for
+        one that failed."""
+        task, limit = (
+            (rollout.row, self._task_seed(rollout, "environment")),
+            rollout.job.params.max_tokens,
+        )
         turn, prompt = self._turns(rollout), rollout.of.prompt.token_ids
         played, outcome = await play_rollout(environments, task, turn, prompt, limit, self._decode)
         return self._samples_of(rollout, played.parts or [Part(None)]), outcome
 
-    async def _run_program(self, programs: Programs, rollout: _Rollout) -> tuple[list[Sample], Outcome]:
+    async def _run_program(
+        self, programs: Programs, rollout: _Rollout
+    ) -> tuple[list[Sample], Outcome]:
         """Returns the samples of a rollout by an agent program, and its outcome."""
         prompt, turn, limit = rollout.of.prompt, self._turns(rollout), rollout.job.params.max_tokens
-        row = rollout.row | {"messages": prompt.messages or [{"role": "user", "content": prompt.text}]}
+        row = rollout.row | {
+            "messages": prompt.messages or [{"role": "user", "content": prompt.text}]
+        }
         row["seed"] = self._task_seed(rollout, "agent")
         parts, outcome = await programs.rollout(row, prompt.token_ids, turn, limit, self._control)
         return self._samples_of(rollout, parts), outcome
@@ -314,7 +402,9 @@ class Sampler:
         with_prompts = zip(samples, parts, strict=True)
         return [replace(sample, prompt_ids=part.prompt_ids) for sample, part in with_prompts]
 
-    def _sample_of(self, rollout: _Rollout, response: Response, loss_mask: np.ndarray | None) -> Sample:
+    def _sample_of(
+        self, rollout: _Rollout, response: Response, loss_mask: np.ndarray | None
+    ) -> Sample:
         if not rollout.job.is_urgent:
             self.lengths.add(rollout.of.prompt.id, len(response.token_ids))
         return Sample(
@@ -331,8 +421,12 @@ class Sampler:
 
 
 def numbered(of_rollouts: Sequence[Sequence[Sample]]) -> tuple[Sample, ...]:
-    """Returns the samples of a group's rollouts, numbered; with one sample each, rollouts have no number."""
+    """Returns the samples of a group's rollouts, numbered; with one sample each, rollouts have no
+    number."""
     if all(len(samples) == 1 for samples in of_rollouts):
         return tuple(sample for samples in of_rollouts for sample in samples)
     pairs = [(rollout, sample) for rollout, samples in enumerate(of_rollouts) for sample in samples]
-    return tuple(replace(sample, index=index, rollout=rollout) for index, (rollout, sample) in enumerate(pairs))
+    return tuple(
+        replace(sample, index=index, rollout=rollout)
+        for index, (rollout, sample) in enumerate(pairs)
+    )

@@ -1,7 +1,9 @@
-"""The source of the loop's groups: each data-parallel leader samples and grades its replica's prompts.
+"""The source of the loop's groups: each data-parallel leader samples and grades its replica's
+prompts.
 
-While leaders wait for samples, all ranks repeatedly meet in a small all-reduce: an engine that has restarted
-needs the current weights, and publishing them is collective, so every rank must take part before sampling continues.
+While leaders wait for samples, all ranks repeatedly meet in a small all-reduce: an engine that has
+restarted needs the current weights, and publishing them is collective, so every rank must take part
+before sampling continues.
 """
 
 import time
@@ -32,10 +34,12 @@ _UNREACHABLE_S = 30.0  # a control endpoint that is silent for longer ends the r
 
 
 class RolloutSource:
-    """Samples groups from the service at `control`; collective over the world unless stated otherwise.
+    """Samples groups from the service at `control`; collective over the world unless stated
+    otherwise.
 
-    sampler: this rank's, on leaders only. alive: called after every meeting of all ranks. A group keeps one id from
-    dispatch to batch: the index of its prompt in the run, counted over all epochs (in an evaluation: in its prompts).
+    sampler: this rank's, on leaders only. alive: called after every meeting of all ranks. A group
+    keeps one id from dispatch to batch: the index of its prompt in the run, counted over all epochs
+    (in an evaluation: in its prompts).
     """
 
     def __init__(
@@ -56,16 +60,23 @@ class RolloutSource:
         self._loads: list[dict[str, float]] = []  # of engines, on the main rank
         self._lost_hosts = 0  # of the service, when requests were last repeated
         self._background = BackgroundLoop("rollout")
-        self._batches: dict[int, SampledBatch] = {}  # by number, until steps have consumed all of their groups
+        self._batches: dict[
+            int, SampledBatch
+        ] = {}  # by number, until steps have consumed all of their groups
         self._restored: dict[int, RolloutGroup] = {}  # finished by an earlier start, by id
 
     def start(
-        self, batch: int, group_ids: Sequence[int], prompts: Sequence[Prompt], version: int, oldest: int = 0
+        self,
+        batch: int,
+        group_ids: Sequence[int],
+        prompts: Sequence[Prompt],
+        version: int,
+        oldest: int = 0,
     ) -> None:
         """Local. Starts to sample this rank's share of a batch, unless it is already in flight.
 
-        Weights of `version` sample, and newer ones published meanwhile. oldest: version of the oldest weights whose
-        restored groups may be used.
+        Weights of `version` sample, and newer ones published meanwhile. oldest: version of the
+        oldest weights whose restored groups may be used.
         """
         in_flight = {group_id for other in self._batches.values() for group_id in other.group_ids}
         pairs = zip(group_ids, prompts, strict=True)
@@ -75,7 +86,8 @@ class RolloutSource:
             self._batches[batch] = self._sample(job, list(new.values()), list(new), oldest)
 
     def restore(self, ahead: list[RolloutGroup]) -> None:
-        """Local. Moves the groups that `finished` returned in an earlier start out of the list; none is sampled again.
+        """Local. Moves the groups that `finished` returned in an earlier start out of the list;
+        none is sampled again.
 
         Every leader has all of them.
         """
@@ -84,15 +96,20 @@ class RolloutSource:
         ahead.clear()
 
     def finished(self) -> list[RolloutGroup]:
-        """Local. Returns this leader's finished groups that no step has consumed; [] on other ranks."""
+        """Local. Returns this leader's finished groups that no step has consumed; [] on other
+        ranks."""
         if not self._mesh.is_leader:
             return []
         restored = self._restored.values() if self._mesh.is_main else ()
         batches = self._batches.values()
-        return [*restored, *(group for batch in batches for _, group in sorted(batch.finished.copy().items()))]
+        return [
+            *restored,
+            *(group for batch in batches for _, group in sorted(batch.finished.copy().items())),
+        ]
 
     def drop_consumed(self) -> None:
-        """Local. Drops the groups returned by `next` and `first`: a step has started with them, and the state says so.
+        """Local. Drops the groups returned by `next` and `first`: a step has started with them, and
+        the state says so.
 
         Not earlier: if the step cannot start, a checkpoint saves them.
         """
@@ -103,35 +120,53 @@ class RolloutSource:
                 del self._batches[number]
 
     def next(
-        self, step: int, prompts: Sequence[Prompt], version: int, first_id: int = 0, attempt: int = 0
+        self,
+        step: int,
+        prompts: Sequence[Prompt],
+        version: int,
+        first_id: int = 0,
+        attempt: int = 0,
     ) -> list[RolloutGroup]:
         """Returns this rank's share of the groups of one step; `prompts` is the same on every rank.
 
-        first_id: the id of the first prompt's group. attempt: counts the calls of a step, so that a prompt that recurs
-        in it gets other responses. A batch that `start` started is finished, by weights of `version` too. Raises
-        LeaderError on every rank.
+        first_id: the id of the first prompt's group. attempt: counts the calls of a step, so that a
+        prompt that recurs in it gets other responses. A batch that `start` started is finished, by
+        weights of `version` too. Raises LeaderError on every rank.
         """
-        job, group_ids = self._training(step, version, attempt), range(first_id, first_id + len(prompts))
+        job, group_ids = (
+            self._training(step, version, attempt),
+            range(first_id, first_id + len(prompts)),
+        )
         batch = self._batches.get(step) or self._sample(job, prompts, group_ids)
         groups = self._collect(job, batch)
         batch.consumed.update(batch.group_ids)
         if not self._config.algorithm.needs_greedy_response:
             return groups
-        # After the others, never concurrently: one greedy request (a top-k of 1) moves SGLang's whole batch to another
-        # sampling routine, which draws other tokens from the same seeds.
+        # After the others, never concurrently: one greedy request (a top-k of 1) moves SGLang's
+        # whole batch to another sampling routine, which draws other tokens from the same seeds.
         job = SamplingJob(f"greedy{job.attempt}", step, version, job.params.greedy(), num_samples=1)
         greedy = self._collect(job, self._sample(job, prompts, group_ids))
         return [
-            replace(g, greedy=b.samples[0], greedy_outcome=b.outcomes[0]) for g, b in zip(groups, greedy, strict=True)
+            replace(g, greedy=b.samples[0], greedy_outcome=b.outcomes[0])
+            for g, b in zip(groups, greedy, strict=True)
         ]
 
-    def first(self, wanted: int, must: AbstractSet[int], version: int) -> tuple[list[int], list[RolloutGroup]]:
-        """Waits until `wanted` started groups are complete; returns their ids, ascending, and this rank's groups.
+    def first(
+        self, wanted: int, must: AbstractSet[int], version: int
+    ) -> tuple[list[int], list[RolloutGroup]]:
+        """Waits until `wanted` started groups are complete; returns their ids, ascending, and this
+        rank's groups.
 
-        must: ids to wait for. The other groups stay in flight. version: see `next`. Raises LeaderError on every rank.
+        must: ids to wait for. The other groups stay in flight. version: see `next`. Raises
+        LeaderError on every rank.
         """
         batches = list(self._batches.values())
-        open_ids = {group_id for batch in batches for group_id in batch.group_ids if group_id not in batch.consumed}
+        open_ids = {
+            group_id
+            for batch in batches
+            for group_id in batch.group_ids
+            if group_id not in batch.consumed
+        }
         assert wanted <= len(open_ids), "started before they are waited for"
 
         def enough() -> bool:
@@ -143,7 +178,9 @@ class RolloutSource:
         of_replica = self._mesh.from_leader(lambda: sorted(self._ready()), "naming finished groups")
         everyone = [group_id for part in self._mesh.gather_dp(of_replica) for group_id in part]
         # More may have arrived since. The oldest of them go first, however short the others are.
-        chosen = sorted(sorted(everyone, key=lambda group_id: (group_id not in must, group_id))[:wanted])
+        chosen = sorted(
+            sorted(everyone, key=lambda group_id: (group_id not in must, group_id))[:wanted]
+        )
 
         def take() -> list[RolloutGroup]:
             ready = self._ready()
@@ -156,13 +193,17 @@ class RolloutSource:
 
     def _ready(self) -> dict[int, RolloutGroup]:
         """Returns this leader's finished groups that are not consumed, by id."""
-        return {group_id: group for batch in self._batches.values() for group_id, group in batch.ready.items()}
+        return {
+            group_id: group
+            for batch in self._batches.values()
+            for group_id, group in batch.ready.items()
+        }
 
     def drain(self) -> None:
         """Waits until all batches in flight are sampled and graded, or no engine can continue.
 
-        Engines that restart meanwhile get no weights: others finish their requests, or the next weights do. Raises
-        LeaderError on every rank.
+        Engines that restart meanwhile get no weights: others finish their requests, or the next
+        weights do. Raises LeaderError on every rank.
         """
         batches = list(self._batches.values())
         self._wait(lambda: all(batch.done for batch in batches), batches, "drain", None)
@@ -170,7 +211,8 @@ class RolloutSource:
     def evaluate(
         self, prompts: Sequence[Prompt], version: int, params: SamplingParams, num_samples: int
     ) -> list[RolloutGroup]:
-        """Returns this rank's share of `num_samples` responses to each prompt, with the same seeds every time.
+        """Returns this rank's share of `num_samples` responses to each prompt, with the same seeds
+        every time.
 
         Raises LeaderError on every rank.
         """
@@ -178,8 +220,11 @@ class RolloutSource:
         return self._collect(job, self._sample(job, prompts, range(len(prompts))))
 
     def has_to_begin(self) -> bool:
-        """Local. Returns whether requests of the oldest batch have not left for an engine, or there is no batch."""
-        if not self._batches or self._config.rollout.extra_groups:  # leftovers of the step before do not count
+        """Local. Returns whether requests of the oldest batch have not left for an engine, or there
+        is no batch."""
+        if (
+            not self._batches or self._config.rollout.extra_groups
+        ):  # leftovers of the step before do not count
             return True
         waiting = None if self._sampler is None else self._sampler.step_to_begin
         return waiting is not None and waiting <= min(self._batches)
@@ -199,27 +244,42 @@ class RolloutSource:
         return "" if self._sampler is None else self._sampler.waiting()
 
     def progress(self) -> str:
-        """Local, any thread. Returns how many groups have come of those that this replica waits for, or ""."""
+        """Local, any thread. Returns how many groups have come of those that this replica waits
+        for, or ""."""
         wanted = sum(batch.share for batch in self._awaited)
         done = sum(len(batch.finished) for batch in self._awaited)
-        return f"{done} of {wanted} groups" + (" of this replica" if self._mesh.dp_size > 1 else "") if wanted else ""
+        return (
+            f"{done} of {wanted} groups" + (" of this replica" if self._mesh.dp_size > 1 else "")
+            if wanted
+            else ""
+        )
 
     def add_metrics(self, metrics: Metrics) -> None:
-        """Local. Adds hits in engines' prefix caches and drafts' since the last call, and the load of engines, as the
-        main rank saw it.
+        """Local. Adds hits in engines' prefix caches and drafts' since the last call, and the load
+        of engines, as the main rank saw it.
         """
         sampler = self._sampler
         of_engines = CacheUse() if sampler is None else sampler.cache_use
         of_engines.add_metrics(metrics, self._config.rollout.draft_tokens or 0)
-        before, self._reported_discarded = self._reported_discarded, 0 if sampler is None else sampler.num_discarded
+        before, self._reported_discarded = (
+            self._reported_discarded,
+            0 if sampler is None else sampler.num_discarded,
+        )
         if self._config.rollout.extra_groups:
             metrics.add_sum("extra_groups/discarded_tokens", self._reported_discarded - before)
         for name in LOADS:
-            metrics.add_max(f"engines/{name}_max", max((load.get(name, 0.0) for load in self._loads), default=0.0))
+            metrics.add_max(
+                f"engines/{name}_max",
+                max((load.get(name, 0.0) for load in self._loads), default=0.0),
+            )
         if self._config.rollout.min_running_requests:
-            metrics.add_max("engines/limit_max", 0.0 if sampler is None else sampler.concurrency.limit)
+            metrics.add_max(
+                "engines/limit_max", 0.0 if sampler is None else sampler.concurrency.limit
+            )
 
-    def _training(self, step: int, version: int, attempt: int = 0, or_newer: bool = False) -> SamplingJob:
+    def _training(
+        self, step: int, version: int, attempt: int = 0, or_newer: bool = False
+    ) -> SamplingJob:
         config, label = self._config, f" batch {attempt}" if attempt else ""
         return SamplingJob(
             f"train{label}",
@@ -238,7 +298,9 @@ class RolloutSource:
     ) -> SampledBatch:
         """Starts a leader's share in the background, without the groups that are restored."""
         mesh, total = self._mesh, len(prompts)
-        share = slice(total * mesh.dp_rank // mesh.dp_size, total * (mesh.dp_rank + 1) // mesh.dp_size)
+        share = slice(
+            total * mesh.dp_rank // mesh.dp_size, total * (mesh.dp_rank + 1) // mesh.dp_size
+        )
         batch = SampledBatch(list(group_ids), {}, Patience(self._config.rollout.step_timeout_s))
         if self._sampler is None:
             return batch
@@ -247,14 +309,23 @@ class RolloutSource:
         if job.or_newer:  # started ahead
             # The other leaders' restored groups are dropped too: every leader has all of them.
             restored = {group_id: self._restored.pop(group_id, None) for group_id in group_ids}
-            groups = [(group, each.prompt) for each in mine if (group := restored[each.group_id]) is not None]
-            batch.finished = {g.group_id: g for g, prompt in groups if _fits(g, prompt, job, oldest)}
+            groups = [
+                (group, each.prompt)
+                for each in mine
+                if (group := restored[each.group_id]) is not None
+            ]
+            batch.finished = {
+                g.group_id: g for g, prompt in groups if _fits(g, prompt, job, oldest)
+            }
         missing = [each for each in mine if each.group_id not in batch.finished]
-        batch.work = self._background.submit(self._sampler.sample_share(job, missing, batch.finished, batch.patience))
+        batch.work = self._background.submit(
+            self._sampler.sample_share(job, missing, batch.finished, batch.patience)
+        )
         return batch
 
     def _collect(self, job: SamplingJob, batch: SampledBatch) -> list[RolloutGroup]:
-        """Waits for every leader's share of a job; returns it on all ranks of the leader's replica."""
+        """Waits for every leader's share of a job; returns it on all ranks of the leader's
+        replica."""
         work = batch.work
         with ExitStack() as stack:
             if work is not None:
@@ -269,7 +340,8 @@ class RolloutSource:
         return self._from_leader(result, f"rollout of {job}")
 
     def _from_leader(self, make: Callable[[], list[RolloutGroup]], what: str) -> list[RolloutGroup]:
-        """Returns the groups of a replica's leader; `for_other_ranks` of them on its other ranks."""
+        """Returns the groups of a replica's leader; `for_other_ranks` of them on its other
+        ranks."""
         own: list[RolloutGroup] = []
 
         def for_others() -> list[RolloutGroup]:
@@ -279,12 +351,19 @@ class RolloutSource:
         groups = self._mesh.from_leader(for_others, what)
         return own if self._mesh.is_leader else groups
 
-    def _wait(self, done: Callable[[], bool], batches: Sequence[SampledBatch], what: str, version: int | None) -> None:
-        """Polls with the other ranks until all are done; the deadlines of `batches` run meanwhile. Raises LeaderError.
+    def _wait(
+        self,
+        done: Callable[[], bool],
+        batches: Sequence[SampledBatch],
+        what: str,
+        version: int | None,
+    ) -> None:
+        """Polls with the other ranks until all are done; the deadlines of `batches` run meanwhile.
+        Raises LeaderError.
 
-        done: called at every meeting, may be collective. version: of the weights that samples need, which are
-        brought to the engines; a batch that fails ends the wait. None: engines keep their weights, failures are left to
-        the next wait, and this one also ends when no engine is ready.
+        done: called at every meeting, may be collective. version: of the weights that samples need,
+        which are brought to the engines; a batch that fails ends the wait. None: engines keep their
+        weights, failures are left to the next wait, and this one also ends when no engine is ready.
         """
         self._awaited = batches
         for batch in batches:
@@ -292,11 +371,21 @@ class RolloutSource:
         self._last_answer, pause_s = time.monotonic(), _FIRST_POLL_S
         while True:
             enough = done()
-            problem = "" if version is None else next((batch.problem for batch in batches if batch.problem), "")
-            error, act, lost_hosts = (f"rank {self._mesh.rank}, {what}: {problem}" if problem else ""), False, 0
+            problem = (
+                ""
+                if version is None
+                else next((batch.problem for batch in batches if batch.problem), "")
+            )
+            error, act, lost_hosts = (
+                (f"rank {self._mesh.rank}, {what}: {problem}" if problem else ""),
+                False,
+                0,
+            )
             if self._mesh.is_main and not error:
                 error, act, lost_hosts = self._look_at_engines(version)
-            waiting, failed, acts, lost_hosts = self._agree(not enough, bool(error), act, lost_hosts)
+            waiting, failed, acts, lost_hosts = self._agree(
+                not enough, bool(error), act, lost_hosts
+            )
             self._alive()
             if failed:
                 self._mesh.raise_any(error)
@@ -316,7 +405,8 @@ class RolloutSource:
         self._awaited = []
 
     def _look_at_engines(self, version: int | None) -> tuple[str, bool, int]:
-        """Returns the service's problem or "", whether the wait must act on its engines, and the hosts lost so far."""
+        """Returns the service's problem or "", whether the wait must act on its engines, and the
+        hosts lost so far."""
         try:
             status = self._control.healthy_status()
         except ServiceUnreachable as exc:
@@ -337,13 +427,16 @@ class RolloutSource:
         """Returns each value reduced over all ranks: the largest, or their sum."""
         if self._mesh.world_size == 1:
             return [int(value) for value in values]
-        tensor = torch.tensor([int(value) for value in values])  # over gloo: a GPU should not wait for a poll
+        tensor = torch.tensor(
+            [int(value) for value in values]
+        )  # over gloo: a GPU should not wait for a poll
         dist.all_reduce(tensor, op)
         return tensor.tolist()
 
 
 def _fits(restored: RolloutGroup, prompt: Prompt, job: SamplingJob, oldest: int) -> bool:
-    """Returns whether a job would sample this group of an earlier start again; data and settings may have changed.
+    """Returns whether a job would sample this group of an earlier start again; data and settings
+    may have changed.
 
     Responses without a score are sampled again: else a repaired grader would have nothing to do.
     """

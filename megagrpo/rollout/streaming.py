@@ -29,7 +29,9 @@ class Meta(TypedDict):
     routed_experts: NotRequired[str]
     image_tokens: NotRequired[int]
     cached_tokens: NotRequired[int]  # of the prompt
-    spec_correct_drafts_histogram: NotRequired[list[int]]  # forwards by the number of a draft's tokens they accepted
+    spec_correct_drafts_histogram: NotRequired[
+        list[int]
+    ]  # forwards by the number of a draft's tokens they accepted
 
 
 class StreamError(TypedDict):
@@ -51,7 +53,9 @@ async def events(content: aiohttp.StreamReader) -> AsyncIterator[Answer]:
     """Yields the JSON of each event of a stream."""
     buffer = bytearray()
     async for data in content.iter_any():  # not by lines: they may be longer than aiohttp's limit
-        start = max(len(buffer) - 1, 0)  # an event with experts spans many reads: no byte is searched twice
+        start = max(
+            len(buffer) - 1, 0
+        )  # an event with experts spans many reads: no byte is searched twice
         buffer += data
         while (end := buffer.find(b"\n\n", start)) >= 0:
             text = bytes(buffer[:end]).removeprefix(b"data:").strip()
@@ -62,7 +66,8 @@ async def events(content: aiohttp.StreamReader) -> AsyncIterator[Answer]:
 
 
 def version_number(text: str) -> int:
-    """Returns an engine's weight version; UNVERIFIED if it is no number, as for the weights that SGLang loads."""
+    """Returns an engine's weight version; UNVERIFIED if it is no number, as for the weights that
+    SGLang loads."""
     return int(text) if text.isdigit() else UNVERIFIED
 
 
@@ -70,8 +75,12 @@ class StreamedAnswer:
     """Collects the pieces of one response. version: the oldest that may sample its first token."""
 
     def __init__(self, version: int) -> None:
-        self._pairs: list[tuple[float, int, None]] = []  # (log-probability, token id, ...) of each token
-        self.spans: list[tuple[int, int]] = []  # (token, version): which weights sampled from which token on
+        self._pairs: list[
+            tuple[float, int, None]
+        ] = []  # (log-probability, token id, ...) of each token
+        self.spans: list[
+            tuple[int, int]
+        ] = []  # (token, version): which weights sampled from which token on
         self.version = version  # of the engine at the end of the last piece
         self.ended = False  # the last token so far is the response's last
 
@@ -79,14 +88,15 @@ class StreamedAnswer:
         return len(self._pairs)
 
     def add(self, chunk: Answer) -> Answer | None:
-        """Adds a piece, which holds the new tokens or all so far. Returns the whole answer after the last piece."""
+        """Adds a piece, which holds the new tokens or all so far. Returns the whole answer after
+        the last piece."""
         meta = chunk["meta_info"]
         pairs = meta.get("output_token_logprobs") or []
         new = meta["completion_tokens"] - len(self._pairs)
         if new > len(pairs):
             raise ValueError(f"a piece has {len(pairs)} tokens, and {new} are new")
-        # A piece has only the version at its end. If that has changed, the older weights sampled a part of it: a token
-        # may be labelled older than it is, never newer.
+        # A piece has only the version at its end. If that has changed, the older weights sampled a
+        # part of it: a token may be labelled older than it is, never newer.
         if new > 0 and (not self.spans or self.spans[-1][1] != self.version):
             self.spans.append((len(self._pairs), self.version))
         self.version = version_number(meta["weight_version"])

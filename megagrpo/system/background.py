@@ -12,7 +12,8 @@ _CLOSE_S = 10.0  # how long cancelled work may take to end
 
 
 class BackgroundLoop:
-    """Runs coroutines in the event loop of a thread of this name, which starts with the first one."""
+    """Runs coroutines in the event loop of a thread of this name, which starts with the first
+    one."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -23,12 +24,15 @@ class BackgroundLoop:
         """Starts the work; its future may be cancelled."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name=self._name)
+            self._thread = threading.Thread(
+                target=self._loop.run_forever, daemon=True, name=self._name
+            )
             self._thread.start()
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self, *last: Callable[[], Awaitable[None]]) -> None:
-        """Cancels the work in progress, awaits each of `last` in the loop, and ends the thread. Idempotent."""
+        """Cancels the work in progress, awaits each of `last` in the loop, and ends the thread.
+        Idempotent."""
         if self._loop is not None:
             with ExitStack() as stack:
                 stack.callback(self._end_thread)

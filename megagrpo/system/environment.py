@@ -13,7 +13,10 @@ ENGINE = "MEGAGRPO_ENGINE"  # in an engine's process: its id
 ENGINE_HEADER = "X-Megagrpo-Engine"  # in its answers: the router's URL does not identify the engine
 WEIGHT_LOADER = "megagrpo.weights.engines.loader.run"  # every engine's custom weight loader
 
-_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch reads the first one that is set
+_ALLOCATOR = (
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+)  # torch reads the first one that is set
 _EXPANDABLE, _FIXED = "expandable_segments:True", "expandable_segments:False"
 
 
@@ -56,31 +59,39 @@ def hide_gpus() -> None:
 
 
 def of_all_nccl_ranks(connect_s: float) -> dict[str, str]:
-    """Returns the variables that trainers and engines, members of one NCCL communicator, must share.
+    """Returns the variables that trainers and engines, members of one NCCL communicator, must
+    share.
 
-    SGLang sets NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE to 0 only for itself, unless they are set. connect_s: seconds for
-    the ranks of a non-blocking communicator to meet in its first batch; torch's default is 30 minutes. Unless dumps are
-    off, torch's heartbeat monitor ends a rank 8 minutes after one of its peers died.
+    SGLang sets NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE to 0 only for itself, unless they are set.
+    connect_s: seconds for the ranks of a non-blocking communicator to meet in its first batch;
+    torch's default is 30 minutes. Unless dumps are off, torch's heartbeat monitor ends a rank 8
+    minutes after one of its peers died.
     """
     return {
         "NCCL_CUMEM_ENABLE": get("NCCL_CUMEM_ENABLE", "0"),
         "NCCL_NVLS_ENABLE": get("NCCL_NVLS_ENABLE", "0"),
-        "TORCH_NCCL_NONBLOCKING_TIMEOUT": get("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(connect_s))),
+        "TORCH_NCCL_NONBLOCKING_TIMEOUT": get(
+            "TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(connect_s))
+        ),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": get("TORCH_NCCL_DUMP_ON_TIMEOUT", "0"),
     }
 
 
 def of_trainer_ranks(*, cut: bool, beside_engines: bool, deterministic: bool) -> dict[str, str]:
-    """Returns the variables of trainer ranks in addition to of_all_nccl_ranks. The user's own values are kept.
+    """Returns the variables of trainer ranks in addition to of_all_nccl_ranks. The user's own
+    values are kept.
 
-    cut: layers are sharded by tensor or context parallelism. beside_engines: on the same GPUs as engines.
+    cut: layers are sharded by tensor or context parallelism. beside_engines: on the same GPUs as
+    engines.
     deterministic: the run must repeat bit by bit.
     """
     variables = {}
     if beside_engines:
         variables = without_expandable_segments()
     elif not any(map(get, _ALLOCATOR)):
-        variables[_ALLOCATOR[0]] = _EXPANDABLE  # varying micro-batch lengths fragment fixed segments
+        variables[_ALLOCATOR[0]] = (
+            _EXPANDABLE  # varying micro-batch lengths fragment fixed segments
+        )
     if cut:  # Megatron issues a layer's communication first; with one queue it also runs first
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if deterministic:
@@ -92,16 +103,23 @@ def of_trainer_ranks(*, cut: bool, beside_engines: bool, deterministic: bool) ->
 def without_expandable_segments() -> dict[str, str]:
     """Returns the user's settings of torch's allocator, if any, with expandable segments off.
 
-    torch_memory_saver, which puts engines to sleep, rejects expandable segments, and sharing their memory needs
-    pidfd_getfd, which containers forbid.
+    torch_memory_saver, which puts engines to sleep, rejects expandable segments, and sharing their
+    memory needs pidfd_getfd, which containers forbid.
     """
-    return {name: value.replace(_EXPANDABLE, _FIXED) for name in _ALLOCATOR if _EXPANDABLE in (value := get(name, ""))}
+    return {
+        name: value.replace(_EXPANDABLE, _FIXED)
+        for name in _ALLOCATOR
+        if _EXPANDABLE in (value := get(name, ""))
+    }
 
 
-def child_environment(extra: dict[str, str] | None = None, python_path: list[str] | None = None) -> dict[str, str]:
+def child_environment(
+    extra: dict[str, str] | None = None, python_path: list[str] | None = None
+) -> dict[str, str]:
     """Returns this process's environment with `extra` set and `python_path` first on PYTHONPATH.
 
-    The folder of this package is always on the path: children can import megagrpo however the parent was started.
+    The folder of this package is always on the path: children can import megagrpo however the
+    parent was started.
     """
     env = dict(os.environ)
     folders = [*(python_path or []), str(Path(megagrpo.__file__).parent.parent)]

@@ -1,4 +1,5 @@
-"""Turns what a library or a user's code raises about the user's input into one message that names the input."""
+"""Turns what a library or a user's code raises about the user's input into one message that names
+the input."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,9 @@ def explained(problem: str, hint: Callable[[Exception], str] = lambda exc: "") -
 
 
 @contextmanager
-def translated(what: str, *errors: type[Exception], raised: type[Exception] = ValueError) -> Iterator[None]:
+def translated(
+    what: str, *errors: type[Exception], raised: type[Exception] = ValueError
+) -> Iterator[None]:
     """Turns these errors inside into one "what: reason"."""
     try:
         yield

@@ -17,7 +17,9 @@ _FILES = 65_536  # that a process may have open, as far as the machine allows
 _PR_SET_PDEATHSIG = 1
 _LOG_LINES = 25
 _KILL_S = 5.0  # seconds for the kernel to release a large process
-_libc = ctypes.CDLL(None)  # loaded before fork: the child calls it between fork and exec, where loading could deadlock
+_libc = ctypes.CDLL(
+    None
+)  # loaded before fork: the child calls it between fork and exec, where loading could deadlock
 
 
 def spawn(
@@ -29,8 +31,9 @@ def spawn(
 ) -> subprocess.Popen:
     """Starts `command` in its own session; the kernel sends it `death_signal` when the parent dies.
 
-    Output is appended to `log`, or inherited without one; `share_stdout` inherits only standard output. Call it from a
-    thread that lives as long as the child may: Linux ties the signal to the thread that forked.
+    Output is appended to `log`, or inherited without one; `share_stdout` inherits only standard
+    output. Call it from a thread that lives as long as the child may: Linux ties the signal to the
+    thread that forked.
     """
     if log is not None:
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -47,11 +50,15 @@ def spawn(
 
 
 def dies_with_parent(parent: int, death_signal: signal.Signals) -> Callable[[], None]:
-    """Returns what a child of process `parent` calls between fork and exec so that the kernel sends it the signal."""
+    """Returns what a child of process `parent` calls between fork and exec so that the kernel sends
+    it the signal."""
 
     def arrange() -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, int(death_signal))
-        for number in (signal.SIGUSR1, signal.SIGUSR2):  # for the launcher; some Slurms also send them to its children
+        for number in (
+            signal.SIGUSR1,
+            signal.SIGUSR2,
+        ):  # for the launcher; some Slurms also send them to its children
             signal.signal(number, signal.SIG_IGN)
         if os.getppid() != parent:  # it died before the line above
             os._exit(1)
@@ -60,7 +67,8 @@ def dies_with_parent(parent: int, death_signal: signal.Signals) -> Callable[[], 
 
 
 def process_tree(pid: int) -> list[psutil.Process]:
-    """Returns the live processes among `pid`, its descendants and its session; zombies are excluded.
+    """Returns the live processes among `pid`, its descendants and its session; zombies are
+    excluded.
 
     An orphaned grandchild has another parent, but the same session.
     """
@@ -83,11 +91,14 @@ def is_live(process: psutil.Process) -> bool:
 
 
 def stop_tree(pid: int, grace_s: float = 5.0) -> None:
-    """Ends session leader `pid` (from `spawn`) and its descendants: TERM, then KILL after `grace_s` seconds.
+    """Ends session leader `pid` (from `spawn`) and its descendants: TERM, then KILL after `grace_s`
+    seconds.
 
     The caller must still `wait` for its own child, which otherwise remains a zombie.
     """
-    tree = {process.pid: process for process in process_tree(pid)}  # listed while parents still name their children
+    tree = {
+        process.pid: process for process in process_tree(pid)
+    }  # listed while parents still name their children
     if pid in tree:
         _signal(tree[pid], signal.SIGTERM)
     _wait_gone(tree.values(), grace_s)
@@ -109,7 +120,8 @@ def _signal(process: psutil.Process, number: signal.Signals) -> None:
 
 
 def raise_file_limit() -> None:
-    """Lets this process and those that it starts have many files and connections open, within the hard limit."""
+    """Lets this process and those that it starts have many files and connections open, within the
+    hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -10,9 +10,11 @@ _START_S, _RUN_S, _TERMINAL_S = 10.0, 30.0, 1.0  # between two lines of one phas
 
 
 class Progress:
-    """Says a phase when it starts, and its seconds every few seconds that it lasts. A context manager.
+    """Says a phase when it starts, and its seconds every few seconds that it lasts. A context
+    manager.
 
-    Until `follow` it prints: on a terminal one line that changes, in a file line by line. enabled=False says nothing.
+    Until `follow` it prints: on a terminal one line that changes, in a file line by line.
+    enabled=False says nothing.
     """
 
     def __init__(self, title: str, enabled: bool = True, stream: TextIO | None = None):
@@ -61,11 +63,19 @@ class Progress:
                 now = time.monotonic()
                 if self._phase and now - self._said >= self._every_s:
                     self._said, detail = now, self._detail()
-                    self._say(f"{self._phase}, {now - self._since:.0f} s" + (f": {detail}" if detail else ""))
+                    self._say(
+                        f"{self._phase}, {now - self._since:.0f} s"
+                        + (f": {detail}" if detail else "")
+                    )
 
     def _print(self, text: str) -> None:
         line = f"{self._title} {time.monotonic() - self._started:3.0f} s  {text}"
-        print(f"\r\033[K{line}" if self._live else line, end="" if self._live else "\n", file=self._stream, flush=True)
+        print(
+            f"\r\033[K{line}" if self._live else line,
+            end="" if self._live else "\n",
+            file=self._stream,
+            flush=True,
+        )
 
     def _end_line(self) -> None:
         if self._enabled and self._live and self._say == self._print:

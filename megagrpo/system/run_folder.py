@@ -1,13 +1,18 @@
 """The layout of the run folder, and atomic writes into it.
 
-config.yaml     the resolved experiment          metrics.jsonl  tensorboard/  rollouts/  summary.md  curve.png
-checkpoints/    step_000010/ ...                 dumps/         step_000012/ ...: batches for `megagrpo replay`
+config.yaml     the resolved experiment          metrics.jsonl  tensorboard/  rollouts/  summary.md
+curve.png
+checkpoints/    step_000010/ ...                 dumps/         step_000012/ ...: batches for
+`megagrpo replay`
 weights/        published by transport `disk`    sft/           metrics of the supervised warm-up
-images/         of the prompts, as engines and trainers see them: PNG files named after their content
+images/         of the prompts, as engines and trainers see them: PNG files named after their
+content
 engine_model/   bfloat16 model description from which engines start if model.path is quantised
-timeline/       phases of every rank             trained/       samples of every replica as the update saw them
+timeline/       phases of every rank             trained/       samples of every replica as the
+update saw them
 view.html  trace.json.gz                         written by `megagrpo view`
-service.json    address of the rollout service   service.key    its key: readable by its owner, removed at its end
+service.json    address of the rollout service   service.key    its key: readable by its owner,
+removed at its end
 service.progress  a line about its start
 wandb/          data for `wandb sync`            wandb_id       id of the W&B run (log.wandb)
 certify/        written by `megagrpo certify`    logs/          of every process
@@ -15,8 +20,10 @@ bisect/         a run folder of `megagrpo bisect`: also options.json, report.md,
 try/            a run folder of `megagrpo try`
 logs/trainer.log, service.log, engine-0.node-0.log ...
 logs/trainer.stop_request                        stop request of one node, see stop_request.py
-logs/error_trainer_rank3.txt, .final.txt         why a rank failed; "final": a restart would fail again
-logs/deadline_TIME.txt, logs/ranks/              which rank waits for which, see monitor/watchdog.py; progress, stacks
+logs/error_trainer_rank3.txt, .final.txt         why a rank failed; "final": a restart would fail
+again
+logs/deadline_TIME.txt, logs/ranks/              which rank waits for which, see
+monitor/watchdog.py; progress, stacks
 """
 
 import json
@@ -28,13 +35,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-# A text cut inside a pair of surrogates, as JSON from JavaScript may hold one, has no UTF-8; JSON reads this escape.
+# A text cut inside a pair of surrogates, as JSON from JavaScript may hold one, has no UTF-8; JSON
+# reads this escape.
 HALF_CHARACTERS = "backslashreplace"
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yields a draft that becomes `path` when the block ends. An exception inside leaves the old file."""
+    """Yields a draft that becomes `path` when the block ends. An exception inside leaves the old
+    file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with ExitStack() as cleanup:
@@ -51,9 +60,11 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """Yields an empty draft folder that replaces `target` when the block ends: `target` is always whole or absent.
+    """Yields an empty draft folder that replaces `target` when the block ends: `target` is always
+    whole or absent.
 
-    An exception inside removes the draft and leaves the old folder. What replaces `target` is on disk before it does.
+    An exception inside removes the draft and leaves the old folder. What replaces `target` is on
+    disk before it does.
     """
     draft, older = (target.with_name(f".{target.name}.{word}") for word in ("partial", "older"))
     for folder in (draft, older):
@@ -178,7 +189,8 @@ class RunFolder:
         return self.logs / f"error_{name}_rank{rank}{'.final.txt' if final else '.txt'}"
 
     def error_reports(self, name: str, final: bool = False) -> list[Path]:
-        """The reports of all ranks of the command `name`, on all nodes; with `final` only the final ones."""
+        """The reports of all ranks of the command `name`, on all nodes; with `final` only the final
+        ones."""
         return list(self.logs.glob(f"error_{name}_rank*{'.final.txt' if final else '.txt'}"))
 
     def deadline_page(self, moment: str) -> Path:

@@ -1,8 +1,9 @@
 """The stop request of a node: save at the next safe point and exit; the next start resumes.
 
-It is a file on every trainer node, not a signal to the ranks: a starting rank has no handler yet, and torchrun ends its
-ranks at a signal. The node's launcher creates the file at USR1 (or TERM, `megagrpo train`); between two steps the ranks
-agree whether any node has one, save, and write the last step into it; the launcher then exits with STOPPED.
+It is a file on every trainer node, not a signal to the ranks: a starting rank has no handler yet,
+and torchrun ends its ranks at a signal. The node's launcher creates the file at USR1 (or TERM,
+`megagrpo train`); between two steps the ranks agree whether any node has one, save, and write the
+last step into it; the launcher then exits with STOPPED.
 """
 
 from pathlib import Path

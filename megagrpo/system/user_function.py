@@ -1,4 +1,5 @@
-"""Loads functions named in an experiment: a built-in by its short name, a user's own as `package.module:function`.
+"""Loads functions named in an experiment: a built-in by its short name, a user's own as
+`package.module:function`.
 
 A module may also be a file, `folder/file.py:function`.
 """
@@ -17,19 +18,25 @@ from megagrpo.system.explained import explained
 def load_function(name: str, built_in: Mapping[str, str], key: str) -> Callable[..., Any]:
     """Imports and returns the function `name`.
 
-    built_in: short name -> "package.module:function". key: the configuration key that holds the name, for messages.
-    Raises ValueError for an unknown short name, a module that cannot be imported, and a function that the module lacks.
+    built_in: short name -> "package.module:function". key: the configuration key that holds the
+    name, for messages. Raises ValueError for an unknown short name, a module that cannot be
+    imported, and a function that the module lacks.
     """
     module_name, colon, function_name = built_in.get(name, name).partition(":")
     if not colon:
         hint = did_you_mean(name, built_in) or f"; known: {', '.join(built_in)}"
         raise ValueError(
-            f"{key} {name!r} is unknown{hint} (your own is written package.module:function, or file.py:function)"
+            f"{key} {name!r} is unknown{hint} (your own is written package.module:function, or "
+            "file.py:function)"
         )
     path_hint = "; is its folder on PYTHONPATH?"
     failed = f"{key} {name!r}: importing {module_name} failed"
     with explained(failed, lambda exc: path_hint if isinstance(exc, ModuleNotFoundError) else ""):
-        module = _from_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
+        module = (
+            _from_file(module_name)
+            if module_name.endswith(".py")
+            else importlib.import_module(module_name)
+        )
     function = vars(module).get(function_name)
     if not callable(function):
         hint = did_you_mean(function_name, vars(module))

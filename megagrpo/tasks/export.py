@@ -1,4 +1,5 @@
-"""Writes a checkpoint as a Hugging Face model folder, or its adapters as a PEFT folder: `megagrpo export`."""
+"""Writes a checkpoint as a Hugging Face model folder, or its adapters as a PEFT folder: `megagrpo
+export`."""
 
 from pathlib import Path
 
@@ -11,16 +12,24 @@ from megagrpo.weights.actor_weights import export_hf, export_peft, load_initial_
 
 
 def export(
-    config: ExperimentConfig, source: Path | None, output: str, device: torch.device, only_adapters: bool = False
+    config: ExperimentConfig,
+    source: Path | None,
+    output: str,
+    device: torch.device,
+    only_adapters: bool = False,
 ) -> None:
-    """Collective. Writes checkpoint `source`, by default the latest of the run, into folder `output`.
+    """Collective. Writes checkpoint `source`, by default the latest of the run, into folder
+    `output`.
 
-    The whole model with merged adapters, or with `only_adapters` a PEFT folder. Raises ValueError if there is no
-    checkpoint, or no adapter.
+    The whole model with merged adapters, or with `only_adapters` a PEFT folder. Raises ValueError
+    if there is no checkpoint, or no adapter.
     """
     lora = config.actor.lora
     if only_adapters and lora is None:
-        raise ValueError("export --lora writes adapters, but the experiment has no actor.lora: all weights are trained")
+        raise ValueError(
+            "export --lora writes adapters, but the experiment has no actor.lora: all weights are "
+            "trained"
+        )
     checkpoints = config.run_folder.checkpoints
     found = source or latest(checkpoints)
     if found is None:
@@ -30,7 +39,14 @@ def export(
     load_checkpoint(config, found, actor)
     if only_adapters and lora is not None:
         adapters = actor.trained_weights(weights)
-        export_peft(Path(output), adapters, actor.mesh, lora, base=config.model.path, dtype=config.actor.dtype)
+        export_peft(
+            Path(output),
+            adapters,
+            actor.mesh,
+            lora,
+            base=config.model.path,
+            dtype=config.actor.dtype,
+        )
     else:
         like, tokenizer = config.model.path, config.model.tokenizer
         export_hf(output, weights, actor.mesh, like, config.actor.dtype, tokenizer)

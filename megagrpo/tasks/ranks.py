@@ -1,6 +1,7 @@
 """Entry points of the ranks that torchrun starts: train, sft, export and replay.
 
-Each starts in `guarded`, which prepares the host before Megatron-Core is imported and turns a failure into one message.
+Each starts in `guarded`, which prepares the host before Megatron-Core is imported and turns a
+failure into one message.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def sft_main(config: ExperimentConfig) -> int:
         return guarded(config, "sft", body, trains=True)
 
 
-def export_main(config: ExperimentConfig, source: str | None, output: str, only_adapters: bool) -> int:
+def export_main(
+    config: ExperimentConfig, source: str | None, output: str, only_adapters: bool
+) -> int:
     """Runs one rank of `megagrpo export`."""
 
     def body(device: torch.device) -> None:
@@ -87,31 +90,42 @@ def replay_main(config: ExperimentConfig, dump_folder: str) -> int:
     return guarded(config, "replay", body)
 
 
-def guarded(config: ExperimentConfig, name: str, body: Callable[[torch.device], None], trains: bool = False) -> int:
+def guarded(
+    config: ExperimentConfig, name: str, body: Callable[[torch.device], None], trains: bool = False
+) -> int:
     """Runs `body` on this rank's device; returns 0, or 1 if it failed. `trains`: it may need a GPU.
 
-    The reason is written to logs/error_<name>_rank<N>.txt, the traceback to standard error. The report is final if a
-    restart would fail again: torchrun restarts ranks whatever their status, so the launcher, which sees the file, must
-    end it.
+    The reason is written to logs/error_<name>_rank<N>.txt, the traceback to standard error. The
+    report is final if a restart would fail again: torchrun restarts ranks whatever their status, so
+    the launcher, which sees the file, must end it.
     """
-    from megagrpo.actor.host import prepare_host, refuse_training_without_gpu, uses_transformer_engine
+    from megagrpo.actor.host import (
+        prepare_host,
+        refuse_training_without_gpu,
+        uses_transformer_engine,
+    )
     from megagrpo.mesh import RunStopped
 
     folder, rank, status = config.run_folder, environment.get_int("RANK", 0), 0
     for final in (False, True):
         folder.error_report(name, rank, final).unlink(missing_ok=True)
     try:
-        device = prepare_host(config.actor.device, uses_transformer_engine(config.actor), config.rollout.deterministic)
+        device = prepare_host(
+            config.actor.device, uses_transformer_engine(config.actor), config.rollout.deterministic
+        )
         if trains:
             refuse_training_without_gpu(config.actor, device)
         body(device)
     except Exception as exc:
         traceback.print_exc()
         final = isinstance(exc, ValueError | AssertionError | RunStopped)
-        write_whole(folder.error_report(name, rank, final), _reason(exc))  # then the launcher may end it
+        write_whole(
+            folder.error_report(name, rank, final), _reason(exc)
+        )  # then the launcher may end it
         status = 1
-    # The rank's work is on disk. Python's normal exit destroys process groups whose threads still run, which sometimes
-    # aborts ("terminate called without an active exception"); torchrun would then report a finished run as failed.
+    # The rank's work is on disk. Python's normal exit destroys process groups whose threads still
+    # run, which sometimes aborts ("terminate called without an active exception"); torchrun would
+    # then report a finished run as failed.
     if environment.under_torchrun():
         sys.stdout.flush()
         sys.stderr.flush()
@@ -120,7 +134,8 @@ def guarded(config: ExperimentConfig, name: str, body: Callable[[torch.device], 
 
 
 def _reason(exc: Exception) -> str:
-    """Returns the message for the user: our own errors are complete, others get their type and location."""
+    """Returns the message for the user: our own errors are complete, others get their type and
+    location."""
     if isinstance(exc, (ValueError, RuntimeError)) and str(exc):
         return str(exc)
     frame = traceback.extract_tb(exc.__traceback__)[-1]

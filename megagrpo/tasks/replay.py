@@ -1,4 +1,5 @@
-"""Repeats the update of a dumped step and compares its metrics with the recorded ones: `megagrpo replay`."""
+"""Repeats the update of a dumped step and compares its metrics with the recorded ones: `megagrpo
+replay`."""
 
 from pathlib import Path
 
@@ -14,14 +15,19 @@ from megagrpo.monitor.dump import Dump, read_dump
 
 
 def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) -> None:
-    """Collective. Updates the newest saved weights not later than the dumped step; the main rank prints the comparison.
+    """Collective. Updates the newest saved weights not later than the dumped step; the main rank
+    prints the comparison.
 
     Raises ValueError if the folder is no finished dump, or of another data-parallel size.
     """
     dump = read_dump(dump_folder)
-    by_epochs = config.train.num_epochs is not None  # else the run's length does not depend on the prompts
+    by_epochs = (
+        config.train.num_epochs is not None
+    )  # else the run's length does not depend on the prompts
     images = ImageStore.of(config.model, config.run_folder.images)
-    num_prompts = len(load_prompts(config.data, load_tokenizer(config.model), images)) if by_epochs else 0
+    num_prompts = (
+        len(load_prompts(config.data, load_tokenizer(config.model), images)) if by_epochs else 0
+    )
     actor = make_actor(config, config.train.steps(num_prompts), device)
     actor.images = images.pixels if images else None
     version, source = 0, latest(config.run_folder.checkpoints, dump.weight_version)
@@ -29,10 +35,14 @@ def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) ->
     if source is not None:
         version = load_checkpoint(config, source, actor).step
     batch = dump.batch(actor.mesh, actor.routed_layers)
-    if dump.algorithm.uses_reference and dump.algorithm.kl.estimator == "full":  # the reference's states are not dumped
+    if (
+        dump.algorithm.uses_reference and dump.algorithm.kl.estimator == "full"
+    ):  # the reference's states are not dumped
         batch = with_logprobs(actor, batch, config.sampling.temperature, False, "full")
     sampling = config.sampling
-    values, _ = update(actor, batch, dump.algorithm, sampling.temperature, sampling.max_response_tokens)
+    values, _ = update(
+        actor, batch, dump.algorithm, sampling.temperature, sampling.max_response_tokens
+    )
     if actor.mesh.is_main:
         print(compare(dump, values, version, source or config.model.path), flush=True)
 

@@ -1,4 +1,5 @@
-"""Supervised warm-up: trains `answer` + end of sequence after `prompt`, and writes a Hugging Face folder."""
+"""Supervised warm-up: trains `answer` + end of sequence after `prompt`, and writes a Hugging Face
+folder."""
 
 from collections.abc import Sequence
 
@@ -22,13 +23,16 @@ _DECAY = 0.95  # of the loss's running mean: about 20 steps
 
 
 def sft(config: ExperimentConfig, device: torch.device, progress: Progress) -> None:
-    """Collective. Trains from `sft.model` for `sft.num_steps` steps and writes the result to `model.path`."""
+    """Collective. Trains from `sft.model` for `sft.num_steps` steps and writes the result to
+    `model.path`."""
     options = config.sft
     assert options is not None, "the command refuses a configuration without an sft section"
     progress.enter(f"{config.actor.world_size} ranks meet and load the model")
     actor = MegatronActor(
         model_path=options.model,
-        config=config.actor.model_copy(update={"lora": None}),  # adapters are for the model that this writes
+        config=config.actor.model_copy(
+            update={"lora": None}
+        ),  # adapters are for the model that this writes
         optimizer=options.optimizer,
         num_updates=options.num_steps,
         seed=config.seed,
@@ -43,7 +47,9 @@ def sft(config: ExperimentConfig, device: torch.device, progress: Progress) -> N
     _check_answers(prompts.prompts, tokenizer)
     log = StepLog(config.run_folder.sft, config.log) if mesh.is_main else None
     running: float | None = None
-    with StepConsole(f"{config.name} sft", options.num_steps, enabled=config.log.console and mesh.is_main) as console:
+    with StepConsole(
+        f"{config.name} sft", options.num_steps, enabled=config.log.console and mesh.is_main
+    ) as console:
         progress.follow(console.status)
         progress.enter("")
         if dropped := describe_dropped(options.data, prompts):
@@ -63,24 +69,38 @@ def sft(config: ExperimentConfig, device: torch.device, progress: Progress) -> N
                 break
     if log is not None:
         log.close()
-    export_hf(config.model.path, weights, mesh, options.model, config.actor.dtype, config.model.tokenizer)
+    export_hf(
+        config.model.path, weights, mesh, options.model, config.actor.dtype, config.model.tokenizer
+    )
 
 
 def _check_answers(prompts: Sequence[Prompt], tokenizer) -> None:
     """Raises ValueError if an answer cannot be expressed in tokens."""
     if tokenizer.eos_token_id is None:
-        raise ValueError("sft: the tokenizer has no end-of-sequence token, with which every answer should end")
-    token_ids = tokenizer([prompt.answer for prompt in prompts], add_special_tokens=False)["input_ids"]
+        raise ValueError(
+            "sft: the tokenizer has no end-of-sequence token, with which every answer should end"
+        )
+    token_ids = tokenizer([prompt.answer for prompt in prompts], add_special_tokens=False)[
+        "input_ids"
+    ]
     for prompt, ids in zip(prompts, token_ids, strict=True):
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
-            raise ValueError(f"{prompt.location}: the tokenizer does not know every character of {prompt.answer!r:.80}")
+            raise ValueError(
+                f"{prompt.location}: the tokenizer does not know every character of "
+                f"{prompt.answer!r:.80}"
+            )
 
 
 def _supervised_batch(prompts: list[Prompt], tokenizer, mesh) -> Batch:
     """Returns a batch of this rank's share of the prompts with their answers as responses."""
     groups = []
     for index in range(mesh.dp_rank, len(prompts), mesh.dp_size):
-        answer = np.array([*tokenizer.encode(prompts[index].answer, add_special_tokens=False), tokenizer.eos_token_id])
+        answer = np.array(
+            [
+                *tokenizer.encode(prompts[index].answer, add_special_tokens=False),
+                tokenizer.eos_token_id,
+            ]
+        )
         sample = Sample(0, answer, np.zeros(len(answer)), "stop", 0, prompts[index].answer)
         groups.append(RolloutGroup(index, prompts[index], (sample,), (Outcome("score"),)))
     return build_batch(groups, one_pass(len(prompts)), mesh)

@@ -13,12 +13,14 @@ _TOKEN_BYTES = 12  # of a token in the page: its id and its difference
 
 
 def read_samples(folder: RunFolder, max_bytes: float) -> tuple[dict, list[str]]:
-    """Returns {"groups": [...], "pieces": {token id: text}, "images": {key: data URI}} and notes on omissions.
+    """Returns {"groups": [...], "pieces": {token id: text}, "images": {key: data URI}} and notes on
+    omissions.
 
     Samples take about `max_bytes`, and so do their images.
 
-    A group is a line of rollouts/ with its step; a sample also has its advantage and, if they were recorded, its
-    tokens: {"ids", "difference"}. Selects the first groups of every step, or of evenly spread steps.
+    A group is a line of rollouts/ with its step; a sample also has its advantage and, if they were
+    recorded, its tokens: {"ids", "difference"}. Selects the first groups of every step, or of
+    evenly spread steps.
     """
     files = folder.rollout_files()
     chosen = spread(list(files), _MAX_STEPS)
@@ -26,7 +28,9 @@ def read_samples(folder: RunFolder, max_bytes: float) -> tuple[dict, list[str]]:
     groups: list[dict] = []
     num_cut, left = 0, max_bytes
     for index, step in enumerate(chosen):
-        allowance = left / (len(chosen) - index)  # later steps may use the bytes that a step leaves over
+        allowance = left / (
+            len(chosen) - index
+        )  # later steps may use the bytes that a step leaves over
         used = 0
         records = list(read_rollouts(files[step].values()))
         most = max((len(record["samples"]) for record in records), default=0)
@@ -42,11 +46,16 @@ def read_samples(folder: RunFolder, max_bytes: float) -> tuple[dict, list[str]]:
     if len(files) > len(chosen):
         notes.append(f"samples: of {len(chosen)} of {len(files)} steps, evenly spread")
     if num_cut:
-        notes.append(f"samples: in {num_cut} step(s) only the first groups, within --sample-mb {max_bytes / 1e6:g}")
+        notes.append(
+            f"samples: in {num_cut} step(s) only the first groups, within --sample-mb "
+            f"{max_bytes / 1e6:g}"
+        )
     samples = [sample for group in groups for sample in group["samples"]]
     used_ids = {token for sample in samples for token in sample.get("tokens", {}).get("ids", ())}
     shown = {"groups": groups, "images": _images(folder, groups, max_bytes)}
-    return shown | {"pieces": {str(token): pieces.get(str(token), f"[{token}]") for token in used_ids}}, notes
+    return shown | {
+        "pieces": {str(token): pieces.get(str(token), f"[{token}]") for token in used_ids}
+    }, notes
 
 
 def _images(folder: RunFolder, groups: list[dict], max_bytes: float) -> dict[str, str]:
@@ -59,8 +68,11 @@ def _images(folder: RunFolder, groups: list[dict], max_bytes: float) -> dict[str
     return found
 
 
-def _group(step: int, record: dict, most: int, trained: dict, allowance: float, first: bool) -> tuple[dict | None, int]:
-    """Returns the group with the samples that fit into `allowance` bytes, None without any, and its size in bytes.
+def _group(
+    step: int, record: dict, most: int, trained: dict, allowance: float, first: bool
+) -> tuple[dict | None, int]:
+    """Returns the group with the samples that fit into `allowance` bytes, None without any, and its
+    size in bytes.
 
     The first group of a step has at least one sample. most: samples of the step's largest group.
     """
@@ -83,8 +95,11 @@ def _group(step: int, record: dict, most: int, trained: dict, allowance: float, 
     return (group, size) if group["samples"] else (None, 0)
 
 
-def _trained(folder: RunFolder, steps: set[int]) -> tuple[dict[tuple[int, int], dict], dict[str, str]]:
-    """Returns advantage and tokens by (step, sample id), as recorded by the update, and the text of each token id."""
+def _trained(
+    folder: RunFolder, steps: set[int]
+) -> tuple[dict[tuple[int, int], dict], dict[str, str]]:
+    """Returns advantage and tokens by (step, sample id), as recorded by the update, and the text of
+    each token id."""
     found: dict[tuple[int, int], dict] = {}
     pieces: dict[str, str] = {}
     for path in folder.trained_files().values():

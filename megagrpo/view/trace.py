@@ -1,4 +1,5 @@
-"""Merges the timelines of all ranks into a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""Merges the timelines of all ranks into a trace that Perfetto (ui.perfetto.dev) and
+chrome://tracing open.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -21,21 +22,26 @@ _MAX_REQUESTS = 4000  # of a step, over all ranks
 _TRAINERS, _ENGINES = 1, 2  # "processes" of the trace
 
 
-_RankStep = tuple[int, str, dict]  # rank, label, and the line of the rank's timeline file: see monitor/timeline.py
+_RankStep = tuple[
+    int, str, dict
+]  # rank, label, and the line of the rank's timeline file: see monitor/timeline.py
 
 
 def spread(items: Sequence[T], number: int) -> list[T]:
-    """Returns at most `number` >= 2 of the items, evenly spread, including the first and the last."""
+    """Returns at most `number` >= 2 of the items, evenly spread, including the first and the
+    last."""
     if len(items) <= number:
         return list(items)
     return [items[round(i * (len(items) - 1) / (number - 1))] for i in range(number)]
 
 
 def read_trace(folder: RunFolder, num_steps: int) -> tuple[list[dict], list[str]]:
-    """Returns the events of the last `num_steps` steps that rank 0 recorded, and notes on omissions; [] without any.
+    """Returns the events of the last `num_steps` steps that rank 0 recorded, and notes on
+    omissions; [] without any.
 
-    Ranks are threads of a process "trainers", engines of a process "engines". Requests overlap: they are asynchronous
-    events and a counter of those in flight. Times are microseconds since the first event, by each rank's own clock.
+    Ranks are threads of a process "trainers", engines of a process "engines". Requests overlap:
+    they are asynchronous events and a counter of those in flight. Times are microseconds since the
+    first event, by each rank's own clock.
     """
     files = folder.timeline_files()
     recorded = sorted({line["step"] for line in read_step_lines(files[0])}) if 0 in files else []
@@ -71,7 +77,9 @@ def _events(lines: list[_RankStep], shown: set[int], max_requests: int) -> Itera
     for pid, tid, name in threads:
         yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}
     every = -(-sum(len(line["requests"]) for *_, line in lines) // max_requests) or 1
-    changes: dict[str, list[tuple[int, float]]] = defaultdict(list)  # by engine: time, requests that start there
+    changes: dict[str, list[tuple[int, float]]] = defaultdict(
+        list
+    )  # by engine: time, requests that start there
     ids = count()
     for rank, label, line in lines:
         shift = line["start"] - zero
@@ -95,7 +103,13 @@ def _events(lines: list[_RankStep], shown: set[int], max_requests: int) -> Itera
         for moment, change in sorted(moments):
             running = max(running + change, 0.0)
             args = {"requests": round(running, 2)}
-            yield {"ph": "C", "pid": _ENGINES, "name": f"running on {name or 'no engine'}", "ts": moment, "args": args}
+            yield {
+                "ph": "C",
+                "pid": _ENGINES,
+                "name": f"running on {name or 'no engine'}",
+                "ts": moment,
+                "args": args,
+            }
 
 
 def _slice(pid: int, tid: int, name: str, start: int, end: int, label: str) -> dict:

@@ -1,4 +1,5 @@
-"""The actor's weights: loaded from a Hugging Face folder, recorded as copy lists, exported; adapters as PEFT does."""
+"""The actor's weights: loaded from a Hugging Face folder, recorded as copy lists, exported;
+adapters as PEFT does."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,11 @@ from megagrpo.mesh import Mesh
 from megagrpo.system.run_folder import whole_folder
 from megagrpo.weights.copies.record import Copy, Recording, Specs, record_whole
 from megagrpo.weights.hf_folder import HfFolder, ReadingProgress, write_hf_folder
-from megagrpo.weights.transports.gather_plan import gather_to_main, make_gather_plan, published_specs
+from megagrpo.weights.transports.gather_plan import (
+    gather_to_main,
+    make_gather_plan,
+    published_specs,
+)
 
 _SHARD_BYTES, _ADAPTER_BYTES = 2 << 30, 1 << 30
 _PEFT_PREFIX = "base_model.model."  # of the model inside PEFT's two wrappers
@@ -52,7 +57,9 @@ class ActorWeights:
     copies: list[Copy]  # this rank's, recorded from its load_hf
     hf_specs: Specs  # of the whole model: name -> shape and dtype in the checkpoint
     parameters: Callable[[], Mapping[str, Tensor]]  # live, under the names in `copies`
-    merged: Callable[[], AbstractContextManager[None]] = nullcontext  # around any use of them as the model's weights
+    merged: Callable[[], AbstractContextManager[None]] = (
+        nullcontext  # around any use of them as the model's weights
+    )
     # HF tensors that keep a dtype of their own wherever the model goes, such as a router's bias.
     kept: Mapping[str, torch.dtype] = field(default_factory=dict)
     fp8: frozenset[str] = frozenset()  # HF tensors that engines with FP8 weights must keep in FP8
@@ -61,15 +68,21 @@ class ActorWeights:
 def load_initial_weights(
     actor: LoadableActor, path: str, overwritten: bool = False, draft: bool = False
 ) -> ActorWeights:
-    """Loads a Hugging Face folder into the actor and records its copy list. Raises ValueError for an unusable folder.
+    """Loads a Hugging Face folder into the actor and records its copy list. Raises ValueError for
+    an unusable folder.
 
-    overwritten: a checkpoint is loaded next, so only names, shapes and dtypes are read and parameters are 0; elements
-    without a source, such as padding of a vocabulary, stay 0. draft: the actor has one.
+    overwritten: a checkpoint is loaded next, so only names, shapes and dtypes are read and
+    parameters are 0; elements without a source, such as padding of a vocabulary, stay 0. draft: the
+    actor has one.
     """
     hf, parameters = HfFolder(path), actor.parameters()
     description = hf.path / "config.json"
     config = read_description(description) if description.is_file() else {}
-    specs = {name: spec for name, spec in hf.specs.items() if not (config and is_left_out(config, name, draft))}
+    specs = {
+        name: spec
+        for name, spec in hf.specs.items()
+        if not (config and is_left_out(config, name, draft))
+    }
     tensors = list(model_tensors(architecture_of(config, draft))) if config else []
     _check_shapes(hf.path, specs, tensors)
     recording, kept = record_whole(actor.load_hf, specs, parameters), kept_dtypes(config, draft)
@@ -95,7 +108,10 @@ def _check_shapes(path: Path, specs: Specs, tensors: Sequence[TensorSpec]) -> No
             continue
         says = f"{path}: tensor {spec.name} has the shape {found}, but {spec.shape} by config.json"
         if spec.expert and len(found) == 3:  # fused, as Qwen3-VL-MoE's are
-            says += "; transformers 5 saves experts transposed: name the published model, or transpose them back"
+            says += (
+                "; transformers 5 saves experts transposed: name the published model, or "
+                "transpose them back"
+            )
         raise ValueError(says)
 
 
@@ -105,16 +121,23 @@ def kept_dtypes(config: HfConfig, draft: bool) -> dict[str, torch.dtype]:
     return {spec.name: getattr(torch, spec.dtype) for spec in tensors if spec.dtype is not None}
 
 
-def _check_kept(copies: list[Copy], parameters: Mapping[str, Tensor], kept: Mapping[str, torch.dtype]) -> None:
-    """Asserts that no parameter rounds a tensor that keeps its dtype: every digest of rounded values would pass."""
+def _check_kept(
+    copies: list[Copy], parameters: Mapping[str, Tensor], kept: Mapping[str, torch.dtype]
+) -> None:
+    """Asserts that no parameter rounds a tensor that keeps its dtype: every digest of rounded
+    values would pass."""
     for copy in copies:
         wanted, found = kept.get(copy.hf), parameters[copy.parameter].dtype
-        assert wanted in (None, found), f"{copy.parameter} holds HF tensor {copy.hf} in {found}, not in {wanted}"
+        assert wanted in (None, found), (
+            f"{copy.parameter} holds HF tensor {copy.hf} in {found}, not in {wanted}"
+        )
 
 
 def read_recorded(hf: HfFolder, recording: Recording, parameters: Mapping[str, Tensor]) -> None:
     """Replays recorded copies from the checkpoint files `hf`, reading only the needed ranges."""
-    progress = ReadingProgress(sum(hf.stored_bytes(copy.hf, copy.size) for copy in recording.copies))
+    progress = ReadingProgress(
+        sum(hf.stored_bytes(copy.hf, copy.size) for copy in recording.copies)
+    )
     shown = not dist.is_initialized() or dist.get_rank() == 0
     for fill in recording.fills:
         fill.view(parameters).fill_(fill.value)
@@ -125,12 +148,18 @@ def read_recorded(hf: HfFolder, recording: Recording, parameters: Mapping[str, T
 
 
 def export_hf(
-    target: str | Path, weights: ActorWeights, mesh: Mesh, like: str, dtype: str, tokenizer: str | None = None
+    target: str | Path,
+    weights: ActorWeights,
+    mesh: Mesh,
+    like: str,
+    dtype: str,
+    tokenizer: str | None = None,
 ) -> None:
     """Collective. Writes the live weights, adapters merged, as an HF folder, whole or not at all.
 
-    like: the folder that all other files come from; but the tokenizer's from `tokenizer`, if given. dtype: of all
-    tensors but those that keep another (ActorWeights.kept). Raises LeaderError on every rank.
+    like: the folder that all other files come from; but the tokenizer's from `tokenizer`, if given.
+    dtype: of all tensors but those that keep another (ActorWeights.kept). Raises LeaderError on
+    every rank.
     """
     published: torch.dtype = getattr(torch, dtype)
     specs = published_specs(weights.hf_specs, published, weights.kept)
@@ -143,8 +172,11 @@ def export_hf(
         gather_to_main(plan, weights.parameters(), mesh, write, f"export to {target}")
 
 
-def export_peft(target: Path, adapters: ActorWeights, mesh: Mesh, lora: LoraConfig, base: str, dtype: str) -> None:
-    """Collective. Writes the live adapters (MegatronActor.trained_weights) as PEFT's folder, whole or not at all.
+def export_peft(
+    target: Path, adapters: ActorWeights, mesh: Mesh, lora: LoraConfig, base: str, dtype: str
+) -> None:
+    """Collective. Writes the live adapters (MegatronActor.trained_weights) as PEFT's folder, whole
+    or not at all.
 
     An older folder is replaced. base: the model's. Raises LeaderError on every rank.
     """
@@ -158,7 +190,9 @@ def export_peft(target: Path, adapters: ActorWeights, mesh: Mesh, lora: LoraConf
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
-        "target_modules": list(lora.targets),  # experts one by one, as in the checkpoint; PEFT fuses them itself
+        "target_modules": list(
+            lora.targets
+        ),  # experts one by one, as in the checkpoint; PEFT fuses them itself
         "bias": "none",
         "inference_mode": True,
     }
@@ -166,7 +200,10 @@ def export_peft(target: Path, adapters: ActorWeights, mesh: Mesh, lora: LoraConf
     def write(buckets: Iterator[dict[str, Tensor]]) -> None:
         tensors: dict[str, Tensor] = {}
         for bucket in buckets:
-            tensors |= {f"{_PEFT_PREFIX}{name}": t.detach().to("cpu", copy=True) for name, t in bucket.items()}
+            tensors |= {
+                f"{_PEFT_PREFIX}{name}": t.detach().to("cpu", copy=True)
+                for name, t in bucket.items()
+            }
         with whole_folder(target) as draft:
             save_file(tensors, draft / "adapter_model.safetensors", metadata={"format": "pt"})
             (draft / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")

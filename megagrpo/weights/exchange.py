@@ -1,8 +1,9 @@
 """The exchange: sends the actor's weights to every engine and verifies them before any sample.
 
-For every engine, always in this order: pause -> begin -> transfer -> end -> verify digests of the live parameters ->
-set version -> continue -> mark ready. Only rank 0 calls engines, in one thread each; a failure there is raised on every
-rank. An engine that dies during an update is reported, restarted and updated again, and delays no other.
+For every engine, always in this order: pause -> begin -> transfer -> end -> verify digests of the
+live parameters -> set version -> continue -> mark ready. Only rank 0 calls engines, in one thread
+each; a failure there is raised on every rank. An engine that dies during an update is reported,
+restarted and updated again, and delays no other.
 """
 
 import hashlib
@@ -47,7 +48,8 @@ WEIGHTS_DIFFER = "live weights differ from the trainers'"  # start of the error 
 
 
 class Exchange:
-    """Publishes the actor's weights. Collective: construction, publish, verify. on_call: see EngineConnection."""
+    """Publishes the actor's weights. Collective: construction, publish, verify. on_call: see
+    EngineConnection."""
 
     def __init__(
         self,
@@ -60,7 +62,9 @@ class Exchange:
     ):
         self._config, self._mesh = config, mesh
         self._ids: list[str] = []  # of the engines to update; on the main rank
-        self._numbers: list[list[np.ndarray]] = []  # by kind and rank of an engine: of its slices among the digests
+        self._numbers: list[
+            list[np.ndarray]
+        ] = []  # by kind and rank of an engine: of its slices among the digests
         published = weights if config.rollout.quantization is None else quantised(weights, mesh)
         if published is not weights and mesh.is_main:
             print(*format_table(weights, published), sep="\n", flush=True)
@@ -87,11 +91,12 @@ class Exchange:
         self._fleet = EngineFleet(config, registry, specs, self._transport, on_call, patience_s)
 
     def publish(self, version: int, only: list[str] | None = None) -> dict[str, float]:
-        """Collective. Updates all usable engines, or those in `only`, to the actor's present weights, called `version`.
+        """Collective. Updates all usable engines, or those in `only`, to the actor's present
+        weights, called `version`.
 
-        Returns, the same on every rank: rank 0's seconds per phase (_PHASES, total), the model's bytes, and the Traffic
-        of all ranks together. Raises LeaderError on every rank: digests differ, an engine refuses, or one does not
-        come back within weights.timeout_s.
+        Returns, the same on every rank: rank 0's seconds per phase (_PHASES, total), the model's
+        bytes, and the Traffic of all ranks together. Raises LeaderError on every rank: digests
+        differ, an engine refuses, or one does not come back within weights.timeout_s.
         """
         timer, deadline, traffic = PhaseTimer(), Deadline(self._config.weights.timeout_s), Traffic()
         more = self._next(lambda: self._fleet.choose(only, deadline), "find engines")
@@ -102,10 +107,15 @@ class Exchange:
         total = Traffic()
         for part in self._mesh.gather_world(traffic):
             total.add(part)
-        return seconds | {"bytes": float(self._num_bytes)} | {k: float(v) for k, v in asdict(total).items()}
+        return (
+            seconds
+            | {"bytes": float(self._num_bytes)}
+            | {k: float(v) for k, v in asdict(total).items()}
+        )
 
     def verify(self, only: list[str] | None = None) -> None:
-        """Collective. Compares the engines' live parameters with the actor's. LeaderError names what differs."""
+        """Collective. Compares the engines' live parameters with the actor's. LeaderError names
+        what differs."""
         deadline = Deadline(self._config.weights.timeout_s)
         self._next(lambda: self._fleet.choose(only, deadline), "find engines")
         self._open(deadline, writing=False)
@@ -123,11 +133,13 @@ class Exchange:
         return self._fleet.waiting()
 
     def close(self) -> None:
-        """Local. Disconnects from the engines, which keep their weights; an engine that has ended is no error."""
+        """Local. Disconnects from the engines, which keep their weights; an engine that has ended
+        is no error."""
         self._fleet.close()
 
     def _next(self, find: Callable[[], list[str]], what: str) -> bool:
-        """Collective. Makes the main rank's `find` the engines to update; returns whether there are any."""
+        """Collective. Makes the main rank's `find` the engines to update; returns whether there are
+        any."""
 
         def keep() -> None:
             self._ids = find()
@@ -135,24 +147,35 @@ class Exchange:
         self._mesh.from_main(keep, what)
         return self._mesh.any_true(bool(self._ids))
 
-    def _update(self, version: int, deadline: Deadline, timer: PhaseTimer, traffic: Traffic) -> bool:
-        """Collective. Updates the engines of `_next`. Returns whether some died, came back and are still needed."""
+    def _update(
+        self, version: int, deadline: Deadline, timer: PhaseTimer, traffic: Traffic
+    ) -> bool:
+        """Collective. Updates the engines of `_next`. Returns whether some died, came back and are
+        still needed."""
         with timer("connect"):
             self._open(deadline, writing=True)  # pause
         with timer("transfer"), ThreadPoolExecutor(1) as pool:
             digesting = pool.submit(self._digests.local)  # concurrently with the transfer
-            traffic.add(self._transport.transfer(version, self._fleet, timer))  # begin -> transfer -> end
+            traffic.add(
+                self._transport.transfer(version, self._fleet, timer)
+            )  # begin -> transfer -> end
         with timer("digest"):
-            expected = self._digests.total(self._mesh.result_everywhere(digesting, "digest weights"))
+            expected = self._digests.total(
+                self._mesh.result_everywhere(digesting, "digest weights")
+            )
         with timer("verify"):
             self._mesh.from_main(
-                lambda: self._fleet.each(lambda engine: self._admit(engine, version, expected)), "verify weights"
+                lambda: self._fleet.each(lambda engine: self._admit(engine, version, expected)),
+                "verify weights",
             )
         with timer("restart"):
-            return self._next(lambda: self._fleet.wait_for_lost(version, deadline), "wait for engines that died")
+            return self._next(
+                lambda: self._fleet.wait_for_lost(version, deadline), "wait for engines that died"
+            )
 
     def _open(self, deadline: Deadline, writing: bool) -> None:
-        """Collective. Pauses the engines; every rank learns the copy lists of a new kind, for digests and transfers."""
+        """Collective. Pauses the engines; every rank learns the copy lists of a new kind, for
+        digests and transfers."""
 
         def open_and_sort() -> list[list[list[Copy]]] | None:
             self._fleet.open(self._ids, deadline, writing)
@@ -161,7 +184,9 @@ class Exchange:
                 if engine.slices not in kinds:
                     kinds.append(engine.slices)
                 engine.kind = kinds.index(engine.slices)
-                engine.slices = kinds[engine.kind]  # one list for all: it may have a million entries
+                engine.slices = kinds[
+                    engine.kind
+                ]  # one list for all: it may have a million entries
             return kinds[len(self._fleet.kinds) :] or None  # which is not sent
 
         for kind in self._mesh.from_main(open_and_sort, "connect to engines") or ():
@@ -169,18 +194,23 @@ class Exchange:
             self._numbers.append(self._digests.add(kind))
 
     def _admit(self, engine: EngineConnection, version: int, expected: np.ndarray) -> None:
-        """Verifies one engine, sets its version, lets it continue and marks it ready. Rank 0 only."""
+        """Verifies one engine, sets its version, lets it continue and marks it ready. Rank 0
+        only."""
         kept = self._config.rollout.prefix_cache == "by_version" and engine.emptied
         self._check(engine, expected, flush=not kept)
         engine.emptied = True
         self._fleet.admit(engine, version)
 
     def _check(self, engine: EngineConnection, expected: np.ndarray, flush: bool) -> None:
-        """Raises RuntimeError naming the engine, the parameters and the slices that differ from the actor's weights."""
+        """Raises RuntimeError naming the engine, the parameters and the slices that differ from the
+        actor's weights."""
         digests, problems = engine.digests(flush)
-        for rank, (copies, numbers) in enumerate(zip(engine.slices, self._numbers[engine.kind], strict=True)):
+        for rank, (copies, numbers) in enumerate(
+            zip(engine.slices, self._numbers[engine.kind], strict=True)
+        ):
             problems += [
-                f"{engine} rank {rank}: parameter {copies[k].parameter} does not hold HF tensor {copies[k].source}"
+                f"{engine} rank {rank}: parameter {copies[k].parameter} does not hold HF tensor "
+                f"{copies[k].source}"
                 for k in np.flatnonzero(digests[rank] != expected[numbers])
             ]
         if problems:
@@ -189,14 +219,16 @@ class Exchange:
 
 
 class EngineRefresh:
-    """Publishes to engines that restarted without weights. publish: collective; takes a version and engine ids."""
+    """Publishes to engines that restarted without weights. publish: collective; takes a version and
+    engine ids."""
 
     def __init__(self, mesh: Mesh, publish: Callable[[int, list[str]], object]):
         self._mesh, self._publish = mesh, publish
         self._due: list[str] = []  # on the main rank
 
     def due(self, engines: Sequence[EngineInfo], version: int) -> bool:
-        """Main rank. Notes the engines that are awake without weights of `version`; returns whether there are any."""
+        """Main rank. Notes the engines that are awake without weights of `version`; returns whether
+        there are any."""
         awake = [e for e in engines if e.alive and e.state != "asleep"]
         self._due = [e.id for e in awake if e.state == "stale" or e.weight_version != version]
         return bool(self._due)
@@ -215,10 +247,11 @@ def _num_engines(config: ExperimentConfig) -> int:
 
 
 def _gather_distinct(copies: list[Copy], mesh: Mesh) -> list[list[Copy]]:
-    """Collective. Returns the copies of every rank, by rank; ranks with equal copies share one list.
+    """Collective. Returns the copies of every rank, by rank; ranks with equal copies share one
+    list.
 
-    Of ranks with equal copies (replicas) only the first sends them, and no list is padded to the longest one, as a
-    gather does: from 512 ranks both would be gigabytes.
+    Of ranks with equal copies (replicas) only the first sends them, and no list is padded to the
+    longest one, as a gather does: from 512 ranks both would be gigabytes.
     """
     digests = mesh.gather_world(hashlib.sha256(repr(copies).encode()).digest())
     lists = {

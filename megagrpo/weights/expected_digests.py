@@ -15,14 +15,18 @@ from megagrpo.weights.transports.protocol import TrainerWeights
 
 
 class ExpectedDigests:
-    """Computes the digests of all engines' slices, numbered as added: trainer ranks digest shares, which add up."""
+    """Computes the digests of all engines' slices, numbered as added: trainer ranks digest shares,
+    which add up."""
 
     def __init__(self, weights: TrainerWeights):
         self._weights = weights
         rank = weights.mesh.rank
         shares = share_out(weights.copies, weights.specs, on_main=False)
-        self._share = {name: [copy for owner, copy in parts if owner == rank] for name, parts in shares.items()}
-        # Of every slice, its number: an HF tensor's name, start and size of a box of it; the same on every rank.
+        self._share = {
+            name: [copy for owner, copy in parts if owner == rank] for name, parts in shares.items()
+        }
+        # Of every slice, its number: an HF tensor's name, start and size of a box of it; the same
+        # on every rank.
         self._index: dict[tuple[str, tuple[int, ...], tuple[int, ...]], int] = {}
         self._copies: list[Copy] = []  # this rank's parts of all slices
         self._slices = np.empty(0, dtype=np.int64)  # by part: the number of its slice
@@ -30,7 +34,8 @@ class ExpectedDigests:
         self._stream: torch.cuda.Stream | None = None
 
     def add(self, engine: Sequence[Sequence[Copy]]) -> list[np.ndarray]:
-        """Adds an engine's slices, by its ranks; the same on all trainers. Returns their numbers, int64 [slices]."""
+        """Adds an engine's slices, by its ranks; the same on all trainers. Returns their numbers,
+        int64 [slices]."""
         parts: list[int] = []
 
         def number_of(copy: Copy) -> int:
@@ -43,20 +48,25 @@ class ExpectedDigests:
                     parts.append(number)
             return number
 
-        numbers = [np.array([number_of(copy) for copy in copies], dtype=np.int64) for copies in engine]
+        numbers = [
+            np.array([number_of(copy) for copy in copies], dtype=np.int64) for copies in engine
+        ]
         self._slices = np.concatenate([self._slices, np.array(parts, dtype=np.int64)])
         self._batches = CopyBatches(self._copies, self._weights.specs)
         return numbers
 
     def compute(self) -> np.ndarray:
-        """Collective. Returns the digests of all slices of the present weights, as published: int64 [slices]."""
+        """Collective. Returns the digests of all slices of the present weights, as published: int64
+        [slices]."""
         return self.total(self.local())
 
     def local(self) -> Tensor:
-        """Returns this rank's share in the digest of every slice, int64 [slices] on the mesh's device.
+        """Returns this rank's share in the digest of every slice, int64 [slices] on the mesh's
+        device.
 
-        No collective, and only reads the parameters: a side thread may run it while they are being sent. On CUDA it
-        runs in a stream of its own, after the default stream's earlier work, and waits for the result.
+        No collective, and only reads the parameters: a side thread may run it while they are being
+        sent. On CUDA it runs in a stream of its own, after the default stream's earlier work, and
+        waits for the result.
         """
         device = self._weights.mesh.device
         if device.type != "cuda":
@@ -70,7 +80,8 @@ class ExpectedDigests:
         return digests
 
     def total(self, local: Tensor) -> np.ndarray:
-        """Collective. Returns the digest of every slice from the ranks' shares in it (`local`): int64 [slices]."""
+        """Collective. Returns the digest of every slice from the ranks' shares in it (`local`):
+        int64 [slices]."""
         if self._weights.mesh.world_size > 1:
             dist.all_reduce(local)
         return local.cpu().numpy()
@@ -82,5 +93,7 @@ class ExpectedDigests:
             found.append(batched_digest(values.to(dtype), box))
             slices.append(self._slices[indices])
         if found:
-            totals.index_add_(0, torch.from_numpy(np.concatenate(slices)).to(totals.device), torch.cat(found))
+            totals.index_add_(
+                0, torch.from_numpy(np.concatenate(slices)).to(totals.device), torch.cat(found)
+            )
         return totals

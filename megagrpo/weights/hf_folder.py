@@ -1,6 +1,8 @@
-"""Hugging Face checkpoint folders, read lazily and written atomically: safetensors, sharded with an index or not.
+"""Hugging Face checkpoint folders, read lazily and written atomically: safetensors, sharded with an
+index or not.
 
-An FP8 tensor X has block scales in `X_scale_inv`; it is read as the bfloat16 tensor of the products.
+An FP8 tensor X has block scales in `X_scale_inv`; it is read as the bfloat16 tensor of the
+products.
 """
 
 import hashlib
@@ -39,39 +41,57 @@ _SECONDS_BETWEEN_LINES, _BAR_WIDTH = 5.0, 24
 
 
 class HfFolder(Mapping[str, Tensor]):
-    """Maps names to the tensors of an HF checkpoint, read through a memory map: page by page, when they are copied.
+    """Maps names to the tensors of an HF checkpoint, read through a memory map: page by page, when
+    they are copied.
 
-    A slice of columns also reads the bytes between its pieces, which the node's other tensor-parallel ranks then find
-    in the page cache; reading only the pieces was three times slower. Raises ValueError for a missing, unreadable or
-    incomplete checkpoint, naming the file.
+    A slice of columns also reads the bytes between its pieces, which the node's other
+    tensor-parallel ranks then find in the page cache; reading only the pieces was three times
+    slower. Raises ValueError for a missing, unreadable or incomplete checkpoint, naming the file.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         if not self.path.is_dir():
-            raise ValueError(f"{path}: no such folder; expected an HF checkpoint with config.json and *.safetensors")
-        self.specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}  # name -> shape and dtype, from the headers
+            raise ValueError(
+                f"{path}: no such folder; expected an HF checkpoint with config.json and "
+                "*.safetensors"
+            )
+        self.specs: dict[
+            str, tuple[tuple[int, ...], torch.dtype]
+        ] = {}  # name -> shape and dtype, from the headers
         self.bytes_read = 0  # by `read_into`, of the files
-        self._handles: dict[str, safe_open] = {}  # by the names of the tensors; those of one file share a handle
+        self._handles: dict[
+            str, safe_open
+        ] = {}  # by the names of the tensors; those of one file share a handle
         for file, names in self._names_by_file().items():
             self._read_header(self.path / file, names)
-        self._fp8 = {name for name, (_, dtype) in self.specs.items() if dtype == torch.float8_e4m3fn}
+        self._fp8 = {
+            name for name, (_, dtype) in self.specs.items() if dtype == torch.float8_e4m3fn
+        }
         self._block = self._fp8_block() if self._fp8 else (1, 1)  # rows and columns with one scale
         for name in self._fp8:
             self._show_dequantised(name)
 
     def _names_by_file(self) -> dict[str, list[str]]:
-        """Returns the tensors that the index lists in each file; an empty list means all of the file."""
+        """Returns the tensors that the index lists in each file; an empty list means all of the
+        file."""
         index = self.path / INDEX
         if index.exists():
             names: dict[str, list[str]] = {}
-            with translated(f"{index}: not a safetensors index", json.JSONDecodeError, KeyError, UnicodeDecodeError):
+            with translated(
+                f"{index}: not a safetensors index",
+                json.JSONDecodeError,
+                KeyError,
+                UnicodeDecodeError,
+            ):
                 for name, file in json.loads(index.read_text())["weight_map"].items():
                     names.setdefault(file, []).append(name)
             return names
         if (self.path / SINGLE).exists():
             return {SINGLE: []}
-        raise ValueError(f"{self.path}: has neither {SINGLE} nor {INDEX}; only safetensors checkpoints are read")
+        raise ValueError(
+            f"{self.path}: has neither {SINGLE} nor {INDEX}; only safetensors checkpoints are read"
+        )
 
     def _read_header(self, path: Path, names: list[str]) -> None:
         if not path.exists():
@@ -80,7 +100,9 @@ class HfFolder(Mapping[str, Tensor]):
             handle = safe_open(path, "pt")
         missing = set(names) - set(handle.keys())
         if missing:
-            raise ValueError(f"{path}: lacks {min(missing)} ({len(missing)} in all) that {INDEX} names")
+            raise ValueError(
+                f"{path}: lacks {min(missing)} ({len(missing)} in all) that {INDEX} names"
+            )
         for name in names or handle.keys():
             tensor = handle.get_tensor(name)  # of the memory map: nothing is read
             self.specs[name] = (tuple(tensor.shape), tensor.dtype)
@@ -92,7 +114,8 @@ class HfFolder(Mapping[str, Tensor]):
             if block := fp8_block(read_description(description)) if description.is_file() else None:
                 return block
         raise ValueError(
-            f"{self.path}: tensor {min(self._fp8)} is in FP8, but config.json has no quantization_config, which names "
+            f"{self.path}: tensor {min(self._fp8)} is in FP8, but config.json has no "
+            "quantization_config, which names "
             "the elements that share a scale"
         )
 
@@ -103,7 +126,8 @@ class HfFolder(Mapping[str, Tensor]):
         wanted = tuple(-(-size // block) for size, block in zip(shape, self._block, strict=False))
         if len(shape) != 2 or scales != wanted or not dtype.is_floating_point:
             raise ValueError(
-                f"{self.path}: tensor {name} {shape} in FP8 needs scales {name}{SCALES} of shape {wanted}, "
+                f"{self.path}: tensor {name} {shape} in FP8 needs scales {name}{SCALES} of shape "
+                f"{wanted}, "
                 f"one for each block of {self._block}; the files have {scales or 'none'}"
             )
         self.specs[name] = (shape, torch.bfloat16)
@@ -116,7 +140,8 @@ class HfFolder(Mapping[str, Tensor]):
         return whole
 
     def read_into(self, target: Tensor, name: str, start: tuple[int, ...]) -> None:
-        """Copies the box at `start` with the shape of `target`. FP8 takes one or two rows of blocks in float32 more."""
+        """Copies the box at `start` with the shape of `target`. FP8 takes one or two rows of blocks
+        in float32 more."""
         if name in self._fp8:
             self._dequantise(target, name, start)
         else:
@@ -128,14 +153,17 @@ class HfFolder(Mapping[str, Tensor]):
         return prod(size) * (1 if name in self._fp8 else self.specs[name][1].itemsize)
 
     def _dequantise(self, target: Tensor, name: str, start: tuple[int, ...]) -> None:
-        """Computes bfloat16(weight * scale of its block) as SGLang's block_quant_dequant, a row of blocks at a time."""
+        """Computes bfloat16(weight * scale of its block) as SGLang's block_quant_dequant, a row of
+        blocks at a time."""
         weight, scales = self._stored(name), self._stored(name + SCALES)
         (top, left), (height, width) = start, self._block
         bottom, right = top + target.shape[0], left + target.shape[1]
         part = scales[top // height : -(-bottom // height), left // width : -(-right // width)]
         self.bytes_read += target.numel() + part.numel() * part.element_size()
         block_of_column = torch.arange(left, right, device=target.device) // width - left // width
-        by_column = part.to(target.device, torch.float32)[:, block_of_column]  # [rows of blocks, columns]
+        by_column = part.to(target.device, torch.float32)[
+            :, block_of_column
+        ]  # [rows of blocks, columns]
         for first, scale in zip(range(top - top % height, bottom, height), by_column, strict=True):
             rows = slice(max(first, top), min(first + height, bottom))
             values = weight[rows, left:right].to(target.device).float()
@@ -149,8 +177,13 @@ class HfFolder(Mapping[str, Tensor]):
         """Returns a digest of names, shapes, dtypes, and of the first elements of every tensor."""
         digest = hashlib.sha256()
         for name, (shape, dtype) in sorted(self.specs.items()):
-            part = self._handles[name].get_slice(name)[: 1 if len(shape) > 1 else None]  # a matrix's first row
-            digest.update(f"{name} {shape} {dtype}".encode() + part.contiguous().view(torch.uint8).numpy().tobytes())
+            part = self._handles[name].get_slice(name)[
+                : 1 if len(shape) > 1 else None
+            ]  # a matrix's first row
+            digest.update(
+                f"{name} {shape} {dtype}".encode()
+                + part.contiguous().view(torch.uint8).numpy().tobytes()
+            )
         return digest.hexdigest()[:16]
 
     def __iter__(self) -> Iterator[str]:
@@ -161,7 +194,8 @@ class HfFolder(Mapping[str, Tensor]):
 
 
 class ReadingProgress:
-    """Prints the progress of reading `total_bytes`: a line every few seconds, so none for a small model."""
+    """Prints the progress of reading `total_bytes`: a line every few seconds, so none for a small
+    model."""
 
     def __init__(self, total_bytes: int):
         self._total = total_bytes
@@ -176,7 +210,8 @@ class ReadingProgress:
         done = bytes_read / self._total if self._total else 1.0
         left, bar = seconds / done - seconds if done else 0.0, "#" * int(done * _BAR_WIDTH)
         print(
-            f"reading the model [{bar:-<{_BAR_WIDTH}}] {bytes_read / 1e9:.1f} of {self._total / 1e9:.1f} GB "
+            f"reading the model [{bar:-<{_BAR_WIDTH}}] {bytes_read / 1e9:.1f} of "
+            f"{self._total / 1e9:.1f} GB "
             f"a rank, {seconds:.0f} s, {left:.0f} s left",
             flush=True,
         )
@@ -190,11 +225,12 @@ def write_hf_folder(
     fp8: bool = False,
     tokenizer: str | Path | None = None,
 ) -> int:
-    """Writes an HF checkpoint, one shard per dict of `tensors`; config.json and tokenizer files come from `like`.
+    """Writes an HF checkpoint, one shard per dict of `tensors`; config.json and tokenizer files
+    come from `like`.
 
-    dtype, fp8: for config.json only; tensors keep their own. tokenizer: another folder that its files come from.
-    `target` is whole or absent, see whole_folder. Returns the bytes of all tensors. Raises OSError (disk full, ...)
-    naming the folder.
+    dtype, fp8: for config.json only; tensors keep their own. tokenizer: another folder that its
+    files come from. `target` is whole or absent, see whole_folder. Returns the bytes of all
+    tensors. Raises OSError (disk full, ...) naming the folder.
     """
     target, like = Path(target), Path(like)
     what = f"cannot write the checkpoint {target}, whose unfinished copy was removed"
@@ -207,7 +243,8 @@ def write_hf_folder(
 
 
 def _replace_tokenizer(folder: Path, source: Path) -> None:
-    """Replaces the tokenizer files of an HF folder, whose generation ends with that tokenizer's end token, too."""
+    """Replaces the tokenizer files of an HF folder, whose generation ends with that tokenizer's end
+    token, too."""
     for pattern in _TOKENIZER_FILES:
         for file in folder.glob(pattern):
             file.unlink()
@@ -217,7 +254,9 @@ def _replace_tokenizer(folder: Path, source: Path) -> None:
     if not (tokenizer.is_file() and settings.is_file() and generation.is_file()):
         return
     token = read_description(settings).get("eos_token")
-    end = Tokenizer.from_file(str(tokenizer)).token_to_id(token["content"] if isinstance(token, dict) else token or "")
+    end = Tokenizer.from_file(str(tokenizer)).token_to_id(
+        token["content"] if isinstance(token, dict) else token or ""
+    )
     described = read_description(generation)
     ends = described.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [ends]
@@ -227,7 +266,8 @@ def _replace_tokenizer(folder: Path, source: Path) -> None:
 
 
 def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]]) -> tuple[int, list[str]]:
-    """Writes the shards, and the index if there are several; returns the bytes of all tensors, and their names."""
+    """Writes the shards, and the index if there are several; returns the bytes of all tensors, and
+    their names."""
     files: list[tuple[Path, list[str]]] = []
     size = 0
     for shard in filter(None, tensors):
@@ -246,24 +286,37 @@ def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]]) -> tuple[i
     for number, (file, names) in enumerate(files, 1):
         final = file.rename(folder / f"model-{number:05d}-of-{len(files):05d}.safetensors")
         file_of |= dict.fromkeys(names, final.name)
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": file_of}, indent=1))
+    (folder / INDEX).write_text(
+        json.dumps({"metadata": {"total_size": size}, "weight_map": file_of}, indent=1)
+    )
     return size, list(file_of)
 
 
 def write_description(
-    like: str | Path, target: str | Path, dtype: torch.dtype | None = None, fp8: bool = False, draft: bool = False
+    like: str | Path,
+    target: str | Path,
+    dtype: torch.dtype | None = None,
+    fp8: bool = False,
+    draft: bool = False,
 ) -> None:
-    """Copies all but the weights of an HF folder (tokenizer, settings) into another; config.json without quantisation.
+    """Copies all but the weights of an HF folder (tokenizer, settings) into another; config.json
+    without quantisation.
 
-    dtype: of the weights, for config.json. fp8: which then says FP8 in blocks. draft: whether the weights have one.
-    Raises ValueError if `like` has no config.json.
+    dtype: of the weights, for config.json. fp8: which then says FP8 in blocks. draft: whether the
+    weights have one. Raises ValueError if `like` has no config.json.
     """
     like, folder = Path(like), Path(target)
     if not (like / "config.json").exists():
-        raise ValueError(f"{like / 'config.json'}: missing; it describes the checkpoint to be written")
+        raise ValueError(
+            f"{like / 'config.json'}: missing; it describes the checkpoint to be written"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     for file in like.iterdir():
-        if file.is_file() and file.suffix not in _WEIGHT_SUFFIXES and not file.name.endswith(".index.json"):
+        if (
+            file.is_file()
+            and file.suffix not in _WEIGHT_SUFFIXES
+            and not file.name.endswith(".index.json")
+        ):
             shutil.copyfile(file, folder / file.name)
     config = exported_config(read_description(like / "config.json"), draft)
     if dtype is not None:

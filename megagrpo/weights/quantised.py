@@ -1,7 +1,8 @@
-"""A trainer's own slices in FP8: values in buffers laid out as the actor's parameters, and scales in blocks.
+"""A trainer's own slices in FP8: values in buffers laid out as the actor's parameters, and scales
+in blocks.
 
-So the copy lists of values are those of the parameters; scales have lists in blocks (see blocks.py). Transports and
-digests treat both as any other tensors.
+So the copy lists of values are those of the parameters; scales have lists in blocks (see
+blocks.py). Transports and digests treat both as any other tensors.
 """
 
 import re
@@ -24,56 +25,77 @@ _AT_ONCE = 1 << 24  # elements of a temporary in float32
 
 
 def quantised_specs(specs: Specs, names: Set[str]) -> Specs:
-    """Returns the specs with `names` in FP8, each followed by its scales. Raises ValueError for no matrix."""
+    """Returns the specs with `names` in FP8, each followed by its scales. Raises ValueError for no
+    matrix."""
     found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, (shape, dtype) in specs.items():
         if name not in names:
             found[name] = shape, dtype
             continue
         if len(shape) != 2:
-            raise ValueError(f"HF tensor {name} {shape} has FP8 parameters in the engine, but blocks are of matrices")
+            raise ValueError(
+                f"HF tensor {name} {shape} has FP8 parameters in the engine, but blocks are of "
+                "matrices"
+            )
         found[name] = shape, FP8
         found[name + SCALES] = grid_of((0, 0), shape).size, torch.float32
     return found
 
 
 def quantised_copies(copies: Sequence[Copy], specs: Specs, names: Set[str]) -> list[Copy]:
-    """Returns a trainer rank's copies with those of `names` from its FP8 buffers, and those of their scales."""
+    """Returns a trainer rank's copies with those of `names` from its FP8 buffers, and those of
+    their scales."""
     found = [copy for copy in copies if copy.hf not in names]
     mine = [copy for copy in copies if copy.hf in names]
     found += [Copy(c.hf, c.start, c.size, _twin(c.parameter), c.offset, c.strides) for c in mine]
     for copy in mine:  # scales lie in a grid of the whole tensor
-        blocks, strides = grid_of(copy.start, copy.size), row_major(grid_of((0, 0), specs[copy.hf][0]).size)
+        blocks, strides = (
+            grid_of(copy.start, copy.size),
+            row_major(grid_of((0, 0), specs[copy.hf][0]).size),
+        )
         offset = sum(first * stride for first, stride in zip(blocks.start, strides, strict=True))
-        found.append(Copy(copy.hf + SCALES, blocks.start, blocks.size, copy.hf + SCALES, offset, strides))
+        found.append(
+            Copy(copy.hf + SCALES, blocks.start, blocks.size, copy.hf + SCALES, offset, strides)
+        )
     return list(dict.fromkeys(found))
 
 
 def quantised(weights: ActorWeights, mesh: Mesh) -> ActorWeights:
-    """Returns the weights with the HF tensors ActorWeights.fp8 in FP8. Entering its `merged` is collective."""
+    """Returns the weights with the HF tensors ActorWeights.fp8 in FP8. Entering its `merged` is
+    collective."""
     view = _QuantisedView(weights, mesh)
     specs = quantised_specs(weights.hf_specs, weights.fp8)
-    kept = {name: spec[1] for name, spec in specs.items() if name not in weights.hf_specs or name in weights.fp8}
+    kept = {
+        name: spec[1]
+        for name, spec in specs.items()
+        if name not in weights.hf_specs or name in weights.fp8
+    }
     return ActorWeights(view.copies, specs, view.parameters, view.merged, {**weights.kept, **kept})
 
 
 def rounding(weights: ActorWeights, mesh: Mesh) -> Callable[[], AbstractContextManager[None]]:
-    """Returns a context, entered collectively, inside which live parameters have what engines compute with.
+    """Returns a context, entered collectively, inside which live parameters have what engines
+    compute with.
 
-    Those that engines keep in FP8 (ActorWeights.fp8) are value * scale there, in their own dtype; on leaving they get
-    their bits back.
+    Those that engines keep in FP8 (ActorWeights.fp8) are value * scale there, in their own dtype;
+    on leaving they get their bits back.
     """
     return _QuantisedView(weights, mesh).rounded
 
 
 def format_table(actor: ActorWeights, published: ActorWeights) -> Iterator[str]:
-    """Yields a line for every kind of HF tensor with its format in the actor and in engines; * for layer and expert."""
+    """Yields a line for every kind of HF tensor with its format in the actor and in engines; * for
+    layer and expert."""
     live = actor.parameters()
     held = {copy.hf: live[copy.parameter].dtype for copy in actor.copies}  # of this rank's
     kinds: dict[tuple[str, str, str], int] = {}
     for name, (_, stored) in actor.hf_specs.items():
         dtype = published.kept.get(name)
-        there = "rollout.dtype" if dtype is None else str(dtype) + (" with float32 scales" if dtype == FP8 else "")
+        there = (
+            "rollout.dtype"
+            if dtype is None
+            else str(dtype) + (" with float32 scales" if dtype == FP8 else "")
+        )
         kind = re.sub(r"\.\d+(?=\.)", ".*", name), str(held.get(name, stored)), there
         kinds[kind] = kinds.get(kind, 0) + 1
     yield "weights, in the actor -> in the engines, how many:"
@@ -90,7 +112,9 @@ class _QuantisedView:
         self._parts = [copy.restrict(box) for copy in mine for box in copy.box.split(_AT_ONCE)]
         self._quantised = {copy.parameter for copy in mine}
         self._grids = {  # of all, on every rank
-            name: grid_of((0, 0), shape).size for name, (shape, _) in weights.hf_specs.items() if name in weights.fp8
+            name: grid_of((0, 0), shape).size
+            for name, (shape, _) in weights.hf_specs.items()
+            if name in weights.fp8
         }
         self._buffers: dict[str, Tensor] = {}
         self.copies = quantised_copies(weights.copies, weights.hf_specs, weights.fp8)
@@ -120,7 +144,9 @@ class _QuantisedView:
             with torch.no_grad():
                 for part, of_part in self._with_scales(scales):
                     values = part.view(live)
-                    values.copy_(dequantise(quantise(values, part.start, of_part), part.start, of_part))
+                    values.copy_(
+                        dequantise(quantise(values, part.start, of_part), part.start, of_part)
+                    )
             yield
         finally:
             with torch.no_grad():
@@ -129,15 +155,21 @@ class _QuantisedView:
 
     def _fill(self) -> None:
         live, device = self._weights.parameters(), self._mesh.device
-        buffers = {_twin(name): torch.empty(_extent(live[name]), dtype=FP8, device=device) for name in self._quantised}
+        buffers = {
+            _twin(name): torch.empty(_extent(live[name]), dtype=FP8, device=device)
+            for name in self._quantised
+        }
         scales = self._scales(live)
         for part, of_part in self._with_scales(scales):
-            twin = Copy(part.hf, part.start, part.size, _twin(part.parameter), part.offset, part.strides)
+            twin = Copy(
+                part.hf, part.start, part.size, _twin(part.parameter), part.offset, part.strides
+            )
             twin.view(buffers).copy_(quantise(part.view(live), part.start, of_part))
         self._buffers = buffers | {name + SCALES: of_tensor for name, of_tensor in scales.items()}
 
     def _scales(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Collective. Returns by HF tensor the scales of all its blocks, whichever ranks hold them."""
+        """Collective. Returns by HF tensor the scales of all its blocks, whichever ranks hold
+        them."""
         maxima = torch.zeros(sum(map(prod, self._grids.values())), device=self._mesh.device)
         by_tensor = self._by_tensor(maxima)
         for part in self._parts:
@@ -149,7 +181,10 @@ class _QuantisedView:
     def _by_tensor(self, flat: Tensor) -> dict[str, Tensor]:
         """Returns views of a value for every block of every tensor."""
         parts = flat.split([prod(grid) for grid in self._grids.values()])
-        return {name: part.view(grid) for part, (name, grid) in zip(parts, self._grids.items(), strict=True)}
+        return {
+            name: part.view(grid)
+            for part, (name, grid) in zip(parts, self._grids.items(), strict=True)
+        }
 
     def _with_scales(self, scales: Mapping[str, Tensor]) -> Iterator[tuple[Copy, Tensor]]:
         """Yields every part of this rank's slices with the scales of its blocks."""
@@ -157,7 +192,8 @@ class _QuantisedView:
             yield part, scales[part.hf][grid_of(part.start, part.size).slices]
 
     def _share(self, maxima: Tensor) -> None:
-        """Collective. Gives each block the largest of all ranks' maxima: its rows or columns may be cut within it."""
+        """Collective. Gives each block the largest of all ranks' maxima: its rows or columns may be
+        cut within it."""
         if self._mesh.world_size > 1:
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
 

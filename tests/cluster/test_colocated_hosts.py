@@ -1,6 +1,8 @@
-"""Engines on the trainers' hosts: two network namespaces with two ranks each, an engine inside one or over both.
+"""Engines on the trainers' hosts: two network namespaces with two ranks each, an engine inside one
+or over both.
 
-Whatever is killed in whatever phase, the run ends as one of the same layout whose engine has a place of its own.
+Whatever is killed in whatever phase, the run ends as one of the same layout whose engine has a
+place of its own.
 """
 
 import re
@@ -31,7 +33,11 @@ from megagrpo.planning.recordings import record_all
 from tests.experiments import until
 
 pytestmark = [pytest.mark.skipif(not available(), reason=NEEDED), pytest.mark.timeout(2400)]
-PARALLEL = {"tp": 2, "pp": 2, "ep": 1}  # a stage on each host: half of the weights lie on the other one
+PARALLEL = {
+    "tp": 2,
+    "pp": 2,
+    "ep": 1,
+}  # a stage on each host: half of the weights lie on the other one
 ACTOR = {"world_size": 4, "parallel": PARALLEL, "device": "cpu", "max_restarts": 20}
 ROLLOUT = {"deterministic": True, "tp": 2, "start_timeout_s": 600, "max_restarts": 20}
 PHASES = ("asleep", "waking", "publishing", "sampling")
@@ -52,9 +58,11 @@ class ColocatedRun(HostRun):
         self.start(f"host{number}", number, words)
 
     def in_phase(self, phase: str, find: Callable[[], Callable[[], None]]) -> str:
-        """Does what `find` returns once engine-0 is in the phase; returns its state then, as the service says it.
+        """Does what `find` returns once engine-0 is in the phase; returns its state then, as the
+        service says it.
 
-        In the order of a step: sampling, asleep, waking, publishing. `find` runs before the moment comes.
+        In the order of a step: sampling, asleep, waking, publishing. `find` runs before the moment
+        comes.
         """
         state = lambda: (engine(self.folder) or {}).get("state", "")  # noqa: E731
         self.wait_for(lambda: state() == "ready", "an engine that samples")
@@ -62,7 +70,9 @@ class ColocatedRun(HostRun):
             self.wait_for(lambda: state() == "asleep", "an engine asleep", poll_s=0.002)
         act, seen = find(), state()
         if phase in ("waking", "publishing"):
-            seen = self.wait_for(lambda: (now := state()) != "asleep" and now, "an engine that wakes", poll_s=0.002)
+            seen = self.wait_for(
+                lambda: (now := state()) != "asleep" and now, "an engine that wakes", poll_s=0.002
+            )
         if phase == "publishing":
             time.sleep(0.05)
         act()
@@ -75,11 +85,14 @@ def experiments(tmp_path_factory) -> Path:
 
 
 def apart(experiments: Path, num_steps: int, **sections) -> Path:
-    """The folder of the same run on this machine, whose engine gets its weights over process groups."""
+    """The folder of the same run on this machine, whose engine gets its weights over process
+    groups."""
     folder = experiments / f"apart-{num_steps}"
     if not folder.exists():
         sections = {"train": {"num_steps": num_steps}} | sections
-        run_experiment(folder, 1200, actor=ACTOR, rollout=ROLLOUT, weights={"transport": "reshard"}, **sections)
+        run_experiment(
+            folder, 1200, actor=ACTOR, rollout=ROLLOUT, weights={"transport": "reshard"}, **sections
+        )
     return folder
 
 
@@ -98,7 +111,9 @@ def planned_between_bytes(config: Path, host: int) -> int:
     if experiment.rollout.nodes_per_engine == 1 and host == 2:
         cluster = Cluster(cluster.trainers, np.array([[1, 1]]), np.array([[2, 3]]))
     (recorded,) = record_all([experiment])
-    return forecast_publish(experiment, recorded, [cluster], HARDWARE["H100"].rates)[0][0].between_bytes
+    return forecast_publish(experiment, recorded, [cluster], HARDWARE["H100"].rates)[0][
+        0
+    ].between_bytes
 
 
 @pytest.mark.slow
@@ -121,11 +136,14 @@ def test_the_same_bits_as_apart_and_no_byte_more_than_planned(experiments, acros
 
 @pytest.mark.slow
 def test_trainers_of_one_host_lend_to_an_engine_beside_that_of_another(experiments):
-    """rollout.lend_trainers: the first host has the trainers and the lent engine, the second the engine of its own."""
+    """rollout.lend_trainers: the first host has the trainers and the lent engine, the second the
+    engine of its own."""
     folder, steps = experiments / "lent", 3
     rollout = ROLLOUT | {"host": "eth0", "lend_trainers": 1, "max_running_requests": 4}
     weights = {"transport": "reshard", "bucket_mb": 0.05}
-    config = write_experiment(folder, actor=ACTOR, rollout=rollout, weights=weights, train={"num_steps": steps})
+    config = write_experiment(
+        folder, actor=ACTOR, rollout=rollout, weights=weights, train={"num_steps": steps}
+    )
     with Hosts(2) as hosts, ColocatedRun(hosts, config) as run:
         run.finish()
         said = (folder / "logs" / "service.log").read_text()
@@ -139,7 +157,8 @@ def test_trainers_of_one_host_lend_to_an_engine_beside_that_of_another(experimen
 @pytest.mark.slow
 @pytest.mark.parametrize("whose", ["engine", "trainer", "node", "launcher"])
 def test_whoever_is_killed_in_any_phase(experiments, whose):
-    """An engine over both hosts, trainer rank 3, the second host, the first one with the service and the rendezvous."""
+    """An engine over both hosts, trainer rank 3, the second host, the first one with the service
+    and the rendezvous."""
     sections = {"checkpoint": {"every": 1, "keep": 20}}
     reference = apart(experiments, NUM_STEPS, **sections)
     config = colocated(experiments / f"killed-{whose}", NUM_STEPS, **sections)
@@ -152,10 +171,15 @@ def test_whoever_is_killed_in_any_phase(experiments, whose):
         }
         for number, phase in enumerate(PHASES):
             run.wait_for_step(2 * number + 1)
-            print(f"{whose} killed, {phase}: the engine was {run.in_phase(phase, victims[whose])}", flush=True)
+            print(
+                f"{whose} killed, {phase}: the engine was {run.in_phase(phase, victims[whose])}",
+                flush=True,
+            )
             if whose == "launcher":  # the other host ends with a reason
                 until(lambda: run.statuses()[1] is not None, 900, run.end)
-                assert run.statuses()[1] == 1 and "megagrpo: " in run.log("host2").read_text(), run.end()
+                assert run.statuses()[1] == 1 and "megagrpo: " in run.log("host2").read_text(), (
+                    run.end()
+                )
             for host in {"node": (2,), "launcher": (1, 2)}.get(whose, ()):
                 run.start_host(host)
         run.finish()

@@ -1,4 +1,5 @@
-"""Trainers on two hosts and engines on two others, each with an address of its own; links that are cut and healed."""
+"""Trainers on two hosts and engines on two others, each with an address of its own; links that are
+cut and healed."""
 
 import subprocess
 import sys
@@ -23,21 +24,32 @@ ROLLOUT = {"deterministic": True, "num_engines": 2, "host": "eth0", "start_timeo
 
 
 def started(hosts: Hosts, nodes: RayNodes, config: Path) -> HostRun:
-    """Processes as launch/ starts them on every host: Ray and, on the first, `serve` for the engines; torchrun."""
+    """Processes as launch/ starts them on every host: Ray and, on the first, `serve` for the
+    engines; torchrun."""
     run = HostRun(hosts, config, nodes.token)
     for number in ENGINES:
         nodes.start(number)
     run.start(SERVICE, 3, ["serve", str(config), "--ray-address", nodes.address])
     for number in TRAINERS:
         command = ["train", str(config), "--nnodes=2", f"--node-rank={number - 1}"]
-        run.start(f"trainer-{number}", number, [*command, f"--master-addr={hosts.address(1)}", "--master-port=29500"])
+        run.start(
+            f"trainer-{number}",
+            number,
+            [*command, f"--master-addr={hosts.address(1)}", "--master-port=29500"],
+        )
     return run
 
 
 @pytest.fixture
 def hosts():
-    short = TemporaryDirectory(prefix="mgr-", ignore_cleanup_errors=True)  # Unix socket paths end at 107 characters
-    with short as folder, Hosts(4) as hosts, RayNodes(Path(folder), hosts.command, hosts.address) as nodes:
+    short = TemporaryDirectory(
+        prefix="mgr-", ignore_cleanup_errors=True
+    )  # Unix socket paths end at 107 characters
+    with (
+        short as folder,
+        Hosts(4) as hosts,
+        RayNodes(Path(folder), hosts.command, hosts.address) as nodes,
+    ):
         yield hosts, nodes
 
 
@@ -62,12 +74,17 @@ def assert_as_on_one_host(run: HostRun, experiments: Path, num_steps: int) -> No
 
 @pytest.mark.slow
 def test_four_hosts_compute_what_one_does(hosts, experiments):
-    """Same rewards, losses and gradients in the same bits, though tensors, prompts and weights cross links."""
+    """Same rewards, losses and gradients in the same bits, though tensors, prompts and weights
+    cross links."""
     sections = {"actor": {"parallel": PARALLEL}, "rollout": ROLLOUT, "train": {"num_steps": 2}}
     with started(*hosts, write_experiment(experiments / "four", **sections)) as run:
         run.finish()
     assert_as_on_one_host(run, experiments, 2)
-    served = {line.split("http://")[1].split(":")[0] for line in (run.end()).splitlines() if " is up at " in line}
+    served = {
+        line.split("http://")[1].split(":")[0]
+        for line in (run.end()).splitlines()
+        if " is up at " in line
+    }
     assert served == {hosts[0].address(number) for number in ENGINES}
 
 
@@ -77,7 +94,9 @@ def test_a_link_is_cut_and_healed(hosts, experiments, number):
     """Packets are lost for 20 s without a notice. The run ends as the undisturbed one."""
     steps, folder = 8, experiments / f"cut-{number}"
     actor = {"parallel": PARALLEL, "max_restarts": 3}
-    config = write_experiment(folder, actor=actor, rollout=ROLLOUT, train={"num_steps": steps}, checkpoint={"every": 1})
+    config = write_experiment(
+        folder, actor=actor, rollout=ROLLOUT, train={"num_steps": steps}, checkpoint={"every": 1}
+    )
     with started(*hosts, config) as run:
         run.wait_for_step(2)
         hosts[0].cut(number)
@@ -90,11 +109,14 @@ def test_a_link_is_cut_and_healed(hosts, experiments, number):
 def test_ranks_meet_on_a_machine_whose_name_does_not_resolve(tmp_path: Path):
     (tmp_path / "hosts").write_text("127.0.0.1 localhost\n")
     (tmp_path / "rank.py").write_text(
-        "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\nprint('met', flush=True)\n"
+        "import torch.distributed as "
+        "dist\ndist.init_process_group('gloo')\ndist.barrier()\nprint('met', flush=True)\n"
     )
     renamed = 'hostname gpu-node-17; mount --bind "$0/hosts" /etc/hosts; exec "$@"'
     words = [sys.executable, "-W", "ignore", *torchrun(2), *ALONE, str(tmp_path / "rank.py")]
-    env = child_environment({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"})  # as a launch sets it
+    env = child_environment(
+        {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    )  # as a launch sets it
     command = ["unshare", "--uts", "--mount", "sh", "-c", renamed, str(tmp_path), *words]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["met", "met"], done.stderr

@@ -1,4 +1,5 @@
-"""Jobs of a real Slurm: to the end, pre-empted, out of time, cancelled, submitted again; the same run every time."""
+"""Jobs of a real Slurm: to the end, pre-empted, out of time, cancelled, submitted again; the same
+run every time."""
 
 import json
 import re
@@ -11,7 +12,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from run_megagrpo import GRADERS, assert_agrees, assert_same_run, metrics, prepared, write_experiment
+from run_megagrpo import (
+    GRADERS,
+    assert_agrees,
+    assert_same_run,
+    metrics,
+    prepared,
+    write_experiment,
+)
 from slurm_cluster import SlurmCluster, why_not
 
 from megagrpo.rollout.control import ServiceControl
@@ -20,11 +28,15 @@ from megagrpo.system.run_folder import RunFolder
 from megagrpo.system.stop_request import STOPPED
 from tests.experiments import until
 
-pytestmark = [pytest.mark.skipif(why_not() is not None, reason=why_not() or ""), pytest.mark.timeout(1500)]
+pytestmark = [
+    pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
+    pytest.mark.timeout(1500),
+]
 
 NUM_STEPS = 8  # of the undisturbed run
 END_S = 400  # a job, started again once
-# Rewards as in run_megagrpo.py; while the file `slow` is there a step lasts seconds, long enough to be met.
+# Rewards as in run_megagrpo.py; while the file `slow` is there a step lasts seconds, long enough to
+# be met.
 SLOW_GRADER = """
 def slow_digits(text, answer):
     time.sleep(0.15 * Path(__file__).with_name("slow").exists())
@@ -58,9 +70,23 @@ def experiment(folder: Path, num_steps: int, **sections) -> Path:
 
 
 def submit(slurm: SlurmCluster, config: Path, *options: str, limit: str = "20") -> int:
-    env = slurm.env | {"PYTHONPATH": f"{config.parent}:{slurm.env['PYTHONPATH']}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "megagrpo.cli", "submit", str(config), "--time", limit, *options]
-    done = subprocess.run(command, env=env, cwd=config.parent, capture_output=True, text=True, timeout=120)
+    env = slurm.env | {
+        "PYTHONPATH": f"{config.parent}:{slurm.env['PYTHONPATH']}",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "megagrpo.cli",
+        "submit",
+        str(config),
+        "--time",
+        limit,
+        *options,
+    ]
+    done = subprocess.run(
+        command, env=env, cwd=config.parent, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return int(done.stdout.split(";")[0])
 
@@ -72,12 +98,18 @@ def output(folder: Path) -> str:
 def finish(slurm: SlurmCluster, job: int, folder: Path, state: str = "COMPLETED") -> str:
     """Wait for the end of the job; returns what it printed. No process of it may be left."""
     assert slurm.wait(job, timeout_s=END_S) == state, output(folder)
-    until(lambda: not processes_of(job), 30, lambda: f"left behind: {[found for found, _ in processes_of(job)]}", 0.2)
+    until(
+        lambda: not processes_of(job),
+        30,
+        lambda: f"left behind: {[found for found, _ in processes_of(job)]}",
+        0.2,
+    )
     return output(folder)
 
 
 def processes_of(job: int) -> list[tuple[str, dict[str, str]]]:
-    """All processes with the job's number in their environment, whatever their parent is now; and that environment."""
+    """All processes with the job's number in their environment, whatever their parent is now; and
+    that environment."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -103,12 +135,18 @@ def saved_step(text: str) -> int:
 
 
 def test_one_node_trains_to_the_end(undisturbed):
-    assert sorted(metrics(undisturbed)) == list(range(NUM_STEPS + 1)) and (undisturbed / "summary.md").exists()
+    assert (
+        sorted(metrics(undisturbed)) == list(range(NUM_STEPS + 1))
+        and (undisturbed / "summary.md").exists()
+    )
 
 
 @pytest.mark.slow
-def test_a_preempted_job_goes_back_into_the_queue_and_is_the_same_run(slurm, experiments, undisturbed):
-    """Two nodes train, one samples; a job of higher priority takes all nodes. No checkpoint but that of the stop."""
+def test_a_preempted_job_goes_back_into_the_queue_and_is_the_same_run(
+    slurm, experiments, undisturbed
+):
+    """Two nodes train, one samples; a job of higher priority takes all nodes. No checkpoint but
+    that of the stop."""
     folder, slow = experiments / "preempted", experiments / "slow"
     slow.touch()
     job = submit(slurm, experiment(folder, 500), "--trainer-nodes", "2", "--partition", "low")
@@ -128,7 +166,8 @@ def test_a_preempted_job_goes_back_into_the_queue_and_is_the_same_run(slurm, exp
 
 @pytest.mark.slow
 def test_a_heterogeneous_job_and_a_second_submit(slurm, experiments, undisturbed):
-    """Two engines on two nodes. The second submit waits for the first, then goes on from its checkpoint."""
+    """Two engines on two nodes. The second submit waits for the first, then goes on from its
+    checkpoint."""
     folder = experiments / "het"
     rollout = SECTIONS["rollout"] | {"num_engines": 2, "min_healthy_engines": 2}
     config = write_experiment(folder, **SECTIONS | {"rollout": rollout}, train={"num_steps": 3})
@@ -169,12 +208,18 @@ def test_scancel_leaves_nothing_behind(slurm, experiments):
 
 @pytest.mark.slow
 def test_engines_on_the_trainers_nodes(slurm, experiments, undisturbed):
-    """Two nodes, an engine of two ranks over both; asked to stop, it goes back into the queue and on."""
+    """Two nodes, an engine of two ranks over both; asked to stop, it goes back into the queue and
+    on."""
     folder, slow = experiments / "colocated", experiments / "slow"
     slow.touch()
     rollout = SECTIONS["rollout"] | {"colocate": True, "tp": 2, "nodes_per_engine": 2}
     sections = SECTIONS | {"rollout": rollout, "weights": {"transport": "ipc"}}
-    job = submit(slurm, write_experiment(folder, **sections, train={"num_steps": 500}), "--trainer-nodes", "2")
+    job = submit(
+        slurm,
+        write_experiment(folder, **sections, train={"num_steps": 500}),
+        "--trainer-nodes",
+        "2",
+    )
     wait_for(lambda: step_done(folder), "step 1", folder)
     assert slurm.job(job)["NumNodes"] == "2"
     slurm.run("scancel", "--batch", "--signal=USR1", str(job))
@@ -190,12 +235,21 @@ def test_engines_on_the_trainers_nodes(slurm, experiments, undisturbed):
 
 @pytest.mark.slow
 def test_a_node_is_lost_in_any_phase(slurm, experiments):
-    """The second of two colocated nodes vanishes: Slurm puts the job back into the queue, and the run goes on."""
+    """The second of two colocated nodes vanishes: Slurm puts the job back into the queue, and the
+    run goes on."""
     rollout = SECTIONS["rollout"] | {"colocate": True, "tp": 2, "nodes_per_engine": 2}
-    sections = SECTIONS | {"rollout": rollout, "weights": {"transport": "ipc"}, "train": {"num_steps": NUM_STEPS}}
+    sections = SECTIONS | {
+        "rollout": rollout,
+        "weights": {"transport": "ipc"},
+        "train": {"num_steps": NUM_STEPS},
+    }
     sections |= {"checkpoint": {"every": 1, "keep": 20}}
     folder, reference, slow = experiments / "lost", experiments / "kept", experiments / "slow"
-    finish(slurm, submit(slurm, write_experiment(reference, **sections), "--trainer-nodes", "2"), reference)
+    finish(
+        slurm,
+        submit(slurm, write_experiment(reference, **sections), "--trainer-nodes", "2"),
+        reference,
+    )
     slow.touch()
     job = submit(slurm, write_experiment(folder, **sections), "--trainer-nodes", "2")
     for lost, phase in enumerate(("sampling", "asleep", "waking")):
@@ -203,7 +257,11 @@ def test_a_node_is_lost_in_any_phase(slurm, experiments):
         nodes = slurm.run("scontrol", "show", "hostnames", slurm.job(job)["NodeList"]).split()
         wait_for_engine(folder, job, phase)
         slurm.lose_node(nodes[1])
-        wait_for(partial(was_restarted, slurm, job, lost + 1), f"requeue after a loss while {phase}", folder)
+        wait_for(
+            partial(was_restarted, slurm, job, lost + 1),
+            f"requeue after a loss while {phase}",
+            folder,
+        )
         slurm.start_node(nodes[1])
     slow.unlink()
     assert finish(slurm, job, folder).count("continues after step") == 3
@@ -217,8 +275,12 @@ def was_restarted(slurm: SlurmCluster, job: int, times: int) -> bool:
 
 def wait_for_engine(folder: Path, job: int, phase: str) -> None:
     """Until engine-0 is in the phase: sampling, asleep or waking."""
-    keys = {environ.get(API_KEY) for _, environ in processes_of(job)} - {None}  # made anew at each start of the job
-    control = ServiceControl(json.loads(RunFolder(folder).service.read_text())["url"], str(keys.pop()))
+    keys = {environ.get(API_KEY) for _, environ in processes_of(job)} - {
+        None
+    }  # made anew at each start of the job
+    control = ServiceControl(
+        json.loads(RunFolder(folder).service.read_text())["url"], str(keys.pop())
+    )
 
     def state() -> str:
         return control.status().engines[0].state
@@ -232,12 +294,17 @@ def wait_for_engine(folder: Path, job: int, phase: str) -> None:
 
 @pytest.mark.slow
 def test_the_same_launchers_without_slurm(experiments, undisturbed):
-    """Two trainer nodes and a rollout node by hand; TERM to one trainer node stops both, started again they go on."""
+    """Two trainer nodes and a rollout node by hand; TERM to one trainer node stops both, started
+    again they go on."""
     folder, slow = experiments / "by_hand", experiments / "slow"
     slow.touch()
     with Node("rollout", experiment(folder, 500), "127.0.0.9", {"MASTER_PORT": "31500"}):
         for number, again in enumerate((False, True)):
-            first_node = {"MASTER_ADDR": "127.0.0.7", "NNODES": "2", "MASTER_PORT": str(31700 + number)}
+            first_node = {
+                "MASTER_ADDR": "127.0.0.7",
+                "NNODES": "2",
+                "MASTER_PORT": str(31700 + number),
+            }
             config = experiment(folder, NUM_STEPS if again else 500)
             first = Node("torchrun", config, "127.0.0.7", first_node, 0)
             with first, Node("torchrun", config, "127.0.0.8", first_node, 1) as second:
@@ -256,10 +323,20 @@ class Node:
 
     def __init__(self, kind: str, config: Path, address: str, first: dict[str, str], rank: int = 0):
         script = Path(__file__).parents[2] / "launch" / f"{kind}_node.sh"
-        own = {"NODE_ADDR": address, "NODE_RANK": str(rank), "MASTER_ADDR": address, "MEGAGRPO_VENV": sys.prefix}
+        own = {
+            "NODE_ADDR": address,
+            "NODE_RANK": str(rank),
+            "MASTER_ADDR": address,
+            "MEGAGRPO_VENV": sys.prefix,
+        }
         self.log = config.with_suffix(f".{kind}-{rank}.log")
-        command, env = ["bash", str(script), str(config)], child_environment(own | first, [str(config.parent)])
-        self.process = subprocess.Popen(command, env=env, stdout=self.log.open("ab"), stderr=subprocess.STDOUT)
+        command, env = (
+            ["bash", str(script), str(config)],
+            child_environment(own | first, [str(config.parent)]),
+        )
+        self.process = subprocess.Popen(
+            command, env=env, stdout=self.log.open("ab"), stderr=subprocess.STDOUT
+        )
 
     def __enter__(self) -> "Node":
         return self

@@ -1,4 +1,5 @@
-"""Mixtral, GLM-4.5, DeepSeek-V3 and Moonlight in the actor, as test_actor_layouts.py does for the smaller families."""
+"""Mixtral, GLM-4.5, DeepSeek-V3 and Moonlight in the actor, as test_actor_layouts.py does for the
+smaller families."""
 
 import json
 import shutil
@@ -38,14 +39,22 @@ def one_rank_jobs(folder: Path, model: str) -> dict[tuple[str, str, str], dict]:
     """What other layouts are compared with, and one rank against transformers."""
     base = {"model": str(folder / model), "reference": str(folder / f"{model}.rank1.pt")}
     return {
-        (model, "1", "reference"): {**base, "do": "layout", "write": True, **BATCHES["padded"], "budget": 4096},
+        (model, "1", "reference"): {
+            **base,
+            "do": "layout",
+            "write": True,
+            **BATCHES["padded"],
+            "budget": 4096,
+        },
         (model, "1", "forward packed"): {**base, **BATCHES["packed"], "do": "forward"},
     }
 
 
 @pytest.fixture(scope="module")
 def one_rank(hf_families: Path, layout_figures: LayoutFigures) -> Path:
-    jobs = {key: job for model in FAMILIES for key, job in one_rank_jobs(hf_families, model).items()}
+    jobs = {
+        key: job for model in FAMILIES for key, job in one_rank_jobs(hf_families, model).items()
+    }
     check(hf_families, 1, jobs, layout_figures)
     return hf_families
 
@@ -57,7 +66,11 @@ def test_layouts(one_rank: Path, layout_figures: LayoutFigures):
 def test_choices_meet():
     rows = FAMILIES_CI
     assert {case.layout for case in rows} == set(FAMILY_LAYOUTS)
-    for one, other, count in (("model", "batch", 8), ("model", "recompute", 12), ("batch", "recompute", 6)):
+    for one, other, count in (
+        ("model", "batch", 8),
+        ("model", "recompute", 12),
+        ("batch", "recompute", 6),
+    ):
         assert len({(getattr(case, one), getattr(case, other)) for case in rows}) == count
     assert len(BATCHES) == 2 and len(RECOMPUTE) == 3
 
@@ -71,19 +84,33 @@ def test_every_layout(hf_families: Path, layout_figures: LayoutFigures, model: s
 
 
 def test_biases_of_routers_stay_and_travel(one_rank: Path):
-    """In bfloat16 they are float32 still, no update moves them, and a checkpoint brings them to another layout."""
+    """In bfloat16 they are float32 still, no update moves them, and a checkpoint brings them to
+    another layout."""
     model, saved = str(one_rank / "deepseek_v3"), one_rank / "checkpoints"
     once = {"do": "checkpoint", "model": model, "distributed": True, "warm": 1}
     once |= {"then": str(one_rank / "one.pt"), "save": str(saved)}
     run_ranks(1, one_rank / "save", [once])
     layouts = {name: {"model": model, "parallel": LAYOUTS[name]} for name in ("TP2xEP2", "PP2")}
     load = {"do": "checkpoint", "distributed": True, "load": str(saved / "step_000001")}
-    jobs = [{**load, **layout, "then": str(one_rank / f"{name}.pt")} for name, layout in layouts.items()]
-    *_, found = run_ranks(2, one_rank / "load", [*jobs, {"do": "biases", **layouts["TP2xEP2"], "dtype": "bfloat16"}])
+    jobs = [
+        {**load, **layout, "then": str(one_rank / f"{name}.pt")} for name, layout in layouts.items()
+    ]
+    *_, found = run_ranks(
+        2, one_rank / "load", [*jobs, {"do": "biases", **layouts["TP2xEP2"], "dtype": "bfloat16"}]
+    )
     one = torch.load(one_rank / "one.pt")
-    for name, number in product(layouts, (10, 11)):  # with biases of 0, as before loading, tokens would go elsewhere
-        assert abs(torch.load(one_rank / f"{name}.pt")[f"loss{number}"] - one[f"loss{number}"]) < 2e-6
-    assert found["float32"] and found["unmoved"] and found["layers"] == [1, 2, 3] and found["trained"] == []
+    for name, number in product(
+        layouts, (10, 11)
+    ):  # with biases of 0, as before loading, tokens would go elsewhere
+        assert (
+            abs(torch.load(one_rank / f"{name}.pt")[f"loss{number}"] - one[f"loss{number}"]) < 2e-6
+        )
+    assert (
+        found["float32"]
+        and found["unmoved"]
+        and found["layers"] == [1, 2, 3]
+        and found["trained"] == []
+    )
     assert found["busy"] == 3 and found["imbalance_off"] < 1e-6
 
 
@@ -94,8 +121,15 @@ def test_layers_that_only_speculate_are_not_loaded(one_rank: Path):
     shutil.copytree(f"{source}.gradients", f"{folder}.gradients")
     shutil.copy(f"{source}.pt", f"{folder}.pt")
     tensors = load_file(folder / "model.safetensors")
-    more = {name.replace("layers.3.", "layers.4."): t.clone() for name, t in tensors.items() if "layers.3." in name}
-    save_file({**tensors, **more, "model.layers.4.eh_proj.weight": torch.zeros(64, 128)}, folder / "model.safetensors")
+    more = {
+        name.replace("layers.3.", "layers.4."): t.clone()
+        for name, t in tensors.items()
+        if "layers.3." in name
+    }
+    save_file(
+        {**tensors, **more, "model.layers.4.eh_proj.weight": torch.zeros(64, 128)},
+        folder / "model.safetensors",
+    )
     config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     (folder / "config.json").write_text(json.dumps(config))
     [result] = run_ranks(1, one_rank / "speculate", [{"do": "forward", "model": str(folder)}])

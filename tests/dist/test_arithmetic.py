@@ -1,4 +1,5 @@
-"""Ranks compute as the tests' process does: a variable that chooses other arithmetic reaches them."""
+"""Ranks compute as the tests' process does: a variable that chooses other arithmetic reaches
+them."""
 
 import os
 
@@ -7,7 +8,9 @@ import torch
 from tests.dist.workers.launch import POOL
 from tests.run_parts import ARITHMETIC
 
-NAMES = sorted({name for variables in ARITHMETIC.values() for name in variables} - {"OMP_NUM_THREADS"})
+NAMES = sorted(
+    {name for variables in ARITHMETIC.values() for name in variables} - {"OMP_NUM_THREADS"}
+)
 
 
 def arithmetic(rank: int = 0) -> tuple[str, list[str | None]]:

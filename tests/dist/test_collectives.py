@@ -1,4 +1,5 @@
-"""How often all ranks exchange Python objects in a publish, which every step has: at 1, 4 and 512 ranks."""
+"""How often all ranks exchange Python objects in a publish, which every step has: at 1, 4 and 512
+ranks."""
 
 import json
 import subprocess
@@ -47,8 +48,11 @@ class NoTransport:
 
 
 def counted(mesh: Mesh, folder: Path) -> dict[str, int]:
-    """Publishes twice to one engine; returns the calls of the second publish, in which nothing is new."""
-    live = {name: torch.zeros(4, 4) for name in ("gate", "up", "down")}  # of the fake engine's model
+    """Publishes twice to one engine; returns the calls of the second publish, in which nothing is
+    new."""
+    live = {
+        name: torch.zeros(4, 4) for name in ("gate", "up", "down")
+    }  # of the fake engine's model
     specs = dict.fromkeys(live, ((4, 4), torch.float32))
     copies = record_copies(lambda hf: [live[name].copy_(hf[name]) for name in live], specs, live)
     weights = ActorWeights(copies, specs, lambda: live)
@@ -58,7 +62,9 @@ def counted(mesh: Mesh, folder: Path) -> dict[str, int]:
         stack.enter_context(mock.patch.object(Exchange, "_check", lambda *args, **kwargs: None))
         if mesh.is_main:
             stack.enter_context(running(engine))
-        config = exchange_config(folder, folder / "initial" / "model", weights={"transport": "disk", "timeout_s": 30})
+        config = exchange_config(
+            folder, folder / "initial" / "model", weights={"transport": "disk", "timeout_s": 30}
+        )
         exchange = Exchange(config, mesh, weights, FakeFleet([engine]), folder)
         stack.callback(exchange.close)
         exchange.publish(1)
@@ -91,7 +97,15 @@ def test_a_publish_gathers_objects_once(world, tmp_path):
         assert all(calls == found[0] for calls in found)
         calls = found[0]
     else:
-        words = [sys.executable, "-W", "ignore", "-m", "tests.dist.test_collectives", str(world), str(tmp_path)]
+        words = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "tests.dist.test_collectives",
+            str(world),
+            str(tmp_path),
+        ]
         done = subprocess.run(words, env=child_environment(), capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
         calls = json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,5 @@
-"""An FP8 checkpoint with partial blocks under TP2 x EP2: the bits of its bfloat16 twin, and few bytes beside them."""
+"""An FP8 checkpoint with partial blocks under TP2 x EP2: the bits of its bfloat16 twin, and few
+bytes beside them."""
 
 from pathlib import Path
 
@@ -49,8 +50,16 @@ def wanted_bytes(folder: Path) -> int:
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_every_rank_holds_the_twins_bits(family, tmp_path):
     write_models(tmp_path, family)
-    job = {"model": str(tmp_path / "model"), "twin": str(tmp_path / "twin"), "parallel": LAYOUT, "dtype": "bfloat16"}
+    job = {
+        "model": str(tmp_path / "model"),
+        "twin": str(tmp_path / "twin"),
+        "parallel": LAYOUT,
+        "dtype": "bfloat16",
+    }
     (result,) = run_ranks(2, tmp_path / "ranks", [job], script="fp8_ranks.py")
     assert all(rank["equal"] and rank["parameters"] > 20 for rank in result["ranks"])
-    wanted, read = wanted_bytes(tmp_path / "model"), sum(rank["bytes_read"] for rank in result["ranks"])
+    wanted, read = (
+        wanted_bytes(tmp_path / "model"),
+        sum(rank["bytes_read"] for rank in result["ranks"]),
+    )
     assert wanted <= read <= 1.05 * wanted < 1.05 * 0.75 * wanted_bytes(tmp_path / "twin")

@@ -1,4 +1,5 @@
-"""Vocabulary-parallel log-probabilities over two gloo ranks give what one rank gives, gradients included."""
+"""Vocabulary-parallel log-probabilities over two gloo ranks give what one rank gives, gradients
+included."""
 
 from pathlib import Path
 
@@ -8,7 +9,13 @@ from megagrpo.algo.logprob import VocabularyShard, chunked_full_kl, chunked_logp
 from megagrpo.mesh import Mesh
 from tests.dist.workers.launch import run_meshes
 
-WORLD, TOKENS, HIDDEN, VOCAB, PADDED = 2, 23, 8, 37, 48  # the second rank's last 11 columns are padding
+WORLD, TOKENS, HIDDEN, VOCAB, PADDED = (
+    2,
+    23,
+    8,
+    37,
+    48,
+)  # the second rank's last 11 columns are padding
 
 
 def problem() -> tuple[torch.Tensor, ...]:
@@ -29,7 +36,13 @@ def solve(start: int, stop: int, reduce) -> dict[str, torch.Tensor]:
     reference = (hidden.detach().flip(0), weight[start:stop].flip(1))
     kl = chunked_full_kl(hidden, local, *reference, 0.7, 5, shard)
     (logprobs @ a + entropy @ b + kl @ a).backward()
-    out = {"logprobs": logprobs, "entropy": entropy, "kl": kl, "hidden": hidden.grad, "weight": local.grad}
+    out = {
+        "logprobs": logprobs,
+        "entropy": entropy,
+        "kl": kl,
+        "hidden": hidden.grad,
+        "weight": local.grad,
+    }
     return {name: value.detach() for name, value in out.items()}
 
 
@@ -43,7 +56,12 @@ def test_two_ranks_equal_one(tmp_path: Path):
     for name in ("logprobs", "entropy", "kl"):
         for rank in ranks:
             torch.testing.assert_close(rank[name], one[name], rtol=1e-5, atol=1e-5)
-    # the caller sums the partial gradients of hidden; each rank holds the whole gradient of its own columns
-    torch.testing.assert_close(ranks[0]["hidden"] + ranks[1]["hidden"], one["hidden"], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(torch.cat([r["weight"] for r in ranks]), one["weight"], rtol=1e-5, atol=1e-5)
+    # the caller sums the partial gradients of hidden; each rank holds the whole gradient of its own
+    # columns
+    torch.testing.assert_close(
+        ranks[0]["hidden"] + ranks[1]["hidden"], one["hidden"], rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(
+        torch.cat([r["weight"] for r in ranks]), one["weight"], rtol=1e-5, atol=1e-5
+    )
     assert (one["weight"][VOCAB:] == 0).all()

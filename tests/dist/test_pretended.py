@@ -1,4 +1,5 @@
-"""What a pretended trainer rank copies is what the real one of that place in a real world copies."""
+"""What a pretended trainer rank copies is what the real one of that place in a real world
+copies."""
 
 import json
 
@@ -12,9 +13,15 @@ VOCAB = 45  # padded under tensor parallelism
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, str]:
-    folder, sizes = tmp_path_factory.mktemp("pretended"), {"hidden_size": 32, "num_layers": 4, "head_dim": 8}
+    folder, sizes = (
+        tmp_path_factory.mktemp("pretended"),
+        {"hidden_size": 32, "num_layers": 4, "head_dim": 8},
+    )
     families = {"moe": {"family": "qwen3_moe"}, "tied": {"family": "qwen3", "tie_embeddings": True}}
-    return {name: str(write_random_model(folder / name, sizes | of, vocab=VOCAB)) for name, of in families.items()}
+    return {
+        name: str(write_random_model(folder / name, sizes | of, vocab=VOCAB))
+        for name, of in families.items()
+    }
 
 
 CASES = {
@@ -45,5 +52,9 @@ def test_pretended_ranks_copy_what_real_ones_do(models, tmp_path, world):
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(world)]
     for (name, parallel, representatives), *results in zip(CASES[world], *ranks, strict=True):
         assert [result["representative"] for result in results] == representatives, (name, parallel)
-        assert all(result["equal"] and result["same_place"] for result in results), (name, parallel, results)
+        assert all(result["equal"] and result["same_place"] for result in results), (
+            name,
+            parallel,
+            results,
+        )
         assert all(result["copies"] > 10 for result in results)

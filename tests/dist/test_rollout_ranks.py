@@ -46,14 +46,18 @@ def as_others(groups: list[RolloutGroup]) -> list[RolloutGroup]:
 
 @pytest.mark.parametrize("world, dp", [(2, 2), (4, 2), (2, 1)])
 def test_shares_do_not_depend_on_the_layout(tmp_path, world, dp):
-    """Replica by replica the groups are those of one rank, and every rank of a replica has them all."""
+    """Replica by replica the groups are those of one rank, and every rank of a replica has them
+    all."""
     with running(FakeService(version=4)) as service:
         results = run_meshes(world, tmp_path, one_step, service.url, replicas=dp)
     per_replica = [results[d * world // dp]["groups"] for d in range(dp)]
     groups = [group for part in per_replica for group in part]
     assert [(g.group_id, g.prompt) for g in groups] == list(enumerate(PROMPTS))
     for rank, result in enumerate(results):
-        assert as_others(result["groups"]) == as_others(per_replica[rank * dp // world]) and result["refreshed"] == []
+        assert (
+            as_others(result["groups"]) == as_others(per_replica[rank * dp // world])
+            and result["refreshed"] == []
+        )
     if dp == 2:
         assert [len(part) for part in per_replica] == [3, 3]
     assert groups[0].samples != groups[5].samples, "a prompt that comes again gets other responses"
@@ -67,18 +71,25 @@ def test_all_ranks_refresh_a_stale_engine_together(tmp_path):
 
 
 def test_a_leaders_failure_reaches_every_rank(tmp_path):
-    """One leader's request is refused for good; the other leader and the ranks that only wait learn it at once."""
+    """One leader's request is refused for good; the other leader and the ranks that only wait learn
+    it at once."""
     with running(FakeService(version=4, script=[400])) as service:
         started = time.monotonic()
         results = run_meshes(4, tmp_path, one_step, service.url, replicas=2)
     assert time.monotonic() - started < 300, "long before the time limits of requests and steps"
     assert len({r["error"] for r in results}) == 1
-    assert "train step 3" in results[1]["error"] and "refused a request: on purpose" in results[1]["error"]
+    assert (
+        "train step 3" in results[1]["error"]
+        and "refused a request: on purpose" in results[1]["error"]
+    )
 
 
 def two_steps(mesh: Mesh, url: str) -> list[tuple[list[int], list]]:
-    """What two steps of four groups gave this rank, of six that were begun for the first and two for the second."""
-    config = experiment(rollout={"extra_groups": 2}, algorithm={"mismatch": {"weight": {"name": "tis"}}})
+    """What two steps of four groups gave this rank, of six that were begun for the first and two
+    for the second."""
+    config = experiment(
+        rollout={"extra_groups": 2}, algorithm={"mismatch": {"weight": {"name": "tis"}}}
+    )
     source = source_of(ServiceControl(url, "key"), config, mesh=mesh)
     source.start(0, range(6), PROMPTS, 4)
     steps = [source.first(4, set(), 4)]
@@ -90,7 +101,8 @@ def two_steps(mesh: Mesh, url: str) -> list[tuple[list[int], list]]:
 
 
 def test_all_ranks_take_the_same_groups_of_those_that_are_finished_first(tmp_path):
-    """One prompt of the second replica is not answered before the second step's requests are there."""
+    """One prompt of the second replica is not answered before the second step's requests are
+    there."""
     with running(FakeService(version=4)) as service:
         service.hang = lambda body: body["input_ids"][1] == 4 and len(service.requests) < 16
         results = run_meshes(4, tmp_path, two_steps, service.url, replicas=2)

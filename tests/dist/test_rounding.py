@@ -1,6 +1,8 @@
-"""actor.fake_quantization: the actor computes with what FP8 engines hold, and updates its own weights.
+"""actor.fake_quantization: the actor computes with what FP8 engines hold, and updates its own
+weights.
 
-The independent quantiser of tests/fp8_checkpoint.py makes the engine's weights, of whole matrices; ranks cut blocks.
+The independent quantiser of tests/fp8_checkpoint.py makes the engine's weights, of whole matrices;
+ranks cut blocks.
 """
 
 import json
@@ -37,10 +39,13 @@ CASES = [  # (model, layout, batch, more)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    """Of each family a model whose rows differ in size; NAME.fp8 has what an FP8 engine of it computes with."""
+    """Of each family a model whose rows differ in size; NAME.fp8 has what an FP8 engine of it
+    computes with."""
     folder = tmp_path_factory.mktemp("rounding")
     for family in FAMILIES:
-        sizes = TinyModelConfig(path="", family=family, hidden_size=160, num_layers=4, head_dim=32, ffn_size=192)
+        sizes = TinyModelConfig(
+            path="", family=family, hidden_size=160, num_layers=4, head_dim=32, ffn_size=192
+        )
         description = hf_config(sizes) | {"vocab_size": VOCAB}
         if family in DRAFTS:
             description["num_nextn_predict_layers"] = 1
@@ -50,15 +55,25 @@ def models(tmp_path_factory) -> Path:
         arch = architecture_of(description, family in DRAFTS)
         generator = torch.Generator().manual_seed(0)
         tensors = {
-            name: tensor * torch.logspace(-1, 0, tensor.shape[0])[:, None] if tensor.dim() == 2 else tensor
+            name: tensor * torch.logspace(-1, 0, tensor.shape[0])[:, None]
+            if tensor.dim() == 2
+            else tensor
             for name, tensor in random_tensors(arch, generator).items()
         }
         in_fp8 = {spec.name for spec in model_tensors(arch) if spec.in_fp8}
         for dtype in (torch.float32, torch.bfloat16):
             held = {name: tensor.to(dtype).float() for name, tensor in tensors.items()}
-            seen = {name: rounded(t).to(dtype).float() if name in in_fp8 else t for name, t in held.items()}
+            seen = {
+                name: rounded(t).to(dtype).float() if name in in_fp8 else t
+                for name, t in held.items()
+            }
             for kind, whole in (("", held), (".fp8", seen)):
-                write_hf_folder(folder / f"{family}.{dtype}{kind}", iter([whole]), like=like, dtype=torch.float32)
+                write_hf_folder(
+                    folder / f"{family}.{dtype}{kind}",
+                    iter([whole]),
+                    like=like,
+                    dtype=torch.float32,
+                )
     return folder
 
 
@@ -70,50 +85,82 @@ def rounded(matrix: Tensor) -> Tensor:
 
 def job_of(models: Path, case: tuple[str, str, str, dict], out: Path) -> dict:
     model, layout, batch, more = case
-    job = {"parallel": LAYOUTS[layout], **BATCHES[batch], "dtype": "float32", "distributed": True, "updates": 1, **more}
+    job = {
+        "parallel": LAYOUTS[layout],
+        **BATCHES[batch],
+        "dtype": "float32",
+        "distributed": True,
+        "updates": 1,
+        **more,
+    }
     return job | {"model": str(models / f"{model}.torch.{job['dtype']}"), "out": str(out)}
 
 
 def test_it_computes_with_the_engines_weights_and_updates_its_own(models: Path, tmp_path: Path):
     jobs = []
     for number, case in enumerate(CASES):
-        own, engines = (job_of(models, case, tmp_path / f"{number}.{whose}") for whose in ("own", "engines"))
+        own, engines = (
+            job_of(models, case, tmp_path / f"{number}.{whose}") for whose in ("own", "engines")
+        )
         jobs += [own | {"fake_quantization": "fp8"}, engines | {"model": own["model"] + ".fp8"}]
     results = run_ranks(2, tmp_path / "ranks", jobs, "rounding_ranks.py")
-    assert not any(result["changed"] for result in results), "a forward leaves rounded weights behind"
+    assert not any(result["changed"] for result in results), (
+        "a forward leaves rounded weights behind"
+    )
     for case, own, engines in zip(CASES, jobs[::2], jobs[1::2], strict=True):
         check(str(case), own, engines)
 
 
 def check(name: str, own: dict, engines: dict) -> None:
     mine, theirs = (torch.load(job["out"]) for job in (own, engines))
-    for one, other in ((mine["logprobs"], theirs["logprobs"]), (mine["reference"], mine["logprobs"])):
+    for one, other in (
+        (mine["logprobs"], theirs["logprobs"]),
+        (mine["reference"], mine["logprobs"]),
+    ):
         assert all(map(torch.equal, one, other)), name
     assert mine["loss"] == theirs["loss"], name
-    wrong = [n for n, gradient in theirs["gradients"].items() if not torch.equal(gradient, mine["gradients"][n])]
+    wrong = [
+        n
+        for n, gradient in theirs["gradients"].items()
+        if not torch.equal(gradient, mine["gradients"][n])
+    ]
     assert not wrong, (name, wrong)
     wrong = []
     for tensor, after in mine["weights"].items():
         before, of_engine = (HfFolder(job["model"])[tensor].double() for job in (own, engines))
         decay = mine["decay"] if after.dim() > 1 else 1.0
-        step, expected = after.double() - decay * before, theirs["weights"][tensor].double() - decay * of_engine
+        step, expected = (
+            after.double() - decay * before,
+            theirs["weights"][tensor].double() - decay * of_engine,
+        )
         allowed = 2 * torch.finfo(getattr(torch, own["dtype"])).eps * before.abs().max()
-        moved = after.dim() == 1 or torch.any(after.double() != before)  # bfloat16 has no norm so close to 1
+        moved = after.dim() == 1 or torch.any(
+            after.double() != before
+        )  # bfloat16 has no norm so close to 1
         if not (step - expected).abs().max() <= allowed or not moved:
             wrong.append(tensor)
     assert not wrong, (name, wrong)
 
 
 def test_an_update_behind_another_rounds_gathered_weights(models: Path, tmp_path: Path):
-    """With overlap_param_gather they are whole only when a forward gathers them: same bits as without it."""
+    """With overlap_param_gather they are whole only when a forward gathers them: same bits as
+    without it."""
     case = ("qwen3_moe", "DP2", "packed", {"fake_quantization": "fp8", "updates": 2})
     jobs = [
         job_of(models, case, tmp_path / str(overlap))
-        | {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": overlap, "bucket_size": 3000}}
+        | {
+            "ddp": {
+                "overlap_grad_reduce": True,
+                "overlap_param_gather": overlap,
+                "bucket_size": 3000,
+            }
+        }
         for overlap in (False, True)
     ]
     run_ranks(2, tmp_path / "ranks", jobs, "rounding_ranks.py")
     plain, overlapped = (torch.load(job["out"]) for job in jobs)
     assert plain["loss"] == overlapped["loss"]
     for what in ("gradients", "weights"):
-        assert all(torch.equal(tensor, overlapped[what][name]) for name, tensor in plain[what].items()), what
+        assert all(
+            torch.equal(tensor, overlapped[what][name]) for name, tensor in plain[what].items()
+        ), what

@@ -1,7 +1,9 @@
-"""Experts that are known are the ones that routers use, with weights and gradients of their own, in every layout.
+"""Experts that are known are the ones that routers use, with weights and gradients of their own, in
+every layout.
 
-Replaying what a router would choose anyway changes no bit; replaying anything else gives on many ranks what it gives on
-one, where experts and weights are checked by hand. What is recorded on many ranks is what one rank records.
+Replaying what a router would choose anyway changes no bit; replaying anything else gives on many
+ranks what it gives on one, where experts and weights are checked by hand. What is recorded on many
+ranks is what one rank records.
 """
 
 from pathlib import Path
@@ -14,10 +16,14 @@ from tests.dist.workers.launch import run_ranks
 
 GRADIENT_BOUND, LOGPROB_BOUND, LOSS_BOUND = 1e-5, 1e-5, 1e-6
 RECOMPUTE_EXPERTS = {"recompute": "selective", "megatron": {"recompute_modules": ["moe"]}}
-# deepseek_v3: sigmoid routers with biases and groups, its first layer dense; qwen3_moe: softmax routers
+# deepseek_v3: sigmoid routers with biases and groups, its first layer dense; qwen3_moe: softmax
+# routers
 ROUTERS = {"router_bias_update": 0.01, "router_losses": {"balance": 0.3, "z": 0.02}}
 MODELS = {"deepseek_v3": ROUTERS, "qwen3_moe": {}}
-LAYOUTS = {name: cases.LAYOUTS[name] for name in ("TP2+SP", "PP2", "PP2xVPP2", "CP2", "EP2", "TP2xEP2", "DP2")}
+LAYOUTS = {
+    name: cases.LAYOUTS[name]
+    for name in ("TP2+SP", "PP2", "PP2xVPP2", "CP2", "EP2", "TP2xEP2", "DP2")
+}
 RECOMPUTE = {
     "none": {},
     "selective": {"recompute": "selective"},
@@ -33,7 +39,12 @@ CI = {
     ],
     "qwen3_moe": [("PP2", "packed", "experts"), ("CP2", "padded", "full")],
 }
-EVERY = [(layout, batch, recompute) for layout in LAYOUTS for batch in cases.BATCHES for recompute in RECOMPUTE]
+EVERY = [
+    (layout, batch, recompute)
+    for layout in LAYOUTS
+    for batch in cases.BATCHES
+    for recompute in RECOMPUTE
+]
 ONE_RANK = [("padded", "none"), ("packed", "full"), ("padded", "experts")]
 
 
@@ -43,15 +54,22 @@ def options(layout: dict, batch: str, recompute: str) -> dict:
 
 @pytest.fixture(scope="module", params=MODELS)
 def reference(request: pytest.FixtureRequest, tmp_path_factory) -> tuple[str, Path, dict, dict]:
-    """Family, folder, what all jobs have in common, and what one rank finds, a sample in each micro-batch."""
+    """Family, folder, what all jobs have in common, and what one rank finds, a sample in each
+    micro-batch."""
     family = request.param
     folder = tmp_path_factory.mktemp(family)
-    base = {"model": str(write_model(folder / "model", family)), "reference": str(folder / "one.pt")}
+    base = {
+        "model": str(write_model(folder / "model", family)),
+        "reference": str(folder / "one.pt"),
+    }
     base |= {"routing_replay": "rollout", **MODELS[family]}
     alone = {**base, "packing": False, "budget": 1, "write": True}
     jobs = [alone, *({**base, **options({}, *which)} for which in ONE_RANK)]
     first, *others = run_ranks(1, folder / "one", jobs, script="routing_replay_ranks.py")
-    assert problems({f"1 rank, {which}": found for which, found in zip(ONE_RANK, others, strict=True)}) == []
+    assert (
+        problems({f"1 rank, {which}": found for which, found in zip(ONE_RANK, others, strict=True)})
+        == []
+    )
     return family, folder, base, first
 
 
@@ -67,19 +85,35 @@ def problems(results: dict[str, dict]) -> list[str]:
     for name, result in results.items():
         found += unchanged(name, result)
         found += [f"{name}: {what}" for what in ("recorded", "planted counts") if not result[what]]
-        bounds = {"planted logprobs": LOGPROB_BOUND, "planted loss": LOSS_BOUND, "planted differs": 0.0}
-        found += [f"{name}: {what} {result[what]}" for what, bound in bounds.items() if not abs(result[what]) <= bound]
-        worst = max(result["planted gradients"], key=lambda tensor: result["planted gradients"][tensor])
+        bounds = {
+            "planted logprobs": LOGPROB_BOUND,
+            "planted loss": LOSS_BOUND,
+            "planted differs": 0.0,
+        }
+        found += [
+            f"{name}: {what} {result[what]}"
+            for what, bound in bounds.items()
+            if not abs(result[what]) <= bound
+        ]
+        worst = max(
+            result["planted gradients"], key=lambda tensor: result["planted gradients"][tensor]
+        )
         if not result["planted gradients"][worst] <= GRADIENT_BOUND:
-            found.append(f"{name}: gradient of {worst} off by {result['planted gradients'][worst]:.2g}")
+            found.append(
+                f"{name}: gradient of {worst} off by {result['planted gradients'][worst]:.2g}"
+            )
     return found
 
 
-def ran(reference: tuple[str, Path, dict, dict], cases: list[tuple[str, str, str]]) -> dict[str, dict]:
+def ran(
+    reference: tuple[str, Path, dict, dict], cases: list[tuple[str, str, str]]
+) -> dict[str, dict]:
     family, folder, base, _ = reference
     jobs = [{**base, **options(LAYOUTS[layout], *others)} for layout, *others in cases]
     results = run_ranks(2, folder / f"two{len(cases)}", jobs, script="routing_replay_ranks.py")
-    return {f"{family}, {', '.join(case)}": result for case, result in zip(cases, results, strict=True)}
+    return {
+        f"{family}, {', '.join(case)}": result for case, result in zip(cases, results, strict=True)
+    }
 
 
 def test_planted_experts_are_used_with_weights_of_the_routers_own(reference):

@@ -1,4 +1,5 @@
-"""More tensor-parallel ranks than key/value heads: updates are of one rank, exports equal the folder bit by bit."""
+"""More tensor-parallel ranks than key/value heads: updates are of one rank, exports equal the
+folder bit by bit."""
 
 from pathlib import Path
 
@@ -9,7 +10,10 @@ from tests.dist.test_actor_layouts import problems_of
 from tests.dist.workers.launch import run_ranks
 
 CASES = {
-    "qwen3": {"packing": True, "budget": 64},  # norms of heads, whose gradients several ranks have a part of
+    "qwen3": {
+        "packing": True,
+        "budget": 64,
+    },  # norms of heads, whose gradients several ranks have a part of
     "qwen2": {"packing": False, "budget": 200, "recompute": "full"},  # biases of projections
 }
 
@@ -25,9 +29,14 @@ def models(tmp_path_factory) -> Path:
 
 def test_ranks_that_share_a_head_compute_what_one_rank_does(models: Path, tmp_path: Path):
     base = {
-        family: {"model": str(models / family / "model"), "reference": str(models / f"{family}.pt")} for family in CASES
+        family: {"model": str(models / family / "model"), "reference": str(models / f"{family}.pt")}
+        for family in CASES
     }
-    run_ranks(1, tmp_path / "one", [{**job, "do": "layout", "write": True, "budget": 4096} for job in base.values()])
+    run_ranks(
+        1,
+        tmp_path / "one",
+        [{**job, "do": "layout", "write": True, "budget": 4096} for job in base.values()],
+    )
     jobs = [
         {**job, **CASES[family], "parallel": {"tp": 2}, "do": what}
         for family, job in base.items()

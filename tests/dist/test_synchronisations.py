@@ -1,4 +1,5 @@
-"""The host waits for the device in forward and backward of a micro-batch only where docs/evidence/gpu.md lists it."""
+"""The host waits for the device in forward and backward of a micro-batch only where
+docs/evidence/gpu.md lists it."""
 
 import re
 from pathlib import Path
@@ -13,17 +14,23 @@ ROW = re.compile(r"^\| `(\w+)` in `([\w.:]+)` \| (\d+) a layer( with experts)? \
 
 
 def documented() -> dict[str, tuple[int, bool]]:
-    """Operator and place -> how often a layer of one micro-batch waits there, and whether only one with experts."""
-    [section] = re.findall(r"^## Synchronisations that remain$(.*?)^## ", DOCS.read_text(), re.MULTILINE | re.DOTALL)
+    """Operator and place -> how often a layer of one micro-batch waits there, and whether only one
+    with experts."""
+    [section] = re.findall(
+        r"^## Synchronisations that remain$(.*?)^## ", DOCS.read_text(), re.MULTILINE | re.DOTALL
+    )
     rows = ROW.findall(section)
     return {f"{what} {place}": (int(n), bool(experts)) for what, place, n, experts in rows}
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory) -> list[tuple[dict, dict]]:
-    """(job, what it found): updates with every option of ours that computes on routers, and a dense model's."""
+    """(job, what it found): updates with every option of ours that computes on routers, and a dense
+    model's."""
     folder = tmp_path_factory.mktemp("waits")
-    models = {family: str(write_model(folder / family, family)) for family in ("qwen3", "qwen3_moe")}
+    models = {
+        family: str(write_model(folder / family, family)) for family in ("qwen3", "qwen3_moe")
+    }
     routers = {"router_losses": {"balance": 0.1, "z": 0.1}, "routing_replay": "rollout"}
     base = {"budget": 100, "distributed": True}
     one = [
@@ -51,6 +58,7 @@ def test_the_host_waits_where_it_is_documented_and_nowhere_else(ran: list[tuple[
 
 
 def test_waits_are_seen(ran: list[tuple[dict, dict]]):
-    """Else an empty list would prove nothing: Megatron's own, which are documented, are found in these runs."""
+    """Else an empty list would prove nothing: Megatron's own, which are documented, are found in
+    these runs."""
     seen = {name for _, found in ran for name in found["waits"]}
     assert seen == documented().keys() and any("masked_select" in name for name in seen)

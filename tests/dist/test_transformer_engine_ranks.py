@@ -1,7 +1,9 @@
-"""Megatron's own wrappers of Transformer Engine's layers, around the stand-in for it, against torch's layers.
+"""Megatron's own wrappers of Transformer Engine's layers, around the stand-in for it, against
+torch's layers.
 
-Weights loaded and exported bit by bit, logits and gradients against transformers, an update against one rank with
-torch's layers, the certificate and its planted faults: within the bounds that torch's layers have.
+Weights loaded and exported bit by bit, logits and gradients against transformers, an update against
+one rank with torch's layers, the certificate and its planted faults: within the bounds that torch's
+layers have.
 """
 
 import json
@@ -47,7 +49,12 @@ def reference(hf_models: Path) -> Callable[[str], Path]:
     @cache
     def of(model: str) -> Path:
         file = hf_models / f"{model}.torch.pt"
-        job = {"do": "layout", "write": True, "model": str(hf_models / model), "reference": str(file)}
+        job = {
+            "do": "layout",
+            "write": True,
+            "model": str(hf_models / model),
+            "reference": str(file),
+        }
         run_ranks(1, hf_models / f"torch_{model}", [{**job, **BATCHES["padded"], "budget": 4096}])
         return file
 
@@ -57,16 +64,33 @@ def reference(hf_models: Path) -> Callable[[str], Path]:
 def check(folder: Path, reference: Callable[[str], Path], cases: list[tuple]) -> None:
     jobs = []
     for model, layout, batch, recompute, distributed in cases:
-        base = {"model": str(folder / model), "reference": str(reference(model)), "transformer_engine": True}
+        base = {
+            "model": str(folder / model),
+            "reference": str(reference(model)),
+            "transformer_engine": True,
+        }
         base |= {"parallel": LAYOUTS[layout], **BATCHES[batch]}
         jobs.append({**base, "do": "forward"})
-        fused = {"gradient_accumulation_fusion": recompute == "full"}  # weight gradients go into Megatron's buffers
-        jobs.append({**base, "do": "layout", "recompute": recompute, "distributed": distributed, "megatron": fused})
+        fused = {
+            "gradient_accumulation_fusion": recompute == "full"
+        }  # weight gradients go into Megatron's buffers
+        jobs.append(
+            {
+                **base,
+                "do": "layout",
+                "recompute": recompute,
+                "distributed": distributed,
+                "megatron": fused,
+            }
+        )
     results = run_ranks(2, folder / f"te_{len(jobs)}", jobs, pool=TRANSFORMER_ENGINE_POOL)
     problems = []
     for job, result in zip(jobs, results, strict=True):
         found = problems_of("forward" if job["do"] == "forward" else "update", result)
-        problems += [f"{Path(job['model']).name}, {job['parallel']}, {job['do']}: {problem}" for problem in found]
+        problems += [
+            f"{Path(job['model']).name}, {job['parallel']}, {job['do']}: {problem}"
+            for problem in found
+        ]
     assert not problems, "\n".join(problems)
 
 
@@ -81,18 +105,28 @@ def test_every_layout(hf_models: Path, reference: Callable[[str], Path], model: 
 
 
 def certified(folder: Path, family: str, cases: list[dict], *more: str) -> list[dict]:
-    """What the certificate measures of a family's tiny model with Transformer Engine's layers, and `more` settings."""
+    """What the certificate measures of a family's tiny model with Transformer Engine's layers, and
+    `more` settings."""
     settings = [*described(folder, family), "actor.transformer_engine=true", *more]
     make_models(folder, load_config(str(CONFIG), settings), ParallelConfig(), 0)
-    common = {"config": str(CONFIG), "folder": str(folder), "algorithm": ALGORITHMS[FIRST], "settings": settings}
+    common = {
+        "config": str(CONFIG),
+        "folder": str(folder),
+        "algorithm": ALGORITHMS[FIRST],
+        "settings": settings,
+    }
     pool = TRANSFORMER_ENGINE_POOL
-    run_ranks(1, folder / "one", [{**common, "case": vars(REFERENCE)}], "certify_ranks.py", pool=pool)
-    return run_ranks(2, folder / "two", [common | one for one in cases], "certify_ranks.py", pool=pool)
+    run_ranks(
+        1, folder / "one", [{**common, "case": vars(REFERENCE)}], "certify_ranks.py", pool=pool
+    )
+    return run_ranks(
+        2, folder / "two", [common | one for one in cases], "certify_ranks.py", pool=pool
+    )
 
 
 def test_latent_attention_is_certified_and_a_fault_found(tmp_path: Path):
-    """Down projections, which Transformer Engine marks as shards, count once in the norm; experts' gradients are summed
-    over tensor-parallel ranks."""
+    """Down projections, which Transformer Engine marks as shards, count once in the norm; experts'
+    gradients are summed over tensor-parallel ranks."""
     fault = "experts-not-reduced-over-tp"
     results = certified(tmp_path, "deepseek_v3", [case("TP2+SP"), case("TP2+SP", fault)])
     assert failures(results[0]) == []
@@ -104,7 +138,11 @@ def test_latent_attention_is_certified_and_a_fault_found(tmp_path: Path):
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "glm4_moe", "mixtral", "kimi_k2"])
 def test_families_are_certified(tmp_path: Path, family: str):
     left_out = {"ep", "etp"} if family == "qwen3" else set()
-    names = [name for name, (ranks, sizes) in CERTIFIED.items() if ranks == 2 and not sizes.keys() & left_out]
+    names = [
+        name
+        for name, (ranks, sizes) in CERTIFIED.items()
+        if ranks == 2 and not sizes.keys() & left_out
+    ]
     results = certified(tmp_path, family, [case(name) for name in names])
     assert [failures(result) for result in results] == [[]] * len(names)
 
@@ -122,7 +160,9 @@ def test_replayed_experts_are_certified(tmp_path: Path, family: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3"], ids=["quickstart", "dense"])
 def test_the_command_certifies_its_layers(tmp_path: Path, monkeypatch, family: str):
-    monkeypatch.setenv("PYTHONPATH", environment.child_environment({}, [str(STAND_INS)])["PYTHONPATH"])
+    monkeypatch.setenv(
+        "PYTHONPATH", environment.child_environment({}, [str(STAND_INS)])["PYTHONPATH"]
+    )
     done = certify(tmp_path, "--set", "actor.transformer_engine=true", family=family)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "run" / "certify" / "report.json").read_text())

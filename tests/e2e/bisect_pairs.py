@@ -1,4 +1,5 @@
-"""Actors that differ from a running engine by one planted mistake, and what `megagrpo bisect` finds."""
+"""Actors that differ from a running engine by one planted mistake, and what `megagrpo bisect`
+finds."""
 
 import json
 import shutil
@@ -63,7 +64,10 @@ def with_config(**changes) -> Callable[[dict], None]:
 
 
 def changed_copy(
-    model: Path, folder: Path, tensors: Callable[[Tensors], None] | None, config: Callable[[dict], None] | None
+    model: Path,
+    folder: Path,
+    tensors: Callable[[Tensors], None] | None,
+    config: Callable[[dict], None] | None,
 ) -> Path:
     """An HF folder like `model` with other tensors or another config.json."""
     like = folder / "like"
@@ -96,8 +100,12 @@ def _wrong_section() -> AbstractContextManager:
 
     right = vision.section_angles
 
-    def wrong(positions: Tensor, dim: int, theta: float, section: tuple[int, int, int], interleaved: bool) -> Tensor:
-        return right(positions, dim, theta, (section[0] + 1, section[1] - 1, section[2]), interleaved)
+    def wrong(
+        positions: Tensor, dim: int, theta: float, section: tuple[int, int, int], interleaved: bool
+    ) -> Tensor:
+        return right(
+            positions, dim, theta, (section[0] + 1, section[1] - 1, section[2]), interleaved
+        )
 
     return patch.object(vision, "section_angles", wrong)
 
@@ -119,14 +127,18 @@ def _wrong_features() -> AbstractContextManager:
     from megagrpo.actor.megatron.vision import Tower
 
     right = Tower.forward
-    return patch.object(Tower, "forward", lambda *args: [features.flip(0) for features in right(*args)])
+    return patch.object(
+        Tower, "forward", lambda *args: [features.flip(0) for features in right(*args)]
+    )
 
 
 def _late_deepstack() -> AbstractContextManager:
     from megagrpo.actor.megatron.vision import Sight
 
     right = Sight.with_deep
-    return patch.object(Sight, "with_deep", lambda self, i, hidden: right(self, i - 1, hidden) if i else hidden)
+    return patch.object(
+        Sight, "with_deep", lambda self, i, hidden: right(self, i - 1, hidden) if i else hidden
+    )
 
 
 MISTAKES: dict[str, Callable[[], AbstractContextManager]] = {
@@ -140,13 +152,19 @@ MISTAKES: dict[str, Callable[[], AbstractContextManager]] = {
 
 
 def bisect_cases(
-    rank: int, info: EngineInfo, api_key: str, tp: int, folder: Path, cases: list[dict], world: int = 1
+    rank: int,
+    info: EngineInfo,
+    api_key: str,
+    tp: int,
+    folder: Path,
+    cases: list[dict],
+    world: int = 1,
 ) -> list[Found]:
     """Collective. Bisects the engine against one actor after the other.
 
-    A case: "model", an HF folder; "mistake": one of MISTAKES in what the actor computes; "parallel"; "version" of the
-    weights; "publish": whether they are published first, for the engine has others; "dtype" of both; "data": a file of
-    prompts, for PROMPTS.
+    A case: "model", an HF folder; "mistake": one of MISTAKES in what the actor computes;
+    "parallel"; "version" of the weights; "publish": whether they are published first, for the
+    engine has others; "dtype" of both; "data": a file of prompts, for PROMPTS.
     """
     from megagrpo.bisect.engine import ProbedEngine
     from megagrpo.bisect.procedure import bisect_pair
@@ -165,18 +183,28 @@ def bisect_cases(
         own.mkdir(parents=True, exist_ok=True)
         parallel = ParallelConfig(**case.get("parallel", {}))
         dtype = case.get("dtype", "float32")
-        actor_config = ActorConfig(world_size=world, parallel=parallel, deadline_s=120.0, dtype=dtype)
+        actor_config = ActorConfig(
+            world_size=world, parallel=parallel, deadline_s=120.0, dtype=dtype
+        )
         config = experiment(
             output_dir=str(own),
             model={"path": str(case["model"])},
             data=PICTURES | {"path": str(case["data"])} if "data" in case else {"path": "none"},
-            rollout={"tp": tp, "dtype": dtype, "load_format": "dummy" if case.get("publish") else "model"},
+            rollout={
+                "tp": tp,
+                "dtype": dtype,
+                "load_format": "dummy" if case.get("publish") else "model",
+            },
             weights={"timeout_s": 60.0, "bucket_mb": 0.1},
         ).model_copy(update={"actor": actor_config})
         settings = {"optimizer": OptimizerConfig(distributed=False), "device": torch.device("cpu")}
-        with joined(own / "store", config=actor_config, model_path=config.model.path, **settings) as actor:
+        with joined(
+            own / "store", config=actor_config, model_path=config.model.path, **settings
+        ) as actor:
             weights = load_initial_weights(actor, config.model.path)
-            wrong = prove_weights(config, actor, weights, registry, case["version"] if case.get("publish") else None)
+            wrong = prove_weights(
+                config, actor, weights, registry, case["version"] if case.get("publish") else None
+            )
             images = ImageStore.of(config.model, own / "images") if "data" in case else None
             engine = ProbedEngine(info, tp, api_key, own, 120.0, images) if rank == 0 else None
             if engine is not None:
@@ -186,7 +214,9 @@ def bisect_cases(
                 actor.images = images.pixels
                 prompts = load_prompts(config.data, load_tokenizer(config.model), images).prompts
             with MISTAKES[case.get("mistake", "")]():
-                found = bisect_pair(actor, engine, prompts, NEW_TOKENS, own, version=case.get("version"))
+                found = bisect_pair(
+                    actor, engine, prompts, NEW_TOKENS, own, version=case.get("version")
+                )
             if engine is not None and found is not None:
                 engine.close()
                 found.weights += wrong

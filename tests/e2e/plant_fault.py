@@ -1,11 +1,12 @@
 """A custom weight loader that breaks live parameters: `--custom-weight-loader ... plant_fault.run`.
 
-One index adds to that element; indices [2, n] put what is at the second row's places in the first row's. Of a matrix
-[a, b, c] that is no parameter: to element [0, 0, index]. An engine with a draft calls it for both models, of which one
-has the tensor.
+One index adds to that element; indices [2, n] put what is at the second row's places in the first
+row's. Of a matrix [a, b, c] that is no parameter: to element [0, 0, index]. An engine with a draft
+calls it for both models, of which one has the tensor.
 """
 
-KEEP = "keep the features of images"  # in place of a parameter: the engine's cache of them is not emptied any more
+# in place of a parameter: the engine's cache of them is not emptied any more
+KEEP = "keep the features of images"
 
 
 def run(model, named_tensors) -> None:

@@ -1,4 +1,5 @@
-"""A publish reaches the draft's model of an engine, too, and its digests prove it: real engines that speculate."""
+"""A publish reaches the draft's model of an engine, too, and its digests prove it: real engines
+that speculate."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,9 @@ DRAFT = "model.layers.2."  # the draft's HF tensors
 LAYOUTS = {"glm4_moe": {"tp": 2, "ep": 2}, "deepseek_v3": {}}
 
 
-@pytest.fixture(scope="module", params=["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.slow)]
+)
 def models(request, tmp_path_factory) -> list[Path]:
     folder = tmp_path_factory.mktemp("drafts") / request.param
     return [make_drafting_model(folder / f"m{seed}", request.param, seed) for seed in range(2)]
@@ -34,7 +37,9 @@ def engine(models, tmp_path_factory) -> Iterator[OneEngine]:
 
 def accepted(url: str) -> float:
     meta = [answer["meta_info"] for answer in sampled(url, 64)]
-    return sum(m["spec_num_correct_drafts"] for m in meta) / sum(m["spec_num_proposed_drafts"] for m in meta)
+    return sum(m["spec_num_correct_drafts"] for m in meta) / sum(
+        m["spec_num_proposed_drafts"] for m in meta
+    )
 
 
 def test_every_transport_reaches_the_draft(engine, models, tmp_path):
@@ -47,11 +52,17 @@ def test_every_transport_reaches_the_draft(engine, models, tmp_path):
         exchange.publish(version)
         exchange.verify()
         exchange.close()
-        assert logprob_difference(engine.info.url, model, version).largest < 2e-5, "the samples are the model's"
-        assert accepted(engine.info.url) > 0.2, f"after {transport} the draft proposes nothing of use"
+        assert logprob_difference(engine.info.url, model, version).largest < 2e-5, (
+            "the samples are the model's"
+        )
+        assert accepted(engine.info.url) > 0.2, (
+            f"after {transport} the draft proposes nothing of use"
+        )
 
 
-def test_a_draft_of_older_weights_or_with_one_wrong_element_is_found_and_named(engine, models, tmp_path):
+def test_a_draft_of_older_weights_or_with_one_wrong_element_is_found_and_named(
+    engine, models, tmp_path
+):
     source = PlainSource(models[0]).load(models[0])
     exchange = exchange_for(engine, source, "reshard", tmp_path)
     exchange.publish(10)
@@ -63,18 +74,28 @@ def test_a_draft_of_older_weights_or_with_one_wrong_element_is_found_and_named(e
     with pytest.raises(LeaderError) as stale:
         exchange.verify()
     text = str(stale.value)
-    assert f"HF tensor {DRAFT}" in text and "parameter draft." in text and "parameter model." not in text
+    assert (
+        f"HF tensor {DRAFT}" in text
+        and "parameter draft." in text
+        and "parameter model." not in text
+    )
     for name, tensor in source.live.items():
         tensor.copy_(old[name])
     exchange.verify()
     tp = engine.config.rollout.tp
     plant_fault(engine.info.url, tp, tp - 1, "model.eh_proj.weight", 7)
-    with pytest.raises(LeaderError, match=rf"rank {tp - 1}: parameter draft.model.eh_proj.weight does not hold"):
+    with pytest.raises(
+        LeaderError, match=rf"rank {tp - 1}: parameter draft.model.eh_proj.weight does not hold"
+    ):
         exchange.verify()
     exchange.publish(11)  # heals
     exchange.verify()
-    if models[0].parent.name == "deepseek_v3":  # latent attention computes with matrices made of a projection
+    if (
+        models[0].parent.name == "deepseek_v3"
+    ):  # latent attention computes with matrices made of a projection
         plant_fault(engine.info.url, 1, 0, "model.decoder.self_attn.w_kc", 3)
-        with pytest.raises(LeaderError, match=r"draft.model.decoder.self_attn.w_kc: not what the live kv_b_proj"):
+        with pytest.raises(
+            LeaderError, match=r"draft.model.decoder.self_attn.w_kc: not what the live kv_b_proj"
+        ):
             exchange.verify()
     exchange.close()

@@ -1,4 +1,5 @@
-"""A whole run whose engine keeps its layers in FP8: it samples, every publish is proven, the mismatch is corrected."""
+"""A whole run whose engine keeps its layers in FP8: it samples, every publish is proven, the
+mismatch is corrected."""
 
 import pytest
 from planned_cases import planned
@@ -13,11 +14,19 @@ SIZES = {  # SGLang requires whole blocks of 128 wherever it cuts or fuses matri
     "num_heads": 2,
     "num_kv_heads": 1,
 }
-LATENT = SIZES | {"family": "deepseek_v3", "hidden_size": 512, "head_dim": 32, "num_heads": 4, "num_kv_heads": 4}
+LATENT = SIZES | {
+    "family": "deepseek_v3",
+    "hidden_size": 512,
+    "head_dim": 32,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport, sizes", [("reshard", SIZES), ("broadcast", SIZES), ("reshard", LATENT)])
+@pytest.mark.parametrize(
+    "transport, sizes", [("reshard", SIZES), ("broadcast", SIZES), ("reshard", LATENT)]
+)
 def test_an_engine_in_fp8_samples_and_takes_every_publish(tmp_path, transport, sizes):
     """With latent attention the matrices that SGLang makes of a projection are proven, too."""
     make_inputs(write_experiment(tmp_path / "prepared"), model=sizes)
@@ -26,7 +35,10 @@ def test_an_engine_in_fp8_samples_and_takes_every_publish(tmp_path, transport, s
         folder,
         train={"num_steps": STEPS},
         actor={"device": "cpu"},
-        rollout={"deterministic": sizes is SIZES, "quantization": "fp8"},  # SGLang: not with latents on a CPU
+        rollout={
+            "deterministic": sizes is SIZES,
+            "quantization": "fp8",
+        },  # SGLang: not with latents on a CPU
         weights={"transport": transport},
         algorithm={"mismatch": {"weight": {"name": "tis"}}},
     )
@@ -35,12 +47,15 @@ def test_an_engine_in_fp8_samples_and_takes_every_publish(tmp_path, transport, s
         wire_bytes = planned([load_config(folder.with_suffix(".yaml"))])[0].wire_bytes
         assert {entries[step]["publish/wire_bytes"] for step in range(1, STEPS + 1)} == {wire_bytes}
     for step in range(1, STEPS + 1):
-        assert 1e-3 < entries[step]["mismatch/logprob_abs_mean"] < 0.3, "of a random model: measured 0.084 to 0.103"
+        assert 1e-3 < entries[step]["mismatch/logprob_abs_mean"] < 0.3, (
+            "of a random model: measured 0.084 to 0.103"
+        )
 
 
 @pytest.mark.slow
 def test_a_checkpoint_in_fp8_is_trained_with_an_engine_in_fp8(tmp_path):
-    """As DeepSeek-V3 is published: the actor reads it in its own dtype, and publishes it in FP8 again."""
+    """As DeepSeek-V3 is published: the actor reads it in its own dtype, and publishes it in FP8
+    again."""
     make_inputs(write_experiment(tmp_path / "prepared"), model=SIZES)
     quantise_folder(tmp_path / "model", tmp_path / "stored", tmp_path / "twin", (128, 128))
     run_experiment(

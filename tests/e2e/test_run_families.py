@@ -1,4 +1,5 @@
-"""`megagrpo run` and `export` with Mixtral, GLM-4.5 and DeepSeek-V3, in float32, and in bfloat16 with exact biases.
+"""`megagrpo run` and `export` with Mixtral, GLM-4.5 and DeepSeek-V3, in float32, and in bfloat16
+with exact biases.
 
 And a run whose engine has data-parallel attention.
 """
@@ -7,7 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_megagrpo import assert_agrees, make_inputs, metrics, succeed, transformers_accepts, write_experiment
+from run_megagrpo import (
+    assert_agrees,
+    make_inputs,
+    metrics,
+    succeed,
+    transformers_accepts,
+    write_experiment,
+)
 
 from megagrpo.weights.hf_folder import HfFolder
 
@@ -20,11 +28,18 @@ NUM_STEPS = 2
     ("family", "dtype", "mismatch"),  # the largest mean of |trainer - rollout| log-probabilities
     [
         *((family, "float32", 1e-5) for family in ("deepseek_v3", "glm4_moe", "mixtral")),
-        ("deepseek_v3", "bfloat16", 0.05),  # the same weights and routing biases, other roundings of activations
+        (
+            "deepseek_v3",
+            "bfloat16",
+            0.05,
+        ),  # the same weights and routing biases, other roundings of activations
     ],
 )
 def test_steps_agree_with_the_engine_and_are_exported(family, dtype, mismatch, tmp_path: Path):
-    sections = {"actor": {"dtype": dtype, "device": "cpu"}, "rollout": {"dtype": dtype, "start_timeout_s": 900}}
+    sections = {
+        "actor": {"dtype": dtype, "device": "cpu"},
+        "rollout": {"dtype": dtype, "start_timeout_s": 900},
+    }
     sections |= {"train": {"num_steps": NUM_STEPS}, "checkpoint": {"every": NUM_STEPS}}
     config = write_experiment(tmp_path / family, **sections)
     make_inputs(config, model={"family": family})
@@ -45,9 +60,13 @@ def test_steps_agree_with_the_engine_and_are_exported(family, dtype, mismatch, t
 
 @pytest.mark.slow
 def test_an_engine_with_data_parallel_attention_agrees_and_its_experts_are_replayed(tmp_path: Path):
-    """Both publishes between steps are into an engine that has sampled, whose ranks each have a cache of their own."""
+    """Both publishes between steps are into an engine that has sampled, whose ranks each have a
+    cache of their own."""
     attention = {"enable_dp_attention": True, "dp_size": 2}
-    sections = {"rollout": {"tp": 2, "ep": 2, "sglang": attention}, "actor": {"routing_replay": "rollout"}}
+    sections = {
+        "rollout": {"tp": 2, "ep": 2, "sglang": attention},
+        "actor": {"routing_replay": "rollout"},
+    }
     config = write_experiment(tmp_path / "run", **sections, weights={"transport": "reshard"})
     make_inputs(config)
     succeed("run", config, timeout_s=900)

@@ -1,4 +1,5 @@
-"""The real router before fake engines: later turns of a rollout reach the engine of its first one."""
+"""The real router before fake engines: later turns of a rollout reach the engine of its first
+one."""
 
 import asyncio
 from collections import Counter
@@ -24,7 +25,11 @@ async def engine(stack: AsyncExitStack, name: str, down: set[str]) -> str:
     async def answer(request: web.Request) -> web.Response:
         if request.path == "/generate" and name in down:
             request.transport.close()
-        meta = {"finish_reason": {"type": "stop"}, "weight_version": "0", "output_token_logprobs": [[-0.5, 1, None]]}
+        meta = {
+            "finish_reason": {"type": "stop"},
+            "weight_version": "0",
+            "output_token_logprobs": [[-0.5, 1, None]],
+        }
         await asyncio.sleep(0.05)
         return web.json_response({"meta_info": meta}, headers={ENGINE_HEADER: name})
 
@@ -39,7 +44,8 @@ async def engine(stack: AsyncExitStack, name: str, down: set[str]) -> str:
 
 
 async def episodes(folder: Path, sticky: bool) -> tuple[list[list[str]], list[str]]:
-    """The engines of the turns of each episode; those of an episode whose engine breaks off all after its first."""
+    """The engines of the turns of each episode; those of an episode whose engine breaks off all
+    after its first."""
     own, down = "127.0.0.1", set[str]()
     async with AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession())
@@ -52,7 +58,9 @@ async def episodes(folder: Path, sticky: bool) -> tuple[list[list[str]], list[st
         for number in range(ENGINES):
             assert not await router.add(await engine(stack, f"engine-{number}", down))
         policy = RetryPolicy(4, 20.0, base_s=0.1)
-        client = await stack.enter_async_context(GenerationClient(router.url, "key", policy, Turnstile(64)))
+        client = await stack.enter_async_context(
+            GenerationClient(router.url, "key", policy, Turnstile(64))
+        )
         params = SamplingParams(1.0, 4)
 
         async def turn(key: str, number: int) -> str:

@@ -1,4 +1,5 @@
-"""Fixtures of the unit tests, which run in an empty folder: none of them sees runs/ of the checkout."""
+"""Fixtures of the unit tests, which run in an empty folder: none of them sees runs/ of the
+checkout."""
 
 import json
 from pathlib import Path
@@ -14,7 +15,8 @@ def empty_folder(tmp_path_factory, monkeypatch) -> None:
 
 @pytest.fixture
 def prepared(tmp_path, monkeypatch) -> Path:
-    """The current folder, with the start model's config.json and data files of configs/quickstart.yaml."""
+    """The current folder, with the start model's config.json and data files of
+    configs/quickstart.yaml."""
     from examples.laptop.recipe import TinyModelConfig
     from megagrpo.certify.tiny_model import hf_config
 

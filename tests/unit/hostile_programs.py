@@ -1,7 +1,8 @@
-"""Programs that try to harm, to hang or to cheat, and what becomes of each. docs/data-and-rewards.md shows this table.
+"""Programs that try to harm, to hang or to cheat, and what becomes of each.
+docs/data-and-rewards.md shows this table.
 
-Each is graded by its standard output (SCRIPTS: input 1, expected 2) or by calls of its function f (CALLS: f(1) == 2).
-Limits are small, so that a program which breaks one costs this machine little.
+Each is graded by its standard output (SCRIPTS: input 1, expected 2) or by calls of its function f
+(CALLS: f(1) == 2). Limits are small, so that a program which breaks one costs this machine little.
 """
 
 import json
@@ -28,7 +29,8 @@ _OF_SCRIPTS = {
     ),
     "eats memory": ("x = []\nwhile True: x.append(bytearray(2**20))", "exit code 1: MemoryError"),
     "eats memory in many processes": (
-        "import os, time\nfor _ in range(4):\n    if os.fork() == 0:\n        x = bytearray(2**20 * 100)\n"
+        "import os, time\nfor _ in range(4):\n    if os.fork() == 0:\n        x = bytearray(2**20 "
+        "* 100)\n"
         "        time.sleep(1000)\ntime.sleep(1000)",
         "memory limit",
     ),
@@ -38,10 +40,19 @@ _OF_SCRIPTS = {
         "memory limit",
     ),
     "prints forever": ("while True: print('x' * 1000)", "output limit"),
-    "prints forever to standard error": ("import sys\nwhile True: print('x' * 1000, file=sys.stderr)", "output limit"),
-    "closes its output and stays": ("import os, time\nos.close(1); os.close(2)\ntime.sleep(1000)", "time limit"),
+    "prints forever to standard error": (
+        "import sys\nwhile True: print('x' * 1000, file=sys.stderr)",
+        "output limit",
+    ),
+    "closes its output and stays": (
+        "import os, time\nos.close(1); os.close(2)\ntime.sleep(1000)",
+        "time limit",
+    ),
     "reads its input forever": ("import sys\nwhile True: sys.stdin.read()", "time limit"),
-    "writes a huge file": ("with open('x', 'wb') as f:\n    while True: f.write(bytes(2**20))", _errno(27)),
+    "writes a huge file": (
+        "with open('x', 'wb') as f:\n    while True: f.write(bytes(2**20))",
+        _errno(27),
+    ),
     "writes many files": (
         "for i in range(20):\n    with open(str(i), 'wb') as f: f.write(bytes(2**20))",
         _errno(28),
@@ -49,15 +60,18 @@ _OF_SCRIPTS = {
     "opens many files": ("x = [open('/dev/null') for _ in range(100)]", _errno(24)),
     "forks without end": (
         "import os\nfirst = os.getpid()\ntry:\n    while True: os.fork()\nexcept OSError:\n"
-        "    if os.getpid() != first: os._exit(0)  # several would write their ends into one error output\n    raise",
+        "    if os.getpid() != first: os._exit(0)  # several would write their ends into one error "
+        "output\n    raise",
         _errno(11),
     ),
     "starts threads without end": (
-        "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()",
+        "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(1000,), "
+        "daemon=True).start()",
         "exit code 1: RuntimeError: can't start new thread",
     ),
     "leaves a daemon behind": (
-        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(1000)\n"
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: "
+        "time.sleep(1000)\n"
         "    os._exit(0)\nprint(2)",
         "",
     ),
@@ -66,34 +80,47 @@ _OF_SCRIPTS = {
         "wrong output",
     ),
     "kills everybody": ("import os\nos.kill(-1, 9)", "exit code 1: ProcessLookupError"),
-    "connects to the network": ("import socket\nsocket.create_connection(('192.0.2.1', 80))", _errno(101)),
+    "connects to the network": (
+        "import socket\nsocket.create_connection(('192.0.2.1', 80))",
+        _errno(101),
+    ),
     "connects to a server of this machine": (
         "import socket\nsocket.create_connection(('127.0.0.1', 22))",
         _errno(101),
     ),
-    "reads the user's files": ("import os\nprint(open('/etc/passwd').read())", "exit code 1: FileNotFoundError"),
+    "reads the user's files": (
+        "import os\nprint(open('/etc/passwd').read())",
+        "exit code 1: FileNotFoundError",
+    ),
     "writes where the interpreter is": ("import os\nopen(os.__file__, 'a')", "exit code 1: "),
     "becomes root": ("import os\nos.setuid(0)", "exit code 1: "),
 }
 _OF_CALLS = {
     "leaves before its tests": ("import os\nos._exit(0)", "the program ended with exit code 0"),
-    "says that it is done": ("import sys\nprint('passed')\nsys.exit(0)", "NameError: name 'f' is not defined"),
+    "says that it is done": (
+        "import sys\nprint('passed')\nsys.exit(0)",
+        "NameError: name 'f' is not defined",
+    ),
     "leaves when called": ("import sys\ndef f(x): sys.exit(0)", "SystemExit: 0"),
     "returns what equals everything": (
-        "class Equal:\n    def __eq__(self, other): return True\n    def __sub__(self, other): return 0\n"
+        "class Equal:\n    def __eq__(self, other): return True\n    def __sub__(self, other): "
+        "return 0\n"
         "def f(x): return Equal()",
         "a wrong result",
     ),
     "changes the builtins": (
-        "import builtins\nbuiltins.AssertionError = builtins.abs = abs = lambda *x: 0\ndef f(x): return 7",
+        "import builtins\nbuiltins.AssertionError = builtins.abs = abs = lambda *x: 0\ndef f(x): "
+        "return 7",
         "a wrong result",
     ),
     "looks for the answer in its memory": (
-        "import gc\nfound = ' '.join(['assert', 'f(1)']) in repr(gc.get_objects())\ndef f(x): return 2 if found else 0",
+        "import gc\nfound = ' '.join(['assert', 'f(1)']) in repr(gc.get_objects())\ndef f(x): "
+        "return 2 if found else 0",
         "a wrong result",
     ),
     "answers before it is asked": (
-        "import os\nfor fd in range(3, 16):\n    try: os.write(fd, b'[\"ok\", null]\\nnull\\nnull\\nnull\\n')\n"
+        'import os\nfor fd in range(3, 16):\n    try: os.write(fd, b\'["ok", '
+        "null]\\nnull\\nnull\\nnull\\n')\n"
         "    except OSError: pass\ndef f(x): return 0",
         "",
     ),
@@ -110,8 +137,13 @@ PROGRAMS = {
 
 
 def options(detail: str) -> dict:
-    """Grader options: little time for a program that is to run out of it, much for the others, on a busy machine."""
-    return OPTIONS | ({"test_s": 0.5, "total_s": 1.0} if detail == "time limit" else {"test_s": 20.0, "total_s": 30.0})
+    """Grader options: little time for a program that is to run out of it, much for the others, on a
+    busy machine."""
+    return OPTIONS | (
+        {"test_s": 0.5, "total_s": 1.0}
+        if detail == "time limit"
+        else {"test_s": 20.0, "total_s": 30.0}
+    )
 
 
 def table() -> str:

@@ -106,16 +106,19 @@ SERVICES = {
     "is busy (429), then answers": (["busy"], "score", ""),
     "is busy for an hour (Retry-After)": (["busy for an hour"], "timeout", "the last problem: status 429: later"),
     "hangs": (["hangs"], "timeout", "gave no score in 1 s"),
-    "fails always": (["fails"] * 9, "error", "failed 3 times; the last problem: status 500: out of memory"),
+    "fails always": (["fails"] * 9, "error", "failed 3 times; the last problem: status 500: out of "
+                                             "memory"),
     "closes every connection": (["closes the connection"] * 9, "error", "failed 3 times"),
     "refuses (401)": (["refuses"], "error", "refused a request with status 401: who are you?"),
     "sends elsewhere (307)": (["sends elsewhere"], "error", "refused a request with status 307"),
-    "answers something else than JSON": (["is no JSON"], "error", "answered something else than JSON"),
+    "answers something else than JSON": (["is no JSON"], "error", "answered something else than "
+                                                                  "JSON"),
     "answers without end": (["is huge"], "error", "answered more than 16 MiB"),
     "answers another schema": (['{"score": 1}'], "error", """answered {'score': 1}"""),
     "gives too few scores": (['{"scores": []}'], "error", "gave 0 scores for 1 responses"),
     "gives NaN": (['{"scores": [NaN]}'], "error", "gave the score nan, not a finite number"),
-    "gives a text as score": (['{"scores": ["1.0"]}'], "error", "gave the score '1.0', not a finite number"),
+    "gives a text as score": (['{"scores": ["1.0"]}'], "error", "gave the score '1.0', not a "
+                                                                "finite number"),
 }  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""The algorithm section: impossible combinations are refused with the reason, presets are the papers' settings."""
+"""The algorithm section: impossible combinations are refused with the reason, presets are the
+papers' settings."""
 
 import pytest
 
@@ -25,7 +26,16 @@ REFUSED = [  # options, part of the reason
     ({"kl": {"loss_coef": 0.1, "importance": True}}, "none of them"),
     ({"kl": {"loss_coef": 0.1, "estimator": "k1", "value_clamp": 10.0}}, "belongs to k3"),
     ({"kl": {"adaptive": {"target": 0.1, "horizon": 1e4}}}, "starting coefficient"),
-    ({"kl": {"loss_coef": 0.1, "estimator": "full", "adaptive": {"target": 0.1, "horizon": 1e4}}}, "sampled tokens"),
+    (
+        {
+            "kl": {
+                "loss_coef": 0.1,
+                "estimator": "full",
+                "adaptive": {"target": 0.1, "horizon": 1e4},
+            }
+        },
+        "sampled tokens",
+    ),
     ({"mismatch": {"weight": {"name": "icepop", "low": 5.0, "high": 2.0}}}, "not below"),
     ({"mismatch": {"reject": {"low": 1.5, "high": 2.0}}}, "rejects perfect agreement"),
     ({"loss": {"name": "ppo_clip", "dual_clip": 1.0}}, "greater than 1"),
@@ -43,7 +53,11 @@ def test_refused(options, reason):
 def problems(options: dict, max_response_tokens: int = 512, **train) -> str:
     """Why the algorithm section does not go together with others; "" if it does."""
     train = {"num_prompts_per_step": 4, "num_updates_per_step": 1, **train}
-    whole = {"algorithm": options, "train": train, "sampling": {"max_response_tokens": max_response_tokens}}
+    whole = {
+        "algorithm": options,
+        "train": train,
+        "sampling": {"max_response_tokens": max_response_tokens},
+    }
     try:
         experiment(**whole)
     except ValueError as exc:
@@ -74,7 +88,9 @@ def test_group_of_one_is_refused_if_it_teaches_nothing(options, reason):
 def test_the_adaptive_coefficient_stays_positive():
     options = {"kl": {"loss_coef": 0.1, "adaptive": {"target": 0.1, "horizon": 100}}}
     assert not problems(options, num_prompts_per_step=1, group_size=499)
-    assert "too short for 500 responses" in problems(options, num_prompts_per_step=1, group_size=500)
+    assert "too short for 500 responses" in problems(
+        options, num_prompts_per_step=1, group_size=500
+    )
 
 
 def test_overlong_buffer_must_fit_and_is_a_fifth_of_the_longest_response_by_default():
@@ -107,14 +123,27 @@ def test_advice_and_formula():
     formula = "1/N_tok sum_it [-min(rho A, clip(rho) A)], A = (r - mean) / (std + eps), r = reward"
     assert AlgorithmConfig().formula == formula
     reward = {"scale": 2, "shift": -1, "overlong": {}, "mean": "batch", "std": "batch", "clip": 5}
-    options = {"whiten_advantages": True, "advantage_clip": 3, "mask_truncated": True, "dynamic_sampling": {}}
-    options |= {"mismatch": {"weight": {"name": "tis"}, "reject": {"high": 2}}, "kl": {"reward_coef": 0.1}}
-    everything = AlgorithmConfig(advantage={"name": "rloo"}, reward=reward, entropy_coef=0.01, **options)
+    options = {
+        "whiten_advantages": True,
+        "advantage_clip": 3,
+        "mask_truncated": True,
+        "dynamic_sampling": {},
+    }
+    options |= {
+        "mismatch": {"weight": {"name": "tis"}, "reject": {"high": 2}},
+        "kl": {"reward_coef": 0.1},
+    }
+    everything = AlgorithmConfig(
+        advantage={"name": "rloo"}, reward=reward, entropy_coef=0.01, **options
+    )
     assert everything.formula == (
-        "1/N_tok sum_it [w -min(rho A, clip(rho) A) + (-0.01) H], w = old / rollout of the token in [0, 2], "
+        "1/N_tok sum_it [w -min(rho A, clip(rho) A) + (-0.01) H], w = old / rollout of the token "
+        "in [0, 2], "
         f"A = whitened ({everything.advantage.formula}) in [-3, 3], "
-        "r = (2 reward -1 - overlong - mean of batch) / (std of batch + eps) in [-5, 5] - 0.1 sum_t KL_k3, "
-        "without responses cut by length, responses of mean old / rollout outside [0, 2], groups of equal reward"
+        "r = (2 reward -1 - overlong - mean of batch) / (std of batch + eps) in [-5, 5] - 0.1 "
+        "sum_t KL_k3, "
+        "without responses cut by length, responses of mean old / rollout outside [0, 2], groups "
+        "of equal reward"
     )
     banded = AlgorithmConfig(mismatch={"weight": {"name": "icepop", "low": 0.5, "high": 5}})
     assert "w = old / rollout if old / rollout in [0.5, 5], else 0" in banded.formula
@@ -126,5 +155,14 @@ def test_advice_and_formula():
 
 def test_presets_are_of_papers():
     papers = {path.stem: path.read_text() for path in PRESET_FOLDER.glob("*.yaml")}
-    assert set(papers) == {"cispo", "dapo", "dr_grpo", "gspo", "grpo", "reinforce_pp", "remax", "rloo"}
+    assert set(papers) == {
+        "cispo",
+        "dapo",
+        "dr_grpo",
+        "gspo",
+        "grpo",
+        "reinforce_pp",
+        "remax",
+        "rloo",
+    }
     assert all("arXiv" in text for text in papers.values())

@@ -19,10 +19,14 @@ MAX_FLAT_MODULES, MAX_FOLDER_FILES, MAX_ARGUMENTS, MAX_ARROWS = 8, 12, 7, 170
 MAX_ANY, MAX_BROAD_EXCEPTS, MAX_TRIES_PER_1000_LINES = 34, 8, 3.0
 MANY_ARGUMENTS = {  # "path:function" -> whose signature it is
     "actor/layers/attention.py:__init__": "Megatron-Core builds core attention with it",
-    "weights/digests/triton_kernel.py:_block_sums": "a Triton kernel takes pointers and sizes one by one",
+    "weights/digests/triton_kernel.py:_block_sums": "a Triton kernel takes pointers and sizes one "
+    "by one",
     "algo/logprob.py:forward": "torch.autograd.Function takes its inputs one by one",
 }
-NAMES_TRANSPORTS = {"planning/publish_bytes.py", "convert/rules.py"}  # compares bytes of two; writes an experiment
+NAMES_TRANSPORTS = {
+    "planning/publish_bytes.py",
+    "convert/rules.py",
+}  # compares bytes of two; writes an experiment
 
 # A part imports itself and parts on earlier lines; parts of one line do not know each other.
 LAYERS = (
@@ -48,8 +52,8 @@ LAYERS = (
 ONLY_IN = {
     "megatron": r"actor/",
     "ray": r"rollout/service/",
-    # engine_dry_run.py builds the engine's model to see what it would load, arguments_dry_run.py resolves its arguments
-    # as on a GPU; both run in a process of their own
+    # engine_dry_run.py builds the engine's model to see what it would load, arguments_dry_run.py
+    # resolves its arguments as on a GPU; both run in a process of their own
     "sglang": r"weights/engines/loader\.py|rollout/service/(engine_process|\w+_dry_run)\.py|rollout/cpu/",
     "sgl_kernel": r"rollout/cpu/",
     "triton": r"weights/digests/triton_kernel\.py",
@@ -60,7 +64,8 @@ ALGO_MAY_IMPORT = {"torch", "megagrpo"}
 NO_TORCH = LAYERS[0] | LAYERS[1] | LAYERS[2] | LAYERS[3]
 
 LONG_FUNCTIONS: dict[str, str] = {}  # "path:function" -> why it is better in one piece
-# These run in the engine's interpreter before any code of ours and patch what it reads from its environment.
+# These run in the engine's interpreter before any code of ours and patch what it reads from its
+# environment.
 READS_ENVIRONMENT = r"system/environment\.py|rollout/cpu/"
 
 
@@ -68,17 +73,20 @@ READS_ENVIRONMENT = r"system/environment\.py|rollout/cpu/"
 def sources() -> dict[str, ast.Module]:
     """Path inside the package -> syntax tree."""
     return {
-        str(path.relative_to(PACKAGE)): ast.parse(path.read_text(), str(path)) for path in sorted(PACKAGE.rglob("*.py"))
+        str(path.relative_to(PACKAGE)): ast.parse(path.read_text(), str(path))
+        for path in sorted(PACKAGE.rglob("*.py"))
     }
 
 
 def part_of(path: str) -> str:
-    """The part of the design that a file belongs to: its folder, or its own name at the top level."""
+    """The part of the design that a file belongs to: its folder, or its own name at the top
+    level."""
     return Path(path).parts[0].removesuffix(".py")
 
 
 def imports(path: str) -> list[str]:
-    """Full names of imported modules; `from megagrpo.a import b` counts as megagrpo.a.b. No TYPE_CHECKING blocks."""
+    """Full names of imported modules; `from megagrpo.a import b` counts as megagrpo.a.b. No
+    TYPE_CHECKING blocks."""
     found = []
 
     def visit(node: ast.AST) -> None:
@@ -97,14 +105,21 @@ def imports(path: str) -> list[str]:
 
 
 def own_part(module: str) -> str | None:
-    """The part that an imported name belongs to, None for other people's modules and for the package itself."""
+    """The part that an imported name belongs to, None for other people's modules and for the
+    package itself."""
     names = module.split(".")
-    return names[1] if names[0] == "megagrpo" and len(names) > 1 and names[1] != "__version__" else None
+    return (
+        names[1]
+        if names[0] == "megagrpo" and len(names) > 1 and names[1] != "__version__"
+        else None
+    )
 
 
 def layer_of(part: str) -> int:
     found = [index for index, parts in enumerate(LAYERS) if part in parts]
-    assert found, f"megagrpo/{part} has no place in LAYERS of {Path(__file__).name}: say what it may import"
+    assert found, (
+        f"megagrpo/{part} has no place in LAYERS of {Path(__file__).name}: say what it may import"
+    )
     return found[0]
 
 
@@ -126,10 +141,17 @@ def test_imports_point_one_way():
 
 def test_no_import_cycles():
     """Imports inside functions count: they only hide a circle."""
-    known = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in sources()}
+    known = {
+        path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path
+        for path in sources()
+    }
 
     def targets(path: str) -> set[str]:
-        names = [module.removeprefix("megagrpo.") for module in imports(path) if module.startswith("megagrpo.")]
+        names = [
+            module.removeprefix("megagrpo.")
+            for module in imports(path)
+            if module.startswith("megagrpo.")
+        ]
         return {name if name in known else name.rpartition(".")[0] for name in names} & set(known)
 
     done: set[str] = set()
@@ -147,14 +169,20 @@ def test_no_import_cycles():
 
 @pytest.mark.parametrize("library", ONLY_IN)
 def test_library_stays_in_its_place(library: str):
-    users = [path for path in sources() if any(module.split(".")[0] == library for module in imports(path))]
+    users = [
+        path
+        for path in sources()
+        if any(module.split(".")[0] == library for module in imports(path))
+    ]
     wrong = [path for path in users if not re.match(ONLY_IN[library], path)]
     assert not wrong, f"{library} is imported outside {ONLY_IN[library]}: {wrong}"
 
 
 def test_algorithms_import_only_torch():
     allowed = ALGO_MAY_IMPORT | sys.stdlib_module_names
-    used = [(path, module) for path in sources() if part_of(path) == "algo" for module in imports(path)]
+    used = [
+        (path, module) for path in sources() if part_of(path) == "algo" for module in imports(path)
+    ]
     wrong = [f"{path}: {module}" for path, module in used if module.split(".")[0] not in allowed]
     assert not wrong, wrong
 
@@ -165,8 +193,13 @@ def test_configuration_and_types_load_without_torch():
         *(f"megagrpo.config.{name}" for name in ("schema", "algorithm", "load", "describe")),
     ]
     heavy = ("torch", "ray", "megatron", "sglang", "transformers")
-    code = f"import sys, {', '.join(modules)}; print([name for name in {heavy} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    code = (
+        f"import sys, {', '.join(modules)}; print([name for name in {heavy} if name in "
+        "sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -180,12 +213,20 @@ def test_environment_is_read_in_one_file():
             ):
                 wrong.append(f"{path}:{node.lineno}: {name}")
         names = {"os.environ", "os.getenv"} & set(imports(path))
-        wrong += [f"{path}: imports {name}" for name in names if not re.match(READS_ENVIRONMENT, path)]
-    assert not wrong, "hand values over, or use megagrpo/system/environment.py:\n" + "\n".join(wrong)
+        wrong += [
+            f"{path}: imports {name}" for name in names if not re.match(READS_ENVIRONMENT, path)
+        ]
+    assert not wrong, "hand values over, or use megagrpo/system/environment.py:\n" + "\n".join(
+        wrong
+    )
 
 
 def test_files_are_short():
-    files = [*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "bench").rglob("*.py")]
+    files = [
+        *PACKAGE.rglob("*.py"),
+        *(ROOT / "tests").rglob("*.py"),
+        *(ROOT / "bench").rglob("*.py"),
+    ]
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
     wrong = {path: length for path, length in lengths.items() if length > MAX_FILE_LINES}
     assert not wrong, f"more than {MAX_FILE_LINES} lines: {wrong}"
@@ -199,7 +240,9 @@ def test_functions_are_short():
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     wrong = {
-        name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES and name not in LONG_FUNCTIONS
+        name: length
+        for name, length in lengths.items()
+        if length > MAX_FUNCTION_LINES and name not in LONG_FUNCTIONS
     }
     assert not wrong, f"more than {MAX_FUNCTION_LINES} lines: {wrong}"
     needless = [name for name in LONG_FUNCTIONS if lengths.get(name, 0) <= MAX_FUNCTION_LINES]
@@ -207,30 +250,48 @@ def test_functions_are_short():
 
 
 def test_the_loop_fits_on_a_screen():
-    loops = [node for node in sources()["train.py"].body if isinstance(node, ast.FunctionDef) and node.name == "train"]
+    loops = [
+        node
+        for node in sources()["train.py"].body
+        if isinstance(node, ast.FunctionDef) and node.name == "train"
+    ]
     assert len(loops) == 1, "train.py has one function train()"
     length = loops[0].end_lineno - loops[0].lineno + 1
     assert length <= MAX_TRAIN_LINES, f"train() has {length} lines"
 
 
 def test_no_name_means_two_things():
-    """Public classes and functions. Families, and graders, are modules with the same names on purpose."""
-    # two programs; the launcher's, and what SGLang calls in a loader; the advantage and the loss of one paper
+    """Public classes and functions. Families, and graders, are modules with the same names on
+    purpose."""
+    # two programs; the launcher's, and what SGLang calls in a loader; the advantage and the loss of
+    # one paper
     allowed = {"main", "run", "gpg"}
     places: dict[str, list[str]] = {}
     for path, tree in sources().items():
         if not re.match(r"rollout/cpu/|families/|rewards/", path):
-            for name in {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}:
+            for name in {
+                node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)
+            }:
                 places.setdefault(name, []).append(path)
-    wrong = {name: paths for name, paths in places.items() if len(paths) > 1 and name not in allowed and name[0] != "_"}
+    wrong = {
+        name: paths
+        for name, paths in places.items()
+        if len(paths) > 1 and name not in allowed and name[0] != "_"
+    }
     assert not wrong, wrong
 
 
 def test_rooms_are_few_and_not_too_full():
     flat = [path for path in sources() if "/" not in path and path != "__init__.py"]
     assert len(flat) <= MAX_FLAT_MODULES, flat
-    folders = Counter(str(Path(path).parent) for path in sources() if not path.endswith("__init__.py"))
-    wrong = {folder: number for folder, number in folders.items() if folder != "." and number > MAX_FOLDER_FILES}
+    folders = Counter(
+        str(Path(path).parent) for path in sources() if not path.endswith("__init__.py")
+    )
+    wrong = {
+        folder: number
+        for folder, number in folders.items()
+        if folder != "." and number > MAX_FOLDER_FILES
+    }
     assert not wrong, f"more than {MAX_FOLDER_FILES} files: {wrong}"
 
 
@@ -273,7 +334,11 @@ def test_errors_rise():
         and (node.type is None or re.search(r"\b(Base)?Exception\b", ast.unparse(node.type)))
     ]
     assert len(broad) <= MAX_BROAD_EXCEPTS, broad
-    assert not [path for path in sources() if any(module.split(".")[0] == "unittest" for module in imports(path))]
+    assert not [
+        path
+        for path in sources()
+        if any(module.split(".")[0] == "unittest" for module in imports(path))
+    ]
 
 
 def test_types_are_named():
@@ -303,7 +368,9 @@ def test_no_transport_is_asked_by_name():
 
 
 def test_no_registries_no_utils():
-    assert not [path for path in sources() if re.search(r"(^|/)(utils?|helpers?|common|misc)(\.py|/)", path)]
+    assert not [
+        path for path in sources() if re.search(r"(^|/)(utils?|helpers?|common|misc)(\.py|/)", path)
+    ]
 
 
 def test_no_paths_of_one_machine():
@@ -315,7 +382,11 @@ def test_no_paths_of_one_machine():
     wrong = []
     for name in filter(None, done.stdout.split("\0")):
         path = ROOT / name
-        if path.suffix in {".png", ".parquet", ".safetensors"} or path == Path(__file__) or not path.is_file():
+        if (
+            path.suffix in {".png", ".parquet", ".safetensors"}
+            or path == Path(__file__)
+            or not path.is_file()
+        ):
             continue
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         wrong += [

@@ -1,4 +1,5 @@
-"""Which checkpoints make room for a new one, where a start takes its state from, and groups in a binary file."""
+"""Which checkpoints make room for a new one, where a start takes its state from, and groups in a
+binary file."""
 
 import json
 import threading
@@ -30,8 +31,15 @@ ANY = RunIdentity({}, LAYOUT)
 class Plan:
     """Writes one file, when it may, or fails with a reason."""
 
-    def __init__(self, folder: Path, reshardable: bool = True, gate=None, fault: str = "", size: int = 7):
-        self.file, self.reshardable, self.gate, self.fault = folder / "weights", reshardable, gate, fault
+    def __init__(
+        self, folder: Path, reshardable: bool = True, gate=None, fault: str = "", size: int = 7
+    ):
+        self.file, self.reshardable, self.gate, self.fault = (
+            folder / "weights",
+            reshardable,
+            gate,
+            fault,
+        )
         self.content = b"weights".ljust(size)
 
     def write(self) -> dict[Path, tuple[int, int]]:
@@ -60,7 +68,9 @@ class Plan:
 def test_the_newest_stays(tmp_path: Path, there, keep, left):
     for name in there:
         (tmp_path / (name if isinstance(name, str) else f"step_{name:06d}")).mkdir()
-    folder = PendingSave(tmp_path, TrainState(step=17), ANY, CheckpointConfig(keep=keep), Plan, MESH).finish()
+    folder = PendingSave(
+        tmp_path, TrainState(step=17), ANY, CheckpointConfig(keep=keep), Plan, MESH
+    ).finish()
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{step:06d}" for step in left]
     assert (folder / "manifest.json").is_file() and latest(tmp_path, at_most=17) == folder
 
@@ -75,17 +85,27 @@ def test_a_failure_at_any_moment_leaves_nothing(tmp_path: Path, fault: str):
     (tmp_path / "step_000010").mkdir()
     message = r"step_000017: rank 0 could not write, \d+ MiB are free there: OSError: disk full"
     with pytest.raises(LeaderError, match=message):
-        PendingSave(tmp_path, TrainState(step=17), ANY, CheckpointConfig(keep=1), plan, MESH).finish()
+        PendingSave(
+            tmp_path, TrainState(step=17), ANY, CheckpointConfig(keep=1), plan, MESH
+        ).finish()
     assert [path.name for path in tmp_path.iterdir()] == ["step_000010"]
 
 
-def checkpointer(root: Path, plan=Plan, saved_step: int = 0, background: bool = False, **options) -> Checkpointer:
+def checkpointer(
+    root: Path, plan=Plan, saved_step: int = 0, background: bool = False, **options
+) -> Checkpointer:
     schedule = SaveSchedule(5, saved_step, background)
-    return Checkpointer(CheckpointConfig(keep=9, **options), root, ANY, plan, lambda state: state, MESH, schedule)
+    return Checkpointer(
+        CheckpointConfig(keep=9, **options), root, ANY, plan, lambda state: state, MESH, schedule
+    )
 
 
 def saved(root: Path) -> list[int]:
-    return [int(path.name.removeprefix("step_")) for path in sorted(root.glob("step_*")) if path.suffix != ".partial"]
+    return [
+        int(path.name.removeprefix("step_"))
+        for path in sorted(root.glob("step_*"))
+        if path.suffix != ".partial"
+    ]
 
 
 def test_what_is_saved_is_not_saved_again(tmp_path: Path):
@@ -99,7 +119,9 @@ def test_what_is_saved_is_not_saved_again(tmp_path: Path):
 
 def test_training_goes_on_while_a_save_is_written_and_the_next_waits_for_it(tmp_path: Path):
     gate = threading.Event()
-    saver = checkpointer(tmp_path, lambda folder, _: Plan(folder, gate=gate), every=2, background=True)
+    saver = checkpointer(
+        tmp_path, lambda folder, _: Plan(folder, gate=gate), every=2, background=True
+    )
     for step in (2, 3):
         saver.on_schedule(TrainState(step=step))
         assert saved(tmp_path) == []
@@ -115,9 +137,12 @@ def forms(root: Path) -> dict[int, bool]:
 
 
 @pytest.mark.parametrize(
-    ("choice", "expected"), [("last", [False, False, True]), ("always", [True] * 3), ("never", [False] * 3)]
+    ("choice", "expected"),
+    [("last", [False, False, True]), ("always", [True] * 3), ("never", [False] * 3)],
 )
-def test_the_schedule_asks_for_every_second_step_and_the_last(tmp_path: Path, choice: str, expected: list[bool]):
+def test_the_schedule_asks_for_every_second_step_and_the_last(
+    tmp_path: Path, choice: str, expected: list[bool]
+):
     """Another layout can load the saves that checkpoint.reshardable chooses."""
     saver = checkpointer(tmp_path, every=2, reshardable=choice)
     for step in range(6):
@@ -141,7 +166,9 @@ def test_a_stop_saves_the_step_for_any_layout_once(tmp_path: Path):
     for _ in range(2):
         saver.save_now(TrainState(step=2))
     assert forms(tmp_path) == {2: True} and planned == [False, True]
-    checkpointer(tmp_path, plan, saved_step=2).save_now(TrainState(step=2))  # a start that is asked to stop at once
+    checkpointer(tmp_path, plan, saved_step=2).save_now(
+        TrainState(step=2)
+    )  # a start that is asked to stop at once
     assert planned == [False, True]
     assert [path.name for path in tmp_path.iterdir()] == ["step_000002"]
 
@@ -149,7 +176,9 @@ def test_a_stop_saves_the_step_for_any_layout_once(tmp_path: Path):
 def test_another_layout_is_refused_with_what_to_do(tmp_path: Path):
     for step, reshardable in ((1, True), (2, False)):
         plan = lambda folder, form=reshardable: Plan(folder, form)  # noqa: E731  # two of them
-        folder = PendingSave(tmp_path, TrainState(step=step), ANY, CheckpointConfig(keep=9), plan, MESH).finish()
+        folder = PendingSave(
+            tmp_path, TrainState(step=step), ANY, CheckpointConfig(keep=9), plan, MESH
+        ).finish()
     other = RunIdentity({}, {"ranks": 4, "tp": 2})
     layouts = r"by its own layout alone \(ranks 1\), this run has another \(ranks 4, tp 2\)"
     what_to_do = r".*SIGUSR1 .*checkpoint.reshardable .*step_000001 beside it"
@@ -160,18 +189,26 @@ def test_another_layout_is_refused_with_what_to_do(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("keep_gb", "left"), [(None, [2, 4, 5]), (3e-6, [4, 5]), (1e-9, [5])])
-def test_bytes_are_bounded_but_the_newest_stays(tmp_path: Path, keep_gb: float | None, left: list[int]):
+def test_bytes_are_bounded_but_the_newest_stays(
+    tmp_path: Path, keep_gb: float | None, left: list[int]
+):
     """Three checkpoints of a little more than 1000 bytes each."""
-    saver = checkpointer(tmp_path, lambda folder, _: Plan(folder, size=1000), every=2, keep_gb=keep_gb)
+    saver = checkpointer(
+        tmp_path, lambda folder, _: Plan(folder, size=1000), every=2, keep_gb=keep_gb
+    )
     for step in range(6):
         saver.on_schedule(TrainState(step=step))
     assert saved(tmp_path) == left
 
 
-def test_checksums_are_those_of_the_writer_and_its_files_are_not_read_again(tmp_path: Path, monkeypatch):
+def test_checksums_are_those_of_the_writer_and_its_files_are_not_read_again(
+    tmp_path: Path, monkeypatch
+):
     read = []
     monkeypatch.setattr(checkpoint, "_crc", lambda path: read.append(path.name) or 0)
-    folder = PendingSave(tmp_path, TrainState(step=1), ANY, CheckpointConfig(keep=1), Plan, MESH).finish()
+    folder = PendingSave(
+        tmp_path, TrainState(step=1), ANY, CheckpointConfig(keep=1), Plan, MESH
+    ).finish()
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["actor/weights"] == [7, zlib.crc32(b"weights")] and read == ["state.json"]
 
@@ -181,7 +218,8 @@ SAVED = TrainState(step=5, data_cursor=40, algo_state=AlgoState(kl_coef=0.3))
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """Resumes an experiment with these `checkpoint` options; returns the state, the actor and what was read."""
+    """Resumes an experiment with these `checkpoint` options; returns the state, the actor and what
+    was read."""
     read = []
     for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
@@ -191,7 +229,9 @@ def start(tmp_path, monkeypatch):
 
     def resume(sections: dict = {}, **options) -> tuple[TrainState, SimpleNamespace, list[Path]]:  # noqa: B006
         config = experiment(**{"output_dir": str(tmp_path), "checkpoint": options} | sections)
-        actor = SimpleNamespace(mesh=make_mesh(0, 1, torch.device("cpu"), deadline_s=60), updates_done=5)
+        actor = SimpleNamespace(
+            mesh=make_mesh(0, 1, torch.device("cpu"), deadline_s=60), updates_done=5
+        )
         folder = RunFolder(tmp_path)
         source = beginning.find_checkpoint(config, folder, actor.mesh)
         return beginning.resume(config, folder, source, actor), actor, read
@@ -199,8 +239,12 @@ def start(tmp_path, monkeypatch):
     return resume
 
 
-@pytest.mark.parametrize(("own", "load"), [(False, None), (False, "elsewhere/step_000005"), (True, "elsewhere")])
-def test_the_runs_own_checkpoint_comes_first_and_another_runs_weights_without_its_progress(start, tmp_path, own, load):
+@pytest.mark.parametrize(
+    ("own", "load"), [(False, None), (False, "elsewhere/step_000005"), (True, "elsewhere")]
+)
+def test_the_runs_own_checkpoint_comes_first_and_another_runs_weights_without_its_progress(
+    start, tmp_path, own, load
+):
     folder = tmp_path / "checkpoints" / "step_000005"
     if own:
         folder.mkdir(parents=True)
@@ -222,10 +266,14 @@ def test_resume_never_is_about_an_earlier_start(start, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("source", [None, Path("step_000005")])
 @pytest.mark.parametrize("reference", [False, True])
-def test_the_model_is_read_unless_a_checkpoint_overwrites_it(monkeypatch, source: Path | None, reference: bool):
+def test_the_model_is_read_unless_a_checkpoint_overwrites_it(
+    monkeypatch, source: Path | None, reference: bool
+):
     done = []
     monkeypatch.setattr(
-        beginning, "load_initial_weights", lambda actor, path, overwritten, draft: done.append(overwritten)
+        beginning,
+        "load_initial_weights",
+        lambda actor, path, overwritten, draft: done.append(overwritten),
     )
     actor = SimpleNamespace(keep_reference=lambda: done.append("reference"))
     config = experiment(algorithm={"kl": {"loss_coef": 0.1}} if reference else {})
@@ -234,19 +282,25 @@ def test_the_model_is_read_unless_a_checkpoint_overwrites_it(monkeypatch, source
 
 
 def group(version: int) -> RolloutGroup:
-    return RolloutGroup(version, Prompt(0, "", (1,), ""), (Sample(0, (7,), (-1.0,), "stop", version, "7"),), ())
+    return RolloutGroup(
+        version, Prompt(0, "", (1,), ""), (Sample(0, (7,), (-1.0,), "stop", version, "7"),), ()
+    )
 
 
 DYNAMIC = {"dynamic_sampling": {}, "mismatch": {"weight": {"name": "tis"}}}
 
 
 @pytest.mark.parametrize("staleness, young", [(4, [2, 3, 4]), (2, [3, 4]), (0, [4])])
-def test_groups_too_old_for_a_smaller_bound_are_left_out(start, tmp_path, monkeypatch, capsys, staleness, young):
+def test_groups_too_old_for_a_smaller_bound_are_left_out(
+    start, tmp_path, monkeypatch, capsys, staleness, young
+):
     (tmp_path / "checkpoints" / "step_000005").mkdir(parents=True)
     monkeypatch.setattr(SAVED, "surplus", [group(version) for version in (2, 3, 4)])
     state, *_ = start(sections={"rollout": {"max_staleness": staleness}, "algorithm": DYNAMIC})
     assert [group.samples[0].weight_version for group in state.surplus] == young
-    assert [group.group_id for group in state.surplus] == young, "the ids that they were sampled with"
+    assert [group.group_id for group in state.surplus] == young, (
+        "the ids that they were sampled with"
+    )
     assert ("are left out" in capsys.readouterr().out) == (len(young) < 3)
 
 
@@ -257,21 +311,32 @@ def test_a_rollout_without_tokens_makes_no_group_too_old(start, tmp_path, monkey
     assert start(sections={"algorithm": DYNAMIC})[0].surplus == [failed]
 
 
-def test_groups_of_another_mode_are_sampled_again_if_they_could_be_deferred_too_often(start, tmp_path, monkeypatch):
-    """Saved with max_staleness; with extra_groups a group begins by the present weights, or has been deferred."""
+def test_groups_of_another_mode_are_sampled_again_if_they_could_be_deferred_too_often(
+    start, tmp_path, monkeypatch
+):
+    """Saved with max_staleness; with extra_groups a group begins by the present weights, or has
+    been deferred."""
     (tmp_path / "checkpoints" / "step_000005").mkdir(parents=True)
     monkeypatch.setattr(SAVED, "ahead", [group(3), group(4), group(5)])
     monkeypatch.setattr(SAVED, "deferred", [(4, 1)])
-    sections = {"rollout": {"extra_groups": 1}, "algorithm": {"mismatch": {"weight": {"name": "tis"}}}}
+    sections = {
+        "rollout": {"extra_groups": 1},
+        "algorithm": {"mismatch": {"weight": {"name": "tis"}}},
+    }
     assert [g.group_id for g in start(sections=sections)[0].ahead] == [4, 5]
 
 
 @pytest.mark.parametrize(
-    ("wanted", "cursor", "deferred", "steps"), [(10, 100, 0, 20), (20, 100, 0, 15), (5, 100, 0, 30), (10, 103, 3, 20)]
+    ("wanted", "cursor", "deferred", "steps"),
+    [(10, 100, 0, 20), (20, 100, 0, 15), (5, 100, 0, 30), (10, 103, 3, 20)],
 )
-def test_epochs_end_with_the_prompts_also_if_steps_took_other_numbers_of_them(wanted, cursor, deferred, steps):
+def test_epochs_end_with_the_prompts_also_if_steps_took_other_numbers_of_them(
+    wanted, cursor, deferred, steps
+):
     """Two epochs of 100 prompts, stopped after 10 steps of 10."""
-    state = TrainState(step=10, data_cursor=cursor, deferred=[(number, 1) for number in range(deferred)])
+    state = TrainState(
+        step=10, data_cursor=cursor, deferred=[(number, 1) for number in range(deferred)]
+    )
     config = experiment(train={"num_epochs": 2, "num_steps": None, "num_prompts_per_step": wanted})
     actor = SimpleNamespace(updates_done=10, num_updates=20)
     assert beginning.steps_in_all(config, 100, state, actor) == actor.num_updates == steps
@@ -282,7 +347,9 @@ def test_more_groups_than_a_step_takes_would_get_too_old(start, tmp_path, monkey
     monkeypatch.setattr(SAVED, "surplus", [group(4)] * 3)
     few = {"train": {"num_prompts_per_step": 3}, "algorithm": DYNAMIC}
     for staleness in (0, 2):
-        with pytest.raises(ValueError, match=r"has 3 groups for the next step, .* is 3: take 4 or more"):
+        with pytest.raises(
+            ValueError, match=r"has 3 groups for the next step, .* is 3: take 4 or more"
+        ):
             start(sections=few | {"rollout": {"max_staleness": staleness}})
     assert len(start(sections=few | {"algorithm": {}})[0].surplus) == 3, "which no step takes"
 
@@ -291,20 +358,37 @@ def test_groups_come_back_as_they_were(tmp_path):
     generator = np.random.default_rng(0)
     ids, images = generator.integers(0, 150_000, 5), (ImageRef("key", 1, (1, 4, 4)),)
     prompt = Prompt(
-        7, "1+1=", ids, "2", "exact", "a.jsonl:3", "gsm8k", {"level": [1, "x"], "array": [5, 4, 3]}, images=images
+        7,
+        "1+1=",
+        ids,
+        "2",
+        "exact",
+        "a.jsonl:3",
+        "gsm8k",
+        {"level": [1, "x"], "array": [5, 4, 3]},
+        images=images,
     )
     samples = tuple(
         Sample(i, generator.integers(0, 150_000, n), -generator.random(n), "stop", 3, "é", mask)
         for i, (n, mask) in enumerate([(4, None), (0, None), (3, (1, 0, 1))])
     )
     outcomes = (
-        Outcome("score", 0.1 + 0.2, parts={"array": Outcome("score", 2.0)}),  # a grader of that name
+        Outcome(
+            "score", 0.1 + 0.2, parts={"array": Outcome("score", 2.0)}
+        ),  # a grader of that name
         Outcome("error", detail="x", parts={"taste": Outcome("timeout", detail="10 s")}),
         Outcome("score", -1.0, token_rewards=((0, 0.5), (2, -1.5))),
     )
     groups = [
         RolloutGroup(0, prompt, samples, outcomes),
-        RolloutGroup(1, prompt, samples, outcomes, Sample(0, (1, 2), (0.0, -0.5), "length", 3, ""), Outcome("score")),
+        RolloutGroup(
+            1,
+            prompt,
+            samples,
+            outcomes,
+            Sample(0, (1, 2), (0.0, -0.5), "length", 3, ""),
+            Outcome("score"),
+        ),
     ]
     write_groups(tmp_path / "groups.npz", groups)
     found = read_groups(tmp_path / "groups.npz")

@@ -1,4 +1,5 @@
-"""What `megagrpo check` says: the layout, the sizes, every clash with the model, and what it loads as trainers do."""
+"""What `megagrpo check` says: the layout, the sizes, every clash with the model, and what it loads
+as trainers do."""
 
 import json
 import re
@@ -30,7 +31,13 @@ MOE = hf_config(TinyModelConfig(path="x", family="qwen3_moe"))
 
 @pytest.mark.parametrize(
     "tp, cp, pp, ep, etp, world",
-    [(2, 1, 2, 2, 1, 8), (2, 2, 2, 4, 1, 16), (4, 1, 1, 2, 2, 8), (1, 1, 1, 2, 1, 2), (2, 1, 4, 8, 1, 64)],
+    [
+        (2, 1, 2, 2, 1, 8),
+        (2, 2, 2, 4, 1, 16),
+        (4, 1, 1, 2, 2, 8),
+        (1, 1, 1, 2, 1, 2),
+        (2, 1, 4, 8, 1, 64),
+    ],
 )
 def test_coordinates_of_ranks_are_megatrons(tp, cp, pp, ep, etp, world):
     from megatron.core.parallel_state import RankGenerator
@@ -39,30 +46,77 @@ def test_coordinates_of_ranks_are_megatrons(tp, cp, pp, ep, etp, world):
     dense = RankGenerator(tp=tp, ep=1, dp=world // (tp * cp * pp), pp=pp, cp=cp, order=order)
     expert = RankGenerator(tp=etp, ep=ep, dp=world // (etp * ep * pp), pp=pp, cp=1, order=order)
     coordinates = [rank_coordinates(r, world, layout) for r in range(world)]
-    axes = [*((dense, axis, axis) for axis in ("dp", "tp", "pp", "cp")), (expert, "ep", "ep"), (expert, "dp", "edp")]
+    axes = [
+        *((dense, axis, axis) for axis in ("dp", "tp", "pp", "cp")),
+        (expert, "ep", "ep"),
+        (expert, "dp", "edp"),
+    ]
     for generator, axis, name in axes:
         for group in generator.get_ranks(axis):
-            assert [coordinates[rank][name] for rank in group] == list(range(len(group))), (axis, group)
+            assert [coordinates[rank][name] for rank in group] == list(range(len(group))), (
+                axis,
+                group,
+            )
 
 
 @pytest.mark.parametrize(
     "hf, overrides, said",
     [
-        (DENSE, ["actor.world_size=8", "actor.parallel.tp=8"], "parallel.tp = 8 .* num_attention_heads = 4"),
-        (BIG, ["actor.world_size=3", "actor.parallel.tp=3"], "parallel.tp = 3 .* num_key_value_heads = 4"),
-        (DENSE, ["actor.world_size=3", "actor.parallel.pp=3"], "pp x vpp = 3 .* num_hidden_layers = 4"),
-        (DENSE, ["actor.world_size=2", "actor.parallel={pp: 2, vpp: 4}"], "pp x vpp = 8 .* num_hidden_layers = 4"),
-        (MOE, ["actor.world_size=3", "actor.parallel.ep=3"], "ep = 3 .* num_experts = 8; it may be 2 or 4"),
-        (DENSE, ["actor.world_size=2", "actor.parallel={tp: 2, etp: 2}"], "etp = 2, but a qwen3 model has no experts"),
+        (
+            DENSE,
+            ["actor.world_size=8", "actor.parallel.tp=8"],
+            "parallel.tp = 8 .* num_attention_heads = 4",
+        ),
+        (
+            BIG,
+            ["actor.world_size=3", "actor.parallel.tp=3"],
+            "parallel.tp = 3 .* num_key_value_heads = 4",
+        ),
+        (
+            DENSE,
+            ["actor.world_size=3", "actor.parallel.pp=3"],
+            "pp x vpp = 3 .* num_hidden_layers = 4",
+        ),
+        (
+            DENSE,
+            ["actor.world_size=2", "actor.parallel={pp: 2, vpp: 4}"],
+            "pp x vpp = 8 .* num_hidden_layers = 4",
+        ),
+        (
+            MOE,
+            ["actor.world_size=3", "actor.parallel.ep=3"],
+            "ep = 3 .* num_experts = 8; it may be 2 or 4",
+        ),
+        (
+            DENSE,
+            ["actor.world_size=2", "actor.parallel={tp: 2, etp: 2}"],
+            "etp = 2, but a qwen3 model has no experts",
+        ),
         (DENSE, ["actor.parallel.ep=2"], "actor.parallel.ep = 2, but a qwen3 model has no experts"),
         (MOE, ["rollout.tp=3"], "rollout.tp = 3 .* num_attention_heads = 4; it may be 2 or 4"),
         (BIG, ["rollout={tp: 6, ep: 3}"], "rollout.tp = 6 is neither a divisor nor a multiple"),
         (BIG, ["rollout={tp: 6, ep: 3}"], "rollout.ep = 3 .* num_experts = 128; it may be 2 or 4"),
         (DENSE, ["rollout={tp: 2, ep: 2}"], "rollout.ep = 2, but a qwen3 model has no experts"),
-        (MOE, ["sampling.max_response_tokens=2048"], "^data: up to 2056 tokens, but the model has 2048 positions"),
-        (MOE, ["eval.max_response_tokens=4000"], "^eval.data: up to 4008 tokens, but the model has 2048 positions"),
-        (MOE, ["rollout.max_total_tokens=10"], "^data: up to 16 tokens, but an engine's cache holds 10"),
-        ({"model_type": "gpt2"}, [], "'gpt2' is not supported; supported: llama, qwen2, qwen3, qwen3_moe"),
+        (
+            MOE,
+            ["sampling.max_response_tokens=2048"],
+            "^data: up to 2056 tokens, but the model has 2048 positions",
+        ),
+        (
+            MOE,
+            ["eval.max_response_tokens=4000"],
+            "^eval.data: up to 4008 tokens, but the model has 2048 positions",
+        ),
+        (
+            MOE,
+            ["rollout.max_total_tokens=10"],
+            "^data: up to 16 tokens, but an engine's cache holds 10",
+        ),
+        (
+            {"model_type": "gpt2"},
+            [],
+            "'gpt2' is not supported; supported: llama, qwen2, qwen3, qwen3_moe",
+        ),
     ],
 )
 def test_clashes_with_the_model_are_named_with_their_numbers(hf, overrides, said):
@@ -72,7 +126,10 @@ def test_clashes_with_the_model_are_named_with_their_numbers(hf, overrides, said
 
 def test_a_tokenizer_clashes_by_its_largest_token_id():
     assert check_against_model(load_config(QUICKSTART), MOE, 25) == [], "the unchanged layout"
-    assert "token id 32, but the model only 32 embeddings" in check_against_model(load_config(QUICKSTART), MOE, 32)[0]
+    assert (
+        "token id 32, but the model only 32 embeddings"
+        in check_against_model(load_config(QUICKSTART), MOE, 32)[0]
+    )
 
 
 def test_preflight_finds_missing_files_a_wrong_grader_and_a_foreign_tokenizer(prepared):
@@ -90,7 +147,9 @@ def test_preflight_finds_missing_files_a_wrong_grader_and_a_foreign_tokenizer(pr
     alphabet = "".join(map(chr, range(33, 93)))
     make_tiny_model(TinyModelConfig(path="other", alphabet=alphabet), seed=0)
     found = preflight(load_config(QUICKSTART, ["model.tokenizer=other"]))
-    assert found == ["model.tokenizer has token id 63, but the model only 32 embeddings (vocab_size)"]
+    assert found == [
+        "model.tokenizer has token id 63, but the model only 32 embeddings (vocab_size)"
+    ]
     Path("other/config.json").write_text("{")
     with pytest.raises(ValueError, match=r"other/config\.json: not a model description"):
         preflight(load_config(QUICKSTART, ["model.path=other"]))
@@ -101,18 +160,29 @@ def test_preflight_finds_a_checkpoint_of_another_layout(prepared):
     folder = Path(config.output_dir) / "checkpoints" / "step_000003"
     folder.mkdir(parents=True)
     state = {"layout": config.actor.layout, "reshardable": False}
-    for change, problems in (({}, 0), ({"layout": {"ranks": 4, "tp": 2}}, 1), ({"reshardable": True}, 0)):
+    for change, problems in (
+        ({}, 0),
+        ({"layout": {"ranks": 4, "tp": 2}}, 1),
+        ({"reshardable": True}, 0),
+    ):
         state |= change
         (folder / "state.json").write_text(json.dumps(state))
         found = preflight(config)
-        assert len(found) == problems and all("by its own layout alone (ranks 4, tp 2)" in text for text in found)
+        assert len(found) == problems and all(
+            "by its own layout alone (ranks 4, tp 2)" in text for text in found
+        )
 
 
 def test_explain_says_what_a_step_is(prepared):
     train = "train={num_steps: 5, num_prompts_per_step: 12, group_size: 4, num_updates_per_step: 2}"
-    text = explain(load_config(QUICKSTART, ["actor.world_size=8", "actor.parallel={tp: 2, pp: 2, ep: 2}", train]))
+    text = explain(
+        load_config(
+            QUICKSTART, ["actor.world_size=8", "actor.parallel={tp: 2, pp: 2, ep: 2}", train]
+        )
+    )
     for said in (
-        "8 trainer ranks = tp 2 x cp 1 x dp 2 x pp 2; experts: etp 1 x ep 2 x dp 2 x pp 2; sequence parallel",
+        "8 trainer ranks = tp 2 x cp 1 x dp 2 x pp 2; experts: etp 1 x ep 2 x dp 2 x pp 2; "
+        "sequence parallel",
         "12 prompts x 4 samples = 48 samples",
         "asked for by 2 data-parallel leaders, 6 prompts each",
         "updates    2 of 6 prompts = 24 samples",
@@ -121,15 +191,23 @@ def test_explain_says_what_a_step_is(prepared):
     ):
         assert said in text, text
     layout, _, places = text.partition("\na step")
-    ranks = [words[0] for line in layout.splitlines() if (words := line.split()) and words[0].isdigit()]
+    ranks = [
+        words[0] for line in layout.splitlines() if (words := line.split()) and words[0].isdigit()
+    ]
     assert ranks == list("01234567")
-    assert "nodes      1 for trainers" in places and "trainer 7" in places and "engine 0 rank 0" in places
+    assert (
+        "nodes      1 for trainers" in places
+        and "trainer 7" in places
+        and "engine 0 rank 0" in places
+    )
 
 
 def test_explain_counts_the_steps_of_epochs_and_the_updates_of_passes(prepared):
     for name, count in (("a.jsonl", 20), ("b.jsonl", 13)):
         Path(name).write_text('{"prompt": "1+1=", "answer": 2}\n' * count)
-    train = "train={num_epochs: 2, num_prompts_per_step: 12, group_size: 4, num_updates_per_step: 2}"
+    train = (
+        "train={num_epochs: 2, num_prompts_per_step: 12, group_size: 4, num_updates_per_step: 2}"
+    )
     settings = [train, "train.num_epochs_per_step=3", "data.path=[a.jsonl, b.jsonl]"]
     text = explain(load_config(QUICKSTART, settings))
     assert "quickstart: 6 steps into" in text, "66 prompts, 12 a step"
@@ -137,7 +215,10 @@ def test_explain_counts_the_steps_of_epochs_and_the_updates_of_passes(prepared):
     assert "the run    36 optimiser updates, 288 samples" in text and "no problems found" in text
     Path("b.jsonl").unlink()
     text = explain(load_config(QUICKSTART, settings))
-    assert "data.path: b.jsonl does not exist" in text and "its length is known when the prompts are there" in text
+    assert (
+        "data.path: b.jsonl does not exist" in text
+        and "its length is known when the prompts are there" in text
+    )
 
 
 def test_explaining_starts_nothing_and_loads_no_torch(prepared):
@@ -153,8 +234,11 @@ print(json.dumps(sorted({{"torch", "transformers", "megatron", "ray", "sglang"}}
 
 @pytest.mark.parametrize("preset", sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml")))
 def test_every_preset_fits_the_quickstart(prepared, preset):
-    """As bench/presets.py runs it: the experiment's own algorithm section makes room for the preset."""
-    text, found = re.subn(r"(?m)^algorithm:\n(?: .*\n)+", f"preset: {preset}\n", QUICKSTART.read_text())
+    """As bench/presets.py runs it: the experiment's own algorithm section makes room for the
+    preset."""
+    text, found = re.subn(
+        r"(?m)^algorithm:\n(?: .*\n)+", f"preset: {preset}\n", QUICKSTART.read_text()
+    )
     (prepared / "e.yaml").write_text(text)
     config = load_config(prepared / "e.yaml")
     assert found == 1 and preflight(config) == [] and config.algorithm.advice == []
@@ -162,7 +246,8 @@ def test_every_preset_fits_the_quickstart(prepared, preset):
 
 
 TEMPLATE = (
-    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% "
+    "endif %}"
     "{{ m['content'] }}{% endfor %}="
 )
 
@@ -178,8 +263,17 @@ def model(tmp_path_factory) -> Path:
 def experiment(folder: Path, model: Path, **data) -> Path:
     rows = [{"prompt": "12+3", "answer": "15"}, {"prompt": "1", "answer": "1"}]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {"path": str(folder / "rows.jsonl"), "chat_template": True, "max_prompt_tokens": 2} | data
-    text = {"name": "trial", "output_dir": str(folder / "run"), "model": {"path": str(model)}, "data": data}
+    data = {
+        "path": str(folder / "rows.jsonl"),
+        "chat_template": True,
+        "max_prompt_tokens": 2,
+    } | data
+    text = {
+        "name": "trial",
+        "output_dir": str(folder / "run"),
+        "model": {"path": str(model)},
+        "data": data,
+    }
     (folder / "trial.yaml").write_text(yaml.safe_dump(text))
     return folder / "trial.yaml"
 
@@ -194,14 +288,22 @@ def test_a_sound_experiment_is_loaded_as_far_as_it_goes(tmp_path, model):
         f"the first row of {tmp_path / 'rows.jsonl'}: 5 tokens, by the chat template",
     ]
     text = explain(config, trial)
-    assert text.endswith("no problems found") and "not tried: the model's weights, the engines" in text
+    assert (
+        text.endswith("no problems found") and "not tried: the model's weights, the engines" in text
+    )
 
 
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ({"system_prompt": "Answer."}, "rows.jsonl:1: the chat template refuses this prompt: TemplateError: no system"),
-        ({"prompt_template": "Say {prompt}"}, "rows.jsonl:1: the tokenizer does not know every character"),
+        (
+            {"system_prompt": "Answer."},
+            "rows.jsonl:1: the chat template refuses this prompt: TemplateError: no system",
+        ),
+        (
+            {"prompt_template": "Say {prompt}"},
+            "rows.jsonl:1: the tokenizer does not know every character",
+        ),
     ],
 )
 def test_a_first_row_that_the_trainers_would_refuse(tmp_path, model, data, said):
@@ -220,10 +322,15 @@ def test_what_is_not_there_yet_is_not_tried(tmp_path, model):
     trial = try_loading(config)
     assert trial.problems == [] and trial.loaded[0] == f"the tokenizer of {model}"
     assert "not there yet: made by megagrpo sft" in explain(config, trial)
-    config = load_config(path, [f"model.path={tmp_path / 'made'}", "sft={model: made, data: {path: rows.jsonl}}"])
+    config = load_config(
+        path, [f"model.path={tmp_path / 'made'}", "sft={model: made, data: {path: rows.jsonl}}"]
+    )
     trial = try_loading(config)
     assert trial.problems == [] and trial.loaded == []
-    assert "tokenizer and chat template" in trial.not_tried[0] and "made is not there yet" in trial.not_tried[0]
+    assert (
+        "tokenizer and chat template" in trial.not_tried[0]
+        and "made is not there yet" in trial.not_tried[0]
+    )
 
 
 def test_a_broken_torchvision_is_a_problem_with_its_remedy(tmp_path, model):
@@ -231,12 +338,26 @@ def test_a_broken_torchvision_is_a_problem_with_its_remedy(tmp_path, model):
     broken = tmp_path / "path" / "torchvision"
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise RuntimeError('built for another torch')\n")
-    command = [sys.executable, "-W", "ignore", "-m", "megagrpo.cli", "check", str(experiment(tmp_path, model))]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "megagrpo.cli",
+        "check",
+        str(experiment(tmp_path, model)),
+    ]
     environment = child_environment(python_path=[str(broken.parent)])
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "PROBLEMS (1)" in done.stdout and f"{model}: no tokenizer can be loaded from here" in done.stdout
-    assert "built for another torch" in done.stdout and "`bash launch/install.sh --repair`" in done.stdout
+    assert (
+        "PROBLEMS (1)" in done.stdout
+        and f"{model}: no tokenizer can be loaded from here" in done.stdout
+    )
+    assert (
+        "built for another torch" in done.stdout
+        and "`bash launch/install.sh --repair`" in done.stdout
+    )
 
 
 @pytest.mark.parametrize(
@@ -260,10 +381,22 @@ def test_layers_of_stages(num_layers, sizes, stages):
     [
         (5, {"pp": 1, "first_stage_layers": 3}, "first_stage_layers 3 needs pp > 1"),
         (5, {}, "num_hidden_layers = 5 cannot be cut into 2 equal stages"),
-        (5, {"first_stage_layers": 5}, "5 less first_stage_layers and last_stage_layers, 5 together, cannot"),
+        (
+            5,
+            {"first_stage_layers": 5},
+            "5 less first_stage_layers and last_stage_layers, 5 together, cannot",
+        ),
         (3, {"first_stage_layers": 4}, "4 together, cannot be cut into 1 equal"),
-        (6, {"first_stage_layers": 3, "last_stage_layers": 2}, "5 together, cannot be cut into 0 equal stages"),
-        (6, {"vpp": 2, "first_stage_layers": 3}, "a stage of 3 layers does not divide into vpp = 2 virtual stages"),
+        (
+            6,
+            {"first_stage_layers": 3, "last_stage_layers": 2},
+            "5 together, cannot be cut into 0 equal stages",
+        ),
+        (
+            6,
+            {"vpp": 2, "first_stage_layers": 3},
+            "a stage of 3 layers does not divide into vpp = 2 virtual stages",
+        ),
     ],
 )
 def test_what_cannot_be_cut_is_said(num_layers, sizes, message):
@@ -286,11 +419,15 @@ def test_the_message_names_stages_that_are_accepted(model, sizes, ends):
     arch = read_architecture(ROOT / "configs" / "models" / model)
 
     def problems(**more: int) -> list[str]:
-        config = ActorConfig(world_size=sizes["pp"], parallel=ParallelConfig(**sizes | more), dtype="bfloat16")
+        config = ActorConfig(
+            world_size=sizes["pp"], parallel=ParallelConfig(**sizes | more), dtype="bfloat16"
+        )
         return [text for text in layout_problems(arch, config) if "num_hidden_layers" in text]
 
     (said,) = problems()
-    named = re.search(r"actor.parallel.first_stage_layers: (\d+) and last_stage_layers: (\d+)", said)
+    named = re.search(
+        r"actor.parallel.first_stage_layers: (\d+) and last_stage_layers: (\d+)", said
+    )
     assert ends == (named and tuple(map(int, named.groups()))), said
     if ends:
         assert problems(first_stage_layers=ends[0], last_stage_layers=ends[1]) == []

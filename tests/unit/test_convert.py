@@ -1,4 +1,5 @@
-"""Experiments of verl, ROLL and TRL as ours: what each key becomes, what is refused, and that the result loads."""
+"""Experiments of verl, ROLL and TRL as ours: what each key becomes, what is refused, and that the
+result loads."""
 
 import re
 from pathlib import Path
@@ -77,25 +78,41 @@ def source(tmp_path: Path, text: str, name: str = "run.sh") -> Path:
 
 
 def verl(tmp_path: Path, estimator: str = "grpo", more: str = ""):
-    return translate("verl", source(tmp_path, COMMAND.replace("ESTIMATOR", estimator).replace("MORE", more)))
+    return translate(
+        "verl", source(tmp_path, COMMAND.replace("ESTIMATOR", estimator).replace("MORE", more))
+    )
 
 
 def lost(draft) -> dict[str, str]:
-    return {fate.key: fate.text for fate in draft.fates() if fate.status in ("not translated", "unknown")}
+    return {
+        fate.key: fate.text
+        for fate in draft.fates()
+        if fate.status in ("not translated", "unknown")
+    }
 
 
 def test_a_script_is_read_as_bash_reads_it_and_nothing_of_it_runs(tmp_path):
-    script = COMMAND + f"\ntouch {tmp_path}/touched; : > {tmp_path}/made; kill -9 $PPID; cd /; exec /bin/false\n"
+    script = (
+        COMMAND
+        + f"\ntouch {tmp_path}/touched; : > {tmp_path}/made; kill -9 $PPID; cd /; exec /bin/false\n"
+    )
     given = read_source("verl", source(tmp_path, script))
-    assert given["data.train_files"] == "~/data/train.parquet" and given["data.train_batch_size"] == 256
+    assert (
+        given["data.train_files"] == "~/data/train.parquet"
+        and given["data.train_batch_size"] == 256
+    )
     assert given["data.val_files"] == ["~/a.parquet", "~/b.parquet"]
     assert given["actor_rollout_ref.model.path"] == "~/models/Qwen2.5-7B"
-    assert given["trainer.logger"] == ["console", "wandb"] and given["trainer.experiment_name"] == "my run"
+    assert (
+        given["trainer.logger"] == ["console", "wandb"]
+        and given["trainer.experiment_name"] == "my run"
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["run.sh"]
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("echo hello", "has no command"), ("while true; do :; done", "started no trainer")]
+    ("text", "message"),
+    [("echo hello", "has no command"), ("while true; do :; done", "started no trainer")],
 )
 def test_a_script_without_a_command_is_named(tmp_path, monkeypatch, text, message):
     monkeypatch.setattr("megagrpo.convert.source._TIME_LIMIT_S", 1)
@@ -132,22 +149,45 @@ def test_verls_command_whole(tmp_path):
     assert (train.num_prompts_per_step, train.group_size, train.num_updates_per_step) == (256, 4, 4)
     assert (train.num_epochs, config.name, config.log.wandb.name) == (2, "my run", "my run")
     actor, rollout = config.actor, config.rollout
-    assert (actor.world_size, actor.parallel.tp, actor.dtype, actor.recompute) == (8, 2, "bfloat16", "full")
-    assert (rollout.num_engines, rollout.tp, rollout.colocate, rollout.dtype) == (4, 2, True, "bfloat16")
+    assert (actor.world_size, actor.parallel.tp, actor.dtype, actor.recompute) == (
+        8,
+        2,
+        "bfloat16",
+        "full",
+    )
+    assert (rollout.num_engines, rollout.tp, rollout.colocate, rollout.dtype) == (
+        4,
+        2,
+        True,
+        "bfloat16",
+    )
     assert config.weights.transport == "ipc" and actor.micro_batch_tokens == 4 * (512 + 1024)
     assert actor.optimizer.weight_decay == 0.01, "verl's default"
     algorithm = config.algorithm
     assert algorithm.loss.dual_clip == 3.0 and algorithm.aggregation == "token-mean"
-    assert (algorithm.kl.estimator, algorithm.kl.loss_coef, algorithm.kl.value_clamp) == ("k3", 0.001, 10)
+    assert (algorithm.kl.estimator, algorithm.kl.loss_coef, algorithm.kl.value_clamp) == (
+        "k3",
+        0.001,
+        10,
+    )
     data = config.data
-    assert data.chat_template and (data.answer_key, data.source_key) == ("reward_model.ground_truth", "data_source")
+    assert data.chat_template and (data.answer_key, data.source_key) == (
+        "reward_model.ground_truth",
+        "data_source",
+    )
     graders = data.grader_by_source
     assert graders["openai/gsm8k"] == "gsm8k" and graders["lighteval/MATH"] == "math"
-    assert {graders[name] for name in ("math_dapo", "math", "math_dapo_reasoning", "aime*")} == {"math_dapo"}
-    assert config.eval.every == 5 and len(config.eval.data.paths) == 2 and config.eval.temperature == 0
+    assert {graders[name] for name in ("math_dapo", "math", "math_dapo_reasoning", "aime*")} == {
+        "math_dapo"
+    }
+    assert (
+        config.eval.every == 5 and len(config.eval.data.paths) == 2 and config.eval.temperature == 0
+    )
 
 
-@pytest.mark.parametrize(("framework", "case"), [(name, case) for name in FRAMEWORKS for case in CASES[name]])
+@pytest.mark.parametrize(
+    ("framework", "case"), [(name, case) for name in FRAMEWORKS for case in CASES[name]]
+)
 def test_what_their_keys_become(tmp_path, framework, case):
     if framework == "verl":
         draft = verl(tmp_path, case["estimator"], case["more"])
@@ -156,7 +196,9 @@ def test_what_their_keys_become(tmp_path, framework, case):
         draft = translate(framework, source(tmp_path, yaml.safe_dump(keys), "run.yaml"))
     assert {key: draft.values.get(key) for key in case["becomes"]} == case["becomes"]
     assert draft.problems == [] and lost(draft) == {}
-    assert framework != "trl" or draft.values["train.num_prompts_per_step"] == 4, "16 x 2 samples of groups of 8"
+    assert framework != "trl" or draft.values["train.num_prompts_per_step"] == 4, (
+        "16 x 2 samples of groups of 8"
+    )
 
 
 def test_an_unknown_scale_of_trls_rewards_is_named(tmp_path):
@@ -165,7 +207,9 @@ def test_an_unknown_scale_of_trls_rewards_is_named(tmp_path):
 
 
 def test_what_trl_does_otherwise_without_a_key_is_said(tmp_path):
-    path = source(tmp_path, TRL + "use_vllm: true\nvllm_importance_sampling_clip_max: null\n", "run.yaml")
+    path = source(
+        tmp_path, TRL + "use_vllm: true\nvllm_importance_sampling_clip_max: null\n", "run.yaml"
+    )
     draft = translate("trl", path)
     assert "grader `math` takes the last box" in draft.yaml("")
     assert "without an upper limit" in lost(draft)["vllm_importance_sampling_clip_max"]
@@ -185,7 +229,10 @@ def test_what_cannot_be_said_is_named_and_nothing_is_written(tmp_path, capsys, c
 @pytest.mark.parametrize(("framework", "text"), [("verl", COMMAND), ("roll", ROLL), ("trl", TRL)])
 def test_the_file_loads_and_every_key_has_a_line(tmp_path, framework, text):
     name = "run.sh" if framework == "verl" else "run.yaml"
-    path, out = source(tmp_path, text.replace("ESTIMATOR", "grpo").replace("MORE", ""), name), tmp_path / "mine.yaml"
+    path, out = (
+        source(tmp_path, text.replace("ESTIMATOR", "grpo").replace("MORE", ""), name),
+        tmp_path / "mine.yaml",
+    )
     assert main(["convert", framework, str(path), "-o", str(out)]) == 0
     assert load_config(out) == ExperimentConfig.model_validate(translate(framework, path).nested())
     written = out.read_text()
@@ -197,11 +244,23 @@ def test_rolls_yaml_whole(tmp_path):
     draft = translate("roll", source(tmp_path, ROLL, "roll.yaml"))
     assert lost(draft) == {} and draft.problems == []
     config = ExperimentConfig.model_validate(draft.nested())
-    assert config.algorithm.advantage.name == "grpo" and config.algorithm.aggregation == "seq-mean-token-mean"
-    assert (config.train.num_updates_per_step, config.train.num_prompts_per_step) == (4, 48)  # 384 / (1 * 24 * 4)
+    assert (
+        config.algorithm.advantage.name == "grpo"
+        and config.algorithm.aggregation == "seq-mean-token-mean"
+    )
+    assert (config.train.num_updates_per_step, config.train.num_prompts_per_step) == (
+        4,
+        48,
+    )  # 384 / (1 * 24 * 4)
     assert config.train.num_steps == 120
-    assert (config.actor.world_size, config.rollout.num_engines, config.rollout.colocate) == (8, 8, True)
-    assert config.sampling.max_response_tokens == 4096 and config.sampling.allow_truncated_distribution
+    assert (config.actor.world_size, config.rollout.num_engines, config.rollout.colocate) == (
+        8,
+        8,
+        True,
+    )
+    assert (
+        config.sampling.max_response_tokens == 4096 and config.sampling.allow_truncated_distribution
+    )
     assert (config.data.prompt_key, config.data.answer_key) == ("messages", "ground_truth")
     assert config.data.grader_by_source == {"aime": "math"} and config.data.source_key == "tag"
 
@@ -214,10 +273,17 @@ def test_a_value_that_no_rule_took_is_not_as_here(tmp_path):
 
 @pytest.mark.parametrize(
     ("older", "mean", "std"),
-    [("reward_shift: true", "batch", "none"), ("reward_scale: true", "none", "batch"), ("gamma: 1", "batch", "batch")],
+    [
+        ("reward_shift: true", "batch", "none"),
+        ("reward_scale: true", "none", "batch"),
+        ("gamma: 1", "batch", "batch"),
+    ],
 )
 def test_rolls_older_names_of_the_normalisation(tmp_path, older, mean, std):
-    text = ROLL.replace("adv_estimator: grpo", "adv_estimator: reinforce") + f"\nreward_norm: batch\n{older}\n"
+    text = (
+        ROLL.replace("adv_estimator: grpo", "adv_estimator: reinforce")
+        + f"\nreward_norm: batch\n{older}\n"
+    )
     draft = translate("roll", source(tmp_path, text, "roll.yaml"))
     algorithm = ExperimentConfig.model_validate(draft.nested()).algorithm
     assert (algorithm.reward.mean, algorithm.reward.std) == (mean, std)
@@ -250,19 +316,28 @@ def test_the_page_of_names_is_fresh():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"data": {"path": "a.jsonl", "train_files": "b"}}, "verl's data.train_files is data.path here"),
+        ({"data": {"path": "a.jsonl", "train_files": "b"}}, "verl's data.train_files is data.path "
+                                                            "here"),
         ({"rollout_batch_size": 64}, "ROLL's rollout_batch_size is train.num_prompts_per_step here"),
-        ({"trainer": {"n_gpus_per_node": 8}}, "verl's trainer.n_gpus_per_node is cluster.gpus_per_node here"),
+        ({"trainer": {"n_gpus_per_node": 8}}, "verl's trainer.n_gpus_per_node is "
+                                              "cluster.gpus_per_node here"),
         ({"algorithm": {"kl": {"estimator": "low_var_kl"}}}, "'low_var_kl' is 'k3' here"),
         ({"algorithm": {"loss": {"name": "vanilla"}}}, "'vanilla' is 'ppo_clip' here"),
-        ({"algorithm": {"advantage": {"name": "grpo_vectorized"}}}, "'grpo_vectorized' is 'grpo' here"),
+        ({"algorithm": {"advantage": {"name": "grpo_vectorized"}}}, "'grpo_vectorized' is 'grpo' "
+                                                                    "here"),
         ({"algorithm": {"advantage": {"name": "grpo", "norm_adv_by_std_in_grpo": False}}}, "_in_grpo: false`"),
-        ({"algorithm": {"reward": {"scale": True}}}, "ROLL's reward_scale: true is algorithm.reward.std here"),
+        ({"algorithm": {"reward": {"scale": True}}}, "ROLL's reward_scale: true is "
+                                                     "algorithm.reward.std here"),
         ({"critic_warmup": 0}, "not here: there is no critic"),
     ],
 )  # fmt: skip
 def test_a_foreign_key_in_our_file_is_answered_with_ours(tmp_path, keys, message):
-    given = {"name": "x", "output_dir": "x", "model": {"path": "m"}, "data": {"path": "a.jsonl"}} | keys
+    given = {
+        "name": "x",
+        "output_dir": "x",
+        "model": {"path": "m"},
+        "data": {"path": "a.jsonl"},
+    } | keys
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(given))
     with pytest.raises(ConfigError, match=re.escape(message)):

@@ -1,4 +1,5 @@
-"""When requests leave, which groups a step takes, and what becomes of those that are late or of another start."""
+"""When requests leave, which groups a step takes, and what becomes of those that are late or of
+another start."""
 
 import itertools
 import time
@@ -31,9 +32,14 @@ TIS = {"mismatch": {"weight": {"name": "tis"}}}
 
 
 @contextmanager
-def sampling(config: ExperimentConfig, state: TrainState | None = None, decode: Callable = digits, **service):
+def sampling(
+    config: ExperimentConfig, state: TrainState | None = None, decode: Callable = digits, **service
+):
     """(a service with these fields, the source of a rank, its state)"""
-    with running(FakeService(**service)) as fake, closing(source_of(fake.control, config, decode=decode)) as source:
+    with (
+        running(FakeService(**service)) as fake,
+        closing(source_of(fake.control, config, decode=decode)) as source,
+    ):
         yield fake, source, state or TrainState()
 
 
@@ -42,7 +48,8 @@ def trained(groups: list[RolloutGroup]) -> list[int]:
 
 
 def test_limits_of_the_engines_own_cache():
-    """Six tokens of prompt and guessed response each, a cache of 26: four at once with the tenth beside it."""
+    """Six tokens of prompt and guessed response each, a cache of 26: four at once with the tenth
+    beside it."""
     config = experiment(train={"num_prompts_per_step": 4}, sampling={"max_response_tokens": 8})
     free: list[bool] = []
     with sampling(config, cache_tokens=26, hang=lambda body: not free) as (service, source, state):
@@ -80,7 +87,11 @@ def test_requests_of_an_engine_follow_its_cache_within_their_bounds(pressure):
         found.observe(loads, in_flight, 2 * found.limit)
         limits.append(found.limit)
     assert limits[:8] == [64, 51, 51, 40, 40, 40, 40, 44]
-    assert limits[8:18] == [44, 35, 28, 23, 18, 14, 11, 10, 10, 10] and limits[18:20] == [14, 18] and limits[-1] == 64
+    assert (
+        limits[8:18] == [44, 35, 28, 23, 18, 14, 11, 10, 10, 10]
+        and limits[18:20] == [14, 18]
+        and limits[-1] == 64
+    )
     fixed = Concurrency(64, 64)
     fixed.observe([pressure], 1, 64)
     assert fixed.limit == 64
@@ -111,10 +122,16 @@ def test_fewer_requests_leave_while_a_cache_is_full(monkeypatch):
 
 @pytest.mark.parametrize(
     "order, expected",
-    [("arrival", [0, 1, 2]), ("long_prompts_first", [1, 2, 0]), ("shortest_expected_first", [2, 0, 1])],
+    [
+        ("arrival", [0, 1, 2]),
+        ("long_prompts_first", [1, 2, 0]),
+        ("shortest_expected_first", [2, 0, 1]),
+    ],
 )
 def test_order_of_a_batch(order, expected):
-    config = experiment(train={"num_prompts_per_step": 3}, rollout={"order": order, "max_running_requests": 1})
+    config = experiment(
+        train={"num_prompts_per_step": 3}, rollout={"order": order, "max_running_requests": 1}
+    )
     of = PromptSet(tuple(Prompt(i, "", (1,) * n, "") for i, n in enumerate((2, 5, 3))), 0, False)
     with sampling(config) as (service, source, state):
         for prompt_id, length in enumerate((30, 60, 10)):
@@ -127,10 +144,19 @@ def test_order_of_a_batch(order, expected):
 @pytest.mark.parametrize(
     "settings, said",
     [
-        (["rollout.max_total_tokens=300"], ["300 tokens an engine, as its arguments on a CPU", " by its cache"]),
-        (["rollout.max_running_requests=7"], ["20,000 tokens", "7 samples an engine, by rollout.max_running_requests"]),
+        (
+            ["rollout.max_total_tokens=300"],
+            ["300 tokens an engine, as its arguments on a CPU", " by its cache"],
+        ),
+        (
+            ["rollout.max_running_requests=7"],
+            ["20,000 tokens", "7 samples an engine, by rollout.max_running_requests"],
+        ),
         (["rollout.max_total_tokens=5"], ["5 tokens an engine", "ADVICE   a sample may have"]),
-        (["rollout.dtype=bfloat16"], ["on an H100 by the closed forms", "`--hardware H100` asks SGLang"]),
+        (
+            ["rollout.dtype=bfloat16"],
+            ["on an H100 by the closed forms", "`--hardware H100` asks SGLang"],
+        ),
     ],
 )
 def test_check_says_how_many_samples_run_at_once(prepared, settings, said):
@@ -151,7 +177,8 @@ def test_training_may_take_longer_than_a_rollout():
 
 
 def test_the_same_prompts_may_be_on_their_way_twice():
-    """Few prompts, in every batch at the same place, and an evaluation of prompts with the same ids beside them."""
+    """Few prompts, in every batch at the same place, and an evaluation of prompts with the same ids
+    beside them."""
     config = experiment(rollout={"max_staleness": 2}, algorithm=TIS)
     of, free = prompt_set(WANTED), []
     hang = lambda body: not free and body["sampling_params"]["temperature"] > 0  # noqa: E731
@@ -162,13 +189,17 @@ def test_the_same_prompts_may_be_on_their_way_twice():
         assert len(source.evaluate(of.prompts, 0, SamplingParams(0.0, 4), 1)) == WANTED
         assert source.waiting()
         free.append(True)
-        assert [trained(take(source, config, state, 4, of).groups) for _ in range(4)] == [[0, 1]] * 4
+        assert [trained(take(source, config, state, 4, of).groups) for _ in range(4)] == [
+            [0, 1]
+        ] * 4
     assert not source.waiting()
 
 
 def test_nothing_is_sampled_that_no_step_takes():
     """With greedy responses; test_staleness.py has the others."""
-    config = experiment(rollout={"max_staleness": 2}, algorithm=TIS | {"advantage": {"name": "remax"}})
+    config = experiment(
+        rollout={"max_staleness": 2}, algorithm=TIS | {"advantage": {"name": "remax"}}
+    )
     with sampling(config) as (service, source, state):
         for step in range(4):
             service.version = step
@@ -180,15 +211,21 @@ def test_nothing_is_sampled_that_no_step_takes():
 
 def test_another_batch_size_after_a_restart_repeats_no_prompt():
     for staleness in (0, 2):
-        config = experiment(train={"num_prompts_per_step": 3}, rollout={"max_staleness": staleness}, algorithm=TIS)
+        config = experiment(
+            train={"num_prompts_per_step": 3}, rollout={"max_staleness": staleness}, algorithm=TIS
+        )
         with sampling(config, TrainState(step=2, data_cursor=4), version=2) as (_, source, state):
-            found = trained(take(source, config, state).groups) + trained(take(source, config, state).groups)
+            found = trained(take(source, config, state).groups) + trained(
+                take(source, config, state).groups
+            )
         assert found == [4, 5, 6, 7, 8, 9]
 
 
 def group(place: int, version: int = 0, number: int = GROUP_SIZE) -> RolloutGroup:
     samples = tuple(Sample(i, (7,), (-1.0,), "stop", version, "7") for i in range(number))
-    return RolloutGroup(place, prompt_set().prompts[place], samples, (Outcome("score", 1.0),) * number)
+    return RolloutGroup(
+        place, prompt_set().prompts[place], samples, (Outcome("score", 1.0),) * number
+    )
 
 
 def test_what_an_earlier_start_finished_is_kept_until_it_is_taken():
@@ -217,7 +254,9 @@ TOO_LONG = replace(FITS.samples[0], token_ids=(7,) * 1025, logprobs=(-1.0,) * 10
         "other data": replace(group(4, 1), group_id=5),
         "another template": replace(FITS, prompt=OTHER_TEMPLATE),
         "longer than responses may be now": replace(FITS, samples=(TOO_LONG, FITS.samples[1])),
-        "not graded": replace(FITS, outcomes=(FITS.outcomes[0], Outcome("error", detail="judge is down"))),
+        "not graded": replace(
+            FITS, outcomes=(FITS.outcomes[0], Outcome("error", detail="judge is down"))
+        ),
     }.items(),
     ids=lambda item: item[0],
 )
@@ -240,12 +279,18 @@ def test_a_step_that_fails_leaves_its_finished_groups():
 
 @pytest.mark.parametrize(
     "algorithm, sampled",
-    [({"advantage": {"name": "remax"}}, {0, 1}), ({"dynamic_sampling": {"max_num_gen_batches": 2}}, {0, 1, 2, 3})],
+    [
+        ({"advantage": {"name": "remax"}}, {0, 1}),
+        ({"dynamic_sampling": {"max_num_gen_batches": 2}}, {0, 1, 2, 3}),
+    ],
     ids=["its greedy responses", "its second batch"],
 )
 def test_a_step_that_fails_late_leaves_what_it_had_taken(algorithm, sampled):
-    """Else the next start would sample it anew, by newer weights than a run that nobody disturbed."""
-    config = experiment(rollout={"max_staleness": 2, "step_timeout_s": 0.5}, algorithm=TIS | algorithm)
+    """Else the next start would sample it anew, by newer weights than a run that nobody
+    disturbed."""
+    config = experiment(
+        rollout={"max_staleness": 2, "step_timeout_s": 0.5}, algorithm=TIS | algorithm
+    )
     late = lambda body: body["sampling_params"]["temperature"] == 0 or body["input_ids"][1] >= 104  # noqa: E731
     with sampling(config, hang=late, decode=lambda ids: "1") as (_, source, state):
         with pytest.raises((LeaderError, RunStopped)):
@@ -255,7 +300,11 @@ def test_a_step_that_fails_late_leaves_what_it_had_taken(algorithm, sampled):
 
 def test_drain_asks_again_what_a_lost_host_had():
     config = experiment(rollout={"max_staleness": 1, "request_timeout_s": 600.0}, algorithm=TIS)
-    with sampling(config, script=[{}] * (WANTED * GROUP_SIZE) + ["hang"]) as (service, source, state):
+    with sampling(config, script=[{}] * (WANTED * GROUP_SIZE) + ["hang"]) as (
+        service,
+        source,
+        state,
+    ):
         take(source, config, state)
         until(lambda: len(service.requests) == 2 * WANTED * GROUP_SIZE)
         service.lost_hosts = 1
@@ -269,10 +318,18 @@ def extra(**rollout) -> ExperimentConfig:
 
 def test_a_step_takes_the_groups_that_are_finished_first_and_leaves_none_behind_for_long():
     slow, metrics = {101}, [Metrics() for _ in range(4)]
-    with sampling(extra(), hang=lambda body: body["input_ids"][1] in slow) as (service, source, state):
+    with sampling(extra(), hang=lambda body: body["input_ids"][1] in slow) as (
+        service,
+        source,
+        state,
+    ):
         steps = []
         steps.append(take(source, extra(), state, 4, metrics=metrics[0]))
-        assert trained(steps[0].groups) == [0, 2] and state.deferred == [(1, 1)] and state.data_cursor == 3
+        assert (
+            trained(steps[0].groups) == [0, 2]
+            and state.deferred == [(1, 1)]
+            and state.data_cursor == 3
+        )
         service.version = 1
         slow.clear()
         for step in (1, 2, 3):
@@ -282,17 +339,31 @@ def test_a_step_takes_the_groups_that_are_finished_first_and_leaves_none_behind_
     found = [prompt for taken in steps for prompt in trained(taken.groups)]
     assert sorted(found) == list(range(4 * WANTED)), "every prompt once, none left at the end"
     assert len(service.requests) == 4 * WANTED * GROUP_SIZE and state.deferred == []
-    assert [g.group_id for taken in steps for g in taken.groups] == found, "the index in the run, from dispatch on"
-    lags = [step - sample.weight_version for step, t in enumerate(steps) for g in t.groups for sample in g.samples]
+    assert [g.group_id for taken in steps for g in taken.groups] == found, (
+        "the index in the run, from dispatch on"
+    )
+    lags = [
+        step - sample.weight_version
+        for step, t in enumerate(steps)
+        for g in t.groups
+        for sample in g.samples
+    ]
     assert max(lags) <= 1
     values = [each.reduced(MESH.reduce) for each in metrics]
     assert [each["extra_groups/discarded_tokens"] for each in values] == [0.0] * 4
-    assert values[0]["extra_groups/left_behind"] == 1 and values[1]["extra_groups/length_deferred_mean"] == 4.0
+    assert (
+        values[0]["extra_groups/left_behind"] == 1
+        and values[1]["extra_groups/length_deferred_mean"] == 4.0
+    )
 
 
 def test_groups_left_behind_survive_a_restart():
     slow = {101}
-    with sampling(extra(), hang=lambda body: body["input_ids"][1] in slow) as (service, source, state):
+    with sampling(extra(), hang=lambda body: body["input_ids"][1] in slow) as (
+        service,
+        source,
+        state,
+    ):
         take(source, extra(), state, 2)
         assert source.finished() == []
     slow.clear()
@@ -333,9 +404,14 @@ def test_a_service_that_does_not_answer_once_ends_no_run(number):
 
     class BusyOnce(FakeService):
         async def status(self, request):
-            return web.Response(status=500) if next(calls) == number else await super().status(request)
+            return (
+                web.Response(status=500) if next(calls) == number else await super().status(request)
+            )
 
-    with running(BusyOnce()) as service, closing(source_of(service.control, experiment())) as source:
+    with (
+        running(BusyOnce()) as service,
+        closing(source_of(service.control, experiment())) as source,
+    ):
         assert trained(take(source, experiment(), TrainState()).groups) == [0, 1]
 
 
@@ -344,7 +420,9 @@ def test_a_step_whose_gpus_do_not_come_back_is_saved_as_not_begun():
     with sampling(config, version=3) as (service, source, _):
         run = object.__new__(Run)
         publishing = object.__new__(Publishing)
-        vars(publishing).update(_config=config, _actor=SimpleNamespace(mesh=MESH), _control=service.control)
+        vars(publishing).update(
+            _config=config, _actor=SimpleNamespace(mesh=MESH), _control=service.control
+        )
         vars(publishing).update(_lending=False)  # /sleep is no path of the fake service
         vars(run).update(
             config=config, actor=SimpleNamespace(mesh=MESH), state=TrainState(step=3, data_cursor=6), num_steps=6,

@@ -1,4 +1,5 @@
-"""README, docs/ and the project's papers say what is so: links resolve, commands parse, copies equal their sources."""
+"""README, docs/ and the project's papers say what is so: links resolve, commands parse, copies
+equal their sources."""
 
 import ast
 import re
@@ -17,7 +18,8 @@ from tests.experiments import ROOT, documented_metrics, metric_patterns
 
 PAGES = [*pages(), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 MAX_README_LINES, MAX_PAGE_LINES = 160, 250
-# Names in commands that stand for the reader's own; everything else that looks like a file must exist.
+# Names in commands that stand for the reader's own; everything else that looks like a file must
+# exist.
 EXAMPLES = {
     "CONFIG",
     "run.sh",
@@ -27,7 +29,10 @@ EXAMPLES = {
     "runs/quickstart",
     "runs/quickstart/dumps/step_000012",
 }
-NODE_SCRIPTS = {"launch/rollout_node.sh": "serve", "launch/torchrun_node.sh": "train"}  # they hand their words on
+NODE_SCRIPTS = {
+    "launch/rollout_node.sh": "serve",
+    "launch/torchrun_node.sh": "train",
+}  # they hand their words on
 SCRIPTS = re.compile(r"(?:launch|slurm)/\w+\.(?:sh|sbatch)")
 FOLDERS = r"(?:megagrpo|docs|tests|bench|launch|slurm|configs|\.ci)/"
 
@@ -68,7 +73,9 @@ def test_links_resolve_and_named_files_exist(page):
         path, _, anchor = target.partition("#")
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), f"[{text}]({target})"
-        assert not anchor or anchor in anchors(file), f"[{text}]({target}): anchors are {sorted(anchors(file))}"
+        assert not anchor or anchor in anchors(file), (
+            f"[{text}]({target}): anchors are {sorted(anchors(file))}"
+        )
     for name in re.findall(rf"`({FOLDERS}[\w./-]*)`", page.read_text()):
         assert (ROOT / name).exists(), name
 
@@ -83,8 +90,12 @@ def test_commands_parse_and_scripts_exist(page):
                 cli._parser().parse_args([*words, "--help"])
             continue
         args = cli._parser().parse_args(words)  # exits on an unknown command or option
-        for name in {vars(args).get(key) for key in ("config", "run_dir", "dump", "output")} - {None}:
-            assert str(name) in EXAMPLES or (ROOT / name).exists(), f"megagrpo {shlex.join(words)}: no {name}"
+        for name in {vars(args).get(key) for key in ("config", "run_dir", "dump", "output")} - {
+            None
+        }:
+            assert str(name) in EXAMPLES or (ROOT / name).exists(), (
+                f"megagrpo {shlex.join(words)}: no {name}"
+            )
 
 
 @every_page
@@ -102,11 +113,16 @@ def test_snippets_are_valid(page, tmp_path):
 
 
 def test_pages_are_short_and_reachable():
-    """At most 250 lines but the generated ones, 160 for README; and every page is linked from the index."""
+    """At most 250 lines but the generated ones, 160 for README; and every page is linked from the
+    index."""
     assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
     generated = {"configuration.md", "cli.md", "names.md"}
     pages_of_docs = [page for page in pages() if page.name != "README.md"]
-    lengths = {page.name: len(page.read_text().splitlines()) for page in pages_of_docs if page.name not in generated}
+    lengths = {
+        page.name: len(page.read_text().splitlines())
+        for page in pages_of_docs
+        if page.name not in generated
+    }
     assert not {name: length for name, length in lengths.items() if length > MAX_PAGE_LINES}
     index = ROOT / "docs" / "index.md"
     targets = re.findall(r"\]\(([^)#\s]+)", index.read_text())
@@ -128,11 +144,19 @@ def test_every_metric_is_explained():
     groups = {row.partition("/")[0] for row in rows}
     patterns = metric_patterns()
     sources = "\n".join(path.read_text() for path in (ROOT / "megagrpo").rglob("*.py"))
-    names = {name for name in re.findall(r"f?\"([a-z_]+/[a-z_0-9{}]+)\"", sources) if name.partition("/")[0] in groups}
+    names = {
+        name
+        for name in re.findall(r"f?\"([a-z_]+/[a-z_0-9{}]+)\"", sources)
+        if name.partition("/")[0] in groups
+    }
     assert len(names) > 40
     for name in sorted(names):  # of f"loss/{name}" at least one row has the prefix
         prefix, is_family, _ = name.partition("{")
-        explained = (row.startswith(prefix) for row in rows) if is_family else (p.fullmatch(name) for p in patterns)
+        explained = (
+            (row.startswith(prefix) for row in rows)
+            if is_family
+            else (p.fullmatch(name) for p in patterns)
+        )
         assert any(explained), name
 
 
@@ -142,17 +166,27 @@ def test_copies_equal_their_sources(page):
 
 
 def test_the_loop_in_the_readme_is_the_one_that_runs():
-    """Line by line, whatever bench/readme.py believes: nothing of train()'s loop is left out or changed."""
-    shown = re.search(r"<!-- loop -->\n```python\n(.*?)\n```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    """Line by line, whatever bench/readme.py believes: nothing of train()'s loop is left out or
+    changed."""
+    shown = re.search(
+        r"<!-- loop -->\n```python\n(.*?)\n```", (ROOT / "README.md").read_text(), re.DOTALL
+    )[1]
     source = (ROOT / "megagrpo" / "train.py").read_text()
-    train = next(node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == "train")
+    train = next(
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef) and node.name == "train"
+    )
     loop = next(index for index, node in enumerate(train.body) if isinstance(node, ast.For))
-    assert ast.dump(ast.parse(shown)) == ast.dump(ast.Module(body=train.body[loop:], type_ignores=[]))
+    assert ast.dump(ast.parse(shown)) == ast.dump(
+        ast.Module(body=train.body[loop:], type_ignores=[])
+    )
     assert all(f"    {line}" in source.splitlines() for line in shown.splitlines())
 
 
 def test_the_table_of_files_to_open_counts_them():
-    """In docs/architecture.md: the number of files touched is the number of the package's files and folders named."""
+    """In docs/architecture.md: the number of files touched is the number of the package's files and
+    folders named."""
     page = (ROOT / "docs" / "architecture.md").read_text()
     rows = re.findall(r"^\| (?:read|find|add) .*$", page, re.MULTILINE)
     assert len(rows) >= 9
@@ -162,16 +196,30 @@ def test_the_table_of_files_to_open_counts_them():
 
 
 def test_measured_tables_are_shown_and_figures_in_prose_are_measured():
-    shown = {name for page in pages() for name in re.findall(r"<!-- (bench/results/\w+\.md) -->", page.read_text())}
-    names = "learning_quickstart learning_quickstart_arithmetic learning_gsm8k_calc faults soak presets certificates "
+    shown = {
+        name
+        for page in pages()
+        for name in re.findall(r"<!-- (bench/results/\w+\.md) -->", page.read_text())
+    }
+    names = (
+        "learning_quickstart learning_quickstart_arithmetic learning_gsm8k_calc faults soak "
+        "presets certificates "
+    )
     names += "layouts plan_weights_235b"
     assert {f"bench/results/{name}.md" for name in names.split()} <= shown
     text = (ROOT / "README.md").read_text().replace("\n", " ")
-    before, after = re.search(r"Seed 0 of the quickstart.*? from (0\.\d+) to (0\.\d+);", text).groups()
-    assert f"| seed 0 | {before} | {after} |" in (ROOT / "bench/results/learning_quickstart.md").read_text()
+    before, after = re.search(
+        r"Seed 0 of the quickstart.*? from (0\.\d+) to (0\.\d+);", text
+    ).groups()
+    assert (
+        f"| seed 0 | {before} | {after} |"
+        in (ROOT / "bench/results/learning_quickstart.md").read_text()
+    )
     ranges = re.search(r"from (0\.\d+)-(0\.\d+) to (0\.\d+)-(0\.\d+) under three", text).groups()
     rows = (ROOT / "bench/results/learning_quickstart_arithmetic.md").read_text().splitlines()[2:]
-    starts, ends = zip(*(row.split(" | ")[1:3] for row in rows if row.startswith("| seed")), strict=True)
+    starts, ends = zip(
+        *(row.split(" | ")[1:3] for row in rows if row.startswith("| seed")), strict=True
+    )
     assert ranges == (min(starts), max(starts), min(ends), max(ends))
 
 
@@ -184,4 +232,6 @@ def test_papers_agree_and_commit_hooks_fetch_nothing():
     assert citation["version"] == version and version in (ROOT / "CHANGELOG.md").read_text()
     repositories = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     assert [repository["repo"] for repository in repositories] == ["local"]
-    assert {hook["language"] for repository in repositories for hook in repository["hooks"]} == {"system"}
+    assert {hook["language"] for repository in repositories for hook in repository["hooks"]} == {
+        "system"
+    }

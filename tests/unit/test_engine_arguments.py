@@ -1,4 +1,5 @@
-"""The engines' command lines of every shipped experiment, as SGLang itself resolves them on pretended H100s."""
+"""The engines' command lines of every shipped experiment, as SGLang itself resolves them on
+pretended H100s."""
 
 import json
 from pathlib import Path
@@ -14,13 +15,22 @@ from megagrpo.planning.recordings import resolve_all
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "configs" / "models"
 STAND_INS = {"Qwen3-1.7B": "Qwen3-8B"}  # described in configs/models, of the same family
-DECIDING = {"tp", "ep", "nodes_per_engine", "dtype", "deterministic", "max_running_requests", "max_total_tokens"}
+DECIDING = {
+    "tp",
+    "ep",
+    "nodes_per_engine",
+    "dtype",
+    "deterministic",
+    "max_running_requests",
+    "max_total_tokens",
+}
 DECIDING |= {"mem_fraction", "sglang", "extra_args", "colocate"}
 UNKNOWN = {"smollm2"}  # its model is unpacked from a package
 
 
 def shipped(tiny: Path) -> dict[str, ExperimentConfig]:
-    """Name -> experiment with a model that is described: laptop experiments, which make theirs, get a tiny one."""
+    """Name -> experiment with a model that is described: laptop experiments, which make theirs, get
+    a tiny one."""
     (tiny / "config.json").write_text(json.dumps(hf_config(TinyModelConfig())))
     found = {}
     for path in sorted((ROOT / "configs").glob("*.yaml")):
@@ -32,7 +42,9 @@ def shipped(tiny: Path) -> dict[str, ExperimentConfig]:
 
 
 def test_sglang_takes_the_arguments_of_every_experiment(tmp_path):
-    experiments = {name: config for name, config in shipped(tmp_path).items() if name not in UNKNOWN}
+    experiments = {
+        name: config for name, config in shipped(tmp_path).items() if name not in UNKNOWN
+    }
     # Experiments with equal engines are resolved once: half a second each, after SGLang's import.
     distinct: dict[str, list[str]] = {}
     for name, config in experiments.items():

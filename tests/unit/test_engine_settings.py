@@ -1,4 +1,5 @@
-"""Engines' command lines, settings and environments: every field of ServerArgs is decided; a CPU's shims."""
+"""Engines' command lines, settings and environments: every field of ServerArgs is decided; a CPU's
+shims."""
 
 import asyncio
 import json
@@ -10,7 +11,12 @@ import torch
 
 from megagrpo.check.settings_report import engine_report
 from megagrpo.config.libraries import sglang as server_settings
-from megagrpo.config.libraries.sglang import SERVER_REFUSED, engine_setting_problems, server_fields, server_options
+from megagrpo.config.libraries.sglang import (
+    SERVER_REFUSED,
+    engine_setting_problems,
+    server_fields,
+    server_options,
+)
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service.engine_command import (
     CPU_SHIMS,
@@ -34,13 +40,20 @@ def config(**rollout) -> ExperimentConfig:
 
 
 def problems(**rollout) -> list[str]:
-    return [f"{'.'.join(keys)}: {problem}" for keys, problem in engine_setting_problems(config(**rollout).rollout)]
+    return [
+        f"{'.'.join(keys)}: {problem}"
+        for keys, problem in engine_setting_problems(config(**rollout).rollout)
+    ]
 
 
 def test_every_refusal_fits_a_field():
     fields = server_fields()
     assert len(fields) > 500
-    assert [pattern for pattern in SERVER_REFUSED if not any(fnmatchcase(name, pattern) for name in fields)] == []
+    assert [
+        pattern
+        for pattern in SERVER_REFUSED
+        if not any(fnmatchcase(name, pattern) for name in fields)
+    ] == []
 
 
 OF_SGLANG = """
@@ -63,21 +76,34 @@ def test_fields_and_options_are_those_of_sglang_itself():
     printed = python("-c", OF_SGLANG, env=environment).splitlines()[-1]
     theirs = {name: set(options) for name, options in json.loads(printed).items()}
     fields = server_fields()
-    negatable = {name: server_options(field) for name, field in fields.items() if "action" in field.options}
-    negated = {name: [f"--no-{option[2:]}" for option in options] for name, options in negatable.items()}
-    ours = {name: {*server_options(field), *negated.get(name, [])} for name, field in fields.items()}
+    negatable = {
+        name: server_options(field) for name, field in fields.items() if "action" in field.options
+    }
+    negated = {
+        name: [f"--no-{option[2:]}" for option in options] for name, options in negatable.items()
+    }
+    ours = {
+        name: {*server_options(field), *negated.get(name, [])} for name, field in fields.items()
+    }
     assert theirs.keys() == ours.keys()
-    functions = {"custom_sigquit_handler", "stat_loggers"}  # no option, and no value of a file has their type
+    functions = {
+        "custom_sigquit_handler",
+        "stat_loggers",
+    }  # no option, and no value of a file has their type
     deprecated = {"disable_cuda_graph", "enable_flashinfer_allreduce_fusion"}  # options that say so
     differing = {name for name in ours if ours[name] != theirs[name]}
-    assert {name for name in differing if not fields[name].group.startswith("Lora")} <= functions | deprecated
+    assert {
+        name for name in differing if not fields[name].group.startswith("Lora")
+    } <= functions | deprecated
 
 
 @pytest.mark.parametrize(
     "given, said",
     [
-        ({"chunked_prefil_size": 1}, "ServerArgs has no such field; did you mean 'chunked_prefill_size'?"),
-        ({"chunked_prefill_size": "8k"}, "should be Optional[int], as SGLang declares it (sglang/srt/arg_groups/"),
+        ({"chunked_prefil_size": 1}, "ServerArgs has no such field; did you mean "
+                                     "'chunked_prefill_size'?"),
+        ({"chunked_prefill_size": "8k"}, "should be Optional[int], as SGLang declares it "
+                                         "(sglang/srt/arg_groups/"),
         ({"disable_radix_cache": 1}, "should be bool"),
         ({"schedule_policy": "best"}, "should be one of lpm, random, fcfs"),
         ({"cuda_graph_bs_decode": [1, "2"]}, "should be Optional[List[int]]"),
@@ -85,16 +111,20 @@ def test_fields_and_options_are_those_of_sglang_itself():
         ({"tp_size": 8}, "rollout.sglang.tp_size: is set by rollout.tp"),
         ({"speculative_algorithm": "EAGLE"}, "is set by rollout.draft_tokens"),
         ({"quantization": "fp8"}, "is refused: rollout.quantization says in which format"),
-        ({"moe_runner_backend": "flashinfer_trtllm"}, "digests would stop the run; it may be triton, deep_gemm"),
+        ({"moe_runner_backend": "flashinfer_trtllm"}, "digests would stop the run; it may be "
+                                                      "triton, deep_gemm"),
         ({"moe_runner_backend": "auto"}, "digests would stop the run"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "it may be auto, bf16, bfloat16, fp8_e4m3"),
         ({"dp_size": 2}, "rollout.sglang.dp_size: is refused without enable_dp_attention"),
-        ({"hicache_storage_backend": "file"}, "is refused: keys and values of older weights would outlive a publish"),
-        ({"enable_hierarchical_cache": True}, "needs hicache_size, GB of host memory for each engine rank"),
+        ({"hicache_storage_backend": "file"}, "is refused: keys and values of older weights would "
+                                              "outlive a publish"),
+        ({"enable_hierarchical_cache": True}, "needs hicache_size, GB of host memory for each "
+                                              "engine rank"),
     ],
 )  # fmt: skip
 def test_refused(given, said):
-    """One field of each kind of refusal; docs/reference/configuration.md, which a test compares, has them all."""
+    """One field of each kind of refusal; docs/reference/configuration.md, which a test compares,
+    has them all."""
     found = problems(sglang=given)
     assert len(found) == 1 and said in found[0], found
     with pytest.raises(ValueError, match="rollout.sglang"):
@@ -107,9 +137,12 @@ def test_a_hierarchical_cache_has_a_size_and_no_drafts():
     assert problems(extra_args=["--enable-hierarchical-cache", "--hicache-size=8"]) == []
     assert "needs hicache_size" in problems(extra_args=["--enable-hierarchical-cache"])[0]
     drafting = experiment(rollout={"sglang": sized, "draft_tokens": 2}, actor={"draft": {}}).rollout
-    assert "is refused with rollout.draft_tokens" in next(iter(engine_setting_problems(drafting)))[1]
+    assert (
+        "is refused with rollout.draft_tokens" in next(iter(engine_setting_problems(drafting)))[1]
+    )
     ahead = experiment(
-        rollout={"sglang": sized, "max_staleness": 2}, algorithm={"mismatch": {"weight": {"name": "tis"}}}
+        rollout={"sglang": sized, "max_staleness": 2},
+        algorithm={"mismatch": {"weight": {"name": "tis"}}},
     )
     assert "ends no copies" in next(iter(engine_setting_problems(ahead.rollout)))[1]
 
@@ -124,7 +157,10 @@ def test_keys_and_values_in_fp8_want_a_correction():
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["--tensor-parallel-size", "8"], "rollout.extra_args: --tensor-parallel-size is set by rollout.tp"),
+        (
+            ["--tensor-parallel-size", "8"],
+            "rollout.extra_args: --tensor-parallel-size is set by rollout.tp",
+        ),
         (["--tensor-par=8"], "is set by rollout.tp"),  # argparse takes a beginning for the whole
         (["--quantization=fp8"], "is refused: rollout.quantization says"),
         (["--moe-runner-backend", "flashinfer_trtllm"], "digests would stop the run"),
@@ -135,8 +171,15 @@ def test_keys_and_values_in_fp8_want_a_correction():
 def test_the_same_is_refused_as_a_word(words, said):
     found = problems(extra_args=words)
     assert len(found) == 1 and said in found[0], found
-    allowed = ["--disable-cuda-graph", "--decode-log-interval", "1", "--moe-runner-backend=deep_gemm"]
-    assert problems(extra_args=[*allowed, "--custom-weight-loader", WEIGHT_LOADER, "other.run"]) == []
+    allowed = [
+        "--disable-cuda-graph",
+        "--decode-log-interval",
+        "1",
+        "--moe-runner-backend=deep_gemm",
+    ]
+    assert (
+        problems(extra_args=[*allowed, "--custom-weight-loader", WEIGHT_LOADER, "other.run"]) == []
+    )
 
 
 def test_right_ones_arrive_and_take_the_place_of_our_defaults():
@@ -152,7 +195,11 @@ def test_right_ones_arrive_and_take_the_place_of_our_defaults():
     }
     command = engine_command(config(sglang=given, extra_args=["--x"]), place(False))
     text = " ".join(command)
-    assert '--radix-eviction-policy-config {"a": 1}' in text and "--overlap" not in text and command[-1] == "--x"
+    assert (
+        '--radix-eviction-policy-config {"a": 1}' in text
+        and "--overlap" not in text
+        and command[-1] == "--x"
+    )
     assert "--chunked-prefill-size 4096 --disable-radix-cache --cuda-graph-bs-decode 1 2" in text
     assert "--bf16-gemm-backend torch" in text
     assert command.count("--sampling-backend") == command.count("--log-level-http") == 1
@@ -181,9 +228,13 @@ def test_interleaved_experts_are_refused(monkeypatch):
 )
 def test_engines_without_a_gpu_run_on_the_cpu_only_where_that_is_meant(device, dtype, gpus, on_gpu):
     resolved = config(dtype=dtype)
-    resolved = resolved.model_copy(update={"actor": resolved.actor.model_copy(update={"device": device})})
+    resolved = resolved.model_copy(
+        update={"actor": resolved.actor.model_copy(update={"device": device})}
+    )
     if on_gpu is None:
-        with pytest.raises(ValueError, match="no GPU is visible where engines are to run, .* set actor.device: cpu"):
+        with pytest.raises(
+            ValueError, match="no GPU is visible where engines are to run, .* set actor.device: cpu"
+        ):
             on_gpus(resolved, gpus)
     else:
         assert on_gpus(resolved, gpus) is on_gpu
@@ -206,7 +257,11 @@ def test_engines_without_a_gpu_run_on_the_cpu_only_where_that_is_meant(device, d
         ({}, "load_format", "dummy"),  # weights are read at the start only on request
         ({"load_format": "model"}, "load_format", "auto"),
         ({}, "incremental_streaming_output", None),
-        ({"streaming": True}, "incremental_streaming_output", True),  # pieces that hold their own tokens
+        (
+            {"streaming": True},
+            "incremental_streaming_output",
+            True,
+        ),  # pieces that hold their own tokens
     ],
 )
 def test_settings_of_our_own_on_gpus(rollout, setting, value):
@@ -215,31 +270,41 @@ def test_settings_of_our_own_on_gpus(rollout, setting, value):
 
 
 def test_engines_in_float32_and_fp8_on_gpus(monkeypatch):
-    """SGLang's kernels of norms know no float32, torch's experts skip none; DeepGEMM compiles for minutes."""
+    """SGLang's kernels of norms know no float32, torch's experts skip none; DeepGEMM compiles for
+    minutes."""
     forced, warm = "SGLANG_FORCE_FUSED_OP_BACKEND", "SGLANG_JIT_DEEPGEMM_FAST_WARMUP"
 
     def found(cuda: bool = True, **rollout) -> tuple[str | None, str | None]:
         env = engine_environment(config(**rollout), place(cuda))
         return env.get(forced), env.get(warm)
 
-    assert found() == ("torch", None) and found(deterministic=True) == found(cuda=False) == (None, None)
+    assert found() == ("torch", None) and found(deterministic=True) == found(cuda=False) == (
+        None,
+        None,
+    )
     in_fp8 = {"dtype": "bfloat16", "quantization": "fp8"}
     assert found(dtype="bfloat16") == (None, None) and found(**in_fp8) == (None, "1")
     monkeypatch.setenv(warm, "0")
     assert found(**in_fp8) == (None, "0"), "the user's own"
-    with pytest.raises(ValueError, match="rollout.ep 2 with rollout.dtype float32 on GPUs: .* set ep 1 or bfloat16"):
+    with pytest.raises(
+        ValueError, match="rollout.ep 2 with rollout.dtype float32 on GPUs: .* set ep 1 or bfloat16"
+    ):
         engine_settings(config(tp=2, ep=2), place(True))
     engine_settings(config(tp=2, ep=2), place(False))
 
 
 def test_check_says_what_differs():
-    lines = engine_report(config(dtype="bfloat16", sglang={"page_size": 64, "log_level_http": "info"}), True)
+    lines = engine_report(
+        config(dtype="bfloat16", sglang={"page_size": 64, "log_level_http": "info"}), True
+    )
     text = " ".join(" ".join(lines).split())
     assert "settings as on CUDA" in lines[0] and "ServerArgs: " in lines[1]
     assert "enable_fp32_lm_head true (false)" in text and "*page_size 64 (None)" in text
     assert "equal host, tp_size, ep_size" in text
     assert "as on a CPU" in engine_report(config(), True)[0]
-    assert "refuses" in " ".join(engine_report(config(sglang={"page_sise": 1}), True)), "the problem stands below"
+    assert "refuses" in " ".join(engine_report(config(sglang={"page_sise": 1}), True)), (
+        "the problem stands below"
+    )
 
 
 def test_without_sglang_nothing_is_taken_unchecked(monkeypatch):
@@ -252,29 +317,55 @@ def test_without_sglang_nothing_is_taken_unchecked(monkeypatch):
 def options(command: list[str]) -> dict[str, str | None]:
     """Flag -> its value, None for a switch."""
     pairs = pairwise([*command[3:], "--"])
-    return {word: None if after.startswith("--") else after for word, after in pairs if word.startswith("--")}
+    return {
+        word: None if after.startswith("--") else after
+        for word, after in pairs
+        if word.startswith("--")
+    }
 
 
 def test_cpu_engine():
     found = options(engine_command(config(deterministic=True), place(False)))
-    expected = {"--device": "cpu", "--attention-backend": "torch_native", "--sampling-backend": "pytorch"}
+    expected = {
+        "--device": "cpu",
+        "--attention-backend": "torch_native",
+        "--sampling-backend": "pytorch",
+    }
     expected |= {"--max-total-tokens": "20000", "--dtype": "float32", "--tokenizer-path": "m"}
     expected |= {"--custom-weight-loader": "megagrpo.weights.engines.loader.run"}
-    expected |= dict.fromkeys(("--sleep-on-idle", "--skip-server-warmup", "--enable-deterministic-inference"))
+    expected |= dict.fromkeys(
+        ("--sleep-on-idle", "--skip-server-warmup", "--enable-deterministic-inference")
+    )
     assert expected.items() <= found.items() and "--nnodes" not in found
     environment = engine_environment(config(), place(False))
-    expected = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "PASSIVE", ENGINE: "engine-3"}
-    assert expected.items() <= environment.items() and "SGLANG_CPU_OMP_THREADS_BIND" not in environment
+    expected = {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "OMP_NUM_THREADS": "4",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        ENGINE: "engine-3",
+    }
+    assert (
+        expected.items() <= environment.items() and "SGLANG_CPU_OMP_THREADS_BIND" not in environment
+    )
     # the bits of a deterministic run do not depend on how many engines share the cores
     assert engine_environment(config(deterministic=True), place(False))["OMP_NUM_THREADS"] == "1"
 
 
 def test_gpu_engine_is_plain():
-    command = engine_command(config(tp=8, ep=4, dtype="bfloat16", extra_args=["--x", "y"]), place(True))
+    command = engine_command(
+        config(tp=8, ep=4, dtype="bfloat16", extra_args=["--x", "y"]), place(True)
+    )
     found = options(command)
-    assert (found["--tp-size"], found["--ep-size"], found["--mem-fraction-static"]) == ("8", "4", "0.85")
+    assert (found["--tp-size"], found["--ep-size"], found["--mem-fraction-static"]) == (
+        "8",
+        "4",
+        "0.85",
+    )
     of_cpus = {"--device", "--max-total-tokens", "--attention-backend", "--sleep-on-idle"}
-    assert not {*of_cpus, "--enable-deterministic-inference"} & set(found) and command[-2:] == ["--x", "y"]
+    assert not {*of_cpus, "--enable-deterministic-inference"} & set(found) and command[-2:] == [
+        "--x",
+        "y",
+    ]
     assert engine_python_path(place(True)) == []
     assert "SGLANG_USE_CPU_ENGINE" not in engine_environment(config(), place(True))
 
@@ -282,7 +373,11 @@ def test_gpu_engine_is_plain():
 def test_engine_over_two_nodes():
     two = config(tp=2, nodes_per_engine=2)
     second = options(engine_command(two, place(False, 1)))
-    assert (second["--nnodes"], second["--node-rank"], second["--dist-init-addr"]) == ("2", "1", "10.0.0.1:20002")
+    assert (second["--nnodes"], second["--node-rank"], second["--dist-init-addr"]) == (
+        "2",
+        "1",
+        "10.0.0.1:20002",
+    )
     # a core for every rank of the engine, not only of the node
     assert engine_environment(two, place(False, 1))["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
 
@@ -311,8 +406,12 @@ def in_engine_python(code: str) -> str:
 
 
 def test_shims_are_there_for_the_engine_alone():
-    code = "import sys, sgl_kernel, sitecustomize; print(sgl_kernel.__file__, sitecustomize.__file__)"
-    assert in_engine_python(code) == f"{CPU_SHIMS}/sgl_kernel/__init__.py {CPU_SHIMS}/sitecustomize.py"
+    code = (
+        "import sys, sgl_kernel, sitecustomize; print(sgl_kernel.__file__, sitecustomize.__file__)"
+    )
+    assert (
+        in_engine_python(code) == f"{CPU_SHIMS}/sgl_kernel/__init__.py {CPU_SHIMS}/sitecustomize.py"
+    )
     with pytest.raises(AssertionError, match="ModuleNotFoundError"):
         python("-c", "import sgl_kernel")
 
@@ -334,7 +433,8 @@ except NotImplementedError as exc: print(kernel.__name__, other(), exc, triton.c
 
 
 def murmur3(data: bytes) -> int:
-    """MurmurHash3_x86_32 with seed 0, for whole blocks of four bytes, from the published algorithm, in integers."""
+    """MurmurHash3_x86_32 with seed 0, for whole blocks of four bytes, from the published algorithm,
+    in integers."""
     state = 0
     for i in range(0, len(data), 4):
         k = int.from_bytes(data[i : i + 4], "little") * 0xCC9E2D51 & 0xFFFFFFFF
@@ -352,5 +452,10 @@ def test_seed_hash_is_murmur3():
 
     seeds, positions, columns = [0, 2**62 + 12345, 2**63 - 1], [0, 5, 70_000], [0, 1, 151_000]
     got = murmur_hash32(torch.tensor(seeds), torch.tensor(positions), torch.tensor(columns))
-    pack = lambda s, p, c: s.to_bytes(8, "little") + p.to_bytes(4, "little") + c.to_bytes(4, "little")  # noqa: E731
-    assert got.tolist() == [[murmur3(pack(s, p, c)) for c in columns] for s, p in zip(seeds, positions, strict=True)]
+
+    def pack(s, p, c):
+        return s.to_bytes(8, "little") + p.to_bytes(4, "little") + c.to_bytes(4, "little")
+
+    assert got.tolist() == [
+        [murmur3(pack(s, p, c)) for c in columns] for s, p in zip(seeds, positions, strict=True)
+    ]

@@ -1,4 +1,5 @@
-"""What every process of a run is given beside the user's own environment, against the table in docs/evidence/gpu.md."""
+"""What every process of a run is given beside the user's own environment, against the table in
+docs/evidence/gpu.md."""
 
 import asyncio
 import os
@@ -24,10 +25,16 @@ HEADING = "## Environment of every process"
 KINDS = {
     "CPU": {"rollout": {}},
     "one machine": {"rollout": {"dtype": "bfloat16"}},
-    "several machines": {"rollout": {"dtype": "bfloat16", "tp": 2, "nodes_per_engine": 2, "host": "0.0.0.0"}},
-    "colocated": {"rollout": {"dtype": "bfloat16", "colocate": True}, "weights": {"transport": "ipc"}},
+    "several machines": {
+        "rollout": {"dtype": "bfloat16", "tp": 2, "nodes_per_engine": 2, "host": "0.0.0.0"}
+    },
+    "colocated": {
+        "rollout": {"dtype": "bfloat16", "colocate": True},
+        "weights": {"transport": "ipc"},
+    },
 }
-# Of the process that starts the others, and so of all; what is not named in the table is not touched.
+# Of the process that starts the others, and so of all; what is not named in the table is not
+# touched.
 USERS = ("PATH",)
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 VARYING = {
@@ -55,9 +62,16 @@ class Recorder:
 
     def spawn(self, words, env, *_, **__):
         text = " ".join(words)
-        names = {" serve ": "service", " train ": "trainer ranks", "ray start": "Ray", "sglang_router": "router"}
+        names = {
+            " serve ": "service",
+            " train ": "trainer ranks",
+            "ray start": "Ray",
+            "sglang_router": "router",
+        }
         self.note(next((name for part, name in names.items() if part in text), "engine"), env)
-        return subprocess.Popen(["sleep", "60"] if " serve " in text else ["true"])  # the launcher ends it
+        return subprocess.Popen(
+            ["sleep", "60"] if " serve " in text else ["true"]
+        )  # the launcher ends it
 
 
 def experiment(kind: str, folder: Path) -> ExperimentConfig:
@@ -65,7 +79,9 @@ def experiment(kind: str, folder: Path) -> ExperimentConfig:
     return experiments.experiment(output_dir=str(folder), actor=actor, **KINDS[kind])
 
 
-def environments(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
+def environments(
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, dict[str, str]]:
     """Process -> the variables that this program sets for it."""
     for name in os.environ.keys() - {*USERS}:
         monkeypatch.delenv(name)
@@ -90,7 +106,9 @@ def environments(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> di
     else:
         machine.run(config)
     with monkeypatch.context() as inside:
-        for name, value in recorder.found["service"].items():  # what the service starts has its environment
+        for name, value in recorder.found[
+            "service"
+        ].items():  # what the service starts has its environment
             inside.setenv(name, value)
         router = router_module.Router(
             bind_host="127.0.0.1", url="http://127.0.0.1:1", metrics_port=2, request_timeout_s=1, api_key="key",
@@ -101,8 +119,11 @@ def environments(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> di
     with monkeypatch.context() as inside:
         for name, value in recorder.found["Ray" if "Ray" in recorder.found else "service"].items():
             inside.setenv(name, value)
-        # The machine of an engine knows a loopback alone here: the interface's name stands for another one.
-        server = EngineNode(config, engine="engine-0", node_rank=0, cuda=cuda, cores_share=1, api_key="key")
+        # The machine of an engine knows a loopback alone here: the interface's name stands for
+        # another one.
+        server = EngineNode(
+            config, engine="engine-0", node_rank=0, cuda=cuda, cores_share=1, api_key="key"
+        )
         server.bind_address, server.num_cores = "127.0.0.1", 2
         server.start(20001, "127.0.0.1:20002", str(folder / "log"))
 
@@ -132,7 +153,12 @@ async def _start(router: router_module.Router) -> None:
 def told(found: dict[str, str]) -> str:
     """Returns a cell of the table."""
     return (
-        " ".join(sorted(f"`{name}={VARYING.get(name, value) if value else ''}`" for name, value in found.items()))
+        " ".join(
+            sorted(
+                f"`{name}={VARYING.get(name, value) if value else ''}`"
+                for name, value in found.items()
+            )
+        )
         or "nothing"
     )
 
@@ -140,13 +166,24 @@ def told(found: dict[str, str]) -> str:
 def table() -> dict[tuple[str, str], str]:
     """(process, kind) -> the cell of the table in docs/evidence/gpu.md, its variables in order."""
     text = DOCS.read_text().split(HEADING)[1].split("\n## ")[0]
-    rows = [re.split(r"\s*\|\s*", line.strip("| \n")) for line in text.splitlines() if line.startswith("|")]
-    return {(row[0], kind): " ".join(sorted(row[2].split())) for row in rows[2:] for kind in row[1].split(", ")}
+    rows = [
+        re.split(r"\s*\|\s*", line.strip("| \n"))
+        for line in text.splitlines()
+        if line.startswith("|")
+    ]
+    return {
+        (row[0], kind): " ".join(sorted(row[2].split()))
+        for row in rows[2:]
+        for kind in row[1].split(", ")
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_table_says_what_every_process_is_given(kind, tmp_path, monkeypatch):
-    found = {name: told(variables) for name, variables in environments(kind, tmp_path, monkeypatch).items()}
+    found = {
+        name: told(variables)
+        for name, variables in environments(kind, tmp_path, monkeypatch).items()
+    }
     said = {name: cell for (name, of_kind), cell in table().items() if of_kind == kind}
     print(*(f"| {name} | {kind} | {cell} |" for name, cell in found.items()), sep="\n")
     assert found == said
@@ -156,12 +193,21 @@ def test_both_sides_of_a_communicator_agree(tmp_path, monkeypatch):
     for kind in KINDS:
         found = environments(kind, tmp_path, monkeypatch)
         ours, theirs = found["trainer ranks"], found["service"] | found["engine"]
-        for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "TORCH_NCCL_NONBLOCKING_TIMEOUT", "NCCL_SOCKET_IFNAME"):
+        for name in (
+            "NCCL_CUMEM_ENABLE",
+            "NCCL_NVLS_ENABLE",
+            "TORCH_NCCL_NONBLOCKING_TIMEOUT",
+            "NCCL_SOCKET_IFNAME",
+        ):
             assert ours[name] == theirs[name], (kind, name)
 
 
 def test_what_the_user_sets_stays(monkeypatch):
-    given = {"NCCL_NVLS_ENABLE": "1", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    given = {
+        "NCCL_NVLS_ENABLE": "1",
+        "PYTORCH_ALLOC_CONF": "max_split_size_mb:64",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    }
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)

@@ -1,4 +1,5 @@
-"""Every file in configs/ fits its model; docs/examples.md quotes of the published ones what their files say."""
+"""Every file in configs/ fits its model; docs/examples.md quotes of the published ones what their
+files say."""
 
 import json
 import re
@@ -70,7 +71,9 @@ def test_every_experiment_fits_its_model_and_is_explained(path):
         assert (architecture_of(hf).num_experts > 0) == (config.actor.routing_replay == "rollout")
         assert check_against_model(config, hf) == [] and config.algorithm.advice == []
         assert "a trainer rank holds about" in text and "a save for" in text
-        unreplayed = config.model_copy(update={"actor": config.actor.model_copy(update={"routing_replay": None})})
+        unreplayed = config.model_copy(
+            update={"actor": config.actor.model_copy(update={"routing_replay": None})}
+        )
         warned = "ADVICE   set actor.routing_replay: rollout" in explain(unreplayed)
         assert warned == (config.actor.routing_replay == "rollout")
     one_screen = explain(config, everything=False)
@@ -79,11 +82,16 @@ def test_every_experiment_fits_its_model_and_is_explained(path):
 
 @cache
 def rows(columns: int) -> dict[str, list[str]]:
-    """The rows of docs/examples.md's table of so many columns: name of the experiment -> the cells that quote it."""
+    """The rows of docs/examples.md's table of so many columns: name of the experiment -> the cells
+    that quote it."""
     page = (ROOT / "docs" / "examples.md").read_text()
     lines = re.findall(r"^\|.*\|$", page, re.MULTILINE)
     found = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    named = [(row, re.fullmatch(r"`configs/(\w+)\.yaml`", row[1])) for row in found if len(row) == columns]
+    named = [
+        (row, re.fullmatch(r"`configs/(\w+)\.yaml`", row[1]))
+        for row in found
+        if len(row) == columns
+    ]
     return {name[1]: row[2:] for row, name in named if name}
 
 
@@ -95,7 +103,10 @@ def submitted(name: str) -> tuple[ExperimentConfig, Request]:
     path = ROOT / "configs" / f"{name}.yaml"
     (line,) = re.findall(r"^# (megagrpo submit .*)$", path.read_text(), re.MULTILINE)
     *_, file, _, trainers, _, samplers, _, gpus, _, time = line.split()
-    config, request = load_config(path), Request("one-job", int(trainers), int(samplers), int(gpus), time)
+    config, request = (
+        load_config(path),
+        Request("one-job", int(trainers), int(samplers), int(gpus), time),
+    )
     assert file == f"configs/{name}.yaml" and misfits(config, request) == []
     return config, request
 
@@ -104,7 +115,9 @@ def submitted(name: str) -> tuple[ExperimentConfig, Request]:
 def test_a_large_experiment_stays_inside_nodes_and_is_submitted_as_its_head_says(name):
     config, request = submitted(name)
     parallel = config.actor.parallel
-    assert GPUS % parallel.tp == 0 and GPUS % (parallel.ep * parallel.etp) == 0, "no all-to-all between nodes"
+    assert GPUS % parallel.tp == 0 and GPUS % (parallel.ep * parallel.etp) == 0, (
+        "no all-to-all between nodes"
+    )
     assert config.rollout.tp // config.rollout.nodes_per_engine <= GPUS == request.gpus_per_node
     assert config.actor.micro_batch_tokens >= longest_samples(config)["data"]
     shorter = name.endswith("_8k") or "_vl_" in name
@@ -146,7 +159,9 @@ def test_a_mixture_of_experts_fits_one_node(name):
 
 def clashes(config: ExperimentConfig) -> list[str]:
     """What `check` prints of ranks without a place and of memory."""
-    return without_files(re.findall(r"^  (.*)$", explain(config).partition("PROBLEMS")[2], re.MULTILINE))
+    return without_files(
+        re.findall(r"^  (.*)$", explain(config).partition("PROBLEMS")[2], re.MULTILINE)
+    )
 
 
 def without_files(problems: list[str]) -> list[str]:
@@ -156,7 +171,9 @@ def without_files(problems: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-@pytest.mark.parametrize("change", [[], ["rollout.host=lo"], ["cluster.gpus_per_node=3"], ["actor.recompute=none"]])
+@pytest.mark.parametrize(
+    "change", [[], ["rollout.host=lo"], ["cluster.gpus_per_node=3"], ["actor.recompute=none"]]
+)
 def test_check_plan_and_submit_say_the_same(path, change):
     """As it is, and in forms that have no place on the nodes or no room in their memory."""
     config = load_config(path, change)
@@ -171,7 +188,9 @@ def test_check_plan_and_submit_say_the_same(path, change):
     if model_description(with_model(config)) is not None:
         text, fits = plan_command(config, Options(), Progress("", stream=StringIO()))
         of_plan = [line.strip() for line in text.partition("DOES NOT FIT\n")[2].splitlines()]
-        assert [line for line in of_plan if not line.startswith("--search")] == of_check and fits == (not of_check)
+        assert [
+            line for line in of_plan if not line.startswith("--search")
+        ] == of_check and fits == (not of_check)
 
 
 def quoted(config: ExperimentConfig) -> list[str]:
@@ -186,7 +205,8 @@ def quoted(config: ExperimentConfig) -> list[str]:
         f"{charged}, {kl.estimator}" if kl.coef else "none",
         f"{config.data.max_prompt_tokens} + {config.sampling.max_response_tokens}",
         f"{loss.clip_ratio_low:g}, {loss.clip_ratio_high:g}",
-        f"{config.actor.world_size} {'shared' if rollout.colocate else f'+ {rollout.num_engines * rollout.tp}'}",
+        f"{config.actor.world_size} "
+        f"{'shared' if rollout.colocate else f'+ {rollout.num_engines * rollout.tp}'}",
     ]
 
 
@@ -199,9 +219,13 @@ def test_the_page_quotes_what_the_file_says(name):
 def test_the_last_rank_of_every_example_is_built():
     """Megatron's own modules without memory, in a pretended world: one of each model and layout."""
     distinct = {}
-    for path in (ROOT / "configs" / f"{name}.yaml" for name in [*PUBLISHED, *sorted(LARGE - set(PUBLISHED))]):
+    for path in (
+        ROOT / "configs" / f"{name}.yaml" for name in [*PUBLISHED, *sorted(LARGE - set(PUBLISHED))]
+    ):
         config = described(path)
-        layout = json.dumps([config.actor.layout, config.actor.recompute, Path(config.model.path).name])
+        layout = json.dumps(
+            [config.actor.layout, config.actor.recompute, Path(config.model.path).name]
+        )
         distinct[layout] = (str(path), config.model.path)
     printed = python("-c", BUILD, *(word for pair in distinct.values() for word in pair))
     built = [line.split() for line in printed.splitlines()]
@@ -217,10 +241,21 @@ def test_the_last_rank_of_every_example_is_built():
 def test_the_memory_by_model_size_is_what_check_says():
     """Rows of docs/choosing.md: experiment, overrides, a trainer's GB and an engine's."""
     page = (ROOT / "docs" / "choosing.md").read_text()
-    rows = re.findall(r"^\|[^|]*\| `(configs/\w+\.yaml)`([^|]*)\|[^|]*\| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    rows = re.findall(
+        r"^\|[^|]*\| `(configs/\w+\.yaml)`([^|]*)\|[^|]*\| ([\d.]+) \| ([\d.]+) \|$",
+        page,
+        re.MULTILINE,
+    )
     assert len(rows) >= 10
     for name, others, trainer, engine in rows:
         folder = MODELS / Path(load_config(ROOT / name).model.path).name
-        text = explain(load_config(ROOT / name, [f"model.path={folder}", *re.findall(r"`([\w.]+=\w+)`", others)]))
-        said = re.search(r"at most  ([\d.]+) GB on a GPU(?s:.*) rank holds about ([\d.]+) GB of weights, before", text)
+        text = explain(
+            load_config(
+                ROOT / name, [f"model.path={folder}", *re.findall(r"`([\w.]+=\w+)`", others)]
+            )
+        )
+        said = re.search(
+            r"at most  ([\d.]+) GB on a GPU(?s:.*) rank holds about ([\d.]+) GB of weights, before",
+            text,
+        )
         assert said and said.groups() == (trainer, engine), (name, said and said.groups())

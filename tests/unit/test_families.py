@@ -1,4 +1,5 @@
-"""The families: random tensors stay as they are, refusals go by name, one file and one row make a new family."""
+"""The families: random tensors stay as they are, refusals go by name, one file and one row make a
+new family."""
 
 import hashlib
 import json
@@ -119,7 +120,9 @@ def test_what_would_be_silently_wrong_is_refused_by_name(family, tmp_path):
         problems = model_problems(hf | {key: value})
         assert len(problems) == 1 and key.replace("rope_scaling", "rope scaling") in problems[0]
     assert len(model_problems(hf | wrong)) == len(wrong)
-    assert bool(model_problems(hf | {"attention_bias": True})) == (family not in ("qwen2", "glm4_moe", "qwen2_5_vl"))
+    assert bool(model_problems(hf | {"attention_bias": True})) == (
+        family not in ("qwen2", "glm4_moe", "qwen2_5_vl")
+    )
     assert bool(model_problems(hf | {"partial_rotary_factor": 0.25})) == (family != "glm4_moe")
     assert bool(model_problems(hf | {"rope_scaling": LLAMA3})) == (family in UNSCALED)
     del hf["rms_norm_eps"]
@@ -142,7 +145,9 @@ def test_division_by_the_chosen_experts_is_never_guessed():
     hf = hf_config(TinyModelConfig(path="x", family="qwen3_moe"))
     del hf["norm_topk_prob"]
     [problem] = model_problems(hf)
-    assert problem.startswith("config.json lacks norm_topk_prob, which transformers reads as false and SGLang as true")
+    assert problem.startswith(
+        "config.json lacks norm_topk_prob, which transformers reads as false and SGLang as true"
+    )
     assert not architecture_of(hf | {"norm_topk_prob": False}).norm_topk_prob
     seeing = hf_config(TinyModelConfig(path="x", family="qwen3_vl_moe"))
     assert not architecture_of(seeing | {"norm_topk_prob": False}).norm_topk_prob
@@ -151,7 +156,8 @@ def test_division_by_the_chosen_experts_is_never_guessed():
 
 
 def test_a_new_family_is_one_file_and_one_row(tmp_path):
-    """In a copy of the package: `check`, the tiny model, the certificate's models, and the actor know it at once."""
+    """In a copy of the package: `check`, the tiny model, the certificate's models, and the actor
+    know it at once."""
     package = tmp_path / "megagrpo"
     shutil.copytree(ROOT / "megagrpo", package, ignore=shutil.ignore_patterns("__pycache__"))
     (package / "families" / "models" / "toy.py").write_text(TOY)
@@ -160,16 +166,24 @@ def test_a_new_family_is_one_file_and_one_row(tmp_path):
     rows = "FAMILIES: dict[str, Family] = {\n"
     assert text.count(rows) == 1
     imported = "from megagrpo.families.models.toy import Toy\n"
-    text = text.replace(rows, f'{rows}    "toy": Toy(),\n').replace("import json\n", f"import json\n\n{imported}")
+    text = text.replace(rows, f'{rows}    "toy": Toy(),\n').replace(
+        "import json\n", f"import json\n\n{imported}"
+    )
     table.write_text(text)
-    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__")
+    )
     dense = hf_config(TinyModelConfig(family="qwen3"))
     (tmp_path / "data.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
     env = child_environment({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}, [str(tmp_path)])
-    printed = python("-c", TRIES_THE_TOY, QUICKSTART, tmp_path, json.dumps(dense), cwd=tmp_path, env=env)
+    printed = python(
+        "-c", TRIES_THE_TOY, QUICKSTART, tmp_path, json.dumps(dense), cwd=tmp_path, env=env
+    )
     found = json.loads(printed.splitlines()[-1])
     assert ": toy, " in found["said"] and not found["torch_for_check"], found["said"]
-    assert found["finite"] and found["spread"] > 0.1 and found["same"] and found["certified"] == "toy"
+    assert (
+        found["finite"] and found["spread"] > 0.1 and found["same"] and found["certified"] == "toy"
+    )
     assert "model.layers.0.mlp.w2.weight" in found["names"] and found["size"] > 0
 
 
@@ -192,15 +206,22 @@ def test_check_and_the_actor_say_the_same_of_a_layout():
     assert all(text in str(refused.value) for text in problems)
 
 
-@pytest.mark.parametrize("heads, kv_heads, ranks", [(4, 1, 2), (4, 1, 4), (4, 2, 4), (8, 2, 8), (6, 3, 6), (8, 4, 4)])
+@pytest.mark.parametrize(
+    "heads, kv_heads, ranks", [(4, 1, 2), (4, 1, 4), (4, 2, 4), (8, 2, 8), (6, 3, 6), (8, 4, 4)]
+)
 @pytest.mark.parametrize("kind, hidden", [("weight", (5,)), ("bias", ())])
-def test_ranks_that_share_a_head_hold_even_parts_of_megatrons_matrix(heads, kv_heads, ranks, kind, hidden):
-    """Megatron cuts [q of its queries, k, v] of all groups into rows of equal number, inside heads too."""
+def test_ranks_that_share_a_head_hold_even_parts_of_megatrons_matrix(
+    heads, kv_heads, ranks, kind, hidden
+):
+    """Megatron cuts [q of its queries, k, v] of all groups into rows of equal number, inside heads
+    too."""
     dim = 4
     arch = architecture_of(hf_config(TinyModelConfig(path="x")))
     arch = replace(arch, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim)
     sizes = {"q": heads, "k": kv_heads, "v": kv_heads}
-    hf = {f"{name}_proj.{kind}": torch.randn(number * dim, *hidden) for name, number in sizes.items()}
+    hf = {
+        f"{name}_proj.{kind}": torch.randn(number * dim, *hidden) for name, number in sizes.items()
+    }
     whole = torch.empty((heads + 2 * kv_heads) * dim, *hidden)
     _load_qkv(whole, arch, hf, "", kind, Shard(0, 1))
     parts = [torch.full_like(part, torch.nan) for part in whole.chunk(ranks)]

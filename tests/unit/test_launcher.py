@@ -1,4 +1,5 @@
-"""One machine's launcher: GPUs of trainers and engines, one run a folder, signals; children end with their parent."""
+"""One machine's launcher: GPUs of trainers and engines, one run a folder, signals; children end
+with their parent."""
 
 import resource
 import signal
@@ -24,22 +25,33 @@ from tests.experiments import until
 
 
 def experiment(transport: str) -> ExperimentConfig:
-    sections = {"actor": {"world_size": 2}, "rollout": {"num_engines": 2, "tp": 2}, "weights": {"transport": transport}}
+    sections = {
+        "actor": {"world_size": 2},
+        "rollout": {"num_engines": 2, "tp": 2},
+        "weights": {"transport": transport},
+    }
     return experiments.experiment(**sections)
 
 
 def test_trainers_and_engines_have_gpus_of_their_own_or_too_few_are_refused():
     trainers, engines = _devices(experiment("broadcast"), ["7", "6", "5", "4", "3", "2"])
-    assert trainers == {"CUDA_VISIBLE_DEVICES": "7,6"} and engines == {"CUDA_VISIBLE_DEVICES": "5,4,3,2"}
+    assert trainers == {"CUDA_VISIBLE_DEVICES": "7,6"} and engines == {
+        "CUDA_VISIBLE_DEVICES": "5,4,3,2"
+    }
     assert _devices(experiment("broadcast"), []) == ({}, {}), "a machine without GPUs"
-    with pytest.raises(ValueError, match=r"2 trainer ranks .* and 4 engine ranks .* need 6 GPUs, and the node has 5"):
+    with pytest.raises(
+        ValueError,
+        match=r"2 trainer ranks .* and 4 engine ranks .* need 6 GPUs, and the node has 5",
+    ):
         _devices(experiment("broadcast"), list("01234"))
     assert _devices(experiment("disk"), list("01234")) == ({}, {}), "shared"
 
 
 def test_only_one_run_trains_into_a_folder(tmp_path):
     folder = RunFolder(tmp_path / "run")
-    refused = pytest.raises(ValueError, match="output_dir .*run: another run trains into this folder")
+    refused = pytest.raises(
+        ValueError, match="output_dir .*run: another run trains into this folder"
+    )
     with alone_in(folder), alone_in(RunFolder(tmp_path / "other")), refused, alone_in(folder):
         pass
     with alone_in(folder):
@@ -65,12 +77,17 @@ def test_a_requeued_job_waits_for_the_lock_of_a_node_that_died(tmp_path, monkeyp
 def test_a_command_may_have_as_many_files_open_as_the_machine_allows():
     code = (
         "import resource, sys\nfrom megagrpo.cli import main\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, "
+        "resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
         "main(['view', 'none'])\nprint(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=child_environment())
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=child_environment()
+    )
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    assert int(done.stdout.split()[-1]) == (65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)), done
+    assert int(done.stdout.split()[-1]) == (
+        65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
+    ), done
 
 
 def test_a_node_waits_until_the_name_of_the_first_one_is_known(monkeypatch):
@@ -103,7 +120,9 @@ def test_a_signal_in_a_clean_up_does_not_cut_it_short(tmp_path):
         launch.end = interrupted
     assert all(child.process.poll() is not None for child in children)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL, "ignored meanwhile, though not handled"
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL, (
+        "ignored meanwhile, though not handled"
+    )
 
 
 def test_an_export_is_not_taken_for_the_run_beside_it(tmp_path, capsys):
@@ -118,7 +137,9 @@ def test_an_export_is_not_taken_for_the_run_beside_it(tmp_path, capsys):
             assert launch.watch(Child(failed.process, failed.log, reports)) == 1
             assert f"{reports}-1 ended with status 1\n{said}\n" in capsys.readouterr().err
         quiet = launch.spawn(["sleep", "1"], folder.log("trainer-1"), {})
-        assert launch.watch(Child(quiet.process, quiet.log, "trainer")) == 0, "the export's report ends no trainer"
+        assert launch.watch(Child(quiet.process, quiet.log, "trainer")) == 0, (
+            "the export's report ends no trainer"
+        )
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -147,14 +168,18 @@ def test_a_stop_request_lets_ranks_finish_and_a_second_term_ends(tmp_path, capsy
     assert launch.status == 143
 
 
-def test_unheard_signals_still_reach_the_children_and_a_failure_leaves_none_and_no_temporary_folder(tmp_path):
+def test_unheard_signals_still_reach_the_children_and_a_failure_leaves_none_and_no_temporary_folder(
+    tmp_path,
+):
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     launch = Launch(RunFolder(tmp_path), "serve", end=(), unheard=(signal.SIGTERM,))
     launch.remove_at_end(scratch)
     with pytest.raises(ValueError, match="no Ray"), launch:
         signal.raise_signal(signal.SIGTERM)
-        child, other = (launch.spawn(["sleep", "60"], tmp_path / name, {}) for name in ("child", "other"))
+        child, other = (
+            launch.spawn(["sleep", "60"], tmp_path / name, {}) for name in ("child", "other")
+        )
         time.sleep(0.3)
         child.process.terminate()
         assert child.process.wait(5) == -signal.SIGTERM
@@ -187,7 +212,8 @@ _POLITE = "import time; print('up', flush=True); time.sleep(600)"
 
 
 @pytest.mark.parametrize(
-    ("code", "number", "grace_s", "by"), [(_STUBBORN, 3, 0.3, signal.SIGKILL), (_POLITE, 1, 30, signal.SIGTERM)]
+    ("code", "number", "grace_s", "by"),
+    [(_STUBBORN, 3, 0.3, signal.SIGKILL), (_POLITE, 1, 30, signal.SIGTERM)],
 )
 def test_a_whole_tree_ends_and_the_polite_at_once(tmp_path, code, number, grace_s, by):
     process, tree = start(code, tmp_path / "deep" / "log")

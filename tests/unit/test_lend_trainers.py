@@ -1,4 +1,5 @@
-"""rollout.lend_trainers without SGLang: what is refused, where engines run, who sleeps, when trainers lend."""
+"""rollout.lend_trainers without SGLang: what is refused, where engines run, who sleeps, when
+trainers lend."""
 
 import asyncio
 import json
@@ -24,18 +25,34 @@ from tests.experiments import QUICKSTART
 
 LENT = ["weights.transport=reshard", "rollout.lend_trainers=1"]
 # two nodes of four trainers, an engine of four ranks on each and one on a node of its own
-CLUSTER = ["actor.world_size=8", "actor.parallel={tp: 1, pp: 1, ep: 1}", "actor.device=cuda", "rollout.tp=4"]
-CLUSTER += ["weights.transport=reshard", "rollout.lend_trainers=2", "rollout.host=eth0", "cluster.gpus_per_node=4"]
+CLUSTER = [
+    "actor.world_size=8",
+    "actor.parallel={tp: 1, pp: 1, ep: 1}",
+    "actor.device=cuda",
+    "rollout.tp=4",
+]
+CLUSTER += [
+    "weights.transport=reshard",
+    "rollout.lend_trainers=2",
+    "rollout.host=eth0",
+    "cluster.gpus_per_node=4",
+]
 
 
 def test_lent_engines_are_those_after_the_others():
     config = load_config(QUICKSTART, [*LENT, "rollout.num_engines=2", "rollout.lend_trainers=3"])
     beside = config.rollout.is_beside_trainers
-    assert [beside(f"engine-{n}") for n in range(6)] == [False, False, True, True, True, False], "5 was added later"
-    config = load_config(QUICKSTART, [*LENT, "rollout.mem_fraction=0.8", "rollout.lent_mem_fraction=0.3"])
+    assert [beside(f"engine-{n}") for n in range(6)] == [False, False, True, True, True, False], (
+        "5 was added later"
+    )
+    config = load_config(
+        QUICKSTART, [*LENT, "rollout.mem_fraction=0.8", "rollout.lent_mem_fraction=0.3"]
+    )
 
     def words(engine: str) -> list[str]:
-        return engine_command(config, ServerPlace(0, "127.0.0.1", 1, "", cuda=True, num_cores=1, engine=engine))
+        return engine_command(
+            config, ServerPlace(0, "127.0.0.1", 1, "", cuda=True, num_cores=1, engine=engine)
+        )
 
     for engine, fraction, saver in (("engine-0", "0.8", False), ("engine-1", "0.3", True)):
         command = words(engine)
@@ -59,7 +76,11 @@ def test_lent_engines_are_on_the_trainers_nodes_and_others_on_their_own():
     ("more", "wanted", "named"),
     [
         (["rollout.lend_trainers=3"], Nodes(4), "12 engine ranks .* lower rollout.lend_trainers"),
-        (["rollout.lend_trainers=1", "actor.world_size=4"], Nodes(12, 1, 0), "need nodes of their own"),
+        (
+            ["rollout.lend_trainers=1", "actor.world_size=4"],
+            Nodes(12, 1, 0),
+            "need nodes of their own",
+        ),
         (["rollout.tp=8", "rollout.lend_trainers=1"], Nodes(4), "raise rollout.nodes_per_engine"),
     ],
 )
@@ -73,7 +94,9 @@ def test_ray_knows_which_nodes_have_trainers(monkeypatch, tmp_path):
     monkeypatch.setattr(nodes, "visible_gpus", lambda: ["0", "1", "2", "3"])
     kinds = []
     for rank in range(3):
-        words = nodes._ray_command(config, nodes.Node(rank, 3, "10.0.0.9", "10.0.0.1", 30000), tmp_path)
+        words = nodes._ray_command(
+            config, nodes.Node(rank, 3, "10.0.0.9", "10.0.0.1", 30000), tmp_path
+        )
         kinds += json.loads(words[words.index("--resources") + 1])
     assert kinds == ["beside_trainers", "beside_trainers", "apart_from_trainers"]
 
@@ -82,7 +105,12 @@ def test_engines_that_sleep_are_not_brought_up_to_date():
     def info(number: int, state: str, version: int | None) -> EngineInfo:
         return EngineInfo(f"engine-{number}", "", state, version, 1, 0, 1, "")
 
-    found = [info(0, "ready", 3), info(1, "asleep", None), info(2, "stale", None), info(3, "ready", 2)]
+    found = [
+        info(0, "ready", 3),
+        info(1, "asleep", None),
+        info(2, "stale", None),
+        info(3, "ready", 2),
+    ]
     refresh = EngineRefresh.__new__(EngineRefresh)
     assert refresh.due(found, 3) and refresh._due == ["engine-2", "engine-3"]
     assert not refresh.due(found[:2], 3)
@@ -101,7 +129,10 @@ def test_the_next_request_is_known_until_it_leaves():
                 await end.wait()
 
         ends = [asyncio.Event() for _ in range(3)]
-        tasks = [asyncio.create_task(request((0.0, float(n)), end)) for n, end in zip((0, 2, 1), ends, strict=True)]
+        tasks = [
+            asyncio.create_task(request((0.0, float(n)), end))
+            for n, end in zip((0, 2, 1), ends, strict=True)
+        ]
         for end in (ends[0], ends[2], ends[1]):
             await asyncio.sleep(0.01)
             seen.append(turnstile.next_order)
@@ -116,7 +147,10 @@ def test_the_next_request_is_known_until_it_leaves():
 def test_check_says_what_is_on_a_lent_gpu(tmp_path: Path):
     make_tiny_model(TinyModelConfig(path=str(tmp_path / "model"), family="qwen3_moe"), seed=0)
     text = explain(load_config(QUICKSTART, [*LENT, f"model.path={tmp_path / 'model'}"]))
-    assert "lent       1 more on the trainers' GPUs" in text and "for trainers, shared by engines" in text
+    assert (
+        "lent       1 more on the trainers' GPUs" in text
+        and "for trainers, shared by engines" in text
+    )
     lines = {line.split()[0]: line for line in text.partition("  colocated")[2].splitlines()[1:5]}
     assert {phase for phase, line in lines.items() if "engine's cache" in line} == {"rollout"}
     assert {phase for phase, line in lines.items() if "optimiser" not in line} == {"rollout"}

@@ -1,4 +1,5 @@
-"""Adapters without Megatron: what a configuration may say, what they weigh, and whose weights a checkpoint is for."""
+"""Adapters without Megatron: what a configuration may say, what they weigh, and whose weights a
+checkpoint is for."""
 
 from pathlib import Path
 
@@ -16,7 +17,10 @@ from megagrpo.planning.explain import explain
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
 from tests.experiments import QUICKSTART
 
-DENSE, MOE = (architecture_of(hf_config(TinyModelConfig(path="x", family=family))) for family in ("qwen3", "qwen3_moe"))
+DENSE, MOE = (
+    architecture_of(hf_config(TinyModelConfig(path="x", family=family)))
+    for family in ("qwen3", "qwen3_moe")
+)
 TARGETS = ("q_proj", "down_proj")
 
 
@@ -27,11 +31,15 @@ def test_experts_cut_more_finely_than_the_rest_are_refused():
 
     assert problems(["q_proj"]) == []
     [problem] = problems(["up_proj"])
-    assert "actor.lora has targets in experts" in problem and "divides tp = 1; 2 does not" in problem
+    assert (
+        "actor.lora has targets in experts" in problem and "divides tp = 1; 2 does not" in problem
+    )
 
 
 def test_adapters_have_peft_names_and_shapes():
-    tensors = {spec.name: spec.shape for spec in adapter_tensors(model_tensors(MOE), TARGETS, rank=4)}
+    tensors = {
+        spec.name: spec.shape for spec in adapter_tensors(model_tensors(MOE), TARGETS, rank=4)
+    }
     assert len(tensors) == 2 * MOE.num_layers * (1 + MOE.num_experts)
     hidden, heads = MOE.hidden_size, MOE.num_heads * MOE.head_dim
     assert tensors["model.layers.0.self_attn.q_proj.lora_A.weight"] == (4, hidden)
@@ -47,7 +55,9 @@ def test_check_says_what_is_saved_and_a_checkpoint_holds_adapters_alone(prepared
     assert "the reference is the model without adapters, no copy" in text
     assert "rank 4, alpha 32, q_proj" in text and "instead of" in text
     arch = architecture_of(hf_config(TinyModelConfig()))
-    trained = sum(spec.size for spec in adapter_tensors(model_tensors(arch), config.actor.lora.targets, 4))
+    trained = sum(
+        spec.size for spec in adapter_tensors(model_tensors(arch), config.actor.lora.targets, 4)
+    )
     assert checkpoint_cost(arch, config.actor, 2).file_bytes == trained * 16
     assert "lora" not in explain(load_config(QUICKSTART, []))
 

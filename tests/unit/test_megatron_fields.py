@@ -1,4 +1,5 @@
-"""Settings for libraries, checked against their sources, and what Megatron's configuration classes are given."""
+"""Settings for libraries, checked against their sources, and what Megatron's configuration classes
+are given."""
 
 import dataclasses
 import json
@@ -75,7 +76,12 @@ STAGES = {"parallel": {"pp": 2}}
         (DENSE, ENGINE, {}, {*OF_ENGINE, "apply_rope_fusion"}),
         (EXPERTS, ENGINE, {}, {*OF_ENGINE, *OF_EXPERTS, "apply_rope_fusion"}),
         (LATENT, ENGINE, {}, OF_ENGINE | OF_EXPERTS),
-        (DENSE, ENGINE, {"parallel": {"pp": 2, "vpp": 2}}, {*OF_ENGINE, "apply_rope_fusion", "overlap_p2p_comm"}),
+        (
+            DENSE,
+            ENGINE,
+            {"parallel": {"pp": 2, "vpp": 2}},
+            {*OF_ENGINE, "apply_rope_fusion", "overlap_p2p_comm"},
+        ),
         (DENSE, CUDA, {"lora": {"rank": 4}}, BIAS),  # adapters get no fused gradients
     ],
 )
@@ -96,7 +102,9 @@ def test_no_output_is_freed_while_it_is_sent(given, on):
     layout = actor(parallel={"pp": 4, "vpp": 2}, megatron=given)
     fields = transformer_fields(DENSE, layout, ENGINE)
     assert given.items() <= fields.items(), "the user's settings win"
-    assert [name for name in ("overlap_p2p_comm", "deallocate_pipeline_outputs") if fields.get(name)] == on
+    assert [
+        name for name in ("overlap_p2p_comm", "deallocate_pipeline_outputs") if fields.get(name)
+    ] == on
 
 
 @pytest.mark.parametrize(
@@ -116,8 +124,12 @@ def test_no_output_is_freed_while_it_is_sent(given, on):
 )
 def test_communication_overlaps_on_cuda(options, kernels, overlaps):
     fields = ddp_fields(actor(**options), kernels)
-    assert [name for name in ("overlap_grad_reduce", "overlap_param_gather") if fields.get(name)] == overlaps
-    assert optimizer_fields(actor(**options), kernels)["overlap_param_gather"] == ("overlap_param_gather" in overlaps)
+    assert [
+        name for name in ("overlap_grad_reduce", "overlap_param_gather") if fields.get(name)
+    ] == overlaps
+    assert optimizer_fields(actor(**options), kernels)["overlap_param_gather"] == (
+        "overlap_param_gather" in overlaps
+    )
     assert bool(fields.get("align_param_gather")) == ("vpp" in options.get("parallel", {}))
 
 
@@ -161,7 +173,8 @@ def test_bytes_of_a_trained_element(dtype, settings, gradient, state, host):
 
 
 def test_every_shipped_experiment_builds_megatrons_objects(prepared):
-    """As on CUDA, with the functions that Transformer Engine's stand-in has; Megatron's own checks run and are named.
+    """As on CUDA, with the functions that Transformer Engine's stand-in has; Megatron's own checks
+    run and are named.
 
     Of the laptop's experiments the quickstart has its model's description.
     """
@@ -173,18 +186,32 @@ def test_every_shipped_experiment_builds_megatrons_objects(prepared):
             jobs.append([path.stem, hf, config.actor.model_dump()])
             report = "\n".join(settings_report(architecture_of(hf), config.actor, True))
             assert report.count("fields handed over") == 3
-    assert {path.stem for path in CONFIGS} - {"gsm8k", *LAPTOP - {"quickstart"}} == {name for name, *_ in jobs}
+    assert {path.stem for path in CONFIGS} - {"gsm8k", *LAPTOP - {"quickstart"}} == {
+        name for name, *_ in jobs
+    }
     hf = json.loads((MODELS / "Qwen3-8B" / "config.json").read_text())
     wrong = {"recompute_method": "block", "distribute_saved_activations": True}
-    jobs.append(["wrong", hf, actor(recompute="full", megatron=wrong, parallel={"tp": 2}).model_dump()])
+    jobs.append(
+        ["wrong", hf, actor(recompute="full", megatron=wrong, parallel={"tp": 2}).model_dump()]
+    )
     stand_ins = {"PYTHONPATH": f"{ROOT / 'tests' / 'stand_ins'}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
-    printed = python("-c", BUILD, cwd=ROOT, env=child_environment(stand_ins), input=json.dumps(jobs))
+    printed = python(
+        "-c", BUILD, cwd=ROOT, env=child_environment(stand_ins), input=json.dumps(jobs)
+    )
     built = {name: rest for name, *rest in map(json.loads, printed.splitlines())}
     assert built.keys() == {name for name, *_ in jobs}
     said = built["wrong"][0]
-    assert "Megatron's TransformerConfig refuses these settings: distribute_saved_activations" in said
-    assert "sequence_parallel is actor.parallel.tp here" in said or "actor.megatron.distribute" in said
-    assert built["qwen3_30b_a3b"][:3] == [True, True, True] and built["quickstart"][:3] == [False, False, False]
+    assert (
+        "Megatron's TransformerConfig refuses these settings: distribute_saved_activations" in said
+    )
+    assert (
+        "sequence_parallel is actor.parallel.tp here" in said or "actor.megatron.distribute" in said
+    )
+    assert built["qwen3_30b_a3b"][:3] == [True, True, True] and built["quickstart"][:3] == [
+        False,
+        False,
+        False,
+    ]
 
 
 def test_bfloat16_is_for_cuda():
@@ -201,12 +228,18 @@ MESSAGES = [*VIRTUAL, "actor.megatron.overlap_p2p_comm=true"]
 
 @pytest.mark.parametrize("table", MEGATRON_SETTINGS, ids=lambda table: ".".join(table.path))
 def test_every_refusal_fits_a_field_and_names_a_key(table: SettingsTable):
-    assert [pattern for pattern in table.refused if not any(fnmatchcase(name, pattern) for name in table.fields)] == []
+    assert [
+        pattern
+        for pattern in table.refused
+        if not any(fnmatchcase(name, pattern) for name in table.fields)
+    ] == []
     for refusal in table.refused.values():
         keys = tuple(refusal.instead.split("."))
         settings = next((t for t in MEGATRON_SETTINGS if t.path == keys[:-1]), None)
         free = settings is not None and refusal_of(keys[-1], settings.refused) is None
-        assert not refusal.instead or annotations_at(ExperimentConfig, keys) or free, refusal.instead
+        assert not refusal.instead or annotations_at(ExperimentConfig, keys) or free, (
+            refusal.instead
+        )
 
 
 def test_the_source_says_what_the_imported_classes_say():
@@ -248,39 +281,76 @@ def test_a_value_is_checked_against_the_annotation(name, right, wrong):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["actor.megatron.moe_permute_fusoin=true"], "no such field; did you mean 'moe_permute_fusion'"),
-        (["actor.megatron.no_such_thing_at_all=1"], "Megatron's TransformerConfig has no such field"),
+        (
+            ["actor.megatron.moe_permute_fusoin=true"],
+            "no such field; did you mean 'moe_permute_fusion'",
+        ),
+        (
+            ["actor.megatron.no_such_thing_at_all=1"],
+            "Megatron's TransformerConfig has no such field",
+        ),
         (["actor.megatron.tensor_model_parallel_size=2"], "set actor.parallel.tp"),
         (["actor.megatron.calculate_per_token_loss=false"], "Megatron must only sum"),
         (["actor.megatron.hidden_dropout=0.1"], "ratio of new to old probabilities"),
         (["actor.megatron.attention_backend=flsh"], "one of flash, fused, unfused, local, auto"),
-        (["actor.megatron.recompute_modules=mlp"], r"should be Optional\[List\[str\]\], as Megatron declares it"),
+        (
+            ["actor.megatron.recompute_modules=mlp"],
+            r"should be Optional\[List\[str\]\], as Megatron declares it",
+        ),
         (["actor.ddp.average_in_collective=true"], "gradients are sums"),
         (["actor.ddp.grad_reduce_in_fp32=false"], "set actor.optimizer.megatron.main_grads_dtype"),
         (["actor.optimizer.megatron.loss_scale=2.0"], "gradients are not scaled"),
         (["actor.optimizer.megatron.main_grads_dtype=bf16"], "one of float32"),
         (["actor.optimizer.megatron.exp_avg_dtype=bfloat16"], "14 bytes of an element at the peak"),
-        (["actor.megatron.recompute_modules=[mlp]"], "read with actor.recompute selective .*, which is none"),
-        (["actor.recompute=selective", "actor.megatron.recompute_num_layers=2"], "actor.recompute full"),
-        ([*OWN_LAYERS, "actor.megatron.recompute_modules=[mlp, moe_act]"], "moe_act: only with Transformer Engine's"),
+        (
+            ["actor.megatron.recompute_modules=[mlp]"],
+            "read with actor.recompute selective .*, which is none",
+        ),
+        (
+            ["actor.recompute=selective", "actor.megatron.recompute_num_layers=2"],
+            "actor.recompute full",
+        ),
+        (
+            [*OWN_LAYERS, "actor.megatron.recompute_modules=[mlp, moe_act]"],
+            "moe_act: only with Transformer Engine's",
+        ),
         ([*OWN_LAYERS, "actor.megatron.fp8=hybrid"], "needs Transformer Engine's layers"),
-        (["actor.lora.rank=4", "actor.ddp.overlap_grad_reduce=true"], "with lora, replicas of experts"),
+        (
+            ["actor.lora.rank=4", "actor.ddp.overlap_grad_reduce=true"],
+            "with lora, replicas of experts",
+        ),
         (["actor.optimizer.distributed=false", "actor.ddp.overlap_param_gather=true"], "sharded"),
-        (["actor.megatron.overlap_p2p_comm=true"], "messages overlap only in the schedule of virtual stages"),
+        (
+            ["actor.megatron.overlap_p2p_comm=true"],
+            "messages overlap only in the schedule of virtual stages",
+        ),
         (["actor.ddp.align_param_gather=true"], "in others each would be waited for"),
-        ([*MESSAGES, "actor.megatron.deallocate_pipeline_outputs=true"], "frees an output that it is still sending"),
-        ([*MESSAGES, "actor.megatron.batch_p2p_comm=true"], "with overlap_p2p_comm messages are sent one by one"),
+        (
+            [*MESSAGES, "actor.megatron.deallocate_pipeline_outputs=true"],
+            "frees an output that it is still sending",
+        ),
+        (
+            [*MESSAGES, "actor.megatron.batch_p2p_comm=true"],
+            "with overlap_p2p_comm messages are sent one by one",
+        ),
         ([*VIRTUAL, "actor.megatron.batch_p2p_comm=true"], "a batch mixes up what is for which"),
-        (["actor.optimizer.megatron.optimizer_cpu_offload=true"], "with actor.dtype float32 there are none"),
+        (
+            ["actor.optimizer.megatron.optimizer_cpu_offload=true"],
+            "with actor.dtype float32 there are none",
+        ),
         (
             ["actor.dtype=bfloat16", "actor.optimizer.megatron.main_grads_dtype=bfloat16"],
             "use_precision_aware_optimizer",
         ),
-        (["actor.transformer_engine=true", "actor.megatron.fp8=hybrid"], "fp8_recipe delayed, the default, is refused"),
+        (
+            ["actor.transformer_engine=true", "actor.megatron.fp8=hybrid"],
+            "fp8_recipe delayed, the default, is refused",
+        ),
     ],
 )
 def test_a_wrong_setting_is_refused_by_its_key(overrides, message):
-    """One of each kind; docs/reference/configuration.md, which a test compares, has all refusals."""
+    """One of each kind; docs/reference/configuration.md, which a test compares, has all
+    refusals."""
     with pytest.raises(ConfigError, match=message) as error:
         load_config(QUICKSTART, overrides)
     assert f"--set {overrides[-1]}: {overrides[-1].partition('=')[0]} = " in str(error.value)
@@ -289,12 +359,22 @@ def test_a_wrong_setting_is_refused_by_its_key(overrides, message):
 def test_problems_of_all_maps_come_with_their_lines(tmp_path):
     actor = "actor:\n  megatron:\n    apply_rope_fusion: 1\n    tp: 2\n  ddp: {bucket_size: x}\n"
     text = QUICKSTART.read_text().replace("actor:\n", actor, 1)
-    text = re.sub(r"^rollout: .*$", "rollout:\n  sglang:\n    page_sise: 1\n    page_size: x", text, flags=re.MULTILINE)
+    text = re.sub(
+        r"^rollout: .*$",
+        "rollout:\n  sglang:\n    page_sise: 1\n    page_size: x",
+        text,
+        flags=re.MULTILINE,
+    )
     (tmp_path / "e.yaml").write_text(text)
     with pytest.raises(ConfigError) as error:
         load_config(tmp_path / "e.yaml")
-    megatron, sglang = (text.splitlines().index(f"  {section}:") + 1 for section in ("megatron", "sglang"))
-    found = [problem.strip().removeprefix(f"{tmp_path}/") for problem in str(error.value).splitlines()[1:]]
+    megatron, sglang = (
+        text.splitlines().index(f"  {section}:") + 1 for section in ("megatron", "sglang")
+    )
+    found = [
+        problem.strip().removeprefix(f"{tmp_path}/")
+        for problem in str(error.value).splitlines()[1:]
+    ]
     lines = [megatron + 1, megatron + 2, megatron + 3, sglang + 1, sglang + 2]
     assert [problem.split(": ")[0] for problem in found] == [f"e.yaml:{line}" for line in lines]
     assert "rollout.sglang.page_sise = 1: SGLang's ServerArgs has no such field" in found[3]

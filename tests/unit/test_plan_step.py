@@ -39,7 +39,14 @@ from megagrpo.planning.roofline import (
     rollout_seconds,
     train_seconds,
 )
-from megagrpo.planning.search import Options, best_layouts, changes, plan_command, target_of, with_model
+from megagrpo.planning.search import (
+    Options,
+    best_layouts,
+    changes,
+    plan_command,
+    target_of,
+    with_model,
+)
 from megagrpo.planning.trainer_memory import Load, trainer_side
 from megagrpo.planning.turns import Turns, assumed_turns, given_turns, turns_of_run
 from megagrpo.system.progress import Progress
@@ -51,9 +58,18 @@ ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "configs" / "models"
 QWEN = MODELS / "Qwen3-235B-A22B"
 H100 = HARDWARE["H100"]
-CLUSTER = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if load_config(path).actor.world_size >= 16]
+CLUSTER = [
+    path
+    for path in sorted((ROOT / "configs").glob("*.yaml"))
+    if load_config(path).actor.world_size >= 16
+]
 LARGE = "qwen3_235b_a22b"
-SHORT = ("sampling.max_response_tokens=8192", "rollout.tp=8", "rollout.ep=8", "rollout.nodes_per_engine=1")
+SHORT = (
+    "sampling.max_response_tokens=8192",
+    "rollout.tp=8",
+    "rollout.ep=8",
+    "rollout.nodes_per_engine=1",
+)
 
 
 def shipped(name: str = LARGE, *words: str) -> ExperimentConfig:
@@ -79,10 +95,14 @@ def test_lengths_as_they_are_given(tmp_path):
     assert found.spread(3).tolist() == pytest.approx([13.333, 20, 26.667], rel=1e-3)
     assert given_lengths("800", config).mean == pytest.approx(800, rel=1e-3)
     assumed = assumed_lengths(config).responses
-    assert np.quantile(assumed, 0.5) == pytest.approx(0.3 * 8192, rel=2e-3) and assumed.max() == 8192
+    assert (
+        np.quantile(assumed, 0.5) == pytest.approx(0.3 * 8192, rel=2e-3) and assumed.max() == 8192
+    )
     assert np.mean(assumed >= 8191) == pytest.approx(0.01, abs=1e-3)
     for text in ("no_such_file", "1/2", "9000", "0", "-3"):
-        with pytest.raises(ValueError, match=f"--lengths {text}: no such file, and no mean between 0 and"):
+        with pytest.raises(
+            ValueError, match=f"--lengths {text}: no such file, and no mean between 0 and"
+        ):
             given_lengths(text, config)
 
 
@@ -103,7 +123,9 @@ def test_the_work_is_of_every_parameter(folder):
     counts, work = parameter_counts(arch), model_work(arch)
     tower = 0 if arch.vision is None else sum(spec.size for spec in tower_tensors(arch.vision))
     vocabulary = work.vocabulary * (1 if arch.tied else 2)
-    assert work.dense + work.expert + vocabulary + arch.hidden_size + tower == counts.total  # and the last norm
+    assert (
+        work.dense + work.expert + vocabulary + arch.hidden_size + tower == counts.total
+    )  # and the last norm
     active = work.token_flops / 2 + arch.hidden_size
     # without the embedding, which only looks up, and the tower, which tokens of text do not meet
     assert active == pytest.approx(counts.active - tower, rel=1e-9)
@@ -111,7 +133,9 @@ def test_the_work_is_of_every_parameter(folder):
 
 def test_a_cache_repeats_heads_and_latents():
     work = model_work(read_architecture(QWEN))
-    assert work.cache_bytes(1) == 188 * 1024  # 94 layers, 4 heads, 128 values of key and value, bf16
+    assert (
+        work.cache_bytes(1) == 188 * 1024
+    )  # 94 layers, 4 heads, 128 values of key and value, bf16
     assert work.cache_bytes(4) == work.cache_bytes(8) == work.cache_bytes(64) == 47 * 1024
     mla = LatentAttention(q_lora_rank=None, kv_lora_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
     latent = replace(work, arch=replace(work.arch, mla=mla))
@@ -123,22 +147,30 @@ def test_what_an_engine_rank_holds():
     arch = read_architecture(QWEN)
     work = model_work(arch)
     assert weight_elements(work, 1, 1) == pytest.approx(parameter_counts(arch).total, rel=1e-6)
-    # what SGLang's own loader asks for is 58.9 GB on each of 8 ranks: see bench/results/plan_weights_235b.md
+    # what SGLang's own loader asks for is 58.9 GB on each of 8 ranks: see
+    # bench/results/plan_weights_235b.md
     assert 2 * weight_elements(work, 8, 8) == pytest.approx(58.9e9, rel=0.005)
     eight_heads = replace(work, arch=replace(work.arch, num_kv_heads=8))
     repeated = weight_elements(work, 8, 8) - weight_elements(eight_heads, 8, 8)
-    assert repeated == pytest.approx(94 * 2 * 4096 * 128 * 4 / 8)  # 4 heads of key and of value on 8 ranks
+    assert repeated == pytest.approx(
+        94 * 2 * 4096 * 128 * 4 / 8
+    )  # 4 heads of key and of value on 8 ranks
 
 
 @pytest.mark.parametrize("name", ["Qwen3-235B-A22B", "GLM-4.5", "DeepSeek-V3-0324", "Qwen3-8B"])
 def test_fp8_engines_hold_a_byte_an_element_and_a_scale_a_block(name):
-    """By the tensors in FP8, without the first halves of latent projections: 0.1 % of DeepSeek-V3."""
+    """By the tensors in FP8, without the first halves of latent projections: 0.1 % of
+    DeepSeek-V3."""
     arch = read_architecture(MODELS / name)
     work, server = model_work(arch), server_of(RolloutConfig(quantization="fp8", dtype="bfloat16"))
     groups = tensor_groups(arch, None).items()
-    tensors = sum(number * spec.size * (1 + 4 / 128**2 if spec.in_fp8 else 2) for spec, number in groups)
+    tensors = sum(
+        number * spec.size * (1 + 4 / 128**2 if spec.in_fp8 else 2) for spec, number in groups
+    )
     assert weight_bytes(work, server) == pytest.approx(tensors, rel=3e-3)
-    assert weight_bytes(work, replace(server, fp8=False)) == pytest.approx(2 * parameter_counts(arch).total, rel=1e-6)
+    assert weight_bytes(work, replace(server, fp8=False)) == pytest.approx(
+        2 * parameter_counts(arch).total, rel=1e-6
+    )
     eight = replace(server, tp=8, attention_tp=8)
     assert expert_bytes(work, eight) == pytest.approx(work.expert * (1 + 4 / 128**2) / 8)
 
@@ -162,7 +194,10 @@ def test_the_cache_is_what_weights_leave():
 
 def test_a_rollout_reads_weights_and_cache_once_a_step():
     lengths = lengths_of(640)
-    config, target = shipped(LARGE, "train.num_prompts_per_step=512", "train.group_size=16"), qwen(lengths)
+    config, target = (
+        shipped(LARGE, "train.num_prompts_per_step=512", "train.group_size=16"),
+        qwen(lengths),
+    )
     side = engine(config, lengths)
     samples = 512 * 16 / config.rollout.num_engines
     found, slots = rollout_seconds(config, target, side), side.concurrent
@@ -176,32 +211,55 @@ def test_a_rollout_reads_weights_and_cache_once_a_step():
 
 
 def test_a_draft_of_every_token_divides_what_a_forward_reads():
-    """Each of two forwards in a row reads the weights; the second is that of the draft, of one layer and the head."""
+    """Each of two forwards in a row reads the weights; the second is that of the draft, of one
+    layer and the head."""
     lengths = lengths_of(640)
     deepseek = Target(read_architecture(MODELS / "DeepSeek-V3-0324", True), H100, 8, lengths)
     server = server_of(shipped("deepseek_v3_671b").rollout)
     running, held = np.array([4.0]), np.array([1000.0])
-    plain, pair = decode_seconds(deepseek, server, running, held), decode_seconds(deepseek, server, running, held, 2)
+    plain, pair = (
+        decode_seconds(deepseek, server, running, held),
+        decode_seconds(deepseek, server, running, held, 2),
+    )
     assert pair["cache"] == plain["cache"] and pair["communication"] == 2 * plain["communication"]
-    assert plain["weights"] < pair["weights"] < 2 * plain["weights"], "more experts, the rest is read once"
+    assert plain["weights"] < pair["weights"] < 2 * plain["weights"], (
+        "more experts, the rest is read once"
+    )
     found = drafted_seconds(deepseek, server, running, held, 1)
     head = 2 * 129280 * 7168 / server.tp / 3.35e12
     expected = (pair["weights"] + plain["weights"] / 61 + head) / (1 + ACCEPTANCE)
     assert found["weights"] == pytest.approx(expected)
     full = deepseek, server, np.array([9e4]), np.array([1.0])
-    assert drafted_seconds(*full, 1)["compute"] > decode_seconds(*full)["compute"], "products of rejected tokens"
+    assert drafted_seconds(*full, 1)["compute"] > decode_seconds(*full)["compute"], (
+        "products of rejected tokens"
+    )
 
 
 def test_a_tower_is_run_once_a_prompt_on_engines_and_by_every_replica_of_the_trainers():
     config = shipped("qwen3_vl_30b_a3b")
-    target = replace(qwen(lengths_of(100, prompt=1000)), arch=read_architecture(Path(config.model.path)))
-    parts, blind = (plan_step(c, target).parts for c in (config, config.model_copy(update={"data": shipped().data})))
+    target = replace(
+        qwen(lengths_of(100, prompt=1000)), arch=read_architecture(Path(config.model.path))
+    )
+    parts, blind = (
+        plan_step(c, target).parts
+        for c in (config, config.model_copy(update={"data": shipped().data}))
+    )
     per_patch = 1152 * 1536 + 27 * (4 * 1152**2 + 2 * 1152 * 4304) + 4 * 4608 * (4608 + 2048) / 4
-    whole = 2 * per_patch * 4 * 1000 * 128 / 989e12  # 128 prompts of 1,000 tokens, each of 2 x 2 patches
+    whole = (
+        2 * per_patch * 4 * 1000 * 128 / 989e12
+    )  # 128 prompts of 1,000 tokens, each of 2 x 2 patches
     found = {phase: part.get("tower") for phase, part in parts.items()}
-    # 4 engines of 4 ranks; dp 4; forward, twice as much backward, and once more for what was not kept
-    of_phases = {"rollout": whole / 16, "logprobs": whole / 4, "update": whole / 4 * 4, "publish": None}
-    assert found == {phase: seconds and pytest.approx(seconds, rel=1e-6) for phase, seconds in of_phases.items()}
+    # 4 engines of 4 ranks; dp 4; forward, twice as much backward, and once more for what was not
+    # kept
+    of_phases = {
+        "rollout": whole / 16,
+        "logprobs": whole / 4,
+        "update": whole / 4 * 4,
+        "publish": None,
+    }
+    assert found == {
+        phase: seconds and pytest.approx(seconds, rel=1e-6) for phase, seconds in of_phases.items()
+    }
     assert not any("tower" in part for part in blind.values())
 
 
@@ -216,7 +274,9 @@ def test_turns_are_read_again_and_wait_for_tools():
     assert turns.tokens_read(500, 1000) == pytest.approx(read)
     work, layers = qwen(lengths).work, 94
     flops = read * (work.token_flops + 1000 * work.attention_flops * layers)
-    samples = config.train.num_prompts_per_step * config.train.group_size / config.rollout.num_engines
+    samples = (
+        config.train.num_prompts_per_step * config.train.group_size / config.rollout.num_engines
+    )
     more = samples * flops / config.rollout.tp / (H100.bf16_tflops * 1e12)
     assert found["prefill"] - plain["prefill"] == pytest.approx(more)
     assert "tools" not in plain
@@ -226,27 +286,42 @@ def test_turns_as_they_are_given_assumed_and_measured():
     agent = load_config(ROOT / "configs" / "qwen3_30b_swe.yaml")
     assert assumed_turns(agent.sampling) == Turns(30.0, origin="assumed: 0.5 of max_turns")
     assert assumed_turns(shipped().sampling) == Turns()
-    for text, problem in (("cuont=3", "did you mean 'count'"), ("count=x", "could not convert"), ("said=1", "below 1")):
+    for text, problem in (
+        ("cuont=3", "did you mean 'count'"),
+        ("count=x", "could not convert"),
+        ("said=1", "below 1"),
+    ):
         with pytest.raises(ValueError, match=f"--turns {text}: .*{problem}"):
             given_turns(text, Turns())
     steps = [
-        {"response/turns_mean": 5.0, "response/tool_token_fraction": 0.4, "agent/program_s": s} for s in (6.0, 10.0)
+        {"response/turns_mean": 5.0, "response/tool_token_fraction": 0.4, "agent/program_s": s}
+        for s in (6.0, 10.0)
     ]
     assert turns_of_run(steps, "here") == Turns(5.0, 2.0, 0.4, 1.0, "here")
-    assert turns_of_run([{"response/length_mean": 3.0, "response/turns_mean": None}], "here") == Turns()
+    assert (
+        turns_of_run([{"response/length_mean": 3.0, "response/turns_mean": None}], "here")
+        == Turns()
+    )
 
 
 def test_the_long_tail_and_few_slots_take_longer():
     even, config = lengths_of(2000), shipped()
     long = lengths_of(1000, 1000, 1000, 5000)  # as many tokens
-    at = [sum(rollout_seconds(config, qwen(found), engine(config, found)).values()) for found in (even, long)]
+    at = [
+        sum(rollout_seconds(config, qwen(found), engine(config, found)).values())
+        for found in (even, long)
+    ]
     assert at[1] > 1.5 * at[0]
     few = shipped(LARGE, "rollout.max_running_requests=4")
     assert sum(rollout_seconds(few, qwen(even), engine(few, even)).values()) > 2 * at[0]
     one = rollout_seconds(config, qwen(even), replace(engine(config, even), concurrent=1))
     all_experts = rollout_seconds(config, qwen(even), replace(engine(config, even), concurrent=200))
-    samples = config.train.num_prompts_per_step * config.train.group_size / config.rollout.num_engines
-    assert one["weights"] / samples < all_experts["weights"] * 200 / samples / 5  # a step reads 8 of 128 experts
+    samples = (
+        config.train.num_prompts_per_step * config.train.group_size / config.rollout.num_engines
+    )
+    assert (
+        one["weights"] / samples < all_experts["weights"] * 200 / samples / 5
+    )  # a step reads 8 of 128 experts
 
 
 def trained(*words: str, **parallel: int):
@@ -259,14 +334,23 @@ def trained(*words: str, **parallel: int):
 
 
 def test_an_update_is_its_micro_batches_and_the_bubble():
-    forward, parts, side, config = trained("actor.micro_batch_tokens=18000", "train.num_updates_per_step=2", pp=2, ep=8)
+    forward, parts, side, config = trained(
+        "actor.micro_batch_tokens=18000", "train.num_updates_per_step=2", pp=2, ep=8
+    )
     dp, peak = config.actor.dp, 989e12
     assert dp == 8
     count = 256 * 4 / 2 / 8 / 2  # samples of an update on a rank, two in a micro-batch
-    products = [(cost.flops * 18000 / cost.tokens + cost.pair_flops * 2 * 9000**2 / 2) / peak for cost in side.stages]
+    products = [
+        (cost.flops * 18000 / cost.tokens + cost.pair_flops * 2 * 9000**2 / 2) / peak
+        for cost in side.stages
+    ]
     slowest = int(np.argmax(products))
-    assert parts["compute"] == pytest.approx(2 * count * 4 * products[slowest])  # forward, again, 2 backward
-    sent = sum(seconds for name, seconds in parts.items() if "communication" in name) / (2 * count * 3)
+    assert parts["compute"] == pytest.approx(
+        2 * count * 4 * products[slowest]
+    )  # forward, again, 2 backward
+    sent = sum(seconds for name, seconds in parts.items() if "communication" in name) / (
+        2 * count * 3
+    )
     assert parts["pipeline bubble"] == pytest.approx(2 * (4 * products[slowest] + 3 * sent))
     assert forward == pytest.approx(2 * (count + 1) * (products[slowest] + sent), rel=1e-2)
     stage = side.stages[slowest].gradient_bytes
@@ -277,9 +361,12 @@ def test_an_update_is_its_micro_batches_and_the_bubble():
 
 @pytest.mark.parametrize("name", ["Qwen2.5-7B", "Qwen3-30B-A3B", "GLM-4.5-Air", "DeepSeek-V3-0324"])
 def test_trainers_multiply_with_every_weight(name):
-    """The FLOPs that the trainers' side counts layer by layer are those of the model's own tensors."""
+    """The FLOPs that the trainers' side counts layer by layer are those of the model's own
+    tensors."""
     arch = read_architecture(MODELS / name)
-    actor = ActorConfig.model_validate({"world_size": 2, "dtype": "bfloat16", "parallel": {"tp": 2}})
+    actor = ActorConfig.model_validate(
+        {"world_size": 2, "dtype": "bfloat16", "parallel": {"tp": 2}}
+    )
     (stage,) = trainer_side(arch, actor, Load(1000, 1000)).stages
     work = model_work(arch)
     norms = work.whole * arch.num_layers  # which are no products, nor are biases
@@ -298,8 +385,12 @@ def test_a_publish_fills_the_fullest_link():
     config, target = shipped(), qwen(lengths_of(1000))
     side = engine(config, target.lengths)
     assert publish_seconds(config, target, side) == {"receiving on an engine": side.weights / 50e9}
-    many = config.model_copy(update={"rollout": config.rollout.model_copy(update={"num_engines": 32})})
-    assert publish_seconds(many, target, side) == {"sending from the trainers": side.weights * 256 / 128 / 50e9}
+    many = config.model_copy(
+        update={"rollout": config.rollout.model_copy(update={"num_engines": 32})}
+    )
+    assert publish_seconds(many, target, side) == {
+        "sending from the trainers": side.weights * 256 / 128 / 50e9
+    }
 
 
 @pytest.mark.parametrize("path", CLUSTER, ids=lambda path: path.stem)
@@ -307,47 +398,79 @@ def test_every_cluster_experiment_fits(path):
     config = with_model(load_config(path))
     plan = plan_step(config, target_of(config, Options()))
     assert plan.problems == ()
-    assert plan.synchronous == pytest.approx(sum(plan.seconds.values())) and 0 < plan.off_policy < plan.synchronous
+    assert (
+        plan.synchronous == pytest.approx(sum(plan.seconds.values()))
+        and 0 < plan.off_policy < plan.synchronous
+    )
     assert plan.step == (plan.off_policy if config.rollout.max_staleness else plan.synchronous)
 
 
 def run_of(folder: Path, config: ExperimentConfig, seconds: dict[str, float]) -> None:
     folder.mkdir()
     dump_config(config, folder / "config.yaml")
-    steps = [{f"time/{name}_s": value * times for name, value in seconds.items()} for times in (50, 1, 3)]
-    entries = [{"step": number, "response/length_mean": 800.0, **step} for number, step in enumerate(steps)]
+    steps = [
+        {f"time/{name}_s": value * times for name, value in seconds.items()} for times in (50, 1, 3)
+    ]
+    entries = [
+        {"step": number, "response/length_mean": 800.0, **step} for number, step in enumerate(steps)
+    ]
     write_json_lines(folder / "metrics.jsonl", entries)
 
 
 def test_a_measured_run_replaces_the_bound(tmp_path):
-    """Of a run that took twice its own bound, on average and without its first step, a plan takes twice the bound."""
+    """Of a run that took twice its own bound, on average and without its first step, a plan takes
+    twice the bound."""
     config = shipped(LARGE, "train.num_updates_per_step=2")
     bound = plan_step(config, qwen(assumed_lengths(config, 800.0)))
     run_of(tmp_path / "run", config, bound.seconds)
-    text, _ = plan_command(config, Options(measured=tmp_path / "run", json=tmp_path / "plan.json"), QUIET)
+    text, _ = plan_command(
+        config, Options(measured=tmp_path / "run", json=tmp_path / "plan.json"), QUIET
+    )
     plan = json.loads((tmp_path / "plan.json").read_text())["plan"]
     assert plan["efficiency"] == pytest.approx(dict.fromkeys(bound.seconds, 0.5))
-    assert plan["seconds"] == pytest.approx({name: 2 * value for name, value in bound.seconds.items()})
+    assert plan["seconds"] == pytest.approx(
+        {name: 2 * value for name, value in bound.seconds.items()}
+    )
     assert "50.0% measured" in text and plan["lengths"]["mean"] == pytest.approx(800, rel=1e-3)
     ahead = shipped(LARGE, "rollout.max_staleness=1", "algorithm.mismatch={weight: {name: tis}}")
     run_of(tmp_path / "ahead", ahead, bound.seconds)
-    assert measured_efficiency(tmp_path / "ahead", H100, 8)[0].keys() == bound.seconds.keys() - {"rollout"}
-    with pytest.raises(ValueError, match=r"--measured .*: no run folder, config.yaml or metrics.jsonl is missing"):
+    assert measured_efficiency(tmp_path / "ahead", H100, 8)[0].keys() == bound.seconds.keys() - {
+        "rollout"
+    }
+    with pytest.raises(
+        ValueError, match=r"--measured .*: no run folder, config.yaml or metrics.jsonl is missing"
+    ):
         measured_efficiency(tmp_path, H100, 8)
 
 
 def test_the_plan_as_text_and_json_names_the_search_if_it_does_not_fit(tmp_path):
-    text, fits = plan_command(shipped(), Options(lengths="3000", json=tmp_path / "plan.json"), QUIET)
+    text, fits = plan_command(
+        shipped(), Options(lengths="3000", json=tmp_path / "plan.json"), QUIET
+    )
     assert fits and "DOES NOT FIT" not in text
-    for words in ("an upper bound on speed, no forecast", "fullest rank", "run concurrently", "bubble", "limit "):
+    for words in (
+        "an upper bound on speed, no forecast",
+        "fullest rank",
+        "run concurrently",
+        "bubble",
+        "limit ",
+    ):
         assert words in text
     found = json.loads((tmp_path / "plan.json").read_text())["plan"]
-    assert found["step"] == pytest.approx(sum(found["seconds"].values())) and found["problems"] == []
-    with pytest.raises(ValueError, match="A100 is not in the table, which has H100, H200, H20, B200"):
+    assert (
+        found["step"] == pytest.approx(sum(found["seconds"].values())) and found["problems"] == []
+    )
+    with pytest.raises(
+        ValueError, match="A100 is not in the table, which has H100, H200, H20, B200"
+    ):
         hardware_of("A100")
     large = shipped("qwen3_8b_gsm8k", "actor.micro_batch_tokens=200000", "actor.recompute=none")
     text, fits = plan_command(large, Options(), QUIET)
-    assert not fits and "trainers do not fit: in update rank" in text and "--search 2 proposes layouts" in text
+    assert (
+        not fits
+        and "trainers do not fit: in update rank" in text
+        and "--search 2 proposes layouts" in text
+    )
 
 
 def test_a_search_proposes_what_fits():
@@ -359,17 +482,26 @@ def test_a_search_proposes_what_fits():
     best = found[0].config
     assert {plan.config.rollout.colocate for plan in found} == {True, False}, "side by side"
     for plan in found:
-        ranks = plan.config.actor.world_size, plan.config.rollout.num_engines * plan.config.rollout.tp
+        ranks = (
+            plan.config.actor.world_size,
+            plan.config.rollout.num_engines * plan.config.rollout.tp,
+        )
         assert ranks == ((16, 16) if plan.config.rollout.colocate else (8, 8))
     made = load_config(ROOT / "configs" / "qwen3_8b_gsm8k.yaml", changes(config, best))
-    assert made.actor == best.actor and made.rollout == best.rollout and made.weights == best.weights
-    assert all(plan.config.rollout.colocate for plan in best_layouts(config, target, 1)), "one node has no others"
+    assert (
+        made.actor == best.actor and made.rollout == best.rollout and made.weights == best.weights
+    )
+    assert all(plan.config.rollout.colocate for plan in best_layouts(config, target, 1)), (
+        "one node has no others"
+    )
 
 
 def test_words_of_a_proposal_make_it():
     config = shipped("deepseek_v3_671b", "rollout.sglang={schedule_policy: lpm}")
     apart = {**config.rollout.sglang, "enable_dp_attention": True, "dp_size": 8}
-    other = config.model_copy(update={"rollout": config.rollout.model_copy(update={"sglang": apart})})
+    other = config.model_copy(
+        update={"rollout": config.rollout.model_copy(update={"sglang": apart})}
+    )
     made = load_config(ROOT / "configs" / "deepseek_v3_671b.yaml", changes(config, other))
     assert made.rollout == other.rollout
 

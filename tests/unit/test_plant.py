@@ -18,7 +18,12 @@ def test_a_fault_applies_and_its_tests_exist(fault: Fault):
 
 def test_faults_in_four_rooms():
     assert len({fault.name for fault in FAULTS}) == 27
-    assert {fault.file.partition("/")[0] for fault in FAULTS} == {"algo", "batching", "weights", "actor"}
+    assert {fault.file.partition("/")[0] for fault in FAULTS} == {
+        "algo",
+        "batching",
+        "weights",
+        "actor",
+    }
 
 
 def test_a_text_that_is_gone_is_refused():

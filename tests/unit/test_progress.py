@@ -59,7 +59,10 @@ def test_on_a_terminal_one_line_that_changes():
 
 def test_a_console_takes_over_and_a_calm_one_says_only_what_lasts():
     stream = io.StringIO()
-    with StepConsole("grpo", num_steps=2, stream=stream) as console, Progress("grpo", stream=stream) as progress:
+    with (
+        StepConsole("grpo", num_steps=2, stream=stream) as console,
+        Progress("grpo", stream=stream) as progress,
+    ):
         progress.enter("meets")
         progress.follow(console.status)
         progress.enter("evaluates")
@@ -93,7 +96,9 @@ def run(num_steps: int) -> list[dict]:
     entries = [{"step": 0, "eval/accuracy": 0.25}]
     for step in range(1, num_steps + 1):
         times = {"time/rollout_s": 3.0, "time/update_s": 1.0, "time/step_s": 5.0}
-        entries.append({"step": step, "reward/mean": step / 10, "mismatch/logprob_abs_mean": 2e-6, **times})
+        entries.append(
+            {"step": step, "reward/mean": step / 10, "mismatch/logprob_abs_mean": 2e-6, **times}
+        )
     entries[-1]["eval/accuracy"] = 0.75
     return entries
 
@@ -115,16 +120,28 @@ def test_summary_figures():
 
 
 def test_the_kl_is_without_its_coefficient():
-    entries = [{"step": step, "loss/kl": 0.001 * 0.02 * step, "policy/kl_reference": 0.02 * step} for step in (1, 2)]
-    assert cells(summary(entries, "demo"), "KL to the reference") == ["0.0200", "0.0400", "", "0.0300"]
+    entries = [
+        {"step": step, "loss/kl": 0.001 * 0.02 * step, "policy/kl_reference": 0.02 * step}
+        for step in (1, 2)
+    ]
+    assert cells(summary(entries, "demo"), "KL to the reference") == [
+        "0.0200",
+        "0.0400",
+        "",
+        "0.0300",
+    ]
 
 
 def test_values_that_were_not_finite_are_left_out():
-    assert series([{"step": 1, "a/b": None}, {"step": 2, "a/b": 3.0}, {"step": 3}], "a/b") == ([2], [3.0])
+    assert series([{"step": 1, "a/b": None}, {"step": 2, "a/b": 3.0}, {"step": 3}], "a/b") == (
+        [2],
+        [3.0],
+    )
 
 
 @pytest.mark.parametrize(
-    "entries", [run(30), run(1), [{"step": 0, "eval/accuracy": 0.5}], [{"step": 1, "reward/mean": -2.0}]]
+    "entries",
+    [run(30), run(1), [{"step": 0, "eval/accuracy": 0.5}], [{"step": 1, "reward/mean": -2.0}]],
 )
 def test_files_are_written(tmp_path, entries):
     write_json_lines(tmp_path / "metrics.jsonl", entries)
@@ -147,7 +164,9 @@ def test_plain_lines_without_a_terminal():
         console.note("resumed at step 1")
         console.update(2, {"reward/mean": 0.5, "eval/accuracy": 0.25})
         console.update(3, {"reward/mean": 0.75, "perf/tokens_per_s": 1234.4})
-        console.update(4, {"loss/total": 0.5, "policy/kl_reference": 0.0123, "optim/grad_norm": 0.256})
+        console.update(
+            4, {"loss/total": 0.5, "policy/kl_reference": 0.0123, "optim/grad_norm": 0.256}
+        )
     note, first, second, third = stream.getvalue().splitlines()
     assert note == "grpo resumed at step 1"
     assert first.startswith("grpo 2/4  reward 0.500  eval 0.250  eta ")

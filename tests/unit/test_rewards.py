@@ -1,4 +1,5 @@
-"""What each grader counts as right; broken answers; which tokens get parts of a reward; verl's graders as they are."""
+"""What each grader counts as right; broken answers; which tokens get parts of a reward; verl's
+graders as they are."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -136,7 +137,9 @@ def plain(text, answer, extra_info):
 
 
 def response(sampled=None) -> ResponseTokens:
-    return ResponseTokens(np.arange(len(PIECES)), sampled, lambda ids: "".join(PIECES[i] for i in ids))
+    return ResponseTokens(
+        np.arange(len(PIECES)), sampled, lambda ids: "".join(PIECES[i] for i in ids)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -176,9 +179,14 @@ def test_weights_and_group_graders(file):
     outcome = graded(file, "", graders=entries)
     assert outcome.value == pytest.approx(2.4) and outcome.token_rewards == ((2, 0.2), (5, 0.2))
     with RewardPool(RewardConfig(grader=f"{file}:steps", group_grader="rank", workers=1)) as pool:
-        first = [pool.submit(PROMPT, text, response()).result(timeout=60) for text in (TEXT, TEXT[:-1] + "8")]
+        first = [
+            pool.submit(PROMPT, text, response()).result(timeout=60)
+            for text in (TEXT, TEXT[:-1] + "8")
+        ]
         ranked = pool.submit_group(PROMPT, [TEXT, ""], first).result(timeout=60)
-    assert [one.value for one in ranked] == [1.0, 0.0] and not any(one.token_rewards for one in ranked)
+    assert [one.value for one in ranked] == [1.0, 0.0] and not any(
+        one.token_rewards for one in ranked
+    )
 
 
 @pytest.mark.parametrize(

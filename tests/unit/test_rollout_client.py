@@ -1,4 +1,5 @@
-"""Retries, deadlines, cut responses and turns of the generation client, against a server that fails on purpose."""
+"""Retries, deadlines, cut responses and turns of the generation client, against a server that fails
+on purpose."""
 
 import asyncio
 import gc
@@ -38,8 +39,12 @@ def generate(service: FakeService, version: int = 0, told=None) -> tuple[Respons
     """(response, number of retries)"""
 
     async def run():
-        async with GenerationClient(service.url, "key", QUICK, Turnstile(4), *filter(None, [told])) as client:
-            return await client.generate(SampleRequest((5, 6), PARAMS, 1234, version)), client.num_retries
+        async with GenerationClient(
+            service.url, "key", QUICK, Turnstile(4), *filter(None, [told])
+        ) as client:
+            return await client.generate(
+                SampleRequest((5, 6), PARAMS, 1234, version)
+            ), client.num_retries
 
     return asyncio.run(run())
 
@@ -47,9 +52,17 @@ def generate(service: FakeService, version: int = 0, told=None) -> tuple[Respons
 def test_request_as_sglang_wants_it():
     with running(FakeService()) as service:
         assert generate(service) == (ANSWER, 0)
-    sampling = {"temperature": 1.0, "max_new_tokens": 4, "top_p": 1.0, "top_k": -1, "sampling_seed": 1234}
+    sampling = {
+        "temperature": 1.0,
+        "max_new_tokens": 4,
+        "top_p": 1.0,
+        "top_k": -1,
+        "sampling_seed": 1234,
+    }
     sampling |= {"stop_token_ids": [7], "stop": ["\n"]}
-    assert service.requests == [{"input_ids": [5, 6], "sampling_params": sampling, "return_logprob": True}]
+    assert service.requests == [
+        {"input_ids": [5, 6], "sampling_params": sampling, "return_logprob": True}
+    ]
 
 
 ABORTED = {"finish_reason": {"type": "abort", "message": "paused"}}
@@ -66,7 +79,11 @@ def test_every_attempt_is_told_with_its_engine():
     told, before = [], time.time()
     with running(FakeService(script=[500, {"weight_version": "1"}])) as service:
         generate(service, told=lambda *request: told.append(request))
-    assert [(engine, tokens) for engine, _, _, tokens in told] == [("", 0), ("engine-0", 0), ("engine-0", 4)]
+    assert [(engine, tokens) for engine, _, _, tokens in told] == [
+        ("", 0),
+        ("engine-0", 0),
+        ("engine-0", 4),
+    ]
     moments = [moment for _, start, end, _ in told for moment in (start, end)]
     assert before <= moments[0] and moments == sorted(moments) and moments[-1] <= time.time()
 
@@ -113,8 +130,12 @@ def test_seeds_are_stable_and_their_own():
 PROMPTS = [Prompt(id=10 * i, text="", token_ids=(1, 2), answer="") for i in range(5)]
 
 
-def make_source(service: FakeService, reward: dict | None = None, publish=None, **rollout) -> RolloutSource:
-    config = experiment(reward=reward or {}, rollout={"request_timeout_s": 5.0, "step_timeout_s": 5.0} | rollout)
+def make_source(
+    service: FakeService, reward: dict | None = None, publish=None, **rollout
+) -> RolloutSource:
+    config = experiment(
+        reward=reward or {}, rollout={"request_timeout_s": 5.0, "step_timeout_s": 5.0} | rollout
+    )
     return source_of(service.control, config, publish=publish)
 
 
@@ -135,8 +156,12 @@ def test_a_group_grader_has_the_last_word_on_training_samples_alone():
         trained = source.next(7, PROMPTS, 3)
         held_out = source.evaluate(PROMPTS, 3, SamplingParams(1.0, 4), 2)
     for groups, sign in ((trained, -1), (held_out, 1)):
-        pairs = [pair for group in groups for pair in zip(group.samples, group.outcomes, strict=True)]
-        assert len(pairs) == 10 and all(outcome.value == sign * float(sample.text) for sample, outcome in pairs)
+        pairs = [
+            pair for group in groups for pair in zip(group.samples, group.outcomes, strict=True)
+        ]
+        assert len(pairs) == 10 and all(
+            outcome.value == sign * float(sample.text) for sample, outcome in pairs
+        )
 
 
 @pytest.mark.parametrize("version, state", [(0, "stale"), (3, "ready")])
@@ -162,7 +187,9 @@ def test_deadline_names_what_is_missing():
 
 
 def test_service_that_gave_up_ends_the_wait():
-    with running(FakeService(state="dead", failed="engine-0 after 5 restart(s): no memory")) as service:
+    with running(
+        FakeService(state="dead", failed="engine-0 after 5 restart(s): no memory")
+    ) as service:
         with pytest.raises(LeaderError, match="failed: engine-0 after 5 restart"):
             make_source(service, step_timeout_s=60.0).next(0, PROMPTS, 0)
         with pytest.raises(ServiceFailed, match="no memory"):
@@ -170,7 +197,10 @@ def test_service_that_gave_up_ends_the_wait():
 
 
 def test_unreachable_service_is_a_clear_error(tmp_path):
-    with pytest.raises(ServiceUnreachable, match=r"no rollout service answers at http://127.0.0.1:9.*megagrpo serve"):
+    with pytest.raises(
+        ServiceUnreachable,
+        match=r"no rollout service answers at http://127.0.0.1:9.*megagrpo serve",
+    ):
         ServiceControl("http://127.0.0.1:9", "key").engines()
     with pytest.raises(ServiceUnreachable, match=r"service\.json did not appear in 0 s"):
         find_service(tmp_path)
@@ -185,11 +215,15 @@ def test_the_file_of_a_service_that_is_gone_is_one_message(tmp_path, capsys):
     (tmp_path / "service.key").write_text("key")
     for words in (["status", str(tmp_path)], ["engines", "add", str(tmp_path)]):
         assert main(words) == 2
-        assert f"megagrpo {words[0]}: {tmp_path}: {tmp_path}/service.json is of a service" in capsys.readouterr().err
+        assert (
+            f"megagrpo {words[0]}: {tmp_path}: {tmp_path}/service.json is of a service"
+            in capsys.readouterr().err
+        )
 
 
 def test_requests_to_a_lost_host_are_sent_again():
-    """They hang: nobody breaks the connection. The service says that a host was lost, and the step completes."""
+    """They hang: nobody breaks the connection. The service says that a host was lost, and the step
+    completes."""
     with running(FakeService(script=["hang"] * 3)) as service:
         source = make_source(service, request_timeout_s=600.0, step_timeout_s=60.0)
         started = time.monotonic()
@@ -215,12 +249,17 @@ def test_the_collector_works_again_after_an_answer_that_is_no_json():
 STREAMING = RetryPolicy(3, 2.0, streaming=True, base_s=0.01, cap_s=0.02)
 
 
-def streamed(service: FakeService, versions: list[int], accepted: int = 0, **params) -> tuple[Response, int]:
-    """A response, and the tokens that were thrown away; the engine's version is the next of `versions` at each try."""
+def streamed(
+    service: FakeService, versions: list[int], accepted: int = 0, **params
+) -> tuple[Response, int]:
+    """A response, and the tokens that were thrown away; the engine's version is the next of
+    `versions` at each try."""
 
     async def run():
         async with GenerationClient(service.url, "key", STREAMING, Turnstile(1)) as client:
-            request = SampleRequest((5, 6), SamplingParams(1.0, 9, **params), 1234, accepted, or_newer=accepted > 0)
+            request = SampleRequest(
+                (5, 6), SamplingParams(1.0, 9, **params), 1234, accepted, or_newer=accepted > 0
+            )
             task = asyncio.create_task(client.generate(request))
             for number, version in enumerate(versions, 1):
                 while len(service.requests) < number:
@@ -236,14 +275,19 @@ def test_a_cut_response_goes_on_from_the_tokens_that_came():
     with running(FakeService(script=[("cut", 1), ("cut", 2)])) as service:
         response, discarded = streamed(service, [])
     assert response == Response((1, 2, 3, 4), (-0.5,) * 4, "stop", 0) and discarded == 0
-    assert [request["input_ids"] for request in service.requests] == [[5, 6], [5, 6, 1], [5, 6, 1, 2, 3]]
+    assert [request["input_ids"] for request in service.requests] == [
+        [5, 6],
+        [5, 6, 1],
+        [5, 6, 1, 2, 3],
+    ]
     sampling = [request["sampling_params"] for request in service.requests]
     assert [each["max_new_tokens"] for each in sampling] == [9, 8, 6]
     assert {each["sampling_seed"] for each in sampling} == {1234}
 
 
 def test_versions_of_a_response_that_was_cut_between_two_publishes():
-    """A piece names the version at its end alone: its first tokens may be of what sampled before."""
+    """A piece names the version at its end alone: its first tokens may be of what sampled
+    before."""
     with running(FakeService(version=3, script=[("cut", 1), ("cut", 1)])) as service:
         response, discarded = streamed(service, [4, 6], accepted=3)
     assert response.token_ids.tolist() == [1, 2, 3, 4] and discarded == 0
@@ -251,7 +295,9 @@ def test_versions_of_a_response_that_was_cut_between_two_publishes():
 
 
 @pytest.mark.parametrize("number", [1, 2])
-@pytest.mark.parametrize("params, version", [({"stop": ("x",)}, 0), ({}, 1)], ids=["stop texts", "other weights"])
+@pytest.mark.parametrize(
+    "params, version", [({"stop": ("x",)}, 0), ({}, 1)], ids=["stop texts", "other weights"]
+)
 def test_a_cut_response_starts_again_if_it_cannot_go_on(params, version, number):
     with running(FakeService(version=version, script=[("cut", number)])) as service:
         response, discarded = streamed(service, [0], **params)
@@ -274,7 +320,10 @@ def test_requests_leave_in_order_while_the_caches_have_room():
             for _ in range(5):
                 await asyncio.sleep(0)
 
-        tasks = [asyncio.create_task(request(*each)) for each in [("a", 60.0, 1), ("b", 60.0, 1), ("c", 10.0, 1)]]
+        tasks = [
+            asyncio.create_task(request(*each))
+            for each in [("a", 60.0, 1), ("b", 60.0, 1), ("c", 10.0, 1)]
+        ]
         await step()
         assert left == ["a"], "c does not pass b, which needs more room"
         tasks.append(asyncio.create_task(request("urgent", 70.0, 0)))
@@ -292,12 +341,16 @@ def test_requests_leave_in_order_while_the_caches_have_room():
 
 def test_expected_lengths():
     lengths = ResponseLengths(100)
-    assert lengths.occupied() == 50 and lengths.expected(1) == 100, "all assumed to be as long as they may"
+    assert lengths.occupied() == 50 and lengths.expected(1) == 100, (
+        "all assumed to be as long as they may"
+    )
     for _ in range(40_000):
         lengths.add(1, 10)
         lengths.add(2, 30)
     assert lengths.occupied() == pytest.approx((100 + 900) / 2 / (2 * 20), rel=1e-3)
-    assert (lengths.expected(1), lengths.expected(2)) == (10, 30) and lengths.expected(3) == pytest.approx(20, rel=1e-3)
+    assert (lengths.expected(1), lengths.expected(2)) == (10, 30) and lengths.expected(
+        3
+    ) == pytest.approx(20, rel=1e-3)
 
 
 def test_the_limit_of_a_step_counts_while_somebody_waits():

@@ -1,4 +1,5 @@
-"""Responses of several turns over real HTTP: what is sent, what is masked, what the mathematics makes of it."""
+"""Responses of several turns over real HTTP: what is sent, what is masked, what the mathematics
+makes of it."""
 
 import asyncio
 
@@ -21,7 +22,13 @@ EOS = TOKENIZER.eos_token_id
 PROMPT = Prompt(30, "48/2+1=", tuple(TOKENIZER("48/2+1=")["input_ids"]), "25")
 UNREADABLE = ("48/2>", "<48/2> ", "<<1>>", "<9**9>", "<>")
 # what would take long, or has more digits than Python writes, or needs a deep stack
-UNREADABLE += ("<1e5000>", "<1e-4000000>", "<1e20000000>", f"<{'1+' * 1200}1>", f"<{'-' * 200_000}1>")
+UNREADABLE += (
+    "<1e5000>",
+    "<1e-4000000>",
+    "<1e20000000>",
+    f"<{'1+' * 1200}1>",
+    f"<{'-' * 200_000}1>",
+)
 CALCULATOR = {"function": "calculator", "call_end": ">"}
 
 
@@ -40,7 +47,11 @@ def respond(*turns: dict, max_tokens: int = 32, **tool) -> tuple[Sample, list[di
     config = experiment(
         train={"group_size": 1},
         algorithm={"advantage": {"name": "reinforce_plus_plus"}},
-        sampling={"max_response_tokens": max_tokens, "stop_token_ids": [EOS], "tool": CALCULATOR | tool},
+        sampling={
+            "max_response_tokens": max_tokens,
+            "stop_token_ids": [EOS],
+            "tool": CALCULATOR | tool,
+        },
     )
     with running(FakeService(version=3, script=list(turns))) as service:
         grader, made = Grader(lambda text: 1.0), make_tool(config.sampling.tool, TOKENIZER)
@@ -52,11 +63,21 @@ def respond(*turns: dict, max_tokens: int = 32, **tool) -> tuple[Sample, list[di
 
 def test_two_calls_and_an_answer():
     sample, requests, graded = respond(says("<48/2>"), says("<24+1>"), says("=25", end=True))
-    parts = [(ids("<48/2>"), 1), (ids("24"), 0), (ids("<24+1>"), 1), (ids("25"), 0), (ids("=25", end=True), 1)]
+    parts = [
+        (ids("<48/2>"), 1),
+        (ids("24"), 0),
+        (ids("<24+1>"), 1),
+        (ids("25"), 0),
+        (ids("=25", end=True), 1),
+    ]
     assert list(sample.token_ids) == [token for part, _ in parts for token in part]
     assert list(sample.loss_mask) == [m for part, m in parts for _ in part]
     assert list(sample.logprobs) == [-0.25 * m for m in sample.loss_mask]
-    assert (sample.finish_reason, sample.text, graded) == ("stop", "<48/2>24<24+1>25=25", "<48/2>24<24+1>25=25")
+    assert (sample.finish_reason, sample.text, graded) == (
+        "stop",
+        "<48/2>24<24+1>25=25",
+        "<48/2>24<24+1>25=25",
+    )
     # every turn continues the very ids of the turns before it, within what is left of the limit
     sent = [request["input_ids"][len(PROMPT.token_ids) :] for request in requests]
     assert sent == [[], ids("<48/2>24"), ids("<48/2>24<24+1>25")]
@@ -74,10 +95,22 @@ def test_two_calls_and_an_answer():
         ([says("<48/2>"), says("24", reason="length")], {"max_tokens": 10}, "<48/2>2424", "length"),
         ([says("<4(2>")], {}, "<4(2>", "stop"),  # nothing that can be answered
         ([says("<1/3>")], {}, "<1/3>", "stop"),  # no finite decimal
-        ([says("<48/2>")], {"max_tokens": 8}, "<48/2>", "length"),  # 24 would fit, a word after it would not
+        (
+            [says("<48/2>")],
+            {"max_tokens": 8},
+            "<48/2>",
+            "length",
+        ),  # 24 would fit, a word after it would not
         ([says("<48/2>"), says("<1+1>")], {"max_turns": 2}, "<48/2>24<1+1>", "length"),
     ],
-    ids=["no call", "cut in a later turn", "unreadable call", "no value", "no room for the result", "too many turns"],
+    ids=[
+        "no call",
+        "cut in a later turn",
+        "unreadable call",
+        "no value",
+        "no room for the result",
+        "too many turns",
+    ],
 )
 def test_how_a_response_ends(turns, options, text, reason):
     sample, _, _ = respond(*turns, **options)

@@ -1,4 +1,5 @@
-"""Experts from an engine's answer to the batch: what is asked for, checked, kept, sent on, and refused beforehand."""
+"""Experts from an engine's answer to the batch: what is asked for, checked, kept, sent on, and
+refused beforehand."""
 
 import asyncio
 import base64
@@ -28,7 +29,12 @@ from megagrpo.families.table import architecture_of
 from megagrpo.monitor.rollouts import RolloutLog, read_rollouts
 from megagrpo.planning.explain import explain
 from megagrpo.rollout.admission import Turnstile
-from megagrpo.rollout.generation import GenerationClient, GenerationFailed, SampleRequest, SamplingParams
+from megagrpo.rollout.generation import (
+    GenerationClient,
+    GenerationFailed,
+    SampleRequest,
+    SamplingParams,
+)
 from megagrpo.rollout.response import Response
 from megagrpo.rollout.routed_experts import WrongExperts, for_other_ranks, read_experts
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
@@ -40,8 +46,21 @@ from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 REPLAY = "actor.routing_replay=rollout"
 PARAMS_WITHOUT_TEXTS = replace(PARAMS, stop=())
-_SIZES = {"hidden_size": 16, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "ffn_size": 32, "vocab_size": 64}
-_REST = {"max_positions": 64, "rms_eps": 1e-6, "rope_theta": 1e4, "rope_scaling": None, "tied": False}
+_SIZES = {
+    "hidden_size": 16,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "ffn_size": 32,
+    "vocab_size": 64,
+}
+_REST = {
+    "max_positions": 64,
+    "rms_eps": 1e-6,
+    "rope_theta": 1e4,
+    "rope_scaling": None,
+    "tied": False,
+}
 _EXPERTS = {"num_layers": 3, "dense_layers": 1, "num_experts": 8, "experts_per_token": 2}
 MIXED = Architecture("glm4_moe", **_SIZES, **_REST, **_EXPERTS)
 
@@ -65,7 +84,9 @@ def test_experts_are_read_without_dense_layers_in_the_smallest_type():
     assert found.dtype == np.uint8 and np.array_equal(found, experts[:, 1:])
     many = replace(MIXED, num_experts=384)
     experts = drawn(50, many)
-    assert experts.max() > 255 and np.array_equal(read_experts(many, told(experts), 50), experts[:, 1:])
+    assert experts.max() > 255 and np.array_equal(
+        read_experts(many, told(experts), 50), experts[:, 1:]
+    )
 
 
 def test_wrong_experts_are_refused():
@@ -80,7 +101,11 @@ def test_wrong_experts_are_refused():
         (MIXED, told(outside), "ids from 0 to 8, and the model experts 0 to 7"),
         (MIXED, told(negative), "ids from -1"),
         (MIXED, told(twice), "an expert of layer 2 twice"),
-        (MIXED, told(np.zeros_like(right)), "moe_runner_backend: triton"),  # a kernel that tells nobody
+        (
+            MIXED,
+            told(np.zeros_like(right)),
+            "moe_runner_backend: triton",
+        ),  # a kernel that tells nobody
         (one, told(np.zeros((5, 3, 1))), "is 0 everywhere"),
     ):
         with pytest.raises(WrongExperts, match=message):
@@ -92,7 +117,9 @@ def test_wrong_experts_are_refused():
 
 def answered(script: list, experts_from: int) -> tuple[Response, list[dict], int]:
     async def run():
-        async with GenerationClient(service.url, "key", QUICK, Turnstile(4), experts=MIXED) as client:
+        async with GenerationClient(
+            service.url, "key", QUICK, Turnstile(4), experts=MIXED
+        ) as client:
             return await client.generate(
                 SampleRequest((5, 6, 7), PARAMS, 1234, experts_from=experts_from)
             ), client.num_retries
@@ -112,20 +139,30 @@ def test_experts_are_asked_for_from_a_token_on_and_wrong_ones_again():
         answered([{}] * 4, 0)
 
 
-@pytest.mark.parametrize("first, number", [(("cut", 2), 2), ({}, 3)], ids=["cut", "whole, and no experts are told"])
+@pytest.mark.parametrize(
+    "first, number", [(("cut", 2), 2), ({}, 3)], ids=["cut", "whole, and no experts are told"]
+)
 def test_a_response_that_failed_gets_experts_of_all_its_tokens_from_who_finishes_it(first, number):
-    """Of a whole one the last token is sampled again: nothing may be sampled behind the end of a response."""
+    """Of a whole one the last token is sampled again: nothing may be sampled behind the end of a
+    response."""
     experts = drawn(2 + 4 - 1, MIXED)
     script = [first, {"routed_experts": told(experts)}]
 
     async def run(service: FakeService) -> Response:
         streaming = replace(QUICK, streaming=True)
-        async with GenerationClient(service.url, "key", streaming, Turnstile(4), experts=MIXED) as client:
-            return await client.generate(SampleRequest((5, 6), PARAMS_WITHOUT_TEXTS, 1234, experts_from=0))
+        async with GenerationClient(
+            service.url, "key", streaming, Turnstile(4), experts=MIXED
+        ) as client:
+            return await client.generate(
+                SampleRequest((5, 6), PARAMS_WITHOUT_TEXTS, 1234, experts_from=0)
+            )
 
     with running(FakeService(script=script)) as service:
         response = asyncio.run(run(service))
-    assert [request["input_ids"] for request in service.requests] == [[5, 6], [5, 6, 1, 2, 3][: 2 + number]]
+    assert [request["input_ids"] for request in service.requests] == [
+        [5, 6],
+        [5, 6, 1, 2, 3][: 2 + number],
+    ]
     assert response.token_ids.tolist() == [1, 2, 3, 4]
     assert np.array_equal(response.routed_experts, experts[:, 1:])
 
@@ -154,7 +191,9 @@ def test_every_turn_goes_on_where_the_experts_end(model: Path):
     turns = [ids("<48/2>"), ids("1", end=True)]
     prompt = len(PROMPT.token_ids)
     first = prompt + len(turns[0]) - 1
-    whole = prompt + len(turns[0]) + len(ids("1")) + len(turns[1]) - 1  # what decode says goes to the calculator
+    whole = (
+        prompt + len(turns[0]) + len(ids("1")) + len(turns[1]) - 1
+    )  # what decode says goes to the calculator
     experts = drawn(whole, spec)
     script = [
         says("<48/2>") | {"routed_experts": told(experts[:first])},
@@ -176,7 +215,9 @@ def test_evaluation_and_greedy_baselines_ask_for_none(model: Path):
     with running(FakeService(version=3)) as service:
         source = source_of(model, service)
         source.evaluate(PROMPTS[:1], 3, SamplingParams(1.0, 4), 1)
-    assert service.requests and not any("return_routed_experts" in request for request in service.requests)
+    assert service.requests and not any(
+        "return_routed_experts" in request for request in service.requests
+    )
 
 
 def groups_with_experts() -> list[RolloutGroup]:
@@ -192,8 +233,13 @@ def groups_with_experts() -> list[RolloutGroup]:
 def test_the_batch_has_experts_of_its_own_layers():
     [group] = groups = groups_with_experts()
     batch = build_batch(groups, one_pass(1), MESH, routed_layers=(1,))
-    assert batch.routing.experts.shape == (7 + 5 + 6, 1, 2) and batch.routing.experts.dtype == torch.uint8
-    assert batch.routing.lengths.tolist() == [6, 4, 0], "of all tokens but the last; of the last sample none are known"
+    assert (
+        batch.routing.experts.shape == (7 + 5 + 6, 1, 2)
+        and batch.routing.experts.dtype == torch.uint8
+    )
+    assert batch.routing.lengths.tolist() == [6, 4, 0], (
+        "of all tokens but the last; of the last sample none are known"
+    )
     for row, length in enumerate(batch.routing.lengths.tolist()):
         found = batch.routing.experts.split(batch.lengths.tolist())[row].numpy()
         assert not found[length:].any()
@@ -204,12 +250,20 @@ def test_the_batch_has_experts_of_its_own_layers():
 
 
 def test_ranks_that_do_not_sample_get_tokens_without_experts_and_texts():
-    groups = [replace(g, samples=tuple(replace(s, text="said") for s in g.samples)) for g in groups_with_experts()]
+    groups = [
+        replace(g, samples=tuple(replace(s, text="said") for s in g.samples))
+        for g in groups_with_experts()
+    ]
     [group] = map(for_other_ranks, groups)
     assert all(s.routed_experts is None and s.text == "" for s in group.samples)
     restored = zip(group.samples, groups[0].samples, strict=True)
     assert (
-        replace(group, samples=tuple(replace(s, routed_experts=o.routed_experts, text="said") for s, o in restored))
+        replace(
+            group,
+            samples=tuple(
+                replace(s, routed_experts=o.routed_experts, text="said") for s, o in restored
+            ),
+        )
         == (groups[0])
     )
 
@@ -222,14 +276,20 @@ def test_checkpoints_keep_experts_and_logs_do_not(tmp_path: Path):
     log = RolloutLog(RunFolder(tmp_path), 0, 1)
     log.write(1, groups)
     log.close()
-    assert "routed" not in json.dumps(list(read_rollouts(RunFolder(tmp_path).rollout_files()[1].values())))
+    assert "routed" not in json.dumps(
+        list(read_rollouts(RunFolder(tmp_path).rollout_files()[1].values()))
+    )
 
 
 def test_who_replays_has_experts_no_fused_router_and_engines_that_tell():
     config = load_config(str(CONFIG), [REPLAY])
-    dense, moe = (architecture_of(hf_config(TinyModelConfig(path="x", family=f))) for f in ("qwen3", "qwen3_moe"))
-    assert "actor.routing_replay: a qwen3 model has no experts to route to; remove it" in layout_problems(
-        dense, config.actor
+    dense, moe = (
+        architecture_of(hf_config(TinyModelConfig(path="x", family=f)))
+        for f in ("qwen3", "qwen3_moe")
+    )
+    assert (
+        "actor.routing_replay: a qwen3 model has no experts to route to; remove it"
+        in layout_problems(dense, config.actor)
     )
     assert layout_problems(moe, config.actor) == []
     mixtral = architecture_of(hf_config(TinyModelConfig(path="x", family="mixtral")))
@@ -238,14 +298,20 @@ def test_who_replays_has_experts_no_fused_router_and_engines_that_tell():
     assert layout_problems(mixtral, old) == []
     gpu = Kernels(cuda=True, transformer_engine=True, fused_weight_gradient=False)
     fused = {
-        replay: transformer_defaults(moe, config.actor.model_copy(update={"routing_replay": replay}), gpu)
+        replay: transformer_defaults(
+            moe, config.actor.model_copy(update={"routing_replay": replay}), gpu
+        )
         for replay in (None, "old")
     }
     assert "moe_router_fusion" in fused[None] and "moe_router_fusion" not in fused["old"]
     place = ServerPlace(0, "127.0.0.1", 1, "", cuda=True, num_cores=1)
     assert engine_settings(config, place)["enable_return_routed_experts"] is True
-    assert engine_settings(config, place)["moe_runner_backend"] == "triton", "others choose experts inside their kernel"
-    assert "enable_return_routed_experts" not in engine_settings(load_config(str(CONFIG), []), place)
+    assert engine_settings(config, place)["moe_runner_backend"] == "triton", (
+        "others choose experts inside their kernel"
+    )
+    assert "enable_return_routed_experts" not in engine_settings(
+        load_config(str(CONFIG), []), place
+    )
 
 
 def test_check_says_what_experts_cost(model: Path):
@@ -253,7 +319,16 @@ def test_check_says_what_experts_cost(model: Path):
     settings = [f"model.path={model}", "sft=null"]
     k = architecture_of(json.loads((model / "config.json").read_text())).experts_per_token
     text = explain(load_config(str(CONFIG), [*settings, REPLAY]))
-    assert f"the actor takes the engine's experts: {2 * k} bytes a token of a replica, {16 * k} in an answer" in text
-    assert f"{12 * k} of an engine rank's host memory" in text and "enable_return_routed_experts" in text
+    assert (
+        f"the actor takes the engine's experts: {2 * k} bytes a token of a replica, {16 * k} in an "
+        "answer" in text
+    )
+    assert (
+        f"{12 * k} of an engine rank's host memory" in text
+        and "enable_return_routed_experts" in text
+    )
     old = explain(load_config(str(CONFIG), [*settings, "actor.routing_replay=old"]))
-    assert f"experts of the old log-probabilities: {2 * k} bytes" in old and "enable_return_routed_experts" not in old
+    assert (
+        f"experts of the old log-probabilities: {2 * k} bytes" in old
+        and "enable_return_routed_experts" not in old
+    )

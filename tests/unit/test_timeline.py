@@ -1,4 +1,5 @@
-"""The timeline and the record of trained samples: what is in a line, what bounds it, what a resumed run does to it."""
+"""The timeline and the record of trained samples: what is in a line, what bounds it, what a resumed
+run does to it."""
 
 import itertools
 import os
@@ -34,13 +35,25 @@ def recorded(tmp_path, monkeypatch, moments: list[float], work) -> dict:
 
 def test_phases_follow_one_another_without_a_gap(tmp_path, monkeypatch):
     def step(timeline):
-        for phase in ("rollout", "what follows rollout", "publish", "publish", "what follows publish"):
+        for phase in (
+            "rollout",
+            "what follows rollout",
+            "publish",
+            "publish",
+            "what follows publish",
+        ):
             timeline.mark(phase)
         timeline.end_step(12)
 
     line = recorded(tmp_path, monkeypatch, [100.0, 100.5, 103.0, 103.5, 105.0, 105.25], step)
     assert (line["step"], line["start"], line["end"]) == (12, 100.0, 5.25)
-    names = ("what follows the record", "rollout", "what follows rollout", "publish", "what follows publish")
+    names = (
+        "what follows the record",
+        "rollout",
+        "what follows rollout",
+        "publish",
+        "what follows publish",
+    )
     moments = itertools.pairwise((0.0, 0.5, 3.0, 3.5, 5.0, 5.25))
     assert line["phases"] == [[name, *times] for name, times in zip(names, moments, strict=True)]
     assert [is_between(name) for name, *_ in line["phases"]] == [True, False, True, False, True]
@@ -69,11 +82,15 @@ def test_a_line_is_bounded_and_says_how_much_there_was(tmp_path):
         for i in range(5000):
             timeline.request("engine-0", 1.0 * i, i + 0.5, 3)
             timeline.call("engine-0", f"call {i}", 1.0 * i, i + 0.5)
-        timeline.call("engine-0", "call 1023", 6000.0, 6000.5)  # as the last one that is kept, but not consecutive
+        timeline.call(
+            "engine-0", "call 1023", 6000.0, 6000.5
+        )  # as the last one that is kept, but not consecutive
         timeline.end_step(1)
     (line,) = lines(RunFolder(tmp_path))
     assert (line["num_requests"], line["num_calls"], len(line["calls"])) == (5000, 5001, 1024)
-    assert line["calls"][-1][1] == "call 1023" and line["calls"][-1][3] - line["calls"][-1][2] == pytest.approx(0.5)
+    assert line["calls"][-1][1] == "call 1023" and line["calls"][-1][3] - line["calls"][-1][
+        2
+    ] == pytest.approx(0.5)
     starts = [start for _, start, *_ in line["requests"]]
     assert 256 < len(starts) <= 512 and {b - a for a, b in itertools.pairwise(starts)} == {10.0}
     assert os.path.getsize(RunFolder(tmp_path).timeline_file(0)) < 100_000
@@ -109,8 +126,13 @@ def test_a_resumed_run_replaces_what_it_makes_again(tmp_path):
         assert after[:2] == before[rank][:2] and after[2] != before[rank][2]
         assert [line["step"] for line in lines(folder, rank)] == [1, 2, 3, 4, 5, 6]
     assert [line["step"] for line in read_step_lines(folder.trained_file(0))] == [1, 2, 3, 4, 5, 6]
-    Timeline(folder, 0, world_size=1, start_step=3).close()  # rank 1 is gone: none of its later steps stay
-    assert [[line["step"] for line in lines(folder, rank)] for rank in range(2)] == [[1, 2, 3], [1, 2, 3]]
+    Timeline(
+        folder, 0, world_size=1, start_step=3
+    ).close()  # rank 1 is gone: none of its later steps stay
+    assert [[line["step"] for line in lines(folder, rank)] for rank in range(2)] == [
+        [1, 2, 3],
+        [1, 2, 3],
+    ]
     make_run(tmp_path, num_steps=1)
     assert [line["step"] for line in lines(folder)] == [1]
 
@@ -131,11 +153,16 @@ def test_broken_lines_and_failures_to_write_are_raised(tmp_path):
         list(read_step_lines(path))
 
 
-# ---- samples as the update saw them ----------------------------------------------------------------------------------
+# ---- samples as the update saw them
+# ----------------------------------------------------------------------------------
 
 
-def trained(tmp_path, batches, num_groups: int = 1, logprobs: torch.Tensor | None = None) -> list[dict]:
-    with closing(TrainedLog(RunFolder(tmp_path), 0, 1, num_groups, lambda ids: [f"<{i}>" for i in ids])) as log:
+def trained(
+    tmp_path, batches, num_groups: int = 1, logprobs: torch.Tensor | None = None
+) -> list[dict]:
+    with closing(
+        TrainedLog(RunFolder(tmp_path), 0, 1, num_groups, lambda ids: [f"<{i}>" for i in ids])
+    ) as log:
         for step, batch in enumerate(batches, start=1):
             log.write(step, batch, batch.old_logprobs if logprobs is None else logprobs)
     return list(read_step_lines(RunFolder(tmp_path).trained_file(0)))
@@ -148,7 +175,9 @@ def test_advantages_of_all_and_tokens_of_the_first_groups(tmp_path):
     assert first["sample_ids"] == list(range(12))
     assert first["advantages"][:4] == [1.5, (1.0 - 0.5 - 0.5) / 3, -1.0, 0.0]
     ids = [[5, 6], [5, 6, 9]]
-    tokens = [{"sample_id": i, "ids": own, "difference": [0.25] * len(own)} for i, own in enumerate(ids)]
+    tokens = [
+        {"sample_id": i, "ids": own, "difference": [0.25] * len(own)} for i, own in enumerate(ids)
+    ]
     assert first["tokens"][:2] == tokens and len(first["tokens"]) == 4
     assert first["pieces"] == {"5": "<5>", "6": "<6>", "9": "<9>"} and second["pieces"] == {}
 
@@ -158,9 +187,14 @@ def test_untrained_tokens_have_no_difference_and_the_updates_own_forward_serves_
     seen = batch.old_logprobs.clone()
     seen[batch.starts[1] : batch.starts[2]] = torch.nan  # no update took that sample
     (line,) = trained(tmp_path, [replace(batch, old_logprobs=None)], logprobs=seen)
-    assert [sample["difference"] for sample in line["tokens"][:2]] == [[0.002, 0.002], [None, None, None]]
+    assert [sample["difference"] for sample in line["tokens"][:2]] == [
+        [0.002, 0.002],
+        [None, None, None],
+    ]
     batch.loss_mask[batch.starts[0] + 3] = False  # a tool's token
     batch.loss_mask[batch.starts[2] : batch.starts[3]] = False
     masked = trained(tmp_path, [batch])[-1]
-    assert masked["tokens"][0]["difference"] == [None, 0.002] and masked["tokens"][2]["difference"] == [None, None]
+    assert masked["tokens"][0]["difference"] == [None, 0.002] and masked["tokens"][2][
+        "difference"
+    ] == [None, None]
     assert masked["advantages"][2] is None

@@ -1,8 +1,9 @@
 """Core attention for padded, packed and context-parallel batches, instead of Megatron's.
 
-Megatron's own local attention refuses packed sequences and context parallelism; Transformer Engine's does not exist
-on a CPU. This one is torch's scaled_dot_product_attention on a CPU and torch's variable-length kernel on a GPU. Under
-context parallelism a rank holds two chunks of every sequence (zigzag) and gathers the keys and values of all ranks.
+Megatron's own local attention refuses packed sequences and context parallelism; Transformer
+Engine's does not exist on a CPU. This one is torch's scaled_dot_product_attention on a CPU and
+torch's variable-length kernel on a GPU. Under context parallelism a rank holds two chunks of every
+sequence (zigzag) and gathers the keys and values of all ranks.
 """
 
 import inspect
@@ -30,20 +31,23 @@ class _PaddedGrids:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's packed description, which the padded path adds its grids to when it first needs them."""
+    """Megatron's packed description, which the padded path adds its grids to when it first needs
+    them."""
 
     _grids: _PaddedGrids | None = None
 
     @staticmethod
     def make(cu_seqlens: Tensor, max_seqlen: int) -> "PackedSequences":
-        """Describes k sequences by cu_seqlens [k + 1] int32, from 0 to T; a dummy tail is one too."""
+        """Describes k sequences by cu_seqlens [k + 1] int32, from 0 to T; a dummy tail is one
+        too."""
         cp_size = mpu.get_context_parallel_world_size()
         return PackedSequences(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_kv=cu_seqlens,
-            # Transformer Engine's under context parallelism: its padding is counted as part of the sequences here. The
-            # same tensor, which it compares with the other in every layer without asking the device for the values.
+            # Transformer Engine's under context parallelism: its padding is counted as part of the
+            # sequences here. The same tensor, which it compares with the other in every layer
+            # without asking the device for the values.
             cu_seqlens_q_padded=cu_seqlens if cp_size > 1 else None,
             cu_seqlens_kv_padded=cu_seqlens if cp_size > 1 else None,
             max_seqlen_q=max_seqlen,
@@ -51,31 +55,50 @@ class PackedSequences(PackedSeqParams):
         )
 
     def grids(self, num_tokens: int) -> _PaddedGrids:
-        """Returns the grids of `num_tokens` tokens of this rank, made once a micro-batch for all layers."""
+        """Returns the grids of `num_tokens` tokens of this rank, made once a micro-batch for all
+        layers."""
         if self._grids is None:
-            cp_size, cp_rank = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
+            cp_size, cp_rank = (
+                mpu.get_context_parallel_world_size(),
+                mpu.get_context_parallel_rank(),
+            )
             local, sequence, place = local_places(self.cu_seqlens_q, num_tokens, cp_size)
-            by_rank = [zigzag_position(place, local[sequence], rank, cp_size) for rank in range(cp_size)]
-            grid = torch.zeros(len(local), self.max_seqlen_q // cp_size, dtype=torch.int64, device=local.device)
+            by_rank = [
+                zigzag_position(place, local[sequence], rank, cp_size) for rank in range(cp_size)
+            ]
+            grid = torch.zeros(
+                len(local), self.max_seqlen_q // cp_size, dtype=torch.int64, device=local.device
+            )
             self._grids = _PaddedGrids(
                 query_at=(sequence, place),
                 key_at=(sequence.repeat(cp_size), torch.cat(by_rank)),
-                query_position=grid.index_put((sequence, place), by_rank[cp_rank]) if cp_size > 1 else None,
+                query_position=grid.index_put((sequence, place), by_rank[cp_rank])
+                if cp_size > 1
+                else None,
             )
         return self._grids
 
 
 def local_places(cu_seqlens: Tensor, count: int, cp_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns a context rank's part of k sequences: their tokens [k], and of each token [count] sequence and place."""
+    """Returns a context rank's part of k sequences: their tokens [k], and of each token [count]
+    sequence and place."""
     local = (cu_seqlens[1:] - cu_seqlens[:-1]).long() // cp_size
-    sequence = torch.repeat_interleave(local, output_size=count)  # without a size it waits for the device
-    return local, sequence, torch.arange(count, device=local.device) - (local.cumsum(0) - local)[sequence]
+    sequence = torch.repeat_interleave(
+        local, output_size=count
+    )  # without a size it waits for the device
+    return (
+        local,
+        sequence,
+        torch.arange(count, device=local.device) - (local.cumsum(0) - local)[sequence],
+    )
 
 
 def zigzag_position(place: Tensor, local_length: Tensor | int, rank: int, cp_size: int) -> Tensor:
-    """Returns the position in the whole sequence of the place-th token that context rank `rank` holds of it.
+    """Returns the position in the whole sequence of the place-th token that context rank `rank`
+    holds of it.
 
-    Of 2 cp equal chunks it holds number `rank` and number 2 cp - 1 - rank, so that all ranks attend to as many keys.
+    Of 2 cp equal chunks it holds number `rank` and number 2 cp - 1 - rank, so that all ranks attend
+    to as many keys.
     """
     chunk = local_length // 2 if cp_size > 1 else local_length
     late = place >= chunk
@@ -84,12 +107,14 @@ def zigzag_position(place: Tensor, local_length: Tensor | int, rank: int, cp_siz
 
 @cache
 def _takes_grouped_heads(varlen_attn: Callable) -> bool:
-    """Tells whether torch's kernel promises to take fewer key and value heads than queries; that of 2.11 does not."""
+    """Tells whether torch's kernel promises to take fewer key and value heads than queries; that of
+    2.11 does not."""
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 class CausalAttention(torch.nn.Module):
-    """Computes softmax(q k^T scale) v with a causal mask inside each sequence; key/value heads are grouped."""
+    """Computes softmax(q k^T scale) v with a causal mask inside each sequence; key/value heads are
+    grouped."""
 
     def __init__(
         self,
@@ -108,16 +133,27 @@ class CausalAttention(torch.nn.Module):
         self.cp_size = config.context_parallel_size
 
     def forward(
-        self, query, key, value, attention_mask, /, *, attn_mask_type=None, attention_bias=None, packed_seq_params=None
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        /,
+        *,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params=None,
     ):
-        """Maps q [s, b, heads, d], k [s, b, groups, d], v [s, b, groups, e] to [s, b, heads e]; packed: without b.
+        """Maps q [s, b, heads, d], k [s, b, groups, d], v [s, b, groups, e] to [s, b, heads e];
+        packed: without b.
 
-        e is d except in latent attention. s, packed T, are this context rank's. Padding is at the right, so the causal
-        mask alone keeps it away from real tokens.
+        e is d except in latent attention. s, packed T, are this context rank's. Padding is at the
+        right, so the causal mask alone keeps it away from real tokens.
         """
         if self.cp_size > 1:
             key, value = (
-                gather_from_sequence_parallel_region(t, group=mpu.get_context_parallel_group()) for t in (key, value)
+                gather_from_sequence_parallel_region(t, group=mpu.get_context_parallel_group())
+                for t in (key, value)
             )
         if packed_seq_params is None:
             return self._padded(query, key, value)
@@ -126,7 +162,8 @@ class CausalAttention(torch.nn.Module):
         return self._packed(query, key, value, packed_seq_params)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Attends from query [b, heads, places, d] to key [b, groups, places, d] and value [b, groups, places, e].
+        """Attends from query [b, heads, places, d] to key [b, groups, places, d] and value [b,
+        groups, places, e].
 
         mask: [b, 1, queries, keys], True where a query sees a key; None: a plain causal one.
         """
@@ -141,8 +178,13 @@ class CausalAttention(torch.nn.Module):
         mask = None
         if self.cp_size > 1:
             place = torch.arange(len(query), device=query.device)
-            by_rank = [zigzag_position(place, len(query), rank, self.cp_size) for rank in range(self.cp_size)]
-            mask = (by_rank[mpu.get_context_parallel_rank()][:, None] >= torch.cat(by_rank))[None, None]
+            by_rank = [
+                zigzag_position(place, len(query), rank, self.cp_size)
+                for rank in range(self.cp_size)
+            ]
+            mask = (by_rank[mpu.get_context_parallel_rank()][:, None] >= torch.cat(by_rank))[
+                None, None
+            ]
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         out = self._attend(query, key, value, mask)
         return out.permute(2, 0, 1, 3).flatten(2)
@@ -153,13 +195,21 @@ class CausalAttention(torch.nn.Module):
 
         def grid(flat: Tensor, places: int, where: tuple[Tensor, Tensor]) -> Tensor:
             """Lays [T, heads, d] out as [k, heads, places, d]."""
-            return flat.new_zeros(sequences, places, *flat.shape[1:]).index_put(where, flat).transpose(1, 2)
+            return (
+                flat.new_zeros(sequences, places, *flat.shape[1:])
+                .index_put(where, flat)
+                .transpose(1, 2)
+            )
 
         mask = None
         if grids.query_position is not None:
-            mask = (grids.query_position[:, :, None] >= torch.arange(longest, device=query.device))[:, None]
+            mask = (grids.query_position[:, :, None] >= torch.arange(longest, device=query.device))[
+                :, None
+            ]
         keys, values = (grid(t, longest, grids.key_at) for t in (key, value))
-        out = self._attend(grid(query, longest // self.cp_size, grids.query_at), keys, values, mask).transpose(1, 2)
+        out = self._attend(
+            grid(query, longest // self.cp_size, grids.query_at), keys, values, mask
+        ).transpose(1, 2)
         return out[grids.query_at].flatten(1)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
@@ -174,6 +224,17 @@ class CausalAttention(torch.nn.Module):
         repeat = query.shape[1] // key.shape[1]
         if repeat > 1 and not grouped:
             key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-        out = varlen_attn(query, key, value, cu, cu, longest, longest, scale=self.scale, window_size=causal, **grouped)
+        out = varlen_attn(
+            query,
+            key,
+            value,
+            cu,
+            cu,
+            longest,
+            longest,
+            scale=self.scale,
+            window_size=causal,
+            **grouped,
+        )
         assert isinstance(out, Tensor), "no log-sum-exp was asked for"
         return out[..., :width].flatten(1)

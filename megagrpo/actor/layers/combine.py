@@ -1,7 +1,7 @@
 """The sum of a token's experts without Transformer Engine's kernel: in float32, rounded once.
 
-Megatron's own adds bfloat16 by atomic operations: its order differs from run to run, and so would the log-probabilities
-of one sample in two passes of the same weights.
+Megatron's own adds bfloat16 by atomic operations: its order differs from run to run, and so would
+the log-probabilities of one sample in two passes of the same weights.
 """
 
 import torch
@@ -20,11 +20,15 @@ def unpermute(
     fused: bool = False,
     drop_and_pad: bool = False,
 ) -> Tensor:
-    """Returns [tokens, h], sums of the rows of permuted_tokens [n, h] with the same index in sorted_indices [n].
+    """Returns [tokens, h], sums of the rows of permuted_tokens [n, h] with the same index in
+    sorted_indices [n].
 
-    Takes the place of Megatron's, which does the rest: its fused kernel, probabilities, other types.
+    Takes the place of Megatron's, which does the rest: its fused kernel, probabilities, other
+    types.
     """
     if fused or probs is not None or permuted_tokens.dtype is not torch.bfloat16:
-        return _unpermute(permuted_tokens, sorted_indices, restore_shape, probs, routing_map, fused, drop_and_pad)
+        return _unpermute(
+            permuted_tokens, sorted_indices, restore_shape, probs, routing_map, fused, drop_and_pad
+        )
     summed = torch.zeros(restore_shape, dtype=torch.float32, device=permuted_tokens.device)
     return summed.index_add(0, sorted_indices, permuted_tokens.float()).to(permuted_tokens.dtype)

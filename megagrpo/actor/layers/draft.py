@@ -1,8 +1,9 @@
-"""The draft: a layer that proposes the token after next (multi-token prediction; DeepSeek-V3, arXiv 2412.19437, 2.2).
+"""The draft: a layer that proposes the token after next (multi-token prediction; DeepSeek-V3, arXiv
+2412.19437, 2.2).
 
-At position t it sees the model's hidden state h(t) and token t + 1, and predicts token t + 2 with the model's own
-output layer. It is trained towards the model's own distribution at t + 1, on detached inputs: its loss has no gradient
-in the model. Only last pipeline stages have one.
+At position t it sees the model's hidden state h(t) and token t + 1, and predicts token t + 2 with
+the model's own output layer. It is trained towards the model's own distribution at t + 1, on
+detached inputs: its loss has no gradient in the model. Only last pipeline stages have one.
 """
 
 from collections.abc import Callable
@@ -35,7 +36,8 @@ class LayerModules(NamedTuple):
 
 
 class DraftLayer(MegatronModule):
-    """Maps hidden states and embedded next tokens, both [s / tp, b, h], to the hidden states of the draft's head."""
+    """Maps hidden states and embedded next tokens, both [s / tp, b, h], to the hidden states of the
+    draft's head."""
 
     def __init__(self, config: TransformerConfig, modules: LayerModules, vp_stage: int | None):
         super().__init__(config=config)
@@ -56,8 +58,12 @@ class DraftLayer(MegatronModule):
             parallel_mode="duplicated",
             skip_weight_param_allocation=False,
         )
-        number = config.num_layers + 1 - get_transformer_layer_offset(config, vp_stage)  # it follows the last layer
-        self.layer = build_module(modules.layer, config=config, vp_stage=vp_stage, layer_number=number)
+        number = (
+            config.num_layers + 1 - get_transformer_layer_offset(config, vp_stage)
+        )  # it follows the last layer
+        self.layer = build_module(
+            modules.layer, config=config, vp_stage=vp_stage, layer_number=number
+        )
         self.embedding: Tensor | None = None  # a copy [vocab / tp, h] of the first pipeline stage's
 
     def forward(self, hidden: Tensor, embedded: Tensor, **attention: object) -> Tensor:
@@ -67,7 +73,8 @@ class DraftLayer(MegatronModule):
 
 
 def mark_parameters(draft: DraftLayer, trained: bool) -> None:
-    """Lets the optimiser tell a draft's parameters from the model's, whose gradient norm they are no part of."""
+    """Lets the optimiser tell a draft's parameters from the model's, whose gradient norm they are
+    no part of."""
     for parameter in draft.parameters():
         setattr(parameter, OF_DRAFT, True)
         parameter.shared = True  # Megatron leaves such parameters out of the norm
@@ -78,12 +85,15 @@ class Following(NamedTuple):
     """Holds, for each of this rank's n = b s / cp positions, what the sample has behind it."""
 
     tokens: Tensor  # [b, s / cp] int64, 0 behind the last one
-    places: Tensor  # [n] int64: where the next position lies among those of all context-parallel ranks, rank after rank
+    # [n] int64: where the next position lies among those of all context-parallel ranks, rank after
+    # rank
+    places: Tensor
     sampled: Tensor  # [n] bool: the policy has sampled the token behind the next one
 
 
 def following(micro: MicroBatch) -> Following:
-    """Collective over context-parallel ranks, which hold parts of every sample. Waits for no device."""
+    """Collective over context-parallel ranks, which hold parts of every sample. Waits for no
+    device."""
     rows, columns = micro.rows.flatten(), micro.columns.flatten()
     stride = micro.longest + 1  # the position behind a sample's end is none of the next sample's
     keys = torch.where(rows >= 0, rows * stride + columns, -2)
@@ -99,7 +109,8 @@ def following(micro: MicroBatch) -> Following:
 
 @torch.no_grad()
 def gather_context(part: Tensor) -> Tensor:
-    """Collective over context-parallel ranks. Returns their parts [n, ...] behind each other, rank after rank."""
+    """Collective over context-parallel ranks. Returns their parts [n, ...] behind each other, rank
+    after rank."""
     return gather_from_sequence_parallel_region(part, group=mpu.get_context_parallel_group())
 
 

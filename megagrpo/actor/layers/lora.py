@@ -1,9 +1,11 @@
-"""Low-rank adapters on Megatron's linear layers: y = W x + alpha / rank * B (A x); only A and B are trained.
+"""Low-rank adapters on Megatron's linear layers: y = W x + alpha / rank * B (A x); only A and B are
+trained.
 
-Each Hugging Face projection has its own A and B, as in PEFT, even if Megatron fuses projections into one layer. Dense
-layers: the half that tensor parallelism shards is sharded likewise (B's rows of a column-parallel layer, A's columns of
-a row-parallel one), the other is replicated and its gradient summed; ranks exchange only A x, with `rank` columns.
-Experts: like their weights; partial sums go to Megatron's token dispatcher.
+Each Hugging Face projection has its own A and B, as in PEFT, even if Megatron fuses projections
+into one layer. Dense layers: the half that tensor parallelism shards is sharded likewise (B's rows
+of a column-parallel layer, A's columns of a row-parallel one), the other is replicated and its
+gradient summed; ranks exchange only A x, with `rank` columns. Experts: like their weights; partial
+sums go to Megatron's token dispatcher.
 """
 
 import hashlib
@@ -37,15 +39,18 @@ _CHILD = "adapters"  # what a linear layer calls its Adapters
 
 
 Linear: TypeAlias = ColumnParallelLinear | RowParallelLinear
-# One of Megatron's layers, the prefix of its projections' HF names, and the rows [n] int64 of this rank's weight that
-# belong to each projection.
+# One of Megatron's layers, the prefix of its projections' HF names, and the rows [n] int64 of this
+# rank's weight that belong to each projection.
 _Site: TypeAlias = tuple[Linear, str, dict[str, Tensor]]
 
 
 class Adapters(Module):
-    """Holds A [rank, inputs] and B [outputs, rank] of the targets in one linear layer, as this rank has them."""
+    """Holds A [rank, inputs] and B [outputs, rank] of the targets in one linear layer, as this rank
+    has them."""
 
-    rows: Tensor | None  # [n] int64: which outputs the Bs' rows are, one after the other; None: all, in order
+    rows: (
+        Tensor | None
+    )  # [n] int64: which outputs the Bs' rows are, one after the other; None: all, in order
 
     def __init__(self, site: _Site, lora: LoraConfig, place: RankPlace, dtype: torch.dtype):
         super().__init__()
@@ -66,12 +71,18 @@ class Adapters(Module):
         self._mark(cut, whole, dim, place)
 
     def _mark(self, cut: ParameterDict, whole: ParameterDict, dim: int, place: RankPlace) -> None:
-        """Tells Megatron which parameters are shards, for the gradient norm, and over which ranks gradients add up."""
+        """Tells Megatron which parameters are shards, for the gradient norm, and over which ranks
+        gradients add up."""
         for parameter in cut.values():
-            parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dim, 1
+            parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = (
+                True,
+                dim,
+                1,
+            )
         for parameter in whole.values():
             if self.is_expert:
-                # an expert's copy counts once in its expert-parallel group, whatever tensor-parallel rank has it
+                # an expert's copy counts once in its expert-parallel group, whatever
+                # tensor-parallel rank has it
                 parameter.tensor_model_parallel = place.expert.rank == 0
             else:
                 parameter.sequence_parallel = place.tensor.size > 1
@@ -80,22 +91,28 @@ class Adapters(Module):
                 parameter.allreduce = False
 
     def forward(self, inputs: Tensor, output: Tensor) -> Tensor:
-        """Returns the linear layer's output [..., outputs] of inputs [..., inputs] with what the adapters add."""
+        """Returns the linear layer's output [..., outputs] of inputs [..., inputs] with what the
+        adapters add."""
         low = torch.nn.functional.linear(inputs, torch.cat([*self.a.values()]))
         if not self.is_expert and self.shard.size > 1:
-            # inputs of a column-parallel layer are this rank's part of the sequence, outputs of a row-parallel one too
+            # inputs of a column-parallel layer are this rank's part of the sequence, outputs of a
+            # row-parallel one too
             low = (
                 reduce_scatter_to_sequence_parallel_region(low)
                 if self.row_parallel
                 else gather_from_sequence_parallel_region(low)
             )
         parts = low.split(low.shape[-1] // len(self.b), -1)
-        added = [torch.nn.functional.linear(part, b) for part, b in zip(parts, self.b.values(), strict=True)]
+        added = [
+            torch.nn.functional.linear(part, b)
+            for part, b in zip(parts, self.b.values(), strict=True)
+        ]
         product = torch.cat(added, -1) * self.scale
         return output + product if self.rows is None else output.index_add(-1, self.rows, product)
 
     def merge_into(self, weight: Tensor) -> None:
-        """Adds alpha / rank * B A to this rank's weight [outputs, inputs], in float32, rounded once."""
+        """Adds alpha / rank * B A to this rank's weight [outputs, inputs], in float32, rounded
+        once."""
         halves = zip(self.a.values(), self.b.values(), strict=True)
         added = torch.cat([b.float() @ a.float() for a, b in halves]) * self.scale
         rows = slice(None) if self.rows is None else self.rows
@@ -104,7 +121,8 @@ class Adapters(Module):
         weight.copy_(merged)
 
     def hf_names(self) -> Iterator[tuple[str, str, Parameter, int | None]]:
-        """Yields HF name, own name, parameter, and the dimension cut over tensor-parallel ranks, None where whole."""
+        """Yields HF name, own name, parameter, and the dimension cut over tensor-parallel ranks,
+        None where whole."""
         halves = (
             ("A", self.a, 1 if self.row_parallel else None),
             ("B", self.b, None if self.row_parallel else 0),
@@ -115,8 +133,11 @@ class Adapters(Module):
                 yield hf, f"{letter.lower()}.{name}", parameter, cut
 
 
-def add_adapters(chunk: GPTModel, arch: Architecture, lora: LoraConfig, place: RankPlace, dtype: torch.dtype) -> None:
-    """Freezes a chunk and gives adapters, uninitialised, to those of its layers that hold a target."""
+def add_adapters(
+    chunk: GPTModel, arch: Architecture, lora: LoraConfig, place: RankPlace, dtype: torch.dtype
+) -> None:
+    """Freezes a chunk and gives adapters, uninitialised, to those of its layers that hold a
+    target."""
     chunk.requires_grad_(False)
     for linear, prefix, rows in _sites(chunk, arch):
         if rows.keys() & set(lora.targets):
@@ -141,14 +162,22 @@ def _sites(chunk: GPTModel, arch: Architecture) -> Iterator[_Site]:
     for layer in chunk.decoder.layers:
         prefix = layer_prefix(layer.layer_number - 1)
         attention: SelfAttention = layer.self_attention
-        heads = _rows(attention.linear_qkv).view(-1, queries + 2, dim)  # as families/loading.py fills it
-        qkv = {"q_proj": heads[:, :queries], "k_proj": heads[:, queries], "v_proj": heads[:, queries + 1]}
+        heads = _rows(attention.linear_qkv).view(
+            -1, queries + 2, dim
+        )  # as families/loading.py fills it
+        qkv = {
+            "q_proj": heads[:, :queries],
+            "k_proj": heads[:, queries],
+            "v_proj": heads[:, queries + 1],
+        }
         qkv = {name: rows.flatten() for name, rows in qkv.items()}
         yield attention.linear_qkv, prefix + "self_attn.", qkv
         yield attention.linear_proj, prefix + "self_attn.", {"o_proj": _rows(attention.linear_proj)}
         mlps = {"mlp.": layer.mlp}
         if arch.is_moe:
-            experts = zip(layer.mlp.local_expert_indices, layer.mlp.experts.local_experts, strict=True)
+            experts = zip(
+                layer.mlp.local_expert_indices, layer.mlp.experts.local_experts, strict=True
+            )
             mlps = {f"mlp.experts.{index}.": expert for index, expert in experts}
         for name, mlp in mlps.items():
             gate, up = _rows(mlp.linear_fc1).chunk(2)
@@ -162,7 +191,9 @@ def _rows(linear: Linear) -> Tensor:
 
 def all_adapters(chunks: list[GPTModel]) -> list[Adapters]:
     """Returns the adapters of this rank's layers."""
-    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapters)]
+    return [
+        module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapters)
+    ]
 
 
 def is_adapter(parameter_name: str) -> bool:
@@ -171,16 +202,22 @@ def is_adapter(parameter_name: str) -> bool:
 
 
 def load_adapters(chunks: list[GPTModel], hf: Mapping[str, Tensor]) -> None:
-    """Copies this rank's slices of whole A and B, by HF names, into the adapters: only slices and copies."""
+    """Copies this rank's slices of whole A and B, by HF names, into the adapters: only slices and
+    copies."""
     with torch.no_grad():
         for adapters in all_adapters(chunks):
             for name, _, parameter, cut in adapters.hf_names():
                 source = hf[name]
-                parameter.copy_(source if cut is None else source.chunk(adapters.shard.size, cut)[adapters.shard.rank])
+                parameter.copy_(
+                    source
+                    if cut is None
+                    else source.chunk(adapters.shard.size, cut)[adapters.shard.rank]
+                )
 
 
 class InitialAdapters(Mapping[str, Tensor]):
-    """Draws adapters as PEFT does: A uniform in +-1 / sqrt(inputs), B 0. The same whole tensors for every layout."""
+    """Draws adapters as PEFT does: A uniform in +-1 / sqrt(inputs), B 0. The same whole tensors for
+    every layout."""
 
     def __init__(self, specs: Specs, seed: int):
         self._specs, self._seed = specs, seed
@@ -202,9 +239,11 @@ class InitialAdapters(Mapping[str, Tensor]):
 
 @contextmanager
 def merged(chunks: list[GPTModel]) -> Iterator[None]:
-    """Lets the weights be W + alpha / rank * B A inside, the adapters off; W comes back bit for bit whatever happens.
+    """Lets the weights be W + alpha / rank * B A inside, the adapters off; W comes back bit for bit
+    whatever happens.
 
-    In place: who publishes or exports reads live parameters. Costs a copy of the targeted weights meanwhile.
+    In place: who publishes or exports reads live parameters. Costs a copy of the targeted weights
+    meanwhile.
     """
     linears = [m for chunk in chunks for m in chunk.modules() if hasattr(m, _CHILD)]
     kept = [linear.weight.detach().clone() for linear in linears]
@@ -234,16 +273,21 @@ def adapters_off(chunks: list[GPTModel]) -> Iterator[None]:
 
 
 def sum_expert_replicas(chunks: list[GPTModel]) -> None:
-    """Collective over expert-tensor-parallel ranks. Sums the gradients of their replicated parameters.
+    """Collective over expert-tensor-parallel ranks. Sums the gradients of their replicated
+    parameters.
 
-    Megatron sums only those of dense layers. Call it before the sum over data-parallel ranks, after which a distributed
-    optimizer has only its shard.
+    Megatron sums only those of dense layers. Call it before the sum over data-parallel ranks, after
+    which a distributed optimizer has only its shard.
     """
     if mpu.get_expert_tensor_parallel_world_size() == 1:
         return
     of_experts = [adapters for adapters in all_adapters(chunks) if adapters.is_expert]
     # the half that every tensor-parallel rank holds whole
-    replicas = [p for adapters in of_experts for p in (adapters.b if adapters.row_parallel else adapters.a).values()]
+    replicas = [
+        p
+        for adapters in of_experts
+        for p in (adapters.b if adapters.row_parallel else adapters.a).values()
+    ]
     if not replicas:
         return
     gradients = [replica.main_grad for replica in replicas]
@@ -254,7 +298,8 @@ def sum_expert_replicas(chunks: list[GPTModel]) -> None:
 
 
 def sharded_adapters(chunk: GPTModel) -> dict[str, ShardedTensor]:
-    """Returns the parameters of a chunk that a checkpoint holds, by their names in it; frozen ones are the HF model's.
+    """Returns the parameters of a chunk that a checkpoint holds, by their names in it; frozen ones
+    are the HF model's.
 
     Keys are HF names, so that any layout finds its slices.
     """

@@ -10,9 +10,15 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_latent_attention import (
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
@@ -26,15 +32,21 @@ from megagrpo.actor.layers.whole_linear import WholeLinear
 
 
 class RmsNorm(torch.nn.RMSNorm):
-    """Marks torch's RMSNorm so that Megatron sums its gradient over sequence-parallel ranks; its own refuses them."""
+    """Marks torch's RMSNorm so that Megatron sums its gradient over sequence-parallel ranks; its
+    own refuses them."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
+        super().__init__(
+            hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device()
+        )
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # read by Megatron
 
 
 def block_spec(
-    config: TransformerConfig, vp_stage: int | None, transformer_engine: bool, layer: type[TransformerLayer]
+    config: TransformerConfig,
+    vp_stage: int | None,
+    transformer_engine: bool,
+    layer: type[TransformerLayer],
 ) -> TransformerBlockSubmodules:
     """Returns this stage's layers, of a class `layer`, of torch or of Transformer Engine."""
     spec, one_mlp, norm, _ = layer_modules(config, transformer_engine, layer)
@@ -43,32 +55,51 @@ def block_spec(
     if isinstance(config.moe_layer_freq, list):  # by layer of the whole model: 0 without experts
         first = get_transformer_layer_offset(config, vp_stage=vp_stage)
         dense = replace(spec, submodules=replace(spec.submodules, mlp=one_mlp))
-        layers = [spec if experts else dense for experts in config.moe_layer_freq[first : first + count]]
+        layers = [
+            spec if experts else dense for experts in config.moe_layer_freq[first : first + count]
+        ]
     return TransformerBlockSubmodules(layers, layer_norm=norm)
 
 
-def layer_modules(config: TransformerConfig, transformer_engine: bool, layer: type[TransformerLayer]) -> LayerModules:
+def layer_modules(
+    config: TransformerConfig, transformer_engine: bool, layer: type[TransformerLayer]
+) -> LayerModules:
     """Returns what a layer of a class `layer` is built of.
 
-    Torch's and Transformer Engine's have parameters of the same names, except for experts: norms stay modules of their
-    own.
+    Torch's and Transformer Engine's have parameters of the same names, except for experts: norms
+    stay modules of their own.
     """
     if transformer_engine:
         from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
         backend = TESpecProvider()
-        norm, attention, whole_linear = backend.layer_norm(rms_norm=True), backend.core_attention(), backend.linear()
+        norm, attention, whole_linear = (
+            backend.layer_norm(rms_norm=True),
+            backend.core_attention(),
+            backend.linear(),
+        )
     else:
-        backend, norm, attention, whole_linear = LocalSpecProvider(), RmsNorm, CausalAttention, WholeLinear
+        backend, norm, attention, whole_linear = (
+            LocalSpecProvider(),
+            RmsNorm,
+            CausalAttention,
+            WholeLinear,
+        )
     if config.multi_latent_attention:
         attention_spec = _latent_attention(backend, norm, attention, whole_linear)
     else:
-        attention_spec = _grouped_attention(backend, norm if config.qk_layernorm else IdentityOp, attention)
+        attention_spec = _grouped_attention(
+            backend, norm if config.qk_layernorm else IdentityOp, attention
+        )
     # Megatron's own gated MLP, of Transformer Engine, has the norm before it inside its first layer
-    linears = MLPSubmodules(linear_fc1=backend.column_parallel_linear(), linear_fc2=backend.row_parallel_linear())
+    linears = MLPSubmodules(
+        linear_fc1=backend.column_parallel_linear(), linear_fc2=backend.row_parallel_linear()
+    )
     feed_forward = one_mlp = ModuleSpec(module=MLP, submodules=linears)
     if (count := config.num_moe_experts) is not None:
-        feed_forward = get_moe_module_spec_for_backend(backend, count, moe_grouped_gemm=config.moe_grouped_gemm)
+        feed_forward = get_moe_module_spec_for_backend(
+            backend, count, moe_grouped_gemm=config.moe_grouped_gemm
+        )
     spec = ModuleSpec(
         module=layer,
         submodules=TransformerLayerSubmodules(
@@ -83,7 +114,9 @@ def layer_modules(config: TransformerConfig, transformer_engine: bool, layer: ty
     return LayerModules(spec, one_mlp, norm, whole_linear)
 
 
-def _grouped_attention(backend: BackendSpecProvider, head_norm: type, attention: type) -> ModuleSpec:
+def _grouped_attention(
+    backend: BackendSpecProvider, head_norm: type, attention: type
+) -> ModuleSpec:
     return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -97,7 +130,9 @@ def _grouped_attention(backend: BackendSpecProvider, head_norm: type, attention:
     )
 
 
-def _latent_attention(backend: BackendSpecProvider, norm: type, attention: type, whole_linear: type) -> ModuleSpec:
+def _latent_attention(
+    backend: BackendSpecProvider, norm: type, attention: type, whole_linear: type
+) -> ModuleSpec:
     column = backend.column_parallel_linear()
     return ModuleSpec(
         module=MLASelfAttention,

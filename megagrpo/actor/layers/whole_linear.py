@@ -1,7 +1,8 @@
 """A linear layer replicated on all tensor-parallel ranks: latent attention's down projections.
 
-Megatron's local layers cut them by columns and gather the outputs; the gradient of the rotary part of keys, which all
-heads share, is then split over the ranks where it has to be summed, silently. Imports no Megatron.
+Megatron's local layers cut them by columns and gather the outputs; the gradient of the rotary part
+of keys, which all heads share, is then split over the ranks where it has to be summed, silently.
+Imports no Megatron.
 """
 
 from __future__ import annotations
@@ -16,16 +17,21 @@ if TYPE_CHECKING:
 
 
 class WholeLinear(torch.nn.Module):
-    """Applies a whole weight [outputs, inputs] to a rank's part of the sequence; takes what Megatron's layers take."""
+    """Applies a whole weight [outputs, inputs] to a rank's part of the sequence; takes what
+    Megatron's layers take."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **_):
         super().__init__()
         device = torch.cuda.current_device()
-        weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))
-        # Megatron sums such gradients over tensor-parallel ranks, of which each sees a part of the sequence
+        weight = torch.nn.Parameter(
+            torch.empty(output_size, input_size, dtype=config.params_dtype, device=device)
+        )
+        # Megatron sums such gradients over tensor-parallel ranks, of which each sees a part of the
+        # sequence
         weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # read by Megatron
         self.weight = weight
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, None]:
-        """Maps [s / tp, b, inputs] to [s / tp, b, outputs]; as Megatron's layers, with the bias that is left to add."""
+        """Maps [s / tp, b, inputs] to [s / tp, b, outputs]; as Megatron's layers, with the bias
+        that is left to add."""
         return torch.nn.functional.linear(inputs, self.weight), None

@@ -1,4 +1,5 @@
-"""Builds Megatron's three configuration objects from the values of fields.py, and checks required packages."""
+"""Builds Megatron's three configuration objects from the values of fields.py, and checks required
+packages."""
 
 import importlib.util
 import re
@@ -16,7 +17,12 @@ from megagrpo.actor.host import slow_attention, uses_transformer_engine
 from megagrpo.actor.megatron import internals_0_16
 from megagrpo.actor.megatron.fields import Kernels, ddp_fields, optimizer_fields, transformer_fields
 from megagrpo.config.layout import context_problem, layout_problems
-from megagrpo.config.libraries.megatron import DDP_SETTINGS, OPTIMIZER_SETTINGS, TRANSFORMER_SETTINGS, SettingsTable
+from megagrpo.config.libraries.megatron import (
+    DDP_SETTINGS,
+    OPTIMIZER_SETTINGS,
+    TRANSFORMER_SETTINGS,
+    SettingsTable,
+)
 from megagrpo.config.libraries.source import refusal_of
 from megagrpo.config.schema import ActorConfig
 from megagrpo.families.architecture import Architecture
@@ -28,25 +34,36 @@ _APEX_KERNEL = "fused_weight_gradient_mlp_cuda"
 def checked_kernels(arch: Architecture, config: ActorConfig) -> Kernels:
     """Returns what this process computes with, resolved once for an actor.
 
-    Raises ValueError with every reason why the model cannot be cut as the layout requires, or if a package that the
-    settings need is missing.
+    Raises ValueError with every reason why the model cannot be cut as the layout requires, or if a
+    package that the settings need is missing.
     """
     if problems := layout_problems(arch, config):
         raise ValueError("the model does not fit the layout:\n  " + "\n  ".join(problems))
     if config.transformer_engine is True and importlib.util.find_spec("transformer_engine") is None:
         raise ValueError(
-            "actor.transformer_engine is true, but the package transformer_engine is not installed here "
-            "(it needs CUDA): pip install 'megagrpo[gpu]', or set actor.transformer_engine: false for torch's layers"
+            "actor.transformer_engine is true, but the package transformer_engine is not installed "
+            "here "
+            "(it needs CUDA): pip install 'megagrpo[gpu]', or set actor.transformer_engine: false "
+            "for torch's layers"
         )
     kernels = kernels_here(config)
     if kernels.cuda and (problem := context_problem(config, kernels.transformer_engine)):
         raise ValueError(problem)
-    if config.megatron.get("moe_token_dispatcher_type") == "flex" and importlib.util.find_spec("deep_ep") is None:
+    if (
+        config.megatron.get("moe_token_dispatcher_type") == "flex"
+        and importlib.util.find_spec("deep_ep") is None
+    ):
         raise ValueError(
-            "actor.megatron.moe_token_dispatcher_type is flex, but DeepEP (the package deep_ep) is not installed here: "
-            "build it as its own pages say, or keep alltoall, which is enough if actor.parallel.ep stays in a node"
+            "actor.megatron.moe_token_dispatcher_type is flex, but DeepEP (the package deep_ep) is "
+            "not installed here: "
+            "build it as its own pages say, or keep alltoall, which is enough if actor.parallel.ep "
+            "stays in a node"
         )
-    if kernels.cuda and kernels.transformer_engine and (doubt := slow_attention(config.packing, kernels.deterministic)):
+    if (
+        kernels.cuda
+        and kernels.transformer_engine
+        and (doubt := slow_attention(config.packing, kernels.deterministic))
+    ):
         warnings.warn(doubt, stacklevel=2)
     return kernels
 
@@ -64,36 +81,49 @@ def kernels_here(config: ActorConfig) -> Kernels:
 def megatron_configs(
     arch: Architecture, config: ActorConfig, kernels: Kernels
 ) -> tuple[TransformerConfig, DistributedDataParallelConfig, MegatronOptimizerConfig]:
-    """Returns Megatron's configuration of model, gradient buffers and optimiser. Raises ValueError if Megatron does."""
+    """Returns Megatron's configuration of model, gradient buffers and optimiser. Raises ValueError
+    if Megatron does."""
     return (
         transformer_config(arch, config, kernels),
         _built(DistributedDataParallelConfig, ddp_fields(config, kernels), DDP_SETTINGS, config),
-        _built(MegatronOptimizerConfig, optimizer_fields(config, kernels), OPTIMIZER_SETTINGS, config),
+        _built(
+            MegatronOptimizerConfig, optimizer_fields(config, kernels), OPTIMIZER_SETTINGS, config
+        ),
     )
 
 
-def transformer_config(arch: Architecture, config: ActorConfig, kernels: Kernels) -> TransformerConfig:
-    """Returns Megatron's configuration of the model. Raises ValueError if Megatron refuses the settings."""
+def transformer_config(
+    arch: Architecture, config: ActorConfig, kernels: Kernels
+) -> TransformerConfig:
+    """Returns Megatron's configuration of the model. Raises ValueError if Megatron refuses the
+    settings."""
     cls = TransformerConfig if arch.mla is None else MLATransformerConfig
     built = _built(cls, transformer_fields(arch, config, kernels), TRANSFORMER_SETTINGS, config)
     if built.gradient_accumulation_fusion:
         if not (kernels.transformer_engine or kernels.fused_weight_gradient):
             raise ValueError(
                 "actor.megatron.gradient_accumulation_fusion needs Transformer Engine's layers "
-                f"(actor.transformer_engine) or Apex's extension {_APEX_KERNEL}, and neither is here"
+                f"(actor.transformer_engine) or Apex's extension {_APEX_KERNEL}, and neither is "
+                "here"
             )
         internals_0_16.admit_fused_weight_gradient()
     return built
 
 
-def _built(cls: type[C], fields: Mapping[str, object], table: SettingsTable, config: ActorConfig) -> C:
+def _built(
+    cls: type[C], fields: Mapping[str, object], table: SettingsTable, config: ActorConfig
+) -> C:
     try:
         build: Callable[..., C] = cls
         return build(**{name: _as_object(name, value) for name, value in fields.items()})
     except (ValueError, AssertionError, RuntimeError, ImportError) as exc:
         named = [name for name in table.fields if re.search(rf"\b{name}\b", str(exc))]
         refused = {name: refusal_of(name, table.refused) for name in named}
-        ours = {name: refusal.instead for name, refusal in refused.items() if refusal and refusal.instead}
+        ours = {
+            name: refusal.instead
+            for name, refusal in refused.items()
+            if refusal and refusal.instead
+        }
         where = ".".join(table.path)
         given = ", ".join(f"{where}.{key}: {value}" for key, value in table.given(config).items())
         names = "".join(f"; {name} is {key} here" for name, key in ours.items())

@@ -1,7 +1,8 @@
-"""Values of Megatron's three configuration classes for an experiment, as plain data. Loads no torch.
+"""Values of Megatron's three configuration classes for an experiment, as plain data. Loads no
+torch.
 
-A dtype is written by name, an activation by torch's name, an enumeration by its member; config.py converts them. Later
-sources win: the model and the layout, defaults on CUDA, the user's settings.
+A dtype is written by name, an activation by torch's name, an enumeration by its member; config.py
+converts them. Later sources win: the model and the layout, defaults on CUDA, the user's settings.
 """
 
 from dataclasses import dataclass
@@ -32,17 +33,19 @@ def expected_kernels(actor: ActorConfig) -> Kernels:
     return Kernels(cuda=cuda, transformer_engine=engine, fused_weight_gradient=False)
 
 
-def transformer_defaults(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
+def transformer_defaults(
+    arch: Architecture, actor: ActorConfig, kernels: Kernels
+) -> dict[str, Any]:
     """Returns the fields of TransformerConfig that the kernels turn on; none on a plain CPU.
 
     | field | if |
     |---|---|
-    | apply_rope_fusion | Transformer Engine, without latent attention (Megatron calls it experimental) or vision |
-    | moe_permute_fusion | Transformer Engine and experts; the map that is counted stays the same |
-    | moe_router_fusion | likewise, without routing_replay, which the kernel would ignore |
-    | gradient_accumulation_fusion | CUDA with Transformer Engine, or with Apex's kernel; not with adapters |
-    | bias_activation_fusion | CUDA, unless use_te_activation_func is set; the two exclude each other |
-    | bias_dropout_fusion | CUDA |
+    | apply_rope_fusion | Transformer Engine, without latent attention (Megatron calls it
+    experimental) or vision | | moe_permute_fusion | Transformer Engine and experts; the map that is
+    counted stays the same | | moe_router_fusion | likewise, without routing_replay, which the
+    kernel would ignore | | gradient_accumulation_fusion | CUDA with Transformer Engine, or with
+    Apex's kernel; not with adapters | | bias_activation_fusion | CUDA, unless
+    use_te_activation_func is set; the two exclude each other | | bias_dropout_fusion | CUDA |
     | deterministic_mode | CUDA and rollout.deterministic |
     | overlap_p2p_comm | CUDA with virtual stages, the only schedule that has it |
     | deallocate_pipeline_outputs | CUDA with pipeline stages, if messages do not overlap |
@@ -63,7 +66,9 @@ def transformer_defaults(arch: Architecture, actor: ActorConfig, kernels: Kernel
         "bias_dropout_fusion": kernels.cuda,
         "deterministic_mode": kernels.deterministic,
         "overlap_p2p_comm": messages,
-        "deallocate_pipeline_outputs": kernels.cuda and p.pp > 1 and not given.get("overlap_p2p_comm", messages),
+        "deallocate_pipeline_outputs": kernels.cuda
+        and p.pp > 1
+        and not given.get("overlap_p2p_comm", messages),
     }
     return {name: True for name, on in wanted.items() if on}
 
@@ -71,7 +76,8 @@ def transformer_defaults(arch: Architecture, actor: ActorConfig, kernels: Kernel
 def transformer_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
     """Returns the fields of TransformerConfig, with latent attention of MLATransformerConfig.
 
-    Sums instead of means, no noise, weights from files; no schedule functions, which the actor adds.
+    Sums instead of means, no noise, weights from files; no schedule functions, which the actor
+    adds.
     """
     p = actor.parallel
     base = {
@@ -105,7 +111,8 @@ def transformer_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels)
         "bf16": actor.dtype == "bfloat16",
         "use_cpu_initialization": not kernels.cuda,
         "perform_initialization": False,  # weights always come from an HF folder or a checkpoint
-        "calculate_per_token_loss": True,  # with a loss already divided by its global denominator: Megatron only sums
+        # with a loss already divided by its global denominator: Megatron only sums
+        "calculate_per_token_loss": True,
         "batch_p2p_comm": False,
         "transformer_impl": "transformer_engine" if kernels.transformer_engine else "local",
         "bias_activation_fusion": False,
@@ -125,17 +132,20 @@ def transformer_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels)
 
 
 def ddp_fields(actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
-    """Returns the fields of DistributedDataParallelConfig; on CUDA communication overlaps with computation.
+    """Returns the fields of DistributedDataParallelConfig; on CUDA communication overlaps with
+    computation.
 
-    Not with adapters, whose replicas of experts are summed between the backward and the reduction. With virtual stages
-    the schedule starts the gathers of the next chunk: each but the first is one bucket, which its forward waits for.
+    Not with adapters, whose replicas of experts are summed between the backward and the reduction.
+    With virtual stages the schedule starts the gathers of the next chunk: each but the first is one
+    bucket, which its forward waits for.
     """
     sharded, p = actor.optimizer.distributed, actor.parallel
     overlap = kernels.cuda and actor.lora is None and actor.world_size > p.tp * p.pp
     gathered = {"overlap_param_gather": True, **({"align_param_gather": True} if p.vpp > 1 else {})}
     return {
         "use_distributed_optimizer": sharded,
-        "grad_reduce_in_fp32": actor.optimizer.megatron.get("main_grads_dtype", "float32") == "float32",
+        "grad_reduce_in_fp32": actor.optimizer.megatron.get("main_grads_dtype", "float32")
+        == "float32",
         **({"overlap_grad_reduce": True, **(gathered if sharded else {})} if overlap else {}),
         **actor.ddp,
     }
@@ -146,7 +156,8 @@ def optimizer_fields(actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
     optimizer: OptimizerConfig = actor.optimizer
     on_host = {}
     if optimizer.megatron.get("optimizer_cpu_offload"):
-        # all of it, unless a fraction is set; Megatron's own arguments ask for both, its classes for neither
+        # all of it, unless a fraction is set; Megatron's own arguments ask for both, its classes
+        # for neither
         on_host = {"optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True}
     return {
         "optimizer": "adam",
@@ -168,16 +179,26 @@ def optimizer_fields(actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
 
 def _recompute_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
     if actor.recompute == "full":
-        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
     if actor.recompute == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": _recomputed_modules(arch, actor, kernels)}
+        return {
+            "recompute_granularity": "selective",
+            "recompute_modules": _recomputed_modules(arch, actor, kernels),
+        }
     return {}
 
 
 def _recomputed_modules(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> list[str]:
-    """Returns what is cheap to compute again for the memory that it holds; flash attention holds next to nothing."""
+    """Returns what is cheap to compute again for the memory that it holds; flash attention holds
+    next to nothing."""
     dense = [] if arch.is_moe and not arch.dense_layers else ["mlp"]
-    if not kernels.transformer_engine:  # experts one by one have no activation of their own to recompute
+    if (
+        not kernels.transformer_engine
+    ):  # experts one by one have no activation of their own to recompute
         return [*dense, *(["moe"] if arch.is_moe else [])]
     modules = dense + (["shared_experts"] if arch.shared_ffn_size else [])
     if actor.megatron.get("fp8") and actor.megatron.get("fp8_recipe", "delayed") == "delayed":
@@ -215,19 +236,28 @@ def _expert_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> 
         "moe_router_score_function": "sigmoid",
         "moe_router_topk_scaling_factor": arch.routed_scale,
         "moe_router_enable_expert_bias": arch.router_bias,
-        "moe_router_bias_update_rate": 0.0,  # Megatron would move it after every step, though no optimiser holds it
+        # Megatron would move it after every step, though no optimiser holds it
+        "moe_router_bias_update_rate": 0.0,
     }
-    groups = {"moe_router_num_groups": arch.router_groups, "moe_router_group_topk": arch.router_top_groups}
+    groups = {
+        "moe_router_num_groups": arch.router_groups,
+        "moe_router_group_topk": arch.router_top_groups,
+    }
     return {
         "num_moe_experts": arch.num_experts,
         "moe_router_topk": arch.experts_per_token,
         "moe_ffn_hidden_size": arch.expert_ffn_size,
         "moe_grouped_gemm": kernels.transformer_engine,
-        "moe_router_load_balancing_type": "none",  # under plain sums Megatron's would count every token of the batch
+        # under plain sums Megatron's would count every token of the batch
+        "moe_router_load_balancing_type": "none",
         "moe_router_pre_softmax": not arch.norm_topk_prob,
         "moe_router_dtype": "fp32" if actor.dtype != "float32" else None,
         "moe_shared_expert_intermediate_size": arch.shared_ffn_size or None,
-        **({"moe_layer_freq": [0] * arch.dense_layers + [1] * with_experts} if arch.dense_layers else {}),
+        **(
+            {"moe_layer_freq": [0] * arch.dense_layers + [1] * with_experts}
+            if arch.dense_layers
+            else {}
+        ),
         **(of_sigmoids if arch.sigmoid_router else {}),
         **(groups if arch.router_groups > 1 else {}),
     }

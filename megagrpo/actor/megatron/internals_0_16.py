@@ -1,7 +1,9 @@
-"""Every use of a private name of Megatron-Core 0.16, each with its reason; a new version of Megatron means a new file.
+"""Every use of a private name of Megatron-Core 0.16, each with its reason; a new version of
+Megatron means a new file.
 
-Three private names stay elsewhere because a subclass overrides them: HiddenStatesModel._preprocess and ._postprocess
-(model.py), and the attribute `router_replay` of TopKRouter, which is public but undocumented (routing/replay.py).
+Three private names stay elsewhere because a subclass overrides them: HiddenStatesModel._preprocess
+and ._postprocess (model.py), and the attribute `router_replay` of TopKRouter, which is public but
+undocumented (routing/replay.py).
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,18 +31,21 @@ from megagrpo.actor.layers.whole_linear import WholeLinear
 _VERSION = "0.16."
 if not _installed.startswith(_VERSION):
     raise ImportError(
-        f"megatron-core {_installed} is installed, but megagrpo uses private functions of {_VERSION}x: "
+        f"megatron-core {_installed} is installed, but megagrpo uses private functions of "
+        f"{_VERSION}x: "
         "pip install 'megatron-core>=0.16,<0.17'"
     )
 
 
 def install() -> None:
     """Replaces what has to differ on every machine, once, before a model is built."""
-    # The router reads this name without Transformer Engine too, but it is defined only with some releases of it. With
-    # them products would be rounded, and a run that goes on with another release would choose other experts.
+    # The router reads this name without Transformer Engine too, but it is defined only with some
+    # releases of it. With them products would be rounded, and a run that goes on with another
+    # release would choose other experts.
     moe_utils.te_general_gemm = None
-    # Latent attention accepts four classes of down projections by name; ours takes the slot of ModelOpt's. Without
-    # Transformer Engine it sets HAVE_TE all the same, and would call isinstance with something that is no class.
+    # Latent attention accepts four classes of down projections by name; ours takes the slot of
+    # ModelOpt's. Without Transformer Engine it sets HAVE_TE all the same, and would call isinstance
+    # with something that is no class.
     multi_latent_attention.Linear = WholeLinear
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False
@@ -49,13 +54,18 @@ def install() -> None:
 
 
 def share_angles() -> None:
-    """Replaces rotary embeddings: float32 angles, and packed rows without reading their lengths back (rotary.py)."""
+    """Replaces rotary embeddings: float32 angles, and packed rows without reading their lengths
+    back (rotary.py)."""
     names = vars(rope_utils)
-    names |= {"_apply_rotary_pos_emb_bshd": rotary.rotate, "_apply_rotary_pos_emb_thd": rotary.rotate_packed}
+    names |= {
+        "_apply_rotary_pos_emb_bshd": rotary.rotate,
+        "_apply_rotary_pos_emb_thd": rotary.rotate_packed,
+    }
 
 
 def install_on_cpu() -> None:
-    """Makes the token dispatcher return numpy split sizes on a CPU, as it does when they come from a GPU."""
+    """Makes the token dispatcher return numpy split sizes on a CPU, as it does when they come from
+    a GPU."""
 
     def to_cpu(tensor: Tensor, as_numpy: bool = False, record_stream: bool = False) -> object:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
@@ -64,20 +74,22 @@ def install_on_cpu() -> None:
 
 
 def admit_fused_weight_gradient() -> None:
-    """Passes the output layer's check for Apex's kernel, which is never called: our head reads the layer's weight."""
+    """Passes the output layer's check for Apex's kernel, which is never called: our head reads the
+    layer's weight."""
     layers._grad_accum_fusion_available = True
 
 
 def keep_float32_bias(router: TopKRouter) -> None:
-    """Restores float32 of a router's bias after a cast: rounded, it would send tokens to other experts."""
+    """Restores float32 of a router's bias after a cast: rounded, it would send tokens to other
+    experts."""
     router._maintain_float32_expert_bias()
 
 
 def expect_results_of_threads() -> None:
     """Makes a checkpoint's results come through a new queue of this process.
 
-    Megatron's forked writers use a manager process. New for each save: `finish` never reads results that a rank has
-    written of a save that failed on another rank.
+    Megatron's forked writers use a manager process. New for each save: `finish` never reads results
+    that a rank has written of a save that failed on another rank.
     """
     filesystem_async._results_queue = Queue()
 
@@ -88,9 +100,13 @@ def put_results(request: AsyncRequest, results: dict[int, list]) -> None:
 
 
 def write_items(request: AsyncRequest, file: IOBase, key: str, items: Iterable[tuple]) -> list:
-    """Writes (item, data) pairs into one file as the request's own writer does; returns its results."""
+    """Writes (item, data) pairs into one file as the request's own writer does; returns its
+    results."""
     [transforms] = request.async_fn.args[0]
-    return [_write_item(transforms, file, data, item, key, SerializationFormat.TORCH_SAVE) for item, data in items]
+    return [
+        _write_item(transforms, file, data, item, key, SerializationFormat.TORCH_SAVE)
+        for item, data in items
+    ]
 
 
 def allocate_state(optimizer: DistributedOptimizer) -> None:
@@ -104,7 +120,8 @@ def allocate_state(optimizer: DistributedOptimizer) -> None:
 def load_in_place(optimizer: DistributedOptimizer) -> None:
     """Makes loading write into the allocated state.
 
-    Transformer Engine's Adam would cast it to the parameters' type and allocate a second one before it frees the first.
+    Transformer Engine's Adam would cast it to the parameters' type and allocate a second one before
+    it frees the first.
     """
     inner = optimizer.optimizer
     if not hasattr(inner, "set_scaled_state"):  # torch's, or the hybrid one
@@ -118,19 +135,22 @@ def load_in_place(optimizer: DistributedOptimizer) -> None:
 
 
 def forget_fp8_weights(model: torch.nn.Module) -> None:
-    """Frees Transformer Engine's copies of weights in FP8, which the next first micro-batch makes again."""
+    """Frees Transformer Engine's copies of weights in FP8, which the next first micro-batch makes
+    again."""
     for module in model.modules():
         getattr(module, "_fp8_workspaces", {}).clear()
 
 
 def sync_hybrid_state(optimizer: DistributedOptimizer) -> None:
-    """Copies loaded state into the parts of an offloaded optimizer; only the fully reshardable form does it itself."""
+    """Copies loaded state into the parts of an offloaded optimizer; only the fully reshardable form
+    does it itself."""
     optimizer.optimizer._sync_hdo_state_to_sub_optimizers()
 
 
 @contextmanager
 def without_padding_mark(optimizer: DistributedOptimizer) -> Iterator[None]:
-    """Sets a parameter's state inside without the mark `padding`, which Megatron leaves among its tensors.
+    """Sets a parameter's state inside without the mark `padding`, which Megatron leaves among its
+    tensors.
 
     An optimizer that keeps weights of its own takes every name for a tensor's.
     """
@@ -149,7 +169,8 @@ def without_padding_mark(optimizer: DistributedOptimizer) -> Iterator[None]:
 def preloaded(request: AsyncRequest) -> list:
     """Returns the buckets of a save on the host, in memory that is given back with them.
 
-    Megatron's own copies of GPU tensors are pinned, which torch rounds up to powers of two and keeps for the run.
+    Megatron's own copies of GPU tensors are pinned, which torch rounds up to powers of two and
+    keeps for the run.
     """
     preload = request.preload_fn
     assert isinstance(preload, partial), "preload_tensors of buckets, pinned"

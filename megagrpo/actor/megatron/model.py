@@ -1,7 +1,8 @@
-"""Builds the Megatron-Core model of a Hugging Face architecture and loads Hugging Face weights into it.
+"""Builds the Megatron-Core model of a Hugging Face architecture and loads Hugging Face weights into
+it.
 
-`load_hf` only slices and copies. Recorded by weights/copies/record.py, its list of copies gives HF export, the exchange
-plan and the digests; there is no second description of where weights lie.
+`load_hf` only slices and copies. Recorded by weights/copies/record.py, its list of copies gives HF
+export, the exchange plan and the digests; there is no second description of where weights lie.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -33,10 +38,12 @@ _SHARDED_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelL
 
 
 class HiddenStatesModel(GPTModel):
-    """Ends a GPTModel at the hidden states: logits of all tokens are never held, see algo/logprob.py.
+    """Ends a GPTModel at the hidden states: logits of all tokens are never held, see
+    algo/logprob.py.
 
-    A vision-language model has the module `visual` on the first stage, and its forward gets the micro-batch's Sight. A
-    model with a draft has it on the last stage; a forward that gets what follows its tokens runs it, too.
+    A vision-language model has the module `visual` on the first stage, and its forward gets the
+    micro-batch's Sight. A model with a draft has it on the last stage; a forward that gets what
+    follows its tokens runs it, too.
     """
 
     draft: DraftLayer | None  # set by build_chunk
@@ -44,7 +51,9 @@ class HiddenStatesModel(GPTModel):
     _following: Following | None = None
     _drafted: tuple[Tensor, Following] | None = None
 
-    def forward(self, *args, sight: Sight | None = None, following: Following | None = None, **kwargs) -> Tensor:
+    def forward(
+        self, *args, sight: Sight | None = None, following: Following | None = None, **kwargs
+    ) -> Tensor:
         """As GPTModel's; sight: of a vision-language model; following: for the draft."""
         self._sight, self._following = sight, following
         if sight is not None and self.pre_process:
@@ -64,18 +73,23 @@ class HiddenStatesModel(GPTModel):
     def _postprocess(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
         following, self._following = self._following, None
         if self.draft is not None and following is not None:
-            attention = {name: kwargs[name] for name in ("attention_mask", "rotary_pos_emb", "packed_seq_params")}
+            attention = {
+                name: kwargs[name]
+                for name in ("attention_mask", "rotary_pos_emb", "packed_seq_params")
+            }
             embedded = embed(self._input_embedding(), following.tokens)
             self._drafted = self.draft(hidden_states.detach(), embedded, **attention), following
         return hidden_states
 
     def take_drafted(self) -> tuple[Tensor, Following] | None:
-        """Returns, once, the draft's hidden states [s / tp, b, h] of the last forward; None if it did not run."""
+        """Returns, once, the draft's hidden states [s / tp, b, h] of the last forward; None if it
+        did not run."""
         drafted, self._drafted = self._drafted, None
         return drafted
 
     def _input_embedding(self) -> Tensor:
-        """Returns this rank's rows [padded vocab / tp, hidden] of the input embedding; on the draft's stage."""
+        """Returns this rank's rows [padded vocab / tp, hidden] of the input embedding; on the
+        draft's stage."""
         if self.pre_process:
             return self.embedding.word_embeddings.weight
         if self.share_embeddings_and_output_weights:
@@ -91,21 +105,34 @@ class HiddenStatesModel(GPTModel):
 
 
 def build_chunk(
-    arch: Architecture, actor: ActorConfig, config: TransformerConfig, vp_stage: int | None, transformer_engine: bool
+    arch: Architecture,
+    actor: ActorConfig,
+    config: TransformerConfig,
+    vp_stage: int | None,
+    transformer_engine: bool,
 ) -> HiddenStatesModel:
-    """Builds this rank's model of one pipeline stage (`vp_stage` with virtual ones), its weights uninitialised."""
-    scaling = arch.rope_scaling if arch.mla is None else None  # latent attention's is in the configuration
+    """Builds this rank's model of one pipeline stage (`vp_stage` with virtual ones), its weights
+    uninitialised."""
+    scaling = (
+        arch.rope_scaling if arch.mla is None else None
+    )  # latent attention's is in the configuration
     tp = config.tensor_model_parallel_size
     chunk = HiddenStatesModel(
         config,
-        block_spec(config, vp_stage, transformer_engine, TransformerLayer if arch.vision is None else SeeingLayer),
+        block_spec(
+            config,
+            vp_stage,
+            transformer_engine,
+            TransformerLayer if arch.vision is None else SeeingLayer,
+        ),
         vocab_size=-(-arch.vocab_size // tp) * tp,
         max_sequence_length=arch.max_positions,
         pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         share_embeddings_and_output_weights=arch.tied,
         position_embedding_type="rope" if arch.vision is None else "none",  # Sight has the angles
-        scatter_embedding_sequence_parallel=arch.vision is None,  # Sight does it, with features of images inserted
+        scatter_embedding_sequence_parallel=arch.vision
+        is None,  # Sight does it, with features of images inserted
         rotary_percent=arch.rotary_fraction,
         rotary_base=arch.rope_theta,
         rope_scaling=scaling is not None,
@@ -115,20 +142,25 @@ def build_chunk(
     with_draft = arch.draft and chunk.post_process
     chunk.draft = None
     if with_draft:  # its layer is like the model's last one
-        chunk.draft = DraftLayer(config, layer_modules(config, transformer_engine, TransformerLayer), vp_stage)
+        chunk.draft = DraftLayer(
+            config, layer_modules(config, transformer_engine, TransformerLayer), vp_stage
+        )
         mark_parameters(chunk.draft, actor.trains_draft)
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
-            # Megatron says "reduce over data-parallel ranks only" unless EP > 1, which leaves expert gradients of
-            # TP + sequence parallel at EP 1 unreduced over TP: silently wrong. Expert groups are right for every
-            # layout.
+            # Megatron says "reduce over data-parallel ranks only" unless EP > 1, which leaves
+            # expert gradients of TP + sequence parallel at EP 1 unreduced over TP: silently wrong.
+            # Expert groups are right for every layout.
             parameter.allreduce = False
     for module in chunk.modules():
         if type(module) in _SHARDED_DIM and module.weight is not None:
-            # Megatron sets this mark only where it initialises a weight itself. Without it the gradient norm counts
-            # every weight as a replica and misses the shards of all tensor-parallel ranks but the first: clipped too
-            # little.
-            module.weight.tensor_model_parallel, module.weight.partition_dim = True, _SHARDED_DIM[type(module)]
+            # Megatron sets this mark only where it initialises a weight itself. Without it the
+            # gradient norm counts every weight as a replica and misses the shards of all
+            # tensor-parallel ranks but the first: clipped too little.
+            module.weight.tensor_model_parallel, module.weight.partition_dim = (
+                True,
+                _SHARDED_DIM[type(module)],
+            )
             module.weight.partition_stride = 1
     if transformer_engine:
         _mark_whole_weights(chunk)
@@ -140,8 +172,8 @@ def build_chunk(
 def _mark_whole_weights(chunk: HiddenStatesModel) -> None:
     """Marks latent attention's down projections as held whole by every tensor-parallel rank.
 
-    Transformer Engine marks each linear layer's weight as a shard. The gradient norm would count these once a rank, and
-    clip too much.
+    Transformer Engine marks each linear layer's weight as a shard. The gradient norm would count
+    these once a rank, and clip too much.
     """
     from megatron.core.extensions.transformer_engine import TELinear
 
@@ -151,11 +183,19 @@ def _mark_whole_weights(chunk: HiddenStatesModel) -> None:
 
 
 def build_chunks(
-    arch: Architecture, config: ActorConfig, transformer: TransformerConfig, kernels: Kernels, device: torch.device
+    arch: Architecture,
+    config: ActorConfig,
+    transformer: TransformerConfig,
+    kernels: Kernels,
+    device: torch.device,
 ) -> list[HiddenStatesModel]:
-    """Builds this rank's models of all its pipeline stages on `device`, in the actor's dtype, uninitialised."""
+    """Builds this rank's models of all its pipeline stages on `device`, in the actor's dtype,
+    uninitialised."""
     stages = range(config.parallel.vpp) if config.parallel.vpp > 1 else [None]
-    chunks = [build_chunk(arch, config, transformer, stage, kernels.transformer_engine).to(device) for stage in stages]
+    chunks = [
+        build_chunk(arch, config, transformer, stage, kernels.transformer_engine).to(device)
+        for stage in stages
+    ]
     if config.lora is not None:
         for chunk in chunks:
             add_adapters(chunk, arch, config.lora, _place(), transformer.params_dtype)
@@ -169,19 +209,30 @@ def _in_bfloat16(chunk: HiddenStatesModel) -> HiddenStatesModel:
     if isinstance(getattr(chunk, "visual", None), Tower):
         chunk.visual.keep_float32_angles()
     drafts = [] if chunk.draft is None else [chunk.draft.layer.mlp]
-    for router in [*routers([chunk]).values(), *(mlp.router for mlp in drafts if isinstance(mlp, MoELayer))]:
+    for router in [
+        *routers([chunk]).values(),
+        *(mlp.router for mlp in drafts if isinstance(mlp, MoELayer)),
+    ]:
         internals_0_16.keep_float32_bias(router)
     return chunk
 
 
 def routers(chunks: Sequence[HiddenStatesModel]) -> dict[int, TopKRouter]:
-    """Returns the routers of the chunks by the numbers of their layers in the whole model, from 0."""
+    """Returns the routers of the chunks by the numbers of their layers in the whole model, from
+    0."""
     layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
-    return {layer.layer_number - 1: layer.mlp.router for layer in layers if isinstance(layer.mlp, MoELayer)}
+    return {
+        layer.layer_number - 1: layer.mlp.router
+        for layer in layers
+        if isinstance(layer.mlp, MoELayer)
+    }
 
 
-def chunk_parameters(chunks: list[HiddenStatesModel], of_adapters: bool = False) -> dict[str, Tensor]:
-    """Returns a rank's live tensors of the HF model, or of adapters, by a name that is unique on it.
+def chunk_parameters(
+    chunks: list[HiddenStatesModel], of_adapters: bool = False
+) -> dict[str, Tensor]:
+    """Returns a rank's live tensors of the HF model, or of adapters, by a name that is unique on
+    it.
 
     A router's bias is one of the model's and no parameter: it has no gradient, and keeps float32.
     """
@@ -190,19 +241,25 @@ def chunk_parameters(chunks: list[HiddenStatesModel], of_adapters: bool = False)
         f"{i}.{name}": tensor
         for i, chunk in enumerate(chunks)
         for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers())
-        if is_adapter(name) == of_adapters and (isinstance(tensor, torch.nn.Parameter) or name.endswith(biases))
+        if is_adapter(name) == of_adapters
+        and (isinstance(tensor, torch.nn.Parameter) or name.endswith(biases))
     }
 
 
 def load_hf(chunks: list[HiddenStatesModel], arch: Architecture, hf: Mapping[str, Tensor]) -> None:
-    """Copies this rank's slices of the HF tensors (checkpoint names and shapes) into the chunks' parameters."""
+    """Copies this rank's slices of the HF tensors (checkpoint names and shapes) into the chunks'
+    parameters."""
     place = _place()
     family, stored = FAMILIES[arch.family], hf
     hf = _Named(family, stored)
     with torch.no_grad():
         for chunk in chunks:
             if chunk.pre_process:
-                load_vocabulary(chunk.embedding.word_embeddings.weight, hf["model.embed_tokens.weight"], place.tensor)
+                load_vocabulary(
+                    chunk.embedding.word_embeddings.weight,
+                    hf["model.embed_tokens.weight"],
+                    place.tensor,
+                )
                 if arch.vision is not None:
                     chunk.visual.load_hf(stored)
             for layer in chunk.decoder.layers:
@@ -212,7 +269,9 @@ def load_hf(chunks: list[HiddenStatesModel], arch: Architecture, hf: Mapping[str
                 if not arch.tied:
                     load_vocabulary(chunk.output_layer.weight, hf["lm_head.weight"], place.tensor)
                 elif not chunk.pre_process:  # tied over two pipeline stages: each holds a copy
-                    load_vocabulary(chunk.output_layer.weight, hf["model.embed_tokens.weight"], place.tensor)
+                    load_vocabulary(
+                        chunk.output_layer.weight, hf["model.embed_tokens.weight"], place.tensor
+                    )
             if chunk.draft is not None:
                 for spec in draft_norms(arch):
                     *_, module, _ = spec.name.split(".")
@@ -221,7 +280,8 @@ def load_hf(chunks: list[HiddenStatesModel], arch: Architecture, hf: Mapping[str
 
 
 class _Named(dict[str, Tensor]):
-    """Looks tensors up by the names and in the shapes that loaders know, whatever the family stores; holds none."""
+    """Looks tensors up by the names and in the shapes that loaders know, whatever the family
+    stores; holds none."""
 
     def __init__(self, family: Family, stored: Mapping[str, Tensor]):
         super().__init__()
@@ -233,6 +293,10 @@ class _Named(dict[str, Tensor]):
 
 def _place() -> RankPlace:
     return RankPlace(
-        tensor=Shard(mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()),
-        expert=Shard(mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_tensor_parallel_world_size()),
+        tensor=Shard(
+            mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
+        ),
+        expert=Shard(
+            mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_tensor_parallel_world_size()
+        ),
     )

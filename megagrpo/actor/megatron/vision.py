@@ -1,7 +1,8 @@
 """The vision tower on the first pipeline stage, and how its features come into the decoder.
 
-The tower is transformers' own module, whole on every tensor- and context-parallel rank. Tensor-parallel ranks compute
-the same gradient of it; context-parallel ranks that of their own tokens, and Megatron sums these.
+The tower is transformers' own module, whole on every tensor- and context-parallel rank.
+Tensor-parallel ranks compute the same gradient of it; context-parallel ranks that of their own
+tokens, and Megatron sums these.
 """
 
 import importlib
@@ -21,9 +22,14 @@ from megagrpo.families.vision import Trained, Vision
 from megagrpo.types import MicroBatch, on_device
 
 Grid = tuple[int, int, int]
-# kind -> module of transformers, classes of configuration and tower; Qwen3-VL-MoE's tower is Qwen3-VL's
+# kind -> module of transformers, classes of configuration and tower; Qwen3-VL-MoE's tower is
+# Qwen3-VL's
 _TOWERS = {
-    "qwen2_5_vl": ("qwen2_5_vl", "Qwen2_5_VLVisionConfig", "Qwen2_5_VisionTransformerPretrainedModel"),
+    "qwen2_5_vl": (
+        "qwen2_5_vl",
+        "Qwen2_5_VLVisionConfig",
+        "Qwen2_5_VisionTransformerPretrainedModel",
+    ),
     "qwen3_vl": ("qwen3_vl", "Qwen3VLVisionConfig", "Qwen3VLVisionModel"),
 }
 
@@ -33,23 +39,33 @@ def build_tower(vision: Vision) -> torch.nn.Module:
     define_torchvision_operators()
     folder, config_class, tower_class = _TOWERS[vision.kind]
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
-    config = getattr(importlib.import_module(f"transformers.models.{folder}.configuration_{folder}"), config_class)
-    of_tower = {key: value for key, value in vision.config.items() if key not in ("model_type", "dtype", "torch_dtype")}
+    config = getattr(
+        importlib.import_module(f"transformers.models.{folder}.configuration_{folder}"),
+        config_class,
+    )
+    of_tower = {
+        key: value
+        for key, value in vision.config.items()
+        if key not in ("model_type", "dtype", "torch_dtype")
+    }
     return getattr(module, tower_class)._from_config(config(**of_tower), attn_implementation="sdpa")
 
 
 class Tower(torch.nn.Module):
-    """Computes the features of images; its parameters are those of transformers' module, under the same names."""
+    """Computes the features of images; its parameters are those of transformers' module, under the
+    same names."""
 
     def __init__(self, vision: Vision, trained: Trained, recompute: bool):
         super().__init__()
         self.vision = vision
         self.module = build_tower(vision)
-        self._frequencies = self.module.get_buffer("rotary_pos_emb.inv_freq").clone()  # no buffer: nothing casts it
+        self._frequencies = self.module.get_buffer(
+            "rotary_pos_emb.inv_freq"
+        ).clone()  # no buffer: nothing casts it
         for name, parameter in self.module.named_parameters():
             parameter.requires_grad_(vision.trains(vision.prefix + name, trained))
-            # Every tensor-parallel rank computes the same gradient. Megatron averages it, which keeps the ranks' bits
-            # together.
+            # Every tensor-parallel rank computes the same gradient. Megatron averages it, which
+            # keeps the ranks' bits together.
             parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]  # read by Megatron
         self.is_trained = any(p.requires_grad for p in self.module.parameters())
         if recompute and trained == "all":
@@ -57,20 +73,26 @@ class Tower(torch.nn.Module):
             self.module.gradient_checkpointing_enable(reentrant)  # type: ignore[operator]
 
     def forward(self, pixels: Tensor, grids: list[Grid]) -> list[Tensor]:
-        """Returns the features [F, h] of images, and those for the first layers, from pixels [P, values] of patches."""
+        """Returns the features [F, h] of images, and those for the first layers, from pixels [P,
+        values] of patches."""
         grid = torch.tensor(grids)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.is_trained):
             dtype = next(self.module.parameters()).dtype
-            found = self.module(pixels.to(dtype), grid_thw=grid, **self._planned(grid, pixels.device))
+            found = self.module(
+                pixels.to(dtype), grid_thw=grid, **self._planned(grid, pixels.device)
+            )
         return [found.pooler_output, *(getattr(found, "deepstack_features", None) or [])]
 
     def _planned(self, grid: Tensor, device: torch.device) -> dict[str, Tensor]:
-        """Computes on the host what follows from grids; lengths stay there, where torch's attention reads them."""
+        """Computes on the host what follows from grids; lengths stay there, where torch's attention
+        reads them."""
         from transformers import vision_utils
 
         vision = self.vision
         merge = vision.merge
-        planned = {"position_ids": on_device(vision_utils.get_vision_position_ids(grid, merge), device)}
+        planned = {
+            "position_ids": on_device(vision_utils.get_vision_position_ids(grid, merge), device)
+        }
         planned["cu_seqlens"] = vision_utils.get_vision_cu_seqlens(grid)
         if vision.kind == "qwen2_5_vl":
             window = vision.config["window_size"]
@@ -87,26 +109,44 @@ class Tower(torch.nn.Module):
             parameter.copy_(hf[self.vision.prefix + name])
 
     def keep_float32_angles(self) -> None:
-        """Restores the frequencies of rotary embedding after a cast: rounded, they would turn by other angles."""
+        """Restores the frequencies of rotary embedding after a cast: rounded, they would turn by
+        other angles."""
         rotary = self.module.get_submodule("rotary_pos_emb")
-        rotary.inv_freq = self._frequencies.to(self.module.get_buffer("rotary_pos_emb.inv_freq").device)
+        rotary.inv_freq = self._frequencies.to(
+            self.module.get_buffer("rotary_pos_emb.inv_freq").device
+        )
 
 
 class Sight:
-    """The image inputs of one micro-batch: rotary angles of its tokens, features of its images and their places."""
+    """The image inputs of one micro-batch: rotary angles of its tokens, features of its images and
+    their places."""
 
-    def __init__(self, arch: Architecture, images: Callable[[str], Tensor] | None, micro: MicroBatch):
+    def __init__(
+        self, arch: Architecture, images: Callable[[str], Tensor] | None, micro: MicroBatch
+    ):
         """micro: on the device. images: pixels [patches, values] by an image's key, on the host."""
-        assert arch.vision is not None and micro.images is not None and micro.rope_positions is not None
+        assert (
+            arch.vision is not None
+            and micro.images is not None
+            and micro.rope_positions is not None
+        )
         self._vision, self._images, self._micro = arch.vision, images, micro
         vision, device = arch.vision, micro.tokens.device
         angles = section_angles(
-            micro.rope_positions, arch.head_dim, arch.rope_theta, vision.mrope_section, vision.mrope_interleaved
+            micro.rope_positions,
+            arch.head_dim,
+            arch.rope_theta,
+            vision.mrope_section,
+            vision.mrope_interleaved,
         )
-        self.angles = angles if micro.cu_seqlens is None else angles[:, 0]  # as rotate_packed takes those of tokens
+        self.angles = (
+            angles if micro.cu_seqlens is None else angles[:, 0]
+        )  # as rotate_packed takes those of tokens
         self._deep: list[Tensor] = []  # features that layer i adds to its output
         height, width = micro.tokens.shape
-        where = micro.images.places % width * height + micro.images.places // width  # in [s, b], as decoders have it
+        where = (
+            micro.images.places % width * height + micro.images.places // width
+        )  # in [s, b], as decoders have it
         self._places, self._rows = on_device(where, device), on_device(micro.images.rows, device)
         # sequence parallelism cuts the sequence
         part = height * width // mpu.get_tensor_model_parallel_world_size()
@@ -116,14 +156,19 @@ class Sight:
         self._own_rows = on_device(micro.images.rows[own], device)
 
     def with_features(self, embedded: Tensor, tower: Tower) -> Tensor:
-        """Returns the decoder's input [s / tp, b, h] from the embeddings [s, b, h] of all tokens, images inserted."""
+        """Returns the decoder's input [s / tp, b, h] from the embeddings [s, b, h] of all tokens,
+        images inserted."""
         refs = self._micro.images.refs if self._micro.images else ()
         hidden = embedded
         if refs:
-            assert self._images is not None, "MegatronActor.images is not set, and a prompt has images"
+            assert self._images is not None, (
+                "MegatronActor.images is not set, and a prompt has images"
+            )
             pixels = torch.cat([self._images(ref.key) for ref in refs])
             features = tower(on_device(pixels, embedded.device), [ref.grid for ref in refs])
-            flat = embedded.flatten(0, 1).index_put((self._places,), features[0][self._rows].to(embedded.dtype))
+            flat = embedded.flatten(0, 1).index_put(
+                (self._places,), features[0][self._rows].to(embedded.dtype)
+            )
             hidden = flat.view_as(embedded)
             hidden = self._with_deep(hidden, features[1:])
         elif tower.is_trained and torch.is_grad_enabled():
@@ -136,10 +181,11 @@ class Sight:
         return hidden
 
     def _with_deep(self, hidden: Tensor, features: list[Tensor]) -> Tensor:
-        """Leaves the features of the first layers for these, as leaves of the graph where they are trained.
+        """Leaves the features of the first layers for these, as leaves of the graph where they are
+        trained.
 
-        A recomputed layer is differentiated by itself. Were the tower part of its graph, the backward would go through
-        the tower once for each of these layers.
+        A recomputed layer is differentiated by itself. Were the tower part of its graph, the
+        backward would go through the tower once for each of these layers.
         """
         self._deep = features
         if not any(part.requires_grad for part in features):
@@ -148,19 +194,23 @@ class Sight:
         return _ThroughLeaves.apply(hidden, self._deep, *features)
 
     def with_deep(self, index: int, hidden: Tensor) -> Tensor:
-        """Returns the output [s / tp, b, h] of layer `index` with features added to image tokens, if it adds any."""
+        """Returns the output [s / tp, b, h] of layer `index` with features added to image tokens,
+        if it adds any."""
         if index >= len(self._deep):
             return hidden
         added = self._deep[index][self._own_rows].to(hidden.dtype)
         rows = self._own_places // hidden.shape[1], self._own_places % hidden.shape[1]
-        return hidden.index_put(rows, added, accumulate=True)  # no view: Megatron frees what a stage has sent
+        return hidden.index_put(
+            rows, added, accumulate=True
+        )  # no view: Megatron frees what a stage has sent
 
 
 class _ThroughLeaves(torch.autograd.Function):
-    """Hands hidden states on; its backward gives features the gradients that their leaves got in later layers.
+    """Hands hidden states on; its backward gives features the gradients that their leaves got in
+    later layers.
 
-    It comes after the backward of these layers, which its output goes through; a leaf's gradient is there as soon as
-    that of its layer's output is.
+    It comes after the backward of these layers, which its output goes through; a leaf's gradient is
+    there as soon as that of its layer's output is.
     """
 
     @staticmethod
@@ -177,13 +227,16 @@ class _ThroughLeaves(torch.autograd.Function):
 
 
 class SeeingLayer(TransformerLayer):
-    """A decoder layer that adds features of images to its output, if it is one of the first ones of such a model.
+    """A decoder layer that adds features of images to its output, if it is one of the first ones of
+    such a model.
 
-    The Sight comes as `attention_bias`, which no attention here has: the block hands it to every layer as it is, in a
-    recomputed forward that of the same micro-batch.
+    The Sight comes as `attention_bias`, which no attention here has: the block hands it to every
+    layer as it is, in a recomputed forward that of the same micro-batch.
     """
 
-    def forward(self, *args, attention_bias: Sight | None = None, **kwargs) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, *args, attention_bias: Sight | None = None, **kwargs
+    ) -> tuple[Tensor, Tensor | None]:
         """As TransformerLayer's."""
         hidden, context = super().forward(*args, **kwargs)
         if attention_bias is not None:

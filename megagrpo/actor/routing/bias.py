@@ -1,7 +1,9 @@
-"""Updates the routers' biases against the load of their experts: DeepSeek-V3's balance without an auxiliary loss.
+"""Updates the routers' biases against the load of their experts: DeepSeek-V3's balance without an
+auxiliary loss.
 
-arXiv 2412.19437, section 2.1.2: after an update b_i += u sign(mean - c_i), where c_i counts the tokens of the update
-that chose expert i. Counts are of all ranks and of real tokens only, so they do not depend on the layout.
+arXiv 2412.19437, section 2.1.2: after an update b_i += u sign(mean - c_i), where c_i counts the
+tokens of the update that chose expert i. Counts are of all ranks and of real tokens only, so they
+do not depend on the layout.
 """
 
 from collections.abc import Mapping
@@ -17,10 +19,19 @@ from megagrpo.families.architecture import Architecture
 
 
 class ExpertLoad:
-    """Counts the tokens that each expert of each layer receives in an update, padding and recomputed ones included."""
+    """Counts the tokens that each expert of each layer receives in an update, padding and
+    recomputed ones included."""
 
-    def __init__(self, routers: Mapping[int, TopKRouter], scope: RouterScope, arch: Architecture, device: torch.device):
-        self.counts = torch.zeros(arch.num_layers, arch.num_experts, dtype=torch.int64, device=device)
+    def __init__(
+        self,
+        routers: Mapping[int, TopKRouter],
+        scope: RouterScope,
+        arch: Architecture,
+        device: torch.device,
+    ):
+        self.counts = torch.zeros(
+            arch.num_layers, arch.num_experts, dtype=torch.int64, device=device
+        )
         self._scope, self._routers = scope, routers
         for layer, router in routers.items():
             router.register_forward_hook(partial(self._count, layer))
@@ -29,7 +40,9 @@ class ExpertLoad:
         """Starts from 0."""
         self.counts.zero_()
 
-    def _count(self, layer: int, router: TopKRouter, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    def _count(
+        self, layer: int, router: TopKRouter, inputs: tuple, output: tuple[Tensor, Tensor]
+    ) -> None:
         if self._scope.now is not None and not self._scope.now.forward_only:
             self.counts[layer] += output[1].sum(0, dtype=torch.int64)
 
@@ -38,7 +51,8 @@ class RouterBias(ExpertLoad):
     """Counts the real tokens that an update routes to each expert, and then moves the biases."""
 
     def move(self, rate: float) -> None:
-        """Collective. Moves every bias by the rate, in float32: up if its expert had fewer tokens than the mean."""
+        """Collective. Moves every bias by the rate, in float32: up if its expert had fewer tokens
+        than the mean."""
         dist.all_reduce(self.counts)
         experts = self.counts.shape[1]
         # in integers: the mean times the number of experts
@@ -46,9 +60,13 @@ class RouterBias(ExpertLoad):
         for layer, router in self._routers.items():
             router.expert_bias.add_(direction[layer], alpha=rate)
 
-    def _count(self, layer: int, router: TopKRouter, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    def _count(
+        self, layer: int, router: TopKRouter, inputs: tuple, output: tuple[Tensor, Tensor]
+    ) -> None:
         scope = self._scope.counted
         if scope is not None:
             rows, _ = scope.own
-            real_map = output[1] & (rows >= 0)[:, None]  # an index by a mask would wait for the device
+            real_map = (
+                output[1] & (rows >= 0)[:, None]
+            )  # an index by a mask would wait for the device
             self.counts[layer] += real_map.sum(0, dtype=torch.int64)

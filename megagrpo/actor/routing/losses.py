@@ -1,8 +1,10 @@
-"""Auxiliary losses of the routers, divided by counts of the whole update; mathematics in algo/router_losses.py.
+"""Auxiliary losses of the routers, divided by counts of the whole update; mathematics in
+algo/router_losses.py.
 
-Megatron's own are means over the tokens of a micro-batch on one rank, padding included, and so depend on how samples
-were cut: they stay off. Losses are added as Megatron adds its own: its autograd function returns the routing weights
-and starts the loss's backward in theirs, with gradient 1 as losses of tokens are summed.
+Megatron's own are means over the tokens of a micro-batch on one rank, padding included, and so
+depend on how samples were cut: they stay off. Losses are added as Megatron adds its own: its
+autograd function returns the routing weights and starts the loss's backward in theirs, with
+gradient 1 as losses of tokens are summed.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +25,8 @@ Routing = Callable[..., tuple[Tensor, Tensor]]
 
 
 class RouterLosses:
-    """Adds the losses to every forward of a micro-batch that has a gradient, and sums their values."""
+    """Adds the losses to every forward of a micro-batch that has a gradient, and sums their
+    values."""
 
     def __init__(
         self,
@@ -33,7 +36,11 @@ class RouterLosses:
         config: RouterLossConfig,
         device: torch.device,
     ):
-        self._config, self._top_k, self._sigmoid = config, arch.experts_per_token, arch.sigmoid_router
+        self._config, self._top_k, self._sigmoid = (
+            config,
+            arch.experts_per_token,
+            arch.sigmoid_router,
+        )
         self._layers, self._scope = arch.num_layers - arch.dense_layers, scope
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # balance, z
         self._num_sequences = self._num_tokens = 1
@@ -46,7 +53,8 @@ class RouterLosses:
         self._sums.zero_()
 
     def take(self) -> dict[str, float]:
-        """Collective. Returns the update's losses without their coefficients, mean over layers with experts."""
+        """Collective. Returns the update's losses without their coefficients, mean over layers with
+        experts."""
         self._scope.check_recomputed()
         sums = self._sums.clone()
         dist.all_reduce(sums)
@@ -61,20 +69,26 @@ class RouterLosses:
     def _routing(
         self, router: TopKRouter, routing: Routing, logits: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Routes as Megatron does; the probabilities carry the losses of logits [s, b, E] into the backward."""
+        """Routes as Megatron does; the probabilities carry the losses of logits [s, b, E] into the
+        backward."""
         probs, routing_map = routing(logits, *args, **kwargs)
         scope = self._scope.differentiated
         if scope is not None:
-            probs = MoEAuxLossAutoScaler.apply(probs, self._loss(router, logits.flatten(0, 1), scope))
+            probs = MoEAuxLossAutoScaler.apply(
+                probs, self._loss(router, logits.flatten(0, 1), scope)
+            )
         return probs, routing_map
 
     def _loss(self, router: TopKRouter, logits: Tensor, scope: MicroBatchScope) -> Tensor:
-        """Collective over ranks that share sequences. Returns the weighted losses of these tokens' logits [T, E]."""
+        """Collective over ranks that share sequences. Returns the weighted losses of these tokens'
+        logits [T, E]."""
         loss, n = logits.new_zeros((), dtype=torch.float32), len(scope.lengths)
         if self._config.balance:
             counts = chosen_experts(logits, scope.sequence, n, self._top_k)
             dist.all_reduce(counts, group=router.tp_cp_group)
-            balance = balance_part(logits, scope.sequence, counts, scope.lengths, self._top_k, self._sigmoid)
+            balance = balance_part(
+                logits, scope.sequence, counts, scope.lengths, self._top_k, self._sigmoid
+            )
             self._sums[0] += balance.detach()
             loss = loss + self._config.balance / self._num_sequences * balance
         if self._config.z:

@@ -1,7 +1,8 @@
-"""The tokens that a router of this rank receives; `RouterScope` is the scope of the current micro-batch.
+"""The tokens that a router of this rank receives; `RouterScope` is the scope of the current
+micro-batch.
 
-Users: RouterBias, RouterLosses, RoutingReplay, ExpertLoad and bisect's captures. It is the only place that matches
-recomputed forwards with their micro-batches.
+Users: RouterBias, RouterLosses, RoutingReplay, ExpertLoad and bisect's captures. It is the only
+place that matches recomputed forwards with their micro-batches.
 """
 
 from collections import deque
@@ -42,7 +43,8 @@ class MicroBatchScope:
 
     @cached_property
     def sequence(self) -> Tensor:
-        """Sequence of each token among the micro-batch's n samples, [T] int64, from 0; n for padding."""
+        """Sequence of each token among the micro-batch's n samples, [T] int64, from 0; n for
+        padding."""
         rows, _ = self.own
         members = on_device(self.micro.members, rows.device)
         return torch.where(rows >= 0, torch.searchsorted(members, rows.clamp(min=0)), len(members))
@@ -54,7 +56,8 @@ class MicroBatchScope:
 
     @cached_property
     def batch_index(self) -> Tensor:
-        """Index of each token among all tokens of the batch, [T] int64; their number for padding."""
+        """Index of each token among all tokens of the batch, [T] int64; their number for
+        padding."""
         rows, columns = self.own
         starts, padding = on_device(self.batch.starts, rows.device), len(self.batch.tokens)
         if not len(starts):
@@ -71,7 +74,12 @@ class MicroBatchScope:
         first = torch.zeros(1, dtype=torch.int64)
         samples, tokens = (micro.members, micro.places) if len(micro.members) else (first, first)
         lengths = batch.lengths[samples]
-        host = batch.routing.experts[tokens], samples, lengths.cumsum(0) - lengths, batch.routing.lengths[samples]
+        host = (
+            batch.routing.experts[tokens],
+            samples,
+            lengths.cumsum(0) - lengths,
+            batch.routing.lengths[samples],
+        )
         experts, members, starts, known = (on_device(tensor, rows.device) for tensor in host)
         of = torch.searchsorted(members, rows).clamp(max=len(members) - 1)
         index = torch.where(rows >= 0, starts[of] + columns, 0)
@@ -79,7 +87,8 @@ class MicroBatchScope:
 
 
 class RouterScope:
-    """The micro-batch that a router of this rank is called for: the one under way, or one that is computed again."""
+    """The micro-batch that a router of this rank is called for: the one under way, or one that is
+    computed again."""
 
     def __init__(self, routers: Mapping[int, TopKRouter]):
         self.now: MicroBatchScope | None = None  # of the present call of a router
@@ -106,35 +115,46 @@ class RouterScope:
 
     @property
     def counted(self) -> MicroBatchScope | None:
-        """The micro-batch of an update's forward, None in recomputed forwards and those without a backward."""
+        """The micro-batch of an update's forward, None in recomputed forwards and those without a
+        backward."""
         return None if self.again or self.now is None or self.now.forward_only else self.now
 
     @property
     def differentiated(self) -> MicroBatchScope | None:
         """The micro-batch of a forward that the backward goes through, None in all others."""
-        return self.now if self.now and not self.now.forward_only and torch.is_grad_enabled() else None
+        return (
+            self.now if self.now and not self.now.forward_only and torch.is_grad_enabled() else None
+        )
 
     def check_recomputed(self) -> None:
         """Asserts that every forward without gradients has been computed again."""
-        assert not any(self._recomputed.values()), "a layer's forward was not computed again in the backward"
+        assert not any(self._recomputed.values()), (
+            "a layer's forward was not computed again in the backward"
+        )
 
     def _enter(self, layer: int) -> None:
         waiting, self.now, self.again = self._recomputed[layer], self._under_way, False
         if self.now is not None:
             if not self.now.forward_only and not torch.is_grad_enabled():
-                # Recomputed in the backward, perhaps after other micro-batches' forwards. Backwards of one layer come
-                # in the order of its forwards, in every schedule of Megatron.
+                # Recomputed in the backward, perhaps after other micro-batches' forwards. Backwards
+                # of one layer come in the order of its forwards, in every schedule of Megatron.
                 waiting.append(self.now)
         elif waiting and torch.is_grad_enabled():
             self.now, self.again = waiting.popleft(), True
 
 
 def own_places(micro: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Returns samples and columns in them, [T] each, of the tokens that a router of this rank sees, in its order.
+    """Returns samples and columns in them, [T] each, of the tokens that a router of this rank sees,
+    in its order.
 
     -1 is padding.
     """
-    tp_rank, tp_size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
+    tp_rank, tp_size = (
+        mpu.get_tensor_model_parallel_rank(),
+        mpu.get_tensor_model_parallel_world_size(),
+    )
     # [s, b] is a router's order; sequence parallelism cuts the sequence
-    rows, columns = (places.t().chunk(tp_size)[tp_rank].flatten() for places in (micro.rows, micro.columns))
+    rows, columns = (
+        places.t().chunk(tp_size)[tp_rank].flatten() for places in (micro.rows, micro.columns)
+    )
     return rows, columns

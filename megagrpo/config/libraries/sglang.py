@@ -1,4 +1,5 @@
-"""Fields of SGLang's ServerArgs that `rollout.sglang` and `rollout.extra_args` may not set, with the reason.
+"""Fields of SGLang's ServerArgs that `rollout.sglang` and `rollout.extra_args` may not set, with
+the reason.
 
 All other fields are the user's. A pattern such as hicache_* stands for every field that it fits.
 """
@@ -7,7 +8,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 
 from megagrpo.config.fields import LibrarySettings
-from megagrpo.config.libraries.source import LibraryField, read_fields, refusal_of, refusals, set_elsewhere
+from megagrpo.config.libraries.source import (
+    LibraryField,
+    read_fields,
+    refusal_of,
+    refusals,
+    set_elsewhere,
+)
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.system.environment import WEIGHT_LOADER
 from megagrpo.system.user_function import did_you_mean
@@ -39,14 +46,16 @@ _OURS = {
     "the service: a request before the first publish is verified would say nothing": "skip_server_warmup warmups",
     "rollout.colocate": "enable_memory_saver",
     "actor.routing_replay: rollout": "enable_return_routed_experts",
-    "rollout.draft_tokens": "speculative_algorithm speculative_num_steps speculative_num_draft_tokens",
+    "rollout.draft_tokens": "speculative_algorithm speculative_num_steps "
+    "speculative_num_draft_tokens",
     "rollout.streaming": "incremental_streaming_output",
     "sampling": "preferred_sampling_params sampling_defaults",
 }
 # Classes whose fields are refused, all of them.
 _GROUPS = refusals(
     {
-        "rollout.draft_tokens speculates with the model's own layer; a publish reaches no other draft": "Spec",
+        "rollout.draft_tokens speculates with the model's own layer; a publish reaches no other "
+        "draft": "Spec",
         "engines receive whole weights, with the actor's adapters added (actor.lora)": "Lora",
         "an engine answers whole requests; router and publish handle no other kind": "Disagg",
         "images come with the trainers' requests, as these have read them": "Mm",
@@ -59,7 +68,8 @@ _RANKS = "an engine's ranks are rollout.tp; a publish would not reach the others
 _LOGPROBS = "log-probabilities would be of another distribution than the actor's"
 _UNEXAMINED = "no test shows that a publish into live parameters holds with it"
 SERVER_REFUSED = set_elsewhere(_OURS) | refusals({
-    "rollout.quantization says in which format engines keep weights; with fewer bits they would not be the published "
+    "rollout.quantization says in which format engines keep weights; with fewer bits they would "
+    "not be the published "
     "ones": """quantization*
         modelopt_* quantize_and_serve rl_quant_profile enable_tf32_matmul enable_w4a4_* flashinfer_mxfp4_*
         flashinfer_a2a_dispatch_type deepep_dispatcher_output_dtype enable_quant_* *_fp4_allgather
@@ -69,7 +79,8 @@ SERVER_REFUSED = set_elsewhere(_OURS) | refusals({
         enable_waterfill ep_join_* max_ep_size kt_*""",
     _RANKS: """dcp_* pp_* attn_cp_size moe_dp_size dwdp_size enable_prefill_cp cp_strategy enable_cp_decode_attn_tp
         enable_dsa_cache_layer_split""",
-    "keys and values of older weights would outlive a publish, which empties the caches on GPU and host only": """
+    "keys and values of older weights would outlive a publish, which empties the caches on GPU and "
+    "host only": """
         hicache_storage_* hicache_host_memory_mode enable_session_radix_cache radix_cache_backend
         *unified_cache_external* *hisparse* enable_linker_mla_dedup *lmcache* *flexkv*""",
     "weights come from model.path or from the first publish (rollout.load_format)": """revision model_impl
@@ -93,7 +104,8 @@ _VALUES: dict[str, tuple[tuple[str, ...], str]] = {
     "kv_cache_dtype": (("auto", "bf16", "bfloat16", "fp8_e4m3"), _UNEXAMINED),
     "moe_runner_backend": (
         ("triton", "deep_gemm", "flashinfer_cutlass"),
-        "others reorder the experts' weights after loading, as flashinfer_trtllm does, which SGLang also takes for "
+        "others reorder the experts' weights after loading, as flashinfer_trtllm does, which "
+        "SGLang also takes for "
         "auto on Blackwell, or need quantised ones: digests would stop the run",
     ),
     "fp8_gemm_runner_backend": (
@@ -103,11 +115,17 @@ _VALUES: dict[str, tuple[tuple[str, ...], str]] = {
     "moe_a2a_backend": (("none", "deepep"), _UNEXAMINED),
 }
 # Declared without an option, and given one in ServerArgs.add_cli_args.
-_OPTION_ELSEWHERE = ("sampling_backend", "reasoning_parser", "tool_call_parser", "kv_canary_real_data")
+_OPTION_ELSEWHERE = (
+    "sampling_backend",
+    "reasoning_parser",
+    "tool_call_parser",
+    "kv_canary_real_data",
+)
 
 
 def server_fields() -> Mapping[str, LibraryField]:
-    """Returns name -> field of the installed ServerArgs; {} without SGLang. Written against sglang 0.5.21."""
+    """Returns name -> field of the installed ServerArgs; {} without SGLang. Written against sglang
+    0.5.21."""
     return read_fields("sglang", ("srt/arg_groups/choices.py", "srt/arg_groups/fields/*.py"))
 
 
@@ -121,7 +139,8 @@ def server_options(field: LibraryField) -> list[str]:
 
 
 def engine_refusal(field: LibraryField) -> str:
-    """Returns why users cannot set a field, and the key to set instead, if there is one; "" for their own fields."""
+    """Returns why users cannot set a field, and the key to set instead, if there is one; "" for
+    their own fields."""
     refusal = refusal_of(field.name, SERVER_REFUSED) or _GROUPS.get(field.group)
     if refusal is None:
         return ""
@@ -129,10 +148,14 @@ def engine_refusal(field: LibraryField) -> str:
 
 
 def engine_setting_problems(rollout: RolloutConfig) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yields (key path, problem) for everything that is wrong with `rollout.sglang` and `rollout.extra_args`."""
+    """Yields (key path, problem) for everything that is wrong with `rollout.sglang` and
+    `rollout.extra_args`."""
     fields = server_fields() if rollout.sglang or rollout.extra_args else {}
     if rollout.sglang and not fields:
-        yield ("rollout", "sglang"), "SGLang is not installed here, so its settings cannot be checked"
+        yield (
+            ("rollout", "sglang"),
+            "SGLang is not installed here, so its settings cannot be checked",
+        )
         return
     for name, value in rollout.sglang.items():
         if problem := _problem(name, value, fields):
@@ -140,17 +163,36 @@ def engine_setting_problems(rollout: RolloutConfig) -> Iterator[tuple[tuple[str,
     for problem in _word_problems(rollout.extra_args, fields):
         yield ("rollout", "extra_args"), problem
     if rollout.sglang.get("dp_size", 1) != 1 and not rollout.sglang.get("enable_dp_attention"):
-        yield ("rollout", "sglang", "dp_size"), f"is refused without enable_dp_attention: {_RANKS}; raise num_engines"
+        yield (
+            ("rollout", "sglang", "dp_size"),
+            f"is refused without enable_dp_attention: {_RANKS}; raise num_engines",
+        )
     if rollout.sets("enable_hierarchical_cache"):
-        where, sizes = ("rollout", "sglang", "enable_hierarchical_cache"), ("hicache_size", "hicache_ratio")
+        where, sizes = (
+            ("rollout", "sglang", "enable_hierarchical_cache"),
+            ("hicache_size", "hicache_ratio"),
+        )
         if not any(map(rollout.sets, sizes)):
-            why = "SGLang would take 80 % of the node's free memory, and trainers and checkpoints need some"
-            yield where, f"needs hicache_size, GB of host memory for each engine rank, or hicache_ratio: {why}"
+            why = (
+                "SGLang would take 80 % of the node's free memory, and trainers and checkpoints "
+                "need some"
+            )
+            yield (
+                where,
+                "needs hicache_size, GB of host memory for each engine rank, or hicache_ratio: "
+                f"{why}",
+            )
         if rollout.draft_tokens:
             yield where, f"is refused with rollout.draft_tokens: {_UNEXAMINED}"
         if rollout.max_staleness or rollout.extra_groups or rollout.lend_trainers:
-            why = "paused with requests, SGLang ends no copies to the host, and its flush asserts that there are none"
-            yield where, f"is refused with rollout.max_staleness, extra_groups and lend_trainers: {why}"
+            why = (
+                "paused with requests, SGLang ends no copies to the host, and its flush asserts "
+                "that there are none"
+            )
+            yield (
+                where,
+                f"is refused with rollout.max_staleness, extra_groups and lend_trainers: {why}",
+            )
 
 
 def engine_setting_words(given: LibrarySettings) -> list[str]:
@@ -170,16 +212,25 @@ def _problem(name: str, value: object, fields: Mapping[str, LibraryField]) -> st
     choices = field.options.get("choices")
     if isinstance(choices, list):
         right, expected = value in choices, f"one of {', '.join(map(str, choices))}"
-    elif _as_json(field) and not field.declared.removeprefix("Optional[").startswith(("int", "List", "Dict")):
+    elif _as_json(field) and not field.declared.removeprefix("Optional[").startswith(
+        ("int", "List", "Dict")
+    ):
         right, expected = isinstance(value, dict), "a map"  # of a class of SGLang's own
     else:
-        right, expected = value is not None and field.accepts(value), field.expected  # no word says null
+        right, expected = (
+            value is not None and field.accepts(value),
+            field.expected,
+        )  # no word says null
     return "" if right else f"should be {expected}, as SGLang declares it ({field.location})"
 
 
 def _value_problem(name: str, value: object) -> str:
     right, reason = _VALUES.get(name, ((), ""))
-    return f"{value} is refused: {reason}; it may be {', '.join(right)}" if right and value not in right else ""
+    return (
+        f"{value} is refused: {reason}; it may be {', '.join(right)}"
+        if right and value not in right
+        else ""
+    )
 
 
 def _word_problems(words: Sequence[str], fields: Mapping[str, LibraryField]) -> Iterator[str]:
@@ -189,12 +240,18 @@ def _word_problems(words: Sequence[str], fields: Mapping[str, LibraryField]) -> 
         if not name.startswith("--"):
             continue
         # argparse accepts an abbreviation that fits one option only
-        near = [by_option[name]] if name in by_option else [by_option[o] for o in by_option if o.startswith(name)]
+        near = (
+            [by_option[name]]
+            if name in by_option
+            else [by_option[o] for o in by_option if o.startswith(name)]
+        )
         field = near[0] if len({entry.name for entry in near}) == 1 else None
         value = value or (words[number + 1] if number + 1 < len(words) else "")
         if name == "--config":
             yield "--config is refused: a file of settings is not read here; name them one by one"
-        elif field is None or (field.name == "custom_weight_loader" and WEIGHT_LOADER in words):  # one besides ours
+        elif field is None or (
+            field.name == "custom_weight_loader" and WEIGHT_LOADER in words
+        ):  # one besides ours
             continue
         elif problem := engine_refusal(field) or _value_problem(field.name, value):
             yield f"{name} {problem}"

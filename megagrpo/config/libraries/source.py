@@ -1,7 +1,8 @@
-"""Reads the fields of a library's configuration classes from its source, and checks values against their annotations.
+"""Reads the fields of a library's configuration classes from its source, and checks values against
+their annotations.
 
-No class is imported: importing Megatron or SGLang loads torch, and SGLang on a CPU needs stand-ins. Annotations and
-defaults are evaluated with typing's own names, values are checked by pydantic.
+No class is imported: importing Megatron or SGLang loads torch, and SGLang on a CPU needs stand-ins.
+Annotations and defaults are evaluated with typing's own names, values are checked by pydantic.
 """
 
 import ast
@@ -26,7 +27,8 @@ _BUILTINS = (bool, int, float, str, list, dict, tuple)
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a field of a library is not set in an experiment, and the key of ours to set instead, if there is one."""
+    """Why a field of a library is not set in an experiment, and the key of ours to set instead, if
+    there is one."""
 
     reason: str
     instead: str = ""
@@ -54,7 +56,9 @@ class LibraryField:
         """Returns whether an experiment's value has the field's type."""
         if value is None and self.default is None:
             return True
-        if isinstance(value, bool) and "bool" not in self.declared:  # for pydantic true is one of Literal[0, 1]
+        if (
+            isinstance(value, bool) and "bool" not in self.declared
+        ):  # for pydantic true is one of Literal[0, 1]
             return False
         with suppress(ValidationError):
             _adapter(self.annotation).validate_json(json.dumps(value), strict=True)
@@ -63,7 +67,8 @@ class LibraryField:
 
 
 class _Name:
-    """Stands for a name of the source that is neither typing's nor a plain value; as a type, it has no values."""
+    """Stands for a name of the source that is neither typing's nor a plain value; as a type, it has
+    no values."""
 
     def __init__(self, dotted: str) -> None:
         self.dotted = dotted
@@ -82,7 +87,9 @@ class _Name:
     def __call__(self, *_: object, **__: object) -> "_Name":
         return self
 
-    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
         return core_schema.is_instance_schema(_Name)
 
 
@@ -92,8 +99,11 @@ class _Names(dict[str, object]):
 
 
 @cache
-def read_fields(package: str, files: Sequence[str], classes: Sequence[str] = ()) -> dict[str, LibraryField]:
-    """Returns name -> field of the classes (default: all) in the files (paths or patterns), {} without the package."""
+def read_fields(
+    package: str, files: Sequence[str], classes: Sequence[str] = ()
+) -> dict[str, LibraryField]:
+    """Returns name -> field of the classes (default: all) in the files (paths or patterns), {}
+    without the package."""
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         return {}
@@ -101,14 +111,22 @@ def read_fields(package: str, files: Sequence[str], classes: Sequence[str] = ())
     names = _Names({name: getattr(typing, name) for name in typing.__all__})
     names |= {kind.__name__: kind for kind in _BUILTINS}
     names |= {"A": typing.Annotated, "Arg": dict, "field": _default_of_field, "None": None}
-    names["torch"] = SimpleNamespace(dtype=typing.Literal[DTYPES], **{name: name for name in DTYPES})
+    names["torch"] = SimpleNamespace(
+        dtype=typing.Literal[DTYPES], **{name: name for name in DTYPES}
+    )
     fields: dict[str, LibraryField] = {}
     for path in [path for pattern in files for path in sorted(root.glob(pattern))]:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 names[node.targets[0].id] = _evaluate(node.value, names)
-            elif isinstance(node, ast.ClassDef) and any("Enum" in ast.unparse(base) for base in node.bases):
-                assigned = [statement.targets[0] for statement in node.body if isinstance(statement, ast.Assign)]
+            elif isinstance(node, ast.ClassDef) and any(
+                "Enum" in ast.unparse(base) for base in node.bases
+            ):
+                assigned = [
+                    statement.targets[0]
+                    for statement in node.body
+                    if isinstance(statement, ast.Assign)
+                ]
                 members = [target.id for target in assigned if isinstance(target, ast.Name)]
                 names[node.name] = enum.Enum(node.name, [(name, name) for name in members])
             elif isinstance(node, ast.ClassDef) and (not classes or node.name in classes):
@@ -120,33 +138,53 @@ def read_fields(package: str, files: Sequence[str], classes: Sequence[str] = ())
 
 def refusal_of(name: str, refused: Mapping[str, Refusal]) -> Refusal | None:
     """Returns the refusal whose name or pattern fits, if any."""
-    return next((refusal for pattern, refusal in refused.items() if fnmatchcase(name, pattern)), None)
+    return next(
+        (refusal for pattern, refusal in refused.items() if fnmatchcase(name, pattern)), None
+    )
 
 
 def set_elsewhere(ours: Mapping[str, str]) -> dict[str, Refusal]:
     """Returns pattern -> refusal of a table from a key of ours to words."""
     reason = "another key of the file, or the model's config.json, says it"
-    return {pattern: Refusal(reason, key) for key, patterns in ours.items() for pattern in patterns.split()}
+    return {
+        pattern: Refusal(reason, key)
+        for key, patterns in ours.items()
+        for pattern in patterns.split()
+    }
 
 
 def refusals(reasons: Mapping[str, str]) -> dict[str, Refusal]:
     """Returns pattern -> refusal of a table from reason to words."""
-    return {pattern: Refusal(reason) for reason, patterns in reasons.items() for pattern in patterns.split()}
+    return {
+        pattern: Refusal(reason)
+        for reason, patterns in reasons.items()
+        for pattern in patterns.split()
+    }
 
 
 def _parts(annotation: object) -> tuple[object, ...]:
-    return typing.get_args(annotation) if typing.get_origin(annotation) is typing.Union else (annotation,)
+    return (
+        typing.get_args(annotation)
+        if typing.get_origin(annotation) is typing.Union
+        else (annotation,)
+    )
 
 
 def _choices(kind: object) -> list[str]:
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return [member.value for member in kind]
-    return [str(value) for value in typing.get_args(kind)] if typing.get_origin(kind) is typing.Literal else []
+    return (
+        [str(value) for value in typing.get_args(kind)]
+        if typing.get_origin(kind) is typing.Literal
+        else []
+    )
 
 
 @cache
 def _adapter(annotation: object) -> TypeAdapter[object]:
-    return TypeAdapter(typing.cast(type, annotation), config=ConfigDict(arbitrary_types_allowed=True))
+    return TypeAdapter(
+        typing.cast(type, annotation), config=ConfigDict(arbitrary_types_allowed=True)
+    )
 
 
 def _evaluate(node: ast.expr, names: _Names) -> object:
@@ -155,8 +193,14 @@ def _evaluate(node: ast.expr, names: _Names) -> object:
     return _Name(ast.unparse(node))
 
 
-def _default_of_field(default: object = "", default_factory: Callable[[], object] | None = None, **_: object) -> object:
-    return default_factory() if default_factory in _BUILTINS and default_factory is not None else default
+def _default_of_field(
+    default: object = "", default_factory: Callable[[], object] | None = None, **_: object
+) -> object:
+    return (
+        default_factory()
+        if default_factory in _BUILTINS and default_factory is not None
+        else default
+    )
 
 
 def _field(group: str, node: ast.stmt, names: _Names, file: str) -> LibraryField | None:
@@ -180,4 +224,6 @@ def _field(group: str, node: ast.stmt, names: _Names, file: str) -> LibraryField
         default = default.name
     elif isinstance(default, _Name):
         default = default.dotted.rpartition(".")[2]
-    return LibraryField(node.target.id, group, declared, annotation, default, options, f"{file}:{node.lineno}")
+    return LibraryField(
+        node.target.id, group, declared, annotation, default, options, f"{file}:{node.lineno}"
+    )

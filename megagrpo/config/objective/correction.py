@@ -1,4 +1,5 @@
-"""The `algorithm.mismatch` section: engine and trainer give the same token different probabilities."""
+"""The `algorithm.mismatch` section: engine and trainer give the same token different
+probabilities."""
 
 from typing import Annotated, Literal
 
@@ -8,12 +9,13 @@ from megagrpo.config.fields import NonNegativeFloat, PositiveFloat, Problems, Se
 
 
 class TruncatedImportance(Section):
-    """min(old / rollout, cap): of the token, of the whole sequence (product), or its geometric mean."""
+    """min(old / rollout, cap): of the token, of the whole sequence (product), or its geometric
+    mean."""
 
     name: Literal["tis"]
     over: Literal["token", "sequence", "geometric"] = "token"
-    """Unit of the ratio: a token, a sequence (the product of its tokens' ratios), or the geometric mean of a
-    sequence's ratios."""
+    """Unit of the ratio: a token, a sequence (the product of its tokens' ratios), or the geometric
+    mean of a sequence's ratios."""
     cap: PositiveFloat = Field(default=2.0, description="Largest weight.")
     floor: NonNegativeFloat = Field(default=0.0, description="Smallest weight.")
     self_normalise: bool = False
@@ -34,8 +36,12 @@ class Band(Section):
 
     name: Literal["icepop", "mis_mask"]
     """Weight inside the band: the ratio (icepop) or 1 (mis_mask)."""
-    low: NonNegativeFloat = Field(default=0.5, description="Smallest ratio old / rollout that is not given weight 0.")
-    high: PositiveFloat = Field(default=5.0, description="Largest ratio old / rollout that is not given weight 0.")
+    low: NonNegativeFloat = Field(
+        default=0.5, description="Smallest ratio old / rollout that is not given weight 0."
+    )
+    high: PositiveFloat = Field(
+        default=5.0, description="Largest ratio old / rollout that is not given weight 0."
+    )
 
     @property
     def formula(self) -> str:
@@ -48,13 +54,14 @@ class Band(Section):
 
 
 class Rejection(Section):
-    """Responses on which trainer and engine disagree too much leave the loss mask before anything is counted."""
+    """Responses on which trainer and engine disagree too much leave the loss mask before anything
+    is counted."""
 
     measure: Literal["ratio", "k2", "k3"] = "ratio"
     """The limited quantity: old / rollout, or a KL estimate of it, in nats."""
     over: Literal["mean", "sum", "max", "token"] = "mean"
-    """How a sequence is judged: by the mean over its tokens (of the log-ratio: the geometric mean of the ratio), the
-    sum or the extremes. token: every token for itself."""
+    """How a sequence is judged: by the mean over its tokens (of the log-ratio: the geometric mean
+    of the ratio), the sum or the extremes. token: every token for itself."""
     low: NonNegativeFloat = 0.0
     """Smallest ratio that is kept; a KL estimate has an upper limit only."""
     high: PositiveFloat = Field(description="Largest ratio, or KL estimate, that is kept.")
@@ -77,12 +84,15 @@ class Rejection(Section):
 
 
 class Alarm(Section):
-    """Bounds of the difference between trainer and engine in the first step of a start, in nats of trained tokens."""
+    """Bounds of the difference between trainer and engine in the first step of a start, in nats of
+    trained tokens."""
 
     mean: PositiveFloat | None = None
-    """Of the mean. Default: 0.001 in float32, 0.05 in bfloat16, there 0.1 if experts are not replayed."""
+    """Of the mean. Default: 0.001 in float32, 0.05 in bfloat16, there 0.1 if experts are not
+    replayed."""
     tail: PositiveFloat | None = None
-    """Of the 99.9th percentile. Default: 0.1 in float32, 1 in bfloat16, there 4 if experts are not replayed."""
+    """Of the 99.9th percentile. Default: 0.1 in float32, 1 in bfloat16, there 4 if experts are not
+    replayed."""
 
 
 class MismatchConfig(Section):
@@ -90,6 +100,8 @@ class MismatchConfig(Section):
 
     weight: Annotated[TruncatedImportance | Band, Field(discriminator="name")] | None = None
     """Weight of the policy term of every token; null: 1."""
-    reject: Rejection | None = Field(default=None, description="Which responses are not trained on; null: none.")
+    reject: Rejection | None = Field(
+        default=None, description="Which responses are not trained on; null: none."
+    )
     alarm: Alarm | None = Alarm()
     """Bounds beyond which the first step of a start prints an alarm; null: none."""

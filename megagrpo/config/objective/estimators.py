@@ -1,7 +1,7 @@
 """Advantage estimators: fields, formula, requirements and exclusions of each.
 
-To add one: write its variant here and name it in AdvantageConfig, then write its function and its row in ESTIMATORS of
-algo/estimators.py. A variant without a row fails when that module is imported.
+To add one: write its variant here and name it in AdvantageConfig, then write its function and its
+row in ESTIMATORS of algo/estimators.py. A variant without a row fails when that module is imported.
 """
 
 from typing import Annotated, ClassVar, Literal, get_args
@@ -14,13 +14,20 @@ from megagrpo.config.fields import Aggregation, Ddof, PositiveFloat, Variant
 class Estimator(Variant):
     """Holds what an estimator needs and refuses; its own fields are in the subclass."""
 
-    normalises_by_group: ClassVar[bool] = False  # refuses rewards that are normalised by the group already
-    whitens: ClassVar[bool] = False  # over all unmasked tokens of the batch; refuses whiten_advantages
-    needs_greedy_response: ClassVar[bool] = False  # refuses reward steps that its greedy baseline does not get
+    normalises_by_group: ClassVar[bool] = (
+        False  # refuses rewards that are normalised by the group already
+    )
+    whitens: ClassVar[bool] = (
+        False  # over all unmasked tokens of the batch; refuses whiten_advantages
+    )
+    needs_greedy_response: ClassVar[bool] = (
+        False  # refuses reward steps that its greedy baseline does not get
+    )
 
     @property
     def group_std_ddof(self) -> int:
-        """Delta degrees of freedom of the standard deviation of a group's rewards: std_ddof of those that have it."""
+        """Delta degrees of freedom of the standard deviation of a group's rewards: std_ddof of
+        those that have it."""
         return getattr(self, "std_ddof", 1)
 
     @property
@@ -30,7 +37,8 @@ class Estimator(Variant):
 
 
 class _ComparesResponses(Estimator):
-    """Subtracts what other responses to the same prompt got, so that a group with one valid response needs a rule."""
+    """Subtracts what other responses to the same prompt got, so that a group with one valid
+    response needs a rule."""
 
     name: str
     single_sample: Literal["zero", "raw"] = "zero"
@@ -41,12 +49,15 @@ class _ComparesResponses(Estimator):
         if self.single_sample == "raw":
             return None
         return (
-            f"advantage {self.name} compares responses to one prompt: with train.group_size 1 it is always 0 and "
+            f"advantage {self.name} compares responses to one prompt: with train.group_size 1 it "
+            "is always 0 and "
             "nothing is learned; raise group_size or set algorithm.advantage.single_sample: raw"
         )
 
 
-_STD_DDOF = "Delta degrees of freedom of the group's standard deviation: 1 (sample) or 0 (population)."
+_STD_DDOF = (
+    "Delta degrees of freedom of the group's standard deviation: 1 (sample) or 0 (population)."
+)
 _EPS = "Added to the group's standard deviation, in units of the reward."
 
 
@@ -65,28 +76,39 @@ class DrGrpoAdvantage(_ComparesResponses):
     """r - mean. arXiv 2503.20783."""
 
     formula = "r - mean"
-    aggregations: ClassVar[tuple[Aggregation, ...] | None] = ("seq-mean-token-sum", "seq-mean-token-sum-norm")
+    aggregations: ClassVar[tuple[Aggregation, ...] | None] = (
+        "seq-mean-token-sum",
+        "seq-mean-token-sum-norm",
+    )
     aggregation_advice = (
-        "Dr. GRPO divides by a constant (seq-mean-token-sum-norm); {aggregation} divides by response lengths"
+        "Dr. GRPO divides by a constant (seq-mean-token-sum-norm); {aggregation} "
+        "divides by response lengths"
     )
 
     name: Literal["dr_grpo"] = "dr_grpo"
 
 
 class GrpoPassKAdvantage(Estimator):
-    """Best response alone: best - second best, over (std + eps) when normalised. arXiv 2503.19595."""
+    """Best response alone: best - second best, over (std + eps) when normalised. arXiv
+    2503.19595."""
 
     formula = "r_best - r_second for the best response, else 0"
     normalises_by_group = True
 
     name: Literal["grpo_passk"] = "grpo_passk"
-    normalise: bool = Field(default=True, description="Whether to divide by the group's standard deviation plus eps.")
+    normalise: bool = Field(
+        default=True, description="Whether to divide by the group's standard deviation plus eps."
+    )
     std_ddof: Ddof = Field(default=1, description=_STD_DDOF)
     eps: PositiveFloat = Field(default=1e-6, description=_EPS)
 
     @property
     def refuses_group_of_one(self) -> str | None:
-        return "advantage grpo_passk compares the best two responses of a prompt; train.group_size must be at least 2"
+        return (
+            "advantage grpo_passk compares the best two responses of a prompt; "
+            "train.group_size "
+            "must be at least 2"
+        )
 
 
 class RlooAdvantage(_ComparesResponses):
@@ -109,8 +131,9 @@ class ReinforcePlusPlusAdvantage(Estimator):
 
 
 class ReinforceAdvantage(Estimator):
-    """Discounted return of every token, as it is. With rewards normalised by the group (`reward.mean`, `reward.std`),
-    this is ROLL's grpo: its `reward_clip` and token-level KL come after the normalisation."""
+    """Discounted return of every token, as it is. With rewards normalised by the group
+    (`reward.mean`, `reward.std`), this is ROLL's grpo: its `reward_clip` and token-level KL come
+    after the normalisation."""
 
     formula = "sum_k gamma^k R_(t+k)"
 
@@ -128,7 +151,8 @@ class ReinforcePlusPlusBaselineAdvantage(_ComparesResponses):
 
 
 class RemaxAdvantage(Estimator):
-    """Return of every token minus the reward of a greedy response to the same prompt. arXiv 2310.10505."""
+    """Return of every token minus the reward of a greedy response to the same prompt. arXiv
+    2310.10505."""
 
     formula = "sum_k R_(t+k) - r_greedy"
     needs_greedy_response = True
@@ -151,8 +175,8 @@ class GpgAdvantage(_ComparesResponses):
 
     name: Literal["gpg"] = "gpg"
     alpha: Literal["non_degenerate", "nonzero_reward"] = "non_degenerate"
-    """Divisor of the number of responses in alpha: those in groups whose rewards differ, or those with a reward other
-    than 0, as verl does."""
+    """Divisor of the number of responses in alpha: those in groups whose rewards differ, or those
+    with a reward other than 0, as verl does."""
 
 
 AdvantageConfig = Annotated[

@@ -6,7 +6,8 @@ from pydantic import Field
 
 from megagrpo.config.fields import NonNegativeFloat, PositiveFloat, Problems, Section
 
-# How far from its target the adaptive coefficient sees the divergence; arXiv 1909.08593, section 2.2.
+# How far from its target the adaptive coefficient sees the divergence; arXiv 1909.08593, section
+# 2.2.
 KL_ERROR_LIMIT = 0.2
 
 KlEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+", "full"]
@@ -15,18 +16,23 @@ KlEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+", "full"]
 class AdaptiveKl(Section):
     """beta <- beta (1 + clip(KL / target - 1, +-0.2) responses / horizon). arXiv 1909.08593."""
 
-    target: PositiveFloat = Field(description="KL per sampled token that the coefficient steers to, in nats.")
+    target: PositiveFloat = Field(
+        description="KL per sampled token that the coefficient steers to, in nats."
+    )
     horizon: PositiveFloat = Field(description="Responses over which the coefficient adapts.")
 
 
 class KlConfig(Section):
     """KL to the reference, the initial weights. Both coefficients 0: no reference is kept."""
 
-    loss_coef: NonNegativeFloat = Field(default=0.0, description="Coefficient of the KL as a term of the loss.")
+    loss_coef: NonNegativeFloat = Field(
+        default=0.0, description="Coefficient of the KL as a term of the loss."
+    )
     reward_coef: NonNegativeFloat = 0.0
     """Coefficient of the KL that is subtracted from the reward, token by token."""
     estimator: KlEstimator = "k3"
-    """Estimate from the sampled tokens; with + it has the gradient of k2. full: exact, over the whole vocabulary."""
+    """Estimate from the sampled tokens; with + it has the gradient of k2. full: exact, over the
+    whole vocabulary."""
     value_clamp: PositiveFloat | None = None
     """Largest value of k3 for a token, in nats (verl: 10); null: no limit."""
     importance: bool = False
@@ -49,16 +55,24 @@ class KlConfig(Section):
         return self.model_copy(update={"reward_coef" if self.reward_coef else "loss_coef": coef})
 
     def problems(self) -> Problems:
-        own, full, plus = f'"{self.estimator}"', self.estimator == "full", self.estimator.endswith("+")
+        own, full, plus = (
+            f'"{self.estimator}"',
+            self.estimator == "full",
+            self.estimator.endswith("+"),
+        )
         both = self.loss_coef and self.reward_coef
         of_loss = self.reward_coef and (full or plus)
         uncorrected = self.importance and not plus
         return {
-            "loss_coef and reward_coef are both set: the KL would be charged twice; set one of them to 0": both,
+            "loss_coef and reward_coef are both set: the KL would be charged twice; set one of "
+            "them to 0": both,
             f"estimator {own} is a form for the loss; with reward_coef use k1, abs, k2 or k3": of_loss,
             f'importance corrects the gradient of the "+" estimators; {own} is none of them': uncorrected,
-            f"value_clamp belongs to k3; estimator is {own}": self.value_clamp and self.value_estimator != "k3",
-            'adaptive measures the KL on the sampled tokens, estimator "full" does not; use k1, abs, k2 or '
+            f"value_clamp belongs to k3; estimator is {own}": self.value_clamp
+            and self.value_estimator != "k3",
+            'adaptive measures the KL on the sampled tokens, estimator "full" does not; use k1, '
+            "abs, k2 or "
             "k3": self.adaptive and full,
-            "adaptive needs a starting coefficient: set loss_coef or reward_coef": self.adaptive and not self.coef,
+            "adaptive needs a starting coefficient: set loss_coef or reward_coef": self.adaptive
+            and not self.coef,
         }

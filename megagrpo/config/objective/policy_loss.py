@@ -1,7 +1,8 @@
 """Policy losses: the fields and the formula of each.
 
-To add one: write its variant here and name it in PolicyLossConfig, then write its function and its row in POLICY_LOSSES
-of algo/policy_loss.py. A variant without a row fails when that module is imported.
+To add one: write its variant here and name it in PolicyLossConfig, then write its function and its
+row in POLICY_LOSSES of algo/policy_loss.py. A variant without a row fails when that module is
+imported.
 """
 
 from typing import Annotated, ClassVar, Literal, get_args
@@ -15,7 +16,8 @@ _HIGH = "The probability ratio is clipped above at 1 + clip_ratio_high."
 
 
 class PpoClipLoss(Variant):
-    """arXiv 1707.06347; clip_ratio_high > clip_ratio_low is DAPO's clip-higher; dual clip is arXiv 1912.09729."""
+    """arXiv 1707.06347; clip_ratio_high > clip_ratio_low is DAPO's clip-higher; dual clip is arXiv
+    1912.09729."""
 
     formula = "-min(rho A, clip(rho) A)"
 
@@ -32,14 +34,17 @@ class GspoLoss(Variant):
     formula = "-min(s A, clip(s) A), s = exp(mean log rho)"
     aggregations: ClassVar[tuple[Aggregation, ...] | None] = ("seq-mean-token-mean",)
     aggregation_advice = (
-        "gspo is the paper's objective with aggregation seq-mean-token-mean only; here it is {aggregation}"
+        "gspo is the paper's objective with aggregation seq-mean-token-mean "
+        "only; "
+        "here it is {aggregation}"
     )
 
     name: Literal["gspo"] = "gspo"
     clip_ratio_low: float = Field(default=3e-4, gt=0, le=1, description=_LOW)
     clip_ratio_high: PositiveFloat = Field(default=4e-4, description=_HIGH)
     clamp: Literal["both", "above"] = "both"
-    """Limit of the sequence's mean log-ratio: +-20 (both), or only above, at 10, as in verl (above)."""
+    """Limit of the sequence's mean log-ratio: +-20 (both), or only above, at 10, as in verl
+    (above)."""
 
 
 class CispoLoss(Variant):

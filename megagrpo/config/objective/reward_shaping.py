@@ -1,8 +1,8 @@
 """Reward steps between the grader and the advantage: the fields of each.
 
-To add one: write its Section here and name it among the bases of RewardShapingConfig, then write its function and its
-row in REWARD_STEPS of algo/reward_shaping.py, whose order is the order of operations. A step without a row fails when
-that module is imported.
+To add one: write its Section here and name it among the bases of RewardShapingConfig, then write
+its function and its row in REWARD_STEPS of algo/reward_shaping.py, whose order is the order of
+operations. A step without a row fails when that module is imported.
 """
 
 from typing import ClassVar, Literal
@@ -17,8 +17,12 @@ Scope = Literal["none", "group", "batch", "running"]
 class RewardStep(Section):
     """Holds the fields of one step; at their defaults the step leaves every reward as it is."""
 
-    reaches_greedy_baseline: ClassVar[bool] = False  # whether remax's greedy rewards take this step too
-    switches: ClassVar[tuple[str, ...]]  # its fields that turn it on when they are not at their defaults
+    reaches_greedy_baseline: ClassVar[bool] = (
+        False  # whether remax's greedy rewards take this step too
+    )
+    switches: ClassVar[
+        tuple[str, ...]
+    ]  # its fields that turn it on when they are not at their defaults
 
 
 class OverlongShaping(Section):
@@ -28,8 +32,8 @@ class OverlongShaping(Section):
     """
 
     buffer_tokens: int | None = Field(default=None, ge=0)
-    """Tokens before max_response_tokens over which the penalty grows. null: a fifth of max_response_tokens, as in the
-    paper; 0: off."""
+    """Tokens before max_response_tokens over which the penalty grows. null: a fifth of
+    max_response_tokens, as in the paper; 0: off."""
     factor: NonNegativeFloat = 1.0
     """Penalty of the longest response, in units of the reward."""
 
@@ -44,8 +48,12 @@ class RewardScaling(RewardStep):
     reaches_greedy_baseline = True
     switches: ClassVar[tuple[str, ...]] = ("scale", "shift")
 
-    scale: PositiveFloat = Field(default=1.0, description="Multiplies every reward, greedy baselines included.")
-    shift: float = Field(default=0.0, description="Added to every reward after scale, greedy baselines included.")
+    scale: PositiveFloat = Field(
+        default=1.0, description="Multiplies every reward, greedy baselines included."
+    )
+    shift: float = Field(
+        default=0.0, description="Added to every reward after scale, greedy baselines included."
+    )
 
 
 class RewardOverlong(RewardStep):
@@ -67,7 +75,9 @@ class RewardNormalisation(RewardStep):
     """Responses by whose standard deviation, about their own mean, the reward is divided."""
     std_ddof: Ddof = 1
     """Delta degrees of freedom of that standard deviation: 1 (sample) or 0 (population)."""
-    eps: PositiveFloat = Field(default=1e-6, description="Added to that standard deviation, in units of the reward.")
+    eps: PositiveFloat = Field(
+        default=1e-6, description="Added to that standard deviation, in units of the reward."
+    )
 
 
 class RewardClip(RewardStep):
@@ -75,20 +85,29 @@ class RewardClip(RewardStep):
 
     switches: ClassVar[tuple[str, ...]] = ("clip",)
 
-    clip: PositiveFloat | None = Field(default=None, description="Limits rewards to [-clip, clip]; null: off.")
+    clip: PositiveFloat | None = Field(
+        default=None, description="Limits rewards to [-clip, clip]; null: off."
+    )
 
 
 class RewardShapingConfig(RewardClip, RewardNormalisation, RewardOverlong, RewardScaling):
-    """Steps from the grader's reward to the advantage's input. pydantic lists the fields of the last base first."""
+    """Steps from the grader's reward to the advantage's input. pydantic lists the fields of the
+    last base first."""
 
     @property
     def formula(self) -> str:
         """The reward that the advantage sees, as AlgorithmConfig.formula writes it."""
         scale = f"{self.scale:g} " if self.scale != 1 else ""
-        text = f"{scale}reward" + (f" {self.shift:+g}" if self.shift else "") + (" - overlong" if self.overlong else "")
+        text = (
+            f"{scale}reward"
+            + (f" {self.shift:+g}" if self.shift else "")
+            + (" - overlong" if self.overlong else "")
+        )
         if (self.mean, self.std) != ("none", "none"):
             mean = f" - mean of {self.mean}" if self.mean != "none" else ""
-            text = f"({text}{mean})" + (f" / (std of {self.std} + eps)" if self.std != "none" else "")
+            text = f"({text}{mean})" + (
+                f" / (std of {self.std} + eps)" if self.std != "none" else ""
+            )
         return f"{text} in [-{self.clip:g}, {self.clip:g}]" if self.clip else text
 
     @property
@@ -109,4 +128,6 @@ class RewardShapingConfig(RewardClip, RewardNormalisation, RewardOverlong, Rewar
 
 
 _BASES = RewardShapingConfig.__bases__
-REWARD_STEP_CONFIGS: tuple[type[RewardStep], ...] = tuple(base for base in _BASES if issubclass(base, RewardStep))
+REWARD_STEP_CONFIGS: tuple[type[RewardStep], ...] = tuple(
+    base for base in _BASES if issubclass(base, RewardStep)
+)

@@ -1,4 +1,5 @@
-"""DeepSeek-V3, R1, Kimi-K2 and Moonlight: multi-head latent attention, experts as in sigmoid_moe.py."""
+"""DeepSeek-V3, R1, Kimi-K2 and Moonlight: multi-head latent attention, experts as in
+sigmoid_moe.py."""
 
 from __future__ import annotations
 
@@ -17,23 +18,38 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MLA_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-YARN_KEYS = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+YARN_KEYS = (
+    "factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
 _READ_KEYS = {*YARN_KEYS, "type", "rope_type", "rope_theta", "partial_rotary_factor"}
 
 
 def _yarn_refusals(scaling: HfConfig) -> list[str]:
-    """Returns why a rotary scaling is not YaRN with every number given, which Megatron and transformers share."""
+    """Returns why a rotary scaling is not YaRN with every number given, which Megatron and
+    transformers share."""
     kind = scaling.get("rope_type", scaling.get("type"))
     if kind != "yarn":
-        return [f"rope scaling {kind!r} is not supported by this family; supported: none, or 'yarn'"]
+        return [
+            f"rope scaling {kind!r} is not supported by this family; supported: none, or 'yarn'"
+        ]
     missing = [key for key in YARN_KEYS if not scaling.get(key)]
     others = sorted(key for key in scaling.keys() - _READ_KEYS if scaling[key] is not None)
-    problems = [f"rope scaling 'yarn' lacks {', '.join(missing)}, or has 0 there"] if missing else []
-    return problems + ([f"rope scaling 'yarn' with {', '.join(others)} is not supported"] if others else [])
+    problems = (
+        [f"rope scaling 'yarn' lacks {', '.join(missing)}, or has 0 there"] if missing else []
+    )
+    return problems + (
+        [f"rope scaling 'yarn' with {', '.join(others)} is not supported"] if others else []
+    )
 
 
 class DeepseekV3(SigmoidMoe):
-    """Latent attention, from which `mla` of the Architecture and the names of its tensors differ."""
+    """Latent attention, from which `mla` of the Architecture and the names of its tensors
+    differ."""
 
     HF_CLASS = "DeepseekV3ForCausalLM"
     REQUIRED_KEYS = (*_MLA_KEYS, *SigmoidMoe.REQUIRED_KEYS)
@@ -43,14 +59,24 @@ class DeepseekV3(SigmoidMoe):
     def own_refusals(self, hf: HfConfig) -> list[str]:
         problems = super().own_refusals(hf)
         if not hf.get("rope_interleave", True):
-            problems.append("rope_interleave false is not supported: rows of the projections would have to be permuted")
+            problems.append(
+                "rope_interleave false is not supported: rows of the projections would have to be "
+                "permuted"
+            )
         if "moe_layer_freq" not in hf:
             problems.append(
-                'config.json lacks "moe_layer_freq": 1, which engines read; transformers 5 does not write it'
+                'config.json lacks "moe_layer_freq": 1, which engines read; transformers 5 does '
+                "not write it"
             )
-        heads, kv_heads = hf["num_attention_heads"], hf.get("num_key_value_heads", hf["num_attention_heads"])
+        heads, kv_heads = (
+            hf["num_attention_heads"],
+            hf.get("num_key_value_heads", hf["num_attention_heads"]),
+        )
         if heads != kv_heads:
-            problems.append(f"num_key_value_heads {kv_heads} must be num_attention_heads {heads} in latent attention")
+            problems.append(
+                f"num_key_value_heads {kv_heads} must be num_attention_heads {heads} in latent "
+                "attention"
+            )
         return problems
 
     def architecture(self, hf: HfConfig) -> Architecture:
@@ -66,9 +92,14 @@ class DeepseekV3(SigmoidMoe):
 
     @staticmethod
     def load_attention(
-        attention: MLASelfAttention, arch: Architecture, hf: Mapping[str, Tensor], prefix: str, shard: Shard
+        attention: MLASelfAttention,
+        arch: Architecture,
+        hf: Mapping[str, Tensor],
+        prefix: str,
+        shard: Shard,
     ) -> None:
-        """Loads down projections whole and up projections by heads, which lie one after the other on both sides."""
+        """Loads down projections whole and up projections by heads, which lie one after the other
+        on both sides."""
         assert arch.mla is not None
         if arch.mla.q_lora_rank is None:
             attention.linear_q_proj.weight.copy_(shard.rows(hf[prefix + "q_proj.weight"]))
@@ -93,13 +124,22 @@ class DeepseekV3(SigmoidMoe):
             yield TensorSpec(prefix + "q_a_proj.weight", (mla.q_lora_rank, hidden), "matrix")
             yield TensorSpec(prefix + "q_a_layernorm.weight", (mla.q_lora_rank,), "norm")
             yield TensorSpec(prefix + "q_b_proj.weight", (queries, mla.q_lora_rank), "matrix")
-        yield TensorSpec(prefix + "kv_a_proj_with_mqa.weight", (mla.kv_lora_rank + mla.rope_dim, hidden), "matrix")
+        yield TensorSpec(
+            prefix + "kv_a_proj_with_mqa.weight",
+            (mla.kv_lora_rank + mla.rope_dim, hidden),
+            "matrix",
+        )
         yield TensorSpec(prefix + "kv_a_layernorm.weight", (mla.kv_lora_rank,), "norm")
-        yield TensorSpec(prefix + "kv_b_proj.weight", (heads * (mla.nope_dim + mla.v_dim), mla.kv_lora_rank), "matrix")
+        yield TensorSpec(
+            prefix + "kv_b_proj.weight",
+            (heads * (mla.nope_dim + mla.v_dim), mla.kv_lora_rank),
+            "matrix",
+        )
         yield TensorSpec(prefix + "o_proj.weight", (hidden, heads * mla.v_dim), "matrix")
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
-        """Kimi-K2 has no groups of experts. Engines require moe_layer_freq, topk_method and scoring_func."""
+        """Kimi-K2 has no groups of experts. Engines require moe_layer_freq, topk_method and
+        scoring_func."""
         rope = sizes.head_dim // 2
         return {
             "num_key_value_heads": sizes.num_heads,

@@ -1,8 +1,9 @@
-"""Families with a sigmoid router with a bias, shared experts and first layers without experts; GLM-4.5 is one.
+"""Families with a sigmoid router with a bias, shared experts and first layers without experts;
+GLM-4.5 is one.
 
-Megatron's router scores a group of experts by as many of its best as one chosen group contributes, the published models
-by its best 2; it always divides the chosen scores by their sum, except for one expert a token. A model is refused if
-these differ.
+Megatron's router scores a group of experts by as many of its best as one chosen group contributes,
+the published models by its best 2; it always divides the chosen scores by their sum, except for one
+expert a token. A model is refused if these differ.
 """
 
 from dataclasses import replace
@@ -40,18 +41,29 @@ class SigmoidMoe(Family):
     SIZE_KEYS = COMMON_SIZE_KEYS | {*REQUIRED_KEYS[:-2], "num_nextn_predict_layers"}
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
-        """Returns the problems of the router and of the order of layers, each by the name of its key."""
-        expected = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True, "moe_layer_freq": 1}
+        """Returns the problems of the router and of the order of layers, each by the name of its
+        key."""
+        expected = {
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "norm_topk_prob": True,
+            "moe_layer_freq": 1,
+        }
         problems = [
             f"{key} {hf[key]!r} is not supported; supported: {value!r}"
             for key, value in expected.items()
             if hf.get(key, value) != value
         ]
         if hf["num_experts_per_tok"] == 1:
-            problems.append("num_experts_per_tok 1 is not supported: one expert's score would not be divided by itself")
+            problems.append(
+                "num_experts_per_tok 1 is not supported: one expert's score would not be divided "
+                "by itself"
+            )
         layers, dense = hf["num_hidden_layers"], hf["first_k_dense_replace"]
         if not 0 <= dense < layers:
-            problems.append(f"first_k_dense_replace {dense} must be less than num_hidden_layers {layers}")
+            problems.append(
+                f"first_k_dense_replace {dense} must be less than num_hidden_layers {layers}"
+            )
         return problems + _group_refusals(hf)
 
     def architecture(self, hf: HfConfig) -> Architecture:
@@ -77,17 +89,22 @@ def _group_refusals(hf: HfConfig) -> list[str]:
     if groups == 1:
         return []
     if experts % groups or not 1 <= top <= groups:
-        return [f"n_group {groups} must divide n_routed_experts {experts}, and topk_group {top} be at most n_group"]
+        return [
+            f"n_group {groups} must divide n_routed_experts {experts}, and topk_group {top} be at "
+            "most n_group"
+        ]
     if chosen // top != _GROUP_SCORE_EXPERTS:
         return [
-            f"topk_group {top} with num_experts_per_tok {chosen} is not supported: a group's score would be that of "
+            f"topk_group {top} with num_experts_per_tok {chosen} is not supported: a group's score "
+            "would be that of "
             f"its best {chosen // top} experts, not of its best {_GROUP_SCORE_EXPERTS}"
         ]
     return []
 
 
 def tiny_moe_options(sizes: TinySizes, groups: bool) -> dict[str, object]:
-    """Returns the keys of experts in a tiny model's config.json. groups: grouped experts, if sizes allow."""
+    """Returns the keys of experts in a tiny model's config.json. groups: grouped experts, if sizes
+    allow."""
     top = sizes.experts_per_token // _GROUP_SCORE_EXPERTS
     grouped = groups and top > 0 and sizes.num_experts % (2 * top) == 0
     return {
@@ -116,11 +133,15 @@ class Glm4Moe(SigmoidMoe):
         problems, head_dim = super().own_refusals(hf), decoder_architecture(hf).head_dim
         turning = head_dim * rotary_fraction(hf, _ROTARY_FRACTION)
         if turning != int(turning) or int(turning) % 2:
-            problems.append(f"partial_rotary_factor turns {turning:g} of head_dim {head_dim}; rotary turns pairs")
+            problems.append(
+                f"partial_rotary_factor turns {turning:g} of head_dim {head_dim}; rotary turns "
+                "pairs"
+            )
         return problems
 
     def architecture(self, hf: HfConfig) -> Architecture:
-        """Reads a config.json that has no refusals; attention_bias is of queries, keys and values only."""
+        """Reads a config.json that has no refusals; attention_bias is of queries, keys and values
+        only."""
         return replace(
             super().architecture(hf),
             qkv_bias=bool(hf.get("attention_bias")),
@@ -129,5 +150,9 @@ class Glm4Moe(SigmoidMoe):
         )
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
-        own = {"attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": _ROTARY_FRACTION}
+        own = {
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "partial_rotary_factor": _ROTARY_FRACTION,
+        }
         return {**own, **tiny_moe_options(sizes, groups=False)}

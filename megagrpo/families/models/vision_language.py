@@ -1,4 +1,5 @@
-"""Families that see: Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE, each its text family with a vision tower before it."""
+"""Families that see: Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE, each its text family with a vision
+tower before it."""
 
 from __future__ import annotations
 
@@ -6,7 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from megagrpo.families.architecture import COMMON_SIZE_KEYS, Architecture, HfConfig, every_scaling_refused
+from megagrpo.families.architecture import (
+    COMMON_SIZE_KEYS,
+    Architecture,
+    HfConfig,
+    every_scaling_refused,
+)
 from megagrpo.families.family import Family, TinySizes
 from megagrpo.families.models.dense import Qwen2, Qwen3
 from megagrpo.families.models.softmax_moe import Qwen3Moe
@@ -18,12 +24,20 @@ if TYPE_CHECKING:
 
 
 # of the text part and of the tower, and what follows from the size of a head
-_SIZE_KEYS = {"text_config", "vision_config", "rope_scaling", "rope_parameters", "image_token_id", "video_token_id"}
+_SIZE_KEYS = {
+    "text_config",
+    "vision_config",
+    "rope_scaling",
+    "rope_parameters",
+    "image_token_id",
+    "video_token_id",
+}
 _SIZE_KEYS |= {"vision_start_token_id", "vision_end_token_id"}
 
 
 class Seeing(Family):
-    """Reads a config.json whose text part stands in text_config, or beside vision_config as older ones have it."""
+    """Reads a config.json whose text part stands in text_config, or beside vision_config as older
+    ones have it."""
 
     KIND: ClassVar[Literal["qwen2_5_vl", "qwen3_vl"]]
     TINY_TOWER: ClassVar[dict[str, object]]  # its own keys in a tiny model
@@ -32,15 +46,21 @@ class Seeing(Family):
     FP8_REFUSAL = "not for vision-language models"
 
     def text_part(self, hf: HfConfig) -> HfConfig:
-        """Sections of rotary embedding are left out: they are no scaling, and change nothing where the positions in
-        time, height and width are equal.
+        """Sections of rotary embedding are left out: they are no scaling, and change nothing where
+        the positions in time, height and width are equal.
         """
         text = {**hf, **(hf.get("text_config") or {}), "model_type": hf["model_type"]}
-        text["tie_word_embeddings"] = bool(hf.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
+        text["tie_word_embeddings"] = bool(
+            hf.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+        )
         rope = mrope_of(text)
         plain = rope.get("rope_type", rope.get("type", "default")) in ("default", "mrope")
         if plain and "mrope_section" in (text.get("rope_scaling") or {}):
-            text = {**text, "rope_scaling": None, "rope_parameters": {**(text.get("rope_parameters") or {}), **rope}}
+            text = {
+                **text,
+                "rope_scaling": None,
+                "rope_parameters": {**(text.get("rope_parameters") or {}), **rope},
+            }
             text["rope_parameters"]["rope_type"] = "default"
         return text
 
@@ -90,11 +110,16 @@ class Qwen3VL(Seeing, Qwen3):
     TINY_TOWER: ClassVar = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 
     def stored_name(self, name: str) -> str:
-        return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
+        return (
+            f"model.language_model.{name.removeprefix('model.')}"
+            if name.startswith("model.")
+            else name
+        )
 
 
 class Qwen3VLMoe(Qwen3VL, Qwen3Moe):
-    """Qwen3-MoE with that tower; a layer's experts are two tensors, each expert's matrices transposed."""
+    """Qwen3-MoE with that tower; a layer's experts are two tensors, each expert's matrices
+    transposed."""
 
     HF_CLASS = "Qwen3VLMoeForConditionalGeneration"
     SIZE_KEYS = Qwen3Moe.SIZE_KEYS | _SIZE_KEYS
@@ -104,7 +129,8 @@ class Qwen3VLMoe(Qwen3VL, Qwen3Moe):
         problems = super().own_refusals({"norm_topk_prob": True, **hf})
         if hf.get("quantization_config"):
             problems.append(
-                "quantization_config: fused experts in FP8 are not read; name the bfloat16 release of the model"
+                "quantization_config: fused experts in FP8 are not read; name the bfloat16 release "
+                "of the model"
             )
         return problems
 

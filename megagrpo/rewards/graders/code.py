@@ -1,4 +1,5 @@
-"""Grader `code`: runs the response's Python program in sandboxes against the test cases of the answer."""
+"""Grader `code`: runs the response's Python program in sandboxes against the test cases of the
+answer."""
 
 import ast
 import builtins
@@ -21,10 +22,13 @@ _PYTHON = ("python", "python3", "py")
 
 @dataclass(frozen=True)
 class TestCases:
-    """The tests of one problem: of a program's standard output, or of the functions that it defines."""
+    """The tests of one problem: of a program's standard output, or of the functions that it
+    defines."""
 
     scripts: tuple[tuple[str, str], ...] = ()  # (standard input, expected standard output)
-    statements: tuple[str, ...] = ()  # each calls the program's functions and raises unless the result is right
+    statements: tuple[
+        str, ...
+    ] = ()  # each calls the program's functions and raises unless the result is right
 
     def __len__(self) -> int:
         return len(self.scripts) or len(self.statements)
@@ -39,7 +43,9 @@ def grade(text: str, answer: str, **options: Scalar | dict[str, Scalar]) -> tupl
     tests = read_tests(answer, settings.tolerance)
     run = _run_scripts if tests.scripts else _run_calls
     num_passed, failure = 0, ""
-    for number, problem in enumerate(run(program_of(text), tests, settings, isolates(settings.isolation)), start=1):
+    for number, problem in enumerate(
+        run(program_of(text), tests, settings, isolates(settings.isolation)), start=1
+    ):
         num_passed += not problem
         if problem and not failure:
             failure = f"test {number} of {len(tests)}: {problem}"
@@ -61,7 +67,8 @@ def marked_programs(text: str) -> list[str]:
 
 
 def read_tests(answer: str, tolerance: float = 0.0) -> TestCases:
-    """Reads the answer: JSON {"inputs": [...], "outputs": [...]}, with "fn_name" for calls, or {"asserts": [...]}.
+    """Reads the answer: JSON {"inputs": [...], "outputs": [...]}, with "fn_name" for calls, or
+    {"asserts": [...]}.
 
     Raises ValueError with the reason.
     """
@@ -69,8 +76,12 @@ def read_tests(answer: str, tolerance: float = 0.0) -> TestCases:
         data = json.loads(answer)
     if isinstance(data, list):
         data = {"asserts": data}
-    if not isinstance(data, dict) or not ({"inputs", "outputs"} <= data.keys() or "asserts" in data):
-        raise ValueError(f'the answer {answer[:60]!r} has neither "inputs" and "outputs" nor "asserts"')
+    if not isinstance(data, dict) or not (
+        {"inputs", "outputs"} <= data.keys() or "asserts" in data
+    ):
+        raise ValueError(
+            f'the answer {answer[:60]!r} has neither "inputs" and "outputs" nor "asserts"'
+        )
     if "asserts" in data:
         return TestCases(statements=tuple(_checked(text) for text in _list(data, "asserts")))
     inputs, outputs = _list(data, "inputs"), _list(data, "outputs")
@@ -78,13 +89,19 @@ def read_tests(answer: str, tolerance: float = 0.0) -> TestCases:
         raise ValueError(f"the answer has {len(inputs)} inputs and {len(outputs)} outputs")
     if name := data.get("fn_name"):
         pairs = zip(inputs, outputs, strict=True)
-        return TestCases(statements=tuple(_checked(_call(name, *pair, tolerance)) for pair in pairs))
-    return TestCases(scripts=tuple((_lines(i), _lines(o)) for i, o in zip(inputs, outputs, strict=True)))
+        return TestCases(
+            statements=tuple(_checked(_call(name, *pair, tolerance)) for pair in pairs)
+        )
+    return TestCases(
+        scripts=tuple((_lines(i), _lines(o)) for i, o in zip(inputs, outputs, strict=True))
+    )
 
 
 def _list(data: dict[str, list[object]], key: str) -> list[object]:
     if not isinstance(data[key], list) or not data[key]:
-        raise ValueError(f'"{key}" of the answer should be a list with at least one entry, is {data[key]!r:.60}')
+        raise ValueError(
+            f'"{key}" of the answer should be a list with at least one entry, is {data[key]!r:.60}'
+        )
     return data[key]
 
 
@@ -92,16 +109,24 @@ def _lines(value: object) -> str:
     if isinstance(value, list):
         return "\n".join(map(str, value))
     if not isinstance(value, str):
-        raise ValueError(f"standard input and output are texts or lists of lines, not {value!r:.60}")
+        raise ValueError(
+            f"standard input and output are texts or lists of lines, not {value!r:.60}"
+        )
     return value
 
 
 def _call(name: object, arguments: object, expected: object, tolerance: float) -> str:
-    """Returns the statement for one call; a text is JSON, one argument a line, as in LiveCodeBench."""
+    """Returns the statement for one call; a text is JSON, one argument a line, as in
+    LiveCodeBench."""
     if isinstance(arguments, str) and isinstance(expected, str):
-        arguments, expected = [json.loads(line) for line in arguments.splitlines()], json.loads(expected)
+        arguments, expected = (
+            [json.loads(line) for line in arguments.splitlines()],
+            json.loads(expected),
+        )
     if not isinstance(arguments, list):
-        raise ValueError(f'with "fn_name", each of the inputs is a list of arguments, not {arguments!r:.60}')
+        raise ValueError(
+            f'with "fn_name", each of the inputs is a list of arguments, not {arguments!r:.60}'
+        )
     return f"assert same({name}(*{arguments!r}), {expected!r}, {tolerance!r})"
 
 
@@ -111,7 +136,9 @@ def _checked(statement: object) -> str:
     return str(statement)
 
 
-def _run_scripts(source: str, tests: TestCases, settings: CodeOptions, isolate: bool) -> Iterator[str]:
+def _run_scripts(
+    source: str, tests: TestCases, settings: CodeOptions, isolate: bool
+) -> Iterator[str]:
     """Yields "" for each test that passes, else the reason."""
     deadline = time.monotonic() + settings.total_s
     for stdin, expected in tests.scripts:
@@ -130,8 +157,11 @@ def _limits(settings: CodeOptions, wall_s: float) -> Limits:
 
 
 def _same_text(got: str, expected: str, tolerance: float) -> bool:
-    """Returns whether two outputs are equal, up to trailing white space and trailing empty lines."""
-    lines, wanted = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (got, expected))
+    """Returns whether two outputs are equal, up to trailing white space and trailing empty
+    lines."""
+    lines, wanted = (
+        [line.rstrip() for line in text.rstrip().splitlines()] for text in (got, expected)
+    )
     if lines == wanted or not tolerance:
         return lines == wanted
     words, wanted_words = got.split(), expected.split()
@@ -146,14 +176,19 @@ def _same_word(got: str, expected: str, tolerance: float) -> bool:
         return got == expected
 
 
-def _run_calls(source: str, tests: TestCases, settings: CodeOptions, isolate: bool) -> Iterator[str]:
-    """Yields "" for each test that passes, else the reason. Program and tests run in two sandboxes."""
+def _run_calls(
+    source: str, tests: TestCases, settings: CodeOptions, isolate: bool
+) -> Iterator[str]:
+    """Yields "" for each test that passes, else the reason. Program and tests run in two
+    sandboxes."""
     limits = _limits(settings, settings.total_s)
     asked, answered, judged = os.pipe(), os.pipe(), os.pipe()
     of_tests = {"input": answered[0], "output": asked[1], "verdicts": judged[1]}
     with (
         open(judged[0], "rb") as verdicts,
-        Sandbox("serve", source, limits, isolate, pipes={"input": asked[0], "output": answered[1]}) as program,
+        Sandbox(
+            "serve", source, limits, isolate, pipes={"input": asked[0], "output": answered[1]}
+        ) as program,
         Sandbox("test", json.dumps(_instructions(tests)), limits, isolate, pipes=of_tests),
     ):
         deadline, heard, over = time.monotonic() + settings.total_s, b"", ""
@@ -174,7 +209,8 @@ def _run_calls(source: str, tests: TestCases, settings: CodeOptions, isolate: bo
 
 
 def _instructions(tests: TestCases) -> dict[str, list[str]]:
-    """Returns the input of calls.run_tests: statements, names to request from the program, modules to import."""
+    """Returns the input of calls.run_tests: statements, names to request from the program, modules
+    to import."""
     loaded: set[str] = set()
     bound: set[str] = set()
     for statement in tests.statements:
@@ -188,6 +224,12 @@ def _instructions(tests: TestCases) -> dict[str, list[str]]:
                     bound.add(name)
                 case ast.alias(name=name, asname=other):
                     bound.add(other or name.partition(".")[0])
-    free = loaded - bound - set(vars(builtins)) - {"same"}  # a program's own `len` must not judge it
+    free = (
+        loaded - bound - set(vars(builtins)) - {"same"}
+    )  # a program's own `len` must not judge it
     modules = free & sys.stdlib_module_names
-    return {"names": sorted(free - modules), "modules": sorted(modules), "tests": list(tests.statements)}
+    return {
+        "names": sorted(free - modules),
+        "modules": sorted(modules),
+        "tests": list(tests.statements),
+    }

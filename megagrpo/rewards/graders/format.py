@@ -3,8 +3,11 @@
 import re
 
 
-def grade(text: str, answer: str, pattern: str = r"(?s)<think>.*</think>\s*<answer>.*</answer>") -> float:
-    """Returns 1.0 if the whole stripped response matches the regular expression; `answer` is ignored."""
+def grade(
+    text: str, answer: str, pattern: str = r"(?s)<think>.*</think>\s*<answer>.*</answer>"
+) -> float:
+    """Returns 1.0 if the whole stripped response matches the regular expression; `answer` is
+    ignored."""
     return float(re.fullmatch(pattern, text.strip()) is not None)
 
 

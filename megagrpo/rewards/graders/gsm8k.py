@@ -1,4 +1,5 @@
-"""Grader `gsm8k`: one number after `####`, as in the data set of grade-school problems (Cobbe et al. 2021)."""
+"""Grader `gsm8k`: one number after `####`, as in the data set of grade-school problems (Cobbe et
+al. 2021)."""
 
 import re
 from decimal import Decimal
@@ -8,18 +9,24 @@ _NUMBER = re.compile(r"[-+]?\$?\d[\d,]*(?:\.\d+)?|[-+]?\$?\.\d+")
 
 
 def grade(text: str, answer: str, format: Literal["hash", "last", "plain"] = "hash") -> float:
-    """Returns 1.0 if the response's final number equals the answer's, else 0.0. Commas, $ and a final dot are ignored.
+    """Returns 1.0 if the response's final number equals the answer's, else 0.0. Commas, $ and a
+    final dot are ignored.
 
-    `format`: "hash" takes the number after the last `####`, "last" the last number anywhere, "plain" requires
-    that the response is nothing but the number. `answer` is a number or a whole solution that ends in `#### number`.
-    Raises ValueError if the answer contains no number: then the data is wrong, not the response.
+    `format`: "hash" takes the number after the last `####`, "last" the last number anywhere,
+    "plain" requires that the response is nothing but the number. `answer` is a number or a whole
+    solution that ends in `#### number`. Raises ValueError if the answer contains no number: then
+    the data is wrong, not the response.
     """
     expected = _number(answer.rsplit("####", 1)[-1].strip())
     if expected is None:
         raise ValueError(f"the answer {answer[-80:]!r} is not a number")
     match format:
         case "hash":
-            found = re.match(rf"\s*({_NUMBER.pattern})", text.rsplit("####", 1)[1]) if "####" in text else None
+            found = (
+                re.match(rf"\s*({_NUMBER.pattern})", text.rsplit("####", 1)[1])
+                if "####" in text
+                else None
+            )
             got = _number(found.group(1)) if found else None
         case "last":
             numbers = _NUMBER.findall(text)
@@ -32,6 +39,7 @@ def grade(text: str, answer: str, format: Literal["hash", "last", "plain"] = "ha
 
 
 def _number(text: str) -> Decimal | None:
-    """Returns the exact number (0.1 is 1/10, 10 equals 10.00), or None if the text is not one number."""
+    """Returns the exact number (0.1 is 1/10, 10 equals 10.00), or None if the text is not one
+    number."""
     text = text.strip().removesuffix(".")
     return Decimal(text.replace(",", "").replace("$", "")) if _NUMBER.fullmatch(text) else None

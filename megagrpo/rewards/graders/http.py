@@ -1,6 +1,8 @@
-"""Grader `http`: posts batches of responses to a user's reward service, which answers with scores in the same order.
+"""Grader `http`: posts batches of responses to a user's reward service, which answers with scores
+in the same order.
 
-Request: {"samples": [{"prompt": text, "response": text, "answer": text}, ...]}. Answer: {"scores": [number, ...]}.
+Request: {"samples": [{"prompt": text, "response": text, "answer": text}, ...]}. Answer: {"scores":
+[number, ...]}.
 """
 
 import asyncio
@@ -31,13 +33,16 @@ class HttpGrader(ServiceGrader):
         if len(self._samples) == self._options.batch_size:
             self._full.set()
             self._samples = []
-        score = (await asyncio.shield(request))[index]  # a caller that gives up does not end the others' request
+        score = (await asyncio.shield(request))[
+            index
+        ]  # a caller that gives up does not end the others' request
         if not isinstance(score, bool | int | float) or not math.isfinite(score):
             raise ServiceError(f"{self.location} gave the score {score!r:.60}, not a finite number")
         return Graded("score", (float(score),))
 
     async def _scores(self, samples: list[dict[str, str]], full: asyncio.Event) -> list[object]:
-        """Waits until the batch is full, or for batch_wait_s seconds; returns the service's scores of it."""
+        """Waits until the batch is full, or for batch_wait_s seconds; returns the service's scores
+        of it."""
         with suppress(TimeoutError):
             await asyncio.wait_for(full.wait(), self._options.batch_wait_s)
         if self._samples is samples:
@@ -46,5 +51,7 @@ class HttpGrader(ServiceGrader):
         if not isinstance(answer, dict) or not isinstance(answer.get("scores"), list):
             raise ServiceError(f'{self.location} answered {answer!r:.100}, not {{"scores": [...]}}')
         if len(answer["scores"]) != len(samples):
-            raise ServiceError(f"{self.location} gave {len(answer['scores'])} scores for {len(samples)} responses")
+            raise ServiceError(
+                f"{self.location} gave {len(answer['scores'])} scores for {len(samples)} responses"
+            )
         return answer["scores"]

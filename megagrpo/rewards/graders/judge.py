@@ -1,6 +1,7 @@
 """Grader `judge`: a model behind any OpenAI-compatible /v1/chat/completions endpoint.
 
-The judge reads the policy's response, which can try to talk it into a good score. Nothing here prevents that.
+The judge reads the policy's response, which can try to talk it into a good score. Nothing here
+prevents that.
 """
 
 import math
@@ -17,22 +18,28 @@ _FIELDS = re.compile(r"\{(prompt|response|answer)\}")
 
 
 def read_template(path: str) -> str:
-    """Returns the judge's prompt template. Raises ValueError if the file is missing, not text, or lacks {response}."""
+    """Returns the judge's prompt template. Raises ValueError if the file is missing, not text, or
+    lacks {response}."""
     with explained(f"grader judge: prompt_file {path} cannot be read"):
         text = Path(path).read_text(encoding="utf-8")
     if "{response}" not in text:
-        raise ValueError(f"grader judge: prompt_file {path} has no {{response}}: the judge would not see the response")
+        raise ValueError(
+            f"grader judge: prompt_file {path} has no {{response}}: the judge would not see the "
+            "response"
+        )
     return text
 
 
 def render(template: str, prompt: str, response: str, answer: str) -> str:
-    """Returns the template with the three texts, filled in one pass: {answer} inside a response stays as it is."""
+    """Returns the template with the three texts, filled in one pass: {answer} inside a response
+    stays as it is."""
     texts = {"prompt": prompt, "response": response, "answer": answer}
     return _FIELDS.sub(lambda match: texts[match[1]], template)
 
 
 class JudgeGrader(ServiceGrader):
-    """Sends each response to the judge; see ServiceGrader. Raises ValueError for an unusable template."""
+    """Sends each response to the judge; see ServiceGrader. Raises ValueError for an unusable
+    template."""
 
     def __init__(self, args: GraderArgs):
         self._options = JudgeOptions.model_validate(args)
@@ -41,10 +48,13 @@ class JudgeGrader(ServiceGrader):
         super().__init__("judge", self._options)
 
     async def grade(self, prompt: Prompt, text: str) -> Graded:
-        """Returns the score in the judge's reply and the end of that reply. Raises ServiceError or TimeoutError."""
+        """Returns the score in the judge's reply and the end of that reply. Raises ServiceError or
+        TimeoutError."""
         options = self._options
         content = render(self._template, prompt.text, text, prompt.answer)
-        system = [{"role": "system", "content": options.system}] if options.system is not None else []
+        system = (
+            [{"role": "system", "content": options.system}] if options.system is not None else []
+        )
         body: dict[str, object] = {
             "model": options.model,
             "messages": [*system, {"role": "user", "content": content}],
@@ -65,10 +75,14 @@ class JudgeGrader(ServiceGrader):
         found = list(self._pattern.finditer(reply))
         word = found[-1][1] if found else None
         if word is None:
-            raise ServiceError(f"{self.location}: nothing in its reply matches the pattern: {reply[-100:]!r}")
+            raise ServiceError(
+                f"{self.location}: nothing in its reply matches the pattern: {reply[-100:]!r}"
+            )
         scores = self._options.scores
         if scores and word not in scores:
-            raise ServiceError(f"{self.location}: its score {word!r:.60} is not one of {', '.join(scores)}")
+            raise ServiceError(
+                f"{self.location}: its score {word!r:.60} is not one of {', '.join(scores)}"
+            )
         try:
             score = float(scores[word] if scores else word)
         except ValueError:

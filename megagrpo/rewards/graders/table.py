@@ -1,9 +1,10 @@
 """The table of graders.
 
-A grader is a function `grade(text, answer, **args)` that returns a score, (score, remark), or rewards of parts of the
-response (rewards/parts.py). If it has parameters `data_source` or `extra_info`, it gets the row's; verl's
-`compute_score(data_source, solution_str, ground_truth, extra_info)` is one, too. A group grader is a function
-`f(texts, answer, scores, **args)` that returns a list of scores.
+A grader is a function `grade(text, answer, **args)` that returns a score, (score, remark), or
+rewards of parts of the response (rewards/parts.py). If it has parameters `data_source` or
+`extra_info`, it gets the row's; verl's `compute_score(data_source, solution_str, ground_truth,
+extra_info)` is one, too. A group grader is a function `f(texts, answer, scores, **args)` that
+returns a list of scores.
 """
 
 import inspect
@@ -24,13 +25,17 @@ BUILT_IN = {  # named, not imported: only `math` should pay for sympy
     "math_dapo": "megagrpo.rewards.graders.math_dapo:grade",
 }
 SERVICES = ("http", "judge")  # the leader calls them over the network, see services.py
-GROUP_BUILT_IN = {"distinct": "megagrpo.rewards.group:distinct", "rank": "megagrpo.rewards.group:rank"}
+GROUP_BUILT_IN = {
+    "distinct": "megagrpo.rewards.group:distinct",
+    "rank": "megagrpo.rewards.group:rank",
+}
 
 
 def load_grader(name: str, args: GraderArgs) -> GraderFunction:
     """Returns the grader `name`, a built-in or the user's own `package.module:function`.
 
-    Raises ValueError for an unknown name, a module that cannot be imported, or `args` that the function rejects.
+    Raises ValueError for an unknown name, a module that cannot be imported, or `args` that the
+    function rejects.
     """
     function = load_function(name, BUILT_IN, "reward.grader")
     if name in OPTIONS:
@@ -43,16 +48,20 @@ def load_grader(name: str, args: GraderArgs) -> GraderFunction:
 def call_grader(function: GraderFunction, args: GraderArgs, inputs: Sequence[object]) -> object:
     """Returns what the grader says of a response.
 
-    inputs: its text and answer; then the source and the extra values of its row, for graders that name them.
+    inputs: its text and answer; then the source and the extra values of its row, for graders that
+    name them.
     """
     names = ("text", "answer", "data_source", "extra_info", "solution_str", "ground_truth")
     values = dict(zip(names, (*inputs, *inputs[:2]), strict=True))
     positional, named = _inputs(inspect.signature(function), ["text", "answer"])
-    return function(*(values[name] for name in positional), **{name: values[name] for name in named}, **args)
+    return function(
+        *(values[name] for name in positional), **{name: values[name] for name in named}, **args
+    )
 
 
 def _inputs(signature: inspect.Signature, positional: list[str]) -> tuple[list[str], list[str]]:
-    """Returns the inputs that a grader takes by position, and those that it takes by their names."""
+    """Returns the inputs that a grader takes by position, and those that it takes by their
+    names."""
     of_row = [name for name in ("data_source", "extra_info") if name in signature.parameters]
     if {"solution_str", "ground_truth"} <= signature.parameters.keys():
         return [], ["solution_str", "ground_truth", *of_row]
@@ -67,18 +76,23 @@ def load_group_grader(name: str, args: GraderArgs) -> GroupFunction:
 
 
 def check_grader(name: str, args: GraderArgs) -> None:
-    """Raises ValueError if a grader cannot work as configured. Calls no service: it may not be reachable from here."""
+    """Raises ValueError if a grader cannot work as configured. Calls no service: it may not be
+    reachable from here."""
     if name in SERVICES:
         check_options(name, args)
         if name == "judge":
-            from megagrpo.rewards.graders.judge import read_template  # httpx is not needed to check other graders
+            from megagrpo.rewards.graders.judge import (
+                read_template,
+            )  # httpx is not needed to check other graders
 
             read_template(str(args["prompt_file"]))
     else:
         load_grader(name, args)
 
 
-def _check_args(name: str, function: Callable[..., object], args: GraderArgs, inputs: str, key: str) -> None:
+def _check_args(
+    name: str, function: Callable[..., object], args: GraderArgs, inputs: str, key: str
+) -> None:
     signature = inspect.signature(function)
     positional, named = _inputs(signature, inputs.split(", "))
     try:
@@ -86,5 +100,7 @@ def _check_args(name: str, function: Callable[..., object], args: GraderArgs, in
     except TypeError as exc:
         options = [p for p in signature.parameters if p not in (*positional, *named)]
         hints = [did_you_mean(arg, options) for arg in args if arg not in options]
-        hint = next(filter(None, hints), f"; it is called as {name}({inputs}, {', '.join(options)})")
+        hint = next(
+            filter(None, hints), f"; it is called as {name}({inputs}, {', '.join(options)})"
+        )
         raise ValueError(f"{key} do not fit grader {name!r}: {exc}{hint}") from exc

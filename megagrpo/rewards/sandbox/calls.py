@@ -1,8 +1,10 @@
-"""Calls between a tested program and its tests, in two sandboxes connected by two pipes; see child.py.
+"""Calls between a tested program and its tests, in two sandboxes connected by two pipes; see
+child.py.
 
-The program's process defines functions and answers calls; the tests' process makes the calls and judges the results.
-A message is a line of JSON: plain data, and numbers that stand for all other objects. The program sees arguments, never
-an assertion: whatever it does to its own interpreter, it can only return a right or a wrong result.
+The program's process defines functions and answers calls; the tests' process makes the calls and
+judges the results. A message is a line of JSON: plain data, and numbers that stand for all other
+objects. The program sees arguments, never an assertion: whatever it does to its own interpreter, it
+can only return a right or a wrong result.
 """
 
 import importlib
@@ -19,10 +21,14 @@ Value = Any  # an object of a program, or the JSON that stands for it
 
 
 def serve(source: str, options: Mapping[str, Value]) -> None:
-    """Runs the program, then answers requests [operation, target, name, args, kwargs] with ["ok" | "error", value]."""
+    """Runs the program, then answers requests [operation, target, name, args, kwargs] with ["ok" |
+    "error", value]."""
     module, objects = types.ModuleType("program"), list[Value]()
     sys.modules["program"] = module
-    with open(options["input"], encoding="utf-8") as requests, open(options["output"], "w", encoding="utf-8") as out:
+    with (
+        open(options["input"], encoding="utf-8") as requests,
+        open(options["output"], "w", encoding="utf-8") as out,
+    ):
 
         def answer(attempt: Callable[[], Value]) -> bool:
             line, raised = tried(lambda: json.dumps(["ok", _encode(attempt(), objects)]))
@@ -86,7 +92,9 @@ def _encode(value: Value, objects: list[Value] | None) -> Value:
         case _Remote():
             return {"object": value._number}
     if objects is None:
-        raise TypeError(f"a {type(value).__name__} cannot be sent to the program; only plain data can")
+        raise TypeError(
+            f"a {type(value).__name__} cannot be sent to the program; only plain data can"
+        )
     objects.append(value)
     return {"object": len(objects) - 1}
 
@@ -110,7 +118,8 @@ def _decode(value: Value, found: Callable[[int], Value]) -> Value:
 
 
 class _Remote:
-    """Stands for an object of the program. It equals nothing: a comparison would let the program judge itself."""
+    """Stands for an object of the program. It equals nothing: a comparison would let the program
+    judge itself."""
 
     def __init__(self, ask: Callable[..., Value], number: int):
         self._ask, self._number = ask, number
@@ -145,8 +154,20 @@ def run_tests(tests: dict[str, Value], options: Mapping[str, Value]) -> None:
                 raise RuntimeError(str(value))
             return value
 
-        def ask(operation: str, target: int | None, name: str | None, args: Value = (), kwargs: Value = None) -> Value:
-            message = [operation, target, name, _encode(list(args), None), _encode(dict(kwargs or {}), None)]
+        def ask(
+            operation: str,
+            target: int | None,
+            name: str | None,
+            args: Value = (),
+            kwargs: Value = None,
+        ) -> Value:
+            message = [
+                operation,
+                target,
+                name,
+                _encode(list(args), None),
+                _encode(dict(kwargs or {}), None),
+            ]
             requests.write(json.dumps(message) + "\n")
             requests.flush()
             return _decode(receive(), lambda number: _Remote(ask, number))
@@ -164,14 +185,17 @@ def run_tests(tests: dict[str, Value], options: Mapping[str, Value]) -> None:
 
 
 def _same(value: Value, expected: Value, tolerance: float) -> bool:
-    """Returns whether a result equals JSON's, which has no tuples, with numbers up to the tolerance."""
+    """Returns whether a result equals JSON's, which has no tuples, with numbers up to the
+    tolerance."""
     match expected:
         case list():
             if not isinstance(value, list | tuple) or len(value) != len(expected):
                 return False
             return all(_same(v, e, tolerance) for v, e in zip(value, expected, strict=True))
         case float() | int() if tolerance and not isinstance(expected, bool):
-            return isinstance(value, float | int) and abs(value - expected) <= tolerance * max(1.0, abs(expected))
+            return isinstance(value, float | int) and abs(value - expected) <= tolerance * max(
+                1.0, abs(expected)
+            )
     return bool(value == expected)
 
 

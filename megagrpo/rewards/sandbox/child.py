@@ -1,9 +1,11 @@
-"""The two processes around one program of grader `code`; sandbox.py starts `python -I -S child.py OPTIONS`.
+"""The two processes around one program of grader `code`; sandbox.py starts `python -I -S child.py
+OPTIONS`.
 
-The supervisor is trusted: it creates the sandbox, sums up memory, and ends everything when the program has ended, when
-its control pipe closes (its parent gave up or died), or at the memory limit. It forks the program's process, which
-irrevocably confines itself before the first line of the program runs. Neither process holds an expected answer. Imports
-are few and from the standard library only: start-up is most of the cost of a small program.
+The supervisor is trusted: it creates the sandbox, sums up memory, and ends everything when the
+program has ended, when its control pipe closes (its parent gave up or died), or at the memory
+limit. It forks the program's process, which irrevocably confines itself before the first line of
+the program runs. Neither process holds an expected answer. Imports are few and from the standard
+library only: start-up is most of the cost of a small program.
 """
 
 import ctypes
@@ -54,16 +56,22 @@ class Options(TypedDict, total=False):
 
 
 def main(options: Options) -> None:
-    """Runs one program and writes {"code": exit code, "reason": text} to the status pipe; {"setup": text} on failure.
+    """Runs one program and writes {"code": exit code, "reason": text} to the status pipe; {"setup":
+    text} on failure.
 
-    reason: "memory limit", or "" for a program that ended by itself or because the control pipe closed.
+    reason: "memory limit", or "" for a program that ended by itself or because the control pipe
+    closed.
     """
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    with open(os.path.join(options["scratch"], "program.py"), encoding="utf-8", errors="surrogatepass") as file:
+    with open(
+        os.path.join(options["scratch"], "program.py"), encoding="utf-8", errors="surrogatepass"
+    ) as file:
         source = file.read()
     calls = None if options["mode"] == "script" else _load_calls()
     ready, theirs = os.pipe()
-    options["user"] = 61000 + os.getpid() % 4000  # distributions leave this range free; each program has another one
+    options["user"] = (
+        61000 + os.getpid() % 4000
+    )  # distributions leave this range free; each program has another one
     try:
         if options["isolate"]:
             _enter_namespaces(options["user"])
@@ -96,11 +104,13 @@ def _report(options: Options, report: dict[str, object]) -> None:
     os.write(options["status"], json.dumps(report).encode())
 
 
-# ---- the supervisor ------------------------------------------------------------------------------------------------
+# ---- the supervisor
+# ------------------------------------------------------------------------------------------------
 
 
 def _supervise(pid: int, options: Options) -> dict[str, object]:
-    """Waits for the program, ends every process that it started, and returns its exit code and the limit it met."""
+    """Waits for the program, ends every process that it started, and returns its exit code and the
+    limit it met."""
     reason, limit = "", options["memory_mb"] * _MIB
     process = os.pidfd_open(pid)
     poll = select.poll()
@@ -111,10 +121,12 @@ def _supervise(pid: int, options: Options) -> dict[str, object]:
             reason = "memory limit"
             break
     if not any(fd == process for fd, _ in events):
-        os.kill(pid, signal.SIGKILL)  # first of its PID namespace, if it has one: the kernel ends the others
+        os.kill(
+            pid, signal.SIGKILL
+        )  # first of its PID namespace, if it has one: the kernel ends the others
     _, status = os.waitpid(pid, 0)
-    # Without a PID namespace, orphans are children of this process, their subreaper. Each round ends those that it
-    # sees; the next round sees the processes that they forked meanwhile.
+    # Without a PID namespace, orphans are children of this process, their subreaper. Each round
+    # ends those that it sees; the next round sees the processes that they forked meanwhile.
     while True:
         for child in _descendants(os.getpid()):
             os.kill(child, signal.SIGKILL)
@@ -134,14 +146,19 @@ def _descendants(pid: int) -> Iterator[int]:
 
 
 def _resident_bytes(pid: int) -> int:
-    """Returns the bytes that a process holds, in files of memory too (memfd), whose pages may be in no process."""
+    """Returns the bytes that a process holds, in files of memory too (memfd), whose pages may be in
+    no process."""
     found = 0
     with suppress(OSError), open(f"/proc/{pid}/statm") as file:
         found += int(file.read().split()[1]) * resource.getpagesize()
     with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as files:
         for each in files:
             with suppress(OSError):
-                found += os.stat(each.path).st_blocks * 512 if os.readlink(each.path).startswith("/memfd:") else 0
+                found += (
+                    os.stat(each.path).st_blocks * 512
+                    if os.readlink(each.path).startswith("/memfd:")
+                    else 0
+                )
     return found
 
 
@@ -154,7 +171,11 @@ def _enter_namespaces(user: int) -> None:
         _become(user)
     uid, gid = os.getuid(), os.getgid()
     _call("unshare", apart | _CLONE_NEWUSER)
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{uid} {uid} 1"),
+        ("gid_map", f"{gid} {gid} 1"),
+    ):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
 
@@ -174,13 +195,17 @@ def _call(name: str, *arguments: object) -> None:
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
-# ---- the program's process -----------------------------------------------------------------------------------------
+# ---- the program's process
+# -----------------------------------------------------------------------------------------
 
 
 def _confine(options: Options, ready: int) -> None:
-    """Irrevocably gives up what the program must not have. Writes an error to `ready`, or closes it."""
+    """Irrevocably gives up what the program must not have. Writes an error to `ready`, or closes
+    it."""
 
-    def report(kind: type[BaseException], exc: BaseException, _: types.TracebackType | None) -> None:
+    def report(
+        kind: type[BaseException], exc: BaseException, _: types.TracebackType | None
+    ) -> None:
         os.write(ready, f"{kind.__name__}: {exc}".encode())
         os._exit(1)
 
@@ -233,7 +258,8 @@ def _tasks_of(uid: int) -> int:
 
 
 def _build_root(options: Options) -> None:
-    """Builds a root with only the interpreter, the system's libraries (read-only) and a small /tmp."""
+    """Builds a root with only the interpreter, the system's libraries (read-only) and a small
+    /tmp."""
     _call("unshare", _CLONE_NEWNS)
     _call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
     root = os.path.join(options["scratch"], "root")
@@ -254,7 +280,9 @@ def _build_root(options: Options) -> None:
     os.mkdir(f"{root}/tmp")
     os.chmod(f"{root}/tmp", 0o777)
     os.mkdir(f"{root}/proc")
-    _libc.mount(b"proc", f"{root}/proc".encode(), b"proc", _MS_NOSUID, None)  # some containers forbid it
+    _libc.mount(
+        b"proc", f"{root}/proc".encode(), b"proc", _MS_NOSUID, None
+    )  # some containers forbid it
     os.chdir(root)
     _call("pivot_root", b".", b".")
     _call("umount2", b".", _MNT_DETACH)
@@ -264,7 +292,10 @@ def _build_root(options: Options) -> None:
 def _make_read_only(path: str) -> None:
     attributes = (ctypes.c_uint64 * 4)(_READ_ONLY, 0, 0, 0)
     size = ctypes.c_size_t(ctypes.sizeof(attributes))
-    if _libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, path.encode(), _AT_RECURSIVE, attributes, size) < 0:
+    if (
+        _libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, path.encode(), _AT_RECURSIVE, attributes, size)
+        < 0
+    ):
         raise OSError(ctypes.get_errno(), f"mount_setattr: {os.strerror(ctypes.get_errno())}")
 
 
@@ -276,7 +307,8 @@ def _drop_capabilities() -> None:
 
 
 def _limit(options: Options, tasks: int) -> None:
-    """Sets the kernel's limits for each process. tasks: processes of this user that are not the program's."""
+    """Sets the kernel's limits for each process. tasks: processes of this user that are not the
+    program's."""
     limits = {
         resource.RLIMIT_AS: options["memory_mb"] * _MIB,
         resource.RLIMIT_CPU: options["cpu_s"],

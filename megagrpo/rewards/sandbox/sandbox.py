@@ -1,8 +1,9 @@
 """Runs one untrusted Python program in separate processes, within limits, and returns how it ended.
 
-If the kernel allows it (Linux 5.12, as root or with user namespaces), a program has its own namespaces: no network,
-only its own processes, and only the files of the interpreter, the system's libraries (read-only) and its own /tmp in
-memory. Otherwise only the limits hold; see `isolation`. It is no virtual machine: the kernel is shared.
+If the kernel allows it (Linux 5.12, as root or with user namespaces), a program has its own
+namespaces: no network, only its own processes, and only the files of the interpreter, the system's
+libraries (read-only) and its own /tmp in memory. Otherwise only the limits hold; see `isolation`.
+It is no virtual machine: the kernel is shared.
 """
 
 import ctypes
@@ -49,7 +50,8 @@ class Limits:
 class Ended:
     """The exit and the output of a program."""
 
-    limit: str  # "time limit", "memory limit", "output limit", or "" for a program that ended by itself
+    # "time limit", "memory limit", "output limit", or "" for a program that ended by itself
+    limit: str
     code: int  # exit code, negative for a signal
     stdout: bytes
     stderr: bytes
@@ -69,7 +71,8 @@ _TRIVIAL = Limits(wall_s=_END_S, memory_mb=512, output_kb=1, disk_mb=1, open_fil
 
 @cache
 def isolation() -> str:
-    """Returns "" if the kernel isolates programs, else the reason; tried once with a trivial program."""
+    """Returns "" if the kernel isolates programs, else the reason; tried once with a trivial
+    program."""
     try:
         return run_program("import socket", b"", _TRIVIAL, isolate=True).problem
     except SandboxError as exc:
@@ -78,19 +81,28 @@ def isolation() -> str:
 
 @cache
 def isolates(wish: str) -> bool:
-    """Returns whether programs run in namespaces of their own; logs once per process if they cannot.
+    """Returns whether programs run in namespaces of their own; logs once per process if they
+    cannot.
 
-    wish: "preferred" or "required". Raises SandboxError if they cannot and it is required, or if limits do not hold.
+    wish: "preferred" or "required". Raises SandboxError if they cannot and it is required, or if
+    limits do not hold.
     """
     problem = isolation()
     if not problem:
         return True
     if wish == "required":
-        raise SandboxError(f"programs cannot be isolated here ({problem}), and their isolation is required")
+        raise SandboxError(
+            f"programs cannot be isolated here ({problem}), and their isolation is required"
+        )
     # programs never run as root, because limits would not bind them
     if failed := run_program("import socket", b"", _TRIVIAL, isolate=False).problem:
-        raise SandboxError(f"another user than root cannot run {_interpreter()} ({failed}); install it elsewhere")
-    print(f"programs run with limits only, network and files are reachable: {problem}", file=sys.stderr)
+        raise SandboxError(
+            f"another user than root cannot run {_interpreter()} ({failed}); install it elsewhere"
+        )
+    print(
+        f"programs run with limits only, network and files are reachable: {problem}",
+        file=sys.stderr,
+    )
     return False
 
 
@@ -102,7 +114,8 @@ def run_program(source: str, stdin: bytes, limits: Limits, isolate: bool) -> End
 
 
 class Report(TypedDict, total=False):
-    """The supervisor's report: exit code and the limit that was met, or why the sandbox could not be set up."""
+    """The supervisor's report: exit code and the limit that was met, or why the sandbox could not
+    be set up."""
 
     code: int
     reason: str
@@ -112,8 +125,8 @@ class Report(TypedDict, total=False):
 class Sandbox(AbstractContextManager["Sandbox"]):
     """The processes of one program; the end of the block ends them all and removes their files.
 
-    mode: "script" runs a program; "serve" and "test" are the two sides of calls.py, connected by the file descriptors
-    `pipes`, which are closed here.
+    mode: "script" runs a program; "serve" and "test" are the two sides of calls.py, connected by
+    the file descriptors `pipes`, which are closed here.
     """
 
     def __init__(
@@ -128,13 +141,21 @@ class Sandbox(AbstractContextManager["Sandbox"]):
     ):
         self._limits, self._isolated, pipes = limits, isolate, pipes or {}
         self._ended: Report | None = None
-        self._others = set() if isolate else {process.pid for process in psutil.Process().children(recursive=True)}
-        if not isolate:  # a program could kill its supervisor: the orphans must become children of this process
+        self._others = (
+            set()
+            if isolate
+            else {process.pid for process in psutil.Process().children(recursive=True)}
+        )
+        if (
+            not isolate
+        ):  # a program could kill its supervisor: the orphans must become children of this process
             _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         with ExitStack() as stack, ExitStack() as theirs:
             for fd in pipes.values():
                 theirs.callback(os.close, fd)
-            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True))
+            scratch = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True)
+            )
             folder = Path(scratch)
             (folder / "program.py").write_text(source, encoding="utf-8", errors="surrogatepass")
             (folder / "stdin").write_bytes(stdin)
@@ -145,7 +166,9 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             status_read, status = os.pipe()
             theirs.callback(os.close, status)
             self._status: IO[bytes] = stack.enter_context(open(status_read, "rb"))
-            readable = [path for path in _SYSTEM if os.path.isdir(path) and not os.path.islink(path)]
+            readable = [
+                path for path in _SYSTEM if os.path.isdir(path) and not os.path.islink(path)
+            ]
             options = {
                 **asdict(limits),
                 **pipes,
@@ -155,7 +178,10 @@ class Sandbox(AbstractContextManager["Sandbox"]):
                 "isolate": isolate,
                 "control": control,
                 "status": status,
-                "readable": [*readable, *dict.fromkeys((os.path.realpath(sys.base_prefix), sys.base_prefix))],
+                "readable": [
+                    *readable,
+                    *dict.fromkeys((os.path.realpath(sys.base_prefix), sys.base_prefix)),
+                ],
                 "links": {path: os.readlink(path) for path in _SYSTEM if os.path.islink(path)},
             }
             writes = subprocess.PIPE if mode == "script" else subprocess.DEVNULL
@@ -178,17 +204,23 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         self._stack.close()
 
     def finish(self, deadline: float) -> Ended:
-        """Reads the output until the program ends, or until a limit or the deadline (of time.monotonic).
+        """Reads the output until the program ends, or until a limit or the deadline (of
+        time.monotonic).
 
         Raises SandboxError.
         """
         kept, limit = {"stdout": bytearray(), "stderr": bytearray()}, ""
         with selectors.DefaultSelector() as selector:
             selector.register(self._status, selectors.EVENT_READ)
-            for name, stream in (("stdout", self._process.stdout), ("stderr", self._process.stderr)):
+            for name, stream in (
+                ("stdout", self._process.stdout),
+                ("stderr", self._process.stderr),
+            ):
                 assert stream is not None, "only for scripts"
                 selector.register(stream, selectors.EVENT_READ, kept[name])
-            while selector.get_map() and not limit:  # until both streams are closed and the supervisor has reported
+            while (
+                selector.get_map() and not limit
+            ):  # until both streams are closed and the supervisor has reported
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
                 for key, _ in ready:
                     data = os.read(key.fd, _KEPT_BYTES) if key.data is not None else b""
@@ -201,7 +233,9 @@ class Sandbox(AbstractContextManager["Sandbox"]):
                 elif sum(map(len, kept.values())) > 1024 * self._limits.output_kb:
                     limit = "output limit"
         ended = self.stop()
-        return Ended(limit or ended["reason"], ended["code"], bytes(kept["stdout"]), bytes(kept["stderr"]))
+        return Ended(
+            limit or ended["reason"], ended["code"], bytes(kept["stdout"]), bytes(kept["stderr"])
+        )
 
     def stop(self) -> "Report":
         """Ends the program and its children, if they still run; returns the supervisor's report.
@@ -225,7 +259,10 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         if text:
             return json.loads(text)
         if self._isolated:
-            raise SandboxError(f"the supervisor of a program ended with exit code {code}, or not within {_END_S:g} s")
+            raise SandboxError(
+                f"the supervisor of a program ended with exit code {code}, or not within "
+                f"{_END_S:g} s"
+            )
         for orphan in psutil.Process().children(recursive=True):  # this process is their subreaper
             if orphan.pid not in self._others:
                 with suppress(psutil.Error):
@@ -235,5 +272,6 @@ class Sandbox(AbstractContextManager["Sandbox"]):
 
 
 def _interpreter() -> str:
-    """Returns the interpreter without its virtual environment, whose folder is not among those that programs see."""
+    """Returns the interpreter without its virtual environment, whose folder is not among those that
+    programs see."""
     return str(getattr(sys, "_base_executable", sys.executable))

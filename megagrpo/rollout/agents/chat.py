@@ -1,4 +1,5 @@
-"""The two dialects of the gateway: how a request says messages and tools, and how an answer says a turn."""
+"""The two dialects of the gateway: how a request says messages and tools, and how an answer says a
+turn."""
 
 import json
 import time
@@ -18,7 +19,8 @@ _ANTHROPIC_ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "to
 
 @dataclass(frozen=True)
 class Dialect:
-    """A protocol of chat endpoints. Sampling parameters of a request are not read: they are the experiment's."""
+    """A protocol of chat endpoints. Sampling parameters of a request are not read: they are the
+    experiment's."""
 
     read: Callable[[Body], Asked]  # request -> in OpenAI's terms; raises Refused
     write: Callable[[ChatTurn, Body, str], Body]  # (turn, request, model) -> answer
@@ -27,14 +29,23 @@ class Dialect:
 
 
 def _read_openai(body: Body) -> Asked:
-    messages, tools, choice = body.get("messages"), body.get("tools"), body.get("tool_choice") or "auto"
+    messages, tools, choice = (
+        body.get("messages"),
+        body.get("tools"),
+        body.get("tool_choice") or "auto",
+    )
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise Refused("invalid_request", "messages is a list of objects")
     if (body.get("n") or 1) != 1:
-        raise Refused("invalid_request", "n is 1: ask again for another turn after the same messages")
+        raise Refused(
+            "invalid_request", "n is 1: ask again for another turn after the same messages"
+        )
     wanted = body.get("response_format") or {"type": "text"}
     if choice not in ("auto", "none") or wanted != {"type": "text"}:
-        raise Refused("invalid_request", "a forced tool_choice or response_format would not be the policy's own choice")
+        raise Refused(
+            "invalid_request",
+            "a forced tool_choice or response_format would not be the policy's own choice",
+        )
     return messages, tools if choice == "auto" else None
 
 
@@ -44,14 +55,27 @@ def _finish(turn: ChatTurn) -> str:
 
 
 def _write_openai(turn: ChatTurn, body: Body, model: str) -> Body:
-    """Returns the answer; ids and log-probabilities only if asked for, under SGLang's and vLLM's names."""
+    """Returns the answer; ids and log-probabilities only if asked for, under SGLang's and vLLM's
+    names."""
     ids, logprobs = turn.response.token_ids, turn.response.logprobs
-    choice: dict[str, object] = {"index": 0, "message": turn.message, "finish_reason": _finish(turn), "logprobs": None}
+    choice: dict[str, object] = {
+        "index": 0,
+        "message": turn.message,
+        "finish_reason": _finish(turn),
+        "logprobs": None,
+    }
     choice["text"] = turn.text  # whatever a parser made of it
-    answer: dict[str, object] = {"id": f"chatcmpl-{turn.number}", "object": "chat.completion", "choices": [choice]}
+    answer: dict[str, object] = {
+        "id": f"chatcmpl-{turn.number}",
+        "object": "chat.completion",
+        "choices": [choice],
+    }
     if body.get("logprobs"):
         pairs = zip(ids.tolist(), logprobs.tolist(), strict=True)
-        content = [{"token": f"token_id:{i}", "logprob": lp, "bytes": None, "top_logprobs": []} for i, lp in pairs]
+        content = [
+            {"token": f"token_id:{i}", "logprob": lp, "bytes": None, "top_logprobs": []}
+            for i, lp in pairs
+        ]
         choice["logprobs"] = {"content": content}
     if body.get("return_token_ids"):
         prompt = turn.context()[: turn.num_tokens - len(ids)]
@@ -62,20 +86,31 @@ def _write_openai(turn: ChatTurn, body: Body, model: str) -> Body:
         meta = {"output_token_logprobs": [[lp, i, None] for lp, i in pairs]}
         choice["meta_info"] = meta | {"weight_version": str(turn.response.newest_version)}
     num_prompt = turn.num_tokens - len(ids)
-    usage = {"prompt_tokens": num_prompt, "completion_tokens": len(ids), "total_tokens": turn.num_tokens}
+    usage = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": len(ids),
+        "total_tokens": turn.num_tokens,
+    }
     return answer | {"created": int(time.time()), "model": model, "usage": usage}
 
 
 def _openai_pieces(answer: Body, body: Body) -> Iterable[Piece]:
     """Yields the whole message in one piece, then its end: ids are known when it is complete."""
     [choice] = answer["choices"]
-    rest = {name: value for name, value in choice.items() if name not in ("message", "finish_reason")}
+    rest = {
+        name: value for name, value in choice.items() if name not in ("message", "finish_reason")
+    }
     message = dict(choice["message"])
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-    head = {name: answer[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    head = {name: answer[name] for name in ("id", "created", "model")} | {
+        "object": "chat.completion.chunk"
+    }
     yield "", head | {"choices": [rest | {"delta": message, "finish_reason": None}]}
-    yield "", head | {"choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]}
+    yield (
+        "",
+        head | {"choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
+    )
     if (body.get("stream_options") or {}).get("include_usage"):
         yield "", head | {"choices": [], "usage": answer["usage"]}
     yield "", b"[DONE]"
@@ -93,7 +128,9 @@ def _blocks(content: str | list[dict] | None) -> list[dict]:
 def _from_anthropic(message: Message) -> list[Message]:
     """Returns the messages that a message of blocks is: each tool's output is one of its own."""
     blocks, out = _blocks(message["content"]), list[Message]()
-    texts = [block for block in blocks if block["type"] not in ("tool_use", "tool_result", "thinking")]
+    texts = [
+        block for block in blocks if block["type"] not in ("tool_use", "tool_result", "thinking")
+    ]
     for block in blocks:
         if block["type"] == "tool_result":
             content = text_of({"content": block.get("content")})
@@ -109,9 +146,16 @@ def _from_anthropic(message: Message) -> list[Message]:
             if block["type"] == "tool_use"
         ]
         reasoning = "".join(block["thinking"] for block in blocks if block["type"] == "thinking")
-        extra = {name: value for name, value in (("tool_calls", calls), ("reasoning_content", reasoning)) if value}
+        extra = {
+            name: value
+            for name, value in (("tool_calls", calls), ("reasoning_content", reasoning))
+            if value
+        }
         return [{"role": "assistant", "content": text_of({"content": texts}), **extra}]
-    return [*out, *([{"role": message["role"], "content": text_of({"content": texts})}] if texts else [])]
+    return [
+        *out,
+        *([{"role": message["role"], "content": text_of({"content": texts})}] if texts else []),
+    ]
 
 
 def _read_anthropic(body: Body) -> Asked:
@@ -131,8 +175,12 @@ def _read_anthropic(body: Body) -> Asked:
         ]
     choice = (body.get("tool_choice") or {}).get("type", "auto")
     if choice not in ("auto", "none"):
-        raise Refused("invalid_request", "a forced tool_choice would not be the policy's own choice")
-    return [system, *messages] if system["content"] else messages, tools if tools and choice == "auto" else None
+        raise Refused(
+            "invalid_request", "a forced tool_choice would not be the policy's own choice"
+        )
+    return [system, *messages] if system[
+        "content"
+    ] else messages, tools if tools and choice == "auto" else None
 
 
 def _write_anthropic(turn: ChatTurn, body: Body, model: str) -> Body:
@@ -143,7 +191,14 @@ def _write_anthropic(turn: ChatTurn, body: Body, model: str) -> Body:
         content.append({"type": "text", "text": turn.message["content"]})
     for call in turn.message.get("tool_calls") or []:
         arguments = json.loads(call["function"]["arguments"] or "{}")
-        content.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
+        content.append(
+            {
+                "type": "tool_use",
+                "id": call["id"],
+                "name": call["function"]["name"],
+                "input": arguments,
+            }
+        )
     num_sampled = len(turn.response.token_ids)
     return {
         "id": f"msg_{turn.number}",
@@ -164,11 +219,20 @@ def _anthropic_pieces(answer: Body, body: Body) -> Iterable[Piece]:
     for index, block in enumerate(answer["content"]):
         empty, delta = {
             "text": ({"text": ""}, {"type": "text_delta", "text": block.get("text")}),
-            "thinking": ({"thinking": ""}, {"type": "thinking_delta", "thinking": block.get("thinking")}),
-            "tool_use": ({"input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block.get("input"))}),
+            "thinking": (
+                {"thinking": ""},
+                {"type": "thinking_delta", "thinking": block.get("thinking")},
+            ),
+            "tool_use": (
+                {"input": {}},
+                {"type": "input_json_delta", "partial_json": json.dumps(block.get("input"))},
+            ),
         }[block["type"]]
         at = {"index": index}
-        yield "content_block_start", {"type": "content_block_start", **at, "content_block": block | empty}
+        yield (
+            "content_block_start",
+            {"type": "content_block_start", **at, "content_block": block | empty},
+        )
         yield "content_block_delta", {"type": "content_block_delta", **at, "delta": delta}
         yield "content_block_stop", {"type": "content_block_stop", **at}
     end = {"stop_reason": answer["stop_reason"], "stop_sequence": None}

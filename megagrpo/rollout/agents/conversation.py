@@ -1,7 +1,8 @@
-"""A rollout as a tree of turns: messages that extend what the model was sent continue the exact ids that it sampled.
+"""A rollout as a tree of turns: messages that extend what the model was sent continue the exact ids
+that it sampled.
 
-A turn holds only the ids that it adds. A path from a first turn to a last one is a sample; a turn that several paths
-share is trained on in the first, and is context in the others.
+A turn holds only the ids that it adds. A path from a first turn to a last one is a sample; a turn
+that several paths share is trained on in the first, and is context in the others.
 """
 
 import asyncio
@@ -22,11 +23,14 @@ from megagrpo.rollout.response import Response, SampleTurn
 from megagrpo.system.explained import explained
 from megagrpo.types import Outcome
 
-Parse = Callable[[str, Tools, str], Awaitable[Message]]  # (text, tools, prefix of the calls' ids) -> message
+Parse = Callable[
+    [str, Tools, str], Awaitable[Message]
+]  # (text, tools, prefix of the calls' ids) -> message
 
 
 class Refused(ValueError):
-    """Raised for a request that no turn can answer. code: "context_length_exceeded" | "invalid_request" and so on."""
+    """Raised for a request that no turn can answer. code: "context_length_exceeded" |
+    "invalid_request" and so on."""
 
     def __init__(self, code: str, text: str):
         super().__init__(text)
@@ -46,7 +50,10 @@ class ChatTurn:
     number: int = 0  # turns begun before it
     response: Response = field(default_factory=lambda: Part(None).response)
     message: Message = field(default_factory=dict)  # which the agent was sent
-    answer: tuple[bytes, bytes] = (b"", b"")  # digests of the message without its reasoning, and of that
+    answer: tuple[bytes, bytes] = (
+        b"",
+        b"",
+    )  # digests of the message without its reasoning, and of that
     text: str = ""  # which the message was parsed from
     followers: list["ChatTurn"] = field(default_factory=list)
     num_begun: int = 0  # followers, those that are being sampled included
@@ -54,7 +61,9 @@ class ChatTurn:
     def context(self) -> np.ndarray:
         """Returns the ids [T] int32 of its path."""
         path = self.path()
-        return np.concatenate([ids for turn in path for ids in (turn.added, turn.response.token_ids)])
+        return np.concatenate(
+            [ids for turn in path for ids in (turn.added, turn.response.token_ids)]
+        )
 
     def take_back(self) -> None:
         """Uncounts a follower that was begun and has no end."""
@@ -70,9 +79,11 @@ class ChatTurn:
 
 
 class Conversation:
-    """What the agent of one rollout says to the model, in whatever order. Coroutines are of one loop.
+    """What the agent of one rollout says to the model, in whatever order. Coroutines are of one
+    loop.
 
-    max_tokens: of a sample's response at most, with what was said to the model. prompt: ids [T] of the group's prompt.
+    max_tokens: of a sample's response at most, with what was said to the model. prompt: ids [T] of
+    the group's prompt.
     parse: makes the message that the agent is sent of the text of a turn.
     """
 
@@ -86,7 +97,12 @@ class Conversation:
         decode: Callable[[np.ndarray], str],
         parse: Parse,
     ):
-        self._config, self._max_tokens, self._renderer, self._sample = config, max_tokens, renderer, sample
+        self._config, self._max_tokens, self._renderer, self._sample = (
+            config,
+            max_tokens,
+            renderer,
+            sample,
+        )
         self._prompt, self._decode, self._parse = prompt, decode, parse
         self._root = ChatTurn(None, (), b"", np.zeros(0, np.int32))  # first turns follow it
         self._turns: list[ChatTurn] = []  # in the order of their ends
@@ -95,8 +111,12 @@ class Conversation:
         self._since, self._waited_s = 0.0, 0.0
         self.closed = False
         self.stopped = ""  # by which limit the last request was refused, or its turn cut
-        self._stopped_at: ChatTurn | None = None  # the turn that it would have continued, or that was cut
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # if the engines gave no sample
+        self._stopped_at: ChatTurn | None = (
+            None  # the turn that it would have continued, or that was cut
+        )
+        self.failed: asyncio.Future[None] = (
+            asyncio.get_running_loop().create_future()
+        )  # if the engines gave no sample
 
     @property
     def waited_s(self) -> float:
@@ -104,7 +124,8 @@ class Conversation:
         return self._waited_s + (time.monotonic() - self._since if self._running else 0.0)
 
     async def say(self, messages: Sequence[Message], tools: Tools = None) -> ChatTurn:
-        """Returns the model's turn after these messages. Raises ValueError; GenerationFailed sets `failed` too.
+        """Returns the model's turn after these messages. Raises ValueError; GenerationFailed sets
+        `failed` too.
 
         Cancelled, it leaves no turn: the agent has not seen it.
         """
@@ -124,9 +145,17 @@ class Conversation:
         self.failed.cancel()
 
     def samples(self) -> tuple[list[Part], dict[int, int]]:
-        """Returns the samples, and for each turn the index of its last token among the tokens of all responses."""
-        parts, ends, before, stopped_at = list[Part](), dict[int, int](), 0, -1  # the last one, if no path ends there
-        for leaf in sorted((turn for turn in self._turns if not turn.followers), key=lambda turn: turn.number):
+        """Returns the samples, and for each turn the index of its last token among the tokens of
+        all responses."""
+        parts, ends, before, stopped_at = (
+            list[Part](),
+            dict[int, int](),
+            0,
+            -1,
+        )  # the last one, if no path ends there
+        for leaf in sorted(
+            (turn for turn in self._turns if not turn.followers), key=lambda turn: turn.number
+        ):
             first, *_ = path = leaf.path()
             part = Part(None if np.array_equal(first.added, self._prompt) else first.added)
             for turn in path:
@@ -141,23 +170,38 @@ class Conversation:
             parts[stopped_at].response = replace(parts[stopped_at].response, finish_reason="length")
         return parts or [Part(None)], ends
 
-    def outcome(self, reward: float, turn_rewards: Sequence[float] | None, note: str, by_turn: bool) -> Outcome:
-        """Returns the outcome of a rollout. turn_rewards: of the turns in the order in which they began.
+    def outcome(
+        self, reward: float, turn_rewards: Sequence[float] | None, note: str, by_turn: bool
+    ) -> Outcome:
+        """Returns the outcome of a rollout. turn_rewards: of the turns in the order in which they
+        began.
 
         by_turn: each belongs to the last token of its turn. More rewards than turns are an error.
         """
         ends = self.samples()[1]
         if turn_rewards and len(turn_rewards) > len(ends):
-            return Outcome("error", detail=f"it returned {len(turn_rewards)} turn_rewards for {len(ends)} turns")
+            return Outcome(
+                "error",
+                detail=f"it returned {len(turn_rewards)} turn_rewards for {len(ends)} turns",
+            )
         pairs = zip(sorted(ends), turn_rewards or (), strict=False)
         rewards = sorted((ends[number], each) for number, each in pairs if each) if by_turn else ()
-        return Outcome("score", reward, "; ".join(filter(None, (self.stopped, note))), token_rewards=tuple(rewards))
+        return Outcome(
+            "score",
+            reward,
+            "; ".join(filter(None, (self.stopped, note))),
+            token_rewards=tuple(rewards),
+        )
 
     def _ended(self, task: "asyncio.Task[ChatTurn]") -> None:
         self._running.discard(task)
         if not self._running:
             self._waited_s += time.monotonic() - self._since
-        if not task.cancelled() and isinstance(exc := task.exception(), GenerationFailed) and not self.failed.done():
+        if (
+            not task.cancelled()
+            and isinstance(exc := task.exception(), GenerationFailed)
+            and not self.failed.done()
+        ):
             self.failed.set_exception(exc)
 
     async def _next(self, messages: Sequence[Message], tools: Tools) -> ChatTurn:
@@ -171,7 +215,10 @@ class Conversation:
         parent.num_begun += 1
         with ExitStack() as unfinished:
             unfinished.callback(parent.take_back)
-            context, known = turn.context(), 0 if turn.before is None else turn.before.num_tokens - 1
+            context, known = (
+                turn.context(),
+                0 if turn.before is None else turn.before.num_tokens - 1,
+            )
             turn.response = await self._sample(turn.number, context, room, known)
             turn.text = self._decode(turn.response.token_ids)
             turn.message = await self._parse(turn.text, tools, f"c{turn.number:05}")
@@ -188,7 +235,9 @@ class Conversation:
     def _begun(self, messages: Sequence[Message], tools: Tools) -> ChatTurn:
         """Returns the turn that answers the messages, before it is sampled."""
         if not messages or messages[-1].get("role") == "assistant":
-            raise Refused("invalid_request", "the last message is the model's own: say something to it")
+            raise Refused(
+                "invalid_request", "the last message is the model's own: say something to it"
+            )
         with explained("messages or tools cannot be read"):
             digests, of_tools = [_digests(message) for message in messages], _digest(tools or [])
         before, number = self._extended(digests, of_tools)
@@ -196,11 +245,17 @@ class Conversation:
             before, number = None, 0  # some turn of the model's was edited or is not its own
         new = messages[number:]
         with explained("messages or tools cannot be rendered"):
-            ids = self._renderer.begin(new, tools) if before is None else self._renderer.after_turn(new, tools)
+            ids = (
+                self._renderer.begin(new, tools)
+                if before is None
+                else self._renderer.after_turn(new, tools)
+            )
         said = tuple(visible for visible, _ in digests[number:])
         parent = before or self._root
         if parent.num_begun and self._config.fork == "refuse":
-            raise Refused("fork", "these messages do not extend the last turn (sampling.agent.fork: refuse)")
+            raise Refused(
+                "fork", "these messages do not extend the last turn (sampling.agent.fork: refuse)"
+            )
         if before is None:
             if len(ids) > (longest := self._renderer.max_prompt_tokens):
                 text = f"{len(ids)} tokens, more than data.max_prompt_tokens {longest}"
@@ -208,23 +263,37 @@ class Conversation:
             return ChatTurn(None, said, of_tools, ids, num_tokens=len(ids))
         total, responding = before.num_tokens + len(ids), before.num_responding + len(ids)
         if before.response.finish_reason != "stop":
-            raise self._limited("context_length_exceeded", "a turn reached the limit of tokens", before)
+            raise self._limited(
+                "context_length_exceeded", "a turn reached the limit of tokens", before
+            )
         return ChatTurn(before, said, of_tools, ids, total, responding)
 
-    def _extended(self, digests: list[tuple[bytes, bytes]], tools: bytes) -> tuple[ChatTurn | None, int]:
-        """Returns the last turn that messages of these digests extend, and the number of messages up to it.
+    def _extended(
+        self, digests: list[tuple[bytes, bytes]], tools: bytes
+    ) -> tuple[ChatTurn | None, int]:
+        """Returns the last turn that messages of these digests extend, and the number of messages
+        up to it.
 
         None: there is no such turn, or it is not known which of several it is.
         """
         found: list[tuple[int, ChatTurn]] = []
-        todo = [(0, turn) for turn in self._root.followers if turn.tools == tools and self._config.history == "all"]
+        todo = [
+            (0, turn)
+            for turn in self._root.followers
+            if turn.tools == tools and self._config.history == "all"
+        ]
         while todo:
             start, turn = todo.pop()
             end = start + len(turn.said)
-            if tuple(visible for visible, _ in digests[start:end]) != turn.said or end >= len(digests):
+            if tuple(visible for visible, _ in digests[start:end]) != turn.said or end >= len(
+                digests
+            ):
                 continue
             visible, reasoning = digests[end]
-            if visible == turn.answer[0] and reasoning in (turn.answer[1], _NOTHING):  # many agents drop the reasoning
+            if visible == turn.answer[0] and reasoning in (
+                turn.answer[1],
+                _NOTHING,
+            ):  # many agents drop the reasoning
                 found.append((end + 1, turn))
                 todo += [(end + 1, follower) for follower in turn.followers]
         number = max((number for number, _ in found), default=0)
@@ -253,5 +322,11 @@ def _digests(message: Message) -> tuple[bytes, bytes]:
         with suppress(ValueError, TypeError):  # what is no JSON stays a text
             arguments = json.loads(arguments)
         calls.append([call.get("id"), name, arguments])
-    said = [message.get("role"), text_of(message), calls, message.get("tool_call_id"), message.get("name")]
+    said = [
+        message.get("role"),
+        text_of(message),
+        calls,
+        message.get("tool_call_id"),
+        message.get("name"),
+    ]
     return _digest(said), _digest(message.get("reasoning_content") or "")

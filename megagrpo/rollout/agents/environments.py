@@ -1,4 +1,5 @@
-"""Environments in killable processes: every call has a result within its time limit, whatever an environment does."""
+"""Environments in killable processes: every call has a result within its time limit, whatever an
+environment does."""
 
 import asyncio
 import itertools
@@ -28,8 +29,9 @@ BUILT_IN = {
     "mcp": f"{_BUILT_IN}.mcp_tools:McpTools",
     "openenv": f"{_BUILT_IN}.openenv:OpenEnv",
 }
-# What ends a rollout: its environment; a limit of tokens, turns or seconds; a call that hung; an environment that
-# raised or returned nonsense; what it needs and lacked, three times; a row that it cannot play, twice.
+# What ends a rollout: its environment; a limit of tokens, turns or seconds; a call that hung; an
+# environment that raised or returned nonsense; what it needs and lacked, three times; a row that it
+# cannot play, twice.
 ENDS = ("done", "tokens", "turns", "time", "timeout", "error", "infrastructure", "data")
 
 
@@ -66,9 +68,11 @@ def load_environment(name: str) -> Callable[..., object]:
 
 
 class Environments:
-    """Runs the environments of one leader's rollouts, many in a process. Coroutines are of one loop.
+    """Runs the environments of one leader's rollouts, many in a process. Coroutines are of one
+    loop.
 
-    The processes start with the first episode and run until `close`. renderer: of what environments say.
+    The processes start with the first episode and run until `close`. renderer: of what environments
+    say.
     """
 
     def __init__(self, config: EnvironmentConfig, renderer: Renderer):
@@ -76,7 +80,9 @@ class Environments:
         self._threads = ThreadPoolExecutor(config.workers, "environments")
         self._workers = [_Worker() for _ in range(config.workers)]
         self._numbers = itertools.count()
-        self._open = nullcontext() if config.max_open is None else asyncio.Semaphore(config.max_open)
+        self._open = (
+            nullcontext() if config.max_open is None else asyncio.Semaphore(config.max_open)
+        )
         self.used = Used()
 
     def add_metrics(self, metrics: "Metrics") -> None:
@@ -98,10 +104,11 @@ class Environments:
     async def episode(
         self, row: Mapping[str, object], seed: int, avoid: _Worker | None = None
     ) -> "AsyncIterator[Episode]":
-        """Makes the environment of one rollout, which is closed after the block; elsewhere than in `avoid` if it can.
+        """Makes the environment of one rollout, which is closed after the block; elsewhere than in
+        `avoid` if it can.
 
-        Raises EnvironmentFailed if the environment raises or does not answer in time, or if another episode's call has
-        ended its process.
+        Raises EnvironmentFailed if the environment raises or does not answer in time, or if another
+        episode's call has ended its process.
         """
         async with self._open:
             worker = min(self._workers, key=lambda each: (each is avoid, each.episodes))
@@ -118,7 +125,8 @@ class Environments:
                 worker.episodes -= 1
 
     async def ask(self, episode: "Episode", message: Sequence[object]) -> list:
-        """Returns the answer of an episode's process, which is ended unless it gives one. Raises as `episode` does."""
+        """Returns the answer of an episode's process, which is ended unless it gives one. Raises as
+        `episode` does."""
         asked, worker, process = time.monotonic(), episode.worker, episode.process
         async with worker.free:
             if worker.process is not process:
@@ -128,16 +136,22 @@ class Environments:
             began = time.monotonic()
             try:
                 number = next(self._numbers)
-                answer = await self._in_thread(lambda: process.ask([number, *message], self.config.timeout_s))
+                answer = await self._in_thread(
+                    lambda: process.ask([number, *message], self.config.timeout_s)
+                )
                 if not isinstance(answer, list) or len(answer) != 4 or answer[0] != number:
-                    raise WorkerError(f"it wrote {answer!r:.80} to its socket, which answers no call")
+                    raise WorkerError(
+                        f"it wrote {answer!r:.80} to its socket, which answers no call"
+                    )
                 worker.process = process
             except TimeoutError as exc:
                 limit = f"{message[1]} gave no answer in {self.config.timeout_s:g} s"
                 raise EnvironmentFailed("timeout", limit) from exc
             except (OSError, WorkerError, json.JSONDecodeError) as exc:
                 end = "infrastructure" if process.was_killed else "error"
-                raise EnvironmentFailed(end, f"{message[1]}: the environment's process died: {exc}", worker) from exc
+                raise EnvironmentFailed(
+                    end, f"{message[1]}: the environment's process died: {exc}", worker
+                ) from exc
             finally:
                 if worker.process is None:
                     process.kill()
@@ -178,7 +192,8 @@ class Episode:
         return cast(Said | None, await self.call("reset"))
 
     async def step(self, text: str) -> tuple[Said | None, float, bool]:
-        """Returns what the environment says to a turn of the model, its reward, and whether the rollout is over."""
+        """Returns what the environment says to a turn of the model, its reward, and whether the
+        rollout is over."""
         said, reward, done = cast(list, await self.call("step", text))
         return said, reward, done
 

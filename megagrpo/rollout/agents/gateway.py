@@ -1,6 +1,8 @@
-"""The chat endpoint of agents: OpenAI's chat completions and Anthropic's messages, over the turns of conversations.
+"""The chat endpoint of agents: OpenAI's chat completions and Anthropic's messages, over the turns
+of conversations.
 
-Each rollout has a key of its own, in the URL or as the API key, which reads and continues its conversation only.
+Each rollout has a key of its own, in the URL or as the API key, which reads and continues its
+conversation only.
 """
 
 import asyncio
@@ -24,11 +26,14 @@ from megagrpo.rollout.generation import GenerationFailed
 
 _KEY_BYTES = 24
 _BACKLOG = 4096  # connections of agents that start together
-_IDLE_S = 86400  # a client whose connection was closed while a tool ran would fail with its next turn
+_IDLE_S = (
+    86400  # a client whose connection was closed while a tool ran would fail with its next turn
+)
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the program that it is part of: uvicorn takes INT and TERM for itself in a main thread."""
+    """Leaves signals to the program that it is part of: uvicorn takes INT and TERM for itself in a
+    main thread."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -66,7 +71,8 @@ class Gateway:
 
     @contextmanager
     def session(self, conversation: Conversation) -> Iterator[tuple[str, str]]:
-        """Yields (base URL of OpenAI's clients, key) of a conversation, which ends with the block."""
+        """Yields (base URL of OpenAI's clients, key) of a conversation, which ends with the
+        block."""
         key = secrets.token_urlsafe(_KEY_BYTES)
         self._conversations[key] = conversation
         with ExitStack() as stack:
@@ -132,7 +138,11 @@ class Gateway:
 
         async def pieces() -> AsyncIterator[bytes]:
             for name, piece in dialect.pieces(answer, body):
-                data = piece if isinstance(piece, bytes) else orjson.dumps(piece, option=orjson.OPT_SERIALIZE_NUMPY)
+                data = (
+                    piece
+                    if isinstance(piece, bytes)
+                    else orjson.dumps(piece, option=orjson.OPT_SERIALIZE_NUMPY)
+                )
                 yield (f"event: {name}\n".encode() if name else b"") + b"data: " + data + b"\n\n"
 
         return StreamingResponse(pieces(), media_type="text/event-stream")
@@ -141,7 +151,9 @@ class Gateway:
 _UNKNOWN = "no rollout has this key, or it is over"
 
 
-async def _while_connected(request: Request, conversation: Conversation, asked: chat.Asked) -> ChatTurn | None:
+async def _while_connected(
+    request: Request, conversation: Conversation, asked: chat.Asked
+) -> ChatTurn | None:
     """Returns the turn; None if the agent has closed its connection, and the turn is none."""
     saying = asyncio.ensure_future(conversation.say(*asked))
     leaving = asyncio.ensure_future(request.receive())

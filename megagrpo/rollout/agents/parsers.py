@@ -1,6 +1,8 @@
-"""Tool calls and reasoning in a turn of the model, found by the parsers of SGLang's own registry inside an engine.
+"""Tool calls and reasoning in a turn of the model, found by the parsers of SGLang's own registry
+inside an engine.
 
-What the parsers drop is lost to the agent's message only, never to the ids. A text that gives nothing stays whole.
+What the parsers drop is lost to the agent's message only, never to the ids. A text that gives
+nothing stays whole.
 """
 
 import asyncio
@@ -15,10 +17,15 @@ _TRIES, _PAUSE_S, _REQUEST_S = 20, 1.0, 30.0
 
 
 class EngineParsers:
-    """Asks any engine that is ready; the router does not pass these requests. Empty names: the text is the message."""
+    """Asks any engine that is ready; the router does not pass these requests. Empty names: the text
+    is the message."""
 
     def __init__(self, control: ServiceControl, tool_parser: str = "", reasoning_parser: str = ""):
-        self._control, self._tool_parser, self._reasoning_parser = control, tool_parser, reasoning_parser
+        self._control, self._tool_parser, self._reasoning_parser = (
+            control,
+            tool_parser,
+            reasoning_parser,
+        )
         self._engine = ""  # URL of one that answered
         self._http: aiohttp.ClientSession | None = None
 
@@ -28,7 +35,8 @@ class EngineParsers:
             await self._http.close()
 
     async def message(self, text: str, tools: Tools, prefix: str) -> Message:
-        """Returns the message of a turn. prefix: of the ids of its calls. Raises GenerationFailed without an engine."""
+        """Returns the message of a turn. prefix: of the ids of its calls. Raises GenerationFailed
+        without an engine."""
         message: Message = {"role": "assistant", "content": text}
         if self._reasoning_parser:
             asked: dict[str, object] = {"text": text, "reasoning_parser": self._reasoning_parser}
@@ -36,7 +44,11 @@ class EngineParsers:
             if reasoning := found.get("reasoning_text"):
                 message |= {"content": found.get("text") or "", "reasoning_content": reasoning}
         if self._tool_parser and tools:
-            asked = {"text": message["content"], "tools": list(tools), "tool_call_parser": self._tool_parser}
+            asked = {
+                "text": message["content"],
+                "tools": list(tools),
+                "tool_call_parser": self._tool_parser,
+            }
             found = await self._ask("parse_function_call", asked)
             calls = [
                 {
@@ -54,7 +66,9 @@ class EngineParsers:
         """Returns the answer; {} if the parser cannot read the text, which is then the message."""
         if self._http is None:
             timeout = aiohttp.ClientTimeout(total=_REQUEST_S)
-            self._http = aiohttp.ClientSession(headers=bearer(self._control.api_key), timeout=timeout)
+            self._http = aiohttp.ClientSession(
+                headers=bearer(self._control.api_key), timeout=timeout
+            )
         problem = "no engine is ready"
         for _ in range(_TRIES):
             self._engine = self._engine or await self._ready_engine()

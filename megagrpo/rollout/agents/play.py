@@ -1,4 +1,5 @@
-"""Plays a rollout against its environment: the model's turns on exact ids, what the environment says between them."""
+"""Plays a rollout against its environment: the model's turns on exact ids, what the environment
+says between them."""
 
 import asyncio
 import itertools
@@ -26,7 +27,9 @@ class Part:
 
     prompt_ids: np.ndarray | None  # [T] int32; None: the group's prompt
     response: Response = field(default_factory=_nothing)
-    masks: list[np.ndarray] = field(default_factory=list)  # bool, False on what the environment said
+    masks: list[np.ndarray] = field(
+        default_factory=list
+    )  # bool, False on what the environment said
 
     def add(self, response: Response, sampled: bool) -> None:
         """Appends a turn. sampled: whether it is trained on."""
@@ -60,7 +63,9 @@ class Played:
 
     def outcome(self, by_turn: bool) -> Outcome:
         """Returns the sum of the rewards; by_turn: each belongs to the last token of its turn."""
-        token_rewards = tuple((index, reward) for index, reward in self.rewards if reward) if by_turn else ()
+        token_rewards = (
+            tuple((index, reward) for index, reward in self.rewards if reward) if by_turn else ()
+        )
         rewards = tuple(reward for _, reward in self.rewards)
         return Outcome("score", sum(rewards), self.stopped, {}, token_rewards, self.end, rewards)
 
@@ -78,9 +83,11 @@ async def play_rollout(
     max_tokens: int,
     decode: Callable[[np.ndarray], str],
 ) -> tuple[Played, Outcome]:
-    """Plays a rollout to its end, from its beginning again if what it needs was lacking: 3 times in all, elsewhere.
+    """Plays a rollout to its end, from its beginning again if what it needs was lacking: 3 times in
+    all, elsewhere.
 
-    task: row and seed. See `play` for the others. A rollout that failed has an outcome without a score.
+    task: row and seed. See `play` for the others. A rollout that failed has an outcome without a
+    score.
     """
     failed: EnvironmentFailed | None = None
     for attempt in itertools.count(1):
@@ -95,7 +102,11 @@ async def play_rollout(
         except ValueError as exc:  # what it said cannot be rendered
             failed = EnvironmentFailed("error", str(exc))
         if attempt >= _TRIES.get(failed.end, 1):
-            outcome = Outcome("timeout" if failed.end == "timeout" else "error", detail=str(failed), end=failed.end)
+            outcome = Outcome(
+                "timeout" if failed.end == "timeout" else "error",
+                detail=str(failed),
+                end=failed.end,
+            )
             break
         environments.used.begun_again += 1
         await asyncio.sleep(_PAUSE_S * 2**attempt)
@@ -114,13 +125,18 @@ async def play(
 ) -> None:
     """Fills `played` until the environment is done or a limit is met.
 
-    prompt: ids [T] of the group's prompt. max_tokens: limit of a sample's response, of what the environment said too; a
-    message that leaves no room for another token is not put in. Raises as Environments.episode does.
+    prompt: ids [T] of the group's prompt. max_tokens: limit of a sample's response, of what the
+    environment said too; a message that leaves no room for another token is not put in. Raises as
+    Environments.episode does.
     """
     config, renderer = environments.config, environments.renderer
     said = await episode.reset()
     for number in range(config.max_turns):
-        if config.episode_timeout_s is not None and number and episode.seconds > config.episode_timeout_s:
+        if (
+            config.episode_timeout_s is not None
+            and number
+            and episode.seconds > config.episode_timeout_s
+        ):
             return played.stop("time", f"its environment took {episode.seconds:.1f} s")
         fresh = number == 0 or config.history == "last"
         if fresh:

@@ -1,8 +1,10 @@
-"""The process that runs agent programs: `python -m megagrpo.rollout.agents.program_worker FD FUNCTION`.
+"""The process that runs agent programs: `python -m megagrpo.rollout.agents.program_worker FD
+FUNCTION`.
 
-A program is a function, or a command: the endpoint in its environment, the row on its standard input, the reward as its
-last line of standard output. JSON lines on the socket: [number, arguments] begins a program, [number, null] cancels it;
-its end is [number, result, error]. It ends itself, and all that it started, when its socket closes.
+A program is a function, or a command: the endpoint in its environment, the row on its standard
+input, the reward as its last line of standard output. JSON lines on the socket: [number, arguments]
+begins a program, [number, null] cancels it; its end is [number, result, error]. It ends itself, and
+all that it started, when its socket closes.
 """
 
 import asyncio
@@ -25,7 +27,9 @@ from megagrpo.system.explained import explained
 from megagrpo.system.processes import dies_with_parent, stop_tree
 from megagrpo.system.user_function import load_function
 
-Program = Callable  # (base_url=, key=, row=, **args) -> reward or {"reward", "turn_rewards", "info"}
+Program = (
+    Callable  # (base_url=, key=, row=, **args) -> reward or {"reward", "turn_rewards", "info"}
+)
 
 LONGEST_LINE = 2**28  # bytes
 _THREADS = 1024  # programs that are no coroutines, at once
@@ -41,16 +45,25 @@ def load_program(name: str) -> Program:
 
 
 def read_result(value: object) -> tuple[float, list[float] | None, str]:
-    """Returns (reward, rewards of turns, note) of what a program returned. Raises ValueError for anything else."""
+    """Returns (reward, rewards of turns, note) of what a program returned. Raises ValueError for
+    anything else."""
     found: dict = {"reward": value} if not isinstance(value, Mapping) else dict(value)
     turns, info = found.get("turn_rewards"), found.get("info")
     if turns is not None and not (isinstance(turns, Sequence) and all(map(_is_number, turns))):
-        raise ValueError(f"it returned the turn_rewards {turns!r:.80}, not a list of finite numbers")
+        raise ValueError(
+            f"it returned the turn_rewards {turns!r:.80}, not a list of finite numbers"
+        )
     reward = found.get("reward", sum(turns) if turns is not None else None)
     if not _is_number(reward) or found.keys() - {"reward", "turn_rewards", "info"}:
-        raise ValueError(f"it returned {value!r:.80}, not a finite reward or {{reward, turn_rewards, info}}")
+        raise ValueError(
+            f"it returned {value!r:.80}, not a finite reward or {{reward, turn_rewards, info}}"
+        )
     note = "" if info is None else info if isinstance(info, str) else json.dumps(info, default=str)
-    return float(reward or 0), None if turns is None else [float(each) for each in turns], note[:1000]
+    return (
+        float(reward or 0),
+        None if turns is None else [float(each) for each in turns],
+        note[:1000],
+    )
 
 
 def _is_number(value: object) -> bool:
@@ -58,19 +71,26 @@ def _is_number(value: object) -> bool:
 
 
 def foreign_environment(given: dict[str, str]) -> dict[str, str]:
-    """Returns this process's environment and what is given, for a program whose interpreter may be another one and
-    whose business the engines are not.
+    """Returns this process's environment and what is given, for a program whose interpreter may be
+    another one and whose business the engines are not.
     """
     own = ("PYTHONPATH", API_KEY, "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
     return {name: value for name, value in child_environment(given).items() if name not in own}
 
 
-async def run_command(base_url: str, key: str, row: Mapping[str, object], command: Sequence[str]) -> object:
-    """Returns the JSON of the last line that the command prints. Raises RuntimeError if it fails, ValueError if that
-    is none. Cancelled, it ends the command and everything that this started.
+async def run_command(
+    base_url: str, key: str, row: Mapping[str, object], command: Sequence[str]
+) -> object:
+    """Returns the JSON of the last line that the command prints. Raises RuntimeError if it fails,
+    ValueError if that is none. Cancelled, it ends the command and everything that this started.
     """
     root = base_url.removesuffix("/v1")
-    given = {"MEGAGRPO_BASE_URL": base_url, "MEGAGRPO_KEY": key, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key}
+    given = {
+        "MEGAGRPO_BASE_URL": base_url,
+        "MEGAGRPO_KEY": key,
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_KEY": key,
+    }
     given |= {"ANTHROPIC_BASE_URL": root, "ANTHROPIC_API_KEY": key}
     process = await asyncio.create_subprocess_exec(
         *command,
@@ -82,7 +102,9 @@ async def run_command(base_url: str, key: str, row: Mapping[str, object], comman
     )
     assert process.stdin is not None and process.stdout is not None, "pipes"
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(asyncio.to_thread, stop_tree, process.pid, 0.0)  # what it left behind, too
+        stack.push_async_callback(
+            asyncio.to_thread, stop_tree, process.pid, 0.0
+        )  # what it left behind, too
         with suppress(BrokenPipeError, ConnectionResetError):  # it need not read
             process.stdin.write(json.dumps(row).encode() + b"\n")
             await process.stdin.drain()
@@ -103,7 +125,9 @@ async def serve_programs(fd: int, function: str) -> None:
     program, running = load_program(function), dict[int, asyncio.Task]()
     is_async = inspect.iscoroutinefunction(program)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
-    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd), limit=LONGEST_LINE)
+    reader, writer = await asyncio.open_connection(
+        sock=socket.socket(fileno=fd), limit=LONGEST_LINE
+    )
     writer.write(b"[null, null]\n")
     async for line in reader:
         number, arguments = json.loads(line)
@@ -121,7 +145,11 @@ async def serve_programs(fd: int, function: str) -> None:
 
 
 def _report(
-    running: dict[int, asyncio.Task], number: int, function: str, writer: asyncio.StreamWriter, task: asyncio.Task
+    running: dict[int, asyncio.Task],
+    number: int,
+    function: str,
+    writer: asyncio.StreamWriter,
+    task: asyncio.Task,
 ) -> None:
     """Writes the end of a program."""
     del running[number]

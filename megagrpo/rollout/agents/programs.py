@@ -1,4 +1,5 @@
-"""Agent programs in killable processes, each against its rollout's own endpoint: every rollout has an outcome."""
+"""Agent programs in killable processes, each against its rollout's own endpoint: every rollout has
+an outcome."""
 
 import asyncio
 import itertools
@@ -41,14 +42,20 @@ class _Worker:
 
 
 class Programs:
-    """Runs the agent programs of one leader's rollouts, many in a process. Coroutines are of one loop.
+    """Runs the agent programs of one leader's rollouts, many in a process. Coroutines are of one
+    loop.
 
-    The processes and the endpoint start with the first program. host: address of the endpoint. decode: ids of a turn ->
-    text.
+    The processes and the endpoint start with the first program. host: address of the endpoint.
+    decode: ids of a turn -> text.
     """
 
     def __init__(
-        self, config: AgentConfig, renderer: Renderer, host: str, model: str, decode: Callable[[np.ndarray], str]
+        self,
+        config: AgentConfig,
+        renderer: Renderer,
+        host: str,
+        model: str,
+        decode: Callable[[np.ndarray], str],
     ):
         self.config, self._renderer, self._decode = config, renderer, decode
         self._gateway = Gateway(host, model)
@@ -61,7 +68,8 @@ class Programs:
         self._ended, self._seconds, self._waited_s = 0, 0.0, 0.0  # since the last `add_metrics`
 
     def add_metrics(self, metrics: "Metrics") -> None:
-        """Adds the mean seconds of programs since the last time, without and in the engines' time."""
+        """Adds the mean seconds of programs since the last time, without and in the engines'
+        time."""
         metrics.add_mean("agent/program_s", self._seconds, self._ended)
         metrics.add_mean("agent/engines_s", self._waited_s, self._ended)
         self._ended, self._seconds, self._waited_s = 0, 0.0, 0.0
@@ -80,29 +88,40 @@ class Programs:
         max_tokens: int,
         control: ServiceControl,
     ) -> tuple[list[Part], Outcome]:
-        """Returns the samples of a rollout and its outcome: never a reward for a program that failed.
+        """Returns the samples of a rollout and its outcome: never a reward for a program that
+        failed.
 
         prompt: ids [T] of the group's prompt. max_tokens: of a sample's response.
-        A program whose process was ended by another one begins again, in a process of its own. Raises GenerationFailed.
+        A program whose process was ended by another one begins again, in a process of its own.
+        Raises GenerationFailed.
         """
         self._gateway.start()
         if self._parsers is None:
-            self._parsers = EngineParsers(control, self.config.tool_parser, self.config.reasoning_parser)
+            self._parsers = EngineParsers(
+                control, self.config.tool_parser, self.config.reasoning_parser
+            )
         parse = self._parsers.message
         for worker in (min(self._workers, key=lambda each: len(each.results)), _Worker()):
-            talk = Conversation(self.config, max_tokens, self._renderer, sample, prompt, self._decode, parse)
+            talk = Conversation(
+                self.config, max_tokens, self._renderer, sample, prompt, self._decode, parse
+            )
             with ExitStack() as stack:
                 if worker not in self._workers:
                     stack.callback(self._end, worker)
                 base_url, key = stack.enter_context(self._gateway.session(talk))
-                outcome = await self._run(worker, {"base_url": base_url, "key": key, "row": row}, talk)
+                outcome = await self._run(
+                    worker, {"base_url": base_url, "key": key, "row": row}, talk
+                )
             if outcome is not None:
                 break
         parts, _ = talk.samples()
         return parts, outcome or Outcome("error", detail="the process of its program died")
 
-    async def _run(self, worker: _Worker, request: dict[str, object], talk: Conversation) -> Outcome | None:
-        """Returns the outcome of one program; None if its process is gone. Raises GenerationFailed."""
+    async def _run(
+        self, worker: _Worker, request: dict[str, object], talk: Conversation
+    ) -> Outcome | None:
+        """Returns the outcome of one program; None if its process is gone. Raises
+        GenerationFailed."""
         try:
             await self._started(worker)
         except WorkerError as exc:
@@ -122,7 +141,9 @@ class Programs:
                     talk.close()
                     await self._give_up(worker, result)
                     return Outcome("timeout", detail=f"no reward in {self.config.timeout_s:g} s")
-                await asyncio.wait([result, talk.failed], timeout=max(left, _POLL_S), return_when="FIRST_COMPLETED")
+                await asyncio.wait(
+                    [result, talk.failed], timeout=max(left, _POLL_S), return_when="FIRST_COMPLETED"
+                )
                 if talk.failed.done() and not result.done():
                     talk.failed.result()
             cancelled.pop_all()
@@ -161,7 +182,9 @@ class Programs:
         async with worker.starting:
             if worker.process is None:
                 process = await asyncio.to_thread(started)
-                reader, writer = await asyncio.open_connection(sock=process.connection(), limit=LONGEST_LINE)
+                reader, writer = await asyncio.open_connection(
+                    sock=process.connection(), limit=LONGEST_LINE
+                )
                 worker.process, worker.writer = process, writer
                 worker.reading = asyncio.create_task(self._read(worker, reader))
 

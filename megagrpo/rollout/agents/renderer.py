@@ -1,4 +1,5 @@
-"""Messages to token ids, beside the ids that were sampled: what the model said is never rendered or tokenised again."""
+"""Messages to token ids, beside the ids that were sampled: what the model said is never rendered or
+tokenised again."""
 
 import json
 from collections.abc import Sequence
@@ -20,53 +21,74 @@ Said = str | Sequence[Message]  # a text is a message of the user
 Tools = Sequence[Message] | None  # {"type": "function", "function": {"name", "parameters", ...}}
 
 _ANSWER = "its answer"
-_PROBE: list[Message] = [{"role": "user", "content": "a probe"}, {"role": "assistant", "content": _ANSWER}]
+_PROBE: list[Message] = [
+    {"role": "user", "content": "a probe"},
+    {"role": "assistant", "content": _ANSWER},
+]
 
 
 class Renderer:
-    """Renders the messages of an environment with the experiment's chat template, or as they are without one.
+    """Renders the messages of an environment with the experiment's chat template, or as they are
+    without one.
 
-    continues: whether messages follow turns of the model. Raises ValueError if the template is not append-only then: if
-    it writes an answer other than right after the generation prompt, does not end it with the end of sequence, or
-    writes earlier turns in another way once more follow.
+    continues: whether messages follow turns of the model. Raises ValueError if the template is not
+    append-only then: if it writes an answer other than right after the generation prompt, does not
+    end it with the end of sequence, or writes earlier turns in another way once more follow.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", data: DataConfig, continues: bool):
         self._tokenizer, self._data = tokenizer, data
-        self._before = ""  # what the template writes after the end of an answer, before the next message
+        self._before = (
+            ""  # what the template writes after the end of an answer, before the next message
+        )
         if data.chat_template and continues:
             self._before = self._checked()
 
     def start(self, said: Said) -> np.ndarray:
-        """Returns the ids [T] int32 of a first message, ready for the model's turn. Raises ValueError."""
+        """Returns the ids [T] int32 of a first message, ready for the model's turn. Raises
+        ValueError."""
         messages = _messages(said)
         if self._data.chat_template and self._data.system_prompt is not None:
             messages = [{"role": "system", "content": self._data.system_prompt}, *messages]
         ids = self.begin(messages)
         if len(ids) > (longest := self.max_prompt_tokens):
-            raise ValueError(f"an environment began with {len(ids)} tokens, more than data.max_prompt_tokens {longest}")
+            raise ValueError(
+                f"an environment began with {len(ids)} tokens, more than data.max_prompt_tokens "
+                f"{longest}"
+            )
         return ids
 
     def begin(self, messages: Said, tools: Tools = None) -> np.ndarray:
-        """Returns the ids [T] int32 of a conversation as it is, ready for the model's turn. Raises ValueError."""
+        """Returns the ids [T] int32 of a conversation as it is, ready for the model's turn. Raises
+        ValueError."""
         if self._data.chat_template:
             return np.array(self._encode(self._render(_messages(messages), True, tools)), np.int32)
         begin = [self._tokenizer.bos_token_id] if self._data.add_bos else []
         return np.array([*begin, *self._encode(_text(messages, tools))], np.int32)
 
     def after_turn(self, said: Said, tools: Tools = None) -> np.ndarray:
-        """Returns the ids [T] int32 that follow an answer which ended by itself. Raises ValueError."""
+        """Returns the ids [T] int32 that follow an answer which ended by itself. Raises
+        ValueError."""
         if not self._data.chat_template:
             return np.array(self._encode(_text(said, tools)), np.int32)
-        probe, messages, end = _PROBE, _messages(said), str(self._tokenizer.eos_token) + self._before
+        probe, messages, end = (
+            _PROBE,
+            _messages(said),
+            str(self._tokenizer.eos_token) + self._before,
+        )
         if called := [message["tool_call_id"] for message in messages if "tool_call_id" in message]:
-            function = {"name": "probe", "arguments": "{}"}  # some templates want the call of every tool's output
+            function = {
+                "name": "probe",
+                "arguments": "{}",
+            }  # some templates want the call of every tool's output
             calls = [{"id": each, "type": "function", "function": function} for each in called]
             probe = [*_PROBE[:1], {"role": "assistant", "content": "", "tool_calls": calls}]
         before = self._render(probe, tools=tools)
         whole = self._render([*probe, *messages], True, tools)
         if not before.endswith(end) or not whole.startswith(before):
-            raise ValueError("the chat template writes a turn with tools in another way when more follow")
+            raise ValueError(
+                "the chat template writes a turn with tools in another way when more follow"
+            )
         return np.array(self._encode(self._before + whole.removeprefix(before)), np.int32)
 
     @property
@@ -80,28 +102,42 @@ class Renderer:
         asked, answered = self._render(question, ready=True), self._render(_PROBE)
         longer = self._render([*_PROBE, {"role": "user", "content": "more"}], ready=True)
         if not answered.startswith(asked + answer + end) or not longer.startswith(answered):
-            found = f"after {asked[-40:]!r} it writes {answered[len(asked) - 8 :]!r:.120}, not the answer and {end!r}"
+            found = (
+                f"after {asked[-40:]!r} it writes {answered[len(asked) - 8 :]!r:.120}, not "
+                "the "
+                f"answer and {end!r}"
+            )
             if answered.startswith(asked + answer + end):
                 found = "it writes earlier turns in another way when more follow"
             raise ValueError(
-                f"the chat template cannot be continued turn by turn: {found}. Take another one, or "
-                "history: last (sampling.environment or sampling.agent), where every turn is a sample of its own"
+                f"the chat template cannot be continued turn by turn: {found}. Take another one, "
+                "or "
+                "history: last (sampling.environment or sampling.agent), where every turn is a "
+                "sample of its own"
             )
         return answered[len(asked + answer + end) :]
 
     def _render(self, messages: Sequence[Message], ready: bool = False, tools: Tools = None) -> str:
         with explained("the chat template refuses the messages of an environment or agent"):
-            return render_messages(self._data, self._tokenizer, [*map(_for_template, messages)], ready, tools)
+            return render_messages(
+                self._data, self._tokenizer, [*map(_for_template, messages)], ready, tools
+            )
 
     def _encode(self, text: str) -> list[int]:
         ids = self._tokenizer(well_formed(text), add_special_tokens=False)["input_ids"]
         if self._tokenizer.unk_token_id is not None and self._tokenizer.unk_token_id in ids:
-            raise ValueError(f"the tokenizer does not know every character of {text!r:.80}, said to the model")
+            raise ValueError(
+                f"the tokenizer does not know every character of {text!r:.80}, said to the model"
+            )
         return ids
 
 
 def _messages(said: Said) -> list[Message]:
-    return [{"role": "user", "content": said}] if isinstance(said, str) else [dict(message) for message in said]
+    return (
+        [{"role": "user", "content": said}]
+        if isinstance(said, str)
+        else [dict(message) for message in said]
+    )
 
 
 def _text(said: Said, tools: Tools) -> str:
@@ -111,7 +147,8 @@ def _text(said: Said, tools: Tools) -> str:
 
 
 def text_of(message: Message) -> str:
-    """Returns the content of a message as text. Raises ValueError for a content of another kind, such as images."""
+    """Returns the content of a message as text. Raises ValueError for a content of another kind,
+    such as images."""
     content = message.get("content") or ""
     parts = [{"text": content}] if isinstance(content, str) else content
     texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
@@ -121,10 +158,13 @@ def text_of(message: Message) -> str:
 
 
 def _for_template(message: Message) -> Message:
-    """Returns a message as chat templates take it: its content a text, arguments of calls objects."""
+    """Returns a message as chat templates take it: its content a text, arguments of calls
+    objects."""
     out = {**message, "content": text_of(message)}
     if calls := message.get("tool_calls"):
-        out["tool_calls"] = [{**call, "function": _read_arguments(call["function"])} for call in calls]
+        out["tool_calls"] = [
+            {**call, "function": _read_arguments(call["function"])} for call in calls
+        ]
     return out
 
 

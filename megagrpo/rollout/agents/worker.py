@@ -1,7 +1,8 @@
-"""The process that runs environments: `python -m megagrpo.rollout.agents.worker FD FUNCTION`, JSON lines on the socket.
+"""The process that runs environments: `python -m megagrpo.rollout.agents.worker FD FUNCTION`, JSON
+lines on the socket.
 
-One call at a time, for any number of episodes. The pool ends it by SIGKILL if a call hangs; it ends itself when its
-socket closes.
+One call at a time, for any number of episodes. The pool ends it by SIGKILL if a call hangs; it ends
+itself when its socket closes.
 """
 
 import asyncio
@@ -17,11 +18,13 @@ from megagrpo.rewards.sandbox.calls import tried
 from megagrpo.rollout.agents import Unavailable, UnusableRow
 from megagrpo.rollout.agents.environments import load_environment
 
-Environment = object  # reset() -> text, messages or None; step(text) -> (text, messages or None, reward, done); close()
+# reset() -> text, messages or None; step(text) -> (text, messages or None, reward, done); close()
+Environment = object
 
 
 def main(fd: int, function: str) -> None:
-    """Answers calls until the socket is closed: [call, episode, method, arguments] -> [call, result, error, end]."""
+    """Answers calls until the socket is closed: [call, episode, method, arguments] -> [call,
+    result, error, end]."""
     connection = socket.socket(fileno=fd)
     make = load_environment(function)
     loop, episodes = asyncio.new_event_loop(), dict[int, Environment]()
@@ -31,8 +34,14 @@ def main(fd: int, function: str) -> None:
         for line in stream:
             call, number, method, arguments = json.loads(line)
             result, raised = tried(lambda: _called(loop, make, episodes, number, method, arguments))  # noqa: B023
-            error = None if raised is None else f"{function}: {method} raised {type(raised).__name__}: {raised}"
-            stream.write(json.dumps([call, None if error else result, error, _end(raised)]).encode() + b"\n")
+            error = (
+                None
+                if raised is None
+                else f"{function}: {method} raised {type(raised).__name__}: {raised}"
+            )
+            stream.write(
+                json.dumps([call, None if error else result, error, _end(raised)]).encode() + b"\n"
+            )
             stream.flush()
 
 
@@ -54,7 +63,8 @@ def _called(
     method: str,
     arguments: list,
 ) -> object:
-    """Returns what a method gives, checked. Raises what it raises, and ValueError for what it should not return."""
+    """Returns what a method gives, checked. Raises what it raises, and ValueError for what it
+    should not return."""
 
     def result_of(value: object) -> object:
         return loop.run_until_complete(value) if inspect.iscoroutine(value) else value
@@ -83,7 +93,10 @@ def _said(said: object, method: str) -> object:
         return said
     for each in said if isinstance(said, list) else [None]:
         if not isinstance(each, dict) or not {"role", "content"} <= each.keys():
-            raise ValueError(f"{method} returned {said!r:.80}, not a text or a list of messages with role and content")
+            raise ValueError(
+                f"{method} returned {said!r:.80}, not a text or a list of messages with role and "
+                "content"
+            )
         if not isinstance(each["content"], str):
             raise ValueError(f"{method} returned {said!r:.80}: the content of a message is a text")
     return said

@@ -1,6 +1,8 @@
-"""Attention of drafts and of their verification for SGLang's backend torch_native, which has neither.
+"""Attention of drafts and of their verification for SGLang's backend torch_native, which has
+neither.
 
-The last n tokens of each sequence attend at once: one in a decoding batch, a chain of drafts in a verified one.
+The last n tokens of each sequence attend at once: one in a decoding batch, a chain of drafts in a
+verified one.
 """
 
 import sys
@@ -9,15 +11,20 @@ import torch
 from torch import Tensor
 
 
-def attend(query: Tensor, caches: tuple[Tensor, Tensor], slots: Tensor, seq_lens: Tensor, **options) -> Tensor:
-    """Returns the output [bs, n, heads, dim] of the last n tokens of sequences of seq_lens tokens, themselves included.
+def attend(
+    query: Tensor, caches: tuple[Tensor, Tensor], slots: Tensor, seq_lens: Tensor, **options
+) -> Tensor:
+    """Returns the output [bs, n, heads, dim] of the last n tokens of sequences of seq_lens tokens,
+    themselves included.
 
     query [bs, n, heads, dim]; slots [bs, longest]: cache slots of a sequence's tokens; options: of
     scaled_dot_product_attention.
     """
     keys = torch.arange(slots.shape[1])
     last = seq_lens[:, None] - query.shape[1] + torch.arange(query.shape[1])
-    slots = torch.where(keys < seq_lens[:, None], slots, slots[:, :1])  # slots beyond the end may hold NaN
+    slots = torch.where(
+        keys < seq_lens[:, None], slots, slots[:, :1]
+    )  # slots beyond the end may hold NaN
     keys_values = (cache[slots].transpose(1, 2).to(query.dtype) for cache in caches)
     visible = keys <= last[:, :, None]
     of_heads = torch.nn.functional.scaled_dot_product_attention(
@@ -33,14 +40,36 @@ def batch_invariant() -> bool:
 
 
 def verify_chains(module) -> None:
-    """Patches torch_native: a verified batch has no lengths of its extensions, which are one chain a sequence."""
+    """Patches torch_native: a verified batch has no lengths of its extensions, which are one chain
+    a sequence."""
     extend = module.TorchNativeAttnBackend._run_sdpa_forward_extend
 
     def with_chains(
-        self, query, output, k_cache, v_cache, req_to_token, requests, seq_lens, prefix_lens, lens, *rest, **options
+        self,
+        query,
+        output,
+        k_cache,
+        v_cache,
+        req_to_token,
+        requests,
+        seq_lens,
+        prefix_lens,
+        lens,
+        *rest,
+        **options,
     ):
         if lens is not None:
-            given = (query, output, k_cache, v_cache, req_to_token, requests, seq_lens, prefix_lens, lens)
+            given = (
+                query,
+                output,
+                k_cache,
+                v_cache,
+                req_to_token,
+                requests,
+                seq_lens,
+                prefix_lens,
+                lens,
+            )
             return extend(self, *given, *rest, **options)
         if options.get("sliding_window_size") is not None:
             raise NotImplementedError("drafts with a sliding window on a CPU")
@@ -48,7 +77,9 @@ def verify_chains(module) -> None:
         lengths = seq_lens + chains.shape[1]
         settings = {"enable_gqa": options["enable_gqa"], "scale": options["scaling"]}
         # A batch is padded to its longest sequence, on which the last bits of a sum depend.
-        parts = [slice(i, i + 1) for i in range(len(chains))] if batch_invariant() else [slice(None)]
+        parts = (
+            [slice(i, i + 1) for i in range(len(chains))] if batch_invariant() else [slice(None)]
+        )
         for part in parts:
             slots = req_to_token[requests[part], : int(lengths[part].max())]
             found = attend(chains[part], (k_cache, v_cache), slots, lengths[part], **settings)
@@ -59,11 +90,13 @@ def verify_chains(module) -> None:
 
 
 def draft_with_torch_native(module) -> None:
-    """Patches sglang.srt.speculative.draft_utils, whose tables of attention backends lack torch_native."""
+    """Patches sglang.srt.speculative.draft_utils, whose tables of attention backends lack
+    torch_native."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     class DraftStep(TorchNativeAttnBackend):
-        """Attends to the sequence and to the drafts of `step` steps before; the batch counts the sequence only."""
+        """Attends to the sequence and to the drafts of `step` steps before; the batch counts the
+        sequence only."""
 
         prefill_attention_backend_str = decode_attention_backend_str = "torch_native"
 
@@ -72,9 +105,26 @@ def draft_with_torch_native(module) -> None:
             self.step = step
 
         def _run_sdpa_forward_decode(
-            self, query, output, k_cache, v_cache, req_to_token, requests, seq_lens, *rest, **options
+            self,
+            query,
+            output,
+            k_cache,
+            v_cache,
+            req_to_token,
+            requests,
+            seq_lens,
+            *rest,
+            **options,
         ):
-            given = (query, output, k_cache, v_cache, req_to_token, requests, seq_lens + self.step + 1)
+            given = (
+                query,
+                output,
+                k_cache,
+                v_cache,
+                req_to_token,
+                requests,
+                seq_lens + self.step + 1,
+            )
             return super()._run_sdpa_forward_decode(*given, *rest, **options)
 
     class DraftSteps:
@@ -97,5 +147,6 @@ def draft_with_torch_native(module) -> None:
 
 
 def sample_drafts(module) -> None:
-    """Patches sglang.srt.speculative.eagle_utils, which takes the most probable tokens on a CPU at any temperature."""
+    """Patches sglang.srt.speculative.eagle_utils, which takes the most probable tokens on a CPU at
+    any temperature."""
     module._verify_uses_greedy = lambda *, is_all_greedy, **platform: is_all_greedy

@@ -1,7 +1,8 @@
-"""Python runs this file in every process that has its folder on PYTHONPATH: an engine and the processes it starts.
+"""Python runs this file in every process that has its folder on PYTHONPATH: an engine and the
+processes it starts.
 
-It imports nothing heavy. It patches the modules in REPAIRS right after their import, for the reason in each function's
-docstring. Written against sglang 0.5.21 and torch 2.13.0.
+It imports nothing heavy. It patches the modules in REPAIRS right after their import, for the reason
+in each function's docstring. Written against sglang 0.5.21 and torch 2.13.0.
 """
 
 import importlib
@@ -13,14 +14,16 @@ _REGISTERS = 128  # elements: a multiple of what torch's loops on a CPU compute 
 
 
 def torchvision_operators(module) -> None:
-    """torchvision registers shapes for two operators that a wheel linked to CUDA lacks on a CPU, and fails."""
+    """torchvision registers shapes for two operators that a wheel linked to CUDA lacks on a CPU,
+    and fails."""
     from megagrpo.data.torchvision_ops import define_torchvision_operators
 
     define_torchvision_operators()
 
 
 def plain_host_buffers(module) -> None:
-    """The default allocator of host buffers calls cudaHostRegister; used when routed experts are returned."""
+    """The default allocator of host buffers calls cudaHostRegister; used when routed experts are
+    returned."""
     import torch
 
     def allocate(dims, dtype, device, pin_memory, allocator, registration_granularity_bytes=None):
@@ -37,7 +40,8 @@ def no_cuda_synchronize(module) -> None:
 
 
 def skip_remote_experts(module) -> None:
-    """Expert parallel marks an expert of another rank by id -1; the torch fallback would count it as an index."""
+    """Expert parallel marks an expert of another rank by id -1; the torch fallback would count it
+    as an index."""
     run_local = module.moe_forward_native
 
     def moe_forward_native(layer, x, topk_output, moe_runner_config):
@@ -47,9 +51,12 @@ def skip_remote_experts(module) -> None:
             return run_local(layer, x, topk_output, moe_runner_config)
         out = x.new_zeros(x.shape)
         if local.numel():
-            # Each (token, local expert) pair becomes a row with one expert; the rows of a token are added up again.
+            # Each (token, local expert) pair becomes a row with one expert; the rows of a token are
+            # added up again.
             weights = topk_output.topk_weights.reshape(-1)
-            pairs = topk_output._replace(topk_ids=experts[local, None], topk_weights=weights[local, None])
+            pairs = topk_output._replace(
+                topk_ids=experts[local, None], topk_weights=weights[local, None]
+            )
             tokens = local // topk_output.topk_ids.shape[1]
             out.index_add_(0, tokens, run_local(layer, x[tokens], pairs, moe_runner_config))
         return out
@@ -58,24 +65,44 @@ def skip_remote_experts(module) -> None:
 
 
 def allow_deterministic_attention(module) -> None:
-    """Adds torch_native, which attends one sequence at a time, to the list of batch-invariant backends."""
+    """Adds torch_native, which attends one sequence at a time, to the list of batch-invariant
+    backends."""
     module.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.append("torch_native")
 
 
 def decode_in_one_call(module) -> None:
-    """torch_native attends one sequence of a decoding batch after the other, in Python. Here all attend at once, over
-    keys padded to the longest. Not in the deterministic mode: the padding depends on the rest of the batch."""
+    """torch_native attends one sequence of a decoding batch after the other, in Python. Here all
+    attend at once, over keys padded to the longest. Not in the deterministic mode: the padding
+    depends on the rest of the batch."""
     from megagrpo.rollout.cpu.draft_attention import attend, batch_invariant, verify_chains
 
     one_by_one = module.TorchNativeAttnBackend._run_sdpa_forward_decode
 
     def decode(
-        self, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens=None, **options
+        self,
+        query,
+        output,
+        k_cache,
+        v_cache,
+        req_to_token,
+        req_pool_indices,
+        seq_lens,
+        encoder_lens=None,
+        **options,
     ):
         window = options.get("sliding_window_size")
         plain = encoder_lens is None and not options.get("causal")
         if not plain or (window is not None and window > -1) or batch_invariant():
-            caches = (query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens)
+            caches = (
+                query,
+                output,
+                k_cache,
+                v_cache,
+                req_to_token,
+                req_pool_indices,
+                seq_lens,
+                encoder_lens,
+            )
             return one_by_one(self, *caches, **options)
         slots = req_to_token[req_pool_indices, : int(seq_lens.max())]
         settings = {"enable_gqa": options.get("enable_gqa", False), "scale": options.get("scaling")}
@@ -84,13 +111,14 @@ def decode_in_one_call(module) -> None:
 
     module.TorchNativeAttnBackend._run_sdpa_forward_decode = decode
     verify_chains(module)
-    # With data-parallel attention a batch is padded by requests of one token, which needs this backend's own length.
+    # With data-parallel attention a batch is padded by requests of one token, which needs this
+    # backend's own length.
     module.TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
 
 
 def reduce_scatter_without_nccl(module) -> None:
-    """Data-parallel attention with expert parallelism adds up the experts' parts by NCCL only. Here they are all
-    reduced and cut, as SGLang does in the deterministic mode."""
+    """Data-parallel attention with expert parallelism adds up the experts' parts by NCCL only. Here
+    they are all reduced and cut, as SGLang does in the deterministic mode."""
 
     def reduce_scatterv(self, input_, output=None, sizes=None):
         return self._deterministic_reduce_scatterv(input_, output, sizes)
@@ -99,9 +127,10 @@ def reduce_scatter_without_nccl(module) -> None:
 
 
 def batch_invariant_products(module) -> None:
-    """The deterministic mode replaces matrix products by Triton kernels. Here each row is multiplied separately, so
-    that its sums do not depend on the rest of the batch. Sigmoids of a router's scores have other bits in a vector
-    register than one by one, as the last ones of a tensor are computed; padded, all are in registers."""
+    """The deterministic mode replaces matrix products by Triton kernels. Here each row is
+    multiplied separately, so that its sums do not depend on the rest of the batch. Sigmoids of a
+    router's scores have other bits in a vector register than one by one, as the last ones of a
+    tensor are computed; padded, all are in registers."""
     import torch
 
     def mm(a, b):
@@ -116,7 +145,9 @@ def batch_invariant_products(module) -> None:
     def sigmoid(values):
         flat = values.flatten()
         padded = torch.nn.functional.pad(flat, (0, -len(flat) % _REGISTERS))
-        return torch.ops.aten.sigmoid.out(padded, out=torch.empty_like(padded))[: len(flat)].view_as(values)
+        return torch.ops.aten.sigmoid.out(padded, out=torch.empty_like(padded))[
+            : len(flat)
+        ].view_as(values)
 
     def enable_batch_invariant_mode(enable_bmm=True):
         if module._batch_invariant_MODE:
@@ -136,15 +167,15 @@ def no_amx(module) -> None:
 
 
 def absorb_latent_attention(module) -> None:
-    """For an unregistered backend DeepSeek's attention uses Triton's form: a fresh prefill expands keys and values.
-    torch_native reads them from the cache, which holds latents. The absorbed form, which decoding and the deterministic
-    mode use anyway, multiplies these latents."""
+    """For an unregistered backend DeepSeek's attention uses Triton's form: a fresh prefill expands
+    keys and values. torch_native reads them from the cache, which holds latents. The absorbed form,
+    which decoding and the deterministic mode use anyway, multiplies these latents."""
     module.AttentionBackendRegistry.register("torch_native", module._dispatch_mla_subtype)
 
 
 def rotary_embedding_without_scaling(module) -> None:
-    """On a CPU DeepSeek's rotary embedding asserts YaRN scaling; Moonlight has none. The common embedding, which other
-    devices use, computes both."""
+    """On a CPU DeepSeek's rotary embedding asserts YaRN scaling; Moonlight has none. The common
+    embedding, which other devices use, computes both."""
     with_yarn = module.get_rope_wrapper
 
     def get_rope_wrapper(
@@ -167,21 +198,26 @@ def rotary_embedding_without_scaling(module) -> None:
 
 def repair_of(name: str, function: str):
     """Returns a repair that is in a module beside this one, which imports torch."""
-    return lambda module: getattr(importlib.import_module(f"megagrpo.rollout.cpu.{name}"), function)(module)
+    return lambda module: getattr(
+        importlib.import_module(f"megagrpo.rollout.cpu.{name}"), function
+    )(module)
 
 
 def latents_as_on_a_gpu(module) -> None:
-    """On a CPU the matrices of an FP8 model's latent attention would have one scale each, and a dtype of their own.
-    On a GPU they are multiplied by the scales of their blocks."""
+    """On a CPU the matrices of an FP8 model's latent attention would have one scale each, and a
+    dtype of their own. On a GPU they are multiplied by the scales of their blocks."""
     import torch
 
     dequantised = module.block_quant_dequant
     module._is_xpu = True  # read nowhere else in this module
-    module.block_quant_dequant = lambda *arguments: dequantised(*arguments).to(torch.get_default_dtype())
+    module.block_quant_dequant = lambda *arguments: dequantised(*arguments).to(
+        torch.get_default_dtype()
+    )
 
 
 def copies_between_tiers(module) -> None:
-    """Of a hierarchical cache a kernel copies keys and values between the engine's memory and the host's."""
+    """Of a hierarchical cache a kernel copies keys and values between the engine's memory and the
+    host's."""
 
     def transfer_kv_direct(src_layers, dst_layers, src_indices, dst_indices, page_size):
         for source, target in zip(src_layers, dst_layers, strict=True):
@@ -191,7 +227,8 @@ def copies_between_tiers(module) -> None:
 
 
 def small_hosts(module) -> None:
-    """SGLang keeps 10 GiB of host memory free beside a hierarchical cache; a laptop may have no more."""
+    """SGLang keeps 10 GiB of host memory free beside a hierarchical cache; a laptop may have no
+    more."""
     module.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
 
 

@@ -1,7 +1,8 @@
 """Replaces torch_memory_saver without CUDA: memory stays allocated, the order of calls is checked.
 
-The real package returns a tag's memory to the GPU and keeps its addresses. With this one an engine on a CPU receives
-the same calls in the same order, by SGLang's own endpoints, and a second pause of the same tag raises.
+The real package returns a tag's memory to the GPU and keeps its addresses. With this one an engine
+on a CPU receives the same calls in the same order, by SGLang's own endpoints, and a second pause of
+the same tag raises.
 """
 
 from collections.abc import Iterator
@@ -9,7 +10,8 @@ from contextlib import contextmanager
 
 
 class ResidentMemory:
-    """The set of paused tags. Raises RuntimeError for a pause of a paused tag and a resume of any other."""
+    """The set of paused tags. Raises RuntimeError for a pause of a paused tag and a resume of any
+    other."""
 
     enabled = True
     hook_mode = "none"

@@ -1,8 +1,9 @@
-"""Resolves SGLang's server arguments as on an absent GPU: SGLang's own code with a replaced device query.
+"""Resolves SGLang's server arguments as on an absent GPU: SGLang's own code with a replaced device
+query.
 
-SGLang's imports must see no CUDA, because its kernels are not installed on a machine without it; so a CPU server is
-resolved first, which imports everything needed. The device stays replaced: run this in a process of its own.
-Written against sglang 0.5.21.
+SGLang's imports must see no CUDA, because its kernels are not installed on a machine without it; so
+a CPU server is resolved first, which imports everything needed. The device stays replaced: run this
+in a process of its own. Written against sglang 0.5.21.
 """
 
 import functools
@@ -20,7 +21,14 @@ from sglang.srt.utils import common
 from megagrpo.system.environment import temporarily
 
 _CUDA_VERSION = "13.0"
-_ON_CPU = ("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch")
+_ON_CPU = (
+    "--device",
+    "cpu",
+    "--attention-backend",
+    "torch_native",
+    "--sampling-backend",
+    "pytorch",
+)
 _KEPT = (
     "tp_size", "ep_size", "dp_size", "enable_dp_attention", "mem_fraction_static", "chunked_prefill_size",
     "enable_fp32_lm_head", "enable_memory_saver", "enable_deterministic_inference",
@@ -41,14 +49,17 @@ class Device:
 
 
 def resolve_servers(servers: Sequence[list[str]], device: Device) -> Iterator[dict[str, object]]:
-    """Yields the settings that SGLang resolves from each command line on such a GPU: memory, cache, parallelism.
+    """Yields the settings that SGLang resolves from each command line on such a GPU: memory, cache,
+    parallelism.
 
     Raises ValueError if SGLang rejects the arguments.
     """
     load_plugins()
     for words in servers[:1]:
         model = words[words.index("--model-path") + 1]
-        prepare_server_args(["--model-path", model, "--load-format", "dummy", *_ON_CPU]).resolve_once()
+        prepare_server_args(
+            ["--model-path", model, "--load-format", "dummy", *_ON_CPU]
+        ).resolve_once()
     _replace_device(device)
     with temporarily("SGLANG_USE_CPU_ENGINE", "0"):
         for words in servers:
@@ -80,7 +91,9 @@ def _replace_device(device: Device) -> None:
     torch.version.cuda = _CUDA_VERSION
     for module in [module for name, module in sys.modules.items() if name.startswith("sglang")]:
         for function in list(vars(module).values()):
-            if isinstance(function, functools._lru_cache_wrapper):  # its cache holds answers for the CPU
+            if isinstance(
+                function, functools._lru_cache_wrapper
+            ):  # its cache holds answers for the CPU
                 function.cache_clear()
     common.get_nvgpu_memory_capacity = functools.partial(_answer, device.memory_mib)
 

@@ -1,7 +1,7 @@
 """The command line and the environment of one SGLang engine, as pure functions of the experiment.
 
-An engine is one model replica of `rollout.tp` ranks over `rollout.nodes_per_engine` nodes; each node runs one server
-process, the first one answers HTTP.
+An engine is one model replica of `rollout.tp` ranks over `rollout.nodes_per_engine` nodes; each
+node runs one server process, the first one answers HTTP.
 """
 
 import sys
@@ -46,15 +46,20 @@ def on_gpus(config: ExperimentConfig, num_gpus: float) -> bool:
     if not num_gpus and (device == "cuda" or dtype == "bfloat16"):
         why = "actor.device is cuda" if device == "cuda" else "rollout.dtype is bfloat16"
         raise ValueError(
-            f"no GPU is visible where engines are to run, and {why}: ask for GPUs (sbatch --gpus-per-node, docker "
-            "--gpus all), look at `megagrpo doctor` there, or set actor.device: cpu to run on the CPU"
+            f"no GPU is visible where engines are to run, and {why}: ask for GPUs (sbatch "
+            "--gpus-per-node, docker "
+            "--gpus all), look at `megagrpo doctor` there, or set actor.device: cpu to run on the "
+            "CPU"
         )
     return num_gpus > 0
 
 
 def engine_command(config: ExperimentConfig, place: ServerPlace) -> list[str]:
-    """Returns the command of one server process. Raises ValueError for settings that engines must not have."""
-    if problems := [f"{'.'.join(keys)}: {problem}" for keys, problem in engine_setting_problems(config.rollout)]:
+    """Returns the command of one server process. Raises ValueError for settings that engines must
+    not have."""
+    if problems := [
+        f"{'.'.join(keys)}: {problem}" for keys, problem in engine_setting_problems(config.rollout)
+    ]:
         raise ValueError("; ".join(problems))
     settings = engine_settings(config, place)
     own = {name: value for name, value in settings.items() if name not in config.rollout.sglang}
@@ -64,14 +69,16 @@ def engine_command(config: ExperimentConfig, place: ServerPlace) -> list[str]:
 
 
 def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
-    """Returns the settings of one server process, by field of ServerArgs: ours, overridden by `rollout.sglang`."""
+    """Returns the settings of one server process, by field of ServerArgs: ours, overridden by
+    `rollout.sglang`."""
     rollout = config.rollout
     settings: Settings = {
         "model_path": config.model.path,
         "tokenizer_path": config.model.tokenizer or config.model.path,
         "host": place.bind_host,
         "port": place.port,
-        # Random weights save reading a checkpoint: the first publish replaces and verifies them before requests come.
+        # Random weights save reading a checkpoint: the first publish replaces and verifies them
+        # before requests come.
         "load_format": "dummy" if rollout.load_format == "dummy" else "auto",
         "dtype": rollout.dtype,
         "tp_size": rollout.tp,
@@ -90,9 +97,13 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
         }
     beside = rollout.is_beside_trainers(place.engine)
     if beside:
-        settings["enable_memory_saver"] = True  # without it the calls that release memory do nothing
+        settings["enable_memory_saver"] = (
+            True  # without it the calls that release memory do nothing
+        )
     if rollout.streaming:
-        settings["incremental_streaming_output"] = True  # a piece holds only its new tokens, not all earlier ones
+        settings["incremental_streaming_output"] = (
+            True  # a piece holds only its new tokens, not all earlier ones
+        )
     if rollout.deterministic:
         settings["enable_deterministic_inference"] = True
     if rollout.draft_tokens is not None:  # a chain: of each position the one most probable token
@@ -104,7 +115,9 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
         }
     if config.actor.routing_replay == "rollout":
         settings["enable_return_routed_experts"] = True
-    fraction = rollout.lent_mem_fraction if beside and rollout.lend_trainers else rollout.mem_fraction
+    fraction = (
+        rollout.lent_mem_fraction if beside and rollout.lend_trainers else rollout.mem_fraction
+    )
     settings |= _on_cuda(rollout, fraction) if place.cuda else _on_cpu()
     if rollout.max_total_tokens is not None:
         settings["max_total_tokens"] = rollout.max_total_tokens
@@ -114,22 +127,28 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
 def _on_cuda(rollout: RolloutConfig, mem_fraction: float) -> Settings:
     settings: Settings = {
         "mem_fraction_static": mem_fraction,
-        # For Qwen3-VL on large Hopper GPUs SGLang would pass images through a pool of GPU memory that no plan counts
-        # and that never sleeps, and hold prompts back for 22 decodings.
+        # For Qwen3-VL on large Hopper GPUs SGLang would pass images through a pool of GPU memory
+        # that no plan counts and that never sleeps, and hold prompts back for 22 decodings.
         "mm_feature_transport": "cpu",
         "prefill_decode_interval": 0,
     }
     if rollout.dtype == "bfloat16":
-        # Without this the logits are rounded to bfloat16 after accumulating in float32; the actor's are not rounded. In
-        # deterministic mode SGLang's batch-invariant product replaces this one too.
+        # Without this the logits are rounded to bfloat16 after accumulating in float32; the actor's
+        # are not rounded. In deterministic mode SGLang's batch-invariant product replaces this one
+        # too.
         settings["enable_fp32_lm_head"] = True
     elif rollout.ep > 1 and not rollout.deterministic:
         problem = "torch's experts, the only ones in float32, do not skip those of other ranks"
-        raise ValueError(f"rollout.ep {rollout.ep} with rollout.dtype float32 on GPUs: {problem}; set ep 1 or bfloat16")
-    else:  # SGLang would choose fa3 or flashinfer, which have no float32; Triton rounds products to TF32
+        raise ValueError(
+            f"rollout.ep {rollout.ep} with rollout.dtype float32 on GPUs: {problem}; set ep 1 or "
+            "bfloat16"
+        )
+    # SGLang would choose fa3 or flashinfer, which have no float32; Triton rounds products to TF32
+    else:
         settings["attention_backend"] = "triton" if rollout.deterministic else "torch_native"
     if rollout.sglang.get("moe_a2a_backend", "none") == "none":
-        # With "auto" SGLang chooses flashinfer_trtllm on Blackwell, which reorders the experts' weights after loading.
+        # With "auto" SGLang chooses flashinfer_trtllm on Blackwell, which reorders the experts'
+        # weights after loading.
         settings["moe_runner_backend"] = "triton"
     return settings
 
@@ -143,7 +162,8 @@ def _on_cpu() -> Settings:
         "sampling_backend": "pytorch",
         "cuda_graph_backend_decode": "disabled",
         "cuda_graph_backend_prefill": "disabled",
-        "hicache_io_backend": "direct",  # of a hierarchical cache; its other copies have no stand-ins
+        # of a hierarchical cache; its other copies have no stand-ins
+        "hicache_io_backend": "direct",
         "hicache_mem_layout": "layer_first",
     }
 
@@ -154,9 +174,11 @@ def _words(name: str, value: object) -> list[str]:
 
 
 def engine_environment(config: ExperimentConfig, place: ServerPlace) -> dict[str, str]:
-    """Returns the variables to set for one server process. Raises ValueError for one that engines must not have."""
+    """Returns the variables to set for one server process. Raises ValueError for one that engines
+    must not have."""
     env = {
-        # Else /health samples a token, which fails while an update has paused the engine: it would count as dead.
+        # Else /health samples a token, which fails while an update has paused the engine: it would
+        # count as dead.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         "TOKENIZERS_PARALLELISM": "false",
         ENGINE: place.engine,
@@ -164,28 +186,38 @@ def engine_environment(config: ExperimentConfig, place: ServerPlace) -> dict[str
     if place.cuda:
         if get(_INTERLEAVES, "").lower() in ("1", "true", "yes", "y"):
             raise ValueError(
-                f"{_INTERLEAVES} is set: SGLang would reorder the experts' weights after loading, and digests would "
+                f"{_INTERLEAVES} is set: SGLang would reorder the experts' weights after loading, "
+                "and digests would "
                 "stop the run; unset it"
             )
         beside = config.rollout.is_beside_trainers(place.engine)
         rollout = config.rollout
-        # SGLang would turn its cache of images off for Qwen3-VL, and read the images of a group once for each sample.
+        # SGLang would turn its cache of images off for Qwen3-VL, and read the images of a group
+        # once for each sample.
         env["SGLANG_VLM_CACHE_SIZE_MB"] = get("SGLANG_VLM_CACHE_SIZE_MB", "100")
         if rollout.dtype == "float32" and not rollout.deterministic:
             env["SGLANG_FORCE_FUSED_OP_BACKEND"] = "torch"  # its kernels of norms have no float32
-        if rollout.quantization is not None:  # else DeepGEMM compiles 16,384 sizes of each product at the first start
+        if (
+            rollout.quantization is not None
+        ):  # else DeepGEMM compiles 16,384 sizes of each product at the first start
             env["SGLANG_JIT_DEEPGEMM_FAST_WARMUP"] = get("SGLANG_JIT_DEEPGEMM_FAST_WARMUP", "1")
-        # Beside trainers, whose stages differ, SGLang would refuse GPUs with less free memory than others.
+        # Beside trainers, whose stages differ, SGLang would refuse GPUs with less free memory than
+        # others.
         unequal = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
         return env | (without_expandable_segments() | unequal if beside else {})
     ranks_here = config.rollout.tp // config.rollout.nodes_per_engine
-    # The last bits of a sum depend on the number of threads, and their share of the cores on the number of engines.
-    threads = 1 if config.rollout.deterministic else min(_MAX_CPU_THREADS, place.num_cores // ranks_here)
+    # The last bits of a sum depend on the number of threads, and their share of the cores on the
+    # number of engines.
+    threads = (
+        1 if config.rollout.deterministic else min(_MAX_CPU_THREADS, place.num_cores // ranks_here)
+    )
     env |= {
         "SGLANG_USE_CPU_ENGINE": "1",
         "CUDA_VISIBLE_DEVICES": "",  # the machine may have GPUs that must not be used
-        "TORCHDYNAMO_DISABLE": "1",  # the sampler's torch.compile costs seconds of C++ per shape and gains nothing here
-        # Threads that wait by spinning starve the others on shared cores: 20 tokens/s instead of 4,000 were measured.
+        # the sampler's torch.compile costs seconds of C++ per shape and gains nothing here
+        "TORCHDYNAMO_DISABLE": "1",
+        # Threads that wait by spinning starve the others on shared cores: 20 tokens/s instead of
+        # 4,000 were measured.
         "OMP_WAIT_POLICY": "PASSIVE",
         "OMP_NUM_THREADS": str(max(1, threads)),
     }

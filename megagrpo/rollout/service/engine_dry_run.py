@@ -1,7 +1,7 @@
 """Records the copy lists of an SGLang engine's ranks, without weights and without other ranks.
 
-SGLang resolves the engine's own command line and builds the model's own class on the meta device, in a fake process
-group of the engine's size. Written against sglang 0.5.21.
+SGLang resolves the engine's own command line and builds the model's own class on the meta device,
+in a fake process group of the engine's size. Written against sglang 0.5.21.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,8 @@ from megagrpo.weights.engines.loader import WithDraft, record_engine_model
 
 
 def record_engine(arguments: list[str], specs: Specs) -> Iterator[list[Copy]]:
-    """Yields the copy list of each rank of the engine that this command line starts, as `reshard` needs it.
+    """Yields the copy list of each rank of the engine that this command line starts, as `reshard`
+    needs it.
 
     Raises ValueError for a parameter that the HF tensors do not fill exactly once.
     """
@@ -42,20 +43,24 @@ def record_engine(arguments: list[str], specs: Specs) -> Iterator[list[Copy]]:
             problems = coverage_problems(recording, dict(model.named_parameters()))
         if problems:
             raise ValueError(
-                f"engine rank {rank} has parameters that the HF tensors do not fill:\n" + "\n".join(problems)
+                f"engine rank {rank} has parameters that the HF tensors do not fill:\n"
+                + "\n".join(problems)
             )
         yield [*recording.copies, *whole]
 
 
 def _build(config: ModelConfig) -> torch.nn.Module:
-    get_model_architecture(config)  # imports the models before the meta device: some create real tensors on import
+    get_model_architecture(
+        config
+    )  # imports the models before the meta device: some create real tensors on import
     load = LoadConfig()
     with set_default_torch_dtype(config.dtype), torch.device("meta"):
         return _initialize_model(config, load, _get_quantization_config(config, load))
 
 
 def _with_draft(model: torch.nn.Module, server: ServerArgs) -> WithDraft:
-    """Builds the draft of an engine that speculates, which shares embedding and output layer with its model."""
+    """Builds the draft of an engine that speculates, which shares embedding and output layer with
+    its model."""
     draft = _build(ModelConfig.from_server_args(server, is_draft_model=True))
     for name in ("model.embed_tokens", "lm_head"):
         draft.get_submodule(name).weight = model.get_submodule(name).weight
@@ -64,7 +69,8 @@ def _with_draft(model: torch.nn.Module, server: ServerArgs) -> WithDraft:
 
 @contextmanager
 def _pretended_rank(server: ServerArgs, rank: int) -> Iterator[ModelConfig]:
-    """Initialises SGLang as its scheduler process does before building the model, for a single rank."""
+    """Initialises SGLang as its scheduler process does before building the model, for a single
+    rank."""
     publish(server, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=rank))
     config = ModelConfig.from_server_args(server)
     initialize_moe_config()
@@ -72,7 +78,11 @@ def _pretended_rank(server: ServerArgs, rank: int) -> Iterator[ModelConfig]:
         with only_fake_groups():  # SGLang adds gloo groups to every one
             dist.init_process_group("fake", rank=rank, world_size=server.tp_size, store=FakeStore())
             parallel_state.init_distributed_environment(
-                backend="fake", world_size=server.tp_size, rank=rank, local_rank=0, distributed_init_method="unused"
+                backend="fake",
+                world_size=server.tp_size,
+                rank=rank,
+                local_rank=0,
+                distributed_init_method="unused",
             )
             parallel_state.initialize_model_parallel()
         initialize_dp_attention(server_args=server)

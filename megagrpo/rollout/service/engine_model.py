@@ -1,6 +1,8 @@
-"""The model folder that engines load: the model's own, or a description in the engines' format if that differs.
+"""The model folder that engines load: the model's own, or a description in the engines' format if
+that differs.
 
-A quantization_config makes SGLang build FP8 layers, whose parameters only a publish of FP8 weights fills.
+A quantization_config makes SGLang build FP8 layers, whose parameters only a publish of FP8 weights
+fills.
 """
 
 from pathlib import Path
@@ -13,9 +15,11 @@ from megagrpo.weights.hf_folder import write_description
 
 
 def as_engines_see_it(config: ExperimentConfig, folder: RunFolder) -> ExperimentConfig:
-    """Returns the experiment with model.path set to the folder for engines, which is written if formats differ.
+    """Returns the experiment with model.path set to the folder for engines, which is written if
+    formats differ.
 
-    All nodes must see the run folder. Raises ValueError if engines would read quantised weights themselves.
+    All nodes must see the run folder. Raises ValueError if engines would read quantised weights
+    themselves.
     """
     model = Path(config.model.path)
     description = model / "config.json"

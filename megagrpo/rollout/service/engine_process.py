@@ -1,7 +1,7 @@
 """Main program of an engine: SGLang's server, with the API key from the environment.
 
-On a command line every user of the machine could read the key, and SGLang logs its arguments. The processes that SGLang
-starts import this file again, so their logs do not show the key either.
+On a command line every user of the machine could read the key, and SGLang logs its arguments. The
+processes that SGLang starts import this file again, so their logs do not show the key either.
 """
 
 import ctypes
@@ -24,7 +24,11 @@ def _without_key(*args, **kwargs) -> logging.LogRecord:
     record = _make_record(*args, **kwargs)
     try:
         text = record.getMessage()
-    except (TypeError, ValueError, KeyError):  # a wrong format string: logging would print an error and the arguments
+    except (
+        TypeError,
+        ValueError,
+        KeyError,
+    ):  # a wrong format string: logging would print an error and the arguments
         text = f"{record.msg} {record.args}"
     if _KEY in text:
         record.msg, record.args = text.replace(_KEY, "(the API key)"), ()
@@ -35,7 +39,8 @@ if _KEY:
     logging.setLogRecordFactory(_without_key)
 
 if __name__ == "__mp_main__":
-    # SGLang ties its processes to the server too, but only after long imports: killed before, it left orphans.
+    # SGLang ties its processes to the server too, but only after long imports: killed before, it
+    # left orphans.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() == 1:
         os._exit(1)

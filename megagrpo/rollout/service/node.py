@@ -1,4 +1,5 @@
-"""One node of one engine: a Ray actor that starts the SGLang server process on its machine and reports on it."""
+"""One node of one engine: a Ray actor that starts the SGLang server process on its machine and
+reports on it."""
 
 import os
 import random
@@ -11,7 +12,12 @@ import ray
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service.addresses import EVERYWHERE, interface_of, own_address
-from megagrpo.rollout.service.engine_command import ServerPlace, engine_command, engine_environment, engine_python_path
+from megagrpo.rollout.service.engine_command import (
+    ServerPlace,
+    engine_command,
+    engine_environment,
+    engine_python_path,
+)
 from megagrpo.system.environment import API_KEY, child_environment, get, of_all_nccl_ranks
 from megagrpo.system.processes import spawn, stop_tree
 
@@ -21,20 +27,25 @@ _CPU_GRACE_S = 0.5  # nothing to release; SGLang itself takes 5 s to notice the 
 
 
 def reachable_host(address: str) -> str:
-    """Returns the address at which other machines reach a service that listens on `address` here."""
+    """Returns the address at which other machines reach a service that listens on `address`
+    here."""
     return ray.util.get_node_ip_address() if address in EVERYWHERE else address
 
 
 def loopback() -> str:
-    """Returns a name of this process's loopback interface, equal for processes that reach each other through it."""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
+    """Returns a name of this process's loopback interface, equal for processes that reach each
+    other through it."""
+    return (
+        f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} "
+        f"{os.readlink('/proc/self/ns/net')}"
+    )
 
 
 def free_port(bind_host: str) -> int:
     """Returns a port that no process listens on. Raises ValueError if none is free.
 
-    It is outside the ephemeral range: an engine binds it seconds later, and an outgoing connection could take it before
-    then.
+    It is outside the ephemeral range: an engine binds it seconds later, and an outgoing connection
+    could take it before then.
     """
     for port in random.sample(_PORTS, 200):
         with socket.socket() as probe:
@@ -48,15 +59,30 @@ def free_port(bind_host: str) -> int:
 
 
 class EngineNode:
-    """Runs one server process of one incarnation of an engine; the process ends with this actor, however it ends.
+    """Runs one server process of one incarnation of an engine; the process ends with this actor,
+    however it ends.
 
-    engine: its id. cores_share: server processes that share the CPU cores of this machine. Ray assigns its GPUs.
+    engine: its id. cores_share: server processes that share the CPU cores of this machine. Ray
+    assigns its GPUs.
     """
 
     def __init__(
-        self, config: ExperimentConfig, *, engine: str, node_rank: int, cuda: bool, cores_share: int, api_key: str
+        self,
+        config: ExperimentConfig,
+        *,
+        engine: str,
+        node_rank: int,
+        cuda: bool,
+        cores_share: int,
+        api_key: str,
     ):
-        self.config, self.engine, self.node_rank, self.cuda, self.api_key = config, engine, node_rank, cuda, api_key
+        self.config, self.engine, self.node_rank, self.cuda, self.api_key = (
+            config,
+            engine,
+            node_rank,
+            cuda,
+            api_key,
+        )
         self.bind_address = own_address(config.rollout.host)
         self.num_cores = max(1, len(os.sched_getaffinity(0)) // cores_share)
         self.process: Popen[bytes] | None = None
@@ -64,14 +90,21 @@ class EngineNode:
     def address(self, service_loopback: str) -> tuple[str, int, int]:
         """Returns (host, port for HTTP, port where the engine's nodes meet) of this node.
 
-        service_loopback: of the service's process. Raises ValueError if the service cannot reach this node.
+        service_loopback: of the service's process. Raises ValueError if the service cannot reach
+        this node.
         """
         if self.bind_address == "127.0.0.1" and loopback() != service_loopback:
             raise ValueError(
-                f"rollout.host {self.config.rollout.host} is not reachable from other machines, such as that of the "
-                "service; give the name of the private interface, such as eth0, which every machine looks up for itself"
+                f"rollout.host {self.config.rollout.host} is not reachable from other machines, "
+                "such as that of the "
+                "service; give the name of the private interface, such as eth0, which every "
+                "machine looks up for itself"
             )
-        return reachable_host(self.bind_address), free_port(self.bind_address), free_port(self.bind_address)
+        return (
+            reachable_host(self.bind_address),
+            free_port(self.bind_address),
+            free_port(self.bind_address),
+        )
 
     def start(self, port: int, rendezvous: str, log: str) -> int:
         """Starts the server process and returns its pid. It is ready when /health answers."""
@@ -85,11 +118,13 @@ class EngineNode:
             engine=self.engine,
         )
         interface = interface_of(self.bind_address)
-        # Between the ranks of an engine, and between them and the trainer, on the same interface as everything else.
+        # Between the ranks of an engine, and between them and the trainer, on the same interface as
+        # everything else.
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else ()
         network = {name: get(name) or str(interface) for name in names}
-        # SGLang itself would take the route to the internet, then the host's own name, which many hosts files give to
-        # loopback: other nodes of an engine would wait for its messages for ever.
+        # SGLang itself would take the route to the internet, then the host's own name, which many
+        # hosts files give to loopback: other nodes of an engine would wait for its messages for
+        # ever.
         network["SGLANG_HOST_IP"] = get("SGLANG_HOST_IP") or reachable_host(self.bind_address)
         variables = (
             engine_environment(self.config, place)
@@ -102,7 +137,8 @@ class EngineNode:
         return self.process.pid
 
     def exit_code(self) -> int | None:
-        """Returns None while the server process runs; minus the signal's number if a signal ended it."""
+        """Returns None while the server process runs; minus the signal's number if a signal ended
+        it."""
         assert self.process is not None, "asked before its start"
         return self.process.poll()
 
@@ -113,4 +149,6 @@ class EngineNode:
             self.process.wait()
 
 
-EngineNodeActor: Any = ray.remote(EngineNode)  # Ray gives its actors methods that a type checker cannot see
+EngineNodeActor: Any = ray.remote(
+    EngineNode
+)  # Ray gives its actors methods that a type checker cannot see

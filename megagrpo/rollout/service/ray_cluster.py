@@ -1,4 +1,5 @@
-"""The Ray cluster that places engines: a running one, or a private one on this machine that ends with the service."""
+"""The Ray cluster that places engines: a running one, or a private one on this machine that ends
+with the service."""
 
 import os
 import socket
@@ -14,9 +15,13 @@ import ray
 from megagrpo.config.schema import RolloutConfig
 from megagrpo.system.processes import stop_tree
 
-_SPARE_NODES = 2  # for engines added later; a CPU of the private cluster is one slot for a node, GPUs are counted
+# for engines added later; a CPU of the private cluster is one slot for a node, GPUs are counted
+_SPARE_NODES = 2
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum: no batch passes through it
-BESIDE, APART = "beside_trainers", "apart_from_trainers"  # Ray's resources of nodes, with rollout.lend_trainers
+BESIDE, APART = (
+    "beside_trainers",
+    "apart_from_trainers",
+)  # Ray's resources of nodes, with rollout.lend_trainers
 NODES_FOR: dict[str, float] = {BESIDE: 1e6, APART: 1e6}  # of one machine for both
 _PAUSE_S = 1.0  # between two attempts
 _GRACE_S = 1.0  # for processes of a failed attempt
@@ -35,10 +40,17 @@ def in_ray_cluster(rollout: RolloutConfig, address: str | None) -> Iterator[None
     address: "host:port" of a running cluster, None for a private one. Raises RayNotStarted.
     """
     with ExitStack() as stack:
-        options: Options = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
+        options: Options = {
+            "log_to_driver": False,
+            "logging_level": "ERROR",
+            "configure_logging": False,
+        }
         if address is None:
-            # A short path, not below TMPDIR: those of Unix sockets end at 107 characters, of which Ray takes 77.
-            short = tempfile.TemporaryDirectory(prefix="mgr-", dir="/tmp", ignore_cleanup_errors=True)
+            # A short path, not below TMPDIR: those of Unix sockets end at 107 characters, of which
+            # Ray takes 77.
+            short = tempfile.TemporaryDirectory(
+                prefix="mgr-", dir="/tmp", ignore_cleanup_errors=True
+            )
             folder = stack.enter_context(short)
             options |= _private_cluster(rollout.engines_at_start * rollout.nodes_per_engine, folder)
         else:
@@ -50,7 +62,8 @@ def in_ray_cluster(rollout: RolloutConfig, address: str | None) -> Iterator[None
 
 def _private_cluster(num_nodes: int, folder: str) -> Options:
     return {
-        # "local": a Ray of our own, whatever else runs on this machine. It ends with this process, even by SIGKILL.
+        # "local": a Ray of our own, whatever else runs on this machine. It ends with this process,
+        # even by SIGKILL.
         "address": "local",
         "num_cpus": num_nodes + _SPARE_NODES,
         "resources": NODES_FOR,
@@ -74,18 +87,28 @@ def _connect(options: Options, timeout_s: float) -> None:
         try:
             ray.init(**options)
             return
-        except Exception as exc:  # Ray has no type for it: "The current node timed out during startup" is an Exception
+        # Ray has no type for it: "The current node timed out during startup" is an Exception
+        except Exception as exc:
             problem = f"{type(exc).__name__}: {str(exc).strip().partition(os.linesep)[0]}"
         # A failed start returns nothing to shut down, but leaves its processes running.
         ray.shutdown()
         for pid in _children() - before:
             stop_tree(pid, _GRACE_S)
-        where = f"Ray at {options['address']}" if options["address"] != "local" else f"Ray on {socket.gethostname()}"
+        where = (
+            f"Ray at {options['address']}"
+            if options["address"] != "local"
+            else f"Ray on {socket.gethostname()}"
+        )
         now = time.monotonic()
         if now + _PAUSE_S + (now - began) > deadline:
-            remedy = "end other programs there" if options["address"] == "local" else "see whether it runs there"
+            remedy = (
+                "end other programs there"
+                if options["address"] == "local"
+                else "see whether it runs there"
+            )
             raise RayNotStarted(
-                f"{where} did not start in {attempts} attempt(s) within {timeout_s:.0f} s; {remedy} or raise "
+                f"{where} did not start in {attempts} attempt(s) within {timeout_s:.0f} s; "
+                f"{remedy} or raise "
                 f"rollout.start_timeout_s. The last problem: {problem}"
             )
         print(f"{where} did not start, trying again ({problem})", flush=True)

@@ -36,10 +36,11 @@ class RouterFailed(RuntimeError):
 
 
 class Router:
-    """The router's process and the set of engines that it should list. sticky: requests of one key go to one engine.
+    """The router's process and the set of engines that it should list. sticky: requests of one key
+    go to one engine.
 
-    `watch` keeps the router's own list equal to that set: after a restart of the router, and after engines were added
-    or removed while it did not answer.
+    `watch` keeps the router's own list equal to that set: after a restart of the router, and after
+    engines were added or removed while it did not answer.
     """
 
     def __init__(
@@ -63,9 +64,14 @@ class Router:
             "--log-level": "warn",
             "--request-timeout-secs": str(int(request_timeout_s) + 1),
             "--worker-startup-check-interval": "1",
-            # Even load matters more than a shared prompt prefix: a step is as slow as its slowest engine. Later turns
-            # of a rollout go where its cache is; a first one to the engine with the fewest requests.
-            **({"--policy": "manual", "--assignment-mode": "min_load"} if sticky else {"--policy": "round_robin"}),
+            # Even load matters more than a shared prompt prefix: a step is as slow as its slowest
+            # engine. Later turns of a rollout go where its cache is; a first one to the engine with
+            # the fewest requests.
+            **(
+                {"--policy": "manual", "--assignment-mode": "min_load"}
+                if sticky
+                else {"--policy": "round_robin"}
+            ),
         }
         # Only the supervisor judges an engine's health, and only the trainers' client retries.
         flags = ["--disable-retries", "--disable-circuit-breaker", "--disable-health-check"]
@@ -80,8 +86,13 @@ class Router:
     async def start(self, http: aiohttp.ClientSession) -> None:
         """Starts the process; returns when it answers. Raises RouterFailed."""
         self._http = http
-        direct = {"NO_PROXY": "*", "no_proxy": "*"}  # a cluster's web proxy does not know the engines
-        self._process = spawn(self._command, child_environment(direct | {API_KEY: self._api_key}), self._log)
+        direct = {
+            "NO_PROXY": "*",
+            "no_proxy": "*",
+        }  # a cluster's web proxy does not know the engines
+        self._process = spawn(
+            self._command, child_environment(direct | {API_KEY: self._api_key}), self._log
+        )
         self._started = time.monotonic()
         deadline = self._started + _START_S
         while time.monotonic() < deadline and self._process.poll() is None:
@@ -93,34 +104,45 @@ class Router:
         raise RouterFailed(f"sglang-router did not start in {_START_S:.0f} s, see {self._log}")
 
     async def watch(self) -> None:
-        """Starts it again, at the same URL, whenever it ends or hangs. Raises RouterFailed after too many."""
+        """Starts it again, at the same URL, whenever it ends or hangs. Raises RouterFailed after
+        too many."""
         answered = time.monotonic()
         while True:
             await asyncio.sleep(_WATCH_S)
             if await self._reconcile() is not None:
                 answered = time.monotonic()
-            if self._process is not None and self._process.poll() is None and time.monotonic() - answered < _HUNG_S:
+            if (
+                self._process is not None
+                and self._process.poll() is None
+                and time.monotonic() - answered < _HUNG_S
+            ):
                 continue
             await self.stop()
             self.restarts += 1
             steady = time.monotonic() - self._started > _STEADY_S
             self._restarts_in_a_row = 1 if steady else self._restarts_in_a_row + 1
             if self._restarts_in_a_row > _MAX_RESTARTS:
-                raise RouterFailed(f"sglang-router ended {self._restarts_in_a_row} times in a row, see {self._log}")
+                raise RouterFailed(
+                    f"sglang-router ended {self._restarts_in_a_row} times in a row, see {self._log}"
+                )
             print("sglang-router is gone: it is started again", flush=True)
             self._asked.clear()
             await self.start(self._http)
             answered = time.monotonic()
 
     async def add(self, engine_url: str) -> str:
-        """Returns "" once the router sends requests to the engine, else the problem. A repeated call is harmless."""
+        """Returns "" once the router sends requests to the engine, else the problem. A repeated
+        call is harmless."""
         self._wanted.add(engine_url)
         deadline = time.monotonic() + _ADD_S
         while engine_url in self._wanted and time.monotonic() < deadline:
             if engine_url in (await self._reconcile() or ()):
                 return ""
             await asyncio.sleep(_POLL_S)
-        return f"sglang-router did not take the engine at {engine_url} within {_ADD_S:.0f} s, see {self._log}"
+        return (
+            f"sglang-router did not take the engine at {engine_url} within {_ADD_S:.0f} s, see "
+            f"{self._log}"
+        )
 
     async def remove(self, engine_url: str) -> None:
         """Stops requests to the engine."""
@@ -146,8 +168,11 @@ class Router:
             if now - self._asked.get(url, -_ASK_AGAIN_S) < _ASK_AGAIN_S:
                 continue
             self._asked[url] = now
-            async with self._request("POST", "/workers", {"url": url, "api_key": self._api_key}) as answer:
-                answer.raise_for_status()  # accepted: the router asks the engine about itself, then lists it
+            async with self._request(
+                "POST", "/workers", {"url": url, "api_key": self._api_key}
+            ) as answer:
+                # accepted: the router asks the engine about itself, then lists it
+                answer.raise_for_status()
         for url in workers.keys() - self._wanted:
             async with self._request("DELETE", f"/workers/{workers[url]['id']}") as answer:
                 answer.raise_for_status()
@@ -164,5 +189,7 @@ class Router:
     async def stop(self) -> None:
         """Ends the process."""
         if self._process is not None:
-            await asyncio.to_thread(stop_tree, self._process.pid, 0.5)  # its own grace is for requests in flight
+            await asyncio.to_thread(
+                stop_tree, self._process.pid, 0.5
+            )  # its own grace is for requests in flight
             self._process.wait()

@@ -1,14 +1,21 @@
-"""The rollout service: SGLang engines under Ray's placement, a supervisor for each, sglang-router in front, and a small
-HTTP endpoint through which trainers list the engines and report the verified ones.
+"""The rollout service: SGLang engines under Ray's placement, a supervisor for each, sglang-router
+in front, and a small HTTP endpoint through which trainers list the engines and report the verified
+ones.
 
-    GET  /status                -> {"router", "failed", "lost_hosts", "engines": [{"id", "url", "state", ...}]}
+    GET  /status                -> {"router", "failed", "lost_hosts", "engines": [{"id", "url",
+    "state", ...}]}
     POST /engines               starts one more engine; answers {"id"}
-    POST /engines/{id}/drain    finishes its requests and ends it; 409 if too few engines would remain
-    POST /engines/{id}/update   {"incarnation"}: a trainer starts writing weights; 409 if that incarnation has ended
-    POST /engines/{id}/ready    {"incarnation", "weight_version"}: published and verified; 409 as above
-    POST /engines/{id}/wake     {"incarnation"}: a verified engine there resumes its cache memory; 409 as above
+    POST /engines/{id}/drain    finishes its requests and ends it; 409 if too few engines would
+    remain
+    POST /engines/{id}/update   {"incarnation"}: a trainer starts writing weights; 409 if that
+    incarnation has ended
+    POST /engines/{id}/ready    {"incarnation", "weight_version"}: published and verified; 409 as
+    above
+    POST /engines/{id}/wake     {"incarnation"}: a verified engine there resumes its cache memory;
+    409 as above
     POST /engines/{id}/lost     {"incarnation"}: its update failed half-way, so it must restart
-    POST /sleep                 makes the engines on trainers' GPUs release their memory, and none start; answers then
+    POST /sleep                 makes the engines on trainers' GPUs release their memory, and none
+    start; answers then
     POST /may_start             lets engines that died meanwhile restart
 
 Every request carries the run's API key, which engines and router demand as well.
@@ -50,9 +57,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def serve(config: ExperimentConfig, run_dir: Path, ray_address: str | None = None) -> int:
     """Runs the service until SIGTERM, SIGINT or failure; returns the exit code. No process remains.
 
-    ray_address: "host:port" of a running Ray cluster to join; without it a private one is started on this machine. When
-    the engines are up, run_dir/service.json holds {"url": ...}. Raises ValueError if rollout.host is no address or
-    interface of this machine, engines cannot start from a quantised model, or they require GPUs and none is visible.
+    ray_address: "host:port" of a running Ray cluster to join; without it a private one is started
+    on this machine. When the engines are up, run_dir/service.json holds {"url": ...}. Raises
+    ValueError if rollout.host is no address or interface of this machine, engines cannot start from
+    a quantised model, or they require GPUs and none is visible.
     """
     folder = RunFolder(run_dir.absolute())
     folder.service.unlink(missing_ok=True)  # an older run's URL would mislead trainers
@@ -61,7 +69,11 @@ def serve(config: ExperimentConfig, run_dir: Path, ray_address: str | None = Non
     try:
         with in_ray_cluster(config.rollout, ray_address):
             cuda = on_gpus(config, ray.cluster_resources().get("GPU", 0))
-            return asyncio.run(_Service(as_engines_see_it(config, folder), folder, cuda=cuda, api_key=api_key).run())
+            return asyncio.run(
+                _Service(
+                    as_engines_see_it(config, folder), folder, cuda=cuda, api_key=api_key
+                ).run()
+            )
     except RayNotStarted as exc:
         print(f"rollout service failed: {exc}", flush=True)
         return 1
@@ -71,7 +83,8 @@ def serve(config: ExperimentConfig, run_dir: Path, ray_address: str | None = Non
 
 
 def make_key(file: Path) -> str:
-    """Returns the API key of this run: the environment's, else a new one, written to `file` for the run's trainers.
+    """Returns the API key of this run: the environment's, else a new one, written to `file` for the
+    run's trainers.
 
     The file is readable by this user only.
     """
@@ -103,7 +116,9 @@ class _Service:
             sticky=config.sampling.several_turns or config.rollout.engine_choice == "group",
         )
         self._engines: dict[str, SupervisedEngine] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # of each engine by id, of the router, and `_watch`
+        self._tasks: dict[
+            str, asyncio.Task[None]
+        ] = {}  # of each engine by id, of the router, and `_watch`
         self._num_added = self._lost_hosts = 0
         self._failed: str | None = None
         self._stop, self._may_start = asyncio.Event(), asyncio.Event()
@@ -114,9 +129,14 @@ class _Service:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
-        timeout, connector = aiohttp.ClientTimeout(total=_HTTP_TIMEOUT_S), aiohttp.TCPConnector(limit=0)
+        timeout, connector = (
+            aiohttp.ClientTimeout(total=_HTTP_TIMEOUT_S),
+            aiohttp.TCPConnector(limit=0),
+        )
         async with AsyncExitStack() as stack:
-            self._http = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout, connector=connector))
+            self._http = await stack.enter_async_context(
+                aiohttp.ClientSession(timeout=timeout, connector=connector)
+            )
             runner = web.AppRunner(self._application())
             stack.push_async_callback(self._end, runner)
             await self._router.start(self._http)
@@ -135,7 +155,9 @@ class _Service:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(self._router.stop(), *(engine.stop() for engine in self._engines.values()))
+        await asyncio.gather(
+            self._router.stop(), *(engine.stop() for engine in self._engines.values())
+        )
         await runner.cleanup()
 
     def _add_engine(self) -> SupervisedEngine:
@@ -163,7 +185,10 @@ class _Service:
             if self._stop.is_set():
                 return
             number = len(self._engines)
-            if (line := f"{number - starting} of {number} engines answer; {self._folder.logs}/engine-*.log") != said:
+            if (
+                line := f"{number - starting} of {number} engines answer; "
+                f"{self._folder.logs}/engine-*.log"
+            ) != said:
                 write_whole(self._folder.service_progress, said := line)
             await asyncio.sleep(0.1)
         if self._failed:
@@ -173,7 +198,10 @@ class _Service:
         await web.TCPSite(runner, self._address, port).start()
         url = f"http://{self._host}:{port}"
         write_whole(self._folder.service, json.dumps({"url": url, "pid": os.getpid()}))
-        print(f"rollout service at {url}, {len(self._engines)} engine(s) behind {self._router.url}", flush=True)
+        print(
+            f"rollout service at {url}, {len(self._engines)} engine(s) behind {self._router.url}",
+            flush=True,
+        )
 
     async def _watch(self) -> None:
         """Sets the failure if too few engines are left or a task of the service raised."""
@@ -186,14 +214,18 @@ class _Service:
                 self._failed = "; ".join(f"{type(exc).__name__}: {exc}" for exc in broken)
             gone = [engine for engine in self._engines.values() if engine.gave_up]
             if self._num_left() < least:
-                reasons = "\n".join(f"{e.id} after {e.restarts} restart(s): {e.reason}" for e in gone)
+                reasons = "\n".join(
+                    f"{e.id} after {e.restarts} restart(s): {e.reason}" for e in gone
+                )
                 self._failed = f"fewer than rollout.min_healthy_engines {least} are left. {reasons}"
         if self._folder.service.exists():
             await asyncio.sleep(_FAILED_LINGER_S)
         self._stop.set()
 
     def _num_left(self) -> int:
-        return sum(not engine.gave_up and engine.state != "draining" for engine in self._engines.values())
+        return sum(
+            not engine.gave_up and engine.state != "draining" for engine in self._engines.values()
+        )
 
     def _application(self) -> web.Application:
         app = web.Application(middlewares=[self._demand_key, _answer_refusals])
@@ -220,12 +252,19 @@ class _Service:
         engines = [engine.status() for engine in self._engines.values()]
         lost_hosts = self._lost_hosts + sum(engine.lost_hosts for engine in self._engines.values())
         return web.json_response(
-            {"router": self._router.url, "failed": self._failed, "lost_hosts": lost_hosts, "engines": engines}
+            {
+                "router": self._router.url,
+                "failed": self._failed,
+                "lost_hosts": lost_hosts,
+                "engines": engines,
+            }
         )
 
     async def _on_add(self, request: web.Request) -> web.Response:
         if self._config.rollout.colocate:
-            raise web.HTTPBadRequest(text="rollout.colocate: no GPU of the trainers is left for one more engine")
+            raise web.HTTPBadRequest(
+                text="rollout.colocate: no GPU of the trainers is left for one more engine"
+            )
         return web.json_response({"id": self._add_engine().id})
 
     async def _on_drain(self, request: web.Request) -> web.Response:
@@ -233,7 +272,9 @@ class _Service:
         if engine.state == "draining":
             return web.json_response({})
         if not engine.gave_up and self._num_left() - 1 < least:
-            raise web.HTTPConflict(text=f"fewer than rollout.min_healthy_engines {least} would be left")
+            raise web.HTTPConflict(
+                text=f"fewer than rollout.min_healthy_engines {least} would be left"
+            )
         self._tasks[engine.id] = asyncio.create_task(self._drain(engine))
         await asyncio.sleep(0)  # so that it is marked as draining before the answer is sent
         return web.json_response({})
@@ -273,13 +314,16 @@ class _Service:
     def _engine(self, request: web.Request) -> SupervisedEngine:
         found = self._engines.get(request.match_info["id"])
         if found is None:  # drained: the trainer's list of engines may be older
-            raise StaleReport(f"no engine {request.match_info['id']}; there are {sorted(self._engines)}")
+            raise StaleReport(
+                f"no engine {request.match_info['id']}; there are {sorted(self._engines)}"
+            )
         return found
 
 
 @web.middleware
 async def _answer_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answers 409 for an engine or incarnation that has ended, and 503 if the router does not list an engine."""
+    """Answers 409 for an engine or incarnation that has ended, and 503 if the router does not list
+    an engine."""
     try:
         return await handler(request)
     except StaleReport as exc:

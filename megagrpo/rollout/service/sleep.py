@@ -1,9 +1,10 @@
-"""Sleep of engines on the trainers' GPUs: they release their memory for the trainers, by SGLang's endpoints.
+"""Sleep of engines on the trainers' GPUs: they release their memory for the trainers, by SGLang's
+endpoints.
 
-SGLang drops the contents of released memory, except buffers: a publish restores the weights, the KV cache is empty. It
-asserts that no request runs, so an engine is paused first and ends those that it has, which go on in other engines. It
-asserts that only released memory is resumed, so the service, which outlives trainers, records what every engine
-released.
+SGLang drops the contents of released memory, except buffers: a publish restores the weights, the KV
+cache is empty. It asserts that no request runs, so an engine is paused first and ends those that it
+has, which go on in other engines. It asserts that only released memory is resumed, so the service,
+which outlives trainers, records what every engine released.
 """
 
 import asyncio
@@ -13,7 +14,10 @@ import aiohttp
 from megagrpo.rollout.control import bearer
 
 CACHE, WEIGHTS = "kv_cache", "weights"  # SGLang's names of the two parts
-_ORDER = (CACHE, WEIGHTS)  # the cache comes back last, when the staging memory of the transfer is free again
+_ORDER = (
+    CACHE,
+    WEIGHTS,
+)  # the cache comes back last, when the staging memory of the transfer is free again
 
 
 class SleepFailed(RuntimeError):
@@ -30,7 +34,8 @@ class EngineMemory:
         self._one_at_a_time = asyncio.Lock()  # a call of a trainer that has died may still run
 
     async def release(self, http: aiohttp.ClientSession) -> None:
-        """Pauses sampling, ends requests with the tokens they have, and releases all memory. Raises SleepFailed."""
+        """Pauses sampling, ends requests with the tokens they have, and releases all memory. Raises
+        SleepFailed."""
         async with self._one_at_a_time:
             await self._post(http, "pause_generation", {"mode": "retract"})
             await self._post(http, "abort_request", {"abort_all": True})
@@ -40,7 +45,8 @@ class EngineMemory:
                     self._released.add(part)
 
     async def resume(self, http: aiohttp.ClientSession, part: str) -> None:
-        """Allocates a part again if it was released; its contents are undefined. Raises SleepFailed."""
+        """Allocates a part again if it was released; its contents are undefined. Raises
+        SleepFailed."""
         async with self._one_at_a_time:
             if part in self._released:
                 await self._post(http, "resume_memory_occupation", {"tags": [part]})
@@ -52,6 +58,10 @@ class EngineMemory:
                 f"{self._url}/{path}", json=body, headers=self._headers, timeout=self._timeout
             ) as answer:
                 if answer.status != 200:
-                    raise SleepFailed(f"{self._url} refuses {path}: {answer.status} {(await answer.text())[:500]}")
+                    raise SleepFailed(
+                        f"{self._url} refuses {path}: {answer.status} {(await answer.text())[:500]}"
+                    )
         except (aiohttp.ClientError, TimeoutError) as exc:
-            raise SleepFailed(f"{self._url} does not answer {path} ({type(exc).__name__}: {exc})") from exc
+            raise SleepFailed(
+                f"{self._url} does not answer {path} ({type(exc).__name__}: {exc})"
+            ) from exc

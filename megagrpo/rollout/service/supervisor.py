@@ -2,15 +2,18 @@
 
     starting -> stale -> ready -> dead -> starting -> ...        ready -> draining -> gone
                   ^        |
-                  +- asleep <-  on the trainers' GPUs, while these train; no engine starts there then
+                  +- asleep <-  on the trainers' GPUs, while these train; no engine starts there
+                  then
 
-`stale`: it answers, but its weights are not verified: it has just started, or a trainer is writing into it. Only after
-the trainer has reported verified weights (`mark_ready`) does the router send requests to it. Every start is a new
-incarnation, so a late report about the previous one is ignored.
+`stale`: it answers, but its weights are not verified: it has just started, or a trainer is writing
+into it. Only after the trainer has reported verified weights (`mark_ready`) does the router send
+requests to it. Every start is a new incarnation, so a late report about the previous one is
+ignored.
 
-Two probes detect a hang, each with a timeout of `rollout.health_timeout_s`. The HTTP process answers /health at once,
-whatever the engine does. /server_info passes through the scheduler, between two forward passes; only ready engines are
-probed with it: a transfer of weights occupies the scheduler, and the trainer's deadlines apply instead.
+Two probes detect a hang, each with a timeout of `rollout.health_timeout_s`. The HTTP process
+answers /health at once, whatever the engine does. /server_info passes through the scheduler,
+between two forward passes; only ready engines are probed with it: a transfer of weights occupies
+the scheduler, and the trainer's deadlines apply instead.
 """
 
 import asyncio
@@ -25,7 +28,12 @@ from typing import Any
 import aiohttp
 import ray
 from ray.actor import ActorHandle
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megagrpo.config.schema import ExperimentConfig
@@ -54,11 +62,12 @@ class StaleReport(ValueError):
 
 
 class SupervisedEngine:
-    """Keeps one engine running. `begin` starts it; the other methods serve trainers and the command line.
+    """Keeps one engine running. `begin` starts it; the other methods serve trainers and the command
+    line.
 
-    `state`, `url`, `incarnation` etc.: see EngineInfo. `lost_hosts`: machines lost while it ran on them. `gave_up`: its
-    restart budget is spent; `reason` is the last failure. may_start: cleared while engines on the trainers' GPUs sleep,
-    because a starting one allocates memory there.
+    `state`, `url`, `incarnation` etc.: see EngineInfo. `lost_hosts`: machines lost while it ran on
+    them. `gave_up`: its restart budget is spent; `reason` is the last failure. may_start: cleared
+    while engines on the trainers' GPUs sleep, because a starting one allocates memory there.
     """
 
     def __init__(
@@ -80,18 +89,30 @@ class SupervisedEngine:
         self.load: dict[str, float] = {}  # both as in EngineInfo
         self.load_now: dict[str, float] = {}
         self.gave_up = self._was_up = False
-        self._config, self._cuda, self._router, self._api_key, self._log_dir = config, cuda, router, api_key, log_dir
+        self._config, self._cuda, self._router, self._api_key, self._log_dir = (
+            config,
+            cuda,
+            router,
+            api_key,
+            log_dir,
+        )
         self._patience_s = config.rollout.patience_s(cuda)
         self._group: PlacementGroup | None = None
         self._nodes: list[ActorHandle] = []  # of type EngineNode
-        self._lost: asyncio.Future[None] | None = None  # done when a trainer reports this incarnation as lost
+        self._lost: asyncio.Future[None] | None = (
+            None  # done when a trainer reports this incarnation as lost
+        )
         self._life: asyncio.Task[None] | None = None
         self._memory = EngineMemory("", api_key, self._patience_s)  # of this incarnation
 
     def status(self) -> dict[str, object]:
         """Returns the fields of EngineInfo."""
         counts, loads = (self.incarnation, self.restarts, self.pid), (self.load, self.load_now)
-        return asdict(EngineInfo(self.id, self.url, self.state, self.weight_version, *counts, self.reason, *loads))
+        return asdict(
+            EngineInfo(
+                self.id, self.url, self.state, self.weight_version, *counts, self.reason, *loads
+            )
+        )
 
     @property
     def is_starting(self) -> bool:
@@ -99,7 +120,8 @@ class SupervisedEngine:
         return self.state == "starting" or (self.state == "dead" and not self.gave_up)
 
     async def begin_update(self, http: aiohttp.ClientSession, incarnation: int) -> None:
-        """Marks it stale because a trainer will write weights into it; a sleeping engine first resumes their memory.
+        """Marks it stale because a trainer will write weights into it; a sleeping engine first
+        resumes their memory.
 
         Raises StaleReport.
         """
@@ -107,14 +129,15 @@ class SupervisedEngine:
         self.state, self.weight_version = "stale", None
 
     async def wake(self, http: aiohttp.ClientSession, incarnation: int, part: str) -> None:
-        """Resumes a part of its memory. Raises StaleReport, also if the engine is lost in the attempt."""
+        """Resumes a part of its memory. Raises StaleReport, also if the engine is lost in the
+        attempt."""
         self._check_current(incarnation)
         await self._move_memory(self._memory.resume(http, part), incarnation)
         self._check_current(incarnation)
 
     async def sleep(self, http: aiohttp.ClientSession) -> None:
-        """Removes it from the router and releases its memory; an engine that fails to is ended. Does nothing to a dead
-        engine, which restarts once `may_start` is set.
+        """Removes it from the router and releases its memory; an engine that fails to is ended.
+        Does nothing to a dead engine, which restarts once `may_start` is set.
         """
         if self.state not in ("stale", "ready"):
             return
@@ -131,7 +154,8 @@ class SupervisedEngine:
             self.lost(incarnation)
 
     async def mark_ready(self, incarnation: int, weight_version: int) -> None:
-        """Adds it to the router, after the trainer has verified `weight_version` in this incarnation.
+        """Adds it to the router, after the trainer has verified `weight_version` in this
+        incarnation.
 
         Raises StaleReport, and RouterFailed if the router does not list it in time.
         """
@@ -145,14 +169,18 @@ class SupervisedEngine:
     def lost(self, incarnation: int) -> None:
         """Ends this incarnation after an unfinished update, because its weights are undefined."""
         if incarnation == self.incarnation and self.state in _ANSWERING:
-            self.state, self.weight_version = "dead", None  # at once: the next status must not show it as usable
+            self.state, self.weight_version = (
+                "dead",
+                None,
+            )  # at once: the next status must not show it as usable
             if self._lost is not None and not self._lost.done():
                 self._lost.set_result(None)
 
     def _check_current(self, incarnation: int) -> None:
         if incarnation != self.incarnation or self.state not in _ANSWERING:
             raise StaleReport(
-                f"{self.id} is incarnation {self.incarnation} and {self.state}; the report is about {incarnation}"
+                f"{self.id} is incarnation {self.incarnation} and {self.state}; the report is "
+                f"about {incarnation}"
             )
 
     def begin(self, http: aiohttp.ClientSession) -> asyncio.Task[None]:
@@ -175,9 +203,12 @@ class SupervisedEngine:
         await self.stop()
 
     async def _run(self, http: aiohttp.ClientSession) -> None:
-        """Starts and watches incarnations. Returns when the budget of restarts is spent, with `gave_up` set."""
+        """Starts and watches incarnations. Returns when the budget of restarts is spent, with
+        `gave_up` set."""
         while True:
-            while self.beside_trainers and not self._may_start.is_set():  # cleared again, perhaps, before this runs
+            while (
+                self.beside_trainers and not self._may_start.is_set()
+            ):  # cleared again, perhaps, before this runs
                 await self._may_start.wait()
             try:
                 await self._start(http)
@@ -186,8 +217,13 @@ class SupervisedEngine:
                 self.reason = str(exc)
             except TimeoutError:  # of _ask
                 limit_s = self._config.rollout.start_timeout_s
-                self.reason = f"a Ray actor of its nodes gave no answer in {limit_s:.0f} s (rollout.start_timeout_s)"
-            except ray.exceptions.RayTaskError as exc:  # its machine is reachable, but the call raised
+                self.reason = (
+                    f"a Ray actor of its nodes gave no answer in {limit_s:.0f} s "
+                    "(rollout.start_timeout_s)"
+                )
+            except (
+                ray.exceptions.RayTaskError
+            ) as exc:  # its machine is reachable, but the call raised
                 self.reason = str(exc.cause)
             except ray.exceptions.RayError as exc:
                 self.reason = f"its node was lost: {type(exc).__name__}: {exc}"
@@ -197,7 +233,8 @@ class SupervisedEngine:
             if self.url:
                 await self._router.remove(self.url)
             await self.stop()
-            # An engine that never answered gets one restart only, in case another process took its port.
+            # An engine that never answered gets one restart only, in case another process took its
+            # port.
             budget = self._config.rollout.max_restarts
             if self.restarts >= (budget if self._was_up else min(1, budget)):
                 self.gave_up = True
@@ -209,7 +246,9 @@ class SupervisedEngine:
         nodes, self._nodes = self._nodes, []
         if nodes:
             # If an actor is gone, the kernel has ended its server process with it.
-            stopping = asyncio.gather(*(node.stop.remote() for node in nodes), return_exceptions=True)
+            stopping = asyncio.gather(
+                *(node.stop.remote() for node in nodes), return_exceptions=True
+            )
             await asyncio.wait([stopping], timeout=_LOST_NODE_S)
             stopping.cancel()
         for node in nodes:
@@ -221,8 +260,8 @@ class SupervisedEngine:
     async def _start(self, http: aiohttp.ClientSession) -> None:
         """Starts the next incarnation.
 
-        Raises EngineDied if it does not answer within start_timeout_s, TimeoutError if a Ray actor does not, RayError
-        if its node is lost.
+        Raises EngineDied if it does not answer within start_timeout_s, TimeoutError if a Ray actor
+        does not, RayError if its node is lost.
         """
         rollout = self._config.rollout
         self.incarnation += 1
@@ -247,24 +286,35 @@ class SupervisedEngine:
             await asyncio.sleep(_START_POLL_S)
         self._memory = EngineMemory(url, self._api_key, self._patience_s)
         self.url, self.state, self._was_up = url, "stale", True
-        print(f"{self.id} is up at {url} (incarnation {self.incarnation}, pid {self.pid})", flush=True)
+        print(
+            f"{self.id} is up at {url} (incarnation {self.incarnation}, pid {self.pid})", flush=True
+        )
 
     async def _reserve_machines(self) -> None:
-        """Reserves machines, at every start: those of the previous one may be gone. Raises EngineDied."""
+        """Reserves machines, at every start: those of the previous one may be gone. Raises
+        EngineDied."""
         rollout = self._config.rollout
-        bundle = {"CPU": 1.0} | ({"GPU": float(rollout.tp // rollout.nodes_per_engine)} if self._cuda else {})
+        bundle = {"CPU": 1.0} | (
+            {"GPU": float(rollout.tp // rollout.nodes_per_engine)} if self._cuda else {}
+        )
         if rollout.lend_trainers:
             bundle[BESIDE if self.beside_trainers else APART] = 1.0
-        # Ray fills up one machine before the next, and spreads the nodes of one engine over several if it can.
+        # Ray fills up one machine before the next, and spreads the nodes of one engine over several
+        # if it can.
         strategy = "STRICT_PACK" if rollout.nodes_per_engine == 1 else "SPREAD"
         self._group = placement_group([bundle] * rollout.nodes_per_engine, strategy=strategy)
         deadline = time.monotonic() + rollout.start_timeout_s
         while placement_group_table(self._group).get("state") != "CREATED":
             if time.monotonic() > deadline:
-                have = {name: amount for name, amount in ray.cluster_resources().items() if name in ("CPU", "GPU")}
+                have = {
+                    name: amount
+                    for name, amount in ray.cluster_resources().items()
+                    if name in ("CPU", "GPU")
+                }
                 raise EngineDied(
                     f"{rollout.nodes_per_engine} x {bundle} did not fit on the machines within "
-                    f"{rollout.start_timeout_s:.0f} s (rollout.start_timeout_s); they have {have} in all. Lower "
+                    f"{rollout.start_timeout_s:.0f} s (rollout.start_timeout_s); they have {have} "
+                    "in all. Lower "
                     "rollout.num_engines or rollout.tp, or add machines"
                 )
             await asyncio.sleep(_RESERVE_POLL_S)
@@ -272,8 +322,8 @@ class SupervisedEngine:
     async def _watch(self, http: aiohttp.ClientSession) -> None:
         """Watches this incarnation until it ends.
 
-        Raises EngineDied if a process ended or does not answer, TimeoutError if a Ray actor does not, RayError if its
-        node is lost.
+        Raises EngineDied if a process ended or does not answer, TimeoutError if a Ray actor does
+        not, RayError if its node is lost.
         """
         patience_s = self._patience_s
         answered = time.monotonic()
@@ -292,12 +342,14 @@ class SupervisedEngine:
                     await self._read_load(http)
             elif time.monotonic() - answered >= patience_s:
                 raise EngineDied(
-                    f"{self.url} hangs: no answer to {path} for {patience_s:.0f} s (rollout.health_timeout_s)"
+                    f"{self.url} hangs: no answer to {path} for {patience_s:.0f} s "
+                    "(rollout.health_timeout_s)"
                 )
             await self._look()
 
     async def _look(self) -> None:
-        """Waits up to _WATCH_S for a trainer's report, then checks the processes. Raises EngineDied."""
+        """Waits up to _WATCH_S for a trainer's report, then checks the processes. Raises
+        EngineDied."""
         assert self._lost is not None
         await asyncio.wait([self._lost], timeout=_WATCH_S)
         if self._lost.done():
@@ -308,14 +360,19 @@ class SupervisedEngine:
         try:
             codes = await self._ask(node.exit_code.remote() for node in self._nodes)
         except ray.exceptions.ActorUnavailableError:
-            return  # a broken connection: Ray reports later if the node is lost; until then the probe's limit applies
+            # a broken connection: Ray reports later if the node is lost; until then the probe's
+            # limit applies
+            return
         for rank, code in enumerate(codes):
             if code is not None:
                 how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-                raise EngineDied(f"the server process of node {rank} ended, {how}\n{self._log_tail(rank)}")
+                raise EngineDied(
+                    f"the server process of node {rank} ended, {how}\n{self._log_tail(rank)}"
+                )
 
     async def _ask(self, calls: Iterable[Any]) -> list[Any]:
-        """Returns the results of Ray calls. Raises TimeoutError without an answer, RayError if a node is lost."""
+        """Returns the results of Ray calls. Raises TimeoutError without an answer, RayError if a
+        node is lost."""
         # Ray starts a process for the first call; later ones are answered at once.
         return await asyncio.wait_for(asyncio.gather(*calls), self._config.rollout.start_timeout_s)
 
@@ -324,13 +381,16 @@ class SupervisedEngine:
         assert self._group is not None, "placed before"
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
         num_gpus = rollout.tp // rollout.nodes_per_engine if self._cuda else 0
-        options = EngineNodeActor.options(num_cpus=1, num_gpus=num_gpus, scheduling_strategy=strategy, max_restarts=0)
+        options = EngineNodeActor.options(
+            num_cpus=1, num_gpus=num_gpus, scheduling_strategy=strategy, max_restarts=0
+        )
         return options.remote(
             self._config,
             engine=self.id,
             node_rank=rank,
             cuda=self._cuda,
-            # On a CPU all engines of the experiment may share one machine; its cores are divided among them.
+            # On a CPU all engines of the experiment may share one machine; its cores are divided
+            # among them.
             cores_share=rollout.engines_at_start * rollout.nodes_per_engine,
             api_key=self._api_key,
         )
@@ -340,10 +400,14 @@ class SupervisedEngine:
 
     def _log_tail(self, rank: int) -> str:
         log = self._log(rank)
-        return f"the end of {log}:\n{log.read_text(errors='replace')[-_LOG_TAIL:] if log.exists() else ''}"
+        return (
+            "the end of "
+            f"{log}:\n{log.read_text(errors='replace')[-_LOG_TAIL:] if log.exists() else ''}"
+        )
 
     async def _fetch(self, http: aiohttp.ClientSession, url: str) -> bytes | None:
-        """Returns the body of a response with status 200 within rollout.health_timeout_s, else None."""
+        """Returns the body of a response with status 200 within rollout.health_timeout_s, else
+        None."""
         timeout = aiohttp.ClientTimeout(total=self._patience_s)
         with suppress(aiohttp.ClientError, TimeoutError):
             async with http.get(url, headers=bearer(self._api_key), timeout=timeout) as answer:
@@ -351,12 +415,14 @@ class SupervisedEngine:
         return None
 
     async def _is_busy(self, http: aiohttp.ClientSession) -> bool:
-        """Returns whether it has requests in flight; False if it does not answer, because then it has died."""
+        """Returns whether it has requests in flight; False if it does not answer, because then it
+        has died."""
         load = await self._read_load(http)
         return load["running"] + load["waiting"] > 0
 
     async def _read_load(self, http: aiohttp.ClientSession) -> dict[str, float]:
-        """Returns its load, over its data-parallel ranks, of which `load` keeps the most; zeros without an answer."""
+        """Returns its load, over its data-parallel ranks, of which `load` keeps the most; zeros
+        without an answer."""
         body = await self._fetch(http, f"{self.url}/v1/loads?include=core,queues")
         ranks = [] if body is None else json.loads(body)["loads"]
         now = (
@@ -364,6 +430,9 @@ class SupervisedEngine:
             *(sum(rank[f"num_{kind}_reqs"] for rank in ranks) for kind in ("running", "waiting")),
             sum(rank["queues"]["retracted"] for rank in ranks),
         )
-        self.load = {name: max(value, self.load.get(name, 0.0)) for name, value in zip(LOADS, now, strict=True)}
+        self.load = {
+            name: max(value, self.load.get(name, 0.0))
+            for name, value in zip(LOADS, now, strict=True)
+        }
         self.load_now = dict(zip(LOADS, now, strict=True)) if ranks else {}
         return dict(zip(LOADS, now, strict=True))

@@ -1,8 +1,9 @@
 """The recorder: learns the copies of a model's own loader without loading anything.
 
-The loader runs over empty tensors on the meta device that have the checkpoint's names and shapes, under a dispatch
-mode that notes every `copy_` into a parameter and does not execute it. Run on the actor and on every engine rank, the
-two lists of copies determine export, exchange and digests; no table of fused or sharded names exists anywhere.
+The loader runs over empty tensors on the meta device that have the checkpoint's names and shapes,
+under a dispatch mode that notes every `copy_` into a parameter and does not execute it. Run on the
+actor and on every engine rank, the two lists of copies determine export, exchange and digests; no
+table of fused or sharded names exists anywhere.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +27,8 @@ _REWRITES = {_aten.clone.default, _aten._to_copy.default}  # same elements and o
 
 @dataclass(frozen=True)
 class Copy:
-    """Maps a box of an HF tensor to a slice of a parameter: `offset` from its start and `strides`, in elements."""
+    """Maps a box of an HF tensor to a slice of a parameter: `offset` from its start and `strides`,
+    in elements."""
 
     hf: str
     start: tuple[int, ...]
@@ -52,7 +54,9 @@ class Copy:
 
     def restrict(self, box: Box) -> "Copy":
         """Returns the part of this copy that lies in `box`, which must be inside it."""
-        shift = sum((a - b) * s for a, b, s in zip(box.start, self.start, self.strides, strict=True))
+        shift = sum(
+            (a - b) * s for a, b, s in zip(box.start, self.start, self.strides, strict=True)
+        )
         return Copy(self.hf, box.start, box.size, self.parameter, self.offset + shift, self.strides)
 
     def view(self, parameters: Mapping[str, Tensor]) -> Tensor:
@@ -62,7 +66,8 @@ class Copy:
 
 @dataclass(frozen=True)
 class Fill(ParameterSlice):
-    """Elements of a parameter that the loader sets to a constant, such as padding of a vocabulary."""
+    """Elements of a parameter that the loader sets to a constant, such as padding of a
+    vocabulary."""
 
     value: float
 
@@ -74,7 +79,8 @@ class Recording:
     copies: list[Copy] = field(default_factory=list)
     fills: list[Fill] = field(default_factory=list)
     computed: dict[str, Computed] = field(default_factory=dict)  # by parameter
-    # Names of HF tensors that the loader concatenates before it copies: it requires them in one call.
+    # Names of HF tensors that the loader concatenates before it copies: it requires them in one
+    # call.
     together: set[tuple[str, ...]] = field(default_factory=set)
 
 
@@ -84,20 +90,31 @@ def record_copies(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor])
 
 
 def record_whole(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor]) -> Recording:
-    """Records what `load` copies from HF tensors of these specs into `parameters`, which stay untouched.
+    """Records what `load` copies from HF tensors of these specs into `parameters`, which stay
+    untouched.
 
-    Raises ValueError naming the tensor for anything but views, dtype casts and copies, and naming the parameter if
-    an element is written never or twice (elements that the loader sets to a constant count as written).
+    Raises ValueError naming the tensor for anything but views, dtype casts and copies, and naming
+    the parameter if an element is written never or twice (elements that the loader sets to a
+    constant count as written).
     """
     recording = record(load, hf_specs, parameters)
     if problems := coverage_problems(recording, parameters):
-        raise ValueError("the loader does not write every parameter element exactly once:\n" + "\n".join(problems))
+        raise ValueError(
+            "the loader does not write every parameter element exactly once:\n"
+            + "\n".join(problems)
+        )
     return recording
 
 
-def record(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor], allow_computed: bool = False) -> Recording:
-    """Records without that check. allow_computed: notes parameters computed by more than copies, else raises."""
-    hf = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in hf_specs.items()}
+def record(
+    load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor], allow_computed: bool = False
+) -> Recording:
+    """Records without that check. allow_computed: notes parameters computed by more than copies,
+    else raises."""
+    hf = {
+        name: torch.empty(shape, dtype=dtype, device="meta")
+        for name, (shape, dtype) in hf_specs.items()
+    }
     mode = _Recorder(hf, parameters, allow_computed)
     with torch.no_grad(), mode:
         load(hf)
@@ -105,22 +122,30 @@ def record(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor], allow_
     for copy in recording.copies:  # a parameter is one or the other
         if copy.parameter in recording.computed:
             recording.computed[copy.parameter].hf.add(copy.hf)
-    # Once each: loaders of tied models copy the embedding again into the output layer, which has the same memory.
+    # Once each: loaders of tied models copy the embedding again into the output layer, which has
+    # the same memory.
     copies = dict.fromkeys(recording.copies)
     recording.copies = [copy for copy in copies if copy.parameter not in recording.computed]
     return recording
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, hf: Mapping[str, Tensor], parameters: Mapping[str, Tensor], allow_computed: bool):
+    def __init__(
+        self, hf: Mapping[str, Tensor], parameters: Mapping[str, Tensor], allow_computed: bool
+    ):
         super().__init__()
         self.recording, self.allow_computed = Recording(), allow_computed
         self.hf, self.storages = hf, TracedStorages(hf)
-        # By storage: several parameters may share one flat buffer; each with the range of its elements.
+        # By storage: several parameters may share one flat buffer; each with the range of its
+        # elements.
         self.parameters: dict[int, list[tuple[str, range]]] = {}
         for name, tensor in parameters.items():
             start = int(tensor.storage_offset())
-            stop = start + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            stop = (
+                start
+                + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+                + 1
+            )
             self.parameters.setdefault(storage_id(tensor), []).append((name, range(start, stop)))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -129,12 +154,20 @@ class _Recorder(TorchDispatchMode):
             return self._copy(args[0], args[1])
         if func in _FILLS and self._is_parameter(args[0]):
             return self._fill(args[0], 0.0 if func is _aten.zero_.default else float(args[1]))
-        sources = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        sources = [
+            t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)
+        ]
         arguments = zip(args, func._schema.arguments, strict=False)
-        written = [t for t, a in arguments if a.alias_info and a.alias_info.is_write and isinstance(t, Tensor)]
+        written = [
+            t
+            for t, a in arguments
+            if a.alias_info and a.alias_info.is_write and isinstance(t, Tensor)
+        ]
         for tensor in filter(self._is_parameter, written):
             name = self._parameter(tensor)[0]
-            raise ValueError(f"parameter {name} is written by {func}, which is no copy: it cannot be traced")
+            raise ValueError(
+                f"parameter {name} is written by {func}, which is no copy: it cannot be traced"
+            )
         origin = next(filter(storages.from_hf, sources), None)
         if func in _ZEROS:
             return storages.note_zeros(func(*args, **kwargs))
@@ -143,13 +176,17 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if func in _REWRITES and storages.computed(origin) is None:
             return storages.rewrite(origin, kwargs.get("dtype"))
-        if func is _aten.cat.default and all(storages.is_traced(t) or storages.is_zero(t) for t in sources):
+        if func is _aten.cat.default and all(
+            storages.is_traced(t) or storages.is_zero(t) for t in sources
+        ):
             return storages.concatenate(sources, *args[1:], **kwargs)
         out = func(*args, **kwargs)
         for tensor in filter(storages.from_hf, written):
             storages.lose(tensor, sources, str(func))
         for tensor in torch.utils._pytree.tree_leaves(out):
-            if isinstance(tensor, Tensor) and not (storages.from_hf(tensor) or self._is_parameter(tensor)):
+            if isinstance(tensor, Tensor) and not (
+                storages.from_hf(tensor) or self._is_parameter(tensor)
+            ):
                 storages.lose(tensor, sources, str(func))
         return out
 
@@ -167,7 +204,9 @@ class _Recorder(TorchDispatchMode):
     def _copy_to_parameter(self, target: Tensor, source: Tensor) -> None:
         if parts := self.storages.joined_parts(source, target.shape):
             for part in parts:
-                self._copy(target.narrow(part.dim, part.start, part.source.shape[part.dim]), part.source)
+                self._copy(
+                    target.narrow(part.dim, part.start, part.source.shape[part.dim]), part.source
+                )
             if len(names := sorted(set(self.storages.names(source)))) > 1:
                 self.recording.together.add(tuple(names))
             return
@@ -176,13 +215,17 @@ class _Recorder(TorchDispatchMode):
             return
         name, computed = self._parameter(target)[0], self.storages.computed(source)
         if computed and self.allow_computed:
-            self.recording.computed.setdefault(name, Computed(computed.how, set())).hf |= computed.hf
+            self.recording.computed.setdefault(
+                name, Computed(computed.how, set())
+            ).hf |= computed.hf
         elif computed or not self.storages.is_traced(source):
             how = computed.how if computed else "a tensor that is no HF tensor"
             raise ValueError(f"parameter {name} is filled from {how}")
         elif source.numel() != target.numel():
             (hf,) = self.storages.names(source)
-            raise ValueError(f"parameter {name} is filled by broadcasting {hf}: it cannot be traced")
+            raise ValueError(
+                f"parameter {name} is filled by broadcasting {hf}: it cannot be traced"
+            )
         else:
             self._record(target, source)
 
@@ -192,22 +235,28 @@ class _Recorder(TorchDispatchMode):
         shape, strides = (1,) * pad + tuple(source.shape), (0,) * pad + tuple(source.stride())
         view, into = self.storages.hf_view(source, shape, strides, target.stride())
         with naming(f"HF tensor {view.hf} -> parameter {name}"):
-            parts = split_into_boxes(view.offset, view.sizes, view.strides, tuple(self.hf[view.hf].shape), into)
+            parts = split_into_boxes(
+                view.offset, view.sizes, view.strides, tuple(self.hf[view.hf].shape), into
+            )
         self.recording.copies += [
-            Copy(view.hf, box.start, box.size, name, offset + shift, box_strides) for box, shift, box_strides in parts
+            Copy(view.hf, box.start, box.size, name, offset + shift, box_strides)
+            for box, shift, box_strides in parts
         ]
 
     def _fill(self, target: Tensor, value: float) -> Tensor:
         if target.numel():
             name, offset = self._parameter(target)
-            self.recording.fills.append(Fill(name, offset, tuple(target.shape), tuple(target.stride()), value))
+            self.recording.fills.append(
+                Fill(name, offset, tuple(target.shape), tuple(target.stride()), value)
+            )
         return target
 
     def _is_parameter(self, tensor: Tensor) -> bool:
         return storage_id(tensor) in self.parameters
 
     def _parameter(self, tensor: Tensor) -> tuple[str, int]:
-        """Returns the (first) name of the parameter that a view lies in, and the view's offset in it, in elements."""
+        """Returns the (first) name of the parameter that a view lies in, and the view's offset in
+        it, in elements."""
         offset = int(tensor.storage_offset())
         for name, elements in self.parameters[storage_id(tensor)]:
             if offset in elements:
@@ -216,7 +265,8 @@ class _Recorder(TorchDispatchMode):
 
 
 def coverage_problems(recording: Recording, parameters: Mapping[str, Tensor]) -> list[str]:
-    """Returns a line per parameter, tied and computed ones left out, with an element not written exactly once."""
+    """Returns a line per parameter, tied and computed ones left out, with an element not written
+    exactly once."""
     writes: dict[str, list[ParameterSlice]] = {}
     for write in [*(copy.target for copy in recording.copies), *recording.fills]:
         writes.setdefault(write.parameter, []).append(write)
@@ -229,7 +279,9 @@ def coverage_problems(recording: Recording, parameters: Mapping[str, Tensor]) ->
         shape, total = tuple(tensor.shape), tensor.numel()
         done = sum(write.numel for write in writes.get(name, []))
         if done < total:
-            problems.append(f"parameter {name} {shape}: {total - done} of {total} elements are never written")
+            problems.append(
+                f"parameter {name} {shape}: {total - done} of {total} elements are never written"
+            )
         elif done > total or overlap(writes[name], shape, tensor.stride()):
             problems.append(f"parameter {name} {shape}: some elements are written twice")
     return problems

@@ -1,4 +1,5 @@
-"""Storages that a loader fills from HF tensors while it is recorded: which elements of which HF tensor each holds."""
+"""Storages that a loader fills from HF tensors while it is recorded: which elements of which HF
+tensor each holds."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from megagrpo.weights.copies.views import Untraceable, factor, naming, row_major
 
 
 class JoinedPart(NamedTuple):
-    """A part's share in a cut: `source`, a view of the part, lies in the cut from index `start` along `dim` on."""
+    """A part's share in a cut: `source`, a view of the part, lies in the cut from index `start`
+    along `dim` on."""
 
     source: Tensor
     dim: int
@@ -27,7 +29,8 @@ class Concatenation:
     whole: Tensor
 
     def pieces(self, cut: Tensor, shape: torch.Size) -> list[JoinedPart]:
-        """Returns the parts of `cut`, a range of `whole` in any order of dimensions. Else raises Untraceable."""
+        """Returns the parts of `cut`, a range of `whole` in any order of dimensions. Else raises
+        Untraceable."""
         first, rest = [], int(cut.storage_offset())
         for stride in self.whole.stride():
             first.append(rest // stride)
@@ -45,20 +48,25 @@ class Concatenation:
             if low < high:
                 view = part
                 for dim, size in zip(order, cut.shape, strict=True):
-                    start, count = (low - edge, high - low) if dim == self.dim else (first[dim], size)
+                    start, count = (
+                        (low - edge, high - low) if dim == self.dim else (first[dim], size)
+                    )
                     view = view.narrow(dim, start, count)
                 found.append(JoinedPart(view.permute(order), along, low - begin))
             edge += part.shape[self.dim]
         return found
 
     def _order(self, cut: Tensor, first: list[int]) -> list[int]:
-        """Returns for each dimension of `cut` that of `whole` it runs along, or -1. first: index of its start."""
+        """Returns for each dimension of `cut` that of `whole` it runs along, or -1. first: index of
+        its start."""
         order: list[int] = []
         for size, stride in zip(cut.shape, cut.stride(), strict=True):
             fitting = (
                 dim
                 for dim, step in enumerate(self.whole.stride())
-                if step == stride and dim not in order and first[dim] + size <= self.whole.shape[dim]
+                if step == stride
+                and dim not in order
+                and first[dim] + size <= self.whole.shape[dim]
             )
             order.append(next(fitting, -1))
         return order
@@ -74,7 +82,8 @@ class Computed:
 
 @dataclass(frozen=True)
 class HfView:
-    """Elements of one HF tensor, in an order of iteration: their `offset` and `strides` there, in elements."""
+    """Elements of one HF tensor, in an order of iteration: their `offset` and `strides` there, in
+    elements."""
 
     hf: str
     offset: int
@@ -87,12 +96,14 @@ class Zeros:
 
 
 class TracedStorages:
-    """Storages that a loader makes: views of an HF tensor, concatenations of such views, computed values, zeros."""
+    """Storages that a loader makes: views of an HF tensor, concatenations of such views, computed
+    values, zeros."""
 
     def __init__(self, hf: Mapping[str, Tensor]):
         # A dense storage's elements in order of memory.
         self._known: dict[int, HfView | Concatenation | Computed | Zeros] = {
-            storage_id(t): HfView(name, 0, tuple(t.shape), row_major(tuple(t.shape))) for name, t in hf.items()
+            storage_id(t): HfView(name, 0, tuple(t.shape), row_major(tuple(t.shape)))
+            for name, t in hf.items()
         }
         self._keep: list[Tensor] = []  # a freed storage's address could come back as another tensor
 
@@ -125,7 +136,8 @@ class TracedStorages:
         return known if isinstance(known, Computed) else None
 
     def names(self, tensor: Tensor) -> list[str]:
-        """Returns the HF tensors whose elements a traced tensor or a concatenation of such holds."""
+        """Returns the HF tensors whose elements a traced tensor or a concatenation of such
+        holds."""
         joined = self._known.get(storage_id(tensor))
         parts = joined.parts if isinstance(joined, Concatenation) else [tensor]
         known = [self._known.get(storage_id(part)) for part in parts]
@@ -134,8 +146,12 @@ class TracedStorages:
     def rewrite(self, source: Tensor, dtype: torch.dtype | None) -> Tensor:
         """Returns a new storage with the elements of `source` in the same order."""
         if parts := self.joined_parts(source, source.shape):
-            return self.concatenate([self.rewrite(part.source, dtype) for part in parts], parts[0].dim)
-        out = torch.empty_like(source, dtype=dtype or source.dtype, memory_format=torch.preserve_format)
+            return self.concatenate(
+                [self.rewrite(part.source, dtype) for part in parts], parts[0].dim
+            )
+        out = torch.empty_like(
+            source, dtype=dtype or source.dtype, memory_format=torch.preserve_format
+        )
         if self.is_zero(source):
             self.note_zeros(out)
         elif self.is_traced(source):
@@ -163,7 +179,8 @@ class TracedStorages:
             self.lose(target, [source, target], "a piecewise copy into a temporary")
 
     def joined_parts(self, source: Tensor, shape: torch.Size) -> list[JoinedPart]:
-        """Returns the parts of a view of a concatenation that is copied into this shape, [] for another tensor."""
+        """Returns the parts of a view of a concatenation that is copied into this shape, [] for
+        another tensor."""
         joined = self._known.get(storage_id(source))
         if isinstance(joined, Concatenation) and source.numel():
             try:
@@ -173,11 +190,17 @@ class TracedStorages:
         return []
 
     def hf_view(
-        self, tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], other: tuple[int, ...]
+        self,
+        tensor: Tensor,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        other: tuple[int, ...],
     ) -> tuple[HfView, tuple[int, ...]]:
-        """Returns a traced tensor, read with this shape and these strides, as a view of its HF tensor.
+        """Returns a traced tensor, read with this shape and these strides, as a view of its HF
+        tensor.
 
-        Also the strides, along the dimensions of that view, of a second tensor [*shape] with strides `other`.
+        Also the strides, along the dimensions of that view, of a second tensor [*shape] with
+        strides `other`.
         """
         origin = self._known[storage_id(tensor)]
         assert isinstance(origin, HfView), "the tensor is traced"
@@ -194,13 +217,18 @@ class TracedStorages:
         earlier = list(filter(None, map(self.computed, origins)))
         names = [name for t in origins for name in self.names(t)]
         text = earlier[0].how if earlier else f"{how} of HF tensor {names[0]}"
-        self._known[storage_id(tensor)] = Computed(text, set(names).union(*(part.hf for part in earlier)))
+        self._known[storage_id(tensor)] = Computed(
+            text, set(names).union(*(part.hf for part in earlier))
+        )
 
     def _trace(self, out: Tensor, source: Tensor) -> None:
         self._keep.append(out)
         view, strides = self.hf_view(source, tuple(source.shape), source.stride(), out.stride())
         dense = sorted(zip(strides, view.sizes, view.strides, strict=True), reverse=True)
-        sizes, hf_strides = tuple(size for _, size, _ in dense), tuple(hf_stride for _, _, hf_stride in dense)
+        sizes, hf_strides = (
+            tuple(size for _, size, _ in dense),
+            tuple(hf_stride for _, _, hf_stride in dense),
+        )
         self._known[storage_id(out)] = HfView(view.hf, view.offset, sizes, hf_strides)
 
 

@@ -1,7 +1,8 @@
 """Strided views and boxes: the elements of a tensor that a view touches, in order.
 
-A *box* is a start and a size along each dimension. Copies of weights are kept as boxes of the HF tensor, because boxes
-intersect, subtract and split without looking at elements; `factor` turns any view a loader makes into boxes.
+A *box* is a start and a size along each dimension. Copies of weights are kept as boxes of the HF
+tensor, because boxes intersect, subtract and split without looking at elements; `factor` turns any
+view a loader makes into boxes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,7 +59,9 @@ class Box:
         for k, (low, width) in enumerate(zip(common.start, common.size, strict=True)):
             for a, b in ((start[k], low), (low + width, start[k] + size[k])):
                 if b > a:
-                    rest.append(Box((*start[:k], a, *start[k + 1 :]), (*size[:k], b - a, *size[k + 1 :])))
+                    rest.append(
+                        Box((*start[:k], a, *start[k + 1 :]), (*size[:k], b - a, *size[k + 1 :]))
+                    )
             start[k], size[k] = low, width
         return rest
 
@@ -78,12 +81,17 @@ class Box:
         return tuple(a + n for a, n in zip(self.start, self.size, strict=True))
 
     def __str__(self) -> str:
-        return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(self.start, self.size, strict=True)) + "]"
+        return (
+            "["
+            + ", ".join(f"{a}:{a + n}" for a, n in zip(self.start, self.size, strict=True))
+            + "]"
+        )
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Takes `size` elements, `step` apart along dimension `base`; a step is `scale` steps along the view's `dim`."""
+    """Takes `size` elements, `step` apart along dimension `base`; a step is `scale` steps along the
+    view's `dim`."""
 
     size: int
     base: int
@@ -113,7 +121,9 @@ class ParameterSlice:
     def view(self, parameters: Mapping[str, Tensor]) -> Tensor:
         """Returns the live elements as a view [*size]."""
         parameter = parameters[self.parameter]
-        return parameter.detach().as_strided(self.size, self.strides, parameter.storage_offset() + self.offset)
+        return parameter.detach().as_strided(
+            self.size, self.strides, parameter.storage_offset() + self.offset
+        )
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -124,32 +134,46 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 def factor(
     offset: int, shape: tuple[int, ...], strides: tuple[int, ...], base: tuple[int, ...]
 ) -> tuple[tuple[int, ...], list[Piece]]:
-    """Rewrites a view of a contiguous tensor of shape `base` so that every piece runs along one dimension of `base`.
+    """Rewrites a view of a contiguous tensor of shape `base` so that every piece runs along one
+    dimension of `base`.
 
-    Returns the index in `base` of the view's first element, and the pieces, in the view's order of iteration
-    (dimensions of size 1 give none). Raises Untraceable for views such as a range of a flattened matrix that cuts
-    through its rows.
+    Returns the index in `base` of the view's first element, and the pieces, in the view's order of
+    iteration (dimensions of size 1 give none). Raises Untraceable for views such as a range of a
+    flattened matrix that cuts through its rows.
     """
     base_strides, rest = row_major(base), offset
     first: list[int] = []
     for stride in base_strides:
         first.append(rest // stride)
         rest %= stride
-    reach = list(first)  # per dimension of base the largest index touched so far: below its size there is no carry
+    reach = list(
+        first
+    )  # per dimension of base the largest index touched so far: below its size there is no carry
     pieces: list[Piece] = []
     for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
         inner_first, scale = [], 1
         while size > 1:
-            k = next((k for k, n in enumerate(base) if n > 1 and 0 < base_strides[k] <= stride), None)
+            k = next(
+                (k for k, n in enumerate(base) if n > 1 and 0 < base_strides[k] <= stride), None
+            )
             if k is None or stride % base_strides[k]:
-                raise Untraceable(f"stride {stride} of a view of shape {shape} is no step along a tensor {base}")
+                raise Untraceable(
+                    f"stride {stride} of a view of shape {shape} is no step along a tensor {base}"
+                )
             step = stride // base_strides[k]
             take = size
             if reach[k] + (size - 1) * step >= base[k]:
                 # The view leaves this dimension: it must fill it, and go on in the one before.
                 take = base[k] // step
-                if take < 2 or take * step != base[k] or size % take or reach[k] + (take - 1) * step >= base[k]:
-                    raise Untraceable(f"a view of shape {shape} crosses dimension {k} of a tensor {base} unevenly")
+                if (
+                    take < 2
+                    or take * step != base[k]
+                    or size % take
+                    or reach[k] + (take - 1) * step >= base[k]
+                ):
+                    raise Untraceable(
+                        f"a view of shape {shape} crosses dimension {k} of a tensor {base} unevenly"
+                    )
             inner_first.append(Piece(take, k, step, dim, scale))
             reach[k] += (take - 1) * step
             size, stride, scale = size // take, stride * take, scale * take
@@ -158,12 +182,17 @@ def factor(
 
 
 def split_into_boxes(
-    offset: int, shape: tuple[int, ...], strides: tuple[int, ...], base: tuple[int, ...], other: tuple[int, ...]
+    offset: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    base: tuple[int, ...],
+    other: tuple[int, ...],
 ) -> list[tuple[Box, int, tuple[int, ...]]]:
-    """Returns the boxes of `base` that a view covers, each with offset and strides of its elements in a second view.
+    """Returns the boxes of `base` that a view covers, each with offset and strides of its elements
+    in a second view.
 
-    other: strides of the second view, per dimension of `shape`. The boxes are disjoint if the view touches no element
-    twice.
+    other: strides of the second view, per dimension of `shape`. The boxes are disjoint if the view
+    touches no element twice.
     """
     start, pieces = factor(offset, shape, strides, base)
     boxes = [(list(start), [1] * len(base), 0, [0] * len(base))]
@@ -177,7 +206,9 @@ def split_into_boxes(
                 run = (run[0] * parts.pop(0)[0], 1, run[2])
         elif parts:
             step = parts[0][1]
-            raise Untraceable(f"a view of shape {shape} takes every {step}th element of dimension {k} of {base}")
+            raise Untraceable(
+                f"a view of shape {shape} takes every {step}th element of dimension {k} of {base}"
+            )
         for _, size, _, run_strides in boxes:
             size[k], run_strides[k] = run[0], run[2]
         for count, step, stride in parts:  # not one run in the second view: one box for each
@@ -189,14 +220,21 @@ def split_into_boxes(
     return [(Box(tuple(a), tuple(n)), o, tuple(s)) for a, n, o, s in boxes]
 
 
-def overlap(parts: Sequence[ParameterSlice], shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Returns whether slices share an element of a dense tensor [*shape]. Their sizes sum to the tensor's."""
-    in_memory = tuple(shape[d] for d in sorted(range(len(shape)), key=strides.__getitem__, reverse=True))
+def overlap(
+    parts: Sequence[ParameterSlice], shape: tuple[int, ...], strides: tuple[int, ...]
+) -> bool:
+    """Returns whether slices share an element of a dense tensor [*shape]. Their sizes sum to the
+    tensor's."""
+    in_memory = tuple(
+        shape[d] for d in sorted(range(len(shape)), key=strides.__getitem__, reverse=True)
+    )
     try:
         boxes = [
             box
             for part in parts
-            for box, *_ in split_into_boxes(part.offset, part.size, part.strides, in_memory, (0,) * len(part.size))
+            for box, *_ in split_into_boxes(
+                part.offset, part.size, part.strides, in_memory, (0,) * len(part.size)
+            )
         ]
     except Untraceable:  # interleaved slices are no boxes: count element by element
         count = torch.zeros(prod(shape), dtype=torch.uint8)
@@ -205,4 +243,7 @@ def overlap(parts: Sequence[ParameterSlice], shape: tuple[int, ...], strides: tu
         return bool((count != 1).any())
     low = np.array([b.start for b in boxes]).reshape(len(boxes), -1)
     high = low + np.array([b.size for b in boxes]).reshape(len(boxes), -1)
-    return any(((low[i + 1 :] < high[i]) & (low[i] < high[i + 1 :])).all(axis=1).any() for i in range(len(boxes) - 1))
+    return any(
+        ((low[i + 1 :] < high[i]) & (low[i] < high[i + 1 :])).all(axis=1).any()
+        for i in range(len(boxes) - 1)
+    )

@@ -1,4 +1,5 @@
-"""Batches of recorded copies for one digest call: launches per kind of matrix in a layer, not per expert."""
+"""Batches of recorded copies for one digest call: launches per kind of matrix in a layer, not per
+expert."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,9 +34,11 @@ class _Run(NamedTuple):
 
 
 class CopyBatches:
-    """Batches copies that share box, strides and storage and lie at constant distances, in any parameters.
+    """Batches copies that share box, strides and storage and lie at constant distances, in any
+    parameters.
 
-    specs: with published dtypes. Parameters may move to other storages between two calls; the batches follow.
+    specs: with published dtypes. Parameters may move to other storages between two calls; the
+    batches follow.
     """
 
     def __init__(self, copies: Sequence[Copy], specs: Specs):
@@ -45,15 +48,22 @@ class CopyBatches:
         self._runs: list[_Run] = []
 
     def views(self, parameters: Mapping[str, Tensor]) -> Iterator[LiveBatch]:
-        """Yields every copy once, in the parameters' dtype; in parts if another is published: a cast makes a copy."""
+        """Yields every copy once, in the parameters' dtype; in parts if another is published: a
+        cast makes a copy."""
         layout = {name: _in_memory(parameters[name]) for name in self._parameters}
         if layout != self._layout:
             self._layout, self._runs = layout, self._plan(layout)
         for copy, step, indices in self._runs:
-            parameter, count, dtype = parameters[copy.parameter].detach(), len(indices), self._specs[copy.hf][1]
+            parameter, count, dtype = (
+                parameters[copy.parameter].detach(),
+                len(indices),
+                self._specs[copy.hf][1],
+            )
             first = parameter.storage_offset() + copy.offset
             values = parameter.as_strided((count, *copy.size), (step, *copy.strides), first)
-            at_once = count if values.dtype == dtype else max(1, _CAST_ELEMENTS // max(copy.box.numel, 1))
+            at_once = (
+                count if values.dtype == dtype else max(1, _CAST_ELEMENTS // max(copy.box.numel, 1))
+            )
             for begin in range(0, count, at_once):
                 part = slice(begin, begin + at_once)
                 yield LiveBatch(copy.box, values[part], indices[part], dtype)
@@ -62,7 +72,9 @@ class CopyBatches:
         alike: dict[tuple, list[tuple[int, int]]] = {}
         for index, copy in enumerate(self._copies):
             storage, offset, dtype = layout[copy.parameter]
-            kind = re.sub(r"\d+", "*", copy.hf)  # gate and up of experts take turns in memory: each has its own step
+            kind = re.sub(
+                r"\d+", "*", copy.hf
+            )  # gate and up of experts take turns in memory: each has its own step
             key = storage, dtype, self._specs[copy.hf][1], kind, copy.start, copy.size, copy.strides
             alike.setdefault(key, []).append((offset + copy.offset, index))
         runs = []
@@ -70,12 +82,15 @@ class CopyBatches:
             offsets, indices = zip(*sorted(group), strict=True)
             for run in constant_steps(offsets):
                 step = offsets[run[1]] - offsets[run[0]] if len(run) > 1 else 0
-                runs.append(_Run(self._copies[indices[run[0]]], step, np.array([indices[k] for k in run])))
+                runs.append(
+                    _Run(self._copies[indices[run[0]]], step, np.array([indices[k] for k in run]))
+                )
         return runs
 
 
 def constant_steps(ascending: Sequence[int]) -> Iterator[range]:
-    """Cuts ascending numbers into runs of constant steps, as long as they go, and yields the indices of each."""
+    """Cuts ascending numbers into runs of constant steps, as long as they go, and yields the
+    indices of each."""
     first = 0
     for stop in range(1, len(ascending) + 1):
         steps = [b - a for a, b in pairwise(ascending[max(first, stop - 2) : stop + 1])]

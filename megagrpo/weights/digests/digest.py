@@ -1,37 +1,45 @@
-"""A digest of any slice of a tensor: additive over disjoint slices, and changed by every changed element.
+"""A digest of any slice of a tensor: additive over disjoint slices, and changed by every changed
+element.
 
     digest(slice) = sum over its elements of multiplier(index) * bits, modulo 2^64
 
-`bits` is the element of the published dtype read as a signed integer of its width, `index` its index in the whole HF
-tensor, and multiplier(i, j, ...) = odd_0(i) * odd_1(j) * ..., one odd 64-bit number for every index along every
-dimension: odd_k(i) = mix64(k, i) | 1, where mix64 is the finaliser of splitmix64 (Steele, Lea, Flood 2014).
+`bits` is the element of the published dtype read as a signed integer of its width, `index` its
+index in the whole HF tensor, and multiplier(i, j, ...) = odd_0(i) * odd_1(j) * ..., one odd 64-bit
+number for every index along every dimension: odd_k(i) = mix64(k, i) | 1, where mix64 is the
+finaliser of splitmix64 (Steele, Lea, Flood 2014).
 
 Why that is enough:
 
-- It is a sum over elements, so the digests of disjoint slices add up to that of their union, in any order, and an
-  all-reduce (sum) of the ranks' parts is the digest of the whole. int64 wraps around alike on every device.
-- It is linear: two contents whose bits differ by D(i, j) have digests that differ by sum D(i, j) odd_0(i) odd_1(j), so
-  whether a change is noticed depends only on D. Equal contents have equal digests.
-- A product of odd numbers is odd, hence invertible modulo 2^64: one element whose bits change by d != 0, |d| < 2^64,
-  changes the digest by multiplier * d, which is not 0. No single change goes unnoticed; nor any number of changes in
-  one row (column) whose sum weighted by odd_1 (odd_0) is not 0.
-- Other changes: let 2^t be the largest power of two that divides all of D, and n = 64 - t. For odd numbers drawn
-  uniformly and independently, the chance that the sum vanishes is at most n^(dimensions - 1) * 2^(1 - n):
-  in one dimension some D / 2^t is odd, and its product with an odd number is uniform among the odd residues modulo 2^n.
-  In two, w(i) = sum_j D(i, j) / 2^t odd_1(j) is divisible by 2^k for all i with a chance of at most 2^(1 - k), by the
-  case before; what is left, sum_i w(i) odd_0(i), then vanishes with at most 2^(1 - n + k); summed over k this is
-  n 2^(1 - n). And so on. A generic change has t = 0 (2^-57 for a matrix); the worst are changes of nothing but sign
-  bits: t = 15 for bfloat16 (2^-42) and t = 31 for float32 (2^-26). With 8 bytes t may be 63, where two flipped signs
-  cancel: dtypes that wide are not published.
-- The numbers are not random but fixed, so this says that no change goes unnoticed which has nothing to do with mix64:
-  exchanged elements, rows, columns or blocks, shifts, stale or missing parts. Two structural points: no two indices
-  below 2^20 share their odd number (tested), or exchanged rows would go unnoticed; and dimensions have different
-  numbers, or the transpose of a square matrix would: it changes the digest by the sum over i < j of
-  (a(j, i) - a(i, j)) (odd_0(i) odd_1(j) - odd_0(j) odd_1(i)), 0 for every matrix if odd_0 = odd_1.
+- It is a sum over elements, so the digests of disjoint slices add up to that of their union, in any
+  order, and an all-reduce (sum) of the ranks' parts is the digest of the whole. int64 wraps around
+  alike on every device.
+- It is linear: two contents whose bits differ by D(i, j) have digests that differ by sum D(i, j)
+  odd_0(i) odd_1(j), so whether a change is noticed depends only on D. Equal contents have equal
+  digests.
+- A product of odd numbers is odd, hence invertible modulo 2^64: one element whose bits change by d
+  != 0, |d| < 2^64, changes the digest by multiplier * d, which is not 0. No single change goes
+  unnoticed; nor any number of changes in one row (column) whose sum weighted by odd_1 (odd_0) is
+  not 0.
+- Other changes: let 2^t be the largest power of two that divides all of D, and n = 64 - t. For odd
+  numbers drawn uniformly and independently, the chance that the sum vanishes is at most
+  n^(dimensions - 1) * 2^(1 - n): in one dimension some D / 2^t is odd, and its product with an odd
+  number is uniform among the odd residues modulo 2^n. In two, w(i) = sum_j D(i, j) / 2^t odd_1(j)
+  is divisible by 2^k for all i with a chance of at most 2^(1 - k), by the case before; what is
+  left, sum_i w(i) odd_0(i), then vanishes with at most 2^(1 - n + k); summed over k this is n 2^(1
+  - n). And so on. A generic change has t = 0 (2^-57 for a matrix); the worst are changes of nothing
+  but sign bits: t = 15 for bfloat16 (2^-42) and t = 31 for float32 (2^-26). With 8 bytes t may be
+  63, where two flipped signs cancel: dtypes that wide are not published.
+- The numbers are not random but fixed, so this says that no change goes unnoticed which has nothing
+  to do with mix64: exchanged elements, rows, columns or blocks, shifts, stale or missing parts. Two
+  structural points: no two indices below 2^20 share their odd number (tested), or exchanged rows
+  would go unnoticed; and dimensions have different numbers, or the transpose of a square matrix
+  would: it changes the digest by the sum over i < j of (a(j, i) - a(i, j)) (odd_0(i) odd_1(j) -
+  odd_0(j) odd_1(i)), 0 for every matrix if odd_0 = odd_1.
 - Exchanged tensors (experts, layers) are noticed because every HF tensor has a digest of its own.
 
-Why it is fast: the multiplier is a product, so a matrix needs one multiplication and one sum along its rows, and then
-the same for the vector of row sums, instead of a hash for every element. On CUDA one Triton kernel does both.
+Why it is fast: the multiplier is a product, so a matrix needs one multiplication and one sum along
+its rows, and then the same for the vector of row sums, instead of a hash for every element. On CUDA
+one Triton kernel does both.
 """
 
 import importlib.util
@@ -53,7 +61,8 @@ def slice_digest(values: Tensor, box: Box) -> Tensor:
 
 
 def batched_digest(values: Tensor, box: Box) -> Tensor:
-    """Returns the digests of one box of k HF tensors, int64 [k]. values: [k, *box.size] as published, any strides."""
+    """Returns the digests of one box of k HF tensors, int64 [k]. values: [k, *box.size] as
+    published, any strides."""
     assert tuple(values.shape[1:]) == box.size, (values.shape, box)
     bits = values.view(_INTEGERS[values.element_size()])
     if not box.size:
@@ -62,33 +71,46 @@ def batched_digest(values: Tensor, box: Box) -> Tensor:
         from megagrpo.weights.digests.triton_kernel import fused_digest
 
         done = min(2, len(box.size))
-        sums = fused_digest(bits, *(index_seed(box.start[k], k) for k in range(len(box.size))[-done:]))
+        sums = fused_digest(
+            bits, *(index_seed(box.start[k], k) for k in range(len(box.size))[-done:])
+        )
     else:
         done, columns = 1, len(box.size) - 1
-        sums = _row_sums(bits, _odd(box.start[-1], box.size[-1], columns, bits.device, _stream(bits)))
+        sums = _row_sums(
+            bits, _odd(box.start[-1], box.size[-1], columns, bits.device, _stream(bits))
+        )
     for k in reversed(range(len(box.size) - done)):
         sums = (sums * _odd(box.start[k], box.size[k], k, bits.device, _stream(bits))).sum(-1)
     return sums
 
 
 def index_seed(start: int, dimension: int) -> int:
-    """Returns the int64 to which an index, counted from `start` on along a dimension, is added before mix64."""
+    """Returns the int64 to which an index, counted from `start` on along a dimension, is added
+    before mix64."""
     return _signed((start + (dimension + 1) * 0x9E3779B97F4A7C15) % 2**64)
 
 
 def _row_sums(bits: Tensor, columns: Tensor) -> Tensor:
-    """Returns sum_j bits[..., j] * columns[j], int64 [...]. bits [..., n] of any integer width, columns [n] int64."""
+    """Returns sum_j bits[..., j] * columns[j], int64 [...]. bits [..., n] of any integer width,
+    columns [n] int64."""
     chunk = max(_CUDA_CHUNK if bits.is_cuda else _CHUNK, len(columns))
     sums = torch.empty(bits.shape[:-1], dtype=torch.int64, device=bits.device)
-    # One buffer for all chunks: a new one for each may come from the system, with a page fault for every 4 KiB.
+    # One buffer for all chunks: a new one for each may come from the system, with a page fault for
+    # every 4 KiB.
     buffer = torch.empty(min(chunk, bits.numel()), dtype=torch.int64, device=bits.device)
 
     def sum_into(sums: Tensor, bits: Tensor) -> None:
         if bits.numel() <= len(buffer):
-            torch.sum(buffer[: bits.numel()].view(bits.shape).copy_(bits).mul_(columns), -1, out=sums)
+            torch.sum(
+                buffer[: bits.numel()].view(bits.shape).copy_(bits).mul_(columns), -1, out=sums
+            )
         else:
             rows = max(1, len(buffer) // bits[0].numel())
-            parts = [(sums[0], bits[0])] if len(bits) == 1 else zip(sums.split(rows), bits.split(rows), strict=True)
+            parts = (
+                [(sums[0], bits[0])]
+                if len(bits) == 1
+                else zip(sums.split(rows), bits.split(rows), strict=True)
+            )
             for part in parts:
                 sum_into(*part)
 

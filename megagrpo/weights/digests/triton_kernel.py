@@ -1,6 +1,8 @@
-"""The digest of a batch of slices in one kernel: reads every element once, writes one sum for each block of rows.
+"""The digest of a batch of slices in one kernel: reads every element once, writes one sum for each
+block of rows.
 
-Multipliers (see digest.py) are computed in registers, once for a column of a whole block of rows. Needs Triton.
+Multipliers (see digest.py) are computed in registers, once for a column of a whole block of rows.
+Needs Triton.
 """
 
 from contextlib import nullcontext
@@ -15,18 +17,23 @@ _MAX_ROWS = 16  # of a tile, which share a column's multiplier
 
 
 def fused_digest(bits: Tensor, *seeds: int) -> Tensor:
-    """Returns the sums of bits times their multipliers over the last one or two dimensions, int64 [...].
+    """Returns the sums of bits times their multipliers over the last one or two dimensions, int64
+    [...].
 
-    bits: signed integers of any width and strides, [..., n] with one seed or [..., rows, columns] with two; `seeds`:
-    digest.index_seed of these dimensions.
+    bits: signed integers of any width and strides, [..., n] with one seed or [..., rows, columns]
+    with two; `seeds`: digest.index_seed of these dimensions.
     """
     weigh_rows = len(seeds) == 2
     lead = bits.shape[: -len(seeds)]
     if not bits.numel():
         return torch.zeros(lead, dtype=torch.int64, device=bits.device)
-    matrices = bits.reshape(-1, bits.shape[-2] if weigh_rows else 1, bits.shape[-1])  # a view, except for odd 3-D boxes
+    matrices = bits.reshape(
+        -1, bits.shape[-2] if weigh_rows else 1, bits.shape[-1]
+    )  # a view, except for odd 3-D boxes
     row_seed, column_seed = seeds if weigh_rows else (0, *seeds)
-    if weigh_rows and matrices.stride(1) < matrices.stride(2):  # neighbours in memory must be neighbours in a tile
+    if weigh_rows and matrices.stride(1) < matrices.stride(
+        2
+    ):  # neighbours in memory must be neighbours in a tile
         matrices, row_seed, column_seed = matrices.transpose(1, 2), column_seed, row_seed
     batch, rows, columns = matrices.shape
     tile_rows = min(_MAX_ROWS, triton.next_power_of_2(rows))
@@ -59,7 +66,9 @@ def _odd_number(index, seed):
     return x.to(tl.int64, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["rows", "row_blocks", "row_seed", "column_seed"])  # compiles for few kinds of sizes
+@triton.jit(
+    do_not_specialize=["rows", "row_blocks", "row_seed", "column_seed"]
+)  # compiles for few kinds of sizes
 def _block_sums(
     bits,  # [batch, rows, columns]
     sums,  # [batch, row_blocks] int64
@@ -71,7 +80,7 @@ def _block_sums(
     column_stride,
     row_seed,
     column_seed,
-    WEIGH_ROWS: tl.constexpr,  # noqa: N803  # Triton writes what is known when it compiles in capitals
+    WEIGH_ROWS: tl.constexpr,  # noqa: N803  # Triton writes compile-time constants in capitals
     ROWS: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
 ):

@@ -1,4 +1,5 @@
-"""What an engine's model holds besides its recorded parameters: buffers and matrices derived from weights."""
+"""What an engine's model holds besides its recorded parameters: buffers and matrices derived from
+weights."""
 
 from collections.abc import Iterator
 
@@ -15,21 +16,28 @@ def live_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def random_buffers(model: torch.nn.Module, recording: Recording) -> list[str]:
-    """Returns a line for each buffer that a dummy start fills with random values and no HF tensor overwrites."""
-    # SGLang's initialize_dummy_weights fills the state dict, which leaves out non-persistent buffers.
+    """Returns a line for each buffer that a dummy start fills with random values and no HF tensor
+    overwrites."""
+    # SGLang's initialize_dummy_weights fills the state dict, which leaves out non-persistent
+    # buffers.
     persistent = model.state_dict()
-    filled = {copy.parameter for copy in recording.copies} | {fill.parameter for fill in recording.fills}
+    filled = {copy.parameter for copy in recording.copies} | {
+        fill.parameter for fill in recording.fills
+    }
     return [
-        f"buffer {name} {tuple(buffer.shape)}: random since the start; set rollout.load_format: model"
+        f"buffer {name} {tuple(buffer.shape)}: random since the start; set rollout.load_format: "
+        "model"
         for name, buffer in model.named_buffers()
         if name in persistent and buffer.is_floating_point() and name not in filled
     ]
 
 
 def cache_scales(model: torch.nn.Module) -> Iterator[Fill]:
-    """Yields the scales by which an FP8 model's attention would multiply cached keys and values, as constants of 1.
+    """Yields the scales by which an FP8 model's attention would multiply cached keys and values, as
+    constants of 1.
 
-    Some models of SGLang have these parameters. No published tensor fills them, and the cache stays in bfloat16.
+    Some models of SGLang have these parameters. No published tensor fills them, and the cache stays
+    in bfloat16.
     """
     for path, module in model.named_modules():
         for name in ("k_scale", "v_scale"):
@@ -40,7 +48,8 @@ def cache_scales(model: torch.nn.Module) -> Iterator[Fill]:
 def random_cache_scales(model: torch.nn.Module) -> list[str]:
     """Returns a line for each of `cache_scales` that attention uses as another number.
 
-    A dummy start draws them, and SGLang replaces negative draws by 1. Captured CUDA graphs may hold the number.
+    A dummy start draws them, and SGLang replaces negative draws by 1. Captured CUDA graphs may hold
+    the number.
     """
     return [
         f"{path}.{name} = {value}: drawn at random at the start, and a publish does not reach it"
@@ -51,7 +60,8 @@ def random_cache_scales(model: torch.nn.Module) -> list[str]:
 
 
 def derived_tensors(model: torch.nn.Module) -> list[str]:
-    """Returns the matrices besides parameters and buffers, perhaps computed from weights: no digest covers them."""
+    """Returns the matrices besides parameters and buffers, perhaps computed from weights: no digest
+    covers them."""
     storages = {t.untyped_storage()._cdata for t in live_tensors(model).values()}
     found = []
     for path, module in model.named_modules():
@@ -63,7 +73,8 @@ def derived_tensors(model: torch.nn.Module) -> list[str]:
 
 
 def copies_of_the_start(model: torch.nn.Module) -> list[str]:
-    """Returns a line for each matrix that SGLang gathers over ranks once, at the start of an engine."""
+    """Returns a line for each matrix that SGLang gathers over ranks once, at the start of an
+    engine."""
     return [
         f"{path}.{name}: no publish brings it up to date; leave out --dcp-replicate-q-proj"
         for path, module in model.named_modules()
@@ -73,12 +84,12 @@ def copies_of_the_start(model: torch.nn.Module) -> list[str]:
 
 
 def absorbed_matrices(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yields name, live values and expected values of the matrices that replace kv_b_proj in latent attention:
-    w_kc [heads, nope, rank] and w_vc [heads, rank, v].
+    """Yields name, live values and expected values of the matrices that replace kv_b_proj in latent
+    attention: w_kc [heads, nope, rank] and w_vc [heads, rank, v].
 
-    SGLang copies them from kv_b_proj.weight [heads * (nope + v), rank] at the end of load_weights and in
-    post_load_weights; an FP8 one times its scales, in bfloat16 (block_quant_dequant). Left out: matrices that it
-    computes in another way.
+    SGLang copies them from kv_b_proj.weight [heads * (nope + v), rank] at the end of load_weights
+    and in post_load_weights; an FP8 one times its scales, in bfloat16 (block_quant_dequant). Left
+    out: matrices that it computes in another way.
     """
     for path, module in model.named_modules():
         keys, values = getattr(module, "w_kc", None), getattr(module, "w_vc", None)
@@ -87,7 +98,12 @@ def absorbed_matrices(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Ten
         if keys is not None and weight is not None and weight.dtype == FP8:
             scales = projection.weight_scale_inv  # type: ignore[union-attr]  # beside every FP8 weight
             weight = dequantise(weight, (0, 0), scales).bfloat16().to(keys.dtype)
-        if keys is None or values is None or weight is None or not keys.dtype == values.dtype == weight.dtype:
+        if (
+            keys is None
+            or values is None
+            or weight is None
+            or not keys.dtype == values.dtype == weight.dtype
+        ):
             continue
         heads = weight.detach().unflatten(0, (len(keys), -1))  # [heads, nope + v, rank]
         nope, v = keys.shape[1], values.shape[2]

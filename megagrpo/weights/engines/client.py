@@ -36,8 +36,8 @@ class EngineRefused(RuntimeError):
 class EngineConnection:
     """A connection to one incarnation of an engine with `tp` ranks. Every publish sets `deadline`.
 
-    patience_s: seconds that a healthy engine may need for an idle call, or for one forward pass. on_call: called after
-    each call.
+    patience_s: seconds that a healthy engine may need for an idle call, or for one forward pass.
+    on_call: called after each call.
     """
 
     def __init__(
@@ -52,22 +52,31 @@ class EngineConnection:
         self.id, self.url, self.incarnation = info.id, info.url, info.incarnation
         self.tp = tp
         self.deadline = Deadline(0)
-        self.slices: list[list[Copy]] = []  # by rank, filled by `record`: what its parameters hold of which HF tensor
+        self.slices: list[
+            list[Copy]
+        ] = []  # by rank, filled by `record`: what its parameters hold of which HF tensor
         self.kind = -1  # index of `slices` in EngineFleet.kinds
         self.emptied = False  # whether the exchange has emptied its caches
         self.places: list[Place] = []  # by rank, filled by `record`: where it runs
-        self.together: set[tuple[str, ...]] = set()  # likewise: names of HF tensors that one load_weights must bring
+        self.together: set[tuple[str, ...]] = (
+            set()
+        )  # likewise: names of HF tensors that one load_weights must bring
         self._asked: list[str] = []  # the calls that it has not answered yet; several threads call
         self.address = mailbox.address  # of this host, as the engine reaches it
         self.mailbox, self._patience_s = mailbox, patience_s
-        self.has_draft = False  # whether it speculates: SGLang then passes requests to both models, the draft's last
-        self._sockets: list[socket.socket] = []  # of the HTTP connections, one for each call at a time
+        # whether it speculates: SGLang then passes requests to both models, the draft's last
+        self.has_draft = False
+        self._sockets: list[
+            socket.socket
+        ] = []  # of the HTTP connections, one for each call at a time
         self._closed, self._lock, self._on_call = False, threading.Lock(), on_call
         self._http = httpx.Client(
             base_url=info.url,
             trust_env=False,
             headers={"Authorization": f"Bearer {api_key}"},
-            limits=httpx.Limits(max_keepalive_connections=0),  # or a call may close a connection that another was given
+            limits=httpx.Limits(
+                max_keepalive_connections=0
+            ),  # or a call may close a connection that another was given
         )
 
     def __str__(self) -> str:
@@ -83,11 +92,14 @@ class EngineConnection:
         """Returns `patience_s`, or what is left of the deadline if that is less, in seconds."""
         return min(self._patience_s, self.deadline.left)
 
-    def post(self, path: str, body: dict | None = None, timeout_s: float | None = None, name: str = "") -> None:
-        """Posts and requires success. Raises EngineDown for a timeout, EngineRefused for an error status.
+    def post(
+        self, path: str, body: dict | None = None, timeout_s: float | None = None, name: str = ""
+    ) -> None:
+        """Posts and requires success. Raises EngineDown for a timeout, EngineRefused for an error
+        status.
 
-        timeout_s: by default the rest of the deadline. name: for the timeline, by default the path. The answer's text
-        is ignored: none carries the result of a custom weight loader.
+        timeout_s: by default the rest of the deadline. name: for the timeline, by default the path.
+        The answer's text is ignored: none carries the result of a custom weight loader.
         """
         timeout_s = timeout_s or self.deadline.left
         timeout = httpx.Timeout(timeout_s, connect=min(_CONNECT_S, timeout_s))
@@ -96,14 +108,20 @@ class EngineConnection:
         self._asked.append(path)
         start = time.time()
         try:
-            response = self._http.post(path, json=body or {}, timeout=timeout, extensions={"trace": self._trace})
+            response = self._http.post(
+                path, json=body or {}, timeout=timeout, extensions={"trace": self._trace}
+            )
         except httpx.HTTPError as exc:
-            raise EngineDown(f"{self} does not answer {path} ({type(exc).__name__}: {exc})") from exc
+            raise EngineDown(
+                f"{self} does not answer {path} ({type(exc).__name__}: {exc})"
+            ) from exc
         finally:
             self._asked.remove(path)
             self._on_call(self.id, name or path.strip("/"), start, time.time())
         if response.status_code != 200:
-            raise EngineRefused(f"{self} refuses {path}: {response.status_code} {response.text[:1000]}")
+            raise EngineRefused(
+                f"{self} refuses {path}: {response.status_code} {response.text[:1000]}"
+            )
 
     def pause(self) -> None:
         """Stops sampling; what is in flight is retracted and sampled again after `resume`."""
@@ -111,7 +129,11 @@ class EngineConnection:
 
     def resume(self, version: int) -> None:
         """Names the weights and goes on sampling."""
-        self.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, self.patience)
+        self.post(
+            "/update_weight_version",
+            {"new_version": str(version), "abort_all_requests": False},
+            self.patience,
+        )
         self.post("/continue_generation", timeout_s=self.patience)
 
     def begin(self) -> None:
@@ -122,59 +144,96 @@ class EngineConnection:
         """Closes the session; the engine may process the loaded weights."""
         self.post("/end_weight_update")
 
-    def record(self, specs: Specs, past_loader: bool, dummy_start: bool, forgets: bool = False) -> None:
-        """Records the copy list of every rank. specs: with published dtypes. past_loader: see Transport.
+    def record(
+        self, specs: Specs, past_loader: bool, dummy_start: bool, forgets: bool = False
+    ) -> None:
+        """Records the copy list of every rank. specs: with published dtypes. past_loader: see
+        Transport.
 
-        dummy_start: the engine started with random values, also in buffers of its checkpoint. forgets: it loses all but
-        its buffers in its sleep. Raises RuntimeError naming parameters that these tensors do not fill, or buffers that
-        cannot be updated.
+        dummy_start: the engine started with random values, also in buffers of its checkpoint.
+        forgets: it loses all but its buffers in its sleep. Raises RuntimeError naming parameters
+        that these tensors do not fill, or buffers that cannot be updated.
         """
-        message = {name: (shape, str(dtype).removeprefix("torch.")) for name, (shape, dtype) in specs.items()}
+        message = {
+            name: (shape, str(dtype).removeprefix("torch."))
+            for name, (shape, dtype) in specs.items()
+        }
         key = self.mailbox.put("specs", message)
         request = {"specs": key, "allow_computed": past_loader, "dummy_start": dummy_start}
         answers = self.ask("record", [request] * self.tp)
         self.mailbox.store.delete_key(key)
-        if problems := [f"rank {rank}: {line}" for rank, answer in enumerate(answers) for line in answer["problems"]]:
-            raise RuntimeError(f"{self} has parameters that the published tensors do not fill:\n" + "\n".join(problems))
+        if problems := [
+            f"rank {rank}: {line}"
+            for rank, answer in enumerate(answers)
+            for line in answer["problems"]
+        ]:
+            raise RuntimeError(
+                f"{self} has parameters that the published tensors do not fill:\n"
+                + "\n".join(problems)
+            )
 
-        def copy(hf: str, start: list, size: list, parameter: str, offset: int, strides: list) -> Copy:
+        def copy(
+            hf: str, start: list, size: list, parameter: str, offset: int, strides: list
+        ) -> Copy:
             return Copy(hf, tuple(start), tuple(size), parameter, offset, tuple(strides))
 
         self.slices = [[copy(*one) for one in answer["copies"]] for answer in answers]
         self.places = [Place(*answer["place"]) for answer in answers]
         self.together = {tuple(names) for answer in answers for names in answer["together"]}
-        if computed := {f"{name} from {how}" for answer in answers for name, how in answer["computed"].items()}:
+        if computed := {
+            f"{name} from {how}" for answer in answers for name, how in answer["computed"].items()
+        }:
             lines = ", ".join(sorted(computed))
-            print(f"{self}: not copied but computed by its loader, which gets whole tensors: {lines}")
+            print(
+                f"{self}: not copied but computed by its loader, which gets whole tensors: {lines}"
+            )
         derived = {name for answer in answers for name in answer["derived"]}
         if derived and past_loader and not answers[0]["post_load"]:
             raise RuntimeError(
-                f"{self} holds, besides parameters and buffers, {', '.join(sorted(derived))}, perhaps computed from "
-                "weights on loading, and its model has no post_load_weights: use weights.transport: broadcast"
+                f"{self} holds, besides parameters and buffers, {', '.join(sorted(derived))}, "
+                "perhaps computed from "
+                "weights on loading, and its model has no post_load_weights: use "
+                "weights.transport: broadcast"
             )
-        if unknown := {name for answer in answers for name in answer["derived"] if name not in answer["proven"]}:
+        if unknown := {
+            name for answer in answers for name in answer["derived"] if name not in answer["proven"]
+        }:
             names = ", ".join(sorted(unknown))
             if forgets:
                 raise RuntimeError(
-                    f"{self} would lose {names} in its sleep, and no publish brings them back: give engines of this "
+                    f"{self} would lose {names} in its sleep, and no publish brings them back: "
+                    "give engines of this "
                     "model GPUs of their own (rollout.colocate, rollout.lend_trainers)"
                 )
             if any(dtype == torch.float8_e4m3fn for _, dtype in specs.values()):
-                raise RuntimeError(f"{self} holds {names} besides FP8 parameters, and no digest covers them")
-            print(f"{self}: no digest covers {names}, which it holds besides parameters and buffers", flush=True)
+                raise RuntimeError(
+                    f"{self} holds {names} besides FP8 parameters, and no digest covers them"
+                )
+            print(
+                f"{self}: no digest covers {names}, which it holds besides parameters and buffers",
+                flush=True,
+            )
 
     def digests(self, flush: bool) -> tuple[list[np.ndarray], list[str]]:
-        """Returns live digests, by rank as `slices`, and problems. flush: the engine also empties its cache of keys."""
+        """Returns live digests, by rank as `slices`, and problems. flush: the engine also empties
+        its cache of keys."""
         answers = self.ask("digest", [{}] * self.tp, flush)
-        problems = [f"{self} rank {rank}: {line}" for rank, answer in enumerate(answers) for line in answer["problems"]]
-        return [np.frombuffer(base64.b64decode(answer["digests"]), dtype="<i8") for answer in answers], problems
+        problems = [
+            f"{self} rank {rank}: {line}"
+            for rank, answer in enumerate(answers)
+            for line in answer["problems"]
+        ]
+        return [
+            np.frombuffer(base64.b64decode(answer["digests"]), dtype="<i8") for answer in answers
+        ], problems
 
     def close(self) -> None:
-        """Cuts the HTTP connections, whatever state the engine is in; a call under way raises EngineDown."""
+        """Cuts the HTTP connections, whatever state the engine is in; a call under way raises
+        EngineDown."""
         self._closed = True
         if self.asked and self._sockets:
-            # Not closed: this would not wake the thread that reads from it, which might then read from the next socket
-            # that gets its number. That thread closes it.
+            # Not closed: this would not wake the thread that reads from it, which might then read
+            # from the next socket that gets its number. That thread closes it.
             for connection in self._sockets:
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
@@ -185,18 +244,30 @@ class EngineConnection:
         """Stores the socket of a new connection; httpx exposes it nowhere else."""
         if event == "connection.connect_tcp.complete":
             with self._lock:
-                still_open = [connection for connection in self._sockets if connection.fileno() >= 0]
+                still_open = [
+                    connection for connection in self._sockets if connection.fileno() >= 0
+                ]
                 self._sockets = [*still_open, info["return_value"].get_extra_info("socket")]
 
-    def ask(self, operation: str, requests: Sequence[Mapping[str, object]], flush: bool = False) -> list[dict]:
+    def ask(
+        self, operation: str, requests: Sequence[Mapping[str, object]], flush: bool = False
+    ) -> list[dict]:
         """Runs an operation of loader.py on every rank, inside a weight-update session of its own.
 
-        requests: one for each rank. flush: empties the KV cache too. Returns answers by rank. Raises EngineDown if
-        one does not come, RuntimeError with the traceback of a rank in which the operation failed.
+        requests: one for each rank. flush: empties the KV cache too. Returns answers by rank.
+        Raises EngineDown if one does not come, RuntimeError with the traceback of a rank in which
+        the operation failed.
         """
         keys = [self.mailbox.new_key(f"{operation}/{self.id}") for _ in range(self.tp)]
-        base = {"operation": operation, "mailbox": [self.address, self.mailbox.port], "draft": self.has_draft}
-        payloads = [_pickled({**base, **request, "reply": key}) for request, key in zip(requests, keys, strict=True)]
+        base = {
+            "operation": operation,
+            "mailbox": [self.address, self.mailbox.port],
+            "draft": self.has_draft,
+        }
+        payloads = [
+            _pickled({**base, **request, "reply": key})
+            for request, key in zip(requests, keys, strict=True)
+        ]
         self.begin()
         self.post(
             "/update_weights_from_tensor",
@@ -214,7 +285,8 @@ class EngineConnection:
                 answers.append(self.mailbox.take(key, min(_ANSWER_S, self.deadline.left)))
             except torch.distributed.DistStoreError as exc:
                 raise EngineDown(
-                    f"rank 0 waits for the {operation} of {self} rank {rank}: none after {_ANSWER_S:.0f} s"
+                    f"rank 0 waits for the {operation} of {self} rank {rank}: none after "
+                    f"{_ANSWER_S:.0f} s"
                 ) from exc
         self.end()
         for rank, answer in enumerate(answers):
@@ -224,6 +296,7 @@ class EngineConnection:
 
 
 def _pickled(request: dict) -> str:
-    # Plain pickle carries the bytes; torch's own ForkingPickler would pass a shared-memory handle of this host.
+    # Plain pickle carries the bytes; torch's own ForkingPickler would pass a shared-memory handle
+    # of this host.
     tensor = torch.frombuffer(bytearray(encode(request)), dtype=torch.uint8)
     return base64.b64encode(pickle.dumps([("request", tensor)])).decode()

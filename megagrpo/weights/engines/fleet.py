@@ -27,7 +27,8 @@ class EngineRegistry(Protocol):
         """Returns all engines, whatever state they are in."""
 
     def begin_update(self, engine_id: str, incarnation: int) -> bool:
-        """Announces that weights are about to change. Returns False if this incarnation has died meanwhile."""
+        """Announces that weights are about to change. Returns False if this incarnation has died
+        meanwhile."""
 
     def wake(self, engine_id: str, incarnation: int) -> bool:
         """Gives an engine on trainers' GPUs its cache back. Returns False likewise."""
@@ -40,7 +41,8 @@ class EngineRegistry(Protocol):
 
 
 class EngineSubset:
-    """The engines of a registry whose ids `wanted` accepts: those on the trainers' GPUs, or the others."""
+    """The engines of a registry whose ids `wanted` accepts: those on the trainers' GPUs, or the
+    others."""
 
     def __init__(self, registry: EngineRegistry, wanted: Callable[[str], bool]):
         self._registry, self._wanted, self.api_key = registry, wanted, registry.api_key
@@ -55,8 +57,9 @@ class EngineSubset:
 class EngineFleet:
     """Connections to all engines, and calls to those of the current *round*.
 
-    A round is the set of engines that are opened, updated and verified together. Only `each`, `alive`, `kinds`,
-    `waiting` and `close` are for all ranks; on ranks other than 0 there are no connections and the round is empty.
+    A round is the set of engines that are opened, updated and verified together. Only `each`,
+    `alive`, `kinds`, `waiting` and `close` are for all ranks; on ranks other than 0 there are no
+    connections and the round is empty.
     on_call, patience_s: see EngineConnection.
     """
 
@@ -69,10 +72,19 @@ class EngineFleet:
         on_call: OnCall,
         patience_s: float,
     ):
-        self._config, self._registry, self._specs, self._transport = config, registry, specs, transport
+        self._config, self._registry, self._specs, self._transport = (
+            config,
+            registry,
+            specs,
+            transport,
+        )
         self._on_call, self._patience_s = on_call, patience_s
-        self.kinds: list[list[list[Copy]]] = []  # distinct copy lists of engines, each by engine rank; see Exchange
-        self._connections: dict[str, EngineConnection] = {}  # by engine id, kept from publish to publish
+        self.kinds: list[
+            list[list[Copy]]
+        ] = []  # distinct copy lists of engines, each by engine rank; see Exchange
+        self._connections: dict[
+            str, EngineConnection
+        ] = {}  # by engine id, kept from publish to publish
         self._round: list[str] = []
         self._lost: dict[str, EngineDown] = {}  # died in this publish and are not back
         self._mailbox: Mailbox | None = None  # opened towards the first engine
@@ -84,10 +96,11 @@ class EngineFleet:
         return [self._connections[id] for id in self._round if id not in self._lost]
 
     def choose(self, only: list[str] | None, deadline: Deadline) -> list[str]:
-        """Begins a publish: waits until the service has enough usable engines, and returns their ids.
+        """Begins a publish: waits until the service has enough usable engines, and returns their
+        ids.
 
-        Engines of `only` that died or were drained meanwhile are left out: they get their weights after their restart.
-        Raises TimeoutError with the state of every engine.
+        Engines of `only` that died or were drained meanwhile are left out: they get their weights
+        after their restart. Raises TimeoutError with the state of every engine.
         """
         self._lost.clear()
         wanted = self._config.rollout.min_healthy_engines
@@ -98,13 +111,16 @@ class EngineFleet:
         return [id for id in usable if only is None or id in only]
 
     def open(self, ids: list[str], deadline: Deadline, writing: bool) -> None:
-        """Begins a round with those of `ids` that the service still lists: connects, pauses, records new copy lists.
+        """Begins a round with those of `ids` that the service still lists: connects, pauses,
+        records new copy lists.
 
         writing: whether their weights are about to change, which the service must know.
         """
         infos = {info.id: info for info in self._registry.engines()}
         for id, connection in list(self._connections.items()):
-            if id not in infos or connection.incarnation != infos[id].incarnation:  # drained, or started again
+            if (
+                id not in infos or connection.incarnation != infos[id].incarnation
+            ):  # drained, or started again
                 self._end(self._connections.pop(id))
         self._round = [id for id in ids if id in infos]
         for id in self._round:
@@ -118,21 +134,30 @@ class EngineFleet:
                 raise EngineDown(f"{engine} died before it could be updated")
             engine.pause()
             if not engine.slices:
-                with suppress(EngineRefused):  # unless earlier trainers died in an update, which would block this one
+                with suppress(
+                    EngineRefused
+                ):  # unless earlier trainers died in an update, which would block this one
                     engine.end()
                 rollout = self._config.rollout
                 forgets = rollout.is_beside_trainers(engine.id)
-                engine.record(self._specs, self._transport.past_loader, rollout.load_format == "dummy", forgets)
+                engine.record(
+                    self._specs,
+                    self._transport.past_loader,
+                    rollout.load_format == "dummy",
+                    forgets,
+                )
 
         self.each(open_one)
 
     def limit(self) -> None:
-        """Gives the engines half of the time that is left: one that hangs must leave time to restart it."""
+        """Gives the engines half of the time that is left: one that hangs must leave time to
+        restart it."""
         for engine in self.alive:
             engine.deadline = Deadline(self._deadline.left / 2)
 
     def each(self, work: Callable[[EngineConnection], object]) -> None:
-        """Runs `work` for every living engine in threads. Reports engines that raise EngineDown; raises other errors"""
+        """Runs `work` for every living engine in threads. Reports engines that raise EngineDown;
+        raises other errors"""
         if not self.alive:
             return
         errors = []
@@ -148,7 +173,8 @@ class EngineFleet:
             raise errors[0] if len(errors) == 1 else RuntimeError("\n".join(map(repr, errors)))
 
     def admit(self, engine: EngineConnection, version: int) -> None:
-        """Gives a verified engine its cache back if it slept, its version, and requests. Raises EngineDown."""
+        """Gives a verified engine its cache back if it slept, its version, and requests. Raises
+        EngineDown."""
         beside = self._config.rollout.is_beside_trainers(engine.id)
         if beside and not self._registry.wake(engine.id, engine.incarnation):
             raise EngineDown(f"{engine} did not get its cache back")
@@ -157,17 +183,22 @@ class EngineFleet:
             raise EngineDown(f"{engine} died after it was verified")
 
     def wait_for_lost(self, version: int, deadline: Deadline) -> list[str]:
-        """Returns the ids that a further round must update: none, unless too few engines hold `version`.
+        """Returns the ids that a further round must update: none, unless too few engines hold
+        `version`.
 
-        Engines that died in this publish come back with their old weights. If enough others are ready, this does not
-        wait: the rollout refreshes them. Raises TimeoutError with the state of every engine and why they died.
+        Engines that died in this publish come back with their old weights. If enough others are
+        ready, this does not wait: the rollout refreshes them. Raises TimeoutError with the state of
+        every engine and why they died.
         """
         wanted = self._config.rollout.min_healthy_engines
         back: list[str] = []
 
         def what() -> str:
             reasons = "; ".join(map(str, self._lost.values()))
-            return f"{wanted} engines to restart and take version {version}; they died because: {reasons}"
+            return (
+                f"{wanted} engines to restart and take version {version}; they died because: "
+                f"{reasons}"
+            )
 
         for infos in self._listed(deadline, what) if self._lost else ():
             if sum(info.state == "ready" for info in infos) >= wanted:
@@ -178,12 +209,15 @@ class EngineFleet:
         return back
 
     def _listed(self, deadline: Deadline, what: Callable[[], str]) -> Iterator[list[EngineInfo]]:
-        """Yields the service's record of all engines again and again; after the deadline TimeoutError with `what`."""
+        """Yields the service's record of all engines again and again; after the deadline
+        TimeoutError with `what`."""
         while True:
             infos = self._registry.engines()
             yield infos
             if deadline.over:
-                states = {info.id: f"{info.state}, incarnation {info.incarnation}" for info in infos}
+                states = {
+                    info.id: f"{info.state}, incarnation {info.incarnation}" for info in infos
+                }
                 limit = f"{deadline.seconds:.0f} s (weights.timeout_s)"
                 raise TimeoutError(f"rank 0 waited {limit} for {what()}; states: {states}")
             time.sleep(_POLL_S)
@@ -194,7 +228,8 @@ class EngineFleet:
         return ", ".join(f"{engine} to answer {engine.asked}" for engine in engines if engine.asked)
 
     def close(self) -> None:
-        """Ends all connections, after the transport's `leave`. The engines stay as they are; a dead one is no error."""
+        """Ends all connections, after the transport's `leave`. The engines stay as they are; a dead
+        one is no error."""
         for engine in self._connections.values():
             engine.deadline = Deadline(_LEAVE_S)
             with suppress(EngineDown, EngineRefused):

@@ -1,8 +1,9 @@
 """Formats of an engine rank's live parameters: whether each has the published one.
 
-What SGLang 0.5.21 does with FP8 in blocks after loading (process_weights_after_loading): on Hopper nothing; before, it
-packs values for Marlin (another dtype); on Blackwell DeepGEMM rounds scales to powers of two (`format_ue8m0`), values
-with them. The last two are refused here: no publish writes what they leave.
+What SGLang 0.5.21 does with FP8 in blocks after loading (process_weights_after_loading): on Hopper
+nothing; before, it packs values for Marlin (another dtype); on Blackwell DeepGEMM rounds scales to
+powers of two (`format_ue8m0`), values with them. The last two are refused here: no publish writes
+what they leave.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,23 +14,31 @@ from megagrpo.weights.blocks import FP8
 from megagrpo.weights.copies.record import Recording, Specs
 
 
-def format_problems(recording: Recording, live: Mapping[str, Tensor], specs: Specs) -> Iterator[str]:
-    """Yields a line for each parameter of a model in FP8 whose format is not that of the tensor published to it."""
+def format_problems(
+    recording: Recording, live: Mapping[str, Tensor], specs: Specs
+) -> Iterator[str]:
+    """Yields a line for each parameter of a model in FP8 whose format is not that of the tensor
+    published to it."""
     in_fp8 = {name for name, (_, dtype) in specs.items() if dtype == FP8}
     if not in_fp8:
         return
     for name, tensor in live.items():
         if getattr(tensor, "format_ue8m0", False):
             yield (
-                f"parameter {name}: scales are rounded to powers of two after loading (DeepGEMM on Blackwell); set "
+                f"parameter {name}: scales are rounded to powers of two after loading (DeepGEMM on "
+                "Blackwell); set "
                 "rollout.sglang: {fp8_gemm_runner_backend: triton}"
             )
     for parameter, hf in sorted({(copy.parameter, copy.hf) for copy in recording.copies}):
         if (live[parameter].dtype == FP8) != (hf in in_fp8):
             yield (
-                f"parameter {parameter} is in {live[parameter].dtype}, and HF tensor {hf} is published in "
+                f"parameter {parameter} is in {live[parameter].dtype}, and HF tensor {hf} is "
+                "published in "
                 f"{specs[hf][1]}, as the model's family says (see SGLANG_FP8_IGNORED_LAYERS)"
             )
     for parameter, computed in sorted(recording.computed.items()):
         if live[parameter].dtype == FP8 and not computed.hf & in_fp8:
-            yield f"parameter {parameter} is in FP8, and computed from {', '.join(sorted(computed.hf))}, which are not"
+            yield (
+                f"parameter {parameter} is in FP8, and computed from "
+                f"{', '.join(sorted(computed.hf))}, which are not"
+            )

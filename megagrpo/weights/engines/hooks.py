@@ -1,4 +1,5 @@
-"""Records inputs and outputs of a live model's modules by forward hooks, which a replayed CUDA graph does not run."""
+"""Records inputs and outputs of a live model's modules by forward hooks, which a replayed CUDA
+graph does not run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -7,7 +8,8 @@ import torch
 from torch import Tensor
 
 TOWER_MODULE = "visual.module"  # the vision tower in the actor's model
-# SGLang calls this method of a norm, which bypasses hooks, if an all-reduce is fused with it; with the same results.
+# SGLang calls this method of a norm, which bypasses hooks, if an all-reduce is fused with it; with
+# the same results.
 _FUSED = "forward_with_allreduce_fusion"
 
 
@@ -16,7 +18,8 @@ class Tap(NamedTuple):
 
     key: str  # under which it is recorded
     module: str  # dotted path in the model
-    side: str  # "in": an argument | "out": a result | "gating": Megatron's router logits of its first argument
+    # "in": an argument | "out": a result | "gating": Megatron's router logits of its first argument
+    side: str
     item: int = 0  # position of the argument, or of the result if that is a tuple
 
 
@@ -43,7 +46,10 @@ class Recorder:
         self.missing = sorted({tap.module for tap in taps} - modules.keys())
         self.seen: dict[str, list[Tensor]] = {tap.key: [] for tap, _ in tapped}
         self.problems: list[str] = []
-        self._handles = [module.register_forward_hook(self._hook(tap), with_kwargs=True) for tap, module in tapped]
+        self._handles = [
+            module.register_forward_hook(self._hook(tap), with_kwargs=True)
+            for tap, module in tapped
+        ]
         self._wrapped = [module for _, module in tapped if hasattr(module, _FUSED)]
         for tap, module in tapped:
             if hasattr(module, _FUSED):
@@ -59,7 +65,9 @@ class Recorder:
 
         return record
 
-    def _fused(self, tap: Tap, module: torch.nn.Module, original: Callable[..., object]) -> Callable[..., object]:
+    def _fused(
+        self, tap: Tap, module: torch.nn.Module, original: Callable[..., object]
+    ) -> Callable[..., object]:
         record = self._hook(tap)
 
         def forward(*args: object, **kwargs: object) -> object:

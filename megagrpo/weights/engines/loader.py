@@ -1,7 +1,8 @@
-"""The code that SGLang calls inside an engine: `--custom-weight-loader megagrpo.weights.engines.loader.run`.
+"""The code that SGLang calls inside an engine: `--custom-weight-loader
+megagrpo.weights.engines.loader.run`.
 
-Every rank of the engine calls `run` for each request of trainer rank 0. An exception would end the server, so `run`
-reports errors to the mailbox and raises nothing.
+Every rank of the engine calls `run` for each request of trainer rank 0. An exception would end the
+server, so `run` reports errors to the mailbox and raises nothing.
 """
 
 import base64
@@ -46,16 +47,24 @@ from megagrpo.weights.wire.shared_buffer import place_of
 
 _CONNECT_S = 30.0
 _PATCHING = Lock()
-_ends: "weakref.WeakKeyDictionary[torch.nn.Module, EngineEnd]" = weakref.WeakKeyDictionary()  # by model
-_models: dict[str, torch.nn.Module] = {}  # of requests that SGLang is about to pass to the draft's model, too
+_ends: "weakref.WeakKeyDictionary[torch.nn.Module, EngineEnd]" = (
+    weakref.WeakKeyDictionary()
+)  # by model
+_models: dict[
+    str, torch.nn.Module
+] = {}  # of requests that SGLang is about to pass to the draft's model, too
 
 
 def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Runs the request, uint8 [bytes] in "request", and puts its answer into the trainer's mailbox. Raises nothing.
+    """Runs the request, uint8 [bytes] in "request", and puts its answer into the trainer's mailbox.
+    Raises nothing.
 
-    An engine with a draft calls it twice, for the model and then for the draft; the answer is of both.
+    An engine with a draft calls it twice, for the model and then for the draft; the answer is of
+    both.
     """
-    with _reported(lambda text: print(text, file=sys.stderr)):  # no mailbox: the trainer's deadline ends its wait
+    with _reported(
+        lambda text: print(text, file=sys.stderr)
+    ):  # no mailbox: the trainer's deadline ends its wait
         request, draft = decode(bytes(dict(named_tensors)["request"].cpu().numpy())), None
         if request["draft"] and request["reply"] not in _models:
             _models.clear()
@@ -100,15 +109,20 @@ class _Recorded:
     batches: CopyBatches  # of the recorded copies
     whole: list[Copy]  # of HF tensors from which the model's own loader computes parameters
     arrived: list[int] | None = None  # digests of these tensors, as they arrived
-    computed: dict[str, int] = field(default_factory=dict)  # digests of the computed parameters, right after
-    kept: dict[str, Tensor] = field(default_factory=dict)  # `whole` as it arrived, which changes are written into
+    computed: dict[str, int] = field(
+        default_factory=dict
+    )  # digests of the computed parameters, right after
+    kept: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # `whole` as it arrived, which changes are written into
 
 
 class EngineEnd:
     """One engine rank's end of the exchange. In the order of its life, one method for each request:
 
     1. `record`: records once which slices of which HF tensors this rank's model copies.
-    2. `receive`: joins the trainers if their link is new, and writes their slices into the live parameters.
+    2. `receive`: joins the trainers if their link is new, and writes their slices into the live
+       parameters.
     3. `digest`: digests the live parameters. 2 and 3 repeat in every publish.
     4. `leave`: forgets the trainers; others may come.
 
@@ -117,7 +131,10 @@ class EngineEnd:
 
     def __init__(self, model: torch.nn.Module, draft: torch.nn.Module | None = None):
         # Weak, because _ends keeps this object as long as the model lives.
-        self._weak_model, self._weak_draft = weakref.ref(model), None if draft is None else weakref.ref(draft)
+        self._weak_model, self._weak_draft = (
+            weakref.ref(model),
+            None if draft is None else weakref.ref(draft),
+        )
         self.recorded: _Recorded  # from the first request on
         self.link: _Link | None = None
         self._capture: Recorder | None = None
@@ -126,7 +143,9 @@ class EngineEnd:
         """Runs the operation that a request names."""
         operations: dict[str, Callable[[], dict]] = {
             "record": lambda: self.record(request, decode(store.get(request["specs"]))),
-            "receive": lambda: self.receive(cast(ReceiveRequest, request), store, tuple(request["mailbox"])),
+            "receive": lambda: self.receive(
+                cast(ReceiveRequest, request), store, tuple(request["mailbox"])
+            ),
             "digest": self.digest,
             "leave": self.leave,
             "capture": lambda: self.capture(request["taps"]),
@@ -141,12 +160,18 @@ class EngineEnd:
         return model if draft is None else WithDraft(model, draft)
 
     def record(self, request: dict, specs: dict) -> dict:
-        """Returns this rank's copies. problems: elements that HF tensors do not fill exactly once, wrong formats."""
+        """Returns this rank's copies. problems: elements that HF tensors do not fill exactly once,
+        wrong formats."""
         model, hf = self._model, _decoded(specs)
         recording, whole = record_engine_model(model, hf, request["allow_computed"])
         self.recorded = _Recorded(recording, hf, CopyBatches(recording.copies, hf), whole)
-        problems = coverage_problems(recording, dict(model.named_parameters())) + copies_of_the_start(model)
-        problems += [*format_problems(recording, live_tensors(model), hf), *random_cache_scales(model)]
+        problems = coverage_problems(
+            recording, dict(model.named_parameters())
+        ) + copies_of_the_start(model)
+        problems += [
+            *format_problems(recording, live_tensors(model), hf),
+            *random_cache_scales(model),
+        ]
         if request["dummy_start"]:
             problems += random_buffers(model, recording)
         return {
@@ -161,7 +186,8 @@ class EngineEnd:
         }
 
     def receive(self, request: ReceiveRequest, store: TCPStore, mailbox: tuple[str, int]) -> dict:
-        """Fills the live parameters from the trainers. Returns the peak staged bytes, or why the trainers were lost."""
+        """Fills the live parameters from the trainers. Returns the peak staged bytes, or why the
+        trainers were lost."""
         live, lost = live_tensors(self._model), ""
         try:
             staging_bytes = self._take(request, store, mailbox, live)
@@ -170,18 +196,22 @@ class EngineEnd:
         if lost:  # outside the handler: the exception keeps frames alive that keep the group alive
             self.leave()
             return {"lost": lost, "staging_bytes": 0}
-        for fill in self.recorded.recording.fills:  # an engine's parameters may start with any values
+        for (
+            fill
+        ) in self.recorded.recording.fills:  # an engine's parameters may start with any values
             fill.view(live).fill_(fill.value)
         if hasattr(self._model, "post_load_weights"):
             self._model.post_load_weights()  # type: ignore[operator]  # torch takes it for a Tensor or a Module
         return {"lost": "", "staging_bytes": staging_bytes}
 
     def digest(self) -> dict:
-        """Returns the digests of all recorded copies' live values in the published dtype, in the order of `record`.
+        """Returns the digests of all recorded copies' live values in the published dtype, in the
+        order of `record`.
 
-        digests: int64, little-endian, as base64. problems: live values that the published dtype cannot represent,
-        constants that have changed, computed matrices that differ from a fresh computation, and features of images that
-        the tower computed with older weights and that could not be forgotten.
+        digests: int64, little-endian, as base64. problems: live values that the published dtype
+        cannot represent, constants that have changed, computed matrices that differ from a fresh
+        computation, and features of images that the tower computed with older weights and that
+        could not be forgotten.
         """
         recorded, live = self.recorded, live_tensors(self._model)
         digests, problems = self._digest_copies(live)
@@ -189,15 +219,26 @@ class EngineEnd:
         fills = recorded.recording.fills
         with torch.no_grad():
             changed = [(fill.view(live) != fill.value).any() for fill in fills]
-            absorbed = {name: (has != expected).any() for name, has, expected in absorbed_matrices(self._model)}
+            absorbed = {
+                name: (has != expected).any()
+                for name, has, expected in absorbed_matrices(self._model)
+            }
         problems += [
-            f"parameter {fill.parameter}: elements that the loader sets to {fill.value} hold something else"
-            for fill, differs in zip(fills, torch.stack(changed).tolist() if changed else [], strict=True)
+            f"parameter {fill.parameter}: elements that the loader sets to {fill.value} hold "
+            "something else"
+            for fill, differs in zip(
+                fills, torch.stack(changed).tolist() if changed else [], strict=True
+            )
             if differs
         ]
-        problems += [f"{name}: not what the live kv_b_proj.weight gives" for name, bad in absorbed.items() if bad]
         problems += [
-            f"parameter {name}: not what the loader has computed of the weights that it was sent last"
+            f"{name}: not what the live kv_b_proj.weight gives"
+            for name, bad in absorbed.items()
+            if bad
+        ]
+        problems += [
+            f"parameter {name}: not what the loader has computed of the weights that it was sent "
+            "last"
             for name, digest in _digests_of(recorded.computed, live).items()
             if digest != recorded.computed[name]
         ]
@@ -213,7 +254,8 @@ class EngineEnd:
         return {}
 
     def capture(self, taps: list) -> dict:
-        """Starts to record what taps see, of images too. missing: modules that this rank's model does not have."""
+        """Starts to record what taps see, of images too. missing: modules that this rank's model
+        does not have."""
         _forget_images(self._model)
         if self._capture is not None:
             self._capture.remove()
@@ -230,8 +272,15 @@ class EngineEnd:
         torch.save(capture.seen, file)
         return {"problems": capture.problems}
 
-    def _take(self, request: ReceiveRequest, store: TCPStore, mailbox: tuple[str, int], live: dict[str, Tensor]) -> int:
-        """Receives all slices once, joining the trainers first if need be. Returns the peak staged bytes."""
+    def _take(
+        self,
+        request: ReceiveRequest,
+        store: TCPStore,
+        mailbox: tuple[str, int],
+        live: dict[str, Tensor],
+    ) -> int:
+        """Receives all slices once, joining the trainers first if need be. Returns the peak staged
+        bytes."""
         deadline, patience_s = Deadline(request["left_s"]), request["patience_s"]
         if self.link is None or self.link.name != request["group"]:
             self.link = self._join(request, store, mailbox)
@@ -245,18 +294,25 @@ class EngineEnd:
         recorded.kept = sent if delta else {}
         staging_bytes, targets = 0, live | sent
         if self.link.group is None:
-            take_batches(store, request["memory"], self.link.batches, targets, device, deadline, patience_s)
+            take_batches(
+                store, request["memory"], self.link.batches, targets, device, deadline, patience_s
+            )
         else:
-            traffic = receive_batches(self.link.group, self.link.batches, targets, deadline, patience_s, delta)
+            traffic = receive_batches(
+                self.link.group, self.link.batches, targets, deadline, patience_s, delta
+            )
             staging_bytes = traffic.staging_bytes
         if sent:  # these go through the model's own loader
-            recorded.arrived = [int(slice_digest(sent[copy.parameter], copy.box)) for copy in recorded.whole]
+            recorded.arrived = [
+                int(slice_digest(sent[copy.parameter], copy.box)) for copy in recorded.whole
+            ]
             model.load_weights([(copy.hf, sent[copy.parameter]) for copy in recorded.whole])  # type: ignore[operator]
             recorded.computed = _digests_of(recorded.recording.computed, live_tensors(model))
         return staging_bytes + sum(tensor.nbytes for tensor in sent.values())
 
     def _join(self, request: ReceiveRequest, store: TCPStore, mailbox: tuple[str, int]) -> _Link:
-        """Replaces the link of earlier trainers: reads the new one's batches, and joins its group if it has one."""
+        """Replaces the link of earlier trainers: reads the new one's batches, and joins its group
+        if it has one."""
         self.leave()
         batches = decode_batches(decode(store.get(request["plan"])))
         store.delete_key(request["plan"])
@@ -273,7 +329,8 @@ class EngineEnd:
         return _Link(name, group, batches)
 
     def _digest_copies(self, live: dict[str, Tensor]) -> tuple[np.ndarray, list[str]]:
-        """Returns the recorded copies' digests, int64 [copies], and a line for each that its dtype cannot represent."""
+        """Returns the recorded copies' digests, int64 [copies], and a line for each that its dtype
+        cannot represent."""
         copies = self.recorded.recording.copies
         digests, order = [], []
         inexact: dict[int, torch.dtype] = {}  # by copy
@@ -289,13 +346,15 @@ class EngineEnd:
         if digests:
             in_order[np.concatenate(order)] = torch.cat(digests).cpu().numpy()
         return in_order, [
-            f"parameter {copies[k].parameter}, HF tensor {copies[k].source}: holds values that {dtype} cannot represent"
+            f"parameter {copies[k].parameter}, HF tensor {copies[k].source}: holds values that "
+            f"{dtype} cannot represent"
             for k, dtype in sorted(inexact.items())
         ]
 
 
 class WithDraft(torch.nn.Module):
-    """A model and its draft as one: tensors that they share, such as the embedding, are the model's."""
+    """A model and its draft as one: tensors that they share, such as the embedding, are the
+    model's."""
 
     def __init__(self, model: torch.nn.Module, draft: torch.nn.Module):
         super().__init__()
@@ -304,7 +363,8 @@ class WithDraft(torch.nn.Module):
             self.post_load_weights = self._post_load_weights
 
     def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
-        """Loads HF tensors by both models' own loaders, each of which leaves out those of the other."""
+        """Loads HF tensors by both models' own loaders, each of which leaves out those of the
+        other."""
         for part in self.children():
             part.load_weights(weights)  # type: ignore[operator]  # torch takes it for a Tensor or a Module
 
@@ -319,13 +379,18 @@ def engine_end(model: torch.nn.Module, draft: torch.nn.Module | None = None) -> 
     return _ends.setdefault(model, EngineEnd(model, draft))
 
 
-def record_engine_model(model: torch.nn.Module, specs: Specs, allow_computed: bool) -> tuple[Recording, list[Copy]]:
-    """Records a model of SGLang; returns also copies of the whole HF tensors from which it computes parameters."""
+def record_engine_model(
+    model: torch.nn.Module, specs: Specs, allow_computed: bool
+) -> tuple[Recording, list[Copy]]:
+    """Records a model of SGLang; returns also copies of the whole HF tensors from which it computes
+    parameters."""
 
     def load(hf: Mapping[str, Tensor]) -> None:
         model.load_weights(list(hf.items()))  # type: ignore[operator]  # torch takes it for a Tensor or a Module
 
-    with _threads_run_inline():  # some loaders copy in worker threads, which a dispatch mode does not see
+    with (
+        _threads_run_inline()
+    ):  # some loaders copy in worker threads, which a dispatch mode does not see
         recording = record(load, specs, live_tensors(model), allow_computed)
     recording.fills += cache_scales(model)
     names = sorted(set().union(*(computed.hf for computed in recording.computed.values())))
@@ -343,7 +408,8 @@ def _decoded(specs: Mapping[str, tuple[Sequence[int], str]]) -> Specs:
 def _forget_images(model: torch.nn.Module) -> list[str]:
     """Empties this rank's cache of image features; returns a line if it is not empty then.
 
-    SGLang keeps what its tower has computed by the image's hash, over every update of weights and every flush.
+    SGLang keeps what its tower has computed by the image's hash, over every update of weights and
+    every flush.
     """
     if not hasattr(model, "visual"):
         return []
@@ -354,18 +420,26 @@ def _forget_images(model: torch.nn.Module) -> list[str]:
         return []
     cache.clear()
     left = len(cache.mm_cache)
-    return [f"{left} features of images that older weights computed are still in the engine's cache"] if left else []
+    return (
+        [f"{left} features of images that older weights computed are still in the engine's cache"]
+        if left
+        else []
+    )
 
 
 def _digests_of(names: Iterable[str], live: dict[str, Tensor]) -> dict[str, int]:
     """Returns the digest of each whole parameter."""
     tensors = {name: live[name].detach() for name in names}
-    return {name: int(slice_digest(t, Box((0,) * t.dim(), tuple(t.shape)))) for name, t in tensors.items()}
+    return {
+        name: int(slice_digest(t, Box((0,) * t.dim(), tuple(t.shape))))
+        for name, t in tensors.items()
+    }
 
 
 @contextmanager
 def _threads_run_inline() -> Iterator[None]:
-    """Makes every thread pool of this process run its work at once, in the thread that submits it."""
+    """Makes every thread pool of this process run its work at once, in the thread that submits
+    it."""
 
     def submit(self, function, /, *args, **kwargs):
         future: Future = Future()

@@ -1,7 +1,9 @@
-"""Transport `broadcast`: rank 0 broadcasts whole tensors to SGLang's /update_weights_from_distributed.
+"""Transport `broadcast`: rank 0 broadcasts whole tensors to SGLang's
+/update_weights_from_distributed.
 
-Each engine has groups of its own (rank 0 and the engine's ranks), so one that dies touches no other's transfer. Buckets
-are on the wire to all engines at once, one bucket at a time; while the engines load one, the next is gathered and sent.
+Each engine has groups of its own (rank 0 and the engine's ranks), so one that dies touches no
+other's transfer. Buckets are on the wire to all engines at once, one bucket at a time; while the
+engines load one, the next is gathered and sent.
 """
 
 import uuid
@@ -26,7 +28,9 @@ from megagrpo.weights.wire.moving import Traffic
 
 _HELD = 4  # buckets that rank 0 holds at most, see gather_buckets
 _IN_FLIGHT = 2  # calls that an engine has not answered
-_ALONE_BYTES = 1 << 20  # tensors of this size are sent as they lie; smaller ones are packed, on both sides
+_ALONE_BYTES = (
+    1 << 20
+)  # tensors of this size are sent as they lie; smaller ones are packed, on both sides
 
 
 class BroadcastTransport:
@@ -47,8 +51,8 @@ class BroadcastTransport:
         traffic = Traffic()
 
         def send(buckets: Iterator[dict[str, Tensor]]) -> None:
-            # Read when a group is made: NCCL's watchdog would end this trainer when an engine dies in a broadcast.
-            # One block around all threads: they share the environment.
+            # Read when a group is made: NCCL's watchdog would end this trainer when an engine dies
+            # in a broadcast. One block around all threads: they share the environment.
             with environment.temporarily("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
                 engines.each(self._join)
             engines.each(EngineConnection.begin)
@@ -59,7 +63,10 @@ class BroadcastTransport:
                 receivers = sum(engine.tp for engine in engines.alive)
                 traffic.wire_bytes += sum(part.nbytes for part in values) * receivers
                 traffic.messages += len(values) * receivers
-                packed_bytes = max(packed_bytes, sum(part.nbytes for part in values) if "load_format" in body else 0)
+                packed_bytes = max(
+                    packed_bytes,
+                    sum(part.nbytes for part in values) if "load_format" in body else 0,
+                )
             traffic.staging_bytes += packed_bytes
             engines.each(lambda engine: self._lines[engine.id].wait_for_answers())
             engines.each(EngineConnection.end)
@@ -79,17 +86,22 @@ class BroadcastTransport:
             engine.post("/destroy_weights_update_group", {"group_name": group.name})
 
     def _follow(self, engines: EngineFleet) -> None:
-        """Collective. Rebuilds the plan if it splits tensors that an engine's loader requires in one call."""
+        """Collective. Rebuilds the plan if it splits tensors that an engine's loader requires in
+        one call."""
         weights = self._weights
         wanted = weights.mesh.from_main(
-            lambda: set().union(*(engine.together for engine in engines.alive)), "learn which tensors belong together"
+            lambda: set().union(*(engine.together for engine in engines.alive)),
+            "learn which tensors belong together",
         )
         if wanted - self._together:
             self._together |= wanted
-            self._plan = broadcast_plan(weights.copies, weights.specs, weights.bucket_bytes, sorted(self._together))
+            self._plan = broadcast_plan(
+                weights.copies, weights.specs, weights.bucket_bytes, sorted(self._together)
+            )
 
     def _join(self, engine: EngineConnection) -> None:
-        """Makes the groups of rank 0 and the engine's ranks, unless they exist; all wait for all."""
+        """Makes the groups of rank 0 and the engine's ranks, unless they exist; all wait for
+        all."""
         if engine.id not in self._lines:
             self._lines[engine.id] = _Line(engine)
             for _ in range(_IN_FLIGHT):
@@ -103,7 +115,8 @@ class BroadcastTransport:
 class _Line:
     """Rank 0's end of the groups with one engine, and the calls that it has not answered.
 
-    Buckets take turns between the groups, because two calls may reach the engine in either order: each names its group.
+    Buckets take turns between the groups, because two calls may reach the engine in either order:
+    each names its group.
     """
 
     def __init__(self, engine: EngineConnection):
@@ -114,7 +127,8 @@ class _Line:
     def join(self, device: torch.device, limits: GroupLimits) -> None:
         """Makes one more group. Raises EngineDown, EngineRefused."""
         engine = self._engine
-        name = f"weights-{uuid.uuid4().hex}"  # an engine outlives trainers, and refuses a name that it has seen
+        # an engine outlives trainers, and refuses a name that it has seen
+        name = f"weights-{uuid.uuid4().hex}"
         # the wait for an engine's ranks cannot be cut short when it refuses or dies
         # SGLang makes the engine's end, with NCCL's own number of thread blocks
         limits = limits._replace(join_s=min(limits.join_s, engine.deadline.seconds), max_ctas=None)
@@ -138,7 +152,8 @@ class _Line:
         self.wait_for_answers()
 
     def send(self, values: Sequence[Tensor], body: dict) -> None:
-        """Broadcasts `values`. Returns when they are out, perhaps before the engine has loaded them."""
+        """Broadcasts `values`. Returns when they are out, perhaps before the engine has loaded
+        them."""
         self.wait_for_answers(_IN_FLIGHT - 1)
         group, patience = self.groups[0], self._engine.patience
         self.groups.rotate(-1)
@@ -151,7 +166,8 @@ class _Line:
         )
 
     def wait_for_answers(self, but: int = 0) -> None:
-        """Waits until all calls but the last `but` are answered. Raises EngineDown, EngineRefused."""
+        """Waits until all calls but the last `but` are answered. Raises EngineDown,
+        EngineRefused."""
         while len(self._answers) > but or (self._answers and self._answers[0].done()):
             self._answers.popleft().result()
 
@@ -164,10 +180,14 @@ class _Line:
         for group in self.groups:
             group.abort()
 
-    def _together(self, path: str, body: dict, timeout_s: float, ours: Callable[[], None], what: str) -> None:
-        """Runs our half of a collective while the engine's ranks run theirs, started by POST `path`.
+    def _together(
+        self, path: str, body: dict, timeout_s: float, ours: Callable[[], None], what: str
+    ) -> None:
+        """Runs our half of a collective while the engine's ranks run theirs, started by POST
+        `path`.
 
-        If one half fails, the other is ended. Raises the engine's error, or EngineDown if only ours failed.
+        If one half fails, the other is ended. Raises the engine's error, or EngineDown if only ours
+        failed.
         """
         theirs = self._pool.submit(self._engine.post, path, body, timeout_s)
         theirs.add_done_callback(lambda answer: self._abort() if answer.exception() else None)
@@ -182,14 +202,19 @@ class _Line:
 
 
 def broadcast_plan(
-    everyone: list[list[Copy]], specs: Specs, bucket_bytes: int, together: Sequence[tuple[str, ...]] = ()
+    everyone: list[list[Copy]],
+    specs: Specs,
+    bucket_bytes: int,
+    together: Sequence[tuple[str, ...]] = (),
 ) -> GatherPlan:
-    """Returns the buckets that are gathered and broadcast; rank 0 holds _HELD of them, together `bucket_bytes`."""
+    """Returns the buckets that are gathered and broadcast; rank 0 holds _HELD of them, together
+    `bucket_bytes`."""
     return make_gather_plan(everyone, specs, bucket_bytes // _HELD, together)
 
 
 def sent_unpacked(num_bytes: Sequence[int], dtype: torch.dtype) -> bool:
-    """Returns whether the tensors of a bucket, of these sizes, are broadcast one by one. Gloo has no FP8."""
+    """Returns whether the tensors of a bucket, of these sizes, are broadcast one by one. Gloo has
+    no FP8."""
     return dtype != torch.float8_e4m3fn and sum(num_bytes) >= _ALONE_BYTES * len(num_bytes)
 
 

@@ -15,7 +15,8 @@ from megagrpo.weights.wire.moving import Traffic
 
 
 class DiskTransport(Transport):
-    """Writes the gathered weights to `weights.folder`, which rank 0 and every engine must see under the same path."""
+    """Writes the gathered weights to `weights.folder`, which rank 0 and every engine must see under
+    the same path."""
 
     past_loader = False
 
@@ -30,9 +31,12 @@ class DiskTransport(Transport):
 
         def write_and_load(buckets: Iterator[dict[str, Tensor]]) -> None:
             fp8 = any(dtype == FP8 for _, dtype in weights.specs.values())
-            write_hf_folder(target, timer.waiting(buckets, "gather"), weights.checkpoint, weights.dtype, fp8)
-            # One load_weights call for all files, so it does not matter which of them a tensor is in.
-            # The format, because the default is the one that the engine started with, which may be "dummy".
+            write_hf_folder(
+                target, timer.waiting(buckets, "gather"), weights.checkpoint, weights.dtype, fp8
+            )
+            # One load_weights call for all files, so it does not matter which of them a tensor is
+            # in. The format, because the default is the one that the engine started with, which may
+            # be "dummy".
             body = {"model_path": str(target), "load_format": "auto", "flush_cache": False}
             engines.limit()  # once more: gathering and writing took of their time
             engines.each(lambda engine: engine.post("/update_weights_from_disk", body))
@@ -41,5 +45,7 @@ class DiskTransport(Transport):
                     shutil.rmtree(old)
 
         what, traffic = "disk weights to engines", Traffic()
-        gather_to_main(self._plan, weights.parameters(), weights.mesh, write_and_load, what, traffic)
+        gather_to_main(
+            self._plan, weights.parameters(), weights.mesh, write_and_load, what, traffic
+        )
         return traffic

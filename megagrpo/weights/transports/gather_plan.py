@@ -1,6 +1,7 @@
 """Gathers whole Hugging Face tensors on rank 0: the plan, and the collective that executes it.
 
-Exactly one trainer rank contributes each element of every HF tensor, found by inverting the recorded copies.
+Exactly one trainer rank contributes each element of every HF tensor, found by inverting the
+recorded copies.
 """
 
 from collections import deque
@@ -22,7 +23,8 @@ from megagrpo.weights.wire.moving import Traffic
 
 @dataclass(frozen=True)
 class Bucket:
-    """Names whole HF tensors that travel together, and by rank the slices that it contributes, in packed order."""
+    """Names whole HF tensors that travel together, and by rank the slices that it contributes, in
+    packed order."""
 
     names: tuple[str, ...]
     dtype: torch.dtype  # of all of them, as they are published
@@ -37,16 +39,22 @@ class GatherPlan:
     buckets: tuple[Bucket, ...]
 
 
-def published_specs(specs: Specs, dtype: torch.dtype, kept: Mapping[str, torch.dtype] | None = None) -> Specs:
+def published_specs(
+    specs: Specs, dtype: torch.dtype, kept: Mapping[str, torch.dtype] | None = None
+) -> Specs:
     """Returns the specs with published dtypes: that in `kept`, else `dtype`."""
     return {name: (shape, (kept or {}).get(name, dtype)) for name, (shape, _) in specs.items()}
 
 
-def share_out(everyone: list[list[Copy]], specs: Specs, on_main: bool) -> dict[str, list[tuple[int, Copy]]]:
-    """Cuts every HF tensor into disjoint slices, each with the one rank that contributes it, the same on all ranks.
+def share_out(
+    everyone: list[list[Copy]], specs: Specs, on_main: bool
+) -> dict[str, list[tuple[int, Copy]]]:
+    """Cuts every HF tensor into disjoint slices, each with the one rank that contributes it, the
+    same on all ranks.
 
-    everyone: copies by rank. on_main: a slice that rank 0 holds is rank 0's, which sends nothing; any other is the
-    rank's with the least work so far. Raises ValueError for an HF tensor with elements that no rank holds.
+    everyone: copies by rank. on_main: a slice that rank 0 holds is rank 0's, which sends nothing;
+    any other is the rank's with the least work so far. Raises ValueError for an HF tensor with
+    elements that no rank holds.
     """
     load = [0] * len(everyone)
     shares: dict[str, list[tuple[int, Copy]]] = {}
@@ -60,12 +68,16 @@ def share_out(everyone: list[list[Copy]], specs: Specs, on_main: bool) -> dict[s
 
 
 def make_gather_plan(
-    everyone: list[list[Copy]], specs: Specs, bucket_bytes: int, together: Iterable[tuple[str, ...]] = ()
+    everyone: list[list[Copy]],
+    specs: Specs,
+    bucket_bytes: int,
+    together: Iterable[tuple[str, ...]] = (),
 ) -> GatherPlan:
-    """Fills buckets of at most `bucket_bytes` with HF tensors in checkpoint order; a larger one has its own.
+    """Fills buckets of at most `bucket_bytes` with HF tensors in checkpoint order; a larger one has
+    its own.
 
-    specs: with published dtypes; a bucket has one. together: names of tensors that must share a bucket. Raises
-    ValueError if these have several dtypes.
+    specs: with published dtypes; a bucket has one. together: names of tensors that must share a
+    bucket. Raises ValueError if these have several dtypes.
     """
     shares = share_out(everyone, specs, on_main=True)
     buckets = []
@@ -75,17 +87,26 @@ def make_gather_plan(
             for name in names:
                 for rank, copy in shares[name]:
                     parts.setdefault(rank, []).append(copy)
-            buckets.append(Bucket(names, dtype, {rank: tuple(copies) for rank, copies in parts.items()}))
+            buckets.append(
+                Bucket(names, dtype, {rank: tuple(copies) for rank, copies in parts.items()})
+            )
     return GatherPlan(specs, tuple(buckets))
 
 
 def _units(specs: Specs, together: Iterable[tuple[str, ...]]) -> dict[torch.dtype, list[list[str]]]:
-    """Returns by dtype the groups of tensors that share a bucket, most of one tensor, in the order of their first."""
-    unit_of, order = {name: [name] for name in specs}, {name: number for number, name in enumerate(specs)}
+    """Returns by dtype the groups of tensors that share a bucket, most of one tensor, in the order
+    of their first."""
+    unit_of, order = (
+        {name: [name] for name in specs},
+        {name: number for number, name in enumerate(specs)},
+    )
     for group in together:
         names = sorted({other for name in group for other in unit_of[name]}, key=order.__getitem__)
         if len({specs[name][1] for name in names}) > 1:
-            raise ValueError(f"an engine loads {', '.join(names)} together, which are published in several dtypes")
+            raise ValueError(
+                f"an engine loads {', '.join(names)} together, which are published in several "
+                "dtypes"
+            )
         unit_of |= dict.fromkeys(names, names)
     units: dict[torch.dtype, list[list[str]]] = {}
     for name, unit in unit_of.items():
@@ -99,7 +120,9 @@ def _filled(units: list[list[str]], specs: Specs, bucket_bytes: int) -> list[tup
     buckets: list[list[str]] = [[]]
     size = 0
     for names in units:
-        unit_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in map(specs.__getitem__, names))
+        unit_bytes = sum(
+            prod(shape) * dtype.itemsize for shape, dtype in map(specs.__getitem__, names)
+        )
         if buckets[-1] and size + unit_bytes > bucket_bytes:
             buckets.append([])
             size = 0
@@ -116,12 +139,15 @@ def gather_to_main(
     what: str,
     traffic: Traffic | None = None,
 ) -> None:
-    """Collective. Runs `use` on rank 0 over gather_buckets; if it fails, every rank raises LeaderError with `what`."""
+    """Collective. Runs `use` on rank 0 over gather_buckets; if it fails, every rank raises
+    LeaderError with `what`."""
     buckets = gather_buckets(plan, parameters, mesh, traffic)
 
     def use_all() -> None:
         with ExitStack() as stack:
-            stack.callback(deque, buckets, 0)  # takes the rest if `use` fails: the other ranks are still sending
+            stack.callback(
+                deque, buckets, 0
+            )  # takes the rest if `use` fails: the other ranks are still sending
             use(buckets)
 
     if not mesh.is_main:
@@ -132,12 +158,13 @@ def gather_to_main(
 def gather_buckets(
     plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mesh, traffic: Traffic | None = None
 ) -> Iterator[dict[str, Tensor]]:
-    """Collective. Yields the whole HF tensors of one bucket after the other on rank 0, empty dicts on the others.
+    """Collective. Yields the whole HF tensors of one bucket after the other on rank 0, empty dicts
+    on the others.
 
-    Tensors are contiguous, in the published dtype, on the mesh's device; they are views of rank 0's parameters if those
-    are such already. Every rank must iterate to the end. The slices of the next bucket travel while the caller uses
-    this one: memory has at most four buckets, two whole ones and the slices of two. traffic: counts what this rank
-    sends and stages.
+    Tensors are contiguous, in the published dtype, on the mesh's device; they are views of rank 0's
+    parameters if those are such already. Every rank must iterate to the end. The slices of the next
+    bucket travel while the caller uses this one: memory has at most four buckets, two whole ones
+    and the slices of two. traffic: counts what this rank sends and stages.
     """
     traffic = Traffic() if traffic is None else traffic
     if mesh.rank != 0:
@@ -147,15 +174,27 @@ def gather_buckets(
     for number, bucket in enumerate(plan.buckets, 1):
         (arrived, works), coming = coming, _receive(plan, number, mesh)
         ours = bucket.parts.get(0, ())
-        full = {copy.hf: live for copy in ours if _is_whole(live := copy.view(parameters), copy.hf, plan, mesh.device)}
+        full = {
+            copy.hf: live
+            for copy in ours
+            if _is_whole(live := copy.view(parameters), copy.hf, plan, mesh.device)
+        }
         assembled = [name for name in bucket.names if name not in full]
-        full |= {name: torch.empty(plan.specs[name][0], dtype=bucket.dtype, device=mesh.device) for name in assembled}
-        before, held = held, sum(tensor.nbytes for tensor in (*map(full.__getitem__, assembled), *arrived.values()))
+        full |= {
+            name: torch.empty(plan.specs[name][0], dtype=bucket.dtype, device=mesh.device)
+            for name in assembled
+        }
+        before, held = (
+            held,
+            sum(tensor.nbytes for tensor in (*map(full.__getitem__, assembled), *arrived.values())),
+        )
         traffic.staging_bytes = max(traffic.staging_bytes, before + held)
         for copy in ours:
             if copy.hf in assembled:
                 full[copy.hf][copy.box.slices].copy_(copy.view(parameters))
-        what = f"slices of weights bucket {number} ({bucket.names[0]} ...) of ranks {sorted(arrived)}"
+        what = (
+            f"slices of weights bucket {number} ({bucket.names[0]} ...) of ranks {sorted(arrived)}"
+        )
         _wait(works, f"rank 0 waits for {what}")
         for rank, flat in arrived.items():
             parts = flat.split([copy.box.numel for copy in bucket.parts[rank]])
@@ -171,18 +210,32 @@ def _contribute(
     packed = torch.empty(0)  # kept until it is sent
     for number, bucket in enumerate(plan.buckets, 1):
         if mesh.rank in bucket.parts:
-            parts = [c.view(parameters).to(mesh.device, bucket.dtype).reshape(-1) for c in bucket.parts[mesh.rank]]
+            parts = [
+                c.view(parameters).to(mesh.device, bucket.dtype).reshape(-1)
+                for c in bucket.parts[mesh.rank]
+            ]
             following = torch.cat(parts)
-            traffic.add(Traffic(following.nbytes, messages=1, staging_bytes=packed.nbytes + following.nbytes))
-            _wait(works, f"rank {mesh.rank} waits for rank 0 to take its slices of a weights bucket before {number}")
+            traffic.add(
+                Traffic(
+                    following.nbytes, messages=1, staging_bytes=packed.nbytes + following.nbytes
+                )
+            )
+            _wait(
+                works,
+                f"rank {mesh.rank} waits for rank 0 to take its slices of a weights bucket before "
+                f"{number}",
+            )
             packed = following
             works = dist.batch_isend_irecv([dist.P2POp(dist.isend, packed, 0)])
         yield {}
     _wait(works, f"rank {mesh.rank} waits for rank 0 to take its last slices of the weights")
 
 
-def _receive(plan: GatherPlan, number: int, mesh: Mesh) -> tuple[dict[int, Tensor], list[dist.Work]]:
-    """Returns the tensors to be filled, by rank, and the works: one for each rank over gloo, one for all over NCCL."""
+def _receive(
+    plan: GatherPlan, number: int, mesh: Mesh
+) -> tuple[dict[int, Tensor], list[dist.Work]]:
+    """Returns the tensors to be filled, by rank, and the works: one for each rank over gloo, one
+    for all over NCCL."""
     if number == len(plan.buckets):
         return {}, []
     bucket = plan.buckets[number]
@@ -204,4 +257,9 @@ def _wait(works: list[dist.Work], what: str) -> None:
 def _is_whole(live: Tensor, name: str, plan: GatherPlan, device: torch.device) -> bool:
     """Returns whether a slice of this rank's parameters is the whole HF tensor as published."""
     shape, dtype = plan.specs[name]
-    return live.dtype == dtype and live.device == device and live.is_contiguous() and live.shape == shape
+    return (
+        live.dtype == dtype
+        and live.device == device
+        and live.is_contiguous()
+        and live.shape == shape
+    )

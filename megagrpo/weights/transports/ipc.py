@@ -1,9 +1,11 @@
-"""Transport `ipc`: an engine rank copies its slices from a buffer filled by the colocated trainer rank.
+"""Transport `ipc`: an engine rank copies its slices from a buffer filled by the colocated trainer
+rank.
 
-The plan is reshard's, without a process group: NCCL refuses two ranks on one GPU. The trainer rank on an engine rank's
-GPU (on a CPU: on its node) is its *carrier*: it collects batch after batch of the engine rank's slices from the
-trainer ranks that hold it, and hands it over. What the carrier holds itself does not travel, and what ranks of its node
-hold stays inside the node. Both sides say where they run, so any launcher may place them.
+The plan is reshard's, without a process group: NCCL refuses two ranks on one GPU. The trainer rank
+on an engine rank's GPU (on a CPU: on its node) is its *carrier*: it collects batch after batch of
+the engine rank's slices from the trainer ranks that hold it, and hands it over. What the carrier
+holds itself does not travel, and what ranks of its node hold stays inside the node. Both sides say
+where they run, so any launcher may place them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,14 +37,17 @@ class _Destination(NamedTuple):
 
 
 class _Post(NamedTuple):
-    """A message between two trainer ranks. Both post those of a batch in the order of `destination` and `tag`."""
+    """A message between two trainer ranks. Both post those of a batch in the order of `destination`
+    and `tag`."""
 
     destination: _Destination
     tag: int
     operation: dist.P2POp
 
 
-_Inbox = dict[tuple[_Destination, int, int], Tensor]  # values to be filled, by engine rank, peer and tag
+_Inbox = dict[
+    tuple[_Destination, int, int], Tensor
+]  # values to be filled, by engine rank, peer and tag
 
 
 class IpcTransport(LinkTransport):
@@ -53,38 +58,60 @@ class IpcTransport(LinkTransport):
         self._places = weights.mesh.gather_world(place_of(weights.mesh.device))
 
     def _carriers(self, engine: EngineConnection, slot: int) -> tuple[int, ...]:
-        """Returns the trainer rank on each engine rank's GPU, else one of its node. Raises ValueError for none."""
+        """Returns the trainer rank on each engine rank's GPU, else one of its node. Raises
+        ValueError for none."""
         found = []
         for rank, place in enumerate(engine.places):
-            there = [trainer for trainer, other in enumerate(self._places) if other.node == place.node]
+            there = [
+                trainer for trainer, other in enumerate(self._places) if other.node == place.node
+            ]
             if not there:
-                problem = f"{engine} rank {rank} runs on node {place.node}, where no trainer rank is"
-                raise ValueError(f"weights.transport ipc: {problem}; engines must share the trainers' nodes")
+                problem = (
+                    f"{engine} rank {rank} runs on node {place.node}, where no trainer rank is"
+                )
+                raise ValueError(
+                    f"weights.transport ipc: {problem}; engines must share the trainers' nodes"
+                )
             beside = [trainer for trainer in there if self._places[trainer] == place] or there
             found.append(beside[(slot * engine.tp + rank) % len(beside)])
         return tuple(found)
 
     def _make_plan(self, cover: Cover, link: Link) -> TransferPlan:
         weights, engines = self._weights, self._weights.num_engines
-        carried = -(-engines * link.num_ranks // weights.mesh.world_size)  # engine ranks per carrier
+        carried = -(
+            -engines * link.num_ranks // weights.mesh.world_size
+        )  # engine ranks per carrier
         limit = weights.bucket_bytes // (2 * carried)  # half: the shared memory has two halves
         nodes = [place.node for place in self._places]
         return plan_transfer(cover, link.slot, engines, limit, Nearness(link.carriers, nodes))
 
     def _move(self, links: list[Link], traffic: Traffic) -> dict[str, Exception]:
-        """Collects every batch at its carriers and hands it over; those of all links with one number go together."""
+        """Collects every batch at its carriers and hands it over; those of all links with one
+        number go together."""
         rank, plans = self._weights.mesh.rank, [self._plan(link) for link in links]
         outgoing = [plan.sent_by(rank) for plan in plans]
         num_batches = max((int(plan.batches.max(initial=-1)) + 1 for plan in plans), default=0)
         with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
             # takes memory, beside an engine: one rank may have none
             making = pool.submit(self._handovers, links, stack)
-            handovers = self._weights.mesh.result_everywhere(making, "take memory to hand weights over")
+            handovers = self._weights.mesh.result_everywhere(
+                making, "take memory to hand weights over"
+            )
             for number in range(num_batches):
-                self._collect(number, links, [of_link.get(number, ()) for of_link in outgoing], handovers, traffic)
+                self._collect(
+                    number,
+                    links,
+                    [of_link.get(number, ()) for of_link in outgoing],
+                    handovers,
+                    traffic,
+                )
                 for handover in handovers.values():
                     handover.offer(number)
-        return {links[to.link].name: PeerLost(handover.lost) for to, handover in handovers.items() if handover.lost}
+        return {
+            links[to.link].name: PeerLost(handover.lost)
+            for to, handover in handovers.items()
+            if handover.lost
+        }
 
     def _collect(
         self,
@@ -94,7 +121,8 @@ class IpcTransport(LinkTransport):
         handovers: Mapping[_Destination, Handover],
         traffic: Traffic,
     ) -> None:
-        """Fills a batch's shared memory with this rank's slices and those of others. outgoing: messages, by link.
+        """Fills a batch's shared memory with this rank's slices and those of others. outgoing:
+        messages, by link.
 
         No view of shared memory outlives it: `close` frees that for the engine's cache.
         """
@@ -112,16 +140,25 @@ class IpcTransport(LinkTransport):
         staged = sum(handover.num_bytes for handover in handovers.values())
         for index, (link, of_link) in enumerate(zip(links, outgoing, strict=True)):
             for message in of_link:
-                staged += self._send(_Destination(index, message.peer), link, message, inbox, posts, traffic)
+                staged += self._send(
+                    _Destination(index, message.peer), link, message, inbox, posts, traffic
+                )
         posts.sort(key=lambda post: (post.destination, post.tag))
         for work in dist.batch_isend_irecv([post.operation for post in posts]) if posts else ():
             work.wait()
         traffic.staging_bytes = max(traffic.staging_bytes, staged)
 
     def _send(
-        self, to: _Destination, link: Link, message: Message, inbox: _Inbox, posts: list[_Post], traffic: Traffic
+        self,
+        to: _Destination,
+        link: Link,
+        message: Message,
+        inbox: _Inbox,
+        posts: list[_Post],
+        traffic: Traffic,
     ) -> int:
-        """Packs a message into this rank's inbox, or posts it to its carrier. Returns the bytes staged for it."""
+        """Packs a message into this rank's inbox, or posts it to its carrier. Returns the bytes
+        staged for it."""
         parameters = self._weights.parameters()
         if (mine := inbox.get((to, self._weights.mesh.rank, message.tag))) is not None:
             pack(message, mine, parameters)
@@ -135,12 +172,17 @@ class IpcTransport(LinkTransport):
         return values.nbytes if copied else 0
 
     def _handovers(self, links: list[Link], stack: ExitStack) -> dict[_Destination, Handover]:
-        """Returns this rank's handovers to the engine ranks that it carries for; they are closed with the stack."""
+        """Returns this rank's handovers to the engine ranks that it carries for; they are closed
+        with the stack."""
         handovers, device = {}, self._weights.mesh.device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # each thread has its own
         for index, link in enumerate(links):
-            carried = [rank for rank, carrier in enumerate(link.carriers) if carrier == self._weights.mesh.rank]
+            carried = [
+                rank
+                for rank, carrier in enumerate(link.carriers)
+                if carrier == self._weights.mesh.rank
+            ]
             flag = CutFlag(link) if carried else None
             for rank in carried:
                 handover = Handover(

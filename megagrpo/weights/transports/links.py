@@ -1,4 +1,5 @@
-"""Links between trainers and engines, and the transfer of slices over them: the common part of reshard and ipc."""
+"""Links between trainers and engines, and the transfer of slices over them: the common part of
+reshard and ipc."""
 
 import time
 import uuid
@@ -14,7 +15,13 @@ from megagrpo.config.rollout import engine_number
 from megagrpo.weights.engines.client import EngineConnection, EngineDown
 from megagrpo.weights.engines.fleet import EngineFleet
 from megagrpo.weights.transports.protocol import TrainerWeights
-from megagrpo.weights.transports.reshard_plan import Cover, TransferPlan, make_cover, piece_limit, trainer_atoms
+from megagrpo.weights.transports.reshard_plan import (
+    Cover,
+    TransferPlan,
+    make_cover,
+    piece_limit,
+    trainer_atoms,
+)
 from megagrpo.weights.wire.clock import Deadline, PhaseTimer
 from megagrpo.weights.wire.group import GroupLimits, PeerLost
 from megagrpo.weights.wire.messages import encode_batches
@@ -32,7 +39,9 @@ class Link:
     num_ranks: int
     slot: int  # the engine's number
     kind: int  # of its copy list, see EngineFleet.kinds
-    carriers: tuple[int, ...]  # by engine rank, the trainer rank that shares its memory; () if none needs to
+    carriers: tuple[
+        int, ...
+    ]  # by engine rank, the trainer rank that shares its memory; () if none needs to
     store: tuple[str, int]  # address and port on rank 0
     patience_s: float  # for one batch
     limits: GroupLimits
@@ -41,11 +50,14 @@ class Link:
 
     def open_store(self, timeout_s: float | None = None) -> TCPStore:
         """Connects to the store on rank 0; timeout_s: of the connection and of each request."""
-        return TCPStore(*self.store, wait_for_workers=False, timeout=timedelta(seconds=timeout_s or self.left_s))
+        return TCPStore(
+            *self.store, wait_for_workers=False, timeout=timedelta(seconds=timeout_s or self.left_s)
+        )
 
 
 class LinkTransport(ABC):
-    """A transport by plans, which are the same on all ranks; only rank 0 knows which engine has which link."""
+    """A transport by plans, which are the same on all ranks; only rank 0 knows which engine has
+    which link."""
 
     past_loader = True
 
@@ -53,7 +65,9 @@ class LinkTransport(ABC):
         self._weights = weights
         self._atoms = trainer_atoms(weights.copies, weights.specs)
         self._covers: list[Cover] = []  # by kind of engine
-        self._plans: dict[tuple[int, int, tuple[int, ...]], TransferPlan] = {}  # by kind, slot and carriers
+        self._plans: dict[
+            tuple[int, int, tuple[int, ...]], TransferPlan
+        ] = {}  # by kind, slot and carriers
         self._names: dict[str, str] = {}  # engine id -> name of this incarnation's link
         self._told: set[str] = set()  # names that all ranks know
         self._planned: set[str] = set()  # names of links whose engine ranks have their batches
@@ -70,7 +84,9 @@ class LinkTransport(ABC):
         traffic = Traffic()
         with ThreadPoolExecutor(1) as pool:
             staged: list[int] = []  # bytes, by engine rank
-            receiving = pool.submit(engines.each, lambda engine: staged.extend(self._receive(engine, links)))
+            receiving = pool.submit(
+                engines.each, lambda engine: staged.extend(self._receive(engine, links))
+            )
             failed = self._move(links, traffic)
             failure = receiving.exception()  # raised below: the other ranks are still sending
         traffic.staging_bytes = max(traffic.staging_bytes, *staged, 0)
@@ -96,7 +112,8 @@ class LinkTransport(ABC):
 
     @abstractmethod
     def _move(self, links: list[Link], traffic: Traffic) -> dict[str, Exception]:
-        """Sends this rank's part and counts it. Returns by the link's name what failed: PeerLost loses its engine."""
+        """Sends this rank's part and counts it. Returns by the link's name what failed: PeerLost
+        loses its engine."""
 
     @abstractmethod
     def _request(self, link: Link, rank: int) -> dict[str, object]:
@@ -137,7 +154,8 @@ class LinkTransport(ABC):
         return self._plans[link.kind, link.slot, link.carriers]
 
     def _receive(self, engine: EngineConnection, links: list[Link]) -> list[int]:
-        """Makes the engine receive its slices. Returns the bytes that each of its ranks staged. Rank 0 only.
+        """Makes the engine receive its slices. Returns the bytes that each of its ranks staged.
+        Rank 0 only.
 
         Raises EngineDown if one of its ranks lost the trainers.
         """
@@ -157,28 +175,44 @@ class LinkTransport(ABC):
         return [answer["staging_bytes"] for answer in answers]
 
     def _requests(self, engine: EngineConnection, link: Link) -> list[dict[str, object]]:
-        """Returns a ReceiveRequest for each rank of the engine; its batches go into the mailbox, once per link."""
+        """Returns a ReceiveRequest for each rank of the engine; its batches go into the mailbox,
+        once per link."""
         requests, plan = [], self._plan(link)
-        ranks = {trainer: rank for rank, trainer in enumerate(plan.trainers)}  # of the group, in which they come first
+        ranks = {
+            trainer: rank for rank, trainer in enumerate(plan.trainers)
+        }  # of the group, in which they come first
         for rank in range(link.num_ranks):
             key = ""
             if link.name not in self._planned:
-                key = engine.mailbox.put("plan", encode_batches(plan.received_by(rank).values(), ranks))
-            common = {"group": link.name, "plan": key, "patience_s": link.patience_s, "left_s": link.left_s}
+                key = engine.mailbox.put(
+                    "plan", encode_batches(plan.received_by(rank).values(), ranks)
+                )
+            common = {
+                "group": link.name,
+                "plan": key,
+                "patience_s": link.patience_s,
+                "left_s": link.left_s,
+            }
             requests.append(common | self._request(link, rank))
         return requests
 
     def _settle(
         self, engines: EngineFleet, failed: Mapping[str, Exception], failure: BaseException | None
     ) -> set[str] | None:
-        """Collective. Sets aside the engines of links that some rank lost (see _move). Returns the names of all links
-        if these have changed.
+        """Collective. Sets aside the engines of links that some rank lost (see _move). Returns the
+        names of all links if these have changed.
 
         Raises LeaderError for any other failure of a rank, and for `failure` of rank 0.
         """
         mesh = self._weights.mesh
-        errors = [f"{type(error).__name__}: {error}" for error in failed.values() if not isinstance(error, PeerLost)]
-        mesh.raise_any("\n".join(f"rank {mesh.rank}, send weights to engines: {error}" for error in errors))
+        errors = [
+            f"{type(error).__name__}: {error}"
+            for error in failed.values()
+            if not isinstance(error, PeerLost)
+        ]
+        mesh.raise_any(
+            "\n".join(f"rank {mesh.rank}, send weights to engines: {error}" for error in errors)
+        )
         lost = {name: str(error) for name, error in failed.items()}
         of_ranks = mesh.gather_world(lost) if mesh.any_true(bool(lost)) else []
         reasons = {name: why for part in of_ranks for name, why in part.items()}
@@ -199,7 +233,8 @@ class LinkTransport(ABC):
 
 
 class CutFlag:
-    """Cuts a link for all its ranks, through the store on rank 0. As a context manager: an exception inside cuts it."""
+    """Cuts a link for all its ranks, through the store on rank 0. As a context manager: an
+    exception inside cuts it."""
 
     def __init__(self, link: Link, store: TCPStore | None = None):
         self._key, self._store = f"{link.name}/cut", store or link.open_store()

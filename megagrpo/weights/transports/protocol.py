@@ -1,7 +1,8 @@
 """The interface of a weight transport.
 
-To add one: a file NAME.py here with a class that has the methods of Transport, a row in `TRANSPORTS`
-(exchange.py), and NAME among the choices of `weights.transport` (config/rollout.py; a test compares the two).
+To add one: a file NAME.py here with a class that has the methods of Transport, a row in
+`TRANSPORTS` (exchange.py), and NAME among the choices of `weights.transport` (config/rollout.py; a
+test compares the two).
 """
 
 from collections.abc import Callable, Mapping
@@ -25,13 +26,21 @@ if TYPE_CHECKING:  # digests are computed where there is no HTTP client, too
 
 @dataclass(frozen=True)
 class TrainerWeights:
-    """The trainers' side of every transfer. `copies`, `specs` and the settings are the same on every rank."""
+    """The trainers' side of every transfer. `copies`, `specs` and the settings are the same on
+    every rank."""
 
     mesh: Mesh
-    specs: Specs  # of the HF tensors: name -> shape and published dtype; values are cast to it before they travel
-    copies: list[list[Copy]]  # by trainer rank: which slice of which HF tensor lies where in its parameters
-    parameters: Callable[[], Mapping[str, Tensor]]  # this rank's live ones, under the names in `copies`
-    dtype: torch.dtype  # published, of all tensors but those that the model keeps in another: what config.json says
+    # of the HF tensors: name -> shape and published dtype; values are cast to it before they travel
+    specs: Specs
+    copies: list[
+        list[Copy]
+    ]  # by trainer rank: which slice of which HF tensor lies where in its parameters
+    parameters: Callable[
+        [], Mapping[str, Tensor]
+    ]  # this rank's live ones, under the names in `copies`
+    dtype: (
+        torch.dtype
+    )  # published, of all tensors but those that the model keeps in another: what config.json says
     bucket_bytes: int  # staged by a rank at most, as far as the transport can choose
     num_engines: int  # that the experiment starts
     folder: Path  # of this run, for what is published through files
@@ -41,39 +50,47 @@ class TrainerWeights:
 
 
 class Transport(Protocol):
-    """Puts the trainers' live weights into the engines' live parameters. Every trainer rank has one, for the whole run.
+    """Puts the trainers' live weights into the engines' live parameters. Every trainer rank has
+    one, for the whole run.
 
-    From the slices of every trainer rank (`TrainerWeights.copies`) and, on rank 0, those that every engine rank needs
-    (`EngineConnection.slices`) it decides which rank sends which elements to which. It keeps the state of a connection
-    (a process group, a plan) by engine id; without any, it leaves `drop` and `leave` out. In the order of a run:
+    From the slices of every trainer rank (`TrainerWeights.copies`) and, on rank 0, those that every
+    engine rank needs (`EngineConnection.slices`) it decides which rank sends which elements to
+    which. It keeps the state of a connection (a process group, a plan) by engine id; without any,
+    it leaves `drop` and `leave` out. In the order of a run:
 
     1. `__init__(weights)`: on every rank, once. May be collective.
     2. A publish connects to the engines of its round and pauses them; new ones report their slices.
-    3. `transfer`: on every rank, once per round. Connects to engines it has not met, then moves the weights.
+    3. `transfer`: on every rank, once per round. Connects to engines it has not met, then moves the
+       weights.
     4. The exchange compares digests of the live parameters, without the transport.
-    5. `drop`: on rank 0, whenever an engine is gone. If it comes back, it is a new one: 2 and 3 run for it again.
+    5. `drop`: on rank 0, whenever an engine is gone. If it comes back, it is a new one: 2 and 3 run
+       for it again.
     6. `leave`: on rank 0, for every engine that is still there when the run ends.
     """
 
-    past_loader: bool  # whether it writes live parameters itself, without the model's own load_weights
+    past_loader: (
+        bool  # whether it writes live parameters itself, without the model's own load_weights
+    )
 
     def transfer(self, version: int, engines: "EngineFleet", timer: PhaseTimer) -> Traffic:
         """Collective. Moves this moment's weights, called `version`, into all engines of the round.
 
-        `engines.each` runs the HTTP part, one thread per engine; on ranks other than 0 it does nothing. An engine that
-        dies raises EngineDown inside `each` and is set aside (`drop`) while the others go on; no rank may wait for it
-        longer than `EngineConnection.patience`. Every other failure is raised on every rank (Mesh.from_main). If the
-        engine's call needs a weight-update session, it is opened and closed here (`EngineConnection.begin`, `end`).
-        timer: takes the phases that a transport reports, such as "gather"; the rest counts as "transfer". Returns this
-        rank's traffic.
+        `engines.each` runs the HTTP part, one thread per engine; on ranks other than 0 it does
+        nothing. An engine that dies raises EngineDown inside `each` and is set aside (`drop`) while
+        the others go on; no rank may wait for it longer than `EngineConnection.patience`. Every
+        other failure is raised on every rank (Mesh.from_main). If the engine's call needs a
+        weight-update session, it is opened and closed here (`EngineConnection.begin`, `end`).
+        timer: takes the phases that a transport reports, such as "gather"; the rest counts as
+        "transfer". Returns this rank's traffic.
         """
 
     def drop(self, engine: "EngineConnection") -> None:
         """Drops an engine that died, was drained or restarted, and ends all waits for it.
 
-        On rank 0, in any thread, perhaps twice for one engine; raises nothing. If other ranks have connections too, the
-        next `transfer` must inform them.
+        On rank 0, in any thread, perhaps twice for one engine; raises nothing. If other ranks have
+        connections too, the next `transfer` must inform them.
         """
 
     def leave(self, engine: "EngineConnection") -> None:
-        """Makes a living engine forget the connection. Rank 0; `drop` follows. May raise EngineDown, EngineRefused."""
+        """Makes a living engine forget the connection. Rank 0; `drop` follows. May raise
+        EngineDown, EngineRefused."""

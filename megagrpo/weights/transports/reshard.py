@@ -1,7 +1,9 @@
-"""Transport `reshard`: every engine rank receives exactly its slices from trainer ranks, into live parameters.
+"""Transport `reshard`: every engine rank receives exactly its slices from trainer ranks, into live
+parameters.
 
-Each engine has its own process group with the trainer ranks that serve it, so the death of one affects no other's
-transfer. A link is planned once; each publish is then one "receive" request to the engine while trainer ranks send.
+Each engine has its own process group with the trainer ranks that serve it, so the death of one
+affects no other's transfer. A link is planned once; each publish is then one "receive" request to
+the engine while trainer ranks send.
 """
 
 from collections import deque
@@ -43,27 +45,39 @@ class ReshardTransport(LinkTransport):
             end.abort()
 
     def _make_plan(self, cover: Cover, link: Link) -> TransferPlan:
-        return plan_transfer(cover, link.slot, self._weights.num_engines, self._weights.bucket_bytes)
+        return plan_transfer(
+            cover, link.slot, self._weights.num_engines, self._weights.bucket_bytes
+        )
 
     def _learn(self, links: list[Link], engines: EngineFleet) -> None:
-        """Also opens this rank's ends of new links and gives known ones this round's time limits."""
+        """Also opens this rank's ends of new links and gives known ones this round's time
+        limits."""
         super()._learn(links, engines)
         for link in links:
             plan = self._plan(link)
             if link.name in self._ends:
                 self._ends[link.name].link = link
             elif self._weights.mesh.rank in plan.trainers:
-                self._ends[link.name] = _TrainerEnd(link, plan, self._weights.mesh.rank, self._weights.delta)
+                self._ends[link.name] = _TrainerEnd(
+                    link, plan, self._weights.mesh.rank, self._weights.delta
+                )
 
     def _move(self, links: list[Link], traffic: Traffic) -> dict[str, Exception]:
         ends = [self._ends[link.name] for link in links if link.name in self._ends]
         failed: dict[str, Exception] = {}
-        # Read when a group is made: NCCL's watchdog would end this trainer when an engine dies in a transfer.
+        # Read when a group is made: NCCL's watchdog would end this trainer when an engine dies in a
+        # transfer.
         on_cuda = self._weights.mesh.device.type == "cuda"
-        guard = environment.temporarily("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0") if on_cuda else nullcontext()
+        guard = (
+            environment.temporarily("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+            if on_cuda
+            else nullcontext()
+        )
         order = SendOrder([end.turns(on_cuda) for end in ends])
         with guard, ThreadPoolExecutor(max(1, len(ends))) as pool:
-            sending = [pool.submit(end.send, self._weights, order, index) for index, end in enumerate(ends)]
+            sending = [
+                pool.submit(end.send, self._weights, order, index) for index, end in enumerate(ends)
+            ]
             for end, sent in zip(ends, sending, strict=True):
                 sent.add_done_callback(end.cut_if_failed)
             for end, sent in zip(ends, sending, strict=True):
@@ -84,30 +98,41 @@ class ReshardTransport(LinkTransport):
     def _request(self, link: Link, rank: int) -> dict[str, object]:
         trainers = len(self._plan(link).trainers)
         size = trainers + link.num_ranks
-        group = {"rank": trainers + rank, "size": size, "num_ranks": link.num_ranks, **link.limits._asdict()}
+        group = {
+            "rank": trainers + rank,
+            "size": size,
+            "num_ranks": link.num_ranks,
+            **link.limits._asdict(),
+        }
         return {**group, "delta": self._weights.delta}
 
 
 class SendOrder:
-    """Lets the threads of a rank, one per link, join and start batches in one order of all ranks: by number, then link.
+    """Lets the threads of a rank, one per link, join and start batches in one order of all ranks:
+    by number, then link.
 
     A GPU runs the kernels of all links in the order of their launch if it has one hardware queue
-    (CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron needs). Two ranks with opposite orders would wait for each other. So
-    would they if a group over NCCL, which all of its ranks make together, were made in its first batch: that one has
-    another number on every rank. All JOIN turns come first, by link.
+    (CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron needs). Two ranks with opposite orders would wait
+    for each other. So would they if a group over NCCL, which all of its ranks make together, were
+    made in its first batch: that one has another number on every rank. All JOIN turns come first,
+    by link.
     """
 
     def __init__(self, numbers: Sequence[Sequence[int]]):
-        """numbers: of this rank's turns, ascending, by link: JOIN, batches. Links are in the order of all ranks."""
+        """numbers: of this rank's turns, ascending, by link: JOIN, batches. Links are in the order
+        of all ranks."""
         self._left = [deque(of_link) for of_link in numbers]
         self._changed = Condition()
 
     @contextmanager
     def turn(self, link: int, deadline: Deadline) -> Iterator[None]:
-        """The link's next batch starts inside the block. Raises PeerLost if others keep the turn until the deadline."""
+        """The link's next batch starts inside the block. Raises PeerLost if others keep the turn
+        until the deadline."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._first() == link, deadline.left):
-                raise PeerLost(f"the link before this one did not start its batch in {deadline.seconds:.0f} s")
+                raise PeerLost(
+                    f"the link before this one did not start its batch in {deadline.seconds:.0f} s"
+                )
         yield
         with self._changed:
             self._left[link].popleft()
@@ -133,17 +158,20 @@ class _TrainerEnd:
         batches = plan.sent_by(rank)
         self._numbers = list(batches)
         self._batches = [  # with peers as ranks of the group, in which trainers come first
-            [replace(message, peer=len(trainers) + message.peer) for message in batch] for batch in batches.values()
+            [replace(message, peer=len(trainers) + message.peer) for message in batch]
+            for batch in batches.values()
         ]
         self._group: EngineGroup | None = None
         self._last = LastSent() if delta else None
 
     def turns(self, join_in_turn: bool) -> list[int]:
-        """Returns what a `send` takes turns for: its batches, and before them the group that it has to join."""
+        """Returns what a `send` takes turns for: its batches, and before them the group that it has
+        to join."""
         return [JOIN] * (join_in_turn and self._group is None) + self._numbers
 
     def send(self, weights: TrainerWeights, order: SendOrder, index: int) -> Traffic:
-        """Sends all batches as link `index` of the order, joining the engine first if need be. Raises PeerLost."""
+        """Sends all batches as link `index` of the order, joining the engine first if need be.
+        Raises PeerLost."""
         deadline = Deadline(self.link.left_s)
         try:
             return self._send(weights, deadline, lambda: order.turn(index, deadline))
@@ -151,12 +179,15 @@ class _TrainerEnd:
             order.leave(index)
 
     def cut_if_failed(self, sent: Future[Traffic]) -> None:
-        """Cuts the link of a `send` that has failed, whatever it was: the engine must not wait for this rank."""
+        """Cuts the link of a `send` that has failed, whatever it was: the engine must not wait for
+        this rank."""
         if (error := sent.exception()) is not None:
             # They keep frames alive that keep the group alive, and peers wait for its end.
             error.__traceback__ = error.__cause__ = error.__context__ = None
             self.abort()
-            CutFlag(self.link).cut(str(error) if isinstance(error, PeerLost) else f"{type(error).__name__}: {error}")
+            CutFlag(self.link).cut(
+                str(error) if isinstance(error, PeerLost) else f"{type(error).__name__}: {error}"
+            )
 
     def _send(self, weights: TrainerWeights, deadline: Deadline, turn: Turn) -> Traffic:
         link, device = self.link, weights.mesh.device
@@ -165,14 +196,24 @@ class _TrainerEnd:
         if self._group is None:
             store = link.open_store(link.limits.join_s)
             ready = [f"{link.name}/ready/{rank}" for rank in range(link.num_ranks)]
-            flag, size, here = CutFlag(link, store), self._num_trainers + link.num_ranks, address_towards(link.url)
-            flag.wait_until(lambda: store.check(ready), Deadline(link.limits.join_s), f"{link.url} to join")
+            flag, size, here = (
+                CutFlag(link, store),
+                self._num_trainers + link.num_ranks,
+                address_towards(link.url),
+            )
+            flag.wait_until(
+                lambda: store.check(ready), Deadline(link.limits.join_s), f"{link.url} to join"
+            )
             with turn() if device.type == "cuda" else nullcontext():
-                self._group = join_group(store, link.name, self._rank, size, device, here, link.limits)
+                self._group = join_group(
+                    store, link.name, self._rank, size, device, here, link.limits
+                )
                 self._group.connect()
             self._group.set_timeout(link.left_s)
         live = weights.parameters()
-        return send_batches(self._group, self._batches, live, deadline, link.patience_s, turn, self._last)
+        return send_batches(
+            self._group, self._batches, live, deadline, link.patience_s, turn, self._last
+        )
 
     def abort(self) -> None:
         """Ends the group, whatever state the others are in."""

@@ -1,8 +1,9 @@
-"""What of a message has changed since it was sent last: values and places of elements, if these are fewer bytes.
+"""What of a message has changed since it was sent last: values and places of elements, if these are
+fewer bytes.
 
-A sender counts, for every message of a batch, the elements that follow. A message of n elements of which `count` have
-changed travels as that many values, then int32 positions or a mask of n bits, the shorter of the two; one with count 0
-not at all; one with ALL as all its values.
+A sender counts, for every message of a batch, the elements that follow. A message of n elements of
+which `count` have changed travels as that many values, then int32 positions or a mask of n bits,
+the shorter of the two; one with count 0 not at all; one with ALL as all its values.
 """
 
 from collections.abc import Mapping
@@ -29,7 +30,8 @@ class LastSent:
         self.compared = self.changed = 0  # elements, since the last `counted`
 
     def update(self, message: Message, values: Tensor) -> tuple[int, Tensor]:
-        """Returns count and content of a message whose values [n] are sent now: those, or changes as uint8 [bytes]."""
+        """Returns count and content of a message whose values [n] are sent now: those, or changes
+        as uint8 [bytes]."""
         bits, key = _bits(values), (message.peer, message.tag)
         last = self._bits.get(key)
         if last is None:
@@ -50,21 +52,28 @@ class LastSent:
         return count, torch.cat([changed.view(torch.uint8), places])
 
     def counted(self) -> tuple[int, int]:
-        """Returns how many elements were compared, and how many of them had changed, since the last call."""
+        """Returns how many elements were compared, and how many of them had changed, since the last
+        call."""
         found, self.compared, self.changed = (self.compared, self.changed), 0, 0
         return found
 
 
 def changes_bytes(count: int, numel: int, dtype: torch.dtype) -> int:
     """Returns the bytes of `count` changed elements of `numel`."""
-    return count * dtype.itemsize + (count * _POSITION.itemsize if _is_listed(count, numel) else _mask_bytes(numel))
+    return count * dtype.itemsize + (
+        count * _POSITION.itemsize if _is_listed(count, numel) else _mask_bytes(numel)
+    )
 
 
 def write_changes(message: Message, count: int, content: Tensor, values: Tensor) -> None:
-    """Writes changed elements, uint8 [bytes], over the values [n] of a message as it was received before."""
+    """Writes changed elements, uint8 [bytes], over the values [n] of a message as it was received
+    before."""
     bits = _bits(values)
     split = count * message.dtype.itemsize
-    changed, places = content[:split].view(bits.dtype), content[split:].clone()  # whose memory begins anywhere
+    changed, places = (
+        content[:split].view(bits.dtype),
+        content[split:].clone(),
+    )  # whose memory begins anywhere
     listed = _is_listed(count, message.numel)
     bits[places.view(_POSITION).long() if listed else _unpacked(places, message.numel)] = changed
 

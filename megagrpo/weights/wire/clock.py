@@ -17,11 +17,13 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """Returns the remaining seconds, at least a few ms, so that what is ready at the last moment is still taken."""
+        """Returns the remaining seconds, at least a few ms, so that what is ready at the last
+        moment is still taken."""
         return max(self._end - time.monotonic(), 0.01)
 
     def part(self, seconds: float) -> "Deadline":
-        """Returns the deadline of a part of the work: `seconds` from now, but no later than this one."""
+        """Returns the deadline of a part of the work: `seconds` from now, but no later than this
+        one."""
         return Deadline(min(seconds, self.left))
 
     @property
@@ -30,7 +32,8 @@ class Deadline:
 
 
 class PhaseTimer:
-    """Measures seconds per phase, summed over repetitions; a phase inside another is not counted in the outer one."""
+    """Measures seconds per phase, summed over repetitions; a phase inside another is not counted in
+    the outer one."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()
@@ -38,7 +41,8 @@ class PhaseTimer:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Counts the time inside the `with` block as `phase`. A block that raises is not counted."""
+        """Counts the time inside the `with` block as `phase`. A block that raises is not
+        counted."""
         start, counted = time.monotonic(), sum(self._seconds.values())
         yield
         inside = sum(self._seconds.values()) - counted
@@ -54,5 +58,8 @@ class PhaseTimer:
             yield item
 
     def seconds(self, *phases: str) -> dict[str, float]:
-        """Returns seconds per phase, 0 for those of `phases` that never ran, and "total" since construction."""
-        return dict.fromkeys(phases, 0.0) | self._seconds | {"total": time.monotonic() - self._start}
+        """Returns seconds per phase, 0 for those of `phases` that never ran, and "total" since
+        construction."""
+        return (
+            dict.fromkeys(phases, 0.0) | self._seconds | {"total": time.monotonic() - self._start}
+        )

@@ -1,7 +1,7 @@
 """The process group of an engine's ranks and their trainer ranks, on both sides.
 
-Groups are made and dropped in one thread per engine and stay out of torch.distributed's registry, which is not
-thread-safe.
+Groups are made and dropped in one thread per engine and stay out of torch.distributed's registry,
+which is not thread-safe.
 """
 
 import time
@@ -30,7 +30,9 @@ class GroupLimits(NamedTuple):
     """How a group is made: seconds for its ranks to meet, and NCCL's thread blocks."""
 
     join_s: float
-    max_ctas: int | None = 8  # None: NCCL's own number; it connects as many channels, so all ranks need the same
+    max_ctas: int | None = (
+        8  # None: NCCL's own number; it connects as many channels, so all ranks need the same
+    )
 
 
 class Send(NamedTuple):
@@ -53,7 +55,8 @@ class EngineGroup:
     """One rank's end of a group."""
 
     def __init__(self, name: str, backend: Any, device: torch.device):
-        # backend: a ProcessGroupGloo or ProcessGroupNCCL, of which torch's type stubs lack most methods
+        # backend: a ProcessGroupGloo or ProcessGroupNCCL, of which torch's type stubs lack most
+        # methods
         self.name, self._backend, self._device = name, backend, device
 
     def set_timeout(self, seconds: float) -> None:
@@ -61,27 +64,34 @@ class EngineGroup:
         self._backend._set_default_timeout(timedelta(seconds=seconds))
 
     def connect(self) -> None:
-        """Collective over NCCL: begins to make the communicator, which the first batch waits for. Raises PeerLost.
+        """Collective over NCCL: begins to make the communicator, which the first batch waits for.
+        Raises PeerLost.
 
         Only the first rank is waited for. Over gloo, ranks are connected already.
         """
         if self._device.type == "cuda":
             with self._started() as backend:
-                backend.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+                backend.eager_connect_single_device(
+                    torch.device("cuda", torch.cuda.current_device())
+                )
 
     def broadcast(self, values: Tensor) -> dist.Work:
-        """Starts to send `values`, contiguous, from rank 0 of the group to all others. Raises PeerLost."""
+        """Starts to send `values`, contiguous, from rank 0 of the group to all others. Raises
+        PeerLost."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         with self._started() as backend:
             return backend.broadcast([values], options)
 
     def start(self, messages: Sequence[Send | Receive]) -> list[dist.Work]:
-        """Starts a batch's messages; batches in the same order on all ranks. Raises PeerLost if they do not meet."""
+        """Starts a batch's messages; batches in the same order on all ranks. Raises PeerLost if
+        they do not meet."""
         if not messages:
             return []
         with self._started() as backend:
-            if self._device.type == "cuda":  # one launch over the group's own communicator, not one for every pair
+            if (
+                self._device.type == "cuda"
+            ):  # one launch over the group's own communicator, not one for every pair
                 backend._start_coalescing()
             works = [
                 (backend.send if isinstance(message, Send) else backend.recv)(
@@ -92,23 +102,27 @@ class EngineGroup:
             return [backend._end_coalescing()] if self._device.type == "cuda" else works
 
     def wait(self, works: Sequence[dist.Work], deadline: Deadline) -> None:
-        """Waits until the works are done. Raises PeerLost if a peer is gone, or is not done by the deadline."""
+        """Waits until the works are done. Raises PeerLost if a peer is gone, or is not done by the
+        deadline."""
         for work in works:
             # NCCL's own wait blocks a stream and not this thread, which must see the deadline pass.
             while self._device.type == "cuda" and not work.is_completed():
                 if deadline.over:
-                    raise PeerLost(f"a transfer in group {self.name} took more than {deadline.seconds:.0f} s")
+                    raise PeerLost(
+                        f"a transfer in group {self.name} took more than {deadline.seconds:.0f} s"
+                    )
                 time.sleep(_POLL_S)
             with lost_if_cut(f"a transfer in group {self.name} was cut"):
                 work.wait(timedelta(seconds=deadline.left))
 
     def abort(self) -> None:
-        """Ends the group, whatever state the others are in. A wait in it raises, over gloo at its timeout at last."""
+        """Ends the group, whatever state the others are in. A wait in it raises, over gloo at its
+        timeout at last."""
         backend, self._backend = self._backend, None
         if backend is not None and self._device.type == "cuda":
             backend.abort()
-        # Over gloo without its abort, which closes file descriptors that its destructor then closes once more, when
-        # another connection may have got their numbers.
+        # Over gloo without its abort, which closes file descriptors that its destructor then closes
+        # once more, when another connection may have got their numbers.
 
     @contextmanager
     def _started(self) -> Iterator[Any]:
@@ -125,25 +139,35 @@ def lost_if_cut(what: str) -> AbstractContextManager[None]:
 
 
 def join_group(
-    store: Store, name: str, rank: int, size: int, device: torch.device, address: str, limits: GroupLimits
+    store: Store,
+    name: str,
+    rank: int,
+    size: int,
+    device: torch.device,
+    address: str,
+    limits: GroupLimits,
 ) -> EngineGroup:
-    """Collective over the ranks of the group. Makes this rank's end, as SGLang's init_custom_process_group does.
+    """Collective over the ranks of the group. Makes this rank's end, as SGLang's
+    init_custom_process_group does.
 
-    address: of this host, as the other ranks reach it. Over gloo all ranks meet here, over NCCL in the first batch.
-    Raises PeerLost if they do not.
+    address: of this host, as the other ranks reach it. Over gloo all ranks meet here, over NCCL in
+    the first batch. Raises PeerLost if they do not.
     """
-    # The prefixes that torch.distributed puts before a group's keys, in the same torch release on both sides.
+    # The prefixes that torch.distributed puts before a group's keys, in the same torch release on
+    # both sides.
     keys = PrefixStore(f"{device.type}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
-        # The communicator is made in the first batch. Non-blocking, it raises if ranks do not come within
-        # TORCH_NCCL_NONBLOCKING_TIMEOUT, see environment.of_all_nccl_ranks; else it would wait for ever.
+        # The communicator is made in the first batch. Non-blocking, it raises if ranks do not come
+        # within TORCH_NCCL_NONBLOCKING_TIMEOUT, see environment.of_all_nccl_ranks; else it would
+        # wait for ever.
         options.config.blocking = 0
         if limits.max_ctas is not None:
             options.config.max_ctas = limits.max_ctas
         options._timeout = timedelta(seconds=limits.join_s)
-        # Read here: else the watchdog of a rank, also of an engine's, ends its process when a peer dies in a transfer.
-        # Without it `wait` raises. Trainers join in threads, which share the environment: they set it around all.
+        # Read here: else the watchdog of a rank, also of an engine's, ends its process when a peer
+        # dies in a transfer. Without it `wait` raises. Trainers join in threads, which share the
+        # environment: they set it around all.
         with environment.temporarily("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
             return EngineGroup(name, dist.ProcessGroupNCCL(keys, rank, size, options), device)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's type stubs

@@ -1,8 +1,10 @@
 """Hands batches of a plan from a trainer rank to the colocated engine rank through shared memory.
 
-It has two halves: one is filled while the engine copies from the other. Keys in the store of trainer rank 0 order it:
+It has two halves: one is filled while the engine copies from the other. Keys in the store of
+trainer rank 0 order it:
 
-    trainer:  handle -> offered/0 -> offered/1 -> (taken/0) offered/2 -> ... -> (closed) frees the memory
+    trainer:  handle -> offered/0 -> offered/1 -> (taken/0) offered/2 -> ... -> (closed) frees the
+    memory
     engine:   (handle) -> (offered/0) taken/0 -> (offered/1) taken/1 -> ...  -> closed
 """
 
@@ -31,8 +33,9 @@ _STORE_GONE = "the store of trainer rank 0 is gone"
 class Handover:
     """The trainer's end of one transfer to one engine rank.
 
-    batches: the engine rank's, by number. cut: returns why the engine rank is given up, "" while it is not. `lost`: why
-    it takes no more, "" while it does; this is no error: the transfer to the others goes on.
+    batches: the engine rank's, by number. cut: returns why the engine rank is given up, "" while it
+    is not. `lost`: why it takes no more, "" while it does; this is no error: the transfer to the
+    others goes on.
     """
 
     def __init__(
@@ -46,7 +49,9 @@ class Handover:
         cut: Callable[[], str],
     ):
         self._store, self._key, self._batches, self._device = store, key, batches, device
-        self._wait_for = partial(_wait_for, store, deadline=deadline, patience_s=patience_s, cut=cut)
+        self._wait_for = partial(
+            _wait_for, store, deadline=deadline, patience_s=patience_s, cut=cut
+        )
         self._index = {number: index for index, number in enumerate(batches)}
         self._half = _half_bytes(list(batches.values()))
         self.lost, self.num_bytes = "", _HALVES * self._half
@@ -54,13 +59,16 @@ class Handover:
         store.set(f"{key}/handle", encode(self._buffer.handle))  # type: ignore[arg-type]  # takes bytes
 
     def start(self, number: int) -> list[tuple[Message, Tensor]]:
-        """Returns the messages of a batch, each with its memory [n], once the engine has left that."""
+        """Returns the messages of a batch, each with its memory [n], once the engine has left
+        that."""
         if number not in self._index:
             return []
         index = self._index[number]
         if index >= _HALVES:
             self._expect(f"taken/{index - _HALVES}")
-        return list(_parts(self._batches[number], self._buffer.values, index % _HALVES * self._half))
+        return list(
+            _parts(self._batches[number], self._buffer.values, index % _HALVES * self._half)
+        )
 
     def offer(self, number: int) -> None:
         """Makes the engine rank copy a batch whose values are complete."""
@@ -73,7 +81,9 @@ class Handover:
         """Waits until the engine rank has closed its end, and frees the memory."""
         self._expect("closed")
         self._buffer.close(closed_there=not self.lost)
-        words = [f"{word}/{index}" for index in range(len(self._index)) for word in ("offered", "taken")]
+        words = [
+            f"{word}/{index}" for index in range(len(self._index)) for word in ("offered", "taken")
+        ]
         with self._noting_loss(), lost_if_cut(_STORE_GONE):
             for word in ("handle", "closed", *words):
                 self._store.delete_key(f"{self._key}/{word}")
@@ -100,7 +110,8 @@ def take_batches(
     deadline: Deadline,
     patience_s: float,
 ) -> None:
-    """The engine's end: fills the parameters. Raises PeerLost, or ValueError if the two processes share no memory."""
+    """The engine's end: fills the parameters. Raises PeerLost, or ValueError if the two processes
+    share no memory."""
     _wait_for(store, f"{key}/handle", deadline, patience_s)
     half = _half_bytes(batches)
     with open_shared(decode(store.get(f"{key}/handle")), device) as memory:
@@ -116,7 +127,11 @@ def take_batches(
 
 
 def _wait_for(
-    store: Store, key: str, deadline: Deadline, patience_s: float, cut: Callable[[], str] = lambda: ""
+    store: Store,
+    key: str,
+    deadline: Deadline,
+    patience_s: float,
+    cut: Callable[[], str] = lambda: "",
 ) -> None:
     """Returns when the store has the key. Raises PeerLost."""
     limit = deadline.part(patience_s)
@@ -131,7 +146,10 @@ def _wait_for(
 
 
 def _half_bytes(batches: Sequence[list[Message]]) -> int:
-    return max((sum(_aligned(message.num_bytes) for message in batch) for batch in batches), default=_ALIGNED)
+    return max(
+        (sum(_aligned(message.num_bytes) for message in batch) for batch in batches),
+        default=_ALIGNED,
+    )
 
 
 def _parts(batch: list[Message], memory: Tensor, offset: int) -> Iterator[tuple[Message, Tensor]]:

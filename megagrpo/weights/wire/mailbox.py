@@ -1,7 +1,7 @@
 """Requests to engine ranks and their answers across hosts, by a TCPStore on trainer rank 0.
 
-SGLang's HTTP answers carry no data from a custom weight loader, and tensors shared through memory reach one host only.
-The store itself refuses a message above 32 MiB.
+SGLang's HTTP answers carry no data from a custom weight loader, and tensors shared through memory
+reach one host only. The store itself refuses a message above 32 MiB.
 """
 
 import json
@@ -18,7 +18,8 @@ from megagrpo.system.processes import route_address
 
 
 class Mailbox:
-    """Stores messages at trainer rank 0, which listens at `address` only. `timeout_s` bounds every wait."""
+    """Stores messages at trainer rank 0, which listens at `address` only. `timeout_s` bounds every
+    wait."""
 
     def __init__(self, address: str, timeout_s: float):
         self.address = address
@@ -36,7 +37,8 @@ class Mailbox:
         return key
 
     def take(self, key: str, timeout_s: float) -> Any:
-        """Returns the message under `key` and forgets it. Raises torch.distributed.DistStoreError if none comes."""
+        """Returns the message under `key` and forgets it. Raises torch.distributed.DistStoreError
+        if none comes."""
         self.store.wait([key], timedelta(seconds=timeout_s))
         message = decode(self.store.get(key))
         self.store.delete_key(key)

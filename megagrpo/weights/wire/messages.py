@@ -1,4 +1,5 @@
-"""Messages of a transfer, and the requests by which trainer rank 0 starts it on the ranks of an engine."""
+"""Messages of a transfer, and the requests by which trainer rank 0 starts it on the ranks of an
+engine."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -11,7 +12,8 @@ from megagrpo.weights.copies.views import ParameterSlice
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Values that travel together between two ranks: the elements of `slices`, one after the other."""
+    """Values that travel together between two ranks: the elements of `slices`, one after the
+    other."""
 
     peer: int
     tag: int  # its number among the messages of this pair of ranks
@@ -31,7 +33,8 @@ Batches = list[list[Message]]  # of one rank, in the order in which they travel
 
 
 class ReceiveRequest(TypedDict):
-    """Makes one engine rank receive its slices. With `memory` through a shared buffer, else in a process group."""
+    """Makes one engine rank receive its slices. With `memory` through a shared buffer, else in a
+    process group."""
 
     group: str  # name of the link
     plan: str  # mailbox key of the encoded batches, "" if the engine rank has them already
@@ -47,9 +50,18 @@ class ReceiveRequest(TypedDict):
 
 
 def encode_batches(batches: Iterable[Sequence[Message]], ranks: Mapping[int, int]) -> list:
-    """Returns the batches of an engine rank as JSON can express them. ranks: trainer rank -> rank in the group."""
+    """Returns the batches of an engine rank as JSON can express them. ranks: trainer rank -> rank
+    in the group."""
     return [
-        [(ranks[m.peer], m.tag, str(m.dtype).removeprefix("torch."), [astuple(part) for part in m.slices]) for m in one]
+        [
+            (
+                ranks[m.peer],
+                m.tag,
+                str(m.dtype).removeprefix("torch."),
+                [astuple(part) for part in m.slices],
+            )
+            for m in one
+        ]
         for one in batches
     ]
 
@@ -58,7 +70,9 @@ def decode_batches(encoded: list) -> Batches:
     """Returns the batches that encode_batches encoded."""
 
     def message(peer: int, tag: int, dtype: str, parts: list) -> Message:
-        slices = tuple(ParameterSlice(name, offset, tuple(n), tuple(s)) for name, offset, n, s in parts)
+        slices = tuple(
+            ParameterSlice(name, offset, tuple(n), tuple(s)) for name, offset, n, s in parts
+        )
         return Message(peer, tag, getattr(torch, dtype), slices)
 
     return [[message(*each) for each in batch] for batch in encoded]

@@ -1,4 +1,5 @@
-"""Both ends of a transfer: batches are packed from live parameters and unpacked into live parameters."""
+"""Both ends of a transfer: batches are packed from live parameters and unpacked into live
+parameters."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -42,7 +43,8 @@ class Traffic:
 
 
 class _Staged(NamedTuple):
-    """A message on the wire. copied: whether `values` have memory of their own, besides the parameters."""
+    """A message on the wire. copied: whether `values` have memory of their own, besides the
+    parameters."""
 
     message: Message
     values: Tensor  # [n], or the bytes of changes
@@ -59,7 +61,8 @@ def send_batches(
     turn: Turn = nullcontext,
     last: LastSent | None = None,
 ) -> Traffic:
-    """Sends this rank's batches, each started inside `turn()`. last: to send what has changed; see changes.py.
+    """Sends this rank's batches, each started inside `turn()`. last: to send what has changed; see
+    changes.py.
 
     Raises PeerLost if one is not taken within patience_s, or by the deadline of all.
     """
@@ -77,13 +80,17 @@ def send_batches(
 
     def begin(batch: list[_Staged]) -> list[dist.Work]:
         counts = [] if last is None else _counts(batch)
-        messages = [Send(one.values, one.message.peer, one.message.tag) for one in batch if one.num_changed]
+        messages = [
+            Send(one.values, one.message.peer, one.message.tag) for one in batch if one.num_changed
+        ]
         sent.wire_bytes += sum(each.values.nbytes for each in (*counts, *messages))
         sent.messages += len(counts) + len(messages)
         with turn():
             return [work for part in (counts, messages) if part for work in group.start(part)]
 
-    sent.staging_bytes = _move(group, batches, stage, begin, lambda staged: None, deadline, patience_s)
+    sent.staging_bytes = _move(
+        group, batches, stage, begin, lambda staged: None, deadline, patience_s
+    )
     if last is not None:
         sent.compared, sent.changed = last.counted()
     return sent
@@ -97,11 +104,14 @@ def receive_batches(
     patience_s: float,
     delta: bool = False,
 ) -> Traffic:
-    """Writes this rank's batches into the parameters. delta: the senders have `last`. Raises as send_batches does."""
+    """Writes this rank's batches into the parameters. delta: the senders have `last`. Raises as
+    send_batches does."""
     device = next(iter(parameters.values())).device
 
     def stage(batch: list[Message]) -> list[_Staged]:
-        counts = _heard(group, batch, device, deadline.part(patience_s)) if delta else [ALL] * len(batch)
+        counts = (
+            _heard(group, batch, device, deadline.part(patience_s)) if delta else [ALL] * len(batch)
+        )
         return [staged(message, count) for message, count in zip(batch, counts, strict=True)]
 
     def staged(message: Message, count: int) -> _Staged:
@@ -112,7 +122,9 @@ def receive_batches(
         live = _in_place(message, parameters)
         if live is not None:
             return _Staged(message, live, copied=False)
-        return _Staged(message, torch.empty(message.numel, dtype=message.dtype, device=device), copied=True)
+        return _Staged(
+            message, torch.empty(message.numel, dtype=message.dtype, device=device), copied=True
+        )
 
     def finish(staged: _Staged) -> None:
         if staged.num_changed > 0:
@@ -124,7 +136,13 @@ def receive_batches(
             unpack(staged.message, staged.values, parameters)
 
     def begin(batch: list[_Staged]) -> list[dist.Work]:
-        return group.start([Receive(one.values, one.message.peer, one.message.tag) for one in batch if one.num_changed])
+        return group.start(
+            [
+                Receive(one.values, one.message.peer, one.message.tag)
+                for one in batch
+                if one.num_changed
+            ]
+        )
 
     return Traffic(staging_bytes=_move(group, batches, stage, begin, finish, deadline, patience_s))
 
@@ -138,7 +156,9 @@ def _counts(batch: list[_Staged]) -> list[Send]:
     return counts
 
 
-def _heard(group: EngineGroup, batch: list[Message], device: torch.device, deadline: Deadline) -> list[int]:
+def _heard(
+    group: EngineGroup, batch: list[Message], device: torch.device, deadline: Deadline
+) -> list[int]:
     """Receives the count of every message of a batch."""
     peers = [message.peer for message in batch]
     counts = {
@@ -159,7 +179,8 @@ def _move(
     deadline: Deadline,
     patience_s: float,
 ) -> int:
-    """Puts all batches on the wire, at most _IN_FLIGHT at once; `finish` gets every message when its batch is done.
+    """Puts all batches on the wire, at most _IN_FLIGHT at once; `finish` gets every message when
+    its batch is done.
 
     Returns the most bytes that were staged.
     """
@@ -192,7 +213,11 @@ def _copied_bytes(batch: list[_Staged]) -> int:
 def _in_place(message: Message, parameters: Mapping[str, Tensor]) -> Tensor | None:
     """Returns the live elements themselves [n], None if they must be packed or cast."""
     first = message.slices[0]
-    if len(message.slices) > 1 or not first.contiguous or parameters[first.parameter].dtype != message.dtype:
+    if (
+        len(message.slices) > 1
+        or not first.contiguous
+        or parameters[first.parameter].dtype != message.dtype
+    ):
         return None
     return first.view(parameters).reshape(-1)
 
@@ -220,7 +245,9 @@ def unpack(message: Message, values: Tensor, parameters: Mapping[str, Tensor]) -
         live.copy_(part)
 
 
-def _parts(message: Message, values: Tensor, parameters: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+def _parts(
+    message: Message, values: Tensor, parameters: Mapping[str, Tensor]
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields the values of each slice of a message, and the live elements that they belong to."""
     parts = values.split([piece.numel for piece in message.slices])
     for part, piece in zip(parts, message.slices, strict=True):

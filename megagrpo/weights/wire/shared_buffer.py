@@ -1,6 +1,8 @@
-"""Memory shared by two processes of one machine: on a GPU by a CUDA IPC handle, on the host by a file.
+"""Memory shared by two processes of one machine: on a GPU by a CUDA IPC handle, on the host by a
+file.
 
-The file has no name (memfd): the kernel frees it when the last process that maps it ends, even killed.
+The file has no name (memfd): the kernel frees it when the last process that maps it ends, even
+killed.
 """
 
 import base64
@@ -18,10 +20,13 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from megagrpo.system import environment
 
-_PROBLEM = "weights.transport ipc needs every engine rank on the machine of its colocated trainer rank"
+_PROBLEM = (
+    "weights.transport ipc needs every engine rank on the machine of its colocated trainer rank"
+)
 
 
-# Bytes, machine, and how to open them: a CUDA handle, or a process and its file number. JSON can express it.
+# Bytes, machine, and how to open them: a CUDA handle, or a process and its file number. JSON can
+# express it.
 Handle = tuple[int, str, list]
 
 
@@ -35,14 +40,18 @@ class Place(NamedTuple):
 def place_of(device: torch.device) -> Place:
     """Returns the place of this process, which computes on `device`."""
     node = f"{socket.gethostname()} {_machine()} {os.readlink('/proc/self/ns/net')}"
-    return Place(node, str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu")
+    return Place(
+        node, str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
+    )
 
 
 class SharedBuffer:
     """Memory of this process that another can open by `handle`. values: uint8 [num_bytes]."""
 
     def __init__(self, num_bytes: int, device: torch.device):
-        self._counter: tuple[bytes, int] | None = None  # torch's reference counter of the CUDA handle
+        self._counter: tuple[bytes, int] | None = (
+            None  # torch's reference counter of the CUDA handle
+        )
         self._file = -1
         if device.type == "cuda":
             self._pool = torch.cuda.MemPool()  # no cached block of other segments
@@ -61,10 +70,13 @@ class SharedBuffer:
         self.handle: Handle = num_bytes, _machine(), how
 
     def close(self, closed_there: bool) -> None:
-        """Frees the memory. closed_there: whether the other process has closed its end; else it is gone."""
+        """Frees the memory. closed_there: whether the other process has closed its end; else it is
+        gone."""
         del self.values
         if self._counter is not None:
-            if not closed_there:  # torch keeps the memory until every holder of the handle releases it
+            if (
+                not closed_there
+            ):  # torch keeps the memory until every holder of the handle releases it
                 with suppress(RuntimeError):
                     torch.UntypedStorage._release_ipc_counter_cuda(*self._counter)
             torch.cuda.ipc_collect()
@@ -77,7 +89,8 @@ class SharedBuffer:
 
 @contextmanager
 def open_shared(handle: Handle, device: torch.device) -> Iterator[Tensor]:
-    """Yields the bytes of a SharedBuffer, uint8 [num_bytes]; no view of them may be kept. Raises ValueError."""
+    """Yields the bytes of a SharedBuffer, uint8 [num_bytes]; no view of them may be kept. Raises
+    ValueError."""
     num_bytes, machine, how = handle
     if machine != _machine():
         raise ValueError(f"{_PROBLEM}: this process does not see that one's memory")
@@ -93,7 +106,9 @@ def open_shared(handle: Handle, device: torch.device) -> Iterator[Tensor]:
         pid, number = how
         path = f"/proc/{pid}/fd/{number}"
         if not os.access(path, os.R_OK | os.W_OK):
-            raise ValueError(f"{_PROBLEM}: process {pid} of the trainers cannot be reached: no access to {path}")
+            raise ValueError(
+                f"{_PROBLEM}: process {pid} of the trainers cannot be reached: no access to {path}"
+            )
         with open(path, "r+b", buffering=0) as file:
             values = torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)
     yield values
@@ -101,7 +116,8 @@ def open_shared(handle: Handle, device: torch.device) -> Iterator[Tensor]:
 
 @contextmanager
 def _plain_segments() -> Iterator[None]:
-    """Makes torch allocate by cudaMalloc: only children may open expandable segments (ptrace_scope 1)."""
+    """Makes torch allocate by cudaMalloc: only children may open expandable segments (ptrace_scope
+    1)."""
     with ExitStack() as restore:
         for name, plain in environment.without_expandable_segments().items():
             restore.callback(torch.cuda.memory._set_allocator_settings, environment.get(name, ""))
@@ -111,4 +127,7 @@ def _plain_segments() -> Iterator[None]:
 
 def _machine() -> str:
     """Returns the boot id and the PID namespace: processes with equal ones can share memory."""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    return (
+        f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} "
+        f"{os.readlink('/proc/self/ns/pid')}"
+    )

@@ -1,4 +1,5 @@
-"""Runs bench/gpu.py with only the packages that docs/evidence/gpu.md lists. usage: bare_machine.py [its arguments]
+"""Runs bench/gpu.py with only the packages that docs/evidence/gpu.md lists. usage: bare_machine.py
+[its arguments]
 
 Other installed packages are hidden. Also imports tests/gpu, which must be collected there.
 """
@@ -17,7 +18,16 @@ define_torchvision_operators()
 import_module("transformers.models.qwen3.modeling_qwen3")  # has requirements of its own
 
 ROOT = Path(__file__).parents[3]
-ABSENT = {"ray", "sglang", "sglang_router", "sgl_kernel", "math_verify", "transformer_engine", "apex", "flash_attn"}
+ABSENT = {
+    "ray",
+    "sglang",
+    "sglang_router",
+    "sgl_kernel",
+    "math_verify",
+    "transformer_engine",
+    "apex",
+    "flash_attn",
+}
 ABSENT |= {"liger_kernel", "cut_cross_entropy", "tensorboard", "matplotlib", "wandb", "aiohttp"}
 ABSENT |= {"hypothesis", "pytest_timeout", "peft", "torchvision"}
 found = PathFinder.find_spec
@@ -33,8 +43,17 @@ PathFinder.find_spec = present
 for name in list(sys.modules):
     if name.partition(".")[0] in ABSENT:
         del sys.modules[name]
-for name in ("tests.conftest", "tests.gpu.conftest", "tests.gpu.test_kit", "tests.gpu.test_kernels_cuda"):
+for name in (
+    "tests.conftest",
+    "tests.gpu.conftest",
+    "tests.gpu.test_kit",
+    "tests.gpu.test_kernels_cuda",
+):
     import_module(name)
-for name in ("megagrpo.certify.command", "megagrpo.actor.saving", "megagrpo.weights.expected_digests"):
+for name in (
+    "megagrpo.certify.command",
+    "megagrpo.actor.saving",
+    "megagrpo.weights.expected_digests",
+):
     import_module(name)
 runpy.run_path(str(ROOT / "bench" / "gpu.py"), run_name="__main__")

@@ -45,7 +45,8 @@ def _after_loading(change: Callable[[MegatronActor], None]) -> AbstractContextMa
 
 
 def _experts_not_reduced_over_tp() -> AbstractContextManager[None]:
-    """As Megatron's own default at EP 1: expert gradients are summed over data-parallel ranks only."""
+    """As Megatron's own default at EP 1: expert gradients are summed over data-parallel ranks
+    only."""
 
     def build_as_released(*args):
         chunk = build_chunk(*args)
@@ -79,7 +80,9 @@ def _mean_of_micro_batch_means() -> AbstractContextManager[None]:
 
     def local_objective(inputs, algorithm, denominators):
         mask = inputs.loss_mask > 0
-        own = replace(denominators, num_tokens=int(mask.sum()), num_sequences=int(mask.any(1).sum()))
+        own = replace(
+            denominators, num_tokens=int(mask.sum()), num_sequences=int(mask.any(1).sum())
+        )
         loss, sums = objective(inputs, algorithm, own)
         return loss / count, sums
 
@@ -101,13 +104,16 @@ def _router_differs_between_ranks() -> AbstractContextManager[None]:
 
 
 def _label_of_local_neighbour() -> AbstractContextManager[None]:
-    """Labels shift within this rank's part of a sequence: wrong at the seams of context parallelism."""
+    """Labels shift within this rank's part of a sequence: wrong at the seams of context
+    parallelism."""
 
     def local_targets(rows, columns, *rest):
         found = targets(rows, columns, *rest)
         neighbour = (found.flat + 1).clamp(max=rows.numel() - 1)
         same_row = rows.flatten()[neighbour] == found.rows
-        return replace(found, columns=torch.where(same_row, columns.flatten()[neighbour], found.columns))
+        return replace(
+            found, columns=torch.where(same_row, columns.flatten()[neighbour], found.columns)
+        )
 
     return patch.multiple(microbatch, targets=local_targets)
 
@@ -127,7 +133,8 @@ class _CutDownProjections(UserDict[str, Tensor]):
 def _latent_projections_cut_over_tp() -> Iterator[None]:
     """Latent attention's down projections are cut over ranks, as Megatron's local layers do.
 
-    The gradient of the rotary part of keys is then split where it has to be summed; the loss is right.
+    The gradient of the rotary part of keys is then split where it has to be summed; the loss is
+    right.
     """
     load = DeepseekV3.load_attention
     megatrons = vars(model)["ColumnParallelLinear"]  # only actor/ imports Megatron

@@ -17,7 +17,8 @@ from tests.dist.workers.harness import settings, with_actors
 
 
 class AnonymousMemory:
-    """The most anonymous memory of this process while it is entered, in bytes: the files' pages do not count."""
+    """The most anonymous memory of this process while it is entered, in bytes: the files' pages do
+    not count."""
 
     def __enter__(self) -> "AnonymousMemory":
         self._stop = threading.Event()
@@ -47,7 +48,8 @@ def read_from_disk() -> int:
 
 
 def load(actor: MegatronActor, path: str) -> dict:
-    """What load_initial_weights reads and holds, beside the parameters, which have memory before it begins."""
+    """What load_initial_weights reads and holds, beside the parameters, which have memory before it
+    begins."""
     hf, parameters = HfFolder(path), actor.parameters()
     with torch.no_grad():
         for parameter in parameters.values():

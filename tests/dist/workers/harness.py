@@ -1,4 +1,5 @@
-"""Runs the jobs of jobs.json on this rank, one after the other, each with an actor in a world of its own."""
+"""Runs the jobs of jobs.json on this rank, one after the other, each with an actor in a world of
+its own."""
 
 import json
 import os
@@ -12,13 +13,15 @@ from megagrpo.certify.measure import joined
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
 
 DEVICE = torch.device("cpu")
-# A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into a full step.
+# A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into
+# a full step.
 OPTIMIZER = {"lr": 1e-3, "adam_eps": 1e-4, "clip_grad": 0.5, "weight_decay": 0.01}
 SMALL = {"logprob_chunk_tokens": 32, "deadline_s": 120.0}
 
 
 def answer(folder: Path, of_job: Callable[[dict, Path], dict]) -> None:
-    """Writes what `of_job(job, store)` returns for every job: each rank into rankN.json, rank 0 into results.json."""
+    """Writes what `of_job(job, store)` returns for every job: each rank into rankN.json, rank 0
+    into results.json."""
     jobs = json.loads((folder / "jobs.json").read_text())
     results = []
     for number, job in enumerate(jobs):
@@ -30,11 +33,14 @@ def answer(folder: Path, of_job: Callable[[dict, Path], dict]) -> None:
 
 
 def settings(job: dict) -> tuple[ActorConfig, OptimizerConfig]:
-    """What a job asks for by names of `actor`'s settings, and whether its optimizer is `distributed`.
+    """What a job asks for by names of `actor`'s settings, and whether its optimizer is
+    `distributed`.
 
     budget: tokens of a micro-batch; optimizer: settings of Megatron's.
     """
-    fields = {name: job[name] for name in ActorConfig.model_fields.keys() - {"optimizer"} if name in job}
+    fields = {
+        name: job[name] for name in ActorConfig.model_fields.keys() - {"optimizer"} if name in job
+    }
     own = {"world_size": int(os.environ["WORLD_SIZE"]), "micro_batch_tokens": job.get("budget", 64)}
     distributed, megatron = job.get("distributed", False), job.get("optimizer", {})
     optimizer = OptimizerConfig(**OPTIMIZER, distributed=distributed, megatron=megatron)

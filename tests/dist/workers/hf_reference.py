@@ -1,4 +1,5 @@
-"""Random Hugging Face models, and their logits and gradients by transformers: the truth for the actor's tests.
+"""Random Hugging Face models, and their logits and gradients by transformers: the truth for the
+actor's tests.
 
 A process of its own: transformers' models and the trainer's shims do not share one.
 usage: hf_reference.py FOLDER NAME...
@@ -55,7 +56,12 @@ _ROUTED = {
     "n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
     "norm_topk_prob": True, "routed_scaling_factor": 2.5,
 }  # fmt: skip
-_GLM = SIZES | _ROUTED | _NO_GROUPS | {"head_dim": 32, "rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.5}}
+_GLM = (
+    SIZES
+    | _ROUTED
+    | _NO_GROUPS
+    | {"head_dim": 32, "rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.5}}
+)
 CONFIGS = {
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=32),
     "qwen3_tied": lambda: Qwen3Config(**(SIZES | {"tie_word_embeddings": True}), head_dim=32),
@@ -68,7 +74,8 @@ CONFIGS = {
     "glm4_moe_air": lambda: Glm4MoeConfig(**_GLM, use_qk_norm=False, attention_bias=True),
     "deepseek_v3": lambda: DeepseekV3Config(**_MLA, **_ROUTED, **_GROUPS, rope_parameters=_YARN),
     "deepseek_v3_plain": lambda: DeepseekV3Config(**_MLA, **_ROUTED, **_GROUPS, rope_parameters=_PLAIN),
-    # no low rank of queries, no groups, no YaRN; transformers gives the latents' norms an epsilon of 1e-6 always
+    # no low rank of queries, no groups, no YaRN; transformers gives the latents' norms an epsilon
+    # of 1e-6 always
     "moonlight": lambda: DeepseekV3Config(
         **(_MLA | {"q_lora_rank": None}), **(_ROUTED | {"n_shared_experts": 2}), **_NO_GROUPS, rms_norm_eps=1e-6,
         rope_parameters=_PLAIN,
@@ -83,7 +90,9 @@ def random_model(config: PretrainedConfig) -> PreTrainedModel:
 
 def stir(model: PreTrainedModel) -> None:
     """Norms of one and biases of zero would hide a mistake."""
-    biases = [buffer for key, buffer in model.named_buffers() if key.endswith("e_score_correction_bias")]
+    biases = [
+        buffer for key, buffer in model.named_buffers() if key.endswith("e_score_correction_bias")
+    ]
     with torch.no_grad():
         for tensor in [*model.parameters(), *biases]:
             if tensor.dim() == 1:
@@ -104,7 +113,9 @@ def write_model(folder: Path, name: str, config: PretrainedConfig) -> None:
         chosen = row.log_softmax(-1)[torch.arange(length - 1), tokens[1:]]
         loss = loss - (chosen * batch["advantages"][i, 1:length]).sum() / batch["mask"].sum()
     loss.backward()
-    if config.model_type == "deepseek_v3":  # published files have it, engines ask for it, transformers drops it
+    if (
+        config.model_type == "deepseek_v3"
+    ):  # published files have it, engines ask for it, transformers drops it
         file = folder / name / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"moe_layer_freq": 1}))
     torch.save({"logits": logits, "loss": float(loss)}, folder / f"{name}.pt")

@@ -41,7 +41,9 @@ def one_bad_sample(actor: MegatronActor, job: dict) -> dict:
 
     reload(actor, initial)
     dump = read_dump(Path(job["run"]) / "dumps" / f"step_{WEIGHT_VERSION + 1:06d}")
-    again, _ = step.update(actor, dump.batch(actor.mesh, actor.routed_layers), dump.algorithm, 1.0, 32)
+    again, _ = step.update(
+        actor, dump.batch(actor.mesh, actor.routed_layers), dump.algorithm, 1.0, 32
+    )
     replayed = weights(actor)
 
     reload(actor, initial)
@@ -76,10 +78,17 @@ def without_first_update(batch: Batch) -> Batch:
 
 def inspect(actor: MegatronActor, job: dict, policy: str, batch: Batch, values: dict) -> str:
     """What Run.inspect_update says; the rest of a run is not needed for it."""
-    sections = {"name": "t", "output_dir": job["run"], "model": {"path": job["model"]}, "data": {"path": "d"}}
+    sections = {
+        "name": "t",
+        "output_dir": job["run"],
+        "model": {"path": job["model"]},
+        "data": {"path": "d"},
+    }
     config = ExperimentConfig.model_validate(sections | {"train": {"non_finite": policy}})
     state = TrainState(step=WEIGHT_VERSION)
-    absent = dict.fromkeys(("inputs", "source", "publishing", "checkpointer", "watchdog", "stop_request"))
+    absent = dict.fromkeys(
+        ("inputs", "source", "publishing", "checkpointer", "watchdog", "stop_request")
+    )
     absent["alarm"] = MismatchAlarm(config, actor.arch.is_moe)
     record = RunRecord(config, actor.mesh, WEIGHT_VERSION)
     run = Run(config=config, actor=actor, state=state, num_steps=9, recording=record, **absent)

@@ -1,7 +1,9 @@
-"""Adapters by transformers and by PEFT: the truth for what adapters_job of actor_ranks.py left in a folder.
+"""Adapters by transformers and by PEFT: the truth for what adapters_job of actor_ranks.py left in a
+folder.
 
-Gradients by autograd through dense effective weights W + alpha / rank * B A, written by hand. A process of its own, as
-hf_reference.py. usage: peft_reference.py FOLDER; reads FOLDER/*/job.json and writes errors.json beside it
+Gradients by autograd through dense effective weights W + alpha / rank * B A, written by hand. A
+process of its own, as hf_reference.py. usage: peft_reference.py FOLDER; reads FOLDER/*/job.json and
+writes errors.json beside it
 """
 
 import json
@@ -31,7 +33,9 @@ def main(folder: Path) -> None:
 
 
 def _model(path: str):
-    return AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="eager", dtype=torch.float32
+    ).eval()
 
 
 def _rows(model) -> list[Tensor]:
@@ -81,10 +85,16 @@ def _formula(model, lora: dict, actor: dict) -> dict:
         name: float((actor["gradients"][name] - truth).abs().max() / truth.abs().max())
         for name, truth in gradients.items()
     }
-    return {"loss": abs(actor["loss"] - float(loss)), "gradients": max(ratios.values()), "compared": len(ratios)}
+    return {
+        "loss": abs(actor["loss"] - float(loss)),
+        "gradients": max(ratios.values()),
+        "compared": len(ratios),
+    }
 
 
-def _added(adapters: dict[str, Tensor], prefix: str, scale: float, like: Tensor | None = None) -> Tensor | float:
+def _added(
+    adapters: dict[str, Tensor], prefix: str, scale: float, like: Tensor | None = None
+) -> Tensor | float:
     a, b = (adapters.get(f"{prefix}lora_{letter}.weight") for letter in "AB")
     if a is None or b is None:
         return 0.0 if like is None else torch.zeros_like(like)

@@ -1,8 +1,9 @@
-"""Ranks that live as long as the test session: they import torch and Megatron once, and each run is a world of its own.
+"""Ranks that live as long as the test session: they import torch and Megatron once, and each run is
+a world of its own.
 
-A rank is a process that waits on a socket for (function, arguments), calls it and answers with what it returned. The
-function makes its process group from a store of its own and leaves it before it returns. Whatever goes wrong ends all
-ranks; the next run starts new ones.
+A rank is a process that waits on a socket for (function, arguments), calls it and answers with what
+it returned. The function makes its process group from a store of its own and leaves it before it
+returns. Whatever goes wrong ends all ranks; the next run starts new ones.
 usage of a rank: python -m tests.dist.workers.pool SOCKET [STAND_INS]
 """
 
@@ -42,7 +43,8 @@ class RankPool:
         self._folder: Path | None = None
 
     def run(self, world: int, function: Callable, *arguments: object) -> list:
-        """What `function(rank, *arguments)` returns on each of `world` ranks. AssertionError with the log's end."""
+        """What `function(rank, *arguments)` returns on each of `world` ranks. AssertionError with
+        the log's end."""
         try:
             self._start(world)
             log = self._folder / "ranks.log"
@@ -59,7 +61,8 @@ class RankPool:
             raise
 
     def _start(self, world: int) -> None:
-        """Start the ranks that are missing; they import torch when they have answered, all at once."""
+        """Start the ranks that are missing; they import torch when they have answered, all at
+        once."""
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         for rank in range(len(self._processes), world):
@@ -68,17 +71,32 @@ class RankPool:
                 server.bind(address)
                 server.listen()
                 server.settimeout(START_S)
-                place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+                place = {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "OMP_NUM_THREADS": "1",
+                    "CUDA_VISIBLE_DEVICES": "",
+                }
                 paths = [*self._stand_ins, str(REPOSITORY)]
                 env = environment.child_environment(place | {"PYTHONUNBUFFERED": "1"}, paths)
-                command = [sys.executable, "-W", "ignore", "-m", "tests.dist.workers.pool", address, *self._stand_ins]
+                command = [
+                    sys.executable,
+                    "-W",
+                    "ignore",
+                    "-m",
+                    "tests.dist.workers.pool",
+                    address,
+                    *self._stand_ins,
+                ]
                 self._processes.append(spawn(command, env, self._folder / "ranks.log"))
                 self._connections.append(connection.Connection(server.accept()[0].detach()))
 
     def _answers(self, world: int) -> list:
         deadline, answers = time.monotonic() + LIMIT_S, {}
         while len(answers) < world:
-            waiting = {self._connections[rank]: rank for rank in range(world) if rank not in answers}
+            waiting = {
+                self._connections[rank]: rank for rank in range(world) if rank not in answers
+            }
             ready = connection.wait(list(waiting), timeout=max(deadline - time.monotonic(), 0.0))
             assert ready, f"no end after {LIMIT_S:.0f} s of ranks {sorted(waiting.values())}"
             for rank in ready:
@@ -89,7 +107,11 @@ class RankPool:
 
     def _end_of_log(self) -> str:
         log = self._folder / "ranks.log" if self._folder else None
-        return "\n".join(log.read_text(errors="replace").splitlines()[-40:]) if log and log.exists() else ""
+        return (
+            "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+            if log and log.exists()
+            else ""
+        )
 
     def stop(self) -> None:
         """End every rank."""

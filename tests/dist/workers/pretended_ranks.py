@@ -14,8 +14,11 @@ from tests.dist.workers.harness import DEVICE, answer
 
 
 def compare(config: ActorConfig, model: str, store: Path) -> dict:
-    """Whether this rank's real copies are those that the rank which stands for it would have, were it alone."""
-    with joined(store, config=config, optimizer=OptimizerConfig(), model_path=model, device=DEVICE) as actor:
+    """Whether this rank's real copies are those that the rank which stands for it would have, were
+    it alone."""
+    with joined(
+        store, config=config, optimizer=OptimizerConfig(), model_path=model, device=DEVICE
+    ) as actor:
         weights, arch, rank = load_initial_weights(actor, model), actor.arch, actor.mesh.rank
     assert not dist.is_initialized()
     representative = representative_ranks(config)[rank]

@@ -1,4 +1,5 @@
-"""One rank of test_rounding.py: what an actor computes and updates, with actor.fake_quantization or without."""
+"""One rank of test_rounding.py: what an actor computes and updates, with actor.fake_quantization or
+without."""
 
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from tests.dist.workers.harness import OPTIMIZER, with_actors
 
 
 def measure(actor: MegatronActor, job: dict) -> dict:
-    """Log-probabilities, the reference's too, loss and gradients of the last update, weights after it, into `out`.
+    """Log-probabilities, the reference's too, loss and gradients of the last update, weights after
+    it, into `out`.
 
     Tells whether forwards left a weight changed.
     """
@@ -23,10 +25,14 @@ def measure(actor: MegatronActor, job: dict) -> dict:
     before = {name: parameter.detach().clone() for name, parameter in actor.parameters().items()}
     batch = batch_of(actor.mesh)
     state["logprobs"] = actor.mesh.gather_world(step.token_logprobs(actor, batch, 1.0))
-    with torch.no_grad():  # other weights than the reference's; rounding commutes with powers of two
+    with (
+        torch.no_grad()
+    ):  # other weights than the reference's; rounding commutes with powers of two
         for parameter in actor.parameters().values():
             parameter.mul_(2.0)
-    state["reference"] = actor.mesh.gather_world(step.with_logprobs(actor, batch, 1.0, False, "k3").ref_logprobs)
+    state["reference"] = actor.mesh.gather_world(
+        step.with_logprobs(actor, batch, 1.0, False, "k3").ref_logprobs
+    )
     with torch.no_grad():
         for parameter in actor.parameters().values():
             parameter.mul_(0.5)
@@ -34,9 +40,13 @@ def measure(actor: MegatronActor, job: dict) -> dict:
     for number in range(job["updates"]):
         loss = gradient(actor, batch_of(actor.mesh, shift=number), RICH)
         if number == 0:
-            changed = sum(not torch.equal(p, before[name]) for name, p in actor.parameters().items())
+            changed = sum(
+                not torch.equal(p, before[name]) for name, p in actor.parameters().items()
+            )
         state |= {"loss": loss, "gradients": whole(trained, actor.gradients(), actor.mesh)}
-        actor.optimizer_step(loss, followed=True)  # with overlap_param_gather the next forward gathers
+        actor.optimizer_step(
+            loss, followed=True
+        )  # with overlap_param_gather the next forward gathers
     actor.gather_parameters()
     state["weights"] = whole(trained, actor.trained(), actor.mesh)
     state["decay"] = 1 - OPTIMIZER["lr"] * OPTIMIZER["weight_decay"]  # of a matrix by an update

@@ -8,7 +8,8 @@ LENGTHS, PROMPTS = (40, 7, 23, 12, 31, 9, 18), (5, 3, 10, 2, 8, 4, 6)
 
 
 def samples() -> dict[str, torch.Tensor]:
-    """tokens, mask (with a hole), advantages, noise [NUM_SAMPLES, WIDTH]; lengths, prompts [NUM_SAMPLES]."""
+    """tokens, mask (with a hole), advantages, noise [NUM_SAMPLES, WIDTH]; lengths, prompts
+    [NUM_SAMPLES]."""
     generator = torch.Generator().manual_seed(1)
     lengths, prompts = torch.tensor(LENGTHS), torch.tensor(PROMPTS)
     column = torch.arange(WIDTH)

@@ -1,16 +1,22 @@
-"""The environment `gymnasium`: one of that library's, in words. The library is the user's to install."""
+"""The environment `gymnasium`: one of that library's, in words. The library is the user's to
+install."""
 
 import re
 from collections.abc import Mapping
 
-_MARKED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)  # a coloured text, such as the player's place
+_MARKED = re.compile(
+    r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL
+)  # a coloured text, such as the player's place
 
 
 class GymnasiumText:
-    """An environment whose action is a turn of the model: the text itself, or the word of an action.
+    """An environment whose action is a turn of the model: the text itself, or the word of an
+    action.
 
-    id: its name in gymnasium. actions: words for the actions of a Discrete space, in their order; default: numbers.
-    rendered: observations are what it renders as text ("ansi"), with [ ] for colours, else the observations themselves.
+    id: its name in gymnasium. actions: words for the actions of a Discrete space, in their order;
+    default: numbers.
+    rendered: observations are what it renders as text ("ansi"), with [ ] for colours, else the
+    observations themselves.
     options: of gymnasium.make; a row's `extra` has more of them.
     """
 
@@ -33,7 +39,9 @@ class GymnasiumText:
             self._words = actions.split() or [str(space.start + n) for n in range(space.n)]
             self._first = space.start
             if len(self._words) != space.n:
-                raise ValueError(f"actions has {len(self._words)} words, and {id} has {space.n} actions")
+                raise ValueError(
+                    f"actions has {len(self._words)} words, and {id} has {space.n} actions"
+                )
 
     def reset(self) -> str:
         """Returns the first observation."""
@@ -41,7 +49,8 @@ class GymnasiumText:
         return self._text(observation)
 
     def step(self, text: str) -> tuple[str | None, float, bool]:
-        """Returns the next observation and the reward; a word that is no action is answered with the actions."""
+        """Returns the next observation and the reward; a word that is no action is answered with
+        the actions."""
         action: object = text
         if self._words is not None:
             if (word := text.strip().lower()) not in self._words:

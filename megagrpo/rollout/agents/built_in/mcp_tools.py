@@ -1,8 +1,9 @@
-"""The environment `mcp`: tools of a Model Context Protocol server, which the model calls until it answers.
+"""The environment `mcp`: tools of a Model Context Protocol server, which the model calls until it
+answers.
 
-Calls are written as Hermes and Qwen models write them: {"name", "arguments"} in <tool_call> tags. Protocol:
-modelcontextprotocol.io/specification/2025-06-18, tools over stdio and streamable HTTP; nothing else of it is offered
-to the server.
+Calls are written as Hermes and Qwen models write them: {"name", "arguments"} in <tool_call> tags.
+Protocol: modelcontextprotocol.io/specification/2025-06-18, tools over stdio and streamable HTTP;
+nothing else of it is offered to the server.
 """
 
 import itertools
@@ -32,10 +33,12 @@ Call one with <tool_call>{{"name": NAME, "arguments": {{...}}}}</tool_call>; its
 
 
 class McpTools:
-    """A rollout with a session of its own on the server that `command` starts or that listens at `url`.
+    """A rollout with a session of its own on the server that `command` starts or that listens at
+    `url`.
 
-    A turn without a call is the answer, which `grader` rewards as `reward.grader` would. max_chars: of a result. A bad
-    call is answered with text; a server that is gone ends the rollout, which begins again elsewhere.
+    A turn without a call is the answer, which `grader` rewards as `reward.grader` would. max_chars:
+    of a result. A bad call is answered with text; a server that is gone ends the rollout, which
+    begins again elsewhere.
     """
 
     def __init__(
@@ -50,7 +53,11 @@ class McpTools:
     ):
         if bool(command) == bool(url):
             raise ValueError("args.command or args.url, one of them")
-        self._prompt, self._answer, self._max_chars = row["prompt"], answer_grader(grader, row), max_chars
+        self._prompt, self._answer, self._max_chars = (
+            row["prompt"],
+            answer_grader(grader, row),
+            max_chars,
+        )
         self._server = _Process(command) if command else _Http(url, timeout_s)
         self._session = _Session(self._server)
         about = {"name": "megagrpo", "version": "1"}
@@ -65,7 +72,8 @@ class McpTools:
     def reset(self) -> str:
         """Returns the tools and the row's prompt."""
         tools = "\n".join(
-            json.dumps({k: tool.get(k) for k in ("name", "description", "inputSchema")}) for tool in self._tools
+            json.dumps({k: tool.get(k) for k in ("name", "description", "inputSchema")})
+            for tool in self._tools
         )
         return _ABOUT.format(tools=tools, prompt=self._prompt)
 
@@ -100,7 +108,10 @@ class McpTools:
             found = self._session.ask("tools/call", {"name": name, "arguments": arguments})
         except _Refused as exc:
             return f"error: {exc}"[: self._max_chars]
-        texts = [part["text"] if part["type"] == "text" else f"[{part['type']}]" for part in found.get("content", [])]
+        texts = [
+            part["text"] if part["type"] == "text" else f"[{part['type']}]"
+            for part in found.get("content", [])
+        ]
         return ("error: " * bool(found.get("isError")) + "\n".join(texts))[: self._max_chars]
 
 
@@ -115,14 +126,19 @@ class _Session:
         self._server, self._numbers = server, itertools.count(1)
 
     def ask(self, method: str, params: Mapping[str, object]) -> dict:
-        """Returns the result of a request. Raises _Refused, and Unavailable if the server does not answer."""
+        """Returns the result of a request. Raises _Refused, and Unavailable if the server does not
+        answer."""
         number = next(self._numbers)
-        for message in self._server.exchange({"jsonrpc": "2.0", "id": number, "method": method, "params": params}):
+        for message in self._server.exchange(
+            {"jsonrpc": "2.0", "id": number, "method": method, "params": params}
+        ):
             if message.get("id") == number and "method" not in message:
                 if "error" in message:
                     raise _Refused(str(message["error"].get("message", message["error"])))
                 return message["result"]
-            if "id" in message and "method" in message:  # it asks; a client without capabilities has nothing but ping
+            if (
+                "id" in message and "method" in message
+            ):  # it asks; a client without capabilities has nothing but ping
                 refused = {"error": {"code": -32601, "message": "not supported"}}
                 said = {"result": {}} if message["method"] == "ping" else refused
                 self._server.send({"jsonrpc": "2.0", "id": message["id"], **said})
@@ -134,13 +150,19 @@ class _Session:
 
 
 class _Process:
-    """A server that is started for this session: a message a line on its standard input and output."""
+    """A server that is started for this session: a message a line on its standard input and
+    output."""
 
     def __init__(self, command: str):
         pipe, own = subprocess.PIPE, foreign_environment({})
         try:
             self._process = subprocess.Popen(
-                shlex.split(command), env=own, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
+                shlex.split(command),
+                env=own,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=subprocess.DEVNULL,
+                text=True,
             )
         except OSError as exc:
             raise Unavailable(f"{command}: {exc}") from exc
@@ -171,11 +193,15 @@ class _Process:
 
 
 class _Http:
-    """A server with streamable HTTP: a message is a POST, answered by JSON or by a stream of events."""
+    """A server with streamable HTTP: a message is a POST, answered by JSON or by a stream of
+    events."""
 
     def __init__(self, url: str, timeout_s: float):
         accept = {"Accept": "application/json, text/event-stream", "MCP-Protocol-Version": _VERSION}
-        self._url, self._client = url, httpx.Client(headers=accept, timeout=timeout_s, trust_env=False)
+        self._url, self._client = (
+            url,
+            httpx.Client(headers=accept, timeout=timeout_s, trust_env=False),
+        )
 
     def exchange(self, message: Mapping[str, object]) -> Iterator[dict]:
         """Sends a request; yields what the server says in answer to it."""

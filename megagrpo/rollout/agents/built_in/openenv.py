@@ -1,4 +1,5 @@
-"""The environment `openenv`: a session of an OpenEnv server. The client of websockets is the user's to install."""
+"""The environment `openenv`: a session of an OpenEnv server. The client of websockets is the user's
+to install."""
 
 import json
 from collections.abc import Mapping
@@ -8,10 +9,12 @@ from megagrpo.rollout.agents import Unavailable
 
 
 class OpenEnv:
-    """A session with {"type": "reset" | "step" | "close", "data": ...} on `url`, such as ws://host:8000/ws.
+    """A session with {"type": "reset" | "step" | "close", "data": ...} on `url`, such as
+    ws://host:8000/ws.
 
-    action: the field of an action that gets a turn of the model. observation: the field that is shown; default: all, as
-    JSON. A row's `extra` is passed to reset beside the seed. timeout_s: for an answer. Protocol: openenv-core 0.3.0.
+    action: the field of an action that gets a turn of the model. observation: the field that is
+    shown; default: all, as JSON. A row's `extra` is passed to reset beside the seed. timeout_s: for
+    an answer. Protocol: openenv-core 0.3.0.
     """
 
     def __init__(
@@ -31,7 +34,9 @@ class OpenEnv:
         self._action, self._observation, self._timeout_s = action, observation, timeout_s
         try:
             self._session = ExitStack()
-            self._socket = self._session.enter_context(connect(url, open_timeout=timeout_s, max_size=None))
+            self._socket = self._session.enter_context(
+                connect(url, open_timeout=timeout_s, max_size=None)
+            )
         except self._lost as exc:
             raise Unavailable(f"{url}: {exc}") from exc
 
@@ -40,7 +45,8 @@ class OpenEnv:
         return self._shown(self._asked("reset", self._reset)) or None
 
     def step(self, text: str) -> tuple[str | None, float, bool]:
-        """Returns the observation after an action, its reward (0 if it has none), and whether it was the last."""
+        """Returns the observation after an action, its reward (0 if it has none), and whether it
+        was the last."""
         found = self._asked("step", {self._action: text})
         done = bool(found.get("done"))
         return None if done else self._shown(found), float(found.get("reward") or 0.0), done
@@ -57,7 +63,9 @@ class OpenEnv:
         except self._lost as exc:
             raise Unavailable(f"{kind}: {type(exc).__name__}: {exc}") from exc
         if answer["type"] == "error":
-            raise RuntimeError(f"{kind}: {answer['data'].get('code')}: {answer['data'].get('message')}")
+            raise RuntimeError(
+                f"{kind}: {answer['data'].get('code')}: {answer['data'].get('message')}"
+            )
         return answer["data"]
 
     def _shown(self, found: Mapping[str, object]) -> str:

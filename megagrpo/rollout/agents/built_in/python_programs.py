@@ -1,4 +1,5 @@
-"""The environment `python`: the model writes programs, which run in the sandbox of grader `code`, until it answers."""
+"""The environment `python`: the model writes programs, which run in the sandbox of grader `code`,
+until it answers."""
 
 from collections.abc import Mapping
 
@@ -14,9 +15,11 @@ Nothing is kept between two programs. Without a program your text is the answer.
 
 
 class PythonPrograms:
-    """A turn's last block marked as Python runs, in a process of its own; a turn without one is the answer.
+    """A turn's last block marked as Python runs, in a process of its own; a turn without one is the
+    answer.
 
-    grader: of the answer, a name as in `reward.grader`. max_chars: shown, the last ones. run_s: seconds of a program.
+    grader: of the answer, a name as in `reward.grader`. max_chars: shown, the last ones. run_s:
+    seconds of a program.
     limits: memory_mb, output_kb, disk_mb, open_files, processes and isolation of grader `code`.
     """
 
@@ -30,9 +33,15 @@ class PythonPrograms:
         **limits: int | str,
     ):
         options = CodeOptions.model_validate(limits)
-        self._limits = Limits(wall_s=run_s, **options.model_dump(include=set(Limits.__annotations__)))
+        self._limits = Limits(
+            wall_s=run_s, **options.model_dump(include=set(Limits.__annotations__))
+        )
         self._isolate = isolates(options.isolation)
-        self._prompt, self._answer, self._max_chars = row["prompt"], answer_grader(grader, row), max_chars
+        self._prompt, self._answer, self._max_chars = (
+            row["prompt"],
+            answer_grader(grader, row),
+            max_chars,
+        )
 
     def reset(self) -> str:
         """Returns what a program may do, and the row's prompt."""

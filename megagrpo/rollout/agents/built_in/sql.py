@@ -1,6 +1,8 @@
-"""The environment `sql`: the model queries a private SQLite database until a query of its tables is the answer.
+"""The environment `sql`: the model queries a private SQLite database until a query of its tables is
+the answer.
 
-A query runs on a copy in memory which it can only read, for a bounded number of steps of SQLite's machine.
+A query runs on a copy in memory which it can only read, for a bounded number of steps of SQLite's
+machine.
 """
 
 import sqlite3
@@ -11,25 +13,41 @@ from typing import Any
 
 from megagrpo.rollout.agents import UnusableRow
 
-_ALLOWED = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
+_ALLOWED = {
+    sqlite3.SQLITE_SELECT,
+    sqlite3.SQLITE_READ,
+    sqlite3.SQLITE_FUNCTION,
+    sqlite3.SQLITE_RECURSIVE,
+}
 _SCHEMA = {"sqlite_master", "sqlite_schema"}
 _PRAGMAS = ("table_info",)
 _TICK = 1000  # steps of SQLite's machine between two looks at the budget
 _MAX_BYTES = 1_000_000  # of one value, a query included
 _MAX_RESULT = 16_000_000  # bytes of a query's rows
-_FAILURES = (sqlite3.Error, sqlite3.Warning, ValueError)  # a Warning: two statements; a ValueError: a null character
+_FAILURES = (
+    sqlite3.Error,
+    sqlite3.Warning,
+    ValueError,
+)  # a Warning: two statements; a ValueError: a null character
 
 
 class Sql:
-    """Text to SQL. A row's `answer` is a query, `extra.database` the statements that make the database.
+    """Text to SQL. A row's `answer` is a query, `extra.database` the statements that make the
+    database.
 
-    A query that reads a table is the model's answer: reward 1 if its rows are those of the row's, in any order unless
-    that one has "order by". Others (of the schema, or of no table) and errors are shown, and the model has a turn more.
+    A query that reads a table is the model's answer: reward 1 if its rows are those of the row's,
+    in any order unless that one has "order by". Others (of the schema, or of no table) and errors
+    are shown, and the model has a turn more.
     max_rows: shown. max_chars: of a message. max_steps: of SQLite's machine, for one query.
     """
 
     def __init__(
-        self, row: Mapping[str, Any], seed: int, max_rows: int = 20, max_chars: int = 2000, max_steps: int = 1_000_000
+        self,
+        row: Mapping[str, Any],
+        seed: int,
+        max_rows: int = 20,
+        max_chars: int = 2000,
+        max_steps: int = 1_000_000,
     ):
         self._max_rows, self._max_chars, self._max_steps = max_rows, max_chars, max_steps
         try:

@@ -1,10 +1,11 @@
-"""Plays episodes of an environment of the library `verifiers`, in the interpreter that has it, and imports nothing of
-megagrpo. `PYTHON verifiers_episodes.py ENVIRONMENT [N]` prints its (first N) tasks as rows for `data.path`.
+"""Plays episodes of an environment of the library `verifiers`, in the interpreter that has it, and
+imports nothing of megagrpo. `PYTHON verifiers_episodes.py ENVIRONMENT [N]` prints its (first N)
+tasks as rows for `data.path`.
 
-ENVIRONMENT is a name for `verifiers.load_environment` (the classic API, to 0.2), a taskset's id (the API of
-`verifiers.v1`), or a TOML file that has the latter's [env] block. With `--serve`, lines of JSON on standard input:
-[number, {"base_url", "index"}] begins an episode, [number, null] cancels it; [number, [reward, note] or null, error] is
-its end.
+ENVIRONMENT is a name for `verifiers.load_environment` (the classic API, to 0.2), a taskset's id
+(the API of `verifiers.v1`), or a TOML file that has the latter's [env] block. With `--serve`, lines
+of JSON on standard input: [number, {"base_url", "index"}] begins an episode, [number, null] cancels
+it; [number, [reward, note] or null, error] is its end.
 """
 
 import asyncio
@@ -35,7 +36,12 @@ class Classic:
 
     async def play(self, base_url, index):
         """Returns (reward, note) of an episode. Raises RuntimeError."""
-        given = {"api_base_url": base_url, "api_key_var": "MEGAGRPO_NO_KEY", "max_retries": 0, "timeout": 1e6}
+        given = {
+            "api_base_url": base_url,
+            "api_key_var": "MEGAGRPO_NO_KEY",
+            "max_retries": 0,
+            "timeout": 1e6,
+        }
         client = self.vf.ClientConfig(**given)
         found = await self.environment.run_rollout(self.dataset[index], client, "policy", {})
         if found.get("error"):
@@ -57,7 +63,11 @@ class Tasks:
         """Yields (prompt, answer) of each task; an endless taskset is cut by the reader."""
         for task in self.environment.taskset:
             prompt, system = task.data.prompt, task.data.system_prompt
-            spoken = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*map(_plain, prompt or [])]
+            spoken = (
+                [{"role": "user", "content": prompt}]
+                if isinstance(prompt, str)
+                else [*map(_plain, prompt or [])]
+            )
             yield ([{"role": "system", "content": system}] if system else []) + spoken, ""
 
     def serving(self):
@@ -65,13 +75,19 @@ class Tasks:
         return self.environment.serving()
 
     async def play(self, base_url, index):
-        """Returns (reward, note) of an episode: the sum of its agents' rewards. Raises RuntimeError."""
+        """Returns (reward, note) of an episode: the sum of its agents' rewards. Raises
+        RuntimeError."""
         self.tasks += islice(self.left, max(0, index + 1 - len(self.tasks)))
         client = self.vf.EvalClientConfig(base_url=base_url, api_key_var="MEGAGRPO_NO_KEY")
         (slot,) = self.environment.slots(self.tasks[index])
-        episode = await self.environment.run_slot(slot, self.vf.ModelContext(model="policy", client=client))
+        episode = await self.environment.run_slot(
+            slot, self.vf.ModelContext(model="policy", client=client)
+        )
         if not episode.ok:
-            errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+            errors = [
+                *episode.errors,
+                *(error for trace in episode.traces for error in trace.errors),
+            ]
             raise RuntimeError(f"verifiers: {'; '.join(map(str, errors))}"[:2000])
         return sum(trace.reward for trace in episode.traces), ""
 
@@ -87,14 +103,18 @@ def environment_of(name):
             return Tasks(tomllib.load(file)["env"])
     import verifiers as vf
 
-    return Classic(vf, name) if hasattr(vf, "load_environment") else Tasks({"taskset": {"id": name}})
+    return (
+        Classic(vf, name) if hasattr(vf, "load_environment") else Tasks({"taskset": {"id": name}})
+    )
 
 
 async def serve(environment, output):
     """Plays episodes until standard input closes."""
     running: dict[int, asyncio.Task] = {}
     reader = asyncio.StreamReader(limit=2**28)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
 
     def report(number, task):
         del running[number]
@@ -126,8 +146,13 @@ def main(name, *options):
     if options == ("--serve",):
         asyncio.run(serve(environment, output))
     else:
-        for index, (prompt, answer) in enumerate(islice(environment.rows(), int(options[0]) if options else None)):
-            print(json.dumps({"prompt": prompt, "answer": answer, "extra": {"index": index}}), file=output)
+        for index, (prompt, answer) in enumerate(
+            islice(environment.rows(), int(options[0]) if options else None)
+        ):
+            print(
+                json.dumps({"prompt": prompt, "answer": answer, "extra": {"index": index}}),
+                file=output,
+            )
         output.flush()
 
 

@@ -1,7 +1,9 @@
-"""The agent program `verifiers`: an environment of that library, played by the interpreter that has it.
+"""The agent program `verifiers`: an environment of that library, played by the interpreter that has
+it.
 
-verifiers and SGLang want different versions of openai, so that they cannot share an interpreter. A process of that one
-plays many episodes (verifiers_episodes.py), each against its rollout's own endpoint.
+verifiers and SGLang want different versions of openai, so that they cannot share an interpreter. A
+process of that one plays many episodes (verifiers_episodes.py), each against its rollout's own
+endpoint.
 """
 
 import asyncio
@@ -43,7 +45,9 @@ class _Player:
         self._results[number] = result
         with ExitStack() as stack:
             stack.callback(self._end, number, commands)
-            commands.write(json.dumps([number, {"base_url": base_url, "index": index}]).encode() + b"\n")
+            commands.write(
+                json.dumps([number, {"base_url": base_url, "index": index}]).encode() + b"\n"
+            )
             reward, note = await result
         return {"reward": reward, "info": note}
 
@@ -72,12 +76,16 @@ class _Player:
         async for line in process.stdout:
             number, found, error = json.loads(line)
             if (result := self._results.get(number)) is not None and not result.done():
-                result.set_exception(RuntimeError(error)) if found is None else result.set_result(found)
+                result.set_exception(RuntimeError(error)) if found is None else result.set_result(
+                    found
+                )
         self.is_open = False
         code = await process.wait()
         for result in self._results.values():
             if not result.done():
-                result.set_exception(RuntimeError(f"{' '.join(self._command[:3])} ended with exit code {code}"))
+                result.set_exception(
+                    RuntimeError(f"{' '.join(self._command[:3])} ended with exit code {code}")
+                )
 
 
 _players: dict[tuple[str, str], _Player] = {}
@@ -86,14 +94,19 @@ _players: dict[tuple[str, str], _Player] = {}
 async def play_verifiers(
     base_url: str, key: str, row: Mapping[str, dict], python: str, environment: str
 ) -> dict[str, object]:
-    """Returns the reward of an episode. The row's extra.index is the task's place in its environment.
+    """Returns the reward of an episode. The row's extra.index is the task's place in its
+    environment.
 
-    python: the interpreter that has verifiers. environment: a name, or a TOML file with an [env] block. The key is in
-    the URL. Raises ValueError without an index, RuntimeError for an episode with an error.
+    python: the interpreter that has verifiers. environment: a name, or a TOML file with an [env]
+    block. The key is in the URL. Raises ValueError without an index, RuntimeError for an episode
+    with an error.
     """
     index = row["extra"].get("index") if isinstance(row["extra"], Mapping) else None
     if not isinstance(index, int):
-        raise ValueError(f"the row has no extra.index (data.extra_key); {_SCRIPT} prints the rows of {environment}")
+        raise ValueError(
+            f"the row has no extra.index (data.extra_key); {_SCRIPT} prints the rows of "
+            f"{environment}"
+        )
     player = _players.get((python, environment))
     if player is None or not player.is_open:
         player = _players[python, environment] = _Player(python, environment)

@@ -1,9 +1,9 @@
 """Stands in for SGLang's compiled kernels, of which no CPU wheel is published.
 
-SGLang imports names from here at load time and, on a CPU without AMX, calls none of them: every name is a function that
-raises. Called, and so real, in plain torch, are the hash behind per-request sampling seeds and the functions of
-speculative decoding. Some operators are only declared: SGLang's file for Qwen3.5, which its image processors import,
-looks them up.
+SGLang imports names from here at load time and, on a CPU without AMX, calls none of them: every
+name is a function that raises. Called, and so real, in plain torch, are the hash behind per-request
+sampling seeds and the functions of speculative decoding. Some operators are only declared: SGLang's
+file for Qwen3.5, which its image processors import, looks them up.
 """
 
 import torch
@@ -28,7 +28,8 @@ def __getattr__(name: str):
 
 
 def _times(x: torch.Tensor, constant: int) -> torch.Tensor:
-    """x * constant mod 2^32. In halves: the whole product of two 32-bit numbers does not fit a signed 64-bit one."""
+    """x * constant mod 2^32. In halves: the whole product of two 32-bit numbers does not fit a
+    signed 64-bit one."""
     low, high = constant & 0xFFFF, constant >> 16
     return (x * low + (((x * high) & 0xFFFF) << 16)) & _U32
 
@@ -42,8 +43,11 @@ def _mix(state: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
     return (_rotate(state ^ block, 13) * 5 + 0xE6546B64) & _U32
 
 
-def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3 (32 bit) of the 16 bytes seed | position | column, as SGLang's GPU kernel computes it.
+def murmur_hash32(
+    seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor
+) -> torch.Tensor:
+    """MurmurHash3 (32 bit) of the 16 bytes seed | position | column, as SGLang's GPU kernel
+    computes it.
 
     seed [n] (u)int64, positions [n], columns [m] -> [n, m] int64 with values below 2^32.
     """

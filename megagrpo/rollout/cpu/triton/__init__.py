@@ -1,7 +1,9 @@
-"""Stands in for Triton, 700 MB that a CPU imports and never runs: SGLang defines its GPU kernels at load time.
+"""Stands in for Triton, 700 MB that a CPU imports and never runs: SGLang defines its GPU kernels at
+load time.
 
-Every `triton.x.y` can be imported and every name in it exists: lower case a module that is also a decorator which
-returns the function as it is, upper case a class. Calling a kernel fails, as it must.
+Every `triton.x.y` can be imported and every name in it exists: lower case a module that is also a
+decorator which returns the function as it is, upper case a class. Calling a kernel fails, as it
+must.
 """
 
 import importlib.abc
@@ -15,8 +17,11 @@ class _Stub(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         if name[0].isupper():
-            # Exception: some of these names stand in `except` clauses. Subscripts: some are generic base classes.
-            made = type(name, (Exception,), {"__class_getitem__": classmethod(lambda cls, item: cls)})
+            # Exception: some of these names stand in `except` clauses. Subscripts: some are generic
+            # base classes.
+            made = type(
+                name, (Exception,), {"__class_getitem__": classmethod(lambda cls, item: cls)}
+            )
         else:
             made = importlib.import_module(f"{self.__name__}.{name}")
         setattr(self, name, made)
@@ -30,7 +35,11 @@ class _Stub(types.ModuleType):
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name, path=None, target=None):
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.startswith("triton.") else None
+        return (
+            importlib.machinery.ModuleSpec(name, self, is_package=True)
+            if name.startswith("triton.")
+            else None
+        )
 
     def create_module(self, spec):
         return _Stub(spec.name)

@@ -46,7 +46,9 @@ def fp8_autocast(
 
 
 @contextmanager
-def fp8_model_init(enabled: bool = True, recipe=None, preserve_high_precision_init_val: bool = False) -> Iterator[None]:
+def fp8_model_init(
+    enabled: bool = True, recipe=None, preserve_high_precision_init_val: bool = False
+) -> Iterator[None]:
     """Raises NotImplementedError where parameters are to be fp8."""
     if enabled:
         raise NotImplementedError("the stand-in for Transformer Engine has no fp8")

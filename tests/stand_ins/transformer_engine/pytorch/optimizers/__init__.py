@@ -4,4 +4,10 @@ from .fused_adam import FusedAdam
 from .fused_sgd import FusedSGD
 from .multi_tensor import multi_tensor_applier, multi_tensor_l2norm, multi_tensor_scale
 
-__all__ = ["FusedAdam", "FusedSGD", "multi_tensor_applier", "multi_tensor_l2norm", "multi_tensor_scale"]
+__all__ = [
+    "FusedAdam",
+    "FusedSGD",
+    "multi_tensor_applier",
+    "multi_tensor_l2norm",
+    "multi_tensor_scale",
+]
