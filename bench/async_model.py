@@ -20,12 +20,12 @@ from statistics import NormalDist
 import numpy as np
 from common import ROOT, provenance, write_results
 
+from megagrpo.check.engine_memory import EngineSide, Lengths, engine_side
+from megagrpo.check.hardware import CONTEXT_BYTES, HOST_GB_S
 from megagrpo.check.problems import longest_samples
 from megagrpo.config.load import load_config
-from megagrpo.planning.engine_memory import EngineSide, Lengths, engine_side
-from megagrpo.planning.hardware import CONTEXT_BYTES, HOST_GB_S
-from megagrpo.planning.roofline import Plan, decode_seconds, plan_step, prefill_seconds
-from megagrpo.planning.search import Options, target_of
+from megagrpo.tools.plan.roofline import Plan, decode_seconds, plan_step, prefill_seconds
+from megagrpo.tools.plan.search import Options, target_of
 
 ALLOCATE_S, RELEASE_S = 5.0, 1.0  # of an engine: memory and calls; its process and graphs are kept
 DIGEST_SHARE = 0.1  # of the memory's rate at which weights are proved

@@ -23,10 +23,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.common import RESULTS, provenance, write_results
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.certify.tiny_model import hf_config
+from megagrpo.check.checkpoint_cost import checkpoint_cost
 from megagrpo.config.schema import ActorConfig, CheckpointConfig
 from megagrpo.families.table import architecture_of, parameter_counts
-from megagrpo.planning.checkpoint_cost import checkpoint_cost
+from megagrpo.tools.certify.tiny_model import hf_config
 
 CASES: dict[str, tuple[str, int, dict[str, int]]] = {  # family, ranks, layout
     "DP2": ("qwen3", 2, {}),

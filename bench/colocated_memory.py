@@ -23,13 +23,13 @@ import psutil
 from common import ROOT, call_megagrpo, prepare, provenance, write_results
 from learning import _write_config
 
+from megagrpo.check.engine_memory import assumed_lengths, engine_side, gpu_phases, server_beside
+from megagrpo.check.hardware import hardware_of
+from megagrpo.check.layer_costs import model_work
+from megagrpo.check.report import _trainer_side
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.table import read_architecture
-from megagrpo.planning.engine_memory import assumed_lengths, engine_side, gpu_phases, server_beside
-from megagrpo.planning.explain import _trainer_side
-from megagrpo.planning.hardware import hardware_of
-from megagrpo.planning.layer_costs import model_work
 from megagrpo.system.environment import child_environment
 from megagrpo.system.run_folder import RunFolder
 

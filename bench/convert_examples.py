@@ -28,12 +28,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.common import RESULTS, ROOT, provenance, write_results
 from megagrpo.check.problems import preflight
 from megagrpo.cluster.submit import Request, submit
-from megagrpo.config.foreign import FRAMEWORKS
 from megagrpo.config.load import ConfigError, load_config
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.convert.command import translate
-from megagrpo.convert.draft import Draft
-from megagrpo.planning.roofline import fit_problems
+from megagrpo.tools.convert.command import translate
+from megagrpo.tools.convert.draft import Draft
+from megagrpo.tools.convert.foreign import FRAMEWORKS
+from megagrpo.tools.plan.roofline import fit_problems
 
 STATUSES = ("translated", "as here", "not translated", "unknown")
 USER = [{"role": "user", "content": "What is 1 + 1?"}]

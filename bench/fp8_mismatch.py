@@ -29,10 +29,10 @@ import engine_logprobs
 from test_exchange import KEY, PlainSource, started
 from transformers import AutoTokenizer
 
+from megagrpo.cpu.engine.block_fp8 import dequantised
 from megagrpo.families.quantization import FP8_BLOCK
 from megagrpo.families.table import model_tensors, read_architecture
 from megagrpo.mesh import make_mesh
-from megagrpo.rollout.cpu.block_fp8 import dequantised
 from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.weights.blocks import block_maxima, block_scales, quantise

@@ -130,7 +130,7 @@ def _preload() -> None:
     from megagrpo.actor.host import prepare_host
 
     prepare_host()
-    from megagrpo.data.torchvision_ops import define_torchvision_operators
+    from megagrpo.cpu.torchvision_ops import define_torchvision_operators
 
     define_torchvision_operators()
     for module in (

@@ -18,7 +18,7 @@ from common import provenance, write_results
 
 from megagrpo.config.schema import RewardConfig
 from megagrpo.rewards.pool import RewardPool
-from megagrpo.rewards.sandbox.sandbox import isolation
+from megagrpo.sandbox.sandbox import isolation
 from megagrpo.types import Prompt
 
 CASES = {

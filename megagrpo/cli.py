@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megagrpo import __version__
-from megagrpo.bisect.command import bisect, bisect_main
-from megagrpo.bisect.options import BisectOptions
 from megagrpo.cluster.machine import run, train_ranks
 from megagrpo.cluster.nodes import Node, run_node, serve_node, train_node
 from megagrpo.config.load import load_config
@@ -18,6 +16,8 @@ from megagrpo.system.environment import under_torchrun
 from megagrpo.system.processes import raise_file_limit
 from megagrpo.system.progress import Progress
 from megagrpo.tasks.ranks import export_main, replay_main, sft_main, train_main
+from megagrpo.tools.bisect.command import bisect, bisect_main
+from megagrpo.tools.bisect.options import BisectOptions
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -379,7 +379,7 @@ def _submit(args: argparse.Namespace, config: ExperimentConfig) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from megagrpo.convert.command import convert
+    from megagrpo.tools.convert.command import convert
 
     return convert(args.framework, args.source, args.output, args.partial)
 
@@ -391,7 +391,7 @@ def _sft(args: argparse.Namespace, config: ExperimentConfig) -> int:
 
 
 def _check(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    from megagrpo.planning.explain import check_command
+    from megagrpo.check.report import check_command
 
     return check_command(config, args.hardware, args.all)
 
@@ -403,7 +403,7 @@ def _try(args: argparse.Namespace, config: ExperimentConfig) -> int:
 
 
 def _certify(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    from megagrpo.certify.command import certify, certify_main
+    from megagrpo.tools.certify.command import certify, certify_main
 
     return certify_main(config) if under_torchrun() else certify(config, args.ranks, args.layouts)
 
@@ -421,7 +421,7 @@ def _plan(args: argparse.Namespace, config: ExperimentConfig) -> int:
     names = ("hardware", "gpus_per_node", "lengths", "turns", "measured", "search", "json")
     with Progress(f"plan {config.name}", stream=sys.stderr) as progress:
         progress.enter("imports the planner")
-        from megagrpo.planning.search import Options, plan_command
+        from megagrpo.tools.plan.search import Options, plan_command
 
         text, fits = plan_command(
             config, Options(**{name: getattr(args, name) for name in names}), progress
@@ -431,8 +431,8 @@ def _plan(args: argparse.Namespace, config: ExperimentConfig) -> int:
 
 
 def _plan_weights(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    from megagrpo.planning.hardware import rates_of
-    from megagrpo.planning.publish_bytes import plan_weights
+    from megagrpo.check.hardware import rates_of
+    from megagrpo.tools.plan.publish_bytes import plan_weights
 
     names = ("between_gb_s", "inside_gb_s", "efficiency", "message_us", "call_ms")
     rates = rates_of(
@@ -467,7 +467,7 @@ def _report(args: argparse.Namespace) -> int:
 
 def _view(args: argparse.Namespace) -> int:
     from megagrpo.system.run_folder import RunFolder
-    from megagrpo.view.command import write_view
+    from megagrpo.tools.view.command import write_view
 
     folders = [RunFolder(Path(name)) for name in args.run_dirs]
     print(write_view(folders, args.sample_mb, args.timeline_steps, args.output, args.trace))

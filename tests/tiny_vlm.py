@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-import megagrpo.rollout.cpu.sitecustomize  # noqa: F401  before transformers, whose models load torchvision, see there
+import megagrpo.cpu.engine.sitecustomize  # noqa: F401  before transformers, whose models load torchvision, see there
 
 # isort: split
 import transformers

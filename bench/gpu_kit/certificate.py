@@ -6,19 +6,19 @@ import math
 
 from bench.gpu_kit.figures import Figures, Setting
 from bench.gpu_kit.models import DEVICE
-from megagrpo.certify.cases import LAYOUTS, grid
-from megagrpo.certify.measure import measure
-from megagrpo.certify.report import (
+from megagrpo.config.schema import ExperimentConfig, ParallelConfig
+from megagrpo.families.family import TinySizes
+from megagrpo.tools.certify.cases import LAYOUTS, grid
+from megagrpo.tools.certify.measure import measure
+from megagrpo.tools.certify.report import (
     GRADIENT_BOUND,
     LOSS_BOUND,
     NORM_BOUND,
     WEIGHT_BOUND,
     worst_gradient,
 )
-from megagrpo.certify.subject import make_models
-from megagrpo.certify.tiny_model import hf_config
-from megagrpo.config.schema import ExperimentConfig, ParallelConfig
-from megagrpo.families.family import TinySizes
+from megagrpo.tools.certify.subject import make_models
+from megagrpo.tools.certify.tiny_model import hf_config
 
 _SMALL = ("padded, 4096 tokens", "packed, 48 tokens, recompute full")
 

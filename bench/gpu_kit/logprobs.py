@@ -15,7 +15,7 @@ from bench.gpu_kit.models import (
     random_batch,
 )
 from megagrpo.actor import step
-from megagrpo.data.torchvision_ops import define_torchvision_operators
+from megagrpo.cpu.torchvision_ops import define_torchvision_operators
 from megagrpo.families.table import architecture_of
 from megagrpo.types import Batch
 

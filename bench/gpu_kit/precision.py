@@ -18,7 +18,7 @@ from bench.gpu_kit.models import (
     random_batch,
 )
 from megagrpo.actor import step
-from megagrpo.certify.measure import whole
+from megagrpo.tools.certify.measure import whole
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.copies.record import record_copies
 

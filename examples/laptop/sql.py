@@ -8,7 +8,7 @@ say which: a query of the schema does, and a query with a wrong name gets SQLite
 import random
 from typing import Any
 
-from megagrpo.rollout.agents.built_in.sql import Sql
+from megagrpo.environments.sql import Sql
 
 NAMES, FUNCTIONS, KEYS = ("cost", "fee", "rate", "due"), ("max", "min", "sum", "avg"), 5
 TURNS, LOOKS = 3, 0.25  # of a rollout; the share of the warm-up's games that begin with the schema

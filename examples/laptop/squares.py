@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from examples.laptop.recipe import DatasetConfig
-from megagrpo.certify.tiny_model import random_tensors
-from megagrpo.data.torchvision_ops import define_torchvision_operators
+from megagrpo.cpu.torchvision_ops import define_torchvision_operators
 from megagrpo.families.table import architecture_of
+from megagrpo.tools.certify.tiny_model import random_tensors
 from megagrpo.weights.hf_folder import write_hf_folder
 
 FAMILY = "qwen2_5_vl"

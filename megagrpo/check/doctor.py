@@ -25,7 +25,7 @@ from packaging.utils import NormalizedName, canonicalize_name
 from rich.console import Console
 from rich.table import Table
 
-from megagrpo.rewards.sandbox.sandbox import isolation
+from megagrpo.sandbox.sandbox import isolation
 from megagrpo.system import environment
 
 _INSTALL = "bash launch/install.sh --repair"

@@ -13,9 +13,9 @@ import megagrpo
 from megagrpo.check.problems import preflight
 from megagrpo.config.placement import Nodes, needs_gpus, place
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.planning.roofline import fit_problems
 from megagrpo.system import environment
 from megagrpo.system.run_folder import RunFolder
+from megagrpo.tools.plan.roofline import fit_problems
 
 SCRIPTS = {  # by kind
     "one-job": "one_job.sbatch",

@@ -18,12 +18,12 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megagrpo.config.fields import KeyPath, all_paths, annotations_at, choices, sections
-from megagrpo.config.foreign import key_hint, value_hint
 from megagrpo.config.libraries.megatron import megatron_setting_problems
 from megagrpo.config.libraries.sglang import engine_setting_problems
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system.run_folder import write_whole
 from megagrpo.system.user_function import did_you_mean
+from megagrpo.tools.convert.foreign import key_hint, value_hint
 
 PRESETS = Path(__file__).with_name("presets")
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megagrpo.config.schema import ModelConfig
-from megagrpo.data.torchvision_ops import define_torchvision_operators, torchvision_problem
+from megagrpo.cpu.torchvision_ops import define_torchvision_operators, torchvision_problem
 from megagrpo.families.architecture import HfConfig
 from megagrpo.families.table import read_description
 from megagrpo.system.explained import explained

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from megagrpo.config.schema import DataConfig, ModelConfig
+from megagrpo.cpu.torchvision_ops import define_torchvision_operators, torchvision_problem
 from megagrpo.data.images import ImageStore, image_bytes, images_apart
 from megagrpo.data.rows import Row, read_rows
-from megagrpo.data.torchvision_ops import define_torchvision_operators, torchvision_problem
 from megagrpo.families.table import read_description
 from megagrpo.system.explained import explained, translated
 from megagrpo.types import Prompt

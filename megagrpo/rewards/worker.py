@@ -17,8 +17,8 @@ from numbers import Real
 from megagrpo.config.reward import GraderArgs
 from megagrpo.rewards.graders.table import call_grader, load_grader, load_group_grader
 from megagrpo.rewards.parts import read_parts
-from megagrpo.rewards.sandbox.calls import tried
 from megagrpo.rewards.workers import Call, Graded
+from megagrpo.sandbox.calls import tried
 
 LOADERS: dict[str, Callable[[str, GraderArgs], Callable[..., object]]] = {
     # inputs: text, answer, and the row's source and extra values; see call_grader

@@ -26,10 +26,10 @@ from run_megagrpo import (
     write_experiment,
 )
 
+from megagrpo.check.hardware import HARDWARE
 from megagrpo.config.load import load_config
-from megagrpo.planning.hardware import HARDWARE
-from megagrpo.planning.publish_bytes import Cluster, cluster_of, forecast_publish
-from megagrpo.planning.recordings import record_all
+from megagrpo.tools.plan.publish_bytes import Cluster, cluster_of, forecast_publish
+from megagrpo.tools.plan.recordings import record_all
 from tests.experiments import until
 
 pytestmark = [pytest.mark.skipif(not available(), reason=NEEDED), pytest.mark.timeout(2400)]

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.certify import command
-from megagrpo.certify.cases import LAYOUTS, REFERENCE, SMALL_BUDGET, Case, grid, layouts_of
-from megagrpo.certify.report import failures, write_certificate
-from megagrpo.certify.subject import make_models
-from megagrpo.certify.tiny_model import hf_config
 from megagrpo.config.load import dump_config, load_config
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ParallelConfig
 from megagrpo.families.family import TinySizes
+from megagrpo.tools.certify import command
+from megagrpo.tools.certify.cases import LAYOUTS, REFERENCE, SMALL_BUDGET, Case, grid, layouts_of
+from megagrpo.tools.certify.report import failures, write_certificate
+from megagrpo.tools.certify.subject import make_models
+from megagrpo.tools.certify.tiny_model import hf_config
 from tests.dist.workers.launch import run_ranks
 
 pytestmark = pytest.mark.timeout(900)

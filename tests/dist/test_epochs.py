@@ -19,9 +19,9 @@ from megagrpo.actor import step
 from megagrpo.actor.step import token_logprobs, update
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import plan_updates
-from megagrpo.certify.measure import joined, whole
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ActorConfig, OptimizerConfig, TrainConfig
+from megagrpo.tools.certify.measure import joined, whole
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 from megagrpo.weights.actor_weights import load_initial_weights
 from tests.dist.workers.launch import run_transformers

@@ -16,9 +16,9 @@ from examples.laptop.recipe import TinyModelConfig
 from megagrpo.actor.step import backward, denominators_of, hidden_states, update, with_logprobs
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
-from megagrpo.certify.measure import joined
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
+from megagrpo.tools.certify.measure import joined
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 from megagrpo.weights.actor_weights import load_initial_weights
 

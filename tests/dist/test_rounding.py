@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.certify.tiny_model import hf_config, random_tensors
 from megagrpo.families.table import architecture_of, model_tensors
+from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
 from tests.dist.cases import BATCHES, LAYOUTS
 from tests.dist.workers.launch import run_ranks

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.certify.cases import LAYOUTS as CERTIFIED
-from megagrpo.certify.cases import REFERENCE
-from megagrpo.certify.report import failures
-from megagrpo.certify.subject import make_models
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ParallelConfig
 from megagrpo.system import environment
+from megagrpo.tools.certify.cases import LAYOUTS as CERTIFIED
+from megagrpo.tools.certify.cases import REFERENCE
+from megagrpo.tools.certify.report import failures
+from megagrpo.tools.certify.subject import make_models
 from tests.dist.cases import BATCHES, FOUR_RANKS, LAYOUTS, MODELS, has
 from tests.dist.test_actor_layouts import problems_of
 from tests.dist.test_certify import ALGORITHMS, CONFIG, FIRST, SPOILED, case, certify, described

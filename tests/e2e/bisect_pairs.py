@@ -166,13 +166,13 @@ def bisect_cases(
     "parallel"; "version" of the weights; "publish": whether they are published first, for the
     engine has others; "dtype" of both; "data": a file of prompts, for PROMPTS.
     """
-    from megagrpo.bisect.engine import ProbedEngine
-    from megagrpo.bisect.procedure import bisect_pair
-    from megagrpo.bisect.ranks import prove_weights
-    from megagrpo.bisect.report import verdict, write_findings
-    from megagrpo.certify.measure import joined
     from megagrpo.data.images import ImageStore
     from megagrpo.data.prompts import load_prompts, load_tokenizer
+    from megagrpo.tools.bisect.engine import ProbedEngine
+    from megagrpo.tools.bisect.procedure import bisect_pair
+    from megagrpo.tools.bisect.ranks import prove_weights
+    from megagrpo.tools.bisect.report import verdict, write_findings
+    from megagrpo.tools.certify.measure import joined
     from megagrpo.weights.actor_weights import load_initial_weights
 
     registry = ListedEngines([info])

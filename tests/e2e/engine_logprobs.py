@@ -10,7 +10,7 @@ import httpx
 import torch
 from engine_process import OneEngine
 
-import megagrpo.rollout.cpu.sitecustomize  # noqa: F401  before transformers, whose models load torchvision, see there
+import megagrpo.cpu.engine.sitecustomize  # noqa: F401  before transformers, whose models load torchvision, see there
 
 # isort: split
 from transformers import AutoModelForCausalLM

@@ -23,14 +23,14 @@ from safetensors import safe_open
 
 from examples.laptop.model import write_model
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.certify.tiny_model import hf_config, random_tensors
+from megagrpo.cpu.engine import block_fp8
 from megagrpo.families.table import architecture_of, model_tensors
 from megagrpo.mesh import LeaderError, make_mesh
-from megagrpo.rollout.cpu import block_fp8
-from megagrpo.rollout.service.engine_dry_run import _pretended_rank
 from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.environment import temporarily
 from megagrpo.system.run_folder import RunFolder
+from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
+from megagrpo.tools.plan.engine_dry_run import _pretended_rank
 from megagrpo.weights.actor_weights import ActorWeights, kept_dtypes
 from megagrpo.weights.copies.record import record_copies
 from megagrpo.weights.exchange import Exchange

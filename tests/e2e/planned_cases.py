@@ -6,10 +6,10 @@ from pathlib import Path
 
 from transport_cases import ENGINES, TRAINERS, TransportCase, experiment, make_model
 
+from megagrpo.check.hardware import HARDWARE
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ParallelConfig
-from megagrpo.planning.hardware import HARDWARE
-from megagrpo.planning.publish_bytes import Forecast, cluster_of, forecast_publish
-from megagrpo.planning.recordings import record_all
+from megagrpo.tools.plan.publish_bytes import Forecast, cluster_of, forecast_publish
+from megagrpo.tools.plan.recordings import record_all
 
 
 def plan_cases(cases: Sequence[TransportCase], folder: Path) -> list[Forecast]:

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from megagrpo.checkpoint.folder import latest
 from megagrpo.monitor.step_lines import read_step_lines
 from megagrpo.system.run_folder import RunFolder
-from megagrpo.view.samples import read_samples
-from megagrpo.view.trace import read_trace
+from megagrpo.tools.view.samples import read_samples
+from megagrpo.tools.view.trace import read_trace
 from megagrpo.weights.hf_folder import HfFolder
 
 NUM_STEPS, NUM_PROMPTS, GROUP_SIZE = 10, 8, 4

@@ -22,7 +22,7 @@ from run_megagrpo import (
 from test_restart import kill_rank
 from test_run_failures import WATCHED, during_rollout, kill_engine
 
-import megagrpo.rollout.cpu.sitecustomize  # noqa: F401  before transformers, whose models load torchvision, see there
+import megagrpo.cpu.engine.sitecustomize  # noqa: F401  before transformers, whose models load torchvision, see there
 
 # isort: split
 from transformers import AutoModelForImageTextToText

@@ -12,7 +12,7 @@ import torch
 from engine_process import OneEngine
 from test_exchange import KEY, PlainSource, exchange_for, experiment, plant_fault, started
 
-import megagrpo.rollout.cpu.sitecustomize  # noqa: F401  before transformers, whose models load torchvision, see there
+import megagrpo.cpu.engine.sitecustomize  # noqa: F401  before transformers, whose models load torchvision, see there
 
 # isort: split
 from PIL import Image

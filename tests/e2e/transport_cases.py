@@ -19,10 +19,10 @@ from engine_process import ListedEngines, started_engines
 
 from examples.laptop.model import write_model
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.certify.tiny_model import hf_config, random_tensors
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
 from megagrpo.families.table import architecture_of
 from megagrpo.rollout.control import bearer
+from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
 from megagrpo.types import EngineInfo
 from megagrpo.weights.exchange import Exchange
 from megagrpo.weights.hf_folder import HfFolder
@@ -243,7 +243,9 @@ def publish_and_compare(
     the others, and have the checksums of disk; bytes counted and their lower bound. Only rank 0
     returns rows.
     """
-    from megagrpo.certify.measure import joined  # imports Megatron: in the pool's processes only
+    from megagrpo.tools.certify.measure import (
+        joined,
+    )  # imports Megatron: in the pool's processes only
     from megagrpo.weights.actor_weights import load_initial_weights
 
     world, parallel = TRAINERS[case.trainers]

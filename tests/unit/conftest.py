@@ -18,7 +18,7 @@ def prepared(tmp_path, monkeypatch) -> Path:
     """The current folder, with the start model's config.json and data files of
     configs/quickstart.yaml."""
     from examples.laptop.recipe import TinyModelConfig
-    from megagrpo.certify.tiny_model import hf_config
+    from megagrpo.tools.certify.tiny_model import hf_config
 
     monkeypatch.chdir(tmp_path)
     made = tmp_path / "runs" / "quickstart"

@@ -17,10 +17,10 @@ from megagrpo.actor.host import (
     uses_transformer_engine,
     why_no_gpu,
 )
-from megagrpo.certify.tiny_model import hf_config
 from megagrpo.config.layout import context_problem, layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.families.table import architecture_of
+from megagrpo.tools.certify.tiny_model import hf_config
 from tests.experiments import QUICKSTART
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -1,9 +1,11 @@
 """The rules of the code's shape. A rule that no test enforces gets broken."""
 
 import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -13,22 +15,25 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megagrpo"
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_TRAIN_LINES = 400, 60, 40
+# Code tokens, without comments and docstrings: dense lines buy nothing. Tests are tables, so their files may be longer.
+MAX_FILE_TOKENS, MAX_TEST_FILE_TOKENS, MAX_FUNCTION_TOKENS, MAX_TRAIN_LINES = 3200, 4500, 450, 40
 MAX_FLAT_MODULES, MAX_FOLDER_FILES, MAX_ARGUMENTS, MAX_ARROWS = 8, 12, 7, 170
 # Ceilings of what must become less: lower them whenever the code allows it, never raise them.
-MAX_ANY, MAX_BROAD_EXCEPTS, MAX_TRIES_PER_1000_LINES = 34, 8, 3.0
+MAX_CORE_TOKENS, MAX_PACKAGE_TOKENS = 240_000, 286_000
+MAX_ANY, MAX_BROAD_EXCEPTS, MAX_TRIES_PER_1000_TOKENS = 34, 8, 0.42
 MANY_ARGUMENTS = {  # "path:function" -> whose signature it is
     "actor/layers/attention.py:__init__": "Megatron-Core builds core attention with it",
-    "weights/digests/triton_kernel.py:_block_sums": "a Triton kernel takes pointers and sizes one "
-    "by one",
+    "weights/digests/triton_kernel.py:_block_sums": "a Triton kernel takes pointers and sizes one by one",
     "algo/logprob.py:forward": "torch.autograd.Function takes its inputs one by one",
 }
 NAMES_TRANSPORTS = {
-    "planning/publish_bytes.py",
-    "convert/rules.py",
+    "tools/plan/publish_bytes.py",
+    "tools/convert/rules.py",
 }  # compares bytes of two; writes an experiment
 
-# A part imports itself and parts on earlier lines; parts of one line do not know each other.
+# What stands beside the core, which never imports it; its modules are found by name where a setting asks for them.
+WINGS = {"tools", "cpu", "sandbox", "environments"}
+# A part imports itself and parts on earlier lines; parts of one line do not know each other. Wings may know the core.
 LAYERS = (
     {"families"},
     {"system"},
@@ -36,26 +41,26 @@ LAYERS = (
     {"config"},
     {"mesh", "algo"},
     {"batching", "monitor", "data", "rewards", "weights"},
-    {"actor", "rollout", "view"},
+    {"actor", "rollout"},
     {"checkpoint"},
     {"check"},
-    {"planning", "publishing"},
+    {"publishing"},
     {"run"},
-    {"evaluation", "convert"},
+    {"evaluation"},
     {"train"},
     {"tasks", "cluster"},
-    {"bisect", "certify"},
+    WINGS,
     {"cli"},
 )
 
-# Third-party library -> where it may be imported. `rollout/cpu` runs inside the engine's process.
+# Third-party library -> where it may be imported. `cpu/engine` runs inside the engine's process.
 ONLY_IN = {
-    "megatron": r"actor/",
+    "megatron": r"actor/|tools/bisect/capture\.py|tools/plan/trainer_dry_run\.py",
     "ray": r"rollout/service/",
-    # engine_dry_run.py builds the engine's model to see what it would load, arguments_dry_run.py
-    # resolves its arguments as on a GPU; both run in a process of their own
-    "sglang": r"weights/engines/loader\.py|rollout/service/(engine_process|\w+_dry_run)\.py|rollout/cpu/",
-    "sgl_kernel": r"rollout/cpu/",
+    # a dry run builds the engine's model or resolves its arguments as on a GPU, in a process of its own
+    "sglang": r"weights/engines/loader\.py|rollout/service/(engine_process|\w+_dry_run)\.py"
+    r"|tools/plan/engine_dry_run\.py|cpu/engine/",
+    "sgl_kernel": r"cpu/engine/",
     "triton": r"weights/digests/triton_kernel\.py",
     "matplotlib": r"monitor/report\.py",
     "rich": r"monitor/console\.py|check/doctor\.py",
@@ -63,10 +68,18 @@ ONLY_IN = {
 ALGO_MAY_IMPORT = {"torch", "megagrpo"}
 NO_TORCH = LAYERS[0] | LAYERS[1] | LAYERS[2] | LAYERS[3]
 
+NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 LONG_FUNCTIONS: dict[str, str] = {}  # "path:function" -> why it is better in one piece
 # These run in the engine's interpreter before any code of ours and patch what it reads from its
 # environment.
-READS_ENVIRONMENT = r"system/environment\.py|rollout/cpu/"
+READS_ENVIRONMENT = r"system/environment\.py|cpu/engine/"
 
 
 @cache
@@ -76,6 +89,24 @@ def sources() -> dict[str, ast.Module]:
         str(path.relative_to(PACKAGE)): ast.parse(path.read_text(), str(path))
         for path in sorted(PACKAGE.rglob("*.py"))
     }
+
+
+@cache
+def tokens(path: Path) -> tuple[int, ...]:
+    """The line of each code token of a file: without comments, docstrings and line ends."""
+    source = path.read_text()
+    docstrings = {
+        node.body[0].lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and ast.get_docstring(node) is not None
+    }
+    return tuple(
+        token.start[0]
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type not in NO_CODE
+        and not (token.type == tokenize.STRING and token.start[0] in docstrings)
+    )
 
 
 def part_of(path: str) -> str:
@@ -227,14 +258,21 @@ def test_files_are_short():
         *(ROOT / "tests").rglob("*.py"),
         *(ROOT / "bench").rglob("*.py"),
     ]
-    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
-    wrong = {path: length for path, length in lengths.items() if length > MAX_FILE_LINES}
-    assert not wrong, f"more than {MAX_FILE_LINES} lines: {wrong}"
+    lengths = {path: len(tokens(path)) for path in files}
+    limits = {
+        path: MAX_FILE_TOKENS if PACKAGE in path.parents else MAX_TEST_FILE_TOKENS for path in files
+    }
+    wrong = {str(path): length for path, length in lengths.items() if length > limits[path]}
+    assert not wrong, (
+        f"more than {MAX_FILE_TOKENS} tokens, {MAX_TEST_FILE_TOKENS} in tests: {wrong}"
+    )
 
 
 def test_functions_are_short():
     lengths = {
-        f"{path}:{node.name}": node.end_lineno - node.lineno + 1
+        f"{path}:{node.name}": sum(
+            node.lineno <= line <= node.end_lineno for line in tokens(PACKAGE / path)
+        )
         for path, tree in sources().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -242,11 +280,31 @@ def test_functions_are_short():
     wrong = {
         name: length
         for name, length in lengths.items()
-        if length > MAX_FUNCTION_LINES and name not in LONG_FUNCTIONS
+        if length > MAX_FUNCTION_TOKENS and name not in LONG_FUNCTIONS
     }
-    assert not wrong, f"more than {MAX_FUNCTION_LINES} lines: {wrong}"
-    needless = [name for name in LONG_FUNCTIONS if lengths.get(name, 0) <= MAX_FUNCTION_LINES]
+    assert not wrong, f"more than {MAX_FUNCTION_TOKENS} tokens: {wrong}"
+    needless = [name for name in LONG_FUNCTIONS if lengths.get(name, 0) <= MAX_FUNCTION_TOKENS]
     assert not needless, f"exceptions that nothing needs: {needless}"
+
+
+def test_the_core_is_small():
+    sizes = Counter()
+    for path in sources():
+        sizes["wings" if part_of(path) in WINGS else "core"] += len(tokens(PACKAGE / path))
+    assert sizes["core"] <= MAX_CORE_TOKENS, sizes
+    assert sizes.total() <= MAX_PACKAGE_TOKENS, sizes
+
+
+def test_the_core_does_not_know_what_stands_beside_it():
+    """Imports inside functions count. `cli` reaches a tool when its command is given, by name."""
+    wrong = [
+        f"{path} imports megagrpo.{other}"
+        for path in sources()
+        if part_of(path) not in WINGS
+        for other in map(own_part, imports(path))
+        if other in WINGS
+    ]
+    assert not wrong, "\n".join(sorted(set(wrong)))
 
 
 def test_the_loop_fits_on_a_screen():
@@ -268,7 +326,7 @@ def test_no_name_means_two_things():
     allowed = {"main", "run", "gpg"}
     places: dict[str, list[str]] = {}
     for path, tree in sources().items():
-        if not re.match(r"rollout/cpu/|families/|rewards/", path):
+        if not re.match(r"cpu/engine/|families/|rewards/|environments/", path):
             for name in {
                 node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)
             }:
@@ -310,7 +368,7 @@ def test_functions_have_few_arguments():
     """self and cls do not count."""
     wrong = {}
     for path, tree in sources().items():
-        if path.startswith("rollout/cpu/"):  # other people's signatures
+        if path.startswith("cpu/engine/"):  # other people's signatures
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -323,10 +381,10 @@ def test_functions_have_few_arguments():
 
 def test_errors_rise():
     """Few try blocks, very few that catch everything, and no test library in the package."""
-    lines = sum(len((PACKAGE / path).read_text().splitlines()) for path in sources())
+    size = sum(len(tokens(PACKAGE / path)) for path in sources())
     nodes = [(path, node) for path, tree in sources().items() for node in ast.walk(tree)]
     tries = sum(isinstance(node, ast.Try) for _, node in nodes)
-    assert 1000 * tries / lines <= MAX_TRIES_PER_1000_LINES, f"{tries} try blocks in {lines} lines"
+    assert 1000 * tries / size <= MAX_TRIES_PER_1000_TOKENS, f"{tries} try blocks in {size} tokens"
     broad = [
         f"{path}:{node.lineno}"
         for path, node in nodes

@@ -9,12 +9,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megagrpo.bisect.command import experiment_of
-from megagrpo.bisect.compare import BOUNDS, Flips, bound_at, compare_points, difference
-from megagrpo.bisect.engine import only_prefills
-from megagrpo.bisect.options import BisectOptions
-from megagrpo.bisect.points import Point, Sizes, layer_points, residual_points
-from megagrpo.bisect.report import (
+from megagrpo.cli import main
+from megagrpo.config.libraries.sglang import engine_setting_problems
+from megagrpo.config.load import load_config
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.families.family import TinySizes
+from megagrpo.families.table import architecture_of
+from megagrpo.system.run_folder import RunFolder
+from megagrpo.tools.bisect.command import experiment_of
+from megagrpo.tools.bisect.compare import BOUNDS, Flips, bound_at, compare_points, difference
+from megagrpo.tools.bisect.engine import only_prefills
+from megagrpo.tools.bisect.options import BisectOptions
+from megagrpo.tools.bisect.points import Point, Sizes, layer_points, residual_points
+from megagrpo.tools.bisect.report import (
     OUTPUT,
     UNSEEN,
     Findings,
@@ -23,15 +30,8 @@ from megagrpo.bisect.report import (
     verdict,
     write_findings,
 )
-from megagrpo.bisect.sides import Side, from_engine, from_trainer
-from megagrpo.certify.tiny_model import hf_config
-from megagrpo.cli import main
-from megagrpo.config.libraries.sglang import engine_setting_problems
-from megagrpo.config.load import load_config
-from megagrpo.config.schema import ExperimentConfig
-from megagrpo.families.family import TinySizes
-from megagrpo.families.table import architecture_of
-from megagrpo.system.run_folder import RunFolder
+from megagrpo.tools.bisect.sides import Side, from_engine, from_trainer
+from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.weights.engines.hooks import Recorder, SeenTokens, Tap
 from tests.experiments import QUICKSTART
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megagrpo.rewards.sandbox.sandbox import isolation
+from megagrpo.environments.mcp_tools import McpTools
+from megagrpo.environments.openenv import OpenEnv
+from megagrpo.environments.python_programs import PythonPrograms
 from megagrpo.rollout.agents import Unavailable
-from megagrpo.rollout.agents.built_in.mcp_tools import McpTools
-from megagrpo.rollout.agents.built_in.openenv import OpenEnv
-from megagrpo.rollout.agents.built_in.python_programs import PythonPrograms
+from megagrpo.sandbox.sandbox import isolation
 from tests.mcp_server import answer
 
 ROW = {"prompt": "2 + 3?", "answer": "5", "source": "", "extra": {}}

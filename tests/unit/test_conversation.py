@@ -13,7 +13,7 @@ from examples.laptop.model import character_tokenizer
 from examples.laptop.pretrained import find_gguf
 from megagrpo.config.data import DataConfig
 from megagrpo.config.rollout import AgentConfig
-from megagrpo.data.torchvision_ops import define_torchvision_operators
+from megagrpo.cpu.torchvision_ops import define_torchvision_operators
 from megagrpo.rollout.agents.chat import ANTHROPIC, OPENAI
 from megagrpo.rollout.agents.conversation import ChatTurn, Conversation, Refused
 from megagrpo.rollout.agents.gateway import Gateway

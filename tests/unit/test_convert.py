@@ -9,11 +9,11 @@ import yaml
 
 from megagrpo.cli import main
 from megagrpo.config.fields import all_paths, annotations_at
-from megagrpo.config.foreign import FRAMEWORKS, defaults, entries, find, names_page
 from megagrpo.config.load import ConfigError, load_config
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.convert.command import translate
-from megagrpo.convert.source import read_source
+from megagrpo.tools.convert.command import translate
+from megagrpo.tools.convert.foreign import FRAMEWORKS, defaults, entries, find, names_page
+from megagrpo.tools.convert.source import read_source
 
 ROOT = Path(__file__).parents[2]
 CASES = yaml.safe_load(Path(__file__).with_name("convert_cases.yaml").read_text())
@@ -115,7 +115,7 @@ def test_a_script_is_read_as_bash_reads_it_and_nothing_of_it_runs(tmp_path):
     [("echo hello", "has no command"), ("while true; do :; done", "started no trainer")],
 )
 def test_a_script_without_a_command_is_named(tmp_path, monkeypatch, text, message):
-    monkeypatch.setattr("megagrpo.convert.source._TIME_LIMIT_S", 1)
+    monkeypatch.setattr("megagrpo.tools.convert.source._TIME_LIMIT_S", 1)
     with pytest.raises(ValueError, match=message):
         read_source("verl", source(tmp_path, text))
 

@@ -13,12 +13,12 @@ from aiohttp import web
 from fake_service import FakeService, running
 from sampling import MESH, digits, experiment, prompt_set, source_of, take
 
+from megagrpo.check.engine_memory import concurrency_report
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import LeaderError, RunStopped
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.planning.engine_memory import concurrency_report
 from megagrpo.publishing import Publishing
 from megagrpo.rollout import source as source_module
 from megagrpo.rollout.admission import Concurrency

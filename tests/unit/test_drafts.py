@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megagrpo.algo.statistics import alone
+from megagrpo.cpu.engine import drafts
 from megagrpo.families.table import (
     architecture_of,
     is_left_out,
@@ -15,7 +16,6 @@ from megagrpo.families.table import (
     read_architecture,
 )
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.rollout.cpu import drafts
 from megagrpo.rollout.response import CacheUse, Response
 from tests.experiments import ROOT
 

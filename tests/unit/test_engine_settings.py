@@ -448,7 +448,7 @@ def murmur3(data: bytes) -> int:
 
 
 def test_seed_hash_is_murmur3():
-    from megagrpo.rollout.cpu.sgl_kernel import murmur_hash32
+    from megagrpo.cpu.engine.sgl_kernel import murmur_hash32
 
     seeds, positions, columns = [0, 2**62 + 12345, 2**63 - 1], [0, 5, 70_000], [0, 1, 151_000]
     got = murmur_hash32(torch.tensor(seeds), torch.tensor(positions), torch.tensor(columns))

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from megagrpo.check.problems import check_against_model, longest_samples, model_description
+from megagrpo.check.report import explain
 from megagrpo.cluster.submit import Request, misfits, nodes_of, submit
 from megagrpo.config.load import load_config
 from megagrpo.config.placement import placement_problems
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.table import architecture_of
-from megagrpo.planning.explain import explain
-from megagrpo.planning.roofline import with_model
-from megagrpo.planning.search import Options, plan_command
 from megagrpo.system.progress import Progress
+from megagrpo.tools.plan.roofline import with_model
+from megagrpo.tools.plan.search import Options, plan_command
 from tests.experiments import ROOT, python
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -41,8 +41,8 @@ from megagrpo.actor.host import prepare_host
 prepare_host()
 from megagrpo.config.load import load_config
 from megagrpo.families.table import read_architecture
-from megagrpo.planning.record_process import hf_specs
-from megagrpo.actor.dry_run import record_trainer_rank
+from megagrpo.tools.plan.record_process import hf_specs
+from megagrpo.tools.plan.trainer_dry_run import record_trainer_rank
 from pathlib import Path
 import torch
 for path, model in zip(sys.argv[1::2], map(Path, sys.argv[2::2])):

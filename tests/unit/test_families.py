@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.certify.tiny_model import hf_config, random_tensors
 from megagrpo.check.problems import check_against_model
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.families.loading import Shard, _load_qkv
 from megagrpo.families.table import FAMILIES, architecture_of, model_problems, read_architecture
 from megagrpo.system.environment import child_environment
+from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
 from tests.experiments import QUICKSTART, ROOT, python
 
 # (family, tied) -> SHA-256 of names, shapes and values in order, of default sizes and seed 7
@@ -57,7 +57,7 @@ TRIES_THE_TOY = """
 import json, shutil, sys
 from pathlib import Path
 from megagrpo.config.load import load_config
-from megagrpo.planning.explain import explain
+from megagrpo.check.report import explain
 
 folder = Path(sys.argv[2])
 (folder / "tiny").mkdir()
@@ -71,7 +71,7 @@ from megagrpo.actor.host import prepare_host
 device = prepare_host()
 import torch
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.certify.subject import make_models
+from megagrpo.tools.certify.subject import make_models
 from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.weights.hf_folder import HfFolder
 from examples.laptop.model import make_tiny_model

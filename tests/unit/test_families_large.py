@@ -6,7 +6,7 @@ import json
 import pytest
 
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.certify.tiny_model import hf_config
+from megagrpo.check.report import explain
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.families.table import (
@@ -19,7 +19,7 @@ from megagrpo.families.table import (
     model_tensors,
     parameter_counts,
 )
-from megagrpo.planning.explain import explain
+from megagrpo.tools.certify.tiny_model import hf_config
 from tests.experiments import QUICKSTART, ROOT, python
 
 
@@ -94,7 +94,7 @@ import torch
 from megatron.core import tensor_parallel
 from megagrpo.actor.megatron.config import kernels_here, transformer_config
 from megagrpo.actor.megatron.model import build_chunks, chunk_parameters
-from megagrpo.actor.dry_run import pretended_world
+from megagrpo.tools.plan.trainer_dry_run import pretended_world
 from megagrpo.config.actor import ActorConfig
 from megagrpo.families.table import architecture_of
 meta = torch.device("meta")

@@ -10,14 +10,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import megagrpo.rollout.cpu.sitecustomize  # noqa: F401  before transformers, whose models load torchvision, see there
+import megagrpo.cpu.engine.sitecustomize  # noqa: F401  before transformers, whose models load torchvision, see there
 
 # isort: split
 import transformers
 from safetensors.torch import save_file
 
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.certify.tiny_model import hf_config, random_tensors
+from megagrpo.check.engine_memory import tower_elements
+from megagrpo.check.trainer_memory import stage_parameters, trained_elements
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.layout import layout_problems
 from megagrpo.families.architecture import Architecture
@@ -29,8 +30,7 @@ from megagrpo.families.table import (
     patch_cost,
 )
 from megagrpo.families.vision import tower_tensors
-from megagrpo.planning.engine_memory import tower_elements
-from megagrpo.planning.trainer_memory import stage_parameters, trained_elements
+from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
 from megagrpo.weights.actor_weights import load_initial_weights
 from tests.experiments import ROOT
 

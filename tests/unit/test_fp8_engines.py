@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from megagrpo.certify.tiny_model import hf_config
 from megagrpo.check.problems import check_against_model
+from megagrpo.cpu.engine import block_fp8
 from megagrpo.families.family import TinySizes
 from megagrpo.families.table import FAMILIES, architecture_of, model_tensors
 from megagrpo.mesh import make_mesh
-from megagrpo.rollout.cpu import block_fp8
 from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.run_folder import RunFolder
+from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.blocks import block_maxima, block_scales, dequantise, quantise
 from megagrpo.weights.copies.record import Copy, Recording, coverage_problems, record_copies

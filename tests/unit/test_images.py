@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-import megagrpo.rollout.cpu.sitecustomize  # noqa: F401  before transformers, whose models load torchvision, see there
+import megagrpo.cpu.engine.sitecustomize  # noqa: F401  before transformers, whose models load torchvision, see there
 
 # isort: split
 from transformers import AutoProcessor
@@ -28,8 +28,8 @@ from megagrpo.families.table import read_architecture
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.monitor.rollouts import RolloutLog
 from megagrpo.system.run_folder import RunFolder
+from megagrpo.tools.view.samples import read_samples
 from megagrpo.types import Outcome, RolloutGroup, Sample
-from megagrpo.view.samples import read_samples
 from tests.experiments import experiment
 from tests.pictures import picture, png, uri, write_rows
 from tests.tiny_vlm import VOCABULARY, make_tiny_vlm

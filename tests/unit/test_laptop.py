@@ -25,12 +25,12 @@ from examples.laptop.recipe import (
     load_recipe,
     recipe_of,
 )
-from megagrpo.certify.tiny_model import hf_config
 from megagrpo.config.load import load_config
-from megagrpo.data.torchvision_ops import define_torchvision_operators
+from megagrpo.cpu.torchvision_ops import define_torchvision_operators
 from megagrpo.families.table import architecture_of, parameter_counts
 from megagrpo.rewards.graders.gsm8k import grade
 from megagrpo.rollout.calculator import calculator, exact_value
+from megagrpo.tools.certify.tiny_model import hf_config
 from tests.experiments import ROOT
 
 define_torchvision_operators()  # transformers' models load torchvision

@@ -11,11 +11,11 @@ import pytest
 
 from examples.laptop.model import make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
+from megagrpo.check.report import explain
 from megagrpo.cluster import nodes
 from megagrpo.cluster.submit import Request, completed, misfits
 from megagrpo.config.load import load_config
 from megagrpo.config.placement import Gpu, Nodes, place, placement_problems
-from megagrpo.planning.explain import explain
 from megagrpo.rollout.admission import Turnstile
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_command
 from megagrpo.types import EngineInfo

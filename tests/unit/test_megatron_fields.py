@@ -16,6 +16,7 @@ from megagrpo.actor.megatron.fields import (
     transformer_defaults,
     transformer_fields,
 )
+from megagrpo.check.layer_costs import optimizer_bytes
 from megagrpo.check.problems import model_description
 from megagrpo.check.settings_report import settings_report
 from megagrpo.config.actor import ActorConfig
@@ -25,7 +26,6 @@ from megagrpo.config.libraries.source import refusal_of
 from megagrpo.config.load import ConfigError, load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.table import architecture_of, read_architecture
-from megagrpo.planning.layer_costs import optimizer_bytes
 from megagrpo.system.environment import child_environment
 from tests.experiments import QUICKSTART, ROOT, python
 from tests.unit.test_examples import CONFIGS, LAPTOP, MODELS, described

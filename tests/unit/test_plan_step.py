@@ -7,14 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megagrpo.config.actor import ActorConfig
-from megagrpo.config.load import dump_config, load_config
-from megagrpo.config.rollout import RolloutConfig
-from megagrpo.config.schema import ExperimentConfig
-from megagrpo.families.architecture import LatentAttention
-from megagrpo.families.table import parameter_counts, read_architecture, tensor_groups
-from megagrpo.families.vision import tower_tensors
-from megagrpo.planning.engine_memory import (
+from megagrpo.check.engine_memory import (
     EngineSide,
     Lengths,
     assumed_lengths,
@@ -26,9 +19,20 @@ from megagrpo.planning.engine_memory import (
     weight_bytes,
     weight_elements,
 )
-from megagrpo.planning.hardware import CONTEXT_BYTES, HARDWARE, hardware_of
-from megagrpo.planning.layer_costs import model_work
-from megagrpo.planning.roofline import (
+from megagrpo.check.hardware import CONTEXT_BYTES, HARDWARE, hardware_of
+from megagrpo.check.layer_costs import model_work
+from megagrpo.check.trainer_memory import Load, trainer_side
+from megagrpo.check.turns import Turns, assumed_turns, given_turns, turns_of_run
+from megagrpo.config.actor import ActorConfig
+from megagrpo.config.load import dump_config, load_config
+from megagrpo.config.rollout import RolloutConfig
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.families.architecture import LatentAttention
+from megagrpo.families.table import parameter_counts, read_architecture, tensor_groups
+from megagrpo.families.vision import tower_tensors
+from megagrpo.system.progress import Progress
+from megagrpo.system.run_folder import RunFolder, write_json_lines
+from megagrpo.tools.plan.roofline import (
     ACCEPTANCE,
     Target,
     decode_seconds,
@@ -39,7 +43,7 @@ from megagrpo.planning.roofline import (
     rollout_seconds,
     train_seconds,
 )
-from megagrpo.planning.search import (
+from megagrpo.tools.plan.search import (
     Options,
     best_layouts,
     changes,
@@ -47,10 +51,6 @@ from megagrpo.planning.search import (
     target_of,
     with_model,
 )
-from megagrpo.planning.trainer_memory import Load, trainer_side
-from megagrpo.planning.turns import Turns, assumed_turns, given_turns, turns_of_run
-from megagrpo.system.progress import Progress
-from megagrpo.system.run_folder import RunFolder, write_json_lines
 
 QUIET = Progress("plan", enabled=False)
 

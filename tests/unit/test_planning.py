@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.certify.tiny_model import hf_config
+from megagrpo.check.hardware import HARDWARE, Rates, rates_of
 from megagrpo.cli import main
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig
-from megagrpo.planning.hardware import HARDWARE, Rates, rates_of
-from megagrpo.planning.publish_bytes import (
+from megagrpo.tools.certify.tiny_model import hf_config
+from megagrpo.tools.plan.publish_bytes import (
     Cluster,
     broadcast_forecast,
     cluster_of,
     plan_weights,
     reshard_forecast,
 )
-from megagrpo.planning.recordings import Recordings, record_all, representative_ranks
+from megagrpo.tools.plan.recordings import Recordings, record_all, representative_ranks
 from megagrpo.weights.transports.gather_plan import make_gather_plan
 from megagrpo.weights.transports.reshard_plan import Cover, make_cover, plan_transfer, trainer_atoms
 from megagrpo.weights.wire.messages import Batches
@@ -194,7 +194,7 @@ def experiment() -> ExperimentConfig:
 
 def test_the_plan_as_text_and_as_json(monkeypatch, tmp_path):
     recorded = Recordings(trainers(2, 2, 1), distinct=4, engine=engine(2, 2), specs=SPECS)
-    monkeypatch.setattr("megagrpo.planning.publish_bytes.record_all", lambda configs: [recorded])
+    monkeypatch.setattr("megagrpo.tools.plan.publish_bytes.record_all", lambda configs: [recorded])
     text = plan_weights(experiment(), [1, 2], PLAIN, gpus_per_node=4, output=tmp_path / "plan.json")
     found = json.loads((tmp_path / "plan.json").read_text())["forecasts"]
     rows = [(engines, transport) for engines in (1, 2) for transport in ("reshard", "broadcast")]

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.certify.tiny_model import hf_config
+from megagrpo.check.checkpoint_cost import checkpoint_cost
+from megagrpo.check.report import explain
+from megagrpo.check.trainer_memory import Load, in_flight, trainer_stages
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ActorConfig, ParallelConfig
 from megagrpo.families.table import architecture_of, parameter_counts
-from megagrpo.planning.checkpoint_cost import checkpoint_cost
-from megagrpo.planning.explain import explain
-from megagrpo.planning.trainer_memory import Load, in_flight, trainer_stages
+from megagrpo.tools.certify.tiny_model import hf_config
 from tests.experiments import QUICKSTART
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"

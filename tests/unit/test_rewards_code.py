@@ -13,7 +13,7 @@ from hostile_programs import CALLS, OPTIONS, PROGRAMS, SCRIPTS, options
 from megagrpo.config.schema import RewardConfig
 from megagrpo.rewards.graders.code import grade, program_of, read_tests
 from megagrpo.rewards.pool import RewardPool
-from megagrpo.rewards.sandbox import sandbox
+from megagrpo.sandbox import sandbox
 from megagrpo.types import Prompt
 from tests.experiments import until
 

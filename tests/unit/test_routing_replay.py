@@ -20,14 +20,13 @@ from examples.laptop.recipe import TinyModelConfig
 from megagrpo.actor.megatron.fields import Kernels, transformer_defaults
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
-from megagrpo.certify.tiny_model import hf_config
+from megagrpo.check.report import explain
 from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import architecture_of
 from megagrpo.monitor.rollouts import RolloutLog, read_rollouts
-from megagrpo.planning.explain import explain
 from megagrpo.rollout.admission import Turnstile
 from megagrpo.rollout.generation import (
     GenerationClient,
@@ -41,6 +40,7 @@ from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.tools import make_tool
 from megagrpo.system.run_folder import RunFolder
+from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"

@@ -7,8 +7,8 @@ import pytest
 
 from examples.laptop.lake import MOVES, Lake, maps, moves_to_goal
 from examples.laptop.sql import LOOK, questions
+from megagrpo.environments.sql import Sql
 from megagrpo.rollout.agents import UnusableRow
-from megagrpo.rollout.agents.built_in.sql import Sql
 
 ENDLESS = "with recursive r(n) as (select 1 union all select n + 1 from r) select max(n) from r"
 ROW = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-import megagrpo.rollout.cpu.sitecustomize  # noqa: F401  before transformers, whose models load torchvision, see there
+import megagrpo.cpu.engine.sitecustomize  # noqa: F401  before transformers, whose models load torchvision, see there
 
 # isort: split
 from transformers import AutoModelForImageTextToText, AutoProcessor

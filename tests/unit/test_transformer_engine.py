@@ -53,11 +53,11 @@ from megatron.core import optimizer, tensor_parallel
 from megatron.core.optimizer import clip_grads, distrib_optimizer
 from megagrpo.actor.megatron.config import kernels_here, transformer_config
 from megagrpo.actor.megatron.model import build_chunks, chunk_parameters, load_hf
-from megagrpo.actor.dry_run import pretended_world
+from megagrpo.tools.plan.trainer_dry_run import pretended_world
 from megagrpo.config.actor import ActorConfig
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.families.table import architecture_of
-from megagrpo.certify.tiny_model import hf_config, random_tensors
+from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
 from megagrpo.weights.expected_digests import ExpectedDigests
 from megagrpo.weights.copies.record import Copy, record_copies
 from megagrpo.weights.transports.reshard_plan import trainer_atoms

@@ -13,7 +13,7 @@ import pytest
 from test_agents import says
 from test_programs import masked, run_all
 
-from megagrpo.rollout.agents.built_in import verifiers_episodes
+from megagrpo.environments import verifiers_episodes
 from megagrpo.types import RolloutGroup
 from tests.experiments import ROOT
 

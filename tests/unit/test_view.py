@@ -17,10 +17,10 @@ from megagrpo.config.schema import LogConfig
 from megagrpo.monitor.record import StepLog
 from megagrpo.monitor.rollouts import RolloutLog
 from megagrpo.system.run_folder import RunFolder
+from megagrpo.tools.view.command import write_view
+from megagrpo.tools.view.samples import read_samples
+from megagrpo.tools.view.trace import read_trace, spread
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
-from megagrpo.view.command import write_view
-from megagrpo.view.samples import read_samples
-from megagrpo.view.trace import read_trace, spread
 
 
 class Scripts(HTMLParser):

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megagrpo.actor.layers.rotary import section_angles
-from megagrpo.data.torchvision_ops import define_torchvision_operators
+from megagrpo.cpu.torchvision_ops import define_torchvision_operators
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.vision import Trained, Vision
 from megagrpo.types import MicroBatch, on_device

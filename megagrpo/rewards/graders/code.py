@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megagrpo.config.reward import CodeOptions, Scalar
-from megagrpo.rewards.sandbox.sandbox import Limits, Sandbox, isolates, run_program
+from megagrpo.sandbox.sandbox import Limits, Sandbox, isolates, run_program
 from megagrpo.system.explained import explained
 
 _FENCE = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # it pulls in torch, which the processes of environments need
 
 T = TypeVar("T")
 _MODULE = "megagrpo.rollout.agents.worker"
-_BUILT_IN = "megagrpo.rollout.agents.built_in"
+_BUILT_IN = "megagrpo.environments"
 BUILT_IN = {
     "sql": f"{_BUILT_IN}.sql:Sql",
     "python": f"{_BUILT_IN}.python_programs:PythonPrograms",

@@ -21,7 +21,7 @@ from contextlib import AsyncExitStack, suppress
 from functools import partial
 from numbers import Real
 
-from megagrpo.rewards.sandbox.calls import tried
+from megagrpo.sandbox.calls import tried
 from megagrpo.system.environment import API_KEY, child_environment
 from megagrpo.system.explained import explained
 from megagrpo.system.processes import dies_with_parent, stop_tree
@@ -34,7 +34,7 @@ Program = (
 LONGEST_LINE = 2**28  # bytes
 _THREADS = 1024  # programs that are no coroutines, at once
 COMMAND = "megagrpo.rollout.agents.program_worker:run_command"
-BUILT_IN = {"verifiers": "megagrpo.rollout.agents.built_in.verifiers_program:play_verifiers"}
+BUILT_IN = {"verifiers": "megagrpo.environments.verifiers_program:play_verifiers"}
 _KEPT = 2**16  # bytes of a command's output: the last ones
 _PIECE = 2**14
 

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Callable, Sequence
 from numbers import Real
 
-from megagrpo.rewards.sandbox.calls import tried
 from megagrpo.rollout.agents import Unavailable, UnusableRow
 from megagrpo.rollout.agents.environments import load_environment
+from megagrpo.sandbox.calls import tried
 
 # reset() -> text, messages or None; step(text) -> (text, messages or None, reward, done); close()
 Environment = object

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import megagrpo
 from megagrpo.config.libraries.sglang import engine_setting_problems, engine_setting_words
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system.environment import ENGINE, WEIGHT_LOADER, get, without_expandable_segments
 
-CPU_SHIMS = Path(__file__).parents[1] / "cpu"
+CPU_SHIMS = Path(megagrpo.__file__).parent / "cpu" / "engine"
 _INTERLEAVES = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
 _CPU_TOKENS = 20_000  # KV cache; SGLang would size it by free memory, which the trainer needs too
 _MAX_CPU_THREADS = 4  # of a rank: a small model gets slower with more

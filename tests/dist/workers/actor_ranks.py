@@ -15,12 +15,12 @@ from megagrpo.actor.layers.lora import InitialAdapters
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor, save_actor
 from megagrpo.batching.updates import one_pass
-from megagrpo.certify.measure import ratios, whole
-from megagrpo.certify.subject import near
 from megagrpo.checkpoint import save as checkpoint
 from megagrpo.checkpoint.save import RunIdentity
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ActorConfig, CheckpointConfig, ParallelConfig
+from megagrpo.tools.certify.measure import ratios, whole
+from megagrpo.tools.certify.subject import near
 from megagrpo.types import Batch, TrainState
 from megagrpo.weights.actor_weights import (
     ActorWeights,

@@ -12,8 +12,8 @@ from megagrpo.algo.advantage import with_advantages
 from megagrpo.algo.statistics import alone
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
-from megagrpo.certify.measure import whole
 from megagrpo.checkpoint.groups import read_groups
+from megagrpo.tools.certify.measure import whole
 from megagrpo.types import AlgoState, Batch, Rewards, Routing
 from megagrpo.weights.actor_weights import load_initial_weights
 from tests.dist.workers.actor_ranks import PLAIN

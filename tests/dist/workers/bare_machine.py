@@ -12,7 +12,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 warnings.simplefilter("ignore")
-from megagrpo.data.torchvision_ops import define_torchvision_operators  # noqa: E402
+from megagrpo.cpu.torchvision_ops import define_torchvision_operators  # noqa: E402
 
 define_torchvision_operators()
 import_module("transformers.models.qwen3.modeling_qwen3")  # has requirements of its own
@@ -51,7 +51,7 @@ for name in (
 ):
     import_module(name)
 for name in (
-    "megagrpo.certify.command",
+    "megagrpo.tools.certify.command",
     "megagrpo.actor.saving",
     "megagrpo.weights.expected_digests",
 ):

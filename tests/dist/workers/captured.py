@@ -1,4 +1,4 @@
-"""What megagrpo/actor/capture.py shows of an actor in some layout, put together as `megagrpo
+"""What megagrpo/tools/bisect/capture.py shows of an actor in some layout, put together as `megagrpo
 bisect` does."""
 
 from pathlib import Path
@@ -13,13 +13,13 @@ LENGTHS = (13, 6, 22)
 def captured(rank: int, folder: Path, model: Path, cases: list[dict]) -> list[dict[str, Tensor]]:
     """Collective. Of each case everything that both passes over the points show, natural and
     "forced/..."; rank 0."""
-    from megagrpo.actor.capture import captured_forward, head_logprobs
-    from megagrpo.bisect.engine import Sequenced
-    from megagrpo.bisect.points import layer_points, residual_points
-    from megagrpo.bisect.procedure import batch_of_sequences
-    from megagrpo.bisect.sides import from_trainer
-    from megagrpo.certify.measure import joined
     from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
+    from megagrpo.tools.bisect.capture import captured_forward, head_logprobs
+    from megagrpo.tools.bisect.engine import Sequenced
+    from megagrpo.tools.bisect.points import layer_points, residual_points
+    from megagrpo.tools.bisect.procedure import batch_of_sequences
+    from megagrpo.tools.bisect.sides import from_trainer
+    from megagrpo.tools.certify.measure import joined
     from megagrpo.types import Prompt
     from megagrpo.weights.actor_weights import load_initial_weights
     from tests.padding import padded

@@ -22,9 +22,9 @@ from megagrpo.actor.routing.tokens import own_places
 from megagrpo.algo.loss import objective
 from megagrpo.batching import microbatch
 from megagrpo.batching.microbatch import plan_micro_batches, targets
-from megagrpo.certify import measure
 from megagrpo.families.loading import Shard
 from megagrpo.families.models.deepseek_v3 import DeepseekV3
+from megagrpo.tools.certify import measure
 
 
 def planted(fault: str | None) -> AbstractContextManager[None]:

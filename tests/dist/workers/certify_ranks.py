@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from megagrpo.certify.cases import Case
-from megagrpo.certify.measure import certify_ranks, measure
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ModelConfig
+from megagrpo.tools.certify.cases import Case
+from megagrpo.tools.certify.measure import certify_ranks, measure
 from tests.dist.workers.certify_faults import planted
 from tests.dist.workers.harness import DEVICE, answer
 

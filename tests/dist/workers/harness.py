@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.certify.measure import joined
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
+from megagrpo.tools.certify.measure import joined
 
 DEVICE = torch.device("cpu")
 # A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into

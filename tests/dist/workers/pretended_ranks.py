@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megagrpo.actor.dry_run import record_trainer_rank
-from megagrpo.certify.measure import joined
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
-from megagrpo.planning.recordings import representative_ranks
+from megagrpo.tools.certify.measure import joined
+from megagrpo.tools.plan.recordings import representative_ranks
+from megagrpo.tools.plan.trainer_dry_run import record_trainer_rank
 from megagrpo.weights.actor_weights import load_initial_weights
 from tests.dist.workers.harness import DEVICE, answer
 

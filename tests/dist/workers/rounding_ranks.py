@@ -7,7 +7,7 @@ import torch
 
 from megagrpo.actor import step
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.certify.measure import whole
+from megagrpo.tools.certify.measure import whole
 from megagrpo.weights.actor_weights import load_initial_weights
 from tests.dist.workers.actor_ranks import RICH, batch_of, gradient
 from tests.dist.workers.harness import OPTIMIZER, with_actors

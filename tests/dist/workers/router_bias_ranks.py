@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megagrpo.actor import step
 from megagrpo.actor.megatron.model import routers
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.certify.measure import ratios, whole
+from megagrpo.tools.certify.measure import ratios, whole
 from megagrpo.weights.actor_weights import load_initial_weights
 from tests.dist.workers.actor_ranks import PLAIN, batch_of, gradient
 from tests.dist.workers.harness import with_actors

@@ -11,7 +11,7 @@ from torch import Tensor
 from megagrpo.actor import step
 from megagrpo.actor.megatron.model import routers
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.certify.measure import ratios, whole
+from megagrpo.tools.certify.measure import ratios, whole
 from megagrpo.types import Batch, Routing
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 from tests.dist.workers.actor_ranks import PLAIN, batch_of

@@ -10,10 +10,10 @@ import torch
 from megagrpo.actor import step
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor, save_actor
-from megagrpo.certify.measure import ratios, whole
 from megagrpo.checkpoint import save as checkpoint
 from megagrpo.checkpoint.save import RunIdentity
 from megagrpo.config.schema import CheckpointConfig
+from megagrpo.tools.certify.measure import ratios, whole
 from megagrpo.types import TrainState
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 from tests.dist.workers.actor_ranks import RICH, batch_of, gradient

@@ -1,0 +1,442 @@
+"""Memory of an engine rank: weights, cache and its tokens; how many samples of which lengths run
+concurrently."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+from pydantic import BaseModel
+
+from megagrpo.check.hardware import CONTEXT_BYTES, Hardware, hardware_of, usable_bytes
+from megagrpo.check.layer_costs import ITEM, ModelWork, model_work
+from megagrpo.check.problems import described_architecture, longest_samples, model_description
+from megagrpo.check.trainer_memory import RankMemory, TrainerSide
+from megagrpo.check.turns import ONE_TURN, Turns, assumed_turns
+from megagrpo.config.rollout import RolloutConfig
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.families.architecture import Architecture
+from megagrpo.families.vision import tower_tensors
+from megagrpo.monitor.rollouts import read_rollouts
+from megagrpo.rollout.admission import tokens_in_cache
+from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
+from megagrpo.system.run_folder import RunFolder
+
+_CACHE_WIDTHS = {"bfloat16": 2, "bf16": 2, "fp8_e5m2": 1, "fp8_e4m3": 1}  # bytes of a value
+FP8_ITEM = 1 + 4 / 128**2  # bytes of an element in blocks of 128 x 128 with a float32 scale each
+_POINTS = 4096  # of a distribution that is given by numbers
+_MEDIAN = 0.3  # of the longest response, if nothing is known
+_SPREAD = math.log(1 / _MEDIAN) / NormalDist().inv_cdf(
+    0.99
+)  # sigma of a log-normal with 1 % above the longest
+_PROMPT_SHARE = 0.25  # of data.max_prompt_tokens that a prompt has
+# An engine's activations and graphs beside trainers, estimated: a prefill of 8,192 tokens with 16
+# values of the hidden size each, and 2 MB for each of 256 samples in graphs, as SGLang 0.5.21
+# reserves (arg_groups/memory_hook.py)
+_PREFILL_TOKENS, _PREFILL_WIDTH, _GRAPH_BYTES = 8192, 16, 2 * 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of responses, float64 [points], ascending, equally probable; of a prompt the mean."""
+
+    prompt: float
+    responses: np.ndarray
+    origin: str
+    turns: Turns = ONE_TURN
+
+    @property
+    def mean(self) -> float:
+        """Returns the mean response in tokens."""
+        return float(self.responses.mean())
+
+    @property
+    def running(self) -> float:
+        """Returns the mean tokens of one running sample in a cache that is always full."""
+        return self.prompt + tokens_in_cache(self.mean, float((self.responses**2).mean()))
+
+    def spread(self, count: int) -> np.ndarray:
+        """Returns `count` lengths with this distribution, ascending, float64 [count]: evenly spaced
+        quantiles."""
+        return np.quantile(self.responses, (np.arange(count) + 0.5) / count)
+
+
+def assumed_lengths(config: ExperimentConfig, mean: float | None = None) -> Lengths:
+    """Returns a log-normal distribution, cut at the limit; mean: in tokens, else 1 % of responses
+    reach the limit."""
+    longest = config.sampling.max_response_tokens
+    median = _MEDIAN * longest if mean is None else mean / math.exp(_SPREAD**2 / 2)
+    responses = np.clip(median * np.exp(_SPREAD * _normal_quantiles()), 1.0, longest)
+    origin = f"assumed: log-normal, half of them up to {median:.0f}, 1 % at the limit"
+    if mean is not None:
+        origin = f"log-normal with mean {mean:g} before the cut at {longest}"
+    return Lengths(
+        _PROMPT_SHARE * config.data.max_prompt_tokens,
+        responses,
+        origin,
+        assumed_turns(config.sampling),
+    )
+
+
+@cache
+def _normal_quantiles() -> np.ndarray:
+    return np.array([NormalDist().inv_cdf((point + 0.5) / _POINTS) for point in range(_POINTS)])
+
+
+def given_lengths(text: str, config: ExperimentConfig) -> Lengths:
+    """Reads `--lengths`: a mean, or a file with one number of tokens a line. Raises ValueError for
+    other text."""
+    if Path(text).is_file():
+        prompt = _PROMPT_SHARE * config.data.max_prompt_tokens
+        return Lengths(
+            prompt,
+            _sorted([float(word) for word in Path(text).read_text().split()], text),
+            f"file {text}",
+        )
+    if (
+        not text.replace(".", "", 1).isdecimal()
+        or not 0 < float(text) <= config.sampling.max_response_tokens
+    ):
+        limit = f"sampling.max_response_tokens {config.sampling.max_response_tokens}"
+        raise ValueError(f"--lengths {text}: no such file, and no mean between 0 and {limit}")
+    return assumed_lengths(config, float(text))
+
+
+def lengths_of_run(folder: RunFolder, config: ExperimentConfig) -> Lengths:
+    """Reads the lengths of all samples in the rollouts of a run folder. Raises ValueError if it has
+    none."""
+    responses = [
+        sample["num_tokens"]
+        for files in folder.rollout_files().values()
+        for group in read_rollouts(files.values())
+        for sample in group["samples"]
+    ]
+    # the record has prompts as text only
+    prompt = _PROMPT_SHARE * config.data.max_prompt_tokens
+    return Lengths(
+        prompt,
+        _sorted(responses, str(folder.rollouts)),
+        f"{len(responses):,} samples of {folder.path}",
+    )
+
+
+def _sorted(numbers: Sequence[float], where: str) -> np.ndarray:
+    if not numbers or min(numbers) < 0 or max(numbers) == 0:
+        raise ValueError(f"{where}: no positive numbers of tokens")
+    return np.maximum(np.sort(np.array(numbers, dtype=np.float64)), 1.0)
+
+
+@dataclass(frozen=True)
+class Server:
+    """The settings of an engine that its memory depends on."""
+
+    tp: int
+    attention_tp: int  # ranks that share the heads: tp / dp with data-parallel attention
+    memory_fraction: float  # of weights and cache together
+    running_requests: int  # of one engine
+    cache_width: int  # bytes of a value
+    max_tokens: int | None
+    fraction_key: str = "mem_fraction"  # of `rollout`
+    fp8: bool = False  # rollout.quantization
+
+
+class ServerValues(BaseModel):
+    """The fields of SGLang's resolved ServerArgs that memory depends on."""
+
+    tp_size: int
+    dp_size: int
+    enable_dp_attention: bool
+    mem_fraction_static: float
+    max_running_requests: int
+    kv_cache_dtype: str
+    max_total_tokens: int | None
+
+
+@dataclass(frozen=True)
+class EngineSide:
+    """Bytes of the fullest rank of an engine, and the tokens and samples that they hold."""
+
+    server: Server
+    parts: Mapping[str, float]  # weights, cache, context, graphs and activations
+    capacity: float  # bytes of the GPU
+    cache_tokens: int  # of one engine
+    concurrent: int  # samples that run at the same time in an engine that always has work
+    problems: tuple[str, ...]
+
+    @property
+    def weights(self) -> float:
+        """Returns the bytes of weights."""
+        return self.parts["weights"]
+
+    @property
+    def total(self) -> float:
+        """Returns the bytes in use."""
+        return sum(self.parts.values())
+
+
+def server_of(rollout: RolloutConfig, resolved: Mapping[str, object] | None = None) -> Server:
+    """Returns the settings of an experiment's engines. resolved: the arguments that SGLang resolved
+    on a GPU."""
+    width = 2 if rollout.dtype == "bfloat16" else 4
+    values = ServerValues.model_validate(_given_values(rollout) if resolved is None else resolved)
+    return Server(
+        tp=values.tp_size,
+        attention_tp=values.tp_size // (values.dp_size if values.enable_dp_attention else 1),
+        memory_fraction=values.mem_fraction_static,
+        running_requests=values.max_running_requests,
+        cache_width=_CACHE_WIDTHS.get(values.kv_cache_dtype, width),
+        max_tokens=values.max_total_tokens,
+        fp8=rollout.quantization == "fp8",
+    )
+
+
+def server_beside(rollout: RolloutConfig) -> Server:
+    """Returns the settings of the engines on the trainers' GPUs, if some are there and others are
+    not; else of all."""
+    server = server_of(rollout)
+    if not rollout.lend_trainers:
+        return server
+    return replace(
+        server, memory_fraction=rollout.lent_mem_fraction, fraction_key="lent_mem_fraction"
+    )
+
+
+def _given_values(rollout: RolloutConfig) -> dict[str, object]:
+    """Returns the fields of ServerValues as the experiment gives them."""
+    words, settings = rollout.extra_args, rollout.sglang
+    dp_size = next(
+        (int(words[words.index(name) + 1]) for name in ("--dp-size", "--dp") if name in words[:-1]),
+        1,
+    )
+    return {
+        "tp_size": rollout.tp,
+        "dp_size": settings.get("dp_size", dp_size),
+        "enable_dp_attention": rollout.sets("enable_dp_attention"),
+        "mem_fraction_static": rollout.mem_fraction,
+        "max_running_requests": rollout.max_running_requests,
+        "kv_cache_dtype": settings.get("kv_cache_dtype", "auto"),
+        "max_total_tokens": rollout.max_total_tokens,
+    }
+
+
+def weight_elements(work: ModelWork, tp: int, attention_tp: int) -> float:
+    """Counts the weights that one rank of an engine holds.
+
+    Heads that are fewer than ranks are repeated; norms, router and the first halves of low-rank
+    projections are whole.
+    """
+    arch, layers = work.arch, work.layers
+    repeated = 0
+    if arch.mla is None and arch.num_kv_heads < attention_tp:
+        repeated = 2 * arch.hidden_size * arch.head_dim * (attention_tp - arch.num_kv_heads)
+    cut = work.dense - work.whole * layers
+    attention = work.attention * layers  # perhaps divided over fewer ranks than the rest
+    apart = attention / attention_tp + max(cut - attention, 0.0) / tp
+    divided = cut / tp if attention_tp == tp else apart
+    expert = work.expert / tp  # over ep ranks whole, and cut over the tp / ep others
+    vocabulary = work.vocabulary * (1 if arch.tied else 2) / tp
+    return divided + work.whole * layers + expert + vocabulary + repeated * layers / attention_tp
+
+
+def expert_bytes(work: ModelWork, server: Server) -> float:
+    """Returns the bytes of experts' weights on one rank of an engine."""
+    return work.expert / server.tp * (FP8_ITEM if server.fp8 else ITEM)
+
+
+def weight_bytes(work: ModelWork, server: Server, width: int = ITEM) -> float:
+    """Returns the bytes of the text part's weights on one rank. width: bytes of an element that is
+    not in FP8.
+
+    FP8 leaves out embeddings, output layer and, here, all that is whole on every rank.
+    """
+    elements = weight_elements(work, server.tp, server.attention_tp)
+    if not server.fp8:
+        return elements * width
+    plain = work.vocabulary * (1 if work.arch.tied else 2) / server.tp + work.whole * work.layers
+    return plain * width + (elements - plain) * FP8_ITEM
+
+
+def tower_elements(arch: Architecture, tp: int) -> float:
+    """Counts the weights of a vision tower that one rank of an engine holds.
+
+    Matrices of blocks and mergers, and biases of their outputs, are divided; embeddings of patches
+    and biases behind a sum over ranks are whole.
+    """
+    if arch.vision is None:
+        return 0
+    whole = divided = 0
+    for spec in tower_tensors(arch.vision):
+        *_, module, kind = spec.name.split(".")
+        summed = module in ("proj", "down_proj", "linear_fc2", "2")
+        if (
+            spec.kind == "norm"
+            or "norm" in spec.name
+            or "patch_embed" in spec.name
+            or (summed and kind == "bias")
+        ):
+            whole += spec.size
+        else:
+            divided += spec.size
+    return whole + divided / tp
+
+
+def engine_side(
+    work: ModelWork, server: Server, lengths: Lengths, longest: int, hardware: Hardware
+) -> EngineSide:
+    """Returns an engine rank's memory.
+
+    Cache and weights together fill `memory_fraction` of the memory that was free at the start.
+    longest: tokens of the longest sample, prompt included.
+    """
+    free = hardware.memory_bytes - CONTEXT_BYTES
+    width = ITEM if server.cache_width == 1 else server.cache_width
+    weights = weight_bytes(work, server, width) + tower_elements(work.arch, server.tp) * width
+    cell = work.cache_bytes(server.attention_tp, server.cache_width)
+    replicas = server.tp // server.attention_tp  # each with a cache of its own
+    budget = free * server.memory_fraction - weights
+    tokens = max(0, int(budget / cell))
+    tokens = tokens if server.max_tokens is None else min(tokens, server.max_tokens)
+    concurrent = min(server.running_requests, int(replicas * tokens / lengths.running))
+    problems = []
+    if weights > free * server.memory_fraction:
+        problems.append(
+            f"an engine rank's weights are {weights / 1e9:.1f} GB, but "
+            f"rollout.{server.fraction_key} "
+            f"{server.memory_fraction:g} leaves {free * server.memory_fraction / 1e9:.1f} GB for "
+            "weights and cache"
+        )
+    elif tokens < longest:
+        problems.append(
+            f"an engine's cache holds {tokens:,} tokens, but a sample may have {longest:,}"
+        )
+    parts = {"weights": weights, "cache": float(tokens * cell), "context": CONTEXT_BYTES}
+    parts["graphs and activations"] = free * (1 - server.memory_fraction)
+    return EngineSide(
+        server, parts, hardware.memory_bytes, tokens * replicas, concurrent, tuple(problems)
+    )
+
+
+def host_cache_bytes(rollout: RolloutConfig, engine: EngineSide) -> float:
+    """Returns the host memory that a rank's hierarchical cache takes; 0 without one."""
+    settings = rollout.sglang
+    if not settings.get("enable_hierarchical_cache"):
+        return 0.0
+    return (
+        settings.get("hicache_size", 0) * 1e9
+        or settings.get("hicache_ratio", 0.0) * engine.parts["cache"]
+    )
+
+
+def gpu_phases(
+    config: ExperimentConfig, trainers: TrainerSide, engine: EngineSide, hidden_size: int
+) -> dict[str, RankMemory]:
+    """Returns the bytes on the fullest trainer GPU by phase: with the engine's, where they share
+    GPUs.
+
+    The optimiser and gradients are on the host while engines are awake, and until the first
+    backward of an update. Lent engines (rollout.lend_trainers) are awake only in the rollout;
+    before it everything is on the GPU.
+    """
+    if not config.rollout.shares_gpus:
+        return dict(trainers.phases)
+    asleep = {"engine's context": engine.parts["context"]}
+    weights = {"engine's weights": engine.weights}
+    workspace = _GRAPH_BYTES + _PREFILL_TOKENS * _PREFILL_WIDTH * ITEM * hidden_size
+    sampling = weights | {"engine's cache": engine.parts["cache"], "engine's workspace": workspace}
+    lent = config.rollout.lend_trainers > 0
+    awake = (
+        {"rollout": sampling}
+        if lent
+        else {"rollout": sampling, "checkpoint": sampling, "publish": weights}
+    )
+    phases = {}
+    for name, rank in trainers.phases.items():
+        stays = name != "rollout" if lent else name in ("load", "resume", "update")
+        away = () if stays else ("gradients", "optimiser")
+        held = {part: size for part, size in rank.parts.items() if part not in away}
+        phases[name] = replace(rank, parts=held | asleep | awake.get(name, {}))
+    return phases
+
+
+def memory_problems(
+    phases: Mapping[str, RankMemory], engine: EngineSide, gpu: Hardware
+) -> list[str]:
+    """Returns what does not fit into a GPU's memory: trainers, with colocated engines, and an
+    engine's own settings."""
+    name = max(phases, key=lambda phase: phases[phase].total)
+    fullest, room = phases[name], usable_bytes(gpu)
+    if fullest.total <= room:
+        return list(engine.problems)
+    parts = ", ".join(f"{part} {size / 1e9:.1f}" for part, size in fullest.parts.items())
+    needs = f"rank {fullest.rank} ({fullest.kind}) needs {fullest.total / 1e9:.1f} GB ({parts})"
+    remedy, free = "", gpu.memory_bytes - CONTEXT_BYTES
+    fraction = (
+        math.floor(100 * (engine.server.memory_fraction - (fullest.total - room) / free)) / 100
+    )
+    if "engine's cache" in fullest.parts and fraction * free > engine.weights:
+        remedy = f"; with rollout.{engine.server.fraction_key} {fraction:g} they do"
+    return [
+        f"trainers do not fit: in {name} {needs}, and {gpu.device_name} has "
+        f"{room / 1e9:.1f}{remedy}",
+        *engine.problems,
+    ]
+
+
+def concurrency_report(config: ExperimentConfig, hardware: str | None = None) -> list[str]:
+    """Returns the lines of `megagrpo check` about concurrent samples; [] for a model without
+    config.json.
+
+    hardware: kind of GPU on which SGLang resolves the engines' arguments, which takes some seconds.
+    Without it the closed forms take the experiment's own. The arguments of engines on a CPU state
+    their cache.
+    """
+    if model_description(config) is None:
+        return []
+    folder, rollout = config.run_folder, config.rollout
+    lengths = lengths_of_run(folder, config) if folder.rollout_files() else assumed_lengths(config)
+    tokens, how = _cache_tokens(config, lengths, hardware)
+    by_cache = int(tokens / lengths.running)
+    concurrent = min(rollout.max_running_requests, by_cache)
+    samples = config.train.num_prompts_per_step * config.train.group_size / rollout.num_engines
+    limit = (
+        "its cache" if by_cache < rollout.max_running_requests else "rollout.max_running_requests"
+    )
+    lines = [
+        f"cache      {tokens:,} tokens an engine, {how}",
+        f"  responses  {lengths.origin}; a running sample holds {lengths.running:,.0f} tokens on "
+        "average",
+        f"  at once    {concurrent:,} samples an engine, by {limit}, of {samples:,.0f} that it "
+        "gets a step; the others "
+        "wait at the trainers, and leave as there is room",
+    ]
+    longest = longest_samples(config)["data"]
+    if tokens < longest:
+        lines.append(
+            f"  ADVICE   a sample may have {longest:,} tokens, more than an engine's cache holds"
+        )
+    return lines
+
+
+def _cache_tokens(
+    config: ExperimentConfig, lengths: Lengths, hardware: str | None
+) -> tuple[int, str]:
+    rollout = config.rollout
+    on_gpus = hardware is not None or config.actor.device == "cuda" or rollout.dtype == "bfloat16"
+    if not on_gpus or (config.actor.device == "cpu" and hardware is None):
+        place = ServerPlace(0, "127.0.0.1", 30000, "127.0.0.1:30001", cuda=False, num_cores=1)
+        return engine_settings(config, place)["max_total_tokens"], "as its arguments on a CPU say"
+    kind = hardware or config.cluster.gpu
+    gpu, server = hardware_of(kind), server_of(rollout)
+    how = f"on an {kind} by the closed forms; `--hardware {kind}` asks SGLang for its arguments"
+    if hardware is not None:
+        from megagrpo.tools.plan.recordings import resolve_all  # loads torch
+
+        server = server_of(rollout, resolve_all([config], (gpu, config.cluster.gpus_per_node))[0])
+        how = f"on an {kind}, as SGLang resolves its arguments"
+    work = model_work(described_architecture(config))
+    return engine_side(
+        work, server, lengths, longest_samples(config)["data"], gpu
+    ).cache_tokens, how

@@ -1,0 +1,348 @@
+"""Memory and work of the trainers, phase by phase, from config.json only: closed forms. Loads no
+torch.
+
+Bytes of one rank are given by part; docs/planning.md states the formula of each.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megagrpo.check.checkpoint_cost import checkpoint_cost, stage_of_layer, stages_of
+from megagrpo.check.layer_costs import LayerCost, layer_cost, optimizer_bytes
+from megagrpo.config.actor import ActorConfig, ParallelConfig
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.families.architecture import Architecture
+from megagrpo.families.table import tensor_groups
+from megagrpo.families.tensors import TensorSpec
+
+PHASES = ("load", "rollout", "logprobs", "reference", "update", "publish", "checkpoint", "resume")
+_TILE_COLUMNS = 8192  # of algo/logprob.py, which loads torch
+_NCCL_BYTES = (
+    400 * 2**20
+)  # of one communicator between GPUs, at NCCL's default buffer sizes and channels: estimated
+_FP32 = 4
+_FP8_COPIES = 2  # bytes: Transformer Engine keeps a weight and its transpose
+
+
+@dataclass(frozen=True)
+class Load:
+    """The work of a rank."""
+
+    micro_batch_tokens: int
+    longest: int  # tokens of the longest sample: a micro-batch of its own if it exceeds the budget
+    expert_imbalance: float = 1.0  # tokens of the fullest expert rank over the mean
+    links: int = 0  # process groups with engines
+
+    @property
+    def tokens(self) -> int:
+        """Returns the most tokens of a micro-batch."""
+        return max(self.micro_batch_tokens, self.longest)
+
+
+def links(config: ExperimentConfig) -> int:
+    """Returns the engines that a trainer rank sends to at most:
+    weights/transports/reshard_plan.py."""
+    engines = config.rollout.num_engines
+    return min(engines, -(-engines // config.actor.dp) + 1) if config.weights.uses_groups else 0
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank by part."""
+
+    rank: int
+    kind: str  # "only stage", "first stage", "middle stage", "last stage"
+    parts: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        """Returns the sum of the parts."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """The work and traffic of one rank of a pipeline stage, for one micro-batch of `tokens`."""
+
+    tokens: int  # of the micro-batch, over all context-parallel ranks
+    flops: float  # of a forward without attention's scores; a backward is twice as many
+    # of a forward, for each query and key that it sees: a sequence of n has n^2 / 2 / cp on a rank
+    pair_flops: float
+    sent: Mapping[
+        str, float
+    ]  # bytes in a forward: "tp", "cp", "ep", "pp"; a backward sends as many
+    recomputed: float  # forwards that the backward adds: 0 or 1
+    gradient_bytes: Mapping[str, float]  # float32 of an update that "dp" and "edp" ranks sum
+
+
+@dataclass(frozen=True)
+class TrainerSide:
+    """The trainers' half of a plan."""
+
+    phases: Mapping[str, RankMemory]  # the fullest rank of each of PHASES
+    host_bytes: Mapping[str, float]  # of the fullest node, by what they are for
+    stages: tuple[StageCost, ...]
+
+
+def trainer_side(
+    arch: Architecture,
+    actor: ActorConfig,
+    load: Load,
+    *,
+    reference: bool = False,
+    bucket_mb: float = 512.0,
+    ranks_per_node: int = 8,
+    sent_bytes: float = 0.0,
+) -> TrainerSide:
+    """Returns memory and work of the trainers. Raises ValueError if the layers cannot be cut into
+    stages.
+
+    reference: whether the loss needs a second model, which is swapped in. sent_bytes: that all
+    ranks keep of the last publish (weights.delta).
+    """
+    stages = trainer_stages(arch, actor, load)
+    phases = [phase for phase in PHASES if phase != "reference" or reference]
+    ranks = {
+        phase: [stage.memory(phase, bucket_mb * 2**20) for stage in stages] for phase in phases
+    }
+    node = min(ranks_per_node, actor.world_size)
+    cost, second_model = checkpoint_cost(arch, actor, node), reference and actor.lora is None
+    host = {
+        "reference": max(stage.weights for stage in stages) * node if second_model else 0.0,
+        "optimiser": max(stage.shards for stage in stages) * optimizer_bytes(actor).host * node,
+        "checkpoint": max(cost.save_host_bytes.values()),
+        "resume": max(cost.resume_host_bytes.values()),
+        "sent last": sent_bytes * node / actor.world_size,
+    }
+    return TrainerSide(
+        phases={phase: max(found, key=lambda rank: rank.total) for phase, found in ranks.items()},
+        host_bytes=host,
+        stages=tuple(stage.cost() for stage in stages),
+    )
+
+
+def trainer_stages(arch: Architecture, actor: ActorConfig, load: Load) -> list["Stage"]:
+    """Returns every pipeline stage."""
+    elements = stage_parameters(arch, actor)
+    return [
+        Stage(arch, actor, load, number, elements[number]) for number in range(actor.parallel.pp)
+    ]
+
+
+@dataclass(frozen=True)
+class StageElements:
+    """Counts elements on one rank of a pipeline stage."""
+
+    dense: float
+    expert: float
+    trained_dense: float
+    trained_expert: float
+    linear: float  # of linear layers and experts, which engines may keep in FP8
+
+
+def in_flight(parallel: ParallelConfig, stage: int) -> float:
+    """Returns how many micro-batches' worth of a stage's activations exist at the peak of
+    Megatron's schedule.
+
+    For as many micro-batches as stages at least, with virtual stages twice as many.
+    """
+    p = parallel
+    if p.vpp == 1:
+        return p.pp - stage
+    return min((p.pp - stage - 1) * 2 + (p.vpp - 1) * p.pp + 1, 2 * p.pp * p.vpp) / p.vpp
+
+
+_ROW_PARALLEL = (
+    "o_proj",
+    "down_proj",
+)  # cut along the inputs: their A is, and B is whole; of the others it is B
+
+
+def stage_parameters(arch: Architecture, actor: ActorConfig) -> list[StageElements]:
+    """Counts the elements of a rank of each pipeline stage: all, those with gradients, those of
+    linear layers."""
+    layers = stage_of_layer(arch, actor.parallel)
+    kinds = ("dense", "expert", "trained_dense", "trained_expert", "linear")
+    counts = [dict.fromkeys(kinds, 0.0) for _ in range(max(layers) + 1)]
+    for spec, number in tensor_groups(arch, actor.adapters).items():
+        trained = _is_trained(spec, arch, actor)
+        size, kind = number * elements_held(spec, arch, actor), "expert" if spec.expert else "dense"
+        for stage in stages_of(spec, arch, layers):
+            counts[stage][kind] += size
+            counts[stage]["trained_" + kind] += size * trained
+            counts[stage]["linear"] += size * spec.in_fp8
+    return [StageElements(**count) for count in counts]
+
+
+def trained_elements(arch: Architecture, actor: ActorConfig) -> int:
+    """Counts the elements of the whole model that have gradients: of its parameters, or of its
+    adapters."""
+    groups = tensor_groups(arch, actor.adapters).items()
+    return sum(number * spec.size for spec, number in groups if _is_trained(spec, arch, actor))
+
+
+def _is_trained(spec: TensorSpec, arch: Architecture, actor: ActorConfig) -> bool:
+    part = arch.vision is None or arch.vision.trains(spec.name, actor.trained_vision)
+    return spec.trained and part and (actor.lora is None or spec.is_adapter)
+
+
+def elements_held(spec: TensorSpec, arch: Architecture, actor: ActorConfig) -> float:
+    """Returns the elements of a tensor on a rank that holds a part of it, on average over
+    experts."""
+    p = actor.parallel
+    if spec.name in ("model.embed_tokens.weight", "lm_head.weight"):
+        return -(-arch.vocab_size // p.tp) * arch.hidden_size
+    if spec.whole or (arch.vision is not None and arch.vision.owns(spec.name)):
+        return spec.size
+    cut = p.etp if spec.expert else p.tp
+    *_, projection, half, _ = ["", "", *spec.name.split(".")]
+    if half in ("lora_A", "lora_B") and (half == "lora_A") != (projection in _ROW_PARALLEL):
+        cut = 1
+    return spec.size / (cut * (p.ep if spec.expert else 1))
+
+
+class Stage:
+    """One pipeline stage: the memory of each of its ranks, which are alike, and its work."""
+
+    def __init__(
+        self,
+        arch: Architecture,
+        actor: ActorConfig,
+        load: Load,
+        number: int,
+        elements: StageElements,
+    ):
+        self.arch, self.actor, self.load, self.number, self.elements = (
+            arch,
+            actor,
+            load,
+            number,
+            elements,
+        )
+        p = actor.parallel
+        self.width = 2 if actor.dtype == "bfloat16" else 4
+        self.part = load.tokens / p.cp / p.tp
+        self.last = number == p.pp - 1
+        self.layers: list[LayerCost] = [
+            layer_cost(
+                arch,
+                actor,
+                load.tokens,
+                arch.is_moe and layer >= arch.dense_layers,
+                load.expert_imbalance,
+            )
+            for layer, stage in enumerate(stage_of_layer(arch, p))
+            if stage == number
+        ]
+        self.weights = (elements.dense + elements.expert) * self.width
+
+    def memory(self, phase: str, bucket_bytes: float) -> RankMemory:
+        """Returns the bytes of a rank of this stage in one of PHASES."""
+        elements, each = self.elements, optimizer_bytes(self.actor)
+        parts = {
+            "parameters": self.weights,
+            "gradients": (elements.trained_dense + elements.trained_expert) * each.gradient,
+            "optimiser": self.shards * each.state,
+            "NCCL": self._communicators(),
+        }
+        if (
+            phase in ("logprobs", "reference", "update")
+            and self.actor.fake_quantization is not None
+        ):
+            parts["weights before rounding"] = elements.linear * self.width
+        if phase not in ("load", "resume") and self.actor.megatron.get(
+            "fp8"
+        ):  # kept from the first forward on
+            parts["weights in FP8"] = elements.linear * _FP8_COPIES
+        if phase in ("logprobs", "reference"):
+            layer = max((layer.kept / 2 + layer.transient for layer in self.layers), default=0.0)
+            head = self._head(backward=False)
+            parts |= {"head": head} if head > layer else {"activations": layer}
+        if phase == "reference" and self.actor.lora is None:
+            parts["live weights"] = self.weights
+        if phase == "update":
+            parts |= self._update()
+        if phase == "publish":
+            parts["staging"] = min(2 * bucket_bytes, self.weights)
+            if self.actor.lora is not None:
+                parts["weights before merging"] = self.weights
+        kinds = {
+            (1, 1): "only stage",
+            (1, 0): "first stage",
+            (0, 0): "middle stage",
+            (0, 1): "last stage",
+        }
+        first_rank = self.number * (self.actor.world_size // self.actor.parallel.pp)
+        kind = kinds[self.number == 0, self.last]
+        return RankMemory(first_rank, kind, {name: size for name, size in parts.items() if size})
+
+    @property
+    def shards(self) -> float:
+        """Returns the trained elements whose state a rank keeps."""
+        p, actor, elements = self.actor.parallel, self.actor, self.elements
+        stage = actor.world_size // p.pp
+        copies = (stage // p.tp, stage // (p.etp * p.ep)) if actor.optimizer.distributed else (1, 1)
+        return elements.trained_dense / copies[0] + elements.trained_expert / copies[1]
+
+    def _communicators(self) -> float:
+        p, actor = self.actor.parallel, self.actor
+        expert_copies = actor.world_size // (p.etp * p.ep * p.pp)
+        groups = [actor.world_size, p.tp, p.pp, p.cp, actor.dp, p.ep, p.etp, expert_copies]
+        return _NCCL_BYTES * (sum(size > 1 for size in groups) + self.load.links)
+
+    def _update(self) -> dict[str, float]:
+        """Returns the fullest moment of forward and backward: the head's backward, or the largest
+        layer's."""
+        hidden = self.arch.hidden_size * self.part * self.width
+        if self.actor.recompute == "full":
+            kept, again = (
+                hidden * len(self.layers),
+                max((layer.kept for layer in self.layers), default=0.0),
+            )
+        else:  # selective counts as none: its savings depend on model and kernels
+            kept, again = sum(layer.kept for layer in self.layers), 0.0
+        # and a message of the pipeline, or the final norm
+        kept = (kept + hidden) * in_flight(self.actor.parallel, self.number)
+        layer = again + max((layer.transient for layer in self.layers), default=0.0)
+        head = self._head(backward=True)
+        return (
+            {"activations": kept, "head": head} if head > layer else {"activations": kept + layer}
+        )
+
+    def _head(self, backward: bool) -> float:
+        """Returns the bytes of log-probabilities from hidden states: tiles of logits, and in the
+        backward gradients."""
+        if not self.last:
+            return 0.0
+        arch, p, actor = self.arch, self.actor.parallel, self.actor
+        rows = -(-arch.vocab_size // p.tp)
+        tile = min(actor.logprob_chunk_tokens, self.load.tokens) * min(rows, _TILE_COLUMNS) * _FP32
+        hidden = arch.hidden_size * self.load.tokens / p.cp
+        if not backward:
+            return 2 * tile + 2 * hidden * self.width
+        weight = 0.0 if actor.lora is not None else rows * arch.hidden_size * (_FP32 + self.width)
+        return 2 * tile + 2 * hidden * self.width + hidden * (_FP32 + self.width) + weight
+
+    def cost(self) -> StageCost:
+        """Returns the work of a rank of this stage."""
+        arch, p, actor = self.arch, self.actor.parallel, self.actor
+        sent = {key: sum(layer.sent[key] for layer in self.layers) for key in ("tp", "cp", "ep")}
+        sent["pp"] = (
+            arch.hidden_size * self.part * self.width * p.vpp if p.pp > 1 and not self.last else 0.0
+        )
+        head = (
+            2 * arch.hidden_size * -(-arch.vocab_size // p.tp) * self.load.tokens / p.cp
+            if self.last
+            else 0.0
+        )
+        return StageCost(
+            tokens=self.load.tokens,
+            flops=sum(layer.flops for layer in self.layers) + head,
+            pair_flops=sum(layer.pair_flops for layer in self.layers),
+            sent=sent,
+            recomputed=float(actor.recompute == "full"),
+            gradient_bytes={
+                "dp": self.elements.trained_dense * _FP32,
+                "edp": self.elements.trained_expert * _FP32,
+            },
+        )

@@ -1,0 +1,90 @@
+"""`megagrpo bisect`: starts an engine and the trainer ranks on this machine and prints their
+report."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megagrpo.cluster.machine import ranks_beside_service, with_one_engine
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.system.run_folder import RunFolder, write_whole
+from megagrpo.tasks.ranks import guarded
+from megagrpo.tools.bisect.options import BisectOptions
+
+if TYPE_CHECKING:
+    import torch
+
+_EAGER = (
+    "cuda_graph_backend_decode",
+    "cuda_graph_backend_prefill",
+)  # hooks do not run in a replayed graph
+
+
+def bisect(config: ExperimentConfig, options: BisectOptions) -> int:
+    """Writes report.md and report.json into `<output_dir>/bisect`; returns the exit status.
+
+    0: nothing differs; 1: something does; 2: they could not be compared. Raises ValueError for
+    invalid options and for an experiment that does not fit this machine.
+    """
+    if options.bound is not None and not options.bound > 0:
+        raise ValueError(f"--bound {options.bound}: a relative error above 0, such as 1e-5")
+    if options.checkpoint is not None:
+        _require_checkpoint(Path(options.checkpoint))
+    folder = config.run_folder.bisect
+    folder.bisect_report.unlink(missing_ok=True)
+    write_whole(folder.bisect_options, json.dumps(asdict(options)))
+    if ranks_beside_service(experiment_of(config, options, folder)):
+        return 2
+    found = json.loads(folder.bisect_report.read_text())
+    print((folder.path / "report.md").read_text(), end="")
+    if found["place"] is not None:
+        print(
+            f"megagrpo bisect: {found['place']} differs; every figure is in {folder.bisect_report}",
+            file=sys.stderr,
+        )
+    return 0 if found["place"] is None else 1
+
+
+def _require_checkpoint(folder: Path) -> None:
+    """Raises ValueError before an engine starts, which takes minutes."""
+    if (folder / "config.json").is_file():
+        raise ValueError(
+            f"--checkpoint {folder} is a Hugging Face folder: give it as --set model.path={folder}"
+        )
+    if not (folder / "manifest.json").is_file():
+        remedy = "give a folder of a run such as <output_dir>/checkpoints/step_000010"
+        raise ValueError(
+            f"--checkpoint {folder} is no finished checkpoint: it has no manifest.json; {remedy}"
+        )
+
+
+def bisect_main(config: ExperimentConfig) -> int:
+    """Runs one rank that `bisect` started."""
+
+    def body(device: torch.device) -> None:
+        from megagrpo.tools.bisect.ranks import (
+            bisect_ranks,
+        )  # imports Megatron, which the host must be prepared for
+
+        options = json.loads(config.run_folder.bisect_options.read_text())
+        bisect_ranks(config, BisectOptions(**options), device)
+
+    return guarded(config, "bisect", body)
+
+
+def experiment_of(
+    config: ExperimentConfig, options: BisectOptions, folder: RunFolder
+) -> ExperimentConfig:
+    """Returns the experiment with one engine without CUDA graphs, in a run folder of its own."""
+    eager: dict[str, object] = {"sglang": config.rollout.sglang | dict.fromkeys(_EAGER, "disabled")}
+    if options.own_weights:
+        eager["load_format"] = "model"
+    # a fused router does not accept given experts
+    actor = config.actor.model_copy(
+        update={"megatron": config.actor.megatron | {"moe_router_fusion": False}}
+    )
+    return with_one_engine(config, folder, eager).model_copy(update={"actor": actor})

@@ -1,0 +1,91 @@
+"""One trainer rank of `megagrpo bisect`: publishes and verifies weights, then compares."""
+
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megagrpo.actor.megatron_actor import MegatronActor
+from megagrpo.checkpoint.resume import load_checkpoint, make_actor
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.data.images import ImageStore
+from megagrpo.data.prompts import load_prompts, load_tokenizer
+from megagrpo.mesh import LeaderError
+from megagrpo.rollout.control import find_service
+from megagrpo.tools.bisect.compare import BOUNDS
+from megagrpo.tools.bisect.engine import ProbedEngine
+from megagrpo.tools.bisect.options import BisectOptions
+from megagrpo.tools.bisect.procedure import bisect_pair
+from megagrpo.tools.bisect.report import write_findings
+from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
+from megagrpo.weights.engines.fleet import EngineRegistry
+from megagrpo.weights.exchange import WEIGHTS_DIFFER, Exchange
+
+
+def bisect_ranks(config: ExperimentConfig, options: BisectOptions, device: torch.device) -> None:
+    """Collective. Compares the service's engine with the actor; the main rank writes the report.
+
+    Raises ValueError for an unusable model, prompts or checkpoint.
+    """
+    images = ImageStore.of(config.model, config.run_folder.images)
+    prompts = load_prompts(config.data, load_tokenizer(config.model), images)
+    chosen = prompts.batch(0, min(options.num_prompts, len(prompts)), config.seed)
+    actor = make_actor(config, 1, device)
+    actor.images = images.pixels if images else None
+    weights = load_initial_weights(actor, config.model.path, draft=config.actor.has_draft)
+    version = 0
+    if options.checkpoint is not None:
+        version = load_checkpoint(config, Path(options.checkpoint), actor).step
+    control = find_service(Path(config.output_dir), None, config.rollout.start_timeout_s)
+    expected = None if options.own_weights else version
+    wrong = prove_weights(config, actor, weights, control, expected)
+    folder, engine, dtypes = (
+        Path(config.output_dir),
+        None,
+        (config.actor.dtype, config.rollout.dtype),
+    )
+    bounds = BOUNDS["bfloat16" if "bfloat16" in dtypes else "float32"]  # of the coarser dtype
+    bounds = bounds if options.bound is None else replace(bounds, relative=options.bound)
+    with ExitStack() as stack:
+        if actor.mesh.is_main:
+            (info,) = control.engines()
+            limit_s = config.rollout.patience_s(actor.mesh.device.type == "cuda")
+            engine = ProbedEngine(info, config.rollout.tp, control.api_key, folder, limit_s, images)
+            stack.callback(engine.close)
+            engine.resume()
+        found = bisect_pair(actor, engine, chosen, options.max_new_tokens, folder, bounds, expected)
+
+    def write() -> None:
+        assert found is not None, "runs on the main rank"
+        write_findings(folder, replace(found, weights=found.weights + wrong))
+
+    actor.mesh.from_main(write, "write the report")
+
+
+def prove_weights(
+    config: ExperimentConfig,
+    actor: MegatronActor,
+    weights: ActorWeights,
+    registry: EngineRegistry,
+    publish: int | None,
+) -> list[str]:
+    """Collective. Publishes the actor's weights as version `publish`, or only verifies those of the
+    engine if None.
+
+    Returns the differences between digests of the engine's live parameters and of the actor's, a
+    line each.
+    """
+    exchange = Exchange(config, actor.mesh, weights, registry, Path(config.output_dir))
+    with closing(exchange):
+        try:
+            if publish is None:
+                exchange.verify()
+            else:
+                exchange.publish(publish)
+        except LeaderError as exc:
+            _, message, details = str(exc).partition(WEIGHTS_DIFFER)
+            if not message:  # not a difference: the engine failed or does not answer
+                raise
+            return (message + details).splitlines()
+    return []

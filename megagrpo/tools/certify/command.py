@@ -1,0 +1,86 @@
+"""Runs `megagrpo certify`: one launch per world size, the one-rank reference first, then the
+certificate."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megagrpo.cluster.machine import train_ranks
+from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig
+from megagrpo.tasks.ranks import guarded
+from megagrpo.tools.certify.cases import grid, layouts_of
+from megagrpo.tools.certify.report import CaseResult, write_certificate
+from megagrpo.tools.certify.subject import make_models
+
+if TYPE_CHECKING:  # the command line imports this file
+    import torch
+
+
+def certify(config: ExperimentConfig, ranks: int, only: Sequence[str] | None = None) -> int:
+    """Writes the certificate into `<output_dir>/certify`; returns 0 if every case is within the
+    bounds, else 1.
+
+    only: layout names; default: all that fit `ranks`. Raises ValueError for an unknown layout or a
+    missing model.
+    """
+    config = config.model_copy(
+        update={"actor": config.actor.model_copy(update={"draft": None})}
+    )  # of the policy
+    folder = config.run_folder.certify
+    shutil.rmtree(folder, ignore_errors=True)
+    layouts = layouts_of(config.actor)
+    tiny = make_models(folder, config, config.actor.parallel, config.seed)
+    cases, left_out = grid(layouts, ranks, is_moe=tiny.is_moe, only=only)
+    if config.actor.transformer_engine == "auto" and config.actor.expects_transformer_engine:
+        left_out["Transformer Engine's layers"] = (
+            "they are off in float32 unless actor.transformer_engine is true"
+        )
+    if config.actor.dtype != "float32":
+        left_out[config.actor.dtype] = "its rounding exceeds the bounds"
+    results: list[CaseResult] = []
+    for world in sorted({case.ranks for case in cases}):
+        subfolder = folder / f"ranks{world}"
+        subfolder.mkdir(parents=True)
+        (subfolder / "cases.json").write_text(
+            json.dumps([asdict(case) for case in cases if case.ranks == world])
+        )
+        if train_ranks(_of_world(config, folder / "model", subfolder, world), ["certify"]) != 0:
+            return 1  # the launcher has reported why
+        results += json.loads((subfolder / "results.json").read_text())
+    text, passed = write_certificate(
+        folder, name=config.name, family=tiny.family, results=results, left_out=left_out
+    )
+    print(text, end="")
+    if not passed:
+        print(
+            f"megagrpo certify: above the bound; every figure is in {folder / 'report.json'}",
+            file=sys.stderr,
+        )
+    return 0 if passed else 1
+
+
+def certify_main(config: ExperimentConfig) -> int:
+    """Runs one rank of a world that `certify` started."""
+
+    def body(device: torch.device) -> None:
+        from megagrpo.tools.certify.measure import certify_ranks
+
+        certify_ranks(config, device)
+
+    return guarded(config, "certify", body)
+
+
+def _of_world(config: ExperimentConfig, model: Path, folder: Path, world: int) -> ExperimentConfig:
+    """Returns the experiment with the tiny model, in a run folder of its own; the cases have their
+    own layouts."""
+    kept = config.actor.model_dump(include={"device", "transformer_engine", "deadline_s", "lora"})
+    actor = ActorConfig(world_size=world, **kept)
+    return config.model_copy(
+        update={"output_dir": str(folder), "model": ModelConfig(path=str(model)), "actor": actor}
+    )

@@ -1,0 +1,180 @@
+"""The subject of a certificate: a tiny model of the experiment's family, and synthetic samples."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megagrpo.check.problems import model_description
+from megagrpo.config.schema import ExperimentConfig, ParallelConfig
+from megagrpo.families.architecture import Architecture
+from megagrpo.families.family import TinySizes
+from megagrpo.families.table import FAMILIES, architecture_of
+from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
+from megagrpo.types import ImageRef, Outcome, Prompt, RolloutGroup, Sample
+from megagrpo.weights.hf_folder import write_hf_folder
+
+VOCAB = 131  # no tensor-parallel size divides it: padded vocabularies are part of every certificate
+NUM_GROUPS, MAX_PROMPT, MAX_RESPONSE = 5, 10, 24
+_SQUARE, _FLAT = (1, 4, 4), (1, 2, 4)  # patches, of 4 and 2 tokens
+# of every third group's prompt, if the model sees
+IMAGES = ((), (ImageRef("a", 1, _SQUARE),), (ImageRef("b", 1, _FLAT), ImageRef("a", 4, _SQUARE)))
+
+
+def make_models(
+    folder: Path, config: ExperimentConfig, parallel: ParallelConfig, seed: int
+) -> Architecture:
+    """Writes HF folders `model` and `reference`: the experiment's family and options, at sizes that
+    `parallel` can cut.
+
+    Returns their architecture. The reference is the model with a little noise, as if some updates
+    had been made. All tensors are random, norms and biases too: a mistake that leaves one of them
+    out must show. Raises ValueError when the experiment's model has no config.json.
+    """
+    real = model_description(config)
+    if real is None:
+        path = f"{config.model.path}/config.json"
+        raise ValueError(f"{path} does not exist: the certificate needs the model's architecture")
+    arch = architecture_of(real)
+    shards = math.lcm(2, parallel.tp)  # the standing layouts cut by 2
+    # fewer key/value heads than the experiment's ranks stay fewer
+    kv_heads = (
+        shards if arch.num_kv_heads >= parallel.tp else math.gcd(arch.num_kv_heads, parallel.tp)
+    )
+    grouped = arch.num_heads != arch.num_kv_heads
+    sizes = TinySizes(
+        family=arch.family,
+        hidden_size=16 * shards * (1 + grouped),
+        num_layers=math.lcm(4, parallel.pp * parallel.vpp),
+        num_heads=shards * (1 + grouped),
+        num_kv_heads=kv_heads,
+        head_dim=16,
+        ffn_size=32 * shards,
+        num_experts=math.lcm(8, 2 * parallel.ep),
+        experts_per_token=min(arch.experts_per_token, 4) if arch.is_moe else 1,
+        expert_ffn_size=32
+        * (math.lcm(parallel.tp, parallel.etp) if arch.shared_ffn_size else parallel.etp),
+        tie_embeddings=arch.tied,
+    )
+    tiny = _description(real, sizes)
+    small = architecture_of(tiny)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = random_tensors(small, generator)
+    for name, t in tensors.items():
+        if t.dim() == 1:
+            tensors[name] = t + 0.2 * torch.randn(t.shape, generator=generator)
+    noisy = enumerate(tensors.items(), start=seed)
+    reference = {name: near(t, 0.02 * float(t.std()), number) for number, (name, t) in noisy}
+    description = folder / "description"
+    description.mkdir(parents=True, exist_ok=True)
+    (description / "config.json").write_text(json.dumps(tiny, indent=2))
+    for name, values in (("model", tensors), ("reference", reference)):
+        write_hf_folder(folder / name, iter([values]), like=description, dtype=torch.float32)
+    return small
+
+
+def _description(real: dict[str, object], sizes: TinySizes) -> dict[str, object]:
+    """Returns config.json of a model of these sizes with the options of a real one."""
+    family = FAMILIES[str(real["model_type"])]
+    real, of_family = dict(family.text_part(real)), family.SIZE_KEYS
+    options = {key: value for key, value in real.items() if key not in of_family}
+    absent = (
+        "q_lora_rank",
+        "n_shared_experts",
+        "first_k_dense_replace",
+    )  # parts that not every model has
+    options |= {key: real[key] for key in absent if not real.get(key, 1)}
+    if "n_group" in real and (real["n_group"] or 1) == 1:
+        options |= {"n_group": 1, "topk_group": 1}
+    made = {
+        key: value for key, value in hf_config(sizes).items() if key in real or key in of_family
+    }
+    return made | options | {"vocab_size": VOCAB, "num_hidden_layers": sizes.num_layers}
+
+
+def make_groups(config: ExperimentConfig, seed: int, arch: Architecture) -> list[RolloutGroup]:
+    """Returns a step's groups.
+
+    Lengths are 1 to MAX_RESPONSE; there are a group of equal rewards, a failed grader, a truncated
+    response, a masked hole. With actor.routing_replay rollout every token has experts, drawn at
+    random.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    size = min(max(config.train.group_size, 2), 4)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    def tokens(count: int) -> np.ndarray:
+        return torch.randint(3, VOCAB, (count,), generator=generator).numpy()
+
+    groups = []
+    for g in range(NUM_GROUPS):
+        samples, outcomes = [], []
+        for index in range(size):
+            length = MAX_RESPONSE if (g, index) == (1, 0) else number(1, MAX_RESPONSE)
+            indices = np.arange(length)
+            hole = (indices < 2) | (indices >= 4) if g == 2 else None
+            finish = "length" if length == MAX_RESPONSE else "stop"
+            samples.append(Sample(index, tokens(length), np.zeros(length), finish, 0, "", hole))
+            reward = 1.0 if g == 0 else number(0, 4) / 4
+            scored = Outcome("score", reward, token_rewards=((0, reward / 2),))
+            outcomes.append(Outcome("error", detail="planted") if (g, index) == (3, 1) else scored)
+        greedy = Sample(0, np.ones(1), np.zeros(1), "stop", 0, ""), Outcome("score", 0.5)
+        baseline = greedy if config.algorithm.needs_greedy_response else (None, None)
+        images = () if arch.vision is None else IMAGES[g % 3]
+        shortest = max(
+            [
+                2,
+                *(
+                    image.start + 1 + arch.vision.tokens(image.grid)
+                    for image in images
+                    if arch.vision
+                ),
+            ]
+        )
+        prompt = Prompt(g, "", tokens(number(shortest, MAX_PROMPT)), "", images=images)
+        groups.append(RolloutGroup(g, prompt, tuple(samples), tuple(outcomes), *baseline))
+    replays = config.actor.routing_replay == "rollout"
+    return [_with_experts(group, arch, generator) for group in groups] if replays else groups
+
+
+def _with_experts(
+    group: RolloutGroup, arch: Architecture, generator: torch.Generator
+) -> RolloutGroup:
+    """Returns the group with experts of its samples' tokens: any, so that a router left to itself
+    would not agree."""
+
+    def drawn(sample: Sample) -> Sample:
+        num_read = len(group.prompt.token_ids) + len(sample.token_ids) - 1
+        scores = torch.rand(
+            num_read, arch.num_layers - arch.dense_layers, arch.num_experts, generator=generator
+        )
+        experts = scores.topk(arch.experts_per_token).indices.numpy()
+        return replace(sample, routed_experts=experts.astype(arch.expert_id_type))
+
+    return replace(group, samples=tuple(map(drawn, group.samples)))
+
+
+def pixels(key: str, arch: Architecture) -> Tensor:
+    """Returns the patches of one of IMAGES, at random."""
+    assert arch.vision is not None
+    grid = next(image.grid for of_group in IMAGES for image in of_group if image.key == key)
+    return near(torch.zeros(math.prod(grid), arch.vision.patch_values), 1.0, ord(key))
+
+
+def near(values: Tensor, spread: float, seed: int) -> Tensor:
+    """Returns values of any shape with normal noise of standard deviation `spread`."""
+    return values + spread * torch.randn(
+        values.shape, generator=torch.Generator().manual_seed(seed)
+    )
+
+
+def longest(config: ExperimentConfig) -> int:
+    """Returns the maximum response length in tokens, an argument of the algorithm."""
+    overlong = config.algorithm.reward.overlong
+    return max(MAX_RESPONSE, overlong.buffer(MAX_RESPONSE) if overlong else 0)

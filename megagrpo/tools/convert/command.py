@@ -1,0 +1,73 @@
+"""`megagrpo convert`: reads theirs, translates, checks that the result is an experiment, and writes
+it."""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from megagrpo.config.libraries.megatron import megatron_setting_problems
+from megagrpo.config.libraries.sglang import engine_setting_problems
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.system.run_folder import write_whole
+from megagrpo.tools.convert import roll, trl, verl
+from megagrpo.tools.convert.draft import Draft
+from megagrpo.tools.convert.foreign import FRAMEWORKS
+from megagrpo.tools.convert.source import read_source
+
+_RULES = {"verl": verl, "roll": roll, "trl": trl}
+
+
+def translate(framework: str, path: Path) -> Draft:
+    """Returns the draft of an experiment. Raises ValueError if the source cannot be read."""
+    rules = _RULES[framework]
+    draft = Draft(framework, read_source(framework, path))
+    draft.put_plain()
+    for rule in rules.RULES:
+        rule(draft)
+    try:
+        experiment = ExperimentConfig.model_validate(draft.nested())
+    except ValidationError as exc:
+        for error in exc.errors(include_url=False):
+            where = ".".join(map(str, error["loc"]))
+            draft.problems.append(f"{where}: {error['msg']}" if where else error["msg"])
+        return draft
+    for keys, text in [
+        *megatron_setting_problems(experiment.actor),
+        *engine_setting_problems(experiment.rollout),
+    ]:
+        draft.drop(".".join(map(str, keys)), text)
+    return draft
+
+
+def convert(framework: str, source: Path, output: Path | None, partial: bool) -> int:
+    """Writes the experiment and returns 0; 1, and nothing is written, if something is lost and
+    `partial` is false."""
+    draft = translate(framework, source)
+    lost = [fate for fate in draft.fates() if fate.status in ("not translated", "unknown")]
+    title = (
+        f"Converted from {source.name} by `megagrpo convert {framework}`; see "
+        "docs/reference/names.md."
+    )
+    counts = Counter(fate.status for fate in draft.fates())
+    say = [
+        f"{source}: {len(draft.given)} keys of {FRAMEWORKS[framework]}: "
+        + ", ".join(f"{n} {s}" for s, n in counts.items())
+    ]
+    say += [f"  {fate.key} = {fate.value!r}: {fate.status}: {fate.text}" for fate in lost]
+    say += [f"  the experiment as translated: {problem}" for problem in draft.problems]
+    failed = bool(lost or draft.problems) and not partial
+    if failed:
+        say.append(
+            "nothing was written; --partial writes what could be translated, with comments on the "
+            "rest"
+        )
+    print("\n".join(say), file=sys.stderr)
+    if failed:
+        return 1
+    if output is None:
+        print(draft.yaml(title), end="")
+    else:
+        write_whole(output, draft.yaml(title))
+    return 0

@@ -1,0 +1,198 @@
+"""An experiment in the making: our keys with the foreign ones that they come from, and what became
+of each of these."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, cast
+
+from megagrpo.config.load import Plain
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.tools.convert.foreign import FRAMEWORKS, Entry, defaults, find
+
+Status = Literal["translated", "as here", "not translated", "unknown"]
+
+
+@dataclass(frozen=True)
+class Fate:
+    """The translation of one of their keys."""
+
+    key: str
+    value: Plain
+    status: Status
+    text: str  # our keys, or the reason
+
+
+class Draft:
+    """Takes values for our keys. given: their keys with values; null is as not given."""
+
+    def __init__(self, framework: str, given: Mapping[str, Plain]):
+        self.framework, self.given = framework, dict(given)
+        self._all = defaults(framework) | {
+            key: value for key, value in given.items() if value is not None
+        }
+        self.values: dict[str, Plain] = {}  # by our dotted key
+        self.because: dict[str, list[str]] = {}  # our key -> their keys
+        self._lacks: dict[str, str] = {}  # their key -> why it is not translated
+        self.remarks: list[str] = []  # on what they do without a key of theirs
+        self.problems: list[str] = []  # of the experiment as a whole
+
+    def get(self, *keys: str) -> Plain:
+        """Returns the first of these that is given, else the first default among them, else
+        None."""
+        given = (self.given[key] for key in keys if self.given.get(key) is not None)
+        return next(given, next((self._all[key] for key in keys if key in self._all), None))
+
+    def text(self, *keys: str) -> str:
+        """Returns `get` as text; "" for None."""
+        value = self.get(*keys)
+        return "" if value is None else str(value)
+
+    def number(self, *keys: str, default: int = 1) -> int:
+        """Returns `get` as a whole number; `default` for None. Raises ValueError if it is none."""
+        value = self.real(*keys, default=default)
+        if value != int(value):
+            raise ValueError(f"{keys[0]} = {value!r} should be a whole number")
+        return int(value)
+
+    def real(self, *keys: str, default: float = 0.0) -> float:
+        """Returns `get` as a number; `default` for None. Raises ValueError if it is none."""
+        value = self.get(*keys)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{keys[0]} = {value!r} should be a number")
+        return value
+
+    def put(self, ours: str, value: Plain, *keys: str) -> None:
+        """Sets our key because of theirs; left out if none of these is given and the value is our
+        default."""
+        because = [key for key in keys if self.given.get(key) is not None]
+        of_variant = ours.startswith(
+            ("algorithm.loss.", "algorithm.advantage.")
+        )  # whose defaults depend on the name
+        if not because and (value is None or (value == _default(ours) and not of_variant)):
+            return
+        self.values[ours] = value
+        self.because[ours] = because
+
+    def lack(self, key: str, reason: str) -> None:
+        """Records that what `key` says, or what it stands for by default, is not translated."""
+        self._lacks[key] = reason
+
+    def drop(self, ours: str, reason: str) -> None:
+        """Takes back our key, which the experiment refuses."""
+        self.values.pop(ours)
+        for key in self.because.pop(ours) or [ours]:
+            self.lack(key, reason)
+
+    def put_plain(self) -> None:
+        """Translates every key that depends on no other, defaults included."""
+        for key, value in self._all.items():
+            entry = find(self.framework, key)
+            if entry is None or entry.rule:
+                continue
+            if entry.to:
+                known = entry.values or {}
+                spelled = value if isinstance(value, list | dict) else known.get(value, value)
+                self.put(entry.to.replace("*", key.rpartition(".")[2]), spelled, key)
+            elif entry.lacks and value not in entry.same:
+                self.lack(key, entry.lacks)
+
+    def fates(self) -> list[Fate]:
+        """Returns what became of every given key, and of defaults that are not translated."""
+        ours: dict[str, list[str]] = {}
+        for our_key, theirs in self.because.items():
+            for key in theirs:
+                ours.setdefault(key, []).append(our_key)
+        lacking = [key for key in self._lacks if key not in self.given]
+        return [
+            self._fate(key, self.get(key), ours.get(key, [])) for key in [*self.given, *lacking]
+        ]
+
+    def _fate(self, key: str, value: Plain, ours: list[str]) -> Fate:
+        entry = find(self.framework, key)
+        if key in self._lacks:
+            return Fate(key, value, "not translated", self._lacks[key])
+        if ours:
+            return Fate(key, value, "translated", ", ".join(ours))
+        if entry is None:
+            return Fate(key, value, "unknown", "no such key in docs/reference/names.md")
+        if self.given.get(key) is not None and _is_left_out(entry, value):
+            return Fate(
+                key,
+                value,
+                "not translated",
+                f"{entry.to}, but not from this combination: write it by hand",
+            )
+        return Fate(key, value, "as here", entry.free or entry.to or "what is done anyway")
+
+    def nested(self) -> dict[str, Plain]:
+        """Returns the experiment as nested sections, in the order of the schema."""
+        out: dict[str, Plain] = {}
+        order = list(ExperimentConfig.model_fields)
+        for ours, value in sorted(
+            self.values.items(), key=lambda pair: (order.index(pair[0].partition(".")[0]), pair[0])
+        ):
+            *sections, last = ours.split(".")
+            section = out
+            for name in sections:
+                section = cast(dict[str, Plain], section.setdefault(name, {}))
+            section[last] = value
+        return out
+
+    def yaml(self, title: str) -> str:
+        """Returns the experiment as YAML with a comment on every key, and below it those that set
+        nothing."""
+        shown = FRAMEWORKS[self.framework]
+        lines = [
+            f"# {title}",
+            *(f"# {remark}" for remark in self.remarks),
+            *self._yaml(self.nested(), "", "", shown),
+        ]
+        for status in ("as here", "not translated", "unknown"):
+            of_status = [fate for fate in self.fates() if fate.status == status]
+            lines += ["", f"# {shown}'s keys {status}:"] if of_status else []
+            lines += [f"#   {fate.key} = {_flow(fate.value)}: {fate.text}" for fate in of_status]
+        return "\n".join([*lines, ""])
+
+    def _yaml(self, section: dict[str, Plain], path: str, indent: str, shown: str) -> list[str]:
+        lines = []
+        for key, value in section.items():
+            ours = f"{path}{key}"
+            if isinstance(value, dict) and ours not in self.values:
+                lines += [f"{indent}{key}:", *self._yaml(value, f"{ours}.", f"{indent}  ", shown)]
+            else:
+                comment = ", ".join(self.because[ours]) or "its default"
+                lines.append(f"{indent}{key}: {_flow(value)}  # {shown}: {comment}")
+        return lines
+
+
+Rule = Callable[[Draft], None]  # translates keys that depend on each other
+
+
+def _is_left_out(entry: Entry, value: Plain) -> bool:
+    """Returns whether no rule took a value that counts, and that is not what we have anyway."""
+    if not entry.to or not entry.rule or entry.needs or isinstance(value, list | dict):
+        return False
+    return value not in entry.same and (entry.values or {}).get(value, value) != _default(entry.to)
+
+
+def _flow(value: Plain) -> str:
+    return str(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+
+
+@cache
+def _defaults_of_ours() -> ExperimentConfig:
+    return ExperimentConfig.model_validate(
+        {"name": "", "output_dir": "", "model": {"path": ""}, "data": {"path": ""}}
+    )
+
+
+def _default(ours: str) -> object:
+    """Returns the default of our key; a value that no key has if it has none."""
+    value: object = _defaults_of_ours()
+    for name in ours.split("."):
+        value = getattr(value, name, ...)
+    return value

@@ -1,0 +1,120 @@
+"""Selects the samples shown on the page: a whole run has too many for a browser."""
+
+import base64
+
+from megagrpo.monitor.rollouts import read_rollouts
+from megagrpo.monitor.step_lines import read_step_lines
+from megagrpo.system.run_folder import RunFolder
+from megagrpo.tools.view.trace import spread
+
+_MAX_STEPS = 200
+_MAX_TEXT = 20_000  # characters of one prompt or response
+_TOKEN_BYTES = 12  # of a token in the page: its id and its difference
+
+
+def read_samples(folder: RunFolder, max_bytes: float) -> tuple[dict, list[str]]:
+    """Returns {"groups": [...], "pieces": {token id: text}, "images": {key: data URI}} and notes on
+    omissions.
+
+    Samples take about `max_bytes`, and so do their images.
+
+    A group is a line of rollouts/ with its step; a sample also has its advantage and, if they were
+    recorded, its tokens: {"ids", "difference"}. Selects the first groups of every step, or of
+    evenly spread steps.
+    """
+    files = folder.rollout_files()
+    chosen = spread(list(files), _MAX_STEPS)
+    trained, pieces = _trained(folder, set(chosen))
+    groups: list[dict] = []
+    num_cut, left = 0, max_bytes
+    for index, step in enumerate(chosen):
+        allowance = left / (
+            len(chosen) - index
+        )  # later steps may use the bytes that a step leaves over
+        used = 0
+        records = list(read_rollouts(files[step].values()))
+        most = max((len(record["samples"]) for record in records), default=0)
+        for record in records:
+            group, size = _group(step, record, most, trained, allowance - used, first=used == 0)
+            if group is None:
+                num_cut += 1
+                break
+            groups.append(group)
+            used += size
+        left -= used
+    notes = []
+    if len(files) > len(chosen):
+        notes.append(f"samples: of {len(chosen)} of {len(files)} steps, evenly spread")
+    if num_cut:
+        notes.append(
+            f"samples: in {num_cut} step(s) only the first groups, within --sample-mb "
+            f"{max_bytes / 1e6:g}"
+        )
+    samples = [sample for group in groups for sample in group["samples"]]
+    used_ids = {token for sample in samples for token in sample.get("tokens", {}).get("ids", ())}
+    shown = {"groups": groups, "images": _images(folder, groups, max_bytes)}
+    return shown | {
+        "pieces": {str(token): pieces.get(str(token), f"[{token}]") for token in used_ids}
+    }, notes
+
+
+def _images(folder: RunFolder, groups: list[dict], max_bytes: float) -> dict[str, str]:
+    """Returns the images of the groups' prompts, by their keys, as far as the bytes go."""
+    found: dict[str, str] = {}
+    for key in dict.fromkeys(key for group in groups for key in group.get("images", ())):
+        path = folder.images / f"{key}.png"
+        if path.is_file() and (max_bytes := max_bytes - path.stat().st_size * 4 / 3) > 0:
+            found[key] = "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
+    return found
+
+
+def _group(
+    step: int, record: dict, most: int, trained: dict, allowance: float, first: bool
+) -> tuple[dict | None, int]:
+    """Returns the group with the samples that fit into `allowance` bytes, None without any, and its
+    size in bytes.
+
+    The first group of a step has at least one sample. most: samples of the step's largest group.
+    """
+    group = record | {"step": step, "size": len(record["samples"]), "samples": []}
+    group |= {"prompt": _cut(record["prompt"]), "answer": _cut(record["answer"])}
+    size = len(group["prompt"])
+    for index, sample in enumerate(record["samples"]):
+        outcome = sample["outcome"] | {"detail": _cut(sample["outcome"]["detail"])}
+        # as batching/batch.py numbers samples
+        update = trained.get((step, record["group_id"] * most + index), {"advantage": None})
+        shown = sample | {"index": index, "text": _cut(sample["text"]), "outcome": outcome} | update
+        if turns := sample.get("turns"):
+            shown["turns"] = [turn | {"text": _cut(turn["text"])} for turn in turns]
+        own = (2 if turns else 1) * len(shown["text"]) + 150
+        own += _TOKEN_BYTES * len(update.get("tokens", {}).get("ids", ()))
+        if size + own > allowance and (group["samples"] or not first):
+            break
+        group["samples"].append(shown)
+        size += own
+    return (group, size) if group["samples"] else (None, 0)
+
+
+def _trained(
+    folder: RunFolder, steps: set[int]
+) -> tuple[dict[tuple[int, int], dict], dict[str, str]]:
+    """Returns advantage and tokens by (step, sample id), as recorded by the update, and the text of
+    each token id."""
+    found: dict[tuple[int, int], dict] = {}
+    pieces: dict[str, str] = {}
+    for path in folder.trained_files().values():
+        for line in read_step_lines(path):
+            pieces |= line["pieces"]  # a token's text is recorded only in its first step
+            if line["step"] not in steps:
+                continue
+            for sample_id, advantage in zip(line["sample_ids"], line["advantages"], strict=True):
+                found[line["step"], sample_id] = {"advantage": advantage}
+            for sample in line["tokens"]:
+                tokens = {"ids": sample["ids"], "difference": sample["difference"]}
+                found[line["step"], sample["sample_id"]]["tokens"] = tokens
+    return found, pieces
+
+
+def _cut(text: str) -> str:
+    more = len(text) - _MAX_TEXT
+    return f"{text[:_MAX_TEXT]} [... {more} more characters]" if more > 0 else text
