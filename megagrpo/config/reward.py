@@ -97,7 +97,10 @@ class JudgeOptions(ServiceOptions):
         description="File with the judge's prompt: {prompt}, {response} and {answer} are put in."
     )
     system: str | None = Field(default=None, description="System message before it; default: none.")
-    pattern: str = r"(?i)score:\s*(-?\d+(?:\.\d+)?)"
+    pattern: str = (
+        r"(?i)(?<!max )(?<!maximum )\bscore[\s*_)\]]*[:：][\s*_(\[]*"
+        r"([-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?)"
+    )
     """Regular expression whose last match in the judge's reply holds the score in its first
     group."""
     scores: dict[str, float | int] = Field(default={})

@@ -16,6 +16,30 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+# What LeetCode's starters take for granted: other runners of public data write it before a program.
+# `builtins` comes last: math.pow is not Python's own.
+_PRELUDE = (
+    "import bisect, collections, functools, heapq, itertools, math, operator, random, re, string",
+    "from bisect import *",
+    "from collections import *",
+    "from functools import *",
+    "from heapq import *",
+    "from itertools import *",
+    "from math import *",
+    "from typing import *",
+    "from builtins import *",
+    """class ListNode:
+    def __init__(self, val=0, next=None):
+        self.val = val
+        self.next = next
+""",
+    """class TreeNode:
+    def __init__(self, val=0, left=None, right=None):
+        self.val = val
+        self.left = left
+        self.right = right
+""",
+)
 _LONGEST_LINE = 2**24  # characters
 Value = Any  # an object of a program, or the JSON that stands for it
 
@@ -23,7 +47,9 @@ Value = Any  # an object of a program, or the JSON that stands for it
 def serve(source: str, options: Mapping[str, Value]) -> None:
     """Runs the program, then answers requests [operation, target, name, args, kwargs] with ["ok" |
     "error", value]."""
-    module, objects = types.ModuleType("program"), list[Value]()
+    module = types.ModuleType("program")
+    objects: list[Value] = []
+    given: dict[str, Value] = {}  # names that the program finds defined
     sys.modules["program"] = module
     with (
         open(options["input"], encoding="utf-8") as requests,
@@ -39,12 +65,16 @@ def serve(source: str, options: Mapping[str, Value]) -> None:
             return raised is None
 
         def define() -> None:
+            for line in _PRELUDE:
+                with suppress(ImportError):  # a program that needs it fails by itself
+                    exec(line, vars(module))
+            given.update(vars(module))
             with suppress(SystemExit):  # the definitions before it count
                 exec(compile(source, "program.py", "exec"), vars(module))
 
         if answer(define):
             for line in requests:
-                answer(partial(_operate, json.loads(line), module, objects))
+                answer(partial(_operate, json.loads(line), vars(module), given, objects))
 
 
 def tried(attempt: Callable[[], Value]) -> tuple[Value, BaseException | None]:
@@ -55,17 +85,21 @@ def tried(attempt: Callable[[], Value]) -> tuple[Value, BaseException | None]:
         return None, exc
 
 
-def _operate(request: list[Value], module: types.ModuleType, objects: list[Value]) -> Value:
+def _operate(
+    request: list[Value],
+    space: Mapping[str, Value],
+    given: Mapping[str, Value],
+    objects: list[Value],
+) -> Value:
     operation, target, name, args, kwargs = request
     args, kwargs = _decode(args, objects.__getitem__), _decode(kwargs, objects.__getitem__)
     match operation:
         case "global":
-            space = vars(module)
-            if name not in space and hasattr(space.get("Solution"), name):
+            if name in space and not (name in given and space[name] is given[name]):
+                return space[name]
+            if hasattr(space.get("Solution"), name):
                 return getattr(space["Solution"](), name)
-            if name not in space:
-                raise NameError(f"the program defines no {name}")
-            return space[name]
+            raise NameError(f"the program defines no {name}")
         case "attribute":
             return getattr(objects[target], name)
         case "call":
@@ -172,16 +206,25 @@ def run_tests(tests: dict[str, Value], options: Mapping[str, Value]) -> None:
             requests.flush()
             return _decode(receive(), lambda number: _Remote(ask, number))
 
-        space: dict[str, Value] = {"__name__": "tests", "same": _same}
+        space: dict[str, Value] = {"__name__": "tests", "_same_result": _same_as_one}
         space |= {name: importlib.import_module(name) for name in tests["modules"]}
         problem = _problem(receive)
         for name in tests["names"] if problem is None else ():
-            with suppress(RuntimeError):  # not defined: the tests that use it fail
+            space[name] = partial(_undefined, name)  # the tests that call it fail
+            with suppress(RuntimeError):
                 space[name] = ask("global", None, name)
         for test in tests["tests"]:
             failed = problem or _problem(partial(exec, compile(test, "test", "exec"), space))
             verdicts.write(json.dumps(failed) + "\n")
             verdicts.flush()
+
+
+def _undefined(name: str, *_: Value, **__: Value) -> Value:
+    raise NameError(f"the program defines no {name}")
+
+
+def _same_as_one(value: Value, expected: list[Value], tolerance: float) -> bool:
+    return any(_same(value, one, tolerance) for one in expected)
 
 
 def _same(value: Value, expected: Value, tolerance: float) -> bool:
@@ -192,6 +235,13 @@ def _same(value: Value, expected: Value, tolerance: float) -> bool:
             if not isinstance(value, list | tuple) or len(value) != len(expected):
                 return False
             return all(_same(v, e, tolerance) for v, e in zip(value, expected, strict=True))
+        case dict():  # whose keys are texts in JSON
+            if not isinstance(value, dict) or len(value) != len(expected):
+                return False
+            found = {key if isinstance(key, str) else json.dumps(key): value[key] for key in value}
+            return found.keys() == expected.keys() and all(
+                _same(found[key], expected[key], tolerance) for key in expected
+            )
         case float() | int() if tolerance and not isinstance(expected, bool):
             return isinstance(value, float | int) and abs(value - expected) <= tolerance * max(
                 1.0, abs(expected)

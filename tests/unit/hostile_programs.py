@@ -99,7 +99,7 @@ _OF_CALLS = {
     "leaves before its tests": ("import os\nos._exit(0)", "the program ended with exit code 0"),
     "says that it is done": (
         "import sys\nprint('passed')\nsys.exit(0)",
-        "NameError: name 'f' is not defined",
+        "the program defines no f",
     ),
     "leaves when called": ("import sys\ndef f(x): sys.exit(0)", "SystemExit: 0"),
     "returns what equals everything": (

@@ -1,6 +1,7 @@
 """What each grader counts as right; broken answers; which tokens get parts of a reward; verl's
 graders as they are."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -78,6 +79,7 @@ DAPO = math_dapo.grade
         (EXACT, {}, "paris", "Paris", 0),
         (EXACT, {"ignore_case": True}, "paris", "Paris", 1),
         (FORMAT, {}, "<think>a\nb</think>\n<answer>4</answer>", "", 1),
+        (FORMAT, {}, "a\nb</think>\n<answer>4</answer>", "", 1),  # <think> stood in the prompt
         (FORMAT, {}, "<answer>4</answer>", "", 0),
         (FORMAT, {"pattern": r"\d+ = \d+"}, "12 = 12", "", 1),
         (FORMAT, {"pattern": r"\d+ = \d+"}, "12 = 12 or so", "", 0),
@@ -98,6 +100,65 @@ def test_what_is_right(grade, options, text, answer, score):
 def test_a_wrong_option_or_answer_is_an_error(grade, options, answer, said):
     with pytest.raises(ValueError, match=said):
         grade(r"#### 72 \boxed{1}", answer, **options)
+
+
+GOLDS = [
+    r"The larger is $\boxed 7$.", r"We get $\boxed {7}$.", r"The radius is $\fbox{12}$.", r"It is $\boxed\frac12$.",
+    r"Roots: $\boxed{2}$ and $\boxed{5}$.", r"\boxed{2},\boxed{5}", r"\boxed{2}\text{ or }\boxed{5}",
+    r"So $\boxed{\left\{\begin{array}{l}x=1\\y=2\end{array}\right.}$.", r"\boxed{7}. To repeat: \boxed{",
+    r"\boxed{\boxed{7}}", r"\boxed{x=\fbox{3}}", r"\boxed\sqrt2", r"\boxed\pi", r"\boxed{-\infty}", r"\boxed{\{1,2\}}",
+    "5.", "½", "√2", "√(x+1)", "5°", "（1，2）", r"1\,000", "1{,}000", "1e3", "∅",
+    r"\varnothing", "2π", "−3", "90^\\circ",
+    r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"[0,1)\cup(2,3]", r"\frac{\sqrt{3}}{2}", r"x^2+1", "12:30", "B",
+    r"\text{even}",
+    r"50\%", r"\$18.90", "3 \\frac{1}{2}", r"11\sqrt2", r"2^{100}", "0.1", r"x \in [1, 2]", r"(-\infty, 0)", "y=2x+1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("gold", GOLDS)
+def test_math_takes_each_gold_for_itself(gold):
+    response = gold if "box" in gold else f"It is $\\boxed{{{gold}}}$."
+    assert MATH(response, gold) == 1
+    assert MATH(r"Hence \boxed{4711}.", gold) == 0
+
+
+@pytest.mark.parametrize(
+    "text, answer, score",
+    [
+        (r"\boxed 7", "7", 1),
+        (r"\boxed{7}. So \boxed{", "7", 1),
+        (r"\boxed{3} no: \boxed{7}", "7", 1),
+        (r"\boxed{7} no: \boxed{3}", "7", 0),
+        (r"\boxed{5}", r"\boxed{2} and \boxed{5}", 0),
+        (r"\boxed{5, 2}", r"\boxed{2} and \boxed{5}", 1),
+        (r"\boxed{7} \boxed{7}", "7", 1),
+        (r"\boxedtext{7}", "7", 0),
+        (r"\boxed{1000}", r"1\,000", 1),
+        (r"\boxed{\emptyset}", r"\varnothing", 1),
+        (r"\boxed{\frac12}", "½", 1),
+        (r"\boxed{\sqrt{2}}", "√2", 1),
+        (r"\boxed{1e3}", "1000", 1),
+        (r"\boxed{5.}", "5", 1),
+        (r"\boxed{5}", r"5.0", 1),
+        (r"\boxed{\frac{1}{20!}}", r"\frac{1}{19!}", 0),
+        (r"\boxed{2^{-64}}", "2^{-63}", 0),
+        (r"\boxed{\frac{1}{52!}}", r"\frac{1}{51!}", 0),
+        (r"\boxed{1-\frac{1}{2^{60}}}", r"1-\frac{1}{2^{61}}", 0),
+        (r"\boxed{1.6\times10^{-19}}", r"1.7\times10^{-19}", 0),
+        (r"\boxed{0.333333}", r"\frac13", 1),
+    ],
+)
+def test_math_reads_both_sides_alike(text, answer, score):
+    assert MATH(text, answer) == score
+
+
+@pytest.mark.parametrize(
+    "text", [r"\boxed{" * 50_000, r"\boxed" * 50_000, "{" * 300_000, r"\boxed{7} " * 20_000]
+)
+def test_math_finds_boxes_in_one_pass(text):
+    start = time.process_time()
+    mathematics._last_boxed(text)
+    assert time.process_time() - start < 5
 
 
 def test_math_works_outside_the_main_thread():

@@ -180,7 +180,19 @@ def test_the_last_python_block_is_the_program(text, program):
 @pytest.mark.parametrize(
     "answer, said",
     [
-        ("72", "neither"),
+        ("72", "should be a list with at least one test"),
+        ("[]", "at least one test"),
+        ('[""]', "asserts nothing"),
+        ('["x = 1"]', "asserts nothing"),
+        ("[null]", "an object with input and output"),
+        ("[1, 2]", "an object with input and output"),
+        ('{"asserts": [{"code": "assert f()"}]}', 'no "input" and "output"'),
+        ('[{"input": "1", "output": "1", "testtype": "functional"}]', "names no function"),
+        (
+            '[{"input": "1", "output": "1"}, {"input": "1", "output": "1", "fn_name": "f"}]',
+            "mix calls and standard input",
+        ),
+        ('{"inputs": ["1"], "outputs": ["1"], "fn_name": "f g"}', "the name of a function"),
         ("x", "not JSON with test cases"),
         (
             '{"inputs": ["1"], "outputs": []}',
@@ -195,6 +207,83 @@ def test_the_last_python_block_is_the_program(text, program):
 def test_an_answer_without_tests_is_an_error_and_not_a_wrong_program(answer, said):
     with pytest.raises(ValueError, match=said):
         read_tests(answer)
+
+
+ADDS = "a, b = map(int, input().split())\nprint(a + b)"
+ADD = "def add(a, b):\n    return a + b"
+STDIN = [{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}]
+CALL = {"input": "1\n2", "output": "3", "testtype": "functional"}
+
+
+@isolated
+@pytest.mark.parametrize(
+    "program, answer",
+    [
+        (ADDS, STDIN),  # LiveCodeBench
+        (ADDS, [{"input": "1 2", "output": "3", "type": "stdin_stdout"}]),  # DeepCoder
+        (ADDS, {"test_cases": [{"input": "1 2", "output": "3", "type": "stdin_stdout"}]}),
+        (ADDS, [["1 2", "3"]]),
+        (ADDS, {"input_output": json.dumps({"inputs": ["1 2"], "outputs": ["3"]})}),  # TACO
+        (ADDS, {"tests": json.dumps(STDIN)}),
+        (ADDS, {"input": "1 2", "output": "3"}),
+        (ADD, [{**CALL, "metadata": {"func_name": "add"}}]),
+        (ADD, [{**CALL, "metadata": '{"func_name": "add"}'}]),
+        (ADD, [{"input": [1, 2], "output": 3, "type": "function_call", "fn_name": "add"}]),
+        (ADD, {"inputs": [[1, 2]], "outputs": [[3]], "fn_name": "add"}),  # APPS
+        (ADD, ["assert add(1, 2) == 3"]),  # MBPP
+        (ADD, {"asserts": "assert add(1, 2) == 3\nassert add(2, 2) == 4"}),
+        (ADD, {"input_output": None, "asserts": []} | {"input_output": ["assert add(1, 2) == 3"]}),
+    ],
+)
+def test_public_forms_of_tests_pass_the_right_program_and_no_rubbish(program, answer):
+    text = json.dumps(answer)
+    assert grade(program, text, **GENEROUS) == (1.0, "")
+    for rubbish in ("print('rubbish')", "raise SystemExit(3)", "add = print", "", "def add(*_): 0"):
+        assert grade(rubbish, text, **GENEROUS)[0] == 0.0
+
+
+def test_assertions_need_no_json():
+    assert read_tests("assert add(1, 2) == 3").statements == ("assert add(1, 2) == 3",)
+
+
+@isolated
+@pytest.mark.parametrize(
+    "program, name, inputs, output",
+    [
+        ("def f(nums: List[int]) -> int:\n    return sum(nums)", "f", [[1, 2]], 3),
+        ("class Solution:\n    def f(self, a: Optional[int]): return a", "f", [1], 1),
+        ("def f(a):\n    d = defaultdict(int)\n    return d[a]", "f", [1], 0),
+        ("def f(head: Optional[ListNode]): return pow(2, 2, 3)", "f", [None], 1),
+        ("from __future__ import annotations\ndef f(a): return {1: a}", "f", [2], {"1": 2}),
+        ("def sum(nums): return 7", "sum", [[1, 2]], 7),
+        ("class Solution:\n    def bisect(self, a): return a", "bisect", [1], 1),
+        ("def same(a): return a", "same", [1], 1),
+    ],
+)
+def test_programs_find_the_usual_names_and_keep_their_own(program, name, inputs, output):
+    answer = json.dumps({"inputs": [inputs], "outputs": [output], "fn_name": name})
+    assert grade(program, answer, **GENEROUS) == (1.0, "")
+
+
+@isolated
+@pytest.mark.parametrize("name", ["sum", "bisect", "gcd"])
+def test_a_function_that_the_program_lacks_is_not_found_elsewhere(name):
+    inputs = {"sum": [[1, 2]], "bisect": [[1, 2], 1], "gcd": [4, 6]}[name]
+    output = {"sum": 3, "bisect": 1, "gcd": 2}[name]
+    answer = json.dumps({"inputs": [inputs], "outputs": [output], "fn_name": name})
+    assert grade("x = 1", answer, **GENEROUS)[0] == 0.0
+
+
+@isolated
+def test_an_assertion_may_call_a_program_that_is_named_as_a_module():
+    assert grade("def bisect(a): return a", '["assert bisect(3) == 3"]', **GENEROUS) == (1.0, "")
+
+
+@pytest.mark.parametrize("text", ["```" * 200_000, "```x" * 200_000, "``` " * 200_000 + "\n"])
+def test_a_response_of_fences_is_read_at_once(text):
+    start = time.process_time()
+    program_of(text)
+    assert time.process_time() - start < 5
 
 
 @isolated

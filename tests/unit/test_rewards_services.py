@@ -97,6 +97,33 @@ def test_the_judges_reply_becomes_a_score(tmp_path, reply, args, value, detail):
     assert detail in outcome.detail and (outcome.value if outcome.ok else None) == value, outcome
 
 
+@pytest.mark.parametrize(
+    "reply, value",
+    [
+        ("**Score:** 7", 7),
+        ("**Score**: 7", 7),
+        ("Score: .8", 0.8),
+        ("Score: +1", 1),
+        ("Score: 1e-1", 0.1),
+        ("Score: 1,000", 1000),
+        ("Score: [[7]]", 7),
+        ("Score：7", 7),
+        ("Score: 9\nMax score: 10", 9),
+        ("Score: 9\nMaximum score: 10", 9),
+        ("score: -2.5.", -2.5),
+        ("Final **score: 3/10**", 3),
+        ("Score: 4, as 1,2 are right", 4),
+        ("My score (0 to 1): 0.5 and score: 0.25", 0.25),
+    ],
+)
+def test_the_default_pattern_reads_the_usual_forms_of_a_score(tmp_path, reply, value):
+    (tmp_path / "judge.txt").write_text(TEMPLATE)
+    args = {"model": "m", "prompt_file": str(tmp_path / "judge.txt"), "timeout_s": 60.0}
+    with serving(completion(reply), []) as server, pool(server, "judge", **args) as rewards:
+        outcome = rewards.submit(PROMPT, "text").result(timeout=60)
+    assert (outcome.status, outcome.value) == ("score", value)
+
+
 def test_the_judge_is_asked_as_openai_clients_ask(tmp_path, monkeypatch, caplog, capfd):
     monkeypatch.setenv("KEY_OF_JUDGE", "sk-very-secret")
     (tmp_path / "judge.txt").write_text(TEMPLATE)

@@ -10,28 +10,13 @@ import select
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from megagrpo.config.reward import CodeOptions, Scalar
+from megagrpo.rewards.graders.code_tests import SAME, TestCases, read_tests
 from megagrpo.sandbox.sandbox import Limits, Sandbox, isolates, run_program
-from megagrpo.system.explained import explained
 
-_FENCE = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_FENCE = "```"
 _PYTHON = ("python", "python3", "py")
-
-
-@dataclass(frozen=True)
-class TestCases:
-    """The tests of one problem: of a program's standard output, or of the functions that it
-    defines."""
-
-    scripts: tuple[tuple[str, str], ...] = ()  # (standard input, expected standard output)
-    statements: tuple[
-        str, ...
-    ] = ()  # each calls the program's functions and raises unless the result is right
-
-    def __len__(self) -> int:
-        return len(self.scripts) or len(self.statements)
 
 
 def grade(text: str, answer: str, **options: Scalar | dict[str, Scalar]) -> tuple[float, str]:
@@ -58,82 +43,30 @@ def grade(text: str, answer: str, **options: Scalar | dict[str, Scalar]) -> tupl
 
 def program_of(text: str) -> str:
     """Returns the last block marked as Python, else the last block, else the whole text."""
-    return (marked_programs(text) or [body for _, body in _FENCE.findall(text)] or [text])[-1]
+    return (marked_programs(text) or [body for _, body in _blocks(text)] or [text])[-1]
 
 
 def marked_programs(text: str) -> list[str]:
     """Returns all blocks marked as Python."""
-    return [body for language, body in _FENCE.findall(text) if language.lower() in _PYTHON]
+    return [body for language, body in _blocks(text) if language.lower() in _PYTHON]
 
 
-def read_tests(answer: str, tolerance: float = 0.0) -> TestCases:
-    """Reads the answer: JSON {"inputs": [...], "outputs": [...]}, with "fn_name" for calls, or
-    {"asserts": [...]}.
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Yields (language, content) of each fenced block; the last one may be unclosed.
 
-    Raises ValueError with the reason.
+    Reads each character a fixed number of times: a response may consist of fences.
     """
-    with explained(f"the answer {answer[:60]!r} is not JSON with test cases"):
-        data = json.loads(answer)
-    if isinstance(data, list):
-        data = {"asserts": data}
-    if not isinstance(data, dict) or not (
-        {"inputs", "outputs"} <= data.keys() or "asserts" in data
-    ):
-        raise ValueError(
-            f'the answer {answer[:60]!r} has neither "inputs" and "outputs" nor "asserts"'
-        )
-    if "asserts" in data:
-        return TestCases(statements=tuple(_checked(text) for text in _list(data, "asserts")))
-    inputs, outputs = _list(data, "inputs"), _list(data, "outputs")
-    if len(inputs) != len(outputs):
-        raise ValueError(f"the answer has {len(inputs)} inputs and {len(outputs)} outputs")
-    if name := data.get("fn_name"):
-        pairs = zip(inputs, outputs, strict=True)
-        return TestCases(
-            statements=tuple(_checked(_call(name, *pair, tolerance)) for pair in pairs)
-        )
-    return TestCases(
-        scripts=tuple((_lines(i), _lines(o)) for i, o in zip(inputs, outputs, strict=True))
-    )
-
-
-def _list(data: dict[str, list[object]], key: str) -> list[object]:
-    if not isinstance(data[key], list) or not data[key]:
-        raise ValueError(
-            f'"{key}" of the answer should be a list with at least one entry, is {data[key]!r:.60}'
-        )
-    return data[key]
-
-
-def _lines(value: object) -> str:
-    if isinstance(value, list):
-        return "\n".join(map(str, value))
-    if not isinstance(value, str):
-        raise ValueError(
-            f"standard input and output are texts or lists of lines, not {value!r:.60}"
-        )
-    return value
-
-
-def _call(name: object, arguments: object, expected: object, tolerance: float) -> str:
-    """Returns the statement for one call; a text is JSON, one argument a line, as in
-    LiveCodeBench."""
-    if isinstance(arguments, str) and isinstance(expected, str):
-        arguments, expected = (
-            [json.loads(line) for line in arguments.splitlines()],
-            json.loads(expected),
-        )
-    if not isinstance(arguments, list):
-        raise ValueError(
-            f'with "fn_name", each of the inputs is a list of arguments, not {arguments!r:.60}'
-        )
-    return f"assert same({name}(*{arguments!r}), {expected!r}, {tolerance!r})"
-
-
-def _checked(statement: object) -> str:
-    with explained(f"the answer's test {statement!r:.80} is not Python"):
-        ast.parse(str(statement))
-    return str(statement)
+    start = text.find(_FENCE)
+    while start >= 0:
+        start += len(_FENCE)
+        closed = text.find(_FENCE, start)
+        end = closed if closed >= 0 else len(text)
+        line_end = text.find("\n", start, end)
+        if line_end >= 0:  # else it is code within a line
+            words = text[start:line_end].split()
+            language = re.match(r"\w*", words[0])[0] if words else ""
+            yield language, text[line_end + 1 : end]
+        start = text.find(_FENCE, closed + len(_FENCE)) if closed >= 0 else -1
 
 
 def _run_scripts(
@@ -212,10 +145,13 @@ def _instructions(tests: TestCases) -> dict[str, list[str]]:
     """Returns the input of calls.run_tests: statements, names to request from the program, modules
     to import."""
     loaded: set[str] = set()
+    called: set[str] = set()
     bound: set[str] = set()
     for statement in tests.statements:
         for node in ast.walk(ast.parse(statement)):
             match node:
+                case ast.Call(func=ast.Name(id=name)):
+                    called.add(name)
                 case ast.Name(id=name, ctx=ast.Load()):
                     loaded.add(name)
                 case ast.Name(id=name) | ast.arg(arg=name):
@@ -224,12 +160,16 @@ def _instructions(tests: TestCases) -> dict[str, list[str]]:
                     bound.add(name)
                 case ast.alias(name=name, asname=other):
                     bound.add(other or name.partition(".")[0])
-    free = (
-        loaded - bound - set(vars(builtins)) - {"same"}
-    )  # a program's own `len` must not judge it
-    modules = free & sys.stdlib_module_names
+    known = set(vars(builtins)) | sys.stdlib_module_names | {SAME}
+    names = loaded - bound - known
+    if tests.function is not None:
+        names.add(tests.function)
+    elif not names:  # the function has the name of a module or a builtin, which is not meant
+        modules = called & sys.stdlib_module_names
+        names = (modules or called) - bound - {SAME}
+    # Any other builtin is Python's own: a program's `len` must not judge it.
     return {
-        "names": sorted(free - modules),
-        "modules": sorted(modules),
+        "names": sorted(names),
+        "modules": sorted((loaded & sys.stdlib_module_names) - bound - names),
         "tests": list(tests.statements),
     }

@@ -4,10 +4,16 @@ import re
 
 
 def grade(
-    text: str, answer: str, pattern: str = r"(?s)<think>.*</think>\s*<answer>.*</answer>"
+    text: str,
+    answer: str,
+    pattern: str = r"(?s)(?:<think>)?.*</think>\s*<answer>.*</answer>",
 ) -> float:
     """Returns 1.0 if the whole stripped response matches the regular expression; `answer` is
-    ignored."""
+    ignored.
+
+    The default does without the opening tag, which templates of reasoning models put into the
+    prompt.
+    """
     return float(re.fullmatch(pattern, text.strip()) is not None)
 
 

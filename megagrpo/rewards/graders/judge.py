@@ -84,7 +84,7 @@ class JudgeGrader(ServiceGrader):
                 f"{self.location}: its score {word!r:.60} is not one of {', '.join(scores)}"
             )
         try:
-            score = float(scores[word] if scores else word)
+            score = float(scores[word] if scores else word.replace(",", ""))
         except ValueError:
             raise ServiceError(f"{self.location}: its score {word!r:.60} is not a number") from None
         if not math.isfinite(score):

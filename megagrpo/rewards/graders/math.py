@@ -2,52 +2,128 @@
 math-verify."""
 
 import logging
+import re
 
 import math_verify
 from math_verify import ExprExtractionConfig, LatexExtractionConfig
 
 _BOXED_FIRST = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-logging.getLogger("math_verify").setLevel(
-    logging.ERROR
-)  # it warns that its time limits are off; see grade()
+# Numbers are compared to this many digits after the point: with the default of 15, 1/20! is 1/19!.
+_DIGITS = 100
+# It warns that its time limits are off; see grade().
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+_TOKEN = re.compile(r"\\f?box(?:ed)?(?![a-zA-Z])\s*\{?|\\[\\{}]|[{}]")
+_GROUP = r"\s*(?:\{[^{}]*\}|[^\s{}\\$])"
+_BARE = re.compile(  # what a box without braces holds
+    rf"\\[dt]?frac{_GROUP}{_GROUP}|\\sqrt(?:\[[^\]]*\])?{_GROUP}|\\[a-zA-Z]+|[-+]?\d+(?:\.\d+)?|[a-zA-Z]"
+)
+_BETWEEN = re.compile(  # boxes that are one answer: "\boxed{2} and \boxed{5}"
+    r"[\s$,;]*(?:and|or|\\(?:text|mathrm)\{\s*(?:and|or)\s*\})?[\s$,;]*"
+)
+_SPELLINGS = (
+    (re.compile(r"\\varnothing\b|∅"), r"\\emptyset"),
+    (re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\}|\u2009|\u202f)(?=\d{3}(?!\d))"), ""),  # 1\,000
+    (re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)"), r"\1 \\times 10^{\2}"),
+    (re.compile(r"√\s*(\d+|[a-zA-Z])"), r"\\sqrt{\1}"),
+    (re.compile(r"√\s*[({]([^(){}]*)[)}]"), r"\\sqrt{\1}"),
+    (re.compile("°"), r"^{\\circ}"),
+    (re.compile(r"(?<=[\d)}])\.\s*$"), ""),  # the full stop of a sentence
+)
+_CHARACTERS = str.maketrans(
+    {
+        **dict(zip("（），．：−＝", "(),.:-=", strict=True)),
+        "π": r"\pi ",
+        "∞": r"\infty ",
+        "×": r"\times ",
+        **{
+            sign: rf"\frac{{{top}}}{{{bottom}}}"
+            for signs, bottoms in (("½⅓¼⅕⅙⅛", "234568"), ("⅔¾", "34"), ("⅖⅗⅘", "555"))
+            for sign, bottom, top in zip(
+                signs, bottoms, {6: "111111", 2: "23", 3: "234"}[len(signs)], strict=True
+            )
+        },
+    }
+)
 
 
 def grade(text: str, answer: str, require_boxed: bool = True) -> float:
-    """Returns 1.0 if the last \\boxed{...} of the response is equivalent to the answer (sympy),
-    else 0.0.
+    r"""Returns 1.0 if the last box of the response is equivalent to the answer (sympy), else 0.0.
 
-    `require_boxed=False` also accepts an unboxed final answer. `answer` is LaTeX, a number or a
-    boxed expression. Raises ValueError if the answer cannot be parsed.
+    A box is `\boxed` or `\fbox`, with or without braces; boxes joined by a comma, `and` or `or` are
+    one answer, the set of their values. `require_boxed=False` also accepts an unboxed final answer.
+    `answer` is LaTeX, a number or a text with a box, which is read as the response's is. As
+    math-verify does, units are left out and of an equation the right side counts. Raises ValueError
+    if the answer cannot be parsed.
 
     math-verify's time limits are off: they use signal.alarm, which works only in the main thread
     and not while sympy holds the interpreter lock. The worker pool kills a worker that exceeds the
     grader's time limit.
     """
-    gold = _parse(answer if "\\boxed" in answer else f"\\boxed{{{answer}}}")
+    expected = _last_boxed(answer)
+    gold = _parse(_boxed(answer if expected is None else expected))
     if not gold:
         raise ValueError(
             f"the answer {answer[:80]!r} is not mathematics that math-verify can parse"
         )
-    boxed = _last_boxed(text)
-    if boxed is None and require_boxed:
+    found = _last_boxed(text)
+    if found is None and require_boxed:
         return 0.0
-    response = text if boxed is None else f"\\boxed{{{boxed}}}"
-    return float(math_verify.verify(gold, _parse(response), timeout_seconds=None))
+    response = _parse(_spelled(text) if found is None else _boxed(found))
+    equal = math_verify.verify(gold, response, numeric_precision=_DIGITS, timeout_seconds=None)
+    return float(equal)
 
 
 def _parse(text: str) -> list[object]:
     return math_verify.parse(text, extraction_config=_BOXED_FIRST, parsing_timeout=None)
 
 
+def _boxed(content: str) -> str:
+    return f"\\boxed{{{_spelled(content)}}}"
+
+
+def _spelled(text: str) -> str:
+    """Returns the text with one spelling for signs that math-verify does not read."""
+    text = text.translate(_CHARACTERS).strip()
+    for pattern, spelled in _SPELLINGS:
+        text = pattern.sub(spelled, text)
+    return text
+
+
 def _last_boxed(text: str) -> str | None:
-    """Returns the content of the last complete \\boxed{...} with balanced braces, or None."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
+    """Returns the content of the last complete box, or of the last ones if they are one answer;
+    None without a box."""
+    boxes = _boxes(text)
+    if not boxes:
         return None
-    depth = 0
-    begin = start + len("\\boxed{")
-    for i in range(begin - 1, len(text)):
-        depth += (text[i] == "{") - (text[i] == "}")
-        if depth == 0:
-            return text[begin:i]
-    return None
+    last = [boxes[-1]]
+    for box in reversed(boxes[:-1]):
+        if not _BETWEEN.fullmatch(text, box[1], last[0][0]):
+            break
+        last.insert(0, box)
+    contents = dict.fromkeys(content.strip() for _, _, content in last)
+    return ", ".join(contents)
+
+
+def _boxes(text: str) -> list[tuple[int, int, str]]:
+    """Returns (start, end, content) of complete boxes by their start, in one pass over the text.
+
+    Boxes with others inside are left out: what they hold is the inner ones' to say.
+    """
+    found: list[tuple[int, int, str]] = []
+    opened: list[
+        tuple[int, int] | None
+    ] = []  # of each open brace: (start, content's start) of a box
+    for token in _TOKEN.finditer(text):
+        sign = token[0]
+        if sign == "{":
+            opened.append(None)
+        elif sign == "}" and opened:
+            box = opened.pop()
+            if box is not None and not (found and found[-1][0] > box[0]):
+                found.append((box[0], token.end(), text[box[1] : token.start()]))
+        elif sign.endswith("{") and len(sign) > 2:
+            opened.append((token.start(), token.end()))
+        elif len(sign) > 2 and (bare := _BARE.match(text, token.end())):
+            found.append((token.start(), bare.end(), bare[0]))
+    return sorted(found)

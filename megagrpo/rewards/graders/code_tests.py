@@ -1,0 +1,167 @@
+"""Test cases of grader `code`: the forms in which public data sets write them, read into one."""
+
+import ast
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megagrpo.system.explained import explained
+
+SAME = "_same_result"  # the name in statements of the function that compares results
+_FUNCTIONAL = ("functional", "function_call")  # LiveCodeBench's word, PrimeIntellect's
+_NESTED = ("input_output", "test_cases", "tests", "asserts")  # keys that hold all tests
+
+
+@dataclass(frozen=True)
+class TestCases:
+    """The tests of one problem: of a program's standard output, or of the functions that it
+    defines."""
+
+    scripts: tuple[tuple[str, str], ...] = ()  # (standard input, expected standard output)
+    statements: tuple[str, ...] = ()  # each raises unless the program's functions are right
+    function: str | None = None  # that all statements call, if the data names it
+
+    def __len__(self) -> int:
+        return len(self.scripts) or len(self.statements)
+
+
+def read_tests(answer: str, tolerance: float = 0.0) -> TestCases:
+    """Reads the answer, which is JSON in one of these forms, or a text of Python assertions.
+
+    {"inputs": [...], "outputs": [...]}, with "fn_name" for calls (APPS, TACO; verl's form); a list
+    of assertions (MBPP); a list of {"input", "output"} with "testtype" or "type", whose function is
+    named by "fn_name" or "metadata": {"func_name": ...} (LiveCodeBench, DeepCoder); a list of pairs
+    (input, output); any of these under "input_output", "test_cases", "tests" or "asserts", as JSON
+    or as its text. Raises ValueError with the reason.
+    """
+    return _tests(_parsed(answer), tolerance)
+
+
+def _parsed(answer: str) -> object:
+    """Returns the JSON of a text; assertions that are no JSON come back as a list of one text."""
+    try:
+        return json.loads(answer)
+    except json.JSONDecodeError as exc:
+        if "assert" in answer:
+            return [answer]
+        raise ValueError(f"the answer {answer[:60]!r} is not JSON with test cases: {exc}") from exc
+
+
+def _tests(data: object, tolerance: float) -> TestCases:
+    if isinstance(data, str):
+        data = _parsed(data)
+    if isinstance(data, Mapping):
+        if {"inputs", "outputs"} <= data.keys():
+            return _of_columns(data, tolerance)
+        if key := next((key for key in _NESTED if key in data), None):
+            return _tests(data[key] or [], tolerance)
+        if {"input", "output"} <= data.keys():
+            data = [data]
+    if not isinstance(data, Sequence) or isinstance(data, str) or not data:
+        raise ValueError(
+            f"the answer {data!r:.60} should be a list with at least one test, or have "
+            '"inputs" and "outputs", or one of ' + ", ".join(f'"{key}"' for key in _NESTED)
+        )
+    if all(isinstance(test, str) for test in data):
+        return TestCases(statements=tuple(_checked(test) for test in data))
+    if all(isinstance(test, Mapping) for test in data):
+        return _of_objects(data, tolerance)
+    if all(isinstance(test, list) and len(test) == 2 for test in data):
+        return _of_columns(
+            {"inputs": [test[0] for test in data], "outputs": [test[1] for test in data]}, tolerance
+        )
+    raise ValueError(
+        "each test is a text of assertions, an object with input and output, or such a pair; "
+        f"the answer has {data!r:.80}"
+    )
+
+
+def _of_objects(tests: Sequence[Mapping[str, object]], tolerance: float) -> TestCases:
+    names: set[str | None] = set()
+    for test in tests:
+        if not {"input", "output"} <= test.keys():
+            raise ValueError(f'a test has no "input" and "output": {dict(test)!r:.80}')
+        names.add(_function(test))
+    if len(names) > 1:
+        raise ValueError(
+            f"the tests call several functions, or mix calls and standard input: {names}"
+        )
+    columns: dict[str, object] = {
+        "inputs": [test["input"] for test in tests],
+        "outputs": [test["output"] for test in tests],
+    }
+    return _of_columns({**columns, "fn_name": names.pop()}, tolerance)
+
+
+def _function(test: Mapping[str, object]) -> str | None:
+    """Returns the function that a test calls, None if it is of standard input."""
+    metadata = test.get("metadata")
+    if isinstance(metadata, str):
+        metadata = json.loads(metadata or "{}")
+    within = metadata if isinstance(metadata, Mapping) else {}
+    name = test.get("fn_name") or within.get("func_name") or within.get("fn_name")
+    if test.get("testtype", test.get("type")) not in _FUNCTIONAL:
+        return str(name) if name and "testtype" not in test and "type" not in test else None
+    if not name:
+        raise ValueError(f'a functional test names no function in "metadata": {dict(test)!r:.80}')
+    return str(name)
+
+
+def _of_columns(data: Mapping[str, object], tolerance: float) -> TestCases:
+    inputs, outputs = _list(data, "inputs"), _list(data, "outputs")
+    if len(inputs) != len(outputs):
+        raise ValueError(f"the answer has {len(inputs)} inputs and {len(outputs)} outputs")
+    pairs = list(zip(inputs, outputs, strict=True))
+    name = data.get("fn_name")
+    if not name:
+        return TestCases(scripts=tuple((_lines(given), _lines(shown)) for given, shown in pairs))
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f'"fn_name" should be the name of a function, is {name!r:.60}')
+    calls = tuple(_call(name, given, result, tolerance) for given, result in pairs)
+    return TestCases(statements=calls, function=name)
+
+
+def _list(data: Mapping[str, object], key: str) -> list[object]:
+    value = data[key]
+    if not isinstance(value, list) or not value:
+        raise ValueError(
+            f'"{key}" of the answer should be a list with at least one entry, is {value!r:.60}'
+        )
+    return value
+
+
+def _lines(value: object) -> str:
+    if isinstance(value, list):
+        return "\n".join(map(str, value))
+    if not isinstance(value, str):
+        raise ValueError(
+            f"standard input and output are texts or lists of lines, not {value!r:.60}"
+        )
+    return value
+
+
+def _call(name: str, arguments: object, expected: object, tolerance: float) -> str:
+    """Returns the statement for one call; a text is JSON, one argument a line, as in
+    LiveCodeBench."""
+    alternatives = [expected]
+    if isinstance(arguments, str) and isinstance(expected, str):
+        with explained(f"a call's input {arguments!r:.60} or output is not JSON"):
+            arguments = [json.loads(line) for line in arguments.splitlines()]
+            alternatives = [json.loads(expected)]
+    elif isinstance(expected, list) and len(expected) == 1:
+        alternatives += expected  # APPS puts a result into a list
+    if not isinstance(arguments, list):
+        raise ValueError(
+            f'with "fn_name", each of the inputs is a list of arguments, not {arguments!r:.60}'
+        )
+    return f"assert {SAME}({name}(*{arguments!r}), {alternatives!r}, {tolerance!r})"
+
+
+def _checked(statement: str) -> str:
+    """Returns assertions as they are. Raises ValueError if Python cannot read them, or if they
+    could not fail."""
+    with explained(f"the answer's test {statement!r:.80} is not Python"):
+        tree = ast.parse(statement)
+    if not any(isinstance(node, ast.Assert | ast.Call | ast.Raise) for node in ast.walk(tree)):
+        raise ValueError(f"the answer's test {statement!r:.80} asserts nothing")
+    return statement
