@@ -17,7 +17,7 @@ from megagrpo.data.rows import read_rows
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.quantization import load_format_problems
 from megagrpo.families.table import FAMILIES, architecture_of, model_problems, read_description
-from megagrpo.rewards.graders.code import read_tests
+from megagrpo.rewards.graders.code_tests import read_tests
 from megagrpo.rewards.graders.table import check_grader, load_group_grader
 from megagrpo.rollout.agents.environments import load_environment
 from megagrpo.rollout.agents.program_worker import load_program

@@ -78,15 +78,18 @@ class DataConfig(Section):
     """Column with the images of a prompt, whose text has `<image>` for each: paths, bytes or
     {bytes, path}; needs `chat_template`. A row without images is text. See
     [vision](../vision.md)."""
+    tools_key: str | None = None
+    """Column with the tools that a row offers, a list of {type, function} or its JSON, for the chat
+    template; needs `chat_template`."""
     chat_template: bool = Field(
         default=False, description="Render prompts with the tokenizer's chat template."
     )
     chat_template_args: dict[str, str | int | float | bool] = Field(default={})
     """Arguments of the chat template, such as `enable_thinking: false` for Qwen3."""
     system_prompt: str | None = None
-    """System message before every prompt; needs `chat_template`."""
+    """System message before every prompt that has none of its own; needs `chat_template`."""
     prompt_template: str = "{prompt}"
-    """Text around `{prompt}`, applied before the chat template."""
+    """Text around `{prompt}`, applied before the chat template; of messages, to the user's last."""
     add_bos: bool = False
     """Begin prompts with the tokenizer's <bos>; not with `chat_template`."""
     max_prompt_tokens: PositiveInt = 1024
@@ -135,6 +138,8 @@ class DataConfig(Section):
             f"sources: {with_ratio} of {len(names)} have a ratio; write it for all or for none": with_ratio
             not in (0, len(names)),
             f"add_bos with chat_template: {templated}; remove add_bos": self.add_bos and chat,
+            "tools_key needs chat_template: true, which writes the tools": self.tools_key
+            and not chat,
             f"system_prompt {unread}": self.system_prompt and not chat,
             f"chat_template_args {unread}": self.chat_template_args and not chat,
             "images_key needs chat_template: true, which places the images": self.images_key

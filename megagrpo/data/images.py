@@ -82,7 +82,7 @@ def images_apart(
                 )
 
     found: list[Message] = [
-        {**message, "content": list(parts(message["content"]))} for message in messages
+        {**message, "content": list(parts(message.get("content", "")))} for message in messages
     ]
     if wanted != len(column):
         raise ValueError(

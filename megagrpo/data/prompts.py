@@ -6,18 +6,19 @@ state to save.
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megagrpo.config.schema import DataConfig, ModelConfig
 from megagrpo.cpu.torchvision_ops import define_torchvision_operators, torchvision_problem
 from megagrpo.data.images import ImageStore, image_bytes, images_apart
+from megagrpo.data.messages import Message, render_messages, with_system_prompt
 from megagrpo.data.rows import Row, read_rows
 from megagrpo.families.table import read_description
 from megagrpo.system.explained import explained, translated
@@ -212,6 +213,7 @@ def load_prompts(
         prompt = Prompt(
             row.id, text, np.array(ids), row.answer, row.grader, row.location, row.source, row.extra
         )
+        prompt = replace(prompt, question=_question(chat))
         # Messages are for agents, which refuse images: those may hold their bytes, which no
         # checkpoint should.
         found.append(
@@ -273,52 +275,51 @@ def _expanded(store: ImageStore, prompt: Prompt, sources: list[object]) -> Promp
     )
 
 
-def _chat(data: DataConfig, row: Row) -> list[dict]:
+def _chat(data: DataConfig, row: Row) -> list[Message]:
     """Returns the messages of a row, which is a list of them, or one text of the user."""
-    if not isinstance(row.prompt, str):
-        messages = row.prompt
+    if isinstance(row.prompt, str):
+        text = data.prompt_template.replace("{prompt}", row.prompt)
+        messages: list[Message] = [{"role": "user", "content": text}]
     else:
-        messages = [
-            {"role": "user", "content": data.prompt_template.replace("{prompt}", row.prompt)}
-        ]
-    system = data.system_prompt if data.chat_template else None
-    return messages if system is None else [{"role": "system", "content": system}, *messages]
+        messages = _templated(data, row.location, row.prompt)
+    return with_system_prompt(data, messages) if data.chat_template else messages
+
+
+def _templated(data: DataConfig, location: str, own: Sequence[Message]) -> list[Message]:
+    """Returns a row's messages with data.prompt_template around the last one of the user."""
+    messages = [dict(message) for message in own]
+    if data.prompt_template == "{prompt}":
+        return messages
+    users = [message for message in messages if message["role"] == "user"]
+    if not users or not isinstance(users[-1].get("content"), str):
+        raise ValueError(
+            f"{location}: data.prompt_template needs a message of the user that is a text; "
+            "this row has none"
+        )
+    users[-1]["content"] = data.prompt_template.replace("{prompt}", users[-1]["content"])
+    return messages
+
+
+def _question(chat: list[Message]) -> str:
+    """Returns the text of the last message: what environments, agents and judges get as the
+    prompt."""
+    content = chat[-1].get("content", "")
+    parts = [{"text": content}] if isinstance(content, str) else content
+    return "".join(str(part.get("text", "")) for part in parts)
 
 
 def _render(
-    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", row: Row, chat: list[dict]
+    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", row: Row, chat: list[Message]
 ) -> tuple[str, list[object]]:
     """Returns the text to tokenise, and the sources of its images."""
     if not data.chat_template:
         return str(chat[-1]["content"]), []
     if not tokenizer.chat_template:
         raise ValueError("data.chat_template is true, but the tokenizer has no chat template")
-    messages, sources = images_apart(chat, row.images, data.images_key is not None, row.location)
+    apart, sources = images_apart(chat, row.images, data.images_key is not None, row.location)
+    messages = [dict(message) for message in apart]
     with explained(f"{row.location}: the chat template refuses this prompt"):
-        return render_messages(data, tokenizer, messages), sources
-
-
-def render_messages(
-    data: DataConfig,
-    tokenizer: "PreTrainedTokenizerBase",
-    messages: Sequence[Mapping[str, object]],
-    ready: bool = True,
-    tools: Sequence[dict] | None = None,
-) -> str:
-    """Returns messages as the chat template writes them; ready: up to where the model's answer
-    begins.
-
-    Raises whatever the template raises.
-    """
-    arguments: dict[str, Any] = {
-        "tokenize": False,
-        "add_generation_prompt": ready,
-        **data.chat_template_args,
-    }
-    chat = cast(list[dict[str, str]], list(messages))
-    return str(
-        tokenizer.apply_chat_template(chat, tools=list(tools) if tools else None, **arguments)
-    )
+        return render_messages(data, tokenizer, messages, tools=row.tools), sources
 
 
 def _tokenize(

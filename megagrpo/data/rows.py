@@ -10,6 +10,7 @@ import pyarrow
 import pyarrow.parquet
 
 from megagrpo.config.schema import DataConfig
+from megagrpo.data.messages import checked_messages, without_nulls
 from megagrpo.system.explained import explained, translated
 
 Values = dict[str, object]
@@ -29,6 +30,7 @@ class Row:
     extra: Values  # of data.extra_key
     of: int  # the part of the section that it is of: an index into DataConfig.parts
     images: tuple[object, ...] = ()  # of data.images_key, as the file has them
+    tools: tuple[Values, ...] = ()  # of data.tools_key
 
 
 def read_rows(data: DataConfig) -> list[Row]:
@@ -76,8 +78,26 @@ def _row(data: DataConfig, of: int, row_id: int, location: str, values: Values) 
     images = (
         values.get(data.images_key) if data.images_key is not None else None
     )  # a text row may lack the column
+    tools = _tools(values, data, location)
     images = images if isinstance(images, list) else [] if images is None else [images]
-    return Row(row_id, location, prompt, answer, source, grader, extra, of, tuple(images))
+    return Row(row_id, location, prompt, answer, source, grader, extra, of, tuple(images), tools)
+
+
+def _tools(values: Values, data: DataConfig, location: str) -> tuple[Values, ...]:
+    """Returns the tools that a row offers the model: a list of them, or the JSON of one."""
+    if data.tools_key is None or (found := values.get(data.tools_key)) is None:
+        return ()
+    if isinstance(found, str):
+        with translated(f"{location}: {data.tools_key!r} is not JSON", json.JSONDecodeError):
+            found = json.loads(found or "[]")
+    if not isinstance(found, list) or not all(
+        isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in found
+    ):
+        raise ValueError(
+            f'{location}: {data.tools_key!r} should be a list of {{"type": "function", '
+            f'"function": {{"name", "parameters", ...}}}}, is {found!r:.80}'
+        )
+    return tuple(without_nulls(found))
 
 
 def _grader_of(source: str, graders: dict[str, str]) -> str | None:
@@ -97,16 +117,12 @@ def _messages(prompt: object, data: DataConfig, location: str) -> str | list[Val
         return _text(prompt, key, location)
     if not data.chat_template:
         raise ValueError(f"{location}: {key!r} holds chat messages; set data.chat_template: true")
-    if (
-        not all(
-            isinstance(message, dict) and {"role", "content"} <= message.keys()
-            for message in prompt
-        )
-        or not prompt
-    ):
+    if not prompt or not all(isinstance(message, dict) and "role" in message for message in prompt):
         raise ValueError(
             f"{location}: {key!r} should be a list of {{role, content}}, is {prompt!r:.60}"
         )
+    with translated(f"{location}: {key!r}", ValueError):
+        prompt = checked_messages(prompt)
     if prompt[-1]["role"] != "assistant":
         return prompt
     if not data.answer_key.startswith(f"{key}."):

@@ -58,7 +58,7 @@ class _Rollout:
         """Returns the row of its prompt, as environments and agents get it."""
         prompt = self.of.prompt
         return {
-            "prompt": prompt.text,
+            "prompt": prompt.question,
             "answer": prompt.answer,
             "source": prompt.source,
             "extra": prompt.extra,

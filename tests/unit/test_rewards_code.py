@@ -11,7 +11,8 @@ import pytest
 from hostile_programs import CALLS, OPTIONS, PROGRAMS, SCRIPTS, options
 
 from megagrpo.config.schema import RewardConfig
-from megagrpo.rewards.graders.code import grade, program_of, read_tests
+from megagrpo.rewards.graders.code import grade, program_of
+from megagrpo.rewards.graders.code_tests import read_tests
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.sandbox import sandbox
 from megagrpo.types import Prompt

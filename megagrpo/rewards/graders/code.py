@@ -64,7 +64,7 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
         line_end = text.find("\n", start, end)
         if line_end >= 0:  # else it is code within a line
             words = text[start:line_end].split()
-            language = re.match(r"\w*", words[0])[0] if words else ""
+            language = "".join(re.findall(r"^\w*", words[0])) if words else ""
             yield language, text[line_end + 1 : end]
         start = text.find(_FENCE, closed + len(_FENCE)) if closed >= 0 else -1
 

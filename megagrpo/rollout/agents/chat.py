@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from megagrpo.data.messages import Message, Tools, text_of
 from megagrpo.rollout.agents.conversation import ChatTurn, Refused
-from megagrpo.rollout.agents.renderer import Message, Tools, text_of
 from megagrpo.system.explained import explained
 
 Body = dict

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from megagrpo.config.rollout import AgentConfig
+from megagrpo.data.messages import Message, Tools, text_of
 from megagrpo.rollout.agents.play import Part
-from megagrpo.rollout.agents.renderer import Message, Renderer, Tools, text_of
+from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.rollout.generation import GenerationFailed
 from megagrpo.rollout.response import Response, SampleTurn
 from megagrpo.system.explained import explained

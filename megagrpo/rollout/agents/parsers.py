@@ -9,7 +9,7 @@ import asyncio
 
 import aiohttp
 
-from megagrpo.rollout.agents.renderer import Message, Tools
+from megagrpo.data.messages import Message, Tools
 from megagrpo.rollout.control import ServiceControl, bearer
 from megagrpo.rollout.generation import GenerationFailed
 

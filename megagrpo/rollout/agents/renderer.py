@@ -1,24 +1,27 @@
 """Messages to token ids, beside the ids that were sampled: what the model said is never rendered or
 tokenised again."""
 
-import json
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megagrpo.config.data import DataConfig
-from megagrpo.data.prompts import render_messages
+from megagrpo.data.messages import (
+    Message,
+    Tools,
+    checked_messages,
+    render_messages,
+    text_of,
+    with_system_prompt,
+)
 from megagrpo.data.rows import well_formed
 from megagrpo.system.explained import explained
 
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
     from transformers import PreTrainedTokenizerBase
 
-Message = dict  # {"role", "content", ...}, as in OpenAI's chat completions
 Said = str | Sequence[Message]  # a text is a message of the user
-Tools = Sequence[Message] | None  # {"type": "function", "function": {"name", "parameters", ...}}
 
 _ANSWER = "its answer"
 _PROBE: list[Message] = [
@@ -48,8 +51,8 @@ class Renderer:
         """Returns the ids [T] int32 of a first message, ready for the model's turn. Raises
         ValueError."""
         messages = _messages(said)
-        if self._data.chat_template and self._data.system_prompt is not None:
-            messages = [{"role": "system", "content": self._data.system_prompt}, *messages]
+        if self._data.chat_template:
+            messages = with_system_prompt(self._data, messages)
         ids = self.begin(messages)
         if len(ids) > (longest := self.max_prompt_tokens):
             raise ValueError(
@@ -119,9 +122,8 @@ class Renderer:
 
     def _render(self, messages: Sequence[Message], ready: bool = False, tools: Tools = None) -> str:
         with explained("the chat template refuses the messages of an environment or agent"):
-            return render_messages(
-                self._data, self._tokenizer, [*map(_for_template, messages)], ready, tools
-            )
+            chat = [_for_template(message) for message in checked_messages(messages)]
+            return render_messages(self._data, self._tokenizer, chat, ready, tools)
 
     def _encode(self, text: str) -> list[int]:
         ids = self._tokenizer(well_formed(text), add_special_tokens=False)["input_ids"]
@@ -146,30 +148,6 @@ def _text(said: Said, tools: Tools) -> str:
     return said if isinstance(said, str) else "".join(text_of(message) for message in said)
 
 
-def text_of(message: Message) -> str:
-    """Returns the content of a message as text. Raises ValueError for a content of another kind,
-    such as images."""
-    content = message.get("content") or ""
-    parts = [{"text": content}] if isinstance(content, str) else content
-    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"the content of a message is a text, not {content!r:.80}")
-    return "".join(map(str, texts))
-
-
 def _for_template(message: Message) -> Message:
-    """Returns a message as chat templates take it: its content a text, arguments of calls
-    objects."""
-    out = {**message, "content": text_of(message)}
-    if calls := message.get("tool_calls"):
-        out["tool_calls"] = [
-            {**call, "function": _read_arguments(call["function"])} for call in calls
-        ]
-    return out
-
-
-def _read_arguments(function: Message) -> Message:
-    found = dict(function)
-    with suppress(ValueError):  # what is no JSON stays a text
-        found["arguments"] = json.loads(str(function.get("arguments") or "{}"))
-    return found
+    """Returns a message whose content is a text: images are refused."""
+    return {**message, "content": text_of(message)}

@@ -1,0 +1,113 @@
+"""Chat messages to text: the one place where rows, environments, agents and evaluation are
+rendered."""
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from megagrpo.config.data import DataConfig
+from megagrpo.system.explained import translated
+
+if TYPE_CHECKING:  # seconds to import, and it pulls in torch
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict  # {"role", "content", ...}, as in OpenAI's chat completions
+Tools = Sequence[Message] | None  # {"type": "function", "function": {"name", "parameters", ...}}
+
+
+def checked_messages(messages: Sequence[Message]) -> list[Message]:
+    """Returns messages without null members, which Arrow fills in: rows of a parquet file are as
+    those of JSON lines.
+
+    A message of tool calls may have no content. Raises ValueError for any other without one, and
+    for half a character.
+    """
+    found = [without_nulls(message) for message in messages]
+    for number, message in enumerate(found, start=1):
+        if "content" not in message and not message.get("tool_calls"):
+            raise ValueError(f"message {number} has no content, and no tool calls")
+        with translated(f"message {number} holds half of a character", UnicodeEncodeError):
+            json.dumps(message, ensure_ascii=False, default=str).encode()
+    return found
+
+
+def with_system_prompt(data: DataConfig, messages: Sequence[Message]) -> list[Message]:
+    """Returns messages that begin with data.system_prompt, unless they have a system message of
+    their own."""
+    own = any(message.get("role") == "system" for message in messages)
+    if data.system_prompt is None or own:
+        return list(messages)
+    return [{"role": "system", "content": data.system_prompt}, *messages]
+
+
+def render_messages(
+    data: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[Message],
+    ready: bool = True,
+    tools: Tools = None,
+) -> str:
+    """Returns messages as the chat template writes them; ready: up to where the model's answer
+    begins.
+
+    Arguments of tool calls are objects, for templates that write them as JSON; a template that
+    joins them to a text (DeepSeek-V3, R1, V3.1) gets them as texts. Raises whatever the template
+    raises.
+    """
+    settings: dict[str, Any] = {
+        "tokenize": False,
+        "add_generation_prompt": ready,
+        "tools": list(tools) if tools else None,
+        **data.chat_template_args,
+    }
+    chat = [_with_arguments(message, as_text=False) for message in messages]
+    try:
+        return str(tokenizer.apply_chat_template(chat, **settings))
+    except TypeError:
+        if not any(message.get("tool_calls") for message in messages):
+            raise
+    chat = [_with_arguments(message, as_text=True) for message in messages]
+    return str(tokenizer.apply_chat_template(chat, **settings))
+
+
+def text_of(message: Message) -> str:
+    """Returns the content of a message as text. Raises ValueError for a content of another kind,
+    such as images."""
+    content = message.get("content") or ""
+    parts = [{"text": content}] if isinstance(content, str) else content
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"the content of a message is a text, not {content!r:.80}")
+    return "".join(map(str, texts))
+
+
+def without_nulls(value: Any) -> Any:
+    """Returns plain data without members of objects that are null."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def _with_arguments(message: Message, as_text: bool) -> Message:
+    """Returns a message whose calls have their arguments as objects, or as texts."""
+    out = {"content": "", **message}
+    if calls := message.get("tool_calls"):
+        out["tool_calls"] = [_call(call, as_text) for call in calls]
+    return out
+
+
+def _call(call: Message, as_text: bool) -> Message:
+    function = call.get("function")
+    if not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments", {})
+    if as_text:
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+    elif isinstance(arguments, str):
+        with suppress(ValueError):  # what is no JSON stays a text
+            arguments = json.loads(arguments or "{}")
+    return {**call, "function": {**function, "arguments": arguments}}

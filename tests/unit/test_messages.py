@@ -1,0 +1,179 @@
+"""One rendering for the same messages, however they come: JSON lines, Parquet, environments, agents."""
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from examples.laptop.model import character_tokenizer
+from megagrpo.config.data import DataConfig
+from megagrpo.data.prompts import load_prompts
+from megagrpo.rollout.agents.renderer import Renderer
+
+END = "{% if add_generation_prompt %}<assistant>{% endif %}"
+# What the templates of these models do with the parts of a message, not their words.
+TEMPLATES = {
+    "Qwen2.5": (
+        "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}|{{ c.function.name }}{{ c.function.arguments | tojson }}"
+        "{% endfor %}{% endfor %}"
+    ),
+    "Qwen3": (
+        "{% for m in messages %}<{{ m.role }}>"
+        "{% if m.reasoning_content is defined and m.reasoning_content is not none %}"
+        "({{ m.reasoning_content }}){% endif %}{{ m.content }}{% if m.tool_calls %}{% for c in m.tool_calls %}"
+        "{{ c.function.name }}{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}"
+        "{{ c.function.arguments | tojson }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    ),
+    "Llama-3.1": (
+        "{% for m in messages %}<{{ m.role }}>{% if 'tool_calls' in m %}{% if m.tool_calls | length != 1 %}"
+        "{{ raise_exception('one call') }}{% endif %}{{ m.tool_calls[0].function.arguments | tojson }}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    ),
+    "DeepSeek-V3": (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ '|' + c.function.name + '\n' + c.function.arguments + '|' }}{% endfor %}{% endfor %}"
+    ),
+    "Kimi-K2": (
+        "{% for m in messages %}<{{ m.get('name') or m.role }}>{{ m.content }}{% for c in m.get('tool_calls') or [] %}"
+        "{{ c.id }}{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}"
+        "{{ c.function.arguments | tojson }}{% endif %}{% endfor %}{% endfor %}"
+    ),
+    "GLM-4.5": (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+        "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}{% endfor %}{% endfor %}"
+    ),
+}  # fmt: skip
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}
+PLAIN = [{"role": "user", "content": "2+3"}]
+TOOLS_USED = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "2+3"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "1", "content": "5"},
+]
+SPELLED = "".join(sorted(set(map(chr, range(32, 127))))) + "\n"
+
+
+@pytest.fixture(params=TEMPLATES)
+def tokenizer(request):
+    made = character_tokenizer(SPELLED)
+    made.chat_template = TEMPLATES[request.param] + END
+    return made
+
+
+def written(path, rows) -> str:
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), str(path))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def as_object(messages):
+    """The same messages with arguments as an object, as some data sets have them."""
+    function = {**CALL["function"], "arguments": {"a": 2, "b": 3}}
+    call = {**CALL, "function": function}
+    return [{**m, **({"tool_calls": [call]} if "tool_calls" in m else {})} for m in messages]
+
+
+def test_the_same_messages_are_rendered_alike_wherever_they_come_from(tmp_path, tokenizer):
+    rows = [{"prompt": messages, "answer": "5"} for messages in (PLAIN, TOOLS_USED)]
+    objects = [{**row, "prompt": as_object(row["prompt"])} for row in rows]
+    found = []
+    for name, those in (
+        ("a.jsonl", rows),
+        ("a.parquet", rows),
+        ("b.jsonl", objects),
+        ("b.parquet", objects),
+    ):
+        data = DataConfig(path=written(tmp_path / name, those), chat_template=True)
+        found.append([p.token_ids.tolist() for p in load_prompts(data, tokenizer).prompts])
+    renderer = Renderer(tokenizer, data, False)
+    found.append([renderer.begin(messages).tolist() for messages in (PLAIN, TOOLS_USED)])
+    assert all(ids == found[0] for ids in found)
+    text = tokenizer.decode(found[0][1])
+    assert "None" not in text and "null" not in text and '\\"' not in text and "5" in text
+
+
+def row_error(tmp_path, tokenizer, prompt, **keys) -> str:
+    rows = [{"prompt": PLAIN, "answer": "5"}, {"prompt": prompt, "answer": "5"}]
+    data = DataConfig(path=written(tmp_path / "a.jsonl", rows), chat_template=True, **keys)
+    with pytest.raises(ValueError) as raised:
+        load_prompts(data, tokenizer)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "prompt, said",
+    [
+        ([{"role": "user", "content": None}], "message 1 has no content, and no tool calls"),
+        ([{"role": "user"}], "message 1 has no content"),
+        ([*PLAIN, {"role": "user", "content": "\ud83d"}], "message 2 holds half of a character"),
+        ([{"content": "2+3"}], "should be a list of {role, content}"),
+    ],
+)
+def test_a_message_that_cannot_be_meant_is_named_by_its_row(tmp_path, tokenizer, prompt, said):
+    message = row_error(tmp_path, tokenizer, prompt)
+    assert "a.jsonl:2" in message and said in message
+
+
+@pytest.fixture
+def plain():
+    made = character_tokenizer(SPELLED)
+    made.chat_template = TEMPLATES["Qwen2.5"] + END
+    return made
+
+
+def texts(tmp_path, tokenizer, rows, **keys) -> list[str]:
+    data = DataConfig(path=written(tmp_path / "t.jsonl", rows), chat_template=True, **keys)
+    return [prompt.text for prompt in load_prompts(data, tokenizer).prompts]
+
+
+def test_a_row_with_a_system_message_keeps_its_own(tmp_path, plain):
+    rows = [{"prompt": p, "answer": ""} for p in ("2+3", PLAIN, TOOLS_USED[:2])]
+    assert texts(tmp_path, plain, rows, system_prompt="add") == [
+        "<system>add<user>2+3<assistant>",
+        "<system>add<user>2+3<assistant>",
+        "<system>be brief<user>2+3<assistant>",
+    ]
+
+
+def test_the_prompt_template_reaches_the_last_message_of_the_user(tmp_path, plain):
+    again = [*PLAIN, {"role": "assistant", "content": "5"}, {"role": "user", "content": "4+4"}]
+    rows = [{"prompt": p, "answer": ""} for p in ("2+3", PLAIN, again)]
+    assert texts(tmp_path, plain, rows, prompt_template="{prompt} in a box") == [
+        "<user>2+3 in a box<assistant>",
+        "<user>2+3 in a box<assistant>",
+        "<user>2+3<assistant>5<user>4+4 in a box<assistant>",
+    ]
+    assert "needs a message of the user" in row_error(
+        tmp_path, plain, [{"role": "system", "content": "x"}], prompt_template="{prompt}!"
+    )
+
+
+def test_a_rows_tools_reach_its_template(tmp_path, plain):
+    tool = {"type": "function", "function": {"name": "add", "strict": None}}
+    rows = [
+        {"prompt": "2+3", "answer": "", "tools": [tool]},
+        {"prompt": "2+3", "answer": "", "tools": json.dumps([tool])},
+        {"prompt": "2+3", "answer": ""},
+    ]
+    with_tool = '[{"type": "function", "function": {"name": "add"}}]<user>2+3<assistant>'
+    assert texts(tmp_path, plain, rows, tools_key="tools") == [
+        with_tool,
+        with_tool,
+        "<user>2+3<assistant>",
+    ]
+    rows[0]["tools"] = ["add"]
+    with pytest.raises(ValueError, match=r"t.jsonl:1: 'tools' should be a list of"):
+        texts(tmp_path, plain, rows, tools_key="tools")
+
+
+def test_environments_get_the_question_as_it_was_before_the_template(tmp_path, plain):
+    rows = [{"prompt": p, "answer": ""} for p in ("2+3", TOOLS_USED[:2])]
+    data = DataConfig(
+        path=written(tmp_path / "q.jsonl", rows), chat_template=True, system_prompt="add"
+    )
+    assert [p.question for p in load_prompts(data, plain).prompts] == ["2+3", "2+3"]
