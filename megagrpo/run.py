@@ -90,7 +90,7 @@ class Inputs:
         eval_prompts = load_prompts(config.eval.data, tokenizer, images) if config.eval else None
         return cls(
             tokenizer,
-            decoder(tokenizer),
+            decoder(tokenizer, config.model, config.sampling.skip_special_tokens),
             prompts,
             eval_prompts,
             make_answering(config, tokenizer),

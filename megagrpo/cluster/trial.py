@@ -50,7 +50,7 @@ def try_out(config: ExperimentConfig, num_prompts: int) -> int:
     tokenizer = load_tokenizer(config.model)
     images = ImageStore.of(config.model, folder.images)
     prompts = load_prompts(config.data, tokenizer, images).prompts[:num_prompts]
-    decode = decoder(tokenizer)
+    decode = decoder(tokenizer, config.model, config.sampling.skip_special_tokens)
     with alone_in(folder), Launch(folder, "try", end=ENDING) as launch, ExitStack() as stack:
         answering = make_answering(config, tokenizer)
         if isinstance(answering, Environments | Programs):

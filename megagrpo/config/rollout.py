@@ -136,6 +136,9 @@ class SamplingConfig(Section):
     stop_token_ids: list[int] = Field(default=[])
     """Token ids that end a response, beside the model's own end of sequence."""
     stop: list[str] = Field(default=[], description="Texts that end a response.")
+    skip_special_tokens: bool = False
+    """Leave special tokens out of the text that graders, environments and tool parsers see; default:
+    only padding and the one that ended the response."""
     tool: ToolConfig | None = Field(
         default=None, description="A tool called inside responses; default: none."
     )

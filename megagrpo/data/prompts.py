@@ -178,9 +178,37 @@ def _restore_parts(tokenizer: "PreTrainedTokenizerFast", file: Path) -> None:
             setattr(loaded, part, getattr(stored, part))
 
 
-def decoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[np.ndarray], str]:
-    """Returns the function from token ids to the text that is graded, without special tokens."""
-    return lambda token_ids: str(tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
+def decoder(
+    tokenizer: "PreTrainedTokenizerBase", model: ModelConfig, skip_special_tokens: bool = False
+) -> Callable[[np.ndarray], str]:
+    """Returns the function from a response's token ids to the text that graders, environments and
+    tool parsers see.
+
+    Special tokens are in it, for `<think>` or `<tool_call>` may be some, but not padding, nor the
+    one that ended the response. skip_special_tokens: none is.
+    """
+    special = frozenset(tokenizer.all_special_ids)
+    ends = special & _end_ids(tokenizer, Path(model.path))
+    padding = tokenizer.pad_token_id
+
+    def decode(token_ids: np.ndarray) -> str:
+        ids = token_ids.tolist()
+        if ids and ids[-1] in ends:
+            ids = ids[:-1]
+        if padding in special:
+            ids = [token for token in ids if token != padding]
+        return str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    return decode
+
+
+def _end_ids(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> set[int]:
+    """Returns the ids at which an engine ends a response of the model by itself."""
+    found = {tokenizer.eos_token_id}
+    for file in (folder / "generation_config.json", folder / "config.json"):
+        ends = read_description(file).get("eos_token_id") if file.is_file() else None
+        found.update(ends if isinstance(ends, list) else [ends])
+    return found - {None}
 
 
 def load_prompts(

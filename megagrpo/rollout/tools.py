@@ -60,7 +60,7 @@ def make_answering(
             renderer,
             own_address(config.rollout.host),
             config.name,
-            decoder(tokenizer),
+            decoder(tokenizer, config.model, sampling.skip_special_tokens),
         )
     if sampling.environment is not None:
         load_environment(sampling.environment.function)

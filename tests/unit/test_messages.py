@@ -2,13 +2,15 @@
 
 import json
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from examples.laptop.model import character_tokenizer
 from megagrpo.config.data import DataConfig
-from megagrpo.data.prompts import load_prompts
+from megagrpo.config.schema import ModelConfig
+from megagrpo.data.prompts import decoder, load_prompts
 from megagrpo.rollout.agents.renderer import Renderer
 
 END = "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -177,3 +179,32 @@ def test_environments_get_the_question_as_it_was_before_the_template(tmp_path, p
         path=written(tmp_path / "q.jsonl", rows), chat_template=True, system_prompt="add"
     )
     assert [p.question for p in load_prompts(data, plain).prompts] == ["2+3", "2+3"]
+
+
+@pytest.fixture
+def marked(plain, tmp_path):
+    """A tokenizer whose markers are special tokens, and a model that ends at two of them."""
+    marks = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>", "<pad>"]
+    plain.add_special_tokens({"additional_special_tokens": marks})
+    plain.pad_token = "<pad>"
+    ends = [plain.eos_token_id, plain.convert_tokens_to_ids("<|im_end|>")]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    return plain, ModelConfig(path=str(tmp_path))
+
+
+@pytest.mark.parametrize("end", ["", "<|im_end|>", "EOS"])
+def test_graders_see_special_tokens_but_the_end_and_padding(marked, end):
+    tokenizer, model = marked
+    end = end.replace("EOS", tokenizer.eos_token)
+    text = '<think>2+3</think><tool_call>{"name": "add"}</tool_call>'
+    ids = np.array(tokenizer(text + end, add_special_tokens=False)["input_ids"])
+    padded = np.concatenate([[tokenizer.pad_token_id], ids])
+    assert decoder(tokenizer, model)(ids) == decoder(tokenizer, model)(padded) == text
+    assert decoder(tokenizer, model, True)(ids) == '2+3{"name": "add"}'
+
+
+def test_a_marker_that_ends_a_text_is_not_its_end(marked):
+    tokenizer, model = marked
+    ids = np.array(tokenizer("a</tool_call>", add_special_tokens=False)["input_ids"])
+    assert decoder(tokenizer, model)(ids) == "a</tool_call>"
+    assert decoder(tokenizer, model)(ids[:0]) == ""

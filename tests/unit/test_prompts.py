@@ -265,9 +265,12 @@ def test_a_tokenizer_of_bytes_keeps_its_parts_whatever_its_class_is_called(model
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": 300}))
     text = "What is the answer?\n 'a'  b = 你"
-    loaded = load_tokenizer(ModelConfig(path=str(tmp_path)))
+    model = ModelConfig(path=str(tmp_path))
+    loaded = load_tokenizer(model)
     token_ids = loaded.encode(text, add_special_tokens=False)
-    assert token_ids == stored.encode(text).ids and decoder(loaded)(np.array(token_ids)) == text
+    assert (
+        token_ids == stored.encode(text).ids and decoder(loaded, model)(np.array(token_ids)) == text
+    )
 
 
 USER = {"role": "user", "content": "1+1="}
