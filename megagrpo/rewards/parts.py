@@ -24,7 +24,7 @@ def read_parts(value: object, text: str) -> tuple[object, tuple[Span, ...], tupl
     if isinstance(value, list):
         value = {"tokens": value}
     if not isinstance(value, dict):
-        return value, (), ()
+        return plain(value), (), ()
     if not value.keys() & {"score", "spans", "tokens"}:
         raise ValueError(
             f"returned a dict with {', '.join(map(repr, value)) or 'nothing'}, not score, spans or "
@@ -40,7 +40,13 @@ def read_parts(value: object, text: str) -> tuple[object, tuple[Span, ...], tupl
     for reward in tokens:
         _check_number(reward)
     of_spans = sorted((int(end), float(reward)) for _, end, reward in spans)
-    return value.get("score", 0.0), tuple(of_spans), tuple(map(float, tokens))
+    return plain(value.get("score", 0.0)), tuple(of_spans), tuple(map(float, tokens))
+
+
+def plain(score: object) -> object:
+    """Returns a score of numpy or torch, such as np.isclose's, as Python's own number."""
+    item = getattr(score, "item", None)
+    return item() if callable(item) else score
 
 
 def _check_number(reward: object) -> None:

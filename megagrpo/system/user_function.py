@@ -7,7 +7,10 @@ A module may also be a file, `folder/file.py:function`.
 import difflib
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,7 +36,7 @@ def load_function(name: str, built_in: Mapping[str, str], key: str) -> Callable[
     failed = f"{key} {name!r}: importing {module_name} failed"
     with explained(failed, lambda exc: path_hint if isinstance(exc, ModuleNotFoundError) else ""):
         module = (
-            _from_file(module_name)
+            _from_file(Path(module_name).resolve())
             if module_name.endswith(".py")
             else importlib.import_module(module_name)
         )
@@ -44,11 +47,18 @@ def load_function(name: str, built_in: Mapping[str, str], key: str) -> Callable[
     return function
 
 
-def _from_file(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+@cache
+def _from_file(path: Path) -> ModuleType:
+    """Loads a file once a process. Its module is registered, which dataclasses and pickle need."""
+    name = path.stem if path.stem not in sys.modules else f"{path.stem} of {path.parent}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, "the name ends in .py"
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules[name] = module
+    with ExitStack() as on_failure:
+        on_failure.callback(sys.modules.pop, name)
+        spec.loader.exec_module(module)
+        on_failure.pop_all()
     return module
 
 

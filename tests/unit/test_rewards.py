@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megagrpo.config.reward import RewardConfig
+from megagrpo.rewards import worker
 from megagrpo.rewards.graders import format as form
 from megagrpo.rewards.graders import gsm8k, math_dapo
 from megagrpo.rewards.graders import math as mathematics
@@ -275,3 +276,19 @@ def test_verls_compute_score_runs_as_it_is(file):
     check_grader(f"{file}:compute_score", {"bonus": 1})
     with pytest.raises(ValueError, match="did you mean 'bonus'"):
         check_grader(f"{file}:compute_score", {"bonuss": 1})
+
+
+@pytest.mark.parametrize(
+    "returned, value",
+    [
+        ("np.isclose(1, 1)", 1.0),
+        ("np.float32(0.5)", 0.5),
+        ("np.int64(2)", 2.0),
+        ("np.array(3.0)", 3.0),
+    ],
+)
+def test_numbers_of_numpy_are_scores(tmp_path, returned, value):
+    file = tmp_path / "of_numpy.py"
+    file.write_text(f"import numpy as np\ndef f(text, answer):\n    return {returned}\n")
+    graded = worker.grade("grade", f"{file}:f", {}, ("a", "b", "", {}))
+    assert (graded.status, graded.scores) == ("score", (value,)), graded

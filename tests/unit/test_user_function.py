@@ -1,6 +1,8 @@
 """The one loader of functions that an experiment names; test_rewards_pool.py and
 test_rollout_tools.py use own ones."""
 
+import json
+import pickle
 import re
 import sys
 
@@ -67,3 +69,23 @@ def test_naming_functions_imports_nothing_heavy():
         python("-c", f"import sys, {modules}; print({{'torch', 'sympy'}} & set(sys.modules))")
         == "set()"
     )
+
+
+def test_a_file_is_loaded_once_and_its_module_is_registered(tmp_path):
+    """Dataclasses and pickle look their module up; what a grader keeps between calls stays."""
+    file = tmp_path / "with_state.py"
+    file.write_text(
+        "from __future__ import annotations\nimport dataclasses\n\n"
+        "@dataclasses.dataclass\nclass Kept:\n    x: int = 0\n\nKEPT = Kept()\n\n"
+        "def count(text, answer):\n    KEPT.x += 1\n    return KEPT.x\n"
+    )
+    count = load_function(f"{file}:count", {}, "a.key")
+    assert count("", "") == 1 and load_function(f"{file}:count", {}, "a.key")("", "") == 2
+    assert pickle.loads(pickle.dumps(count)) is count
+    other = tmp_path / "json.py"  # a name that is taken
+    other.write_text("def f(): return 7\n")
+    assert load_function(f"{other}:f", {}, "a.key")() == 7 and json.dumps(1) == "1"
+    file.with_name("broken.py").write_text("import json\n1 / 0\n")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="division by zero"):
+            load_function(f"{tmp_path / 'broken.py'}:f", {}, "a.key")
