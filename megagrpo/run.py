@@ -233,11 +233,7 @@ class Run:
         # Not before: until the step can begin, a checkpoint of the steps before it holds its
         # groups.
         state = self.state
-        state.data_cursor, state.surplus, state.deferred = (
-            chosen.data_cursor,
-            chosen.surplus,
-            chosen.deferred,
-        )
+        state.data_cursor, state.surplus = chosen.data_cursor, chosen.surplus
         self.source.drop_consumed()
         return chosen.groups
 
@@ -258,7 +254,7 @@ class Run:
     def build_batch(self, groups: Sequence[RolloutGroup], updates: Updates) -> Batch:
         """Collective. Returns this rank's share of the step's samples, with their lags if weights
         may differ."""
-        version = self.state.step if self.config.rollout.max_lag else None
+        version = self.state.step if self.config.rollout.max_staleness else None
         layers = self.actor.routed_layers if self.config.actor.routing_replay == "rollout" else None
         return build_batch(groups, updates, self.mesh, self.actor.arch, version, layers)
 

@@ -115,7 +115,6 @@ class Sampler:
         ] = {}  # by engine and incarnation; None: not reported
         self._admitting = asyncio.Lock()
         self._job_numbers = itertools.count()
-        self._discarded_before = 0  # tokens, of clients whose jobs have ended
         self._clients: set[GenerationClient] = set()
         self.cache_use = CacheUse()
         self.images: ImageStore | None = (
@@ -127,12 +126,6 @@ class Sampler:
         thread."""
         for client in set(self._clients):
             client.ask_again()
-
-    @property
-    def num_discarded(self) -> int:
-        """Returns the tokens received so far that belong to no sample. May be read from any
-        thread."""
-        return self._discarded_before + sum(client.num_discarded for client in list(self._clients))
 
     def waiting(self) -> str:
         """Returns what this rank's samples wait for, or "". May be called from any thread."""
@@ -196,7 +189,6 @@ class Sampler:
                     task.cancel()
                 await asyncio.gather(*tasks, watch, return_exceptions=True)
                 self._clients.discard(client)
-                self._discarded_before += client.num_discarded
 
     async def count_engines(self) -> ServiceStatus:
         """Sets the limits of requests in flight to this leader's share of the engines."""
