@@ -219,9 +219,6 @@ class RolloutConfig(Section):
     """How many versions of the weights a token may be older than those that it trains. So many
     batches ahead are sampled while earlier ones are trained on, and are trained on in their order:
     nothing is thrown away. 0: sampling and training take turns."""
-    order: Literal["arrival", "long_prompts_first", "shortest_expected_first"] = "arrival"
-    """Which requests of a batch leave first: in the order of the data, by the length of their
-    prompts, or by the mean response to the same prompt in earlier epochs (else to all prompts)."""
     engine_choice: Literal["request", "group"] = "request"
     """Which requests an engine gets together: each goes to the next engine (request), or those of a
     group to one engine (group), which reads their prompt once if `sglang: {schedule_policy: lpm}`.

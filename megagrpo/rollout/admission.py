@@ -149,25 +149,15 @@ class ResponseLengths:
         self._sums = [
             float(_ASSUMED * max_tokens**power) for power in range(3)
         ]  # of length^0, length^1, length^2
-        self._of_prompt: dict[int, tuple[int, int]] = {}  # by id: samples, and their tokens
 
-    def add(self, prompt_id: int, length: int) -> None:
-        """Adds a response to a prompt, in tokens."""
+    def add(self, length: int) -> None:
+        """Adds a response, in tokens."""
         keep = 1 - 1 / _REMEMBERED
         self._sums = [keep * total + length**power for power, total in enumerate(self._sums)]
-        count, total = self._of_prompt.get(prompt_id, (0, 0))
-        self._of_prompt[prompt_id] = count + 1, total + length
 
     def occupied(self) -> float:
         """Returns the mean response tokens of a running sample."""
         return tokens_in_cache(max(self._sums[1], 1.0), self._sums[2])
-
-    def expected(self, prompt_id: int) -> float:
-        """Returns the mean response length in tokens: of this prompt in earlier epochs, else of all
-        prompts."""
-        if earlier := self._of_prompt.get(prompt_id):
-            return earlier[1] / earlier[0]
-        return self._sums[1] / self._sums[0]
 
 
 class Patience:

@@ -78,9 +78,9 @@ class Sampler:
     """Requests a leader's samples from the engines and their outcomes from its grader. Coroutines
     are of one loop.
 
-    Requests leave when engines have room, by rollout.max_running_requests and the tokens of their
-    caches, in the order of rollout.order. Urgent jobs (evaluations) go before batches sampled
-    ahead, later turns of a response before first turns. num_leaders: leaders that share the
+    Requests leave in the order of the data when engines have room, by rollout.max_running_requests
+    and the tokens of their caches. Urgent jobs (evaluations) go before batches sampled ahead, later
+    turns of a response before first turns. num_leaders: leaders that share the
     engines. decode: token ids of a response -> the text that is graded, without special tokens.
     on_request: see GenerationClient.
     """
@@ -244,7 +244,7 @@ class Sampler:
         finished: dict[int, RolloutGroup],
         job_number: int,
     ) -> None:
-        order = (float(not job.is_urgent), float(job_number), self._order(of.prompt))
+        order = (float(not job.is_urgent), float(job_number))
         rollouts = [_Rollout(client, job, of, index, order) for index in range(job.num_samples)]
         answers = await asyncio.gather(*map(self._sample, rollouts))
         of_rollouts, outcomes = zip(*answers, strict=True)
@@ -256,14 +256,6 @@ class Sampler:
             )
             outcomes = tuple(regraded)
         finished[of.group_id] = RolloutGroup(of.group_id, of.prompt, samples, outcomes)
-
-    def _order(self, prompt: Prompt) -> float:
-        match self._config.rollout.order:
-            case "long_prompts_first":
-                return -float(len(prompt.token_ids))
-            case "shortest_expected_first":
-                return self.lengths.expected(prompt.id)
-        return 0.0
 
     async def _sample(self, rollout: _Rollout) -> tuple[list[Sample], Outcome]:
         prompt = rollout.of.prompt
@@ -391,7 +383,7 @@ class Sampler:
         self, rollout: _Rollout, response: Response, loss_mask: np.ndarray | None
     ) -> Sample:
         if not rollout.job.is_urgent:
-            self.lengths.add(rollout.of.prompt.id, len(response.token_ids))
+            self.lengths.add(len(response.token_ids))
         return Sample(
             index=rollout.index,
             token_ids=response.token_ids,

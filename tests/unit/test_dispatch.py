@@ -16,7 +16,6 @@ from sampling import MESH, digits, experiment, prompt_set, source_of, take
 from megagrpo.check.engine_memory import concurrency_report
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import LeaderError, RunStopped
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.publishing import Publishing
@@ -24,7 +23,7 @@ from megagrpo.rollout import source as source_module
 from megagrpo.rollout.admission import Concurrency
 from megagrpo.rollout.generation import SamplingParams
 from megagrpo.run import Run
-from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TrainState
+from megagrpo.types import Outcome, RolloutGroup, Sample, TrainState
 from tests.experiments import QUICKSTART, until
 
 WANTED, GROUP_SIZE = 2, 2
@@ -118,27 +117,6 @@ def test_fewer_requests_leave_while_a_cache_is_full(monkeypatch):
         answered.update(range(100, 108))
         assert trained(take(source, config, state).groups) == list(range(8))
     assert len(service.requests) == 16
-
-
-@pytest.mark.parametrize(
-    "order, expected",
-    [
-        ("arrival", [0, 1, 2]),
-        ("long_prompts_first", [1, 2, 0]),
-        ("shortest_expected_first", [2, 0, 1]),
-    ],
-)
-def test_order_of_a_batch(order, expected):
-    config = experiment(
-        train={"num_prompts_per_step": 3}, rollout={"order": order, "max_running_requests": 1}
-    )
-    of = PromptSet(tuple(Prompt(i, "", (1,) * n, "") for i, n in enumerate((2, 5, 3))), 0, False)
-    with sampling(config) as (service, source, state):
-        for prompt_id, length in enumerate((30, 60, 10)):
-            source._sampler.lengths.add(prompt_id, length)
-        take(source, config, state, of=of)
-    lengths = [len(request["input_ids"]) for request in service.requests[1::GROUP_SIZE]]
-    assert lengths == [len(of.prompts[i].token_ids) for i in expected]
 
 
 @pytest.mark.parametrize(
