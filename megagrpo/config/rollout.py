@@ -257,9 +257,6 @@ class RolloutConfig(Section):
     max_running_requests: PositiveInt = Field(
         default=128, description="Requests that one engine works on at once."
     )
-    min_running_requests: PositiveInt | None = None
-    """Lets requests per engine fall to this number while a cache is full, and rise again. Default:
-    they stay."""
     max_total_tokens: PositiveInt | None = None
     """Tokens in one engine's KV cache; default: SGLang's choice (20,000 on a CPU)."""
     mem_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.85
@@ -326,8 +323,6 @@ class RolloutConfig(Section):
             "quantization fp8 with load_format model: the trainers quantise, and the model's files "
             "hold none of that; "
             "take dummy": self.quantization and self.load_format == "model",
-            "min_running_requests is above max_running_requests": (self.min_running_requests or 0)
-            > self.max_running_requests,
             f"min_healthy_engines {healthy} is more than num_engines {self.num_engines}": healthy
             > self.num_engines,
         }

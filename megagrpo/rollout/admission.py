@@ -1,27 +1,21 @@
 """Admission of requests to the engines: in order, while their caches have room, within a time
 limit.
 
-Turnstile decides which request leaves next, Concurrency how many an engine has, ResponseLengths
-estimates how many tokens one will occupy, Patience bounds the time in which a batch must be
-complete.
+Turnstile decides which request leaves next, ResponseLengths estimates how many tokens one will
+occupy, Patience bounds the time in which a batch must be complete.
 """
 
 import asyncio
 import heapq
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 
 _REMEMBERED = 4096  # samples: older ones were sampled by another policy
 _ASSUMED = 8  # samples of the full length, as a prior
-_FULL, _ROOMY = (
-    0.95,
-    0.8,
-)  # share of a cache in use: above the first requests get fewer, below the second more
-_LOWERED, _STEPS = 0.8, 16  # factor; raises from nothing to the most
 
 
 class Turnstile:
@@ -64,11 +58,6 @@ class Turnstile:
                 )
             self.admit()
 
-    @property
-    def in_flight(self) -> int:
-        """Returns the number of requests in flight."""
-        return self._in_flight
-
     def admit(self) -> None:
         """Admits the requests that fit; call it when `limit` or `tokens` has grown.
 
@@ -88,37 +77,6 @@ class Turnstile:
                 self._in_flight, self._occupied = self._in_flight + 1, self._occupied + tokens
                 first.admitted.set_result(tokens)
             heapq.heappop(self._waiting)
-
-
-class Concurrency:
-    """Adapts the requests that each engine has in flight, between `least` and `most`, to the load
-    of all engines.
-
-    A full cache, or requests put back for lack of one, lower it by a fifth; room in all caches
-    raises it by a step.
-    """
-
-    def __init__(self, least: int, most: int) -> None:
-        self.least, self.most, self._limit = least, most, float(most)
-
-    @property
-    def limit(self) -> int:
-        """Returns the requests that each engine may have."""
-        return int(self._limit)
-
-    def observe(self, loads: Collection[Mapping[str, float]], in_flight: int, allowed: int) -> None:
-        """Takes the engines' present loads (types.LOADS), the requests in flight and how many
-        `limit` allows of them.
-
-        A limit that is not reached is not raised. One that is exceeded is not lowered again: those
-        requests left before it fell, and do not show what it does. With none in flight the load is
-        not theirs.
-        """
-        if any(load["put_back"] or load["kv_use"] > _FULL for load in loads):
-            if 0 < in_flight <= allowed:
-                self._limit = max(float(self.least), self._limit * _LOWERED)
-        elif loads and in_flight >= allowed and all(load["kv_use"] < _ROOMY for load in loads):
-            self._limit = min(float(self.most), self._limit + max(1.0, self.most / _STEPS))
 
 
 @dataclass(order=True)

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from megagrpo.data.images import ImageStore
 from megagrpo.families.table import read_architecture
 from megagrpo.rewards.parts import ResponseTokens
 from megagrpo.rewards.pool import RewardPool
-from megagrpo.rollout.admission import Concurrency, Patience, ResponseLengths, Turnstile
+from megagrpo.rollout.admission import Patience, ResponseLengths, Turnstile
 from megagrpo.rollout.agents.environments import Environments
 from megagrpo.rollout.agents.play import Part, play_rollout
 from megagrpo.rollout.agents.programs import Programs
@@ -38,7 +37,7 @@ from megagrpo.rollout.response import CacheKey, CacheUse, Response, SampleTurn
 from megagrpo.rollout.tools import Tool, respond_with_tool
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
-_LOOK_S = 2.0  # between looks at the engines' load, which the service reads once a second
+_LOOK_S = 2.0  # between questions to a service that does not answer
 _IN_FLIGHT = (
     1.1  # tokens in flight for each that the caches hold: the next request is there when one ends
 )
@@ -104,11 +103,6 @@ class Sampler:
         self._experts = read_architecture(config.model.path) if replays else None
         self._retry = RetryPolicy.of(config)
         self._turnstile = Turnstile()
-        most = config.rollout.max_running_requests
-        self.concurrency, self._looked = (
-            Concurrency(config.rollout.min_running_requests or most, most),
-            0.0,
-        )
         self.lengths = ResponseLengths(config.sampling.max_response_tokens)
         self._cache_tokens: dict[
             tuple[str, int], int | None
@@ -169,7 +163,6 @@ class Sampler:
                 asyncio.create_task(self._sample_group(client, job, each, finished, job_number))
                 for each in share
             ]
-            watch = asyncio.create_task(self._watch_load())
             try:
                 async with patience:
                     await asyncio.gather(*tasks)
@@ -185,9 +178,9 @@ class Sampler:
                     f"the last because of: {client.last_problem or 'nothing, the engines are slow'}"
                 ) from None
             finally:
-                for task in (*tasks, watch):
+                for task in tasks:
                     task.cancel()
-                await asyncio.gather(*tasks, watch, return_exceptions=True)
+                await asyncio.gather(*tasks, return_exceptions=True)
                 self._clients.discard(client)
 
     async def count_engines(self) -> ServiceStatus:
@@ -200,10 +193,11 @@ class Sampler:
                 self._cache_tokens[start] = await asyncio.to_thread(
                     engine_cache_tokens, engine.url, self._control.api_key
                 )
-        self._adapt(status)
         number = len(status.engines)
         sizes = [tokens for tokens in self._cache_tokens.values() if tokens]
-        self._turnstile.limit = max(1, number * self.concurrency.limit // self._num_leaders)
+        self._turnstile.limit = max(
+            1, number * self._config.rollout.max_running_requests // self._num_leaders
+        )
         if sizes:
             self._turnstile.tokens = (
                 _IN_FLIGHT * number * sum(sizes) / len(sizes) / self._num_leaders
@@ -211,30 +205,12 @@ class Sampler:
         self._turnstile.admit()
         return status
 
-    async def _watch_load(self) -> None:
-        """Adapts the requests in flight to the engines' load while a job runs, if they may
-        change."""
-        while self.concurrency.least < self.concurrency.most:
-            await asyncio.sleep(_LOOK_S)
-            await self._answer()
-
     async def _answer(self) -> ServiceStatus | None:
         """Returns `count_engines`, or None if the service does not answer: the rank that waits sees
         to it."""
         with suppress(ServiceUnreachable):
             return await self.count_engines()
         return None
-
-    def _adapt(self, status: ServiceStatus) -> None:
-        if time.monotonic() < self._looked + _LOOK_S:  # several jobs look
-            return
-        self._looked = time.monotonic()
-        loads = [
-            engine.load_now
-            for engine in status.engines
-            if engine.state == "ready" and engine.load_now
-        ]
-        self.concurrency.observe(loads, self._turnstile.in_flight, self._turnstile.limit)
 
     async def _sample_group(
         self,

@@ -196,10 +196,6 @@ class RolloutSource:
                 f"engines/{name}_max",
                 max((load.get(name, 0.0) for load in self._loads), default=0.0),
             )
-        if self._config.rollout.min_running_requests:
-            metrics.add_max(
-                "engines/limit_max", 0.0 if sampler is None else sampler.concurrency.limit
-            )
 
     def _training(
         self, step: int, version: int, attempt: int = 0, or_newer: bool = False

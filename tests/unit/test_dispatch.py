@@ -20,7 +20,6 @@ from megagrpo.mesh import LeaderError, RunStopped
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.publishing import Publishing
 from megagrpo.rollout import source as source_module
-from megagrpo.rollout.admission import Concurrency
 from megagrpo.rollout.generation import SamplingParams
 from megagrpo.run import Run
 from megagrpo.types import Outcome, RolloutGroup, Sample, TrainState
@@ -58,65 +57,6 @@ def test_limits_of_the_engines_own_cache():
         assert len(service.requests) == 4
         free.append(True)
         assert len(take(source, config, state).groups) == 4 and len(service.requests) == 8
-
-
-FULL, CROWDED, MIDDLE, ROOMY = (
-    {"kv_use": use, "running": 1.0, "waiting": 0.0, "put_back": put_back}
-    for use, put_back in ((0.97, 0.0), (0.5, 2.0), (0.9, 0.0), (0.7, 0.0))
-)
-
-
-@pytest.mark.parametrize("pressure", [FULL, CROWDED])
-def test_requests_of_an_engine_follow_its_cache_within_their_bounds(pressure):
-    found = Concurrency(10, 64)
-    limits = []
-    for loads, in_flight in (
-        ([ROOMY, ROOMY], 128),  # already the most
-        ([ROOMY, pressure], 128),
-        ([ROOMY, pressure], 128),  # those that left before
-        ([ROOMY, pressure], 102),
-        ([], 80),  # no engine answers
-        ([MIDDLE, ROOMY], 80),
-        ([ROOMY, ROOMY], 79),  # it is not reached
-        ([ROOMY, ROOMY], 80),
-        ([pressure], 0),
-        *[([pressure], 1)] * 9,
-        *[([ROOMY], 128)] * 14,
-    ):
-        found.observe(loads, in_flight, 2 * found.limit)
-        limits.append(found.limit)
-    assert limits[:8] == [64, 51, 51, 40, 40, 40, 40, 44]
-    assert (
-        limits[8:18] == [44, 35, 28, 23, 18, 14, 11, 10, 10, 10]
-        and limits[18:20] == [14, 18]
-        and limits[-1] == 64
-    )
-    fixed = Concurrency(64, 64)
-    fixed.observe([pressure], 1, 64)
-    assert fixed.limit == 64
-
-
-def test_fewer_requests_leave_while_a_cache_is_full(monkeypatch):
-    monkeypatch.setattr("megagrpo.rollout.sampler._LOOK_S", 0.02)
-    rollout = {"max_running_requests": 8, "min_running_requests": 2}
-    config = experiment(train={"num_prompts_per_step": 8}, rollout=rollout)
-    answered: set[int] = set()  # prompts whose requests are answered
-    hang = lambda body: body["input_ids"][1] not in answered  # noqa: E731
-    with sampling(config, load_now=FULL, hang=hang) as (service, source, state):
-        source.start(0, range(8), prompt_set().prompts[:8], 0)
-        until(lambda: source._sampler.concurrency.limit == 6)
-        time.sleep(0.2)
-        assert source._sampler.concurrency.limit == 6 and len(service.requests) == 8
-        answered.update((100, 101))  # four of the eight
-        until(lambda: source._sampler.concurrency.limit == 5)
-        time.sleep(0.2)
-        assert source._sampler.concurrency.limit == 5 and len(service.requests) == 8 + 2
-        service.load_now = ROOMY
-        answered.add(102)  # four are in flight, one more leaves, and then the limit rises again
-        until(lambda: source._sampler.concurrency.limit == 8 and len(service.requests) == 8 + 2 + 4)
-        answered.update(range(100, 108))
-        assert trained(take(source, config, state).groups) == list(range(8))
-    assert len(service.requests) == 16
 
 
 @pytest.mark.parametrize(
