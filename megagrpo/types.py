@@ -423,5 +423,3 @@ class TrainState:
     # rollout.max_staleness: finished groups that no step has consumed, of all ranks. Only in a
     # checkpoint: while a run goes on its source has them
     ahead: list[RolloutGroup] = field(default_factory=list)
-    # rollout.extra_groups: (id, number of steps) of deferred groups
-    deferred: list[tuple[int, int]] = field(default_factory=list)

@@ -341,16 +341,11 @@ def test_requests_leave_in_order_while_the_caches_have_room():
 
 def test_expected_lengths():
     lengths = ResponseLengths(100)
-    assert lengths.occupied() == 50 and lengths.expected(1) == 100, (
-        "all assumed to be as long as they may"
-    )
+    assert lengths.occupied() == 50, "all assumed to be as long as they may"
     for _ in range(40_000):
-        lengths.add(1, 10)
-        lengths.add(2, 30)
+        lengths.add(10)
+        lengths.add(30)
     assert lengths.occupied() == pytest.approx((100 + 900) / 2 / (2 * 20), rel=1e-3)
-    assert (lengths.expected(1), lengths.expected(2)) == (10, 30) and lengths.expected(
-        3
-    ) == pytest.approx(20, rel=1e-3)
 
 
 def test_the_limit_of_a_step_counts_while_somebody_waits():
