@@ -1,4 +1,4 @@
-"""The two processes around one program of grader `code`; sandbox.py starts `python -I -S child.py
+"""The two processes around one program; sandbox.py starts `python -I -S child.py
 OPTIONS`.
 
 The supervisor is trusted: it creates the sandbox, sums up memory, and ends everything when the

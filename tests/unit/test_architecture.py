@@ -49,7 +49,8 @@ LAYERS = (
     {"evaluation"},
     {"train"},
     {"tasks", "cluster"},
-    WINGS,
+    WINGS - {"environments"},
+    {"environments"},  # one of them runs programs in the sandbox
     {"cli"},
 )
 

@@ -37,15 +37,15 @@ class TestCases:
 def grade(text: str, answer: str, **options: Scalar | dict[str, Scalar]) -> tuple[float, str]:
     """Returns the score of the program in `text` and the first failure, if any.
 
-    Raises ValueError for an answer without tests, SandboxError if the sandbox fails.
+    Raises ValueError for an answer without tests, SandboxError if the sandbox fails or this machine
+    cannot isolate programs.
     """
     settings = CodeOptions.model_validate(options)
     tests = read_tests(answer, settings.tolerance)
     run = _run_scripts if tests.scripts else _run_calls
     num_passed, failure = 0, ""
-    for number, problem in enumerate(
-        run(program_of(text), tests, settings, isolates(settings.isolation)), start=1
-    ):
+    problems = run(program_of(text), tests, settings, isolates(settings.isolation))
+    for number, problem in enumerate(problems, start=1):
         num_passed += not problem
         if problem and not failure:
             failure = f"test {number} of {len(tests)}: {problem}"
