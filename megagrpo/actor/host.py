@@ -108,9 +108,9 @@ def prepare_host(
             # On a machine with a GPU that is not to be seen: Megatron would call its kernels
             # because it is installed.
             _hide_transformer_engine()
-        stand_ins.install()
+        stand_ins.replace_cuda()
         _internals().install()
-        stand_ins.install_in_megatron()
+        stand_ins.replace_in_megatron()
     return torch.device("cpu")
 
 

@@ -83,18 +83,18 @@ def _install_cuda_names() -> None:
 
 
 def is_installed() -> bool:
-    """Returns whether `install` was called in this process."""
+    """Returns whether `replace_cuda` was called in this process."""
     return torch.cuda.Stream is _InOrder
 
 
-def install() -> None:
+def replace_cuda() -> None:
     """Gives the names of torch.cuda their meaning on a CPU, for the life of the process; to be
     called before Megatron is imported."""
     _install_cuda_names()
     _OnCpu().__enter__()
 
 
-def install_in_megatron() -> None:
+def replace_in_megatron() -> None:
     """Replaces what Megatron does for a GPU only; imports it."""
     from megatron.core.transformer.moe import token_dispatcher
 
