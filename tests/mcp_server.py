@@ -1,8 +1,9 @@
 """A server of the Model Context Protocol with two tools, over stdio: `python tests/mcp_server.py
-[die]`."""
+[die | hang]`."""
 
 import json
 import sys
+import time
 
 TOOLS = [
     {
@@ -14,6 +15,12 @@ TOOLS = [
     {"name": "fail", "inputSchema": {"type": "object"}},
 ]
 
+NOTICE = {
+    "jsonrpc": "2.0",
+    "method": "notifications/message",
+    "params": {"level": "info", "data": "at work"},
+}
+
 
 def answer(message: dict, calls: list[str]) -> dict:
     """The result of a request, or its error."""
@@ -23,10 +30,11 @@ def answer(message: dict, calls: list[str]) -> dict:
                 "result": {
                     "protocolVersion": message["params"]["protocolVersion"],
                     "capabilities": {"tools": {}},
+                    "serverInfo": {"name": "two tools", "version": "1"},
                 }
             }
         case "tools/list":
-            page = int(message["params"].get("cursor", 0))
+            page = int(message.get("params", {}).get("cursor", 0))
             more = {"nextCursor": str(page + 1)} if page + 1 < len(TOOLS) else {}
             return {"result": {"tools": TOOLS[page : page + 1], **more}}
         case "tools/call":
@@ -39,7 +47,7 @@ def answer(message: dict, calls: list[str]) -> dict:
                 return {"error": {"code": -32602, "message": "a and b are missing"}}
             parts = [
                 {"type": "text", "text": str(arguments["a"] + arguments["b"])},
-                {"type": "image", "data": ""},
+                {"type": "image", "data": "", "mimeType": "image/png"},
             ]
             return {"result": {"content": parts}}
     return {"error": {"code": -32601, "message": message["method"]}}
@@ -54,11 +62,13 @@ def main() -> None:
         if message["method"] == "tools/call":
             if sys.argv[1:] == ["die"]:
                 sys.exit()
+            if sys.argv[1:] == ["hang"]:
+                time.sleep(1000)
             # between a request and its answer a server may ask and tell
             print(json.dumps({"jsonrpc": "2.0", "id": "p", "method": "ping"}), flush=True)
             assert json.loads(sys.stdin.readline()) == {"jsonrpc": "2.0", "id": "p", "result": {}}
             print(
-                json.dumps({"jsonrpc": "2.0", "method": "notifications/message", "params": {}}),
+                json.dumps(NOTICE),
                 flush=True,
             )
         print(

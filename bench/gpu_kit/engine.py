@@ -16,8 +16,8 @@ from bench.gpu_kit.figures import Figures, Setting, Unavailable
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.cpu.engine_command import FOLDER
 from megagrpo.rollout.service.engine_command import (
-    CPU_SHIMS,
     ServerPlace,
     engine_command,
     engine_environment,
@@ -159,7 +159,7 @@ def _without_kernels(setting: Setting) -> tuple[list[str], dict[str, str]]:
     folder = setting.folder / "stand_in"
     folder.mkdir(exist_ok=True)
     if not (folder / "sgl_kernel").exists():
-        (folder / "sgl_kernel").symlink_to(CPU_SHIMS / "sgl_kernel")
+        (folder / "sgl_kernel").symlink_to(FOLDER / "sgl_kernel")
     return [str(folder)], {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch"}
 
 

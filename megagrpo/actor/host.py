@@ -1,12 +1,9 @@
-"""Chooses the device and patches Megatron-Core's calls of torch.cuda on a CPU; runs before Megatron
-is imported.
+"""Chooses the device, with Transformer Engine or without; runs before Megatron is imported.
 
-Megatron calls torch.cuda for devices, streams and RNG states without asking whether CUDA exists. On
-a CPU those calls have a natural meaning (the device is the CPU, streams are already in order, the
-RNG state is the CPU's), which is given here. Nothing of Megatron's mathematics is replaced.
+Megatron calls torch.cuda without asking whether CUDA exists: on a CPU, megagrpo.cpu.trainer answers.
 """
 
-import contextlib
+import importlib
 import importlib.metadata
 import importlib.util
 import sys
@@ -15,80 +12,11 @@ from types import ModuleType
 from typing import Any, Literal
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from megagrpo.config.actor import ActorConfig
 from megagrpo.system import environment
 
-CPU = torch.device("cpu")
 _TRANSFORMER_ENGINE_BELOW = (2, 12)  # megatron-core 0.16.1's own bound
-
-
-class _InOrder:
-    """Stands for a stream or event of a device that executes in order: waiting is never needed, all
-    streams are one."""
-
-    cuda_stream = 0
-
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def _nothing(self, *args, **kwargs):
-        return None
-
-    wait_stream = wait_event = synchronize = record = wait = _nothing
-
-    def record_event(self, *args):
-        return self
-
-    def __eq__(self, other):
-        return isinstance(other, _InOrder)
-
-    __hash__ = object.__hash__
-
-
-class _OnCpu(TorchFunctionMode):
-    """Sends `device="cuda"` to the CPU and pins no memory.
-
-    tensor.type() keeps its CUDA spelling, which gradient clipping asserts.
-    """
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs = {**kwargs, "device": CPU}
-        if kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}
-        if func is torch.Tensor.to:
-            args = tuple(CPU if isinstance(a, str) and a.startswith("cuda") else a for a in args)
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.")
-        return func(*args, **kwargs)
-
-
-def _install_cuda_names() -> None:
-    cuda: Any = (
-        torch.cuda
-    )  # other signatures than CUDA's on purpose: Megatron takes what comes back as it is
-    tensor_class: Any = torch.Tensor
-    module_class: Any = torch.nn.Module
-    cuda.current_device = lambda: CPU
-    # one function each: torch's compiler, imported by Megatron, refuses a name that stands for two
-    # of its rules
-    cuda.synchronize = lambda *args, **kwargs: None
-    cuda.set_device = lambda *args, **kwargs: None
-    cuda.empty_cache = lambda: None
-    cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *args, **kwargs: (
-        torch.set_rng_state(state)
-    )
-    cuda.manual_seed = lambda seed: torch.manual_seed(seed)
-    cuda.Stream = cuda.Event = _InOrder
-    cuda.current_stream = lambda *args: _InOrder()
-    cuda.default_stream = lambda *args: _InOrder()
-    cuda.stream = lambda stream: contextlib.nullcontext()
-    tensor_class.cuda = lambda self, *args, **kwargs: self
-    module_class.cuda = lambda self, *args, **kwargs: self
 
 
 def uses_transformer_engine(config: ActorConfig) -> bool:
@@ -174,19 +102,16 @@ def prepare_host(
         return torch.device("cuda", environment.get_int("LOCAL_RANK", 0))
     if device == "cuda":
         raise ValueError(f"actor.device is cuda, but no GPU is visible here: {why_no_gpu()}")
-    if torch.cuda.Stream is not _InOrder:
+    stand_ins = importlib.import_module("megagrpo.cpu.trainer")
+    if not stand_ins.is_installed():
         if transformer_engine is not True:
             # On a machine with a GPU that is not to be seen: Megatron would call its kernels
             # because it is installed.
             _hide_transformer_engine()
-        _install_cuda_names()
-        _OnCpu().__enter__()  # for the life of the process
+        stand_ins.replace_cuda()
         _internals().install()
-        _internals().install_on_cpu()
-        # what Megatron compiles, a router's counting, costs minutes of a C++ compiler and computes
-        # the same
-        torch.compiler.set_stance("force_eager")
-    return CPU
+        stand_ins.replace_in_megatron()
+    return torch.device("cpu")
 
 
 def _internals() -> ModuleType:

@@ -5,6 +5,7 @@ still be diagnosed: on a machine with GPUs another process asks torch about them
 stated once, in pyproject.toml.
 """
 
+import importlib
 import importlib.metadata
 import json
 import platform
@@ -25,7 +26,6 @@ from packaging.utils import NormalizedName, canonicalize_name
 from rich.console import Console
 from rich.table import Table
 
-from megagrpo.sandbox.sandbox import isolation
 from megagrpo.system import environment
 
 _INSTALL = "bash launch/install.sh --repair"
@@ -408,10 +408,10 @@ def _loopback() -> Finding:
 
 
 def _program_isolation() -> Finding:
-    """Tries a trivial program in the sandbox of grader `code`."""
-    problem = isolation()
+    """Tries a trivial program in the sandbox of grader `code` and of the environment `python`."""
+    problem = importlib.import_module("megagrpo.sandbox.sandbox").isolation()
     remedy = (
-        "programs run within limits only; allow user namespaces "
+        "programs run only with isolation: off; allow user namespaces "
         "(kernel.unprivileged_userns_clone, seccomp)"
     )
     found = problem or "programs are isolated"

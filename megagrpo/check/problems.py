@@ -17,8 +17,7 @@ from megagrpo.data.rows import read_rows
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.quantization import load_format_problems
 from megagrpo.families.table import FAMILIES, architecture_of, model_problems, read_description
-from megagrpo.rewards.graders.code_tests import read_tests
-from megagrpo.rewards.graders.table import check_grader, load_group_grader
+from megagrpo.rewards.graders.table import check_answer, check_grader, load_group_grader
 from megagrpo.rollout.agents.environments import load_environment
 from megagrpo.rollout.agents.program_worker import load_program
 from megagrpo.rollout.tools import load_tool
@@ -226,8 +225,8 @@ def _read_lines(data: DataConfig, reward: RewardConfig) -> None:
         graders = (
             [entry.grader for entry in reward.entries] if name is None else [known.get(name, name)]
         )
-        if "code" in graders:
-            for problem in complaints(read_tests, row.answer):
+        for grader in graders:
+            for problem in complaints(check_answer, grader, row.answer):
                 raise ValueError(f"{row.location}: {problem}")
 
 

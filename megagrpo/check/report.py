@@ -38,8 +38,7 @@ from megagrpo.families.table import (
     model_problems,
     parameter_counts,
 )
-from megagrpo.rewards.graders.table import SERVICES
-from megagrpo.sandbox.sandbox import isolation
+from megagrpo.rewards.graders.table import SERVICES, machine_problem
 from megagrpo.tools.plan.roofline import fit_problems, with_model
 
 _MAX_RANK_ROWS = 32
@@ -295,11 +294,8 @@ def _reward(config: ExperimentConfig) -> list[str]:
             lines.append(
                 f"  note: grader {entry.short_name} asks {entry.args['url']}, which was not tried"
             )
-        if entry.grader == "code" and (problem := isolation()):
-            lines.append(
-                "  ADVICE   grader code: on this machine programs run within limits alone: "
-                f"{problem}"
-            )
+        if problem := machine_problem(entry.grader, entry.args):
+            lines.append(f"  ADVICE   grader {entry.short_name} does not run here: {problem}")
     return lines
 
 

@@ -47,9 +47,9 @@ class CodeOptions(Section):
     processes: PositiveInt = Field(default=8, description="Processes and threads of one program.")
     tolerance: NonNegativeFloat = 0.0
     """Largest absolute or relative difference of numbers that are equal."""
-    isolation: Literal["preferred", "required"] = "preferred"
-    """If the kernel allows no namespaces: run programs only within limits (network and readable
-    files stay in reach), or refuse."""
+    isolation: Literal["required", "off"] = "required"
+    """Namespaces of a program's own, without which nothing starts; off: limits only, and network
+    and readable files stay in reach."""
 
 
 class ServiceOptions(Section):

@@ -5,7 +5,6 @@ torchvision then fails at undefined operators, and with it every transformers mo
 imports image or video code, such as Llama.
 """
 
-import importlib
 import importlib.util
 from pathlib import Path
 
@@ -32,23 +31,3 @@ def define_torchvision_operators() -> None:
         for name in ("nms", "qnms"):
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         _kept.append(library)
-
-
-def torchvision_problem() -> str:
-    """Returns why torchvision cannot be imported, with the remedy; "" if it can be or is absent."""
-    if importlib.util.find_spec("torchvision") is None:
-        return ""
-    try:
-        importlib.import_module("torchvision")
-    except (
-        ImportError,
-        OSError,
-        RuntimeError,
-        AttributeError,
-    ) as exc:  # of a wrong build, or of a repeated import
-        return (
-            f"; torchvision, which transformers imports, cannot be imported: {type(exc).__name__}: "
-            f"{exc}: "
-            "`bash launch/install.sh --repair` installs the one that goes with this torch"
-        )
-    return ""

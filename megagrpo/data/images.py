@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megagrpo.config.schema import ModelConfig
-from megagrpo.cpu.torchvision_ops import define_torchvision_operators, torchvision_problem
 from megagrpo.families.architecture import HfConfig
 from megagrpo.families.table import read_description
 from megagrpo.system.explained import explained
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megagrpo.monitor.metrics import Metrics
+from megagrpo.system.torchvision import prepare_torchvision, torchvision_problem
 
 IMAGE_TEXT = "<image>"  # in a prompt's text: an image of the row's column comes here
 _IMAGE_PART = {"type": "image"}
@@ -117,7 +117,7 @@ class ImageStore:
     (ImageRef.key)."""
 
     def __init__(self, processor: str, hf: HfConfig, folder: Path):
-        define_torchvision_operators()
+        prepare_torchvision()
         from transformers import AutoImageProcessor  # takes seconds
 
         with explained(

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megagrpo.config.schema import DataConfig, ModelConfig
-from megagrpo.cpu.torchvision_ops import define_torchvision_operators, torchvision_problem
 from megagrpo.data.images import ImageStore, image_bytes, images_apart
 from megagrpo.data.messages import Message, render_messages, with_system_prompt
 from megagrpo.data.rows import Row, read_rows
 from megagrpo.families.table import read_description
 from megagrpo.system.explained import explained, translated
+from megagrpo.system.torchvision import prepare_torchvision, torchvision_problem
 from megagrpo.types import Prompt
 
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
@@ -108,7 +108,7 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
     Raises ValueError if the folder has none or only Python code for one, or if it has more tokens
     than the model has embeddings.
     """
-    define_torchvision_operators()
+    prepare_torchvision()
     from transformers import (
         AutoTokenizer,
         PreTrainedTokenizerFast,

@@ -2,25 +2,27 @@
 answers.
 
 Calls are written as Hermes and Qwen models write them: {"name", "arguments"} in <tool_call> tags.
-Protocol: modelcontextprotocol.io/specification/2025-06-18, tools over stdio and streamable HTTP;
-nothing else of it is offered to the server.
+The protocol is the `mcp` package's, version 2, which the user installs.
 """
 
-import itertools
 import json
 import re
 import shlex
-import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, suppress
-
-import httpx
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 
 from megagrpo.environments.answers import answer_grader
 from megagrpo.rollout.agents import Unavailable
 from megagrpo.rollout.agents.program_worker import foreign_environment
 
-_VERSION = "2025-06-18"
+try:
+    import mcp
+    from anyio.from_thread import start_blocking_portal
+    from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
+except ImportError as exc:
+    raise ImportError("it needs the mcp package: pip install 'mcp>=2.3,<3'") from exc
+
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _ABOUT = """You may call these tools:
 <tools>
@@ -37,8 +39,8 @@ class McpTools:
     `url`.
 
     A turn without a call is the answer, which `grader` rewards as `reward.grader` would. max_chars:
-    of a result. A bad call is answered with text; a server that is gone ends the rollout, which
-    begins again elsewhere.
+    of a result. timeout_s: of one request. A bad call is answered with text; a server that is gone
+    ends the rollout, which begins again elsewhere.
     """
 
     def __init__(
@@ -53,29 +55,18 @@ class McpTools:
     ):
         if bool(command) == bool(url):
             raise ValueError("args.command or args.url, one of them")
-        self._prompt, self._answer, self._max_chars = (
-            row["prompt"],
-            answer_grader(grader, row),
-            max_chars,
-        )
-        self._server = _Process(command) if command else _Http(url, timeout_s)
-        self._session = _Session(self._server)
-        about = {"name": "megagrpo", "version": "1"}
-        begin = {"protocolVersion": _VERSION, "capabilities": {}, "clientInfo": about}
+        self._prompt = row["prompt"]
+        self._answer = answer_grader(grader, row)
+        self._max_chars = max_chars
+        self._session = _Session(command, url, timeout_s)
         with ExitStack() as refused:
-            refused.callback(self._server.close)
-            self._session.ask("initialize", begin)
-            self._session.tell("notifications/initialized")
-            self._tools = list(self._listed())
+            refused.callback(self._session.close)
+            self._tools = self._session.tools()
             refused.pop_all()
 
     def reset(self) -> str:
         """Returns the tools and the row's prompt."""
-        tools = "\n".join(
-            json.dumps({k: tool.get(k) for k in ("name", "description", "inputSchema")})
-            for tool in self._tools
-        )
-        return _ABOUT.format(tools=tools, prompt=self._prompt)
+        return _ABOUT.format(tools="\n".join(map(json.dumps, self._tools)), prompt=self._prompt)
 
     def step(self, text: str) -> tuple[str | None, float, bool]:
         """Returns the results of a turn's calls, or the reward of an answer."""
@@ -86,15 +77,7 @@ class McpTools:
 
     def close(self) -> None:
         """Ends the session."""
-        self._server.close()
-
-    def _listed(self) -> Iterator[dict]:
-        cursor: object = None
-        while True:
-            page = self._session.ask("tools/list", {} if cursor is None else {"cursor": cursor})
-            yield from page["tools"]
-            if (cursor := page.get("nextCursor")) is None:
-                return
+        self._session.close()
 
     def _result(self, call: str) -> str:
         try:
@@ -104,129 +87,68 @@ class McpTools:
             return f"error: the call is no JSON with name and arguments: {exc}"
         if name not in (known := [tool["name"] for tool in self._tools]):
             return f"error: no tool {name!r}; there are {', '.join(known)}"
-        try:
-            found = self._session.ask("tools/call", {"name": name, "arguments": arguments})
-        except _Refused as exc:
-            return f"error: {exc}"[: self._max_chars]
-        texts = [
-            part["text"] if part["type"] == "text" else f"[{part['type']}]"
-            for part in found.get("content", [])
-        ]
-        return ("error: " * bool(found.get("isError")) + "\n".join(texts))[: self._max_chars]
-
-
-class _Refused(Exception):
-    """Raised for a request that the server answers with an error."""
+        return self._session.call(name, arguments)[: self._max_chars]
 
 
 class _Session:
-    """JSON-RPC 2.0 with a server."""
+    """A session with a server. It lives in a thread of its own, for one task must begin and end
+    it."""
 
-    def __init__(self, server: "_Process | _Http"):
-        self._server, self._numbers = server, itertools.count(1)
-
-    def ask(self, method: str, params: Mapping[str, object]) -> dict:
-        """Returns the result of a request. Raises _Refused, and Unavailable if the server does not
-        answer."""
-        number = next(self._numbers)
-        for message in self._server.exchange(
-            {"jsonrpc": "2.0", "id": number, "method": method, "params": params}
-        ):
-            if message.get("id") == number and "method" not in message:
-                if "error" in message:
-                    raise _Refused(str(message["error"].get("message", message["error"])))
-                return message["result"]
-            if (
-                "id" in message and "method" in message
-            ):  # it asks; a client without capabilities has nothing but ping
-                refused = {"error": {"code": -32601, "message": "not supported"}}
-                said = {"result": {}} if message["method"] == "ping" else refused
-                self._server.send({"jsonrpc": "2.0", "id": message["id"], **said})
-        raise Unavailable(f"{method}: the server is gone")
-
-    def tell(self, method: str) -> None:
-        """Sends a notification."""
-        self._server.send({"jsonrpc": "2.0", "method": method})
-
-
-class _Process:
-    """A server that is started for this session: a message a line on its standard input and
-    output."""
-
-    def __init__(self, command: str):
-        pipe, own = subprocess.PIPE, foreign_environment({})
-        try:
-            self._process = subprocess.Popen(
-                shlex.split(command),
-                env=own,
-                stdin=pipe,
-                stdout=pipe,
-                stderr=subprocess.DEVNULL,
-                text=True,
+    def __init__(self, command: str, url: str, timeout_s: float):
+        server: str | mcp.StdioServerParameters = url
+        if command:
+            program, *args = shlex.split(command)
+            server = mcp.StdioServerParameters(
+                command=program, args=args, env=foreign_environment({})
             )
-        except OSError as exc:
-            raise Unavailable(f"{command}: {exc}") from exc
+        with _unavailable(command or url), ExitStack() as refused:
+            self._portal = refused.enter_context(start_blocking_portal())
+            client = mcp.Client(server, read_timeout_seconds=timeout_s)
+            self._client = refused.enter_context(self._portal.wrap_async_context_manager(client))
+            self._ends = refused.pop_all()
 
-    def exchange(self, message: Mapping[str, object]) -> Iterator[dict]:
-        """Sends a request; yields what the server says from then on."""
-        self.send(message)
-        assert self._process.stdout is not None, "a pipe"
-        for line in self._process.stdout:
-            if line.strip():
-                yield json.loads(line)
+    def tools(self) -> list[dict[str, object]]:
+        """Returns name, description and input schema of all tools. Raises Unavailable."""
+        found: list[dict[str, object]] = []
+        cursor: str | None = None
+        while True:
+            with _unavailable("tools/list"):
+                page = self._portal.call(partial(self._client.list_tools, cursor=cursor))
+            found += (
+                {"name": t.name, "description": t.description, "inputSchema": t.input_schema}
+                for t in page.tools
+            )
+            cursor = page.next_cursor
+            if cursor is None:
+                return found
 
-    def send(self, message: Mapping[str, object]) -> None:
-        """Sends what has no answer."""
-        assert self._process.stdin is not None, "a pipe"
+    def call(self, name: str, arguments: dict[str, object]) -> str:
+        """Returns what a tool says, its errors included. Raises Unavailable."""
         try:
-            self._process.stdin.write(json.dumps(message) + "\n")
-            self._process.stdin.flush()
-        except OSError as exc:
-            raise Unavailable(f"the server is gone: {exc}") from exc
+            with _unavailable("tools/call"):
+                found = self._portal.call(self._client.call_tool, name, arguments)
+        except mcp.MCPError as exc:
+            return f"error: {exc.message}"
+        parts = [part.text if part.type == "text" else f"[{part.type}]" for part in found.content]
+        return ("error: " if found.is_error else "") + "\n".join(parts)
 
     def close(self) -> None:
-        """Closes its input, on which it ends; kills it if it does not."""
-        with suppress(OSError):
-            self._process.communicate(timeout=2.0)
-        self._process.kill()
-        self._process.wait()
+        """Ends the session, and the server that was started for it. Idempotent."""
+        with suppress(OSError, ExceptionGroup):  # it has gone before
+            self._ends.close()
 
 
-class _Http:
-    """A server with streamable HTTP: a message is a POST, answered by JSON or by a stream of
-    events."""
-
-    def __init__(self, url: str, timeout_s: float):
-        accept = {"Accept": "application/json, text/event-stream", "MCP-Protocol-Version": _VERSION}
-        self._url, self._client = (
-            url,
-            httpx.Client(headers=accept, timeout=timeout_s, trust_env=False),
-        )
-
-    def exchange(self, message: Mapping[str, object]) -> Iterator[dict]:
-        """Sends a request; yields what the server says in answer to it."""
-        try:
-            with self._client.stream("POST", self._url, json=message) as answer:
-                if answer.status_code >= 400:
-                    raise Unavailable(f"{self._url}: {answer.status_code} {answer.read()[:200]!r}")
-                if "mcp-session-id" in answer.headers:
-                    self._client.headers["Mcp-Session-Id"] = answer.headers["mcp-session-id"]
-                if answer.headers.get("content-type", "").startswith("text/event-stream"):
-                    for line in answer.iter_lines():
-                        if line.startswith("data:"):
-                            yield json.loads(line.removeprefix("data:"))
-                elif content := answer.read():
-                    yield json.loads(content)
-        except httpx.HTTPError as exc:
-            raise Unavailable(f"{self._url}: {type(exc).__name__}: {exc}") from exc
-
-    def send(self, message: Mapping[str, object]) -> None:
-        """Sends what has no answer."""
-        for _ in self.exchange(message):
-            pass
-
-    def close(self) -> None:
-        """Ends the session on the server."""
-        with suppress(httpx.HTTPError):
-            self._client.delete(self._url)
-        self._client.close()
+@contextmanager
+def _unavailable(what: str) -> Iterator[None]:
+    """Raises Unavailable for a server that cannot be reached, is gone or hangs."""
+    try:
+        yield
+    except mcp.MCPError as exc:
+        if exc.code not in (CONNECTION_CLOSED, REQUEST_TIMEOUT):
+            raise
+        raise Unavailable(f"{what}: the server is gone: {exc.message}") from exc
+    except (OSError, ExceptionGroup) as exc:
+        cause: Exception = exc
+        while isinstance(cause, ExceptionGroup):
+            cause = cause.exceptions[0]
+        raise Unavailable(f"{what}: {type(cause).__name__}: {cause}") from exc

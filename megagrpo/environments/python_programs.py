@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from megagrpo.config.reward import CodeOptions
 from megagrpo.environments.answers import answer_grader
-from megagrpo.rewards.graders.code import marked_programs
+from megagrpo.sandbox.grader import marked_programs
 from megagrpo.sandbox.sandbox import Limits, isolates, run_program
 
 _ABOUT = """You may write Python programs: a program between ```python and ``` runs, and what it prints follows.

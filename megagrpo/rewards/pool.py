@@ -10,7 +10,12 @@ from dataclasses import replace
 from megagrpo.config.reward import GraderArgs, GraderConfig, RewardConfig
 from megagrpo.rewards.graders.http import HttpGrader
 from megagrpo.rewards.graders.judge import JudgeGrader
-from megagrpo.rewards.graders.table import SERVICES, check_grader, load_group_grader
+from megagrpo.rewards.graders.table import (
+    SERVICES,
+    check_grader,
+    load_group_grader,
+    machine_problem,
+)
 from megagrpo.rewards.parts import ResponseTokens
 from megagrpo.rewards.services import ServiceGrader
 from megagrpo.rewards.workers import Call, Graded, WorkerPool
@@ -29,8 +34,9 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     `close`.
 
     preload: whether processes start and import the experiment's graders at once, not with the first
-    response. Raises ValueError if a grader is unknown, cannot be imported or rejects its arguments,
-    and WorkerError if a worker process does not start.
+    response. Raises ValueError if a grader is unknown, cannot be imported, rejects its arguments
+    or, with preload, cannot run on this machine, and WorkerError if a worker process does not
+    start.
     """
 
     def __init__(self, config: RewardConfig, preload: bool = True):
@@ -39,6 +45,8 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self._services: dict[str, ServiceGrader] = {}
         for entry in config.entries:
             check_grader(entry.grader, entry.args)
+            if preload:
+                _refuse_machine(entry)
             if entry.grader in SERVICES:
                 self._services[entry.short_name] = _SERVICE_GRADERS[entry.grader](entry.args)
         calls: list[Call] = [
@@ -93,10 +101,12 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             return entries
         if own := [entry for entry in entries if name in (entry.short_name, entry.grader)]:
             return own[:1]
+        entry = GraderConfig(grader=name)
         if name not in self._checked:
             check_grader(name, {})
+            _refuse_machine(entry)
             self._checked.add(name)
-        return [GraderConfig(grader=name)]
+        return [entry]
 
     def _worker_pool(self, preload: Sequence[Call] = ()) -> WorkerPool:
         """Returns the pool of processes; it starts with the first grader that is not a service."""
@@ -157,6 +167,11 @@ class RewardPool(AbstractContextManager["RewardPool"]):
                 out[i], status=graded.status, value=score, detail=detail, token_rewards=()
             )
         return out
+
+
+def _refuse_machine(entry: GraderConfig) -> None:
+    if problem := machine_problem(entry.grader, entry.args):
+        raise ValueError(f"grader {entry.grader}: {problem}")
 
 
 def _outcome(graded: Graded) -> Outcome:

@@ -15,7 +15,7 @@ import numpy as np
 from megagrpo.config.schema import ExperimentConfig, ToolConfig
 from megagrpo.data.prompts import decoder
 from megagrpo.data.rows import well_formed
-from megagrpo.rollout.agents.environments import Environments, load_environment
+from megagrpo.rollout.agents.environments import Environments, load_environment, refuse_machine
 from megagrpo.rollout.agents.play import Part
 from megagrpo.rollout.agents.program_worker import load_program
 from megagrpo.rollout.agents.renderer import Renderer
@@ -64,6 +64,7 @@ def make_answering(
         )
     if sampling.environment is not None:
         load_environment(sampling.environment.function)
+        refuse_machine(sampling.environment)
         continues = sampling.environment.history == "all"
         return Environments(sampling.environment, Renderer(tokenizer, config.data, continues))
     return make_tool(sampling.tool, tokenizer) if sampling.tool else None

@@ -1,4 +1,4 @@
-"""The two processes around one program of grader `code`; sandbox.py starts `python -I -S child.py
+"""The two processes around one program; sandbox.py starts `python -I -S child.py
 OPTIONS`.
 
 The supervisor is trusted: it creates the sandbox, sums up memory, and ends everything when the
@@ -34,7 +34,7 @@ _MIB = 2**20
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Options(TypedDict, total=False):
+class ProgramOptions(TypedDict, total=False):
     """The command line, written by sandbox.py: limits, paths and file descriptors."""
 
     mode: str
@@ -55,7 +55,7 @@ class Options(TypedDict, total=False):
     verdicts: int
 
 
-def main(options: Options) -> None:
+def main(options: ProgramOptions) -> None:
     """Runs one program and writes {"code": exit code, "reason": text} to the status pipe; {"setup":
     text} on failure.
 
@@ -100,7 +100,7 @@ def _load_calls() -> types.ModuleType:
     return module
 
 
-def _report(options: Options, report: dict[str, object]) -> None:
+def _report(options: ProgramOptions, report: dict[str, object]) -> None:
     os.write(options["status"], json.dumps(report).encode())
 
 
@@ -108,7 +108,7 @@ def _report(options: Options, report: dict[str, object]) -> None:
 # ------------------------------------------------------------------------------------------------
 
 
-def _supervise(pid: int, options: Options) -> dict[str, object]:
+def _supervise(pid: int, options: ProgramOptions) -> dict[str, object]:
     """Waits for the program, ends every process that it started, and returns its exit code and the
     limit it met."""
     reason, limit = "", options["memory_mb"] * _MIB
@@ -199,7 +199,7 @@ def _call(name: str, *arguments: object) -> None:
 # -----------------------------------------------------------------------------------------
 
 
-def _confine(options: Options, ready: int) -> None:
+def _confine(options: ProgramOptions, ready: int) -> None:
     """Irrevocably gives up what the program must not have. Writes an error to `ready`, or closes
     it."""
 
@@ -226,7 +226,7 @@ def _confine(options: Options, ready: int) -> None:
     os.close(ready)
 
 
-def _run(source: str, options: Options, calls: types.ModuleType | None) -> None:
+def _run(source: str, options: ProgramOptions, calls: types.ModuleType | None) -> None:
     """Runs the program and exits as the interpreter would, after its threads have ended."""
     sys.argv[:] = ["program.py"]
     if calls is None:
@@ -235,7 +235,7 @@ def _run(source: str, options: Options, calls: types.ModuleType | None) -> None:
     elif options["mode"] == "test":
         calls.run_tests(json.loads(source), options)
     else:
-        calls.serve(source, options)
+        calls.answer_calls(source, options)
 
 
 def _enter_folder(folder: str, user: int) -> None:
@@ -257,7 +257,7 @@ def _tasks_of(uid: int) -> int:
     return found
 
 
-def _build_root(options: Options) -> None:
+def _build_root(options: ProgramOptions) -> None:
     """Builds a root with only the interpreter, the system's libraries (read-only) and a small
     /tmp."""
     _call("unshare", _CLONE_NEWNS)
@@ -306,7 +306,7 @@ def _drop_capabilities() -> None:
     _call("capset", header, (ctypes.c_uint32 * 6)())
 
 
-def _limit(options: Options, tasks: int) -> None:
+def _limit(options: ProgramOptions, tasks: int) -> None:
     """Sets the kernel's limits for each process. tasks: processes of this user that are not the
     program's."""
     limits = {

@@ -1,9 +1,6 @@
 """Runs one untrusted Python program in separate processes, within limits, and returns how it ended.
 
-If the kernel allows it (Linux 5.12, as root or with user namespaces), a program has its own
-namespaces: no network, only its own processes, and only the files of the interpreter, the system's
-libraries (read-only) and its own /tmp in memory. Otherwise only the limits hold; see `isolation`.
-It is no virtual machine: the kernel is shared.
+The package's docstring says what this stops and what it does not.
 """
 
 import ctypes
@@ -14,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -28,6 +26,11 @@ _CHILD = Path(__file__).with_name("child.py")
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _END_S = 10.0  # the supervisor needs milliseconds; a machine that swaps, more
 _KEPT_BYTES = 2**16  # read at once
+_REMEDY = (
+    "allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, a container's seccomp "
+    "profile that permits unshare and mount) on Linux 5.12 or later, or set isolation: off in the "
+    "args to run them within limits only, with network and readable files in reach"
+)
 
 
 class SandboxError(RuntimeError):
@@ -79,30 +82,28 @@ def isolation() -> str:
         return str(exc)
 
 
+def machine_problem(options: Mapping[str, object]) -> str:
+    """Returns why this machine does not isolate programs, with the remedy; "" if it does, or if
+    these args of a grader or an environment ask for none."""
+    problem = isolation() if options.get("isolation") != "off" else ""
+    return problem and f"programs cannot be isolated here ({problem}): {_REMEDY}"
+
+
 @cache
 def isolates(wish: str) -> bool:
-    """Returns whether programs run in namespaces of their own; logs once per process if they
-    cannot.
+    """Returns whether programs run in namespaces of their own. wish: "required" or "off".
 
-    wish: "preferred" or "required". Raises SandboxError if they cannot and it is required, or if
-    limits do not hold.
+    Raises SandboxError if they cannot run here as wished.
     """
-    problem = isolation()
-    if not problem:
-        return True
+    if problem := machine_problem({"isolation": wish}):
+        raise SandboxError(problem)
     if wish == "required":
-        raise SandboxError(
-            f"programs cannot be isolated here ({problem}), and their isolation is required"
-        )
+        return True
     # programs never run as root, because limits would not bind them
     if failed := run_program("import socket", b"", _TRIVIAL, isolate=False).problem:
         raise SandboxError(
             f"another user than root cannot run {_interpreter()} ({failed}); install it elsewhere"
         )
-    print(
-        f"programs run with limits only, network and files are reachable: {problem}",
-        file=sys.stderr,
-    )
     return False
 
 
@@ -139,16 +140,13 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         stdin: bytes = b"",
         pipes: dict[str, int] | None = None,
     ):
-        self._limits, self._isolated, pipes = limits, isolate, pipes or {}
+        pipes = pipes or {}
+        self._limits, self._isolated = limits, isolate
         self._ended: Report | None = None
-        self._others = (
-            set()
-            if isolate
-            else {process.pid for process in psutil.Process().children(recursive=True)}
-        )
-        if (
-            not isolate
-        ):  # a program could kill its supervisor: the orphans must become children of this process
+        self._others: set[int] = set()
+        if not isolate:
+            # a program could kill its supervisor: its orphans must become children of this process
+            self._others = {process.pid for process in psutil.Process().children(recursive=True)}
             _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         with ExitStack() as stack, ExitStack() as theirs:
             for fd in pipes.values():
@@ -166,35 +164,9 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             status_read, status = os.pipe()
             theirs.callback(os.close, status)
             self._status: IO[bytes] = stack.enter_context(open(status_read, "rb"))
-            readable = [
-                path for path in _SYSTEM if os.path.isdir(path) and not os.path.islink(path)
-            ]
-            options = {
-                **asdict(limits),
-                **pipes,
-                "cpu_s": int(limits.wall_s) + 1,
-                "mode": mode,
-                "scratch": scratch,
-                "isolate": isolate,
-                "control": control,
-                "status": status,
-                "readable": [
-                    *readable,
-                    *dict.fromkeys((os.path.realpath(sys.base_prefix), sys.base_prefix)),
-                ],
-                "links": {path: os.readlink(path) for path in _SYSTEM if os.path.islink(path)},
-            }
-            writes = subprocess.PIPE if mode == "script" else subprocess.DEVNULL
-            self._process = subprocess.Popen(
-                [_interpreter(), "-I", "-S", "-X", "utf8", str(_CHILD), json.dumps(options)],
-                stdin=theirs.enter_context((folder / "stdin").open("rb")),
-                stdout=writes,
-                stderr=writes,
-                pass_fds=[control, status, *pipes.values()],
-                env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
-                cwd=folder,
-                start_new_session=True,
-            )
+            fds = {"control": control, "status": status, **pipes}
+            options = {"mode": mode, "scratch": scratch, "isolate": isolate, **fds}
+            self._process = _start_supervisor(options, limits, list(fds.values()))
             for stream in filter(None, (self._process.stdout, self._process.stderr)):
                 stack.enter_context(stream)
             stack.callback(self.stop)
@@ -246,7 +218,7 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             self._close_control.close()
             self._ended = self._read_report()
         if "setup" in self._ended:
-            raise SandboxError(f"a program could not be isolated: {self._ended['setup']}")
+            raise SandboxError(self._ended["setup"])
         return self._ended
 
     def _read_report(self) -> "Report":
@@ -269,6 +241,35 @@ class Sandbox(AbstractContextManager["Sandbox"]):
                     orphan.kill()
                     orphan.wait(_END_S)
         return {"code": code, "reason": "killed its supervisor"}
+
+
+def _start_supervisor(
+    options: dict[str, object], limits: Limits, fds: list[int]
+) -> "subprocess.Popen[bytes]":
+    """Starts child.py with these options, the limits, and what of the file system a program sees.
+
+    The folder `scratch` has the program's standard input. Only a script's output comes back.
+    """
+    folder = Path(str(options["scratch"]))
+    prefixes = (os.path.realpath(sys.base_prefix), sys.base_prefix)
+    folders = [path for path in _SYSTEM if os.path.isdir(path) and not os.path.islink(path)]
+    options |= asdict(limits) | {
+        "cpu_s": int(limits.wall_s) + 1,
+        "readable": [*folders, *dict.fromkeys(prefixes)],
+        "links": {path: os.readlink(path) for path in _SYSTEM if os.path.islink(path)},
+    }
+    output = subprocess.PIPE if options["mode"] == "script" else subprocess.DEVNULL
+    with (folder / "stdin").open("rb") as stdin:
+        return subprocess.Popen(
+            [_interpreter(), "-I", "-S", "-X", "utf8", str(_CHILD), json.dumps(options)],
+            stdin=stdin,
+            stdout=output,
+            stderr=output,
+            pass_fds=fds,
+            env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
+            cwd=folder,
+            start_new_session=True,
+        )
 
 
 def _interpreter() -> str:

@@ -6,8 +6,8 @@ import json
 import pytest
 from planned_cases import planned
 
+from megagrpo.cpu.engine_command import FOLDER
 from megagrpo.families.table import FAMILIES
-from megagrpo.rollout.service.engine_command import CPU_SHIMS
 from megagrpo.system.environment import child_environment
 from tests.experiments import ROOT, experiment, python
 
@@ -26,7 +26,7 @@ def test_a_publish_gives_what_sglang_makes_of_a_quantised_checkpoint(tmp_path, f
     The attention of SGLang's Mixtral, Llama, Qwen2 and DeepSeek-V3 has scales of its cache, which
     no tensor fills.
     """
-    variables = {"PYTHONPATH": f"{CPU_SHIMS}:{ROOT}", "SGLANG_USE_CPU_ENGINE": "1"}
+    variables = {"PYTHONPATH": f"{FOLDER}:{ROOT}", "SGLANG_USE_CPU_ENGINE": "1"}
     words = ("-m", "tests.e2e.fp8_in_process", tmp_path, family)
     found = json.loads(
         python(*words, env=child_environment() | variables, cwd=ROOT).splitlines()[-1]

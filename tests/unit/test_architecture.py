@@ -49,13 +49,14 @@ LAYERS = (
     {"evaluation"},
     {"train"},
     {"tasks", "cluster"},
-    WINGS,
+    WINGS - {"environments"},
+    {"environments"},  # one of them runs programs in the sandbox
     {"cli"},
 )
 
 # Third-party library -> where it may be imported. `cpu/engine` runs inside the engine's process.
 ONLY_IN = {
-    "megatron": r"actor/|tools/bisect/capture\.py|tools/plan/trainer_dry_run\.py",
+    "megatron": r"actor/|cpu/trainer\.py|tools/bisect/capture\.py|tools/plan/trainer_dry_run\.py",
     "ray": r"rollout/service/",
     # a dry run builds the engine's model or resolves its arguments as on a GPU, in a process of its own
     "sglang": r"weights/engines/loader\.py|rollout/service/(engine_process|\w+_dry_run)\.py"

@@ -11,12 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megagrpo.environments.mcp_tools import McpTools
 from megagrpo.environments.openenv import OpenEnv
 from megagrpo.environments.python_programs import PythonPrograms
 from megagrpo.rollout.agents import Unavailable
 from megagrpo.sandbox.sandbox import isolation
-from tests.mcp_server import answer
+from tests.mcp_server import NOTICE, answer
 
 ROW = {"prompt": "2 + 3?", "answer": "5", "source": "", "extra": {}}
 COMMAND = f"{sys.executable} {Path(__file__).parents[1] / 'mcp_server.py'}"
@@ -26,13 +25,20 @@ def call(name: str, **arguments: int) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
+def servers() -> list[psutil.Process]:
+    """Those that were started and have not ended."""
+    children = psutil.Process().children()
+    return [child for child in children if "mcp_server" in " ".join(child.cmdline())]
+
+
 class Handler(BaseHTTPRequestHandler):
     """Answers by JSON, and calls of tools by a stream of events."""
 
     def do_POST(self) -> None:
         message = json.loads(self.rfile.read(int(self.headers["content-length"])))
         first = message["method"] == "initialize"
-        assert first or self.headers["mcp-session-id"] == "s1"
+        asks = message["method"] == "server/discover"  # whether the server is a newer one
+        assert first or asks or self.headers["mcp-session-id"] == "s1"
         self.send_response(200 if "id" in message else 202)
         if first:
             self.send_header("Mcp-Session-Id", "s1")
@@ -43,12 +49,14 @@ class Handler(BaseHTTPRequestHandler):
         )
         stream = message["method"] == "tools/call"
         if stream:
-            notice = json.dumps({"jsonrpc": "2.0", "method": "notifications/message", "params": {}})
-            body = f": comment\n\nevent: message\ndata: {notice}\n\ndata: {body}\n\n"
+            body = f": comment\n\nevent: message\ndata: {json.dumps(NOTICE)}\n\ndata: {body}\n\n"
         self.send_header("Content-Type", "text/event-stream" if stream else "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body.encode())
+
+    def do_GET(self) -> None:
+        self.send_error(405)  # it says nothing unless it is asked
 
     def do_DELETE(self) -> None:
         self.server.ended = self.headers["mcp-session-id"]
@@ -57,6 +65,14 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *args: object) -> None: ...
+
+
+@pytest.fixture
+def mcp_tools() -> type:
+    pytest.importorskip("mcp")
+    from megagrpo.environments.mcp_tools import McpTools
+
+    return McpTools
 
 
 @pytest.fixture
@@ -69,9 +85,9 @@ def listening() -> Iterator[ThreadingHTTPServer]:
 
 
 @pytest.mark.parametrize("way", ["command", "url"])
-def test_a_model_calls_tools_until_it_answers(way: str, listening):
+def test_a_model_calls_tools_until_it_answers(way: str, mcp_tools, listening):
     url = f"http://127.0.0.1:{listening.server_port}/mcp"
-    environment = McpTools(
+    environment = mcp_tools(
         ROW, 0, "exact", **({"command": COMMAND} if way == "command" else {"url": url})
     )
     said = environment.reset()
@@ -105,24 +121,27 @@ def test_a_model_calls_tools_until_it_answers(way: str, listening):
     assert environment.step("6") == (None, 0.0, True) and environment.step("5") == (None, 1.0, True)
     environment.close()
     assert way == "command" or listening.ended == "s1"
-    assert not [
-        child for child in psutil.Process().children() if "mcp_server" in " ".join(child.cmdline())
-    ]
+    assert not servers()
 
 
-def test_a_server_that_is_gone_is_no_fault_of_the_model(listening):
-    environment = McpTools(ROW, 0, "exact", command=f"{COMMAND} die")
+def test_a_server_that_is_gone_is_no_fault_of_the_model(mcp_tools, listening):
+    environment = mcp_tools(ROW, 0, "exact", command=f"{COMMAND} die")
     with pytest.raises(Unavailable, match="tools/call: the server is gone"):
         environment.step(call("add", a=1, b=1))
     environment.close()
+    environment = mcp_tools(ROW, 0, "exact", command=f"{COMMAND} hang", timeout_s=1.0)
+    with pytest.raises(Unavailable, match="tools/call: the server is gone"):
+        environment.step(call("add", a=1, b=1))
+    environment.close()
+    assert not servers()
     with pytest.raises(Unavailable, match="No such file"):
-        McpTools(ROW, 0, "exact", command="/no/such/server")
+        mcp_tools(ROW, 0, "exact", command="/no/such/server")
     listening.shutdown()
     listening.server_close()
     with pytest.raises(Unavailable, match="ConnectError"):
-        McpTools(ROW, 0, "exact", url=f"http://127.0.0.1:{listening.server_port}/mcp")
+        mcp_tools(ROW, 0, "exact", url=f"http://127.0.0.1:{listening.server_port}/mcp")
     with pytest.raises(ValueError, match="one of them"):
-        McpTools(ROW, 0, "exact")
+        mcp_tools(ROW, 0, "exact")
 
 
 LEVEL_ROW = {"prompt": "p", "answer": "", "source": "", "extra": {"level": 3}}

@@ -18,8 +18,8 @@ from megagrpo.config.libraries.sglang import (
     server_options,
 )
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.cpu.engine_command import FOLDER
 from megagrpo.rollout.service.engine_command import (
-    CPU_SHIMS,
     ServerPlace,
     engine_command,
     engine_environment,
@@ -409,9 +409,7 @@ def test_shims_are_there_for_the_engine_alone():
     code = (
         "import sys, sgl_kernel, sitecustomize; print(sgl_kernel.__file__, sitecustomize.__file__)"
     )
-    assert (
-        in_engine_python(code) == f"{CPU_SHIMS}/sgl_kernel/__init__.py {CPU_SHIMS}/sitecustomize.py"
-    )
+    assert in_engine_python(code) == f"{FOLDER}/sgl_kernel/__init__.py {FOLDER}/sitecustomize.py"
     with pytest.raises(AssertionError, match="ModuleNotFoundError"):
         python("-c", "import sgl_kernel")
 

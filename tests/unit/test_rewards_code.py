@@ -3,18 +3,21 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 from hostile_programs import CALLS, OPTIONS, PROGRAMS, SCRIPTS, options
 
 from megagrpo.config.schema import RewardConfig
-from megagrpo.rewards.graders.code import grade, program_of
-from megagrpo.rewards.graders.code_tests import read_tests
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.sandbox import sandbox
+from megagrpo.sandbox.grader import grade, program_of
+from megagrpo.sandbox.test_cases import read_tests
 from megagrpo.types import Prompt
 from tests.experiments import until
 
@@ -78,6 +81,49 @@ def test_limits_hold_without_namespaces(name):
     until(
         lambda: not [p for p in below.children(True) if "sandbox/child.py" in str(p.cmdline())], 5
     )
+
+
+# Python runs it first in every process: a kernel that grants no namespaces.
+NO_NAMESPACES = """import ctypes
+real = ctypes.CDLL(None, use_errno=True)
+
+class Refusing:
+    def __getattr__(self, name):
+        return (lambda *flags: -1) if name == "unshare" else getattr(real, name)
+
+ctypes.CDLL = lambda *args, **kwargs: Refusing()
+"""
+WITHOUT = """import sys
+from megagrpo.config.schema import RewardConfig
+from megagrpo.rewards.pool import RewardPool
+from megagrpo.sandbox import sandbox
+from megagrpo.types import Prompt
+
+sandbox._CHILD = sys.argv[1]
+config = RewardConfig(grader="code", args={"isolation": sys.argv[2], "total_s": 20.0}, workers=1, timeout_s=60.0)
+with RewardPool(config) as pool:
+    pass
+print("started")
+"""
+
+
+def test_without_namespaces_nothing_starts_unless_isolation_is_off(tmp_path):
+    """The supervisor's `unshare` fails, as in a container without privileges."""
+    child = Path(sandbox.__file__).with_name("child.py").read_text()
+    os.chmod(tmp_path, 0o755)
+    (tmp_path / "child.py").write_text(NO_NAMESPACES + child)
+
+    def started(wish: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-c", WITHOUT, str(tmp_path / "child.py"), wish]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    refused = started("required")
+    assert refused.returncode == 1
+    said = refused.stderr.strip().splitlines()[-1]
+    assert said.startswith("ValueError: grader code: programs cannot be isolated here")
+    assert "user namespaces" in said and "isolation: off" in said
+    within_limits = started("off")
+    assert within_limits.stdout == "started\n", within_limits.stderr
 
 
 @isolated

@@ -63,16 +63,6 @@ def share_angles() -> None:
     }
 
 
-def install_on_cpu() -> None:
-    """Makes the token dispatcher return numpy split sizes on a CPU, as it does when they come from
-    a GPU."""
-
-    def to_cpu(tensor: Tensor, as_numpy: bool = False, record_stream: bool = False) -> object:
-        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-    token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
-
-
 def admit_fused_weight_gradient() -> None:
     """Passes the output layer's check for Apex's kernel, which is never called: our head reads the
     layer's weight."""

@@ -16,9 +16,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megagrpo.actor.layers.rotary import section_angles
-from megagrpo.cpu.torchvision_ops import define_torchvision_operators
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.vision import Trained, Vision
+from megagrpo.system.torchvision import prepare_torchvision
 from megagrpo.types import MicroBatch, on_device
 
 Grid = tuple[int, int, int]
@@ -36,7 +36,7 @@ _TOWERS = {
 
 def build_tower(vision: Vision) -> torch.nn.Module:
     """Returns transformers' module with random weights; what is not trained has no gradient."""
-    define_torchvision_operators()
+    prepare_torchvision()
     folder, config_class, tower_class = _TOWERS[vision.kind]
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     config = getattr(

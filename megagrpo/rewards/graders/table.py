@@ -17,13 +17,17 @@ GraderFunction = Callable[..., object]  # (response text, answer of the data fil
 GroupFunction = Callable[..., list[float]]  # (texts, answer, scores, **reward.group_args)
 
 BUILT_IN = {  # named, not imported: only `math` should pay for sympy
-    "code": "megagrpo.rewards.graders.code:grade",
+    "code": "megagrpo.sandbox.grader:grade",
     "exact": "megagrpo.rewards.graders.format:exact",
     "format": "megagrpo.rewards.graders.format:grade",
     "gsm8k": "megagrpo.rewards.graders.gsm8k:grade",
     "math": "megagrpo.rewards.graders.math:grade",
     "math_dapo": "megagrpo.rewards.graders.math_dapo:grade",
 }
+# Besides, by the same names: a check of an answer of the data, which raises ValueError, and one of
+# the machine that grades, which returns what is wrong with it.
+_ANSWER_CHECKS = {"code": "megagrpo.sandbox.test_cases:read_tests"}
+_MACHINE_CHECKS = {"code": "megagrpo.sandbox.sandbox:machine_problem"}
 SERVICES = ("http", "judge")  # the leader calls them over the network, see services.py
 GROUP_BUILT_IN = {
     "distinct": "megagrpo.rewards.group:distinct",
@@ -88,6 +92,19 @@ def check_grader(name: str, args: GraderArgs) -> None:
             read_template(str(args["prompt_file"]))
     else:
         load_grader(name, args)
+
+
+def check_answer(name: str, answer: str) -> None:
+    """Raises ValueError for an answer of the data with which a grader cannot work."""
+    if name in _ANSWER_CHECKS:
+        load_function(name, _ANSWER_CHECKS, "reward.grader")(answer)
+
+
+def machine_problem(name: str, args: GraderArgs) -> str:
+    """Returns why a grader cannot run on this machine, with the remedy; "" if it can."""
+    if name not in _MACHINE_CHECKS:
+        return ""
+    return load_function(name, _MACHINE_CHECKS, "reward.grader")(args)
 
 
 def _check_args(

@@ -29,6 +29,8 @@ BUILT_IN = {
     "mcp": f"{_BUILT_IN}.mcp_tools:McpTools",
     "openenv": f"{_BUILT_IN}.openenv:OpenEnv",
 }
+# What a built-in one needs of the machine that plays it: returns what is wrong.
+_MACHINE_CHECKS = {"python": "megagrpo.sandbox.sandbox:machine_problem"}
 # What ends a rollout: its environment; a limit of tokens, turns or seconds; a call that hung; an
 # environment that raised or returned nonsense; what it needs and lacked, three times; a row that it
 # cannot play, twice.
@@ -65,6 +67,15 @@ class _Worker:
 def load_environment(name: str) -> Callable[..., object]:
     """Imports the user's function that makes an environment. Raises ValueError."""
     return load_function(name, BUILT_IN, "sampling.environment.function")
+
+
+def refuse_machine(config: EnvironmentConfig) -> None:
+    """Raises ValueError, with the remedy, if an environment cannot run on this machine."""
+    name = config.function
+    if name in _MACHINE_CHECKS:
+        check = load_function(name, _MACHINE_CHECKS, "sampling.environment.function")
+        if problem := check(config.args):
+            raise ValueError(f"environment {name}: {problem}")
 
 
 class Environments:

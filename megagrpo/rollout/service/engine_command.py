@@ -4,21 +4,18 @@ An engine is one model replica of `rollout.tp` ranks over `rollout.nodes_per_eng
 node runs one server process, the first one answers HTTP.
 """
 
+import importlib
 import sys
 from dataclasses import dataclass
-from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import megagrpo
 from megagrpo.config.libraries.sglang import engine_setting_problems, engine_setting_words
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system.environment import ENGINE, WEIGHT_LOADER, get, without_expandable_segments
 
-CPU_SHIMS = Path(megagrpo.__file__).parent / "cpu" / "engine"
 _INTERLEAVES = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
-_CPU_TOKENS = 20_000  # KV cache; SGLang would size it by free memory, which the trainer needs too
-_MAX_CPU_THREADS = 4  # of a rank: a small model gets slower with more
 
 Settings = dict[str, Any]  # by field of SGLang's ServerArgs
 
@@ -115,7 +112,7 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
         }
     if config.actor.routing_replay == "rollout":
         settings["enable_return_routed_experts"] = True
-    settings |= _on_cuda(rollout) if place.cuda else _on_cpu()
+    settings |= _on_cuda(rollout) if place.cuda else _stand_ins().SETTINGS
     if rollout.max_total_tokens is not None:
         settings["max_total_tokens"] = rollout.max_total_tokens
     return settings | rollout.sglang
@@ -148,21 +145,6 @@ def _on_cuda(rollout: RolloutConfig) -> Settings:
         # weights after loading.
         settings["moe_runner_backend"] = "triton"
     return settings
-
-
-def _on_cpu() -> Settings:
-    return {
-        "max_total_tokens": _CPU_TOKENS,
-        "sleep_on_idle": True,  # else the scheduler burns a core that the trainer needs
-        "device": "cpu",
-        "attention_backend": "torch_native",
-        "sampling_backend": "pytorch",
-        "cuda_graph_backend_decode": "disabled",
-        "cuda_graph_backend_prefill": "disabled",
-        # of a hierarchical cache; its other copies have no stand-ins
-        "hicache_io_backend": "direct",
-        "hicache_mem_layout": "layer_first",
-    }
 
 
 def _words(name: str, value: object) -> list[str]:
@@ -201,30 +183,15 @@ def engine_environment(config: ExperimentConfig, place: ServerPlace) -> dict[str
         # others.
         unequal = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
         return env | (without_expandable_segments() | unequal if rollout.colocate else {})
-    ranks_here = config.rollout.tp // config.rollout.nodes_per_engine
-    # The last bits of a sum depend on the number of threads, and their share of the cores on the
-    # number of engines.
-    threads = (
-        1 if config.rollout.deterministic else min(_MAX_CPU_THREADS, place.num_cores // ranks_here)
-    )
-    env |= {
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "CUDA_VISIBLE_DEVICES": "",  # the machine may have GPUs that must not be used
-        # the sampler's torch.compile costs seconds of C++ per shape and gains nothing here
-        "TORCHDYNAMO_DISABLE": "1",
-        # Threads that wait by spinning starve the others on shared cores: 20 tokens/s instead of
-        # 4,000 were measured.
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "OMP_NUM_THREADS": str(max(1, threads)),
-    }
-    if config.rollout.tp > 1:
-        # With more ranks than NUMA nodes SGLang requires a core for each rank, of all nodes.
-        env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
-            str(rank % max(1, place.num_cores)) for rank in range(config.rollout.tp)
-        )
-    return env
+    return env | _stand_ins().environment(config.rollout, place.num_cores)
 
 
 def engine_python_path(place: ServerPlace) -> list[str]:
     """Returns the folders that come first on the server process's PYTHONPATH."""
-    return [] if place.cuda else [str(CPU_SHIMS)]
+    return [] if place.cuda else [str(_stand_ins().FOLDER)]
+
+
+def _stand_ins() -> ModuleType:
+    """Returns what an engine needs on a CPU; the rest of the rollout service does not know of
+    it."""
+    return importlib.import_module("megagrpo.cpu.engine_command")

@@ -35,10 +35,7 @@ SIZED_BY_VALUES = (
 )
 # A clone may itself lie in a folder called megagrpo.
 ROOTS = tuple(f"{next(iter(package.__path__))}{os.sep}" for package in (megagrpo, megatron.core))
-CPU_ONLY = (
-    "actor/host.py",
-    "actor/megatron/internals_0_16.py",
-)  # what they put into Megatron where there is no CUDA
+CPU_ONLY = ("cpu/trainer.py",)  # what it puts into Megatron where there is no CUDA
 READS = ("_local_scalar_dense", "equal", "is_nonzero")
 METHODS = ("tolist", "numpy", "cpu", "item", "__bool__", "__int__", "__float__", "__index__")
 # What these read is on the host of a GPU machine too: split sizes that the dispatcher brought there

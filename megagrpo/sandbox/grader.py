@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterator
 
 from megagrpo.config.reward import CodeOptions, Scalar
-from megagrpo.rewards.graders.code_tests import SAME, TestCases, read_tests
 from megagrpo.sandbox.sandbox import Limits, Sandbox, isolates, run_program
+from megagrpo.sandbox.test_cases import SAME, TestCases, read_tests
 
 _FENCE = "```"
 _PYTHON = ("python", "python3", "py")
@@ -22,15 +22,15 @@ _PYTHON = ("python", "python3", "py")
 def grade(text: str, answer: str, **options: Scalar | dict[str, Scalar]) -> tuple[float, str]:
     """Returns the score of the program in `text` and the first failure, if any.
 
-    Raises ValueError for an answer without tests, SandboxError if the sandbox fails.
+    Raises ValueError for an answer without tests, SandboxError if the sandbox fails or this machine
+    cannot isolate programs.
     """
     settings = CodeOptions.model_validate(options)
     tests = read_tests(answer, settings.tolerance)
     run = _run_scripts if tests.scripts else _run_calls
     num_passed, failure = 0, ""
-    for number, problem in enumerate(
-        run(program_of(text), tests, settings, isolates(settings.isolation)), start=1
-    ):
+    problems = run(program_of(text), tests, settings, isolates(settings.isolation))
+    for number, problem in enumerate(problems, start=1):
         num_passed += not problem
         if problem and not failure:
             failure = f"test {number} of {len(tests)}: {problem}"
