@@ -73,7 +73,7 @@ def _measure(
     configs: dict[str, ExperimentConfig], service: RunningService, args: argparse.Namespace
 ) -> list[dict]:
     config = configs[ORDERS[0]]
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(config.read_model())
     prompts = load_prompts(config.data, tokenizer)
     grader = _Clock()
     sources = {

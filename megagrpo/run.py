@@ -11,21 +11,20 @@ from torch import Tensor
 
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.actor.saving import save_actor
+from megagrpo.actor.start import initial_weights, make_actor, steps_in_all
 from megagrpo.actor.step import holds_token_values
 from megagrpo.batching.batch import build_batch
 from megagrpo.checkpoint.resume import (
     find_checkpoint,
-    initial_weights,
-    make_actor,
     resume,
     run_identity,
-    steps_in_all,
 )
 from megagrpo.checkpoint.save import Checkpointer, SaveSchedule
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import PromptSet, decoder, describe_dropped, load_prompts, load_tokenizer
+from megagrpo.families.model import Model
 from megagrpo.mesh import LeaderError, Mesh, RunStopped
 from megagrpo.monitor.alarm import HealthWatch, MismatchAlarm
 from megagrpo.monitor.console import StepConsole
@@ -74,6 +73,7 @@ _PHASES = {
 class Inputs:
     """The inputs that a run reads before it needs any other process."""
 
+    model: Model
     tokenizer: "PreTrainedTokenizerBase"
     decode: Decode
     prompts: PromptSet
@@ -84,17 +84,19 @@ class Inputs:
     @classmethod
     def load(cls, config: ExperimentConfig) -> "Inputs":
         """Loads the inputs of an experiment. Raises ValueError."""
-        tokenizer = load_tokenizer(config.model)
-        images = ImageStore.of(config.model, config.run_folder.images)
+        model = config.read_model()
+        tokenizer = load_tokenizer(model)
+        images = ImageStore.of(model, config.run_folder.images)
         prompts = load_prompts(config.data, tokenizer, images)
         eval_prompts = load_prompts(config.eval.data, tokenizer, images) if config.eval else None
         return cls(
-            tokenizer,
-            decoder(tokenizer),
-            prompts,
-            eval_prompts,
-            make_answering(config, tokenizer),
-            images,
+            model=model,
+            tokenizer=tokenizer,
+            decode=decoder(tokenizer),
+            prompts=prompts,
+            eval_prompts=eval_prompts,
+            tool=make_answering(config, tokenizer),
+            images=images,
         )
 
     def close(self) -> None:
@@ -354,12 +356,12 @@ def start_run(
         find_service(folder.path, service_url, start_timeout_s).sleep(sleep_limit_s(config))
     inputs = Inputs.load(config)
     progress.enter(f"{config.actor.world_size} trainer ranks meet and build the model")
-    actor = make_actor(config, config.train.steps(len(inputs.prompts)), device)
+    actor = make_actor(config, inputs.model.arch, config.train.steps(len(inputs.prompts)), device)
     actor.images, mesh = inputs.images.pixels if inputs.images else None, actor.mesh
     progress.enter("loads weights")
-    source = find_checkpoint(config, folder, mesh)
+    source = find_checkpoint(config, mesh)
     weights = initial_weights(config, config.algorithm, source, actor)
-    state = resume(config, folder, source, actor)
+    state = resume(config, source, actor)
     num_steps = steps_in_all(config, len(inputs.prompts), state, actor)
     with ExitStack() as stack:
         console = (
@@ -400,6 +402,8 @@ def start_run(
                 record.timeline.request,
             )
             sampler.images = inputs.images
+            if config.actor.routing_replay == "rollout":
+                sampler.arch = inputs.model.arch
         rollouts = RolloutSource(config, mesh, control, sampler, publishing.refresh, watchdog.alive)
         stack.callback(rollouts.close)
         rollouts.restore(state.ahead)

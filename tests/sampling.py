@@ -85,11 +85,11 @@ def source_of(
     refresh = EngineRefresh(
         mesh, publish or (lambda version, ids: control.mark_ready(ids[0], 1, version))
     )
-    sampler = (
-        Sampler(config, mesh.dp_size, control, grader or Grader(), decode, tool)
-        if mesh.is_leader
-        else None
-    )
+    sampler = None
+    if mesh.is_leader:
+        sampler = Sampler(config, mesh.dp_size, control, grader or Grader(), decode, tool)
+        if config.actor.routing_replay == "rollout":
+            sampler.arch = config.read_model().arch
     return RolloutSource(config, mesh, control, sampler, refresh)
 
 

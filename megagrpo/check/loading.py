@@ -14,6 +14,7 @@ from megagrpo.config.fields import complaints
 from megagrpo.config.schema import DataConfig, ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
+from megagrpo.families.model import Model
 from megagrpo.rollout.tools import make_answering
 
 _SHOWN = 160  # characters of a text
@@ -48,7 +49,7 @@ def try_loading(config: ExperimentConfig) -> Trial:
 
 
 def _try_tokenizer(config: ExperimentConfig, folder: str, trial: Trial) -> None:
-    model = config.model.model_copy(update={"path": folder})
+    model = Model.read(folder, config.model.tokenizer)
     tokenizer = load_tokenizer(model)
     trial.loaded.append(f"the tokenizer of {config.model.tokenizer or folder}")
     if key := config.sampling.rewarding:

@@ -47,8 +47,9 @@ def try_out(config: ExperimentConfig, num_prompts: int) -> int:
     config = config.model_copy(
         update={"actor": config.actor.model_copy(update={"routing_replay": None})}
     )
-    tokenizer = load_tokenizer(config.model)
-    images = ImageStore.of(config.model, folder.images)
+    model = config.read_model()
+    tokenizer = load_tokenizer(model)
+    images = ImageStore.of(model, folder.images)
     prompts = load_prompts(config.data, tokenizer, images).prompts[:num_prompts]
     decode = decoder(tokenizer)
     with alone_in(folder), Launch(folder, "try", end=ENDING) as launch, ExitStack() as stack:

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from megagrpo.config.schema import DataConfig, ModelConfig
+from megagrpo.config.schema import DataConfig
 from megagrpo.cpu.torchvision_ops import define_torchvision_operators, torchvision_problem
 from megagrpo.data.images import ImageStore, image_bytes, images_apart
 from megagrpo.data.rows import Row, read_rows
+from megagrpo.families.model import Model
 from megagrpo.families.table import read_description
 from megagrpo.system.explained import explained, translated
 from megagrpo.types import Prompt
@@ -101,7 +102,7 @@ def _first_from(begin: int, share: float) -> int:
     return j
 
 
-def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
+def load_tokenizer(model: Model) -> "PreTrainedTokenizerBase":
     """Returns the model's tokenizer, from local files only.
 
     Raises ValueError if the folder has none or only Python code for one, or if it has more tokens
@@ -113,7 +114,7 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
         PreTrainedTokenizerFast,
     )  # takes seconds, and pulls in torch
 
-    folder = Path(model.tokenizer or model.path)
+    folder = model.tokenizer_folder
     if not folder.is_dir():
         raise ValueError(
             f"{folder}: no such folder; model.tokenizer (or model.path) is a local Hugging Face "
@@ -126,15 +127,12 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         if isinstance(tokenizer, PreTrainedTokenizerFast):
             _restore_parts(tokenizer, folder / "tokenizer.json")
-    config_file = Path(model.path) / "config.json"
-    if not config_file.is_file():
-        raise ValueError(f"{config_file}: no such file; model.path is a local Hugging Face folder")
-    config = read_description(config_file)
+    config = model.description
     size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     largest = max(tokenizer.get_vocab().values())
     if largest >= size:
         raise ValueError(
-            f"tokenizer {folder} has token id {largest} but model {model.path} only {size} "
+            f"tokenizer {folder} has token id {largest} but model {model.folder} only {size} "
             "embeddings (vocab_size): "
             "they do not belong together"
         )
