@@ -279,12 +279,6 @@ class RolloutConfig(Section):
     """Engines on the trainers' GPUs, on one node or many, rank for rank: they release their memory
     while the actor trains, and its optimizer's state and gradients go to the host while they
     sample; wants `weights.transport: ipc`."""
-    lend_trainers: NonNegativeInt = 0
-    """Engines on the trainers' GPUs in addition to `num_engines`, which then have nodes of their
-    own. They wake while the trainers wait for requests that no other engine has room for, and sleep
-    while these train."""
-    lent_mem_fraction: Annotated[float, Field(gt=0, lt=1)] = _BESIDE_TRAINERS
-    """`mem_fraction` of the engines of `lend_trainers`."""
     sglang: LibrarySettings = Field(default={})
     """Fields of SGLang's ServerArgs, by their names there, such as `chunked_prefill_size: 8192`."""
     extra_args: list[str] = Field(
@@ -316,20 +310,6 @@ class RolloutConfig(Section):
     def max_lag(self) -> int:
         """Returns how many versions a token may be older than the weights that it trains."""
         return self.max_staleness or (self.max_deferrals if self.extra_groups else 0)
-
-    @property
-    def shares_gpus(self) -> bool:
-        """Returns whether there are engines on the trainers' GPUs."""
-        return self.colocate or self.lend_trainers > 0
-
-    @property
-    def engines_at_start(self) -> int:
-        """Counts all engines at the start."""
-        return self.num_engines + self.lend_trainers
-
-    def is_beside_trainers(self, engine: str) -> bool:
-        """Returns whether the engine of this id is on GPUs of trainers."""
-        return self.colocate or self.num_engines <= engine_number(engine) < self.engines_at_start
 
     def patience_s(self, cuda: bool) -> float:
         """Returns health_timeout_s, in seconds, of engines on GPUs or on a CPU."""
@@ -401,18 +381,6 @@ class RolloutConfig(Section):
             f"rollout.{ahead} with rollout.colocate: engines sleep while the actor trains, and can "
             "sample nothing "
             "ahead; set one of them": self.colocate and ahead,
-            "rollout.lend_trainers with rollout.colocate: all engines are on the trainers' GPUs; "
-            "set one of "
-            "them": self.colocate and self.lend_trainers,
-            f"rollout.lend_trainers with weights.transport {weights.transport}: engines on nodes "
-            "of their own take "
-            "reshard, and lent ones take their weights through memory by themselves": self.lend_trainers
-            and weights.transport != "reshard",
-            f"rollout.lend_trainers with rollout.{ahead}: responses are cut when trainers take "
-            "their GPUs back, and "
-            "go on elsewhere with rollout.streaming: true": self.lend_trainers
-            and ahead
-            and not self.streaming,
             "rollout.max_staleness 1 with algorithm.dynamic_sampling: groups that a step leaves "
             "over are trained on "
             "one step later, so that nothing could be sampled ahead within the bound; take 2 or "

@@ -65,12 +65,6 @@ class Turnstile:
             self.admit()
 
     @property
-    def next_order(self) -> tuple[float, ...] | None:
-        """Returns the order of the request that leaves next; None if none waits. May be read from
-        any thread."""
-        return next((waiting.order for waiting in self._waiting[:1]), None)
-
-    @property
     def in_flight(self) -> int:
         """Returns the number of requests in flight."""
         return self._in_flight

@@ -1,6 +1,7 @@
 """Samples and grades one leader's share of the prompts, in an event loop of a background thread."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -111,7 +112,7 @@ class Sampler:
             tuple[str, int], int | None
         ] = {}  # by engine and incarnation; None: not reported
         self._admitting = asyncio.Lock()
-        self._job_steps: list[int] = []  # by number, the step that a job is for
+        self._job_numbers = itertools.count()
         self._discarded_before = 0  # tokens, of clients whose jobs have ended
         self._clients: set[GenerationClient] = set()
         self.cache_use = CacheUse()
@@ -153,8 +154,8 @@ class Sampler:
 
         Raises GenerationFailed, which names the missing prompts, when the patience ends.
         """
-        job_number, limit_s = len(self._job_steps), self._config.rollout.step_timeout_s
-        self._job_steps.append(job.step)
+        job_number = next(self._job_numbers)
+        limit_s = self._config.rollout.step_timeout_s
         self.cache_use.newest = max(self.cache_use.newest, job.version)
         async with (
             self._admitting
@@ -196,16 +197,8 @@ class Sampler:
                 self._clients.discard(client)
                 self._discarded_before += client.num_discarded
 
-    @property
-    def step_to_begin(self) -> int | None:
-        """Returns the step of the request that leaves next; None if none waits. May be read from
-        any thread."""
-        order = self._turnstile.next_order
-        return None if order is None else self._job_steps[int(order[1])]
-
     async def count_engines(self) -> ServiceStatus:
-        """Sets the limits of requests in flight to this leader's share of the engines that are not
-        asleep."""
+        """Sets the limits of requests in flight to this leader's share of the engines."""
         # In a thread: a service that is slow to answer must not hold up the samples of other jobs.
         status = await asyncio.to_thread(self._control.status)
         for engine in status.engines:
@@ -215,7 +208,7 @@ class Sampler:
                     engine_cache_tokens, engine.url, self._control.api_key
                 )
         self._adapt(status)
-        number = sum(engine.state != "asleep" for engine in status.engines)
+        number = len(status.engines)
         sizes = [tokens for tokens in self._cache_tokens.values() if tokens]
         self._turnstile.limit = max(1, number * self.concurrency.limit // self._num_leaders)
         if sizes:

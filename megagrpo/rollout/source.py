@@ -219,21 +219,6 @@ class RolloutSource:
         job = SamplingJob("evaluate", 0, version, params, num_samples)
         return self._collect(job, self._sample(job, prompts, range(len(prompts))))
 
-    def has_to_begin(self) -> bool:
-        """Local. Returns whether requests of the oldest batch have not left for an engine, or there
-        is no batch."""
-        if (
-            not self._batches or self._config.rollout.extra_groups
-        ):  # leftovers of the step before do not count
-            return True
-        waiting = None if self._sampler is None else self._sampler.step_to_begin
-        return waiting is not None and waiting <= min(self._batches)
-
-    def count_engines(self) -> None:
-        """Local. Lets as many requests leave as the engines have room for that are awake now."""
-        if self._sampler is not None:
-            self._background.submit(self._sampler.count_engines())
-
     def close(self) -> None:
         """Local. Abandons all batches in flight."""
         self._batches.clear()

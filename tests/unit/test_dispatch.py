@@ -381,13 +381,6 @@ def test_a_failure_among_extra_groups_ends_the_step():
         take(source, config, state)
 
 
-def test_lent_gpus_are_of_use_though_the_step_before_left_groups_behind():
-    with sampling(extra(), hang=lambda body: body["input_ids"][1] == 101) as (_, source, state):
-        assert source.has_to_begin()
-        take(source, extra(), state)
-        assert state.deferred and source.has_to_begin(), "the coming step's requests have not left"
-
-
 def test_a_service_that_is_gone_holds_up_no_drain(monkeypatch):
     monkeypatch.setattr(source_module, "_UNREACHABLE_S", 0.5)
     config = experiment(rollout={"max_staleness": 1, "step_timeout_s": 600.0}, algorithm=TIS)
@@ -423,7 +416,7 @@ def test_a_step_whose_gpus_do_not_come_back_is_saved_as_not_begun():
         vars(publishing).update(
             _config=config, _actor=SimpleNamespace(mesh=MESH), _control=service.control
         )
-        vars(publishing).update(_lending=False)  # /sleep is no path of the fake service
+        # /sleep is no path of the fake service
         vars(run).update(
             config=config, actor=SimpleNamespace(mesh=MESH), state=TrainState(step=3, data_cursor=6), num_steps=6,
             source=source, publishing=publishing, inputs=SimpleNamespace(prompts=prompt_set(), tool=None, images=None),

@@ -9,7 +9,6 @@ from megagrpo.config.load import ConfigError, load_config
 from tests.experiments import ROOT
 
 COLOCATED = ["rollout.colocate=true", "weights.transport=ipc"]
-LENT = ["weights.transport=reshard", "rollout.lend_trainers=1"]
 FP8 = ["rollout.quantization=fp8", "rollout.dtype=bfloat16"]
 REPLAY = "actor.routing_replay=rollout"
 TIS = "algorithm.mismatch.weight={name: tis}"
@@ -87,9 +86,6 @@ REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
     # engines beside trainers
     (["rollout.colocate=true"], "weights.transport broadcast: NCCL takes no two ranks on one GPU"),
     ([*COLOCATED, "weights.transport=reshard"], "set weights.transport: ipc, or disk"),
-    ([*COLOCATED, "rollout.lend_trainers=1"], "set one of them"),
-    (["rollout.lend_trainers=1", "weights.transport=broadcast"], "take reshard"),
-    ([*LENT, "rollout.max_staleness=1", TIS], "rollout.streaming: true"),
     # older weights
     (["rollout.max_staleness=2"], "max_staleness 2 trains on tokens of older weights"),
     (["rollout.extra_groups=1"], "extra_groups 1 trains on tokens of older weights"),
