@@ -22,7 +22,7 @@ import numpy as np
 from megagrpo.cpu.torchvision_ops import define_torchvision_operators, torchvision_problem
 from megagrpo.families.architecture import HfConfig
 from megagrpo.families.model import Model
-from megagrpo.system.explained import explained
+from megagrpo.system.errors import explained
 from megagrpo.system.run_folder import whole_file
 from megagrpo.types import ImageRef
 

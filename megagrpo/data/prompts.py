@@ -21,7 +21,7 @@ from megagrpo.data.images import ImageStore, image_bytes, images_apart
 from megagrpo.data.rows import Row, read_rows
 from megagrpo.families.model import Model
 from megagrpo.families.table import read_description
-from megagrpo.system.explained import explained, translated
+from megagrpo.system.errors import explained, translated
 from megagrpo.types import Prompt
 
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 
 from megagrpo.config.schema import DataConfig
-from megagrpo.system.explained import explained, translated
+from megagrpo.system.errors import explained, translated
 
 Values = dict[str, object]
 _MOST_SOURCES = 64  # each has metrics of its own

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from megagrpo.config.reward import CodeOptions, Scalar
 from megagrpo.sandbox.sandbox import Limits, Sandbox, isolates, run_program
-from megagrpo.system.explained import explained
+from megagrpo.system.errors import explained
 
 _FENCE = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _PYTHON = ("python", "python3", "py")

@@ -11,7 +11,7 @@ import numpy as np
 from megagrpo.config.data import DataConfig
 from megagrpo.data.prompts import render_messages
 from megagrpo.data.rows import well_formed
-from megagrpo.system.explained import explained
+from megagrpo.system.errors import explained
 
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
     from transformers import PreTrainedTokenizerBase
