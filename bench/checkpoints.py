@@ -25,6 +25,7 @@ from bench.common import RESULTS, provenance, write_results
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.check.checkpoint_cost import checkpoint_cost
 from megagrpo.config.schema import ActorConfig, CheckpointConfig
+from megagrpo.families.model import Model
 from megagrpo.families.table import architecture_of, parameter_counts
 from megagrpo.tools.certify.tiny_model import hf_config
 
@@ -192,7 +193,7 @@ def as_rank(name: str, phase: str, layers: int, folder: Path) -> None:
     family, world, parallel = CASES[name]
     config, path = actor_of(world, parallel), str(folder / family)
     actor = MegatronActor(
-        model_path=path,
+        arch=Model.read(path).arch,
         config=config,
         optimizer=config.optimizer,
         num_updates=10,

@@ -29,7 +29,7 @@ from megagrpo.check.layer_costs import model_work
 from megagrpo.check.report import _trainer_side
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.families.table import read_architecture
+from megagrpo.families.model import Model
 from megagrpo.system.environment import child_environment
 from megagrpo.system.run_folder import RunFolder
 
@@ -72,7 +72,7 @@ def main() -> None:
 def plan(config: ExperimentConfig) -> dict[str, dict[str, float]]:
     """Returns the bytes of the trainer's parts by phase, with what is on the host while engines are
     awake."""
-    arch, gpu = read_architecture(Path(config.model.path)), hardware_of(config.cluster.gpu)
+    arch, gpu = Model.read(Path(config.model.path)).arch, hardware_of(config.cluster.gpu)
     side = _trainer_side(config, arch, config.actor)
     engine = engine_side(
         model_work(arch), server_of(config.rollout), assumed_lengths(config), 1, gpu

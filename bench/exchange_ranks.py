@@ -102,6 +102,7 @@ def train(job: dict) -> None:
 
     device = prepare_host()  # before Megatron is imported
     from megagrpo.actor.megatron_actor import MegatronActor, leave_distributed
+    from megagrpo.families.model import Model
     from megagrpo.weights.actor_weights import load_initial_weights
     from megagrpo.weights.exchange import Exchange
 
@@ -109,7 +110,7 @@ def train(job: dict) -> None:
     world, parallel = int(os.environ["WORLD_SIZE"]), ParallelConfig(**job["parallel"])
     settings = ActorConfig(world_size=world, parallel=parallel, deadline_s=limit_s)
     named = {"config": settings, "optimizer": OptimizerConfig(), "device": device}
-    actor = MegatronActor(model_path=job["model"], num_updates=10, seed=0, **named)
+    actor = MegatronActor(arch=Model.read(job["model"]).arch, num_updates=10, seed=0, **named)
     weights = load_initial_weights(actor, job["model"])
     exchange = Exchange(experiment(job), actor.mesh, weights, Registry(job), Path(job["folder"]))
     publishes = []

@@ -30,8 +30,9 @@ from test_exchange import KEY, PlainSource, started
 from transformers import AutoTokenizer
 
 from megagrpo.cpu.engine.block_fp8 import dequantised
+from megagrpo.families.model import Model
 from megagrpo.families.quantization import FP8_BLOCK
-from megagrpo.families.table import model_tensors, read_architecture
+from megagrpo.families.table import model_tensors
 from megagrpo.mesh import make_mesh
 from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.run_folder import RunFolder
@@ -61,7 +62,7 @@ def main() -> None:
         greedy_answer(model, prompt) == answer["ids"]
         for prompt, answer in zip(prompts, greedy, strict=True)
     ]
-    names = {spec.name for spec in model_tensors(read_architecture(args.model)) if spec.in_fp8}
+    names = {spec.name for spec in model_tensors(Model.read(args.model).arch) if spec.in_fp8}
     for kind, pattern in KINDS.items():
         model.load_state_dict(rounded(whole, names, pattern))
         of_rounded = logprobs(args.model, prompts, sampled)
@@ -106,7 +107,7 @@ def answers(model: Path, prompts: list[list[int]]) -> tuple[list[dict], list[dic
                 PlainSource(model).load(model),
             )
             source.fp8 = frozenset(
-                s.name for s in model_tensors(read_architecture(model)) if s.in_fp8
+                s.name for s in model_tensors(Model.read(model).arch) if s.in_fp8
             )
             exchange = Exchange(config, mesh, source, engine, Path(folder))
             exchange.publish(1)

@@ -43,7 +43,7 @@ from megagrpo.actor.step import token_logprobs
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig
-from megagrpo.families.table import read_architecture
+from megagrpo.families.model import Model
 from megagrpo.rollout.control import bearer
 from megagrpo.rollout.routed_experts import read_experts
 from megagrpo.types import Batch, Outcome, Prompt, RolloutGroup, Sample
@@ -127,7 +127,7 @@ def _changed(source: Path, target: Path, change) -> Path:
 
 def _trainer(model: Path) -> MegatronActor:
     actor = MegatronActor(
-        model_path=model,
+        arch=Model.read(model).arch,
         config=ActorConfig(routing_replay="rollout"),
         optimizer=OptimizerConfig(distributed=False),
         num_updates=1,
@@ -184,7 +184,7 @@ def _engine(model: Path, folder: Path) -> OneEngine:
 
 def _sampled(actor: MegatronActor, model: Path, engine: OneEngine, num_tokens: int) -> Batch:
     """Returns what the engine samples now, with its log-probabilities and experts."""
-    arch, generator = read_architecture(model), torch.Generator().manual_seed(2)
+    arch, generator = Model.read(model).arch, torch.Generator().manual_seed(2)
     prompts = torch.randint(
         3, arch.vocab_size, (NUM_PROMPTS, PROMPT_TOKENS), generator=generator
     ).tolist()

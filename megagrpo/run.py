@@ -1,48 +1,43 @@
 """Builds the parts of the loop from the configuration on every rank, user errors first."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
 
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.actor.saving import save_actor
+from megagrpo.actor.start import initial_weights, make_actor, steps_in_all
 from megagrpo.actor.step import holds_token_values
 from megagrpo.batching.batch import build_batch
 from megagrpo.checkpoint.resume import (
     find_checkpoint,
-    initial_weights,
-    make_actor,
     resume,
     run_identity,
-    steps_in_all,
 )
 from megagrpo.checkpoint.save import Checkpointer, SaveSchedule
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import PromptSet, decoder, describe_dropped, load_prompts, load_tokenizer
+from megagrpo.families.model import Model
 from megagrpo.mesh import LeaderError, Mesh, RunStopped
-from megagrpo.monitor.alarm import HealthWatch, MismatchAlarm
+from megagrpo.monitor.alarms import MismatchAlarm
 from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.dump import write_dump
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.monitor.record import StepLog
-from megagrpo.monitor.rollouts import Decode, RolloutLog
-from megagrpo.monitor.timeline import Timeline
-from megagrpo.monitor.trained import TrainedLog
-from megagrpo.monitor.wandb_log import WandbLog
+from megagrpo.monitor.rollouts import Decode
 from megagrpo.monitor.watchdog import Watchdog
-from megagrpo.publishing import Publishing, sleep_limit_s
+from megagrpo.recording import Recording
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.agents.environments import Environments
 from megagrpo.rollout.agents.programs import Programs
-from megagrpo.rollout.control import find_service, service_progress
-from megagrpo.rollout.generation import SamplingParams
+from megagrpo.rollout.control import ServiceControl, find_service, service_progress
+from megagrpo.rollout.generation import OnRequest, SamplingParams
 from megagrpo.rollout.sampler import Sampler
 from megagrpo.rollout.selection import (
     GroupChoice,
@@ -52,12 +47,13 @@ from megagrpo.rollout.selection import (
     rollout_metrics,
     source_metrics,
 )
-from megagrpo.rollout.source import RolloutSource
+from megagrpo.rollout.source import Publish, RolloutSource
 from megagrpo.rollout.tools import Tool, make_answering
 from megagrpo.system import environment
 from megagrpo.system.progress import Progress
 from megagrpo.system.stop_request import STOP_FILE, StopRequest
 from megagrpo.types import Batch, RolloutGroup, TrainState, Updates
+from megagrpo.weights.exchange import Exchange
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,6 +70,7 @@ _PHASES = {
 class Inputs:
     """The inputs that a run reads before it needs any other process."""
 
+    model: Model
     tokenizer: "PreTrainedTokenizerBase"
     decode: Decode
     prompts: PromptSet
@@ -84,17 +81,20 @@ class Inputs:
     @classmethod
     def load(cls, config: ExperimentConfig) -> "Inputs":
         """Loads the inputs of an experiment. Raises ValueError."""
-        tokenizer = load_tokenizer(config.model)
-        images = ImageStore.of(config.model, config.run_folder.images)
+        model = config.read_model()
+        tokenizer = load_tokenizer(model)
+        images = ImageStore.of(model, config.run_folder.images)
         prompts = load_prompts(config.data, tokenizer, images)
         eval_prompts = load_prompts(config.eval.data, tokenizer, images) if config.eval else None
+        decode = decoder(tokenizer, model, config.sampling.skip_special_tokens)
         return cls(
-            tokenizer,
-            decoder(tokenizer, config.model, config.sampling.skip_special_tokens),
-            prompts,
-            eval_prompts,
-            make_answering(config, tokenizer),
-            images,
+            model=model,
+            tokenizer=tokenizer,
+            decode=decode,
+            prompts=prompts,
+            eval_prompts=eval_prompts,
+            tool=make_answering(config, tokenizer, decode),
+            images=images,
         )
 
     def close(self) -> None:
@@ -103,76 +103,70 @@ class Inputs:
             self.tool.close()
 
 
-class RunRecord:
-    """The record of a run: the main rank's metrics, each replica's groups, every rank's
-    timeline."""
+class Sampling:
+    """Samples, scores and measures this rank's groups. A context manager, which ends requests and
+    processes.
 
-    def __init__(self, config: ExperimentConfig, mesh: Mesh, start_step: int):
-        self.folder = config.run_folder
-        self.timeline = Timeline(
-            self.folder, mesh.rank, mesh.world_size, start_step, config.log.timeline
-        )
-        self._config, self._mesh, self._start_step = config, mesh, start_step
-        self._rollouts: RolloutLog | None = None  # on the replica's rank that samples
-        self._trained: TrainedLog | None = None  # on the replica's rank that has the tokens' values
-        self._console: StepConsole | None = None  # on the main rank
-        self._outputs: list[
-            Callable[[int, dict[str, float]], None]
-        ] = []  # of metrics, on the main rank
+    on_request, publish, alive: see Sampler and RolloutSource.
+    """
 
-    @contextmanager
-    def open(self, inputs: Inputs, console: StepConsole | None) -> Iterator[None]:
-        """Opens this rank's logs; their background writes are on disk at the end."""
-        config, mesh, start = self._config, self._mesh, self._start_step
-        replica = (self.folder, mesh.dp_rank, mesh.dp_size)
-
-        def pieces(token_ids: Sequence[int]) -> list[str]:
-            return [str(inputs.tokenizer.decode([token])) for token in token_ids]
-
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        mesh: Mesh,
+        inputs: Inputs,
+        control: ServiceControl,
+        on_request: OnRequest,
+        publish: Publish,
+        alive: Callable[[], None],
+    ):
+        self._config = config
+        self._mesh = mesh
+        self._inputs = inputs
         with ExitStack() as stack:
-            if config.log.rollouts and holds_token_values():
-                self._trained = stack.enter_context(
-                    closing(TrainedLog(*replica, config.log.tokens, pieces, start))
+            sampler = None
+            if mesh.is_leader:
+                grader = RewardPool(config.reward, preload=not config.sampling.rewarding)
+                stack.enter_context(grader)
+                stack.callback(inputs.close)
+                sampler = Sampler(
+                    config, mesh.dp_size, control, grader, inputs.decode, inputs.tool, on_request
                 )
-            if config.log.rollouts and mesh.is_leader:
-                self._rollouts = stack.enter_context(
-                    closing(RolloutLog(*replica, start, inputs.decode))
-                )
-            if console is not None:
-                step_log = stack.enter_context(closing(StepLog(self.folder, config.log, start)))
-                wandb_log = stack.enter_context(WandbLog(config, self.folder, start, console.note))
-                health = HealthWatch(config.log.alarms, console.note)
-                self._console, self._outputs = (
-                    console,
-                    [step_log.write, wandb_log.write, console.update, health.see],
-                )
-            yield
+                sampler.images = inputs.images
+                if config.actor.routing_replay == "rollout":
+                    sampler.arch = inputs.model.arch
+            self.source = RolloutSource(config, mesh, control, sampler, publish, alive)
+            stack.callback(self.source.close)
+            self._stack = stack.pop_all()
 
-    def log(
-        self, step: int, values: dict[str, float], groups: Sequence[RolloutGroup] | None
-    ) -> None:
-        """Adds one entry."""
-        if self._rollouts is not None and groups is not None:
-            self._rollouts.write(step, groups)
-        for write in self._outputs:
-            write(step, values)
-        self.timeline.end_step(step)
+    def __enter__(self) -> Self:
+        return self
 
-    def log_trained(self, step: int, batch: Batch, logprobs: Tensor) -> None:
-        """Adds the batch of an update with the trainer's log-probabilities [T]."""
-        if self._trained is not None:
-            self._trained.write(step, batch, logprobs)
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
 
-    def note(self, text: str) -> None:
-        """Prints a line on the main rank's console."""
-        if self._console is not None:
-            self._console.note(text)
+    def next_groups(self, state: TrainState, metrics: Metrics, steps_left: int) -> StepGroups:
+        """Collective. Returns this rank's groups of the step after `state`. Raises RunStopped on
+        every rank."""
+        config, inputs = self._config, self._inputs
+        choice = GroupChoice(self.source, inputs.prompts, config, self._mesh)
+        step = choice.next_groups(state, metrics, steps_left)
+        grader_metrics(metrics, step.groups, config.reward)
+        source_metrics(metrics, step.groups, inputs.prompts.sources)
+        rollout_metrics(metrics, step.groups, self._mesh, config.train)
+        for part in (inputs.tool, inputs.images):
+            if isinstance(part, Environments | Programs | ImageStore):
+                part.add_metrics(metrics)
+        return step
 
-    def flush(self) -> None:
-        """Waits until the groups are on disk: a later start never samples groups before a
-        checkpoint again."""
-        if self._rollouts is not None:
-            self._rollouts.flush()
+    def evaluation_groups(self, version: int, as_trained: bool) -> list[RolloutGroup]:
+        """Collective. Returns this rank's groups of the evaluation, or of the one that samples as
+        training does."""
+        config, prompts = self._config.eval, self._inputs.eval_prompts
+        assert config is not None and prompts is not None, "called only with an eval section"
+        params = SamplingParams.of_evaluation(self._config.sampling, config, as_trained)
+        num_samples = config.num_as_trained if as_trained else config.num_samples
+        return self.source.evaluate(prompts.prompts, version, params, num_samples)
 
 
 @dataclass
@@ -185,11 +179,13 @@ class Run:
     state: TrainState
     num_steps: int  # after which it ends
     inputs: Inputs
-    source: RolloutSource
-    publishing: Publishing
-    recording: RunRecord
+    control: ServiceControl
+    sampling: Sampling
+    exchange: Exchange
+    recording: Recording
     checkpointer: Checkpointer
     watchdog: Watchdog
+    progress: Progress
     alarm: MismatchAlarm
     stop_request: (
         StopRequest | None
@@ -200,14 +196,29 @@ class Run:
         """The actor's ranks."""
         return self.actor.mesh
 
+    def enter(self, phase: str) -> None:
+        """Records that this rank starts phase `phase` of the step."""
+        self.watchdog.enter(phase)
+        self.recording.timeline.mark(phase)
+        if phase == "checkpoint":  # the first of a step
+            self.progress.calm()
+        source, exchange = self.sampling.source, self.exchange
+        self.progress.enter(
+            _PHASES.get(phase, phase), lambda: source.progress() or exchange.waiting()
+        )
+
     def publish(self) -> dict[str, float]:
         """Collective. Publishes weights of version `state.step` to every engine; returns seconds by
         phase."""
         if self.config.weights.in_flight == "drain" and self.config.rollout.max_staleness:
-            self.watchdog.enter("drain")
-            self.source.drain()
-        self.watchdog.enter("publish")
-        return self.publishing.publish(self.state.step)
+            self.enter("drain")
+            self.sampling.source.drain()
+        self.enter("publish")
+        if self.config.rollout.colocate:
+            self.actor.update_state.offload()
+            self.mesh.from_main(self.control.let_start, "let engines start")
+        report = self.exchange.publish(self.state.step)
+        return {f"publish/{name}": value for name, value in report.items()}
 
     def next_groups(self, metrics: Metrics) -> list[RolloutGroup]:
         """Collective. Returns this rank's share of the step's groups, sampled and scored.
@@ -216,7 +227,7 @@ class Run:
         rank.
         """
         try:
-            groups = self._sampled(metrics)
+            return self._sampled(metrics)
         except RunStopped as stopped:
             try:
                 self.checkpointer.save_now(self.state)
@@ -224,32 +235,20 @@ class Run:
                 problem = f"the state after step {self.state.step} could not be saved: {exc}"
                 raise RunStopped(f"{stopped}\nand {problem}") from stopped
             raise
-        return groups
 
     def _sampled(self, metrics: Metrics) -> list[RolloutGroup]:
-        """Collective. Samples while the trainers' GPUs, if engines share them, are the engines'."""
-        chosen = self._chosen(metrics)
-        self.publishing.take_back()
+        """Collective. Samples, and then takes the GPUs back that engines share with trainers."""
+        state = self.state
+        chosen = self.sampling.next_groups(state, metrics, self.num_steps - state.step)
+        if self.config.rollout.colocate:
+            limit_s = _sleep_limit_s(self.config)
+            self.mesh.from_main(lambda: self.control.sleep(limit_s), "put engines to sleep")
         # Not before: until the step can begin, a checkpoint of the steps before it holds its
         # groups.
-        state = self.state
-        state.data_cursor, state.surplus = chosen.data_cursor, chosen.surplus
-        self.source.drop_consumed()
+        state.data_cursor = chosen.data_cursor
+        state.surplus = chosen.surplus
+        self.sampling.source.drop_consumed()
         return chosen.groups
-
-    def _chosen(self, metrics: Metrics) -> StepGroups:
-        """Collective. Returns this rank's groups of the step after `state`. Raises RunStopped on
-        every rank."""
-        config, inputs = self.config, self.inputs
-        choice = GroupChoice(self.source, inputs.prompts, config, self.mesh)
-        step = choice.next_groups(self.state, metrics, self.num_steps - self.state.step)
-        grader_metrics(metrics, step.groups, config.reward)
-        source_metrics(metrics, step.groups, inputs.prompts.sources)
-        rollout_metrics(metrics, step.groups, self.mesh, config.train)
-        for part in (inputs.tool, inputs.images):
-            if isinstance(part, Environments | Programs | ImageStore):
-                part.add_metrics(metrics)
-        return step
 
     def build_batch(self, groups: Sequence[RolloutGroup], updates: Updates) -> Batch:
         """Collective. Returns this rank's share of the step's samples, with their lags if weights
@@ -261,12 +260,8 @@ class Run:
     def evaluation_groups(self, as_trained: bool = False) -> list[RolloutGroup]:
         """Collective. Returns this rank's groups of the evaluation, or of the one that samples as
         training does."""
-        self.watchdog.enter("evaluate")
-        config, prompts = self.config.eval, self.inputs.eval_prompts
-        assert config is not None and prompts is not None, "called only with an eval section"
-        params = SamplingParams.of_evaluation(self.config.sampling, config, as_trained)
-        num_samples = config.num_as_trained if as_trained else config.num_samples
-        return self.source.evaluate(prompts.prompts, self.state.step, params, num_samples)
+        self.enter("evaluate")
+        return self.sampling.evaluation_groups(self.state.step, as_trained)
 
     @property
     def eval_sources(self) -> list[str]:
@@ -339,86 +334,73 @@ def start_run(
     progress.enter("reads prompts and the tokenizer")
     folder, start_timeout_s = config.run_folder, config.rollout.start_timeout_s
     if config.rollout.colocate:  # before any rank allocates memory on a GPU that an engine uses
-        find_service(folder.path, service_url, start_timeout_s).sleep(sleep_limit_s(config))
+        find_service(folder.path, service_url, start_timeout_s).sleep(_sleep_limit_s(config))
     inputs = Inputs.load(config)
     progress.enter(f"{config.actor.world_size} trainer ranks meet and build the model")
-    actor = make_actor(config, config.train.steps(len(inputs.prompts)), device)
-    actor.images, mesh = inputs.images.pixels if inputs.images else None, actor.mesh
+    num_prompts = len(inputs.prompts)
+    actor = make_actor(config, inputs.model.arch, config.train.steps(num_prompts), device)
+    actor.images = inputs.images.pixels if inputs.images else None
+    mesh = actor.mesh
     progress.enter("loads weights")
-    source = find_checkpoint(config, folder, mesh)
-    weights = initial_weights(config, config.algorithm, source, actor)
-    state = resume(config, folder, source, actor)
-    num_steps = steps_in_all(config, len(inputs.prompts), state, actor)
+    checkpoint = find_checkpoint(config, mesh)
+    weights = initial_weights(config, config.algorithm, checkpoint, actor)
+    state = resume(config, checkpoint, actor)
+    num_steps = steps_in_all(config, num_prompts, state, actor)
     with ExitStack() as stack:
-        console = (
-            stack.enter_context(_console(config, state, num_steps, inputs))
-            if mesh.is_main
-            else None
-        )
-        if console is not None:
+        console = None
+        if mesh.is_main:
+            console = stack.enter_context(_console(config, state, num_steps, inputs))
             progress.follow(console.status)
         progress.enter("waits for the engines", lambda: service_progress(folder))
         control = find_service(folder.path, service_url, start_timeout_s)
-        record = RunRecord(config, mesh, state.step)
-        stack.callback(record.timeline.close)
-
-        def enter(phase: str) -> None:
-            record.timeline.mark(phase)
-            if phase == "checkpoint":  # the first of a step
-                progress.calm()
-            progress.enter(
-                _PHASES.get(phase, phase), lambda: rollouts.progress() or publishing.waiting()
-            )
-
-        watchdog = stack.enter_context(Watchdog(config, mesh, folder, lambda: state.step, enter))
-        publishing = Publishing(config, actor, weights, control, record.timeline.call)
-        sampler = None
-        if mesh.is_leader:
-            pool = stack.enter_context(
-                RewardPool(config.reward, preload=not config.sampling.rewarding)
-            )
-            stack.callback(inputs.close)
-            sampler = Sampler(
+        recording = stack.enter_context(Recording(config, mesh, state.step, console))
+        watchdog = stack.enter_context(Watchdog(config, mesh, folder, lambda: state.step))
+        exchange = Exchange(config, mesh, weights, control, folder.path, recording.timeline.call)
+        sampling = stack.enter_context(
+            Sampling(
                 config,
-                mesh.dp_size,
+                mesh,
+                inputs,
                 control,
-                pool,
-                inputs.decode,
-                inputs.tool,
-                record.timeline.request,
+                recording.timeline.request,
+                exchange.publish,
+                watchdog.alive,
             )
-            sampler.images = inputs.images
-        rollouts = RolloutSource(config, mesh, control, sampler, publishing.refresh, watchdog.alive)
-        stack.callback(rollouts.close)
-        rollouts.restore(state.ahead)
-        stack.callback(
-            publishing.close
-        )  # else engines wait in the group for a trainer that has ended
-        watchdog.waits += [rollouts.waiting, publishing.waiting]
-        stack.enter_context(record.open(inputs, console))
+        )
+        sampling.source.restore(state.ahead)
+        stack.callback(exchange.close)  # else engines wait in the group for a trainer that ended
+        watchdog.waits += [sampling.source.waiting, exchange.waiting]
+        recording.open(inputs.tokenizer, inputs.decode)
+        schedule = SaveSchedule(num_steps, state.step)
         yield Run(
             config=config,
             actor=actor,
             state=state,
             num_steps=num_steps,
             inputs=inputs,
-            source=rollouts,
-            publishing=publishing,
-            recording=record,
-            checkpointer=_checkpointer(
-                config, actor, rollouts, record, SaveSchedule(num_steps, state.step)
-            ),
+            control=control,
+            sampling=sampling,
+            exchange=exchange,
+            recording=recording,
+            checkpointer=_checkpointer(config, actor, sampling.source, recording, schedule),
             watchdog=watchdog,
+            progress=progress,
             alarm=MismatchAlarm(config, actor.arch.is_moe),
             stop_request=StopRequest(Path(path)) if (path := environment.get(STOP_FILE)) else None,
         )
+
+
+def _sleep_limit_s(config: ExperimentConfig) -> float:
+    """Returns the seconds in which all engines fall asleep: one may be starting, and one may not
+    answer."""
+    return config.rollout.start_timeout_s + config.rollout.patience_s(cuda=True)
 
 
 def _checkpointer(
     config: ExperimentConfig,
     actor: MegatronActor,
     source: RolloutSource,
-    recording: RunRecord,
+    recording: Recording,
     schedule: SaveSchedule,
 ) -> Checkpointer:
     asynchronous = config.checkpoint.asynchronous
@@ -452,8 +434,8 @@ def _console(
         if config.eval is not None and inputs.eval_prompts is not None:
             notes.append(describe_dropped(config.eval.data, inputs.eval_prompts))
         if restarts := environment.get_int("TORCHELASTIC_RESTART_COUNT", 0):
-            times = f"for the {restarts}. of {config.actor.max_restarts} times"
-            notes.append(f"a rank was lost: all ranks started again, {times}")
+            which = f"restart {restarts} of {config.actor.max_restarts}"
+            notes.append(f"a rank was lost; restarted all ranks ({which})")
         if state.step:
             notes.append(f"continues after step {state.step}")
         for note in filter(None, notes):

@@ -18,7 +18,7 @@ def train(run: Run) -> None:
     run.publish()  # returns only when these weights are verified in every engine
     run.log(evaluate(run))
     for step in range(state.step, run.num_steps):
-        timer, metrics = StepTimer(on_phase=run.watchdog.enter), Metrics()
+        timer, metrics = StepTimer(on_phase=run.enter), Metrics()
         with timer.phase("checkpoint"):
             # after a step whose samples and metrics are on disk: a resumed run has them all
             run.checkpoint()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,8 @@ from megagrpo.actor.routing.tokens import RouterScope
 from megagrpo.actor.timing import ScheduleClock
 from megagrpo.actor.update_state import UpdateState
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
-from megagrpo.families.table import model_tensors, read_architecture
+from megagrpo.families.architecture import Architecture
+from megagrpo.families.table import model_tensors
 from megagrpo.families.tensors import adapter_tensors, layer_prefix
 from megagrpo.mesh import Mesh, RunStopped, make_mesh
 from megagrpo.system import environment
@@ -132,7 +132,7 @@ class MegatronActor:
     def __init__(
         self,
         *,
-        model_path: str | Path,
+        arch: Architecture,
         config: ActorConfig,
         optimizer: OptimizerConfig,
         num_updates: int,
@@ -142,10 +142,10 @@ class MegatronActor:
         """Collective. `device` is prepare_host()'s; `num_updates` is where the learning-rate
         schedule ends.
 
-        Raises ValueError for a model or a layout that cannot be computed.
+        Raises ValueError for a layout that cannot be computed.
         """
-        self.arch = read_architecture(model_path, config.has_draft)
-        kernels = checked_kernels(self.arch, config)
+        self.arch = arch
+        kernels = checked_kernels(arch, config)
         self.config = config = config.model_copy(update={"optimizer": optimizer})
         self.transformer, ddp_settings, optimizer_settings = megatron_configs(
             self.arch, config, kernels

@@ -13,7 +13,8 @@ from megagrpo.check.problems import data_sections
 from megagrpo.config.fields import complaints
 from megagrpo.config.schema import DataConfig, ExperimentConfig
 from megagrpo.data.images import ImageStore
-from megagrpo.data.prompts import load_prompts, load_tokenizer
+from megagrpo.data.prompts import decoder, load_prompts, load_tokenizer
+from megagrpo.families.model import Model
 from megagrpo.rollout.tools import make_answering
 
 _SHOWN = 160  # characters of a text
@@ -48,11 +49,12 @@ def try_loading(config: ExperimentConfig) -> Trial:
 
 
 def _try_tokenizer(config: ExperimentConfig, folder: str, trial: Trial) -> None:
-    model = config.model.model_copy(update={"path": folder})
+    model = Model.read(folder, config.model.tokenizer)
     tokenizer = load_tokenizer(model)
     trial.loaded.append(f"the tokenizer of {config.model.tokenizer or folder}")
     if key := config.sampling.rewarding:
-        trial.problems.extend(complaints(make_answering, config, tokenizer))
+        decode = decoder(tokenizer, model, config.sampling.skip_special_tokens)
+        trial.problems.extend(complaints(make_answering, config, tokenizer, decode))
         trial.loaded.append(
             "the chat template, turn by turn" if config.data.chat_template else f"the {key[9:]}"
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from statistics import fmean
 
 from megagrpo.config.rollout import SamplingConfig
-from megagrpo.system.explained import explained
+from megagrpo.system.errors import explained
 from megagrpo.system.user_function import did_you_mean
 
 _TURNS_SHARE = 0.5  # of max_turns, if nothing is known

@@ -4,21 +4,16 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor
 from megagrpo.checkpoint import save as checkpoint
 from megagrpo.checkpoint.folder import latest
 from megagrpo.checkpoint.save import RunIdentity
-from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import Mesh
 from megagrpo.rollout.selection import deal_surplus
 from megagrpo.system import environment
-from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import TrainState
-from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 from megagrpo.weights.hf_folder import HfFolder
 
 
@@ -42,19 +37,6 @@ def run_identity(config: ExperimentConfig, actor: MegatronActor) -> RunIdentity:
     return RunIdentity(model, config.actor.layout)
 
 
-def make_actor(config: ExperimentConfig, num_steps: int, device: torch.device) -> MegatronActor:
-    """Collective. Makes the experiment's actor, without weights. num_steps: after which its
-    schedule ends."""
-    return MegatronActor(
-        model_path=config.model.path,
-        config=config.actor,
-        optimizer=config.actor.optimizer,
-        num_updates=num_steps * config.train.updates_of_step,
-        seed=config.seed,
-        device=device,
-    )
-
-
 def load_checkpoint(config: ExperimentConfig, source: Path, actor: MegatronActor) -> TrainState:
     """Collective. Loads a checkpoint of this experiment's model into the actor. LeaderError if the
     model differs."""
@@ -63,23 +45,7 @@ def load_checkpoint(config: ExperimentConfig, source: Path, actor: MegatronActor
     )
 
 
-def initial_weights(
-    config: ExperimentConfig, algorithm: AlgorithmConfig, source: Path | None, actor: MegatronActor
-) -> ActorWeights:
-    """Loads the model of the configuration, also as the reference if the algorithm uses one.
-
-    Reads only names and shapes if the checkpoint `source` then replaces all weights and no
-    reference is kept.
-    """
-    reference = algorithm.uses_reference
-    overwritten = source is not None and not reference and config.actor.lora is None
-    weights = load_initial_weights(actor, config.model.path, overwritten, config.actor.has_draft)
-    if reference:
-        actor.keep_reference()  # the initial weights, also when the run resumes
-    return weights
-
-
-def find_checkpoint(config: ExperimentConfig, folder: RunFolder, mesh: Mesh) -> Path | None:
+def find_checkpoint(config: ExperimentConfig, mesh: Mesh) -> Path | None:
     """Collective. Returns the run's own latest checkpoint, else `checkpoint.load`, else None: the
     initial weights.
 
@@ -88,7 +54,7 @@ def find_checkpoint(config: ExperimentConfig, folder: RunFolder, mesh: Mesh) -> 
     """
     options = config.checkpoint
     # the main rank's view: that of other nodes may be seconds older on a shared file system
-    own = mesh.gather_world(latest(folder.checkpoints))[0]
+    own = mesh.gather_world(latest(config.run_folder.checkpoints))[0]
     again = environment.get_int("TORCHELASTIC_RESTART_COUNT", 0) or environment.get_int(
         "SLURM_RESTART_COUNT", 0
     )
@@ -98,9 +64,7 @@ def find_checkpoint(config: ExperimentConfig, folder: RunFolder, mesh: Mesh) -> 
     return own or (Path(options.load) if options.load else None)
 
 
-def resume(
-    config: ExperimentConfig, folder: RunFolder, source: Path | None, actor: MegatronActor
-) -> TrainState:
+def resume(config: ExperimentConfig, source: Path | None, actor: MegatronActor) -> TrainState:
     """Collective. Continues from find_checkpoint's choice.
 
     `checkpoint.load` loads another run's weights and optimiser, not its steps, data cursor or
@@ -110,7 +74,7 @@ def resume(
     if source is None:
         return TrainState()
     state = load_checkpoint(config, source, actor)
-    if source.parent != folder.checkpoints:
+    if source.parent != config.run_folder.checkpoints:
         actor.updates_done = 0  # the learning-rate schedule is this run's
         return TrainState()
     # Without max_staleness too, a surplus is one version old.
@@ -132,23 +96,3 @@ def resume(
         )
     state.surplus = deal_surplus(young, actor.mesh)
     return state
-
-
-def steps_in_all(
-    config: ExperimentConfig, num_prompts: int, state: TrainState, actor: MegatronActor
-) -> int:
-    """Returns after how many steps a resumed run ends: with train.num_epochs when all prompts were
-    taken that often, also if earlier steps took another number of them; then the learning-rate
-    schedule ends there, too.
-    """
-    train = config.train
-    planned = train.steps(num_prompts)
-    if (
-        train.num_epochs is None or config.algorithm.dynamic_sampling is not None
-    ):  # whose steps take what they must
-        return planned
-    left = train.num_epochs * num_prompts - state.data_cursor
-    found = state.step + max(-(-left // train.num_prompts_per_step), 0)
-    if found != planned:
-        actor.num_updates = actor.updates_done + (found - state.step) * train.updates_of_step
-    return found

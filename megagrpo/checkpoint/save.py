@@ -41,7 +41,7 @@ from megagrpo.checkpoint.folder import (
 from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.config.schema import CheckpointConfig
 from megagrpo.mesh import LeaderError, Mesh
-from megagrpo.system.explained import translated
+from megagrpo.system.errors import translated
 from megagrpo.types import AlgoState, TrainState
 
 if TYPE_CHECKING:  # it pulls in Megatron

@@ -18,7 +18,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service.addresses import interface_of, own_address
 from megagrpo.rollout.service.engine_command import on_gpus
 from megagrpo.system import environment
-from megagrpo.system.explained import translated
+from megagrpo.system.errors import translated
 from megagrpo.system.run_folder import RunFolder
 
 ENDING = (signal.SIGTERM, signal.SIGINT)

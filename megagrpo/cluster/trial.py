@@ -47,12 +47,13 @@ def try_out(config: ExperimentConfig, num_prompts: int) -> int:
     config = config.model_copy(
         update={"actor": config.actor.model_copy(update={"routing_replay": None})}
     )
-    tokenizer = load_tokenizer(config.model)
-    images = ImageStore.of(config.model, folder.images)
+    model = config.read_model()
+    tokenizer = load_tokenizer(model)
+    images = ImageStore.of(model, folder.images)
     prompts = load_prompts(config.data, tokenizer, images).prompts[:num_prompts]
-    decode = decoder(tokenizer, config.model, config.sampling.skip_special_tokens)
+    decode = decoder(tokenizer, model, config.sampling.skip_special_tokens)
     with alone_in(folder), Launch(folder, "try", end=ENDING) as launch, ExitStack() as stack:
-        answering = make_answering(config, tokenizer)
+        answering = make_answering(config, tokenizer, decode)
         if isinstance(answering, Environments | Programs):
             stack.enter_context(closing(answering))
         grader = stack.enter_context(

@@ -15,7 +15,7 @@ from megagrpo.config.fields import (
     Problems,
     Section,
 )
-from megagrpo.system.explained import translated
+from megagrpo.system.errors import translated
 
 if TYPE_CHECKING:
     from megagrpo.config.schema import ExperimentConfig

@@ -24,6 +24,7 @@ from megagrpo.config.fields import (
 )
 from megagrpo.config.reward import GraderConfig, RewardConfig
 from megagrpo.config.rollout import RolloutConfig, SamplingConfig, ToolConfig, WeightsConfig
+from megagrpo.families.model import Model
 from megagrpo.system.run_folder import RunFolder
 
 __all__ = [
@@ -271,6 +272,10 @@ class ExperimentConfig(Section):
     def run_folder(self) -> RunFolder:
         """The files of the run."""
         return RunFolder(Path(self.output_dir))
+
+    def read_model(self) -> Model:
+        """Reads the model folder's config.json. Raises ValueError if it is missing or not JSON."""
+        return Model.read(self.model.path, self.model.tokenizer, self.actor.has_draft)
 
     def problems(self) -> Problems:
         sections = (

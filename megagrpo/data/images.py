@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megagrpo.config.schema import ModelConfig
 from megagrpo.families.architecture import HfConfig
-from megagrpo.families.table import read_description
-from megagrpo.system.explained import explained
+from megagrpo.families.model import Model
+from megagrpo.system.errors import explained
 from megagrpo.system.run_folder import whole_file
 from megagrpo.types import ImageRef
 
@@ -137,12 +136,12 @@ class ImageStore:
         )  # since the last `add_metrics`: bytes `sent` and `moved`, microseconds
 
     @classmethod
-    def of(cls, model: ModelConfig, folder: Path) -> "ImageStore | None":
+    def of(cls, model: Model, folder: Path) -> "ImageStore | None":
         """Returns the store of a model's prompts; None if the model does not see. Raises
         ValueError."""
-        path = Path(model.path) / "config.json"
-        hf = read_description(path) if path.is_file() else {}
-        return cls(model.tokenizer or model.path, hf, folder) if "vision_config" in hf else None
+        if not model.sees_images:
+            return None
+        return cls(str(model.tokenizer_folder), model.description, folder)
 
     def add(self, data: bytes) -> tuple[str, Grid]:
         """Returns key and grid of an encoded image, which is kept as a PNG of the processor's own

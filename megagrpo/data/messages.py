@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from megagrpo.config.data import DataConfig
-from megagrpo.system.explained import translated
+from megagrpo.system.errors import translated
 
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
     from transformers import PreTrainedTokenizerBase

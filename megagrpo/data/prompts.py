@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megagrpo.config.schema import DataConfig, ModelConfig
+from megagrpo.config.schema import DataConfig
 from megagrpo.data.images import ImageStore, image_bytes, images_apart
 from megagrpo.data.messages import Message, render_messages, with_system_prompt
 from megagrpo.data.rows import Row, read_rows
+from megagrpo.families.model import Model
 from megagrpo.families.table import read_description
-from megagrpo.system.explained import explained, translated
+from megagrpo.system.errors import explained, translated
 from megagrpo.system.torchvision import prepare_torchvision, torchvision_problem
 from megagrpo.types import Prompt
 
@@ -102,7 +103,7 @@ def _first_from(begin: int, share: float) -> int:
     return j
 
 
-def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
+def load_tokenizer(model: Model) -> "PreTrainedTokenizerBase":
     """Returns the model's tokenizer, from local files only.
 
     Raises ValueError if the folder has none or only Python code for one, or if it has more tokens
@@ -114,7 +115,7 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
         PreTrainedTokenizerFast,
     )  # takes seconds, and pulls in torch
 
-    folder = Path(model.tokenizer or model.path)
+    folder = model.tokenizer_folder
     if not folder.is_dir():
         raise ValueError(
             f"{folder}: no such folder; model.tokenizer (or model.path) is a local Hugging Face "
@@ -127,15 +128,12 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         if isinstance(tokenizer, PreTrainedTokenizerFast):
             _restore_parts(tokenizer, folder / "tokenizer.json")
-    config_file = Path(model.path) / "config.json"
-    if not config_file.is_file():
-        raise ValueError(f"{config_file}: no such file; model.path is a local Hugging Face folder")
-    config = read_description(config_file)
+    config = model.description
     size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     largest = max(tokenizer.get_vocab().values())
     if largest >= size:
         raise ValueError(
-            f"tokenizer {folder} has token id {largest} but model {model.path} only {size} "
+            f"tokenizer {folder} has token id {largest} but model {model.folder} only {size} "
             "embeddings (vocab_size): "
             "they do not belong together"
         )
@@ -179,7 +177,7 @@ def _restore_parts(tokenizer: "PreTrainedTokenizerFast", file: Path) -> None:
 
 
 def decoder(
-    tokenizer: "PreTrainedTokenizerBase", model: ModelConfig, skip_special_tokens: bool = False
+    tokenizer: "PreTrainedTokenizerBase", model: Model, skip_special_tokens: bool = False
 ) -> Callable[[np.ndarray], str]:
     """Returns the function from a response's token ids to the text that graders, environments and
     tool parsers see.
@@ -188,7 +186,7 @@ def decoder(
     one that ended the response. skip_special_tokens: none is.
     """
     special = frozenset(tokenizer.all_special_ids)
-    ends = special & _end_ids(tokenizer, Path(model.path))
+    ends = special & _end_ids(tokenizer, model)
     padding = tokenizer.pad_token_id
 
     def decode(token_ids: np.ndarray) -> str:
@@ -202,11 +200,13 @@ def decoder(
     return decode
 
 
-def _end_ids(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> set[int]:
+def _end_ids(tokenizer: "PreTrainedTokenizerBase", model: Model) -> set[int]:
     """Returns the ids at which an engine ends a response of the model by itself."""
+    file = model.folder / "generation_config.json"
+    generation = read_description(file) if file.is_file() else {}
     found = {tokenizer.eos_token_id}
-    for file in (folder / "generation_config.json", folder / "config.json"):
-        ends = read_description(file).get("eos_token_id") if file.is_file() else None
+    for described in (generation, model.description):
+        ends = described.get("eos_token_id")
         found.update(ends if isinstance(ends, list) else [ends])
     return found - {None}
 

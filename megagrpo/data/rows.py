@@ -11,7 +11,7 @@ import pyarrow.parquet
 
 from megagrpo.config.schema import DataConfig
 from megagrpo.data.messages import checked_messages, without_nulls
-from megagrpo.system.explained import explained, translated
+from megagrpo.system.errors import explained, translated
 
 Values = dict[str, object]
 _MOST_SOURCES = 64  # each has metrics of its own

@@ -23,6 +23,7 @@ try:
 except ImportError as exc:
     raise ImportError("it needs the mcp package: pip install 'mcp>=2.3,<3'") from exc
 
+_NO_END = "<tool_call>"  # a call that was begun and not ended
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _ABOUT = """You may call these tools:
 <tools>
@@ -70,7 +71,10 @@ class McpTools:
 
     def step(self, text: str) -> tuple[str | None, float, bool]:
         """Returns the results of a turn's calls, or the reward of an answer."""
-        if calls := _CALL.findall(text):
+        calls = _CALL.findall(text)
+        if text.count("<tool_call>") > len(calls):
+            calls.append(_NO_END)
+        if calls:
             results = [f"<tool_response>\n{self._result(call)}\n</tool_response>" for call in calls]
             return "\n".join(results), 0.0, False
         return None, self._answer(text), True
@@ -80,13 +84,19 @@ class McpTools:
         self._session.close()
 
     def _result(self, call: str) -> str:
+        if call == _NO_END:
+            return "error: the call has no end; write </tool_call> after it"
         try:
-            asked = json.loads(call)
-            name, arguments = asked["name"], asked.get("arguments") or {}
-        except (ValueError, TypeError, KeyError, AttributeError) as exc:
+            asked = json.loads(call, parse_constant=_no_number)
+            name = asked["name"]
+            arguments = asked.get("arguments") or {}
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
             return f"error: the call is no JSON with name and arguments: {exc}"
-        if name not in (known := [tool["name"] for tool in self._tools]):
+        known = [str(tool["name"]) for tool in self._tools]
+        if name not in known:
             return f"error: no tool {name!r}; there are {', '.join(known)}"
+        if not isinstance(arguments, dict):
+            return f"error: arguments should be an object, not {arguments!r:.80}"
         return self._session.call(name, arguments)[: self._max_chars]
 
 
@@ -152,3 +162,7 @@ def _unavailable(what: str) -> Iterator[None]:
         while isinstance(cause, ExceptionGroup):
             cause = cause.exceptions[0]
         raise Unavailable(f"{what}: {type(cause).__name__}: {cause}") from exc
+
+
+def _no_number(word: str) -> object:
+    raise ValueError(f"{word} is no JSON")

@@ -80,18 +80,6 @@ def architecture_of(hf: HfConfig, draft: bool = False, where: str = "") -> Archi
     return replace(FAMILIES[hf["model_type"]].architecture(hf), draft=draft)
 
 
-def read_architecture(folder: str | Path, draft: bool = False) -> Architecture:
-    """Reads config.json of an HF folder. Raises ValueError, naming the file, when it is missing or
-    has problems."""
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise ValueError(
-            f"{path} does not exist; model.path must be a Hugging Face model folder with a "
-            "config.json"
-        )
-    return architecture_of(read_description(path), draft, f"{path}: ")
-
-
 def read_description(path: Path) -> dict[str, Any]:
     """Returns the values of an existing config.json. Raises ValueError, naming the file, when it is
     not JSON."""
@@ -209,22 +197,21 @@ def has_draft(names: Iterable[str]) -> bool:
     return any(name.endswith(".eh_proj.weight") for name in names)
 
 
-def is_left_out(hf: HfConfig, tensor: str, draft: bool = False) -> bool:
+def is_left_out(arch: Architecture, tensor: str) -> bool:
     """Returns whether a tensor of a checkpoint is ignored: listed by `left_out`, or determined by
     config.json.
 
     Some tied models store their output layer, too; it is the input embedding, whatever the file
     contains. A draft's copies of input embedding and output layer are the model's.
     """
-    if tensor.endswith("rotary_emb.inv_freq") or (
-        tensor == "lm_head.weight" and hf.get("tie_word_embeddings")
-    ):
+    if tensor.endswith("rotary_emb.inv_freq"):
         return True
-    prefix, _, rest = tensor.partition("model.layers.")
-    number, layers = rest.partition(".")[0], hf.get("num_hidden_layers")
-    if prefix or not number.isdecimal() or layers is None or int(number) < layers:
+    if tensor == "lm_head.weight" and arch.tied:
+        return True
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", tensor)
+    if layer is None or int(layer[1]) < arch.num_layers:
         return False
-    return not draft or rest.partition(".")[2] in ("embed_tokens.weight", "shared_head.head.weight")
+    return not arch.draft or layer[2] in ("embed_tokens.weight", "shared_head.head.weight")
 
 
 def exported_config(hf: HfConfig, draft: bool = False) -> dict[str, object]:

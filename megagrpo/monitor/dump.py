@@ -19,7 +19,7 @@ import torch
 
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.mesh import Mesh
-from megagrpo.system.explained import translated
+from megagrpo.system.errors import translated
 from megagrpo.system.run_folder import whole_file, write_whole
 from megagrpo.types import Batch, Correction, ImageRef, Rewards, Routing
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from megagrpo.system.explained import translated
+from megagrpo.system.errors import translated
 from megagrpo.system.run_folder import HALF_CHARACTERS
 
 _STEP = re.compile(rb'\{"step": (\d+)')  # the start of every line

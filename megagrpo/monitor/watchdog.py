@@ -45,8 +45,7 @@ class Watchdog:
     """Writes this rank's progress, and a page about all ranks if one is stuck. A context manager.
 
     Construction is collective over the world. `step` returns the number of finished steps. Each of
-    `waits` returns a description of this rank's wait outside the trainers, or "". `on_enter` gets
-    every phase.
+    `waits` returns a description of this rank's wait outside the trainers, or "".
     """
 
     def __init__(
@@ -55,10 +54,9 @@ class Watchdog:
         mesh: Mesh,
         folder: RunFolder,
         step: Callable[[], int],
-        on_enter: Callable[[str], None] = lambda phase: None,
     ):
         started = mesh.gather_world(time.strftime("%Y%m%d-%H%M%S"))[0]
-        self._mesh, self._folder, self._step, self._on_enter = mesh, folder, step, on_enter
+        self._mesh, self._folder, self._step = mesh, folder, step
         self.waits: list[Callable[[], str]] = []
         self._request = folder.stacks_request(started)  # unique to this start
         self._deadline_s = config.actor.deadline_s
@@ -95,7 +93,6 @@ class Watchdog:
         """Records that the main thread starts phase `phase` of the step."""
         self._name, self._since = phase, time.time()
         self._moved, self._entered = self._since, self._entered + 1
-        self._on_enter(phase)
 
     def alive(self) -> None:
         """Records progress of the main thread, and thus of every rank, inside its phase."""

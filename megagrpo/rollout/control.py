@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 
 from megagrpo.system import environment
-from megagrpo.system.explained import translated
+from megagrpo.system.errors import translated
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import EngineInfo
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from megagrpo.families.architecture import Architecture
-from megagrpo.system.explained import translated
+from megagrpo.system.errors import translated
 from megagrpo.types import RolloutGroup
 
 

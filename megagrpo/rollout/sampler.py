@@ -10,7 +10,7 @@ import numpy as np
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
-from megagrpo.families.table import read_architecture
+from megagrpo.families.architecture import Architecture
 from megagrpo.rewards.parts import ResponseTokens
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.admission import Patience, ResponseLengths, Turnstile
@@ -99,8 +99,6 @@ class Sampler:
         self._pending: dict[
             tuple[str, int, int, int], str
         ] = {}  # (job, group, prompt, sample) -> what it waits for
-        replays = config.actor.routing_replay == "rollout"
-        self._experts = read_architecture(config.model.path) if replays else None
         self._retry = RetryPolicy.of(config)
         self._turnstile = Turnstile()
         self.lengths = ResponseLengths(config.sampling.max_response_tokens)
@@ -114,6 +112,7 @@ class Sampler:
         self.images: ImageStore | None = (
             None  # of a vision-language model; set before the first request
         )
+        self.arch: Architecture | None = None  # set if the experts of each token are recorded
 
     def ask_again(self) -> None:
         """Abandons the present attempt of every request and starts another. May be called from any
@@ -156,7 +155,7 @@ class Sampler:
             self._retry,
             self._turnstile,
             self._on_request,
-            self._experts,
+            self.arch,
         ) as client:
             self._clients.add(client)
             tasks = [

@@ -26,19 +26,21 @@ from megagrpo.rollout.routed_experts import for_other_ranks
 from megagrpo.rollout.sampler import Sampler
 from megagrpo.system.background import BackgroundLoop
 from megagrpo.types import LOADS, Prompt, RolloutGroup
-from megagrpo.weights.exchange import EngineRefresh
 
 _FIRST_POLL_S, _POLL_S = 0.02, 0.2  # pause between two meetings of all ranks
 _UNREACHABLE_S = 30.0  # a control endpoint that is silent for longer ends the run
+
+# Collective. Publishes weights of a version to the engines whose ids the main rank gives.
+Publish = Callable[[int, list[str]], object]
 
 
 class RolloutSource:
     """Samples groups from the service at `control`; collective over the world unless stated
     otherwise.
 
-    sampler: this rank's, on leaders only. alive: called after every meeting of all ranks. A group
-    keeps one id from dispatch to batch: the index of its prompt in the run, counted over all epochs
-    (in an evaluation: in its prompts).
+    sampler: this rank's, on leaders only. publish: brings weights to engines that restarted. alive:
+    called after every meeting of all ranks. A group keeps one id from dispatch to batch: the index
+    of its prompt in the run, counted over all epochs (in an evaluation: in its prompts).
     """
 
     def __init__(
@@ -47,12 +49,13 @@ class RolloutSource:
         mesh: Mesh,
         control: ServiceControl,
         sampler: Sampler | None,
-        refresh: EngineRefresh,
+        publish: Publish,
         alive: Callable[[], None] = lambda: None,
     ):
         assert (sampler is not None) == mesh.is_leader, "leaders sample, other ranks do not"
         self._config, self._mesh, self._control = config, mesh, control
-        self._sampler, self._refresh, self._alive = sampler, refresh, alive
+        self._sampler, self._publish, self._alive = sampler, publish, alive
+        self._stale: list[str] = []  # engines that need weights, on the main rank
         self._last_answer = time.monotonic()
         self._awaited: Sequence[SampledBatch] = []
         self._loads: list[dict[str, float]] = []  # of engines, on the main rank
@@ -316,7 +319,7 @@ class RolloutSource:
                 if self._sampler is not None:
                     self._sampler.ask_again()
             if acts and version is not None:
-                self._refresh.bring(version)
+                self._publish(version, self._stale)
                 self._last_answer = time.monotonic()
             time.sleep(pause_s)
             pause_s = min(_POLL_S, 1.5 * pause_s)
@@ -341,7 +344,12 @@ class RolloutSource:
         self._loads = [engine.load for engine in status.engines]
         if version is None:
             return "", all(engine.state != "ready" for engine in status.engines), status.lost_hosts
-        return "", self._refresh.due(status.engines, version), status.lost_hosts
+        self._stale = [
+            engine.id
+            for engine in status.engines
+            if engine.alive and (engine.state == "stale" or engine.weight_version != version)
+        ]
+        return "", bool(self._stale), status.lost_hosts
 
     def _agree(self, *values: int) -> list[int]:
         """Returns the largest of each value over all ranks."""

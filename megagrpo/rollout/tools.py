@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megagrpo.config.schema import ExperimentConfig, ToolConfig
-from megagrpo.data.prompts import decoder
 from megagrpo.data.rows import well_formed
 from megagrpo.rollout.agents.environments import Environments, load_environment, refuse_machine
 from megagrpo.rollout.agents.play import Part
@@ -42,7 +41,9 @@ def load_tool(name: str) -> ToolFunction:
 
 
 def make_answering(
-    config: ExperimentConfig, tokenizer: "PreTrainedTokenizerBase"
+    config: ExperimentConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    decode: Callable[[np.ndarray], str],
 ) -> "Tool | Environments | Programs | None":
     """Returns what answers turns of the model: a tool, environments, agent programs, or nothing.
     Raises ValueError."""
@@ -60,7 +61,7 @@ def make_answering(
             renderer,
             own_address(config.rollout.host),
             config.name,
-            decoder(tokenizer, config.model, sampling.skip_special_tokens),
+            decode,
         )
     if sampling.environment is not None:
         load_environment(sampling.environment.function)

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megagrpo.system.explained import explained
+from megagrpo.system.errors import explained
 
 SAME = "_same_result"  # the name in statements of the function that compares results
 _FUNCTIONAL = ("functional", "function_call")  # LiveCodeBench's word, PrimeIntellect's

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megagrpo.system.explained import explained
+from megagrpo.system.errors import explained
 
 
 def load_function(name: str, built_in: Mapping[str, str], key: str) -> Callable[..., Any]:

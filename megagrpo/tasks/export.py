@@ -5,8 +5,9 @@ from pathlib import Path
 
 import torch
 
+from megagrpo.actor.start import make_actor
 from megagrpo.checkpoint.folder import latest
-from megagrpo.checkpoint.resume import load_checkpoint, make_actor
+from megagrpo.checkpoint.resume import load_checkpoint
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.weights.actor_weights import export_hf, export_peft, load_initial_weights
 
@@ -34,8 +35,8 @@ def export(
     found = source or latest(checkpoints)
     if found is None:
         raise ValueError(f"{checkpoints} holds no finished checkpoint; name one with --checkpoint")
-    actor = make_actor(config, 1, device)
-    weights = load_initial_weights(actor, config.model.path, lora is None, config.actor.has_draft)
+    actor = make_actor(config, config.read_model().arch, 1, device)
+    weights = load_initial_weights(actor, config.model.path, overwritten=lora is None)
     load_checkpoint(config, found, actor)
     if only_adapters and lora is not None:
         adapters = actor.trained_weights(weights)

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import torch
 
+from megagrpo.actor.start import initial_weights, make_actor
 from megagrpo.actor.step import update, with_logprobs
 from megagrpo.checkpoint.folder import latest
-from megagrpo.checkpoint.resume import initial_weights, load_checkpoint, make_actor
+from megagrpo.checkpoint.resume import load_checkpoint
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
@@ -24,11 +25,10 @@ def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) ->
     by_epochs = (
         config.train.num_epochs is not None
     )  # else the run's length does not depend on the prompts
-    images = ImageStore.of(config.model, config.run_folder.images)
-    num_prompts = (
-        len(load_prompts(config.data, load_tokenizer(config.model), images)) if by_epochs else 0
-    )
-    actor = make_actor(config, config.train.steps(num_prompts), device)
+    model = config.read_model()
+    images = ImageStore.of(model, config.run_folder.images)
+    num_prompts = len(load_prompts(config.data, load_tokenizer(model), images)) if by_epochs else 0
+    actor = make_actor(config, model.arch, config.train.steps(num_prompts), device)
     actor.images = images.pixels if images else None
     version, source = 0, latest(config.run_folder.checkpoints, dump.weight_version)
     initial_weights(config, dump.algorithm, source, actor)

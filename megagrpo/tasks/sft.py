@@ -13,6 +13,7 @@ from megagrpo.batching.updates import one_pass
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import describe_dropped, load_prompts, load_tokenizer
+from megagrpo.families.model import Model
 from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.record import StepLog
 from megagrpo.system.progress import Progress
@@ -27,9 +28,10 @@ def sft(config: ExperimentConfig, device: torch.device, progress: Progress) -> N
     `model.path`."""
     options = config.sft
     assert options is not None, "the command refuses a configuration without an sft section"
+    model = Model.read(options.model, config.model.tokenizer, config.actor.has_draft)
     progress.enter(f"{config.actor.world_size} ranks meet and load the model")
     actor = MegatronActor(
-        model_path=options.model,
+        arch=model.arch,
         config=config.actor.model_copy(
             update={"lora": None}
         ),  # adapters are for the model that this writes
@@ -39,9 +41,9 @@ def sft(config: ExperimentConfig, device: torch.device, progress: Progress) -> N
         device=device,
     )
     mesh = actor.mesh
-    weights = load_initial_weights(actor, options.model, draft=config.actor.has_draft)
-    start = config.model.model_copy(update={"path": options.model})
-    tokenizer, images = load_tokenizer(start), ImageStore.of(start, config.run_folder.images)
+    weights = load_initial_weights(actor, options.model)
+    tokenizer = load_tokenizer(model)
+    images = ImageStore.of(model, config.run_folder.images)
     prompts = load_prompts(options.data, tokenizer, images)
     actor.images = images.pixels if images else None
     _check_answers(prompts.prompts, tokenizer)

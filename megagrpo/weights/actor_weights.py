@@ -2,7 +2,7 @@
 adapters as PEFT does."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megagrpo.config.actor import LoraConfig
-from megagrpo.families.architecture import HfConfig
-from megagrpo.families.table import architecture_of, is_left_out, model_tensors, read_description
+from megagrpo.families.architecture import Architecture
+from megagrpo.families.table import is_left_out, model_tensors
 from megagrpo.families.tensors import TensorSpec
 from megagrpo.mesh import Mesh
 from megagrpo.system.run_folder import whole_folder
@@ -33,6 +33,8 @@ _PEFT_PREFIX = "base_model.model."  # of the model inside PEFT's two wrappers
 
 class LoadableActor(Protocol):
     """An actor whose loading from HF tensors can be recorded."""
+
+    arch: Architecture
 
     def load_hf(self, hf: Mapping[str, Tensor]) -> None:
         """Fills the parameters by slicing and copying only."""
@@ -66,26 +68,21 @@ class ActorWeights:
 
 
 def load_initial_weights(
-    actor: LoadableActor, path: str, overwritten: bool = False, draft: bool = False
+    actor: LoadableActor, path: str | Path, overwritten: bool = False
 ) -> ActorWeights:
     """Loads a Hugging Face folder into the actor and records its copy list. Raises ValueError for
     an unusable folder.
 
     overwritten: a checkpoint is loaded next, so only names, shapes and dtypes are read and
-    parameters are 0; elements without a source, such as padding of a vocabulary, stay 0. draft: the
-    actor has one.
+    parameters are 0; elements without a source, such as padding of a vocabulary, stay 0.
     """
-    hf, parameters = HfFolder(path), actor.parameters()
-    description = hf.path / "config.json"
-    config = read_description(description) if description.is_file() else {}
-    specs = {
-        name: spec
-        for name, spec in hf.specs.items()
-        if not (config and is_left_out(config, name, draft))
-    }
-    tensors = list(model_tensors(architecture_of(config, draft))) if config else []
+    hf = HfFolder(path)
+    parameters = actor.parameters()
+    specs = {name: spec for name, spec in hf.specs.items() if not is_left_out(actor.arch, name)}
+    tensors = list(model_tensors(actor.arch))
     _check_shapes(hf.path, specs, tensors)
-    recording, kept = record_whole(actor.load_hf, specs, parameters), kept_dtypes(config, draft)
+    recording = record_whole(actor.load_hf, specs, parameters)
+    kept = kept_dtypes(tensors)
     _check_kept(recording.copies, parameters, kept)
     if overwritten:
         with torch.no_grad():
@@ -115,9 +112,8 @@ def _check_shapes(path: Path, specs: Specs, tensors: Sequence[TensorSpec]) -> No
         raise ValueError(says)
 
 
-def kept_dtypes(config: HfConfig, draft: bool) -> dict[str, torch.dtype]:
-    """Returns the dtypes of the HF tensors that keep their own in a model with this config.json."""
-    tensors = model_tensors(architecture_of(config, draft)) if config else ()
+def kept_dtypes(tensors: Iterable[TensorSpec]) -> dict[str, torch.dtype]:
+    """Returns the dtypes of those HF tensors that keep their own."""
     return {spec.name: getattr(torch, spec.dtype) for spec in tensors if spec.dtype is not None}
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megagrpo.families.quantization import SCALES, fp8_block, fp8_config
 from megagrpo.families.table import exported_config, has_draft, read_description
-from megagrpo.system.explained import translated
+from megagrpo.system.errors import translated
 from megagrpo.system.run_folder import whole_folder
 from megagrpo.weights.copies.views import Box
 

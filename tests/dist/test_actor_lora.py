@@ -9,7 +9,7 @@ import pytest
 
 from megagrpo.check.trainer_memory import Load, trainer_side
 from megagrpo.config.schema import ActorConfig
-from megagrpo.families.table import read_architecture
+from megagrpo.families.model import Model
 from tests.dist.cases import LAYOUTS
 from tests.dist.test_actor_layouts import problems_of
 from tests.dist.workers.launch import run_ranks, run_transformers
@@ -113,7 +113,7 @@ def memory_problems(case: Case, world: int, models: Path, result: dict) -> list[
         }
     )
     said = (
-        trainer_side(read_architecture(models / case.model), config, Load(64, 64))
+        trainer_side(Model.read(models / case.model).arch, config, Load(64, 64))
         .phases["rollout"]
         .parts
     )

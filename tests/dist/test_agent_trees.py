@@ -20,7 +20,7 @@ from sampling import experiment, playing
 
 from examples.laptop.model import character_tokenizer
 from megagrpo.checkpoint.groups import write_groups
-from megagrpo.families.table import read_architecture
+from megagrpo.families.model import Model
 from megagrpo.rollout.generation import sample_seed
 from megagrpo.types import Prompt, RolloutGroup
 from tests.dist.cases import LAYOUTS
@@ -58,7 +58,7 @@ class Made:
 
     @classmethod
     def of(cls, seed: int, model: Path) -> "Made":
-        rng, arch = np.random.default_rng(seed), read_architecture(str(model))
+        rng, arch = np.random.default_rng(seed), Model.read(str(model)).arch
         tokens = [*rng.choice(ids("0123456789HL"), rng.integers(1, 6)).tolist(), EOS]
         scores = rng.random((256, arch.num_layers, arch.num_experts))
         experts = np.argsort(scores, 2)[:, :, : arch.experts_per_token].astype(np.int32)

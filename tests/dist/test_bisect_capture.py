@@ -11,7 +11,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 from transport_cases import make_model
 
-from megagrpo.families.table import read_architecture
+from megagrpo.families.model import Model
 from tests.dist.workers.captured import LENGTHS, captured, planted
 from tests.dist.workers.launch import POOL
 
@@ -46,7 +46,7 @@ def test_every_layout_shows_what_one_rank_shows(family: str, tmp_path: Path):
     (alone,) = POOL.run(1, captured, tmp_path, model, [{"world": 1, "packing": False}])[0]
     cases = [{"world": 2, **case} for case in LAYOUTS[family]]
     together = POOL.run(2, captured, tmp_path, model, cases)[0]
-    arch = read_architecture(model)
+    arch = Model.read(model).arch
     assert len(alone) == len(together[0]) > 10 * arch.num_layers
     problems = []
     for case, found in zip(cases, together, strict=True):

@@ -10,7 +10,7 @@ from examples.laptop.recipe import TinyModelConfig
 from megagrpo.check.trainer_memory import Load, in_flight, trainer_stages
 from megagrpo.config.schema import ActorConfig
 from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import read_architecture
+from megagrpo.families.model import Model
 from megagrpo.tools.certify.tiny_model import hf_config
 from tests.dist.workers.launch import run_ranks
 
@@ -87,7 +87,7 @@ def test_closed_forms_are_what_real_ranks_take(models: Path, tmp_path: Path, wor
             actor = ActorConfig.model_validate(
                 {"world_size": world, "parallel": parallel, **options}
             )
-            closed = _closed(read_architecture(models / model), actor, rank)
+            closed = _closed(Model.read(models / model).arch, actor, rank)
             assert real["weights before rounding"] == pytest.approx(
                 closed["weights before rounding"], rel=HELD
             ), model

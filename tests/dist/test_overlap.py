@@ -11,7 +11,7 @@ import torch
 
 from megagrpo.actor.megatron.fields import Kernels, ddp_fields, transformer_defaults
 from megagrpo.config.actor import ActorConfig
-from megagrpo.families.table import read_architecture
+from megagrpo.families.model import Model
 from tests.dist.workers.launch import run_ranks
 
 CUDA = Kernels(cuda=True, transformer_engine=False, fused_weight_gradient=False)
@@ -123,7 +123,7 @@ def test_what_overlaps_on_cuda_is_what_was_compared(layout, hf_models):
     ddp, megatron, _ = overlaps["everything"]
     given, on = (
         ddp_fields(actor, CUDA),
-        transformer_defaults(read_architecture(hf_models / "qwen3"), actor, CUDA),
+        transformer_defaults(Model.read(hf_models / "qwen3").arch, actor, CUDA),
     )
     assert {name: True for name in ALIGNED if given.get(name)} | MANY == ddp
     assert {name: True for name in (*FREED, *FLUSH) if on.get(name)} == megatron

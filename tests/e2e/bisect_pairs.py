@@ -205,14 +205,16 @@ def bisect_cases(
             wrong = prove_weights(
                 config, actor, weights, registry, case["version"] if case.get("publish") else None
             )
-            images = ImageStore.of(config.model, own / "images") if "data" in case else None
+            images = ImageStore.of(config.read_model(), own / "images") if "data" in case else None
             engine = ProbedEngine(info, tp, api_key, own, 120.0, images) if rank == 0 else None
             if engine is not None:
                 engine.resume()
             prompts = tuple(Prompt(number, "", prompt, "") for number, prompt in enumerate(PROMPTS))
             if images is not None:
                 actor.images = images.pixels
-                prompts = load_prompts(config.data, load_tokenizer(config.model), images).prompts
+                prompts = load_prompts(
+                    config.data, load_tokenizer(config.read_model()), images
+                ).prompts
             with MISTAKES[case.get("mistake", "")]():
                 found = bisect_pair(
                     actor, engine, prompts, NEW_TOKENS, own, version=case.get("version")

@@ -52,8 +52,9 @@ class PlainActor:
     def __init__(self, hf: dict, tensors: dict[str, torch.Tensor]):
         specs = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         self.live = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-        fp8 = frozenset(spec.name for spec in model_tensors(architecture_of(hf)) if spec.in_fp8)
-        copies, kept = record_copies(self.load, specs, self.live), kept_dtypes(hf, False)
+        described = list(model_tensors(architecture_of(hf)))
+        fp8 = frozenset(spec.name for spec in described if spec.in_fp8)
+        copies, kept = record_copies(self.load, specs, self.live), kept_dtypes(described)
         self.weights = ActorWeights(copies, specs, lambda: self.live, kept=kept, fp8=fp8)
 
     def load(self, hf) -> None:

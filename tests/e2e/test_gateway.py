@@ -40,8 +40,8 @@ def groups(service, model, **sampling) -> Sequence[RolloutGroup]:
         Prompt(n, text, tokenizer(text)["input_ids"], "")
         for n, text in enumerate(("12+3=", "4+5="))
     ]
-    answering = make_answering(config, tokenizer)
     decode = partial(tokenizer.decode, skip_special_tokens=True)
+    answering = make_answering(config, tokenizer, decode)
     source = source_of(service.control, config, Grader(), decode, tool=answering)
     try:
         return source.next(3, prompts, service.control.engines()[0].weight_version)

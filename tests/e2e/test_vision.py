@@ -56,10 +56,10 @@ class Engine:
 
     def __init__(self, running: OneEngine, config: ExperimentConfig, folder: Path):
         self.running, self.folder = running, Path(config.model.path)
-        store = ImageStore.of(config.model, folder / "images")
+        store = ImageStore.of(config.read_model(), folder / "images")
         assert store is not None
         self.store = store
-        self.prompts = load_prompts(config.data, load_tokenizer(config.model), store).prompts
+        self.prompts = load_prompts(config.data, load_tokenizer(config.read_model()), store).prompts
         self.model = AutoModelForImageTextToText.from_pretrained(
             self.folder, dtype=torch.float32
         ).eval()
@@ -140,7 +140,9 @@ def test_engines_count_the_tokens_of_images_of_500_sizes_as_trainers_do(engine, 
     sizes = [tuple(map(int, size)) for size in random.integers(24, 700, (500, 2))]
     path = write_rows(tmp_path / "rows.jsonl", [[size] for size in sizes])
     data = engine.running.config.data.model_copy(update={"path": str(path)})
-    prompts = load_prompts(data, load_tokenizer(engine.running.config.model), engine.store).prompts
+    prompts = load_prompts(
+        data, load_tokenizer(engine.running.config.read_model()), engine.store
+    ).prompts
     assert len(prompts) == len(sizes) and len({prompt.images[0].grid for prompt in prompts}) > 50
     for first in range(0, len(prompts), 50):
         assert (

@@ -44,7 +44,7 @@ LAYERS = (
     {"actor", "rollout"},
     {"checkpoint"},
     {"check"},
-    {"publishing"},
+    {"recording"},
     {"run"},
     {"evaluation"},
     {"train"},

@@ -124,6 +124,34 @@ def test_a_model_calls_tools_until_it_answers(way: str, mcp_tools, listening):
     assert not servers()
 
 
+@pytest.mark.parametrize(
+    "bad, said",
+    [
+        (
+            '<tool_call>{"name": "add", "arguments": "{\\"a\\": 2}"}</tool_call>',
+            "should be an object",
+        ),
+        ('<tool_call>{"name": "add", "arguments": [2, 3]}</tool_call>', "should be an object"),
+        ('<tool_call>{"name": "add", "arguments": 5}</tool_call>', "should be an object"),
+        ("<tool_call>" + '{"a":' * 5000 + "</tool_call>", "no JSON with name"),
+        (
+            '<tool_call>{"name": "add", "arguments": {"a": NaN, "b": 1}}</tool_call>',
+            "NaN is no JSON",
+        ),
+        ('<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}', "the call has no end"),
+        ('<tool_call>["add"]</tool_call>', "no JSON with name"),
+        ('<tool_call>{"name": ["add"], "arguments": {}}</tool_call>', "no tool ['add']"),
+    ],
+)
+def test_a_bad_call_is_answered_with_text_and_never_reaches_the_server(mcp_tools, bad, said):
+    environment = mcp_tools(ROW, 0, "exact", command=COMMAND)
+    environment.reset()
+    results, reward, done = environment.step(bad)
+    assert said in results and (reward, done) == (0.0, False)
+    assert "\n5\n" in environment.step(call("add", a=2, b=3))[0]  # the server lives
+    environment.close()
+
+
 def test_a_server_that_is_gone_is_no_fault_of_the_model(mcp_tools, listening):
     environment = mcp_tools(ROW, 0, "exact", command=f"{COMMAND} die")
     with pytest.raises(Unavailable, match="tools/call: the server is gone"):

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from megagrpo.actor import start as starting
+from megagrpo.actor.start import steps_in_all
 from megagrpo.checkpoint import resume as beginning
 from megagrpo.checkpoint import save as checkpoint
 from megagrpo.checkpoint.folder import is_reshardable, latest
@@ -19,7 +21,6 @@ from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.checkpoint.save import Checkpointer, PendingSave, RunIdentity, SaveSchedule, load
 from megagrpo.config.schema import CheckpointConfig
 from megagrpo.mesh import LeaderError, make_mesh
-from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import AlgoState, ImageRef, Outcome, Prompt, RolloutGroup, Sample, TrainState
 from tests.experiments import experiment
 
@@ -255,9 +256,8 @@ def start(tmp_path, monkeypatch):
         actor = SimpleNamespace(
             mesh=make_mesh(0, 1, torch.device("cpu"), deadline_s=60), updates_done=5
         )
-        folder = RunFolder(tmp_path)
-        source = beginning.find_checkpoint(config, folder, actor.mesh)
-        return beginning.resume(config, folder, source, actor), actor, read
+        source = beginning.find_checkpoint(config, actor.mesh)
+        return beginning.resume(config, source, actor), actor, read
 
     return resume
 
@@ -294,13 +294,13 @@ def test_the_model_is_read_unless_a_checkpoint_overwrites_it(
 ):
     done = []
     monkeypatch.setattr(
-        beginning,
+        starting,
         "load_initial_weights",
-        lambda actor, path, overwritten, draft: done.append(overwritten),
+        lambda actor, path, overwritten: done.append(overwritten),
     )
     actor = SimpleNamespace(keep_reference=lambda: done.append("reference"))
     config = experiment(algorithm={"kl": {"loss_coef": 0.1}} if reference else {})
-    beginning.initial_weights(config, config.algorithm, source, actor)
+    starting.initial_weights(config, config.algorithm, source, actor)
     assert done == ([False, "reference"] if reference else [source is not None])
 
 
@@ -343,7 +343,7 @@ def test_epochs_end_with_the_prompts_also_if_steps_took_other_numbers_of_them(wa
     state = TrainState(step=10, data_cursor=100)
     config = experiment(train={"num_epochs": 2, "num_steps": None, "num_prompts_per_step": wanted})
     actor = SimpleNamespace(updates_done=10, num_updates=20)
-    assert beginning.steps_in_all(config, 100, state, actor) == actor.num_updates == steps
+    assert steps_in_all(config, 100, state, actor) == actor.num_updates == steps
 
 
 def test_more_groups_than_a_step_takes_would_get_too_old(start, tmp_path, monkeypatch):

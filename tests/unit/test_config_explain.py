@@ -19,7 +19,8 @@ from megagrpo.config.layout import layout_problems, rank_coordinates
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ActorConfig, ParallelConfig
-from megagrpo.families.table import read_architecture, read_description
+from megagrpo.families.model import Model
+from megagrpo.families.table import read_description
 from megagrpo.system.environment import child_environment
 from megagrpo.tools.certify.tiny_model import hf_config
 from tests.experiments import QUICKSTART, ROOT, python
@@ -416,7 +417,7 @@ def test_what_cannot_be_cut_is_said(num_layers, sizes, message):
     ],
 )
 def test_the_message_names_stages_that_are_accepted(model, sizes, ends):
-    arch = read_architecture(ROOT / "configs" / "models" / model)
+    arch = Model.read(ROOT / "configs" / "models" / model).arch
 
     def problems(**more: int) -> list[str]:
         config = ActorConfig(

@@ -18,10 +18,9 @@ from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import LeaderError, RunStopped
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.publishing import Publishing
 from megagrpo.rollout import source as source_module
 from megagrpo.rollout.generation import SamplingParams
-from megagrpo.run import Run
+from megagrpo.run import Run, Sampling
 from megagrpo.types import Outcome, RolloutGroup, Sample, TrainState
 from tests.experiments import QUICKSTART, until
 
@@ -261,14 +260,13 @@ def test_a_step_whose_gpus_do_not_come_back_is_saved_as_not_begun():
     config, saved = experiment(rollout={"colocate": True}, weights={"transport": "ipc"}), []
     with sampling(config, version=3) as (service, source, _):
         run = object.__new__(Run)
-        publishing = object.__new__(Publishing)
-        vars(publishing).update(
-            _config=config, _actor=SimpleNamespace(mesh=MESH), _control=service.control
-        )
+        owner = object.__new__(Sampling)
+        inputs = SimpleNamespace(prompts=prompt_set(), tool=None, images=None)
+        vars(owner).update(_config=config, _mesh=MESH, _inputs=inputs, source=source)
         # /sleep is no path of the fake service
         vars(run).update(
             config=config, actor=SimpleNamespace(mesh=MESH), state=TrainState(step=3, data_cursor=6), num_steps=6,
-            source=source, publishing=publishing, inputs=SimpleNamespace(prompts=prompt_set(), tool=None, images=None),
+            sampling=owner, control=service.control,
             checkpointer=SimpleNamespace(save_now=lambda state: saved.append((state.step, state.data_cursor))),
         )  # fmt: skip
         with pytest.raises(RunStopped, match="put engines to sleep"):

@@ -8,12 +8,12 @@ import torch
 
 from megagrpo.algo.statistics import alone
 from megagrpo.cpu.engine import drafts
+from megagrpo.families.model import Model
 from megagrpo.families.table import (
     architecture_of,
     is_left_out,
     left_out,
     model_tensors,
-    read_architecture,
 )
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout.response import CacheUse, Response
@@ -123,10 +123,10 @@ def test_a_model_without_such_a_layer_is_refused_and_one_with_it_has_it_on_reque
     with pytest.raises(
         ValueError, match="one multi-token-prediction layer; num_nextn_predict_layers is 0 here"
     ):
-        read_architecture(models / "Kimi-K2-Instruct", True)
+        assert not Model.read(models / "Kimi-K2-Instruct", draft=True).arch.draft
     hf = {"num_nextn_predict_layers": 1, "num_hidden_layers": 61}
     plain, whole = (
-        read_architecture(models / "DeepSeek-V3-0324", draft) for draft in (False, True)
+        Model.read(models / "DeepSeek-V3-0324", draft=draft).arch for draft in (False, True)
     )
     names = {spec.name for spec in model_tensors(whole)} - {
         spec.name for spec in model_tensors(plain)
@@ -136,8 +136,8 @@ def test_a_model_without_such_a_layer_is_refused_and_one_with_it_has_it_on_reque
         11.5e9, rel=0.01
     )
     assert left_out(hf) and not left_out(hf, True)
-    assert all(is_left_out(hf, name) and not is_left_out(hf, name, True) for name in names)
-    assert is_left_out(hf, "model.layers.61.embed_tokens.weight", True), "the model's own"
+    assert all(is_left_out(plain, name) and not is_left_out(whole, name) for name in names)
+    assert is_left_out(whole, "model.layers.61.embed_tokens.weight"), "the model's own"
     assert not architecture_of({**hf_of(models / "GLM-4.5")}).draft
 
 

@@ -40,13 +40,13 @@ import sys
 from megagrpo.actor.host import prepare_host
 prepare_host()
 from megagrpo.config.load import load_config
-from megagrpo.families.table import read_architecture
+from megagrpo.families.model import Model
 from megagrpo.tools.plan.record_process import hf_specs
 from megagrpo.tools.plan.trainer_dry_run import record_trainer_rank
 from pathlib import Path
 import torch
 for path, model in zip(sys.argv[1::2], map(Path, sys.argv[2::2])):
-    actor, arch = load_config(path).actor.model_copy(update={"lora": None}), read_architecture(model)
+    actor, arch = load_config(path).actor.model_copy(update={"lora": None}), Model.read(model).arch
     specs = hf_specs(model, getattr(torch, actor.dtype))
     place, copies = record_trainer_rank(arch, actor, specs, actor.world_size - 1)
     layers = {copy.hf.partition(".layers.")[2].split(".")[0] for copy in copies if ".layers." in copy.hf}

@@ -14,7 +14,8 @@ from megagrpo.check.problems import check_against_model
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.families.loading import Shard, _load_qkv
-from megagrpo.families.table import FAMILIES, architecture_of, model_problems, read_architecture
+from megagrpo.families.model import Model
+from megagrpo.families.table import FAMILIES, architecture_of, model_problems
 from megagrpo.system.environment import child_environment
 from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
 from tests.experiments import QUICKSTART, ROOT, python
@@ -73,6 +74,7 @@ import torch
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.tools.certify.subject import make_models
 from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
+from megagrpo.families.model import Model
 from megagrpo.weights.hf_folder import HfFolder
 from examples.laptop.model import make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
@@ -83,7 +85,7 @@ shutil.rmtree(path)
 size = make_tiny_model(TinyModelConfig(path=path, family="toy"), seed=0)
 small = make_models(folder / "certify", config, ParallelConfig(), 0)
 settings = {"optimizer": OptimizerConfig(distributed=False), "num_updates": 1, "seed": 0, "device": device}
-actor = MegatronActor(model_path=path, config=ActorConfig(), **settings)
+actor = MegatronActor(arch=Model.read(path).arch, config=ActorConfig(), **settings)
 weights = load_initial_weights(actor, path)
 tokens = torch.arange(12)[None]
 with torch.no_grad():
@@ -128,7 +130,7 @@ def test_what_would_be_silently_wrong_is_refused_by_name(family, tmp_path):
     del hf["rms_norm_eps"]
     (tmp_path / "config.json").write_text(json.dumps(hf))
     with pytest.raises(ValueError, match=r"config\.json: config\.json lacks rms_norm_eps"):
-        read_architecture(tmp_path)
+        assert Model.read(tmp_path).arch is None
 
 
 def test_layers_without_experts_are_refused():

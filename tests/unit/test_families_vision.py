@@ -165,7 +165,7 @@ def test_experts_that_transformers_5_has_transposed_are_refused(tmp_path: Path):
     with pytest.raises(
         ValueError, match=f"{re.escape(shapes)}; transformers 5 saves experts transposed"
     ):
-        load_initial_weights(SimpleNamespace(parameters=dict), str(tmp_path))
+        load_initial_weights(SimpleNamespace(arch=architecture_of(hf), parameters=dict), tmp_path)
 
 
 def test_the_text_part_is_read_wherever_it_stands():

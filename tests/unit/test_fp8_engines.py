@@ -20,7 +20,7 @@ from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.blocks import block_maxima, block_scales, dequantise, quantise
 from megagrpo.weights.copies.record import Copy, Recording, coverage_problems, record_copies
 from megagrpo.weights.copies.storages import Computed
-from megagrpo.weights.engines.beside_parameters import (
+from megagrpo.weights.engines.derived_tensors import (
     absorbed_matrices,
     cache_scales,
     random_cache_scales,

@@ -11,7 +11,7 @@ import torch
 from megagrpo.config.schema import AlarmsConfig
 from megagrpo.mesh import make_mesh
 from megagrpo.monitor import watchdog
-from megagrpo.monitor.alarm import HealthWatch, MismatchAlarm, alarm_bounds
+from megagrpo.monitor.alarms import HealthWatch, MismatchAlarm, alarm_bounds
 from tests.experiments import experiment
 
 HEALTHY = {

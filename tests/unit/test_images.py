@@ -21,10 +21,10 @@ from transformers import AutoProcessor
 from megagrpo.check.loading import try_loading
 from megagrpo.checkpoint.resume import run_identity
 from megagrpo.config.fields import complaints
-from megagrpo.config.schema import DataConfig, ModelConfig
+from megagrpo.config.schema import DataConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
-from megagrpo.families.table import read_architecture
+from megagrpo.families.model import Model
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.monitor.rollouts import RolloutLog
 from megagrpo.system.run_folder import RunFolder
@@ -38,9 +38,9 @@ IMAGE = VOCABULARY["<|image_pad|>"]
 
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
-def model(request, tmp_path_factory) -> ModelConfig:
-    return ModelConfig(
-        path=str(make_tiny_vlm(tmp_path_factory.mktemp(request.param) / "model", request.param))
+def model(request, tmp_path_factory) -> Model:
+    return Model.read(
+        make_tiny_vlm(tmp_path_factory.mktemp(request.param) / "model", request.param)
     )
 
 
@@ -69,7 +69,7 @@ def test_both_forms_of_the_ids_and_the_pixels_are_the_processors_own(model, tmp_
     )
     store = ImageStore.of(model, tmp_path / "images")
     prompts = load_prompts(data, load_tokenizer(model), store).prompts
-    processor = AutoProcessor.from_pretrained(model.path)
+    processor = AutoProcessor.from_pretrained(model.folder)
     for prompt, of_row in zip(prompts, sizes, strict=True):
         images = [Image.open(io.BytesIO(store.png(ref.key))) for ref in prompt.images]
         expected = processor(text=[prompt.text], images=images or None, return_tensors="pt")
@@ -221,7 +221,9 @@ def test_what_a_model_without_eyes_and_what_tools_refuse(model, tmp_path):
 def test_check_tries_the_first_rows_and_leaves_nothing_behind(model, tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", [[], [(56, 56)], [(70, 90)]])
     sections = {"data": {"path": str(path), "images_key": "images", "chat_template": True}}
-    config = experiment(model=model.model_dump(), output_dir=str(tmp_path / "run"), **sections)
+    config = experiment(
+        model={"path": str(model.folder)}, output_dir=str(tmp_path / "run"), **sections
+    )
     trial = try_loading(config)
     assert not trial.problems and not (tmp_path / "run").exists()
     path.write_text(path.read_text().replace("base64,", "base64,AAAA", 2))
@@ -230,7 +232,7 @@ def test_check_tries_the_first_rows_and_leaves_nothing_behind(model, tmp_path):
 
 
 def test_a_checkpoint_is_of_the_same_model_after_it_was_read(model):
-    actor = SimpleNamespace(arch=read_architecture(model.path))
+    actor = SimpleNamespace(arch=model.arch)
     identity = run_identity(experiment(), actor).model
     assert json.loads(json.dumps(identity)) == identity
     other = experiment(actor={"vision": {"train": "none"}})

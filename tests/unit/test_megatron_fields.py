@@ -25,7 +25,8 @@ from megagrpo.config.libraries.megatron import MEGATRON_SETTINGS, SettingsTable
 from megagrpo.config.libraries.source import refusal_of
 from megagrpo.config.load import ConfigError, load_config
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.families.table import architecture_of, read_architecture
+from megagrpo.families.model import Model
+from megagrpo.families.table import architecture_of
 from megagrpo.system.environment import child_environment
 from tests.experiments import QUICKSTART, ROOT, python
 from tests.unit.test_examples import CONFIGS, LAPTOP, MODELS, described
@@ -34,7 +35,7 @@ CPU = Kernels(cuda=False, transformer_engine=False, fused_weight_gradient=False)
 CUDA = Kernels(cuda=True, transformer_engine=False, fused_weight_gradient=False)
 ENGINE = Kernels(cuda=True, transformer_engine=True, fused_weight_gradient=False)
 MODEL_NAMES = ("Qwen3-8B", "Qwen3-235B-A22B", "DeepSeek-V3-0324")
-DENSE, EXPERTS, LATENT = (read_architecture(MODELS / name) for name in MODEL_NAMES)
+DENSE, EXPERTS, LATENT = (Model.read(MODELS / name).arch for name in MODEL_NAMES)
 BUILD = """
 import json, sys
 from megagrpo.actor.host import prepare_host

@@ -9,8 +9,8 @@ import pytest
 
 from examples.laptop.model import character_tokenizer
 from megagrpo.config.data import DataConfig
-from megagrpo.config.schema import ModelConfig
 from megagrpo.data.prompts import decoder, load_prompts
+from megagrpo.families.model import Model
 from megagrpo.rollout.agents.renderer import Renderer
 
 END = "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -189,7 +189,7 @@ def marked(plain, tmp_path):
     plain.pad_token = "<pad>"
     ends = [plain.eos_token_id, plain.convert_tokens_to_ids("<|im_end|>")]
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    return plain, ModelConfig(path=str(tmp_path))
+    return plain, Model(tmp_path, tmp_path, {}, False)
 
 
 @pytest.mark.parametrize("end", ["", "<|im_end|>", "EOS"])

@@ -28,7 +28,8 @@ from megagrpo.config.load import dump_config, load_config
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.architecture import LatentAttention
-from megagrpo.families.table import parameter_counts, read_architecture, tensor_groups
+from megagrpo.families.model import Model
+from megagrpo.families.table import parameter_counts, tensor_groups
 from megagrpo.families.vision import tower_tensors
 from megagrpo.system.progress import Progress
 from megagrpo.system.run_folder import RunFolder, write_json_lines
@@ -82,7 +83,7 @@ def lengths_of(*responses: float, prompt: float = 0.0) -> Lengths:
 
 
 def qwen(lengths: Lengths) -> Target:
-    return Target(read_architecture(QWEN), H100, 8, lengths)
+    return Target(Model.read(QWEN).arch, H100, 8, lengths)
 
 
 def test_lengths_as_they_are_given(tmp_path):
@@ -119,7 +120,7 @@ def test_lengths_of_an_earlier_run(tmp_path):
 
 @pytest.mark.parametrize("folder", sorted(MODELS.iterdir()), ids=lambda folder: folder.name)
 def test_the_work_is_of_every_parameter(folder):
-    arch = read_architecture(folder)
+    arch = Model.read(folder).arch
     counts, work = parameter_counts(arch), model_work(arch)
     tower = 0 if arch.vision is None else sum(spec.size for spec in tower_tensors(arch.vision))
     vocabulary = work.vocabulary * (1 if arch.tied else 2)
@@ -132,7 +133,7 @@ def test_the_work_is_of_every_parameter(folder):
 
 
 def test_a_cache_repeats_heads_and_latents():
-    work = model_work(read_architecture(QWEN))
+    work = model_work(Model.read(QWEN).arch)
     assert (
         work.cache_bytes(1) == 188 * 1024
     )  # 94 layers, 4 heads, 128 values of key and value, bf16
@@ -144,7 +145,7 @@ def test_a_cache_repeats_heads_and_latents():
 
 
 def test_what_an_engine_rank_holds():
-    arch = read_architecture(QWEN)
+    arch = Model.read(QWEN).arch
     work = model_work(arch)
     assert weight_elements(work, 1, 1) == pytest.approx(parameter_counts(arch).total, rel=1e-6)
     # what SGLang's own loader asks for is 58.9 GB on each of 8 ranks: see
@@ -161,7 +162,7 @@ def test_what_an_engine_rank_holds():
 def test_fp8_engines_hold_a_byte_an_element_and_a_scale_a_block(name):
     """By the tensors in FP8, without the first halves of latent projections: 0.1 % of
     DeepSeek-V3."""
-    arch = read_architecture(MODELS / name)
+    arch = Model.read(MODELS / name).arch
     work, server = model_work(arch), server_of(RolloutConfig(quantization="fp8", dtype="bfloat16"))
     groups = tensor_groups(arch, None).items()
     tensors = sum(
@@ -214,7 +215,7 @@ def test_a_draft_of_every_token_divides_what_a_forward_reads():
     """Each of two forwards in a row reads the weights; the second is that of the draft, of one
     layer and the head."""
     lengths = lengths_of(640)
-    deepseek = Target(read_architecture(MODELS / "DeepSeek-V3-0324", True), H100, 8, lengths)
+    deepseek = Target(Model.read(MODELS / "DeepSeek-V3-0324", draft=True).arch, H100, 8, lengths)
     server = server_of(shipped("deepseek_v3_671b").rollout)
     running, held = np.array([4.0]), np.array([1000.0])
     plain, pair = (
@@ -238,7 +239,7 @@ def test_a_draft_of_every_token_divides_what_a_forward_reads():
 def test_a_tower_is_run_once_a_prompt_on_engines_and_by_every_replica_of_the_trainers():
     config = shipped("qwen3_vl_30b_a3b")
     target = replace(
-        qwen(lengths_of(100, prompt=1000)), arch=read_architecture(Path(config.model.path))
+        qwen(lengths_of(100, prompt=1000)), arch=Model.read(Path(config.model.path)).arch
     )
     parts, blind = (
         plan_step(c, target).parts
@@ -363,7 +364,7 @@ def test_an_update_is_its_micro_batches_and_the_bubble():
 def test_trainers_multiply_with_every_weight(name):
     """The FLOPs that the trainers' side counts layer by layer are those of the model's own
     tensors."""
-    arch = read_architecture(MODELS / name)
+    arch = Model.read(MODELS / name).arch
     actor = ActorConfig.model_validate(
         {"world_size": 2, "dtype": "bfloat16", "parallel": {"tp": 2}}
     )

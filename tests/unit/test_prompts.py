@@ -14,9 +14,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from examples.laptop.model import character_tokenizer, make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.config.schema import DataConfig, ModelConfig
+from megagrpo.config.schema import DataConfig
 from megagrpo.data.prompts import decoder, interleaved, load_prompts, load_tokenizer
 from megagrpo.data.rows import read_rows
+from megagrpo.families.model import Model
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout.selection import source_metrics
 from megagrpo.types import Outcome, RolloutGroup, Sample
@@ -205,18 +206,20 @@ def test_the_tokenizer_must_fit_the_model(tmp_path):
     large = TinyModelConfig(path=str(tmp_path / "large"), alphabet="".join(map(chr, range(33, 93))))
     make_tiny_model(small, seed=0)
     make_tiny_model(large, seed=0)
-    assert len(load_tokenizer(ModelConfig(path=small.path))) == 6
-    assert len(load_tokenizer(ModelConfig(path=large.path, tokenizer=small.path))) == 6
+    assert len(load_tokenizer(Model.read(small.path))) == 6
+    assert len(load_tokenizer(Model.read(large.path, small.path))) == 6
     with pytest.raises(ValueError, match=r"token id 63 but model .*small only 32 embeddings"):
-        load_tokenizer(ModelConfig(path=small.path, tokenizer=large.path))
-    with pytest.raises(ValueError, match="no such folder"):
-        load_tokenizer(ModelConfig(path="somebody/on-the-hub"))
+        load_tokenizer(Model.read(small.path, large.path))
+    with pytest.raises(ValueError, match="config.json does not exist; model.path must be"):
+        Model.read("somebody/on-the-hub")
+    with pytest.raises(ValueError, match="on-the-hub: no such folder"):
+        load_tokenizer(Model.read(small.path, "somebody/on-the-hub"))
     (Path(large.path) / "config.json").write_text("{oops")
     with pytest.raises(ValueError, match="config.json: not a model description"):
-        load_tokenizer(ModelConfig(path=large.path, tokenizer=small.path))
+        Model.read(large.path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty: no tokenizer can be loaded"):
-        load_tokenizer(ModelConfig(path=str(tmp_path / "empty")))
+        load_tokenizer(Model.read(small.path, tmp_path / "empty"))
 
 
 def test_a_tokenizer_of_python_code_is_refused(tmp_path):
@@ -235,12 +238,12 @@ def test_a_tokenizer_of_python_code_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"is Python code .* convert it once .* as model\.tokenizer"
     ):
-        load_tokenizer(ModelConfig(path=str(tmp_path)))
+        load_tokenizer(Model.read(str(tmp_path)))
     character_tokenizer(ALPHABET).save_pretrained(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps(code | {"tokenizer_class": "PreTrainedTokenizerFast"})
     )
-    assert load_tokenizer(ModelConfig(path=str(tmp_path))).decode([4]) == ALPHABET[0]
+    assert load_tokenizer(Model.read(str(tmp_path))).decode([4]) == ALPHABET[0]
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
@@ -265,7 +268,7 @@ def test_a_tokenizer_of_bytes_keeps_its_parts_whatever_its_class_is_called(model
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": 300}))
     text = "What is the answer?\n 'a'  b = 你"
-    model = ModelConfig(path=str(tmp_path))
+    model = Model.read(str(tmp_path))
     loaded = load_tokenizer(model)
     token_ids = loaded.encode(text, add_special_tokens=False)
     assert (

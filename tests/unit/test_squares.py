@@ -16,9 +16,10 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from examples.laptop.recipe import DatasetConfig
 from examples.laptop.squares import make_seeing_model, pictures
-from megagrpo.config.schema import DataConfig, ModelConfig
+from megagrpo.config.schema import DataConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
+from megagrpo.families.model import Model
 from megagrpo.system.run_folder import write_json_lines
 
 SIZES = DatasetConfig(kind="squares", num_sft=40, num_train=30, num_eval=20)
@@ -57,13 +58,13 @@ def test_the_tiny_model_sees(tmp_path):
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert sum(parameter.numel() for parameter in model.parameters()) == size
     write_json_lines(tmp_path / "rows.jsonl", pictures(SIZES, 0)["eval"])
-    config = ModelConfig(path=str(tmp_path / "model"))
-    store = ImageStore.of(config, tmp_path / "images")
+    model_folder = Model.read(tmp_path / "model")
+    store = ImageStore.of(model_folder, tmp_path / "images")
     data = DataConfig(path=str(tmp_path / "rows.jsonl"), images_key="images", chat_template=True)
-    prompts = load_prompts(data, load_tokenizer(config), store).prompts
+    prompts = load_prompts(data, load_tokenizer(model_folder), store).prompts
     assert {len(prompt.token_ids) for prompt in prompts} == {1 + 4 + 1 + len("How many?")}
     image = Image.open(io.BytesIO(store.png(prompts[0].images[0].key)))
-    inputs = AutoProcessor.from_pretrained(config.path)(
+    inputs = AutoProcessor.from_pretrained(tmp_path / "model")(
         text=[prompts[0].text], images=[image], return_tensors="pt"
     )
     assert inputs["input_ids"][0].tolist() == prompts[0].token_ids.tolist()

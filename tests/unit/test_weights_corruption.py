@@ -24,6 +24,7 @@ from fake_engine import FakeEngine, OneTrainer, ReceivingEnd, running
 
 from examples.laptop.model import make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
+from megagrpo.families.table import architecture_of, read_description
 from megagrpo.mesh import LeaderError
 from megagrpo.weights.actor_weights import load_initial_weights
 from megagrpo.weights.copies.record import record_copies
@@ -284,11 +285,12 @@ def test_the_plan_keeps_a_concatenation_in_one_bucket_and_each_bucket_in_one_dty
         buckets((Q_A, BIAS))
 
 
-def plain_actor(specs, kept: set[str]) -> SimpleNamespace:
+def plain_actor(arch, specs, kept: set[str]) -> SimpleNamespace:
     """Holds the HF tensors as they are, all in bfloat16 but those named."""
     dtypes = {name: torch.float32 if name in kept else torch.bfloat16 for name in specs}
     live = {name: torch.zeros(shape, dtype=dtypes[name]) for name, (shape, _) in specs.items()}
     return SimpleNamespace(
+        arch=arch,
         load_hf=lambda hf: [tensor.copy_(hf[name]) for name, tensor in live.items()],
         parameters=lambda: live,
         merged=nullcontext,
@@ -298,15 +300,15 @@ def plain_actor(specs, kept: set[str]) -> SimpleNamespace:
 
 
 def test_an_actor_that_rounds_the_bias_does_not_load(tmp_path):
-    make_tiny_model(
-        TinyModelConfig(path=str(tmp_path / "model"), family="glm4_moe", num_layers=2), seed=0
-    )
-    specs = HfFolder(tmp_path / "model").specs
+    folder = tmp_path / "model"
+    make_tiny_model(TinyModelConfig(path=str(folder), family="glm4_moe", num_layers=2), seed=0)
+    arch = architecture_of(read_description(folder / "config.json"))
+    specs = HfFolder(folder).specs
     (bias,) = [name for name in specs if name.endswith("e_score_correction_bias")]
-    weights = load_initial_weights(plain_actor(specs, {bias}), str(tmp_path / "model"))
+    weights = load_initial_weights(plain_actor(arch, specs, {bias}), folder)
     assert weights.kept == {bias: torch.float32}
     with pytest.raises(
         AssertionError,
         match=f"{bias} holds HF tensor {bias} in torch.bfloat16, not in torch.float32",
     ):
-        load_initial_weights(plain_actor(specs, set()), str(tmp_path / "model"))
+        load_initial_weights(plain_actor(arch, specs, set()), folder)

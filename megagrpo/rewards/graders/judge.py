@@ -11,7 +11,7 @@ from pathlib import Path
 from megagrpo.config.reward import GraderArgs, JudgeOptions
 from megagrpo.rewards.services import ServiceError, ServiceGrader
 from megagrpo.rewards.workers import Graded
-from megagrpo.system.explained import explained
+from megagrpo.system.errors import explained
 from megagrpo.types import Prompt
 
 _FIELDS = re.compile(r"\{(prompt|response|answer)\}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megagrpo.data.messages import Message, Tools, text_of
 from megagrpo.rollout.agents.conversation import ChatTurn, Refused
-from megagrpo.system.explained import explained
+from megagrpo.system.errors import explained
 
 Body = dict
 Piece = tuple[str, Body | bytes]  # name of an event of a stream, "" for none, and its data

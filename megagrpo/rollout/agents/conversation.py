@@ -21,7 +21,7 @@ from megagrpo.rollout.agents.play import Part
 from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.rollout.generation import GenerationFailed
 from megagrpo.rollout.response import Response, SampleTurn
-from megagrpo.system.explained import explained
+from megagrpo.system.errors import explained
 from megagrpo.types import Outcome
 
 Parse = Callable[

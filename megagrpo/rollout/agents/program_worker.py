@@ -23,7 +23,7 @@ from numbers import Real
 
 from megagrpo.sandbox.calls import tried
 from megagrpo.system.environment import API_KEY, child_environment
-from megagrpo.system.explained import explained
+from megagrpo.system.errors import explained
 from megagrpo.system.processes import dies_with_parent, stop_tree
 from megagrpo.system.user_function import load_function
 

@@ -16,7 +16,7 @@ from megagrpo.data.messages import (
     with_system_prompt,
 )
 from megagrpo.data.rows import well_formed
-from megagrpo.system.explained import explained
+from megagrpo.system.errors import explained
 
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
     from transformers import PreTrainedTokenizerBase

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.checkpoint.resume import load_checkpoint, make_actor
+from megagrpo.actor.start import make_actor
+from megagrpo.checkpoint.resume import load_checkpoint
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
@@ -28,12 +29,13 @@ def bisect_ranks(config: ExperimentConfig, options: BisectOptions, device: torch
 
     Raises ValueError for an unusable model, prompts or checkpoint.
     """
-    images = ImageStore.of(config.model, config.run_folder.images)
-    prompts = load_prompts(config.data, load_tokenizer(config.model), images)
+    model = config.read_model()
+    images = ImageStore.of(model, config.run_folder.images)
+    prompts = load_prompts(config.data, load_tokenizer(model), images)
     chosen = prompts.batch(0, min(options.num_prompts, len(prompts)), config.seed)
-    actor = make_actor(config, 1, device)
+    actor = make_actor(config, model.arch, 1, device)
     actor.images = images.pixels if images else None
-    weights = load_initial_weights(actor, config.model.path, draft=config.actor.has_draft)
+    weights = load_initial_weights(actor, config.model.path)
     version = 0
     if options.checkpoint is not None:
         version = load_checkpoint(config, Path(options.checkpoint), actor).step

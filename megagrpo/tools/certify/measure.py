@@ -19,7 +19,7 @@ from megagrpo.algo.advantage import with_advantages
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import plan_updates
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
-from megagrpo.families.table import read_architecture
+from megagrpo.families.model import Model
 from megagrpo.mesh import Mesh
 from megagrpo.system import environment
 from megagrpo.system.run_folder import write_whole
@@ -78,7 +78,7 @@ def joined(
     built = None
     try:
         built = MegatronActor(
-            model_path=model_path,
+            arch=Model.read(model_path, draft=config.has_draft).arch,
             config=config,
             optimizer=optimizer,
             num_updates=num_updates,
@@ -162,7 +162,7 @@ def measure(
     # adapters are smaller than weights: the same rounding is a larger share of them
     adam_eps = OPTIMIZER.adam_eps if config.actor.lora is None else 1e-3
     optimizer = OPTIMIZER.model_copy(update={"distributed": case.distributed, "adam_eps": adam_eps})
-    groups = make_groups(config, config.seed, read_architecture(config.model.path))
+    groups = make_groups(config, config.seed, config.read_model().arch)
     model = config.model.path
     with joined(
         store, config=actor_config, optimizer=optimizer, model_path=model, device=device

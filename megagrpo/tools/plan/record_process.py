@@ -17,7 +17,8 @@ import torch
 
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.families.table import model_tensors, read_architecture
+from megagrpo.families.model import Model
+from megagrpo.families.table import model_tensors
 from megagrpo.weights.copies.record import Specs
 from megagrpo.weights.quantised import quantised_specs
 
@@ -27,15 +28,16 @@ def hf_specs(model: Path, dtype: torch.dtype, draft: bool = False) -> Specs:
     fixes another."""
     return {
         spec.name: (spec.shape, getattr(torch, spec.dtype) if spec.dtype else dtype)
-        for spec in model_tensors(read_architecture(model, draft))
+        for spec in model_tensors(Model.read(model, draft=draft).arch)
     }
 
 
 def fp8_names(model: Path, config: ExperimentConfig) -> set[str]:
     """Returns the tensors of a folder's checkpoint that the experiment's engines keep in FP8."""
-    quantised = config.rollout.quantization is not None
-    tensors = model_tensors(read_architecture(model, config.actor.has_draft)) if quantised else ()
-    return {spec.name for spec in tensors if spec.in_fp8}
+    if config.rollout.quantization is None:
+        return set()
+    arch = Model.read(model, draft=config.actor.has_draft).arch
+    return {spec.name for spec in model_tensors(arch) if spec.in_fp8}
 
 
 def engine_specs(model: Path, config: ExperimentConfig) -> Specs:
@@ -56,7 +58,7 @@ def _trainers(folders: list[Path]) -> Iterator[list]:
         # Adapters are merged before they travel.
         actor = load_config(folder / "config.yaml").actor
         actor = actor.model_copy(update={"transformer_engine": False, "lora": None, "megatron": {}})
-        arch = read_architecture(folder / "model", actor.has_draft)
+        arch = Model.read(folder / "model", draft=actor.has_draft).arch
         specs = hf_specs(folder / "model", getattr(torch, actor.dtype), actor.has_draft)
         ranks = json.loads((folder / "ranks.json").read_text())
         yield [record_trainer_rank(arch, actor, specs, rank) for rank in ranks]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megagrpo.system.explained import translated
+from megagrpo.system.errors import translated
 
 
 class Untraceable(ValueError):

@@ -26,7 +26,7 @@ from megagrpo.weights.copies.record import Copy, Recording, Specs, coverage_prob
 from megagrpo.weights.copies.views import Box, row_major
 from megagrpo.weights.digests.batches import CopyBatches
 from megagrpo.weights.digests.digest import batched_digest, slice_digest
-from megagrpo.weights.engines.beside_parameters import (
+from megagrpo.weights.engines.derived_tensors import (
     absorbed_matrices,
     cache_scales,
     copies_of_the_start,

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # re-exported from torch._C
 
 from megagrpo.system import environment
-from megagrpo.system.explained import translated
+from megagrpo.system.errors import translated
 from megagrpo.weights.wire.clock import Deadline
 
 _POLL_S = 0.0005

@@ -389,7 +389,7 @@ def main(folder: Path) -> None:
     def measure(actor: MegatronActor, job: dict) -> dict:
         overwritten = "load" in job and "lora" not in job
         with weights_unreadable() if overwritten else nullcontext():  # a resume does without them
-            weights = load_initial_weights(actor, job["model"], overwritten, "draft" in job)
+            weights = load_initial_weights(actor, job["model"], overwritten)
         if "lora" in job and "load" not in job:
             actor.load_adapters(near_initial(actor))
             actor.weights_loaded()

@@ -20,7 +20,7 @@ def measure(actor: MegatronActor, job: dict, folder: Path) -> dict:
 
     The job without one writes the file.
     """
-    weights = load_initial_weights(actor, job["model"], draft="draft" in job)
+    weights = load_initial_weights(actor, job["model"])
     trained = actor.trained_weights(weights)
     batch = batch_of(actor.mesh)
     denominators = step.denominators_of(actor, batch, range(len(batch.lengths)), RICH, 32)
@@ -57,9 +57,7 @@ def measure(actor: MegatronActor, job: dict, folder: Path) -> dict:
         result["moved"] = sum(
             not torch.equal(state["weights"][n], before[n]) for n in truth["gradients"]
         )
-    return result | exported(
-        actor, load_initial_weights(actor, job["model"], draft=True), job, folder
-    )
+    return result | exported(actor, load_initial_weights(actor, job["model"]), job, folder)
 
 
 def main(folder: Path) -> None:

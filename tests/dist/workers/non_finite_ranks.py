@@ -9,9 +9,10 @@ from megagrpo.actor import step
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.batching.updates import one_pass
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.monitor.alarm import MismatchAlarm
+from megagrpo.monitor.alarms import MismatchAlarm
 from megagrpo.monitor.dump import read_dump
-from megagrpo.run import Run, RunRecord
+from megagrpo.recording import Recording
+from megagrpo.run import Run
 from megagrpo.tasks.replay import compare
 from megagrpo.types import Batch, TrainState
 from megagrpo.weights.actor_weights import load_initial_weights
@@ -87,10 +88,19 @@ def inspect(actor: MegatronActor, job: dict, policy: str, batch: Batch, values: 
     config = ExperimentConfig.model_validate(sections | {"train": {"non_finite": policy}})
     state = TrainState(step=WEIGHT_VERSION)
     absent = dict.fromkeys(
-        ("inputs", "source", "publishing", "checkpointer", "watchdog", "stop_request")
+        (
+            "inputs",
+            "control",
+            "sampling",
+            "exchange",
+            "checkpointer",
+            "watchdog",
+            "progress",
+            "stop_request",
+        )
     )
     absent["alarm"] = MismatchAlarm(config, actor.arch.is_moe)
-    record = RunRecord(config, actor.mesh, WEIGHT_VERSION)
+    record = Recording(config, actor.mesh, WEIGHT_VERSION)
     run = Run(config=config, actor=actor, state=state, num_steps=9, recording=record, **absent)
     try:
         run.inspect_update(batch, RICH, values, batch.old_logprobs)

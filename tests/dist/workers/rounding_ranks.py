@@ -19,7 +19,7 @@ def measure(actor: MegatronActor, job: dict) -> dict:
 
     Tells whether forwards left a weight changed.
     """
-    weights = load_initial_weights(actor, job["model"], draft="draft" in job)
+    weights = load_initial_weights(actor, job["model"])
     actor.keep_reference()
     trained, state = actor.trained_weights(weights), {}
     before = {name: parameter.detach().clone() for name, parameter in actor.parameters().items()}

@@ -1,0 +1,109 @@
+"""The record of a run: the main rank's metrics, each replica's groups, every rank's timeline."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from torch import Tensor
+
+from megagrpo.actor.step import holds_token_values
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.mesh import Mesh
+from megagrpo.monitor.alarms import HealthWatch
+from megagrpo.monitor.console import StepConsole
+from megagrpo.monitor.record import StepLog
+from megagrpo.monitor.rollouts import Decode, RolloutLog
+from megagrpo.monitor.timeline import Timeline
+from megagrpo.monitor.trained import TrainedLog
+from megagrpo.monitor.wandb_log import WandbLog
+from megagrpo.types import Batch, RolloutGroup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Recording:
+    """Writes this rank's part of the run's record. A context manager, at whose end everything is on
+    disk.
+
+    console: on the main rank.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        mesh: Mesh,
+        start_step: int,
+        console: StepConsole | None = None,
+    ):
+        self.folder = config.run_folder
+        self.timeline = Timeline(
+            self.folder, mesh.rank, mesh.world_size, start_step, config.log.timeline
+        )
+        self._config = config
+        self._mesh = mesh
+        self._start_step = start_step
+        self._console = console
+        self._stack = ExitStack()
+        self._rollouts: RolloutLog | None = None  # on the replica's rank that samples
+        self._trained: TrainedLog | None = None  # on the replica's rank that has the tokens' values
+        self._outputs: list[Callable[[int, dict[str, float]], None]] = []  # of metrics
+
+    def __enter__(self) -> Self:
+        self._stack.callback(self.timeline.close)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def open(self, tokenizer: "PreTrainedTokenizerBase", decode: Decode) -> None:
+        """Opens this rank's logs. decode: as graded texts are decoded."""
+        config, mesh, start = self._config, self._mesh, self._start_step
+        replica = (self.folder, mesh.dp_rank, mesh.dp_size)
+
+        def pieces(token_ids: Sequence[int]) -> list[str]:
+            return [str(tokenizer.decode([token])) for token in token_ids]
+
+        if config.log.rollouts and holds_token_values():
+            trained = TrainedLog(*replica, config.log.tokens, pieces, start)
+            self._trained = self._stack.enter_context(closing(trained))
+        if config.log.rollouts and mesh.is_leader:
+            rollouts = RolloutLog(*replica, start, decode)
+            self._rollouts = self._stack.enter_context(closing(rollouts))
+        if console := self._console:
+            steps = self._stack.enter_context(closing(StepLog(self.folder, config.log, start)))
+            wandb = self._stack.enter_context(WandbLog(config, self.folder, start, console.note))
+            health = HealthWatch(config.log.alarms, console.note)
+            self._outputs = [steps.write, wandb.write, console.update, health.see]
+
+    def log(
+        self, step: int, values: dict[str, float], groups: Sequence[RolloutGroup] | None
+    ) -> None:
+        """Adds one entry."""
+        if self._rollouts is not None and groups is not None:
+            self._rollouts.write(step, groups)
+        for write in self._outputs:
+            write(step, values)
+        self.timeline.end_step(step)
+
+    def log_trained(self, step: int, batch: Batch, logprobs: Tensor) -> None:
+        """Adds the batch of an update with the trainer's log-probabilities [T]."""
+        if self._trained is not None:
+            self._trained.write(step, batch, logprobs)
+
+    def note(self, text: str) -> None:
+        """Prints a line on the main rank's console."""
+        if self._console is not None:
+            self._console.note(text)
+
+    def flush(self) -> None:
+        """Waits until the groups are on disk: a later start never samples groups before a
+        checkpoint again."""
+        if self._rollouts is not None:
+            self._rollouts.flush()
