@@ -184,9 +184,9 @@ class RolloutGroup:
         )
 
 
-# An engine's load: the share of its KV cache in use, requests that run and wait, and those put back
-# for lack of cache.
-LOADS = ("kv_use", "running", "waiting", "put_back")
+# An engine's load: the share of its KV cache in use, and requests that run, that wait, and that it
+# retracted for lack of cache.
+LOADS = ("kv_use", "running", "waiting", "retracted")
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Admission of requests to the engines: in order, while their caches have room, within a time
 limit.
 
-Turnstile decides which request leaves next, ResponseLengths estimates how many tokens one will
-occupy, Patience bounds the time in which a batch must be complete.
+AdmissionQueue decides which request leaves next, ResponseLengths estimates how many tokens one will
+occupy, BatchDeadline bounds the time in which a batch must be complete.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ _REMEMBERED = 4096  # samples: older ones were sampled by another policy
 _ASSUMED = 8  # samples of the full length, as a prior
 
 
-class Turnstile:
+class AdmissionQueue:
     """Admits requests in order while at most `limit` are in flight and these occupy at most
     `tokens`.
 
@@ -32,7 +32,7 @@ class Turnstile:
         self._arrivals = itertools.count()
 
     @asynccontextmanager
-    async def passing(
+    async def admitted(
         self, order: tuple[float, ...] = (), tokens: Callable[[], float] = lambda: 0.0
     ) -> AsyncIterator[None]:
         """Waits until the request is admitted; it is in flight until the block ends.
@@ -118,7 +118,7 @@ class ResponseLengths:
         return tokens_in_cache(max(self._sums[1], 1.0), self._sums[2])
 
 
-class Patience:
+class BatchDeadline:
     """An async context manager that raises TimeoutError when its block takes too long while the
     trainers wait for it.
 

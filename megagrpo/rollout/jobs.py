@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from megagrpo.rollout.admission import Patience
+from megagrpo.rollout.admission import BatchDeadline
 from megagrpo.rollout.generation import SamplingParams
 from megagrpo.types import Prompt, RolloutGroup
 
@@ -15,7 +15,7 @@ class SampledBatch:
     """A batch of prompts that is sampled in the background, until a step has started with it."""
 
     finished: dict[int, RolloutGroup]  # this leader's, by id; filled by the other thread
-    patience: Patience  # runs while the trainers wait for it
+    deadline: BatchDeadline  # runs while the trainers wait for it
     share: int = 0  # groups of this leader
     work: "Future[None] | None" = None  # None on ranks that are not leaders
     consumed: bool = False  # by `next`

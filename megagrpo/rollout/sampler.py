@@ -13,7 +13,7 @@ from megagrpo.data.images import ImageStore
 from megagrpo.families.table import read_architecture
 from megagrpo.rewards.parts import ResponseTokens
 from megagrpo.rewards.pool import RewardPool
-from megagrpo.rollout.admission import Patience, ResponseLengths, Turnstile
+from megagrpo.rollout.admission import AdmissionQueue, BatchDeadline, ResponseLengths
 from megagrpo.rollout.agents.environments import Environments
 from megagrpo.rollout.agents.play import Part, play_rollout
 from megagrpo.rollout.agents.programs import Programs
@@ -51,7 +51,7 @@ class _Rollout:
     job: SamplingJob
     of: NumberedPrompt
     index: int  # within its group
-    order: tuple[float, ...]  # see Turnstile
+    order: tuple[float, ...]  # see AdmissionQueue
 
     @property
     def row(self) -> dict[str, object]:
@@ -102,7 +102,7 @@ class Sampler:
         replays = config.actor.routing_replay == "rollout"
         self._experts = read_architecture(config.model.path) if replays else None
         self._retry = RetryPolicy.of(config)
-        self._turnstile = Turnstile()
+        self._admission = AdmissionQueue()
         self.lengths = ResponseLengths(config.sampling.max_response_tokens)
         self._cache_tokens: dict[
             tuple[str, int], int | None
@@ -136,11 +136,11 @@ class Sampler:
         job: SamplingJob,
         share: list[NumberedPrompt],
         finished: dict[int, RolloutGroup],
-        patience: Patience,
+        deadline: BatchDeadline,
     ) -> None:
         """Samples the groups of `share` and adds each to `finished` (by id) when it is complete.
 
-        Raises GenerationFailed, which names the missing prompts, when the patience ends.
+        Raises GenerationFailed, which names the missing prompts, when the deadline passes.
         """
         job_number = next(self._job_numbers)
         limit_s = self._config.rollout.step_timeout_s
@@ -154,7 +154,7 @@ class Sampler:
             status.router,
             self._control.api_key,
             self._retry,
-            self._turnstile,
+            self._admission,
             self._on_request,
             self._experts,
         ) as client:
@@ -164,7 +164,7 @@ class Sampler:
                 for each in share
             ]
             try:
-                async with patience:
+                async with deadline:
                     await asyncio.gather(*tasks)
             except TimeoutError:
                 late = [
@@ -195,14 +195,14 @@ class Sampler:
                 )
         number = len(status.engines)
         sizes = [tokens for tokens in self._cache_tokens.values() if tokens]
-        self._turnstile.limit = max(
+        self._admission.limit = max(
             1, number * self._config.rollout.max_running_requests // self._num_leaders
         )
         if sizes:
-            self._turnstile.tokens = (
+            self._admission.tokens = (
                 _IN_FLIGHT * number * sum(sizes) / len(sizes) / self._num_leaders
             )
-        self._turnstile.admit()
+        self._admission.admit()
         return status
 
     async def _answer(self) -> ServiceStatus | None:

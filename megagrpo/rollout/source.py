@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import Mesh
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.rollout.admission import Patience
+from megagrpo.rollout.admission import BatchDeadline
 from megagrpo.rollout.control import ServiceControl, ServiceFailed, ServiceUnreachable
 from megagrpo.rollout.generation import SamplingParams
 from megagrpo.rollout.jobs import SampledBatch, SamplingJob, numbered_prompts
@@ -221,7 +221,7 @@ class RolloutSource:
         share = slice(
             total * mesh.dp_rank // mesh.dp_size, total * (mesh.dp_rank + 1) // mesh.dp_size
         )
-        batch = SampledBatch({}, Patience(self._config.rollout.step_timeout_s))
+        batch = SampledBatch({}, BatchDeadline(self._config.rollout.step_timeout_s))
         if self._sampler is None:
             return batch
         mine = numbered_prompts(prompts, group_ids)[share]
@@ -239,7 +239,7 @@ class RolloutSource:
             }
         missing = [each for each in mine if each.group_id not in batch.finished]
         batch.work = self._background.submit(
-            self._sampler.sample_share(job, missing, batch.finished, batch.patience)
+            self._sampler.sample_share(job, missing, batch.finished, batch.deadline)
         )
         return batch
 
@@ -287,7 +287,7 @@ class RolloutSource:
         """
         self._awaited = batches
         for batch in batches:
-            batch.patience.start()
+            batch.deadline.start()
         self._last_answer, pause_s = time.monotonic(), _FIRST_POLL_S
         while True:
             enough = done()
@@ -321,7 +321,7 @@ class RolloutSource:
             time.sleep(pause_s)
             pause_s = min(_POLL_S, 1.5 * pause_s)
         for batch in batches:
-            batch.patience.stop()
+            batch.deadline.stop()
         self._awaited = []
 
     def _look_at_engines(self, version: int | None) -> tuple[str, bool, int]:
