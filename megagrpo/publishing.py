@@ -5,12 +5,11 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.control import ServiceControl
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.engines.client import OnCall
-from megagrpo.weights.exchange import EngineRefresh, Exchange
+from megagrpo.weights.exchange import Exchange
 
 
 class Publishing:
-    """Publishes weights: to all engines after every step, and during sampling to those that start
-    or wake (`refresh`).
+    """Publishes weights: to all engines after every step, and during sampling to those that start.
 
     on_call: see Exchange.
     """
@@ -27,7 +26,6 @@ class Publishing:
         self._exchange = Exchange(
             config, actor.mesh, weights, control, config.run_folder.path, on_call
         )
-        self.refresh = EngineRefresh(actor.mesh, self._exchange.publish)
 
     def publish(self, version: int) -> dict[str, float]:
         """Collective. Publishes to every engine; returns seconds by phase once all are verified."""
@@ -35,6 +33,10 @@ class Publishing:
             self._actor.update_state.offload()
             self._actor.mesh.from_main(self._control.let_start, "let engines start")
         return {f"publish/{name}": value for name, value in self._exchange.publish(version).items()}
+
+    def update_engines(self, version: int, engines: list[str]) -> None:
+        """Collective. Publishes to the engines of these ids, which have started meanwhile."""
+        self._exchange.publish(version, engines)
 
     def take_back(self) -> None:
         """Collective. Engines on the trainers' GPUs release their memory for the update."""

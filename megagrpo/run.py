@@ -43,15 +43,9 @@ from megagrpo.rollout.agents.environments import Environments
 from megagrpo.rollout.agents.programs import Programs
 from megagrpo.rollout.control import find_service, service_progress
 from megagrpo.rollout.generation import SamplingParams
+from megagrpo.rollout.metrics import grader_metrics, rollout_metrics, source_metrics
 from megagrpo.rollout.sampler import Sampler
-from megagrpo.rollout.selection import (
-    GroupChoice,
-    StepGroups,
-    gather_surplus,
-    grader_metrics,
-    rollout_metrics,
-    source_metrics,
-)
+from megagrpo.rollout.selection import GroupChoice, StepGroups, gather_surplus
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.tools import Tool, make_answering
 from megagrpo.system import environment
@@ -388,7 +382,9 @@ def start_run(
                 record.timeline.request,
             )
             sampler.images = inputs.images
-        rollouts = RolloutSource(config, mesh, control, sampler, publishing.refresh, watchdog.alive)
+        rollouts = RolloutSource(
+            config, mesh, control, sampler, publishing.update_engines, watchdog.alive
+        )
         stack.callback(rollouts.close)
         rollouts.restore(state.ahead)
         stack.callback(
