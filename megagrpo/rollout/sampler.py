@@ -5,7 +5,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from statistics import fmean
 
 import numpy as np
 
@@ -38,7 +37,7 @@ from megagrpo.rollout.response import CacheKey, CacheUse, Response, SampleTurn
 from megagrpo.rollout.tools import Tool, respond_with_tool
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
-_RETRY_S = 2.0  # between questions to a service that does not answer
+_LOOK_S = 2.0  # between questions to a service that does not answer
 _IN_FLIGHT = (
     1.1  # tokens in flight for each that the caches hold: the next request is there when one ends
 )
@@ -52,7 +51,7 @@ class _Rollout:
     job: SamplingJob
     of: NumberedPrompt
     index: int  # within its group
-    order: tuple[int, int]  # see AdmissionQueue
+    order: tuple[float, ...]  # see AdmissionQueue
 
     @property
     def row(self) -> dict[str, object]:
@@ -146,8 +145,11 @@ class Sampler:
         job_number = next(self._job_numbers)
         limit_s = self._config.rollout.step_timeout_s
         self.cache_use.newest = max(self.cache_use.newest, job.version)
-        async with self._admitting:  # one job after the other: requests of the first leave first
-            status = await self._count_engines()
+        async with (
+            self._admitting
+        ):  # one job after the other, so that requests of the first leave first
+            while (status := await self._answer()) is None:
+                await asyncio.sleep(_LOOK_S)
         async with GenerationClient(
             status.router,
             self._control.api_key,
@@ -181,27 +183,34 @@ class Sampler:
                 await asyncio.gather(*tasks, return_exceptions=True)
                 self._clients.discard(client)
 
-    async def _count_engines(self) -> ServiceStatus:
-        """Sets the limits of requests in flight to this leader's share of the engines, once the
-        service answers: the rank that waits for samples sees to one that does not."""
-        while True:
-            with suppress(ServiceUnreachable):
-                # In a thread: a slow service must not hold up the samples of other jobs.
-                status = await asyncio.to_thread(self._control.status)
-                for engine in status.engines:
-                    start = (engine.id, engine.incarnation)
-                    if engine.state == "ready" and start not in self._cache_tokens:
-                        self._cache_tokens[start] = await asyncio.to_thread(
-                            engine_cache_tokens, engine.url, self._control.api_key
-                        )
-                break
-            await asyncio.sleep(_RETRY_S)
-        number, most = len(status.engines), self._config.rollout.max_running_requests
-        self._admission.limit = max(1, number * most // self._num_leaders)
-        if sizes := [tokens for tokens in self._cache_tokens.values() if tokens]:
-            self._admission.tokens = _IN_FLIGHT * number * fmean(sizes) / self._num_leaders
+    async def count_engines(self) -> ServiceStatus:
+        """Sets the limits of requests in flight to this leader's share of the engines."""
+        # In a thread: a service that is slow to answer must not hold up the samples of other jobs.
+        status = await asyncio.to_thread(self._control.status)
+        for engine in status.engines:
+            start = (engine.id, engine.incarnation)
+            if engine.state == "ready" and start not in self._cache_tokens:
+                self._cache_tokens[start] = await asyncio.to_thread(
+                    engine_cache_tokens, engine.url, self._control.api_key
+                )
+        number = len(status.engines)
+        sizes = [tokens for tokens in self._cache_tokens.values() if tokens]
+        self._admission.limit = max(
+            1, number * self._config.rollout.max_running_requests // self._num_leaders
+        )
+        if sizes:
+            self._admission.tokens = (
+                _IN_FLIGHT * number * sum(sizes) / len(sizes) / self._num_leaders
+            )
         self._admission.admit()
         return status
+
+    async def _answer(self) -> ServiceStatus | None:
+        """Returns `count_engines`, or None if the service does not answer: the rank that waits sees
+        to it."""
+        with suppress(ServiceUnreachable):
+            return await self.count_engines()
+        return None
 
     async def _sample_group(
         self,
@@ -211,7 +220,7 @@ class Sampler:
         finished: dict[int, RolloutGroup],
         job_number: int,
     ) -> None:
-        order = (int(not job.is_urgent), job_number)
+        order = (float(not job.is_urgent), float(job_number))
         rollouts = [_Rollout(client, job, of, index, order) for index in range(job.num_samples)]
         answers = await asyncio.gather(*map(self._sample, rollouts))
         of_rollouts, outcomes = zip(*answers, strict=True)
@@ -271,7 +280,7 @@ class Sampler:
                 job.version,
                 job.or_newer,
                 experts_from=known if job.with_experts else None,
-                order=(0, rollout.order[1]) if number else rollout.order,
+                order=(0.0, *rollout.order[1:]) if number else rollout.order,
                 tokens=lambda: len(context) + min(self.lengths.occupied(), max_tokens),
                 images=self._sent_images(prompt),
                 routing_key=routing_key,
