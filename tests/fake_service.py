@@ -2,7 +2,6 @@
 fail on purpose."""
 
 import asyncio
-import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,8 +25,7 @@ class FakeService:
 
     `script` holds what the next requests to /generate get, one entry each, then all get an answer:
     an int is a status, "no_workers", "hang", "drop" (close the connection), or a dict that replaces
-    parts of meta_info. ("cut", n): a streamed response that breaks off after n tokens. `hang` tells
-    of a request's body whether it gets no answer yet.
+    parts of meta_info. `hang` tells of a request's body whether it gets no answer yet.
     """
 
     script: list = field(default_factory=list)
@@ -75,38 +73,6 @@ class FakeService:
             {} if self.cache_tokens is None else {"max_total_num_tokens": self.cache_tokens}
         )
 
-    async def stream(
-        self, request: web.Request, tokens: list[int], meta: dict, step
-    ) -> web.StreamResponse:
-        """A piece for every token; of prompts of two tokens, so that a request goes on where the
-        last one ended."""
-        answer = web.StreamResponse(
-            headers={ENGINE_HEADER: "engine-0", "Content-Type": "text/event-stream"}
-        )
-        await answer.prepare(request)
-        cut = step[1] if isinstance(step, tuple) else None
-        for number, token in enumerate(tokens, 1):
-            last = number == len(tokens)
-            piece = meta | {
-                "finish_reason": meta["finish_reason"] if last else None,
-                "completion_tokens": number,
-            }
-            piece |= {
-                "weight_version": str(self.version),
-                "output_token_logprobs": [[-0.5, token, None]],
-            }
-            await answer.write(
-                b"data: "
-                + json.dumps({"output_ids": [token], "meta_info": piece}).encode()
-                + b"\n\n"
-            )
-            if number == cut:
-                await asyncio.sleep(0.05)
-                request.transport.close()
-                return answer
-        await answer.write(b"data: [DONE]\n\n")
-        return answer
-
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.requests.append(body)
@@ -128,9 +94,6 @@ class FakeService:
             "weight_version": str(self.version),
             "weight_versions": [],
         }
-        if body.get("stream"):
-            meta |= step if isinstance(step, dict) else {}
-            return await self.stream(request, tokens[len(body["input_ids"]) - 2 :], meta, step)
         meta["output_token_logprobs"] = [[-0.5, token, None] for token in tokens]
         answer = {"text": "", "output_ids": tokens, "meta_info": meta | step}
         return web.json_response(answer, headers={ENGINE_HEADER: "engine-0"})

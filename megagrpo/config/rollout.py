@@ -227,9 +227,6 @@ class RolloutConfig(Section):
     """What a publish does to the engines' prefix caches: it empties them, so that open rollouts are
     read again; or each rollout has the cache of the weights with which it began, whose tokens after
     a publish rest on keys and values of older weights."""
-    streaming: bool = False
-    """Responses come in pieces: one that is cut by its engine's end goes on from the tokens that
-    came, instead of from its beginning. Costs a message for every 32 tokens of every response."""
     tp: PositiveInt = Field(default=1, description="Tensor-parallel ranks of one engine.")
     ep: PositiveInt = Field(
         default=1, description="Expert-parallel ranks of one engine; divides `tp`."

@@ -1,5 +1,5 @@
-"""A response as an engine sampled it, how parts of one are joined, and what engines read from their
-prefix caches.
+"""A response as an engine sends it, how turns are joined, and what engines read from their prefix
+caches.
 
 Loads without an HTTP client.
 """
@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NotRequired, TypedDict
 
 import numpy as np
 
@@ -26,7 +26,7 @@ class Response(WithArrays):
 
     token_ids: np.ndarray  # [T] int32
     logprobs: np.ndarray  # [T] float32, the engine's, of each token, in nats, after temperature
-    finish_reason: str  # "stop" | "length" | "cut"
+    finish_reason: str  # "stop" | "length"
     weight_version: int  # of the weights that sampled its first token
     newer: tuple[tuple[int, int], ...] = ()  # as in Sample
     # [tokens, layers with experts, k], from the requested token on
@@ -41,8 +41,7 @@ class Response(WithArrays):
         return self.newer[-1][1] if self.newer else self.weight_version
 
     def then(self, rest: "Response") -> "Response":
-        """Returns this part of a response followed by `rest`: after a cut, a tool's output, or the
-        next turn."""
+        """Returns this part of a response followed by `rest`: a tool's output, or the next turn."""
         length = len(self.token_ids)
         spans = [(0, self.weight_version), *self.newer, (length, rest.weight_version)]
         spans += [(length + start, version) for start, version in rest.newer]
@@ -57,6 +56,43 @@ class Response(WithArrays):
             self.num_cached + rest.num_cached,
             tuple(map(sum, zip_longest(self.accepted, rest.accepted, fillvalue=0))),
         )
+
+
+UNVERIFIED = -1  # the version of weights that no trainer has verified, older than every other
+
+
+class VersionSpan(TypedDict):
+    """The weights that sampled the tokens from `start` on."""
+
+    start: int
+    version: str
+
+
+class Meta(TypedDict):
+    """The fields of SGLang's meta_info that are read here."""
+
+    weight_version: str
+    finish_reason: dict[str, str] | None  # "type": "stop", "length" or "abort"
+    output_token_logprobs: NotRequired[list[tuple[float, int, None]]]
+    weight_versions: NotRequired[list[VersionSpan]]
+    routed_experts: NotRequired[str]
+    image_tokens: NotRequired[int]
+    cached_tokens: NotRequired[int]  # of the prompt
+    # Forwards by the number of a draft's tokens that they accepted.
+    spec_correct_drafts_histogram: NotRequired[list[int]]
+
+
+class Answer(TypedDict):
+    """An answer of /generate."""
+
+    meta_info: Meta
+    prompt_token_ids: NotRequired[list[int]]
+
+
+def version_number(text: str) -> int:
+    """Returns an engine's weight version; UNVERIFIED if it is no number, as for the weights that
+    SGLang loads."""
+    return int(text) if text.isdigit() else UNVERIFIED
 
 
 # (number of the turn from 0, ids [T] that it continues, limit of its tokens, how many of these ids

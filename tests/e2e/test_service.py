@@ -3,7 +3,6 @@
 import asyncio
 from dataclasses import replace
 
-import aiohttp
 import pytest
 import torch
 from engine_logprobs import logprobs_by
@@ -18,7 +17,6 @@ from megagrpo.rollout.generation import (
     SampleRequest,
     SamplingParams,
 )
-from megagrpo.rollout.streaming import StreamedAnswer
 from tests.experiments import until
 
 PROMPTS = [(1, 40, 41, 42), (1, *range(50, 80)), (1, 7), (1, *range(100, 190))]
@@ -69,38 +67,6 @@ def test_a_seed_gives_the_same_tokens_in_any_company(ready):
     )
     assert alone == together
     assert [r.token_ids.tolist() for r in others] != [r.token_ids.tolist() for r in alone]
-
-
-def test_a_response_that_is_cut_twice_has_the_tokens_of_one_that_is_not(ready, monkeypatch):
-    long, told, add = replace(SAMPLED, max_tokens=150), [], StreamedAnswer.add
-    cuts = [33, 64]
-
-    def cut(stream, chunk):
-        whole = add(stream, chunk)
-        if whole is None and cuts and len(stream) >= cuts[0]:
-            cuts.pop(0)
-            raise aiohttp.ClientPayloadError("on purpose")
-        return whole
-
-    async def run():
-        status = ready.control.status()
-        streaming = replace(RETRY, streaming=True, base_s=0.01)
-        told_tokens = lambda *request: told.append(request[-1])  # noqa: E731
-        key = ready.control.api_key
-        async with GenerationClient(
-            status.router, key, streaming, AdmissionQueue(1), told_tokens
-        ) as client:
-            return await client.generate(SampleRequest(PROMPTS[1], long, 5))
-
-    (whole,) = generate(ready, [(PROMPTS[1], long, 5)])
-    monkeypatch.setattr(StreamedAnswer, "add", cut)
-    pieced = asyncio.run(run())
-    assert pieced.token_ids.tolist() == whole.token_ids.tolist() and len(whole.token_ids) > 97
-    assert (
-        abs(pieced.logprobs - whole.logprobs).max() <= 1e-5
-        and pieced.finish_reason == whole.finish_reason
-    )
-    assert len(told) == 3 and sum(told) == len(whole.token_ids) and told[0] == 33
 
 
 def test_an_engine_says_how_many_tokens_its_cache_holds(ready):

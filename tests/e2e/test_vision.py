@@ -39,8 +39,7 @@ from megagrpo.rollout.generation import (
     SamplingParams,
     SentImages,
 )
-from megagrpo.rollout.response import Response
-from megagrpo.rollout.streaming import UNVERIFIED
+from megagrpo.rollout.response import UNVERIFIED, Response
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import Prompt
 from tests.experiments import experiment
@@ -75,9 +74,9 @@ class Engine:
                                 location=prompt.location)  # fmt: skip
         return SampleRequest(prompt.token_ids, params, seed, UNVERIFIED, images=images)
 
-    def generate(self, requests: list[SampleRequest], streaming: bool = False) -> list[Response]:
+    def generate(self, requests: list[SampleRequest]) -> list[Response]:
         async def run() -> list[Response]:
-            retry = RetryPolicy(0, 60.0, streaming)
+            retry = RetryPolicy(0, 60.0)
             client = GenerationClient(
                 self.running.info.url, OneEngine.api_key, retry, AdmissionQueue(64)
             )
@@ -115,7 +114,7 @@ def engine(request, tmp_path_factory) -> Iterator[Engine]:
     config = experiment(
         model={"path": str(model)},
         data={"path": str(path), "images_key": "images", "chat_template": True},
-        rollout={"load_format": "model", "streaming": True},
+        rollout={"load_format": "model"},
     )
     with started_engines(config, folder) as [running]:
         yield Engine(running, config, folder)
@@ -124,11 +123,10 @@ def engine(request, tmp_path_factory) -> Iterator[Engine]:
 @pytest.mark.slow
 def test_engines_read_the_trainers_prompts_and_agree_with_transformers(engine):
     requests = [engine.request(prompt, 8, seed) for prompt in engine.prompts for seed in range(2)]
-    for streaming in (False, True):
-        for number, response in enumerate(engine.generate(requests, streaming)):
-            prompt = engine.prompts[number // 2]
-            difference = np.abs(response.logprobs - engine.logprobs(prompt, response)).max()
-            assert difference < 1e-5, (prompt.location, streaming, difference)
+    for number, response in enumerate(engine.generate(requests)):
+        prompt = engine.prompts[number // 2]
+        difference = np.abs(response.logprobs - engine.logprobs(prompt, response)).max()
+        assert difference < 1e-5, (prompt.location, difference)
 
 
 @pytest.mark.slow

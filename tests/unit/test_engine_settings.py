@@ -256,12 +256,6 @@ def test_engines_without_a_gpu_run_on_the_cpu_only_where_that_is_meant(device, d
         ({"sglang": {"prefill_decode_interval": 4}}, "prefill_decode_interval", 4),
         ({}, "load_format", "dummy"),  # weights are read at the start only on request
         ({"load_format": "model"}, "load_format", "auto"),
-        ({}, "incremental_streaming_output", None),
-        (
-            {"streaming": True},
-            "incremental_streaming_output",
-            True,
-        ),  # pieces that hold their own tokens
     ],
 )
 def test_settings_of_our_own_on_gpus(rollout, setting, value):

@@ -100,10 +100,6 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
         settings["enable_memory_saver"] = (
             True  # without it the calls that release memory do nothing
         )
-    if rollout.streaming:
-        settings["incremental_streaming_output"] = (
-            True  # a piece holds only its new tokens, not all earlier ones
-        )
     if rollout.deterministic:
         settings["enable_deterministic_inference"] = True
     if rollout.draft_tokens is not None:  # a chain: of each position the one most probable token
