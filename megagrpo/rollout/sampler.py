@@ -19,10 +19,10 @@ from megagrpo.rollout.agents.play import Part, play_rollout
 from megagrpo.rollout.agents.programs import Programs
 from megagrpo.rollout.control import (
     ServiceControl,
-    ServiceStatus,
     ServiceUnreachable,
     engine_cache_tokens,
 )
+from megagrpo.rollout.engine_choice import Affinity, Engines
 from megagrpo.rollout.generation import (
     GenerationClient,
     GenerationFailed,
@@ -35,7 +35,7 @@ from megagrpo.rollout.generation import (
 from megagrpo.rollout.jobs import NumberedPrompt, SamplingJob
 from megagrpo.rollout.response import CacheKey, CacheUse, Response, SampleTurn
 from megagrpo.rollout.tools import Tool, respond_with_tool
-from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
+from megagrpo.types import EngineInfo, Outcome, Prompt, RolloutGroup, Sample
 
 _LOOK_S = 2.0  # between looks at the engines' load, which the service reads once a second
 _IN_FLIGHT = (
@@ -52,6 +52,7 @@ class _Rollout:
     of: NumberedPrompt
     index: int  # within its group
     order: tuple[float, ...]  # see Turnstile
+    affinity: Affinity | None
 
     @property
     def row(self) -> dict[str, object]:
@@ -115,17 +116,12 @@ class Sampler:
         self._admitting = asyncio.Lock()
         self._job_steps: list[int] = []  # by number, the step that a job is for
         self._discarded_before = 0  # tokens, of clients whose jobs have ended
+        self._engines = Engines.from_service(control)
         self._clients: set[GenerationClient] = set()
         self.cache_use = CacheUse()
         self.images: ImageStore | None = (
             None  # of a vision-language model; set before the first request
         )
-
-    def ask_again(self) -> None:
-        """Abandons the present attempt of every request and starts another. May be called from any
-        thread."""
-        for client in set(self._clients):
-            client.ask_again()
 
     @property
     def num_discarded(self) -> int:
@@ -160,11 +156,10 @@ class Sampler:
         async with (
             self._admitting
         ):  # one job after the other, so that requests of the first leave first
-            while (status := await self._answer()) is None:
+            while not await self._answer():
                 await asyncio.sleep(_LOOK_S)
         async with GenerationClient(
-            status.router,
-            self._control.api_key,
+            self._engines,
             self._retry,
             self._turnstile,
             self._on_request,
@@ -204,19 +199,19 @@ class Sampler:
         order = self._turnstile.next_order
         return None if order is None else self._job_steps[int(order[1])]
 
-    async def count_engines(self) -> ServiceStatus:
+    async def count_engines(self) -> None:
         """Sets the limits of requests in flight to this leader's share of the engines that are not
         asleep."""
-        # In a thread: a service that is slow to answer must not hold up the samples of other jobs.
-        status = await asyncio.to_thread(self._control.status)
-        for engine in status.engines:
+        await self._engines.look()
+        engines = self._engines.listed
+        for engine in engines:
             start = (engine.id, engine.incarnation)
             if engine.state == "ready" and start not in self._cache_tokens:
                 self._cache_tokens[start] = await asyncio.to_thread(
                     engine_cache_tokens, engine.url, self._control.api_key
                 )
-        self._adapt(status)
-        number = sum(engine.state != "asleep" for engine in status.engines)
+        self._adapt(engines)
+        number = sum(engine.state != "asleep" for engine in engines)
         sizes = [tokens for tokens in self._cache_tokens.values() if tokens]
         self._turnstile.limit = max(1, number * self.concurrency.limit // self._num_leaders)
         if sizes:
@@ -224,7 +219,6 @@ class Sampler:
                 _IN_FLIGHT * number * sum(sizes) / len(sizes) / self._num_leaders
             )
         self._turnstile.admit()
-        return status
 
     async def _watch_load(self) -> None:
         """Adapts the requests in flight to the engines' load while a job runs, if they may
@@ -233,21 +227,20 @@ class Sampler:
             await asyncio.sleep(_LOOK_S)
             await self._answer()
 
-    async def _answer(self) -> ServiceStatus | None:
-        """Returns `count_engines`, or None if the service does not answer: the rank that waits sees
-        to it."""
+    async def _answer(self) -> bool:
+        """Counts engines. Returns False if the service does not answer: the rank that waits sees to
+        it."""
         with suppress(ServiceUnreachable):
-            return await self.count_engines()
-        return None
+            await self.count_engines()
+            return True
+        return False
 
-    def _adapt(self, status: ServiceStatus) -> None:
+    def _adapt(self, engines: Sequence[EngineInfo]) -> None:
         if time.monotonic() < self._looked + _LOOK_S:  # several jobs look
             return
         self._looked = time.monotonic()
         loads = [
-            engine.load_now
-            for engine in status.engines
-            if engine.state == "ready" and engine.load_now
+            engine.load_now for engine in engines if engine.state == "ready" and engine.load_now
         ]
         self.concurrency.observe(loads, self._turnstile.in_flight, self._turnstile.limit)
 
@@ -260,7 +253,11 @@ class Sampler:
         job_number: int,
     ) -> None:
         order = (float(not job.is_urgent), float(job_number), self._order(of.prompt))
-        rollouts = [_Rollout(client, job, of, index, order) for index in range(job.num_samples)]
+        affinities = self._affinities(job.num_samples)
+        rollouts = [
+            _Rollout(client, job, of, index, order, affinity)
+            for index, affinity in enumerate(affinities)
+        ]
         answers = await asyncio.gather(*map(self._sample, rollouts))
         of_rollouts, outcomes = zip(*answers, strict=True)
         samples = numbered(of_rollouts)
@@ -300,12 +297,17 @@ class Sampler:
                 self._grader.submit(prompt, sample.text, tokens)
             )
 
+    def _affinities(self, num_samples: int) -> Sequence[Affinity | None]:
+        """Returns those of a group's rollouts; one of a single request may go to any engine."""
+        if self._config.rollout.engine_choice == "group":
+            return [Affinity()] * num_samples
+        if self._config.sampling.several_turns:
+            return [Affinity() for _ in range(num_samples)]
+        return [None] * num_samples
+
     def _turns(self, rollout: _Rollout) -> SampleTurn:
         """Returns a function that samples the turns of one rollout, each with a seed of its own."""
         job, prompt, index = rollout.job, rollout.of.prompt, rollout.index
-        routing_key = f"{rollout.purpose}-{job.step}-{prompt.id}".replace(" ", "-")
-        if self._config.rollout.engine_choice == "request":
-            routing_key = f"{routing_key}-{index}" if self._config.sampling.several_turns else ""
         key = (
             CacheKey(self.cache_use) if self._config.rollout.prefix_cache == "by_version" else None
         )
@@ -330,7 +332,7 @@ class Sampler:
                 order=(0.0, *rollout.order[1:]) if number else rollout.order,
                 tokens=lambda: len(context) + min(self.lengths.occupied(), max_tokens),
                 images=self._sent_images(prompt),
-                routing_key=routing_key,
+                affinity=rollout.affinity,
                 cache_key=key,
             )
             response = await rollout.client.generate(request)

@@ -58,7 +58,6 @@ class RolloutSource:
         self._awaited: Sequence[SampledBatch] = []
         self._reported_discarded = 0  # tokens
         self._loads: list[dict[str, float]] = []  # of engines, on the main rank
-        self._lost_hosts = 0  # of the service, when requests were last repeated
         self._background = BackgroundLoop("rollout")
         self._batches: dict[
             int, SampledBatch
@@ -376,25 +375,16 @@ class RolloutSource:
                 if version is None
                 else next((batch.problem for batch in batches if batch.problem), "")
             )
-            error, act, lost_hosts = (
-                (f"rank {self._mesh.rank}, {what}: {problem}" if problem else ""),
-                False,
-                0,
-            )
+            error = f"rank {self._mesh.rank}, {what}: {problem}" if problem else ""
+            act = False
             if self._mesh.is_main and not error:
-                error, act, lost_hosts = self._look_at_engines(version)
-            waiting, failed, acts, lost_hosts = self._agree(
-                not enough, bool(error), act, lost_hosts
-            )
+                error, act = self._look_at_engines(version)
+            waiting, failed, acts = self._agree(not enough, bool(error), act)
             self._alive()
             if failed:
                 self._mesh.raise_any(error)
             if not waiting or (acts and version is None):
                 break
-            if lost_hosts > self._lost_hosts:
-                self._lost_hosts = lost_hosts
-                if self._sampler is not None:
-                    self._sampler.ask_again()
             if acts and version is not None:
                 self._refresh.bring(version)
                 self._last_answer = time.monotonic()
@@ -404,24 +394,23 @@ class RolloutSource:
             batch.patience.stop()
         self._awaited = []
 
-    def _look_at_engines(self, version: int | None) -> tuple[str, bool, int]:
-        """Returns the service's problem or "", whether the wait must act on its engines, and the
-        hosts lost so far."""
+    def _look_at_engines(self, version: int | None) -> tuple[str, bool]:
+        """Returns the service's problem or "", and whether the wait must act on its engines."""
         try:
             status = self._control.healthy_status()
         except ServiceUnreachable as exc:
             silent_s = time.monotonic() - self._last_answer
             too_long = silent_s > _UNREACHABLE_S
             if version is None:  # the publish that comes next says so
-                return "", too_long, 0
-            return (f"{exc} (silent for {silent_s:.0f} s)" if too_long else ""), False, 0
+                return "", too_long
+            return (f"{exc} (silent for {silent_s:.0f} s)" if too_long else ""), False
         except ServiceFailed as exc:
-            return str(exc), False, 0
+            return str(exc), False
         self._last_answer = time.monotonic()
         self._loads = [engine.load for engine in status.engines]
         if version is None:
-            return "", all(engine.state != "ready" for engine in status.engines), status.lost_hosts
-        return "", self._refresh.due(status.engines, version), status.lost_hosts
+            return "", all(engine.state != "ready" for engine in status.engines)
+        return "", self._refresh.due(status.engines, version)
 
     def _agree(self, *values: int, op: dist.ReduceOp.RedOpType = dist.ReduceOp.MAX) -> list[int]:
         """Returns each value reduced over all ranks: the largest, or their sum."""

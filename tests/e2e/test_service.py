@@ -11,6 +11,7 @@ from tiny_model import EOS
 
 from megagrpo.rollout.admission import Turnstile
 from megagrpo.rollout.control import engine_cache_tokens, print_status
+from megagrpo.rollout.engine_choice import Engines
 from megagrpo.rollout.generation import (
     GenerationClient,
     GenerationFailed,
@@ -29,10 +30,9 @@ SAMPLED = SamplingParams(temperature=1.0, max_tokens=24)
 def generate(service, requests, version=0, retry=RETRY):
     """Responses to [(prompt, params, seed)], all at once."""
 
-    router, key = service.control.status().router, service.control.api_key
-
     async def run():
-        async with GenerationClient(router, key, retry, Turnstile(64)) as client:
+        engines = Engines.from_service(service.control)
+        async with GenerationClient(engines, retry, Turnstile(64)) as client:
             return await asyncio.gather(
                 *(client.generate(SampleRequest(*request, version)) for request in requests)
             )
@@ -83,13 +83,10 @@ def test_a_response_that_is_cut_twice_has_the_tokens_of_one_that_is_not(ready, m
         return whole
 
     async def run():
-        status = ready.control.status()
+        engines = Engines.from_service(ready.control)
         streaming = replace(RETRY, streaming=True, base_s=0.01)
         told_tokens = lambda *request: told.append(request[-1])  # noqa: E731
-        key = ready.control.api_key
-        async with GenerationClient(
-            status.router, key, streaming, Turnstile(1), told_tokens
-        ) as client:
+        async with GenerationClient(engines, streaming, Turnstile(1), told_tokens) as client:
             return await client.generate(SampleRequest(PROMPTS[1], long, 5))
 
     (whole,) = generate(ready, [(PROMPTS[1], long, 5)])
