@@ -46,7 +46,7 @@ from examples.laptop.model import character_tokenizer
 from megagrpo.config.data import DataConfig
 from megagrpo.config.rollout import AgentConfig
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.rollout.admission import Turnstile
+from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.agents.conversation import Conversation
 from megagrpo.rollout.agents.gateway import Gateway
 from megagrpo.rollout.agents.renderer import Message, Renderer, Tools
@@ -111,7 +111,7 @@ class Load:
             gateway.start()
             policy = RetryPolicy(2, 600.0)
             async with GenerationClient(
-                Engines(lambda: [engine], "key"), policy, Turnstile(2 * sessions)
+                Engines(lambda: [engine], "key"), policy, AdmissionQueue(2 * sessions)
             ) as client:
                 before = process.memory_info().rss
                 talks = [self.conversation(client, number) for number in range(sessions)]
@@ -294,7 +294,7 @@ class Prefixes:
         async def run() -> dict:
             policy = RetryPolicy(4, 120.0)
             engines = Engines.from_service(self._control)
-            async with GenerationClient(engines, policy, Turnstile(16)) as client:
+            async with GenerationClient(engines, policy, AdmissionQueue(16)) as client:
 
                 async def turn(
                     number: int, context: np.ndarray, key: CacheKey | None, of: Affinity | None

@@ -116,11 +116,7 @@ def take(
     """The groups of a step, with the state after it."""
     choice = GroupChoice(source, of or prompt_set(), config, MESH)
     taken = choice.next_groups(state, metrics or Metrics(), steps_left)
-    state.data_cursor, state.surplus, state.deferred = (
-        taken.data_cursor,
-        taken.surplus,
-        taken.deferred,
-    )
+    state.data_cursor, state.surplus = taken.data_cursor, taken.surplus
     source.drop_consumed()
     state.step += 1
     return taken

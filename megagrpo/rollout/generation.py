@@ -18,7 +18,7 @@ import orjson
 
 from megagrpo.config.schema import EvalConfig, ExperimentConfig, SamplingConfig
 from megagrpo.families.architecture import Architecture
-from megagrpo.rollout.admission import Turnstile
+from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.control import bearer
 from megagrpo.rollout.engine_choice import Affinity, Engines
 from megagrpo.rollout.response import Response
@@ -113,7 +113,7 @@ class SampleRequest:
     """A request for one response to a prompt.
 
     or_newer: weights that are published meanwhile may sample too. experts_from: the first token
-    whose experts are returned; None: no experts. order, tokens: see Turnstile.
+    whose experts are returned; None: no experts. order, tokens: see AdmissionQueue.
     """
 
     prompt: Sequence[int] | np.ndarray  # token ids
@@ -177,7 +177,7 @@ class GenerationClient:
     """Requests samples from engines, one HTTP request each. For one event loop; an async context
     manager.
 
-    turnstile: requests wait there and not in an engine's queue, which would use up their time
+    admission: requests wait there and not in an engine's queue, which would use up their time
     limit. on_request: called at the end of every attempt. experts: of the model, if engines return
     routed experts.
     """
@@ -186,7 +186,7 @@ class GenerationClient:
         self,
         engines: Engines,
         retry: RetryPolicy,
-        turnstile: Turnstile,
+        admission: AdmissionQueue,
         on_request: OnRequest = lambda engine, start, end, num_tokens: None,
         experts: Architecture | None = None,
     ):
@@ -194,7 +194,7 @@ class GenerationClient:
         self.retry = retry
         self.on_request = on_request
         self.experts = experts
-        self._turnstile = turnstile
+        self._admission = admission
         self.num_retries = 0
         self.num_discarded = 0  # tokens received that belong to no sample
         self.last_problem = ""
@@ -222,10 +222,9 @@ class GenerationClient:
         pieces: list[Response] = []
         waits = failures = 0
         failed = ""  # URL of the engine of the last attempt
-        async with self._turnstile.passing(request.order, request.tokens):
+        async with self._admission.admitted(request.order, request.tokens):
             while True:
-                outcome = "wait"
-                self.last_problem = "no engine has verified weights"
+                outcome, problem = "wait", "no engine has verified weights"
                 engine = await self.engines.choose(request.affinity, avoid=failed)
                 if engine is not None:
                     failed = engine.url
@@ -233,9 +232,10 @@ class GenerationClient:
                     with self.engines.in_flight(engine.url, attempt.abandon):
                         await attempt.run()
                     outcome = attempt.outcome
-                    self.last_problem = f"{engine.id} at {engine.url}: {attempt.problem}"
+                    problem = f"{engine.id} at {engine.url}: {attempt.problem}"
                 if outcome == "done":
                     return reduce(Response.then, pieces)
+                self.last_problem = problem
                 self.num_retries += 1
                 if outcome == "wait":
                     waits += 1

@@ -8,7 +8,7 @@ corrections see. Every decision is on all-reduced values.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -31,7 +31,6 @@ class StepGroups:
     groups: list[RolloutGroup]  # this rank's
     data_cursor: int  # prompts consumed so far, over all epochs
     surplus: list[RolloutGroup]  # this rank's groups for the next step
-    deferred: list[tuple[int, int]] = field(default_factory=list)  # as in TrainState
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,6 @@ class GroupChoice:
         groups whose responses differ.
         """
         config, source, wanted = self.config, self.source, self.config.train.num_prompts_per_step
-        if config.rollout.extra_groups or state.deferred:
-            return self._first_groups(state, metrics, steps_left)
         options, algorithm = config.algorithm.dynamic_sampling, config.algorithm
         # Batches are counted over the run: which step will consume one is not known beforehand.
         cursor, now = state.data_cursor, state.data_cursor // wanted
@@ -97,50 +94,6 @@ class GroupChoice:
             start_ahead(num_consumed)
         source.add_metrics(metrics)
         return StepGroups(groups, cursor + num_consumed * wanted, surplus)
-
-    def _first_groups(self, state: TrainState, metrics: Metrics, steps_left: int) -> StepGroups:
-        """Collective. Starts rollout.extra_groups more groups than the step takes; returns those
-        complete first.
-
-        Groups deferred by earlier steps are among them, and are waited for after max_deferrals
-        times. The last steps defer none.
-        """
-        config, source = self.config, self.source
-        wanted, limit = config.train.num_prompts_per_step, config.rollout.max_deferrals
-        times = dict(state.deferred)
-        num_open = min(wanted + config.rollout.extra_groups, wanted * steps_left)
-        end = state.data_cursor + max(num_open - len(times), 0)
-        group_ids = [*times, *range(state.data_cursor, end)]
-        prompts = [self.prompts.batch(group_id, 1, config.seed)[0] for group_id in group_ids]
-        source.start(
-            state.step, group_ids, prompts, state.step, oldest=state.step - config.rollout.max_lag
-        )
-        must = {group_id for group_id, deferrals in times.items() if deferrals >= limit}
-        consumed, groups = source.first(wanted, must, state.step)
-        # The lengths of deferred groups show how much shorter the others are for being chosen
-        # first.
-        for kind, was_deferred in (("on_time", False), ("deferred", True)):
-            samples = [
-                sample
-                for g in groups
-                if (g.group_id in times) == was_deferred
-                for sample in g.samples
-            ]
-            tokens = sum(len(sample.token_ids) for sample in samples)
-            metrics.add_mean(f"extra_groups/length_{kind}_mean", tokens, len(samples))
-        metrics.add_mean(
-            "extra_groups/deferrals_mean",
-            sum(times.get(g.group_id, 0) for g in groups),
-            len(groups),
-        )
-        left = [
-            (group_id, times.get(group_id, 0) + 1)
-            for group_id in group_ids
-            if group_id not in set(consumed)
-        ]
-        metrics.add_max("extra_groups/left_behind", len(left))
-        source.add_metrics(metrics)
-        return StepGroups(groups, end, state.surplus, left)
 
     def _choose(
         self,

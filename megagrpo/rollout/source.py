@@ -8,7 +8,6 @@ before sampling continues.
 
 import time
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import Mesh
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.rollout.admission import Patience
+from megagrpo.rollout.admission import BatchDeadline
 from megagrpo.rollout.control import ServiceControl, ServiceFailed, ServiceUnreachable
 from megagrpo.rollout.generation import SamplingParams
 from megagrpo.rollout.jobs import SampledBatch, SamplingJob, numbered_prompts
@@ -56,7 +55,6 @@ class RolloutSource:
         self._sampler, self._refresh, self._alive = sampler, refresh, alive
         self._last_answer = time.monotonic()
         self._awaited: Sequence[SampledBatch] = []
-        self._reported_discarded = 0  # tokens
         self._loads: list[dict[str, float]] = []  # of engines, on the main rank
         self._background = BackgroundLoop("rollout")
         self._batches: dict[
@@ -77,12 +75,9 @@ class RolloutSource:
         Weights of `version` sample, and newer ones published meanwhile. oldest: version of the
         oldest weights whose restored groups may be used.
         """
-        in_flight = {group_id for other in self._batches.values() for group_id in other.group_ids}
-        pairs = zip(group_ids, prompts, strict=True)
-        new = {group_id: prompt for group_id, prompt in pairs if group_id not in in_flight}
-        if batch not in self._batches and new:
+        if batch not in self._batches:
             job = self._training(batch, version, or_newer=True)
-            self._batches[batch] = self._sample(job, list(new.values()), list(new), oldest)
+            self._batches[batch] = self._sample(job, prompts, group_ids, oldest)
 
     def restore(self, ahead: list[RolloutGroup]) -> None:
         """Local. Moves the groups that `finished` returned in an earlier start out of the list;
@@ -90,7 +85,7 @@ class RolloutSource:
 
         Every leader has all of them.
         """
-        if self._mesh.is_leader and self._config.rollout.max_lag:
+        if self._mesh.is_leader and self._config.rollout.max_staleness:
             self._restored = {group.group_id: group for group in ahead}
         ahead.clear()
 
@@ -107,15 +102,13 @@ class RolloutSource:
         ]
 
     def drop_consumed(self) -> None:
-        """Local. Drops the groups returned by `next` and `first`: a step has started with them, and
-        the state says so.
+        """Local. Drops the groups returned by `next`: a step has started with them, and the state
+        says so.
 
         Not earlier: if the step cannot start, a checkpoint saves them.
         """
         for number, batch in list(self._batches.items()):
-            for group_id in batch.consumed:
-                batch.finished.pop(group_id, None)
-            if batch.consumed.issuperset(batch.group_ids):
+            if batch.consumed:
                 del self._batches[number]
 
     def next(
@@ -138,7 +131,7 @@ class RolloutSource:
         )
         batch = self._batches.get(step) or self._sample(job, prompts, group_ids)
         groups = self._collect(job, batch)
-        batch.consumed.update(batch.group_ids)
+        batch.consumed = True
         if not self._config.algorithm.needs_greedy_response:
             return groups
         # After the others, never concurrently: one greedy request (a top-k of 1) moves SGLang's
@@ -149,54 +142,6 @@ class RolloutSource:
             replace(g, greedy=b.samples[0], greedy_outcome=b.outcomes[0])
             for g, b in zip(groups, greedy, strict=True)
         ]
-
-    def first(
-        self, wanted: int, must: AbstractSet[int], version: int
-    ) -> tuple[list[int], list[RolloutGroup]]:
-        """Waits until `wanted` started groups are complete; returns their ids, ascending, and this
-        rank's groups.
-
-        must: ids to wait for. The other groups stay in flight. version: see `next`. Raises
-        LeaderError on every rank.
-        """
-        batches = list(self._batches.values())
-        open_ids = {
-            group_id
-            for batch in batches
-            for group_id in batch.group_ids
-            if group_id not in batch.consumed
-        }
-        assert wanted <= len(open_ids), "started before they are waited for"
-
-        def enough() -> bool:
-            mine = set(self._ready()) if self._mesh.is_leader else set()
-            total, musts = self._agree(len(mine), len(mine & must), op=dist.ReduceOp.SUM)
-            return total >= wanted and musts == len(must)
-
-        self._wait(enough, batches, f"rollout of step {version}, weights {version}", version)
-        of_replica = self._mesh.from_leader(lambda: sorted(self._ready()), "naming finished groups")
-        everyone = [group_id for part in self._mesh.gather_dp(of_replica) for group_id in part]
-        # More may have arrived since. The oldest of them go first, however short the others are.
-        chosen = sorted(
-            sorted(everyone, key=lambda group_id: (group_id not in must, group_id))[:wanted]
-        )
-
-        def take() -> list[RolloutGroup]:
-            ready = self._ready()
-            return [ready[group_id] for group_id in chosen if group_id in ready]
-
-        mine = self._from_leader(take, "taking groups")
-        for batch in batches:
-            batch.consumed.update(set(chosen).intersection(batch.group_ids))
-        return chosen, mine
-
-    def _ready(self) -> dict[int, RolloutGroup]:
-        """Returns this leader's finished groups that are not consumed, by id."""
-        return {
-            group_id: group
-            for batch in self._batches.values()
-            for group_id, group in batch.ready.items()
-        }
 
     def drain(self) -> None:
         """Waits until all batches in flight are sampled and graded, or no engine can continue.
@@ -217,21 +162,6 @@ class RolloutSource:
         """
         job = SamplingJob("evaluate", 0, version, params, num_samples)
         return self._collect(job, self._sample(job, prompts, range(len(prompts))))
-
-    def has_to_begin(self) -> bool:
-        """Local. Returns whether requests of the oldest batch have not left for an engine, or there
-        is no batch."""
-        if (
-            not self._batches or self._config.rollout.extra_groups
-        ):  # leftovers of the step before do not count
-            return True
-        waiting = None if self._sampler is None else self._sampler.step_to_begin
-        return waiting is not None and waiting <= min(self._batches)
-
-    def count_engines(self) -> None:
-        """Local. Lets as many requests leave as the engines have room for that are awake now."""
-        if self._sampler is not None:
-            self._background.submit(self._sampler.count_engines())
 
     def close(self) -> None:
         """Local. Abandons all batches in flight."""
@@ -260,20 +190,10 @@ class RolloutSource:
         sampler = self._sampler
         of_engines = CacheUse() if sampler is None else sampler.cache_use
         of_engines.add_metrics(metrics, self._config.rollout.draft_tokens or 0)
-        before, self._reported_discarded = (
-            self._reported_discarded,
-            0 if sampler is None else sampler.num_discarded,
-        )
-        if self._config.rollout.extra_groups:
-            metrics.add_sum("extra_groups/discarded_tokens", self._reported_discarded - before)
         for name in LOADS:
             metrics.add_max(
                 f"engines/{name}_max",
                 max((load.get(name, 0.0) for load in self._loads), default=0.0),
-            )
-        if self._config.rollout.min_running_requests:
-            metrics.add_max(
-                "engines/limit_max", 0.0 if sampler is None else sampler.concurrency.limit
             )
 
     def _training(
@@ -300,7 +220,7 @@ class RolloutSource:
         share = slice(
             total * mesh.dp_rank // mesh.dp_size, total * (mesh.dp_rank + 1) // mesh.dp_size
         )
-        batch = SampledBatch(list(group_ids), {}, Patience(self._config.rollout.step_timeout_s))
+        batch = SampledBatch({}, BatchDeadline(self._config.rollout.step_timeout_s))
         if self._sampler is None:
             return batch
         mine = numbered_prompts(prompts, group_ids)[share]
@@ -318,7 +238,7 @@ class RolloutSource:
             }
         missing = [each for each in mine if each.group_id not in batch.finished]
         batch.work = self._background.submit(
-            self._sampler.sample_share(job, missing, batch.finished, batch.patience)
+            self._sampler.sample_share(job, missing, batch.finished, batch.deadline)
         )
         return batch
 
@@ -360,13 +280,13 @@ class RolloutSource:
         """Polls with the other ranks until all are done; the deadlines of `batches` run meanwhile.
         Raises LeaderError.
 
-        done: called at every meeting, may be collective. version: of the weights that samples need,
+        version: of the weights that samples need,
         which are brought to the engines; a batch that fails ends the wait. None: engines keep their
         weights, failures are left to the next wait, and this one also ends when no engine is ready.
         """
         self._awaited = batches
         for batch in batches:
-            batch.patience.start()
+            batch.deadline.start()
         self._last_answer, pause_s = time.monotonic(), _FIRST_POLL_S
         while True:
             enough = done()
@@ -391,7 +311,7 @@ class RolloutSource:
             time.sleep(pause_s)
             pause_s = min(_POLL_S, 1.5 * pause_s)
         for batch in batches:
-            batch.patience.stop()
+            batch.deadline.stop()
         self._awaited = []
 
     def _look_at_engines(self, version: int | None) -> tuple[str, bool]:
@@ -412,14 +332,14 @@ class RolloutSource:
             return "", all(engine.state != "ready" for engine in status.engines)
         return "", self._refresh.due(status.engines, version)
 
-    def _agree(self, *values: int, op: dist.ReduceOp.RedOpType = dist.ReduceOp.MAX) -> list[int]:
-        """Returns each value reduced over all ranks: the largest, or their sum."""
+    def _agree(self, *values: int) -> list[int]:
+        """Returns the largest of each value over all ranks."""
         if self._mesh.world_size == 1:
             return [int(value) for value in values]
         tensor = torch.tensor(
             [int(value) for value in values]
         )  # over gloo: a GPU should not wait for a poll
-        dist.all_reduce(tensor, op)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor.tolist()
 
 

@@ -31,7 +31,7 @@ from transformers import AutoModelForImageTextToText
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
-from megagrpo.rollout.admission import Turnstile
+from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.engine_choice import Engines
 from megagrpo.rollout.generation import (
     GenerationClient,
@@ -81,7 +81,7 @@ class Engine:
         async def run() -> list[Response]:
             retry = RetryPolicy(0, 60.0, streaming)
             engines = Engines(lambda: [replace(self.running.info, serves=True)], OneEngine.api_key)
-            async with GenerationClient(engines, retry, Turnstile(64)) as client:
+            async with GenerationClient(engines, retry, AdmissionQueue(64)) as client:
                 return await asyncio.gather(*map(client.generate, requests))
 
         return asyncio.run(run())

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, ExitStack
 import pytest
 from aiohttp import web
 
-from megagrpo.rollout.admission import Turnstile
+from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.control import ServiceUnreachable
 from megagrpo.rollout.engine_choice import Affinity, Engines
 from megagrpo.rollout.generation import GenerationClient, RetryPolicy, SampleRequest, SamplingParams
@@ -175,7 +175,7 @@ async def episodes(number: int) -> tuple[list[list[str]], list[str]]:
         client = GenerationClient(
             Engines(lambda: listed, "key"),
             RetryPolicy(4, 20.0, base_s=0.01),
-            Turnstile(64),
+            AdmissionQueue(64),
             lambda name, start, end, tokens: answered.append(name),
         )
         await stack.enter_async_context(client)

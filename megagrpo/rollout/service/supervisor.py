@@ -38,7 +38,6 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.control import bearer
 from megagrpo.rollout.engine_choice import LOOK_S
 from megagrpo.rollout.service.node import EngineNodeActor, loopback
-from megagrpo.rollout.service.ray_cluster import APART, BESIDE
 from megagrpo.rollout.service.sleep import WEIGHTS, EngineMemory, SleepFailed
 from megagrpo.types import LOADS, EngineInfo
 
@@ -80,7 +79,6 @@ class SupervisedEngine:
         may_start: asyncio.Event,
     ):
         self.id, self._index, self._may_start = f"engine-{index}", index, may_start
-        self.beside_trainers = config.rollout.is_beside_trainers(self.id)
         self.state, self.url, self.pid, self.reason = "starting", "", 0, ""
         self.incarnation = self.restarts = 0
         self.serves = False
@@ -202,7 +200,7 @@ class SupervisedEngine:
         `gave_up` set."""
         while True:
             while (
-                self.beside_trainers and not self._may_start.is_set()
+                self._config.rollout.colocate and not self._may_start.is_set()
             ):  # cleared again, perhaps, before this runs
                 await self._may_start.wait()
             try:
@@ -289,8 +287,6 @@ class SupervisedEngine:
         bundle = {"CPU": 1.0} | (
             {"GPU": float(rollout.tp // rollout.nodes_per_engine)} if self._cuda else {}
         )
-        if rollout.lend_trainers:
-            bundle[BESIDE if self.beside_trainers else APART] = 1.0
         # Ray fills up one machine before the next, and spreads the nodes of one engine over several
         # if it can.
         strategy = "STRICT_PACK" if rollout.nodes_per_engine == 1 else "SPREAD"
@@ -383,7 +379,7 @@ class SupervisedEngine:
             cuda=self._cuda,
             # On a CPU all engines of the experiment may share one machine; its cores are divided
             # among them.
-            cores_share=rollout.engines_at_start * rollout.nodes_per_engine,
+            cores_share=rollout.num_engines * rollout.nodes_per_engine,
             api_key=self._api_key,
         )
 
