@@ -208,6 +208,9 @@ class EngineInfo:
     load_now: dict[str, float] = field(
         default_factory=dict, hash=False
     )  # at the last look; {}: it did not answer
+    # whether it gets requests: from the first weights that were verified in this incarnation, also
+    # while newer ones are written, until it sleeps, is drained or ends
+    serves: bool = False
 
     @property
     def alive(self) -> bool:

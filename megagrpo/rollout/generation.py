@@ -1,5 +1,4 @@
-"""Requests for samples to the rollout service's router: token ids in, token ids and their
-log-probabilities out."""
+"""Requests for samples to the engines: token ids in, token ids and their log-probabilities out."""
 
 import asyncio
 import gc
@@ -8,7 +7,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,14 +19,17 @@ from megagrpo.config.schema import EvalConfig, ExperimentConfig, SamplingConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.control import bearer
+from megagrpo.rollout.engine_choice import Affinity, Engines
 from megagrpo.rollout.response import Answer, Response, version_number
 from megagrpo.rollout.routed_experts import WrongExperts, read_experts
-from megagrpo.system.environment import ENGINE_HEADER
+from megagrpo.types import EngineInfo
 
 _JSON = {"Content-Type": "application/json"}
-_ROUTING_KEY = "X-SMG-Routing-Key"  # sglang-router's, for its policy `manual`
+# Below the 5 s after which an engine closes an idle connection: it might do so when a request has
+# just left, and requests for samples are not repeated unseen.
+_KEEP_ALIVE_S = 2.0
 
-# engine id ("": unknown), start and end in seconds since the epoch, tokens (0: no sample)
+# engine id, start and end in seconds since the epoch, tokens (0: no sample)
 OnRequest = Callable[[str, float, float, int], None]
 
 
@@ -119,9 +121,7 @@ class SampleRequest:
     order: tuple[float, ...] = ()
     tokens: Callable[[], float] = lambda: 0.0
     images: SentImages | None = None
-    routing_key: str = (
-        ""  # requests with the same one go to the same engine, if the router is sticky
-    )
+    affinity: Affinity | None = None
     cache_key: Callable[[], str] | None = (
         None  # asked when it leaves: only requests with the same one share prefixes
     )
@@ -163,15 +163,11 @@ class RetryPolicy:
 
 
 class _Refused(Exception):
-    """Raised by an attempt that gave no usable sample; waiting: only because no engine is ready."""
-
-    def __init__(self, text: str, waiting: bool = False):
-        super().__init__(text)
-        self.waiting = waiting
+    """Raised by an attempt that gave no usable sample."""
 
 
 class GenerationClient:
-    """Requests samples from the router, one HTTP request each. For one event loop; an async context
+    """Requests samples from engines, one HTTP request each. For one event loop; an async context
     manager.
 
     admission: requests wait there and not in an engine's queue, which would use up their time
@@ -181,58 +177,58 @@ class GenerationClient:
 
     def __init__(
         self,
-        router_url: str,
-        api_key: str,
+        engines: Engines,
         retry: RetryPolicy,
         admission: AdmissionQueue,
         on_request: OnRequest = lambda engine, start, end, num_tokens: None,
         experts: Architecture | None = None,
     ):
-        self.url, self.retry, self.on_request, self.experts = (
-            f"{router_url}/generate",
-            retry,
-            on_request,
-            experts,
-        )
-        self._headers, self._admission = bearer(api_key), admission
-        self._attempts: set[Attempt] = set()
+        self.engines = engines
+        self.retry = retry
+        self.on_request = on_request
+        self.experts = experts
+        self._admission = admission
         self.num_retries = 0
         self.last_problem = ""
 
     async def __aenter__(self) -> "GenerationClient":
-        timeout = aiohttp.ClientTimeout(total=self.retry.request_timeout_s)
-        self._loop = asyncio.get_running_loop()
-        connector = aiohttp.TCPConnector(limit=0)
         self.http = aiohttp.ClientSession(
-            timeout=timeout, connector=connector, headers=self._headers
+            timeout=aiohttp.ClientTimeout(total=self.retry.request_timeout_s),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+            headers=bearer(self.engines.api_key),
         )
+        self._watch = asyncio.create_task(self.engines.watch())
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
+        self._watch.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._watch
         await self.http.close()
 
     async def generate(self, request: SampleRequest) -> Response:
         """Returns one response, after as many attempts as it takes. Raises GenerationFailed.
 
-        An attempt that found no engine ready is repeated without limit; the caller has the
-        deadline.
+        An attempt that found no engine is repeated without limit; the caller has the deadline.
         """
         waits = failures = 0
+        failed = ""  # URL of the engine of the last attempt
         async with self._admission.admitted(request.order, request.tokens):
             while True:
-                again = (
-                    replace(request, routing_key="") if waits + failures else request
-                )  # its engine may be lost
-                attempt = Attempt(self, again)
-                self._attempts.add(attempt)
-                with ExitStack() as stack:
-                    stack.callback(self._attempts.discard, attempt)
-                    response = await attempt.run()
-                if response is not None:
-                    return response
-                self.last_problem = attempt.problem
+                outcome, problem = "wait", "no engine has verified weights"
+                engine = await self.engines.choose(request.affinity, avoid=failed)
+                if engine is not None:
+                    failed = engine.url
+                    attempt = Attempt(self, engine, request)
+                    with self.engines.in_flight(engine.url, attempt.abandon):
+                        response = await attempt.run()
+                    if response is not None:
+                        return response
+                    outcome = attempt.outcome
+                    problem = f"{engine.id} at {engine.url}: {attempt.problem}"
+                self.last_problem = problem
                 self.num_retries += 1
-                if attempt.outcome == "wait":
+                if outcome == "wait":
                     waits += 1
                     pause_s = self.retry.wait_s(min(waits, 3))
                 else:
@@ -240,37 +236,25 @@ class GenerationClient:
                     pause_s = self.retry.wait_s(failures)
                 if failures > self.retry.retries:
                     raise GenerationFailed(
-                        f"{self.url} gave no sample in {failures} tries of at most "
+                        f"engines gave no sample in {failures} tries of at most "
                         f"{self.retry.request_timeout_s:.0f} s (rollout.retries, "
-                        "rollout.request_timeout_s); "
-                        f"the last problem: {attempt.problem}"
+                        f"rollout.request_timeout_s); the last problem: {self.last_problem}"
                     )
                 await asyncio.sleep(pause_s)
-
-    def ask_again(self) -> None:
-        """Abandons the present attempt of every request and starts another. May be called from any
-        thread.
-
-        A request whose engine went down with its host would otherwise wait for its whole time
-        limit, and the router does not report which those are.
-        """
-        for attempt in set(self._attempts):
-            self._loop.call_soon_threadsafe(attempt.abandon)
 
 
 class Attempt:
     """One HTTP request for a response."""
 
-    def __init__(self, client: GenerationClient, request: SampleRequest):
-        self._client, self._request = client, request
+    def __init__(self, client: GenerationClient, engine: EngineInfo, request: SampleRequest):
+        self._client, self._engine, self._request = client, engine, request
         self._limit = asyncio.timeout(None)
-        self.engine = ""
-        # Of an attempt without a response; wait: no engine is ready.
+        # Of an attempt without a response; wait: the engine did not get the request.
         self.outcome: Literal["retry", "wait"] = "retry"
         self.problem = ""
 
     def abandon(self) -> None:
-        """Ends it because the host of an engine was lost, perhaps its own."""
+        """Ends it because the engine's server is gone."""
         if not self._limit.expired():
             self._limit.reschedule(0.0)
 
@@ -284,19 +268,16 @@ class Attempt:
                 response = await self._response()
         except (_Refused, WrongExperts) as exc:
             self.problem = str(exc)
-            self.outcome = "wait" if isinstance(exc, _Refused) and exc.waiting else "retry"
         except (aiohttp.ClientError, TimeoutError) as exc:
             lost = self._limit.expired()
-            self.problem = (
-                "the host of an engine was lost" if lost else f"{type(exc).__name__}: {exc}"
-            )
-            # A router that refuses connections is being restarted.
+            self.problem = "it has ended" if lost else f"{type(exc).__name__}: {exc}"
+            # One that refuses connections has ended, and the service has not noticed yet.
             self.outcome = (
                 "wait" if lost or isinstance(exc, aiohttp.ClientConnectorError) else "retry"
             )
         finally:
             num_tokens = 0 if response is None else len(response.token_ids)
-            self._client.on_request(self.engine, start, time.time(), num_tokens)
+            self._client.on_request(self._engine.id, start, time.time(), num_tokens)
         return response
 
     async def _response(self) -> Response:
@@ -304,17 +285,15 @@ class Attempt:
         ids = np.asarray(request.prompt)
         sent = request.images.short_ids if request.images else ids
         data = orjson.dumps(self._body(sent), option=orjson.OPT_SERIALIZE_NUMPY)
-        key = {_ROUTING_KEY: request.routing_key} if request.routing_key else {}
-        async with client.http.post(client.url, data=data, headers=_JSON | key) as answer:
-            self.engine = answer.headers.get(ENGINE_HEADER, "")
+        url = f"{self._engine.url}/generate"
+        async with client.http.post(url, data=data, headers=_JSON) as answer:
             if answer.status != 200:
                 why = await answer.text()
                 if (
                     answer.status == 400
                 ):  # the request itself is wrong: another attempt would fail alike
-                    raise GenerationFailed(f"{client.url} refused a request: {why[:1000]}")
-                no_engine = answer.status == 503 and "no_available_workers" in why
-                raise _Refused(f"status {answer.status}: {why[:500]}", waiting=no_engine)
+                    raise GenerationFailed(f"{url} refused a request: {why[:1000]}")
+                raise _Refused(f"status {answer.status}: {why[:500]}")
             text = await answer.read()
         with collector_paused():
             whole = orjson.loads(text)
@@ -340,16 +319,12 @@ class Attempt:
             "return_logprob": True,
         }
         if self._request.experts_from is not None:
-            body["return_routed_experts"] = (
-                True  # for engines without a router, which drops it: engine_process.py
-            )
+            body["return_routed_experts"] = True
         if self._request.cache_key is not None:
             body["extra_key"] = self._request.cache_key()
         if self._request.images is not None:
-            body |= {
-                "image_data": self._request.images.uris,
-                "return_prompt_token_ids": True,
-            }  # dropped likewise
+            body["image_data"] = self._request.images.uris
+            body["return_prompt_token_ids"] = True
         return body
 
 

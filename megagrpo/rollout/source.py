@@ -53,7 +53,6 @@ class RolloutSource:
         self._awaited: Sequence[SampledBatch] = []
         self._loads: list[dict[str, float]] = []  # of engines, on the main rank
         self._outdated: list[str] = []  # engines that need weights, on the main rank
-        self._lost_hosts = 0  # of the service, when requests were last repeated
         self._background = BackgroundLoop("rollout")
         # Batches sampled ahead, by number, until a step has started with them.
         self._batches: dict[int, SampledBatch] = {}
@@ -277,56 +276,47 @@ class RolloutSource:
     def _meet(self, batches: Sequence[SampledBatch], what: str, version: int | None) -> bool:
         """Meets all ranks once; returns whether to wait further. Arguments and errors: see
         `_wait`."""
-        error = ""
-        acts = False
-        lost_hosts = 0
+        error, acts = "", False
         if version is not None:
             problems = [batch.problem for batch in batches if batch.problem]
             error = f"rank {self._mesh.rank}, {what}: {problems[0]}" if problems else ""
         unfinished = not all(batch.done for batch in batches)
         if self._mesh.is_main and not error:
-            error, acts, lost_hosts = self._look_at_engines(version)
-        waiting, failed, someone_acts, lost_hosts = self._mesh.largest(
-            unfinished, bool(error), acts, lost_hosts
-        )
+            error, acts = self._look_at_engines(version)
+        waiting, failed, someone_acts = self._mesh.largest(unfinished, bool(error), acts)
         self._alive()
         if failed:
             self._mesh.raise_any(error)
         if not waiting or (someone_acts and version is None):
             return False
-        if lost_hosts > self._lost_hosts:
-            self._lost_hosts = lost_hosts
-            if self._sampler is not None:
-                self._sampler.ask_again()
         if someone_acts and version is not None:
             engines = self._mesh.from_main(lambda: self._outdated, "name engines without weights")
             self._update_engines(version, engines)
             self._last_answer = time.monotonic()
         return True
 
-    def _look_at_engines(self, version: int | None) -> tuple[str, bool, int]:
-        """Returns the service's problem or "", whether the wait must act on its engines, and the
-        hosts lost so far."""
+    def _look_at_engines(self, version: int | None) -> tuple[str, bool]:
+        """Returns the service's problem or "", and whether the wait must act on its engines."""
         try:
             status = self._control.healthy_status()
         except ServiceUnreachable as exc:
             silent_s = time.monotonic() - self._last_answer
             too_long = silent_s > _UNREACHABLE_S
             if version is None:  # the publish that comes next says so
-                return "", too_long, 0
-            return (f"{exc} (silent for {silent_s:.0f} s)" if too_long else ""), False, 0
+                return "", too_long
+            return (f"{exc} (silent for {silent_s:.0f} s)" if too_long else ""), False
         except ServiceFailed as exc:
-            return str(exc), False, 0
+            return str(exc), False
         self._last_answer = time.monotonic()
         self._loads = [engine.load for engine in status.engines]
         if version is None:
-            return "", all(engine.state != "ready" for engine in status.engines), status.lost_hosts
+            return "", all(engine.state != "ready" for engine in status.engines)
         self._outdated = [
             engine.id
             for engine in status.engines
             if engine.alive and (engine.state == "stale" or engine.weight_version != version)
         ]
-        return "", bool(self._outdated), status.lost_hosts
+        return "", bool(self._outdated)
 
 
 def _fits(restored: RolloutGroup, prompt: Prompt, job: SamplingJob, oldest: int) -> bool:

@@ -10,6 +10,7 @@ from tiny_model import EOS
 
 from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.control import engine_cache_tokens, print_status
+from megagrpo.rollout.engine_choice import Engines
 from megagrpo.rollout.generation import (
     GenerationClient,
     GenerationFailed,
@@ -27,10 +28,9 @@ SAMPLED = SamplingParams(temperature=1.0, max_tokens=24)
 def generate(service, requests, version=0, retry=RETRY):
     """Responses to [(prompt, params, seed)], all at once."""
 
-    router, key = service.control.status().router, service.control.api_key
-
     async def run():
-        async with GenerationClient(router, key, retry, AdmissionQueue(64)) as client:
+        engines = Engines.from_service(service.control)
+        async with GenerationClient(engines, retry, AdmissionQueue(64)) as client:
             return await asyncio.gather(
                 *(client.generate(SampleRequest(*request, version)) for request in requests)
             )

@@ -3,6 +3,7 @@ transformers'."""
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
 from megagrpo.rollout.admission import AdmissionQueue
+from megagrpo.rollout.engine_choice import Engines
 from megagrpo.rollout.generation import (
     GenerationClient,
     GenerationFailed,
@@ -77,10 +79,8 @@ class Engine:
     def generate(self, requests: list[SampleRequest]) -> list[Response]:
         async def run() -> list[Response]:
             retry = RetryPolicy(0, 60.0)
-            client = GenerationClient(
-                self.running.info.url, OneEngine.api_key, retry, AdmissionQueue(64)
-            )
-            async with client:
+            engines = Engines(lambda: [replace(self.running.info, serves=True)], OneEngine.api_key)
+            async with GenerationClient(engines, retry, AdmissionQueue(64)) as client:
                 return await asyncio.gather(*map(client.generate, requests))
 
         return asyncio.run(run())

@@ -225,7 +225,7 @@ def test_drain_asks_again_what_a_lost_host_had():
     ):
         take(source, config, state)
         until(lambda: len(service.requests) == 2 * WANTED * GROUP_SIZE)
-        service.lost_hosts = 1
+        service.restart()
         source.drain()
         assert len(source.finished()) == WANTED and len(service.requests) > 2 * WANTED * GROUP_SIZE
 

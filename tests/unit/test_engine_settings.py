@@ -1,7 +1,6 @@
 """Engines' command lines, settings and environments: every field of ServerArgs is decided; a CPU's
 shims."""
 
-import asyncio
 import json
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -27,7 +26,7 @@ from megagrpo.rollout.service.engine_command import (
     engine_settings,
     on_gpus,
 )
-from megagrpo.system.environment import ENGINE, ENGINE_HEADER, WEIGHT_LOADER, child_environment
+from megagrpo.system.environment import WEIGHT_LOADER, child_environment
 from tests.experiments import experiment, python
 
 
@@ -336,7 +335,6 @@ def test_cpu_engine():
         "SGLANG_USE_CPU_ENGINE": "1",
         "OMP_NUM_THREADS": "4",
         "OMP_WAIT_POLICY": "PASSIVE",
-        ENGINE: "engine-3",
     }
     assert (
         expected.items() <= environment.items() and "SGLANG_CPU_OMP_THREADS_BIND" not in environment
@@ -374,24 +372,6 @@ def test_engine_over_two_nodes():
     )
     # a core for every rank of the engine, not only of the node
     assert engine_environment(two, place(False, 1))["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
-
-
-def test_an_engine_names_itself_in_its_answers(monkeypatch):
-    from megagrpo.rollout.service.engine_process import NamesEngine
-
-    monkeypatch.setenv(ENGINE, "engine-3")
-    sent = []
-
-    async def application(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
-        await send({"type": "http.response.body", "body": b"x"})
-
-    async def send(message):
-        sent.append(message)
-
-    asyncio.run(NamesEngine(application)({"type": "http"}, None, send))
-    assert sent[0]["headers"] == [(b"a", b"b"), (ENGINE_HEADER.lower().encode(), b"engine-3")]
-    assert sent[1] == {"type": "http.response.body", "body": b"x"}
 
 
 def in_engine_python(code: str) -> str:

@@ -28,6 +28,7 @@ from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import architecture_of
 from megagrpo.monitor.rollouts import RolloutLog, read_rollouts
 from megagrpo.rollout.admission import AdmissionQueue
+from megagrpo.rollout.engine_choice import Engines
 from megagrpo.rollout.generation import (
     GenerationClient,
     GenerationFailed,
@@ -116,9 +117,8 @@ def test_wrong_experts_are_refused():
 
 def answered(script: list, experts_from: int) -> tuple[Response, list[dict], int]:
     async def run():
-        async with GenerationClient(
-            service.url, "key", QUICK, AdmissionQueue(4), experts=MIXED
-        ) as client:
+        engines = Engines.from_service(service.control)
+        async with GenerationClient(engines, QUICK, AdmissionQueue(4), experts=MIXED) as client:
             return await client.generate(
                 SampleRequest((5, 6, 7), PARAMS, 1234, experts_from=experts_from)
             ), client.num_retries

@@ -13,7 +13,7 @@ import megagrpo
 from megagrpo.config.libraries.sglang import engine_setting_problems, engine_setting_words
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.system.environment import ENGINE, WEIGHT_LOADER, get, without_expandable_segments
+from megagrpo.system.environment import WEIGHT_LOADER, get, without_expandable_segments
 
 CPU_SHIMS = Path(megagrpo.__file__).parent / "cpu" / "engine"
 _INTERLEAVES = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
@@ -174,7 +174,6 @@ def engine_environment(config: ExperimentConfig, place: ServerPlace) -> dict[str
         # count as dead.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         "TOKENIZERS_PARALLELISM": "false",
-        ENGINE: place.engine,
     }
     if place.cuda:
         if get(_INTERLEAVES, "").lower() in ("1", "true", "yes", "y"):
