@@ -27,7 +27,8 @@ class AdmissionQueue:
     """
 
     def __init__(self, limit: int = 1, tokens: float = math.inf) -> None:
-        self.limit, self.tokens = limit, tokens
+        self.limit = limit
+        self.tokens = tokens
         self._in_flight = 0
         self._occupied = 0.0
         self._waiting: list[_Waiting] = []  # a heap
@@ -142,7 +143,8 @@ class BatchDeadline:
             loop.call_soon_threadsafe(self._apply)
 
     async def __aenter__(self) -> None:
-        self._loop, self._timeout = asyncio.get_running_loop(), asyncio.timeout(None)
+        self._loop = asyncio.get_running_loop()
+        self._timeout = asyncio.timeout(None)
         await self._timeout.__aenter__()
         self._apply()  # after the loop is known: `start` in the other thread sees one or the other
 
@@ -153,7 +155,8 @@ class BatchDeadline:
         traceback: TracebackType | None,
     ) -> None:
         assert self._timeout is not None, "entered"
-        timeout, self._timeout = self._timeout, None
+        timeout = self._timeout
+        self._timeout = None
         await timeout.__aexit__(kind, error, traceback)
 
     def _apply(self) -> None:

@@ -26,7 +26,8 @@ def selection_metrics(
     generated_reward_mean is over all groups generated in this step; a step's other rewards are of
     the chosen ones only.
     """
-    dropped, surplus = set(selection.dropped), set(selection.surplus)
+    dropped = set(selection.dropped)
+    surplus = set(selection.surplus)
     metrics.add_sum("dynamic_sampling/generated", len(groups) - num_carried)
     metrics.add_sum("dynamic_sampling/carried", num_carried)
     metrics.add_sum("dynamic_sampling/dropped", sum(group.group_id in dropped for group in groups))
@@ -114,7 +115,8 @@ def rollout_metrics(
     parts = mesh.gather_dp(
         (len(errors), len(timeouts), len(outcomes), errors[0].detail if errors else "")
     )
-    bad, total = sum(e + t for e, t, _, _ in parts), sum(n for _, _, n, _ in parts)
+    bad = sum(e + t for e, t, _, _ in parts)
+    total = sum(n for _, _, n, _ in parts)
     if bad > train.max_bad_fraction * total:
         detail = next((text for *_, text in parts if text), "timeouts")
         raise RunStopped(

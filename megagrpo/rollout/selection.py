@@ -47,12 +47,15 @@ class GroupChoice:
         step included. Raises RunStopped on every rank when max_num_gen_batches batches hold too few
         groups whose responses differ.
         """
-        algorithm, source = self.config.algorithm, self.source
-        wanted, cursor = self.config.train.num_prompts_per_step, state.data_cursor
+        algorithm = self.config.algorithm
+        source = self.source
+        wanted = self.config.train.num_prompts_per_step
+        cursor = state.data_cursor
         ahead = self._num_ahead
 
         def generate(attempt: int) -> list[RolloutGroup]:
-            prompts, first_id = self._prompts(state, attempt), cursor + attempt * wanted
+            prompts = self._prompts(state, attempt)
+            first_id = cursor + attempt * wanted
             if not ahead:
                 return source.next(state.step, prompts, state.step, first_id, attempt)
             self._start(state, attempt, oldest=state.step - ahead)
@@ -64,7 +67,9 @@ class GroupChoice:
             self._start(state, 0, oldest=state.step - ahead)
             self._start_ahead(state, 1, steps_left)
         if algorithm.dynamic_sampling is None:
-            groups, num_consumed, surplus = generate(0), 1, state.surplus
+            groups = generate(0)
+            num_consumed = 1
+            surplus = state.surplus
         else:
             groups, num_consumed, surplus = self._choose(generate, state.surplus, metrics)
         if algorithm.needs_greedy_response:
@@ -93,7 +98,8 @@ class GroupChoice:
         """Starts a batch. They are counted over the run: which step will consume one is not known
         beforehand."""
         wanted = self.config.train.num_prompts_per_step
-        number, first_id = state.data_cursor // wanted + later, state.data_cursor + later * wanted
+        number = state.data_cursor // wanted + later
+        first_id = state.data_cursor + later * wanted
         group_ids = range(first_id, first_id + wanted)
         self.source.start(number, group_ids, self._prompts(state, later), state.step, oldest)
 
@@ -113,19 +119,19 @@ class GroupChoice:
 
         generate: this rank's groups of a further batch, counted from 0.
         """
-        options, wanted = (
-            self.config.algorithm.dynamic_sampling,
-            self.config.train.num_prompts_per_step,
-        )
+        options = self.config.algorithm.dynamic_sampling
+        wanted = self.config.train.num_prompts_per_step
         assert options is not None
-        groups, attempt = list(carried), 0
+        groups = list(carried)
+        attempt = 0
         while len((selection := self._select(groups)).chosen) < wanted:
             if attempt == options.max_num_gen_batches:
                 raise RunStopped(_too_few_groups(groups, selection, self.config, self.mesh))
             groups += generate(attempt)
             attempt += 1
         selection_metrics(metrics, groups, len(carried), attempt, selection)
-        chosen, surplus = set(selection.chosen), set(selection.surplus)
+        chosen = set(selection.chosen)
+        surplus = set(selection.surplus)
         return (
             [g for g in groups if g.group_id in chosen],
             attempt,
@@ -135,7 +141,8 @@ class GroupChoice:
     def _select(self, groups: Sequence[RolloutGroup]) -> Selection:
         """Collective over data-parallel ranks. Returns the chosen, surplus and dropped ids of all
         ranks' groups."""
-        algorithm, mesh = self.config.algorithm, self.mesh
+        algorithm = self.config.algorithm
+        mesh = self.mesh
         assert algorithm.dynamic_sampling is not None
         # Ascending, so groups carried over from the step before come first.
         all_ids = sorted(
@@ -188,7 +195,8 @@ def _too_few_groups(
 ) -> str:
     """Collective over data-parallel ranks. Returns the error of a step with too few groups to learn
     from."""
-    options, wanted = config.algorithm.dynamic_sampling, config.train.num_prompts_per_step
+    options = config.algorithm.dynamic_sampling
+    wanted = config.train.num_prompts_per_step
     assert options is not None
     outcomes = [outcome for group in groups for outcome in group.outcomes]
     num_groups = len(selection.chosen) + len(selection.surplus) + len(selection.dropped)

@@ -23,7 +23,8 @@ from megagrpo.rollout.sampler import Sampler
 from megagrpo.system.background import BackgroundLoop
 from megagrpo.types import LOADS, Prompt, RolloutGroup
 
-_FIRST_POLL_S, _POLL_S = 0.02, 0.2  # pause between two meetings of all ranks
+_FIRST_POLL_S = 0.02  # pause after the first meeting of all ranks
+_POLL_S = 0.2  # longest pause
 _UNREACHABLE_S = 30.0  # a control endpoint that is silent for longer ends the run
 
 
@@ -47,8 +48,12 @@ class RolloutSource:
         alive: Callable[[], None] = lambda: None,
     ):
         assert (sampler is not None) == mesh.is_leader, "leaders sample, other ranks do not"
-        self._config, self._mesh, self._control = config, mesh, control
-        self._sampler, self._update_engines, self._alive = sampler, update_engines, alive
+        self._config = config
+        self._mesh = mesh
+        self._control = control
+        self._sampler = sampler
+        self._update_engines = update_engines
+        self._alive = alive
         self._last_answer = time.monotonic()
         self._awaited: Sequence[SampledBatch] = []
         self._loads: list[dict[str, float]] = []  # of engines, on the main rank
@@ -191,7 +196,8 @@ class RolloutSource:
     def _training(
         self, step: int, version: int, attempt: int = 0, or_newer: bool = False
     ) -> SamplingJob:
-        config, label = self._config, f" batch {attempt}" if attempt else ""
+        config = self._config
+        label = f" batch {attempt}" if attempt else ""
         return SamplingJob(
             f"train{label}",
             step,
@@ -208,7 +214,8 @@ class RolloutSource:
         self, job: SamplingJob, prompts: Sequence[Prompt], group_ids: Sequence[int], oldest: int = 0
     ) -> SampledBatch:
         """Starts a leader's share in the background, without the groups that are restored."""
-        mesh, total = self._mesh, len(prompts)
+        mesh = self._mesh
+        total = len(prompts)
         share = slice(
             total * mesh.dp_rank // mesh.dp_size, total * (mesh.dp_rank + 1) // mesh.dp_size
         )
@@ -265,7 +272,8 @@ class RolloutSource:
         self._awaited = batches
         for batch in batches:
             batch.deadline.start()
-        self._last_answer, pause_s = time.monotonic(), _FIRST_POLL_S
+        self._last_answer = time.monotonic()
+        pause_s = _FIRST_POLL_S
         while self._meet(batches, what, version):
             time.sleep(pause_s)
             pause_s = min(_POLL_S, 1.5 * pause_s)
@@ -276,7 +284,8 @@ class RolloutSource:
     def _meet(self, batches: Sequence[SampledBatch], what: str, version: int | None) -> bool:
         """Meets all ranks once; returns whether to wait further. Arguments and errors: see
         `_wait`."""
-        error, acts = "", False
+        error = ""
+        acts = False
         if version is not None:
             problems = [batch.problem for batch in batches if batch.problem]
             error = f"rank {self._mesh.rank}, {what}: {problems[0]}" if problems else ""
