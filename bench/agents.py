@@ -7,7 +7,7 @@ hits of real ones.
 load: the gateway, its conversations and the client of the engines are one process, as in a trainer;
 the agents and the engine, which answers each turn after --engine-s seconds on average, are another.
 All sessions are open at once. Writes bench/results/agents.{json,md}. prefix: two real engines of a
-random model on CPUs behind the router. Turns with and without the router's sticky key, and a turn
+random model on CPUs. Turns with and without an affinity to the engine of the first, and a turn
 after a publish that empties the cache or keeps it under the key of older weights; writes
 bench/results/agents_prefix.{json,md}.
 """
@@ -46,14 +46,15 @@ from examples.laptop.model import character_tokenizer
 from megagrpo.config.data import DataConfig
 from megagrpo.config.rollout import AgentConfig
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.rollout.admission import Turnstile
+from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.agents.conversation import Conversation
 from megagrpo.rollout.agents.gateway import Gateway
 from megagrpo.rollout.agents.renderer import Message, Renderer, Tools
 from megagrpo.rollout.control import bearer
+from megagrpo.rollout.engine_choice import Affinity, Engines
 from megagrpo.rollout.generation import GenerationClient, RetryPolicy, SampleRequest, SamplingParams
 from megagrpo.rollout.response import CacheKey, CacheUse, Response
-from megagrpo.system.environment import ENGINE_HEADER
+from megagrpo.types import EngineInfo
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PROMPT, SAID, SAMPLED = 512, 64, 128  # tokens
@@ -74,10 +75,10 @@ class Load:
     def conversation(self, client: GenerationClient, number: int) -> Conversation:
         """A rollout's."""
 
+        affinity = Affinity()
+
         async def sample(turn: int, context: np.ndarray, max_tokens: int, known: int) -> Response:
-            request = SampleRequest(
-                context, self._params, number * 1000 + turn, routing_key=f"{number}"
-            )
+            request = SampleRequest(context, self._params, number * 1000 + turn, affinity=affinity)
             return await client.generate(request)
 
         async def parse(text: str, tools: Tools, prefix: str) -> Message:
@@ -105,10 +106,13 @@ class Load:
             ExitStack() as stack,
             subprocess.Popen(command, stdin=me, stdout=me, text=True) as others,
         ):
-            engine = others.stdout.readline().strip()
+            url = others.stdout.readline().strip()
+            engine = EngineInfo("engine-0", url, "ready", 0, 1, 0, others.pid, "", serves=True)
             gateway.start()
             policy = RetryPolicy(2, 600.0)
-            async with GenerationClient(engine, "key", policy, Turnstile(2 * sessions)) as client:
+            async with GenerationClient(
+                Engines(lambda: [engine], "key"), policy, AdmissionQueue(2 * sessions)
+            ) as client:
                 before = process.memory_info().rss
                 talks = [self.conversation(client, number) for number in range(sessions)]
                 keys = [stack.enter_context(gateway.session(talk)) for talk in talks]
@@ -158,9 +162,7 @@ async def others(turns: int, engine_s: float) -> None:
         }
         data = orjson.dumps({"meta_info": meta})
         await asyncio.sleep(delay)
-        return web.Response(
-            body=data, content_type="application/json", headers={ENGINE_HEADER: "engine-0"}
-        )
+        return web.Response(body=data, content_type="application/json")
 
     async def agent(http: aiohttp.ClientSession, number: int, url: str, key: str) -> None:
         await asyncio.sleep(START_S * random.random())
@@ -245,7 +247,7 @@ def _sampled(found: dict) -> int:
 
 
 class Prefixes:
-    """Episodes against real engines behind the router; counts what these read again."""
+    """Episodes against real engines; counts what these read again."""
 
     EPISODES, TURNS, READ, SPOKEN, ADDED = (
         32,
@@ -262,7 +264,7 @@ class Prefixes:
             np.random.default_rng(0),
         )
         self._prompts = [self._ids(self.READ) for _ in range(self.EPISODES)]
-        self._version, self._number = 0, 0
+        self._version = 0
 
     def _ids(self, number: int) -> np.ndarray:
         return self._chance.integers(3, 250, number).astype(np.int32)
@@ -291,31 +293,26 @@ class Prefixes:
 
         async def run() -> dict:
             policy = RetryPolicy(4, 120.0)
-            url = self._control.status().router
-            async with GenerationClient(
-                url, self._control.api_key, policy, Turnstile(16)
-            ) as client:
+            engines = Engines.from_service(self._control)
+            async with GenerationClient(engines, policy, AdmissionQueue(16)) as client:
 
                 async def turn(
-                    number: int, context: np.ndarray, key: CacheKey | None, name: str
+                    number: int, context: np.ndarray, key: CacheKey | None, of: Affinity | None
                 ) -> Response:
                     params = SamplingParams(1.0, self.SPOKEN)
                     request = SampleRequest(
-                        context, params, number, 0, True, cache_key=key, routing_key=name
+                        context, params, number, 0, True, cache_key=key, affinity=of
                     )
                     return await client.generate(request)
 
                 keys = [CacheKey(use) if keyed else None for _ in self._prompts]
-                names = [
-                    f"episode-{self._number}-{n}" if sticky else "" for n in range(self.EPISODES)
-                ]
-                self._number += 1
+                affinities = [Affinity() if sticky else None for _ in self._prompts]
                 contexts, read, cached = list(self._prompts), [], []
                 for number in range(self.TURNS):
                     if publish and number == 2:
                         self.publish(flush=not keyed)
                         use.newest = self._version
-                    each = zip(contexts, keys, names, strict=True)
+                    each = zip(contexts, keys, affinities, strict=True)
                     answers = await asyncio.gather(*(turn(number, *of) for of in each))
                     read.append(sum(map(len, contexts)))
                     cached.append(sum(answer.num_cached for answer in answers))
@@ -325,7 +322,7 @@ class Prefixes:
                     ]
                 fresh = CacheKey(use) if keyed else None
                 new = await asyncio.gather(
-                    *(turn(9, prompt, fresh, "") for prompt in self._prompts)
+                    *(turn(9, prompt, fresh, None) for prompt in self._prompts)
                 )
                 return {
                     "read": read,
@@ -338,15 +335,11 @@ class Prefixes:
 
 def prefix() -> None:
     """Writes bench/results/agents_prefix.{json,md}."""
-    agent = {
-        "function": "tests.sums_agent:sums"
-    }  # so that the router is sticky, as for every run with an agent
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_model(Path(folder) / "model")
         config = ExperimentConfig.model_validate({
             "name": "bench", "output_dir": folder, "model": {"path": str(model)}, "data": {"path": "none"},
             "rollout": {"num_engines": 2, "load_format": "model", "start_timeout_s": 400.0, "max_total_tokens": 60000},
-            "sampling": {"agent": agent},
         })  # fmt: skip
         with running_service(config, Path(folder) / "service") as service:
             for number in range(2):

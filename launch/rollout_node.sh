@@ -5,7 +5,7 @@
 #            [--nnodes N --node-rank I --master-addr ADDRESS --master-port PORT --node-addr ADDRESS]
 # What is not given comes from NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, NODE_ADDR; addresses are those of rollout nodes.
 # INT, TERM or USR2 end it. Ports: Ray's head MASTER_PORT (30000), Ray's nodes the next 90, its workers 10002-19999, engines,
-# router and control 20000-29999.
+# engines and control 20000-29999.
 set -euo pipefail
 : "${MASTER_ADDR:=$(hostname -I | cut -d' ' -f1)}" # the first rollout node itself may leave it out
 source "$(dirname "${BASH_SOURCE[0]}")/node.sh"

@@ -38,16 +38,10 @@ from megagrpo.rollout.agents.environments import Environments
 from megagrpo.rollout.agents.programs import Programs
 from megagrpo.rollout.control import ServiceControl, find_service, service_progress
 from megagrpo.rollout.generation import OnRequest, SamplingParams
+from megagrpo.rollout.metrics import grader_metrics, rollout_metrics, source_metrics
 from megagrpo.rollout.sampler import Sampler
-from megagrpo.rollout.selection import (
-    GroupChoice,
-    StepGroups,
-    gather_surplus,
-    grader_metrics,
-    rollout_metrics,
-    source_metrics,
-)
-from megagrpo.rollout.source import Publish, RolloutSource
+from megagrpo.rollout.selection import GroupChoice, StepGroups, gather_surplus
+from megagrpo.rollout.source import RolloutSource, UpdateEngines
 from megagrpo.rollout.tools import Tool, make_answering
 from megagrpo.system import environment
 from megagrpo.system.progress import Progress
@@ -107,7 +101,7 @@ class Sampling:
     """Samples, scores and measures this rank's groups. A context manager, which ends requests and
     processes.
 
-    on_request, publish, alive: see Sampler and RolloutSource.
+    on_request, update_engines, alive: see Sampler and RolloutSource.
     """
 
     def __init__(
@@ -117,7 +111,7 @@ class Sampling:
         inputs: Inputs,
         control: ServiceControl,
         on_request: OnRequest,
-        publish: Publish,
+        update_engines: UpdateEngines,
         alive: Callable[[], None],
     ):
         self._config = config
@@ -135,7 +129,7 @@ class Sampling:
                 sampler.images = inputs.images
                 if config.actor.routing_replay == "rollout":
                     sampler.arch = inputs.model.arch
-            self.source = RolloutSource(config, mesh, control, sampler, publish, alive)
+            self.source = RolloutSource(config, mesh, control, sampler, update_engines, alive)
             stack.callback(self.source.close)
             self._stack = stack.pop_all()
 

@@ -185,9 +185,9 @@ class RolloutGroup:
         )
 
 
-# An engine's load: the share of its KV cache in use, requests that run and wait, and those put back
-# for lack of cache.
-LOADS = ("kv_use", "running", "waiting", "put_back")
+# An engine's load: the share of its KV cache in use, and requests that run, that wait, and that it
+# retracted for lack of cache.
+LOADS = ("kv_use", "running", "waiting", "retracted")
 
 
 @dataclass(frozen=True)
@@ -209,6 +209,9 @@ class EngineInfo:
     load_now: dict[str, float] = field(
         default_factory=dict, hash=False
     )  # at the last look; {}: it did not answer
+    # whether it gets requests: from the first weights that were verified in this incarnation, also
+    # while newer ones are written, until it sleeps, is drained or ends
+    serves: bool = False
 
     @property
     def alive(self) -> bool:

@@ -57,7 +57,7 @@ status_of() {
 secrets_and_port() {
     # Nodes may be shared with other jobs, whose ports should be others: below the kernel's own choices, above the engines'.
     port=$((30000 + SLURM_JOB_ID % 25 * 100))
-    RAY_AUTH_TOKEN="$(secret)" MEGAGRPO_API_KEY="$(secret)" # to join the job's Ray; to talk to its engines, router and service
+    RAY_AUTH_TOKEN="$(secret)" MEGAGRPO_API_KEY="$(secret)" # to join the job's Ray; to talk to its engines and service
     export RAY_AUTH_TOKEN MEGAGRPO_API_KEY
 }
 

@@ -1,8 +1,7 @@
-"""A rollout service in a thread, over real HTTP: the control endpoint and the router of one, which
+"""A rollout service in a thread, over real HTTP: the control endpoint and the engine of one, which
 fail on purpose."""
 
 import asyncio
-import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,28 +10,25 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from megagrpo.rollout.control import ServiceControl
-from megagrpo.system.environment import ENGINE_HEADER
 
-NO_WORKERS = {
-    "type": "Service Unavailable",
-    "code": "no_available_workers",
-    "message": "No available workers",
-}
+RESTARTED = "/restarted"  # follows the URL of a later incarnation
 
 
 @dataclass
 class FakeService:
-    """Plays the service and its router over real HTTP.
+    """Plays the service and its engine over real HTTP.
 
     `script` holds what the next requests to /generate get, one entry each, then all get an answer:
-    an int is a status, "no_workers", "hang", "drop" (close the connection), or a dict that replaces
-    parts of meta_info. ("cut", n): a streamed response that breaks off after n tokens. `hang` tells
-    of a request's body whether it gets no answer yet.
+    an int is a status, "hang", "drop" (close the connection), or a dict that replaces
+    parts of meta_info. `hang` tells of a request's body whether it gets no answer yet. `looks`: how
+    often it is looked at before its engine serves. `restart`: a next incarnation has taken the
+    engine's place.
     """
 
     script: list = field(default_factory=list)
     version: int = 0
-    lost_hosts: int = 0
+    looks: int = 0
+    incarnation: int = 1
     state: str = "ready"
     failed: str | None = None
     url: str = ""
@@ -46,20 +42,23 @@ class FakeService:
     def control(self) -> ServiceControl:
         return ServiceControl(self.url, "key")
 
+    def restart(self) -> None:
+        self.incarnation += 1
+
     async def status(self, request: web.Request) -> web.Response:
         verified = self.version if self.state == "ready" else None
+        self.looks -= 1
         engine = {
             "id": "engine-0",
-            "url": self.url,
+            "url": self.url if self.incarnation == 1 else self.url + RESTARTED,
             "state": self.state,
+            "serves": self.state == "ready" and self.looks < 0,
             "weight_version": verified,
-            "incarnation": 1,
+            "incarnation": self.incarnation,
         }
         engine |= {"restarts": 0, "pid": 1, "reason": "", "load_now": self.load_now}
         found = {
-            "router": self.url,
             "failed": self.failed,
-            "lost_hosts": self.lost_hosts,
             "engines": [engine],
         }
         return web.json_response(found)
@@ -75,44 +74,10 @@ class FakeService:
             {} if self.cache_tokens is None else {"max_total_num_tokens": self.cache_tokens}
         )
 
-    async def stream(
-        self, request: web.Request, tokens: list[int], meta: dict, step
-    ) -> web.StreamResponse:
-        """A piece for every token; of prompts of two tokens, so that a request goes on where the
-        last one ended."""
-        answer = web.StreamResponse(
-            headers={ENGINE_HEADER: "engine-0", "Content-Type": "text/event-stream"}
-        )
-        await answer.prepare(request)
-        cut = step[1] if isinstance(step, tuple) else None
-        for number, token in enumerate(tokens, 1):
-            last = number == len(tokens)
-            piece = meta | {
-                "finish_reason": meta["finish_reason"] if last else None,
-                "completion_tokens": number,
-            }
-            piece |= {
-                "weight_version": str(self.version),
-                "output_token_logprobs": [[-0.5, token, None]],
-            }
-            await answer.write(
-                b"data: "
-                + json.dumps({"output_ids": [token], "meta_info": piece}).encode()
-                + b"\n\n"
-            )
-            if number == cut:
-                await asyncio.sleep(0.05)
-                request.transport.close()
-                return answer
-        await answer.write(b"data: [DONE]\n\n")
-        return answer
-
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.requests.append(body)
         step = self.script.pop(0) if self.script else {}
-        if self.state != "ready" or step == "no_workers":
-            return web.json_response({"error": NO_WORKERS}, status=503)
         while self.hang(body):
             await asyncio.sleep(0.01)
         if step == "hang":
@@ -128,12 +93,8 @@ class FakeService:
             "weight_version": str(self.version),
             "weight_versions": [],
         }
-        if body.get("stream"):
-            meta |= step if isinstance(step, dict) else {}
-            return await self.stream(request, tokens[len(body["input_ids"]) - 2 :], meta, step)
         meta["output_token_logprobs"] = [[-0.5, token, None] for token in tokens]
-        answer = {"text": "", "output_ids": tokens, "meta_info": meta | step}
-        return web.json_response(answer, headers={ENGINE_HEADER: "engine-0"})
+        return web.json_response({"text": "", "output_ids": tokens, "meta_info": meta | step})
 
 
 @contextmanager
@@ -144,6 +105,7 @@ def running(service: FakeService) -> Iterator[FakeService]:
     routes = [web.get("/status", service.status), web.post("/engines/{id}/ready", service.ready)]
     routes += [
         web.post("/generate", service.generate),
+        web.post(f"{RESTARTED}/generate", service.generate),
         web.get("/server_info", service.server_info),
     ]
     app.add_routes(routes)

@@ -86,8 +86,8 @@ def source_of(
         sampler = Sampler(config, mesh.dp_size, control, grader or Grader(), decode, tool)
         if config.actor.routing_replay == "rollout":
             sampler.arch = config.read_model().arch
-    ready = publish or (lambda version, ids: control.mark_ready(ids[0], 1, version))
-    return RolloutSource(config, mesh, control, sampler, ready)
+    update = publish or (lambda version, ids: control.mark_ready(ids[0], 1, version))
+    return RolloutSource(config, mesh, control, sampler, update)
 
 
 @contextmanager

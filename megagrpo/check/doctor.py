@@ -32,7 +32,7 @@ _INSTALL = "bash launch/install.sh --repair"
 _SHOWN = tuple(
     map(
         canonicalize_name,
-        ("torch", "megatron-core", "transformers", "sglang", "sglang-router", "ray"),
+        ("torch", "megatron-core", "transformers", "sglang", "ray"),
     )
 )
 _CPU_ENGINE = (

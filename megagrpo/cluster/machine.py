@@ -26,7 +26,7 @@ _POLL_S = 0.2
 _DEAD_LOCK_S = (
     150.0  # a file server may hold the lock of a dead node; Slurm restarts its job elsewhere
 )
-_SERVICE_GRACE_S = 30.0  # for engines, Ray and the router to end in order
+_SERVICE_GRACE_S = 30.0  # for engines and Ray to end in order
 
 
 def run(config: ExperimentConfig) -> int:

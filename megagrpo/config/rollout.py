@@ -223,16 +223,13 @@ class RolloutConfig(Section):
     batches ahead are sampled while earlier ones are trained on, and are trained on in their order:
     nothing is thrown away. 0: sampling and training take turns."""
     engine_choice: Literal["request", "group"] = "request"
-    """Which requests an engine gets together: each goes to the next engine (request), or those of a
-    group to one engine (group), which reads their prompt once if `sglang: {schedule_policy: lpm}`.
-    Later turns always follow the first."""
+    """Which requests an engine gets together: each goes to the one of two random engines that has
+    fewer (request), or those of a group to one engine (group), which reads their prompt once if
+    `sglang: {schedule_policy: lpm}`. Later turns always follow the first."""
     prefix_cache: Literal["flush", "by_version"] = "flush"
     """What a publish does to the engines' prefix caches: it empties them, so that open rollouts are
     read again; or each rollout has the cache of the weights with which it began, whose tokens after
     a publish rest on keys and values of older weights."""
-    streaming: bool = False
-    """Responses come in pieces: one that is cut by its engine's end goes on from the tokens that
-    came, instead of from its beginning. Costs a message for every 32 tokens of every response."""
     tp: PositiveInt = Field(default=1, description="Tensor-parallel ranks of one engine.")
     ep: PositiveInt = Field(
         default=1, description="Expert-parallel ranks of one engine; divides `tp`."

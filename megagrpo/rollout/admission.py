@@ -1,13 +1,14 @@
 """Admission of requests to the engines: in order, while their caches have room, within a time
 limit.
 
-Turnstile decides which request leaves next, ResponseLengths estimates how many tokens one will
-occupy, Patience bounds the time in which a batch must be complete.
+AdmissionQueue decides which request leaves next, ResponseLengths estimates how many tokens one will
+occupy, BatchDeadline bounds the time in which a batch must be complete.
 """
 
 import asyncio
 import heapq
 import itertools
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -18,21 +19,23 @@ _REMEMBERED = 4096  # samples: older ones were sampled by another policy
 _ASSUMED = 8  # samples of the full length, as a prior
 
 
-class Turnstile:
+class AdmissionQueue:
     """Admits requests in order while at most `limit` are in flight and these occupy at most
     `tokens`.
 
-    For one event loop. tokens: capacity of the engines' caches; None: unlimited.
+    For one event loop. tokens: capacity of the engines' caches.
     """
 
-    def __init__(self, limit: int = 1, tokens: float | None = None) -> None:
-        self.limit, self.tokens = limit, tokens
-        self._in_flight, self._occupied = 0, 0.0
+    def __init__(self, limit: int = 1, tokens: float = math.inf) -> None:
+        self.limit = limit
+        self.tokens = tokens
+        self._in_flight = 0
+        self._occupied = 0.0
         self._waiting: list[_Waiting] = []  # a heap
         self._arrivals = itertools.count()
 
     @asynccontextmanager
-    async def passing(
+    async def admitted(
         self, order: tuple[float, ...] = (), tokens: Callable[[], float] = lambda: 0.0
     ) -> AsyncIterator[None]:
         """Waits until the request is admitted; it is in flight until the block ends.
@@ -49,13 +52,10 @@ class Turnstile:
             await waiting.admitted
             yield
         finally:
-            if (
-                waiting.admitted.done() and not waiting.admitted.cancelled()
-            ):  # perhaps just before a cancellation
-                self._in_flight, self._occupied = (
-                    self._in_flight - 1,
-                    self._occupied - waiting.admitted.result(),
-                )
+            # Perhaps it was admitted just before a cancellation.
+            if waiting.admitted.done() and not waiting.admitted.cancelled():
+                self._in_flight -= 1
+                self._occupied -= waiting.admitted.result()
             self.admit()
 
     def admit(self) -> None:
@@ -68,13 +68,10 @@ class Turnstile:
             first = self._waiting[0]
             if not first.admitted.done():
                 tokens = first.tokens()
-                if (
-                    self._in_flight
-                    and self.tokens is not None
-                    and self._occupied + tokens > self.tokens
-                ):
+                if self._in_flight and self._occupied + tokens > self.tokens:
                     return
-                self._in_flight, self._occupied = self._in_flight + 1, self._occupied + tokens
+                self._in_flight += 1
+                self._occupied += tokens
                 first.admitted.set_result(tokens)
             heapq.heappop(self._waiting)
 
@@ -98,27 +95,28 @@ def tokens_in_cache(mean: float, mean_square: float) -> float:
 
 
 class ResponseLengths:
-    """Estimates response lengths from the responses so far. For one event loop.
+    """Estimates how many tokens a running sample occupies, from the responses so far. For one event
+    loop.
 
     max_tokens: limit of a response, assumed for all before the first.
     """
 
     def __init__(self, max_tokens: int) -> None:
-        self._sums = [
-            float(_ASSUMED * max_tokens**power) for power in range(3)
-        ]  # of length^0, length^1, length^2
+        self._sum = float(_ASSUMED * max_tokens)
+        self._sum_of_squares = float(_ASSUMED * max_tokens**2)
 
     def add(self, length: int) -> None:
         """Adds a response, in tokens."""
         keep = 1 - 1 / _REMEMBERED
-        self._sums = [keep * total + length**power for power, total in enumerate(self._sums)]
+        self._sum = keep * self._sum + length
+        self._sum_of_squares = keep * self._sum_of_squares + length**2
 
     def occupied(self) -> float:
         """Returns the mean response tokens of a running sample."""
-        return tokens_in_cache(max(self._sums[1], 1.0), self._sums[2])
+        return tokens_in_cache(max(self._sum, 1.0), self._sum_of_squares)
 
 
-class Patience:
+class BatchDeadline:
     """An async context manager that raises TimeoutError when its block takes too long while the
     trainers wait for it.
 
@@ -145,7 +143,8 @@ class Patience:
             loop.call_soon_threadsafe(self._apply)
 
     async def __aenter__(self) -> None:
-        self._loop, self._timeout = asyncio.get_running_loop(), asyncio.timeout(None)
+        self._loop = asyncio.get_running_loop()
+        self._timeout = asyncio.timeout(None)
         await self._timeout.__aenter__()
         self._apply()  # after the loop is known: `start` in the other thread sees one or the other
 
@@ -156,7 +155,8 @@ class Patience:
         traceback: TracebackType | None,
     ) -> None:
         assert self._timeout is not None, "entered"
-        timeout, self._timeout = self._timeout, None
+        timeout = self._timeout
+        self._timeout = None
         await timeout.__aexit__(kind, error, traceback)
 
     def _apply(self) -> None:

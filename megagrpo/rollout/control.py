@@ -13,7 +13,8 @@ from megagrpo.system.errors import translated
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import EngineInfo
 
-_CONTROL_TIMEOUT_S = 120.0  # marking an engine ready waits until the router lists it
+_CONTROL_TIMEOUT_S = 120.0  # an engine resumes its memory meanwhile
+_STATUS_TIMEOUT_S = 20.0
 _ENGINE_TIMEOUT_S = 10.0
 # Several threads call: one might close an idle connection that another has just taken from the
 # pool.
@@ -21,7 +22,7 @@ _NO_IDLE_CONNECTIONS = httpx.Limits(max_keepalive_connections=0)
 
 
 class ServiceUnreachable(RuntimeError):
-    """Raised when the service, its router or an engine does not answer, or refuses the key."""
+    """Raised when the service or an engine does not answer, or refuses the key."""
 
 
 class ServiceFailed(RuntimeError):
@@ -32,11 +33,7 @@ class ServiceFailed(RuntimeError):
 class ServiceStatus:
     """The answer of GET /status of a service."""
 
-    router: str  # URL, for requests for samples
     failed: str | None  # why the service failed; None while it runs
-    lost_hosts: (
-        int  # machines lost since the service started: connections to them hang instead of breaking
-    )
     engines: tuple[EngineInfo, ...]
 
 
@@ -55,8 +52,8 @@ class ServiceControl:
         )
 
     def status(self) -> ServiceStatus:
-        """Returns the present state of the router and of every engine."""
-        answer = self._call("GET", "/status").json()
+        """Returns the present state of every engine."""
+        answer = self._call("GET", "/status", limit_s=_STATUS_TIMEOUT_S).json()
         engines = tuple(EngineInfo(**engine) for engine in answer.pop("engines"))
         return ServiceStatus(**answer, engines=engines)
 
@@ -80,8 +77,7 @@ class ServiceControl:
         return self._accepted(engine_id, "update", incarnation=incarnation)
 
     def mark_ready(self, engine_id: str, incarnation: int, weight_version: int) -> bool:
-        """Reports that `weight_version` is verified in this incarnation, so that the router sends
-        requests to it.
+        """Reports that `weight_version` is verified in this incarnation, which serves from now on.
 
         Returns False when that incarnation is gone.
         """
@@ -249,7 +245,8 @@ def print_status(run_dir: Path, as_json: bool = False) -> int:
     if as_json:
         print(json.dumps(asdict(status), indent=2))
         return 1 if status.failed else 0
-    print(f"router {status.router}" + (f"\nFAILED: {status.failed}" if status.failed else ""))
+    if status.failed:
+        print(f"FAILED: {status.failed}")
     for engine in status.engines:
         weights = (
             "not verified" if engine.weight_version is None else f"version {engine.weight_version}"

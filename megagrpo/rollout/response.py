@@ -1,5 +1,5 @@
-"""A response as an engine sampled it, how parts of one are joined, and what engines read from their
-prefix caches.
+"""A response as an engine sends it, how turns are joined, and what engines read from their prefix
+caches.
 
 Loads without an HTTP client.
 """
@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NotRequired, TypedDict
 
 import numpy as np
 
@@ -26,16 +26,14 @@ class Response(WithArrays):
 
     token_ids: np.ndarray  # [T] int32
     logprobs: np.ndarray  # [T] float32, the engine's, of each token, in nats, after temperature
-    finish_reason: str  # "stop" | "length" | "cut"
+    finish_reason: str  # "stop" | "length"
     weight_version: int  # of the weights that sampled its first token
     newer: tuple[tuple[int, int], ...] = ()  # as in Sample
-    routed_experts: np.ndarray | None = (
-        None  # [tokens, layers with experts, k], from the requested token on
-    )
+    # [tokens, layers with experts, k], from the requested token on
+    routed_experts: np.ndarray | None = None
     num_cached: int = 0  # tokens before it that the engine found in its prefix cache
-    accepted: tuple[
-        int, ...
-    ] = ()  # how many forwards accepted 0, 1, ... tokens of a draft; () without one
+    # How many forwards accepted 0, 1, ... tokens of a draft; () without one.
+    accepted: tuple[int, ...] = ()
 
     @property
     def newest_version(self) -> int:
@@ -43,8 +41,7 @@ class Response(WithArrays):
         return self.newer[-1][1] if self.newer else self.weight_version
 
     def then(self, rest: "Response") -> "Response":
-        """Returns this part of a response followed by `rest`: after a cut, a tool's output, or the
-        next turn."""
+        """Returns this part of a response followed by `rest`: a tool's output, or the next turn."""
         length = len(self.token_ids)
         spans = [(0, self.weight_version), *self.newer, (length, rest.weight_version)]
         spans += [(length + start, version) for start, version in rest.newer]
@@ -61,6 +58,43 @@ class Response(WithArrays):
         )
 
 
+UNVERIFIED = -1  # the version of weights that no trainer has verified, older than every other
+
+
+class VersionSpan(TypedDict):
+    """The weights that sampled the tokens from `start` on."""
+
+    start: int
+    version: str
+
+
+class Meta(TypedDict):
+    """The fields of SGLang's meta_info that are read here."""
+
+    weight_version: str
+    finish_reason: dict[str, str] | None  # "type": "stop", "length" or "abort"
+    output_token_logprobs: NotRequired[list[tuple[float, int, None]]]
+    weight_versions: NotRequired[list[VersionSpan]]
+    routed_experts: NotRequired[str]
+    image_tokens: NotRequired[int]
+    cached_tokens: NotRequired[int]  # of the prompt
+    # Forwards by the number of a draft's tokens that they accepted.
+    spec_correct_drafts_histogram: NotRequired[list[int]]
+
+
+class Answer(TypedDict):
+    """An answer of /generate."""
+
+    meta_info: Meta
+    prompt_token_ids: NotRequired[list[int]]
+
+
+def version_number(text: str) -> int:
+    """Returns an engine's weight version; UNVERIFIED if it is no number, as for the weights that
+    SGLang loads."""
+    return int(text) if text.isdigit() else UNVERIFIED
+
+
 # (number of the turn from 0, ids [T] that it continues, limit of its tokens, how many of these ids
 # have their experts) -> the turn
 SampleTurn = Callable[[int, np.ndarray, int, int], Awaitable[Response]]
@@ -74,28 +108,23 @@ class CacheUse:
     num_read: int = 0
     num_cached: int = 0  # of these, found in a prefix cache
     num_sampled: int = 0  # by rollouts with a key
-    num_on_older: int = (
-        0  # of these, by newer weights than the key's, after what older ones may have read
-    )
-    accepted: Counter[int] = field(
-        default_factory=Counter
-    )  # forwards by the number of a draft's tokens they accepted
+    # Of these, by newer weights than the key's, after what older ones may have read.
+    num_on_older: int = 0
+    # Forwards by the number of a draft's tokens that they accepted.
+    accepted: Counter[int] = field(default_factory=Counter)
 
     def count(self, num_read: int, response: Response, key: "CacheKey | None") -> None:
         """Counts a request of `num_read` tokens."""
-        self.num_read, self.num_cached = (
-            self.num_read + num_read,
-            self.num_cached + response.num_cached,
-        )
+        self.num_read += num_read
+        self.num_cached += response.num_cached
         self.newest = max(self.newest, response.newest_version)
         self.accepted.update(dict(enumerate(response.accepted)))
         if key is not None and key.version is not None:
             spans = [(0, response.weight_version), *response.newer]
             end = len(response.token_ids)
+            newer = next((start for start, version in spans if version > key.version), end)
             self.num_sampled += end
-            self.num_on_older += end - next(
-                (start for start, version in spans if version > key.version), end
-            )
+            self.num_on_older += end - newer
 
     def add_metrics(self, metrics: "Metrics", drafts: int) -> None:
         """Adds the fractions, and begins to count anew. drafts: tokens that a draft proposes for
@@ -123,5 +152,6 @@ class CacheKey:
 
     def __call__(self) -> str:
         """Returns the key."""
-        self.version = self.use.newest if self.version is None else self.version
+        if self.version is None:
+            self.version = self.use.newest
         return f"weights {self.version}"

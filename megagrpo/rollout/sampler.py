@@ -13,16 +13,16 @@ from megagrpo.data.images import ImageStore
 from megagrpo.families.architecture import Architecture
 from megagrpo.rewards.parts import ResponseTokens
 from megagrpo.rewards.pool import RewardPool
-from megagrpo.rollout.admission import Patience, ResponseLengths, Turnstile
+from megagrpo.rollout.admission import AdmissionQueue, BatchDeadline, ResponseLengths
 from megagrpo.rollout.agents.environments import Environments
 from megagrpo.rollout.agents.play import Part, play_rollout
 from megagrpo.rollout.agents.programs import Programs
 from megagrpo.rollout.control import (
     ServiceControl,
-    ServiceStatus,
     ServiceUnreachable,
     engine_cache_tokens,
 )
+from megagrpo.rollout.engine_choice import Affinity, Engines
 from megagrpo.rollout.generation import (
     GenerationClient,
     GenerationFailed,
@@ -51,7 +51,8 @@ class _Rollout:
     job: SamplingJob
     of: NumberedPrompt
     index: int  # within its group
-    order: tuple[float, ...]  # see Turnstile
+    order: tuple[float, ...]  # see AdmissionQueue
+    affinity: Affinity | None
 
     @property
     def row(self) -> dict[str, object]:
@@ -100,25 +101,19 @@ class Sampler:
             tuple[str, int, int, int], str
         ] = {}  # (job, group, prompt, sample) -> what it waits for
         self._retry = RetryPolicy.of(config)
-        self._turnstile = Turnstile()
+        self._admission = AdmissionQueue()
         self.lengths = ResponseLengths(config.sampling.max_response_tokens)
         self._cache_tokens: dict[
             tuple[str, int], int | None
         ] = {}  # by engine and incarnation; None: not reported
         self._admitting = asyncio.Lock()
+        self._engines = Engines.from_service(control)
         self._job_numbers = itertools.count()
-        self._clients: set[GenerationClient] = set()
         self.cache_use = CacheUse()
         self.images: ImageStore | None = (
             None  # of a vision-language model; set before the first request
         )
         self.arch: Architecture | None = None  # set if the experts of each token are recorded
-
-    def ask_again(self) -> None:
-        """Abandons the present attempt of every request and starts another. May be called from any
-        thread."""
-        for client in set(self._clients):
-            client.ask_again()
 
     def waiting(self) -> str:
         """Returns what this rank's samples wait for, or "". May be called from any thread."""
@@ -135,11 +130,11 @@ class Sampler:
         job: SamplingJob,
         share: list[NumberedPrompt],
         finished: dict[int, RolloutGroup],
-        patience: Patience,
+        deadline: BatchDeadline,
     ) -> None:
         """Samples the groups of `share` and adds each to `finished` (by id) when it is complete.
 
-        Raises GenerationFailed, which names the missing prompts, when the patience ends.
+        Raises GenerationFailed, which names the missing prompts, when the deadline passes.
         """
         job_number = next(self._job_numbers)
         limit_s = self._config.rollout.step_timeout_s
@@ -147,23 +142,21 @@ class Sampler:
         async with (
             self._admitting
         ):  # one job after the other, so that requests of the first leave first
-            while (status := await self._answer()) is None:
+            while not await self._answer():
                 await asyncio.sleep(_LOOK_S)
         async with GenerationClient(
-            status.router,
-            self._control.api_key,
+            self._engines,
             self._retry,
-            self._turnstile,
+            self._admission,
             self._on_request,
             self.arch,
         ) as client:
-            self._clients.add(client)
             tasks = [
                 asyncio.create_task(self._sample_group(client, job, each, finished, job_number))
                 for each in share
             ]
             try:
-                async with patience:
+                async with deadline:
                     await asyncio.gather(*tasks)
             except TimeoutError:
                 late = [
@@ -180,36 +173,35 @@ class Sampler:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-                self._clients.discard(client)
 
-    async def count_engines(self) -> ServiceStatus:
+    async def count_engines(self) -> None:
         """Sets the limits of requests in flight to this leader's share of the engines."""
-        # In a thread: a service that is slow to answer must not hold up the samples of other jobs.
-        status = await asyncio.to_thread(self._control.status)
-        for engine in status.engines:
+        await self._engines.look()
+        engines = self._engines.listed
+        for engine in engines:
             start = (engine.id, engine.incarnation)
             if engine.state == "ready" and start not in self._cache_tokens:
                 self._cache_tokens[start] = await asyncio.to_thread(
                     engine_cache_tokens, engine.url, self._control.api_key
                 )
-        number = len(status.engines)
+        number = len(engines)
         sizes = [tokens for tokens in self._cache_tokens.values() if tokens]
-        self._turnstile.limit = max(
+        self._admission.limit = max(
             1, number * self._config.rollout.max_running_requests // self._num_leaders
         )
         if sizes:
-            self._turnstile.tokens = (
+            self._admission.tokens = (
                 _IN_FLIGHT * number * sum(sizes) / len(sizes) / self._num_leaders
             )
-        self._turnstile.admit()
-        return status
+        self._admission.admit()
 
-    async def _answer(self) -> ServiceStatus | None:
-        """Returns `count_engines`, or None if the service does not answer: the rank that waits sees
-        to it."""
+    async def _answer(self) -> bool:
+        """Counts engines. Returns False if the service does not answer: the rank that waits sees to
+        it."""
         with suppress(ServiceUnreachable):
-            return await self.count_engines()
-        return None
+            await self.count_engines()
+            return True
+        return False
 
     async def _sample_group(
         self,
@@ -220,7 +212,11 @@ class Sampler:
         job_number: int,
     ) -> None:
         order = (float(not job.is_urgent), float(job_number))
-        rollouts = [_Rollout(client, job, of, index, order) for index in range(job.num_samples)]
+        affinities = self._affinities(job.num_samples)
+        rollouts = [
+            _Rollout(client, job, of, index, order, affinity)
+            for index, affinity in enumerate(affinities)
+        ]
         answers = await asyncio.gather(*map(self._sample, rollouts))
         of_rollouts, outcomes = zip(*answers, strict=True)
         samples = numbered(of_rollouts)
@@ -252,12 +248,17 @@ class Sampler:
                 self._grader.submit(prompt, sample.text, tokens)
             )
 
+    def _affinities(self, num_samples: int) -> Sequence[Affinity | None]:
+        """Returns those of a group's rollouts; one of a single request may go to any engine."""
+        if self._config.rollout.engine_choice == "group":
+            return [Affinity()] * num_samples
+        if self._config.sampling.several_turns:
+            return [Affinity() for _ in range(num_samples)]
+        return [None] * num_samples
+
     def _turns(self, rollout: _Rollout) -> SampleTurn:
         """Returns a function that samples the turns of one rollout, each with a seed of its own."""
         job, prompt, index = rollout.job, rollout.of.prompt, rollout.index
-        routing_key = f"{rollout.purpose}-{job.step}-{prompt.id}".replace(" ", "-")
-        if self._config.rollout.engine_choice == "request":
-            routing_key = f"{routing_key}-{index}" if self._config.sampling.several_turns else ""
         key = (
             CacheKey(self.cache_use) if self._config.rollout.prefix_cache == "by_version" else None
         )
@@ -282,7 +283,7 @@ class Sampler:
                 order=(0.0, *rollout.order[1:]) if number else rollout.order,
                 tokens=lambda: len(context) + min(self.lengths.occupied(), max_tokens),
                 images=self._sent_images(prompt),
-                routing_key=routing_key,
+                affinity=rollout.affinity,
                 cache_key=key,
             )
             response = await rollout.client.generate(request)

@@ -3,21 +3,17 @@ prompts.
 
 While leaders wait for samples, all ranks repeatedly meet in a small all-reduce: an engine that has
 restarted needs the current weights, and publishing them is collective, so every rank must take part
-before sampling continues.
+before sampling continues. Weights are the affair of the caller, who hands `update_engines` in.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
-
-import torch
-import torch.distributed as dist
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import Mesh
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.rollout.admission import Patience
+from megagrpo.rollout.admission import BatchDeadline
 from megagrpo.rollout.control import ServiceControl, ServiceFailed, ServiceUnreachable
 from megagrpo.rollout.generation import SamplingParams
 from megagrpo.rollout.jobs import SampledBatch, SamplingJob, numbered_prompts
@@ -27,20 +23,22 @@ from megagrpo.rollout.sampler import Sampler
 from megagrpo.system.background import BackgroundLoop
 from megagrpo.types import LOADS, Prompt, RolloutGroup
 
-_FIRST_POLL_S, _POLL_S = 0.02, 0.2  # pause between two meetings of all ranks
+_FIRST_POLL_S = 0.02  # pause after the first meeting of all ranks
+_POLL_S = 0.2  # longest pause
 _UNREACHABLE_S = 30.0  # a control endpoint that is silent for longer ends the run
 
-# Collective. Publishes weights of a version to the engines whose ids the main rank gives.
-Publish = Callable[[int, list[str]], object]
+# Collective. Brings weights of a version to the engines whose ids the main rank gives.
+UpdateEngines = Callable[[int, list[str]], object]
 
 
 class RolloutSource:
     """Samples groups from the service at `control`; collective over the world unless stated
     otherwise.
 
-    sampler: this rank's, on leaders only. publish: brings weights to engines that restarted. alive:
-    called after every meeting of all ranks. A group keeps one id from dispatch to batch: the index
-    of its prompt in the run, counted over all epochs (in an evaluation: in its prompts).
+    sampler: this rank's, on leaders only. update_engines: collective; brings weights of a version
+    to the engines of these ids. alive: called after every meeting of all ranks. A group keeps one
+    id from dispatch to batch: the index of its prompt in the run, counted over all epochs (in an
+    evaluation: in its prompts).
     """
 
     def __init__(
@@ -49,21 +47,23 @@ class RolloutSource:
         mesh: Mesh,
         control: ServiceControl,
         sampler: Sampler | None,
-        publish: Publish,
+        update_engines: UpdateEngines,
         alive: Callable[[], None] = lambda: None,
     ):
         assert (sampler is not None) == mesh.is_leader, "leaders sample, other ranks do not"
-        self._config, self._mesh, self._control = config, mesh, control
-        self._sampler, self._publish, self._alive = sampler, publish, alive
-        self._stale: list[str] = []  # engines that need weights, on the main rank
+        self._config = config
+        self._mesh = mesh
+        self._control = control
+        self._sampler = sampler
+        self._update_engines = update_engines
+        self._alive = alive
         self._last_answer = time.monotonic()
         self._awaited: Sequence[SampledBatch] = []
         self._loads: list[dict[str, float]] = []  # of engines, on the main rank
-        self._lost_hosts = 0  # of the service, when requests were last repeated
+        self._outdated: list[str] = []  # engines that need weights, on the main rank
         self._background = BackgroundLoop("rollout")
-        self._batches: dict[
-            int, SampledBatch
-        ] = {}  # by number, until steps have consumed all of their groups
+        # Batches sampled ahead, by number, until a step has started with them.
+        self._batches: dict[int, SampledBatch] = {}
         self._restored: dict[int, RolloutGroup] = {}  # finished by an earlier start, by id
 
     def start(
@@ -81,7 +81,7 @@ class RolloutSource:
         """
         if batch not in self._batches:
             job = self._training(batch, version, or_newer=True)
-            self._batches[batch] = self._sample(job, prompts, group_ids, oldest)
+            self._batches[batch] = self._begin(job, prompts, group_ids, oldest)
 
     def restore(self, ahead: list[RolloutGroup]) -> None:
         """Local. Moves the groups that `finished` returned in an earlier start out of the list;
@@ -129,19 +129,16 @@ class RolloutSource:
         prompt that recurs in it gets other responses. A batch that `start` started is finished, by
         weights of `version` too. Raises LeaderError on every rank.
         """
-        job, group_ids = (
-            self._training(step, version, attempt),
-            range(first_id, first_id + len(prompts)),
-        )
-        batch = self._batches.get(step) or self._sample(job, prompts, group_ids)
-        groups = self._collect(job, batch)
-        batch.consumed = True
+        job = self._training(step, version, attempt)
+        group_ids = range(first_id, first_id + len(prompts))
+        batch = self._batches.get(step) or self._begin(job, prompts, group_ids)
+        groups = self._take(batch, version)
         if not self._config.algorithm.needs_greedy_response:
             return groups
         # After the others, never concurrently: one greedy request (a top-k of 1) moves SGLang's
         # whole batch to another sampling routine, which draws other tokens from the same seeds.
         job = SamplingJob(f"greedy{job.attempt}", step, version, job.params.greedy(), num_samples=1)
-        greedy = self._collect(job, self._sample(job, prompts, group_ids))
+        greedy = self._take(self._begin(job, prompts, group_ids), version)
         return [
             replace(g, greedy=b.samples[0], greedy_outcome=b.outcomes[0])
             for g, b in zip(groups, greedy, strict=True)
@@ -153,8 +150,7 @@ class RolloutSource:
         Engines that restart meanwhile get no weights: others finish their requests, or the next
         weights do. Raises LeaderError on every rank.
         """
-        batches = list(self._batches.values())
-        self._wait(lambda: all(batch.done for batch in batches), batches, "drain", None)
+        self._wait(list(self._batches.values()), "drain", None)
 
     def evaluate(
         self, prompts: Sequence[Prompt], version: int, params: SamplingParams, num_samples: int
@@ -165,7 +161,7 @@ class RolloutSource:
         Raises LeaderError on every rank.
         """
         job = SamplingJob("evaluate", 0, version, params, num_samples)
-        return self._collect(job, self._sample(job, prompts, range(len(prompts))))
+        return self._take(self._begin(job, prompts, range(len(prompts))), version)
 
     def close(self) -> None:
         """Local. Abandons all batches in flight."""
@@ -203,7 +199,8 @@ class RolloutSource:
     def _training(
         self, step: int, version: int, attempt: int = 0, or_newer: bool = False
     ) -> SamplingJob:
-        config, label = self._config, f" batch {attempt}" if attempt else ""
+        config = self._config
+        label = f" batch {attempt}" if attempt else ""
         return SamplingJob(
             f"train{label}",
             step,
@@ -216,15 +213,16 @@ class RolloutSource:
             with_experts=config.actor.routing_replay == "rollout",
         )
 
-    def _sample(
+    def _begin(
         self, job: SamplingJob, prompts: Sequence[Prompt], group_ids: Sequence[int], oldest: int = 0
     ) -> SampledBatch:
         """Starts a leader's share in the background, without the groups that are restored."""
-        mesh, total = self._mesh, len(prompts)
+        mesh = self._mesh
+        total = len(prompts)
         share = slice(
             total * mesh.dp_rank // mesh.dp_size, total * (mesh.dp_rank + 1) // mesh.dp_size
         )
-        batch = SampledBatch({}, Patience(self._config.rollout.step_timeout_s))
+        batch = SampledBatch(job, BatchDeadline(self._config.rollout.step_timeout_s))
         if self._sampler is None:
             return batch
         mine = numbered_prompts(prompts, group_ids)[share]
@@ -232,134 +230,105 @@ class RolloutSource:
         if job.or_newer:  # started ahead
             # The other leaders' restored groups are dropped too: every leader has all of them.
             restored = {group_id: self._restored.pop(group_id, None) for group_id in group_ids}
-            groups = [
-                (group, each.prompt)
-                for each in mine
-                if (group := restored[each.group_id]) is not None
-            ]
-            batch.finished = {
-                g.group_id: g for g, prompt in groups if _fits(g, prompt, job, oldest)
-            }
+            for each in mine:
+                group = restored[each.group_id]
+                if group is not None and _fits(group, each.prompt, job, oldest):
+                    batch.finished[each.group_id] = group
         missing = [each for each in mine if each.group_id not in batch.finished]
         batch.work = self._background.submit(
-            self._sampler.sample_share(job, missing, batch.finished, batch.patience)
+            self._sampler.sample_share(job, missing, batch.finished, batch.deadline)
         )
         return batch
 
-    def _collect(self, job: SamplingJob, batch: SampledBatch) -> list[RolloutGroup]:
-        """Waits for every leader's share of a job; returns it on all ranks of the leader's
-        replica."""
-        work = batch.work
-        with ExitStack() as stack:
-            if work is not None:
-                stack.callback(work.cancel)
-            self._wait(lambda: batch.done, [batch], f"rollout of {job}", job.version)
+    def _take(self, batch: SampledBatch, version: int) -> list[RolloutGroup]:
+        """Waits for every leader's share of a batch; returns it on all ranks of the leader's
+        replica.
 
-        def result() -> list[RolloutGroup]:
-            assert work is not None, "called on leaders only"
-            work.result()
-            return [group for _, group in sorted(batch.finished.items())]
-
-        return self._from_leader(result, f"rollout of {job}")
-
-    def _from_leader(self, make: Callable[[], list[RolloutGroup]], what: str) -> list[RolloutGroup]:
-        """Returns the groups of a replica's leader; `for_other_ranks` of them on its other
-        ranks."""
+        version: of the weights that engines need meanwhile.
+        """
+        what = f"rollout of {batch.job}"
         own: list[RolloutGroup] = []
+        try:
+            self._wait([batch], what, version)
+        finally:
+            if batch.work is not None:
+                batch.work.cancel()
 
         def for_others() -> list[RolloutGroup]:
-            own.extend(make())
+            assert batch.work is not None, "called on leaders only"
+            batch.work.result()
+            own.extend(group for _, group in sorted(batch.finished.items()))
             return list(map(for_other_ranks, own))
 
         groups = self._mesh.from_leader(for_others, what)
+        batch.consumed = True
         return own if self._mesh.is_leader else groups
 
-    def _wait(
-        self,
-        done: Callable[[], bool],
-        batches: Sequence[SampledBatch],
-        what: str,
-        version: int | None,
-    ) -> None:
-        """Polls with the other ranks until all are done; the deadlines of `batches` run meanwhile.
+    def _wait(self, batches: Sequence[SampledBatch], what: str, version: int | None) -> None:
+        """Waits with the other ranks until all batches are sampled; their deadlines run meanwhile.
         Raises LeaderError.
 
-        version: of the weights that samples need,
-        which are brought to the engines; a batch that fails ends the wait. None: engines keep their
-        weights, failures are left to the next wait, and this one also ends when no engine is ready.
+        version: of the weights that samples need, which are brought to the engines; a batch that
+        fails ends the wait. None: engines keep their weights, failures are left to the next wait,
+        and this one also ends when no engine is ready.
         """
         self._awaited = batches
         for batch in batches:
-            batch.patience.start()
-        self._last_answer, pause_s = time.monotonic(), _FIRST_POLL_S
-        while True:
-            enough = done()
-            problem = (
-                ""
-                if version is None
-                else next((batch.problem for batch in batches if batch.problem), "")
-            )
-            error, act, lost_hosts = (
-                (f"rank {self._mesh.rank}, {what}: {problem}" if problem else ""),
-                False,
-                0,
-            )
-            if self._mesh.is_main and not error:
-                error, act, lost_hosts = self._look_at_engines(version)
-            waiting, failed, acts, lost_hosts = self._agree(
-                not enough, bool(error), act, lost_hosts
-            )
-            self._alive()
-            if failed:
-                self._mesh.raise_any(error)
-            if not waiting or (acts and version is None):
-                break
-            if lost_hosts > self._lost_hosts:
-                self._lost_hosts = lost_hosts
-                if self._sampler is not None:
-                    self._sampler.ask_again()
-            if acts and version is not None:
-                self._publish(version, self._stale)
-                self._last_answer = time.monotonic()
+            batch.deadline.start()
+        self._last_answer = time.monotonic()
+        pause_s = _FIRST_POLL_S
+        while self._meet(batches, what, version):
             time.sleep(pause_s)
             pause_s = min(_POLL_S, 1.5 * pause_s)
         for batch in batches:
-            batch.patience.stop()
+            batch.deadline.stop()
         self._awaited = []
 
-    def _look_at_engines(self, version: int | None) -> tuple[str, bool, int]:
-        """Returns the service's problem or "", whether the wait must act on its engines, and the
-        hosts lost so far."""
+    def _meet(self, batches: Sequence[SampledBatch], what: str, version: int | None) -> bool:
+        """Meets all ranks once; returns whether to wait further. Arguments and errors: see
+        `_wait`."""
+        error = ""
+        acts = False
+        if version is not None:
+            problems = [batch.problem for batch in batches if batch.problem]
+            error = f"rank {self._mesh.rank}, {what}: {problems[0]}" if problems else ""
+        unfinished = not all(batch.done for batch in batches)
+        if self._mesh.is_main and not error:
+            error, acts = self._look_at_engines(version)
+        waiting, failed, someone_acts = self._mesh.largest(unfinished, bool(error), acts)
+        self._alive()
+        if failed:
+            self._mesh.raise_any(error)
+        if not waiting or (someone_acts and version is None):
+            return False
+        if someone_acts and version is not None:
+            engines = self._mesh.from_main(lambda: self._outdated, "name engines without weights")
+            self._update_engines(version, engines)
+            self._last_answer = time.monotonic()
+        return True
+
+    def _look_at_engines(self, version: int | None) -> tuple[str, bool]:
+        """Returns the service's problem or "", and whether the wait must act on its engines."""
         try:
             status = self._control.healthy_status()
         except ServiceUnreachable as exc:
             silent_s = time.monotonic() - self._last_answer
             too_long = silent_s > _UNREACHABLE_S
             if version is None:  # the publish that comes next says so
-                return "", too_long, 0
-            return (f"{exc} (silent for {silent_s:.0f} s)" if too_long else ""), False, 0
+                return "", too_long
+            return (f"{exc} (silent for {silent_s:.0f} s)" if too_long else ""), False
         except ServiceFailed as exc:
-            return str(exc), False, 0
+            return str(exc), False
         self._last_answer = time.monotonic()
         self._loads = [engine.load for engine in status.engines]
         if version is None:
-            return "", all(engine.state != "ready" for engine in status.engines), status.lost_hosts
-        self._stale = [
+            return "", all(engine.state != "ready" for engine in status.engines)
+        self._outdated = [
             engine.id
             for engine in status.engines
             if engine.alive and (engine.state == "stale" or engine.weight_version != version)
         ]
-        return "", bool(self._stale), status.lost_hosts
-
-    def _agree(self, *values: int) -> list[int]:
-        """Returns the largest of each value over all ranks."""
-        if self._mesh.world_size == 1:
-            return [int(value) for value in values]
-        tensor = torch.tensor(
-            [int(value) for value in values]
-        )  # over gloo: a GPU should not wait for a poll
-        dist.all_reduce(tensor, dist.ReduceOp.MAX)
-        return tensor.tolist()
+        return "", bool(self._outdated)
 
 
 def _fits(restored: RolloutGroup, prompt: Prompt, job: SamplingJob, oldest: int) -> bool:

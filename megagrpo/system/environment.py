@@ -8,9 +8,7 @@ from pathlib import Path
 
 import megagrpo
 
-API_KEY = "MEGAGRPO_API_KEY"  # of router and engines; `serve` generates one if it is not set
-ENGINE = "MEGAGRPO_ENGINE"  # in an engine's process: its id
-ENGINE_HEADER = "X-Megagrpo-Engine"  # in its answers: the router's URL does not identify the engine
+API_KEY = "MEGAGRPO_API_KEY"  # of service and engines; `serve` generates one if it is not set
 WEIGHT_LOADER = "megagrpo.weights.engines.loader.run"  # every engine's custom weight loader
 
 _ALLOCATOR = (

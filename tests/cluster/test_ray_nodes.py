@@ -56,7 +56,6 @@ def test_a_node_is_lost_and_another_joins(nodes, tmp_path):
         trainer.step(2)
         nodes.start(3)
         wait_until(lambda: states(service)[lost][0] == "stale", "placed on the new node")
-        assert service.control.status().lost_hosts == 1
         trainer.refresh([lost])
         assert states(service)[lost][:2] == ("ready", trainer.version)
         assert any(e.id == lost and e.pid in nodes.pids(3) for e in service.control.engines())

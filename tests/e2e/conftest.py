@@ -24,7 +24,6 @@ def service(tiny_model, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("service")
     rollout = {
         "deterministic": True,
-        "streaming": True,
         "start_timeout_s": START_S,
         "step_timeout_s": 240.0,
     }

@@ -1,4 +1,4 @@
-"""Two engines behind one router, and a trainer's exchange: faults, engines that come and go, and
+"""Two engines, and a trainer's exchange: faults, engines that come and go, and
 who may ask what."""
 
 import json
@@ -161,7 +161,7 @@ def test_both_transports_put_the_same_weights_into_both(trainer):
 
 def test_nobody_is_heard_without_the_key(trainer):
     control, run_dir = trainer.service.control, trainer.service.run_dir
-    engine, router = control.engines()[0].url, control.status().router
+    engine = control.engines()[0].url
     calls = [
         ("GET", f"{control.url}/status"),
         ("POST", f"{control.url}/engines"),
@@ -172,11 +172,6 @@ def test_nobody_is_heard_without_the_key(trainer):
         ("POST", f"{engine}/pause_generation"),
     ]
     calls += [("GET", f"{engine}/server_info")]
-    calls += [
-        ("POST", f"{router}/generate"),
-        ("GET", f"{router}/workers"),
-        ("POST", f"{router}/workers"),
-    ]
     body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
     for headers in ({}, bearer("x" * len(control.api_key))):
         for method, url in calls:
@@ -216,23 +211,6 @@ def test_services_listen_on_the_given_interface_only(trainer):
     assert len(rays_own) == 1, "in `serve`"
     assert not {name: ports for name, ports in found.items() if ports} and not elsewhere(
         psutil.Process()
-    )
-
-
-def test_router_killed(trainer):
-    """It comes back at the same URL with the same engines, and the step does not notice but for
-    retries."""
-    service, before = trainer.service, states(trainer.service)
-    undisturbed, url = trainer.step(1), service.control.status().router
-    port = int(url.rpartition(":")[2])
-    listening = ((p, c) for p in process_tree(service.process.pid) for c in p.net_connections())
-    router = next(
-        p for p, c in listening if c.status == psutil.CONN_LISTEN and c.laddr.port == port
-    )
-    assert trainer.step(1, router.kill) == undisturbed
-    assert service.control.status().router == url and states(service) == before
-    assert (
-        "sglang-router is gone: it is started again" in (service.run_dir / "serve.log").read_text()
     )
 
 

@@ -29,7 +29,6 @@ def groups(service, model, **sampling) -> Sequence[RolloutGroup]:
         train={"group_size": SAMPLES},
         rollout={
             "deterministic": True,
-            "streaming": True,
             "request_timeout_s": 300.0,
             "step_timeout_s": 300.0,
         },

@@ -3,14 +3,14 @@
 import asyncio
 from dataclasses import replace
 
-import aiohttp
 import pytest
 import torch
 from engine_logprobs import logprobs_by
 from tiny_model import EOS
 
-from megagrpo.rollout.admission import Turnstile
+from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.control import engine_cache_tokens, print_status
+from megagrpo.rollout.engine_choice import Engines
 from megagrpo.rollout.generation import (
     GenerationClient,
     GenerationFailed,
@@ -18,7 +18,6 @@ from megagrpo.rollout.generation import (
     SampleRequest,
     SamplingParams,
 )
-from megagrpo.rollout.streaming import StreamedAnswer
 from tests.experiments import until
 
 PROMPTS = [(1, 40, 41, 42), (1, *range(50, 80)), (1, 7), (1, *range(100, 190))]
@@ -29,10 +28,9 @@ SAMPLED = SamplingParams(temperature=1.0, max_tokens=24)
 def generate(service, requests, version=0, retry=RETRY):
     """Responses to [(prompt, params, seed)], all at once."""
 
-    router, key = service.control.status().router, service.control.api_key
-
     async def run():
-        async with GenerationClient(router, key, retry, Turnstile(64)) as client:
+        engines = Engines.from_service(service.control)
+        async with GenerationClient(engines, retry, AdmissionQueue(64)) as client:
             return await asyncio.gather(
                 *(client.generate(SampleRequest(*request, version)) for request in requests)
             )
@@ -71,38 +69,6 @@ def test_a_seed_gives_the_same_tokens_in_any_company(ready):
     assert [r.token_ids.tolist() for r in others] != [r.token_ids.tolist() for r in alone]
 
 
-def test_a_response_that_is_cut_twice_has_the_tokens_of_one_that_is_not(ready, monkeypatch):
-    long, told, add = replace(SAMPLED, max_tokens=150), [], StreamedAnswer.add
-    cuts = [33, 64]
-
-    def cut(stream, chunk):
-        whole = add(stream, chunk)
-        if whole is None and cuts and len(stream) >= cuts[0]:
-            cuts.pop(0)
-            raise aiohttp.ClientPayloadError("on purpose")
-        return whole
-
-    async def run():
-        status = ready.control.status()
-        streaming = replace(RETRY, streaming=True, base_s=0.01)
-        told_tokens = lambda *request: told.append(request[-1])  # noqa: E731
-        key = ready.control.api_key
-        async with GenerationClient(
-            status.router, key, streaming, Turnstile(1), told_tokens
-        ) as client:
-            return await client.generate(SampleRequest(PROMPTS[1], long, 5))
-
-    (whole,) = generate(ready, [(PROMPTS[1], long, 5)])
-    monkeypatch.setattr(StreamedAnswer, "add", cut)
-    pieced = asyncio.run(run())
-    assert pieced.token_ids.tolist() == whole.token_ids.tolist() and len(whole.token_ids) > 97
-    assert (
-        abs(pieced.logprobs - whole.logprobs).max() <= 1e-5
-        and pieced.finish_reason == whole.finish_reason
-    )
-    assert len(told) == 3 and sum(told) == len(whole.token_ids) and told[0] == 33
-
-
 def test_an_engine_says_how_many_tokens_its_cache_holds(ready):
     assert engine_cache_tokens(ready.wait_alive().url, ready.control.api_key) == 20_000
     assert engine_cache_tokens("http://127.0.0.1:9", "key") is None
@@ -117,7 +83,7 @@ def test_the_load_of_an_engine_is_the_most_since_its_weights_were_verified(ready
         lambda: generate(ready, sampled) and load().get("running", 0) >= 1, 120
     )  # the service looks once a second
     seen = load()
-    assert seen["running"] <= 4 and 0 < seen["kv_use"] <= 1 and seen["put_back"] == 0
+    assert seen["running"] <= 4 and 0 < seen["kv_use"] <= 1 and seen["retracted"] == 0
     assert (
         print_status(ready.run_dir) == 0 and " of its cache in use since" in capsys.readouterr().out
     )

@@ -23,7 +23,6 @@ def make_source(service, publish, grader: Grader) -> RolloutSource:
     tokenizer = AutoTokenizer.from_pretrained(service.config.model.path)
     values = service.config.model_dump()
     values |= {"train": {"group_size": 3}, "sampling": {"max_response_tokens": 150}}
-    values["rollout"] |= {"streaming": False}  # as by default
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     return source_of(
         service.control, ExperimentConfig.model_validate(values), grader, decode, publish=publish

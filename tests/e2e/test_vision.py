@@ -3,6 +3,7 @@ transformers'."""
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,8 @@ from transformers import AutoModelForImageTextToText
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
-from megagrpo.rollout.admission import Turnstile
+from megagrpo.rollout.admission import AdmissionQueue
+from megagrpo.rollout.engine_choice import Engines
 from megagrpo.rollout.generation import (
     GenerationClient,
     GenerationFailed,
@@ -39,8 +41,7 @@ from megagrpo.rollout.generation import (
     SamplingParams,
     SentImages,
 )
-from megagrpo.rollout.response import Response
-from megagrpo.rollout.streaming import UNVERIFIED
+from megagrpo.rollout.response import UNVERIFIED, Response
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import Prompt
 from tests.experiments import experiment
@@ -75,13 +76,11 @@ class Engine:
                                 location=prompt.location)  # fmt: skip
         return SampleRequest(prompt.token_ids, params, seed, UNVERIFIED, images=images)
 
-    def generate(self, requests: list[SampleRequest], streaming: bool = False) -> list[Response]:
+    def generate(self, requests: list[SampleRequest]) -> list[Response]:
         async def run() -> list[Response]:
-            retry = RetryPolicy(0, 60.0, streaming)
-            client = GenerationClient(
-                self.running.info.url, OneEngine.api_key, retry, Turnstile(64)
-            )
-            async with client:
+            retry = RetryPolicy(0, 60.0)
+            engines = Engines(lambda: [replace(self.running.info, serves=True)], OneEngine.api_key)
+            async with GenerationClient(engines, retry, AdmissionQueue(64)) as client:
                 return await asyncio.gather(*map(client.generate, requests))
 
         return asyncio.run(run())
@@ -115,7 +114,7 @@ def engine(request, tmp_path_factory) -> Iterator[Engine]:
     config = experiment(
         model={"path": str(model)},
         data={"path": str(path), "images_key": "images", "chat_template": True},
-        rollout={"load_format": "model", "streaming": True},
+        rollout={"load_format": "model"},
     )
     with started_engines(config, folder) as [running]:
         yield Engine(running, config, folder)
@@ -124,11 +123,10 @@ def engine(request, tmp_path_factory) -> Iterator[Engine]:
 @pytest.mark.slow
 def test_engines_read_the_trainers_prompts_and_agree_with_transformers(engine):
     requests = [engine.request(prompt, 8, seed) for prompt in engine.prompts for seed in range(2)]
-    for streaming in (False, True):
-        for number, response in enumerate(engine.generate(requests, streaming)):
-            prompt = engine.prompts[number // 2]
-            difference = np.abs(response.logprobs - engine.logprobs(prompt, response)).max()
-            assert difference < 1e-5, (prompt.location, streaming, difference)
+    for number, response in enumerate(engine.generate(requests)):
+        prompt = engine.prompts[number // 2]
+        difference = np.abs(response.logprobs - engine.logprobs(prompt, response)).max()
+        assert difference < 1e-5, (prompt.location, difference)
 
 
 @pytest.mark.slow

@@ -101,7 +101,7 @@ def test_trees_and_biased_thresholds_are_refused():
 
 
 def test_forwards_are_counted_by_what_they_accepted():
-    use, parts = CacheUse(), [Response([1, 2], [0.0, 0.0], "cut", 1, accepted=(1, 1))]
+    use, parts = CacheUse(), [Response([1, 2], [0.0, 0.0], "stop", 1, accepted=(1, 1))]
     parts.append(Response([3, 4, 5, 6], [0.0] * 4, "stop", 1, accepted=(1, 0, 1)))
     whole = parts[0].then(parts[1])
     assert whole.accepted == (2, 1, 1)

@@ -1,7 +1,6 @@
 """Engines' command lines, settings and environments: every field of ServerArgs is decided; a CPU's
 shims."""
 
-import asyncio
 import json
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -27,7 +26,7 @@ from megagrpo.rollout.service.engine_command import (
     engine_settings,
     on_gpus,
 )
-from megagrpo.system.environment import ENGINE, ENGINE_HEADER, WEIGHT_LOADER, child_environment
+from megagrpo.system.environment import WEIGHT_LOADER, child_environment
 from tests.experiments import experiment, python
 
 
@@ -256,12 +255,6 @@ def test_engines_without_a_gpu_run_on_the_cpu_only_where_that_is_meant(device, d
         ({"sglang": {"prefill_decode_interval": 4}}, "prefill_decode_interval", 4),
         ({}, "load_format", "dummy"),  # weights are read at the start only on request
         ({"load_format": "model"}, "load_format", "auto"),
-        ({}, "incremental_streaming_output", None),
-        (
-            {"streaming": True},
-            "incremental_streaming_output",
-            True,
-        ),  # pieces that hold their own tokens
     ],
 )
 def test_settings_of_our_own_on_gpus(rollout, setting, value):
@@ -342,7 +335,6 @@ def test_cpu_engine():
         "SGLANG_USE_CPU_ENGINE": "1",
         "OMP_NUM_THREADS": "4",
         "OMP_WAIT_POLICY": "PASSIVE",
-        ENGINE: "engine-3",
     }
     assert (
         expected.items() <= environment.items() and "SGLANG_CPU_OMP_THREADS_BIND" not in environment
@@ -380,24 +372,6 @@ def test_engine_over_two_nodes():
     )
     # a core for every rank of the engine, not only of the node
     assert engine_environment(two, place(False, 1))["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
-
-
-def test_an_engine_names_itself_in_its_answers(monkeypatch):
-    from megagrpo.rollout.service.engine_process import NamesEngine
-
-    monkeypatch.setenv(ENGINE, "engine-3")
-    sent = []
-
-    async def application(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
-        await send({"type": "http.response.body", "body": b"x"})
-
-    async def send(message):
-        sent.append(message)
-
-    asyncio.run(NamesEngine(application)({"type": "http"}, None, send))
-    assert sent[0]["headers"] == [(b"a", b"b"), (ENGINE_HEADER.lower().encode(), b"engine-3")]
-    assert sent[1] == {"type": "http.response.body", "body": b"x"}
 
 
 def in_engine_python(code: str) -> str:

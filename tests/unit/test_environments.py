@@ -1,7 +1,6 @@
 """What every process of a run is given beside the user's own environment, against the table in
 docs/evidence/gpu.md."""
 
-import asyncio
 import os
 import re
 import signal
@@ -14,7 +13,6 @@ from megagrpo.cluster import machine, nodes, supervise
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rewards import workers
 from megagrpo.rollout.service import node as engine_node
-from megagrpo.rollout.service import router as router_module
 from megagrpo.rollout.service.node import EngineNode
 from megagrpo.system import environment
 from megagrpo.system.run_folder import RunFolder
@@ -40,7 +38,6 @@ ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 VARYING = {
     environment.API_KEY: "<key>",
     "MEGAGRPO_STOP_FILE": "<file>",
-    "MEGAGRPO_ENGINE": "<id>",
     "TMPDIR": "<folder>",
     "RAY_AUTH_TOKEN": "<token>",
     "CUDA_VISIBLE_DEVICES": "<GPUs>",
@@ -66,7 +63,6 @@ class Recorder:
             " serve ": "service",
             " train ": "trainer ranks",
             "ray start": "Ray",
-            "sglang_router": "router",
         }
         self.note(next((name for part, name in names.items() if part in text), "engine"), env)
         return subprocess.Popen(
@@ -89,7 +85,7 @@ def environments(
     if kind == "colocated":  # as many users have it
         monkeypatch.setenv(*next(iter(ALLOCATOR.items())))
     recorder, config = Recorder(), experiment(kind, folder)
-    for module in (supervise, engine_node, router_module):
+    for module in (supervise, engine_node):
         monkeypatch.setattr(module, "spawn", recorder.spawn)
     cuda, gpus = kind != "CPU", [] if kind == "CPU" else ["0", "1", "2", "3"]
     for module in (nodes, machine):
@@ -105,17 +101,6 @@ def environments(
             launch.start(["serve", "t.yaml"], "service", ray)
     else:
         machine.run(config)
-    with monkeypatch.context() as inside:
-        for name, value in recorder.found[
-            "service"
-        ].items():  # what the service starts has its environment
-            inside.setenv(name, value)
-        router = router_module.Router(
-            bind_host="127.0.0.1", url="http://127.0.0.1:1", metrics_port=2, request_timeout_s=1, api_key="key",
-            log=folder / "log",
-        )  # fmt: skip
-        with pytest.raises(router_module.RouterFailed):
-            asyncio.run(_start(router))
     with monkeypatch.context() as inside:
         for name, value in recorder.found["Ray" if "Ray" in recorder.found else "service"].items():
             inside.setenv(name, value)
@@ -141,13 +126,6 @@ def environments(
         with pytest.raises(Started):
             workers.WorkerProcess("a.module")
     return recorder.found
-
-
-async def _start(router: router_module.Router) -> None:
-    import aiohttp
-
-    async with aiohttp.ClientSession() as http:
-        await router.start(http)
 
 
 def told(found: dict[str, str]) -> str:

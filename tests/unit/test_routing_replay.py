@@ -27,7 +27,8 @@ from megagrpo.config.load import load_config
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import architecture_of
 from megagrpo.monitor.rollouts import RolloutLog, read_rollouts
-from megagrpo.rollout.admission import Turnstile
+from megagrpo.rollout.admission import AdmissionQueue
+from megagrpo.rollout.engine_choice import Engines
 from megagrpo.rollout.generation import (
     GenerationClient,
     GenerationFailed,
@@ -45,7 +46,6 @@ from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 REPLAY = "actor.routing_replay=rollout"
-PARAMS_WITHOUT_TEXTS = replace(PARAMS, stop=())
 _SIZES = {
     "hidden_size": 16,
     "num_heads": 2,
@@ -117,9 +117,8 @@ def test_wrong_experts_are_refused():
 
 def answered(script: list, experts_from: int) -> tuple[Response, list[dict], int]:
     async def run():
-        async with GenerationClient(
-            service.url, "key", QUICK, Turnstile(4), experts=MIXED
-        ) as client:
+        engines = Engines.from_service(service.control)
+        async with GenerationClient(engines, QUICK, AdmissionQueue(4), experts=MIXED) as client:
             return await client.generate(
                 SampleRequest((5, 6, 7), PARAMS, 1234, experts_from=experts_from)
             ), client.num_retries
@@ -137,34 +136,6 @@ def test_experts_are_asked_for_from_a_token_on_and_wrong_ones_again():
     assert all(request["return_routed_experts"] for request in requests)
     with pytest.raises(GenerationFailed, match="holds no routed_experts"):
         answered([{}] * 4, 0)
-
-
-@pytest.mark.parametrize(
-    "first, number", [(("cut", 2), 2), ({}, 3)], ids=["cut", "whole, and no experts are told"]
-)
-def test_a_response_that_failed_gets_experts_of_all_its_tokens_from_who_finishes_it(first, number):
-    """Of a whole one the last token is sampled again: nothing may be sampled behind the end of a
-    response."""
-    experts = drawn(2 + 4 - 1, MIXED)
-    script = [first, {"routed_experts": told(experts)}]
-
-    async def run(service: FakeService) -> Response:
-        streaming = replace(QUICK, streaming=True)
-        async with GenerationClient(
-            service.url, "key", streaming, Turnstile(4), experts=MIXED
-        ) as client:
-            return await client.generate(
-                SampleRequest((5, 6), PARAMS_WITHOUT_TEXTS, 1234, experts_from=0)
-            )
-
-    with running(FakeService(script=script)) as service:
-        response = asyncio.run(run(service))
-    assert [request["input_ids"] for request in service.requests] == [
-        [5, 6],
-        [5, 6, 1, 2, 3][: 2 + number],
-    ]
-    assert response.token_ids.tolist() == [1, 2, 3, 4]
-    assert np.array_equal(response.routed_experts, experts[:, 1:])
 
 
 @pytest.fixture

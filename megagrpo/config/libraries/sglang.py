@@ -48,7 +48,7 @@ _OURS = {
     "actor.routing_replay: rollout": "enable_return_routed_experts",
     "rollout.draft_tokens": "speculative_algorithm speculative_num_steps "
     "speculative_num_draft_tokens",
-    "rollout.streaming": "incremental_streaming_output",
+    "who samples, and reads whole answers": "incremental_streaming_output",
     "sampling": "preferred_sampling_params sampling_defaults",
 }
 # Classes whose fields are refused, all of them.

@@ -17,8 +17,7 @@ _TRIES, _PAUSE_S, _REQUEST_S = 20, 1.0, 30.0
 
 
 class EngineParsers:
-    """Asks any engine that is ready; the router does not pass these requests. Empty names: the text
-    is the message."""
+    """Asks any engine that is ready. Empty names: the text is the message."""
 
     def __init__(self, control: ServiceControl, tool_parser: str = "", reasoning_parser: str = ""):
         self._control, self._tool_parser, self._reasoning_parser = (

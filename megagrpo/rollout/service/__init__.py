@@ -1,5 +1,4 @@
-"""The rollout service: Ray places engines, a supervisor watches each, sglang-router stands in
-front.
+"""The rollout service: Ray places engines, and a supervisor watches each.
 
 No other package imports ray.
 """

@@ -13,7 +13,7 @@ from typing import Any
 from megagrpo.config.libraries.sglang import engine_setting_problems, engine_setting_words
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.system.environment import ENGINE, WEIGHT_LOADER, get, without_expandable_segments
+from megagrpo.system.environment import WEIGHT_LOADER, get, without_expandable_segments
 
 _INTERLEAVES = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
 
@@ -97,10 +97,6 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
         settings["enable_memory_saver"] = (
             True  # without it the calls that release memory do nothing
         )
-    if rollout.streaming:
-        settings["incremental_streaming_output"] = (
-            True  # a piece holds only its new tokens, not all earlier ones
-        )
     if rollout.deterministic:
         settings["enable_deterministic_inference"] = True
     if rollout.draft_tokens is not None:  # a chain: of each position the one most probable token
@@ -160,7 +156,6 @@ def engine_environment(config: ExperimentConfig, place: ServerPlace) -> dict[str
         # count as dead.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         "TOKENIZERS_PARALLELISM": "false",
-        ENGINE: place.engine,
     }
     if place.cuda:
         if get(_INTERLEAVES, "").lower() in ("1", "true", "yes", "y"):

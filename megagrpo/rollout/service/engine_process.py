@@ -5,14 +5,11 @@ processes that SGLang starts import this file again, so their logs do not show t
 """
 
 import ctypes
-import inspect
 import logging
 import os
 import signal
 import sys
-from pathlib import Path
 
-from megagrpo.families.table import read_description
 from megagrpo.system import environment
 
 _PR_SET_PDEATHSIG = 1
@@ -46,38 +43,6 @@ if __name__ == "__mp_main__":
         os._exit(1)
 
 
-class NamesEngine:
-    """ASGI middleware that adds the engine's id to the headers of every response."""
-
-    def __init__(self, app):
-        self._app = app
-        self._header = (
-            environment.ENGINE_HEADER.lower().encode(),
-            (environment.get(environment.ENGINE) or "").encode(),
-        )
-
-    async def __call__(self, scope, receive, send):
-        async def send_named(message):
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), self._header]}
-            await send(message)
-
-        await self._app(scope, receive, send_named)
-
-
-def set_default(request, name: str) -> None:
-    """Makes True the default of a request's field, because the router drops it.
-
-    request: SGLang's class of requests, before FastAPI has read its defaults.
-    """
-    request.__dataclass_fields__[name].default = True
-    parameters = inspect.signature(request.__init__).parameters.values()
-    names = [p.name for p in parameters if p.default is not inspect.Parameter.empty]
-    defaults = list(request.__init__.__defaults__)
-    defaults[names.index(name)] = True
-    request.__init__.__defaults__ = tuple(defaults)
-
-
 if __name__ == "__main__":
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
@@ -86,15 +51,6 @@ if __name__ == "__main__":
 
     load_plugins()
     arguments = prepare_server_args([*sys.argv[1:], *([f"--api-key={_KEY}"] if _KEY else [])])
-    from sglang.srt.managers.io_struct import GenerateReqInput
-
-    if arguments.enable_return_routed_experts:
-        set_default(GenerateReqInput, "return_routed_experts")
-    if "vision_config" in read_description(Path(arguments.model_path) / "config.json"):
-        set_default(GenerateReqInput, "return_prompt_token_ids")
-    from sglang.srt.entrypoints.http_server import app  # only now: plugins change its modules
-
-    app.add_middleware(NamesEngine)
     try:
         run_server(arguments)
     finally:

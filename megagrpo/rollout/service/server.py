@@ -1,9 +1,7 @@
-"""The rollout service: SGLang engines under Ray's placement, a supervisor for each, sglang-router
-in front, and a small HTTP endpoint through which trainers list the engines and report the verified
-ones.
+"""The rollout service: SGLang engines under Ray's placement, a supervisor for each, and a small
+HTTP endpoint through which trainers list the engines and report the verified ones.
 
-    GET  /status                -> {"router", "failed", "lost_hosts", "engines": [{"id", "url",
-    "state", ...}]}
+    GET  /status                -> {"failed", "engines": [{"id", "url", "state", "serves", ...}]}
     POST /engines               starts one more engine; answers {"id"}
     POST /engines/{id}/drain    finishes its requests and ends it; 409 if too few engines would
     remain
@@ -18,7 +16,7 @@ ones.
     start; answers then
     POST /may_start             lets engines that died meanwhile restart
 
-Every request carries the run's API key, which engines and router demand as well.
+Every request carries the run's API key, which engines demand as well.
 """
 
 import asyncio
@@ -32,6 +30,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
+import orjson
 import ray
 from aiohttp import web
 
@@ -41,7 +40,6 @@ from megagrpo.rollout.service.engine_command import on_gpus
 from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.rollout.service.node import free_port, reachable_host
 from megagrpo.rollout.service.ray_cluster import RayNotStarted, in_ray_cluster
-from megagrpo.rollout.service.router import Router, RouterFailed
 from megagrpo.rollout.service.sleep import CACHE
 from megagrpo.rollout.service.supervisor import StaleReport, SupervisedEngine
 from megagrpo.system import environment
@@ -49,7 +47,7 @@ from megagrpo.system.run_folder import RunFolder, write_whole
 
 _FAILED_LINGER_S = 60.0  # a failed service stays that long, so that waiting trainers can read why
 _STARTING_POLL_S = 0.1
-_HTTP_TIMEOUT_S = 30.0  # of requests to engines and router, unless they set another
+_HTTP_TIMEOUT_S = 30.0  # of requests to engines, unless they set another
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -100,26 +98,15 @@ def make_key(file: Path) -> str:
 
 
 class _Service:
-    """Runs the engines, the router and the control endpoint, from their start to their end."""
+    """Runs the engines and the control endpoint, from their start to their end."""
 
     def __init__(self, config: ExperimentConfig, folder: RunFolder, *, cuda: bool, api_key: str):
         self._config, self._folder, self._cuda, self._api_key = config, folder, cuda, api_key
         self._address = own_address(config.rollout.host)
         self._host = reachable_host(self._address)
-        self._router = Router(
-            bind_host=self._address,
-            url=f"http://{self._host}:{free_port(self._address)}",
-            metrics_port=free_port("127.0.0.1"),
-            request_timeout_s=config.rollout.request_timeout_s,
-            api_key=api_key,
-            log=folder.logs / "router.log",
-            sticky=config.sampling.several_turns or config.rollout.engine_choice == "group",
-        )
         self._engines: dict[str, SupervisedEngine] = {}
-        self._tasks: dict[
-            str, asyncio.Task[None]
-        ] = {}  # of each engine by id, of the router, and `_watch`
-        self._num_added = self._lost_hosts = 0
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # of each engine by id, and `_watch`
+        self._num_added = 0
         self._failed: str | None = None
         self._stop, self._may_start = asyncio.Event(), asyncio.Event()
         self._may_start.set()
@@ -139,10 +126,8 @@ class _Service:
             )
             runner = web.AppRunner(self._application())
             stack.push_async_callback(self._end, runner)
-            await self._router.start(self._http)
             for _ in range(self._config.rollout.num_engines):
                 self._add_engine()
-            self._tasks["router"] = asyncio.create_task(self._router.watch())
             self._tasks["watch"] = asyncio.create_task(self._watch())
             await self._open(runner)
             await self._stop.wait()
@@ -155,9 +140,7 @@ class _Service:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(
-            self._router.stop(), *(engine.stop() for engine in self._engines.values())
-        )
+        await asyncio.gather(*(engine.stop() for engine in self._engines.values()))
         await runner.cleanup()
 
     def _add_engine(self) -> SupervisedEngine:
@@ -165,7 +148,6 @@ class _Service:
             self._num_added,
             self._config,
             cuda=self._cuda,
-            router=self._router,
             api_key=self._api_key,
             log_dir=self._folder.logs,
             may_start=self._may_start,
@@ -198,10 +180,7 @@ class _Service:
         await web.TCPSite(runner, self._address, port).start()
         url = f"http://{self._host}:{port}"
         write_whole(self._folder.service, json.dumps({"url": url, "pid": os.getpid()}))
-        print(
-            f"rollout service at {url}, {len(self._engines)} engine(s) behind {self._router.url}",
-            flush=True,
-        )
+        print(f"rollout service at {url}, {len(self._engines)} engine(s)", flush=True)
 
     async def _watch(self) -> None:
         """Sets the failure if too few engines are left or a task of the service raised."""
@@ -250,15 +229,9 @@ class _Service:
 
     async def _on_status(self, request: web.Request) -> web.Response:
         engines = [engine.status() for engine in self._engines.values()]
-        lost_hosts = self._lost_hosts + sum(engine.lost_hosts for engine in self._engines.values())
-        return web.json_response(
-            {
-                "router": self._router.url,
-                "failed": self._failed,
-                "lost_hosts": lost_hosts,
-                "engines": engines,
-            }
-        )
+        # orjson: every process that samples asks every two seconds, and engines may be many.
+        body = orjson.dumps({"failed": self._failed, "engines": engines})
+        return web.Response(body=body, content_type="application/json")
 
     async def _on_add(self, request: web.Request) -> web.Response:
         if self._config.rollout.colocate:
@@ -282,7 +255,6 @@ class _Service:
     async def _drain(self, engine: SupervisedEngine) -> None:
         await engine.drain(self._http)
         del self._engines[engine.id], self._tasks[engine.id]
-        self._lost_hosts += engine.lost_hosts  # the sum never falls
         print(f"{engine.id} is drained and gone", flush=True)
 
     async def _on_event(self, request: web.Request) -> web.Response:
@@ -292,7 +264,7 @@ class _Service:
             case "update":
                 await engine.begin_update(self._http, incarnation)
             case "ready":
-                await engine.mark_ready(incarnation, int(body["weight_version"]))
+                engine.mark_ready(incarnation, int(body["weight_version"]))
             case "wake":
                 await engine.wake(self._http, incarnation, CACHE)
             case "lost":
@@ -322,11 +294,8 @@ class _Service:
 
 @web.middleware
 async def _answer_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answers 409 for an engine or incarnation that has ended, and 503 if the router does not list
-    an engine."""
+    """Answers 409 for an engine or incarnation that has ended."""
     try:
         return await handler(request)
     except StaleReport as exc:
         raise web.HTTPConflict(text=str(exc)) from exc
-    except RouterFailed as exc:
-        raise web.HTTPServiceUnavailable(text=f"{type(exc).__name__}: {exc}") from exc

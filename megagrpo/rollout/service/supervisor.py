@@ -6,9 +6,8 @@
                   then
 
 `stale`: it answers, but its weights are not verified: it has just started, or a trainer is writing
-into it. Only after the trainer has reported verified weights (`mark_ready`) does the router send
-requests to it. Every start is a new incarnation, so a late report about the previous one is
-ignored.
+into it. It serves requests from the first report of verified weights (`mark_ready`) on. Every start
+is a new incarnation, so a late report about the previous one is ignored.
 
 Two probes detect a hang, each with a timeout of `rollout.health_timeout_s`. The HTTP process
 answers /health at once, whatever the engine does. /server_info passes through the scheduler,
@@ -21,7 +20,6 @@ import json
 import time
 from collections.abc import Coroutine, Iterable
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +36,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.control import bearer
+from megagrpo.rollout.engine_choice import LOOK_S
 from megagrpo.rollout.service.node import EngineNodeActor, loopback
-from megagrpo.rollout.service.router import Router, RouterFailed
 from megagrpo.rollout.service.sleep import WEIGHTS, EngineMemory, SleepFailed
 from megagrpo.types import LOADS, EngineInfo
 
 _WATCH_S = 1.0  # between two checks of the processes
 _DRAIN_POLL_S = 0.5
+_LAST_REQUEST_S = 2 * LOOK_S  # until all who send requests know that it serves no more
 _RESERVE_POLL_S = 0.1
 _START_POLL_S = 0.25
 _LOST_NODE_S = 30.0  # limit for an engine's Ray actors to stop it
@@ -64,9 +63,9 @@ class SupervisedEngine:
     """Keeps one engine running. `begin` starts it; the other methods serve trainers and the command
     line.
 
-    `state`, `url`, `incarnation` etc.: see EngineInfo. `lost_hosts`: machines lost while it ran on
-    them. `gave_up`: its restart budget is spent; `reason` is the last failure. may_start: cleared
-    while engines on the trainers' GPUs sleep, because a starting one allocates memory there.
+    `state`, `url`, `incarnation` etc.: see EngineInfo. `gave_up`: its restart budget is spent;
+    `reason` is the last failure. may_start: cleared while engines on the trainers' GPUs sleep,
+    because a starting one allocates memory there.
     """
 
     def __init__(
@@ -75,25 +74,19 @@ class SupervisedEngine:
         config: ExperimentConfig,
         *,
         cuda: bool,
-        router: Router,
         api_key: str,
         log_dir: Path,
         may_start: asyncio.Event,
     ):
         self.id, self._index, self._may_start = f"engine-{index}", index, may_start
         self.state, self.url, self.pid, self.reason = "starting", "", 0, ""
-        self.incarnation = self.restarts = self.lost_hosts = 0
+        self.incarnation = self.restarts = 0
+        self.serves = False
         self.weight_version: int | None = None
         self.load: dict[str, float] = {}  # both as in EngineInfo
         self.load_now: dict[str, float] = {}
         self.gave_up = self._was_up = False
-        self._config, self._cuda, self._router, self._api_key, self._log_dir = (
-            config,
-            cuda,
-            router,
-            api_key,
-            log_dir,
-        )
+        self._config, self._cuda, self._api_key, self._log_dir = config, cuda, api_key, log_dir
         self._patience_s = config.rollout.patience_s(cuda)
         self._group: PlacementGroup | None = None
         self._nodes: list[ActorHandle] = []  # of type EngineNode
@@ -103,13 +96,20 @@ class SupervisedEngine:
         self._life: asyncio.Task[None] | None = None
         self._memory = EngineMemory("", api_key, self._patience_s)  # of this incarnation
 
-    def status(self) -> dict[str, object]:
-        """Returns the fields of EngineInfo."""
-        counts, loads = (self.incarnation, self.restarts, self.pid), (self.load, self.load_now)
-        return asdict(
-            EngineInfo(
-                self.id, self.url, self.state, self.weight_version, *counts, self.reason, *loads
-            )
+    def status(self) -> EngineInfo:
+        """Returns its present state."""
+        return EngineInfo(
+            id=self.id,
+            url=self.url,
+            state=self.state,
+            weight_version=self.weight_version,
+            incarnation=self.incarnation,
+            restarts=self.restarts,
+            pid=self.pid,
+            reason=self.reason,
+            load=self.load,
+            load_now=self.load_now,
+            serves=self.serves,
         )
 
     @property
@@ -134,14 +134,13 @@ class SupervisedEngine:
         self._check_current(incarnation)
 
     async def sleep(self, http: aiohttp.ClientSession) -> None:
-        """Removes it from the router and releases its memory; an engine that fails to is ended.
-        Does nothing to a dead engine, which restarts once `may_start` is set.
+        """Ends its serving and releases its memory; an engine that fails to is ended. Does nothing
+        to a dead engine, which restarts once `may_start` is set.
         """
         if self.state not in ("stale", "ready"):
             return
         incarnation = self.incarnation
-        self.state, self.weight_version = "asleep", None
-        await self._router.remove(self.url)
+        self.state, self.weight_version, self.serves = "asleep", None, False
         await self._move_memory(self._memory.release(http), incarnation)
 
     async def _move_memory(self, work: Coroutine[object, None, None], incarnation: int) -> None:
@@ -151,26 +150,20 @@ class SupervisedEngine:
             print(f"{self.id}: {exc}", flush=True)
             self.lost(incarnation)
 
-    async def mark_ready(self, incarnation: int, weight_version: int) -> None:
-        """Adds it to the router, after the trainer has verified `weight_version` in this
-        incarnation.
+    def mark_ready(self, incarnation: int, weight_version: int) -> None:
+        """Makes it serve, after the trainer has verified `weight_version` in this incarnation.
 
-        Raises StaleReport, and RouterFailed if the router does not list it in time.
+        Raises StaleReport.
         """
         self._check_current(incarnation)
-        problem = await self._router.add(self.url)
-        self._check_current(incarnation)  # if it died meanwhile, the router has not failed
-        if problem:
-            raise RouterFailed(problem)
-        self.state, self.weight_version, self.load, self.load_now = "ready", weight_version, {}, {}
+        self.state, self.weight_version, self.serves = "ready", weight_version, True
+        self.load, self.load_now = {}, {}
 
     def lost(self, incarnation: int) -> None:
         """Ends this incarnation after an unfinished update, because its weights are undefined."""
         if incarnation == self.incarnation and self.state in _ANSWERING:
-            self.state, self.weight_version = (
-                "dead",
-                None,
-            )  # at once: the next status must not show it as usable
+            # at once: the next status must not show it as usable
+            self.state, self.weight_version, self.serves = "dead", None, False
             if self._lost is not None and not self._lost.done():
                 self._lost.set_result(None)
 
@@ -190,12 +183,14 @@ class SupervisedEngine:
         """Stops new requests to it, waits for those in flight and ends it."""
         assert self._life is not None, "drained before its beginning"
         was_up = self.state in _ANSWERING
-        self.state = "draining"  # before the first await: no trainer may start an update now
+        # before the first await: no trainer may start an update now
+        self.state, self.serves = "draining", False
+        began = time.monotonic()
         self._life.cancel()
         await asyncio.gather(self._life, return_exceptions=True)
         if was_up:
-            await self._router.remove(self.url)
-            deadline = time.monotonic() + self._config.rollout.request_timeout_s
+            await asyncio.sleep(_LAST_REQUEST_S)
+            deadline = began + self._config.rollout.request_timeout_s
             while time.monotonic() < deadline and await self._is_busy(http):
                 await asyncio.sleep(_DRAIN_POLL_S)
         await self.stop()
@@ -225,11 +220,8 @@ class SupervisedEngine:
                 self.reason = str(exc.cause)
             except ray.exceptions.RayError as exc:
                 self.reason = f"its node was lost: {type(exc).__name__}: {exc}"
-                self.lost_hosts += 1
-            self.state, self.weight_version = "dead", None
+            self.state, self.weight_version, self.serves = "dead", None, False
             print(f"{self.id} died: {self.reason.splitlines()[0]}", flush=True)
-            if self.url:
-                await self._router.remove(self.url)
             await self.stop()
             # An engine that never answered gets one restart only, in case another process took its
             # port.

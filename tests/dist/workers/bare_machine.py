@@ -21,7 +21,6 @@ ROOT = Path(__file__).parents[3]
 ABSENT = {
     "ray",
     "sglang",
-    "sglang_router",
     "sgl_kernel",
     "math_verify",
     "transformer_engine",
