@@ -53,6 +53,7 @@ from megagrpo.system import environment
 from megagrpo.system.progress import Progress
 from megagrpo.system.stop_request import STOP_FILE, StopRequest
 from megagrpo.types import Batch, RolloutGroup, TrainState, Updates
+from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -336,16 +337,9 @@ def start_run(
     if config.rollout.colocate:  # before any rank allocates memory on a GPU that an engine uses
         find_service(folder.path, service_url, start_timeout_s).sleep(_sleep_limit_s(config))
     inputs = Inputs.load(config)
-    progress.enter(f"{config.actor.world_size} trainer ranks meet and build the model")
-    num_prompts = len(inputs.prompts)
-    actor = make_actor(config, inputs.model.arch, config.train.steps(num_prompts), device)
-    actor.images = inputs.images.pixels if inputs.images else None
+    actor, weights, state = _loaded_actor(config, inputs, device, progress)
     mesh = actor.mesh
-    progress.enter("loads weights")
-    checkpoint = find_checkpoint(config, mesh)
-    weights = initial_weights(config, config.algorithm, checkpoint, actor)
-    state = resume(config, checkpoint, actor)
-    num_steps = steps_in_all(config, num_prompts, state, actor)
+    num_steps = steps_in_all(config, len(inputs.prompts), state, actor)
     with ExitStack() as stack:
         console = None
         if mesh.is_main:
@@ -388,6 +382,21 @@ def start_run(
             alarm=MismatchAlarm(config, actor.arch.is_moe),
             stop_request=StopRequest(Path(path)) if (path := environment.get(STOP_FILE)) else None,
         )
+
+
+def _loaded_actor(
+    config: ExperimentConfig, inputs: Inputs, device: torch.device, progress: Progress
+) -> tuple[MegatronActor, ActorWeights, TrainState]:
+    """Collective. Returns the actor, with the weights of a checkpoint or of the model, and what the
+    run continues from."""
+    progress.enter(f"{config.actor.world_size} trainer ranks meet and build the model")
+    num_steps = config.train.steps(len(inputs.prompts))
+    actor = make_actor(config, inputs.model.arch, num_steps, device)
+    actor.images = inputs.images.pixels if inputs.images else None
+    progress.enter("loads weights")
+    checkpoint = find_checkpoint(config, actor.mesh)
+    weights = initial_weights(config, config.algorithm, checkpoint, actor)
+    return actor, weights, resume(config, checkpoint, actor)
 
 
 def _sleep_limit_s(config: ExperimentConfig) -> float:
