@@ -38,16 +38,10 @@ from megagrpo.rollout.agents.environments import Environments
 from megagrpo.rollout.agents.programs import Programs
 from megagrpo.rollout.control import ServiceControl, find_service, service_progress
 from megagrpo.rollout.generation import OnRequest, SamplingParams
+from megagrpo.rollout.metrics import grader_metrics, rollout_metrics, source_metrics
 from megagrpo.rollout.sampler import Sampler
-from megagrpo.rollout.selection import (
-    GroupChoice,
-    StepGroups,
-    gather_surplus,
-    grader_metrics,
-    rollout_metrics,
-    source_metrics,
-)
-from megagrpo.rollout.source import Publish, RolloutSource
+from megagrpo.rollout.selection import GroupChoice, StepGroups, gather_surplus
+from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.tools import Tool, make_answering
 from megagrpo.system import environment
 from megagrpo.system.progress import Progress
@@ -117,7 +111,7 @@ class Sampling:
         inputs: Inputs,
         control: ServiceControl,
         on_request: OnRequest,
-        publish: Publish,
+        publish: Callable[[int, list[str]], object],
         alive: Callable[[], None],
     ):
         self._config = config
@@ -247,14 +241,13 @@ class Run:
         # groups.
         state.data_cursor = chosen.data_cursor
         state.surplus = chosen.surplus
-        state.deferred = chosen.deferred
         self.sampling.source.drop_consumed()
         return chosen.groups
 
     def build_batch(self, groups: Sequence[RolloutGroup], updates: Updates) -> Batch:
         """Collective. Returns this rank's share of the step's samples, with their lags if weights
         may differ."""
-        version = self.state.step if self.config.rollout.max_lag else None
+        version = self.state.step if self.config.rollout.max_staleness else None
         layers = self.actor.routed_layers if self.config.actor.routing_replay == "rollout" else None
         return build_batch(groups, updates, self.mesh, self.actor.arch, version, layers)
 

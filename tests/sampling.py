@@ -86,8 +86,8 @@ def source_of(
         sampler = Sampler(config, mesh.dp_size, control, grader or Grader(), decode, tool)
         if config.actor.routing_replay == "rollout":
             sampler.arch = config.read_model().arch
-    ready = publish or (lambda version, ids: control.mark_ready(ids[0], 1, version))
-    return RolloutSource(config, mesh, control, sampler, ready)
+    update = publish or (lambda version, ids: control.mark_ready(ids[0], 1, version))
+    return RolloutSource(config, mesh, control, sampler, update)
 
 
 @contextmanager
@@ -113,11 +113,7 @@ def take(
     """The groups of a step, with the state after it."""
     choice = GroupChoice(source, of or prompt_set(), config, MESH)
     taken = choice.next_groups(state, metrics or Metrics(), steps_left)
-    state.data_cursor, state.surplus, state.deferred = (
-        taken.data_cursor,
-        taken.surplus,
-        taken.deferred,
-    )
+    state.data_cursor, state.surplus = taken.data_cursor, taken.surplus
     source.drop_consumed()
     state.step += 1
     return taken

@@ -273,9 +273,8 @@ def _colocated(config: ExperimentConfig, target: Target, nodes: int) -> Iterator
     weights = config.weights.suited(colocate=True)
     for actor in _best_trainers(config, target, nodes):
         for fraction in _FRACTIONS:
-            alone = dict.fromkeys(("max_staleness", "extra_groups"), 0)
             rollout = config.rollout.model_copy(
-                update={"colocate": True, "mem_fraction": fraction} | alone
+                update={"colocate": True, "mem_fraction": fraction, "max_staleness": 0}
             )
             beside = config.model_copy(
                 update={"actor": actor, "rollout": rollout, "weights": weights}
