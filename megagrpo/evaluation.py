@@ -18,7 +18,8 @@ def evaluate(run: Run) -> dict[str, float]:
     values of a second one with `eval.num_as_trained` samples, drawn as in training, are
     eval_as_trained/.
     """
-    config, step = run.config.eval, run.state.step
+    config = run.config.eval
+    step = run.state.step
     if config is None or (step % config.every and step != run.num_steps):
         return {}
     metrics = Metrics()

@@ -204,7 +204,8 @@ class Mesh:
         A result that is None on every source is not sent.
         """
         box: list = [None]
-        error, state = "", _NOTHING
+        error = ""
+        state = _NOTHING
         if self.rank == source:
             try:
                 box = [make()]

@@ -64,7 +64,9 @@ class Recording:
 
     def open(self, tokenizer: "PreTrainedTokenizerBase", decode: Decode) -> None:
         """Opens this rank's logs. decode: as graded texts are decoded."""
-        config, mesh, start = self._config, self._mesh, self._start_step
+        config = self._config
+        mesh = self._mesh
+        start = self._start_step
         replica = (self.folder, mesh.dp_rank, mesh.dp_size)
 
         def pieces(token_ids: Sequence[int]) -> list[str]:

@@ -47,6 +47,7 @@ from megagrpo.system import environment
 from megagrpo.system.progress import Progress
 from megagrpo.system.stop_request import STOP_FILE, StopRequest
 from megagrpo.types import Batch, RolloutGroup, TrainState, Updates
+from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -142,7 +143,8 @@ class Sampling:
     def next_groups(self, state: TrainState, metrics: Metrics, steps_left: int) -> StepGroups:
         """Collective. Returns this rank's groups of the step after `state`. Raises RunStopped on
         every rank."""
-        config, inputs = self._config, self._inputs
+        config = self._config
+        inputs = self._inputs
         choice = GroupChoice(self.source, inputs.prompts, config, self._mesh)
         step = choice.next_groups(state, metrics, steps_left)
         grader_metrics(metrics, step.groups, config.reward)
@@ -156,7 +158,8 @@ class Sampling:
     def evaluation_groups(self, version: int, as_trained: bool) -> list[RolloutGroup]:
         """Collective. Returns this rank's groups of the evaluation, or of the one that samples as
         training does."""
-        config, prompts = self._config.eval, self._inputs.eval_prompts
+        config = self._config.eval
+        prompts = self._inputs.eval_prompts
         assert config is not None and prompts is not None, "called only with an eval section"
         params = SamplingParams.of_evaluation(self._config.sampling, config, as_trained)
         num_samples = config.num_as_trained if as_trained else config.num_samples
@@ -196,7 +199,8 @@ class Run:
         self.recording.timeline.mark(phase)
         if phase == "checkpoint":  # the first of a step
             self.progress.calm()
-        source, exchange = self.sampling.source, self.exchange
+        source = self.sampling.source
+        exchange = self.exchange
         self.progress.enter(
             _PHASES.get(phase, phase), lambda: source.progress() or exchange.waiting()
         )
@@ -272,7 +276,8 @@ class Run:
         trainer's log-probabilities [T]. Raises NonFiniteUpdate on every rank unless
         train.non_finite is skip.
         """
-        step, bad = self.state.step + 1, values["optim/non_finite_updates"]
+        step = self.state.step + 1
+        bad = values["optim/non_finite_updates"]
         if alarm := self.alarm.judge(batch, logprobs, holds_token_values(), self.mesh):
             self.recording.note(alarm)
         self.recording.log_trained(step, batch, logprobs)
@@ -326,20 +331,14 @@ def start_run(
     """Collective. Builds the run; parts that need no other process come first, so that user errors
     end it early."""
     progress.enter("reads prompts and the tokenizer")
-    folder, start_timeout_s = config.run_folder, config.rollout.start_timeout_s
+    folder = config.run_folder
+    start_timeout_s = config.rollout.start_timeout_s
     if config.rollout.colocate:  # before any rank allocates memory on a GPU that an engine uses
         find_service(folder.path, service_url, start_timeout_s).sleep(_sleep_limit_s(config))
     inputs = Inputs.load(config)
-    progress.enter(f"{config.actor.world_size} trainer ranks meet and build the model")
-    num_prompts = len(inputs.prompts)
-    actor = make_actor(config, inputs.model.arch, config.train.steps(num_prompts), device)
-    actor.images = inputs.images.pixels if inputs.images else None
+    actor, weights, state = _loaded_actor(config, inputs, device, progress)
     mesh = actor.mesh
-    progress.enter("loads weights")
-    checkpoint = find_checkpoint(config, mesh)
-    weights = initial_weights(config, config.algorithm, checkpoint, actor)
-    state = resume(config, checkpoint, actor)
-    num_steps = steps_in_all(config, num_prompts, state, actor)
+    num_steps = steps_in_all(config, len(inputs.prompts), state, actor)
     with ExitStack() as stack:
         console = None
         if mesh.is_main:
@@ -382,6 +381,21 @@ def start_run(
             alarm=MismatchAlarm(config, actor.arch.is_moe),
             stop_request=StopRequest(Path(path)) if (path := environment.get(STOP_FILE)) else None,
         )
+
+
+def _loaded_actor(
+    config: ExperimentConfig, inputs: Inputs, device: torch.device, progress: Progress
+) -> tuple[MegatronActor, ActorWeights, TrainState]:
+    """Collective. Returns the actor, with the weights of a checkpoint or of the model, and what the
+    run continues from."""
+    progress.enter(f"{config.actor.world_size} trainer ranks meet and build the model")
+    num_steps = config.train.steps(len(inputs.prompts))
+    actor = make_actor(config, inputs.model.arch, num_steps, device)
+    actor.images = inputs.images.pixels if inputs.images else None
+    progress.enter("loads weights")
+    checkpoint = find_checkpoint(config, actor.mesh)
+    weights = initial_weights(config, config.algorithm, checkpoint, actor)
+    return actor, weights, resume(config, checkpoint, actor)
 
 
 def _sleep_limit_s(config: ExperimentConfig) -> float:

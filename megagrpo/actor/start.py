@@ -52,10 +52,8 @@ def steps_in_all(
     """
     train = config.train
     planned = train.steps(num_prompts)
-    if (
-        train.num_epochs is None or config.algorithm.dynamic_sampling is not None
-    ):  # whose steps take what they must
-        return planned
+    if train.num_epochs is None or config.algorithm.dynamic_sampling is not None:
+        return planned  # dynamic sampling takes as many prompts as it must
     left = train.num_epochs * num_prompts - state.data_cursor
     found = state.step + max(-(-left // train.num_prompts_per_step), 0)
     if found != planned:

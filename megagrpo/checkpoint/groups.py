@@ -64,7 +64,9 @@ def read_groups(path: Path) -> list[RolloutGroup]:
 
 
 def _group(record: Record) -> RolloutGroup:
-    greedy, of_greedy, prompt = record["greedy"], record["greedy_outcome"], record["prompt"]
+    greedy = record["greedy"]
+    of_greedy = record["greedy_outcome"]
+    prompt = record["prompt"]
     location = prompt.pop(_LOCATION, "")
     images = tuple(
         ImageRef(image["key"], image["start"], tuple(image["grid"]))

@@ -96,13 +96,13 @@ class Checkpointer:
         mesh: Mesh,
         schedule: SaveSchedule,
     ):
-        self._options, self._root, self._identity, self._schedule = (
-            options,
-            root,
-            identity,
-            schedule,
-        )
-        self._plan_save, self._gather_state, self._mesh = plan_save, gather_state, mesh
+        self._options = options
+        self._root = root
+        self._identity = identity
+        self._schedule = schedule
+        self._plan_save = plan_save
+        self._gather_state = gather_state
+        self._mesh = mesh
         self._saved_step = schedule.start_step
         self._pending: PendingSave | None = None  # being written while training continues
 
@@ -184,7 +184,8 @@ class PendingSave:
             "layout": dict(identity.layout),
             "version": __version__,
         }
-        self._options, self._mesh = options, mesh
+        self._options = options
+        self._mesh = mesh
         self._written: Future[dict[str, SizeAndCrc]] = (
             Future()
         )  # this rank's files, for the manifest
@@ -244,7 +245,8 @@ class PendingSave:
 
     def _everywhere(self, action: Callable[[], T]) -> T:
         """Collective. Runs `action` on every rank; a failure on one raises LeaderError on all."""
-        done, error = _attempt(action, Future()), ""
+        done = _attempt(action, Future())
+        error = ""
         if exc := done.exception():
             # torch's writer does not report a full disk
             free_mib = shutil.disk_usage(self.target.parent).free >> 20
@@ -335,7 +337,8 @@ def check(folder: Path, identity: RunIdentity, mesh: Mesh) -> None:
     ):
         manifest = json.loads((folder / "manifest.json").read_text())
         description = json.loads((folder / "state.json").read_text())
-        model, saved = description["identity"], description["train"]
+        model = description["identity"]
+        saved = description["train"]
     if lost := [name for name, value in saved.items() if value and name not in _FIELDS]:
         raise ValueError(
             f"checkpoint {folder} has {', '.join(lost)} of a setting that is gone: continue it with "

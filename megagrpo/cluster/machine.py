@@ -36,7 +36,8 @@ def run(config: ExperimentConfig) -> int:
     USR1: save after the current step and return STOPPED. TERM, INT, USR2: end at once.
     Raises ValueError before anything starts, with all known problems.
     """
-    end, ask = (*ENDING, signal.SIGUSR2), (signal.SIGUSR1,)
+    end = (*ENDING, signal.SIGUSR2)
+    ask = (signal.SIGUSR1,)
     launch = Launch(config.run_folder, "run", end=end, ask=ask, grace_s=_SERVICE_GRACE_S)
     return _beside_service(launch, config, "train", config.actor.max_restarts)
 
@@ -147,10 +148,8 @@ def with_one_engine(
         "min_healthy_engines": 1,
         "colocate": False,
     }
-    rollout, weights = (
-        config.rollout.model_copy(update=alone | changes),
-        config.weights.suited(colocate=False),
-    )
+    rollout = config.rollout.model_copy(update=alone | changes)
+    weights = config.weights.suited(colocate=False)
     return config.model_copy(
         update={"output_dir": str(folder.path), "rollout": rollout, "weights": weights}
     )
@@ -189,10 +188,8 @@ def _devices(config: ExperimentConfig, visible: list[str]) -> tuple[dict[str, st
 def _this_node(config: ExperimentConfig, visible: list[str]) -> Nodes:
     """Returns this machine as the only node. Raises ValueError for engines that need GPUs if there
     are none."""
-    weights, ranks = (
-        config.weights,
-        config.actor.world_size + config.rollout.num_engines * config.rollout.tp,
-    )
+    weights = config.weights
+    ranks = config.actor.world_size + config.rollout.num_engines * config.rollout.tp
     if not on_gpus(config, len(visible)):
         return Nodes(ranks, 1, 0)
     may_share = not (weights.uses_groups or weights.needs_colocation)
@@ -206,10 +203,8 @@ def train_ranks(config: ExperimentConfig, command: list[str]) -> int:
     Raises ValueError if the machine has GPUs, but fewer than ranks.
     """
     name, *rest = command
-    ranks, gpus = (
-        config.actor.world_size,
-        0 if config.actor.device == "cpu" else len(visible_gpus()),
-    )
+    ranks = config.actor.world_size
+    gpus = 0 if config.actor.device == "cpu" else len(visible_gpus())
     if 0 < gpus < ranks:
         lacking = f"{gpus} GPU(s) are visible for {ranks} ranks (actor.world_size)"
         remedy = (

@@ -98,7 +98,8 @@ def run_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
         )
     gpus = _gpus(config)
     refuse_what_cannot_run(config, Nodes(len(gpus) or None, node.number, 0))
-    folder, ranks = config.run_folder, config.actor.world_size // node.number
+    folder = config.run_folder
+    ranks = config.actor.world_size // node.number
     shared = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[:ranks])} if gpus else {}
     with alone_in(folder) if node.rank == 0 else nullcontext():
         if node.rank == 0:
@@ -146,9 +147,11 @@ def serve_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
     and TERM end it; TERM does not in a Slurm job: Slurm pre-empts by TERM to all job steps, but the
     trainers' last step still needs engines.
     """
-    end, unheard = [signal.SIGINT, signal.SIGUSR2], [signal.SIGTERM]
+    end = [signal.SIGINT, signal.SIGUSR2]
+    unheard = [signal.SIGTERM]
     if environment.get("SLURM_JOB_ID") is None:
-        end, unheard = end + unheard, []
+        end = end + unheard
+        unheard = []
     with Launch(config.run_folder, "serve", end=end, unheard=unheard, grace_s=_GRACE_S) as launch:
         main, *needed = reversed(_start_service(launch, config, arguments, node, {}))
         return launch.watch(main, *needed)
@@ -162,7 +165,8 @@ def _gpus(config: ExperimentConfig) -> list[str]:
 def _launch_of_trainers(
     folder: RunFolder, command: str, node: Node, grace_s: float = 5.0
 ) -> Launch:
-    end, ask = (signal.SIGINT, signal.SIGUSR2), (signal.SIGUSR1, signal.SIGTERM)
+    end = (signal.SIGINT, signal.SIGUSR2)
+    ask = (signal.SIGUSR1, signal.SIGTERM)
     name = f"trainer-{node.rank}" if node.number > 1 else "trainer"
     return Launch(folder, command, end=end, ask=ask, ranks=name, grace_s=grace_s)
 

@@ -68,10 +68,8 @@ def submit(config: ExperimentConfig, experiment: list[str], request: Request, dr
     request = completed(config, request)
     assert request.kind is not None, "completed"
     script = scripts / SCRIPTS[request.kind]
-    command, variables = (
-        sbatch_command(config, experiment, request, script),
-        job_variables(request, script),
-    )
+    command = sbatch_command(config, experiment, request, script)
+    variables = job_variables(request, script)
     if dry_run:
         words = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
         print(f"{script.read_text()}\n# {words} {shlex.join(command)}")
@@ -90,7 +88,8 @@ def nodes_of(request: Request) -> Nodes:
 def completed(config: ExperimentConfig, request: Request) -> Request:
     """Returns the request with its kind and numbers of nodes. Raises ValueError for what has no
     place on them."""
-    found, kind = place(config, nodes_of(request)), request.kind
+    found = place(config, nodes_of(request))
+    kind = request.kind
     if kind is None:
         shared = config.rollout.colocate and found.trainer_nodes > 1
         kind = "colocated" if shared else "one-job" if found.rollout_nodes else "one-node"

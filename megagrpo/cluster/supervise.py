@@ -60,10 +60,16 @@ class Launch:
         grace_s: float = 5.0,
     ):
         self.status = 1
-        self._folder, self._command, self._ranks = folder, command, ranks
-        self._end, self._ask, self._unheard, self._grace_s = end, ask, unheard, grace_s
+        self._folder = folder
+        self._command = command
+        self._ranks = ranks
+        self._end = end
+        self._ask = ask
+        self._unheard = unheard
+        self._grace_s = grace_s
         self._request = StopRequest(folder.stop_request(ranks))
-        self._scratch, self._children = list[Path](), list[Child]()
+        self._scratch = list[Path]()
+        self._children = list[Child]()
 
     def __enter__(self) -> "Launch":
         if self._ask:

@@ -86,7 +86,8 @@ def _service(launch: Launch, config: ExperimentConfig) -> ServiceControl:
     version 0."""
     service = start_service(launch, config, {})
     print(f"{config.name}: an engine starts, which takes a minute; {service.log}", flush=True)
-    limit_s, failed = config.rollout.start_timeout_s, None
+    limit_s = config.rollout.start_timeout_s
+    failed = None
     deadline = time.monotonic() + limit_s
     while service.process.poll() is None and time.monotonic() < deadline and not failed:
         with suppress(ServiceUnreachable):  # it has not started
@@ -95,10 +96,8 @@ def _service(launch: Launch, config: ExperimentConfig) -> ServiceControl:
             failed = status.failed
             for engine in status.engines:
                 if engine.alive:
-                    key, body = (
-                        bearer(control.api_key),
-                        {"new_version": "0", "abort_all_requests": False},
-                    )
+                    key = bearer(control.api_key)
+                    body = {"new_version": "0", "abort_all_requests": False}
                     httpx.post(
                         f"{engine.url}/update_weight_version",
                         json=body,

@@ -28,7 +28,8 @@ class MismatchAlarm:
         """
         if self._bounds is None:
             return ""
-        (mean, tail), self._bounds = self._bounds, None
+        mean, tail = self._bounds
+        self._bounds = None
         apart = (logprobs - batch.rollout_logprobs)[batch.loss_mask].double().abs()
         apart = apart[~apart.isnan()] if counts else apart[:0]
         sums = torch.stack(
@@ -58,11 +59,14 @@ def alarm_bounds(config: ExperimentConfig, is_moe: bool) -> tuple[float, float] 
     if given is None:
         return None
     if "bfloat16" not in (config.actor.dtype, config.rollout.dtype):
-        mean, tail = 1e-3, 0.1
+        mean = 1e-3
+        tail = 0.1
     elif is_moe and config.actor.routing_replay != "rollout":
-        mean, tail = 0.1, 4.0
+        mean = 0.1
+        tail = 4.0
     else:
-        mean, tail = 0.05, 1.0
+        mean = 0.05
+        tail = 1.0
     return given.mean or mean, given.tail or tail
 
 
@@ -81,7 +85,8 @@ class HealthWatch:
     a checkpoint."""
 
     def __init__(self, limits: AlarmsConfig | None, note: Callable[[str], None]):
-        self._limits, self._note = limits, note
+        self._limits = limits
+        self._note = note
         self._history: list[tuple[int, Readings]] = []
         self._noted: set[str] = set()
 
@@ -110,7 +115,9 @@ def health_warnings(
         last = points[-limits.steps :]
         if limit is None or len(last) < limits.steps:
             continue
-        (first_step, first), (since, _), (_, value) = points[0], last[0], last[-1]
+        first_step, first = points[0]
+        since, _ = last[0]
+        _, value = last[-1]
         bound = sign.bound(limit, first)
         if all(point <= bound if sign.too_low else point >= bound for _, point in last):
             against = (

@@ -42,8 +42,11 @@ class StepConsole:
         enabled: bool = True,
         stream: TextIO | None = None,
     ) -> None:
-        self._title, self._num_steps, self._first = title, num_steps, start_step
-        self._enabled, self._stream = enabled, stream or sys.stdout
+        self._title = title
+        self._num_steps = num_steps
+        self._first = start_step
+        self._enabled = enabled
+        self._stream = stream or sys.stdout
         self._latest: dict[str, float] = {}
         self._started = time.monotonic()
         self._bar: Progress | None = None
@@ -83,7 +86,8 @@ class StepConsole:
         else:
             if step == self._first:  # the start does not count
                 self._started = time.monotonic()
-            done, seconds = step - self._first, time.monotonic() - self._started
+            done = step - self._first
+            seconds = time.monotonic() - self._started
             eta = minutes(seconds / done * (self._num_steps - step)) if done > 0 else "-"
             self.note(f"{step}/{self._num_steps}  {shown}  eta {eta}")
 

@@ -135,7 +135,8 @@ class StepTimer:
         clock: Callable[[], float] = time.perf_counter,
         on_phase: Callable[[str], None] = lambda name: None,
     ) -> None:
-        self._clock, self._on_phase = clock, on_phase
+        self._clock = clock
+        self._on_phase = on_phase
         self._start = clock()
         self._open: str | None = None
         self.seconds: dict[str, float] = {}

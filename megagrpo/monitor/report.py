@@ -215,8 +215,11 @@ def _draw_small(axes, entries: list[dict], name: str, title: str, colour: str) -
 def _smooth(values: list[float]) -> list[float]:
     """Returns the exponential moving average with bias correction at the start."""
     weight = 0.8
-    out, total, seen = [], 0.0, 0.0
+    out = []
+    total = 0.0
+    seen = 0.0
     for value in values:
-        total, seen = weight * total + (1 - weight) * value, weight * seen + (1 - weight)
+        total = weight * total + (1 - weight) * value
+        seen = weight * seen + (1 - weight)
         out.append(total / seen)
     return out

@@ -40,7 +40,9 @@ class RolloutLog(BackgroundWriter):
         decode: Decode = str,
     ) -> None:
         super().__init__("rollouts")
-        self._folder, self._replica, self._decode = folder, replica, decode
+        self._folder = folder
+        self._replica = replica
+        self._decode = decode
         last_kept = start_step if start_step > 0 else -1
         for step, files in folder.rollout_files().items():
             for of, path in files.items():

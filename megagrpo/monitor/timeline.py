@@ -82,12 +82,10 @@ class Timeline:
         """Writes the collected data as the line of `step`."""
         with self._lock:
             now = time.time()
-            marks, requests, calls, num_calls = (
-                [*self._marks, ("", now)],
-                self._requests,
-                self._calls,
-                self._num_calls,
-            )
+            marks = [*self._marks, ("", now)]
+            requests = self._requests
+            calls = self._calls
+            num_calls = self._num_calls
             self._clear(now)
         if self._lines is not None:
             self._lines.append(

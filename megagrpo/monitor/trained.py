@@ -42,7 +42,8 @@ class TrainedLog(StepLines):
         super().__init__(folder.trained_file(replica), start_step)
         if replica == 0:
             drop_absent(folder.trained_files(), num_replicas, start_step)
-        self._num_groups, self._pieces = num_groups, pieces
+        self._num_groups = num_groups
+        self._pieces = pieces
         self._shown: set[int] = set()
 
     def write(self, step: int, batch: Batch, logprobs: Tensor) -> None:
@@ -51,12 +52,11 @@ class TrainedLog(StepLines):
         counts = row_sums(batch.loss_mask.long(), batch.lengths)
         sums = row_sums((batch.advantages * batch.loss_mask).double(), batch.lengths)
         means = sums / counts  # NaN without trained tokens
-        ids, advantages = batch.sample_ids.tolist(), means.tolist()
+        ids = batch.sample_ids.tolist()
+        advantages = means.tolist()
         differences = (logprobs - batch.rollout_logprobs).masked_fill(~batch.loss_mask, torch.nan)
-        firsts, ends = (
-            (batch.starts + batch.prompt_lengths).tolist(),
-            (batch.starts + batch.lengths).tolist(),
-        )
+        firsts = (batch.starts + batch.prompt_lengths).tolist()
+        ends = (batch.starts + batch.lengths).tolist()
         kept_tokens = [
             (sample_id, batch.tokens[first:end], differences[first:end])
             for sample_id, group_id, first, end in zip(

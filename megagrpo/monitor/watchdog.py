@@ -56,7 +56,9 @@ class Watchdog:
         step: Callable[[], int],
     ):
         started = mesh.gather_world(time.strftime("%Y%m%d-%H%M%S"))[0]
-        self._mesh, self._folder, self._step = mesh, folder, step
+        self._mesh = mesh
+        self._folder = folder
+        self._step = step
         self.waits: list[Callable[[], str]] = []
         self._request = folder.stacks_request(started)  # unique to this start
         self._deadline_s = config.actor.deadline_s
@@ -69,7 +71,10 @@ class Watchdog:
         request_s = config.rollout.step_timeout_s
         self._limits = {"rollout": passes * request_s, "evaluate": request_s, "drain": request_s}
         self._limits["publish"] = config.weights.timeout_s
-        self._name, self._since, self._moved, self._entered = "start", time.time(), time.time(), 0
+        self._name = "start"
+        self._since = time.time()
+        self._moved = time.time()
+        self._entered = 0
         self._written = 0.0  # time of the last heartbeat
         self._reported = -1  # number of the phase that a page shows
         self._ended = threading.Event()
@@ -91,8 +96,10 @@ class Watchdog:
 
     def enter(self, phase: str) -> None:
         """Records that the main thread starts phase `phase` of the step."""
-        self._name, self._since = phase, time.time()
-        self._moved, self._entered = self._since, self._entered + 1
+        self._name = phase
+        self._since = time.time()
+        self._moved = self._since
+        self._entered += 1
 
     def alive(self) -> None:
         """Records progress of the main thread, and thus of every rank, inside its phase."""
@@ -103,7 +110,8 @@ class Watchdog:
             # If C code holds the interpreter lock, this thread cannot postpone the timer and C
             # writes the stacks.
             faulthandler.dump_traceback_later(2 * _SILENT_S, file=self._hung)
-            now, limit = time.time(), self._limits.get(self._name, self._deadline_s)
+            now = time.time()
+            limit = self._limits.get(self._name, self._deadline_s)
             if now - self._written > _BEAT_S or self._since > self._written:
                 self._beat(now)
             if self._reported == self._entered:

@@ -18,14 +18,19 @@ class Progress:
     """
 
     def __init__(self, title: str, enabled: bool = True, stream: TextIO | None = None):
-        self._title, self._enabled, self._started = title, enabled, time.monotonic()
+        self._title = title
+        self._enabled = enabled
+        self._started = time.monotonic()
         self._stream = stream or sys.stdout
         self._live = self._stream.isatty()
         self._say: Callable[[str], None] = self._print
-        self._every_s, self._at_once = _TERMINAL_S if self._live else _START_S, True
-        self._phase, self._detail = "", lambda: ""
+        self._every_s = _TERMINAL_S if self._live else _START_S
+        self._at_once = True
+        self._phase = ""
+        self._detail = lambda: ""
         self._since = self._said = self._started
-        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._repeat, name="progress", daemon=True)
 
     def __enter__(self) -> "Progress":
@@ -42,7 +47,8 @@ class Progress:
     def enter(self, phase: str, detail: Callable[[], str] = lambda: "") -> None:
         """Starts a phase, "" for none; `detail` is called for each line."""
         with self._lock:
-            self._phase, self._detail = phase, detail
+            self._phase = phase
+            self._detail = detail
             self._since = self._said = time.monotonic()
             if phase and self._at_once and self._enabled:
                 self._say(phase)
@@ -55,7 +61,8 @@ class Progress:
 
     def calm(self) -> None:
         """The start is over: says only phases that last, in a file every half minute."""
-        self._at_once, self._every_s = False, _TERMINAL_S if self._live else _RUN_S
+        self._at_once = False
+        self._every_s = _TERMINAL_S if self._live else _RUN_S
 
     def _repeat(self) -> None:
         while not self._ended.wait(_TERMINAL_S):

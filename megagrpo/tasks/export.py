@@ -49,5 +49,6 @@ def export(
             dtype=config.actor.dtype,
         )
     else:
-        like, tokenizer = config.model.path, config.model.tokenizer
+        like = config.model.path
+        tokenizer = config.model.tokenizer
         export_hf(output, weights, actor.mesh, like, config.actor.dtype, tokenizer)

@@ -106,7 +106,9 @@ def guarded(
     )
     from megagrpo.mesh import RunStopped
 
-    folder, rank, status = config.run_folder, environment.get_int("RANK", 0), 0
+    folder = config.run_folder
+    rank = environment.get_int("RANK", 0)
+    status = 0
     for final in (False, True):
         folder.error_report(name, rank, final).unlink(missing_ok=True)
     try:

@@ -30,7 +30,8 @@ def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) ->
     num_prompts = len(load_prompts(config.data, load_tokenizer(model), images)) if by_epochs else 0
     actor = make_actor(config, model.arch, config.train.steps(num_prompts), device)
     actor.images = images.pixels if images else None
-    version, source = 0, latest(config.run_folder.checkpoints, dump.weight_version)
+    version = 0
+    source = latest(config.run_folder.checkpoints, dump.weight_version)
     initial_weights(config, dump.algorithm, source, actor)
     if source is not None:
         version = load_checkpoint(config, source, actor).step

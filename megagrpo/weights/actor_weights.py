@@ -27,7 +27,8 @@ from megagrpo.weights.transports.gather_plan import (
     published_specs,
 )
 
-_SHARD_BYTES, _ADAPTER_BYTES = 2 << 30, 1 << 30
+_SHARD_BYTES = 2 << 30
+_ADAPTER_BYTES = 1 << 30
 _PEFT_PREFIX = "base_model.model."  # of the model inside PEFT's two wrappers
 
 
@@ -123,7 +124,8 @@ def _check_kept(
     """Asserts that no parameter rounds a tensor that keeps its dtype: every digest of rounded
     values would pass."""
     for copy in copies:
-        wanted, found = kept.get(copy.hf), parameters[copy.parameter].dtype
+        wanted = kept.get(copy.hf)
+        found = parameters[copy.parameter].dtype
         assert wanted in (None, found), (
             f"{copy.parameter} holds HF tensor {copy.hf} in {found}, not in {wanted}"
         )

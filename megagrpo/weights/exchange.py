@@ -59,7 +59,8 @@ class Exchange:
         run_dir: Path,
         on_call: OnCall = lambda engine, name, start, end: None,
     ):
-        self._config, self._mesh = config, mesh
+        self._config = config
+        self._mesh = mesh
         self._ids: list[str] = []  # of the engines to update; on the main rank
         self._numbers: list[
             list[np.ndarray]
@@ -97,7 +98,9 @@ class Exchange:
         bytes, and the Traffic of all ranks together. Raises LeaderError on every rank: digests
         differ, an engine refuses, or one does not come back within weights.timeout_s.
         """
-        timer, deadline, traffic = PhaseTimer(), Deadline(self._config.weights.timeout_s), Traffic()
+        timer = PhaseTimer()
+        deadline = Deadline(self._config.weights.timeout_s)
+        traffic = Traffic()
         more = self._next(lambda: self._fleet.choose(only, deadline), "find engines")
         with self._weights.merged():
             while more:

@@ -88,7 +88,8 @@ class ExpectedDigests:
 
     def _digest_share(self) -> Tensor:
         totals = torch.zeros(len(self._index), dtype=torch.int64, device=self._weights.mesh.device)
-        found, slices = [], []
+        found = []
+        slices = []
         for box, values, indices, dtype in self._batches.views(self._weights.parameters()):
             found.append(batched_digest(values.to(dtype), box))
             slices.append(self._slices[indices])

@@ -155,9 +155,12 @@ class HfFolder(Mapping[str, Tensor]):
     def _dequantise(self, target: Tensor, name: str, start: tuple[int, ...]) -> None:
         """Computes bfloat16(weight * scale of its block) as SGLang's block_quant_dequant, a row of
         blocks at a time."""
-        weight, scales = self._stored(name), self._stored(name + SCALES)
-        (top, left), (height, width) = start, self._block
-        bottom, right = top + target.shape[0], left + target.shape[1]
+        weight = self._stored(name)
+        scales = self._stored(name + SCALES)
+        top, left = start
+        height, width = self._block
+        bottom = top + target.shape[0]
+        right = left + target.shape[1]
         part = scales[top // height : -(-bottom // height), left // width : -(-right // width)]
         self.bytes_read += target.numel() + part.numel() * part.element_size()
         block_of_column = torch.arange(left, right, device=target.device) // width - left // width
@@ -206,9 +209,11 @@ class ReadingProgress:
         now = time.monotonic()
         if now - self._printed < _SECONDS_BETWEEN_LINES:
             return
-        self._printed, seconds = now, now - self._started
+        self._printed = now
+        seconds = now - self._started
         done = bytes_read / self._total if self._total else 1.0
-        left, bar = seconds / done - seconds if done else 0.0, "#" * int(done * _BAR_WIDTH)
+        left = seconds / done - seconds if done else 0.0
+        bar = "#" * int(done * _BAR_WIDTH)
         print(
             f"reading the model [{bar:-<{_BAR_WIDTH}}] {bytes_read / 1e9:.1f} of "
             f"{self._total / 1e9:.1f} GB "
@@ -232,7 +237,8 @@ def write_hf_folder(
     files come from. `target` is whole or absent, see whole_folder. Returns the bytes of all
     tensors. Raises OSError (disk full, ...) naming the folder.
     """
-    target, like = Path(target), Path(like)
+    target = Path(target)
+    like = Path(like)
     what = f"cannot write the checkpoint {target}, whose unfinished copy was removed"
     with translated(what, OSError, SafetensorError, raised=OSError), whole_folder(target) as draft:
         size, names = _write_shards(draft, tensors)
@@ -305,7 +311,8 @@ def write_description(
     dtype: of the weights, for config.json. fp8: which then says FP8 in blocks. draft: whether the
     weights have one. Raises ValueError if `like` has no config.json.
     """
-    like, folder = Path(like), Path(target)
+    like = Path(like)
+    folder = Path(target)
     if not (like / "config.json").exists():
         raise ValueError(
             f"{like / 'config.json'}: missing; it describes the checkpoint to be written"

@@ -49,10 +49,8 @@ def quantised_copies(copies: Sequence[Copy], specs: Specs, names: Set[str]) -> l
     mine = [copy for copy in copies if copy.hf in names]
     found += [Copy(c.hf, c.start, c.size, _twin(c.parameter), c.offset, c.strides) for c in mine]
     for copy in mine:  # scales lie in a grid of the whole tensor
-        blocks, strides = (
-            grid_of(copy.start, copy.size),
-            row_major(grid_of((0, 0), specs[copy.hf][0]).size),
-        )
+        blocks = grid_of(copy.start, copy.size)
+        strides = row_major(grid_of((0, 0), specs[copy.hf][0]).size)
         offset = sum(first * stride for first, stride in zip(blocks.start, strides, strict=True))
         found.append(
             Copy(copy.hf + SCALES, blocks.start, blocks.size, copy.hf + SCALES, offset, strides)
@@ -107,7 +105,8 @@ class _QuantisedView:
     """One rank's slices in FP8. Buffers exist inside `merged` only."""
 
     def __init__(self, weights: ActorWeights, mesh: Mesh):
-        self._weights, self._mesh = weights, mesh
+        self._weights = weights
+        self._mesh = mesh
         mine = [copy for copy in weights.copies if copy.hf in weights.fp8]
         self._parts = [copy.restrict(box) for copy in mine for box in copy.box.split(_AT_ONCE)]
         self._quantised = {copy.parameter for copy in mine}
@@ -154,7 +153,8 @@ class _QuantisedView:
                     live[name].copy_(values)
 
     def _fill(self) -> None:
-        live, device = self._weights.parameters(), self._mesh.device
+        live = self._weights.parameters()
+        device = self._mesh.device
         buffers = {
             _twin(name): torch.empty(_extent(live[name]), dtype=FP8, device=device)
             for name in self._quantised

@@ -134,8 +134,10 @@ class _Recorder(TorchDispatchMode):
         self, hf: Mapping[str, Tensor], parameters: Mapping[str, Tensor], allow_computed: bool
     ):
         super().__init__()
-        self.recording, self.allow_computed = Recording(), allow_computed
-        self.hf, self.storages = hf, TracedStorages(hf)
+        self.recording = Recording()
+        self.allow_computed = allow_computed
+        self.hf = hf
+        self.storages = TracedStorages(hf)
         # By storage: several parameters may share one flat buffer; each with the range of its
         # elements.
         self.parameters: dict[int, list[tuple[str, range]]] = {}
@@ -149,7 +151,8 @@ class _Recorder(TorchDispatchMode):
             self.parameters.setdefault(storage_id(tensor), []).append((name, range(start, stop)))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs, storages = kwargs or {}, self.storages
+        kwargs = kwargs or {}
+        storages = self.storages
         if func is _aten.copy_.default:
             return self._copy(args[0], args[1])
         if func in _FILLS and self._is_parameter(args[0]):
@@ -213,7 +216,8 @@ class _Recorder(TorchDispatchMode):
         if self.storages.is_zero(source):  # padding
             self._fill(target, 0.0)
             return
-        name, computed = self._parameter(target)[0], self.storages.computed(source)
+        name = self._parameter(target)[0]
+        computed = self.storages.computed(source)
         if computed and self.allow_computed:
             self.recording.computed.setdefault(
                 name, Computed(computed.how, set())
@@ -232,7 +236,8 @@ class _Recorder(TorchDispatchMode):
     def _record(self, target: Tensor, source: Tensor) -> None:
         pad = target.dim() - source.dim()
         name, offset = self._parameter(target)
-        shape, strides = (1,) * pad + tuple(source.shape), (0,) * pad + tuple(source.stride())
+        shape = (1,) * pad + tuple(source.shape)
+        strides = (0,) * pad + tuple(source.stride())
         view, into = self.storages.hf_view(source, shape, strides, target.stride())
         with naming(f"HF tensor {view.hf} -> parameter {name}"):
             parts = split_into_boxes(
@@ -270,13 +275,15 @@ def coverage_problems(recording: Recording, parameters: Mapping[str, Tensor]) ->
     writes: dict[str, list[ParameterSlice]] = {}
     for write in [*(copy.target for copy in recording.copies), *recording.fills]:
         writes.setdefault(write.parameter, []).append(write)
-    problems, seen = [], set()
+    problems = []
+    seen = set()
     for name, tensor in parameters.items():
         memory = storage_id(tensor), tensor.storage_offset()
         if memory in seen or tensor.numel() == 0 or name in recording.computed:
             continue
         seen.add(memory)
-        shape, total = tuple(tensor.shape), tensor.numel()
+        shape = tuple(tensor.shape)
+        total = tensor.numel()
         done = sum(write.numel for write in writes.get(name, []))
         if done < total:
             problems.append(

@@ -31,7 +31,8 @@ class Concatenation:
     def pieces(self, cut: Tensor, shape: torch.Size) -> list[JoinedPart]:
         """Returns the parts of `cut`, a range of `whole` in any order of dimensions. Else raises
         Untraceable."""
-        first, rest = [], int(cut.storage_offset())
+        first = []
+        rest = int(cut.storage_offset())
         for stride in self.whole.stride():
             first.append(rest // stride)
             rest %= stride
@@ -41,10 +42,14 @@ class Concatenation:
                 f"shape {tuple(cut.shape)} with strides {cut.stride()}, for shape {tuple(shape)}, "
                 f"which is no range of a concatenation {tuple(self.whole.shape)}"
             )
-        along, begin, found = order.index(self.dim), first[self.dim], []
-        stop, edge = begin + cut.shape[along], 0
+        along = order.index(self.dim)
+        begin = first[self.dim]
+        found = []
+        stop = begin + cut.shape[along]
+        edge = 0
         for part in self.parts:
-            low, high = max(begin, edge), min(stop, edge + part.shape[self.dim])
+            low = max(begin, edge)
+            high = min(stop, edge + part.shape[self.dim])
             if low < high:
                 view = part
                 for dim, size in zip(order, cut.shape, strict=True):
@@ -225,10 +230,8 @@ class TracedStorages:
         self._keep.append(out)
         view, strides = self.hf_view(source, tuple(source.shape), source.stride(), out.stride())
         dense = sorted(zip(strides, view.sizes, view.strides, strict=True), reverse=True)
-        sizes, hf_strides = (
-            tuple(size for _, size, _ in dense),
-            tuple(hf_stride for _, _, hf_stride in dense),
-        )
+        sizes = tuple(size for _, size, _ in dense)
+        hf_strides = tuple(hf_stride for _, _, hf_stride in dense)
         self._known[storage_id(out)] = HfView(view.hf, view.offset, sizes, hf_strides)
 
 

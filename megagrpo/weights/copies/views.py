@@ -55,7 +55,9 @@ class Box:
         common = self.intersect(other)
         if common is None:
             return [self]
-        rest, start, size = [], list(self.start), list(self.size)
+        rest = []
+        start = list(self.start)
+        size = list(self.size)
         for k, (low, width) in enumerate(zip(common.start, common.size, strict=True)):
             for a, b in ((start[k], low), (low + width, start[k] + size[k])):
                 if b > a:
@@ -141,7 +143,8 @@ def factor(
     iteration (dimensions of size 1 give none). Raises Untraceable for views such as a range of a
     flattened matrix that cuts through its rows.
     """
-    base_strides, rest = row_major(base), offset
+    base_strides = row_major(base)
+    rest = offset
     first: list[int] = []
     for stride in base_strides:
         first.append(rest // stride)
@@ -151,7 +154,8 @@ def factor(
     )  # per dimension of base the largest index touched so far: below its size there is no carry
     pieces: list[Piece] = []
     for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
-        inner_first, scale = [], 1
+        inner_first = []
+        scale = 1
         while size > 1:
             k = next(
                 (k for k, n in enumerate(base) if n > 1 and 0 < base_strides[k] <= stride), None
@@ -176,7 +180,9 @@ def factor(
                     )
             inner_first.append(Piece(take, k, step, dim, scale))
             reach[k] += (take - 1) * step
-            size, stride, scale = size // take, stride * take, scale * take
+            size //= take
+            stride *= take
+            scale *= take
         pieces += reversed(inner_first)
     return tuple(first), pieces
 

@@ -42,7 +42,8 @@ class CopyBatches:
     """
 
     def __init__(self, copies: Sequence[Copy], specs: Specs):
-        self._copies, self._specs = copies, specs
+        self._copies = copies
+        self._specs = specs
         self._parameters = list(dict.fromkeys(copy.parameter for copy in copies))
         self._layout: dict[str, tuple[int, int, torch.dtype]] = {}
         self._runs: list[_Run] = []
@@ -54,11 +55,9 @@ class CopyBatches:
         if layout != self._layout:
             self._layout, self._runs = layout, self._plan(layout)
         for copy, step, indices in self._runs:
-            parameter, count, dtype = (
-                parameters[copy.parameter].detach(),
-                len(indices),
-                self._specs[copy.hf][1],
-            )
+            parameter = parameters[copy.parameter].detach()
+            count = len(indices)
+            dtype = self._specs[copy.hf][1]
             first = parameter.storage_offset() + copy.offset
             values = parameter.as_strided((count, *copy.size), (step, *copy.strides), first)
             at_once = (

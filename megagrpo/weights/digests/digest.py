@@ -75,7 +75,8 @@ def batched_digest(values: Tensor, box: Box) -> Tensor:
             bits, *(index_seed(box.start[k], k) for k in range(len(box.size))[-done:])
         )
     else:
-        done, columns = 1, len(box.size) - 1
+        done = 1
+        columns = len(box.size) - 1
         sums = _row_sums(
             bits, _odd(box.start[-1], box.size[-1], columns, bits.device, _stream(bits))
         )

@@ -49,7 +49,9 @@ class EngineConnection:
         patience_s: float,
         on_call: OnCall = lambda engine, name, start, end: None,
     ):
-        self.id, self.url, self.incarnation = info.id, info.url, info.incarnation
+        self.id = info.id
+        self.url = info.url
+        self.incarnation = info.incarnation
         self.tp = tp
         self.deadline = Deadline(0)
         self.slices: list[
@@ -63,13 +65,16 @@ class EngineConnection:
         )  # likewise: names of HF tensors that one load_weights must bring
         self._asked: list[str] = []  # the calls that it has not answered yet; several threads call
         self.address = mailbox.address  # of this host, as the engine reaches it
-        self.mailbox, self._patience_s = mailbox, patience_s
+        self.mailbox = mailbox
+        self._patience_s = patience_s
         # whether it speculates: SGLang then passes requests to both models, the draft's last
         self.has_draft = False
         self._sockets: list[
             socket.socket
         ] = []  # of the HTTP connections, one for each call at a time
-        self._closed, self._lock, self._on_call = False, threading.Lock(), on_call
+        self._closed = False
+        self._lock = threading.Lock()
+        self._on_call = on_call
         self._http = httpx.Client(
             base_url=info.url,
             trust_env=False,

@@ -92,7 +92,8 @@ def absorbed_matrices(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Ten
     out: matrices that it computes in another way.
     """
     for path, module in model.named_modules():
-        keys, values = getattr(module, "w_kc", None), getattr(module, "w_vc", None)
+        keys = getattr(module, "w_kc", None)
+        values = getattr(module, "w_vc", None)
         projection = getattr(module, "kv_b_proj", None)
         weight = getattr(projection, "weight", None)
         if keys is not None and weight is not None and weight.dtype == FP8:
@@ -106,7 +107,8 @@ def absorbed_matrices(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Ten
         ):
             continue
         heads = weight.detach().unflatten(0, (len(keys), -1))  # [heads, nope + v, rank]
-        nope, v = keys.shape[1], values.shape[2]
+        nope = keys.shape[1]
+        v = values.shape[2]
         if heads.shape[1] == nope + v:
             yield f"{path}.w_kc", keys, heads[:, :nope]
             yield f"{path}.w_vc", values, heads[:, nope:].transpose(1, 2)

@@ -58,13 +58,12 @@ class EngineFleet:
         on_call: OnCall,
         patience_s: float,
     ):
-        self._config, self._registry, self._specs, self._transport = (
-            config,
-            registry,
-            specs,
-            transport,
-        )
-        self._on_call, self._patience_s = on_call, patience_s
+        self._config = config
+        self._registry = registry
+        self._specs = specs
+        self._transport = transport
+        self._on_call = on_call
+        self._patience_s = patience_s
         self.kinds: list[
             list[list[Copy]]
         ] = []  # distinct copy lists of engines, each by engine rank; see Exchange
@@ -225,7 +224,8 @@ class EngineFleet:
     def _connect(self, info: EngineInfo) -> EngineConnection:
         if self._mailbox is None:
             self._mailbox = Mailbox(address_towards(info.url), self._config.weights.timeout_s)
-        tp, key = self._config.rollout.tp, self._registry.api_key
+        tp = self._config.rollout.tp
+        key = self._registry.api_key
         engine = EngineConnection(info, tp, self._mailbox, key, self._patience_s, self._on_call)
         engine.has_draft = self._config.rollout.draft_tokens is not None
         return engine

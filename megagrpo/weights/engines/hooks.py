@@ -85,7 +85,8 @@ class Recorder:
             handle.remove()
         for module in self._wrapped:
             vars(module).pop(_FUSED, None)  # the class has its own
-        self._handles, self._wrapped = [], []
+        self._handles = []
+        self._wrapped = []
 
 
 def _value(tap: Tap, module: torch.nn.Module, args: list, output: object) -> object:

@@ -65,7 +65,8 @@ def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None
     with _reported(
         lambda text: print(text, file=sys.stderr)
     ):  # no mailbox: the trainer's deadline ends its wait
-        request, draft = decode(bytes(dict(named_tensors)["request"].cpu().numpy())), None
+        request = decode(bytes(dict(named_tensors)["request"].cpu().numpy()))
+        draft = None
         if request["draft"] and request["reply"] not in _models:
             _models.clear()
             _models[request["reply"]] = model
@@ -131,10 +132,8 @@ class EngineEnd:
 
     def __init__(self, model: torch.nn.Module, draft: torch.nn.Module | None = None):
         # Weak, because _ends keeps this object as long as the model lives.
-        self._weak_model, self._weak_draft = (
-            weakref.ref(model),
-            None if draft is None else weakref.ref(draft),
-        )
+        self._weak_model = weakref.ref(model)
+        self._weak_draft = None if draft is None else weakref.ref(draft)
         self.recorded: _Recorded  # from the first request on
         self.link: _Link | None = None
         self._capture: Recorder | None = None
@@ -155,14 +154,16 @@ class EngineEnd:
 
     @property
     def _model(self) -> torch.nn.Module:
-        model, draft = self._weak_model(), None if self._weak_draft is None else self._weak_draft()
+        model = self._weak_model()
+        draft = None if self._weak_draft is None else self._weak_draft()
         assert model is not None, "SGLang passes the model with every request"
         return model if draft is None else WithDraft(model, draft)
 
     def record(self, request: dict, specs: dict) -> dict:
         """Returns this rank's copies. problems: elements that HF tensors do not fill exactly once,
         wrong formats."""
-        model, hf = self._model, _decoded(specs)
+        model = self._model
+        hf = _decoded(specs)
         recording, whole = record_engine_model(model, hf, request["allow_computed"])
         self.recorded = _Recorded(recording, hf, CopyBatches(recording.copies, hf), whole)
         problems = coverage_problems(
@@ -188,7 +189,8 @@ class EngineEnd:
     def receive(self, request: ReceiveRequest, store: TCPStore, mailbox: tuple[str, int]) -> dict:
         """Fills the live parameters from the trainers. Returns the peak staged bytes, or why the
         trainers were lost."""
-        live, lost = live_tensors(self._model), ""
+        live = live_tensors(self._model)
+        lost = ""
         try:
             staging_bytes = self._take(request, store, mailbox, live)
         except PeerLost as exc:
@@ -213,7 +215,8 @@ class EngineEnd:
         computation, and features of images that the tower computed with older weights and that
         could not be forgotten.
         """
-        recorded, live = self.recorded, live_tensors(self._model)
+        recorded = self.recorded
+        live = live_tensors(self._model)
         digests, problems = self._digest_copies(live)
         problems += _forget_images(self._model)
         fills = recorded.recording.fills
@@ -248,7 +251,8 @@ class EngineEnd:
 
     def leave(self) -> dict:
         """Forgets the trainers, whatever state they are in."""
-        link, self.link = self.link, None
+        link = self.link
+        self.link = None
         if link is not None and link.group is not None:
             link.group.abort()
         return {}
@@ -266,7 +270,8 @@ class EngineEnd:
 
     def read(self, file: str) -> dict:
         """Ends the capture and writes it to a file: a list of tensors for each tap."""
-        capture, self._capture = self._capture, None
+        capture = self._capture
+        self._capture = None
         assert capture is not None, "capture comes first"
         capture.remove()
         torch.save(capture.seen, file)
@@ -281,10 +286,12 @@ class EngineEnd:
     ) -> int:
         """Receives all slices once, joining the trainers first if need be. Returns the peak staged
         bytes."""
-        deadline, patience_s = Deadline(request["left_s"]), request["patience_s"]
+        deadline = Deadline(request["left_s"])
+        patience_s = request["patience_s"]
         if self.link is None or self.link.name != request["group"]:
             self.link = self._join(request, store, mailbox)
-        model, recorded = self._model, self.recorded
+        model = self._model
+        recorded = self.recorded
         device = next(model.parameters()).device
         delta = request.get("delta", False)
         sent = recorded.kept or {
@@ -292,7 +299,8 @@ class EngineEnd:
             for copy in recorded.whole
         }
         recorded.kept = sent if delta else {}
-        staging_bytes, targets = 0, live | sent
+        staging_bytes = 0
+        targets = live | sent
         if self.link.group is None:
             take_batches(
                 store, request["memory"], self.link.batches, targets, device, deadline, patience_s
@@ -332,7 +340,8 @@ class EngineEnd:
         """Returns the recorded copies' digests, int64 [copies], and a line for each that its dtype
         cannot represent."""
         copies = self.recorded.recording.copies
-        digests, order = [], []
+        digests = []
+        order = []
         inexact: dict[int, torch.dtype] = {}  # by copy
         with torch.no_grad():
             for box, values, indices, dtype in self.recorded.batches.views(live):
@@ -358,7 +367,8 @@ class WithDraft(torch.nn.Module):
 
     def __init__(self, model: torch.nn.Module, draft: torch.nn.Module):
         super().__init__()
-        self.model, self.draft = model, draft
+        self.model = model
+        self.draft = draft
         if any(hasattr(part, "post_load_weights") for part in self.children()):
             self.post_load_weights = self._post_load_weights
 

@@ -121,7 +121,8 @@ class _Line:
 
     def __init__(self, engine: EngineConnection):
         self.groups: deque[EngineGroup] = deque()  # the next bucket's first
-        self._engine, self._answers = engine, deque[Future]()
+        self._engine = engine
+        self._answers = deque[Future]()
         self._pool = ThreadPoolExecutor(_IN_FLIGHT)
 
     def join(self, device: torch.device, limits: GroupLimits) -> None:
@@ -155,7 +156,8 @@ class _Line:
         """Broadcasts `values`. Returns when they are out, perhaps before the engine has loaded
         them."""
         self.wait_for_answers(_IN_FLIGHT - 1)
-        group, patience = self.groups[0], self._engine.patience
+        group = self.groups[0]
+        patience = self._engine.patience
         self.groups.rotate(-1)
         self._together(
             "/update_weights_from_distributed",

@@ -44,7 +44,8 @@ class DiskTransport(Transport):
                 if old.name != target.name:
                     shutil.rmtree(old)
 
-        what, traffic = "disk weights to engines", Traffic()
+        what = "disk weights to engines"
+        traffic = Traffic()
         gather_to_main(
             self._plan, weights.parameters(), weights.mesh, write_and_load, what, traffic
         )

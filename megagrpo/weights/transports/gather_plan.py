@@ -96,10 +96,8 @@ def make_gather_plan(
 def _units(specs: Specs, together: Iterable[tuple[str, ...]]) -> dict[torch.dtype, list[list[str]]]:
     """Returns by dtype the groups of tensors that share a bucket, most of one tensor, in the order
     of their first."""
-    unit_of, order = (
-        {name: [name] for name in specs},
-        {name: number for number, name in enumerate(specs)},
-    )
+    unit_of = {name: [name] for name in specs}
+    order = {name: number for number, name in enumerate(specs)}
     for group in together:
         names = sorted({other for name in group for other in unit_of[name]}, key=order.__getitem__)
         if len({specs[name][1] for name in names}) > 1:
@@ -170,9 +168,11 @@ def gather_buckets(
     if mesh.rank != 0:
         yield from _contribute(plan, parameters, mesh, traffic)
         return
-    coming, held = _receive(plan, 0, mesh), 0
+    coming = _receive(plan, 0, mesh)
+    held = 0
     for number, bucket in enumerate(plan.buckets, 1):
-        (arrived, works), coming = coming, _receive(plan, number, mesh)
+        arrived, works = coming
+        coming = _receive(plan, number, mesh)
         ours = bucket.parts.get(0, ())
         full = {
             copy.hf: live
@@ -184,9 +184,9 @@ def gather_buckets(
             name: torch.empty(plan.specs[name][0], dtype=bucket.dtype, device=mesh.device)
             for name in assembled
         }
-        before, held = (
-            held,
-            sum(tensor.nbytes for tensor in (*map(full.__getitem__, assembled), *arrived.values())),
+        before = held
+        held = sum(
+            tensor.nbytes for tensor in (*map(full.__getitem__, assembled), *arrived.values())
         )
         traffic.staging_bytes = max(traffic.staging_bytes, before + held)
         for copy in ours:

@@ -77,7 +77,8 @@ class IpcTransport(LinkTransport):
         return tuple(found)
 
     def _make_plan(self, cover: Cover, link: Link) -> TransferPlan:
-        weights, engines = self._weights, self._weights.num_engines
+        weights = self._weights
+        engines = self._weights.num_engines
         carried = -(
             -engines * link.num_ranks // weights.mesh.world_size
         )  # engine ranks per carrier
@@ -88,7 +89,8 @@ class IpcTransport(LinkTransport):
     def _move(self, links: list[Link], traffic: Traffic) -> dict[str, Exception]:
         """Collects every batch at its carriers and hands it over; those of all links with one
         number go together."""
-        rank, plans = self._weights.mesh.rank, [self._plan(link) for link in links]
+        rank = self._weights.mesh.rank
+        plans = [self._plan(link) for link in links]
         outgoing = [plan.sent_by(rank) for plan in plans]
         num_batches = max((int(plan.batches.max(initial=-1)) + 1 for plan in plans), default=0)
         with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
@@ -174,7 +176,8 @@ class IpcTransport(LinkTransport):
     def _handovers(self, links: list[Link], stack: ExitStack) -> dict[_Destination, Handover]:
         """Returns this rank's handovers to the engine ranks that it carries for; they are closed
         with the stack."""
-        handovers, device = {}, self._weights.mesh.device
+        handovers = {}
+        device = self._weights.mesh.device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # each thread has its own
         for index, link in enumerate(links):

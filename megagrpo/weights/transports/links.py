@@ -177,7 +177,8 @@ class LinkTransport(ABC):
     def _requests(self, engine: EngineConnection, link: Link) -> list[dict[str, object]]:
         """Returns a ReceiveRequest for each rank of the engine; its batches go into the mailbox,
         once per link."""
-        requests, plan = [], self._plan(link)
+        requests = []
+        plan = self._plan(link)
         ranks = {
             trainer: rank for rank, trainer in enumerate(plan.trainers)
         }  # of the group, in which they come first
@@ -226,7 +227,8 @@ class LinkTransport(ABC):
                 raise failure
             engines.each(refuse)
             names = set(self._names.values())
-            changed, self._told = names != self._told, names
+            changed = names != self._told
+            self._told = names
             return names if changed else None  # which is not sent
 
         return mesh.from_main(settle, "send weights to engines")
@@ -237,7 +239,8 @@ class CutFlag:
     exception inside cuts it."""
 
     def __init__(self, link: Link, store: TCPStore | None = None):
-        self._key, self._store = f"{link.name}/cut", store or link.open_store()
+        self._key = f"{link.name}/cut"
+        self._store = store or link.open_store()
 
     def cut(self, reason: str) -> None:
         """Cuts the link, unless it is cut already."""

@@ -154,7 +154,8 @@ class _TrainerEnd:
     def __init__(self, link: Link, plan: TransferPlan, rank: int, delta: bool = False):
         self.link = link
         trainers = plan.trainers
-        self._rank, self._num_trainers = trainers.index(rank), len(trainers)
+        self._rank = trainers.index(rank)
+        self._num_trainers = len(trainers)
         batches = plan.sent_by(rank)
         self._numbers = list(batches)
         self._batches = [  # with peers as ranks of the group, in which trainers come first
@@ -190,17 +191,16 @@ class _TrainerEnd:
             )
 
     def _send(self, weights: TrainerWeights, deadline: Deadline, turn: Turn) -> Traffic:
-        link, device = self.link, weights.mesh.device
+        link = self.link
+        device = weights.mesh.device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # each thread has its own
         if self._group is None:
             store = link.open_store(link.limits.join_s)
             ready = [f"{link.name}/ready/{rank}" for rank in range(link.num_ranks)]
-            flag, size, here = (
-                CutFlag(link, store),
-                self._num_trainers + link.num_ranks,
-                address_towards(link.url),
-            )
+            flag = CutFlag(link, store)
+            size = self._num_trainers + link.num_ranks
+            here = address_towards(link.url)
             flag.wait_until(
                 lambda: store.check(ready), Deadline(link.limits.join_s), f"{link.url} to join"
             )

@@ -99,7 +99,8 @@ class TransferPlan:
         self, mine: np.ndarray, peers: np.ndarray, slices: list[ParameterSlice]
     ) -> dict[int, list[Message]]:
         tags: Counter[int] = Counter()  # by peer, the next one
-        batch_of, message_of = self.batches.tolist(), self.messages.tolist()
+        batch_of = self.batches.tolist()
+        message_of = self.messages.tolist()
         pieces = np.flatnonzero(mine)
         pieces = pieces[np.lexsort((self.messages[pieces], self.batches[pieces]))]
         batches: dict[int, list[Message]] = {}
@@ -303,7 +304,8 @@ def _batches(cover: Cover, sources: np.ndarray, limit: int) -> np.ndarray:
         batch = max(number for number, _ in states)
         filled = [num_bytes if number == batch else 0 for number, num_bytes in states]
         if max(filled) and max(filled) + size > limit:
-            batch, filled = batch + 1, [0, 0]
+            batch = batch + 1
+            filled = [0, 0]
         for key, num_bytes in zip(keys, filled, strict=True):
             last[key] = (batch, num_bytes + size)
         batches[piece] = batch
@@ -330,7 +332,8 @@ def piece_limit(bucket_bytes: int) -> int:
 def _joined(first: ParameterSlice, second: ParameterSlice, limit: int) -> ParameterSlice | None:
     """Returns two slices as one run of memory, None if they are not adjacent or exceed `limit`
     elements."""
-    numel, follows = first.numel + second.numel, second.offset == first.offset + first.numel
+    numel = first.numel + second.numel
+    follows = second.offset == first.offset + first.numel
     if first.parameter != second.parameter or not follows or numel > limit:
         return None
     return (

@@ -32,7 +32,8 @@ class LastSent:
     def update(self, message: Message, values: Tensor) -> tuple[int, Tensor]:
         """Returns count and content of a message whose values [n] are sent now: those, or changes
         as uint8 [bytes]."""
-        bits, key = _bits(values), (message.peer, message.tag)
+        bits = _bits(values)
+        key = (message.peer, message.tag)
         last = self._bits.get(key)
         if last is None:
             self._bits[key] = bits.to("cpu", copy=True)
@@ -54,7 +55,9 @@ class LastSent:
     def counted(self) -> tuple[int, int]:
         """Returns how many elements were compared, and how many of them had changed, since the last
         call."""
-        found, self.compared, self.changed = (self.compared, self.changed), 0, 0
+        found = (self.compared, self.changed)
+        self.compared = 0
+        self.changed = 0
         return found
 
 
@@ -70,10 +73,8 @@ def write_changes(message: Message, count: int, content: Tensor, values: Tensor)
     before."""
     bits = _bits(values)
     split = count * message.dtype.itemsize
-    changed, places = (
-        content[:split].view(bits.dtype),
-        content[split:].clone(),
-    )  # whose memory begins anywhere
+    changed = content[:split].view(bits.dtype)
+    places = content[split:].clone()  # whose memory begins anywhere
     listed = _is_listed(count, message.numel)
     bits[places.view(_POSITION).long() if listed else _unpacked(places, message.numel)] = changed
 

@@ -43,7 +43,8 @@ class PhaseTimer:
     def __call__(self, phase: str) -> Iterator[None]:
         """Counts the time inside the `with` block as `phase`. A block that raises is not
         counted."""
-        start, counted = time.monotonic(), sum(self._seconds.values())
+        start = time.monotonic()
+        counted = sum(self._seconds.values())
         yield
         inside = sum(self._seconds.values()) - counted
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.monotonic() - start - inside

@@ -57,7 +57,9 @@ class EngineGroup:
     def __init__(self, name: str, backend: Any, device: torch.device):
         # backend: a ProcessGroupGloo or ProcessGroupNCCL, of which torch's type stubs lack most
         # methods
-        self.name, self._backend, self._device = name, backend, device
+        self.name = name
+        self._backend = backend
+        self._device = device
 
     def set_timeout(self, seconds: float) -> None:
         """Bounds every later operation; the group was made under the shorter limit of its store."""
@@ -118,7 +120,8 @@ class EngineGroup:
     def abort(self) -> None:
         """Ends the group, whatever state the others are in. A wait in it raises, over gloo at its
         timeout at last."""
-        backend, self._backend = self._backend, None
+        backend = self._backend
+        self._backend = None
         if backend is not None and self._device.type == "cuda":
             backend.abort()
         # Over gloo without its abort, which closes file descriptors that its destructor then closes

@@ -48,13 +48,17 @@ class Handover:
         patience_s: float,
         cut: Callable[[], str],
     ):
-        self._store, self._key, self._batches, self._device = store, key, batches, device
+        self._store = store
+        self._key = key
+        self._batches = batches
+        self._device = device
         self._wait_for = partial(
             _wait_for, store, deadline=deadline, patience_s=patience_s, cut=cut
         )
         self._index = {number: index for index, number in enumerate(batches)}
         self._half = _half_bytes(list(batches.values()))
-        self.lost, self.num_bytes = "", _HALVES * self._half
+        self.lost = ""
+        self.num_bytes = _HALVES * self._half
         self._buffer = SharedBuffer(self.num_bytes, device)
         store.set(f"{key}/handle", encode(self._buffer.handle))  # type: ignore[arg-type]  # takes bytes
 

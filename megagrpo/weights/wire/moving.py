@@ -149,7 +149,8 @@ def receive_batches(
 
 def _counts(batch: list[_Staged]) -> list[Send]:
     """Returns for each peer the message with the counts of its messages, int32."""
-    device, counts = batch[0].values.device, list[Send]()
+    device = batch[0].values.device
+    counts = list[Send]()
     for peer, tag in count_tags([one.message for one in batch]).items():
         of_peer = [one.num_changed for one in batch if one.message.peer == peer]
         counts.append(Send(torch.tensor(of_peer, dtype=torch.int32, device=device), peer, tag))
