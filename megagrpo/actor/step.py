@@ -88,36 +88,47 @@ def hidden_states(actor: MegatronActor, batch: Batch) -> ReferenceStates:
 
 
 def with_logprobs(
-    actor: MegatronActor, batch: Batch, temperature: float, old: bool, reference: str | None
+    actor: MegatronActor, batch: Batch, algorithm: AlgorithmConfig, temperature: float
 ) -> Batch:
-    """Collective. Returns the batch with old_logprobs if `old`, and with the inputs of the KL
-    estimator `reference`.
+    """Collective. Returns the batch with the log-probabilities before the update that the algorithm
+    and its number of updates ask for: the actor's, and the reference's or its hidden states.
 
-    With actor.routing_replay old, the forward of the old log-probabilities records the experts for
-    the updates. The reference is swapped in for its forward and routes by itself. Raises
-    NonFiniteUpdate on every rank if one of them is NaN or infinite: the weights cause it, and the
-    update would fail too.
+    Raises NonFiniteUpdate on every rank if one of them is NaN or infinite: the weights cause it,
+    and the update would fail too.
     """
-    if old and actor.routing is not None and actor.config.routing_replay == "old":
+    if batch.num_updates > 1 or algorithm.needs_old_logprobs:
+        batch = with_old_logprobs(actor, batch, temperature)
+    if algorithm.uses_reference:
+        batch = with_reference(actor, batch, algorithm.kl.estimator, temperature)
+    return batch
+
+
+def with_old_logprobs(actor: MegatronActor, batch: Batch, temperature: float) -> Batch:
+    """Collective. Returns the batch with old_logprobs. Raises NonFiniteUpdate.
+
+    With actor.routing_replay old, this forward records the experts for the updates.
+    """
+    if actor.routing is not None and actor.config.routing_replay == "old":
         with actor.routing.recording(batch) as recorded:
             logprobs = token_logprobs(actor, batch, temperature)
-        batch = replace(recorded(), old_logprobs=_finite(actor, logprobs, "the actor"))
-    elif old:
-        batch = replace(
-            batch,
-            old_logprobs=_finite(actor, token_logprobs(actor, batch, temperature), "the actor"),
-        )
-    if reference is not None:
-        assert actor.as_reference is not None, "keep_reference() was not called"
-        of_itself = replace(batch, routing=None)
-        with actor.as_reference():
-            if reference == "full":
-                return replace(batch, reference=hidden_states(actor, of_itself))
-            logprobs = _finite(
-                actor, token_logprobs(actor, of_itself, temperature), "the reference"
-            )
-            batch = replace(batch, ref_logprobs=logprobs)
-    return batch
+        batch = recorded()
+    else:
+        logprobs = token_logprobs(actor, batch, temperature)
+    return replace(batch, old_logprobs=_finite(actor, logprobs, "the actor"))
+
+
+def with_reference(actor: MegatronActor, batch: Batch, estimator: str, temperature: float) -> Batch:
+    """Collective. Returns the batch with what this estimator of the KL takes of the reference.
+
+    The reference is swapped in for its forward and routes by itself. Raises NonFiniteUpdate.
+    """
+    assert actor.as_reference is not None, "keep_reference() was not called"
+    of_itself = replace(batch, routing=None)
+    with actor.as_reference():
+        if estimator == "full":
+            return replace(batch, reference=hidden_states(actor, of_itself))
+        logprobs = token_logprobs(actor, of_itself, temperature)
+        return replace(batch, ref_logprobs=_finite(actor, logprobs, "the reference"))
 
 
 def _finite(actor: MegatronActor, logprobs: Tensor, whose: str) -> Tensor:
