@@ -94,7 +94,8 @@ class MicroBatches(Sequence[MicroBatch]):
     """
 
     def __init__(self, build: Callable[[int], MicroBatch], shapes: Sequence[tuple[int, int]]):
-        self._build, self.shapes = build, shapes
+        self._build = build
+        self.shapes = shapes
 
     def __len__(self) -> int:
         return len(self.shapes)
@@ -116,7 +117,8 @@ def _aligned(
     def largest(values: list[int]) -> list[int]:
         return mesh.reduce(torch.tensor(values), "max").tolist()
 
-    budget, packed = size.budget, size.packed
+    budget = size.budget
+    packed = size.packed
     count = max(largest([len(fewest_micro_batches(lengths, budget, packed))])[0], 1)
     count = _up(count, layout.pp) if layout.vpp > 1 else count
     ways = candidate_cuts(lengths, budget, packed, count, largest(longest_lengths(lengths, count)))

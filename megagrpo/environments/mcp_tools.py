@@ -82,10 +82,11 @@ class McpTools:
     def _result(self, call: str) -> str:
         try:
             asked = json.loads(call)
-            name, arguments = asked["name"], asked.get("arguments") or {}
+            name = asked["name"]
+            arguments = asked.get("arguments") or {}
         except (ValueError, TypeError, KeyError, AttributeError) as exc:
             return f"error: the call is no JSON with name and arguments: {exc}"
-        if name not in (known := [tool["name"] for tool in self._tools]):
+        if name not in (known := [str(tool["name"]) for tool in self._tools]):
             return f"error: no tool {name!r}; there are {', '.join(known)}"
         return self._session.call(name, arguments)[: self._max_chars]
 

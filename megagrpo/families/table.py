@@ -221,7 +221,8 @@ def is_left_out(hf: HfConfig, tensor: str, draft: bool = False) -> bool:
     ):
         return True
     prefix, _, rest = tensor.partition("model.layers.")
-    number, layers = rest.partition(".")[0], hf.get("num_hidden_layers")
+    number = rest.partition(".")[0]
+    layers = hf.get("num_hidden_layers")
     if prefix or not number.isdecimal() or layers is None or int(number) < layers:
         return False
     return not draft or rest.partition(".")[2] in ("embed_tokens.weight", "shared_head.head.weight")

@@ -23,7 +23,8 @@ Value = Any  # an object of a program, or the JSON that stands for it
 def answer_calls(source: str, options: Mapping[str, Value]) -> None:
     """Runs the program, then answers requests [operation, target, name, args, kwargs] with ["ok" |
     "error", value]."""
-    module, objects = types.ModuleType("program"), list[Value]()
+    module = types.ModuleType("program")
+    objects = list[Value]()
     sys.modules["program"] = module
     with (
         open(options["input"], encoding="utf-8") as requests,
@@ -122,7 +123,8 @@ class _Remote:
     judge itself."""
 
     def __init__(self, ask: Callable[..., Value], number: int):
-        self._ask, self._number = ask, number
+        self._ask = ask
+        self._number = number
 
     def __call__(self, *args: Value, **kwargs: Value) -> Value:
         return self._ask("call", self._number, None, args, kwargs)
