@@ -93,7 +93,7 @@ def measure_trl(folder: Path, steps: int, tokens: int, site: Path) -> list[dict]
     paths = [
         str(site),
         str(ROOT),
-        str(ROOT / "megagrpo" / "rollout" / "cpu"),
+        str(ROOT / "megagrpo" / "cpu" / "engine"),
     ]  # the last: torchvision's operators
     words = [
         sys.executable,

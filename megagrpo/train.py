@@ -20,23 +20,18 @@ def train(run: Run) -> None:
     for step in range(state.step, run.num_steps):
         timer, metrics = StepTimer(on_phase=run.enter), Metrics()
         with timer.phase("checkpoint"):
-            # after a step whose samples and metrics are on disk: a resumed run has them all
-            run.checkpoint()
+            run.checkpoint()  # here the last step's samples and metrics are on disk
         if run.stopping():  # pre-emption or the time limit: saved, and continued by the next start
             break
         with timer.phase("rollout"):
             groups = run.next_groups(metrics)  # this rank's share: sampled, scored
-        updates = plan_updates(
-            config.train, config.seed, step
-        )  # the groups of each optimiser update, over all passes
+        updates = plan_updates(config.train, config.seed, step)  # groups of each update and pass
         batch = run.build_batch(groups, updates)  # samples balanced over ranks by cost
         if config.reward.shuffle:  # the control experiment: rewards without information
             batch = shuffle_rewards(batch, config.seed, step, mesh)
         algorithm = with_current_kl_coef(config.algorithm, state.algo_state)
         with timer.phase("logprobs"):
-            old = batch.num_updates > 1 or algorithm.needs_old_logprobs
-            reference_kl = algorithm.kl.estimator if algorithm.uses_reference else None
-            batch = with_logprobs(actor, batch, temperature, old, reference_kl)
+            batch = with_logprobs(actor, batch, algorithm, temperature)
         # the all-reduce of group statistics
         batch, state.algo_state, values = with_advantages(
             batch, algorithm, mesh.reduce, state.algo_state, max_tokens
@@ -44,9 +39,7 @@ def train(run: Run) -> None:
         with timer.phase("update"):
             measured, logprobs = update(actor, batch, algorithm, temperature, max_tokens)
         values |= measured
-        run.inspect_update(
-            batch, algorithm, values, logprobs
-        )  # an update that was not finite: dumped; halt or go on
+        run.inspect_update(batch, algorithm, values, logprobs)  # not finite: dumped; halt or go on
         state.step += 1
         with timer.phase("publish"):
             values |= run.publish()

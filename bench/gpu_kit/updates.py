@@ -75,7 +75,7 @@ def _reinforced(actor: MegatronActor, sizes: dict) -> tuple[list[float], list[fl
         sampler.take(whole(weights, actor.parameters(), actor.mesh))
         groups = sampler.groups(seed=number)
         batch = build_batch(groups, one_pass(_GROUPS), actor.mesh)
-        batch = step.with_logprobs(actor, batch, 1.0, old=True, reference=None)
+        batch = step.with_old_logprobs(actor, batch, 1.0)
         assert batch.old_logprobs is not None, "it was asked for"
         gap = (batch.old_logprobs - batch.rollout_logprobs).abs()[batch.loss_mask]
         gaps.append(float(gap.mean()))

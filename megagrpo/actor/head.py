@@ -49,7 +49,8 @@ def over_tokens(
     `token_loss`."""
 
     def from_hidden(micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor) -> Loss:
-        flat, places = micro.targets.flat, micro.target_grid
+        flat = micro.targets.flat
+        places = micro.target_grid
         tokens = micro.padded(batch.tokens).flatten()[places].long()
         logprobs, entropy = token_values(actor, chunk, hidden, flat, tokens, temperature)
 
@@ -66,9 +67,11 @@ def over_tokens(
             assert reference.output_weight is not None, (
                 "the last stage has the reference's output weight"
             )
-            weight, of_policy = chunk.output_weight(), gathered(actor, hidden)[flat]
+            weight = chunk.output_weight()
+            of_policy = gathered(actor, hidden)[flat]
             of_reference = reference.hidden[index], reference.output_weight
-            rows, shard = actor.config.logprob_chunk_tokens, _vocabulary(actor, weight)
+            rows = actor.config.logprob_chunk_tokens
+            shard = _vocabulary(actor, weight)
             full_kl = grid(
                 chunked_full_kl(of_policy, weight, *of_reference, temperature, rows, shard)
             )
@@ -89,8 +92,10 @@ def with_draft(
         if drafted is None:
             return loss, sums
         proposed, follows = drafted
-        flat, weight = micro.targets.flat, chunk.output_weight().detach()
-        rows, shard = actor.config.logprob_chunk_tokens, _vocabulary(actor, weight)
+        flat = micro.targets.flat
+        weight = chunk.output_weight().detach()
+        rows = actor.config.logprob_chunk_tokens
+        shard = _vocabulary(actor, weight)
         with torch.no_grad():
             next_hidden = gather_context(gathered(actor, hidden.detach()))[follows.places[flat]]
         kl = chunked_draft_kl(
@@ -113,7 +118,8 @@ def token_values(
     """Returns log-probability and entropy [T] of `tokens` [T], predicted at flat positions of
     hidden [s / tp, b, h]."""
     weight = chunk.output_weight()
-    rows, shard = actor.config.logprob_chunk_tokens, _vocabulary(actor, weight)
+    rows = actor.config.logprob_chunk_tokens
+    shard = _vocabulary(actor, weight)
     return chunked_logprobs(gathered(actor, hidden)[flat], weight, tokens, temperature, rows, shard)
 
 

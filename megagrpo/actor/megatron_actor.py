@@ -159,10 +159,8 @@ class MegatronActor:
         # after the model is built: Megatron's experts copy the configuration deeply, and process
         # groups cannot be copied
         self.clock = ScheduleClock(device)
-        self.transformer.timers, self.transformer.finalize_model_grads_func = (
-            self.clock,
-            self._reduce_gradients,
-        )
+        self.transformer.timers = self.clock
+        self.transformer.finalize_model_grads_func = self._reduce_gradients
         self.model = wrap_chunks(self.chunks, self.transformer, ddp_settings)
         self.optimizer = build_optimizer(self.model, optimizer_settings, config.lora is not None)
         self.update_state = UpdateState(self.model, self.optimizer, device)
@@ -173,10 +171,12 @@ class MegatronActor:
         self.as_reference: Callable[[], AbstractContextManager[None]] | None = (
             None  # set by keep_reference
         )
-        found, arch = routers(self.chunks), self.arch
+        found = routers(self.chunks)
+        arch = self.arch
         self.router_scope = scope = RouterScope(found)
         self.expert_load = ExpertLoad(found, scope, arch, device)
-        rate, losses = config.router_bias_update, config.router_losses
+        rate = config.router_bias_update
+        losses = config.router_losses
         self.router_bias = None if rate is None else RouterBias(found, scope, arch, device)
         self.router_losses = (
             None if losses is None else RouterLosses(found, scope, arch, losses, device)
@@ -296,7 +296,8 @@ class MegatronActor:
         routers and what is frozen of a vision tower, or the adapters of any slices.
         """
         if self.config.lora is None:
-            vision, trained = self.arch.vision, self.config.trained_vision
+            vision = self.arch.vision
+            trained = self.config.trained_vision
             frozen = (
                 () if self.config.trains_draft else (layer_prefix(self.arch.num_layers),)
             )  # a draft's tensors
@@ -346,7 +347,8 @@ class MegatronActor:
         finite.
         """
         self.optimizer.prepare_grads()
-        norm, metrics = float(self.optimizer.get_grad_norm()), {}
+        norm = float(self.optimizer.get_grad_norm())
+        metrics = {}
         if self.config.trains_draft:
             metrics["optim/draft_grad_norm"] = draft_norm(self.optimizer)
         of_draft = metrics.get("optim/draft_grad_norm", 0.0)

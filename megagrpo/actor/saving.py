@@ -71,7 +71,8 @@ def _kind_of_optimizer(actor: MegatronActor) -> dict[str, str]:
 
 def _check_kind_of_optimizer(actor: MegatronActor, metadata: dict, folder: Path) -> None:
     """Raises ValueError when the state was saved by an optimiser of another kind."""
-    saved, here = metadata.get(_KIND, {}), _kind_of_optimizer(actor)
+    saved = metadata.get(_KIND, {})
+    here = _kind_of_optimizer(actor)
     if saved != here:
         names = [name for name in _KIND_FIELDS if saved.get(name) != here.get(name)]
         text = "; ".join(
@@ -91,7 +92,8 @@ class _Checksummed(RawIOBase):
     def __init__(self, file: BufferedWriter):
         super().__init__()
         self._file = file
-        self.size, self.crc = 0, 0
+        self.size = 0
+        self.crc = 0
 
     def write(self, data: "Buffer") -> int:
         """Writes any buffer; returns its bytes."""
@@ -129,7 +131,8 @@ class ActorSave:
         """
         if not self.buckets:
             return {}
-        written, results = {}, {}
+        written = {}
+        results = {}
         for index, (path, key, (blobs, tensors)) in enumerate(self.buckets):
             try:
                 with open(path, "wb") as file:
@@ -197,25 +200,17 @@ def save_actor(
         of_model = (
             tensor for chunk in actor.chunks for tensor in (*chunk.parameters(), *chunk.buffers())
         )
-        live = (
-            {_memory(t) for t in (*of_model, *optimizer_tensors(actor.optimizer))}
-            if snapshot
-            else set()
-        )
-        # tensors of their own, which stay what they are when a step changes the actor's or the
-        # optimiser's are moved
+        live: set[int] = set()
+        if snapshot:
+            live = {_memory(t) for t in (*of_model, *optimizer_tensors(actor.optimizer))}
+
+        def kept(tensor: Tensor) -> Tensor:
+            """Returns a tensor of its own, which stays what it is when a step changes the actor's
+            or the optimiser's are moved."""
+            return tensor.clone() if _memory(tensor) in live else tensor.detach()
+
         buckets = [
-            (
-                path,
-                name,
-                (
-                    blobs,
-                    [
-                        (item, t.clone() if _memory(t) in live else t.detach())
-                        for item, t in tensors
-                    ],
-                ),
-            )
+            (path, name, (blobs, [(item, kept(tensor)) for item, tensor in tensors]))
             for path, name, (blobs, tensors) in buckets
         ]
     return ActorSave(request, buckets, metadata[_FORM] == _RESHARDABLE)
@@ -246,7 +241,8 @@ def load_actor(actor: MegatronActor, folder: Path) -> None:
     fit the model."""
     try:
         common = dist_checkpointing.load_common_state_dict(str(folder))
-        updates_done, metadata = common["updates_done"], common["content_metadata"]
+        updates_done = common["updates_done"]
+        metadata = common["content_metadata"]
         if updates_done:
             _check_kind_of_optimizer(actor, metadata, folder)
             for part in actor.optimizer.chained_optimizers:
@@ -343,12 +339,11 @@ def _first_failure(exc: CheckpointException) -> str:
 def _sharded_state(
     actor: MegatronActor, updates_done: int, metadata: dict, is_loading: bool
 ) -> dict:
-    part = (
-        (lambda chunk: chunk.sharded_state_dict(prefix=""))
-        if actor.config.lora is None
-        else sharded_adapters
-    )
-    model = {f"model{i}": part(chunk) for i, chunk in enumerate(actor.chunks)}
+    adapted = actor.config.lora is not None
+    model = {
+        f"model{i}": sharded_adapters(chunk) if adapted else chunk.sharded_state_dict(prefix="")
+        for i, chunk in enumerate(actor.chunks)
+    }
     # one flat view for the optimiser, which looks parameters up across chunks
     merged = {
         f"{part}.{name}": value
@@ -375,10 +370,13 @@ def _sharded_state(
 def _forget_classes(state: object) -> None:
     """Removes classes, which torch reads from no file: of its parts' optimisers the hybrid one
     keeps the class."""
-    for value in (
-        state.values() if isinstance(state, dict) else state if isinstance(state, list) else ()
-    ):
-        _forget_classes(value)
-    if isinstance(state, dict):
-        for name in [name for name, value in state.items() if isinstance(value, type)]:
-            del state[name]
+    match state:
+        case list():
+            for value in state:
+                _forget_classes(value)
+        case dict():
+            for name, value in list(state.items()):
+                if isinstance(value, type):
+                    del state[name]
+                else:
+                    _forget_classes(value)

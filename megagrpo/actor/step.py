@@ -1,35 +1,29 @@
-"""Runs forward and backward over micro-batches: Megatron's schedule with our head and our losses.
+"""The passes of a training step: log-probabilities, hidden states of the reference, updates.
 
 A loss closure returns a loss that is already divided by its global denominator, so gradients are
 plain sums over micro-batches and ranks, whatever the layout.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megagrpo.actor.head import LastStage, Loss, TokenValues, gathered, over_tokens, with_draft
-from megagrpo.actor.layers.attention import PackedSequences
-from megagrpo.actor.layers.draft import following
+from megagrpo.actor.head import Loss, TokenValues, gathered, over_tokens, with_draft
 from megagrpo.actor.megatron.model import HiddenStatesModel
-from megagrpo.actor.megatron.vision import Sight
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
-from megagrpo.actor.routing.tokens import MicroBatchScope
+from megagrpo.actor.schedule import from_last_stage, run_schedule, sum_over_ranks
 from megagrpo.algo.loss import Denominators, LossInputs, count_denominators, objective
 from megagrpo.algo.rollouts import counted_tokens, of_samples, rollouts_of
-from megagrpo.batching.microbatch import MicroBatches, MicroBatchSize, plan_micro_batches
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.types import Batch, MicroBatch, ReferenceStates, on_device
 
-# what the blocks of MXFP8 divide the rows of a product into; other recipes ask for 16 or less
-_FP8_ROWS = 32
+_COUNTS = ("updates", "padded", "real", "tokens")  # sums of a pass that are no metrics
+_DIVIDED = ("loss/", "router/", "draft/")  # of an update, by its denominators; others are sums
 
 
 def token_logprobs(actor: MegatronActor, batch: Batch, temperature: float) -> Tensor:
@@ -44,13 +38,11 @@ def token_logprobs(actor: MegatronActor, batch: Batch, temperature: float) -> Te
         put_tokens(out, micro, values.logprobs)
         return values.logprobs.sum() * 0.0, {}
 
-    every, on_last_stage = (
-        range(len(batch.lengths)),
-        over_tokens(actor, batch, temperature, token_loss),
-    )
+    every = range(len(batch.lengths))
+    on_last_stage = over_tokens(actor, batch, temperature, token_loss)
     with torch.no_grad():
-        _run(actor, batch, every, on_last_stage, forward_only=True)
-    return _from_last_stage(out).cpu()
+        run_schedule(actor, batch, every, on_last_stage, forward_only=True)
+    return from_last_stage(out).cpu()
 
 
 class Updated(NamedTuple):
@@ -78,7 +70,8 @@ def hidden_states(actor: MegatronActor, batch: Batch) -> ReferenceStates:
     index = torch.full((len(batch.tokens),), -1, device=actor.mesh.device)
 
     def keep(micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor) -> Loss:
-        flat, seen = micro.targets.flat, sum(len(part) for part in parts)
+        flat = micro.targets.flat
+        seen = sum(len(part) for part in parts)
         grid = torch.full((len(micro.members) * micro.longest,), -1, device=flat.device)
         rows = seen + torch.arange(len(flat), device=flat.device)
         put_tokens(index, micro, grid.index_put((micro.target_grid,), rows))
@@ -86,7 +79,7 @@ def hidden_states(actor: MegatronActor, batch: Batch) -> ReferenceStates:
         return hidden.sum() * 0.0, {}
 
     with torch.no_grad():
-        _run(actor, batch, range(len(batch.lengths)), keep, forward_only=True)
+        run_schedule(actor, batch, range(len(batch.lengths)), keep, forward_only=True)
         if not parts:  # an earlier pipeline stage
             nothing = torch.empty(0, actor.arch.hidden_size, device=actor.mesh.device)
             return ReferenceStates(hidden=nothing, index=index.cpu(), output_weight=None)
@@ -95,36 +88,47 @@ def hidden_states(actor: MegatronActor, batch: Batch) -> ReferenceStates:
 
 
 def with_logprobs(
-    actor: MegatronActor, batch: Batch, temperature: float, old: bool, reference: str | None
+    actor: MegatronActor, batch: Batch, algorithm: AlgorithmConfig, temperature: float
 ) -> Batch:
-    """Collective. Returns the batch with old_logprobs if `old`, and with the inputs of the KL
-    estimator `reference`.
+    """Collective. Returns the batch with the log-probabilities before the update that the algorithm
+    and its number of updates ask for: the actor's, and the reference's or its hidden states.
 
-    With actor.routing_replay old, the forward of the old log-probabilities records the experts for
-    the updates. The reference is swapped in for its forward and routes by itself. Raises
-    NonFiniteUpdate on every rank if one of them is NaN or infinite: the weights cause it, and the
-    update would fail too.
+    Raises NonFiniteUpdate on every rank if one of them is NaN or infinite: the weights cause it,
+    and the update would fail too.
     """
-    if old and actor.routing is not None and actor.config.routing_replay == "old":
+    if batch.num_updates > 1 or algorithm.needs_old_logprobs:
+        batch = with_old_logprobs(actor, batch, temperature)
+    if algorithm.uses_reference:
+        batch = with_reference(actor, batch, algorithm.kl.estimator, temperature)
+    return batch
+
+
+def with_old_logprobs(actor: MegatronActor, batch: Batch, temperature: float) -> Batch:
+    """Collective. Returns the batch with old_logprobs. Raises NonFiniteUpdate.
+
+    With actor.routing_replay old, this forward records the experts for the updates.
+    """
+    if actor.routing is not None and actor.config.routing_replay == "old":
         with actor.routing.recording(batch) as recorded:
             logprobs = token_logprobs(actor, batch, temperature)
-        batch = replace(recorded(), old_logprobs=_finite(actor, logprobs, "the actor"))
-    elif old:
-        batch = replace(
-            batch,
-            old_logprobs=_finite(actor, token_logprobs(actor, batch, temperature), "the actor"),
-        )
-    if reference is not None:
-        assert actor.as_reference is not None, "keep_reference() was not called"
-        of_itself = replace(batch, routing=None)
-        with actor.as_reference():
-            if reference == "full":
-                return replace(batch, reference=hidden_states(actor, of_itself))
-            logprobs = _finite(
-                actor, token_logprobs(actor, of_itself, temperature), "the reference"
-            )
-            batch = replace(batch, ref_logprobs=logprobs)
-    return batch
+        batch = recorded()
+    else:
+        logprobs = token_logprobs(actor, batch, temperature)
+    return replace(batch, old_logprobs=_finite(actor, logprobs, "the actor"))
+
+
+def with_reference(actor: MegatronActor, batch: Batch, estimator: str, temperature: float) -> Batch:
+    """Collective. Returns the batch with what this estimator of the KL takes of the reference.
+
+    The reference is swapped in for its forward and routes by itself. Raises NonFiniteUpdate.
+    """
+    assert actor.as_reference is not None, "keep_reference() was not called"
+    of_itself = replace(batch, routing=None)
+    with actor.as_reference():
+        if estimator == "full":
+            return replace(batch, reference=hidden_states(actor, of_itself))
+        logprobs = token_logprobs(actor, of_itself, temperature)
+        return replace(batch, ref_logprobs=_finite(actor, logprobs, "the reference"))
 
 
 def _finite(actor: MegatronActor, logprobs: Tensor, whose: str) -> Tensor:
@@ -153,9 +157,8 @@ def update(
     if not batch.updates:
         raise ValueError("the batch has no updates: Batch.updates is empty")
     passes: list[list[dict[str, float]]] = []  # sums over all ranks of every update
-    seen = torch.full(
-        (len(batch.tokens),), torch.nan, device=actor.mesh.device
-    )  # log-probabilities
+    # log-probabilities
+    seen = torch.full((len(batch.tokens),), torch.nan, device=actor.mesh.device)
     skipped, non_finite = 0, 0
     optim: dict[str, float] = {}
     actor.expert_load.begin()
@@ -213,12 +216,11 @@ def _added(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def _means(sums: Mapping[str, float]) -> dict[str, float]:
     """Returns losses of an update, which are divided already, and everything else of a token
     trained on."""
-    counts, divided = ("updates", "padded", "real", "tokens"), ("loss/", "router/", "draft/")
     updates, tokens = (max(sums.get(name, 1.0), 1.0) for name in ("updates", "tokens"))
     return {
-        name: value / (updates if name.startswith(divided) else tokens)
+        name: value / (updates if name.startswith(_DIVIDED) else tokens)
         for name, value in sums.items()
-        if name not in counts
+        if name not in _COUNTS
     }
 
 
@@ -262,7 +264,9 @@ def backward(
     actor.zero_grad()
     of_model = over_tokens(actor, batch, temperature, token_loss)
     on_last_stage = with_draft(actor, of_model, temperature, denominators.num_tokens)
-    return _sum_over_ranks(actor, _run(actor, batch, rows, on_last_stage, forward_only=False))
+    return sum_over_ranks(
+        actor, run_schedule(actor, batch, rows, on_last_stage, forward_only=False)
+    )
 
 
 def likelihood_step(actor: MegatronActor, batch: Batch) -> dict[str, float]:
@@ -278,12 +282,10 @@ def likelihood_step(actor: MegatronActor, batch: Batch) -> dict[str, float]:
     actor.clock.clear()
     every = range(len(batch.lengths))
     on_last_stage = with_draft(actor, over_tokens(actor, batch, 1.0, token_loss), 1.0, num_tokens)
-    sums = _sum_over_ranks(actor, _run(actor, batch, every, on_last_stage, forward_only=False))
-    wanted = {
-        name: value
-        for name, value in sums.items()
-        if name.startswith(("loss/", "router/", "draft/"))
-    }
+    sums = sum_over_ranks(
+        actor, run_schedule(actor, batch, every, on_last_stage, forward_only=False)
+    )
+    wanted = {name: value for name, value in sums.items() if name.startswith(_DIVIDED)}
     return {**wanted, **actor.optimizer_step(sums["loss/total"]), **actor.clock.take()}
 
 
@@ -312,121 +314,11 @@ def _loss_inputs(
     )
 
 
-def micro_batches(actor: MegatronActor, batch: Batch, rows: Sequence[int]) -> MicroBatches:
-    """Collective over data-parallel ranks. Cuts `rows` into the micro-batches of the experiment,
-    always the same."""
-    config, cp_rank = actor.config, mpu.get_context_parallel_rank()
-    multiple, vision = _FP8_ROWS if actor.transformer.fp8 else 1, actor.arch.vision
-    size = MicroBatchSize(
-        config.micro_batch_tokens, config.packing, multiple, vision.merge if vision else 0
-    )
-    return plan_micro_batches(batch, rows, size, config.parallel, actor.mesh, cp_rank)
-
-
-def _run(
-    actor: MegatronActor,
-    batch: Batch,
-    rows: Sequence[int],
-    on_last_stage: LastStage,
-    forward_only: bool,
-) -> list[dict[str, Tensor]]:
-    """Runs Megatron's schedule over the micro-batches of `rows`; returns the last stage's metric
-    sums, [] elsewhere."""
-    device = actor.mesh.device
-    micros = micro_batches(actor, batch, rows)
-    lengths = batch.lengths.tolist()
-    real = sum(lengths[row] for row in rows)
-    padded = sum(height * width for height, width in micros.shapes)
-    counts = {
-        name: torch.full((), float(count), dtype=torch.float64, device=device)
-        for name, count in (("padded", padded), ("real", real))
-    }
-
-    def loss(
-        micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        value, sums = on_last_stage(micro, chunk, hidden)
-        none = torch.zeros(
-            (), dtype=torch.int, device=device
-        )  # 0 tokens: Megatron divides by nothing
-        return value, none, sums
-
-    def forward_step(iterator: Iterator[MicroBatch], model):
-        micro = next(iterator).to(device)
-        packed = (
-            None
-            if micro.cu_seqlens is None
-            else PackedSequences.make(micro.cu_seqlens, micro.max_seqlen)
-        )
-        drafts = not forward_only and actor.config.trains_draft and model.module.post_process
-        with actor.router_scope.of(MicroBatchScope(micro, batch, forward_only)):
-            more: dict[str, object] = {"following": following(micro)} if drafts else {}
-            if actor.arch.vision is not None:
-                more["sight"] = Sight(actor.arch, actor.images, micro)
-            hidden = model(micro.tokens, micro.positions, None, packed_seq_params=packed, **more)
-        return hidden, partial(loss, micro, model.module)
-
-    if not forward_only and actor.config.trains_draft:
-        actor.bring_embedding()
-    actor.router_scope.begin()
-    if actor.router_losses is not None and not forward_only:
-        actor.router_losses.begin(
-            *actor.mesh.reduce(torch.tensor([len(rows), real]), "sum").tolist()
-        )
-    if actor.routing is not None:
-        actor.routing.begin()
-    iterators = [iter(micros) for _ in actor.model]
-    with actor.rounded():
-        collected = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=actor.model if len(actor.model) > 1 else actor.model[0],
-            num_microbatches=len(micros),
-            # of the whole; Megatron divides by cp and tp for what a stage receives
-            seq_length=micros.shapes[0][1],
-            micro_batch_size=micros.shapes[0][0],
-            forward_only=forward_only,
-        )
-    return [*collected, counts] if mpu.is_pipeline_last_stage(ignore_virtual=True) else []
-
-
 def holds_token_values() -> bool:
     """Tells whether this rank is the one of its replica that records what the update computed of
     every token."""
     first = mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0
     return first and mpu.is_pipeline_last_stage(ignore_virtual=True)
-
-
-def _from_last_stage(tensor: Tensor) -> Tensor:
-    if mpu.get_pipeline_model_parallel_world_size() > 1:
-        dist.broadcast(
-            tensor,
-            src=mpu.get_pipeline_model_parallel_last_rank(),
-            group=mpu.get_pipeline_model_parallel_group(),
-        )
-    return tensor
-
-
-def _sum_over_ranks(actor: MegatronActor, collected: list[dict[str, Tensor]]) -> dict[str, float]:
-    """Collective. Sums over micro-batches, then data-parallel ranks, in float64; every rank gets
-    the last stage's."""
-    names = sorted({name for sums in collected for name in sums})
-    box = [names]
-    if mpu.get_pipeline_model_parallel_world_size() > 1:
-        dist.broadcast_object_list(
-            box,
-            src=mpu.get_pipeline_model_parallel_last_rank(),
-            group=mpu.get_pipeline_model_parallel_group(),
-        )
-    names = box[0]
-    values = torch.zeros(len(names), dtype=torch.float64, device=actor.mesh.device)
-    for sums in collected:
-        for i, name in enumerate(names):
-            values[i] += sums[name].double() if name in sums else 0.0
-    values = actor.mesh.reduce(_from_last_stage(values), "sum")
-    router = {} if actor.router_losses is None else actor.router_losses.take()
-    router |= {} if actor.routing is None else actor.routing.take()
-    return {**dict(zip(names, values.tolist(), strict=True)), **router}
 
 
 def _expert_metrics(actor: MegatronActor) -> dict[str, float]:

@@ -31,7 +31,9 @@ class UpdateState:
         optimizer: ChainedOptimizer,
         device: torch.device,
     ):
-        self._model, self._optimizer, self._device = model, optimizer, device
+        self._model = model
+        self._optimizer = optimizer
+        self._device = device
         self._buffer = HostBuffer([], device)
         self._on_host: dict[
             int, tuple[UntypedStorage, Tensor]

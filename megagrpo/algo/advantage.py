@@ -42,59 +42,73 @@ def with_advantages(
     a response.
     """
     whole = of_rollouts(batch)
-    rewards, valid = whole.rewards.values, whole.rewards.valid
-    sampled = whole.loss_mask & valid.repeat_interleave(whole.lengths)
-    metrics = _spread("reward", rewards[valid], reduce)
+    rewards = whole.rewards
+    sampled = whole.loss_mask & rewards.valid.repeat_interleave(whole.lengths)
+    metrics = _spread("reward", rewards.values[rewards.valid], reduce)
     inputs = RewardInputs(
         response_lengths=whole.lengths - whole.prompt_lengths,
         group_ids=whole.group_ids,
         num_groups=whole.num_groups,
-        valid=valid,
+        valid=rewards.valid,
         max_response_tokens=max_response_tokens,
         reduce=reduce,
     )
-    shaped = shape_rewards(rewards, inputs, algorithm.reward, state)
+    shaped = shape_rewards(rewards.values, inputs, algorithm.reward, state)
     kl_rewards, state, kl_metrics = _kl_in_reward(whole, sampled, algorithm, shaped.state, reduce)
-    rewards, token_rewards = _by_token(whole, sampled, shaped.values, kl_rewards, algorithm)
     trained = sampled
     if algorithm.mask_truncated:
         trained = sampled & ~whole.truncated.repeat_interleave(whole.lengths)
     batch, mismatch_metrics = _with_trained_mask(batch, trained, algorithm, reduce)
-    greedy_rewards = whole.rewards.greedy if algorithm.needs_greedy_response else None
-    if greedy_rewards is not None:
-        greedy_rewards = shape_rewards(
-            greedy_rewards, inputs, algorithm.reward, AlgoState(), greedy=True
-        ).values
-    totals = (
-        shaped.values
-        if kl_rewards is None
-        else shaped.values + exact_row_sums(kl_rewards, whole.lengths)
-    )
-    stats = group_statistics(
-        totals, whole.group_ids, whole.num_groups, valid, reduce, algorithm.advantage.group_std_ddof
-    )
-    estimator_inputs = EstimatorInputs(
-        rewards=rewards,
-        token_rewards=token_rewards,
-        totals=totals,
-        greedy_rewards=greedy_rewards,
-        group_ids=whole.group_ids,
-        valid=valid,
-        lengths=whole.lengths,
-        sampled=sampled,
-        stats=stats,
-        reduce=reduce,
-    )
-    advantages = estimate(estimator_inputs, algorithm.advantage)
+    to_estimate = _estimator_inputs(whole, sampled, inputs, shaped.values, kl_rewards, algorithm)
+    advantages = estimate(to_estimate, algorithm.advantage)
     trained = batch.loss_mask
     if algorithm.whitens:
         advantages = whiten(advantages, moments(advantages[trained], reduce))
     advantages = advantages.masked_fill(~trained, 0.0)
     if algorithm.advantage_clip is not None:
         advantages = advantages.clamp(-algorithm.advantage_clip, algorithm.advantage_clip)
-    metrics |= shaped.metrics | kl_metrics | mismatch_metrics | _group_metrics(stats)
+    metrics |= shaped.metrics | kl_metrics | mismatch_metrics | _group_metrics(to_estimate.stats)
     metrics |= _spread("advantage", advantages[trained], reduce)
     return replace(batch, advantages=advantages.float()), state, metrics
+
+
+def _estimator_inputs(
+    batch: Batch,
+    sampled: Tensor,
+    inputs: RewardInputs,
+    shaped: Tensor,
+    kl_rewards: Tensor | None,
+    algorithm: AlgorithmConfig,
+) -> EstimatorInputs:
+    """Collective. Returns the shaped rewards [N] as the estimators take them, with the greedy
+    baseline's and the statistics of groups. batch: a row for each rollout."""
+    rewards, token_rewards = _by_token(batch, sampled, shaped, kl_rewards, algorithm)
+    greedy = batch.rewards.greedy if algorithm.needs_greedy_response else None
+    if greedy is not None:
+        greedy = shape_rewards(greedy, inputs, algorithm.reward, AlgoState(), greedy=True).values
+    totals = shaped
+    if kl_rewards is not None:
+        totals = shaped + exact_row_sums(kl_rewards, batch.lengths)
+    stats = group_statistics(
+        totals,
+        batch.group_ids,
+        batch.num_groups,
+        inputs.valid,
+        inputs.reduce,
+        algorithm.advantage.group_std_ddof,
+    )
+    return EstimatorInputs(
+        rewards=rewards,
+        token_rewards=token_rewards,
+        totals=totals,
+        greedy_rewards=greedy,
+        group_ids=batch.group_ids,
+        valid=inputs.valid,
+        lengths=batch.lengths,
+        sampled=sampled,
+        stats=stats,
+        reduce=inputs.reduce,
+    )
 
 
 def _kl_in_reward(
@@ -136,9 +150,8 @@ def _by_token(
     if parts is None:
         return shaped, kl_rewards
     parts = (parts * algorithm.reward.scale).masked_fill(~sampled, 0.0)
-    return shaped - exact_row_sums(
-        parts, batch.lengths
-    ), parts if kl_rewards is None else parts + kl_rewards
+    rest = shaped - exact_row_sums(parts, batch.lengths)
+    return rest, parts if kl_rewards is None else parts + kl_rewards
 
 
 def _with_trained_mask(
@@ -154,18 +167,19 @@ def _with_trained_mask(
         return replace(batch, loss_mask=trained), {}
     assert batch.old_logprobs is not None, "see AlgorithmConfig.needs_old_logprobs"
     log_ratio = (batch.old_logprobs - batch.rollout_logprobs).double().masked_fill(~trained, 0.0)
-    counted, weights = trained, None
-    metrics = (
-        {} if batch.lags is None else staleness_metrics(batch.lags, log_ratio, trained, reduce)
-    )
+    counted = trained
+    weights = None
+    metrics = {}
+    if batch.lags is not None:
+        metrics = staleness_metrics(batch.lags, log_ratio, trained, reduce)
     if options.reject is not None:
         # what the update's own mismatch metrics no longer see
         metrics["mismatch/logprob_abs_mean_before_rejection"] = moments(
             log_ratio.abs()[trained], reduce
         ).mean
         trained = kept(log_ratio, trained, batch.lengths, options.reject)
-        before, after = _total(counted, reduce), _total(trained, reduce)
-        metrics["mismatch/rejected_fraction"] = 1 - after / max(before, 1)
+        share = _total(trained, reduce) / max(_total(counted, reduce), 1)
+        metrics["mismatch/rejected_fraction"] = 1 - share
     if options.weight is not None:
         weights = policy_weights(log_ratio, trained, batch.lengths, options.weight, reduce)
     keeps_denominator = options.reject is not None and options.reject.keep_denominator

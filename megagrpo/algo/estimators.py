@@ -105,7 +105,9 @@ def grpo_passk(inputs: EstimatorInputs, options: GrpoPassKAdvantage) -> Tensor:
 
     A tie of the best two and a group with a single valid response give 0.
     """
-    r, g, stats = inputs.totals, inputs.group_ids, inputs.stats
+    r = inputs.totals
+    g = inputs.group_ids
+    stats = inputs.stats
     num_groups = len(stats.count)
     best = inputs.valid & (r == inputs.of_group(stats.max))
     rest = inputs.valid & ~best
@@ -141,7 +143,8 @@ def remax(inputs: EstimatorInputs, options: RemaxAdvantage) -> Tensor:
 def optimal_baseline(inputs: EstimatorInputs, options: OpoAdvantage) -> Tensor:
     """Returns r - sum_j T_j r_j / sum_j T_j [N], T_j the sampled tokens of a response. OPO, arXiv
     2505.23585."""
-    valid, num_groups = inputs.valid, len(inputs.stats.count)
+    valid = inputs.valid
+    num_groups = len(inputs.stats.count)
     num_tokens = row_sums(inputs.sampled.long(), inputs.lengths)
     g_valid = inputs.group_ids[valid]
     # Relative to the mean, which changes nothing but keeps the precision of 1000 + {0, .1}.
@@ -204,12 +207,12 @@ def discounted_returns(inputs: EstimatorInputs, gamma: float) -> Tensor:
     R is token_rewards, plus the reward at the last sampled token. Credit passes through other
     tokens (tool output) undiscounted, as if they were not there.
     """
-    rewards, token_rewards, lengths = inputs.rewards, inputs.token_rewards, inputs.lengths
+    rewards = inputs.rewards
+    token_rewards = inputs.token_rewards
+    lengths = inputs.lengths
     mask = torch.cat((inputs.sampled, inputs.sampled.new_zeros(1)))  # the last belongs to no token
-    out, starts = (
-        torch.zeros(len(mask), dtype=torch.float64, device=rewards.device),
-        lengths.cumsum(0) - lengths,
-    )
+    out = torch.zeros(len(mask), dtype=torch.float64, device=rewards.device)
+    starts = lengths.cumsum(0) - lengths
     carry = rewards.clone()  # gamma has nothing to discount before the last sampled token is met
     started = torch.zeros_like(rewards, dtype=torch.bool)
     for t in range(int(lengths.max()) - 1 if len(lengths) else -1, -1, -1):

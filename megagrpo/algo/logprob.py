@@ -86,7 +86,8 @@ class _LogProbs(torch.autograd.Function):
             shift = top - whole_top
             local = torch.stack((mass, moment + shift * mass, chosen))
             local[:2] *= shift.exp()
-            top, (mass, moment, chosen) = whole_top, reduce(local, "sum")
+            top = whole_top
+            mass, moment, chosen = reduce(local, "sum")
         log_mass = mass.log()
         log_z = top + log_mass
         entropy = (log_mass - moment / mass).masked_fill(ignored, 0.0)

@@ -113,7 +113,8 @@ def aggregate(
     T_i) / N_seq (arXiv 2402.03300). seq-mean-token-sum-norm: sum / (N_seq C) (arXiv 2503.20783).
     T_i is `counted` [n] int64, by default the unmasked tokens of the row.
     """
-    sequences, tokens = max(denominators.num_sequences, 1), max(denominators.num_tokens, 1)
+    sequences = max(denominators.num_sequences, 1)
+    tokens = max(denominators.num_tokens, 1)
     rows = values.masked_fill(~mask, 0.0).sum(1, dtype=torch.float64)
     match aggregation:
         case "token-mean":

@@ -76,7 +76,8 @@ def gspo(inputs: PolicyInputs, options: GspoLoss) -> TokenLoss:
 
     The value of s is the sequence's ratio, its gradient is the token's.
     """
-    log_ratio, mask = inputs.logprobs - inputs.old_logprobs, inputs.mask
+    log_ratio = inputs.logprobs - inputs.old_logprobs
+    mask = inputs.mask
     mean = (log_ratio.detach() * mask).sum(1) / mask.sum(1).clamp(min=1)
     lowest, highest = (
         (-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) if options.clamp == "both" else (None, GSPO_VERL_LIMIT)
@@ -103,7 +104,8 @@ def gpg(inputs: PolicyInputs, options: GpgLoss) -> TokenLoss:
 
 def sapo(inputs: PolicyInputs, options: SapoLoss) -> TokenLoss:
     """Returns -sigmoid(tau (rho - 1)) (4 / tau) A, tau by the sign of A. arXiv 2511.20347."""
-    ratio, advantages = inputs.ratio, inputs.advantages
+    ratio = inputs.ratio
+    advantages = inputs.advantages
     tau = torch.full_like(ratio, options.tau_negative).masked_fill(
         advantages > 0, options.tau_positive
     )

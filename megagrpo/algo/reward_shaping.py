@@ -125,7 +125,8 @@ def normalise(
     if options.mean == options.std == "none":
         return rewards
     scopes, state = _scopes(rewards, inputs, options)
-    location, scale_ = scopes[options.mean], scopes[options.std]
+    location = scopes[options.mean]
+    scale_ = scopes[options.std]
     divisor = torch.where(scale_.constant, 1.0, scale_.std + options.eps)
     values = (rewards.values - location.mean) / divisor
     if options.mean != "none":
@@ -148,7 +149,10 @@ def _scopes(
 ) -> tuple[dict[Scope, _ScopeMoments], AlgoState]:
     """Returns the moments of the scopes that the options name, and the state with this batch where
     it is running."""
-    values, valid, ids, state = rewards.values, inputs.valid, inputs.group_ids, rewards.state
+    values = rewards.values
+    valid = inputs.valid
+    ids = inputs.group_ids
+    state = rewards.state
     named = {options.mean, options.std}
     nothing = _ScopeMoments(values.new_zeros(()), values.new_ones(()), torch.ones_like(valid))
     scopes: dict[Scope, _ScopeMoments] = {"none": nothing}

@@ -72,7 +72,8 @@ def group_statistics(
     valid [N] bool.
     """
     if not bool(valid.all()):
-        values, group_ids = values[valid], group_ids[valid]
+        values = values[valid]
+        group_ids = group_ids[valid]
     values = values.double()
     low, high = group_range(values, group_ids, num_groups, reduce)
     count = torch.bincount(group_ids, minlength=num_groups)

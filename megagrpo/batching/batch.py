@@ -74,19 +74,10 @@ def build_batch(
     sizes = sorted(of_sample for part in mesh.gather_dp(own) for of_sample in part)
     # Statistics and updates number the groups of a step densely, in the order of their ids in the
     # run.
-    dense = {
-        group_id: number
-        for number, group_id in enumerate(sorted({group_id for _, _, group_id, _ in sizes}))
-    }
-    owner: dict[int, int] = {}  # of each rollout
-    for numbers in map(frozenset, updates[0]):
-        costs: dict[int, int] = {}
-        for _, rollout_id, group_id, cost in sizes:
-            if dense[group_id] in numbers:
-                costs[rollout_id] = costs.get(rollout_id, 0) + cost
-        members = list(costs)
-        for rank, part in enumerate(balanced_parts(list(costs.values()), mesh.dp_size)):
-            owner.update((members[i], rank) for i in part)
+    group_ids = sorted({group_id for _, _, group_id, _ in sizes})
+    dense = {group_id: number for number, group_id in enumerate(group_ids)}
+    by_rollout = [(rollout_id, dense[group_id], cost) for _, rollout_id, group_id, cost in sizes]
+    owner = _owners(by_rollout, updates, mesh.dp_size)
     outgoing = [
         [row for row in mine if owner[row.rollout_id] == rank] for rank in range(mesh.dp_size)
     ]
@@ -100,6 +91,22 @@ def build_batch(
     return batch
 
 
+def _owners(
+    samples: Sequence[tuple[int, int, int]], updates: Updates, num_ranks: int
+) -> dict[int, int]:
+    """Returns the rank of each rollout. samples: (rollout, its group's number, cost), in order."""
+    owner: dict[int, int] = {}
+    for numbers in map(frozenset, updates[0]):
+        costs: dict[int, int] = {}
+        for rollout_id, group, cost in samples:
+            if group in numbers:
+                costs[rollout_id] = costs.get(rollout_id, 0) + cost
+        members = list(costs)
+        for rank, part in enumerate(balanced_parts(list(costs.values()), num_ranks)):
+            owner.update((members[i], rank) for i in part)
+    return owner
+
+
 def _cost(row: _Row, arch: Architecture | None) -> int:
     if arch is None:
         return sample_cost(len(row.tokens))
@@ -110,12 +117,8 @@ def _cost(row: _Row, arch: Architecture | None) -> int:
 def _rows(
     group: RolloutGroup, most: int, with_versions: bool, experts: Sequence[np.ndarray | None]
 ) -> list[_Row]:
-    outcome_of_greedy = group.greedy_outcome
-    greedy = (
-        outcome_of_greedy.value
-        if outcome_of_greedy is not None and outcome_of_greedy.ok
-        else float("nan")
-    )
+    greedy = group.greedy_outcome
+    comparable = greedy is None or greedy.ok
     order = [sample.of_rollout for sample in group.samples]
     assert order == sorted(order), "samples come one rollout after the other"
     rows = []
@@ -139,9 +142,9 @@ def _rows(
                 logprobs=sample.logprobs,
                 versions=sample.token_versions() if with_versions else None,
                 reward=outcome.value if outcome.ok else 0.0,
-                valid=outcome.ok and (outcome_of_greedy is None or outcome_of_greedy.ok),
+                valid=outcome.ok and comparable,
                 truncated=sample.finish_reason == "length",
-                greedy_reward=greedy,
+                greedy_reward=greedy.value if greedy is not None and greedy.ok else math.nan,
                 token_rewards=tuple(inside) if outcome.ok else (),
                 routed_experts=experts[sample.index],
                 images=group.prompt.images,
@@ -158,48 +161,56 @@ def _to_tensors(
     has_greedy: bool,
     trained_version: int | None,
 ) -> Batch:
-    def of_responses(
-        values: Iterable[np.ndarray | None], kind: type[np.generic], default: object = None
-    ) -> torch.Tensor:
-        """Returns values of responses as those of all tokens, 0 on prompts; of a response without,
-        the default."""
-        flat = np.zeros(sum(len(row.tokens) for row in rows), kind)
-        end = 0
-        for row, of_row in zip(rows, values, strict=True):
-            start, end = end + row.prompt_length, end + len(row.tokens)
-            flat[start:end] = default if of_row is None else of_row
-        return torch.from_numpy(flat)
-
     sizes = list(Counter(row.rollout_id for row in rows).values())  # in order: rows are
     lags = None
     if trained_version is not None:
-        lags = of_responses(
-            (trained_version - r.versions for r in rows if r.versions is not None), np.int32
-        )
+        versions = [row.versions for row in rows if row.versions is not None]
+        lags = _of_responses(rows, (trained_version - each for each in versions), np.int32)
     return Batch(
-        sample_ids=torch.tensor([r.sample_id for r in rows], dtype=torch.int64),
-        group_ids=torch.tensor([dense[r.group_id] for r in rows], dtype=torch.int64),
+        sample_ids=torch.tensor([row.sample_id for row in rows], dtype=torch.int64),
+        group_ids=torch.tensor([dense[row.group_id] for row in rows], dtype=torch.int64),
         num_groups=sum(map(len, updates[0])),
         tokens=torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *(r.tokens for r in rows)])),
-        lengths=torch.tensor([len(r.tokens) for r in rows], dtype=torch.int64),
-        prompt_lengths=torch.tensor([r.prompt_length for r in rows], dtype=torch.int64),
-        loss_mask=of_responses((r.response_mask for r in rows), np.bool_, default=True),
-        rollout_logprobs=of_responses((r.logprobs for r in rows), np.float32),
-        rewards=Rewards(
-            values=torch.tensor([r.reward for r in rows], dtype=torch.float64),
-            valid=torch.tensor([r.valid for r in rows], dtype=torch.bool),
-            greedy=torch.tensor([r.greedy_reward for r in rows], dtype=torch.float64)
-            if has_greedy
-            else None,
-            tokens=of_responses(map(_token_rewards, rows), np.float64)
-            if any(r.token_rewards for r in rows)
-            else None,
-        ),
-        truncated=torch.tensor([r.truncated for r in rows], dtype=torch.bool),
+        lengths=torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64),
+        prompt_lengths=torch.tensor([row.prompt_length for row in rows], dtype=torch.int64),
+        loss_mask=_of_responses(rows, (r.response_mask for r in rows), np.bool_, default=True),
+        rollout_logprobs=_of_responses(rows, (r.logprobs for r in rows), np.float32),
+        rewards=_rewards(rows, has_greedy),
+        truncated=torch.tensor([row.truncated for row in rows], dtype=torch.bool),
         lags=lags,
         updates=updates,
         rollout_sizes=torch.tensor(sizes, dtype=torch.int64) if len(sizes) < len(rows) else None,
         images=tuple(row.images for row in rows) if any(row.images for row in rows) else (),
+    )
+
+
+def _of_responses(
+    rows: Sequence[_Row],
+    values: Iterable[np.ndarray | None],
+    kind: type[np.generic],
+    default: object = None,
+) -> torch.Tensor:
+    """Returns values of responses as those of all tokens, 0 on prompts; of a response without, the
+    default."""
+    flat = np.zeros(sum(len(row.tokens) for row in rows), kind)
+    start = 0
+    for row, of_row in zip(rows, values, strict=True):
+        end = start + len(row.tokens)
+        flat[start + row.prompt_length : end] = default if of_row is None else of_row
+        start = end
+    return torch.from_numpy(flat)
+
+
+def _rewards(rows: Sequence[_Row], has_greedy: bool) -> Rewards:
+    greedy = torch.tensor([row.greedy_reward for row in rows], dtype=torch.float64)
+    tokens = None
+    if any(row.token_rewards for row in rows):
+        tokens = _of_responses(rows, map(_token_rewards, rows), np.float64)
+    return Rewards(
+        values=torch.tensor([row.reward for row in rows], dtype=torch.float64),
+        valid=torch.tensor([row.valid for row in rows], dtype=torch.bool),
+        greedy=greedy if has_greedy else None,
+        tokens=tokens,
     )
 
 

@@ -22,7 +22,9 @@ def rotary_positions(length: int, images: Sequence[ImageRef], merge: int) -> Ten
     it behind the larger of its sides. images: in the order of their tokens. arXiv 2409.12191,
     section 2.1.
     """
-    parts, token, position = [], 0, 0
+    parts = []
+    token = 0
+    position = 0
     for image in images:
         text = image.start - token
         parts.append(torch.arange(position, position + text).expand(3, -1))
@@ -62,7 +64,9 @@ def _features(
     """Returns the row of the feature of every token, [t + 1], -1 where there is none, and the
     distinct images."""
     first: dict[str, tuple[int, ImageRef]] = {}  # by key: the first row, any reference
-    feature, start, count = torch.full((int(lengths.sum()) + 1,), -1), 0, 0
+    feature = torch.full((int(lengths.sum()) + 1,), -1)
+    start = 0
+    count = 0
     for length, of_member in zip(lengths.tolist(), images, strict=True):
         for image in of_member:
             tokens = image.grid[0] * image.grid[1] * image.grid[2] // merge**2

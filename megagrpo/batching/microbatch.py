@@ -51,7 +51,7 @@ def plan_micro_batches(
     parallelism cuts them. With pipeline stages all micro-batches of all ranks have one shape, and
     with virtual ones their number is a multiple of pp: Megatron's schedule requires both.
     """
-    budget, packed, multiple, merge = size
+    packed = size.packed
     unit = 2 * layout.cp if layout.cp > 1 else 1
     of_rows = batch.lengths.tolist()
     lengths = [_up(of_rows[r], unit) for r in rows]
@@ -59,29 +59,31 @@ def plan_micro_batches(
         # One shape: a row is as wide as the longest of all, and the budget is counted in such rows.
         lengths = [int(mesh.reduce(torch.tensor(max(lengths, default=1)), "max"))] * len(rows)
     length_of = dict(zip(rows, lengths, strict=True))
-    bins = [[rows[i] for i in b] for b in _aligned(lengths, budget, packed, layout, mesh)]
-
-    def shape(members: list[int]) -> tuple[int, int]:
-        sizes = [length_of[r] for r in members] or [1]
-        height, width = (1, sum(sizes)) if packed else (max(len(members), 1), max(sizes))
-        return height, _up(width, layout.tp * math.lcm(unit, multiple * layout.cp))
-
-    shapes = [shape(b) for b in bins]
+    bins = [[rows[i] for i in b] for b in _aligned(lengths, size, layout, mesh)]
+    width_unit = layout.tp * math.lcm(unit, size.multiple * layout.cp)
+    shapes = [_shape([length_of[r] for r in members], packed, width_unit) for members in bins]
     if layout.pp > 1:
-        largest = mesh.reduce(
-            torch.tensor([max(h for h, _ in shapes), max(w for _, w in shapes)]), "max"
-        )
+        heights, widths = zip(*shapes, strict=True)
+        largest = mesh.reduce(torch.tensor([max(heights), max(widths)]), "max")
         shapes = [(int(largest[0]), int(largest[1]))] * len(bins)
 
     def build(number: int) -> MicroBatch:
-        members, (height, width) = bins[number], shapes[number]
+        members = bins[number]
+        height, width = shapes[number]
         sizes = [length_of[r] for r in members] if packed else [width] * height
         if packed and sum(sizes) < width:
             sizes.append(width - sum(sizes))
         micro = _micro_batch(batch, members, sizes, packed, (cp_rank, layout.cp))
-        return with_images(batch, micro, merge) if merge else micro
+        return with_images(batch, micro, size.merge) if size.merge else micro
 
     return MicroBatches(build, shapes)
+
+
+def _shape(lengths: list[int], packed: bool, width_unit: int) -> tuple[int, int]:
+    """Returns rows and tokens of a row of a micro-batch; one without samples is a dummy."""
+    width = sum(lengths) if packed else max(lengths, default=1)
+    height = 1 if packed else max(len(lengths), 1)
+    return height, _up(max(width, 1), width_unit)
 
 
 class MicroBatches(Sequence[MicroBatch]):
@@ -92,19 +94,19 @@ class MicroBatches(Sequence[MicroBatch]):
     """
 
     def __init__(self, build: Callable[[int], MicroBatch], shapes: Sequence[tuple[int, int]]):
-        self._build, self.shapes = build, shapes
+        self._build = build
+        self.shapes = shapes
 
     def __len__(self) -> int:
         return len(self.shapes)
 
     def __getitem__(self, number):
-        return self._build(
-            range(len(self))[number]
-        )  # the range raises the IndexError that ends an iteration
+        # the range raises the IndexError that ends an iteration
+        return self._build(range(len(self))[number])
 
 
 def _aligned(
-    lengths: list[int], budget: int, packed: bool, layout: ParallelConfig, mesh: Mesh
+    lengths: list[int], size: MicroBatchSize, layout: ParallelConfig, mesh: Mesh
 ) -> list[list[int]]:
     """Collective over data-parallel ranks. Cuts this rank's samples into as many micro-batches as
     every other rank's.
@@ -115,15 +117,14 @@ def _aligned(
     def largest(values: list[int]) -> list[int]:
         return mesh.reduce(torch.tensor(values), "max").tolist()
 
+    budget = size.budget
+    packed = size.packed
     count = max(largest([len(fewest_micro_batches(lengths, budget, packed))])[0], 1)
     count = _up(count, layout.pp) if layout.vpp > 1 else count
     ways = candidate_cuts(lengths, budget, packed, count, largest(longest_lengths(lengths, count)))
-    slowest = largest([token_load(b, lengths, packed) for way in ways for b in way])
-    return ways[
-        cheapest_cut(
-            [slowest[i : i + count] for i in range(0, len(slowest), count)], one_shape=layout.pp > 1
-        )
-    ]
+    loads = largest([token_load(b, lengths, packed) for way in ways for b in way])
+    slowest = [loads[i : i + count] for i in range(0, len(loads), count)]
+    return ways[cheapest_cut(slowest, one_shape=layout.pp > 1)]
 
 
 def _up(number: int, multiple: int) -> int:
@@ -139,27 +140,19 @@ def _micro_batch(
     Packed they lie behind each other in one row, else each is a row. Sequences beyond the samples
     are dummies.
     """
-    height = 1 if packed else len(sizes)
-    positions = torch.cat([torch.arange(n) for n in sizes]).view(height, -1)
-    sequence = torch.repeat_interleave(torch.tensor(sizes)).view(height, -1)
-    owner = torch.tensor([*samples, -1])[sequence.clamp(max=len(samples))]
-    lengths = torch.cat((batch.lengths, batch.lengths.new_zeros(1)))  # the last: of owner -1
-    rows = torch.where(positions < lengths[owner], owner, -1)
-    if context[1] > 1:
-        bounds = [0, *accumulate(sizes)] if packed else [0, sizes[0]]
-        index = _context_part(bounds, *context)
-        rows, positions = rows[:, index], positions[:, index]
+    rows, positions = _layout(batch, samples, sizes, packed, context)
     columns = torch.where(rows >= 0, positions, -1)
     found = targets(rows, columns, batch.lengths, batch.loss_mask)
-    tokens, starts = torch.zeros_like(rows), batch.starts
+    starts = batch.starts
+    tokens = torch.zeros_like(rows)
     if len(batch.tokens):
         places = starts[rows.clamp(min=0)] + columns.clamp(min=0)
         tokens = torch.where(rows >= 0, batch.tokens[places].long(), 0)
     members = torch.tensor(sorted(samples), dtype=torch.int64)
-    lengths, longest = batch.lengths[members], int(batch.lengths.max()) if len(batch.lengths) else 1
-    inside = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(
-        lengths
-    )
+    lengths = batch.lengths[members]
+    longest = int(batch.lengths.max()) if len(batch.lengths) else 1
+    first = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    inside = torch.arange(int(lengths.sum())) - first
     return MicroBatch(
         tokens=tokens,
         positions=positions,
@@ -174,6 +167,24 @@ def _micro_batch(
         longest=longest,
         max_seqlen=max(sizes),
     )
+
+
+def _layout(
+    batch: Batch, samples: list[int], sizes: list[int], packed: bool, context: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """Returns for each place [b, s / cp] its sample, -1 for padding, and its position in its
+    sequence."""
+    height = 1 if packed else len(sizes)
+    positions = torch.cat([torch.arange(n) for n in sizes]).view(height, -1)
+    sequence = torch.repeat_interleave(torch.tensor(sizes)).view(height, -1)
+    owner = torch.tensor([*samples, -1])[sequence.clamp(max=len(samples))]
+    lengths = torch.cat((batch.lengths, batch.lengths.new_zeros(1)))  # the last: of owner -1
+    rows = torch.where(positions < lengths[owner], owner, -1)
+    if context[1] > 1:
+        bounds = [0, *accumulate(sizes)] if packed else [0, sizes[0]]
+        index = _context_part(bounds, *context)
+        rows, positions = rows[:, index], positions[:, index]
+    return rows, positions
 
 
 def _context_part(bounds: list[int], cp_rank: int, cp_size: int) -> Tensor:

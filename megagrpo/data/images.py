@@ -50,7 +50,8 @@ def images_apart(
     in the texts. Raises ValueError, naming the row, unless the numbers agree, and for parts that
     are neither text nor image.
     """
-    rest, sources = iter(column), []
+    rest = iter(column)
+    sources = []
     wanted = 0
 
     def parts(content: object) -> Iterator[Message]:
@@ -124,7 +125,8 @@ class ImageStore:
             lambda exc: torchvision_problem(),
         ):
             self._processor = AutoImageProcessor.from_pretrained(processor, local_files_only=True)
-        self.image_token, self.video_token = int(hf["image_token_id"]), int(hf["video_token_id"])
+        self.image_token = int(hf["image_token_id"])
+        self.video_token = int(hf["video_token_id"])
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self._grid = lru_cache(maxsize=4096)(self._grid_of_size)
@@ -193,7 +195,8 @@ class ImageStore:
                 "hold the placeholder "
                 "itself, and the chat template must write one for each image"
             )
-        counts, refs = np.ones(len(ids), np.int64), []
+        counts = np.ones(len(ids), np.int64)
+        refs = []
         for place, (key, grid) in zip(places, images, strict=True):
             refs.append(ImageRef(key, int(counts[:place].sum()), grid))
             counts[place] = self.tokens(grid)
@@ -225,7 +228,8 @@ class ImageStore:
     def add_metrics(self, metrics: "Metrics") -> None:
         """Adds the bytes of images that are held, were sent to engines and were given to the tower,
         and its seconds."""
-        used, self._used = self._used, Counter()
+        used = self._used
+        self._used = Counter()
         metrics.add_max("images/held_mb", sum(self._held.values()) / 1e6)
         metrics.add_sum("images/sent_mb", used["sent"] / 1e6)
         metrics.add_sum("images/moved_mb", used["moved"] / 1e6)

@@ -83,7 +83,8 @@ def interleaved(ratios: Sequence[float], start: int, count: int) -> list[tuple[i
     stretch of the sequence up to one prompt. Only prompts near the stretch are looked at: of all K
     sources together, at most K / 2 more or fewer than `start` come before the time `start`.
     """
-    shares, margin = [ratio / sum(ratios) for ratio in ratios], len(ratios)
+    shares = [ratio / sum(ratios) for ratio in ratios]
+    margin = len(ratios)
     begin = max(start - margin, 0)
     firsts = [_first_from(begin, share) for share in shares]
     times = [
@@ -167,7 +168,8 @@ def _restore_parts(tokenizer: "PreTrainedTokenizerFast", file: Path) -> None:
 
     if not file.is_file():
         return
-    stored, loaded = Tokenizer.from_file(str(file)), tokenizer.backend_tokenizer
+    stored = Tokenizer.from_file(str(file))
+    loaded = tokenizer.backend_tokenizer
     pairs = [
         (getattr(stored, part), getattr(loaded, part)) for part in ("pre_tokenizer", "decoder")
     ]
@@ -222,47 +224,58 @@ def load_prompts(
     or of a source with a ratio, is short enough. store: keeps the images of a vision-language
     model.
     """
-    rows, parts = read_rows(data), data.parts
+    rows = read_rows(data)
+    parts = data.parts
     chats = [_chat(parts[row.of], row) for row in rows]
     rendered = [
         _render(parts[row.of], tokenizer, row, chat) for row, chat in zip(rows, chats, strict=True)
     ]
-    texts, sources = [text for text, _ in rendered], [images for _, images in rendered]
-    prompts: list[list[Prompt]] = [[] for _ in parts]
+    tokens = _tokenize(data, tokenizer, [text for text, _ in rendered])
     found = []
-    tokens = _tokenize(data, tokenizer, texts)
-    for row, chat, text, ids, images in zip(rows, chats, texts, tokens, sources, strict=True):
-        if not ids:
-            raise ValueError(f"{row.location}: the prompt {text!r} has no tokens")
-        if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
-            raise ValueError(
-                f"{row.location}: the tokenizer does not know every character of {text!r:.80}"
-            )
-        prompt = Prompt(
-            row.id, text, np.array(ids), row.answer, row.grader, row.location, row.source, row.extra
-        )
-        prompt = replace(prompt, question=_question(chat))
+    for row, chat, (text, images), ids in zip(rows, chats, rendered, tokens, strict=True):
+        _refuse_tokens(tokenizer, row, text, ids)
         # Messages are for agents, which refuse images: those may hold their bytes, which no
         # checkpoint should.
-        found.append(
-            replace(prompt, messages=chat) if parts[row.of].chat_template and not images else prompt
-        )
-    found = _with_images(store, found, sources)
+        messages = chat if parts[row.of].chat_template and not images else None
+        of_row = (row.answer, row.grader, row.location, row.source, row.extra)
+        prompt = Prompt(row.id, text, np.array(ids), *of_row, question=_question(chat))
+        found.append(prompt if messages is None else replace(prompt, messages=messages))
+    found = _with_images(store, found, [images for _, images in rendered])
+    by_part: list[list[Prompt]] = [[] for _ in parts]
     for row, prompt in zip(rows, found, strict=True):
-        if len(prompt.token_ids) <= data.max_prompt_tokens:
-            prompts[row.of].append(prompt)
+        by_part[row.of].append(prompt)
     ratios = [source.ratio for source in data.sources if source.ratio is not None]
-    kept = tuple(prompt for of_part in prompts for prompt in of_part)
-    for number, part in enumerate(parts) if ratios else [(None, data)]:
-        lengths = [
-            len(p.token_ids) for row, p in zip(rows, found, strict=True) if number in (row.of, None)
-        ]
-        if min(lengths, default=math.inf) > data.max_prompt_tokens:
-            says = f"; the shortest has {min(lengths)} tokens" if lengths else " in the file"
-            limit = f"at most {data.max_prompt_tokens} tokens (data.max_prompt_tokens)"
-            raise ValueError(f"{part.name}: no prompt of {limit}{says}")
-    mixture = tuple(zip(ratios, map(len, prompts), strict=True)) if ratios else ()
+    for part, prompts in zip(parts, by_part, strict=True) if ratios else [(data, found)]:
+        _refuse_long(part, prompts, data.max_prompt_tokens)
+    short = [
+        [prompt for prompt in prompts if len(prompt.token_ids) <= data.max_prompt_tokens]
+        for prompts in by_part
+    ]
+    kept = tuple(prompt for prompts in short for prompt in prompts)
+    mixture = tuple(zip(ratios, map(len, short), strict=True)) if ratios else ()
     return PromptSet(kept, len(rows) - len(kept), data.shuffle, mixture)
+
+
+def _refuse_tokens(
+    tokenizer: "PreTrainedTokenizerBase", row: Row, text: str, ids: Sequence[int]
+) -> None:
+    if not ids:
+        raise ValueError(f"{row.location}: the prompt {text!r} has no tokens")
+    if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
+        raise ValueError(
+            f"{row.location}: the tokenizer does not know every character of {text!r:.80}"
+        )
+
+
+def _refuse_long(data: DataConfig, prompts: Sequence[Prompt], most: int) -> None:
+    """Raises ValueError if no prompt has at most `most` tokens."""
+    shortest = min((len(prompt.token_ids) for prompt in prompts), default=None)
+    if shortest is not None and shortest <= most:
+        return
+    says = " in the file" if shortest is None else f"; the shortest has {shortest} tokens"
+    raise ValueError(
+        f"{data.name}: no prompt of at most {most} tokens (data.max_prompt_tokens){says}"
+    )
 
 
 def describe_dropped(data: DataConfig, prompts: PromptSet) -> str:
@@ -290,17 +303,16 @@ def _with_images(
 
 def _expanded(store: ImageStore, prompt: Prompt, sources: list[object]) -> Prompt:
     """Returns the prompt with its images, and the placeholders of all their tokens."""
-    folder, images = Path(prompt.location).parent, []
+    folder = Path(prompt.location).parent
+    images = []
     for number, source in enumerate(sources, 1):
         with explained(f"{prompt.location}: image {number} cannot be used"):
             images.append(store.add(image_bytes(source, folder)))
     with translated(prompt.location, ValueError):
         token_ids, refs = store.expand(prompt.token_ids, images)
-    return (
-        replace(prompt, token_ids=token_ids, images=tuple(refs), short_ids=prompt.token_ids)
-        if refs
-        else prompt
-    )
+    if not refs:
+        return prompt
+    return replace(prompt, token_ids=token_ids, images=tuple(refs), short_ids=prompt.token_ids)
 
 
 def _chat(data: DataConfig, row: Row) -> list[Message]:

@@ -57,7 +57,8 @@ def read_rows(data: DataConfig) -> list[Row]:
 def _row(data: DataConfig, of: int, row_id: int, location: str, values: Values) -> Row:
     prompt = _messages(_field(values, data.prompt_key, location), data, location)
     answer = _text(_field(values, data.answer_key, location), data.answer_key, location)
-    source, grader = data.source or "", data.grader
+    source = data.source or ""
+    grader = data.grader
     extra: Values = {}
     if data.source_key is not None:
         source = _text(_field(values, data.source_key, location), data.source_key, location)
@@ -75,11 +76,13 @@ def _row(data: DataConfig, of: int, row_id: int, location: str, values: Values) 
         value = _field(values, data.extra_key, location)
         extra = value if isinstance(value, dict) else {data.extra_key: value}
         extra = json.loads(json.dumps(extra, default=str))  # a parquet file has dates, and bytes
-    images = (
-        values.get(data.images_key) if data.images_key is not None else None
-    )  # a text row may lack the column
     tools = _tools(values, data, location)
-    images = images if isinstance(images, list) else [] if images is None else [images]
+    # a text row may lack the column
+    images = None if data.images_key is None else values.get(data.images_key)
+    if images is None:
+        images = []
+    elif not isinstance(images, list):
+        images = [images]
     return Row(row_id, location, prompt, answer, source, grader, extra, of, tuple(images), tools)
 
 

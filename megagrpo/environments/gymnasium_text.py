@@ -33,7 +33,9 @@ class GymnasiumText:
 
         mode = {"render_mode": "ansi"} if rendered else {}
         self._env = gymnasium.make(id, **mode, **options, **row["extra"])
-        self._seed, self._rendered, space = seed, rendered, self._env.action_space
+        self._seed = seed
+        self._rendered = rendered
+        space = self._env.action_space
         self._words: list[str] | None = None  # of a Discrete space
         if isinstance(space, gymnasium.spaces.Discrete):
             self._words = actions.split() or [str(space.start + n) for n in range(space.n)]

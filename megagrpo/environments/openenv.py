@@ -31,7 +31,9 @@ class OpenEnv:
 
         self._lost = (WebSocketException, OSError, TimeoutError)
         self._reset = {"seed": seed % 2**31, **row["extra"]}
-        self._action, self._observation, self._timeout_s = action, observation, timeout_s
+        self._action = action
+        self._observation = observation
+        self._timeout_s = timeout_s
         try:
             self._session = ExitStack()
             self._socket = self._session.enter_context(
@@ -72,4 +74,6 @@ class OpenEnv:
         observation = found.get("observation") or {}
         assert isinstance(observation, dict), "the protocol's"
         shown = observation.get(self._observation) if self._observation else observation
-        return shown if isinstance(shown, str) else json.dumps(shown) if shown else ""
+        if not shown:
+            return ""
+        return shown if isinstance(shown, str) else json.dumps(shown)

@@ -37,11 +37,9 @@ class PythonPrograms:
             wall_s=run_s, **options.model_dump(include=set(Limits.__annotations__))
         )
         self._isolate = isolates(options.isolation)
-        self._prompt, self._answer, self._max_chars = (
-            row["prompt"],
-            answer_grader(grader, row),
-            max_chars,
-        )
+        self._prompt = row["prompt"]
+        self._answer = answer_grader(grader, row)
+        self._max_chars = max_chars
 
     def reset(self) -> str:
         """Returns what a program may do, and the row's prompt."""

@@ -49,7 +49,9 @@ class Sql:
         max_chars: int = 2000,
         max_steps: int = 1_000_000,
     ):
-        self._max_rows, self._max_chars, self._max_steps = max_rows, max_chars, max_steps
+        self._max_rows = max_rows
+        self._max_chars = max_chars
+        self._max_steps = max_steps
         try:
             with closing(sqlite3.connect(":memory:")) as made:
                 made.executescript(row["extra"]["database"])
@@ -97,7 +99,8 @@ class Sql:
             copy.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_BYTES)
             copy.set_authorizer(authorize)
             copy.set_progress_handler(tick, _TICK)
-            rows, size = [], 0
+            rows = []
+            size = 0
             for row in copy.execute(query):
                 rows.append(row)
                 size += sum(len(value) if isinstance(value, str | bytes) else 8 for value in row)

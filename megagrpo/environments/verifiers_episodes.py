@@ -22,7 +22,8 @@ class Classic:
     """An environment of the classic API, whose rows are a dataset's."""
 
     def __init__(self, vf, name):
-        self.vf, self.environment = vf, vf.load_environment(name)
+        self.vf = vf
+        self.environment = vf.load_environment(name)
         self.dataset = self.environment.get_dataset()
 
     def rows(self):
@@ -56,13 +57,16 @@ class Tasks:
         import verifiers.v1 as vf
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-        self.vf, self.environment, self.tasks = vf, load_environment(resolve_env_config(env)), []
+        self.vf = vf
+        self.environment = load_environment(resolve_env_config(env))
+        self.tasks = []
         self.left = iter(self.environment.taskset)
 
     def rows(self):
         """Yields (prompt, answer) of each task; an endless taskset is cut by the reader."""
         for task in self.environment.taskset:
-            prompt, system = task.data.prompt, task.data.system_prompt
+            prompt = task.data.prompt
+            system = task.data.system_prompt
             spoken = (
                 [{"role": "user", "content": prompt}]
                 if isinstance(prompt, str)

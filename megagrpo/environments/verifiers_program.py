@@ -41,7 +41,8 @@ class _Player:
             raise RuntimeError(f"{' '.join(self._command[:3])} has ended")
         self._left -= 1
         self.is_open = self.is_open and self._left > 0
-        number, result = next(self._numbers), asyncio.get_running_loop().create_future()
+        number = next(self._numbers)
+        result = asyncio.get_running_loop().create_future()
         self._results[number] = result
         with ExitStack() as stack:
             stack.callback(self._end, number, commands)

@@ -112,7 +112,8 @@ class Family:
     ) -> None:
         """Copies this rank's slices of one layer's HF tensors into Megatron's parameters: only
         slices and copies."""
-        index, mlp = layer.layer_number - 1, layer.mlp
+        index = layer.layer_number - 1
+        mlp = layer.mlp
         prefix = layer_prefix(index)
         layer.input_layernorm.weight.copy_(hf[prefix + "input_layernorm.weight"])
         layer.pre_mlp_layernorm.weight.copy_(hf[prefix + "post_attention_layernorm.weight"])
@@ -135,7 +136,9 @@ class Family:
     def layer_tensors(self, arch: Architecture, index: int) -> Iterator[TensorSpec]:
         """Yields the HF tensors of layer `index`, counted from 0, in the order in which a random
         model draws them."""
-        prefix, hidden, names = layer_prefix(index), arch.hidden_size, self.PROJECTIONS
+        prefix = layer_prefix(index)
+        hidden = arch.hidden_size
+        names = self.PROJECTIONS
         yield from self.attention_tensors(arch, prefix + "self_attn.")
         for name in ("input_layernorm", "post_attention_layernorm"):
             yield TensorSpec(f"{prefix}{name}.weight", (hidden,), "norm")

@@ -79,7 +79,9 @@ def _load_qkv(
 ) -> None:
     """Loads Megatron's interleaving by key/value head: [q of its queries, k, v] for each of the
     local groups."""
-    queries, dim, groups = arch.num_heads // arch.num_kv_heads, arch.head_dim, arch.num_kv_heads
+    queries = arch.num_heads // arch.num_kv_heads
+    dim = arch.head_dim
+    groups = arch.num_kv_heads
     if groups < shard.size:
         _load_part_of_group(parameter, arch, hf, prefix, kind, shard)
         return
@@ -110,9 +112,11 @@ def _load_part_of_group(
     Megatron gathers a layer's projections from all ranks, and each takes from them the heads that
     it computes with.
     """
-    queries, dim = arch.num_heads // arch.num_kv_heads, arch.head_dim
+    queries = arch.num_heads // arch.num_kv_heads
+    dim = arch.head_dim
     group, first = divmod(shard.rank * len(parameter), (queries + 2) * dim)
-    last, start = first + len(parameter), 0
+    last = first + len(parameter)
+    start = 0
     for name, heads in (("q", queries), ("k", 1), ("v", 1)):
         end = start + heads * dim
         low, high = max(first, start), min(last, end)
@@ -147,6 +151,7 @@ def mlp_weights(layer, expert: int | None = None) -> tuple[Tensor, Tensor]:
     layers.
     """
     if expert is not None and hasattr(layer, "local_experts"):
-        layer, expert = layer.local_experts[expert], None
+        layer = layer.local_experts[expert]
+        expert = None
     name = "weight" if expert is None else f"weight{expert}"
     return getattr(layer.linear_fc1, name), getattr(layer.linear_fc2, name)

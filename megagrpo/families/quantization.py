@@ -29,7 +29,8 @@ def quantization_problems(hf: HfConfig) -> list[str]:
             "weights themselves, so name a release of the model in bfloat16 or block FP8, or "
             "convert it first"
         ]
-    block, problems = described.get("weight_block_size"), []
+    block = described.get("weight_block_size")
+    problems = []
     if not (
         isinstance(block, list)
         and len(block) == 2

@@ -67,7 +67,8 @@ def layer_prefix(index: int) -> str:
 def draft_norms(arch: Architecture) -> Iterator[TensorSpec]:
     """Yields what a draft has besides its layer: the norms of both inputs, their projection, and
     the last norm."""
-    prefix, hidden = layer_prefix(arch.num_layers), arch.hidden_size
+    prefix = layer_prefix(arch.num_layers)
+    hidden = arch.hidden_size
     for name in ("enorm", "hnorm", "shared_head.norm"):
         yield TensorSpec(f"{prefix}{name}.weight", (hidden,), "norm")
     yield TensorSpec(prefix + "eh_proj.weight", (hidden, 2 * hidden), "matrix")
@@ -95,7 +96,8 @@ def adapter_tensors(
 def attention_tensors(arch: Architecture, attention: str) -> Iterator[TensorSpec]:
     """Yields projections, biases and norms of grouped-query attention; `attention` begins their
     names."""
-    hidden, dim = arch.hidden_size, arch.head_dim
+    hidden = arch.hidden_size
+    dim = arch.head_dim
     outputs = {
         "q_proj": arch.num_heads * dim,
         "k_proj": arch.num_kv_heads * dim,

@@ -169,7 +169,8 @@ def read_vision(hf: HfConfig, text: HfConfig, kind: Literal["qwen2_5_vl", "qwen3
 
 def tower_tensors(vision: Vision) -> Iterator[TensorSpec]:
     """Yields the tensors of a tower in the order of transformers' module."""
-    width, prefix = vision.hidden_size, vision.prefix
+    width = vision.hidden_size
+    prefix = vision.prefix
     patches = (width, vision.channels, vision.temporal_patch, vision.patch, vision.patch)
     yield TensorSpec(prefix + "patch_embed.proj.weight", patches, "matrix")
     if vision.kind == "qwen3_vl":
@@ -195,7 +196,8 @@ def tower_tensors(vision: Vision) -> Iterator[TensorSpec]:
 
 
 def _block(vision: Vision, prefix: str) -> Iterator[TensorSpec]:
-    width, ffn = vision.hidden_size, vision.ffn_size
+    width = vision.hidden_size
+    ffn = vision.ffn_size
     for name in ("norm1", "norm2"):
         yield TensorSpec(f"{prefix}{name}.weight", (width,), "norm")
         if vision.kind == "qwen3_vl":

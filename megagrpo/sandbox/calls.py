@@ -156,7 +156,8 @@ class _Remote:
     judge itself."""
 
     def __init__(self, ask: Callable[..., Value], number: int):
-        self._ask, self._number = ask, number
+        self._ask = ask
+        self._number = number
 
     def __call__(self, *args: Value, **kwargs: Value) -> Value:
         return self._ask("call", self._number, None, args, kwargs)

@@ -111,7 +111,8 @@ def _report(options: ProgramOptions, report: dict[str, object]) -> None:
 def _supervise(pid: int, options: ProgramOptions) -> dict[str, object]:
     """Waits for the program, ends every process that it started, and returns its exit code and the
     limit it met."""
-    reason, limit = "", options["memory_mb"] * _MIB
+    reason = ""
+    limit = options["memory_mb"] * _MIB
     process = os.pidfd_open(pid)
     poll = select.poll()
     poll.register(process, select.POLLIN)

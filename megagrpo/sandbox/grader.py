@@ -28,7 +28,8 @@ def grade(text: str, answer: str, **options: Scalar | dict[str, Scalar]) -> tupl
     settings = CodeOptions.model_validate(options)
     tests = read_tests(answer, settings.tolerance)
     run = _run_scripts if tests.scripts else _run_calls
-    num_passed, failure = 0, ""
+    num_passed = 0
+    failure = ""
     problems = run(program_of(text), tests, settings, isolates(settings.isolation))
     for number, problem in enumerate(problems, start=1):
         num_passed += not problem
@@ -124,7 +125,9 @@ def _run_calls(
         ) as program,
         Sandbox("test", json.dumps(_instructions(tests)), limits, isolate, pipes=of_tests),
     ):
-        deadline, heard, over = time.monotonic() + settings.total_s, b"", ""
+        deadline = time.monotonic() + settings.total_s
+        heard = b""
+        over = ""
         for _ in tests.statements:
             until = min(deadline, time.monotonic() + settings.test_s)
             while b"\n" not in heard and not over:

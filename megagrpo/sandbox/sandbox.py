@@ -141,7 +141,8 @@ class Sandbox(AbstractContextManager["Sandbox"]):
         pipes: dict[str, int] | None = None,
     ):
         pipes = pipes or {}
-        self._limits, self._isolated = limits, isolate
+        self._limits = limits
+        self._isolated = isolate
         self._ended: Report | None = None
         self._others: set[int] = set()
         if not isolate:
@@ -181,7 +182,8 @@ class Sandbox(AbstractContextManager["Sandbox"]):
 
         Raises SandboxError.
         """
-        kept, limit = {"stdout": bytearray(), "stderr": bytearray()}, ""
+        kept = {"stdout": bytearray(), "stderr": bytearray()}
+        limit = ""
         with selectors.DefaultSelector() as selector:
             selector.register(self._status, selectors.EVENT_READ)
             for name, stream in (

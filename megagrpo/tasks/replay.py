@@ -5,8 +5,7 @@ from pathlib import Path
 
 import torch
 
-from megagrpo.actor.start import initial_weights, make_actor
-from megagrpo.actor.step import update, with_logprobs
+from megagrpo.actor.step import update, with_reference
 from megagrpo.checkpoint.folder import latest
 from megagrpo.checkpoint.resume import load_checkpoint
 from megagrpo.config.schema import ExperimentConfig
@@ -36,11 +35,10 @@ def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) ->
     if source is not None:
         version = load_checkpoint(config, source, actor).step
     batch = dump.batch(actor.mesh, actor.routed_layers)
-    if (
-        dump.algorithm.uses_reference and dump.algorithm.kl.estimator == "full"
-    ):  # the reference's states are not dumped
-        batch = with_logprobs(actor, batch, config.sampling.temperature, False, "full")
     sampling = config.sampling
+    if dump.algorithm.uses_reference and dump.algorithm.kl.estimator == "full":
+        # the reference's states are not dumped
+        batch = with_reference(actor, batch, "full", sampling.temperature)
     values, _ = update(
         actor, batch, dump.algorithm, sampling.temperature, sampling.max_response_tokens
     )

@@ -13,7 +13,14 @@ import torch
 
 from examples.laptop.model import make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.actor.step import backward, denominators_of, hidden_states, update, with_logprobs
+from megagrpo.actor.step import (
+    backward,
+    denominators_of,
+    hidden_states,
+    update,
+    with_old_logprobs,
+    with_reference,
+)
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
 from megagrpo.config.algorithm import AlgorithmConfig
@@ -93,8 +100,12 @@ def exact_loss(actor, batch) -> float:
     )["loss/total"]
 
 
+def referred(actor, batch):
+    return with_reference(actor, batch, "full", TEMPERATURE)
+
+
 def test_value_and_gradient_of_the_output_weight(actor):
-    batch = with_logprobs(actor, batch_of(actor), TEMPERATURE, old=True, reference="full")
+    batch = referred(actor, with_old_logprobs(actor, batch_of(actor), TEMPERATURE))
     assert batch.ref_logprobs is None and batch.old_logprobs is not None
     live, reference = hidden_states(actor, batch), batch.reference
     weight = live.output_weight.clone().requires_grad_()
@@ -117,7 +128,7 @@ def test_value_and_gradient_of_the_output_weight(actor):
 def test_gradient_of_all_weights(actor):
     """Along a direction, against finite differences: the gradient passes through the whole
     model."""
-    batch = with_logprobs(actor, batch_of(actor), TEMPERATURE, old=False, reference="full")
+    batch = referred(actor, batch_of(actor))
     exact_loss(actor, batch)
     with actor.as_reference():
         initial = {name: p.detach().clone() for name, p in actor.parameters().items()}
@@ -138,6 +149,6 @@ def test_updates_pull_the_model_back_to_the_reference(actor):
     """Several updates of a step use the same reference states, row subsets and all."""
     found = []
     for _ in range(8):
-        batch = with_logprobs(actor, batch_of(actor), TEMPERATURE, old=True, reference="full")
+        batch = referred(actor, with_old_logprobs(actor, batch_of(actor), TEMPERATURE))
         found.append(update(actor, batch, FULL, TEMPERATURE, 9).metrics["policy/kl_reference"])
     assert found[-1] < 0.7 * found[0]

@@ -49,7 +49,7 @@ LAYERS = (
     {"evaluation"},
     {"train"},
     {"tasks", "cluster"},
-    WINGS - {"environments"},
+    {"tools", "cpu", "sandbox"},
     {"environments"},  # one of them runs programs in the sandbox
     {"cli"},
 )

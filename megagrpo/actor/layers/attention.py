@@ -190,7 +190,8 @@ class CausalAttention(torch.nn.Module):
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        sequences, longest = len(packed.cu_seqlens_q) - 1, packed.max_seqlen_q
+        sequences = len(packed.cu_seqlens_q) - 1
+        longest = packed.max_seqlen_q
         grids = packed.grids(len(query))
 
         def grid(flat: Tensor, places: int, where: tuple[Tensor, Tensor]) -> Tensor:
@@ -215,7 +216,8 @@ class CausalAttention(torch.nn.Module):
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+        cu = packed.cu_seqlens_q
+        longest = packed.max_seqlen_q
         causal = (-1, 0)  # all of the past, nothing of the future
         width = value.shape[-1]
         if width < query.shape[-1]:  # the kernel wants heads of one width

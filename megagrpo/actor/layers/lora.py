@@ -56,9 +56,11 @@ class Adapters(Module):
         super().__init__()
         linear, self.prefix, of_projections = site
         names = [name for name in of_projections if name in lora.targets]
-        self.row_parallel, self.is_expert = isinstance(linear, RowParallelLinear), linear.is_expert
+        self.row_parallel = isinstance(linear, RowParallelLinear)
+        self.is_expert = linear.is_expert
         self.shard = place.expert if self.is_expert else place.tensor
-        self.scale, self.enabled = lora.scale, True
+        self.scale = lora.scale
+        self.enabled = True
         inputs = linear.weight.shape[1]
         self.a, self.b = ParameterDict(), ParameterDict()
         for name in names:  # one by one: given a dictionary it would sort them
@@ -158,7 +160,8 @@ def _want_gradient(module: Module, inputs: tuple, output: Tensor) -> Tensor:
 
 
 def _sites(chunk: GPTModel, arch: Architecture) -> Iterator[_Site]:
-    queries, dim = arch.num_heads // arch.num_kv_heads, arch.head_dim
+    queries = arch.num_heads // arch.num_kv_heads
+    dim = arch.head_dim
     for layer in chunk.decoder.layers:
         prefix = layer_prefix(layer.layer_number - 1)
         attention: SelfAttention = layer.self_attention
@@ -220,7 +223,8 @@ class InitialAdapters(Mapping[str, Tensor]):
     every layout."""
 
     def __init__(self, specs: Specs, seed: int):
-        self._specs, self._seed = specs, seed
+        self._specs = specs
+        self._seed = seed
 
     def __getitem__(self, name: str) -> Tensor:
         shape, _ = self._specs[name]
@@ -303,7 +307,8 @@ def sharded_adapters(chunk: GPTModel) -> dict[str, ShardedTensor]:
 
     Keys are HF names, so that any layout finds its slices.
     """
-    sharded, of_dense = {}, mpu.get_data_parallel_rank(with_context_parallel=True)
+    sharded = {}
+    of_dense = mpu.get_data_parallel_rank(with_context_parallel=True)
     for path, adapters in chunk.named_modules():
         if not isinstance(adapters, Adapters):
             continue

@@ -73,18 +73,14 @@ def layer_modules(
         from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
         backend = TESpecProvider()
-        norm, attention, whole_linear = (
-            backend.layer_norm(rms_norm=True),
-            backend.core_attention(),
-            backend.linear(),
-        )
+        norm = backend.layer_norm(rms_norm=True)
+        attention = backend.core_attention()
+        whole_linear = backend.linear()
     else:
-        backend, norm, attention, whole_linear = (
-            LocalSpecProvider(),
-            RmsNorm,
-            CausalAttention,
-            WholeLinear,
-        )
+        backend = LocalSpecProvider()
+        norm = RmsNorm
+        attention = CausalAttention
+        whole_linear = WholeLinear
     if config.multi_latent_attention:
         attention_spec = _latent_attention(backend, norm, attention, whole_linear)
     else:

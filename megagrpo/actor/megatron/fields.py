@@ -52,7 +52,9 @@ def transformer_defaults(
 
     The last two exclude each other: Megatron-Core 0.16.1 frees an output that it is still sending.
     """
-    engine, p, given = kernels.transformer_engine, actor.parallel, actor.megatron
+    engine = kernels.transformer_engine
+    p = actor.parallel
+    given = actor.megatron
     others = given.get("deallocate_pipeline_outputs") or given.get("batch_p2p_comm")
     messages = kernels.cuda and p.vpp > 1 and not others
     wanted = {
@@ -139,16 +141,21 @@ def ddp_fields(actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
     With virtual stages the schedule starts the gathers of the next chunk: each but the first is one
     bucket, which its forward waits for.
     """
-    sharded, p = actor.optimizer.distributed, actor.parallel
+    sharded = actor.optimizer.distributed
+    p = actor.parallel
     overlap = kernels.cuda and actor.lora is None and actor.world_size > p.tp * p.pp
-    gathered = {"overlap_param_gather": True, **({"align_param_gather": True} if p.vpp > 1 else {})}
-    return {
+    dtype = actor.optimizer.megatron.get("main_grads_dtype", "float32")
+    fields = {
         "use_distributed_optimizer": sharded,
-        "grad_reduce_in_fp32": actor.optimizer.megatron.get("main_grads_dtype", "float32")
-        == "float32",
-        **({"overlap_grad_reduce": True, **(gathered if sharded else {})} if overlap else {}),
-        **actor.ddp,
+        "grad_reduce_in_fp32": dtype == "float32",
     }
+    if overlap:
+        fields["overlap_grad_reduce"] = True
+    if overlap and sharded:
+        fields["overlap_param_gather"] = True
+    if overlap and sharded and p.vpp > 1:
+        fields["align_param_gather"] = True
+    return fields | actor.ddp
 
 
 def optimizer_fields(actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:

@@ -55,13 +55,15 @@ class HiddenStatesModel(GPTModel):
         self, *args, sight: Sight | None = None, following: Following | None = None, **kwargs
     ) -> Tensor:
         """As GPTModel's; sight: of a vision-language model; following: for the draft."""
-        self._sight, self._following = sight, following
+        self._sight = sight
+        self._following = following
         if sight is not None and self.pre_process:
             kwargs["extra_block_kwargs"] = {"attention_bias": sight}  # see SeeingLayer
         return super().forward(*args, **kwargs)
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args, **kwargs) -> tuple:
-        sight, self._sight = self._sight, None
+        sight = self._sight
+        self._sight = None
         if sight is None:
             return super()._preprocess(input_ids, position_ids, *args, **kwargs)
         if self.pre_process:
@@ -71,7 +73,8 @@ class HiddenStatesModel(GPTModel):
         return (hidden, sight.angles, *rest)
 
     def _postprocess(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
-        following, self._following = self._following, None
+        following = self._following
+        self._following = None
         if self.draft is not None and following is not None:
             attention = {
                 name: kwargs[name]
@@ -84,7 +87,8 @@ class HiddenStatesModel(GPTModel):
     def take_drafted(self) -> tuple[Tensor, Following] | None:
         """Returns, once, the draft's hidden states [s / tp, b, h] of the last forward; None if it
         did not run."""
-        drafted, self._drafted = self._drafted, None
+        drafted = self._drafted
+        self._drafted = None
         return drafted
 
     def _input_embedding(self) -> Tensor:
@@ -157,10 +161,8 @@ def build_chunk(
             # Megatron sets this mark only where it initialises a weight itself. Without it the
             # gradient norm counts every weight as a replica and misses the shards of all
             # tensor-parallel ranks but the first: clipped too little.
-            module.weight.tensor_model_parallel, module.weight.partition_dim = (
-                True,
-                _SHARDED_DIM[type(module)],
-            )
+            module.weight.tensor_model_parallel = True
+            module.weight.partition_dim = _SHARDED_DIM[type(module)]
             module.weight.partition_stride = 1
     if transformer_engine:
         _mark_whole_weights(chunk)
@@ -250,7 +252,8 @@ def load_hf(chunks: list[HiddenStatesModel], arch: Architecture, hf: Mapping[str
     """Copies this rank's slices of the HF tensors (checkpoint names and shapes) into the chunks'
     parameters."""
     place = _place()
-    family, stored = FAMILIES[arch.family], hf
+    family = FAMILIES[arch.family]
+    stored = hf
     hf = _Named(family, stored)
     with torch.no_grad():
         for chunk in chunks:
@@ -285,7 +288,8 @@ class _Named(dict[str, Tensor]):
 
     def __init__(self, family: Family, stored: Mapping[str, Tensor]):
         super().__init__()
-        self._family, self._stored = family, stored
+        self._family = family
+        self._stored = stored
 
     def __missing__(self, name: str) -> Tensor:
         return self._family.stored(self._stored, name)

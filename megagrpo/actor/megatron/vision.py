@@ -130,8 +130,11 @@ class Sight:
             and micro.images is not None
             and micro.rope_positions is not None
         )
-        self._vision, self._images, self._micro = arch.vision, images, micro
-        vision, device = arch.vision, micro.tokens.device
+        self._vision = arch.vision
+        self._images = images
+        self._micro = micro
+        vision = arch.vision
+        device = micro.tokens.device
         angles = section_angles(
             micro.rope_positions,
             arch.head_dim,
@@ -147,7 +150,8 @@ class Sight:
         where = (
             micro.images.places % width * height + micro.images.places // width
         )  # in [s, b], as decoders have it
-        self._places, self._rows = on_device(where, device), on_device(micro.images.rows, device)
+        self._places = on_device(where, device)
+        self._rows = on_device(micro.images.rows, device)
         # sequence parallelism cuts the sequence
         part = height * width // mpu.get_tensor_model_parallel_world_size()
         first = part * mpu.get_tensor_model_parallel_rank()

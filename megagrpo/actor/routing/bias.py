@@ -32,7 +32,8 @@ class ExpertLoad:
         self.counts = torch.zeros(
             arch.num_layers, arch.num_experts, dtype=torch.int64, device=device
         )
-        self._scope, self._routers = scope, routers
+        self._scope = scope
+        self._routers = routers
         for layer, router in routers.items():
             router.register_forward_hook(partial(self._count, layer))
 

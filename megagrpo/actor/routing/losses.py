@@ -36,12 +36,11 @@ class RouterLosses:
         config: RouterLossConfig,
         device: torch.device,
     ):
-        self._config, self._top_k, self._sigmoid = (
-            config,
-            arch.experts_per_token,
-            arch.sigmoid_router,
-        )
-        self._layers, self._scope = arch.num_layers - arch.dense_layers, scope
+        self._config = config
+        self._top_k = arch.experts_per_token
+        self._sigmoid = arch.sigmoid_router
+        self._layers = arch.num_layers - arch.dense_layers
+        self._scope = scope
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)  # balance, z
         self._num_sequences = self._num_tokens = 1
         for router in routers.values():
@@ -49,7 +48,8 @@ class RouterLosses:
 
     def begin(self, num_sequences: int, num_tokens: int) -> None:
         """Starts an update; the numbers of its samples and real tokens are over all ranks."""
-        self._num_sequences, self._num_tokens = max(num_sequences, 1), max(num_tokens, 1)
+        self._num_sequences = max(num_sequences, 1)
+        self._num_tokens = max(num_tokens, 1)
         self._sums.zero_()
 
     def take(self) -> dict[str, float]:
@@ -82,7 +82,8 @@ class RouterLosses:
     def _loss(self, router: TopKRouter, logits: Tensor, scope: MicroBatchScope) -> Tensor:
         """Collective over ranks that share sequences. Returns the weighted losses of these tokens'
         logits [T, E]."""
-        loss, n = logits.new_zeros((), dtype=torch.float32), len(scope.lengths)
+        loss = logits.new_zeros((), dtype=torch.float32)
+        n = len(scope.lengths)
         if self._config.balance:
             counts = chosen_experts(logits, scope.sequence, n, self._top_k)
             dist.all_reduce(counts, group=router.tp_cp_group)

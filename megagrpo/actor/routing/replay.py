@@ -41,7 +41,8 @@ class RoutingReplay:
         device: torch.device,
     ):
         self._scope = scope
-        self._top_k, self._type = arch.experts_per_token, getattr(torch, arch.expert_id_type)
+        self._top_k = arch.experts_per_token
+        self._type = getattr(torch, arch.expert_id_type)
         # of this pipeline stage, virtual ones included; counted from the model's first layer with
         # experts
         self.layers = tuple(layer - arch.dense_layers for layer in sorted(routers))
@@ -65,7 +66,8 @@ class RoutingReplay:
         Yields a collective function that returns the batch with them, on every rank those of its
         own layers.
         """
-        count, device = len(batch.tokens), self._counts.device
+        count = len(batch.tokens)
+        device = self._counts.device
         experts = torch.zeros(
             (count + 1, len(self.layers), self._top_k), dtype=self._type, device=device
         )

@@ -59,7 +59,8 @@ class MicroBatchScope:
         """Index of each token among all tokens of the batch, [T] int64; their number for
         padding."""
         rows, columns = self.own
-        starts, padding = on_device(self.batch.starts, rows.device), len(self.batch.tokens)
+        starts = on_device(self.batch.starts, rows.device)
+        padding = len(self.batch.tokens)
         if not len(starts):
             return torch.full_like(rows, padding)
         return torch.where(rows >= 0, starts[rows.clamp(min=0)] + columns, padding)
@@ -67,7 +68,9 @@ class MicroBatchScope:
     @cached_property
     def replayed(self) -> ReplayedTokens | None:
         """Experts of these tokens; None if the batch has none."""
-        batch, micro, (rows, columns) = self.batch, self.micro, self.own
+        batch = self.batch
+        micro = self.micro
+        rows, columns = self.own
         if batch.routing is None or not len(batch.tokens):
             return None
         # padding looks a first token up and does not take it, also in a micro-batch of padding only
@@ -133,14 +136,17 @@ class RouterScope:
         )
 
     def _enter(self, layer: int) -> None:
-        waiting, self.now, self.again = self._recomputed[layer], self._under_way, False
+        waiting = self._recomputed[layer]
+        self.now = self._under_way
+        self.again = False
         if self.now is not None:
             if not self.now.forward_only and not torch.is_grad_enabled():
                 # Recomputed in the backward, perhaps after other micro-batches' forwards. Backwards
                 # of one layer come in the order of its forwards, in every schedule of Megatron.
                 waiting.append(self.now)
         elif waiting and torch.is_grad_enabled():
-            self.now, self.again = waiting.popleft(), True
+            self.now = waiting.popleft()
+            self.again = True
 
 
 def own_places(micro: MicroBatch) -> tuple[Tensor, Tensor]:

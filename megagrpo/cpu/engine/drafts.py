@@ -79,7 +79,8 @@ def build_tree_kernel_efficient_cpu(
         raise NotImplementedError(
             f"trees of drafts on a CPU: speculative_eagle_topk is {topk}, and must be 1"
         )
-    order, size = torch.arange(num_tokens), len(seq_lens)
+    order = torch.arange(num_tokens)
+    size = len(seq_lens)
     positions.copy_((seq_lens[:, None] + order).flatten())
     index.copy_(torch.arange(size * num_tokens).view(size, num_tokens))
     next_token.copy_(torch.where(order + 1 < num_tokens, order + 1, -1).expand(size, -1))
@@ -125,7 +126,8 @@ def tree_speculative_sampling_target_only(
         raise NotImplementedError(
             f"thresholds of acceptance {threshold_single}, {threshold_acc}: must be 1"
         )
-    drafts, rows = candidates[:, 1:].long(), torch.arange(len(candidates))
+    drafts = candidates[:, 1:].long()
+    rows = torch.arange(len(candidates))
     probabilities = target_probs[:, :-1].gather(2, drafts[:, :, None])[:, :, 0]
     num_accepted = (uniform_samples[:, :-1] < probabilities).long().cumprod(1).sum(1)
     rest = target_probs[rows, num_accepted].double()

@@ -68,10 +68,8 @@ class DeepseekV3(SigmoidMoe):
                 'config.json lacks "moe_layer_freq": 1, which engines read; transformers 5 does '
                 "not write it"
             )
-        heads, kv_heads = (
-            hf["num_attention_heads"],
-            hf.get("num_key_value_heads", hf["num_attention_heads"]),
-        )
+        heads = hf["num_attention_heads"]
+        kv_heads = hf.get("num_key_value_heads", hf["num_attention_heads"])
         if heads != kv_heads:
             problems.append(
                 f"num_key_value_heads {kv_heads} must be num_attention_heads {heads} in latent "
@@ -115,7 +113,9 @@ class DeepseekV3(SigmoidMoe):
     @staticmethod
     def attention_tensors(arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
         """Yields projections and norms of latent attention."""
-        mla, hidden, heads = arch.mla, arch.hidden_size, arch.num_heads
+        mla = arch.mla
+        hidden = arch.hidden_size
+        heads = arch.num_heads
         assert mla is not None
         queries = heads * (mla.nope_dim + mla.rope_dim)
         if mla.q_lora_rank is None:

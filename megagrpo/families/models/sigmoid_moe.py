@@ -130,7 +130,8 @@ class Glm4Moe(SigmoidMoe):
     LOADS_ATTENTION_BIAS = True
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
-        problems, head_dim = super().own_refusals(hf), decoder_architecture(hf).head_dim
+        problems = super().own_refusals(hf)
+        head_dim = decoder_architecture(hf).head_dim
         turning = head_dim * rotary_fraction(hf, _ROTARY_FRACTION)
         if turning != int(turning) or int(turning) % 2:
             problems.append(

@@ -147,7 +147,9 @@ class Qwen3VLMoe(Qwen3VL, Qwen3Moe):
         return (both[:, :width] if projection == "gate_proj" else both[:, width:]).t()
 
     def layer_tensors(self, arch: Architecture, index: int) -> Iterator[TensorSpec]:
-        experts, hidden, width = arch.num_experts, arch.hidden_size, arch.expert_ffn_size
+        experts = arch.num_experts
+        hidden = arch.hidden_size
+        width = arch.expert_ffn_size
         for spec in super().layer_tensors(arch, index):
             if not spec.expert:
                 yield spec

@@ -28,7 +28,8 @@ class HttpGrader(ServiceGrader):
         if not self._samples:
             self._full = asyncio.Event()
             self._request = asyncio.create_task(self._scores(self._samples, self._full))
-        request, index = self._request, len(self._samples)
+        request = self._request
+        index = len(self._samples)
         self._samples.append({"prompt": prompt.text, "response": text, "answer": prompt.answer})
         if len(self._samples) == self._options.batch_size:
             self._full.set()

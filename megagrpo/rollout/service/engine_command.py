@@ -38,7 +38,8 @@ def on_gpus(config: ExperimentConfig, num_gpus: float) -> bool:
 
     Raises ValueError if the configuration requires GPUs and none is visible.
     """
-    device, dtype = config.actor.device, config.rollout.dtype
+    device = config.actor.device
+    dtype = config.rollout.dtype
     if device == "cpu":
         return False
     if not num_gpus and (device == "cuda" or dtype == "bfloat16"):

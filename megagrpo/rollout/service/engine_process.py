@@ -28,7 +28,8 @@ def _without_key(*args, **kwargs) -> logging.LogRecord:
     ):  # a wrong format string: logging would print an error and the arguments
         text = f"{record.msg} {record.args}"
     if _KEY in text:
-        record.msg, record.args = text.replace(_KEY, "(the API key)"), ()
+        record.msg = text.replace(_KEY, "(the API key)")
+        record.args = ()
     return record
 
 

@@ -76,13 +76,11 @@ class EngineNode:
         cores_share: int,
         api_key: str,
     ):
-        self.config, self.engine, self.node_rank, self.cuda, self.api_key = (
-            config,
-            engine,
-            node_rank,
-            cuda,
-            api_key,
-        )
+        self.config = config
+        self.engine = engine
+        self.node_rank = node_rank
+        self.cuda = cuda
+        self.api_key = api_key
         self.bind_address = own_address(config.rollout.host)
         self.num_cores = max(1, len(os.sched_getaffinity(0)) // cores_share)
         self.process: Popen[bytes] | None = None

@@ -28,7 +28,8 @@ class EngineMemory:
     """The released memory of one incarnation of an engine. `url`: of its HTTP server."""
 
     def __init__(self, url: str, api_key: str, limit_s: float):
-        self._url, self._headers = url, bearer(api_key)
+        self._url = url
+        self._headers = bearer(api_key)
         self._timeout = aiohttp.ClientTimeout(total=limit_s)
         self._released: set[str] = set()
         self._one_at_a_time = asyncio.Lock()  # a call of a trainer that has died may still run

@@ -19,7 +19,8 @@ from megagrpo.actor.head import token_values
 from megagrpo.actor.megatron.model import routers
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.routing.replay import TopK
-from megagrpo.actor.step import micro_batches, token_logprobs
+from megagrpo.actor.schedule import micro_batches
+from megagrpo.actor.step import token_logprobs
 from megagrpo.types import Batch, ImageRef, MicroBatch
 from megagrpo.weights.engines.hooks import TOWER_MODULE, Recorder, SeenTokens, Tap, experts_key
 

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from megagrpo.actor.layers.lora import InitialAdapters
 from megagrpo.actor.megatron_actor import MegatronActor, leave_distributed
-from megagrpo.actor.step import backward, denominators_of, token_logprobs, update, with_logprobs
+from megagrpo.actor.step import (
+    backward,
+    denominators_of,
+    token_logprobs,
+    update,
+    with_old_logprobs,
+    with_reference,
+)
 from megagrpo.algo.advantage import with_advantages
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import plan_updates
@@ -202,10 +209,10 @@ def _prepared(config: ExperimentConfig, actor: MegatronActor, batch: Batch, base
     algorithm, temperature, mesh = config.algorithm, config.sampling.temperature, actor.mesh
     of_all = [old := near(base, 0.15, seed=7), near(old, 0.02, seed=8)]
     old, rollout = (t[batch.sample_ids][_inside(batch)] * batch.loss_mask for t in of_all)
-    reference = algorithm.kl.estimator if algorithm.uses_reference else None
-    batch = with_logprobs(
-        actor, batch, temperature, config.actor.routing_replay == "old", reference
-    )
+    if config.actor.routing_replay == "old":
+        batch = with_old_logprobs(actor, batch, temperature)
+    if algorithm.uses_reference:
+        batch = with_reference(actor, batch, algorithm.kl.estimator, temperature)
     batch = replace(batch, old_logprobs=old, rollout_logprobs=rollout)
     return with_advantages(batch, algorithm, mesh.reduce, AlgoState(), longest(config))[0]
 

@@ -212,7 +212,7 @@ def adapters_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder:
         merged = step.token_logprobs(actor, batch, 1.0)
         changed = sum(not torch.equal(p, before[name]) for name, p in actor.parameters().items())
     actor.keep_reference()
-    off = step.with_logprobs(actor, batch, 1.0, old=False, reference="k3").ref_logprobs
+    off = step.with_reference(actor, batch, "k3", 1.0).ref_logprobs
     loss = gradient(actor, batch, PLAIN)
     adapters = actor.trained_weights(weights)
     gradients = whole(adapters, actor.gradients(), actor.mesh)

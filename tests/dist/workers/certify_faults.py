@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megagrpo.actor import step
+from megagrpo.actor import schedule, step
 from megagrpo.actor.layers import specs as layer_specs
 from megagrpo.actor.megatron import model
 from megagrpo.actor.megatron.model import build_chunk
@@ -68,7 +68,8 @@ def _no_data_parallel_reduction() -> AbstractContextManager[None]:
     return _after_loading(change)
 
 
-def _mean_of_micro_batch_means() -> AbstractContextManager[None]:
+@contextmanager
+def _mean_of_micro_batch_means() -> Iterator[None]:
     """Every micro-batch is divided by its own tokens; micro-batches and ranks are averaged."""
     count = 1
 
@@ -86,7 +87,11 @@ def _mean_of_micro_batch_means() -> AbstractContextManager[None]:
         loss, sums = objective(inputs, algorithm, own)
         return loss / count, sums
 
-    return patch.multiple(step, objective=local_objective, plan_micro_batches=counting_plan)
+    with (
+        patch.multiple(step, objective=local_objective),
+        patch.multiple(schedule, plan_micro_batches=counting_plan),
+    ):
+        yield
 
 
 def _router_differs_between_ranks() -> AbstractContextManager[None]:

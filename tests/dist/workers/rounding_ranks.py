@@ -31,7 +31,7 @@ def measure(actor: MegatronActor, job: dict) -> dict:
         for parameter in actor.parameters().values():
             parameter.mul_(2.0)
     state["reference"] = actor.mesh.gather_world(
-        step.with_logprobs(actor, batch, 1.0, False, "k3").ref_logprobs
+        step.with_reference(actor, batch, "k3", 1.0).ref_logprobs
     )
     with torch.no_grad():
         for parameter in actor.parameters().values():

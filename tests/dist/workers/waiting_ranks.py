@@ -43,7 +43,7 @@ METHODS = ("tolist", "numpy", "cpu", "item", "__bool__", "__int__", "__float__",
 # that never left it, indices made in pinned memory, and the layout of a micro-batch, which is made
 # of a Batch that is on the host.
 ON_HOST = (
-    "microbatch.py:_pack", "microbatch.py:_micro_batch", "microbatch.py:targets",
+    "microbatch.py:_layout", "microbatch.py:_micro_batch", "microbatch.py:targets",
     "numpy token_dispatcher.py:_maybe_dtoh_and_synchronize", "token_dispatcher.py:token_dispatch",
     "moe_utils.py:sort_chunks_by_idxs", "experts.py:forward", "random.py:fork",
     "rope_utils.py:get_pos_emb_on_this_cp_rank",

@@ -52,7 +52,9 @@ class _Config:
     """Holds what @triton.autotune is given; torch inspects the signature."""
 
     def __init__(self, kwargs=None, num_warps=4, num_stages=2, **others):
-        self.kwargs, self.num_warps, self.num_stages = kwargs or {}, num_warps, num_stages
+        self.kwargs = kwargs or {}
+        self.num_warps = num_warps
+        self.num_stages = num_stages
 
 
 class _Constexpr:
