@@ -35,7 +35,7 @@ LONG_RUN = {
     "checkpoint": {"every": 1, "keep": 20},
 }
 _TORCHVISION_HOOK = str(
-    Path(__file__).parents[2] / "megagrpo" / "rollout" / "cpu"
+    Path(__file__).parents[2] / "megagrpo" / "cpu" / "engine"
 )  # see its sitecustomize
 
 GRADERS = '''

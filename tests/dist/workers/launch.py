@@ -16,7 +16,7 @@ from megagrpo.system import environment
 from tests.dist.workers.pool import RankPool, run_main
 
 WORKERS = Path(__file__).parent
-SHIMS = Path(__file__).parents[3] / "megagrpo" / "rollout" / "cpu"
+SHIMS = Path(__file__).parents[3] / "megagrpo" / "cpu" / "engine"
 LIMIT_S = 900
 POOL = RankPool()  # ended by the fixture in tests/dist/conftest.py
 TRANSFORMER_ENGINE_POOL = RankPool(transformer_engine=True)
