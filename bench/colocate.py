@@ -14,8 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from common import ROOT, call_megagrpo, prepare, provenance, write_results
-from learning import _write_config
+from common import ROOT, call_megagrpo, prepare, provenance, write_config, write_results
 
 from megagrpo.monitor.record import read_metrics
 from megagrpo.monitor.rollouts import read_rollouts
@@ -43,7 +42,7 @@ def main() -> None:
     shutil.rmtree(args.folder, ignore_errors=True)
     common = [f"seed={args.seed}", f"train.num_steps={args.steps}", "rollout.deterministic=true"]
     warm = args.folder / "warm.yaml"
-    _write_config("quickstart", warm, {"runs/quickstart": str(args.folder / "warm")})
+    write_config("quickstart", warm, {"runs/quickstart": str(args.folder / "warm")})
     prepare(warm, "quickstart", common)
     call_megagrpo("sft", warm, common)
 
@@ -53,7 +52,7 @@ def main() -> None:
             "output_dir: runs/quickstart": f"output_dir: {folder}",
             "runs/quickstart": str(args.folder / "warm"),
         }
-        _write_config("quickstart", config, output)
+        write_config("quickstart", config, output)
         call_megagrpo("run", config, [*common, *words])
         return RunFolder(folder)
 

@@ -20,8 +20,7 @@ import time
 from pathlib import Path
 
 import psutil
-from common import ROOT, call_megagrpo, prepare, provenance, write_results
-from learning import _write_config
+from common import ROOT, call_megagrpo, prepare, provenance, write_config, write_results
 
 from megagrpo.check.engine_memory import assumed_lengths, engine_side, gpu_phases, server_of
 from megagrpo.check.hardware import hardware_of
@@ -48,7 +47,7 @@ def main() -> None:
     config, settings = args.folder / "run.yaml", [*SHARED, f"train.num_steps={args.steps}"]
     shutil.rmtree(args.folder, ignore_errors=True)  # else a finished run has no step to measure
     args.folder.mkdir(parents=True)
-    _write_config("smollm2", config, {"runs/smollm2": str(args.folder / "run")})
+    write_config("smollm2", config, {"runs/smollm2": str(args.folder / "run")})
     prepare(config, "smollm2", settings)
     call_megagrpo("sft", config, [*settings, "sft.num_steps=1"])
     bare, samples = watch(config, settings)

@@ -1,5 +1,5 @@
-"""What benches share: commit, date and machine; the JSON and the table in bench/results; and how
-they run megagrpo."""
+"""What benches share: commit, date and machine; the table in bench/results and the JSON beside it;
+and how they run megagrpo."""
 
 import json
 import os
@@ -40,7 +40,11 @@ def write_results(
     lines: Sequence[Sequence[str]],
     folder: Path = RESULTS,
 ) -> None:
-    """bench/results/NAME.json with all of `data`, and NAME.md with the table; prints the table."""
+    """Writes the table into bench/results/NAME.md, and all of `data` into NAME.json beside it; prints
+    the table.
+
+    Git ignores the JSON: it stays on the machine that measured.
+    """
     table = [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *lines)]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")

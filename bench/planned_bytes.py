@@ -2,10 +2,10 @@
 
     python bench/planned_bytes.py
 
-Plans every case of bench/results/transports.json by `reshard` from the model's config.json alone,
-both sides pretended, and compares bytes on the wire, messages and staging with what real trainers
-and engines counted. Writes bench/results/planned_bytes.{json,md}; ends with status 1 when they
-differ.
+Plans every case that bench/transports.py has run on this machine by `reshard`, from the model's
+config.json alone, both sides pretended, and compares bytes on the wire, messages and staging with
+what real trainers and engines counted. Writes bench/results/planned_bytes.md; ends with status 1
+when they differ.
 """
 
 import json
@@ -27,7 +27,10 @@ HEADER = (
 
 
 def main() -> None:
-    counted = json.loads((RESULTS / "transports.json").read_text())["rows"]
+    measured = RESULTS / "transports.json"
+    if not measured.exists():
+        sys.exit(f"{measured} does not exist; python bench/transports.py writes it")
+    counted = json.loads(measured.read_text())["rows"]
     counted = [row for row in counted if row["transport"] == "reshard"]
     cases = [TransportCase(row["family"], row["trainers"], row["engines"]) for row in counted]
     with tempfile.TemporaryDirectory() as folder:

@@ -13,7 +13,6 @@ python bench/readme.py
 
 import ast
 import itertools
-import json
 import re
 import runpy
 import textwrap
@@ -24,6 +23,8 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "megagrpo"
 _PLACE = re.compile(r"(?<=<!-- )(?!end )(\S+)( -->\n)(?:.*?\n)??(?=<!-- end -->)", re.DOTALL)
+_RUN = re.compile(r"^commit (.*?), (\d{4}-\d\d-\d\d), (.*?), driver ", re.MULTILINE)
+_SECTION = re.compile(r"^\| [^|]+ \|  \| (?:\*\*)?(\w+)", re.MULTILINE)  # how each one ended
 _SHORT = 98  # characters beside the name of a folder
 _OTHER_FOLDERS = [
     (
@@ -203,20 +204,20 @@ def _presets() -> str:
 def last_device(results: Path) -> str:
     """Returns on which GPU, when and at which commit bench/gpu.py last ran, or that it never
     did."""
-    reports = [json.loads(file.read_text(encoding="utf-8")) for file in results.glob("gpu_*.json")]
-    reports = sorted(
-        (report for report in reports if report["device"] != "cpu"),
-        key=lambda report: report["date"],
-    )
+    reports = [
+        (*_RUN.search(page).groups(), _SECTION.findall(page))
+        for page in (file.read_text(encoding="utf-8") for file in results.glob("gpu_*.md"))
+    ]
+    reports = [report for report in reports if report[2] != "cpu"]
     if not reports:
         return (
             "No figure here was measured on a GPU: none was at hand yet. `bench/gpu.py` measures "
             "them on one, see "
             "[the GPU kit](#the-gpu-kit)."
         )
-    last, ended = reports[-1], [section["status"] for section in reports[-1]["sections"]]
+    commit, date, device, ended = max(reports, key=lambda report: report[1])
     return (
-        f"`bench/gpu.py` last ran on {last['device']}, {last['date']}, commit {last['commit']}: "
+        f"`bench/gpu.py` last ran on {device}, {date}, commit {commit}: "
         f"{ended.count('done')} of {len(ended)} sections to their end, "
         f"{ended.count('unavailable')} lacked something."
     )

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs what is missing and runs the tests: unit, dist (several ranks), e2e (real engine), cluster (real Slurm), gpu.
-# usage: launch/test.sh [--full] [pytest arguments]     --full: the slow ones too; with paths one pytest runs them alone,
+# usage: launch/test.sh [--full] [--record] [pytest arguments]     --full: the slow ones too; --record: keeps the seconds in
+# bench/results/test_seconds.md, with all tests only; with paths one pytest runs them alone,
 # without them tests/run_parts.py runs all five folders, two parts at a time
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

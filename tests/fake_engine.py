@@ -61,6 +61,7 @@ class FakeEngine:
 
     models: list[nn.Module] = field(default_factory=lambda: [FusedModel()])
     more: dict[str, Callable[[dict], None]] = field(default_factory=dict)
+    run: Callable[[nn.Module, list], None] = engine_loader.run
     refuses: str = ""  # a path that answers 400
     calls: list[str] = field(default_factory=list)
     updating: bool = False
@@ -95,8 +96,7 @@ class FakeEngine:
             ]
             ranks = ThreadPoolExecutor(len(self.models))
             answers = [
-                ranks.submit(engine_loader.run, *one)
-                for one in zip(self.models, requests, strict=True)
+                ranks.submit(self.run, *one) for one in zip(self.models, requests, strict=True)
             ]
             for failed in wait(
                 answers, return_when=FIRST_EXCEPTION

@@ -1,8 +1,9 @@
 """Runs all tests in parts: the unit tests on every core, then the others two at a time, as most
 wait for processes.
 
-usage: python tests/run_parts.py [pytest arguments]
-Exits with 1 and names the parts that failed; the last line counts all tests.
+usage: python tests/run_parts.py [--record] [pytest arguments]
+Exits with 1 and names the parts that failed; prints the seconds of every part and folder, which
+--record also writes to bench/results/test_seconds.md; the last line counts all tests.
 """
 
 import os
@@ -16,9 +17,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from xml.etree import ElementTree
 
 TESTS = Path(__file__).parent
+RECORD = TESTS.parent / "bench" / "results" / "test_seconds.md"
 SIDE_BY_SIDE = 2
 SAY_EVERY_S = 60.0
 NO_TESTS = 5  # pytest's exit status when a selection leaves none
@@ -120,39 +124,61 @@ class Part:
     """Some of the tests as a pytest of their own, whose output is printed when it has ended."""
 
     def __init__(self, name: str, options: list[str], logs: Path):
-        self.name, self.log, self.started = name, logs / f"{name}.log", time.monotonic()
-        command = [sys.executable, "-m", "pytest", "--durations=25", *options]
+        self.name = name
+        self.log = logs / f"{name}.log"
+        self.times = logs / f"{name}.xml"
+        self.started = time.monotonic()
+        command = [sys.executable, "-m", "pytest", "--durations=25", f"--junit-xml={self.times}"]
         streams = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                command, stdout=log, env=os.environ | ARITHMETIC.get(name, {}), **streams
+                [*command, *options],
+                stdout=log,
+                env=os.environ | ARITHMETIC.get(name, {}),
+                **streams,
             )
 
     def progress(self) -> str:
         shares = re.findall(r"\[ *(\d+)%\]", self.log.read_text(errors="replace"))
         return f"{self.name} {shares[-1] if shares else 0}%"
 
-    def report(self) -> str:
-        """Prints the whole output; returns its last line that counts tests."""
+    def report(self) -> "Ended":
+        """Prints the whole output; returns what the part took and its line that counts tests."""
         text = self.log.read_text(errors="replace")
-        print(f"[test] {self.name}: {time.monotonic() - self.started:.0f} s\n{text}", flush=True)
-        return next(
-            (
-                line
-                for line in reversed(text.splitlines())
-                if re.search(r"\d+ \w+.* in [\d.]+s", line)
-            ),
-            "",
-        )
+        seconds = time.monotonic() - self.started
+        print(f"[test] {self.name}: {seconds:.0f} s\n{text}", flush=True)
+        counts = [line for line in text.splitlines() if re.search(r"\d+ \w+.* in [\d.]+s", line)]
+        status = self.process.returncode
+        return Ended(status, counts[-1] if counts else "", seconds, seconds_by_file(self.times))
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a part ended. counts: the line that counts its tests; of_files: seconds by test file."""
+
+    status: int
+    counts: str
+    seconds: float
+    of_files: Counter[str]
+
+
+def seconds_by_file(report: Path) -> Counter[str]:
+    """The seconds of the tests of each file, such as tests.unit.test_batch, with their fixtures."""
+    found: Counter[str] = Counter()
+    if report.exists():  # else pytest did not come to its end
+        for case in ElementTree.parse(report).iter("testcase"):
+            module = re.match(r"[\w.]*?\btest_\w+", case.get("classname", ""))
+            found[module[0] if module else "others"] += float(case.get("time", 0.0))
+    return found
 
 
 def run(
     parts: dict[str, list[str]], at_once: int, arguments: list[str], logs: Path
-) -> dict[str, tuple[int, str]]:
-    """(exit status, counting line) of each part."""
+) -> dict[str, Ended]:
+    """Runs the parts, some at once; returns how each ended."""
     waiting = list(parts)
     running: list[Part] = []
-    results: dict[str, tuple[int, str]] = {}
+    results: dict[str, Ended] = {}
     said = time.monotonic()
     try:
         while waiting or running:
@@ -162,7 +188,7 @@ def run(
             time.sleep(0.2)
             for part in [part for part in running if part.process.poll() is not None]:
                 running.remove(part)
-                results[part.name] = part.process.returncode, part.report()
+                results[part.name] = part.report()
             if running and time.monotonic() > said + SAY_EVERY_S:
                 said = time.monotonic()
                 print("[test]", ", ".join(part.progress() for part in running), flush=True)
@@ -180,6 +206,23 @@ def total(lines: list[str], seconds: float) -> str:
     for number, what in (found for line in lines for found in COUNT.findall(line)):
         counts[what] += int(number)
     return f" {', '.join(f'{number} {what}' for what, number in counts.items())} in {seconds:.2f}s "
+
+
+def seconds_table(results: dict[str, Ended]) -> str:
+    """Markdown: what each part took, and the tests of each folder with their slowest files."""
+    lines = ["| part | seconds | tests |", "|---|---|---|"]
+    for name, ended in results.items():
+        lines.append(f"| {name} | {ended.seconds:.0f} | {ended.counts.strip('= ')} |")
+    lines += ["", "| folder | seconds inside tests | slowest files |", "|---|---|---|"]
+    files = sum((ended.of_files for ended in results.values()), Counter())
+    folders = Counter()
+    for module, seconds in files.items():
+        folders[module.rpartition(".")[0]] += seconds
+    for folder, seconds in folders.most_common():
+        own = Counter({m: s for m, s in files.items() if m.rpartition(".")[0] == folder})
+        slowest = [f"{m.rpartition('.')[2]} {s:.0f}" for m, s in own.most_common(5)]
+        lines.append(f"| {folder} | {seconds:.0f} | {', '.join(slowest)} |")
+    return "\n".join(lines) + "\n"
 
 
 @contextmanager
@@ -210,19 +253,26 @@ def runs_of_a_user() -> Iterator[None]:
 
 def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    record = "--record" in arguments
+    arguments = [word for word in arguments if word != "--record"]
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tests-") as logs:
         with runs_of_a_user():
             results = run(parts_alone(), 1, arguments, Path(logs))
         together = parts_together() | parts_of_arithmetic(full="not slow" not in arguments)
         results |= run(together, SIDE_BY_SIDE, arguments, Path(logs))
-    failed = [name for name, (status, _) in results.items() if status not in (0, NO_TESTS)]
-    for name, (_, line) in results.items():
-        print(f"[test] {name}: {line.strip('= ') or 'ended without a count'}")
+    failed = [name for name, ended in results.items() if ended.status not in (0, NO_TESTS)]
+    for name, ended in results.items():
+        print(f"[test] {name}: {ended.counts.strip('= ') or 'ended without a count'}")
+    print(table := seconds_table(results))
+    if record:
+        RECORD.write_text(table)
     if failed:
         print(f"[test] FAILED: {', '.join(failed)}")
     print(
-        total([line for _, line in results.values()], time.monotonic() - started).center(100, "=")
+        total([ended.counts for ended in results.values()], time.monotonic() - started).center(
+            100, "="
+        )
     )
     return int(bool(failed))
 

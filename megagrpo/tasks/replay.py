@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from megagrpo.actor.start import initial_weights, make_actor
 from megagrpo.actor.step import update, with_reference
 from megagrpo.checkpoint.folder import latest
 from megagrpo.checkpoint.resume import load_checkpoint

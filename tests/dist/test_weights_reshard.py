@@ -1,11 +1,14 @@
 """Several trainer ranks fill several engines of several ranks over real gloo, and one of them dies
 on the way."""
 
+import os
+import resource
 import sys
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.distributed import TCPStore
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from fake_engine import FakeEngine, FakeFleet, exchange_config, running, write_checkpoint
@@ -22,13 +25,11 @@ from fake_engine import FakeEngine, FakeFleet, exchange_config, running, write_c
 from megagrpo.mesh import LeaderError, Mesh
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.copies.record import record_copies
-from megagrpo.weights.engines.client import EngineConnection
-from megagrpo.weights.engines.loader import EngineEnd, engine_end
+from megagrpo.weights.engines import loader
 from megagrpo.weights.exchange import Exchange
-from megagrpo.weights.expected_digests import ExpectedDigests
 from megagrpo.weights.transports.reshard import _TrainerEnd
-from megagrpo.weights.wire import handover
 from megagrpo.weights.wire.group import EngineGroup, Receive
+from megagrpo.weights.wire.mailbox import decode
 from tests.dist.test_weights_gather import FFN, HIDDEN, LAYERS, SPECS, VOCAB, ToyActor, hf_tensors
 from tests.dist.workers.counted import counted_calls
 from tests.dist.workers.launch import run_meshes
@@ -92,21 +93,20 @@ def assert_filled(engines: list[FakeEngine], hf: dict[str, torch.Tensor]) -> Non
 def dies_once(engine: FakeEngine, while_joining: bool) -> None:
     """Makes rank 1 of an engine go away when it is next asked to receive, with all that it has on
     the wire."""
-    original, dying = EngineEnd.receive, engine_end(engine.models[1])
 
-    def receive(side, request, store, mailbox):
-        if side is not dying:
-            return original(side, request, store, mailbox)
-        EngineEnd.receive = original
-        if (
-            while_joining and "size" in request
-        ):  # reports that it is ready, so that the trainers join, but never comes
-            trainers = request["size"] - request["num_ranks"]
-            store.set(f"{request['group']}/ready/{request['rank'] - trainers}", "")
-        side.leave()
+    def run(model: nn.Module, named_tensors: list) -> None:
+        request = decode(bytes(dict(named_tensors)["request"].numpy()))
+        if model is not engine.models[1] or request["operation"] != "receive":
+            loader.run(model, named_tensors)
+            return
+        engine.run = loader.run
+        if while_joining and "size" in request:  # it says that it is ready, but never comes
+            store = TCPStore(*request["mailbox"], wait_for_workers=False)
+            store.set(f"{request['group']}/ready/1", "")
+        loader.engine_end(model).leave()
         raise SystemExit("the process is gone")
 
-    EngineEnd.receive = receive
+    engine.run = run
 
 
 @dataclass
@@ -121,10 +121,15 @@ class Publishing:
 
 @contextmanager
 def publishing(
-    mesh: Mesh, actor: ToyActor, folder: Path, number: int = 2, **options
+    mesh: Mesh,
+    actor: ToyActor,
+    folder: Path,
+    number: int = 2,
+    read: Callable[[], None] = lambda: None,
+    **options,
 ) -> Iterator[Publishing]:
-    """To so many engines; options: dtype, transport and delta if they are not float32, reshard and
-    False."""
+    """To so many engines. read: called in each thread that reads the actor's parameters; options:
+    dtype, transport and delta if they are not float32, reshard and False."""
     chosen = {"dtype": "float32", "transport": "reshard", "delta": False} | options
     rollout = {
         "num_engines": number,
@@ -134,7 +139,12 @@ def publishing(
     }
     settings = {"timeout_s": 40, "bucket_mb": 2e-3, **chosen}
     config = exchange_config(folder, folder / "initial/model", rollout=rollout, weights=settings)
-    weights = ActorWeights(record_copies(actor.load, SPECS, actor.live), SPECS, lambda: actor.live)
+
+    def live() -> dict[str, torch.Tensor]:
+        read()
+        return actor.live
+
+    weights = ActorWeights(record_copies(actor.load, SPECS, actor.live), SPECS, live)
     engines = [FakeEngine(models=[ToyEngine(r) for r in range(ENGINE_TP)]) for _ in range(number)]
     fleet = FakeFleet(engines)
     with ExitStack() as stack:
@@ -179,7 +189,7 @@ def of_rank(mesh: Mesh, tp: int, pp: int, dtype: str, transport: str, folder: Pa
                     for info in fleet.engines()
                 )
                 assert_filled(engines, published)
-    assert not any(engine_end(model).link for engine in engines for model in engine.models)
+    assert not any(loader.engine_end(model).link for engine in engines for model in engine.models)
     return first
 
 
@@ -220,20 +230,27 @@ def test_engines_are_filled_exactly_and_outlive_a_rank_that_dies(
     assert results[0]["staging_bytes"] <= 2e-3 * 2**20
 
 
+@contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    """Limits the files of this process, memory that it shares among them, inside the block."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 def without_memory(mesh: Mesh, folder: Path) -> str:
-    """Publishes by ipc, where the last rank has no memory for what it hands over."""
-
-    def none(num_bytes: int, device: torch.device) -> None:
-        raise torch.OutOfMemoryError("no memory beside an engine")
-
+    """Publishes by ipc, where the last rank gets no memory for what it hands over."""
     actor = ToyActor.of(mesh, 1, 2)
     actor.load(hf_tensors())
-    buffer = none if mesh.rank == 1 else handover.SharedBuffer
-    patched, raises = (
-        mock.patch.object(handover, "SharedBuffer", buffer),
-        pytest.raises(LeaderError),
-    )
-    with publishing(mesh, actor, folder, transport="ipc") as made, patched, raises as error:
+    limit = file_size_limit(64) if mesh.rank == 1 else nullcontext()
+    with (
+        publishing(mesh, actor, folder, transport="ipc") as made,
+        limit,
+        pytest.raises(LeaderError) as error,
+    ):
         made.exchange.publish(1)
     return str(error.value)
 
@@ -241,24 +258,34 @@ def without_memory(mesh: Mesh, folder: Path) -> str:
 def test_a_rank_without_memory_for_an_engine_is_named_on_every_rank(tmp_path):
     write_checkpoint(tmp_path / "initial", hf_tensors())
     for said in run_meshes(2, tmp_path, without_memory, tmp_path, replicas=1):
-        assert "rank 1" in said and "OutOfMemoryError: no memory beside an engine" in said
+        assert "rank 1" in said and "OSError: [Errno 27] File too large" in said
 
 
-def freed(mesh: Mesh, folder: Path) -> list[bool]:
-    """Publishes by ipc twice; tells of every shared buffer whether its memory was free when it was
-    closed."""
-    found: list[bool] = []
+def mapped(pid: int) -> int:
+    """How many buffers of a hand-over a process has in its memory."""
+    return Path(f"/proc/{pid}/maps").read_text().count("memfd:megagrpo-weights")
 
-    class Watched(handover.SharedBuffer):
-        def close(self, closed_there: bool) -> None:
-            memory = StorageWeakRef(self.values.untyped_storage())
-            super().close(closed_there)
-            found.append(memory.expired())
+
+def held(mesh: Mesh, folder: Path) -> dict[str, list[int]]:
+    """Publishes by ipc twice. Returns how many buffers the ranks hold while an engine receives, and
+    when it digests."""
+    pids = mesh.gather_world(os.getpid())
+    found: dict[str, list[int]] = {"receive": [], "digest": []}
+
+    def run(model: nn.Module, named_tensors: list) -> None:
+        operation = decode(bytes(dict(named_tensors)["request"].numpy()))["operation"]
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(loader.run, model, named_tensors)
+            while operation == "receive" and not running.done():
+                found[operation].append(sum(map(mapped, pids)))
+        if operation == "digest":
+            found[operation].append(sum(map(mapped, pids)))
 
     actor = ToyActor.of(mesh, 1, 2)
     actor.load(hf_tensors())
-    patched = mock.patch.object(handover, "SharedBuffer", Watched)
-    with publishing(mesh, actor, folder, transport="ipc") as made, patched:
+    with publishing(mesh, actor, folder, transport="ipc") as made:
+        for engine in made.engines:
+            engine.run = run
         made.exchange.publish(1)
         made.exchange.publish(2)
     return found
@@ -266,12 +293,9 @@ def freed(mesh: Mesh, folder: Path) -> list[bool]:
 
 def test_memory_of_a_hand_over_is_free_before_the_engine_takes_it(tmp_path):
     write_checkpoint(tmp_path / "initial", hf_tensors())
-    found = [
-        of_buffer
-        for rank in run_meshes(2, tmp_path, freed, tmp_path, replicas=1)
-        for of_buffer in rank
-    ]
-    assert len(found) == 2 * 2 * ENGINE_TP and all(found)
+    found, _ = run_meshes(2, tmp_path, held, tmp_path, replicas=1)
+    assert len(found["digest"]) == 2 * 2 * ENGINE_TP and not any(found["digest"])
+    assert any(found["receive"]), "both sides have it mapped while it is used"
 
 
 def few(hf: dict[str, torch.Tensor]) -> None:
@@ -418,26 +442,36 @@ def test_links_start_in_one_order_on_every_rank(tmp_path):
 
 
 KINDS = (RuntimeError, ValueError, OSError, MemoryError, KeyError)
-# Thread of a publish -> the class and method that fails in it, and the rank on which it does.
-THREADS = {
-    "send": (_TrainerEnd, "_send", 1),
-    "digest": (ExpectedDigests, "local", 1),
-    "receive": (EngineConnection, "ask", 0),
-    "verify": (EngineConnection, "digests", 0),
-}
+# Thread of a publish that fails -> the rank on which it does. The first two read the actor's
+# parameters in a module of the package, the others wait for an engine that refuses.
+READERS = {"send": "reshard.py", "digest": "expected_digests.py"}
+THREADS = {"send": 1, "digest": 1, "receive": 0, "verify": 0}
 
 
 def failing_rank(mesh: Mesh, kind: type[Exception], folder: Path) -> dict[str, tuple[str, float]]:
     """Publishes once for every thread that fails; returns message and seconds."""
     found = {}
-    for thread, (owner, method, of_rank) in THREADS.items():
+    for thread, of_rank in THREADS.items():
+        planted = []
+
+        def read(thread: str = thread, planted: list = planted) -> None:
+            files = {Path(frame.filename).name for frame in traceback.extract_stack()}
+            if planted and READERS.get(thread) in files:
+                raise kind(f"planted in {thread}")
+
+        def run(model: nn.Module, named_tensors: list, thread: str = thread) -> None:
+            operation = decode(bytes(dict(named_tensors)["request"].numpy()))["operation"]
+            if operation == {"receive": "receive", "verify": "digest"}.get(thread):
+                raise ValueError(f"planted in {thread}")
+            loader.run(model, named_tensors)
+
         actor = ToyActor(1, 0, 1, 0)
         actor.load(hf_tensors())
-        with publishing(mesh, actor, folder, number=1) as made, ExitStack() as fault:
+        with publishing(mesh, actor, folder, number=1, read=read) as made:
             made.exchange.publish(1)
             if mesh.rank == of_rank:
-                planted = mock.Mock(side_effect=kind(f"planted in {thread}"))
-                fault.enter_context(mock.patch.object(owner, method, planted))
+                planted.append(thread)
+                made.engines[0].run = run
             start = time.monotonic()
             with pytest.raises(LeaderError) as caught:
                 made.exchange.publish(2)
@@ -452,7 +486,8 @@ def test_a_failure_in_any_thread_of_a_publish_ends_all_ranks_at_once(kind, tmp_p
     write_checkpoint(tmp_path / "initial", hf_tensors())
     first, *others = run_meshes(2, tmp_path, failing_rank, kind, tmp_path)
     for thread, (message, _) in first.items():
-        assert f"planted in {thread}" in message and kind.__name__ in message, thread
+        assert f"planted in {thread}" in message, thread
+        assert (kind.__name__ if thread in READERS else "EngineRefused") in message, thread
     for found in (first, *others):
         assert {thread: message for thread, (message, _) in found.items()} == {
             t: m for t, (m, _) in first.items()

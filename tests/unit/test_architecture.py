@@ -1,20 +1,28 @@
 """The rules of the code's shape. A rule that no test enforces gets broken."""
 
 import ast
-import io
 import re
 import subprocess
 import sys
-import tokenize
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from functools import cache
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "megagrpo"
+from tests.unit.package_source import (
+    PACKAGE,
+    ROOT,
+    all_nodes,
+    functions,
+    imports,
+    is_longer,
+    part_of,
+    sources,
+    tokens,
+)
+
 # Code tokens, without comments and docstrings: dense lines buy nothing. Tests are tables, so their files may be longer.
 MAX_FILE_TOKENS, MAX_TEST_FILE_TOKENS, MAX_FUNCTION_TOKENS, MAX_TRAIN_LINES = 3200, 4500, 450, 40
 MAX_FLAT_MODULES, MAX_FOLDER_FILES, MAX_ARGUMENTS, MAX_ARROWS = 8, 12, 7, 170
@@ -69,71 +77,10 @@ ONLY_IN = {
 ALGO_MAY_IMPORT = {"torch", "megagrpo"}
 NO_TORCH = LAYERS[0] | LAYERS[1] | LAYERS[2] | LAYERS[3]
 
-NO_CODE = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
 LONG_FUNCTIONS: dict[str, str] = {}  # "path:function" -> why it is better in one piece
 # These run in the engine's interpreter before any code of ours and patch what it reads from its
 # environment.
 READS_ENVIRONMENT = r"system/environment\.py|cpu/engine/"
-
-
-@cache
-def sources() -> dict[str, ast.Module]:
-    """Path inside the package -> syntax tree."""
-    return {
-        str(path.relative_to(PACKAGE)): ast.parse(path.read_text(), str(path))
-        for path in sorted(PACKAGE.rglob("*.py"))
-    }
-
-
-@cache
-def tokens(path: Path) -> tuple[int, ...]:
-    """The line of each code token of a file: without comments, docstrings and line ends."""
-    source = path.read_text()
-    docstrings = {
-        node.body[0].lineno
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        and ast.get_docstring(node) is not None
-    }
-    return tuple(
-        token.start[0]
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type not in NO_CODE
-        and not (token.type == tokenize.STRING and token.start[0] in docstrings)
-    )
-
-
-def part_of(path: str) -> str:
-    """The part of the design that a file belongs to: its folder, or its own name at the top
-    level."""
-    return Path(path).parts[0].removesuffix(".py")
-
-
-def imports(path: str) -> list[str]:
-    """Full names of imported modules; `from megagrpo.a import b` counts as megagrpo.a.b. No
-    TYPE_CHECKING blocks."""
-    found = []
-
-    def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            return
-        if isinstance(node, ast.Import):
-            found.extend(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: relative import; write the whole name"
-            found.extend(f"{node.module}.{alias.name}" for alias in node.names)
-        for child in ast.iter_child_nodes(node):
-            visit(child)
-
-    visit(sources()[path])
-    return found
 
 
 def own_part(module: str) -> str | None:
@@ -236,18 +183,19 @@ def test_configuration_and_types_load_without_torch():
 
 
 def test_environment_is_read_in_one_file():
-    wrong = []
-    for path, tree in sources().items():
-        for node in ast.walk(tree):
-            name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
-            if name in ("os.environ", "os.getenv", "os.putenv", "os.environb") and not re.match(
-                READS_ENVIRONMENT, path
-            ):
-                wrong.append(f"{path}:{node.lineno}: {name}")
-        names = {"os.environ", "os.getenv"} & set(imports(path))
-        wrong += [
-            f"{path}: imports {name}" for name in names if not re.match(READS_ENVIRONMENT, path)
-        ]
+    names = {"os.environ", "os.getenv", "os.putenv", "os.environb"}
+    wrong = [
+        f"{path}:{node.lineno}: {ast.unparse(node)}"
+        for path, node in all_nodes()
+        if isinstance(node, ast.Attribute) and f"os.{node.attr}" in names
+        if ast.unparse(node) in names and not re.match(READS_ENVIRONMENT, path)
+    ]
+    wrong += [
+        f"{path}: imports {name}"
+        for path in sources()
+        for name in names & set(imports(path))
+        if not re.match(READS_ENVIRONMENT, path)
+    ]
     assert not wrong, "hand values over, or use megagrpo/system/environment.py:\n" + "\n".join(
         wrong
     )
@@ -259,32 +207,30 @@ def test_files_are_short():
         *(ROOT / "tests").rglob("*.py"),
         *(ROOT / "bench").rglob("*.py"),
     ]
-    lengths = {path: len(tokens(path)) for path in files}
     limits = {
         path: MAX_FILE_TOKENS if PACKAGE in path.parents else MAX_TEST_FILE_TOKENS for path in files
     }
-    wrong = {str(path): length for path, length in lengths.items() if length > limits[path]}
+    wrong = {
+        str(path): len(tokens(path)) for path, limit in limits.items() if is_longer(path, limit)
+    }
     assert not wrong, (
         f"more than {MAX_FILE_TOKENS} tokens, {MAX_TEST_FILE_TOKENS} in tests: {wrong}"
     )
 
 
 def test_functions_are_short():
-    lengths = {
-        f"{path}:{node.name}": sum(
-            node.lineno <= line <= node.end_lineno for line in tokens(PACKAGE / path)
-        )
-        for path, tree in sources().items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
+    lengths = Counter()  # of several with one name in a file the longest
+    for path, node in functions():
+        lines, name = tokens(PACKAGE / path), f"{path}:{node.name}"
+        length = bisect_right(lines, node.end_lineno) - bisect_left(lines, node.lineno)
+        lengths[name] = max(lengths[name], length)
     wrong = {
         name: length
         for name, length in lengths.items()
         if length > MAX_FUNCTION_TOKENS and name not in LONG_FUNCTIONS
     }
     assert not wrong, f"more than {MAX_FUNCTION_TOKENS} tokens: {wrong}"
-    needless = [name for name in LONG_FUNCTIONS if lengths.get(name, 0) <= MAX_FUNCTION_TOKENS]
+    needless = [name for name in LONG_FUNCTIONS if lengths[name] <= MAX_FUNCTION_TOKENS]
     assert not needless, f"exceptions that nothing needs: {needless}"
 
 
@@ -355,7 +301,7 @@ def test_rooms_are_few_and_not_too_full():
 
 
 def test_arrows_between_rooms_are_few():
-    """Pairs of parts of which one imports the other, wherever in its files."""
+    """Pairs of rooms of which one imports the other, wherever in its files; a wing is one room."""
     arrows = {
         (part_of(path), other)
         for path in sources()
@@ -368,27 +314,24 @@ def test_arrows_between_rooms_are_few():
 def test_functions_have_few_arguments():
     """self and cls do not count."""
     wrong = {}
-    for path, tree in sources().items():
-        if path.startswith("cpu/engine/"):  # other people's signatures
-            continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
-                number = sum(argument.arg not in ("self", "cls", "ctx") for argument in arguments)
-                if number > MAX_ARGUMENTS and f"{path}:{node.name}" not in MANY_ARGUMENTS:
-                    wrong[f"{path}:{node.name}"] = number
+    for path, node in functions():
+        arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+        number = sum(argument.arg not in ("self", "cls", "ctx") for argument in arguments)
+        name = f"{path}:{node.name}"
+        others = path.startswith("cpu/engine/") or name in MANY_ARGUMENTS  # their signatures
+        if number > MAX_ARGUMENTS and not others:
+            wrong[name] = number
     assert not wrong, f"more than {MAX_ARGUMENTS} arguments: {wrong}"
 
 
 def test_errors_rise():
     """Few try blocks, very few that catch everything, and no test library in the package."""
     size = sum(len(tokens(PACKAGE / path)) for path in sources())
-    nodes = [(path, node) for path, tree in sources().items() for node in ast.walk(tree)]
-    tries = sum(isinstance(node, ast.Try) for _, node in nodes)
+    tries = sum(isinstance(node, ast.Try) for _, node in all_nodes())
     assert 1000 * tries / size <= MAX_TRIES_PER_1000_TOKENS, f"{tries} try blocks in {size} tokens"
     broad = [
         f"{path}:{node.lineno}"
-        for path, node in nodes
+        for path, node in all_nodes()
         if isinstance(node, ast.ExceptHandler)
         and (node.type is None or re.search(r"\b(Base)?Exception\b", ast.unparse(node.type)))
     ]
@@ -402,10 +345,7 @@ def test_errors_rise():
 
 def test_types_are_named():
     uses = Counter(
-        path
-        for path, tree in sources().items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Name) and node.id == "Any"
+        path for path, node in all_nodes() if isinstance(node, ast.Name) and node.id == "Any"
     )
     assert uses.total() <= MAX_ANY, f"{uses.total()} uses of Any: {uses.most_common(8)}"
 
@@ -418,10 +358,9 @@ def test_no_transport_is_asked_by_name():
     assert "reshard" in names
     wrong = [
         f"{path}:{node.lineno}: {node.value}"
-        for path, tree in sources().items()
-        if not path.startswith(("weights/", "config/")) and path not in NAMES_TRANSPORTS
-        for node in ast.walk(tree)
+        for path, node in all_nodes()
         if isinstance(node, ast.Constant) and node.value in names
+        if not path.startswith(("weights/", "config/")) and path not in NAMES_TRANSPORTS
     ]
     assert not wrong, wrong
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from bench.gpu import SECTIONS, run_all
-from bench.gpu_kit.children import Section, run_section
-from bench.gpu_kit.figures import Setting
+from bench.gpu_kit.children import Outcome, Section, run_section
+from bench.gpu_kit.figures import Figure, Setting
 from bench.gpu_kit.report import above_bounds, is_failure, write_report
 from bench.gpu_kit.timing import synchronisations
 from bench.readme import last_device
@@ -122,14 +122,13 @@ def test_last_device(tmp_path):
         ("2026-03-01", "NVIDIA H200"),
         ("2026-04-01", "cpu"),
     ):
-        figures = {
-            "device": device,
-            "date": date,
-            "commit": "abc",
-            "sections": [{"section": "a", "status": "done"}],
-        }
-        (tmp_path / f"gpu_{device}.json").write_text(json.dumps(figures))
-    assert "NVIDIA H200, 2026-03-01, commit abc: 1 of 1 sections" in last_device(tmp_path)
+        surroundings = Outcome("surroundings", "done", figures=[Figure("device", device)])
+        others = [Outcome("engine", "unavailable"), Outcome("head", "timed out")]
+        write_report(tmp_path, [surroundings, *others], ORIGIN | {"date": date})
+    assert (
+        "NVIDIA H200, 2026-03-01, commit abc: 1 of 3 sections to their end, 1 lacked something"
+        in last_device(tmp_path)
+    )
 
 
 def test_models_that_are_compared_across_devices_are_drawn_on_the_cpu(monkeypatch):

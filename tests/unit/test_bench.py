@@ -1,0 +1,52 @@
+"""What programs in bench/ import from this repository exists: no other test runs most of them."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.experiments import ROOT
+
+# Programs put their own folder and that of the engine tests on the path.
+FOLDERS = (ROOT, ROOT / "bench", ROOT / "tests" / "e2e")
+FILES = [*sorted((ROOT / "bench").rglob("*.py")), *sorted((ROOT / "tests" / "e2e").glob("*.py"))]
+
+
+def place_of(module: str) -> Path | None:
+    """The file or folder of a module of this repository, None for other people's modules."""
+    parts = module.split(".")
+    for folder in FOLDERS:
+        path = folder.joinpath(*parts)
+        if path.with_suffix(".py").is_file():
+            return path.with_suffix(".py")
+        if path.is_dir():
+            return path
+    is_ours = any((folder / parts[0]).is_dir() for folder in FOLDERS)
+    assert not is_ours, f"no module {module}"
+    return None
+
+
+def names_in(place: Path) -> set[str]:
+    """What can be imported from a module or a folder."""
+    inside = {path.stem for path in place.glob("*")}
+    file = place / "__init__.py" if place.is_dir() else place
+    tree = ast.parse(file.read_text()) if file.is_file() else ast.Module([], [])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            inside.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            inside.update(alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            inside.add(node.id)
+    return inside
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_own_imports_exist(file):
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (place := place_of(node.module)):
+            missing = {alias.name for alias in node.names} - names_in(place)
+            assert not missing, f"line {node.lineno}: {node.module} has no {missing}"
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                place_of(alias.name)
