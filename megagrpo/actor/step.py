@@ -376,17 +376,16 @@ def _run(
     if actor.routing is not None:
         actor.routing.begin()
     iterators = [iter(micros) for _ in actor.model]
-    with actor.rounded():
-        collected = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=actor.model if len(actor.model) > 1 else actor.model[0],
-            num_microbatches=len(micros),
-            # of the whole; Megatron divides by cp and tp for what a stage receives
-            seq_length=micros.shapes[0][1],
-            micro_batch_size=micros.shapes[0][0],
-            forward_only=forward_only,
-        )
+    collected = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(iterators) > 1 else iterators[0],
+        model=actor.model if len(actor.model) > 1 else actor.model[0],
+        num_microbatches=len(micros),
+        # of the whole; Megatron divides by cp and tp for what a stage receives
+        seq_length=micros.shapes[0][1],
+        micro_batch_size=micros.shapes[0][0],
+        forward_only=forward_only,
+    )
     return [*collected, counts] if mpu.is_pipeline_last_stage(ignore_virtual=True) else []
 
 

@@ -227,10 +227,6 @@ class ActorConfig(Section):
     that the engine chose (rollout; R3, arXiv 2510.11370), or those of the log-probabilities before
     a step's first update (old; R2, arXiv 2507.18071). The reference's forward routes for itself.
     Default: routers choose."""
-    fake_quantization: Literal["fp8"] | None = None
-    """Compute forward and backward with weights rounded as `rollout.quantization` rounds those of
-    engines; gradients go to the weights before rounding, which are updated and published. Default:
-    weights are not rounded."""
     micro_batch_tokens: PositiveInt = 4096
     """Most tokens in one forward pass, padding included."""
     packing: bool = Field(
@@ -314,11 +310,6 @@ class ActorConfig(Section):
             f"{frozen} too: remove router_losses": with_lora and self.router_losses is not None,
             "lora trains adapters of the model alone: remove draft": with_lora
             and self.draft is not None,
-            "lora with fake_quantization: engines round the sum of weights and adapters, which "
-            "only publishes compute; "
-            "remove one of them": with_lora and self.fake_quantization is not None,
-            "fake_quantization with megatron.fp8: weights would be rounded twice; remove one of "
-            "them": (self.fake_quantization is not None and self.megatron.get("fp8")),
             "routing_replay with megatron.moe_router_fusion: the fused kernel chooses experts by "
             "itself, whatever it "
             "is given; remove one of them": self.routing_replay
@@ -353,9 +344,6 @@ class ActorConfig(Section):
             f"rollout.sglang: {{chunked_prefill_size: {held}}}": by_engine
             and read > 1
             and held > (chunk or _CHUNK),
-            "actor.fake_quantization without rollout.quantization: engines would not round their "
-            "weights; set both, or "
-            "neither": self.fake_quantization and experiment.rollout.quantization is None,
             "actor.routing_replay rollout with SGLang's enable_two_batch_overlap, which keeps the "
             "experts of a batch's "
             "second half where those of the first are; remove one of them": by_engine and halves,

@@ -78,12 +78,6 @@ REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
     # engines in FP8
     ([*FP8, "rollout.load_format=model"], "quantization fp8 with load_format model"),
     ([*FP8, "rollout.dtype=float32"], "rollout.quantization fp8 with rollout.dtype float32"),
-    (["actor.fake_quantization=fp8"], "fake_quantization without rollout.quantization"),
-    ([*FP8, "actor.fake_quantization=fp8", "actor.lora={}"], "lora with fake_quantization"),
-    (
-        [*FP8, "actor.fake_quantization=fp8", "actor.megatron={fp8: e4m3}"],
-        "weights would be rounded twice",
-    ),
     # engines beside trainers
     (["rollout.colocate=true"], "weights.transport broadcast: NCCL takes no two ranks on one GPU"),
     ([*COLOCATED, "weights.transport=reshard"], "set weights.transport: ipc, or disk"),

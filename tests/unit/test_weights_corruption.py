@@ -293,7 +293,6 @@ def plain_actor(specs, kept: set[str]) -> SimpleNamespace:
         parameters=lambda: live,
         merged=nullcontext,
         weights_loaded=lambda: None,
-        round_weights=lambda weights: None,
     )
 
 
