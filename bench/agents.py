@@ -46,7 +46,7 @@ from examples.laptop.model import character_tokenizer
 from megagrpo.config.data import DataConfig
 from megagrpo.config.rollout import AgentConfig
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.rollout.admission import Turnstile
+from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.agents.conversation import Conversation
 from megagrpo.rollout.agents.gateway import Gateway
 from megagrpo.rollout.agents.renderer import Message, Renderer, Tools
@@ -108,7 +108,9 @@ class Load:
             engine = others.stdout.readline().strip()
             gateway.start()
             policy = RetryPolicy(2, 600.0)
-            async with GenerationClient(engine, "key", policy, Turnstile(2 * sessions)) as client:
+            async with GenerationClient(
+                engine, "key", policy, AdmissionQueue(2 * sessions)
+            ) as client:
                 before = process.memory_info().rss
                 talks = [self.conversation(client, number) for number in range(sessions)]
                 keys = [stack.enter_context(gateway.session(talk)) for talk in talks]
@@ -293,7 +295,7 @@ class Prefixes:
             policy = RetryPolicy(4, 120.0)
             url = self._control.status().router
             async with GenerationClient(
-                url, self._control.api_key, policy, Turnstile(16)
+                url, self._control.api_key, policy, AdmissionQueue(16)
             ) as client:
 
                 async def turn(

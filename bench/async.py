@@ -36,7 +36,6 @@ ROOT = Path(__file__).resolve().parent.parent
 _CORRECTED = ["algorithm.mismatch={weight: {name: tis}}"]
 VARIANTS = {
     "N = 0": [],
-    "N = 0, extra groups": [*_CORRECTED, "rollout.extra_groups=16"],
     "N = 1, drain": [*_CORRECTED, "rollout.max_staleness=1", "weights.in_flight=drain"],
     "N = 1, retract": [*_CORRECTED, "rollout.max_staleness=1"],
     "N = 2, drain": [*_CORRECTED, "rollout.max_staleness=2", "weights.in_flight=drain"],
@@ -71,9 +70,8 @@ def main() -> None:
         for name in args.variants:
             row = _run(name, config, seed, [f"train.num_steps={args.steps}", *args.overrides])
             prompts = row.pop("prompts")
-            if "extra groups" not in name:
-                order = order or prompts
-                assert prompts == order, f"{name}, seed {seed}: groups in another order"
+            order = order or prompts
+            assert prompts == order, f"{name}, seed {seed}: groups in another order"
             rows.append(row)
             _write(rows, args)
 
@@ -162,7 +160,6 @@ def _measure(folder: RunFolder) -> dict:
             for e in entries
             if "eval/accuracy" in e
         ],
-        "discarded_tokens": sum(e.get("extra_groups/discarded_tokens", 0.0) for e in steps),
         **_idle(folder),
         "largest_lag": lag,
         "prompts": prompts,
@@ -228,7 +225,7 @@ def _means(rows: list[dict]) -> list[dict]:
         mean["accuracy"] = [
             [_mean(column) for column in zip(*points, strict=True)] for points in curves
         ]
-        sums = {key: sum(row[key] for row in of) for key in ("groups", "twice", "discarded_tokens")}
+        sums = {key: sum(row[key] for row in of) for key in ("groups", "twice")}
         largest = {"largest_lag": max(row["largest_lag"] for row in of)}
         found.append({"variant": name, "seed": "mean", **mean, **sums, **largest})
     return found
@@ -257,7 +254,6 @@ def _write(runs: list[dict], args: argparse.Namespace) -> None:
         "groups",
         "twice",
     )
-    header += ("tokens thrown away",)
     rows = [*_means(runs), *runs]
     in_turns = {
         row["seed"]: _seconds_to_level(rows, row) for row in rows if row["variant"] == "N = 0"
@@ -279,7 +275,6 @@ def _write(runs: list[dict], args: argparse.Namespace) -> None:
             str(row["largest_lag"]),
             str(row["groups"]),
             str(row["twice"]),
-            f"{row['discarded_tokens']:.0f}",
         ]
         for row in rows
     ]

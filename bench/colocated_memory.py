@@ -23,7 +23,7 @@ import psutil
 from common import ROOT, call_megagrpo, prepare, provenance, write_results
 from learning import _write_config
 
-from megagrpo.check.engine_memory import assumed_lengths, engine_side, gpu_phases, server_beside
+from megagrpo.check.engine_memory import assumed_lengths, engine_side, gpu_phases, server_of
 from megagrpo.check.hardware import hardware_of
 from megagrpo.check.layer_costs import model_work
 from megagrpo.check.report import _trainer_side
@@ -75,7 +75,7 @@ def plan(config: ExperimentConfig) -> dict[str, dict[str, float]]:
     arch, gpu = read_architecture(Path(config.model.path)), hardware_of(config.cluster.gpu)
     side = _trainer_side(config, arch, config.actor)
     engine = engine_side(
-        model_work(arch), server_beside(config.rollout), assumed_lengths(config), 1, gpu
+        model_work(arch), server_of(config.rollout), assumed_lengths(config), 1, gpu
     )
     phases = gpu_phases(config, side, engine, arch.hidden_size)
     host = {

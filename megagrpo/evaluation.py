@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from math import comb
 
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.rollout.selection import by_source
+from megagrpo.rollout.metrics import by_source
 from megagrpo.run import Run
 from megagrpo.types import RolloutGroup
 

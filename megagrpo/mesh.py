@@ -95,11 +95,20 @@ class Mesh:
 
     def all_true(self, value: bool) -> bool:
         """Collective. Returns whether every rank of the world passes True."""
-        return self._largest(int(not value)) == 0
+        return self.largest(int(not value)) == [0]
 
     def any_true(self, value: bool) -> bool:
         """Collective. Returns whether some rank of the world passes True."""
-        return self._largest(int(value)) == 1
+        return self.largest(int(value)) == [1]
+
+    def largest(self, *values: int) -> list[int]:
+        """Collective. Returns the largest of each value over all ranks of the world, by one
+        all-reduce on the host: a GPU should not wait for it."""
+        if self.world_size == 1:
+            return list(values)
+        largest = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return largest.tolist()
 
     def gather_dp_to_main(self, value: T) -> list[T]:
         """Collective over data-parallel ranks. Returns their values, in rank order, on the main
@@ -186,15 +195,6 @@ class Mesh:
     def _failed(self, what: str, failure: BaseException) -> str:
         return f"rank {self.rank}, {what}: {type(failure).__name__}: {failure}"
 
-    def _largest(self, value: int) -> int:
-        """Collective. Returns the largest value of all ranks, by one all-reduce of an integer on
-        the host."""
-        if self.world_size == 1:
-            return value
-        largest = torch.tensor(value)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return int(largest)
-
     def _from(
         self, source: int, group: dist.ProcessGroup | None, make: Callable[[], T], what: str
     ) -> T:
@@ -213,7 +213,7 @@ class Mesh:
                 traceback.print_exc()  # into this rank's log; the other ranks get the message
                 error = self._failed(what, exc)
                 state = _ERROR
-        state = self._largest(state)
+        (state,) = self.largest(state)
         if state == _ERROR:
             self.raise_any(error)
         if state == _VALUE and self.world_size > 1:

@@ -43,15 +43,9 @@ from megagrpo.rollout.agents.environments import Environments
 from megagrpo.rollout.agents.programs import Programs
 from megagrpo.rollout.control import find_service, service_progress
 from megagrpo.rollout.generation import SamplingParams
+from megagrpo.rollout.metrics import grader_metrics, rollout_metrics, source_metrics
 from megagrpo.rollout.sampler import Sampler
-from megagrpo.rollout.selection import (
-    GroupChoice,
-    StepGroups,
-    gather_surplus,
-    grader_metrics,
-    rollout_metrics,
-    source_metrics,
-)
+from megagrpo.rollout.selection import GroupChoice, StepGroups, gather_surplus
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.tools import Tool, make_answering
 from megagrpo.system import environment
@@ -228,25 +222,13 @@ class Run:
 
     def _sampled(self, metrics: Metrics) -> list[RolloutGroup]:
         """Collective. Samples while the trainers' GPUs, if engines share them, are the engines'."""
-        source, step = self.source, self.state.step
-        lend = self.config.rollout.lend_trainers and self.mesh.any_true(source.has_to_begin())
-        if lend:
-            for name, value in self.publishing.lend(step).items():
-                metrics.add_max(name, value)
-            source.count_engines()
         chosen = self._chosen(metrics)
         self.publishing.take_back()
         # Not before: until the step can begin, a checkpoint of the steps before it holds its
         # groups.
         state = self.state
-        state.data_cursor, state.surplus, state.deferred = (
-            chosen.data_cursor,
-            chosen.surplus,
-            chosen.deferred,
-        )
-        source.drop_consumed()
-        if lend:
-            source.count_engines()
+        state.data_cursor, state.surplus = chosen.data_cursor, chosen.surplus
+        self.source.drop_consumed()
         return chosen.groups
 
     def _chosen(self, metrics: Metrics) -> StepGroups:
@@ -266,7 +248,7 @@ class Run:
     def build_batch(self, groups: Sequence[RolloutGroup], updates: Updates) -> Batch:
         """Collective. Returns this rank's share of the step's samples, with their lags if weights
         may differ."""
-        version = self.state.step if self.config.rollout.max_lag else None
+        version = self.state.step if self.config.rollout.max_staleness else None
         layers = self.actor.routed_layers if self.config.actor.routing_replay == "rollout" else None
         return build_batch(groups, updates, self.mesh, self.actor.arch, version, layers)
 
@@ -350,7 +332,7 @@ def start_run(
     end it early."""
     progress.enter("reads prompts and the tokenizer")
     folder, start_timeout_s = config.run_folder, config.rollout.start_timeout_s
-    if config.rollout.shares_gpus:  # before any rank allocates memory on a GPU that an engine uses
+    if config.rollout.colocate:  # before any rank allocates memory on a GPU that an engine uses
         find_service(folder.path, service_url, start_timeout_s).sleep(sleep_limit_s(config))
     inputs = Inputs.load(config)
     progress.enter(f"{config.actor.world_size} trainer ranks meet and build the model")
@@ -400,7 +382,9 @@ def start_run(
                 record.timeline.request,
             )
             sampler.images = inputs.images
-        rollouts = RolloutSource(config, mesh, control, sampler, publishing.refresh, watchdog.alive)
+        rollouts = RolloutSource(
+            config, mesh, control, sampler, publishing.update_engines, watchdog.alive
+        )
         stack.callback(rollouts.close)
         rollouts.restore(state.ahead)
         stack.callback(

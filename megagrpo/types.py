@@ -184,9 +184,9 @@ class RolloutGroup:
         )
 
 
-# An engine's load: the share of its KV cache in use, requests that run and wait, and those put back
-# for lack of cache.
-LOADS = ("kv_use", "running", "waiting", "put_back")
+# An engine's load: the share of its KV cache in use, and requests that run, that wait, and that it
+# retracted for lack of cache.
+LOADS = ("kv_use", "running", "waiting", "retracted")
 
 
 @dataclass(frozen=True)
@@ -422,5 +422,3 @@ class TrainState:
     # rollout.max_staleness: finished groups that no step has consumed, of all ranks. Only in a
     # checkpoint: while a run goes on its source has them
     ahead: list[RolloutGroup] = field(default_factory=list)
-    # rollout.extra_groups: (id, number of steps) of deferred groups
-    deferred: list[tuple[int, int]] = field(default_factory=list)

@@ -18,7 +18,6 @@ from megagrpo.rollout.selection import GroupChoice, StepGroups
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.tools import Tool, make_answering
 from megagrpo.types import Outcome, Prompt, TrainState
-from megagrpo.weights.exchange import EngineRefresh
 from tests import experiments
 from tests.fake_service import FakeService, running
 
@@ -82,15 +81,13 @@ def source_of(
 ) -> RolloutSource:
     """The source of a rank as run.py builds it. publish: to engines that came back; else they are
     called ready."""
-    refresh = EngineRefresh(
-        mesh, publish or (lambda version, ids: control.mark_ready(ids[0], 1, version))
-    )
+    update = publish or (lambda version, ids: control.mark_ready(ids[0], 1, version))
     sampler = (
         Sampler(config, mesh.dp_size, control, grader or Grader(), decode, tool)
         if mesh.is_leader
         else None
     )
-    return RolloutSource(config, mesh, control, sampler, refresh)
+    return RolloutSource(config, mesh, control, sampler, update)
 
 
 @contextmanager
@@ -116,11 +113,7 @@ def take(
     """The groups of a step, with the state after it."""
     choice = GroupChoice(source, of or prompt_set(), config, MESH)
     taken = choice.next_groups(state, metrics or Metrics(), steps_left)
-    state.data_cursor, state.surplus, state.deferred = (
-        taken.data_cursor,
-        taken.surplus,
-        taken.deferred,
-    )
+    state.data_cursor, state.surplus = taken.data_cursor, taken.surplus
     source.drop_consumed()
     state.step += 1
     return taken

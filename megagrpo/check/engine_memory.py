@@ -139,7 +139,6 @@ class Server:
     running_requests: int  # of one engine
     cache_width: int  # bytes of a value
     max_tokens: int | None
-    fraction_key: str = "mem_fraction"  # of `rollout`
     fp8: bool = False  # rollout.quantization
 
 
@@ -190,17 +189,6 @@ def server_of(rollout: RolloutConfig, resolved: Mapping[str, object] | None = No
         cache_width=_CACHE_WIDTHS.get(values.kv_cache_dtype, width),
         max_tokens=values.max_total_tokens,
         fp8=rollout.quantization == "fp8",
-    )
-
-
-def server_beside(rollout: RolloutConfig) -> Server:
-    """Returns the settings of the engines on the trainers' GPUs, if some are there and others are
-    not; else of all."""
-    server = server_of(rollout)
-    if not rollout.lend_trainers:
-        return server
-    return replace(
-        server, memory_fraction=rollout.lent_mem_fraction, fraction_key="lent_mem_fraction"
     )
 
 
@@ -304,7 +292,7 @@ def engine_side(
     if weights > free * server.memory_fraction:
         problems.append(
             f"an engine rank's weights are {weights / 1e9:.1f} GB, but "
-            f"rollout.{server.fraction_key} "
+            "rollout.mem_fraction "
             f"{server.memory_fraction:g} leaves {free * server.memory_fraction / 1e9:.1f} GB for "
             "weights and cache"
         )
@@ -337,24 +325,18 @@ def gpu_phases(
     GPUs.
 
     The optimiser and gradients are on the host while engines are awake, and until the first
-    backward of an update. Lent engines (rollout.lend_trainers) are awake only in the rollout;
-    before it everything is on the GPU.
+    backward of an update.
     """
-    if not config.rollout.shares_gpus:
+    if not config.rollout.colocate:
         return dict(trainers.phases)
     asleep = {"engine's context": engine.parts["context"]}
     weights = {"engine's weights": engine.weights}
     workspace = _GRAPH_BYTES + _PREFILL_TOKENS * _PREFILL_WIDTH * ITEM * hidden_size
     sampling = weights | {"engine's cache": engine.parts["cache"], "engine's workspace": workspace}
-    lent = config.rollout.lend_trainers > 0
-    awake = (
-        {"rollout": sampling}
-        if lent
-        else {"rollout": sampling, "checkpoint": sampling, "publish": weights}
-    )
+    awake = {"rollout": sampling, "checkpoint": sampling, "publish": weights}
     phases = {}
     for name, rank in trainers.phases.items():
-        stays = name != "rollout" if lent else name in ("load", "resume", "update")
+        stays = name in ("load", "resume", "update")
         away = () if stays else ("gradients", "optimiser")
         held = {part: size for part, size in rank.parts.items() if part not in away}
         phases[name] = replace(rank, parts=held | asleep | awake.get(name, {}))
@@ -377,7 +359,7 @@ def memory_problems(
         math.floor(100 * (engine.server.memory_fraction - (fullest.total - room) / free)) / 100
     )
     if "engine's cache" in fullest.parts and fraction * free > engine.weights:
-        remedy = f"; with rollout.{engine.server.fraction_key} {fraction:g} they do"
+        remedy = f"; with rollout.mem_fraction {fraction:g} they do"
     return [
         f"trainers do not fit: in {name} {needs}, and {gpu.device_name} has "
         f"{room / 1e9:.1f}{remedy}",

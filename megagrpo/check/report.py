@@ -11,7 +11,7 @@ from megagrpo.check.engine_memory import (
     engine_side,
     gpu_phases,
     host_cache_bytes,
-    server_beside,
+    server_of,
 )
 from megagrpo.check.hardware import gigabytes, hardware_of
 from megagrpo.check.layer_costs import model_work
@@ -312,11 +312,6 @@ def _rollout(config: ExperimentConfig, everything: bool) -> list[str]:
         f"rollout    SGLang engines: {r.num_engines} of tp {r.tp}, ep {r.ep}{nodes} "
         f"= {r.num_engines * r.tp} ranks in all, {r.dtype}"
         + (", deterministic" if r.deterministic else ""),
-        *(
-            [f"  lent       {r.lend_trainers} more on the trainers' GPUs, while these wait"]
-            if r.lend_trainers
-            else []
-        ),
         f"  {at_once} samples at once, so a step's {samples} come in "
         f"{math.ceil(samples / at_once)} waves at best",
         *_reward(config),
@@ -367,7 +362,7 @@ def _places(config: ExperimentConfig, everything: bool) -> list[str]:
     if placement_problems(config):
         return []
     found = place(config)
-    shared = ", shared by engines" if config.rollout.shares_gpus else ""
+    shared = ", shared by engines" if config.rollout.colocate else ""
     apart = f", {found.rollout_nodes} for engines" if found.rollout_nodes else ""
     lines = [f"  nodes      {found.trainer_nodes} for trainers{shared}{apart}"]
     if not everything:
@@ -400,7 +395,7 @@ def _memory(
         return ["memory     unknown: the layout does not cut the model"]
     side, r = _trainer_side(config, arch, config.actor), config.rollout
     gpu, longest = hardware_of(config.cluster.gpu), longest_samples(config)["data"]
-    engine = engine_side(model_work(arch), server_beside(r), assumed_lengths(config), longest, gpu)
+    engine = engine_side(model_work(arch), server_of(r), assumed_lengths(config), longest, gpu)
     held, phases = side.phases["rollout"].parts, gpu_phases(config, side, engine, arch.hidden_size)
     phase = max(phases, key=lambda name: phases[name].total)
     fullest, on_host = phases[phase], side.host_bytes["optimiser"]
@@ -421,7 +416,7 @@ def _memory(
             if on_its_host
             else []
         ),
-        *(_colocated(config, side, phases) if r.shares_gpus else ()),
+        *(_colocated(config, side, phases) if r.colocate else ()),
     ]
 
 
@@ -444,7 +439,7 @@ def _colocated(
         f"    on the host, pinned, while engines are awake: {gigabytes(optimiser)} of optimiser "
         "state a rank"
     )
-    engines = r.num_engines if r.colocate else r.lend_trainers
+    engines = r.num_engines
     if engines * r.tp != ranks:
         both = (
             f"{engines} engines of tp {r.tp} are {engines * r.tp} ranks beside {ranks} trainer "

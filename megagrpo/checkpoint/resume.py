@@ -113,18 +113,14 @@ def resume(
     if source.parent != folder.checkpoints:
         actor.updates_done = 0  # the learning-rate schedule is this run's
         return TrainState()
-    oldest = state.step - max(
-        config.rollout.max_lag, 1
-    )  # without max_staleness too, a surplus is one version old
+    # Without max_staleness too, a surplus is one version old.
+    oldest = state.step - max(config.rollout.max_staleness, 1)
     young = [group for group in state.surplus if group.is_of(oldest)]
-    # A step takes at least one batch and all deferred groups, however often deferred: else they
-    # would get too old.
-    waiting = max(
-        len(young) + 1 if config.algorithm.dynamic_sampling is not None else 0, len(state.deferred)
-    )
-    if waiting > (wanted := config.train.num_prompts_per_step):
-        groups = f"{len(young) + len(state.deferred)} groups for the next step"
-        limit = f"train.num_prompts_per_step is {wanted}: take {waiting} or more"
+    # A step takes at least one batch: else the surplus would get too old.
+    wanted = config.train.num_prompts_per_step
+    if config.algorithm.dynamic_sampling is not None and len(young) >= wanted:
+        groups = f"{len(young)} groups for the next step"
+        limit = f"train.num_prompts_per_step is {wanted}: take {len(young) + 1} or more"
         raise ValueError(f"checkpoint {source} has {groups}, {limit}")
     if len(young) < len(state.surplus) and actor.mesh.is_main:
         left_out = (
@@ -135,13 +131,6 @@ def resume(
             f"{left_out}: their weights are older than rollout.max_staleness allows now", flush=True
         )
     state.surplus = deal_surplus(young, actor.mesh)
-    if (
-        config.rollout.extra_groups
-    ):  # a group may be deferred as often as if these weights had begun it
-        times = dict(state.deferred)
-        state.ahead = [
-            group for group in state.ahead if group.is_of(state.step - times.get(group.group_id, 0))
-        ]
     return state
 
 
@@ -158,7 +147,7 @@ def steps_in_all(
         train.num_epochs is None or config.algorithm.dynamic_sampling is not None
     ):  # whose steps take what they must
         return planned
-    left = train.num_epochs * num_prompts - (state.data_cursor - len(state.deferred))
+    left = train.num_epochs * num_prompts - state.data_cursor
     found = state.step + max(-(-left // train.num_prompts_per_step), 0)
     if found != planned:
         actor.num_updates = actor.updates_done + (found - state.step) * train.updates_of_step

@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, TypeVar
@@ -49,6 +49,7 @@ if TYPE_CHECKING:  # it pulls in Megatron
 
 _WRITER = re.compile(r"/__(\d+)_\d+\.distcp$")  # torch's name of a rank's file
 _GROUPS = ("surplus", "ahead")  # of TrainState, in files of their own
+_FIELDS = {each.name for each in fields(TrainState)}
 T = TypeVar("T")
 SizeAndCrc = tuple[int, int]  # bytes, CRC-32
 
@@ -305,7 +306,8 @@ def load(
         error = str(exc)
     mesh.raise_any(error)
     load_actor(folder / "actor")
-    state = json.loads((folder / "state.json").read_text())["train"]
+    saved = json.loads((folder / "state.json").read_text())["train"]
+    state = {name: value for name, value in saved.items() if name in _FIELDS}
     algo_state = TypeAdapter(AlgoState).validate_python(state.pop("algo_state"))
     for name in _GROUPS:
         file = folder / f"{name}.npz"
@@ -332,7 +334,13 @@ def check(folder: Path, identity: RunIdentity, mesh: Mesh) -> None:
         KeyError,
     ):
         manifest = json.loads((folder / "manifest.json").read_text())
-        model = json.loads((folder / "state.json").read_text())["identity"]
+        description = json.loads((folder / "state.json").read_text())
+        model, saved = description["identity"], description["train"]
+    if lost := [name for name, value in saved.items() if value and name not in _FIELDS]:
+        raise ValueError(
+            f"checkpoint {folder} has {', '.join(lost)} of a setting that is gone: continue it with "
+            f"megagrpo {description['version']}, or take a checkpoint without"
+        )
     different = {key: value for key, value in identity.model.items() if model.get(key) != value}
     if different:
         texts = [

@@ -146,7 +146,6 @@ def with_one_engine(
         "num_engines": 1,
         "min_healthy_engines": 1,
         "colocate": False,
-        "lend_trainers": 0,
     }
     rollout, weights = (
         config.rollout.model_copy(update=alone | changes),
@@ -250,7 +249,7 @@ def trainer_variables(
         config.weights.connect_timeout_s
     ) | environment.of_trainer_ranks(
         cut=parallel.tp > 1 or parallel.cp > 1,
-        beside_engines=config.rollout.shares_gpus,
+        beside_engines=config.rollout.colocate,
         deterministic=config.rollout.deterministic,
     )
     if on_gpus:  # statistics and advantages are computed on the host

@@ -4,7 +4,6 @@ Ray.
 slurm/*.sbatch and launch/*_node.sh start it on every node, with the node's rank.
 """
 
-import json
 import os
 import secrets
 import signal
@@ -28,7 +27,6 @@ from megagrpo.config.load import dump_config
 from megagrpo.config.placement import LOOPBACK, Nodes, place
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service.addresses import interface_of
-from megagrpo.rollout.service.ray_cluster import APART, BESIDE, NODES_FOR
 from megagrpo.system import environment
 from megagrpo.system.processes import last_lines, route_address
 from megagrpo.system.run_folder import RunFolder
@@ -90,20 +88,17 @@ def run_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
     """Runs this node's ranks and engines on the same GPUs (`rollout.colocate`): `megagrpo run
     --master-addr ...`.
 
-    With `rollout.lend_trainers` the first nodes are those of trainers, the last ones have only
-    engines. Signals and statuses are train_node's. Raises ValueError for what cannot run on these
+    Signals and statuses are train_node's. Raises ValueError for what cannot run on these
     nodes.
     """
-    if not config.rollout.shares_gpus:
+    if not config.rollout.colocate:
         apart = "launch/rollout_node.sh and launch/torchrun_node.sh start them"
         raise ValueError(
             f"without rollout.colocate trainers and engines have nodes of their own: {apart}"
         )
-    gpus, number = _gpus(config), _nodes_of_trainers(config, node)
-    refuse_what_cannot_run(config, Nodes(len(gpus) or None, number, node.number - number))
-    folder, ranks = config.run_folder, config.actor.world_size // number
-    if node.rank >= number:
-        return _only_engines(config, arguments, node)
+    gpus = _gpus(config)
+    refuse_what_cannot_run(config, Nodes(len(gpus) or None, node.number, 0))
+    folder, ranks = config.run_folder, config.actor.world_size // node.number
     shared = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[:ranks])} if gpus else {}
     with alone_in(folder) if node.rank == 0 else nullcontext():
         if node.rank == 0:
@@ -115,27 +110,11 @@ def run_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
                 left.unlink(missing_ok=True)
         with _launch_of_trainers(folder, "run", node, _GRACE_S) as launch:
             needed = _start_service(launch, config, arguments, node, shared)
-            trainers = replace(node, number=number, first_port=node.first_port + _TO_TRAINERS)
+            trainers = replace(node, first_port=node.first_port + _TO_TRAINERS)
             return launch.watch(
                 _start_trainers(launch, config, arguments, trainers, shared), *needed
             )
         return launch.status
-
-
-def _nodes_of_trainers(config: ExperimentConfig, node: Node) -> int:
-    """Counts the nodes of a run with shared GPUs that have trainers: the first ones."""
-    if config.rollout.colocate:
-        return node.number
-    return min(place(config, Nodes(len(_gpus(config)) or None)).trainer_nodes, node.number)
-
-
-def _only_engines(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
-    """Runs Ray on a node without trainers until the first node's ends, whose status tells what came
-    of the run."""
-    end, unheard = (signal.SIGINT, signal.SIGUSR2), (signal.SIGUSR1, signal.SIGTERM)
-    with Launch(config.run_folder, "run", end=end, unheard=unheard, grace_s=_GRACE_S) as launch:
-        launch.watch(*_start_service(launch, config, arguments, node, {}))
-    return 0
 
 
 def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
@@ -268,9 +247,6 @@ def _ray_command(config: ExperimentConfig, node: Node, temporary: Path) -> list[
     flags = ["--block", "--disable-usage-stats"]
     if rollout.colocate and not _gpus(config):  # else Ray would fill up the first node
         options["--num-cpus"] = -(-rollout.num_engines * rollout.nodes_per_engine // node.number)
-    if rollout.lend_trainers:
-        kind = BESIDE if node.rank < _nodes_of_trainers(config, node) else APART
-        options["--resources"] = json.dumps({kind: NODES_FOR[kind]})
     if node.rank == 0:
         options |= {"--port": node.first_port, "--ray-client-server-port": own + len(names)}
         options |= {"--temp-dir": temporary, "--include-dashboard": "false"}

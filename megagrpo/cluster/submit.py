@@ -92,7 +92,7 @@ def completed(config: ExperimentConfig, request: Request) -> Request:
     place on them."""
     found, kind = place(config, nodes_of(request)), request.kind
     if kind is None:
-        shared = config.rollout.shares_gpus and (found.trainer_nodes > 1 or found.rollout_nodes)
+        shared = config.rollout.colocate and found.trainer_nodes > 1
         kind = "colocated" if shared else "one-job" if found.rollout_nodes else "one-node"
     return replace(
         request, kind=kind, trainer_nodes=found.trainer_nodes, rollout_nodes=found.rollout_nodes
@@ -107,15 +107,14 @@ def misfits(config: ExperimentConfig, request: Request) -> list[str]:
         "colocated": "engines share the trainers' nodes",
     }
     problems = []
-    if request.kind in together and request.rollout_nodes and not config.rollout.lend_trainers:
+    if request.kind in together and request.rollout_nodes:
         problems.append(f"--kind {request.kind}: {together[request.kind]}; omit --rollout-nodes")
-    if config.rollout.shares_gpus and request.kind in ("one-job", "het"):
-        key = "colocate" if config.rollout.colocate else "lend_trainers"
+    if config.rollout.colocate and request.kind in ("one-job", "het"):
         problems.append(
-            f"--kind {request.kind} is for engines on nodes of their own; rollout.{key} wants "
+            f"--kind {request.kind} is for engines on nodes of their own; rollout.colocate wants "
             "colocated"
         )
-    if request.kind == "colocated" and not config.rollout.shares_gpus:
+    if request.kind == "colocated" and not config.rollout.colocate:
         problems.append("--kind colocated wants rollout.colocate: true")
     if request.time is not None and (limit := seconds(request.time)) <= request.grace_s:
         stops = f"not more than --grace-s {request.grace_s}, at which the job stops"

@@ -16,7 +16,7 @@ from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import decoder, load_prompts, load_tokenizer
 from megagrpo.monitor.rollouts import Decode, turns_of
 from megagrpo.rewards.pool import RewardPool
-from megagrpo.rollout.admission import Patience
+from megagrpo.rollout.admission import BatchDeadline
 from megagrpo.rollout.agents.environments import Environments
 from megagrpo.rollout.agents.programs import Programs
 from megagrpo.rollout.control import ServiceControl, ServiceUnreachable, bearer, find_service
@@ -72,10 +72,10 @@ async def _sampled(
     sampler: Sampler, job: SamplingJob, prompts: tuple[Prompt, ...], limit_s: float
 ) -> list[RolloutGroup]:
     finished: dict[int, RolloutGroup] = {}
-    patience = Patience(limit_s)
-    patience.start()
+    deadline = BatchDeadline(limit_s)
+    deadline.start()
     await sampler.sample_share(
-        job, numbered_prompts(prompts, range(len(prompts))), finished, patience
+        job, numbered_prompts(prompts, range(len(prompts))), finished, deadline
     )
     return [group for _, group in sorted(finished.items())]
 

@@ -68,19 +68,15 @@ class _Fit:
     def __init__(self, config: ExperimentConfig, nodes: Nodes):
         rollout = config.rollout
         self.world, self.engine_ranks = config.actor.world_size, rollout.num_engines * rollout.tp
-        self.key, self.number = (
-            ("colocate", "num_engines") if rollout.colocate else ("lend_trainers",) * 2
-        )
-        self.beside = (
-            rollout.num_engines if rollout.colocate else rollout.lend_trainers
-        )  # engines on trainers' GPUs
-        self.rollout, self.nodes, self.on_gpus = rollout, nodes, needs_gpus(config)
+        self.rollout, self.nodes = rollout, nodes
         self.part = rollout.tp // rollout.nodes_per_engine  # ranks of an engine on one node
         everything = self.world + self.engine_ranks
-        self.gpus = nodes.gpus or (config.cluster.gpus_per_node if self.on_gpus else everything)
+        self.gpus = nodes.gpus or (
+            config.cluster.gpus_per_node if needs_gpus(config) else everything
+        )
         apart = not rollout.colocate and (nodes.trainers or 1) == 1
-        small = everything <= self.gpus and not (self.beside and self.on_gpus)
-        self.one_node = apart and (nodes.rollout == 0 or (nodes == Nodes(nodes.gpus) and small))
+        small = nodes == Nodes(nodes.gpus) and everything <= self.gpus
+        self.one_node = apart and (nodes.rollout == 0 or small)
         self.fitting = [
             n
             for n in range(1, self.world + 1)
@@ -90,36 +86,30 @@ class _Fit:
             1 if self.one_node else self.fitting[0] if nodes.trainers is None else nodes.trainers
         )
 
-    def engines_on_a_node(self, beside: bool) -> int:
-        """Counts the engines that have a part on each of their nodes, of trainers or of their
-        own."""
-        room = self.world // self.trainer_nodes if beside else self.gpus
+    @property
+    def engines_on_a_node(self) -> int:
+        """Counts the engines that have a part on each of their nodes."""
+        colocated = self.rollout.colocate
+        room = self.world // self.trainer_nodes if colocated else self.gpus
         return room // self.part
 
-    def nodes_filled(self, engines: int, beside: bool) -> int:
-        """Counts the nodes that this number of engines fills."""
-        return self.rollout.nodes_per_engine * -(-engines // self.engines_on_a_node(beside))
+    @property
+    def nodes_filled(self) -> int:
+        """Counts the nodes that the engines fill."""
+        groups = -(-self.rollout.num_engines // self.engines_on_a_node)
+        return self.rollout.nodes_per_engine * groups
 
     def problems(self) -> Iterator[str]:
         """Yields what has no place."""
         trainers = f"{self.world} trainer ranks (actor.world_size)"
-        if (ranks := self.beside * self.rollout.tp) > self.world:
-            both = (
-                f"rollout.{self.key}: {trainers} and {ranks} engine ranks "
-                f"(rollout.{self.number} x tp)"
-            )
+        both = f"{trainers} and {self.engine_ranks} engine ranks (rollout.num_engines x tp)"
+        if self.rollout.colocate and self.engine_ranks > self.world:
             yield (
-                f"{both}: each of these needs a trainer rank beside it; lower rollout.{self.number}"
+                f"rollout.colocate: {both}: each of these needs a trainer rank beside it; lower "
+                "rollout.num_engines"
             )
             return
         if self.one_node:
-            both = f"{trainers} and {self.engine_ranks} engine ranks (rollout.num_engines x tp)"
-            if self.beside and self.on_gpus:
-                yield (
-                    f"rollout.lend_trainers: {both} need nodes of their own; take more nodes, "
-                    "or "
-                    "rollout.colocate"
-                )
             if (needed := self.world + self.engine_ranks) > self.gpus:
                 yield (
                     f"{both} need {needed} GPUs, and the node has {self.gpus}; lower them, or "
@@ -141,9 +131,9 @@ class _Fit:
             )
             yield f"{self.trainer_nodes} trainer nodes: {problem}"
             return
-        if self.beside:
+        if self.rollout.colocate:
             yield from self._problems_beside()
-        if not self.rollout.colocate:
+        else:
             yield from self._problems_apart()
         apart = not self.rollout.colocate or self.trainer_nodes > 1
         if apart and self.rollout.host in LOOPBACK:
@@ -154,18 +144,17 @@ class _Fit:
             )
 
     def _problems_beside(self) -> Iterator[str]:
-        per_node, ranks = self.engines_on_a_node(True), self.world // self.trainer_nodes
-        engines = f"{self.beside} engine(s) over {self.rollout.nodes_per_engine} node(s) each"
+        per_node, ranks = self.engines_on_a_node, self.world // self.trainer_nodes
+        engines = f"{self.rollout.num_engines} engine(s) over {self.rollout.nodes_per_engine} node(s) each"
         if per_node == 0:
             yield self._too_large(f"{ranks} trainer ranks")
-        elif self.nodes_filled(self.beside, True) > self.trainer_nodes:
+        elif self.nodes_filled > self.trainer_nodes:
             room = f"{per_node} have room on a node of {ranks} trainers"
             yield (
-                f"rollout.{self.key}: {engines}, but {room}, and there are "
-                f"{self.trainer_nodes}: "
-                f"lower {self.number}"
+                f"rollout.colocate: {engines}, but {room}, and there are {self.trainer_nodes}: "
+                "lower num_engines"
             )
-        if self.rollout.colocate and (nodes := self.nodes.rollout):
+        if nodes := self.nodes.rollout:
             yield (
                 f"{nodes} rollout nodes: under rollout.colocate engines have none of their own; "
                 "leave them out"
@@ -173,10 +162,10 @@ class _Fit:
 
     def _problems_apart(self) -> Iterator[str]:
         number, over = self.rollout.num_engines, self.rollout.nodes_per_engine
-        if self.engines_on_a_node(False) == 0:
+        if self.engines_on_a_node == 0:
             yield self._too_large(f"{self.gpus} GPUs")
         elif (nodes := self.nodes.rollout) is not None:
-            least, most = self.nodes_filled(number, False), number * over
+            least, most = self.nodes_filled, number * over
             if not least <= nodes <= most:
                 engines = f"{number} engine(s) over {over} node(s) each"
                 yield f"{nodes} rollout nodes: {engines}, so it may be {least} to {most}"
@@ -192,29 +181,24 @@ class _Fit:
         nodes_per_engine nodes."""
         ranks, tp = self.world // self.trainer_nodes, self.rollout.tp
 
-        def gpu(engine: int, rank: int, beside: bool) -> Gpu:
-            if self.one_node and not beside:
+        def gpu(engine: int, rank: int) -> Gpu:
+            if self.one_node:
                 return Gpu(0, self.world + engine * tp + rank)
-            group, position = divmod(engine, self.engines_on_a_node(beside))
+            group, position = divmod(engine, self.engines_on_a_node)
             part, number = divmod(rank, self.part)
-            first = 0 if beside else self.trainer_nodes
+            first = 0 if self.rollout.colocate else self.trainer_nodes
             return Gpu(
                 first + group * self.rollout.nodes_per_engine + part, position * self.part + number
             )
 
-        apart = 0 if self.rollout.colocate else self.rollout.num_engines
-        engines = [(engine, False) for engine in range(apart)] + [
-            (engine, True) for engine in range(self.beside)
-        ]
-        own_nodes = apart and not self.one_node
+        own_nodes = not self.rollout.colocate and not self.one_node
         return Placement(
             gpus_per_node=self.gpus,
             trainer_nodes=self.trainer_nodes,
-            rollout_nodes=(self.nodes.rollout or self.nodes_filled(apart, False))
-            if own_nodes
-            else 0,
+            rollout_nodes=(self.nodes.rollout or self.nodes_filled) if own_nodes else 0,
             trainers=tuple(Gpu(rank // ranks, rank % ranks) for rank in range(self.world)),
             engines=tuple(
-                tuple(gpu(engine, rank, beside) for rank in range(tp)) for engine, beside in engines
+                tuple(gpu(engine, rank) for rank in range(tp))
+                for engine in range(self.rollout.num_engines)
             ),
         )

@@ -219,16 +219,6 @@ class RolloutConfig(Section):
     """How many versions of the weights a token may be older than those that it trains. So many
     batches ahead are sampled while earlier ones are trained on, and are trained on in their order:
     nothing is thrown away. 0: sampling and training take turns."""
-    extra_groups: NonNegativeInt = 0
-    """For max_staleness 0: groups sampled beyond those of a step, which takes the ones that are
-    finished first. The others go on while the actor trains, with all their tokens, and come first
-    in the next step."""
-    max_deferrals: PositiveInt = 1
-    """Steps for which a group may be left behind by `extra_groups`; then it is waited for. So many
-    versions a token may be older than the weights that it trains."""
-    order: Literal["arrival", "long_prompts_first", "shortest_expected_first"] = "arrival"
-    """Which requests of a batch leave first: in the order of the data, by the length of their
-    prompts, or by the mean response to the same prompt in earlier epochs (else to all prompts)."""
     engine_choice: Literal["request", "group"] = "request"
     """Which requests an engine gets together: each goes to the next engine (request), or those of a
     group to one engine (group), which reads their prompt once if `sglang: {schedule_policy: lpm}`.
@@ -267,9 +257,6 @@ class RolloutConfig(Section):
     max_running_requests: PositiveInt = Field(
         default=128, description="Requests that one engine works on at once."
     )
-    min_running_requests: PositiveInt | None = None
-    """Lets requests per engine fall to this number while a cache is full, and rise again. Default:
-    they stay."""
     max_total_tokens: PositiveInt | None = None
     """Tokens in one engine's KV cache; default: SGLang's choice (20,000 on a CPU)."""
     mem_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.85
@@ -279,12 +266,6 @@ class RolloutConfig(Section):
     """Engines on the trainers' GPUs, on one node or many, rank for rank: they release their memory
     while the actor trains, and its optimizer's state and gradients go to the host while they
     sample; wants `weights.transport: ipc`."""
-    lend_trainers: NonNegativeInt = 0
-    """Engines on the trainers' GPUs in addition to `num_engines`, which then have nodes of their
-    own. They wake while the trainers wait for requests that no other engine has room for, and sleep
-    while these train."""
-    lent_mem_fraction: Annotated[float, Field(gt=0, lt=1)] = _BESIDE_TRAINERS
-    """`mem_fraction` of the engines of `lend_trainers`."""
     sglang: LibrarySettings = Field(default={})
     """Fields of SGLang's ServerArgs, by their names there, such as `chunked_prefill_size: 8192`."""
     extra_args: list[str] = Field(
@@ -312,25 +293,6 @@ class RolloutConfig(Section):
     """Engines that must hold the new weights for a publish to return without waiting for the
     others."""
 
-    @property
-    def max_lag(self) -> int:
-        """Returns how many versions a token may be older than the weights that it trains."""
-        return self.max_staleness or (self.max_deferrals if self.extra_groups else 0)
-
-    @property
-    def shares_gpus(self) -> bool:
-        """Returns whether there are engines on the trainers' GPUs."""
-        return self.colocate or self.lend_trainers > 0
-
-    @property
-    def engines_at_start(self) -> int:
-        """Counts all engines at the start."""
-        return self.num_engines + self.lend_trainers
-
-    def is_beside_trainers(self, engine: str) -> bool:
-        """Returns whether the engine of this id is on GPUs of trainers."""
-        return self.colocate or self.num_engines <= engine_number(engine) < self.engines_at_start
-
     def patience_s(self, cuda: bool) -> float:
         """Returns health_timeout_s, in seconds, of engines on GPUs or on a CPU."""
         return self.health_timeout_s or (300.0 if cuda else 60.0)
@@ -356,34 +318,21 @@ class RolloutConfig(Section):
     def problems(self) -> Problems:
         nodes, healthy = self.nodes_per_engine, self.min_healthy_engines
         return {
-            f"extra_groups {self.extra_groups} with max_staleness {self.max_staleness}: engines "
-            "that sample ahead are "
-            "never empty, and their groups are trained on in order; set one of "
-            "them": self.extra_groups and self.max_staleness,
             f"tp {self.tp} does not divide over nodes_per_engine {nodes}": self.tp % nodes,
             f"tp {self.tp} is not a multiple of ep {self.ep}": self.tp % self.ep,
             "quantization fp8 with load_format model: the trainers quantise, and the model's files "
             "hold none of that; "
             "take dummy": self.quantization and self.load_format == "model",
-            "min_running_requests is above max_running_requests": (self.min_running_requests or 0)
-            > self.max_running_requests,
             f"min_healthy_engines {healthy} is more than num_engines {self.num_engines}": healthy
             > self.num_engines,
         }
 
     def excludes(self, experiment: "ExperimentConfig") -> Problems:
-        algorithm, weights, wanted = (
-            experiment.algorithm,
-            experiment.weights,
-            experiment.train.num_prompts_per_step,
-        )
-        ahead = next(
-            (f"{k} {n}" for k in ("max_staleness", "extra_groups") if (n := getattr(self, k))), ""
-        )
-        extra = f"rollout.extra_groups {self.extra_groups}"
+        algorithm, weights = experiment.algorithm, experiment.weights
+        ahead = self.max_staleness
         corrected = algorithm.mismatch.weight or algorithm.mismatch.reject
         what = (
-            f"rollout.{ahead} trains on tokens of older weights"
+            f"rollout.max_staleness {ahead} trains on tokens of older weights"
             if ahead
             else "a cache in fp8_e4m3 rounds"
         )
@@ -398,21 +347,9 @@ class RolloutConfig(Section):
             f"rollout.colocate with weights.transport {weights.transport}: NCCL takes no two ranks "
             "on one GPU; set "
             "weights.transport: ipc, or disk": self.colocate and weights.uses_groups,
-            f"rollout.{ahead} with rollout.colocate: engines sleep while the actor trains, and can "
+            f"rollout.max_staleness {ahead} with rollout.colocate: engines sleep while the actor trains, and can "
             "sample nothing "
             "ahead; set one of them": self.colocate and ahead,
-            "rollout.lend_trainers with rollout.colocate: all engines are on the trainers' GPUs; "
-            "set one of "
-            "them": self.colocate and self.lend_trainers,
-            f"rollout.lend_trainers with weights.transport {weights.transport}: engines on nodes "
-            "of their own take "
-            "reshard, and lent ones take their weights through memory by themselves": self.lend_trainers
-            and weights.transport != "reshard",
-            f"rollout.lend_trainers with rollout.{ahead}: responses are cut when trainers take "
-            "their GPUs back, and "
-            "go on elsewhere with rollout.streaming: true": self.lend_trainers
-            and ahead
-            and not self.streaming,
             "rollout.max_staleness 1 with algorithm.dynamic_sampling: groups that a step leaves "
             "over are trained on "
             "one step later, so that nothing could be sampled ahead within the bound; take 2 or "
@@ -422,27 +359,13 @@ class RolloutConfig(Section):
             f"tis}}, or "
             "algorithm.mismatch.reject": not corrected
             and (ahead or self.sglang.get("kv_cache_dtype") == "fp8_e4m3"),
-            "rollout.prefix_cache by_version with neither max_staleness nor extra_groups: no "
-            "rollout outlives a "
+            "rollout.prefix_cache by_version without max_staleness: no rollout outlives a "
             "publish, and what is kept would be of no use; take flush": self.prefix_cache
             == "by_version"
             and not ahead,
             "rollout.prefix_cache by_version with rollout.deterministic: bits would depend on what "
             "caches still "
             "hold; take flush": self.prefix_cache == "by_version" and self.deterministic,
-            f"{extra} is more than train.num_prompts_per_step {wanted}: groups would be left "
-            "behind more often than "
-            "they are taken": self.extra_groups > wanted,
-            f"{extra} with weights.in_flight drain: every publish would wait for the groups that "
-            "the step did not wait "
-            "for; take retract": self.extra_groups and weights.in_flight == "drain",
-            f"{extra} with algorithm.dynamic_sampling, which samples more groups than a step takes "
-            "by itself; set one "
-            "of them": self.extra_groups and algorithm.dynamic_sampling,
-            f"{extra} with advantage {algorithm.advantage.name}: its greedy requests would change "
-            "what the groups draw "
-            "that are still being sampled; set one of them": self.extra_groups
-            and algorithm.needs_greedy_response,
         }
 
 

@@ -1,44 +1,40 @@
 """Admission of requests to the engines: in order, while their caches have room, within a time
 limit.
 
-Turnstile decides which request leaves next, Concurrency how many an engine has, ResponseLengths
-estimates how many tokens one will occupy, Patience bounds the time in which a batch must be
-complete.
+AdmissionQueue decides which request leaves next, ResponseLengths estimates how many tokens one will
+occupy, BatchDeadline bounds the time in which a batch must be complete.
 """
 
 import asyncio
 import heapq
 import itertools
+import math
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 
 _REMEMBERED = 4096  # samples: older ones were sampled by another policy
 _ASSUMED = 8  # samples of the full length, as a prior
-_FULL, _ROOMY = (
-    0.95,
-    0.8,
-)  # share of a cache in use: above the first requests get fewer, below the second more
-_LOWERED, _STEPS = 0.8, 16  # factor; raises from nothing to the most
 
 
-class Turnstile:
+class AdmissionQueue:
     """Admits requests in order while at most `limit` are in flight and these occupy at most
     `tokens`.
 
-    For one event loop. tokens: capacity of the engines' caches; None: unlimited.
+    For one event loop. tokens: capacity of the engines' caches.
     """
 
-    def __init__(self, limit: int = 1, tokens: float | None = None) -> None:
+    def __init__(self, limit: int = 1, tokens: float = math.inf) -> None:
         self.limit, self.tokens = limit, tokens
-        self._in_flight, self._occupied = 0, 0.0
+        self._in_flight = 0
+        self._occupied = 0.0
         self._waiting: list[_Waiting] = []  # a heap
         self._arrivals = itertools.count()
 
     @asynccontextmanager
-    async def passing(
+    async def admitted(
         self, order: tuple[float, ...] = (), tokens: Callable[[], float] = lambda: 0.0
     ) -> AsyncIterator[None]:
         """Waits until the request is admitted; it is in flight until the block ends.
@@ -55,25 +51,11 @@ class Turnstile:
             await waiting.admitted
             yield
         finally:
-            if (
-                waiting.admitted.done() and not waiting.admitted.cancelled()
-            ):  # perhaps just before a cancellation
-                self._in_flight, self._occupied = (
-                    self._in_flight - 1,
-                    self._occupied - waiting.admitted.result(),
-                )
+            # Perhaps it was admitted just before a cancellation.
+            if waiting.admitted.done() and not waiting.admitted.cancelled():
+                self._in_flight -= 1
+                self._occupied -= waiting.admitted.result()
             self.admit()
-
-    @property
-    def next_order(self) -> tuple[float, ...] | None:
-        """Returns the order of the request that leaves next; None if none waits. May be read from
-        any thread."""
-        return next((waiting.order for waiting in self._waiting[:1]), None)
-
-    @property
-    def in_flight(self) -> int:
-        """Returns the number of requests in flight."""
-        return self._in_flight
 
     def admit(self) -> None:
         """Admits the requests that fit; call it when `limit` or `tokens` has grown.
@@ -85,46 +67,12 @@ class Turnstile:
             first = self._waiting[0]
             if not first.admitted.done():
                 tokens = first.tokens()
-                if (
-                    self._in_flight
-                    and self.tokens is not None
-                    and self._occupied + tokens > self.tokens
-                ):
+                if self._in_flight and self._occupied + tokens > self.tokens:
                     return
-                self._in_flight, self._occupied = self._in_flight + 1, self._occupied + tokens
+                self._in_flight += 1
+                self._occupied += tokens
                 first.admitted.set_result(tokens)
             heapq.heappop(self._waiting)
-
-
-class Concurrency:
-    """Adapts the requests that each engine has in flight, between `least` and `most`, to the load
-    of all engines.
-
-    A full cache, or requests put back for lack of one, lower it by a fifth; room in all caches
-    raises it by a step.
-    """
-
-    def __init__(self, least: int, most: int) -> None:
-        self.least, self.most, self._limit = least, most, float(most)
-
-    @property
-    def limit(self) -> int:
-        """Returns the requests that each engine may have."""
-        return int(self._limit)
-
-    def observe(self, loads: Collection[Mapping[str, float]], in_flight: int, allowed: int) -> None:
-        """Takes the engines' present loads (types.LOADS), the requests in flight and how many
-        `limit` allows of them.
-
-        A limit that is not reached is not raised. One that is exceeded is not lowered again: those
-        requests left before it fell, and do not show what it does. With none in flight the load is
-        not theirs.
-        """
-        if any(load["put_back"] or load["kv_use"] > _FULL for load in loads):
-            if 0 < in_flight <= allowed:
-                self._limit = max(float(self.least), self._limit * _LOWERED)
-        elif loads and in_flight >= allowed and all(load["kv_use"] < _ROOMY for load in loads):
-            self._limit = min(float(self.most), self._limit + max(1.0, self.most / _STEPS))
 
 
 @dataclass(order=True)
@@ -146,37 +94,28 @@ def tokens_in_cache(mean: float, mean_square: float) -> float:
 
 
 class ResponseLengths:
-    """Estimates response lengths from the responses so far. For one event loop.
+    """Estimates how many tokens a running sample occupies, from the responses so far. For one event
+    loop.
 
     max_tokens: limit of a response, assumed for all before the first.
     """
 
     def __init__(self, max_tokens: int) -> None:
-        self._sums = [
-            float(_ASSUMED * max_tokens**power) for power in range(3)
-        ]  # of length^0, length^1, length^2
-        self._of_prompt: dict[int, tuple[int, int]] = {}  # by id: samples, and their tokens
+        self._sum = float(_ASSUMED * max_tokens)
+        self._sum_of_squares = float(_ASSUMED * max_tokens**2)
 
-    def add(self, prompt_id: int, length: int) -> None:
-        """Adds a response to a prompt, in tokens."""
+    def add(self, length: int) -> None:
+        """Adds a response, in tokens."""
         keep = 1 - 1 / _REMEMBERED
-        self._sums = [keep * total + length**power for power, total in enumerate(self._sums)]
-        count, total = self._of_prompt.get(prompt_id, (0, 0))
-        self._of_prompt[prompt_id] = count + 1, total + length
+        self._sum = keep * self._sum + length
+        self._sum_of_squares = keep * self._sum_of_squares + length**2
 
     def occupied(self) -> float:
         """Returns the mean response tokens of a running sample."""
-        return tokens_in_cache(max(self._sums[1], 1.0), self._sums[2])
-
-    def expected(self, prompt_id: int) -> float:
-        """Returns the mean response length in tokens: of this prompt in earlier epochs, else of all
-        prompts."""
-        if earlier := self._of_prompt.get(prompt_id):
-            return earlier[1] / earlier[0]
-        return self._sums[1] / self._sums[0]
+        return tokens_in_cache(max(self._sum, 1.0), self._sum_of_squares)
 
 
-class Patience:
+class BatchDeadline:
     """An async context manager that raises TimeoutError when its block takes too long while the
     trainers wait for it.
 

@@ -19,7 +19,7 @@ import orjson
 
 from megagrpo.config.schema import EvalConfig, ExperimentConfig, SamplingConfig
 from megagrpo.families.architecture import Architecture
-from megagrpo.rollout.admission import Turnstile
+from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.control import bearer
 from megagrpo.rollout.response import Response
 from megagrpo.rollout.routed_experts import WrongExperts, read_experts
@@ -111,7 +111,7 @@ class SampleRequest:
     """A request for one response to a prompt.
 
     or_newer: weights that are published meanwhile may sample too. experts_from: the first token
-    whose experts are returned; None: no experts. order, tokens: see Turnstile.
+    whose experts are returned; None: no experts. order, tokens: see AdmissionQueue.
     """
 
     prompt: Sequence[int] | np.ndarray  # token ids
@@ -181,7 +181,7 @@ class GenerationClient:
     """Requests samples from the router, one HTTP request each. For one event loop; an async context
     manager.
 
-    turnstile: requests wait there and not in an engine's queue, which would use up their time
+    admission: requests wait there and not in an engine's queue, which would use up their time
     limit. on_request: called at the end of every attempt. experts: of the model, if engines return
     routed experts.
     """
@@ -191,7 +191,7 @@ class GenerationClient:
         router_url: str,
         api_key: str,
         retry: RetryPolicy,
-        turnstile: Turnstile,
+        admission: AdmissionQueue,
         on_request: OnRequest = lambda engine, start, end, num_tokens: None,
         experts: Architecture | None = None,
     ):
@@ -201,7 +201,7 @@ class GenerationClient:
             on_request,
             experts,
         )
-        self._headers, self._turnstile = bearer(api_key), turnstile
+        self._headers, self._admission = bearer(api_key), admission
         self._attempts: set[Attempt] = set()
         self.num_retries = 0
         self.num_discarded = 0  # tokens received that belong to no sample
@@ -227,7 +227,7 @@ class GenerationClient:
         """
         pieces: list[Response] = []
         waits = failures = 0
-        async with self._turnstile.passing(request.order, request.tokens):
+        async with self._admission.admitted(request.order, request.tokens):
             while True:
                 again = (
                     replace(request, routing_key="") if waits + failures else request

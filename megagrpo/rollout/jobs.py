@@ -5,43 +5,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from megagrpo.rollout.admission import Patience
+from megagrpo.rollout.admission import BatchDeadline
 from megagrpo.rollout.generation import SamplingParams
 from megagrpo.types import Prompt, RolloutGroup
-
-
-@dataclass
-class SampledBatch:
-    """A batch of prompts that is sampled in the background, until steps have consumed all of its
-    groups."""
-
-    group_ids: list[int]  # of all leaders
-    finished: dict[int, RolloutGroup]  # this leader's, by id; filled by the other thread
-    patience: Patience  # runs while the trainers wait for it
-    share: int = 0  # groups of this leader
-    work: "Future[None] | None" = None  # None on ranks that are not leaders
-    consumed: set[int] = field(default_factory=set)  # ids, of all leaders
-
-    @property
-    def done(self) -> bool:
-        """Returns whether this rank's share is complete or failed; True without one."""
-        return self.work is None or self.work.done()
-
-    @property
-    def ready(self) -> dict[int, RolloutGroup]:
-        """Returns this leader's finished groups that are not consumed, by id."""
-        finished = self.finished.copy()
-        return {
-            group_id: group for group_id, group in finished.items() if group_id not in self.consumed
-        }
-
-    @property
-    def problem(self) -> str:
-        """Returns why it failed, or ""."""
-        if self.work is None or not self.work.done() or self.work.cancelled():
-            return ""
-        exc = self.work.exception()
-        return "" if exc is None else f"{type(exc).__name__}: {exc}"
 
 
 @dataclass(frozen=True)
@@ -85,3 +51,29 @@ class SamplingJob:
         """Returns whether trainers wait for this job only, so that its requests pass those of
         coming steps."""
         return not self.purpose.startswith("train")
+
+
+@dataclass
+class SampledBatch:
+    """A batch of prompts that is sampled in the background, until a step has started with it."""
+
+    job: SamplingJob
+    deadline: BatchDeadline  # runs while the trainers wait for it
+    # This leader's groups by id; filled by the other thread.
+    finished: dict[int, RolloutGroup] = field(default_factory=dict)
+    share: int = 0  # groups of this leader
+    work: "Future[None] | None" = None  # None on ranks that are not leaders
+    consumed: bool = False  # returned to a step
+
+    @property
+    def done(self) -> bool:
+        """Returns whether this rank's share is complete or failed; True without one."""
+        return self.work is None or self.work.done()
+
+    @property
+    def problem(self) -> str:
+        """Returns why it failed, or ""."""
+        if self.work is None or not self.work.done() or self.work.cancelled():
+            return ""
+        exc = self.work.exception()
+        return "" if exc is None else f"{type(exc).__name__}: {exc}"

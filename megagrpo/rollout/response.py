@@ -29,13 +29,11 @@ class Response(WithArrays):
     finish_reason: str  # "stop" | "length" | "cut"
     weight_version: int  # of the weights that sampled its first token
     newer: tuple[tuple[int, int], ...] = ()  # as in Sample
-    routed_experts: np.ndarray | None = (
-        None  # [tokens, layers with experts, k], from the requested token on
-    )
+    # [tokens, layers with experts, k], from the requested token on
+    routed_experts: np.ndarray | None = None
     num_cached: int = 0  # tokens before it that the engine found in its prefix cache
-    accepted: tuple[
-        int, ...
-    ] = ()  # how many forwards accepted 0, 1, ... tokens of a draft; () without one
+    # How many forwards accepted 0, 1, ... tokens of a draft; () without one.
+    accepted: tuple[int, ...] = ()
 
     @property
     def newest_version(self) -> int:
@@ -74,28 +72,23 @@ class CacheUse:
     num_read: int = 0
     num_cached: int = 0  # of these, found in a prefix cache
     num_sampled: int = 0  # by rollouts with a key
-    num_on_older: int = (
-        0  # of these, by newer weights than the key's, after what older ones may have read
-    )
-    accepted: Counter[int] = field(
-        default_factory=Counter
-    )  # forwards by the number of a draft's tokens they accepted
+    # Of these, by newer weights than the key's, after what older ones may have read.
+    num_on_older: int = 0
+    # Forwards by the number of a draft's tokens that they accepted.
+    accepted: Counter[int] = field(default_factory=Counter)
 
     def count(self, num_read: int, response: Response, key: "CacheKey | None") -> None:
         """Counts a request of `num_read` tokens."""
-        self.num_read, self.num_cached = (
-            self.num_read + num_read,
-            self.num_cached + response.num_cached,
-        )
+        self.num_read += num_read
+        self.num_cached += response.num_cached
         self.newest = max(self.newest, response.newest_version)
         self.accepted.update(dict(enumerate(response.accepted)))
         if key is not None and key.version is not None:
             spans = [(0, response.weight_version), *response.newer]
             end = len(response.token_ids)
+            newer = next((start for start, version in spans if version > key.version), end)
             self.num_sampled += end
-            self.num_on_older += end - next(
-                (start for start, version in spans if version > key.version), end
-            )
+            self.num_on_older += end - newer
 
     def add_metrics(self, metrics: "Metrics", drafts: int) -> None:
         """Adds the fractions, and begins to count anew. drafts: tokens that a draft proposes for
@@ -123,5 +116,6 @@ class CacheKey:
 
     def __call__(self) -> str:
         """Returns the key."""
-        self.version = self.use.newest if self.version is None else self.version
+        if self.version is None:
+            self.version = self.use.newest
         return f"weights {self.version}"

@@ -1,7 +1,7 @@
 """Samples and grades one leader's share of the prompts, in an event loop of a background thread."""
 
 import asyncio
-import time
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from megagrpo.data.images import ImageStore
 from megagrpo.families.table import read_architecture
 from megagrpo.rewards.parts import ResponseTokens
 from megagrpo.rewards.pool import RewardPool
-from megagrpo.rollout.admission import Concurrency, Patience, ResponseLengths, Turnstile
+from megagrpo.rollout.admission import AdmissionQueue, BatchDeadline, ResponseLengths
 from megagrpo.rollout.agents.environments import Environments
 from megagrpo.rollout.agents.play import Part, play_rollout
 from megagrpo.rollout.agents.programs import Programs
@@ -37,7 +37,7 @@ from megagrpo.rollout.response import CacheKey, CacheUse, Response, SampleTurn
 from megagrpo.rollout.tools import Tool, respond_with_tool
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
-_LOOK_S = 2.0  # between looks at the engines' load, which the service reads once a second
+_LOOK_S = 2.0  # between questions to a service that does not answer
 _IN_FLIGHT = (
     1.1  # tokens in flight for each that the caches hold: the next request is there when one ends
 )
@@ -51,7 +51,7 @@ class _Rollout:
     job: SamplingJob
     of: NumberedPrompt
     index: int  # within its group
-    order: tuple[float, ...]  # see Turnstile
+    order: tuple[float, ...]  # see AdmissionQueue
 
     @property
     def row(self) -> dict[str, object]:
@@ -77,9 +77,9 @@ class Sampler:
     """Requests a leader's samples from the engines and their outcomes from its grader. Coroutines
     are of one loop.
 
-    Requests leave when engines have room, by rollout.max_running_requests and the tokens of their
-    caches, in the order of rollout.order. Urgent jobs (evaluations) go before batches sampled
-    ahead, later turns of a response before first turns. num_leaders: leaders that share the
+    Requests leave in the order of the data when engines have room, by rollout.max_running_requests
+    and the tokens of their caches. Urgent jobs (evaluations) go before batches sampled ahead, later
+    turns of a response before first turns. num_leaders: leaders that share the
     engines. decode: token ids of a response -> the text that is graded, without special tokens.
     on_request: see GenerationClient.
     """
@@ -102,19 +102,13 @@ class Sampler:
         replays = config.actor.routing_replay == "rollout"
         self._experts = read_architecture(config.model.path) if replays else None
         self._retry = RetryPolicy.of(config)
-        self._turnstile = Turnstile()
-        most = config.rollout.max_running_requests
-        self.concurrency, self._looked = (
-            Concurrency(config.rollout.min_running_requests or most, most),
-            0.0,
-        )
+        self._admission = AdmissionQueue()
         self.lengths = ResponseLengths(config.sampling.max_response_tokens)
         self._cache_tokens: dict[
             tuple[str, int], int | None
         ] = {}  # by engine and incarnation; None: not reported
         self._admitting = asyncio.Lock()
-        self._job_steps: list[int] = []  # by number, the step that a job is for
-        self._discarded_before = 0  # tokens, of clients whose jobs have ended
+        self._job_numbers = itertools.count()
         self._clients: set[GenerationClient] = set()
         self.cache_use = CacheUse()
         self.images: ImageStore | None = (
@@ -126,12 +120,6 @@ class Sampler:
         thread."""
         for client in set(self._clients):
             client.ask_again()
-
-    @property
-    def num_discarded(self) -> int:
-        """Returns the tokens received so far that belong to no sample. May be read from any
-        thread."""
-        return self._discarded_before + sum(client.num_discarded for client in list(self._clients))
 
     def waiting(self) -> str:
         """Returns what this rank's samples wait for, or "". May be called from any thread."""
@@ -148,14 +136,14 @@ class Sampler:
         job: SamplingJob,
         share: list[NumberedPrompt],
         finished: dict[int, RolloutGroup],
-        patience: Patience,
+        deadline: BatchDeadline,
     ) -> None:
         """Samples the groups of `share` and adds each to `finished` (by id) when it is complete.
 
-        Raises GenerationFailed, which names the missing prompts, when the patience ends.
+        Raises GenerationFailed, which names the missing prompts, when the deadline passes.
         """
-        job_number, limit_s = len(self._job_steps), self._config.rollout.step_timeout_s
-        self._job_steps.append(job.step)
+        job_number = next(self._job_numbers)
+        limit_s = self._config.rollout.step_timeout_s
         self.cache_use.newest = max(self.cache_use.newest, job.version)
         async with (
             self._admitting
@@ -166,7 +154,7 @@ class Sampler:
             status.router,
             self._control.api_key,
             self._retry,
-            self._turnstile,
+            self._admission,
             self._on_request,
             self._experts,
         ) as client:
@@ -175,9 +163,8 @@ class Sampler:
                 asyncio.create_task(self._sample_group(client, job, each, finished, job_number))
                 for each in share
             ]
-            watch = asyncio.create_task(self._watch_load())
             try:
-                async with patience:
+                async with deadline:
                     await asyncio.gather(*tasks)
             except TimeoutError:
                 late = [
@@ -191,22 +178,13 @@ class Sampler:
                     f"the last because of: {client.last_problem or 'nothing, the engines are slow'}"
                 ) from None
             finally:
-                for task in (*tasks, watch):
+                for task in tasks:
                     task.cancel()
-                await asyncio.gather(*tasks, watch, return_exceptions=True)
+                await asyncio.gather(*tasks, return_exceptions=True)
                 self._clients.discard(client)
-                self._discarded_before += client.num_discarded
-
-    @property
-    def step_to_begin(self) -> int | None:
-        """Returns the step of the request that leaves next; None if none waits. May be read from
-        any thread."""
-        order = self._turnstile.next_order
-        return None if order is None else self._job_steps[int(order[1])]
 
     async def count_engines(self) -> ServiceStatus:
-        """Sets the limits of requests in flight to this leader's share of the engines that are not
-        asleep."""
+        """Sets the limits of requests in flight to this leader's share of the engines."""
         # In a thread: a service that is slow to answer must not hold up the samples of other jobs.
         status = await asyncio.to_thread(self._control.status)
         for engine in status.engines:
@@ -215,23 +193,17 @@ class Sampler:
                 self._cache_tokens[start] = await asyncio.to_thread(
                     engine_cache_tokens, engine.url, self._control.api_key
                 )
-        self._adapt(status)
-        number = sum(engine.state != "asleep" for engine in status.engines)
+        number = len(status.engines)
         sizes = [tokens for tokens in self._cache_tokens.values() if tokens]
-        self._turnstile.limit = max(1, number * self.concurrency.limit // self._num_leaders)
+        self._admission.limit = max(
+            1, number * self._config.rollout.max_running_requests // self._num_leaders
+        )
         if sizes:
-            self._turnstile.tokens = (
+            self._admission.tokens = (
                 _IN_FLIGHT * number * sum(sizes) / len(sizes) / self._num_leaders
             )
-        self._turnstile.admit()
+        self._admission.admit()
         return status
-
-    async def _watch_load(self) -> None:
-        """Adapts the requests in flight to the engines' load while a job runs, if they may
-        change."""
-        while self.concurrency.least < self.concurrency.most:
-            await asyncio.sleep(_LOOK_S)
-            await self._answer()
 
     async def _answer(self) -> ServiceStatus | None:
         """Returns `count_engines`, or None if the service does not answer: the rank that waits sees
@@ -239,17 +211,6 @@ class Sampler:
         with suppress(ServiceUnreachable):
             return await self.count_engines()
         return None
-
-    def _adapt(self, status: ServiceStatus) -> None:
-        if time.monotonic() < self._looked + _LOOK_S:  # several jobs look
-            return
-        self._looked = time.monotonic()
-        loads = [
-            engine.load_now
-            for engine in status.engines
-            if engine.state == "ready" and engine.load_now
-        ]
-        self.concurrency.observe(loads, self._turnstile.in_flight, self._turnstile.limit)
 
     async def _sample_group(
         self,
@@ -259,7 +220,7 @@ class Sampler:
         finished: dict[int, RolloutGroup],
         job_number: int,
     ) -> None:
-        order = (float(not job.is_urgent), float(job_number), self._order(of.prompt))
+        order = (float(not job.is_urgent), float(job_number))
         rollouts = [_Rollout(client, job, of, index, order) for index in range(job.num_samples)]
         answers = await asyncio.gather(*map(self._sample, rollouts))
         of_rollouts, outcomes = zip(*answers, strict=True)
@@ -271,14 +232,6 @@ class Sampler:
             )
             outcomes = tuple(regraded)
         finished[of.group_id] = RolloutGroup(of.group_id, of.prompt, samples, outcomes)
-
-    def _order(self, prompt: Prompt) -> float:
-        match self._config.rollout.order:
-            case "long_prompts_first":
-                return -float(len(prompt.token_ids))
-            case "shortest_expected_first":
-                return self.lengths.expected(prompt.id)
-        return 0.0
 
     async def _sample(self, rollout: _Rollout) -> tuple[list[Sample], Outcome]:
         prompt = rollout.of.prompt
@@ -406,7 +359,7 @@ class Sampler:
         self, rollout: _Rollout, response: Response, loss_mask: np.ndarray | None
     ) -> Sample:
         if not rollout.job.is_urgent:
-            self.lengths.add(rollout.of.prompt.id, len(response.token_ids))
+            self.lengths.add(len(response.token_ids))
         return Sample(
             index=rollout.index,
             token_ids=response.token_ids,

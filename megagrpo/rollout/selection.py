@@ -1,4 +1,4 @@
-"""Selects the groups that a step trains on, and measures them.
+"""Selects the groups that a step trains on.
 
 Without dynamic sampling they are the groups of the next prompts. With it (DAPO, arXiv 2503.14476,
 section 3.2) they are the next groups whose rewards differ. Complete groups beyond the batch are the
@@ -6,22 +6,20 @@ surplus: they come first in the next step, sampled one step earlier, which the m
 corrections see. Every decision is on all-reduced values.
 """
 
-import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from megagrpo.algo.dynamic_sampling import Selection, select_groups
 from megagrpo.algo.reward_shaping import overlong_penalty
-from megagrpo.config.schema import ExperimentConfig, RewardConfig, TrainConfig
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import Mesh, RunStopped
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.rollout.agents.environments import ENDS
+from megagrpo.rollout.metrics import selection_metrics
 from megagrpo.rollout.source import RolloutSource
-from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TrainState
+from megagrpo.types import Prompt, RolloutGroup, TrainState
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,6 @@ class StepGroups:
     groups: list[RolloutGroup]  # this rank's
     data_cursor: int  # prompts consumed so far, over all epochs
     surplus: list[RolloutGroup]  # this rank's groups for the next step
-    deferred: list[tuple[int, int]] = field(default_factory=list)  # as in TrainState
 
 
 @dataclass(frozen=True)
@@ -50,97 +47,60 @@ class GroupChoice:
         step included. Raises RunStopped on every rank when max_num_gen_batches batches hold too few
         groups whose responses differ.
         """
-        config, source, wanted = self.config, self.source, self.config.train.num_prompts_per_step
-        if config.rollout.extra_groups or state.deferred:
-            return self._first_groups(state, metrics, steps_left)
-        options, algorithm = config.algorithm.dynamic_sampling, config.algorithm
-        # Batches are counted over the run: which step will consume one is not known beforehand.
-        cursor, now = state.data_cursor, state.data_cursor // wanted
-        # A step consumes one batch at least, so a batch started at version v is consumed by version
-        # v + ahead at the latest. The surplus of dynamic sampling is one step older (its
-        # max_staleness is 0, or 2 and more).
-        ahead = max(config.rollout.max_staleness - (options is not None), 0)
-
-        def batch(later: int) -> list[Prompt]:
-            return self.prompts.batch(cursor + later * wanted, wanted, config.seed)
-
-        def start(later: int, oldest: int) -> None:
-            first_id = cursor + later * wanted
-            source.start(
-                now + later, range(first_id, first_id + wanted), batch(later), state.step, oldest
-            )
-
-        def start_ahead(first: int) -> None:
-            """Starts sampling the next `ahead` batches, beginning `first` batches from now."""
-            for number in range(min(ahead, steps_left - 1)):
-                start(first + number, state.step + 1 + number - ahead)
+        algorithm, source = self.config.algorithm, self.source
+        wanted, cursor = self.config.train.num_prompts_per_step, state.data_cursor
+        ahead = self._num_ahead
 
         def generate(attempt: int) -> list[RolloutGroup]:
-            first_id = cursor + attempt * wanted
+            prompts, first_id = self._prompts(state, attempt), cursor + attempt * wanted
             if not ahead:
-                return source.next(state.step, batch(attempt), state.step, first_id, attempt)
-            start(attempt, state.step - ahead)
-            return source.next(now + attempt, batch(attempt), state.step, first_id, 0)
+                return source.next(state.step, prompts, state.step, first_id, attempt)
+            self._start(state, attempt, oldest=state.step - ahead)
+            return source.next(cursor // wanted + attempt, prompts, state.step, first_id)
 
-        if (
-            ahead and not algorithm.needs_greedy_response
-        ):  # before it waits for the first: engines are never empty
-            start(0, state.step - ahead)
-            start_ahead(1)
-        if options is None:
+        # Before it waits for the first batch: engines are never empty. But greedy requests would
+        # change what others draw in the same engine.
+        if ahead and not algorithm.needs_greedy_response:
+            self._start(state, 0, oldest=state.step - ahead)
+            self._start_ahead(state, 1, steps_left)
+        if algorithm.dynamic_sampling is None:
             groups, num_consumed, surplus = generate(0), 1, state.surplus
         else:
             groups, num_consumed, surplus = self._choose(generate, state.surplus, metrics)
-        if (
-            algorithm.needs_greedy_response
-        ):  # greedy requests would change what others draw in the same engine
-            start_ahead(num_consumed)
+        if algorithm.needs_greedy_response:
+            self._start_ahead(state, num_consumed, steps_left)
         source.add_metrics(metrics)
         return StepGroups(groups, cursor + num_consumed * wanted, surplus)
 
-    def _first_groups(self, state: TrainState, metrics: Metrics, steps_left: int) -> StepGroups:
-        """Collective. Starts rollout.extra_groups more groups than the step takes; returns those
-        complete first.
+    @property
+    def _num_ahead(self) -> int:
+        """Returns the batches that are sampled ahead.
 
-        Groups deferred by earlier steps are among them, and are waited for after max_deferrals
-        times. The last steps defer none.
+        A step consumes one batch at least, so a batch started at version v is consumed by version
+        v + ahead at the latest. The surplus of dynamic sampling is one step older (its
+        max_staleness is 0, or 2 and more).
         """
-        config, source = self.config, self.source
-        wanted, limit = config.train.num_prompts_per_step, config.rollout.max_deferrals
-        times = dict(state.deferred)
-        num_open = min(wanted + config.rollout.extra_groups, wanted * steps_left)
-        end = state.data_cursor + max(num_open - len(times), 0)
-        group_ids = [*times, *range(state.data_cursor, end)]
-        prompts = [self.prompts.batch(group_id, 1, config.seed)[0] for group_id in group_ids]
-        source.start(
-            state.step, group_ids, prompts, state.step, oldest=state.step - config.rollout.max_lag
-        )
-        must = {group_id for group_id, deferrals in times.items() if deferrals >= limit}
-        consumed, groups = source.first(wanted, must, state.step)
-        # The lengths of deferred groups show how much shorter the others are for being chosen
-        # first.
-        for kind, was_deferred in (("on_time", False), ("deferred", True)):
-            samples = [
-                sample
-                for g in groups
-                if (g.group_id in times) == was_deferred
-                for sample in g.samples
-            ]
-            tokens = sum(len(sample.token_ids) for sample in samples)
-            metrics.add_mean(f"extra_groups/length_{kind}_mean", tokens, len(samples))
-        metrics.add_mean(
-            "extra_groups/deferrals_mean",
-            sum(times.get(g.group_id, 0) for g in groups),
-            len(groups),
-        )
-        left = [
-            (group_id, times.get(group_id, 0) + 1)
-            for group_id in group_ids
-            if group_id not in set(consumed)
-        ]
-        metrics.add_max("extra_groups/left_behind", len(left))
-        source.add_metrics(metrics)
-        return StepGroups(groups, end, state.surplus, left)
+        staleness = self.config.rollout.max_staleness
+        carries_surplus = self.config.algorithm.dynamic_sampling is not None
+        return max(staleness - carries_surplus, 0)
+
+    def _prompts(self, state: TrainState, later: int) -> list[Prompt]:
+        """Returns the prompts of the batch `later` batches from now."""
+        wanted = self.config.train.num_prompts_per_step
+        return self.prompts.batch(state.data_cursor + later * wanted, wanted, self.config.seed)
+
+    def _start(self, state: TrainState, later: int, oldest: int) -> None:
+        """Starts a batch. They are counted over the run: which step will consume one is not known
+        beforehand."""
+        wanted = self.config.train.num_prompts_per_step
+        number, first_id = state.data_cursor // wanted + later, state.data_cursor + later * wanted
+        group_ids = range(first_id, first_id + wanted)
+        self.source.start(number, group_ids, self._prompts(state, later), state.step, oldest)
+
+    def _start_ahead(self, state: TrainState, first: int, steps_left: int) -> None:
+        """Starts the batches to be sampled ahead, beginning `first` batches from now."""
+        for number in range(min(self._num_ahead, steps_left - 1)):
+            self._start(state, first + number, state.step + 1 + number - self._num_ahead)
 
     def _choose(
         self,
@@ -164,7 +124,7 @@ class GroupChoice:
                 raise RunStopped(_too_few_groups(groups, selection, self.config, self.mesh))
             groups += generate(attempt)
             attempt += 1
-        _measure_selection(metrics, groups, len(carried), attempt, selection)
+        selection_metrics(metrics, groups, len(carried), attempt, selection)
         chosen, surplus = set(selection.chosen), set(selection.surplus)
         return (
             [g for g in groups if g.group_id in chosen],
@@ -223,30 +183,6 @@ def deal_surplus(surplus: Sequence[RolloutGroup], mesh: Mesh) -> list[RolloutGro
     return list(surplus[first:last])
 
 
-def _measure_selection(
-    metrics: Metrics,
-    groups: Sequence[RolloutGroup],
-    num_carried: int,
-    num_batches: int,
-    selection: Selection,
-) -> None:
-    """Adds dynamic_sampling/*, in groups over all ranks.
-
-    generated_reward_mean is over all groups generated in this step; a step's other rewards are of
-    the chosen ones only.
-    """
-    dropped, surplus = set(selection.dropped), set(selection.surplus)
-    metrics.add_sum("dynamic_sampling/generated", len(groups) - num_carried)
-    metrics.add_sum("dynamic_sampling/carried", num_carried)
-    metrics.add_sum("dynamic_sampling/dropped", sum(group.group_id in dropped for group in groups))
-    metrics.add_sum("dynamic_sampling/surplus", sum(group.group_id in surplus for group in groups))
-    metrics.add_max("dynamic_sampling/num_gen_batches", num_batches)
-    values = [
-        outcome.value for group in groups[num_carried:] for outcome in group.outcomes if outcome.ok
-    ]
-    metrics.add_mean("dynamic_sampling/generated_reward_mean", sum(values), len(values))
-
-
 def _too_few_groups(
     groups: Sequence[RolloutGroup], selection: Selection, config: ExperimentConfig, mesh: Mesh
 ) -> str:
@@ -270,109 +206,3 @@ def _too_few_groups(
         "too hard for this "
         "model: take others, raise train.group_size or max_num_gen_batches"
     )
-
-
-def grader_metrics(metrics: Metrics, groups: Sequence[RolloutGroup], reward: RewardConfig) -> None:
-    """Adds, for each of several graders, its mean score before weights and the fraction of its
-    failures.
-
-    Both are over the responses that it graded: data.grader_key may choose among the graders.
-    """
-    parts = [outcome.parts for group in groups for outcome in group.outcomes]
-    for name in [entry.short_name for entry in reward.entries] if reward.has_parts else ():
-        of_grader = [outcomes[name] for outcomes in parts if name in outcomes]
-        scores = [outcome.value for outcome in of_grader if outcome.ok]
-        metrics.add_mean(f"grader/{name}_mean", sum(scores), len(scores))
-        metrics.add_mean(
-            f"grader/{name}_failed_fraction", len(of_grader) - len(scores), len(of_grader)
-        )
-
-
-def by_source(
-    groups: Sequence[RolloutGroup], sources: Sequence[str]
-) -> Iterator[tuple[str, list[RolloutGroup]]]:
-    """Yields the name of each source, as metrics can spell it, and its groups."""
-    for source in sources:
-        yield (
-            re.sub(r"[^a-z0-9_]", "_", source.lower()),
-            [group for group in groups if group.prompt.source == source],
-        )
-
-
-def source_metrics(
-    metrics: Metrics, groups: Sequence[RolloutGroup], sources: Sequence[str]
-) -> None:
-    """Adds, for each source of prompts, its share of the groups, and its mean score and response
-    length in tokens."""
-    for name, of_source in by_source(groups, sources):
-        scores = [outcome.value for group in of_source for outcome in group.outcomes if outcome.ok]
-        lengths = [len(sample.token_ids) for group in of_source for sample in group.samples]
-        metrics.add_mean(f"source/{name}_fraction", len(of_source), len(groups))
-        metrics.add_mean(f"source/{name}_reward_mean", sum(scores), len(scores))
-        metrics.add_mean(f"source/{name}_length_mean", sum(lengths), len(lengths))
-
-
-def rollout_metrics(
-    metrics: Metrics, groups: Sequence[RolloutGroup], mesh: Mesh, train: TrainConfig
-) -> None:
-    """Collective over data-parallel ranks. Adds response lengths (tokens), truncation and grader
-    failures of a step.
-
-    Raises RunStopped on every rank when more than train.max_bad_fraction of the step's rewards are
-    errors or timeouts.
-    """
-    samples = [sample for group in groups for sample in group.samples]
-    outcomes = [outcome for group in groups for outcome in group.outcomes]
-    lengths = [len(sample.token_ids) for sample in samples]
-    metrics.add_mean("response/length_mean", sum(lengths), len(samples))
-    metrics.add_max("response/length_max", max(lengths, default=0))
-    metrics.add_mean(
-        "response/truncated_fraction",
-        sum(s.finish_reason == "length" for s in samples),
-        len(samples),
-    )
-    # Only responses that may call a tool have one.
-    masks = [sample.loss_mask for sample in samples if sample.loss_mask is not None]
-    of_tools = [len(mask) - int(mask.sum()) for mask in masks]
-    metrics.add_mean("response/tool_token_fraction", sum(of_tools), sum(map(len, masks)))
-    metrics.add_mean(
-        "response/tool_use_fraction", sum(number > 0 for number in of_tools), len(masks)
-    )
-    turns = sum(int((mask & ~np.append(False, mask[:-1])).sum()) for mask in masks)
-    metrics.add_mean("response/turns_mean", turns, len(outcomes) if masks else 0)
-    _environment_metrics(metrics, samples, [outcome for outcome in outcomes if outcome.end])
-    errors = [o for o in outcomes if o.status == "error"]
-    timeouts = [o for o in outcomes if o.status == "timeout"]
-    metrics.add_mean("reward/error_fraction", len(errors), len(outcomes))
-    metrics.add_mean("reward/timeout_fraction", len(timeouts), len(outcomes))
-    parts = mesh.gather_dp(
-        (len(errors), len(timeouts), len(outcomes), errors[0].detail if errors else "")
-    )
-    bad, total = sum(e + t for e, t, _, _ in parts), sum(n for _, _, n, _ in parts)
-    if bad > train.max_bad_fraction * total:
-        detail = next((text for *_, text in parts if text), "timeouts")
-        raise RunStopped(
-            f"{bad} of {total} rewards of this step are errors or timeouts, more than "
-            "train.max_bad_fraction "
-            f"{train.max_bad_fraction}; first: {detail}"
-        )
-
-
-def _environment_metrics(
-    metrics: Metrics, samples: Sequence[Sample], played: Sequence[Outcome]
-) -> None:
-    """Adds what ended the rollouts with an environment, and the tokens of policy and environment in
-    one of them."""
-    for end in ENDS:
-        metrics.add_mean(
-            f"environment/{end}_fraction",
-            sum(outcome.end == end for outcome in played),
-            len(played),
-        )
-    own = sum(len(s.token_ids) if s.loss_mask is None else int(s.loss_mask.sum()) for s in samples)
-    said = (
-        sum(len(s.token_ids) + (0 if s.prompt_ids is None else len(s.prompt_ids)) for s in samples)
-        - own
-    )
-    metrics.add_mean("environment/policy_tokens_mean", own, len(played))
-    metrics.add_mean("environment/said_tokens_mean", said, len(played))

@@ -3,22 +3,17 @@ prompts.
 
 While leaders wait for samples, all ranks repeatedly meet in a small all-reduce: an engine that has
 restarted needs the current weights, and publishing them is collective, so every rank must take part
-before sampling continues.
+before sampling continues. Weights are the affair of the caller, who hands `update_engines` in.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
-from contextlib import ExitStack
 from dataclasses import replace
-
-import torch
-import torch.distributed as dist
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import Mesh
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.rollout.admission import Patience
+from megagrpo.rollout.admission import BatchDeadline
 from megagrpo.rollout.control import ServiceControl, ServiceFailed, ServiceUnreachable
 from megagrpo.rollout.generation import SamplingParams
 from megagrpo.rollout.jobs import SampledBatch, SamplingJob, numbered_prompts
@@ -27,7 +22,6 @@ from megagrpo.rollout.routed_experts import for_other_ranks
 from megagrpo.rollout.sampler import Sampler
 from megagrpo.system.background import BackgroundLoop
 from megagrpo.types import LOADS, Prompt, RolloutGroup
-from megagrpo.weights.exchange import EngineRefresh
 
 _FIRST_POLL_S, _POLL_S = 0.02, 0.2  # pause between two meetings of all ranks
 _UNREACHABLE_S = 30.0  # a control endpoint that is silent for longer ends the run
@@ -37,9 +31,10 @@ class RolloutSource:
     """Samples groups from the service at `control`; collective over the world unless stated
     otherwise.
 
-    sampler: this rank's, on leaders only. alive: called after every meeting of all ranks. A group
-    keeps one id from dispatch to batch: the index of its prompt in the run, counted over all epochs
-    (in an evaluation: in its prompts).
+    sampler: this rank's, on leaders only. update_engines: collective; brings weights of a version
+    to the engines of these ids. alive: called after every meeting of all ranks. A group keeps one
+    id from dispatch to batch: the index of its prompt in the run, counted over all epochs (in an
+    evaluation: in its prompts).
     """
 
     def __init__(
@@ -48,21 +43,20 @@ class RolloutSource:
         mesh: Mesh,
         control: ServiceControl,
         sampler: Sampler | None,
-        refresh: EngineRefresh,
+        update_engines: Callable[[int, list[str]], object],
         alive: Callable[[], None] = lambda: None,
     ):
         assert (sampler is not None) == mesh.is_leader, "leaders sample, other ranks do not"
         self._config, self._mesh, self._control = config, mesh, control
-        self._sampler, self._refresh, self._alive = sampler, refresh, alive
+        self._sampler, self._update_engines, self._alive = sampler, update_engines, alive
         self._last_answer = time.monotonic()
         self._awaited: Sequence[SampledBatch] = []
-        self._reported_discarded = 0  # tokens
         self._loads: list[dict[str, float]] = []  # of engines, on the main rank
+        self._outdated: list[str] = []  # engines that need weights, on the main rank
         self._lost_hosts = 0  # of the service, when requests were last repeated
         self._background = BackgroundLoop("rollout")
-        self._batches: dict[
-            int, SampledBatch
-        ] = {}  # by number, until steps have consumed all of their groups
+        # Batches sampled ahead, by number, until a step has started with them.
+        self._batches: dict[int, SampledBatch] = {}
         self._restored: dict[int, RolloutGroup] = {}  # finished by an earlier start, by id
 
     def start(
@@ -78,12 +72,9 @@ class RolloutSource:
         Weights of `version` sample, and newer ones published meanwhile. oldest: version of the
         oldest weights whose restored groups may be used.
         """
-        in_flight = {group_id for other in self._batches.values() for group_id in other.group_ids}
-        pairs = zip(group_ids, prompts, strict=True)
-        new = {group_id: prompt for group_id, prompt in pairs if group_id not in in_flight}
-        if batch not in self._batches and new:
+        if batch not in self._batches:
             job = self._training(batch, version, or_newer=True)
-            self._batches[batch] = self._sample(job, list(new.values()), list(new), oldest)
+            self._batches[batch] = self._begin(job, prompts, group_ids, oldest)
 
     def restore(self, ahead: list[RolloutGroup]) -> None:
         """Local. Moves the groups that `finished` returned in an earlier start out of the list;
@@ -91,7 +82,7 @@ class RolloutSource:
 
         Every leader has all of them.
         """
-        if self._mesh.is_leader and self._config.rollout.max_lag:
+        if self._mesh.is_leader and self._config.rollout.max_staleness:
             self._restored = {group.group_id: group for group in ahead}
         ahead.clear()
 
@@ -108,15 +99,13 @@ class RolloutSource:
         ]
 
     def drop_consumed(self) -> None:
-        """Local. Drops the groups returned by `next` and `first`: a step has started with them, and
-        the state says so.
+        """Local. Drops the groups returned by `next`: a step has started with them, and the state
+        says so.
 
         Not earlier: if the step cannot start, a checkpoint saves them.
         """
         for number, batch in list(self._batches.items()):
-            for group_id in batch.consumed:
-                batch.finished.pop(group_id, None)
-            if batch.consumed.issuperset(batch.group_ids):
+            if batch.consumed:
                 del self._batches[number]
 
     def next(
@@ -133,71 +122,20 @@ class RolloutSource:
         prompt that recurs in it gets other responses. A batch that `start` started is finished, by
         weights of `version` too. Raises LeaderError on every rank.
         """
-        job, group_ids = (
-            self._training(step, version, attempt),
-            range(first_id, first_id + len(prompts)),
-        )
-        batch = self._batches.get(step) or self._sample(job, prompts, group_ids)
-        groups = self._collect(job, batch)
-        batch.consumed.update(batch.group_ids)
+        job = self._training(step, version, attempt)
+        group_ids = range(first_id, first_id + len(prompts))
+        batch = self._batches.get(step) or self._begin(job, prompts, group_ids)
+        groups = self._take(batch, version)
         if not self._config.algorithm.needs_greedy_response:
             return groups
         # After the others, never concurrently: one greedy request (a top-k of 1) moves SGLang's
         # whole batch to another sampling routine, which draws other tokens from the same seeds.
         job = SamplingJob(f"greedy{job.attempt}", step, version, job.params.greedy(), num_samples=1)
-        greedy = self._collect(job, self._sample(job, prompts, group_ids))
+        greedy = self._take(self._begin(job, prompts, group_ids), version)
         return [
             replace(g, greedy=b.samples[0], greedy_outcome=b.outcomes[0])
             for g, b in zip(groups, greedy, strict=True)
         ]
-
-    def first(
-        self, wanted: int, must: AbstractSet[int], version: int
-    ) -> tuple[list[int], list[RolloutGroup]]:
-        """Waits until `wanted` started groups are complete; returns their ids, ascending, and this
-        rank's groups.
-
-        must: ids to wait for. The other groups stay in flight. version: see `next`. Raises
-        LeaderError on every rank.
-        """
-        batches = list(self._batches.values())
-        open_ids = {
-            group_id
-            for batch in batches
-            for group_id in batch.group_ids
-            if group_id not in batch.consumed
-        }
-        assert wanted <= len(open_ids), "started before they are waited for"
-
-        def enough() -> bool:
-            mine = set(self._ready()) if self._mesh.is_leader else set()
-            total, musts = self._agree(len(mine), len(mine & must), op=dist.ReduceOp.SUM)
-            return total >= wanted and musts == len(must)
-
-        self._wait(enough, batches, f"rollout of step {version}, weights {version}", version)
-        of_replica = self._mesh.from_leader(lambda: sorted(self._ready()), "naming finished groups")
-        everyone = [group_id for part in self._mesh.gather_dp(of_replica) for group_id in part]
-        # More may have arrived since. The oldest of them go first, however short the others are.
-        chosen = sorted(
-            sorted(everyone, key=lambda group_id: (group_id not in must, group_id))[:wanted]
-        )
-
-        def take() -> list[RolloutGroup]:
-            ready = self._ready()
-            return [ready[group_id] for group_id in chosen if group_id in ready]
-
-        mine = self._from_leader(take, "taking groups")
-        for batch in batches:
-            batch.consumed.update(set(chosen).intersection(batch.group_ids))
-        return chosen, mine
-
-    def _ready(self) -> dict[int, RolloutGroup]:
-        """Returns this leader's finished groups that are not consumed, by id."""
-        return {
-            group_id: group
-            for batch in self._batches.values()
-            for group_id, group in batch.ready.items()
-        }
 
     def drain(self) -> None:
         """Waits until all batches in flight are sampled and graded, or no engine can continue.
@@ -205,8 +143,7 @@ class RolloutSource:
         Engines that restart meanwhile get no weights: others finish their requests, or the next
         weights do. Raises LeaderError on every rank.
         """
-        batches = list(self._batches.values())
-        self._wait(lambda: all(batch.done for batch in batches), batches, "drain", None)
+        self._wait(list(self._batches.values()), "drain", None)
 
     def evaluate(
         self, prompts: Sequence[Prompt], version: int, params: SamplingParams, num_samples: int
@@ -217,22 +154,7 @@ class RolloutSource:
         Raises LeaderError on every rank.
         """
         job = SamplingJob("evaluate", 0, version, params, num_samples)
-        return self._collect(job, self._sample(job, prompts, range(len(prompts))))
-
-    def has_to_begin(self) -> bool:
-        """Local. Returns whether requests of the oldest batch have not left for an engine, or there
-        is no batch."""
-        if (
-            not self._batches or self._config.rollout.extra_groups
-        ):  # leftovers of the step before do not count
-            return True
-        waiting = None if self._sampler is None else self._sampler.step_to_begin
-        return waiting is not None and waiting <= min(self._batches)
-
-    def count_engines(self) -> None:
-        """Local. Lets as many requests leave as the engines have room for that are awake now."""
-        if self._sampler is not None:
-            self._background.submit(self._sampler.count_engines())
+        return self._take(self._begin(job, prompts, range(len(prompts))), version)
 
     def close(self) -> None:
         """Local. Abandons all batches in flight."""
@@ -261,20 +183,10 @@ class RolloutSource:
         sampler = self._sampler
         of_engines = CacheUse() if sampler is None else sampler.cache_use
         of_engines.add_metrics(metrics, self._config.rollout.draft_tokens or 0)
-        before, self._reported_discarded = (
-            self._reported_discarded,
-            0 if sampler is None else sampler.num_discarded,
-        )
-        if self._config.rollout.extra_groups:
-            metrics.add_sum("extra_groups/discarded_tokens", self._reported_discarded - before)
         for name in LOADS:
             metrics.add_max(
                 f"engines/{name}_max",
                 max((load.get(name, 0.0) for load in self._loads), default=0.0),
-            )
-        if self._config.rollout.min_running_requests:
-            metrics.add_max(
-                "engines/limit_max", 0.0 if sampler is None else sampler.concurrency.limit
             )
 
     def _training(
@@ -293,7 +205,7 @@ class RolloutSource:
             with_experts=config.actor.routing_replay == "rollout",
         )
 
-    def _sample(
+    def _begin(
         self, job: SamplingJob, prompts: Sequence[Prompt], group_ids: Sequence[int], oldest: int = 0
     ) -> SampledBatch:
         """Starts a leader's share in the background, without the groups that are restored."""
@@ -301,7 +213,7 @@ class RolloutSource:
         share = slice(
             total * mesh.dp_rank // mesh.dp_size, total * (mesh.dp_rank + 1) // mesh.dp_size
         )
-        batch = SampledBatch(list(group_ids), {}, Patience(self._config.rollout.step_timeout_s))
+        batch = SampledBatch(job, BatchDeadline(self._config.rollout.step_timeout_s))
         if self._sampler is None:
             return batch
         mine = numbered_prompts(prompts, group_ids)[share]
@@ -309,100 +221,88 @@ class RolloutSource:
         if job.or_newer:  # started ahead
             # The other leaders' restored groups are dropped too: every leader has all of them.
             restored = {group_id: self._restored.pop(group_id, None) for group_id in group_ids}
-            groups = [
-                (group, each.prompt)
-                for each in mine
-                if (group := restored[each.group_id]) is not None
-            ]
-            batch.finished = {
-                g.group_id: g for g, prompt in groups if _fits(g, prompt, job, oldest)
-            }
+            for each in mine:
+                group = restored[each.group_id]
+                if group is not None and _fits(group, each.prompt, job, oldest):
+                    batch.finished[each.group_id] = group
         missing = [each for each in mine if each.group_id not in batch.finished]
         batch.work = self._background.submit(
-            self._sampler.sample_share(job, missing, batch.finished, batch.patience)
+            self._sampler.sample_share(job, missing, batch.finished, batch.deadline)
         )
         return batch
 
-    def _collect(self, job: SamplingJob, batch: SampledBatch) -> list[RolloutGroup]:
-        """Waits for every leader's share of a job; returns it on all ranks of the leader's
-        replica."""
-        work = batch.work
-        with ExitStack() as stack:
-            if work is not None:
-                stack.callback(work.cancel)
-            self._wait(lambda: batch.done, [batch], f"rollout of {job}", job.version)
+    def _take(self, batch: SampledBatch, version: int) -> list[RolloutGroup]:
+        """Waits for every leader's share of a batch; returns it on all ranks of the leader's
+        replica.
 
-        def result() -> list[RolloutGroup]:
-            assert work is not None, "called on leaders only"
-            work.result()
-            return [group for _, group in sorted(batch.finished.items())]
-
-        return self._from_leader(result, f"rollout of {job}")
-
-    def _from_leader(self, make: Callable[[], list[RolloutGroup]], what: str) -> list[RolloutGroup]:
-        """Returns the groups of a replica's leader; `for_other_ranks` of them on its other
-        ranks."""
+        version: of the weights that engines need meanwhile.
+        """
+        what = f"rollout of {batch.job}"
         own: list[RolloutGroup] = []
+        try:
+            self._wait([batch], what, version)
+        finally:
+            if batch.work is not None:
+                batch.work.cancel()
 
         def for_others() -> list[RolloutGroup]:
-            own.extend(make())
+            assert batch.work is not None, "called on leaders only"
+            batch.work.result()
+            own.extend(group for _, group in sorted(batch.finished.items()))
             return list(map(for_other_ranks, own))
 
         groups = self._mesh.from_leader(for_others, what)
+        batch.consumed = True
         return own if self._mesh.is_leader else groups
 
-    def _wait(
-        self,
-        done: Callable[[], bool],
-        batches: Sequence[SampledBatch],
-        what: str,
-        version: int | None,
-    ) -> None:
-        """Polls with the other ranks until all are done; the deadlines of `batches` run meanwhile.
+    def _wait(self, batches: Sequence[SampledBatch], what: str, version: int | None) -> None:
+        """Waits with the other ranks until all batches are sampled; their deadlines run meanwhile.
         Raises LeaderError.
 
-        done: called at every meeting, may be collective. version: of the weights that samples need,
-        which are brought to the engines; a batch that fails ends the wait. None: engines keep their
-        weights, failures are left to the next wait, and this one also ends when no engine is ready.
+        version: of the weights that samples need, which are brought to the engines; a batch that
+        fails ends the wait. None: engines keep their weights, failures are left to the next wait,
+        and this one also ends when no engine is ready.
         """
         self._awaited = batches
         for batch in batches:
-            batch.patience.start()
+            batch.deadline.start()
         self._last_answer, pause_s = time.monotonic(), _FIRST_POLL_S
-        while True:
-            enough = done()
-            problem = (
-                ""
-                if version is None
-                else next((batch.problem for batch in batches if batch.problem), "")
-            )
-            error, act, lost_hosts = (
-                (f"rank {self._mesh.rank}, {what}: {problem}" if problem else ""),
-                False,
-                0,
-            )
-            if self._mesh.is_main and not error:
-                error, act, lost_hosts = self._look_at_engines(version)
-            waiting, failed, acts, lost_hosts = self._agree(
-                not enough, bool(error), act, lost_hosts
-            )
-            self._alive()
-            if failed:
-                self._mesh.raise_any(error)
-            if not waiting or (acts and version is None):
-                break
-            if lost_hosts > self._lost_hosts:
-                self._lost_hosts = lost_hosts
-                if self._sampler is not None:
-                    self._sampler.ask_again()
-            if acts and version is not None:
-                self._refresh.bring(version)
-                self._last_answer = time.monotonic()
+        while self._meet(batches, what, version):
             time.sleep(pause_s)
             pause_s = min(_POLL_S, 1.5 * pause_s)
         for batch in batches:
-            batch.patience.stop()
+            batch.deadline.stop()
         self._awaited = []
+
+    def _meet(self, batches: Sequence[SampledBatch], what: str, version: int | None) -> bool:
+        """Meets all ranks once; returns whether to wait further. Arguments and errors: see
+        `_wait`."""
+        error = ""
+        acts = False
+        lost_hosts = 0
+        if version is not None:
+            problems = [batch.problem for batch in batches if batch.problem]
+            error = f"rank {self._mesh.rank}, {what}: {problems[0]}" if problems else ""
+        unfinished = not all(batch.done for batch in batches)
+        if self._mesh.is_main and not error:
+            error, acts, lost_hosts = self._look_at_engines(version)
+        waiting, failed, someone_acts, lost_hosts = self._mesh.largest(
+            unfinished, bool(error), acts, lost_hosts
+        )
+        self._alive()
+        if failed:
+            self._mesh.raise_any(error)
+        if not waiting or (someone_acts and version is None):
+            return False
+        if lost_hosts > self._lost_hosts:
+            self._lost_hosts = lost_hosts
+            if self._sampler is not None:
+                self._sampler.ask_again()
+        if someone_acts and version is not None:
+            engines = self._mesh.from_main(lambda: self._outdated, "name engines without weights")
+            self._update_engines(version, engines)
+            self._last_answer = time.monotonic()
+        return True
 
     def _look_at_engines(self, version: int | None) -> tuple[str, bool, int]:
         """Returns the service's problem or "", whether the wait must act on its engines, and the
@@ -421,17 +321,12 @@ class RolloutSource:
         self._loads = [engine.load for engine in status.engines]
         if version is None:
             return "", all(engine.state != "ready" for engine in status.engines), status.lost_hosts
-        return "", self._refresh.due(status.engines, version), status.lost_hosts
-
-    def _agree(self, *values: int, op: dist.ReduceOp.RedOpType = dist.ReduceOp.MAX) -> list[int]:
-        """Returns each value reduced over all ranks: the largest, or their sum."""
-        if self._mesh.world_size == 1:
-            return [int(value) for value in values]
-        tensor = torch.tensor(
-            [int(value) for value in values]
-        )  # over gloo: a GPU should not wait for a poll
-        dist.all_reduce(tensor, op)
-        return tensor.tolist()
+        self._outdated = [
+            engine.id
+            for engine in status.engines
+            if engine.alive and (engine.state == "stale" or engine.weight_version != version)
+        ]
+        return "", bool(self._outdated), status.lost_hosts
 
 
 def _fits(restored: RolloutGroup, prompt: Prompt, job: SamplingJob, oldest: int) -> bool:

@@ -7,7 +7,7 @@ restarted and updated again, and delays no other.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from math import prod
@@ -19,7 +19,6 @@ import torch
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import Mesh
 from megagrpo.system.run_folder import RunFolder
-from megagrpo.types import EngineInfo
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.copies.record import Copy
 from megagrpo.weights.engines.client import EngineConnection, OnCall
@@ -78,7 +77,7 @@ class Exchange:
             parameters=weights.parameters,
             dtype=dtype,
             bucket_bytes=int(config.weights.bucket_mb * 2**20),
-            num_engines=_num_engines(config),
+            num_engines=config.rollout.num_engines,
             folder=RunFolder(run_dir).weights,
             checkpoint=Path(config.model.path),
             limits=GroupLimits(config.weights.connect_timeout_s, config.weights.max_ctas),
@@ -216,34 +215,6 @@ class Exchange:
         if problems:
             shown = "\n".join(problems[:_MISMATCHES_SHOWN])
             raise RuntimeError(f"{WEIGHTS_DIFFER} in {len(problems)} places:\n{shown}")
-
-
-class EngineRefresh:
-    """Publishes to engines that restarted without weights. publish: collective; takes a version and
-    engine ids."""
-
-    def __init__(self, mesh: Mesh, publish: Callable[[int, list[str]], object]):
-        self._mesh, self._publish = mesh, publish
-        self._due: list[str] = []  # on the main rank
-
-    def due(self, engines: Sequence[EngineInfo], version: int) -> bool:
-        """Main rank. Notes the engines that are awake without weights of `version`; returns whether
-        there are any."""
-        awake = [e for e in engines if e.alive and e.state != "asleep"]
-        self._due = [e.id for e in awake if e.state == "stale" or e.weight_version != version]
-        return bool(self._due)
-
-    def bring(self, version: int) -> None:
-        """Collective. Publishes to the engines of the last `due`."""
-        self._publish(version, self._mesh.from_main(lambda: self._due, "naming stale engines"))
-
-
-def _num_engines(config: ExperimentConfig) -> int:
-    """Counts the engines of an exchange: beside the trainers, if others have GPUs of their own."""
-    rollout = config.rollout
-    if rollout.lend_trainers and config.weights.needs_colocation:
-        return rollout.lend_trainers
-    return rollout.num_engines
 
 
 def _gather_distinct(copies: list[Copy], mesh: Mesh) -> list[list[Copy]]:

@@ -21,7 +21,6 @@ from run_megagrpo import (
     engine,
     metrics,
     prepared,
-    requests_by_phase,
     run_experiment,
     write_experiment,
 )
@@ -132,26 +131,6 @@ def test_the_same_bits_as_apart_and_no_byte_more_than_planned(experiments, acros
     assert_agrees(run.folder)
     moved = {entry["publish/between_bytes"] for step, entry in metrics(run.folder).items() if step}
     assert moved == {planned_between_bytes(config, host)}
-
-
-@pytest.mark.slow
-def test_trainers_of_one_host_lend_to_an_engine_beside_that_of_another(experiments):
-    """rollout.lend_trainers: the first host has the trainers and the lent engine, the second the
-    engine of its own."""
-    folder, steps = experiments / "lent", 3
-    rollout = ROLLOUT | {"host": "eth0", "lend_trainers": 1, "max_running_requests": 4}
-    weights = {"transport": "reshard", "bucket_mb": 0.05}
-    config = write_experiment(
-        folder, actor=ACTOR, rollout=rollout, weights=weights, train={"num_steps": steps}
-    )
-    with Hosts(2) as hosts, ColocatedRun(hosts, config) as run:
-        run.finish()
-        said = (folder / "logs" / "service.log").read_text()
-        assert f"engine-0 is up at http://{hosts.address(2)}:" in said, said
-        assert f"engine-1 is up at http://{hosts.address(1)}:" in said, said
-    assert_same_run(folder, apart(experiments, steps), steps)
-    assert_agrees(folder)
-    assert requests_by_phase(folder)["engine-1", "rollout"]
 
 
 @pytest.mark.slow

@@ -82,38 +82,3 @@ def test_a_leaders_failure_reaches_every_rank(tmp_path):
         "train step 3" in results[1]["error"]
         and "refused a request: on purpose" in results[1]["error"]
     )
-
-
-def two_steps(mesh: Mesh, url: str) -> list[tuple[list[int], list]]:
-    """What two steps of four groups gave this rank, of six that were begun for the first and two
-    for the second."""
-    config = experiment(
-        rollout={"extra_groups": 2}, algorithm={"mismatch": {"weight": {"name": "tis"}}}
-    )
-    source = source_of(ServiceControl(url, "key"), config, mesh=mesh)
-    source.start(0, range(6), PROMPTS, 4)
-    steps = [source.first(4, set(), 4)]
-    left = [place for place in range(6) if place not in steps[0][0]]
-    source.start(1, [*left, 6, 7], [PROMPTS[0]] * len(left) + PROMPTS[:2], 4)
-    steps.append(source.first(4, {left[0]}, 4))
-    source.close()
-    return steps
-
-
-def test_all_ranks_take_the_same_groups_of_those_that_are_finished_first(tmp_path):
-    """One prompt of the second replica is not answered before the second step's requests are
-    there."""
-    with running(FakeService(version=4)) as service:
-        service.hang = lambda body: body["input_ids"][1] == 4 and len(service.requests) < 16
-        results = run_meshes(4, tmp_path, two_steps, service.url, replicas=2)
-    chosen = [[places for places, _ in steps] for steps in results]
-    assert chosen == [chosen[0]] * 4 and [len(places) for places in chosen[0]] == [4, 4]
-    assert sorted(chosen[0][0] + chosen[0][1]) == list(range(8)) and 4 in chosen[0][1]
-    assert len(service.requests) == 16
-    for step in range(2):
-        per_replica = [results[d][step][1] for d in (0, 2)]
-        assert sorted(group.group_id for part in per_replica for group in part) == chosen[0][step]
-        for rank, steps in enumerate(results):
-            assert as_others(steps[step][1]) == as_others(per_replica[rank // 2])
-    found = {group.group_id: group.prompt for steps in results for group in steps[0][1]}
-    assert found == {group_id: PROMPTS[group_id] for group_id in chosen[0][0]}

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -324,17 +323,6 @@ def assert_agrees(folder: Path) -> None:
         for step, entry in metrics(folder).items()
         if step
     )
-
-
-def requests_by_phase(folder: Path) -> Counter[tuple[str, str]]:
-    """Counts the leaders' requests by engine and by the phase of their rank in which they ended."""
-    found: Counter[tuple[str, str]] = Counter()
-    for file in folder.glob("timeline/*.jsonl"):
-        for page in map(json.loads, file.read_text().splitlines()):
-            for engine, _, end, _ in page.get("requests", ()):
-                phases = [name for name, start, until in page["phases"] if start <= end <= until]
-                found[page["engines"][engine], phases[0] if phases else ""] += 1
-    return found
 
 
 def assert_same_run(folder: Path, reference: Path, num_steps: int) -> None:

@@ -12,8 +12,6 @@ from run_megagrpo import (
     assert_agrees,
     assert_same_run,
     engine,
-    metrics,
-    requests_by_phase,
     run_experiment,
     trainer,
     write_experiment,
@@ -74,26 +72,6 @@ def test_whoever_is_killed_in_its_sleep_comes_back(long_run):
     assert "all ranks started again, for the 1." in done.stdout
     assert_same_run(folder, long_run[0], NUM_STEPS)
     assert_no_complaint(folder)
-
-
-LENT = LONG_RUN | {
-    "train": LONG_RUN["train"] | {"num_steps": NUM_STEPS},
-    "rollout": LONG_RUN["rollout"] | {"lend_trainers": 1, "max_running_requests": 4},
-    "weights": {"transport": "reshard", "bucket_mb": 0.05},
-}
-
-
-@pytest.mark.slow
-def test_lent_trainers_sample_the_same_bits(long_run):
-    """Synchronous: an engine on the trainers' GPUs wakes for every step, beside one of its own."""
-    folder = long_run[0].parent / "lent_in_turns"
-    run_experiment(folder, **LENT)
-    assert_same_run(folder, long_run[0], NUM_STEPS)
-    assert_no_complaint(folder)
-    assert all(entry["lend/wire_bytes"] > 0 for step, entry in metrics(folder).items() if step)
-    found = requests_by_phase(folder)
-    assert {phase for engine, phase in found if engine == "engine-1"} == {"rollout"}, found
-    assert found["engine-0", "evaluate"] or not any(phase == "evaluate" for _, phase in found)
 
 
 def assert_no_complaint(folder: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from engine_logprobs import logprobs_by
 from tiny_model import EOS
 
-from megagrpo.rollout.admission import Turnstile
+from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.control import engine_cache_tokens, print_status
 from megagrpo.rollout.generation import (
     GenerationClient,
@@ -32,7 +32,7 @@ def generate(service, requests, version=0, retry=RETRY):
     router, key = service.control.status().router, service.control.api_key
 
     async def run():
-        async with GenerationClient(router, key, retry, Turnstile(64)) as client:
+        async with GenerationClient(router, key, retry, AdmissionQueue(64)) as client:
             return await asyncio.gather(
                 *(client.generate(SampleRequest(*request, version)) for request in requests)
             )
@@ -88,7 +88,7 @@ def test_a_response_that_is_cut_twice_has_the_tokens_of_one_that_is_not(ready, m
         told_tokens = lambda *request: told.append(request[-1])  # noqa: E731
         key = ready.control.api_key
         async with GenerationClient(
-            status.router, key, streaming, Turnstile(1), told_tokens
+            status.router, key, streaming, AdmissionQueue(1), told_tokens
         ) as client:
             return await client.generate(SampleRequest(PROMPTS[1], long, 5))
 
@@ -117,7 +117,7 @@ def test_the_load_of_an_engine_is_the_most_since_its_weights_were_verified(ready
         lambda: generate(ready, sampled) and load().get("running", 0) >= 1, 120
     )  # the service looks once a second
     seen = load()
-    assert seen["running"] <= 4 and 0 < seen["kv_use"] <= 1 and seen["put_back"] == 0
+    assert seen["running"] <= 4 and 0 < seen["kv_use"] <= 1 and seen["retracted"] == 0
     assert (
         print_status(ready.run_dir) == 0 and " of its cache in use since" in capsys.readouterr().out
     )

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from megagrpo.rollout.admission import Turnstile
+from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.generation import GenerationClient, RetryPolicy, SampleRequest, SamplingParams
 from megagrpo.rollout.service.node import free_port
 from megagrpo.rollout.service.router import Router
@@ -59,7 +59,7 @@ async def episodes(folder: Path, sticky: bool) -> tuple[list[list[str]], list[st
             assert not await router.add(await engine(stack, f"engine-{number}", down))
         policy = RetryPolicy(4, 20.0, base_s=0.1)
         client = await stack.enter_async_context(
-            GenerationClient(router.url, "key", policy, Turnstile(64))
+            GenerationClient(router.url, "key", policy, AdmissionQueue(64))
         )
         params = SamplingParams(1.0, 4)
 

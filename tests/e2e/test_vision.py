@@ -30,7 +30,7 @@ from transformers import AutoModelForImageTextToText
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
-from megagrpo.rollout.admission import Turnstile
+from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.generation import (
     GenerationClient,
     GenerationFailed,
@@ -79,7 +79,7 @@ class Engine:
         async def run() -> list[Response]:
             retry = RetryPolicy(0, 60.0, streaming)
             client = GenerationClient(
-                self.running.info.url, OneEngine.api_key, retry, Turnstile(64)
+                self.running.info.url, OneEngine.api_key, retry, AdmissionQueue(64)
             )
             async with client:
                 return await asyncio.gather(*map(client.generate, requests))

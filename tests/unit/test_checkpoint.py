@@ -188,6 +188,29 @@ def test_another_layout_is_refused_with_what_to_do(tmp_path: Path):
     assert load(tmp_path / "step_000001", other, lambda _: None, MESH).step == 1
 
 
+@pytest.mark.parametrize("deferred", [[], [[4, 1]]])
+def test_state_of_a_setting_that_is_gone_is_refused_unless_it_is_empty(
+    tmp_path: Path, deferred: list
+):
+    folder = PendingSave(
+        tmp_path, TrainState(step=2), ANY, CheckpointConfig(keep=1), Plan, MESH
+    ).finish()
+    file, manifest = folder / "state.json", folder / "manifest.json"
+    description = json.loads(file.read_text())
+    description["train"]["deferred"] = deferred
+    file.write_text(json.dumps(description))
+    files = json.loads(manifest.read_text())
+    files["state.json"] = [file.stat().st_size, zlib.crc32(file.read_bytes())]
+    manifest.write_text(json.dumps(files))
+    if not deferred:
+        assert load(folder, ANY, lambda _: None, MESH) == TrainState(step=2)
+        return
+    with pytest.raises(
+        LeaderError, match="has deferred of a setting that is gone: continue it with"
+    ):
+        load(folder, ANY, lambda _: None, MESH)
+
+
 @pytest.mark.parametrize(("keep_gb", "left"), [(None, [2, 4, 5]), (3e-6, [4, 5]), (1e-9, [5])])
 def test_bytes_are_bounded_but_the_newest_stays(
     tmp_path: Path, keep_gb: float | None, left: list[int]
@@ -311,32 +334,13 @@ def test_a_rollout_without_tokens_makes_no_group_too_old(start, tmp_path, monkey
     assert start(sections={"algorithm": DYNAMIC})[0].surplus == [failed]
 
 
-def test_groups_of_another_mode_are_sampled_again_if_they_could_be_deferred_too_often(
-    start, tmp_path, monkeypatch
-):
-    """Saved with max_staleness; with extra_groups a group begins by the present weights, or has
-    been deferred."""
-    (tmp_path / "checkpoints" / "step_000005").mkdir(parents=True)
-    monkeypatch.setattr(SAVED, "ahead", [group(3), group(4), group(5)])
-    monkeypatch.setattr(SAVED, "deferred", [(4, 1)])
-    sections = {
-        "rollout": {"extra_groups": 1},
-        "algorithm": {"mismatch": {"weight": {"name": "tis"}}},
-    }
-    assert [g.group_id for g in start(sections=sections)[0].ahead] == [4, 5]
-
-
 @pytest.mark.parametrize(
-    ("wanted", "cursor", "deferred", "steps"),
-    [(10, 100, 0, 20), (20, 100, 0, 15), (5, 100, 0, 30), (10, 103, 3, 20)],
+    ("wanted", "steps"),
+    [(10, 20), (20, 15), (5, 30)],
 )
-def test_epochs_end_with_the_prompts_also_if_steps_took_other_numbers_of_them(
-    wanted, cursor, deferred, steps
-):
+def test_epochs_end_with_the_prompts_also_if_steps_took_other_numbers_of_them(wanted, steps):
     """Two epochs of 100 prompts, stopped after 10 steps of 10."""
-    state = TrainState(
-        step=10, data_cursor=cursor, deferred=[(number, 1) for number in range(deferred)]
-    )
+    state = TrainState(step=10, data_cursor=100)
     config = experiment(train={"num_epochs": 2, "num_steps": None, "num_prompts_per_step": wanted})
     actor = SimpleNamespace(updates_done=10, num_updates=20)
     assert beginning.steps_in_all(config, 100, state, actor) == actor.num_updates == steps

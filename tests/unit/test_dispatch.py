@@ -16,15 +16,13 @@ from sampling import MESH, digits, experiment, prompt_set, source_of, take
 from megagrpo.check.engine_memory import concurrency_report
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import LeaderError, RunStopped
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.publishing import Publishing
 from megagrpo.rollout import source as source_module
-from megagrpo.rollout.admission import Concurrency
 from megagrpo.rollout.generation import SamplingParams
 from megagrpo.run import Run
-from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TrainState
+from megagrpo.types import Outcome, RolloutGroup, Sample, TrainState
 from tests.experiments import QUICKSTART, until
 
 WANTED, GROUP_SIZE = 2, 2
@@ -59,86 +57,6 @@ def test_limits_of_the_engines_own_cache():
         assert len(service.requests) == 4
         free.append(True)
         assert len(take(source, config, state).groups) == 4 and len(service.requests) == 8
-
-
-FULL, CROWDED, MIDDLE, ROOMY = (
-    {"kv_use": use, "running": 1.0, "waiting": 0.0, "put_back": put_back}
-    for use, put_back in ((0.97, 0.0), (0.5, 2.0), (0.9, 0.0), (0.7, 0.0))
-)
-
-
-@pytest.mark.parametrize("pressure", [FULL, CROWDED])
-def test_requests_of_an_engine_follow_its_cache_within_their_bounds(pressure):
-    found = Concurrency(10, 64)
-    limits = []
-    for loads, in_flight in (
-        ([ROOMY, ROOMY], 128),  # already the most
-        ([ROOMY, pressure], 128),
-        ([ROOMY, pressure], 128),  # those that left before
-        ([ROOMY, pressure], 102),
-        ([], 80),  # no engine answers
-        ([MIDDLE, ROOMY], 80),
-        ([ROOMY, ROOMY], 79),  # it is not reached
-        ([ROOMY, ROOMY], 80),
-        ([pressure], 0),
-        *[([pressure], 1)] * 9,
-        *[([ROOMY], 128)] * 14,
-    ):
-        found.observe(loads, in_flight, 2 * found.limit)
-        limits.append(found.limit)
-    assert limits[:8] == [64, 51, 51, 40, 40, 40, 40, 44]
-    assert (
-        limits[8:18] == [44, 35, 28, 23, 18, 14, 11, 10, 10, 10]
-        and limits[18:20] == [14, 18]
-        and limits[-1] == 64
-    )
-    fixed = Concurrency(64, 64)
-    fixed.observe([pressure], 1, 64)
-    assert fixed.limit == 64
-
-
-def test_fewer_requests_leave_while_a_cache_is_full(monkeypatch):
-    monkeypatch.setattr("megagrpo.rollout.sampler._LOOK_S", 0.02)
-    rollout = {"max_running_requests": 8, "min_running_requests": 2}
-    config = experiment(train={"num_prompts_per_step": 8}, rollout=rollout)
-    answered: set[int] = set()  # prompts whose requests are answered
-    hang = lambda body: body["input_ids"][1] not in answered  # noqa: E731
-    with sampling(config, load_now=FULL, hang=hang) as (service, source, state):
-        source.start(0, range(8), prompt_set().prompts[:8], 0)
-        until(lambda: source._sampler.concurrency.limit == 6)
-        time.sleep(0.2)
-        assert source._sampler.concurrency.limit == 6 and len(service.requests) == 8
-        answered.update((100, 101))  # four of the eight
-        until(lambda: source._sampler.concurrency.limit == 5)
-        time.sleep(0.2)
-        assert source._sampler.concurrency.limit == 5 and len(service.requests) == 8 + 2
-        service.load_now = ROOMY
-        answered.add(102)  # four are in flight, one more leaves, and then the limit rises again
-        until(lambda: source._sampler.concurrency.limit == 8 and len(service.requests) == 8 + 2 + 4)
-        answered.update(range(100, 108))
-        assert trained(take(source, config, state).groups) == list(range(8))
-    assert len(service.requests) == 16
-
-
-@pytest.mark.parametrize(
-    "order, expected",
-    [
-        ("arrival", [0, 1, 2]),
-        ("long_prompts_first", [1, 2, 0]),
-        ("shortest_expected_first", [2, 0, 1]),
-    ],
-)
-def test_order_of_a_batch(order, expected):
-    config = experiment(
-        train={"num_prompts_per_step": 3}, rollout={"order": order, "max_running_requests": 1}
-    )
-    of = PromptSet(tuple(Prompt(i, "", (1,) * n, "") for i, n in enumerate((2, 5, 3))), 0, False)
-    with sampling(config) as (service, source, state):
-        for prompt_id, length in enumerate((30, 60, 10)):
-            source._sampler.lengths.add(prompt_id, length)
-        take(source, config, state, of=of)
-    lengths = [len(request["input_ids"]) for request in service.requests[1::GROUP_SIZE]]
-    assert lengths == [len(of.prompts[i].token_ids) for i in expected]
 
 
 @pytest.mark.parametrize(
@@ -312,82 +230,6 @@ def test_drain_asks_again_what_a_lost_host_had():
         assert len(source.finished()) == WANTED and len(service.requests) > 2 * WANTED * GROUP_SIZE
 
 
-def extra(**rollout) -> ExperimentConfig:
-    return experiment(rollout={"extra_groups": 1, **rollout}, algorithm=TIS)
-
-
-def test_a_step_takes_the_groups_that_are_finished_first_and_leaves_none_behind_for_long():
-    slow, metrics = {101}, [Metrics() for _ in range(4)]
-    with sampling(extra(), hang=lambda body: body["input_ids"][1] in slow) as (
-        service,
-        source,
-        state,
-    ):
-        steps = []
-        steps.append(take(source, extra(), state, 4, metrics=metrics[0]))
-        assert (
-            trained(steps[0].groups) == [0, 2]
-            and state.deferred == [(1, 1)]
-            and state.data_cursor == 3
-        )
-        service.version = 1
-        slow.clear()
-        for step in (1, 2, 3):
-            steps.append(take(source, extra(), state, 4 - step, metrics=metrics[step]))
-            service.version = step + 1
-    assert 1 in trained(steps[1].groups), "after one deferral it is waited for"
-    found = [prompt for taken in steps for prompt in trained(taken.groups)]
-    assert sorted(found) == list(range(4 * WANTED)), "every prompt once, none left at the end"
-    assert len(service.requests) == 4 * WANTED * GROUP_SIZE and state.deferred == []
-    assert [g.group_id for taken in steps for g in taken.groups] == found, (
-        "the index in the run, from dispatch on"
-    )
-    lags = [
-        step - sample.weight_version
-        for step, t in enumerate(steps)
-        for g in t.groups
-        for sample in g.samples
-    ]
-    assert max(lags) <= 1
-    values = [each.reduced(MESH.reduce) for each in metrics]
-    assert [each["extra_groups/discarded_tokens"] for each in values] == [0.0] * 4
-    assert (
-        values[0]["extra_groups/left_behind"] == 1
-        and values[1]["extra_groups/length_deferred_mean"] == 4.0
-    )
-
-
-def test_groups_left_behind_survive_a_restart():
-    slow = {101}
-    with sampling(extra(), hang=lambda body: body["input_ids"][1] in slow) as (
-        service,
-        source,
-        state,
-    ):
-        take(source, extra(), state, 2)
-        assert source.finished() == []
-    slow.clear()
-    resumed = TrainState(step=1, data_cursor=3, deferred=[[1, 1]])  # as JSON brings it back
-    with sampling(extra(), resumed, version=1) as (service, source, state):
-        taken = take(source, extra(), state, 1)
-    assert trained(taken.groups) == [1, 3] and len(service.requests) == WANTED * GROUP_SIZE
-
-
-def test_a_failure_among_extra_groups_ends_the_step():
-    config = extra(step_timeout_s=0.5)
-    said = r"2 of 3 groups did not come within 0 s.*prompts \[1, 2\]"
-    rollout = sampling(config, hang=lambda body: body["input_ids"][1] in (101, 102))
-    with rollout as (_, source, state), pytest.raises(LeaderError, match=said):
-        take(source, config, state)
-
-
-def test_lent_gpus_are_of_use_though_the_step_before_left_groups_behind():
-    with sampling(extra(), hang=lambda body: body["input_ids"][1] == 101) as (_, source, state):
-        assert source.has_to_begin()
-        take(source, extra(), state)
-        assert state.deferred and source.has_to_begin(), "the coming step's requests have not left"
-
-
 def test_a_service_that_is_gone_holds_up_no_drain(monkeypatch):
     monkeypatch.setattr(source_module, "_UNREACHABLE_S", 0.5)
     config = experiment(rollout={"max_staleness": 1, "step_timeout_s": 600.0}, algorithm=TIS)
@@ -423,7 +265,7 @@ def test_a_step_whose_gpus_do_not_come_back_is_saved_as_not_begun():
         vars(publishing).update(
             _config=config, _actor=SimpleNamespace(mesh=MESH), _control=service.control
         )
-        vars(publishing).update(_lending=False)  # /sleep is no path of the fake service
+        # /sleep is no path of the fake service
         vars(run).update(
             config=config, actor=SimpleNamespace(mesh=MESH), state=TrainState(step=3, data_cursor=6), num_steps=6,
             source=source, publishing=publishing, inputs=SimpleNamespace(prompts=prompt_set(), tool=None, images=None),

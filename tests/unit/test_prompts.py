@@ -18,7 +18,7 @@ from megagrpo.config.schema import DataConfig, ModelConfig
 from megagrpo.data.prompts import decoder, interleaved, load_prompts, load_tokenizer
 from megagrpo.data.rows import read_rows
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.rollout.selection import source_metrics
+from megagrpo.rollout.metrics import source_metrics
 from megagrpo.types import Outcome, RolloutGroup, Sample
 
 ALPHABET = "0123456789+-*/=.()<># abcdefghijklmnopqrstuvwxyz"

@@ -9,7 +9,6 @@ from megagrpo.config.load import ConfigError, load_config
 from tests.experiments import ROOT
 
 COLOCATED = ["rollout.colocate=true", "weights.transport=ipc"]
-LENT = ["weights.transport=reshard", "rollout.lend_trainers=1"]
 FP8 = ["rollout.quantization=fp8", "rollout.dtype=bfloat16"]
 REPLAY = "actor.routing_replay=rollout"
 TIS = "algorithm.mismatch.weight={name: tis}"
@@ -81,22 +80,11 @@ REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
     # engines beside trainers
     (["rollout.colocate=true"], "weights.transport broadcast: NCCL takes no two ranks on one GPU"),
     ([*COLOCATED, "weights.transport=reshard"], "set weights.transport: ipc, or disk"),
-    ([*COLOCATED, "rollout.lend_trainers=1"], "set one of them"),
-    (["rollout.lend_trainers=1", "weights.transport=broadcast"], "take reshard"),
-    ([*LENT, "rollout.max_staleness=1", TIS], "rollout.streaming: true"),
     # older weights
     (["rollout.max_staleness=2"], "max_staleness 2 trains on tokens of older weights"),
-    (["rollout.extra_groups=1"], "extra_groups 1 trains on tokens of older weights"),
-    (["rollout.extra_groups=999", TIS], "more than train.num_prompts_per_step"),
-    (["rollout.extra_groups=1", "rollout.max_staleness=1", TIS], "set one of them"),
     (["rollout.max_staleness=1", TIS, "algorithm.dynamic_sampling={}"], "take 2 or more, or 0"),
-    (["rollout.extra_groups=1", TIS, "weights.in_flight=drain"], "take retract"),
-    (
-        ["rollout.extra_groups=1", TIS, "algorithm.advantage={name: remax}"],
-        "greedy requests would change",
-    ),
     (["weights.in_flight=in_place"], "retract keeps all tokens"),
-    (["rollout.prefix_cache=by_version"], "neither max_staleness nor extra_groups"),
+    (["rollout.prefix_cache=by_version"], "by_version without max_staleness"),
     (BY_VERSION, "needs a correction"),
     ([*BY_VERSION, "rollout.deterministic=true", TIS], "what caches still hold"),
     # rewards, environments, data

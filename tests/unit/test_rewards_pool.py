@@ -22,7 +22,7 @@ from megagrpo.monitor.rollouts import RolloutLog
 from megagrpo.rewards.graders.table import load_grader
 from megagrpo.rewards.group import distinct, rank
 from megagrpo.rewards.pool import RewardPool
-from megagrpo.rollout.selection import grader_metrics
+from megagrpo.rollout.metrics import grader_metrics
 from megagrpo.system.processes import is_live
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample

@@ -15,7 +15,7 @@ from sampling import experiment, source_of
 
 from megagrpo.cli import main
 from megagrpo.mesh import LeaderError
-from megagrpo.rollout.admission import Patience, ResponseLengths, Turnstile
+from megagrpo.rollout.admission import AdmissionQueue, BatchDeadline, ResponseLengths
 from megagrpo.rollout.control import ServiceControl, ServiceFailed, ServiceUnreachable, find_service
 from megagrpo.rollout.generation import (
     GenerationClient,
@@ -40,7 +40,7 @@ def generate(service: FakeService, version: int = 0, told=None) -> tuple[Respons
 
     async def run():
         async with GenerationClient(
-            service.url, "key", QUICK, Turnstile(4), *filter(None, [told])
+            service.url, "key", QUICK, AdmissionQueue(4), *filter(None, [told])
         ) as client:
             return await client.generate(
                 SampleRequest((5, 6), PARAMS, 1234, version)
@@ -256,7 +256,7 @@ def streamed(
     `versions` at each try."""
 
     async def run():
-        async with GenerationClient(service.url, "key", STREAMING, Turnstile(1)) as client:
+        async with GenerationClient(service.url, "key", STREAMING, AdmissionQueue(1)) as client:
             request = SampleRequest(
                 (5, 6), SamplingParams(1.0, 9, **params), 1234, accepted, or_newer=accepted > 0
             )
@@ -309,10 +309,10 @@ def test_requests_leave_in_order_while_the_caches_have_room():
     left: list[str] = []
 
     async def run():
-        turnstile, let_go = Turnstile(10, tokens=100.0), asyncio.Event()
+        admission, let_go = AdmissionQueue(10, tokens=100.0), asyncio.Event()
 
         async def request(name: str, tokens: float, order: float) -> None:
-            async with turnstile.passing((order,), lambda: tokens):
+            async with admission.admitted((order,), lambda: tokens):
                 left.append(name)
                 await let_go.wait()
 
@@ -341,30 +341,25 @@ def test_requests_leave_in_order_while_the_caches_have_room():
 
 def test_expected_lengths():
     lengths = ResponseLengths(100)
-    assert lengths.occupied() == 50 and lengths.expected(1) == 100, (
-        "all assumed to be as long as they may"
-    )
+    assert lengths.occupied() == 50, "all assumed to be as long as they may"
     for _ in range(40_000):
-        lengths.add(1, 10)
-        lengths.add(2, 30)
+        lengths.add(10)
+        lengths.add(30)
     assert lengths.occupied() == pytest.approx((100 + 900) / 2 / (2 * 20), rel=1e-3)
-    assert (lengths.expected(1), lengths.expected(2)) == (10, 30) and lengths.expected(
-        3
-    ) == pytest.approx(20, rel=1e-3)
 
 
 def test_the_limit_of_a_step_counts_while_somebody_waits():
     outlived = []
 
     async def run():
-        patience = Patience(0.1)
-        async with patience:
+        deadline = BatchDeadline(0.1)
+        async with deadline:
             await asyncio.sleep(0.3)
-            patience.start()
-            patience.stop()
+            deadline.start()
+            deadline.stop()
             await asyncio.sleep(0.3)
             outlived.append("the limit")
-            patience.start()
+            deadline.start()
             await asyncio.sleep(10)
 
     with pytest.raises(TimeoutError):

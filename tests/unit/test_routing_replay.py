@@ -27,7 +27,7 @@ from megagrpo.config.load import load_config
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import architecture_of
 from megagrpo.monitor.rollouts import RolloutLog, read_rollouts
-from megagrpo.rollout.admission import Turnstile
+from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.generation import (
     GenerationClient,
     GenerationFailed,
@@ -118,7 +118,7 @@ def test_wrong_experts_are_refused():
 def answered(script: list, experts_from: int) -> tuple[Response, list[dict], int]:
     async def run():
         async with GenerationClient(
-            service.url, "key", QUICK, Turnstile(4), experts=MIXED
+            service.url, "key", QUICK, AdmissionQueue(4), experts=MIXED
         ) as client:
             return await client.generate(
                 SampleRequest((5, 6, 7), PARAMS, 1234, experts_from=experts_from)
@@ -151,7 +151,7 @@ def test_a_response_that_failed_gets_experts_of_all_its_tokens_from_who_finishes
     async def run(service: FakeService) -> Response:
         streaming = replace(QUICK, streaming=True)
         async with GenerationClient(
-            service.url, "key", streaming, Turnstile(4), experts=MIXED
+            service.url, "key", streaming, AdmissionQueue(4), experts=MIXED
         ) as client:
             return await client.generate(
                 SampleRequest((5, 6), PARAMS_WITHOUT_TEXTS, 1234, experts_from=0)

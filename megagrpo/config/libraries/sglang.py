@@ -184,14 +184,14 @@ def engine_setting_problems(rollout: RolloutConfig) -> Iterator[tuple[tuple[str,
             )
         if rollout.draft_tokens:
             yield where, f"is refused with rollout.draft_tokens: {_UNEXAMINED}"
-        if rollout.max_staleness or rollout.extra_groups or rollout.lend_trainers:
+        if rollout.max_staleness:
             why = (
                 "paused with requests, SGLang ends no copies to the host, and its flush asserts "
                 "that there are none"
             )
             yield (
                 where,
-                f"is refused with rollout.max_staleness, extra_groups and lend_trainers: {why}",
+                f"is refused with rollout.max_staleness: {why}",
             )
 
 

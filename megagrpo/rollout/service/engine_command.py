@@ -96,8 +96,7 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
             "node_rank": place.node_rank,
             "dist_init_addr": place.rendezvous,
         }
-    beside = rollout.is_beside_trainers(place.engine)
-    if beside:
+    if rollout.colocate:
         settings["enable_memory_saver"] = (
             True  # without it the calls that release memory do nothing
         )
@@ -116,18 +115,15 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
         }
     if config.actor.routing_replay == "rollout":
         settings["enable_return_routed_experts"] = True
-    fraction = (
-        rollout.lent_mem_fraction if beside and rollout.lend_trainers else rollout.mem_fraction
-    )
-    settings |= _on_cuda(rollout, fraction) if place.cuda else _on_cpu()
+    settings |= _on_cuda(rollout) if place.cuda else _on_cpu()
     if rollout.max_total_tokens is not None:
         settings["max_total_tokens"] = rollout.max_total_tokens
     return settings | rollout.sglang
 
 
-def _on_cuda(rollout: RolloutConfig, mem_fraction: float) -> Settings:
+def _on_cuda(rollout: RolloutConfig) -> Settings:
     settings: Settings = {
-        "mem_fraction_static": mem_fraction,
+        "mem_fraction_static": rollout.mem_fraction,
         # For Qwen3-VL on large Hopper GPUs SGLang would pass images through a pool of GPU memory
         # that no plan counts and that never sleeps, and hold prompts back for 22 decodings.
         "mm_feature_transport": "cpu",
@@ -191,7 +187,6 @@ def engine_environment(config: ExperimentConfig, place: ServerPlace) -> dict[str
                 "and digests would "
                 "stop the run; unset it"
             )
-        beside = config.rollout.is_beside_trainers(place.engine)
         rollout = config.rollout
         # SGLang would turn its cache of images off for Qwen3-VL, and read the images of a group
         # once for each sample.
@@ -205,7 +200,7 @@ def engine_environment(config: ExperimentConfig, place: ServerPlace) -> dict[str
         # Beside trainers, whose stages differ, SGLang would refuse GPUs with less free memory than
         # others.
         unequal = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
-        return env | (without_expandable_segments() | unequal if beside else {})
+        return env | (without_expandable_segments() | unequal if rollout.colocate else {})
     ranks_here = config.rollout.tp // config.rollout.nodes_per_engine
     # The last bits of a sum depend on the number of threads, and their share of the cores on the
     # number of engines.

@@ -18,11 +18,6 @@ from megagrpo.system.processes import stop_tree
 # for engines added later; a CPU of the private cluster is one slot for a node, GPUs are counted
 _SPARE_NODES = 2
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum: no batch passes through it
-BESIDE, APART = (
-    "beside_trainers",
-    "apart_from_trainers",
-)  # Ray's resources of nodes, with rollout.lend_trainers
-NODES_FOR: dict[str, float] = {BESIDE: 1e6, APART: 1e6}  # of one machine for both
 _PAUSE_S = 1.0  # between two attempts
 _GRACE_S = 1.0  # for processes of a failed attempt
 
@@ -52,7 +47,7 @@ def in_ray_cluster(rollout: RolloutConfig, address: str | None) -> Iterator[None
                 prefix="mgr-", dir="/tmp", ignore_cleanup_errors=True
             )
             folder = stack.enter_context(short)
-            options |= _private_cluster(rollout.engines_at_start * rollout.nodes_per_engine, folder)
+            options |= _private_cluster(rollout.num_engines * rollout.nodes_per_engine, folder)
         else:
             options["address"] = address
         stack.callback(ray.shutdown)
@@ -66,7 +61,6 @@ def _private_cluster(num_nodes: int, folder: str) -> Options:
         # even by SIGKILL.
         "address": "local",
         "num_cpus": num_nodes + _SPARE_NODES,
-        "resources": NODES_FOR,
         "object_store_memory": _OBJECT_STORE_BYTES,
         "include_dashboard": False,
         "_system_config": {"worker_niceness": 0},  # else Ray starts engines at low priority

@@ -140,7 +140,7 @@ class _Service:
             runner = web.AppRunner(self._application())
             stack.push_async_callback(self._end, runner)
             await self._router.start(self._http)
-            for _ in range(self._config.rollout.engines_at_start):
+            for _ in range(self._config.rollout.num_engines):
                 self._add_engine()
             self._tasks["router"] = asyncio.create_task(self._router.watch())
             self._tasks["watch"] = asyncio.create_task(self._watch())
@@ -301,10 +301,10 @@ class _Service:
 
     async def _on_sleep(self, request: web.Request) -> web.Response:
         self._may_start.clear()
-        beside = [engine for engine in self._engines.values() if engine.beside_trainers]
-        while any(engine.state == "starting" for engine in beside):
+        engines = list(self._engines.values())
+        while any(engine.state == "starting" for engine in engines):
             await asyncio.sleep(_STARTING_POLL_S)
-        await asyncio.gather(*(engine.sleep(self._http) for engine in beside))
+        await asyncio.gather(*(engine.sleep(self._http) for engine in engines))
         return web.json_response({})
 
     async def _on_may_start(self, request: web.Request) -> web.Response:

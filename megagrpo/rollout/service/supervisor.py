@@ -39,7 +39,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.control import bearer
 from megagrpo.rollout.service.node import EngineNodeActor, loopback
-from megagrpo.rollout.service.ray_cluster import APART, BESIDE
 from megagrpo.rollout.service.router import Router, RouterFailed
 from megagrpo.rollout.service.sleep import WEIGHTS, EngineMemory, SleepFailed
 from megagrpo.types import LOADS, EngineInfo
@@ -82,7 +81,6 @@ class SupervisedEngine:
         may_start: asyncio.Event,
     ):
         self.id, self._index, self._may_start = f"engine-{index}", index, may_start
-        self.beside_trainers = config.rollout.is_beside_trainers(self.id)
         self.state, self.url, self.pid, self.reason = "starting", "", 0, ""
         self.incarnation = self.restarts = self.lost_hosts = 0
         self.weight_version: int | None = None
@@ -207,7 +205,7 @@ class SupervisedEngine:
         `gave_up` set."""
         while True:
             while (
-                self.beside_trainers and not self._may_start.is_set()
+                self._config.rollout.colocate and not self._may_start.is_set()
             ):  # cleared again, perhaps, before this runs
                 await self._may_start.wait()
             try:
@@ -297,8 +295,6 @@ class SupervisedEngine:
         bundle = {"CPU": 1.0} | (
             {"GPU": float(rollout.tp // rollout.nodes_per_engine)} if self._cuda else {}
         )
-        if rollout.lend_trainers:
-            bundle[BESIDE if self.beside_trainers else APART] = 1.0
         # Ray fills up one machine before the next, and spreads the nodes of one engine over several
         # if it can.
         strategy = "STRICT_PACK" if rollout.nodes_per_engine == 1 else "SPREAD"
@@ -391,7 +387,7 @@ class SupervisedEngine:
             cuda=self._cuda,
             # On a CPU all engines of the experiment may share one machine; its cores are divided
             # among them.
-            cores_share=rollout.engines_at_start * rollout.nodes_per_engine,
+            cores_share=rollout.num_engines * rollout.nodes_per_engine,
             api_key=self._api_key,
         )
 

@@ -269,11 +269,6 @@ def _batch(d: Draft) -> None:
             "updates",
         )
     rules.truncated_sampling(d, "sampling", f"{_R}top_p", f"{_R}top_k")
-    if d.get(f"{_R}over_sample_rate"):
-        d.lack(
-            f"{_R}over_sample_rate",
-            "throws samples away; rollout.extra_groups keeps them, on engines of their own",
-        )
 
 
 def _layout(d: Draft) -> None:

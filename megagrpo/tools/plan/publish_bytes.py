@@ -56,7 +56,7 @@ class Cluster:
 def cluster_of(config: ExperimentConfig, engines: int, gpus_per_node: int | None = None) -> Cluster:
     """Places all ranks beside `engines` >= 1 engines. Raises ValueError for those that have no
     place."""
-    update = {"num_engines": engines, "lend_trainers": 0, "min_healthy_engines": 1}
+    update = {"num_engines": engines, "min_healthy_engines": 1}
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update=update)})
     found = place(config, Nodes(gpus_per_node))
     ranks = {gpu: rank for rank, gpu in enumerate(found.trainers)}

@@ -25,7 +25,6 @@ from megagrpo.check.engine_memory import (
     gpu_phases,
     lengths_of_run,
     memory_problems,
-    server_beside,
     server_of,
     weight_bytes,
 )
@@ -160,7 +159,7 @@ def plan_step(config: ExperimentConfig, target: Target) -> Plan:
         moved = trainers.phases["rollout"].parts.get("optimiser", 0.0) / HOST_GB_S / 1e9
         parts["publish"]["state to the host"] = parts["update"]["state from the host"] = moved
     beside = engine_side(
-        target.work, server_beside(config.rollout), target.lengths, longest, target.hardware
+        target.work, server_of(config.rollout), target.lengths, longest, target.hardware
     )
     phases = gpu_phases(config, trainers, beside, target.arch.hidden_size)
     problems = dict.fromkeys([*memory_problems(phases, beside, target.hardware), *engine.problems])

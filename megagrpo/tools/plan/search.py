@@ -257,7 +257,7 @@ def best_layouts(config: ExperimentConfig, target: Target, nodes: int) -> list[P
 
 def _apart(config: ExperimentConfig, target: Target, nodes: int) -> Iterator[Plan]:
     stride = 1 if nodes <= 12 else 2 if nodes <= 48 else 4
-    rollout = config.rollout.model_copy(update={"colocate": False, "lend_trainers": 0})
+    rollout = config.rollout.model_copy(update={"colocate": False})
     apart = config.model_copy(
         update={"rollout": rollout, "weights": config.weights.suited(colocate=False)}
     )
@@ -273,9 +273,8 @@ def _colocated(config: ExperimentConfig, target: Target, nodes: int) -> Iterator
     weights = config.weights.suited(colocate=True)
     for actor in _best_trainers(config, target, nodes):
         for fraction in _FRACTIONS:
-            alone = dict.fromkeys(("lend_trainers", "max_staleness", "extra_groups"), 0)
             rollout = config.rollout.model_copy(
-                update={"colocate": True, "mem_fraction": fraction} | alone
+                update={"colocate": True, "mem_fraction": fraction, "max_staleness": 0}
             )
             beside = config.model_copy(
                 update={"actor": actor, "rollout": rollout, "weights": weights}

@@ -203,7 +203,7 @@ class EngineConnection:
                 raise RuntimeError(
                     f"{self} would lose {names} in its sleep, and no publish brings them back: "
                     "give engines of this "
-                    "model GPUs of their own (rollout.colocate, rollout.lend_trainers)"
+                    "model GPUs of their own (rollout.colocate: false)"
                 )
             if any(dtype == torch.float8_e4m3fn for _, dtype in specs.values()):
                 raise RuntimeError(

@@ -40,20 +40,6 @@ class EngineRegistry(Protocol):
         """Reports an update that failed half-way: the engine must be started again."""
 
 
-class EngineSubset:
-    """The engines of a registry whose ids `wanted` accepts: those on the trainers' GPUs, or the
-    others."""
-
-    def __init__(self, registry: EngineRegistry, wanted: Callable[[str], bool]):
-        self._registry, self._wanted, self.api_key = registry, wanted, registry.api_key
-        self.begin_update, self.wake = registry.begin_update, registry.wake
-        self.mark_ready, self.report_lost = registry.mark_ready, registry.report_lost
-
-    def engines(self) -> list[EngineInfo]:
-        """Returns them, whatever state they are in."""
-        return [info for info in self._registry.engines() if self._wanted(info.id)]
-
-
 class EngineFleet:
     """Connections to all engines, and calls to those of the current *round*.
 
@@ -139,12 +125,11 @@ class EngineFleet:
                 ):  # unless earlier trainers died in an update, which would block this one
                     engine.end()
                 rollout = self._config.rollout
-                forgets = rollout.is_beside_trainers(engine.id)
                 engine.record(
                     self._specs,
                     self._transport.past_loader,
                     rollout.load_format == "dummy",
-                    forgets,
+                    forgets=rollout.colocate,
                 )
 
         self.each(open_one)
@@ -175,8 +160,8 @@ class EngineFleet:
     def admit(self, engine: EngineConnection, version: int) -> None:
         """Gives a verified engine its cache back if it slept, its version, and requests. Raises
         EngineDown."""
-        beside = self._config.rollout.is_beside_trainers(engine.id)
-        if beside and not self._registry.wake(engine.id, engine.incarnation):
+        sleeps = self._config.rollout.colocate
+        if sleeps and not self._registry.wake(engine.id, engine.incarnation):
             raise EngineDown(f"{engine} did not get its cache back")
         engine.resume(version)
         if not self._registry.mark_ready(engine.id, engine.incarnation, version):
