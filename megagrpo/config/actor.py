@@ -327,7 +327,7 @@ class ActorConfig(Section):
         unchunked = by_engine and isinstance(chunk, int) and chunk <= 0
         read = (rollout.draft_tokens or 0) + 1  # tokens of a request in one forward of the model
         held = rollout.max_running_requests * read
-        halves = rollout.sets("enable_two_batch_overlap")
+        halves = rollout.sglang.get("enable_two_batch_overlap")
         return {
             "actor.routing_replay old changes nothing with one update a step: the weights before "
             "it are those that "
@@ -350,5 +350,5 @@ class ActorConfig(Section):
             "actor.routing_replay rollout with SGLang's enable_hierarchical_cache: for what comes "
             "back from the host "
             "it returns another token's experts; remove one of "
-            "them": by_engine and rollout.sets("enable_hierarchical_cache"),
+            "them": by_engine and rollout.sglang.get("enable_hierarchical_cache"),
         }

@@ -268,9 +268,6 @@ class RolloutConfig(Section):
     sample; wants `weights.transport: ipc`."""
     sglang: LibrarySettings = Field(default={})
     """Fields of SGLang's ServerArgs, by their names there, such as `chunked_prefill_size: 8192`."""
-    extra_args: list[str] = Field(
-        default=[], description="More words of an engine's command line, for other options."
-    )
     host: str = Field(
         default="127.0.0.1",
         description="Address of services, or an interface of all machines: eth0.",
@@ -296,15 +293,6 @@ class RolloutConfig(Section):
     def patience_s(self, cuda: bool) -> float:
         """Returns health_timeout_s, in seconds, of engines on GPUs or on a CPU."""
         return self.health_timeout_s or (300.0 if cuda else 60.0)
-
-    def sets(self, name: str) -> bool:
-        """Returns whether a field of ServerArgs is given and true, in `sglang` or by its option in
-        `extra_args`."""
-        option = "--" + name.replace("_", "-")
-        words = [word.partition("=")[0] for word in self.extra_args if word.startswith("--")]
-        return bool(self.sglang.get(name)) or any(
-            map(option.startswith, words)
-        )  # argparse takes abbreviations
 
     @model_validator(mode="before")
     @classmethod

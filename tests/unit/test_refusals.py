@@ -62,11 +62,7 @@ REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
         "enable_two_batch_overlap, which keeps the",
     ),
     (
-        [REPLAY, "rollout.extra_args=[--enable-two-batch-overlap]"],
-        "enable_two_batch_overlap, which keeps the",
-    ),
-    (
-        [REPLAY, "rollout.extra_args=[--enable-hier, --hicache-size=8]"],
+        [REPLAY, "rollout.sglang={enable_hierarchical_cache: true, hicache_size: 8}"],
         "it returns another token's experts",
     ),
     (
