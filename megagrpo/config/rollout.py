@@ -11,7 +11,7 @@ from megagrpo.config.fields import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Problems,
+    Rule,
     Section,
 )
 
@@ -67,12 +67,18 @@ class EnvironmentConfig(Section):
     """Environments that are open at once on each rank that samples; other rollouts wait. Default:
     no limit."""
 
-    def problems(self) -> Problems:
+    def problems(self) -> list[Rule]:
         whole = self.episode_timeout_s
-        return {
-            f"episode_timeout_s {whole} must be above timeout_s {self.timeout_s:g}, the limit of "
-            "one call": whole is not None and whole <= self.timeout_s
-        }
+        return [
+            Rule(
+                whole is not None and whole <= self.timeout_s,
+                (
+                    f"episode_timeout_s {whole} must be above timeout_s {self.timeout_s:g}, the "
+                    "limit of one call"
+                ),
+                "raise it, or lower timeout_s",
+            ),
+        ]
 
 
 class AgentConfig(Section):
@@ -116,12 +122,19 @@ class AgentConfig(Section):
     """Seconds of a program, without those for which engines sample its turns; then it is ended, and
     the rollout's outcome is a timeout, never a reward."""
 
-    def problems(self) -> Problems:
-        return {
-            "set function or command, one of them": bool(self.command)
-            == (self.function is not None),
-            "args are a function's; a command has its words": bool(self.args and self.command),
-        }
+    def problems(self) -> list[Rule]:
+        return [
+            Rule(
+                bool(self.command) == (self.function is not None),
+                "neither function nor command is set, or both are",
+                "set one of them",
+            ),
+            Rule(
+                bool(self.args and self.command),
+                "args are a function's; a command has its words",
+                "write them into command",
+            ),
+        ]
 
 
 class SamplingConfig(Section):
@@ -148,19 +161,28 @@ class SamplingConfig(Section):
     allow_truncated_distribution: bool = False
     """Accept top_p < 1 or top_k > 0, for which log-probabilities are not renormalised."""
 
-    def problems(self) -> Problems:
+    def problems(self) -> list[Rule]:
         truncated = self.top_p < 1 or self.top_k > 0
-        return {
-            "top_p < 1 or top_k > 0 samples from another distribution than the log-probs describe; "
-            "set allow_truncated_distribution: true to accept that": truncated
-            and not self.allow_truncated_distribution,
-            "tool with environment: an environment is a tool with a state; set one of them": self.tool
-            is not None
-            and self.environment is not None,
-            "agent with tool or environment: the program has its own; set one of them": self.agent
-            is not None
-            and (self.tool or self.environment) is not None,
-        }
+        return [
+            Rule(
+                truncated and (not self.allow_truncated_distribution),
+                (
+                    "top_p < 1 or top_k > 0 samples from another distribution than the "
+                    "log-probs describe"
+                ),
+                "set allow_truncated_distribution: true to accept that",
+            ),
+            Rule(
+                self.tool is not None and self.environment is not None,
+                "tool with environment: an environment is a tool with a state",
+                "set one of them",
+            ),
+            Rule(
+                self.agent is not None and (self.tool or self.environment) is not None,
+                "agent with tool or environment: the program has its own",
+                "set one of them",
+            ),
+        ]
 
     @property
     def rewarding(self) -> str:
@@ -179,19 +201,12 @@ class SamplingConfig(Section):
         """Returns whether rollouts may have several turns, each a request."""
         return bool(self.rewarding) or self.tool is not None
 
-    def excludes(self, experiment: "ExperimentConfig") -> Problems:
+    def excludes(self, experiment: "ExperimentConfig") -> list[Rule]:
         sections = [
             experiment.data,
             *([experiment.eval.data] if experiment.eval is not None else []),
         ]
         sees = any(data.images_key is not None for data in sections)
-        answered: Problems = {
-            "sampling.tool, environment and agent with data.images_key: they continue prompts of "
-            "text only; remove one "
-            "of both": sees and self.several_turns
-        }
-        if not self.rewarding:
-            return answered
         reward, advantage = experiment.reward, experiment.algorithm.advantage.name
         given = (
             reward.grader,
@@ -199,16 +214,39 @@ class SamplingConfig(Section):
             reward.group_grader,
         )  # a dumped experiment has the default grader, too
         graded = given != (type(reward).model_fields["grader"].default, [], None)
-        return {
-            f"reward has graders, but the reward is given by {self.rewarding}; remove the graders": graded,
-            f"{self.rewarding} with advantage {advantage}: it needs a greedy response to each "
-            "prompt, and a greedy "
-            "rollout would have other turns": experiment.algorithm.needs_greedy_response,
-            "sampling.environment.episode_timeout_s must be below rollout.step_timeout_s, that of "
-            "all rollouts of a "
-            "step": self.environment is not None
-            and (self.environment.episode_timeout_s or 0.0) >= experiment.rollout.step_timeout_s,
-        } | answered
+        given_by = self.rewarding or "sampling.agent"
+        whole_s = 0.0 if self.environment is None else self.environment.episode_timeout_s or 0.0
+        return [
+            Rule(
+                self.rewarding and graded,
+                f"reward has graders, but the reward is given by {given_by}",
+                "remove the graders",
+            ),
+            Rule(
+                self.rewarding and experiment.algorithm.needs_greedy_response,
+                (
+                    f"{given_by} with advantage {advantage}: it needs a greedy response "
+                    "to each prompt, and a greedy rollout would have other turns"
+                ),
+                "take another estimator",
+            ),
+            Rule(
+                whole_s >= experiment.rollout.step_timeout_s,
+                (
+                    "sampling.environment.episode_timeout_s must be below "
+                    "rollout.step_timeout_s, that of all rollouts of a step"
+                ),
+                "lower it, or raise rollout.step_timeout_s",
+            ),
+            Rule(
+                sees and self.several_turns,
+                (
+                    "sampling.tool, environment and agent with data.images_key: they continue "
+                    "prompts of text only"
+                ),
+                "remove one of both",
+            ),
+        ]
 
 
 class RolloutConfig(Section):
@@ -303,19 +341,35 @@ class RolloutConfig(Section):
             given = {"start_timeout_s": _KERNELS_COMPILED_S} | given
         return given
 
-    def problems(self) -> Problems:
+    def problems(self) -> list[Rule]:
         nodes, healthy = self.nodes_per_engine, self.min_healthy_engines
-        return {
-            f"tp {self.tp} does not divide over nodes_per_engine {nodes}": self.tp % nodes,
-            f"tp {self.tp} is not a multiple of ep {self.ep}": self.tp % self.ep,
-            "quantization fp8 with load_format model: the trainers quantise, and the model's files "
-            "hold none of that; "
-            "take dummy": self.quantization and self.load_format == "model",
-            f"min_healthy_engines {healthy} is more than num_engines {self.num_engines}": healthy
-            > self.num_engines,
-        }
+        return [
+            Rule(
+                self.tp % nodes,
+                f"tp {self.tp} does not divide over nodes_per_engine {nodes}",
+                "take a multiple of it",
+            ),
+            Rule(
+                self.tp % self.ep,
+                f"tp {self.tp} is not a multiple of ep {self.ep}",
+                "take a multiple of it",
+            ),
+            Rule(
+                self.quantization and self.load_format == "model",
+                (
+                    "quantization fp8 with load_format model: the trainers quantise, and the "
+                    "model's files hold none of that"
+                ),
+                "take dummy",
+            ),
+            Rule(
+                healthy > self.num_engines,
+                f"min_healthy_engines {healthy} is more than num_engines {self.num_engines}",
+                "lower it",
+            ),
+        ]
 
-    def excludes(self, experiment: "ExperimentConfig") -> Problems:
+    def excludes(self, experiment: "ExperimentConfig") -> list[Rule]:
         algorithm, weights = experiment.algorithm, experiment.weights
         ahead = self.max_staleness
         corrected = algorithm.mismatch.weight or algorithm.mismatch.reject
@@ -324,37 +378,69 @@ class RolloutConfig(Section):
             if ahead
             else "a cache in fp8_e4m3 rounds"
         )
-        return {
-            "rollout.quantization fp8 with rollout.dtype float32: FP8 layers on GPUs compute in "
-            "bfloat16; set "
-            "rollout.dtype: bfloat16, or actor.device: cpu": self.quantization
-            and self.dtype == "float32"
-            and experiment.actor.device != "cpu",
-            "rollout.draft_tokens without actor.draft: {}": self.draft_tokens
-            and not experiment.actor.has_draft,
-            f"rollout.colocate with weights.transport {weights.transport}: NCCL takes no two ranks "
-            "on one GPU; set "
-            "weights.transport: ipc, or disk": self.colocate and weights.uses_groups,
-            f"rollout.max_staleness {ahead} with rollout.colocate: engines sleep while the actor trains, and can "
-            "sample nothing "
-            "ahead; set one of them": self.colocate and ahead,
-            "rollout.max_staleness 1 with algorithm.dynamic_sampling: groups that a step leaves "
-            "over are trained on "
-            "one step later, so that nothing could be sampled ahead within the bound; take 2 or "
-            "more, or "
-            "0": self.max_staleness == 1 and algorithm.dynamic_sampling,
-            f"{what}, which needs a correction: set algorithm.mismatch.weight, such as {{name: "
-            f"tis}}, or "
-            "algorithm.mismatch.reject": not corrected
-            and (ahead or self.sglang.get("kv_cache_dtype") == "fp8_e4m3"),
-            "rollout.prefix_cache by_version without max_staleness: no rollout outlives a "
-            "publish, and what is kept would be of no use; take flush": self.prefix_cache
-            == "by_version"
-            and not ahead,
-            "rollout.prefix_cache by_version with rollout.deterministic: bits would depend on what "
-            "caches still "
-            "hold; take flush": self.prefix_cache == "by_version" and self.deterministic,
-        }
+        return [
+            Rule(
+                self.quantization
+                and self.dtype == "float32"
+                and (experiment.actor.device != "cpu"),
+                (
+                    "rollout.quantization fp8 with rollout.dtype float32: FP8 layers on GPUs "
+                    "compute in bfloat16"
+                ),
+                "set rollout.dtype: bfloat16, or actor.device: cpu",
+            ),
+            Rule(
+                self.draft_tokens and (not experiment.actor.has_draft),
+                "rollout.draft_tokens without actor.draft: engines would have no draft",
+                "add actor.draft: {}, or remove rollout.draft_tokens",
+            ),
+            Rule(
+                self.colocate and weights.uses_groups,
+                (
+                    f"rollout.colocate with weights.transport {weights.transport}: NCCL takes "
+                    "no two ranks on one GPU"
+                ),
+                "set weights.transport: ipc, or disk",
+            ),
+            Rule(
+                self.colocate and ahead,
+                (
+                    f"rollout.max_staleness {ahead} with rollout.colocate: engines sleep while "
+                    "the actor trains, and can sample nothing ahead"
+                ),
+                "set one of them",
+            ),
+            Rule(
+                self.max_staleness == 1 and algorithm.dynamic_sampling,
+                (
+                    "rollout.max_staleness 1 with algorithm.dynamic_sampling: groups that a "
+                    "step leaves over are trained on one step later, so that nothing could be "
+                    "sampled ahead within the bound"
+                ),
+                "take 2 or more, or 0",
+            ),
+            Rule(
+                not corrected and (ahead or self.sglang.get("kv_cache_dtype") == "fp8_e4m3"),
+                f"{what}, which needs a correction",
+                "set algorithm.mismatch.weight, such as {name: tis}, or algorithm.mismatch.reject",
+            ),
+            Rule(
+                self.prefix_cache == "by_version" and (not ahead),
+                (
+                    "rollout.prefix_cache by_version without max_staleness: no rollout "
+                    "outlives a publish, and what is kept would be of no use"
+                ),
+                "take flush",
+            ),
+            Rule(
+                self.prefix_cache == "by_version" and self.deterministic,
+                (
+                    "rollout.prefix_cache by_version with rollout.deterministic: bits would "
+                    "depend on what caches still hold"
+                ),
+                "take flush",
+            ),
+        ]
 
 
 def engine_number(engine: str) -> int:
@@ -406,19 +492,28 @@ class WeightsConfig(Section):
             )
         return given
 
-    def problems(self) -> Problems:
-        return {
-            f"delta goes with transport: reshard, not {self.transport}": self.delta
-            and self.transport != "reshard",
-        }
+    def problems(self) -> list[Rule]:
+        return [
+            Rule(
+                self.delta and self.transport != "reshard",
+                f"delta goes with transport: reshard, not {self.transport}",
+                "remove delta, or set transport: reshard",
+            ),
+        ]
 
-    def excludes(self, experiment: "ExperimentConfig") -> Problems:
+    def excludes(self, experiment: "ExperimentConfig") -> list[Rule]:
         deadline_s = experiment.actor.deadline_s
-        return {
-            f"weights.timeout_s {self.timeout_s:g} must be below actor.deadline_s {deadline_s:g}: "
-            "while rank 0 updates "
-            "engines, the other ranks wait for it in a collective": self.timeout_s >= deadline_s
-        }
+        return [
+            Rule(
+                self.timeout_s >= deadline_s,
+                (
+                    f"weights.timeout_s {self.timeout_s:g} must be below actor.deadline_s "
+                    f"{deadline_s:g}: while rank 0 updates engines, the other ranks wait for it "
+                    "in a collective"
+                ),
+                "lower it, or raise the deadline",
+            ),
+        ]
 
     delta: bool = False
     """Send only the elements that have changed since the last publish, wherever these are fewer

@@ -19,7 +19,7 @@ from megagrpo.config.fields import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Problems,
+    Rule,
     Section,
 )
 from megagrpo.config.reward import GraderConfig, RewardConfig
@@ -89,26 +89,37 @@ class TrainConfig(Section):
             return -(-self.num_epochs * num_prompts // self.num_prompts_per_step)
         return self.num_steps or DEFAULT_STEPS
 
-    def problems(self) -> Problems:
+    def problems(self) -> list[Rule]:
         prompts, updates = (
             f"num_prompts_per_step {self.num_prompts_per_step}",
             self.num_updates_per_step,
         )
         both = f"num_steps {self.num_steps} and num_epochs {self.num_epochs}"
-        return {
-            f"{both} both say how long the run is; set one to null": self.num_epochs
-            and self.num_steps,
-            f"{prompts} is not a multiple of num_updates_per_step {updates}": self.num_prompts_per_step
-            % updates,
-        }
+        return [
+            Rule(
+                self.num_epochs and self.num_steps,
+                f"{both} both say how long the run is",
+                "set one to null",
+            ),
+            Rule(
+                self.num_prompts_per_step % updates,
+                f"{prompts} is not a multiple of num_updates_per_step {updates}",
+                "take a multiple of it",
+            ),
+        ]
 
-    def excludes(self, experiment: "ExperimentConfig") -> Problems:
+    def excludes(self, experiment: "ExperimentConfig") -> list[Rule]:
         mixed = any(source.ratio is not None for source in experiment.data.sources)
-        return {
-            "train.num_epochs with ratios in data.sources: small sources are passed more often "
-            "than large ones; give "
-            "train.num_steps": self.num_epochs and mixed
-        }
+        return [
+            Rule(
+                self.num_epochs and mixed,
+                (
+                    "train.num_epochs with ratios in data.sources: small sources are passed "
+                    "more often than large ones"
+                ),
+                "give train.num_steps",
+            ),
+        ]
 
 
 class CheckpointConfig(Section):
@@ -272,7 +283,7 @@ class ExperimentConfig(Section):
         """The files of the run."""
         return RunFolder(Path(self.output_dir))
 
-    def problems(self) -> Problems:
+    def problems(self) -> list[Rule]:
         sections = (
             self.sampling,
             self.rollout,
@@ -282,6 +293,4 @@ class ExperimentConfig(Section):
             self.reward,
             self.actor,
         )
-        return {
-            text: holds for section in sections for text, holds in section.excludes(self).items()
-        }
+        return [rule for section in sections for rule in section.excludes(self)]

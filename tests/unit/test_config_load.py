@@ -109,7 +109,7 @@ algorithm:
 reward:
   args: {x: [1], y: 2}
 rollout:
-  tp: 1
+  num_engines: 3
   min_healthy_engines: 3
 actor: {dtype: bf16, optimizer: {lr: -1e-6}}
 sampling: {top_p: 0.9}

@@ -21,14 +21,14 @@ REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
     # routers and adapters
     (
         ["actor.router_losses={balance: 0}"],
-        "balance and z are both 0: set one, or remove router_losses",
+        "balance and z are both 0; set one, or remove router_losses",
     ),
     (
         ["actor.router_losses={balanced: 1}"],
         "actor.router_losses.balanced = 1: unknown key; did you mean",
     ),
     (["actor.router_losses={z: -1}"], "actor.router_losses.z = -1"),
-    (["actor.router_losses={z: 1}", "actor.lora.rank=4"], "the routers' too: remove router_losses"),
+    (["actor.router_losses={z: 1}", "actor.lora.rank=4"], "the routers' too; remove router_losses"),
     (["actor.router_bias_update=0.001", "actor.lora={rank: 4}"], "remove router_bias_update"),
     (
         ["actor.lora={targets: [q_prj]}"],
@@ -86,7 +86,7 @@ REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
     # rewards, environments, data
     (
         ["reward={grader: exact, graders: [{grader: format}]}"],
-        "grader and graders: write one of them",
+        "grader and graders are both set; write one of them",
     ),
     (
         ["reward={graders: [{grader: exact}, {grader: exact}]}"],
@@ -125,7 +125,7 @@ REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
 ]
 REFUSED_DRAFTS = [  # over configs/quickstart_draft.yaml
     (["actor.draft=null"], "rollout.draft_tokens without actor.draft"),
-    (["actor.lora={}"], "adapters of the model alone: remove draft"),
+    (["actor.lora={}"], "adapters of the model, not the draft; remove draft"),
     (["rollout.sglang={speculative_num_steps: 3}"], "is set by rollout.draft_tokens"),
     (["rollout.sglang={speculative_draft_model_path: x}"], "a publish reaches no other draft"),
     ([REPLAY, "rollout.max_running_requests=1024"], "may read 3072 tokens"),
