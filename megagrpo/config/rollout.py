@@ -275,9 +275,8 @@ class RolloutConfig(Section):
     nodes_per_engine: PositiveInt = Field(
         default=1, description="Nodes that one engine spans; divides `tp`."
     )
-    dtype: Dtype = Field(
-        default="float32", description="Type of the engines' weights and activations."
-    )
+    dtype: Dtype = "float32"
+    """Type of the engines' weights and activations; default: `actor.dtype`."""
     quantization: Literal["fp8"] | None = None
     """Format of the engines' linear layers and experts, if not `dtype`: E4M3 in blocks of 128 x 128
     with a float32 scale each. Trainers quantise what they publish; embeddings, output layer, norms
@@ -461,6 +460,18 @@ class WeightsConfig(Section):
     and go on with the new weights, which read them again (retract), or are waited for (drain): then
     a deterministic run repeats bit by bit."""
 
+    delta: bool = False
+    """Send only the elements that have changed since the last publish, wherever these are fewer
+    bytes; every rank keeps what it has sent in host memory. After a step of GRPO in bfloat16 most
+    elements are the same."""
+    bucket_mb: PositiveFloat = 512.0
+    """MiB of weights that a rank holds beside its parameters during a transfer."""
+    timeout_s: PositiveFloat = 600.0
+    """Seconds for one publish, restarted engines included; below `actor.deadline_s`."""
+    connect_timeout_s: PositiveFloat = 60.0
+    """Seconds for an engine's ranks and trainers to form a process group, at most a quarter of the
+    time left of a publish."""
+
     @property
     def uses_groups(self) -> bool:
         """Returns whether trainer and engine ranks form process groups: NCCL refuses two of them on
@@ -514,18 +525,3 @@ class WeightsConfig(Section):
                 "lower it, or raise the deadline",
             ),
         ]
-
-    delta: bool = False
-    """Send only the elements that have changed since the last publish, wherever these are fewer
-    bytes; every rank keeps what it has sent in host memory. After a step of GRPO in bfloat16 most
-    elements are the same."""
-    bucket_mb: PositiveFloat = 512.0
-    """MiB of weights that a rank holds beside its parameters during a transfer."""
-    timeout_s: PositiveFloat = 600.0
-    """Seconds for one publish, restarted engines included; below `actor.deadline_s`."""
-    connect_timeout_s: PositiveFloat = 60.0
-    """Seconds for an engine's ranks and trainers to form a process group, at most a quarter of the
-    time left of a publish."""
-    max_ctas: PositiveInt = 8
-    """NCCL's thread blocks for each group of an engine and trainers; fewer leave more of a GPU to
-    others."""

@@ -6,14 +6,15 @@ messages are in config/load.py.
 """
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megagrpo.config.actor import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.data import DataConfig, EvalConfig, ModelConfig
 from megagrpo.config.fields import (
+    Dtype,
     LocalPath,
     NonNegativeFloat,
     NonNegativeInt,
@@ -277,6 +278,18 @@ class ExperimentConfig(Section):
     )
     log: LogConfig = Field(default=LogConfig(), description="What is recorded.")
     sft: SftConfig | None = Field(default=None, description="Supervised warm-up; default: none.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _engines_have_the_actors_dtype(cls, given: object) -> object:
+        """Gives `rollout.dtype` the value of `actor.dtype`, unless it is said."""
+        if not isinstance(given, dict):
+            return given
+        actor, rollout = given.get("actor"), given.get("rollout", {})
+        dtype = actor.get("dtype") if isinstance(actor, dict) else getattr(actor, "dtype", None)
+        if dtype not in get_args(Dtype) or not isinstance(rollout, dict) or "dtype" in rollout:
+            return given
+        return given | {"rollout": rollout | {"dtype": dtype}}
 
     @property
     def run_folder(self) -> RunFolder:
