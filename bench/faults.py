@@ -64,7 +64,7 @@ SETTINGS = {
     "rollout": {
         "deterministic": True,
         # tells from outside where an engine is
-        "extra_args": ["--log-level-http", "info", "--decode-log-interval", "1"],
+        "sglang": {"log_level_http": "info", "decode_log_interval": 1},
         "health_timeout_s": HEALTH_TIMEOUT_S,
         "max_restarts": 1000,
     },

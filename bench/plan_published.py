@@ -195,9 +195,7 @@ def _plan(run: Run) -> Plan:
         *run.extra,
     ]
     if run.attention_dp > 1:
-        words.append(
-            f'rollout.extra_args=["--enable-dp-attention", "--dp-size", "{run.attention_dp}"]'
-        )
+        words.append(f"rollout.sglang={{enable_dp_attention: true, dp_size: {run.attention_dp}}}")
     if "NeMo" in run.source:  # their loss has a KL term and corrects for the engines' probabilities
         words += ["algorithm.kl={loss_coef: 0.01}", "algorithm.mismatch={weight: {name: tis}}"]
     config = load_config(ROOT / "configs/qwen3_235b_a22b.yaml", words)

@@ -226,14 +226,7 @@ def _loop_experiment(setting: Setting) -> dict[str, Any]:
     """Returns the experiment with engines whose attention needs no CUDA kernels of SGLang's own."""
     experiment, colocated = _experiment(setting), "colocate" in RolloutConfig.model_fields
     backend = {"attention_backend": _BACKEND, "sampling_backend": "pytorch"}
-    if "sglang" in RolloutConfig.model_fields:
-        engines: dict[str, Any] = {"sglang": backend}
-    else:
-        engines = {
-            "extra_args": [
-                word for k, v in backend.items() for word in (f"--{k.replace('_', '-')}", v)
-            ]
-        }
+    engines: dict[str, Any] = {"sglang": backend}
     if colocated:
         engines["colocate"] = True
     # NCCL refuses two ranks on one GPU

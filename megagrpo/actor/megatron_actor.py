@@ -34,7 +34,6 @@ from megagrpo.mesh import Mesh, RunStopped, make_mesh
 from megagrpo.system import environment
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.copies.record import Specs, record_copies
-from megagrpo.weights.quantised import rounding
 
 
 class NonFiniteUpdate(RunStopped):
@@ -184,7 +183,6 @@ class MegatronActor:
         self.routing = (
             None if config.routing_replay is None else RoutingReplay(found, scope, arch, device)
         )
-        self._rounding: Callable[[], AbstractContextManager[None]] | None = None
         self.images: Callable[[str], Tensor] | None = (
             None  # pixels [patches, values] of an image by its key
         )
@@ -255,26 +253,6 @@ class MegatronActor:
         """Lets `parameters` be what is published inside: with adapters, their product is added to
         the weights."""
         return nullcontext() if self.config.lora is None else lora.merged(self.chunks)
-
-    def round_weights(self, weights: ActorWeights) -> None:
-        """Collective. Lets `rounded` round these weights if actor.fake_quantization is set; they
-        are the actor's."""
-        if self.config.fake_quantization is not None:
-            self._rounding = rounding(weights, self.mesh)
-
-    def rounded(self) -> AbstractContextManager[None]:
-        """Collective on entry. Lets a forward and its backward compute with weights as FP8 engines
-        hold them.
-
-        Without actor.fake_quantization weights stay as they are. Gradients go to the weights as
-        they are (straight through the rounding, arXiv 1308.3432), which come back before anything
-        else reads them.
-        """
-        if self.config.fake_quantization is None:
-            return nullcontext()
-        assert self._rounding is not None, "round_weights() was not called"
-        self.gather_parameters()
-        return self._rounding()
 
     def adapter_specs(self) -> Specs:
         """Returns names and shapes of the whole model's adapters, {} where all weights are

@@ -194,15 +194,11 @@ def server_of(rollout: RolloutConfig, resolved: Mapping[str, object] | None = No
 
 def _given_values(rollout: RolloutConfig) -> dict[str, object]:
     """Returns the fields of ServerValues as the experiment gives them."""
-    words, settings = rollout.extra_args, rollout.sglang
-    dp_size = next(
-        (int(words[words.index(name) + 1]) for name in ("--dp-size", "--dp") if name in words[:-1]),
-        1,
-    )
+    settings = rollout.sglang
     return {
         "tp_size": rollout.tp,
-        "dp_size": settings.get("dp_size", dp_size),
-        "enable_dp_attention": rollout.sets("enable_dp_attention"),
+        "dp_size": settings.get("dp_size", 1),
+        "enable_dp_attention": bool(settings.get("enable_dp_attention")),
         "mem_fraction_static": rollout.mem_fraction,
         "max_running_requests": rollout.max_running_requests,
         "kv_cache_dtype": settings.get("kv_cache_dtype", "auto"),

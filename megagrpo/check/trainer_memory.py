@@ -245,11 +245,6 @@ class Stage:
             "optimiser": self.shards * each.state,
             "NCCL": self._communicators(),
         }
-        if (
-            phase in ("logprobs", "reference", "update")
-            and self.actor.fake_quantization is not None
-        ):
-            parts["weights before rounding"] = elements.linear * self.width
         if phase not in ("load", "resume") and self.actor.megatron.get(
             "fp8"
         ):  # kept from the first forward on

@@ -11,7 +11,7 @@ from megagrpo.config.fields import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Problems,
+    Rule,
     Section,
 )
 
@@ -41,17 +41,25 @@ class ParallelConfig(Section):
     last_stage_layers: PositiveInt | None = None
     """Layers of the last pipeline stage; default: stages that are not given are equal."""
 
-    def problems(self) -> Problems:
+    def problems(self) -> list[Rule]:
         one_stage = "needs pp > 1: without a pipeline one stage has all layers"
-        return {
-            f"vpp {self.vpp} needs pp > 1: virtual stages share the ranks of a pipeline": self.vpp
-            > 1
-            and self.pp == 1,
-            f"first_stage_layers {self.first_stage_layers} {one_stage}": self.first_stage_layers
-            and self.pp == 1,
-            f"last_stage_layers {self.last_stage_layers} {one_stage}": self.last_stage_layers
-            and self.pp == 1,
-        }
+        return [
+            Rule(
+                self.vpp > 1 and self.pp == 1,
+                f"vpp {self.vpp} needs pp > 1: virtual stages share the ranks of a pipeline",
+                "raise pp, or remove vpp",
+            ),
+            Rule(
+                self.first_stage_layers and self.pp == 1,
+                f"first_stage_layers {self.first_stage_layers} {one_stage}",
+                "raise pp, or remove it",
+            ),
+            Rule(
+                self.last_stage_layers and self.pp == 1,
+                f"last_stage_layers {self.last_stage_layers} {one_stage}",
+                "raise pp, or remove it",
+            ),
+        ]
 
     def stage_layers(self, num_layers: int) -> list[int]:
         """Returns the number of layers of each pipeline stage.
@@ -109,13 +117,20 @@ class OptimizerConfig(Section):
     """Fields of Megatron's OptimizerConfig by their own names, such as `optimizer_cpu_offload:
     true`; what is set elsewhere in this file, or would break a promise, is refused."""
 
-    def problems(self) -> Problems:
+    def problems(self) -> list[Rule]:
         unread = self.min_lr and self.lr_schedule == "constant"
-        return {
-            f"min_lr {self.min_lr:g} has no effect with lr_schedule constant; choose linear or "
-            "cosine": unread,
-            f"min_lr {self.min_lr:g} is above lr {self.lr:g}": self.min_lr > self.lr,
-        }
+        return [
+            Rule(
+                unread,
+                f"min_lr {self.min_lr:g} has no effect with lr_schedule constant",
+                "choose linear or cosine",
+            ),
+            Rule(
+                self.min_lr > self.lr,
+                f"min_lr {self.min_lr:g} is above lr {self.lr:g}",
+                "lower it",
+            ),
+        ]
 
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -189,11 +204,14 @@ class RouterLossConfig(Section):
     """Coefficient of the z-loss: the squared log-sum-exp of a token's router logits, the mean over
     the update's tokens, summed over layers; 0: none. ST-MoE took 0.001."""
 
-    def problems(self) -> Problems:
-        return {
-            "balance and z are both 0: set one, or remove router_losses": not self.balance
-            and not self.z
-        }
+    def problems(self) -> list[Rule]:
+        return [
+            Rule(
+                not self.balance and (not self.z),
+                "balance and z are both 0",
+                "set one, or remove router_losses",
+            ),
+        ]
 
 
 class ActorConfig(Section):
@@ -227,10 +245,6 @@ class ActorConfig(Section):
     that the engine chose (rollout; R3, arXiv 2510.11370), or those of the log-probabilities before
     a step's first update (old; R2, arXiv 2507.18071). The reference's forward routes for itself.
     Default: routers choose."""
-    fake_quantization: Literal["fp8"] | None = None
-    """Compute forward and backward with weights rounded as `rollout.quantization` rounds those of
-    engines; gradients go to the weights before rounding, which are updated and published. Default:
-    weights are not rounded."""
     micro_batch_tokens: PositiveInt = 4096
     """Most tokens in one forward pass, padding included."""
     packing: bool = Field(
@@ -300,67 +314,100 @@ class ActorConfig(Section):
         """Returns the fields that fix which slices each rank holds: `ranks` and all of parallel."""
         return {"ranks": self.world_size, **self.parallel.model_dump()}
 
-    def problems(self) -> Problems:
+    def problems(self) -> list[Rule]:
         p, with_lora = self.parallel, self.lora is not None
         frozen = "with lora all other weights stay, the routers'"
         own_layers = "lora adds to Megatron's own linear layers, not Transformer Engine's"
-        return {
-            **self._indivisible("tp x pp x cp", p.tp * p.pp * p.cp),
-            **self._indivisible("etp x ep x pp", p.etp * p.ep * p.pp),
-            f"{own_layers}: set transformer_engine: false": with_lora
-            and self.transformer_engine is True,
-            f"{frozen} biases too: remove router_bias_update": with_lora
-            and self.router_bias_update is not None,
-            f"{frozen} too: remove router_losses": with_lora and self.router_losses is not None,
-            "lora trains adapters of the model alone: remove draft": with_lora
-            and self.draft is not None,
-            "lora with fake_quantization: engines round the sum of weights and adapters, which "
-            "only publishes compute; "
-            "remove one of them": with_lora and self.fake_quantization is not None,
-            "fake_quantization with megatron.fp8: weights would be rounded twice; remove one of "
-            "them": (self.fake_quantization is not None and self.megatron.get("fp8")),
-            "routing_replay with megatron.moe_router_fusion: the fused kernel chooses experts by "
-            "itself, whatever it "
-            "is given; remove one of them": self.routing_replay
-            and self.megatron.get("moe_router_fusion"),
-        }
+        return [
+            self._indivisible("tp x pp x cp", p.tp * p.pp * p.cp),
+            self._indivisible("etp x ep x pp", p.etp * p.ep * p.pp),
+            Rule(
+                with_lora and self.transformer_engine is True,
+                own_layers,
+                "set transformer_engine: false",
+            ),
+            Rule(
+                with_lora and self.router_bias_update is not None,
+                f"{frozen} biases too",
+                "remove router_bias_update",
+            ),
+            Rule(
+                with_lora and self.router_losses is not None,
+                f"{frozen} too",
+                "remove router_losses",
+            ),
+            Rule(
+                with_lora and self.draft is not None,
+                "lora trains only adapters of the model, not the draft",
+                "remove draft",
+            ),
+            Rule(
+                self.routing_replay and self.megatron.get("moe_router_fusion"),
+                (
+                    "routing_replay with megatron.moe_router_fusion: the fused kernel chooses "
+                    "experts by itself, whatever it is given"
+                ),
+                "remove one of them",
+            ),
+        ]
 
-    def _indivisible(self, what: str, size: int) -> Problems:
+    def _indivisible(self, what: str, size: int) -> Rule:
         up = -(-self.world_size // size) * size
-        text = f"world_size {self.world_size} is not a multiple of {what} = {size}; {up} would be"
-        return {text: self.world_size % size}
+        why = f"world_size {self.world_size} is not a multiple of {what} = {size}"
+        return Rule(self.world_size % size, why, f"{up} would be")
 
-    def excludes(self, experiment: "ExperimentConfig") -> Problems:
+    def excludes(self, experiment: "ExperimentConfig") -> list[Rule]:
         rollout, by_engine = experiment.rollout, self.routing_replay == "rollout"
         chunk = rollout.sglang.get("chunked_prefill_size")
         unchunked = by_engine and isinstance(chunk, int) and chunk <= 0
         read = (rollout.draft_tokens or 0) + 1  # tokens of a request in one forward of the model
         held = rollout.max_running_requests * read
-        halves = rollout.sets("enable_two_batch_overlap")
-        return {
-            "actor.routing_replay old changes nothing with one update a step: the weights before "
-            "it are those that "
-            "choose the experts; remove it, raise train.num_updates_per_step or "
-            "num_epochs_per_step, or set it to "
-            "rollout": self.routing_replay == "old" and experiment.train.updates_of_step == 1,
-            f"actor.routing_replay rollout with rollout.sglang.chunked_prefill_size {chunk}: "
-            "SGLang keeps the experts "
-            "of one chunk, and a longer prompt in one piece would end the engine; remove the latter": unchunked,
-            f"actor.routing_replay rollout with rollout.draft_tokens: a forward may read {held} "
-            "tokens, "
-            f"max_running_requests times {read}, and SGLang keeps the experts of one chunk; lower "
-            "the former, or set "
-            f"rollout.sglang: {{chunked_prefill_size: {held}}}": by_engine
-            and read > 1
-            and held > (chunk or _CHUNK),
-            "actor.fake_quantization without rollout.quantization: engines would not round their "
-            "weights; set both, or "
-            "neither": self.fake_quantization and experiment.rollout.quantization is None,
-            "actor.routing_replay rollout with SGLang's enable_two_batch_overlap, which keeps the "
-            "experts of a batch's "
-            "second half where those of the first are; remove one of them": by_engine and halves,
-            "actor.routing_replay rollout with SGLang's enable_hierarchical_cache: for what comes "
-            "back from the host "
-            "it returns another token's experts; remove one of "
-            "them": by_engine and rollout.sets("enable_hierarchical_cache"),
-        }
+        halves = rollout.sglang.get("enable_two_batch_overlap")
+        return [
+            Rule(
+                self.routing_replay == "old" and experiment.train.updates_of_step == 1,
+                (
+                    "actor.routing_replay old changes nothing with one update a step: the "
+                    "weights before it are those that choose the experts"
+                ),
+                (
+                    "remove it, raise train.num_updates_per_step or num_epochs_per_step, or "
+                    "set it to rollout"
+                ),
+            ),
+            Rule(
+                unchunked,
+                (
+                    "actor.routing_replay rollout with rollout.sglang.chunked_prefill_size "
+                    f"{chunk}: SGLang keeps the experts of one chunk, and a longer prompt in "
+                    "one piece would end the engine"
+                ),
+                "remove the latter",
+            ),
+            Rule(
+                by_engine and read > 1 and (held > (chunk or _CHUNK)),
+                (
+                    "actor.routing_replay rollout with rollout.draft_tokens: a forward may "
+                    f"read {held} tokens, max_running_requests times {read}, and SGLang keeps "
+                    "the experts of one chunk"
+                ),
+                f"lower the former, or set rollout.sglang: {{chunked_prefill_size: {held}}}",
+            ),
+            Rule(
+                by_engine and halves,
+                (
+                    "actor.routing_replay rollout with SGLang's enable_two_batch_overlap, "
+                    "which keeps the experts of a batch's second half where those of the first "
+                    "are"
+                ),
+                "remove one of them",
+            ),
+            Rule(
+                by_engine and rollout.sglang.get("enable_hierarchical_cache"),
+                (
+                    "actor.routing_replay rollout with SGLang's enable_hierarchical_cache: for "
+                    "what comes back from the host it returns another token's experts"
+                ),
+                "remove one of them",
+            ),
+        ]

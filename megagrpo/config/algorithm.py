@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from megagrpo.config.fields import Aggregation, PositiveFloat, Problems, Section
+from megagrpo.config.fields import Aggregation, PositiveFloat, Rule, Section, named
 from megagrpo.config.objective.correction import MismatchConfig
 from megagrpo.config.objective.estimators import AdvantageConfig, GrpoAdvantage
 from megagrpo.config.objective.kl import KL_ERROR_LIMIT, KlConfig
@@ -53,26 +53,43 @@ class AlgorithmConfig(Section):
     dynamic_sampling: DynamicSampling | None = None
     """Trains only on groups whose responses differ; null: on all."""
 
-    def problems(self) -> Problems:
+    def problems(self) -> list[Rule]:
         advantage, reward = self.advantage, self.reward
         missed = reward.missed_by_greedy_baseline
         unread = (
             self.loss_scale_factor is not None and self.aggregation != "seq-mean-token-sum-norm"
         )
         twice = self.whiten_advantages and advantage.whitens
-        return {
-            f"reward.mean/std: group with advantage {advantage.name} normalises by the group "
-            "twice; use batch, running "
-            "or none": reward.normalises_by_group and advantage.normalises_by_group,
-            f"reward.{', reward.'.join(missed)}: changes the rewards but not {advantage.name}'s "
-            "greedy baseline; leave "
-            "it out": missed and advantage.needs_greedy_response,
-            f"advantage {advantage.name} is whitened already; remove whiten_advantages": twice,
-            "loss_scale_factor belongs to seq-mean-token-sum-norm; aggregation is "
-            f"{self.aggregation}": unread,
-        }
+        return [
+            Rule(
+                reward.normalises_by_group and advantage.normalises_by_group,
+                (
+                    f"reward.mean/std: group with advantage {advantage.name} normalises by the "
+                    "group twice"
+                ),
+                "use batch, running or none",
+            ),
+            Rule(
+                missed and advantage.needs_greedy_response,
+                (
+                    f"{named(f'reward.{step}' for step in missed)}: changes the rewards but not "
+                    f"{advantage.name}'s greedy baseline"
+                ),
+                "leave it out",
+            ),
+            Rule(
+                twice,
+                f"advantage {advantage.name} is whitened already",
+                "remove whiten_advantages",
+            ),
+            Rule(
+                unread,
+                f"loss_scale_factor belongs to seq-mean-token-sum-norm; aggregation is {self.aggregation}",
+                "remove one of them",
+            ),
+        ]
 
-    def excludes(self, experiment: "ExperimentConfig") -> Problems:
+    def excludes(self, experiment: "ExperimentConfig") -> list[Rule]:
         train, parallel, longest = (
             experiment.train,
             experiment.actor.parallel,
@@ -88,30 +105,61 @@ class AlgorithmConfig(Section):
             alone and self.reward.normalises_by_group,
             alone and self.dynamic_sampling,
         )
-        return {
-            f"algorithm.kl.estimator full, actor.parallel.cp {parallel.cp} and {updates} updates a "
-            "step need "
-            "actor.packing: true; padded, the reference's positions would lie on other ranks than "
-            "the actor's": apart,
-            "train.num_epochs with algorithm.dynamic_sampling: a step then takes as many prompts "
-            "as it must, so that "
-            "passes over them do not say how many steps there are; give train.num_steps": endless,
-            "reward.mean/std: group with train.group_size 1 makes every reward 0; use batch, "
-            "running or none": all_zero,
-            f"{refused}": alone and refused,
-            "dynamic_sampling keeps groups whose responses differ; train.group_size must be at "
-            "least 2": all_equal,
-            f"algorithm.kl.adaptive.horizon {horizon:g} is too short for {responses} responses a "
-            "step: the coefficient "
-            f"is multiplied by 1 - {KL_ERROR_LIMIT} x {responses} / horizon at worst; use more "
-            "than "
-            f"{KL_ERROR_LIMIT * responses:g}": horizon <= KL_ERROR_LIMIT * responses,
-            f"algorithm.reward.overlong.buffer_tokens {overlong and overlong.buffer_tokens} is "
-            "more than "
-            f"sampling.max_response_tokens {longest}: every response would be punished; DAPO's "
-            "buffer is a fifth of "
-            "the longest response": overlong is not None and overlong.buffer(longest) > longest,
-        }
+        return [
+            Rule(
+                apart,
+                (
+                    f"algorithm.kl.estimator full, actor.parallel.cp {parallel.cp} and {updates} updates a step "
+                    "need actor.packing: true; padded, the reference's positions would lie on other ranks than "
+                    "the actor's"
+                ),
+                "pack, or use another estimator",
+            ),
+            Rule(
+                endless,
+                (
+                    "train.num_epochs with algorithm.dynamic_sampling: a step then takes as "
+                    "many prompts as it must, so that passes over them do not say how many "
+                    "steps there are"
+                ),
+                "give train.num_steps",
+            ),
+            Rule(
+                all_zero,
+                "reward.mean/std: group with train.group_size 1 makes every reward 0",
+                "use batch, running or none",
+            ),
+            Rule(
+                alone and refused,
+                *(
+                    refused
+                    or ("this estimator compares responses to one prompt", "raise group_size")
+                ),
+            ),
+            Rule(
+                all_equal,
+                "dynamic_sampling keeps groups whose responses differ",
+                "train.group_size must be at least 2",
+            ),
+            Rule(
+                horizon <= KL_ERROR_LIMIT * responses,
+                (
+                    f"algorithm.kl.adaptive.horizon {horizon:g} is too short for {responses} "
+                    f"responses a step: the coefficient is multiplied by 1 - {KL_ERROR_LIMIT} x "
+                    f"{responses} / horizon at worst"
+                ),
+                f"use more than {KL_ERROR_LIMIT * responses:g}",
+            ),
+            Rule(
+                overlong is not None and overlong.buffer(longest) > longest,
+                (
+                    "algorithm.reward.overlong.buffer_tokens "
+                    f"{overlong and overlong.buffer_tokens} is more than "
+                    f"sampling.max_response_tokens {longest}: every response would be punished"
+                ),
+                "DAPO's buffer is a fifth of the longest response",
+            ),
+        ]
 
     @property
     def uses_reference(self) -> bool:

@@ -10,8 +10,9 @@ from megagrpo.config.fields import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Problems,
+    Rule,
     Section,
+    named,
 )
 
 
@@ -119,7 +120,7 @@ class DataConfig(Section):
         """The files, as messages name them together."""
         return ", ".join(self.paths)
 
-    def problems(self) -> Problems:
+    def problems(self) -> list[Rule]:
         twice = sorted({path for path in self.paths if self.paths.count(path) > 1})
         templated, unread = (
             "the template writes its own special tokens",
@@ -128,27 +129,76 @@ class DataConfig(Section):
         chat, names = self.chat_template, [source.source for source in self.sources]
         same = sorted({name for name in names if names.count(name) > 1})
         with_ratio = sum(source.ratio is not None for source in self.sources)
-        return {
-            "path is missing; it names a file, or several: [a.jsonl, b.jsonl]": self.path is None
-            and not names,
-            "path and sources: write the file into a source of its own": self.path and names,
-            "path names no file": self.path == [],
-            f"path names {', '.join(map(repr, twice))} twice": twice,
-            f"sources: {', '.join(map(repr, same))} is there twice; give each a name of its own": same,
-            f"sources: {with_ratio} of {len(names)} have a ratio; write it for all or for none": with_ratio
-            not in (0, len(names)),
-            f"add_bos with chat_template: {templated}; remove add_bos": self.add_bos and chat,
-            "tools_key needs chat_template: true, which writes the tools": self.tools_key
-            and not chat,
-            f"system_prompt {unread}": self.system_prompt and not chat,
-            f"chat_template_args {unread}": self.chat_template_args and not chat,
-            "images_key needs chat_template: true, which places the images": self.images_key
-            and not chat,
-            "grader_by_source needs source_key, the column that names a row's source (verl: "
-            "data_source)": self.grader_by_source and self.source_key is None,
-            "grader_key and grader_by_source both choose a row's grader; remove one": self.grader_by_source
-            and self.grader_key,
-        }
+        return [
+            Rule(
+                self.path is None and (not names),
+                "path is missing",
+                "it names a file, or several: [a.jsonl, b.jsonl]",
+            ),
+            Rule(
+                self.path and names,
+                "path and sources both name files",
+                "write the file into a source of its own",
+            ),
+            Rule(
+                self.path == [],
+                "path names no file",
+                "write path: prompts.jsonl, or a list of files",
+            ),
+            Rule(
+                twice,
+                f"path names {named(map(repr, twice))} twice",
+                "name each file once",
+            ),
+            Rule(
+                same,
+                f"sources: {named(map(repr, same))} is there twice",
+                "give each a name of its own",
+            ),
+            Rule(
+                with_ratio not in (0, len(names)),
+                f"sources: {with_ratio} of {len(names)} have a ratio",
+                "write it for all or for none",
+            ),
+            Rule(
+                self.add_bos and chat,
+                f"add_bos with chat_template: {templated}",
+                "remove add_bos",
+            ),
+            Rule(
+                self.tools_key and (not chat),
+                "tools_key needs chat_template: true, which writes the tools",
+                "set it, or remove tools_key",
+            ),
+            Rule(
+                self.system_prompt and (not chat),
+                f"system_prompt {unread}",
+                "set it, or remove system_prompt",
+            ),
+            Rule(
+                self.chat_template_args and (not chat),
+                f"chat_template_args {unread}",
+                "set it, or remove chat_template_args",
+            ),
+            Rule(
+                self.images_key and (not chat),
+                "images_key needs chat_template: true, which places the images",
+                "set it, or remove images_key",
+            ),
+            Rule(
+                self.grader_by_source and self.source_key is None,
+                (
+                    "grader_by_source needs source_key, the column that names a row's source "
+                    "(verl: data_source)"
+                ),
+                "set it, or remove grader_by_source",
+            ),
+            Rule(
+                self.grader_by_source and self.grader_key,
+                "grader_key and grader_by_source both choose a row's grader",
+                "remove one",
+            ),
+        ]
 
 
 class EvalConfig(Section):

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from types import UnionType
 from typing import (
     TYPE_CHECKING,
@@ -38,8 +39,21 @@ Aggregation = Literal[
 LibrarySettings = dict[
     str, Any
 ]  # fields of a library by its own names; config/libraries checks their values
-Problems = dict[str, object]  # message with the reason and the remedy -> whether it holds
 KeyPath = tuple[str | int, ...]  # of a value in an experiment: ("sampling", "stop", 0)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Settings that do not go together, the reason, and what to write instead."""
+
+    when: object  # true: the rule is broken
+    because: str
+    remedy: str
+
+    @property
+    def text(self) -> str:
+        """The message for users."""
+        return f"{self.because}; {self.remedy}"
 
 
 class Section(BaseModel):
@@ -57,19 +71,19 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
     )
 
-    def problems(self) -> Problems:
-        """Fields of this section that are right one by one and do not go together."""
-        return {}
+    def problems(self) -> list[Rule]:
+        """Rules between fields of this section, broken or not."""
+        return []
 
-    def excludes(self, experiment: "ExperimentConfig") -> Problems:
-        """Other sections of the experiment with which this one does not go together."""
-        return {}
+    def excludes(self, experiment: "ExperimentConfig") -> list[Rule]:
+        """Rules between this section and others of the experiment, broken or not."""
+        return []
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
-        for problem, holds in self.problems().items():
-            if holds:
-                raise ValueError(problem)
+        for rule in self.problems():
+            if rule.when:
+                raise ValueError(rule.text)
         return self
 
 
@@ -86,6 +100,12 @@ class Variant(Section):
     )
 
     name: str
+
+
+def named(names: Iterable[str]) -> str:
+    """Returns the names as a message lists them; "..." if there are none, as on the page of all
+    rules."""
+    return ", ".join(names) or "..."
 
 
 def complaints(function: Callable[..., object], *arguments: object) -> list[str]:

@@ -5,17 +5,7 @@ from collections.abc import Iterator
 from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.config.fields import complaints
 from megagrpo.families.architecture import Architecture
-
-# actor/layers/lora.py does not know their layers
-_WITHOUT_ADAPTERS = (
-    "mixtral",
-    "glm4_moe",
-    "deepseek_v3",
-    "kimi_k2",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-)
+from megagrpo.families.table import FAMILIES
 
 
 def layout_problems(arch: Architecture, config: ActorConfig) -> list[str]:
@@ -38,10 +28,9 @@ def _sizes(arch: Architecture, config: ActorConfig) -> Iterator[str]:
     if arch.mla is None and (arch.num_kv_heads > p.tp or p.tp % arch.num_kv_heads):
         sizes.append(("num_key_value_heads", arch.num_kv_heads, "tp", p.tp))
     if arch.is_moe:
-        width = "intermediate_size" if arch.family == "mixtral" else "moe_intermediate_size"
         sizes += [
             ("num_experts", arch.num_experts, "ep", p.ep),
-            (width, arch.expert_ffn_size, "etp", p.etp),
+            (FAMILIES[arch.family].EXPERT_SIZE_KEY, arch.expert_ffn_size, "etp", p.etp),
         ]
     if arch.shared_ffn_size:
         sizes.append(("n_shared_experts x moe_intermediate_size", arch.shared_ffn_size, "tp", p.tp))
@@ -78,12 +67,9 @@ def _routers(arch: Architecture, config: ActorConfig) -> Iterator[str]:
     for key in ("router_losses", "routing_replay"):
         if getattr(config, key) is not None and not arch.is_moe:
             yield f"actor.{key}: a {arch.family} model has no experts to route to; remove it"
-    if config.routing_replay == "rollout" and arch.family == "mixtral":
-        yield (
-            "actor.routing_replay: SGLang's Mixtral does not say which layer chose experts, and "
-            "would tell wrong ones; "
-            "take old, or remove it"
-        )
+    refusal = FAMILIES[arch.family].ROUTING_REFUSAL
+    if config.routing_replay == "rollout" and refusal:
+        yield f"actor.routing_replay: {refusal}; take old, or remove it"
 
 
 def _adapters(arch: Architecture, config: ActorConfig) -> Iterator[str]:
@@ -106,7 +92,7 @@ def _adapters(arch: Architecture, config: ActorConfig) -> Iterator[str]:
             "whose projections adapters cannot be cut like; tp may be "
             f"{divisors(arch.num_kv_heads, p.tp)}"
         )
-    if arch.family in _WITHOUT_ADAPTERS:
+    if not FAMILIES[arch.family].TAKES_ADAPTERS:
         yield (
             f"actor.lora is not supported with a {arch.family} model: train all weights, or "
             "another family"

@@ -12,8 +12,9 @@ from megagrpo.config.fields import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Problems,
+    Rule,
     Section,
+    named,
 )
 from megagrpo.system.errors import translated
 
@@ -150,9 +151,9 @@ class GraderConfig(Section):
         """`name`, or what follows the grader's module, as metrics can spell it."""
         return self.name or re.sub(r"[^a-z0-9_]", "_", self.grader.rpartition(":")[2].lower())
 
-    def problems(self) -> Problems:
+    def problems(self) -> list[Rule]:
         check_options(self.grader, self.args)
-        return {}
+        return []
 
 
 class RewardConfig(Section):
@@ -189,7 +190,7 @@ class RewardConfig(Section):
         """Returns whether a reward is made of scores that are worth a record of their own."""
         return bool(self.graders) or self.group_grader is not None
 
-    def problems(self) -> Problems:
+    def problems(self) -> list[Rule]:
         names = [entry.short_name for entry in self.entries]
         twice = sorted({name for name in names if names.count(name) > 1})
         is_set = self.args or self.grader != type(self).model_fields["grader"].default
@@ -199,24 +200,44 @@ class RewardConfig(Section):
             if entry.grader == "code"
         ]
         total_s = max(limits, default=0.0)
-        return {
-            "grader and graders: write one of them, and each grader's args with it": self.graders
-            and is_set,
-            f"graders: two are named {', '.join(twice)}; give each a name of its own": twice,
-            "group_args without group_grader": self.group_args and self.group_grader is None,
-            f"timeout_s {self.timeout_s:g} must be some seconds above grader code's total_s "
-            f"{total_s:g}; else a slow "
-            "program is the grader's failure, not a wrong answer": total_s >= self.timeout_s,
-        }
+        return [
+            Rule(
+                self.graders and is_set,
+                "grader and graders are both set",
+                "write one of them, and each grader's args with it",
+            ),
+            Rule(
+                twice,
+                f"graders: two are named {named(twice)}",
+                "give each a name of its own",
+            ),
+            Rule(
+                self.group_args and self.group_grader is None,
+                "group_args without group_grader",
+                "set group_grader, or remove group_args",
+            ),
+            Rule(
+                total_s >= self.timeout_s,
+                (
+                    f"timeout_s {self.timeout_s:g} must be some seconds above grader code's total_s {total_s:g}; "
+                    "else a slow program is the grader's failure, not a wrong answer"
+                ),
+                "raise the former, or lower the latter",
+            ),
+        ]
 
-    def excludes(self, experiment: "ExperimentConfig") -> Problems:
+    def excludes(self, experiment: "ExperimentConfig") -> list[Rule]:
         advantage = experiment.algorithm.advantage
-        return {
-            f"reward.group_grader with advantage {advantage.name}: its greedy baseline has no "
-            "group, and cannot be "
-            "compared with rewards that depend on the group": self.group_grader
-            and advantage.needs_greedy_response
-        }
+        return [
+            Rule(
+                self.group_grader and advantage.needs_greedy_response,
+                (
+                    f"reward.group_grader with advantage {advantage.name}: its greedy baseline "
+                    "has no group, and cannot be compared with rewards that depend on the group"
+                ),
+                "remove the group grader, or take another estimator",
+            ),
+        ]
 
 
 def check_options(grader: str, args: GraderArgs) -> None:

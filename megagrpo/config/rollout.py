@@ -11,7 +11,7 @@ from megagrpo.config.fields import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Problems,
+    Rule,
     Section,
 )
 
@@ -67,12 +67,18 @@ class EnvironmentConfig(Section):
     """Environments that are open at once on each rank that samples; other rollouts wait. Default:
     no limit."""
 
-    def problems(self) -> Problems:
+    def problems(self) -> list[Rule]:
         whole = self.episode_timeout_s
-        return {
-            f"episode_timeout_s {whole} must be above timeout_s {self.timeout_s:g}, the limit of "
-            "one call": whole is not None and whole <= self.timeout_s
-        }
+        return [
+            Rule(
+                whole is not None and whole <= self.timeout_s,
+                (
+                    f"episode_timeout_s {whole} must be above timeout_s {self.timeout_s:g}, the "
+                    "limit of one call"
+                ),
+                "raise it, or lower timeout_s",
+            ),
+        ]
 
 
 class AgentConfig(Section):
@@ -116,12 +122,19 @@ class AgentConfig(Section):
     """Seconds of a program, without those for which engines sample its turns; then it is ended, and
     the rollout's outcome is a timeout, never a reward."""
 
-    def problems(self) -> Problems:
-        return {
-            "set function or command, one of them": bool(self.command)
-            == (self.function is not None),
-            "args are a function's; a command has its words": bool(self.args and self.command),
-        }
+    def problems(self) -> list[Rule]:
+        return [
+            Rule(
+                bool(self.command) == (self.function is not None),
+                "neither function nor command is set, or both are",
+                "set one of them",
+            ),
+            Rule(
+                bool(self.args and self.command),
+                "args are a function's; a command has its words",
+                "write them into command",
+            ),
+        ]
 
 
 class SamplingConfig(Section):
@@ -151,19 +164,28 @@ class SamplingConfig(Section):
     allow_truncated_distribution: bool = False
     """Accept top_p < 1 or top_k > 0, for which log-probabilities are not renormalised."""
 
-    def problems(self) -> Problems:
+    def problems(self) -> list[Rule]:
         truncated = self.top_p < 1 or self.top_k > 0
-        return {
-            "top_p < 1 or top_k > 0 samples from another distribution than the log-probs describe; "
-            "set allow_truncated_distribution: true to accept that": truncated
-            and not self.allow_truncated_distribution,
-            "tool with environment: an environment is a tool with a state; set one of them": self.tool
-            is not None
-            and self.environment is not None,
-            "agent with tool or environment: the program has its own; set one of them": self.agent
-            is not None
-            and (self.tool or self.environment) is not None,
-        }
+        return [
+            Rule(
+                truncated and (not self.allow_truncated_distribution),
+                (
+                    "top_p < 1 or top_k > 0 samples from another distribution than the "
+                    "log-probs describe"
+                ),
+                "set allow_truncated_distribution: true to accept that",
+            ),
+            Rule(
+                self.tool is not None and self.environment is not None,
+                "tool with environment: an environment is a tool with a state",
+                "set one of them",
+            ),
+            Rule(
+                self.agent is not None and (self.tool or self.environment) is not None,
+                "agent with tool or environment: the program has its own",
+                "set one of them",
+            ),
+        ]
 
     @property
     def rewarding(self) -> str:
@@ -182,19 +204,12 @@ class SamplingConfig(Section):
         """Returns whether rollouts may have several turns, each a request."""
         return bool(self.rewarding) or self.tool is not None
 
-    def excludes(self, experiment: "ExperimentConfig") -> Problems:
+    def excludes(self, experiment: "ExperimentConfig") -> list[Rule]:
         sections = [
             experiment.data,
             *([experiment.eval.data] if experiment.eval is not None else []),
         ]
         sees = any(data.images_key is not None for data in sections)
-        answered: Problems = {
-            "sampling.tool, environment and agent with data.images_key: they continue prompts of "
-            "text only; remove one "
-            "of both": sees and self.several_turns
-        }
-        if not self.rewarding:
-            return answered
         reward, advantage = experiment.reward, experiment.algorithm.advantage.name
         given = (
             reward.grader,
@@ -202,16 +217,39 @@ class SamplingConfig(Section):
             reward.group_grader,
         )  # a dumped experiment has the default grader, too
         graded = given != (type(reward).model_fields["grader"].default, [], None)
-        return {
-            f"reward has graders, but the reward is given by {self.rewarding}; remove the graders": graded,
-            f"{self.rewarding} with advantage {advantage}: it needs a greedy response to each "
-            "prompt, and a greedy "
-            "rollout would have other turns": experiment.algorithm.needs_greedy_response,
-            "sampling.environment.episode_timeout_s must be below rollout.step_timeout_s, that of "
-            "all rollouts of a "
-            "step": self.environment is not None
-            and (self.environment.episode_timeout_s or 0.0) >= experiment.rollout.step_timeout_s,
-        } | answered
+        given_by = self.rewarding or "sampling.agent"
+        whole_s = 0.0 if self.environment is None else self.environment.episode_timeout_s or 0.0
+        return [
+            Rule(
+                self.rewarding and graded,
+                f"reward has graders, but the reward is given by {given_by}",
+                "remove the graders",
+            ),
+            Rule(
+                self.rewarding and experiment.algorithm.needs_greedy_response,
+                (
+                    f"{given_by} with advantage {advantage}: it needs a greedy response "
+                    "to each prompt, and a greedy rollout would have other turns"
+                ),
+                "take another estimator",
+            ),
+            Rule(
+                whole_s >= experiment.rollout.step_timeout_s,
+                (
+                    "sampling.environment.episode_timeout_s must be below "
+                    "rollout.step_timeout_s, that of all rollouts of a step"
+                ),
+                "lower it, or raise rollout.step_timeout_s",
+            ),
+            Rule(
+                sees and self.several_turns,
+                (
+                    "sampling.tool, environment and agent with data.images_key: they continue "
+                    "prompts of text only"
+                ),
+                "remove one of both",
+            ),
+        ]
 
 
 class RolloutConfig(Section):
@@ -237,9 +275,8 @@ class RolloutConfig(Section):
     nodes_per_engine: PositiveInt = Field(
         default=1, description="Nodes that one engine spans; divides `tp`."
     )
-    dtype: Dtype = Field(
-        default="float32", description="Type of the engines' weights and activations."
-    )
+    dtype: Dtype = "float32"
+    """Type of the engines' weights and activations; default: `actor.dtype`."""
     quantization: Literal["fp8"] | None = None
     """Format of the engines' linear layers and experts, if not `dtype`: E4M3 in blocks of 128 x 128
     with a float32 scale each. Trainers quantise what they publish; embeddings, output layer, norms
@@ -268,9 +305,6 @@ class RolloutConfig(Section):
     sample; wants `weights.transport: ipc`."""
     sglang: LibrarySettings = Field(default={})
     """Fields of SGLang's ServerArgs, by their names there, such as `chunked_prefill_size: 8192`."""
-    extra_args: list[str] = Field(
-        default=[], description="More words of an engine's command line, for other options."
-    )
     host: str = Field(
         default="127.0.0.1",
         description="Address of services, or an interface of all machines: eth0.",
@@ -297,15 +331,6 @@ class RolloutConfig(Section):
         """Returns health_timeout_s, in seconds, of engines on GPUs or on a CPU."""
         return self.health_timeout_s or (300.0 if cuda else 60.0)
 
-    def sets(self, name: str) -> bool:
-        """Returns whether a field of ServerArgs is given and true, in `sglang` or by its option in
-        `extra_args`."""
-        option = "--" + name.replace("_", "-")
-        words = [word.partition("=")[0] for word in self.extra_args if word.startswith("--")]
-        return bool(self.sglang.get(name)) or any(
-            map(option.startswith, words)
-        )  # argparse takes abbreviations
-
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_others(cls, given: object) -> object:
@@ -315,19 +340,35 @@ class RolloutConfig(Section):
             given = {"start_timeout_s": _KERNELS_COMPILED_S} | given
         return given
 
-    def problems(self) -> Problems:
+    def problems(self) -> list[Rule]:
         nodes, healthy = self.nodes_per_engine, self.min_healthy_engines
-        return {
-            f"tp {self.tp} does not divide over nodes_per_engine {nodes}": self.tp % nodes,
-            f"tp {self.tp} is not a multiple of ep {self.ep}": self.tp % self.ep,
-            "quantization fp8 with load_format model: the trainers quantise, and the model's files "
-            "hold none of that; "
-            "take dummy": self.quantization and self.load_format == "model",
-            f"min_healthy_engines {healthy} is more than num_engines {self.num_engines}": healthy
-            > self.num_engines,
-        }
+        return [
+            Rule(
+                self.tp % nodes,
+                f"tp {self.tp} does not divide over nodes_per_engine {nodes}",
+                "take a multiple of it",
+            ),
+            Rule(
+                self.tp % self.ep,
+                f"tp {self.tp} is not a multiple of ep {self.ep}",
+                "take a multiple of it",
+            ),
+            Rule(
+                self.quantization and self.load_format == "model",
+                (
+                    "quantization fp8 with load_format model: the trainers quantise, and the "
+                    "model's files hold none of that"
+                ),
+                "take dummy",
+            ),
+            Rule(
+                healthy > self.num_engines,
+                f"min_healthy_engines {healthy} is more than num_engines {self.num_engines}",
+                "lower it",
+            ),
+        ]
 
-    def excludes(self, experiment: "ExperimentConfig") -> Problems:
+    def excludes(self, experiment: "ExperimentConfig") -> list[Rule]:
         algorithm, weights = experiment.algorithm, experiment.weights
         ahead = self.max_staleness
         corrected = algorithm.mismatch.weight or algorithm.mismatch.reject
@@ -336,37 +377,69 @@ class RolloutConfig(Section):
             if ahead
             else "a cache in fp8_e4m3 rounds"
         )
-        return {
-            "rollout.quantization fp8 with rollout.dtype float32: FP8 layers on GPUs compute in "
-            "bfloat16; set "
-            "rollout.dtype: bfloat16, or actor.device: cpu": self.quantization
-            and self.dtype == "float32"
-            and experiment.actor.device != "cpu",
-            "rollout.draft_tokens without actor.draft: {}": self.draft_tokens
-            and not experiment.actor.has_draft,
-            f"rollout.colocate with weights.transport {weights.transport}: NCCL takes no two ranks "
-            "on one GPU; set "
-            "weights.transport: ipc, or disk": self.colocate and weights.uses_groups,
-            f"rollout.max_staleness {ahead} with rollout.colocate: engines sleep while the actor trains, and can "
-            "sample nothing "
-            "ahead; set one of them": self.colocate and ahead,
-            "rollout.max_staleness 1 with algorithm.dynamic_sampling: groups that a step leaves "
-            "over are trained on "
-            "one step later, so that nothing could be sampled ahead within the bound; take 2 or "
-            "more, or "
-            "0": self.max_staleness == 1 and algorithm.dynamic_sampling,
-            f"{what}, which needs a correction: set algorithm.mismatch.weight, such as {{name: "
-            f"tis}}, or "
-            "algorithm.mismatch.reject": not corrected
-            and (ahead or self.sglang.get("kv_cache_dtype") == "fp8_e4m3"),
-            "rollout.prefix_cache by_version without max_staleness: no rollout outlives a "
-            "publish, and what is kept would be of no use; take flush": self.prefix_cache
-            == "by_version"
-            and not ahead,
-            "rollout.prefix_cache by_version with rollout.deterministic: bits would depend on what "
-            "caches still "
-            "hold; take flush": self.prefix_cache == "by_version" and self.deterministic,
-        }
+        return [
+            Rule(
+                self.quantization
+                and self.dtype == "float32"
+                and (experiment.actor.device != "cpu"),
+                (
+                    "rollout.quantization fp8 with rollout.dtype float32: FP8 layers on GPUs "
+                    "compute in bfloat16"
+                ),
+                "set rollout.dtype: bfloat16, or actor.device: cpu",
+            ),
+            Rule(
+                self.draft_tokens and (not experiment.actor.has_draft),
+                "rollout.draft_tokens without actor.draft: engines would have no draft",
+                "add actor.draft: {}, or remove rollout.draft_tokens",
+            ),
+            Rule(
+                self.colocate and weights.uses_groups,
+                (
+                    f"rollout.colocate with weights.transport {weights.transport}: NCCL takes "
+                    "no two ranks on one GPU"
+                ),
+                "set weights.transport: ipc, or disk",
+            ),
+            Rule(
+                self.colocate and ahead,
+                (
+                    f"rollout.max_staleness {ahead} with rollout.colocate: engines sleep while "
+                    "the actor trains, and can sample nothing ahead"
+                ),
+                "set one of them",
+            ),
+            Rule(
+                self.max_staleness == 1 and algorithm.dynamic_sampling,
+                (
+                    "rollout.max_staleness 1 with algorithm.dynamic_sampling: groups that a "
+                    "step leaves over are trained on one step later, so that nothing could be "
+                    "sampled ahead within the bound"
+                ),
+                "take 2 or more, or 0",
+            ),
+            Rule(
+                not corrected and (ahead or self.sglang.get("kv_cache_dtype") == "fp8_e4m3"),
+                f"{what}, which needs a correction",
+                "set algorithm.mismatch.weight, such as {name: tis}, or algorithm.mismatch.reject",
+            ),
+            Rule(
+                self.prefix_cache == "by_version" and (not ahead),
+                (
+                    "rollout.prefix_cache by_version without max_staleness: no rollout "
+                    "outlives a publish, and what is kept would be of no use"
+                ),
+                "take flush",
+            ),
+            Rule(
+                self.prefix_cache == "by_version" and self.deterministic,
+                (
+                    "rollout.prefix_cache by_version with rollout.deterministic: bits would "
+                    "depend on what caches still hold"
+                ),
+                "take flush",
+            ),
+        ]
 
 
 def engine_number(engine: str) -> int:
@@ -386,6 +459,18 @@ class WeightsConfig(Section):
     """Treatment of responses in flight at a publish (rollout.max_staleness): they keep their tokens
     and go on with the new weights, which read them again (retract), or are waited for (drain): then
     a deterministic run repeats bit by bit."""
+
+    delta: bool = False
+    """Send only the elements that have changed since the last publish, wherever these are fewer
+    bytes; every rank keeps what it has sent in host memory. After a step of GRPO in bfloat16 most
+    elements are the same."""
+    bucket_mb: PositiveFloat = 512.0
+    """MiB of weights that a rank holds beside its parameters during a transfer."""
+    timeout_s: PositiveFloat = 600.0
+    """Seconds for one publish, restarted engines included; below `actor.deadline_s`."""
+    connect_timeout_s: PositiveFloat = 60.0
+    """Seconds for an engine's ranks and trainers to form a process group, at most a quarter of the
+    time left of a publish."""
 
     @property
     def uses_groups(self) -> bool:
@@ -418,31 +503,25 @@ class WeightsConfig(Section):
             )
         return given
 
-    def problems(self) -> Problems:
-        return {
-            f"delta goes with transport: reshard, not {self.transport}": self.delta
-            and self.transport != "reshard",
-        }
+    def problems(self) -> list[Rule]:
+        return [
+            Rule(
+                self.delta and self.transport != "reshard",
+                f"delta goes with transport: reshard, not {self.transport}",
+                "remove delta, or set transport: reshard",
+            ),
+        ]
 
-    def excludes(self, experiment: "ExperimentConfig") -> Problems:
+    def excludes(self, experiment: "ExperimentConfig") -> list[Rule]:
         deadline_s = experiment.actor.deadline_s
-        return {
-            f"weights.timeout_s {self.timeout_s:g} must be below actor.deadline_s {deadline_s:g}: "
-            "while rank 0 updates "
-            "engines, the other ranks wait for it in a collective": self.timeout_s >= deadline_s
-        }
-
-    delta: bool = False
-    """Send only the elements that have changed since the last publish, wherever these are fewer
-    bytes; every rank keeps what it has sent in host memory. After a step of GRPO in bfloat16 most
-    elements are the same."""
-    bucket_mb: PositiveFloat = 512.0
-    """MiB of weights that a rank holds beside its parameters during a transfer."""
-    timeout_s: PositiveFloat = 600.0
-    """Seconds for one publish, restarted engines included; below `actor.deadline_s`."""
-    connect_timeout_s: PositiveFloat = 60.0
-    """Seconds for an engine's ranks and trainers to form a process group, at most a quarter of the
-    time left of a publish."""
-    max_ctas: PositiveInt = 8
-    """NCCL's thread blocks for each group of an engine and trainers; fewer leave more of a GPU to
-    others."""
+        return [
+            Rule(
+                self.timeout_s >= deadline_s,
+                (
+                    f"weights.timeout_s {self.timeout_s:g} must be below actor.deadline_s "
+                    f"{deadline_s:g}: while rank 0 updates engines, the other ranks wait for it "
+                    "in a collective"
+                ),
+                "lower it, or raise the deadline",
+            ),
+        ]

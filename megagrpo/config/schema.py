@@ -6,20 +6,21 @@ messages are in config/load.py.
 """
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megagrpo.config.actor import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.data import DataConfig, EvalConfig, ModelConfig
 from megagrpo.config.fields import (
+    Dtype,
     LocalPath,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Problems,
+    Rule,
     Section,
 )
 from megagrpo.config.reward import GraderConfig, RewardConfig
@@ -90,26 +91,37 @@ class TrainConfig(Section):
             return -(-self.num_epochs * num_prompts // self.num_prompts_per_step)
         return self.num_steps or DEFAULT_STEPS
 
-    def problems(self) -> Problems:
+    def problems(self) -> list[Rule]:
         prompts, updates = (
             f"num_prompts_per_step {self.num_prompts_per_step}",
             self.num_updates_per_step,
         )
         both = f"num_steps {self.num_steps} and num_epochs {self.num_epochs}"
-        return {
-            f"{both} both say how long the run is; set one to null": self.num_epochs
-            and self.num_steps,
-            f"{prompts} is not a multiple of num_updates_per_step {updates}": self.num_prompts_per_step
-            % updates,
-        }
+        return [
+            Rule(
+                self.num_epochs and self.num_steps,
+                f"{both} both say how long the run is",
+                "set one to null",
+            ),
+            Rule(
+                self.num_prompts_per_step % updates,
+                f"{prompts} is not a multiple of num_updates_per_step {updates}",
+                "take a multiple of it",
+            ),
+        ]
 
-    def excludes(self, experiment: "ExperimentConfig") -> Problems:
+    def excludes(self, experiment: "ExperimentConfig") -> list[Rule]:
         mixed = any(source.ratio is not None for source in experiment.data.sources)
-        return {
-            "train.num_epochs with ratios in data.sources: small sources are passed more often "
-            "than large ones; give "
-            "train.num_steps": self.num_epochs and mixed
-        }
+        return [
+            Rule(
+                self.num_epochs and mixed,
+                (
+                    "train.num_epochs with ratios in data.sources: small sources are passed "
+                    "more often than large ones"
+                ),
+                "give train.num_steps",
+            ),
+        ]
 
 
 class CheckpointConfig(Section):
@@ -268,6 +280,18 @@ class ExperimentConfig(Section):
     log: LogConfig = Field(default=LogConfig(), description="What is recorded.")
     sft: SftConfig | None = Field(default=None, description="Supervised warm-up; default: none.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _engines_have_the_actors_dtype(cls, given: object) -> object:
+        """Gives `rollout.dtype` the value of `actor.dtype`, unless it is said."""
+        if not isinstance(given, dict):
+            return given
+        actor, rollout = given.get("actor"), given.get("rollout", {})
+        dtype = actor.get("dtype") if isinstance(actor, dict) else getattr(actor, "dtype", None)
+        if dtype not in get_args(Dtype) or not isinstance(rollout, dict) or "dtype" in rollout:
+            return given
+        return given | {"rollout": rollout | {"dtype": dtype}}
+
     @property
     def run_folder(self) -> RunFolder:
         """The files of the run."""
@@ -277,7 +301,7 @@ class ExperimentConfig(Section):
         """Reads the model folder's config.json. Raises ValueError if it is missing or not JSON."""
         return Model.read(self.model.path, self.model.tokenizer, self.actor.has_draft)
 
-    def problems(self) -> Problems:
+    def problems(self) -> list[Rule]:
         sections = (
             self.sampling,
             self.rollout,
@@ -287,6 +311,4 @@ class ExperimentConfig(Section):
             self.reward,
             self.actor,
         )
-        return {
-            text: holds for section in sections for text, holds in section.excludes(self).items()
-        }
+        return [rule for section in sections for rule in section.excludes(self)]

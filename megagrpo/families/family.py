@@ -64,6 +64,9 @@ class Family:
     PARTIAL_ROTARY: ClassVar[bool] = False  # rotary embedding may apply to part of a head
     LOADS_ATTENTION_BIAS: ClassVar[bool] = False
     FP8_REFUSAL: ClassVar[str] = ""  # why engines cannot have weights of such a model in FP8
+    TAKES_ADAPTERS: ClassVar[bool] = True  # whether actor/layers/lora.py knows its layers
+    EXPERT_SIZE_KEY: ClassVar[str] = "moe_intermediate_size"  # of config.json: an expert's width
+    ROUTING_REFUSAL: ClassVar[str] = ""  # why experts that engines chose cannot be replayed
 
     def refusals(self, hf: HfConfig) -> list[str]:
         """Returns what would fail, or be silently wrong, with this config.json: missing keys,

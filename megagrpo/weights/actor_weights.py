@@ -46,9 +46,6 @@ class LoadableActor(Protocol):
     def parameters(self) -> Mapping[str, Tensor]:
         """Returns this rank's live parameters by name."""
 
-    def round_weights(self, weights: "ActorWeights") -> None:
-        """Learns which of its weights FP8 engines round, for actor.fake_quantization."""
-
     def merged(self) -> AbstractContextManager[None]:
         """Merges adapters into `parameters` inside the block, for publishing."""
 
@@ -93,9 +90,7 @@ def load_initial_weights(
         read_recorded(hf, recording, parameters)
         actor.weights_loaded()
     fp8 = frozenset(spec.name for spec in tensors if spec.in_fp8)
-    weights = ActorWeights(recording.copies, specs, actor.parameters, actor.merged, kept, fp8)
-    actor.round_weights(weights)
-    return weights
+    return ActorWeights(recording.copies, specs, actor.parameters, actor.merged, kept, fp8)
 
 
 def _check_shapes(path: Path, specs: Specs, tensors: Sequence[TensorSpec]) -> None:

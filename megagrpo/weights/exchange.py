@@ -81,7 +81,7 @@ class Exchange:
             num_engines=config.rollout.num_engines,
             folder=RunFolder(run_dir).weights,
             checkpoint=Path(config.model.path),
-            limits=GroupLimits(config.weights.connect_timeout_s, config.weights.max_ctas),
+            limits=GroupLimits(config.weights.connect_timeout_s),
             delta=config.weights.delta,
         )
         self._num_bytes = sum(prod(shape) * each.itemsize for shape, each in specs.values())

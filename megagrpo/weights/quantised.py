@@ -6,8 +6,8 @@ blocks.py). Transports and digests treat both as any other tensors.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from math import prod
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from megagrpo.families.quantization import SCALES
 from megagrpo.mesh import Mesh
 from megagrpo.weights.actor_weights import ActorWeights
-from megagrpo.weights.blocks import FP8, block_maxima, block_scales, dequantise, grid_of, quantise
+from megagrpo.weights.blocks import FP8, block_maxima, block_scales, grid_of, quantise
 from megagrpo.weights.copies.record import Copy, Specs
 from megagrpo.weights.copies.views import row_major
 
@@ -71,16 +71,6 @@ def quantised(weights: ActorWeights, mesh: Mesh) -> ActorWeights:
     return ActorWeights(view.copies, specs, view.parameters, view.merged, {**weights.kept, **kept})
 
 
-def rounding(weights: ActorWeights, mesh: Mesh) -> Callable[[], AbstractContextManager[None]]:
-    """Returns a context, entered collectively, inside which live parameters have what engines
-    compute with.
-
-    Those that engines keep in FP8 (ActorWeights.fp8) are value * scale there, in their own dtype;
-    on leaving they get their bits back.
-    """
-    return _QuantisedView(weights, mesh).rounded
-
-
 def format_table(actor: ActorWeights, published: ActorWeights) -> Iterator[str]:
     """Yields a line for every kind of HF tensor with its format in the actor and in engines; * for
     layer and expert."""
@@ -131,26 +121,6 @@ class _QuantisedView:
                 yield
             finally:
                 self._buffers = {}
-
-    @contextmanager
-    def rounded(self) -> Iterator[None]:
-        """Collective on entry. See `rounding`."""
-        live = self._weights.parameters()
-        with torch.no_grad():
-            scales = self._scales(live)
-            kept = {name: live[name].detach().clone() for name in self._quantised}
-        try:
-            with torch.no_grad():
-                for part, of_part in self._with_scales(scales):
-                    values = part.view(live)
-                    values.copy_(
-                        dequantise(quantise(values, part.start, of_part), part.start, of_part)
-                    )
-            yield
-        finally:
-            with torch.no_grad():
-                for name, values in kept.items():
-                    live[name].copy_(values)
 
     def _fill(self) -> None:
         live = self._weights.parameters()

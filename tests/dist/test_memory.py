@@ -41,8 +41,7 @@ CASES = {
         ("moe", {"tp": 2, "ep": 2}, {}),
         ("dense", {"pp": 2, "vpp": 2}, {"dtype": "bfloat16"}),
         ("dense", {"tp": 2}, {"lora": {"rank": 4}}),
-        ("dense", {"tp": 2}, {"recompute": "full", "fake_quantization": "fp8"}),
-        ("moe", {"ep": 2}, {"fake_quantization": "fp8"}),
+        ("moe", {"ep": 2}, {}),
     ],
 }
 
@@ -88,9 +87,6 @@ def test_closed_forms_are_what_real_ranks_take(models: Path, tmp_path: Path, wor
                 {"world_size": world, "parallel": parallel, **options}
             )
             closed = _closed(Model.read(models / model).arch, actor, rank)
-            assert real["weights before rounding"] == pytest.approx(
-                closed["weights before rounding"], rel=HELD
-            ), model
             names = [*HELD_PARTS, *(["added"] if measured_on_a_cpu(model, parallel) else [])]
             for name in names:
                 allowed = ALLOWED if name == "added" else HELD
@@ -129,8 +125,4 @@ def _closed(arch: Architecture, actor: ActorConfig, rank: int) -> dict[str, floa
         sum(size for name, size in parts.items() if name not in (*HELD_PARTS, "NCCL"))
         + norms * layers
     )
-    before = parts.get("weights before rounding", 0.0)
-    return {name: parts[name] for name in HELD_PARTS} | {
-        "added": added,
-        "weights before rounding": before,
-    }
+    return {name: parts[name] for name in HELD_PARTS} | {"added": added}

@@ -46,8 +46,11 @@ class OneEngine:
         folder: Path,
         python_path: Sequence[str] = (),
         id: str = "e0",
+        words: Sequence[str] = (),
     ):
+        """words: more of the engine's command line."""
         self.config, self.folder, self.python_path = config, folder, python_path
+        self.words = words
         self.info = engine_info("", "starting", 0, id)
         self.ready_calls: list[tuple] = []
         self.lost: list[str] = []
@@ -85,7 +88,7 @@ class OneEngine:
             env = child_environment(variables, engine_python_path(place) + list(self.python_path))
             with log.open("wb") as output:
                 streams = {"stdout": output, "stderr": output, "stdin": subprocess.DEVNULL}
-                command = engine_command(self.config, place)
+                command = [*engine_command(self.config, place), *self.words]
                 self.processes.append(
                     subprocess.Popen(command, env=env, start_new_session=True, **streams)
                 )
@@ -146,11 +149,14 @@ class OneEngine:
 
 @contextmanager
 def started_engines(
-    config: ExperimentConfig, folder: Path, paths: Sequence[str] = ()
+    config: ExperimentConfig,
+    folder: Path,
+    paths: Sequence[str] = (),
+    words: Sequence[str] = (),
 ) -> Iterator[list[OneEngine]]:
     """All engines of an experiment, started together; the end of the block kills them."""
     engines = [
-        OneEngine(config, folder, paths, f"e{number}")
+        OneEngine(config, folder, paths, f"e{number}", words)
         for number in range(config.rollout.num_engines)
     ]
     try:

@@ -57,10 +57,7 @@ def experiment(model: Path, transport: str, rollout: dict, **sections) -> Experi
     return experiments.experiment(
         output_dir=str(model.parent),
         model={"path": str(model)},
-        rollout={
-            "extra_args": ["--custom-weight-loader", WEIGHT_LOADER, "plant_fault.run"],
-            **rollout,
-        },
+        rollout=rollout,
         weights={"transport": transport, "bucket_mb": 0.1, "timeout_s": 120.0},
         **sections,
     )
@@ -77,7 +74,9 @@ def exchange_for(engine: OneEngine, source: PlainSource, transport: str, run_dir
 
 @contextmanager
 def started(config: ExperimentConfig, folder: Path) -> Iterator[OneEngine]:
-    with started_engines(config, folder, [str(Path(__file__).parent)]) as (engine,):
+    """The engine has a second weight loader, which plants faults."""
+    loaders = ["--custom-weight-loader", WEIGHT_LOADER, "plant_fault.run"]
+    with started_engines(config, folder, [str(Path(__file__).parent)], loaders) as (engine,):
         yield engine
 
 

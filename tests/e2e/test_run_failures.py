@@ -13,7 +13,7 @@ SAMPLES = 32  # of a step
 # Access logs tell from outside where an engine is; small buckets make an update of the weights long
 # enough to be met.
 WATCHED = {
-    "rollout": {"deterministic": True, "extra_args": ["--log-level-http", "info"]},
+    "rollout": {"deterministic": True, "sglang": {"log_level_http": "info"}},
     "weights": {"bucket_mb": 0.02},
 }
 

@@ -109,11 +109,12 @@ algorithm:
 reward:
   args: {x: [1], y: 2}
 rollout:
-  extra_args: --foo
+  num_engines: 3
   min_healthy_engines: 3
 actor: {dtype: bf16, optimizer: {lr: -1e-6}}
 sampling: {top_p: 0.9}
 eval: 3
+log: {dump_steps: 3}
 """
 
 
@@ -130,12 +131,12 @@ def test_all_problems_are_reported_at_once_with_line_value_and_remedy(tmp_path):
         "e.yaml:11: algorithm.advantage.name = 'gropo': unknown; did you mean 'grpo'?",
         "e.yaml:12: algorithm.kl.estimator = 'k33': not a choice; did you mean 'k3'?",
         "e.yaml:14: reward.args.x = [1]: should be a text, a number, true or false",
-        "e.yaml:16: rollout.extra_args = '--foo': should be a valid list; write [--foo]",
         "e.yaml:18: actor.dtype = 'bf16': not a choice; did you mean 'bfloat16'?",
         "e.yaml:18: actor.optimizer.lr = -1e-06: should be greater than 0",
         "e.yaml:20: eval = 3: should be a section with keys data, every, num_samples, temperature, "
         "top_p, top_k, "
         "num_as_trained, max_response_tokens",
+        "e.yaml:21: log.dump_steps = 3: should be a valid list; write [3]",
     ]
     (rest,) = set(found) - set(expected)
     assert rest.startswith("e.yaml:19: sampling: top_p < 1") and len(found) == len(expected) + 1

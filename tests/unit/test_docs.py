@@ -12,6 +12,7 @@ import yaml
 
 from bench.readme import command_line, metrics, pages, refreshed
 from megagrpo import cli
+from megagrpo.config import rules
 from megagrpo.config.describe import reference
 from megagrpo.config.load import load_config
 from tests.experiments import ROOT, documented_metrics, metric_patterns
@@ -116,7 +117,7 @@ def test_pages_are_short_and_reachable():
     """At most 250 lines but the generated ones, 160 for README; and every page is linked from the
     index."""
     assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
-    generated = {"configuration.md", "cli.md", "names.md"}
+    generated = {"configuration.md", "rules.md", "cli.md", "names.md"}
     pages_of_docs = [page for page in pages() if page.name != "README.md"]
     lengths = {
         page.name: len(page.read_text().splitlines())
@@ -136,6 +137,8 @@ def test_the_generated_reference_is_fresh():
     assert (folder / "metrics.md").read_text() == metrics(), "python bench/readme.py"
     again = "python -m megagrpo.config.describe > docs/reference/configuration.md"
     assert (folder / "configuration.md").read_text() == reference(), again
+    again = "python -m megagrpo.config.rules > docs/reference/rules.md"
+    assert (folder / "rules.md").read_text() == rules.page(), again
 
 
 def test_every_metric_is_explained():

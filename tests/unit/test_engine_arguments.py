@@ -24,7 +24,7 @@ DECIDING = {
     "max_running_requests",
     "max_total_tokens",
 }
-DECIDING |= {"mem_fraction", "sglang", "extra_args", "colocate"}
+DECIDING |= {"mem_fraction", "sglang", "colocate"}
 UNKNOWN = {"smollm2"}  # its model is unpacked from a package
 
 

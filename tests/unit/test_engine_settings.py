@@ -26,7 +26,7 @@ from megagrpo.rollout.service.engine_command import (
     engine_settings,
     on_gpus,
 )
-from megagrpo.system.environment import WEIGHT_LOADER, child_environment
+from megagrpo.system.environment import child_environment
 from tests.experiments import experiment, python
 
 
@@ -133,8 +133,6 @@ def test_refused(given, said):
 def test_a_hierarchical_cache_has_a_size_and_no_drafts():
     sized = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}
     assert problems(sglang=sized) == []
-    assert problems(extra_args=["--enable-hierarchical-cache", "--hicache-size=8"]) == []
-    assert "needs hicache_size" in problems(extra_args=["--enable-hierarchical-cache"])[0]
     drafting = experiment(rollout={"sglang": sized, "draft_tokens": 2}, actor={"draft": {}}).rollout
     assert (
         "is refused with rollout.draft_tokens" in next(iter(engine_setting_problems(drafting)))[1]
@@ -153,34 +151,6 @@ def test_keys_and_values_in_fp8_want_a_correction():
     experiment(**cache, algorithm={"mismatch": {"weight": {"name": "tis"}}})
 
 
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        (
-            ["--tensor-parallel-size", "8"],
-            "rollout.extra_args: --tensor-parallel-size is set by rollout.tp",
-        ),
-        (["--tensor-par=8"], "is set by rollout.tp"),  # argparse takes a beginning for the whole
-        (["--quantization=fp8"], "is refused: rollout.quantization says"),
-        (["--moe-runner-backend", "flashinfer_trtllm"], "digests would stop the run"),
-        (["--config", "x.yaml"], "a file of settings is not read here"),
-        (["--custom-weight-loader", "mine.run"], "is set by weights.transport"),
-    ],
-)
-def test_the_same_is_refused_as_a_word(words, said):
-    found = problems(extra_args=words)
-    assert len(found) == 1 and said in found[0], found
-    allowed = [
-        "--disable-cuda-graph",
-        "--decode-log-interval",
-        "1",
-        "--moe-runner-backend=deep_gemm",
-    ]
-    assert (
-        problems(extra_args=[*allowed, "--custom-weight-loader", WEIGHT_LOADER, "other.run"]) == []
-    )
-
-
 def test_right_ones_arrive_and_take_the_place_of_our_defaults():
     given = {
         "chunked_prefill_size": 4096,
@@ -192,13 +162,9 @@ def test_right_ones_arrive_and_take_the_place_of_our_defaults():
         "sampling_backend": "flashinfer",  # its option is added by hand
         "log_level_http": "info",
     }
-    command = engine_command(config(sglang=given, extra_args=["--x"]), place(False))
+    command = engine_command(config(sglang=given), place(False))
     text = " ".join(command)
-    assert (
-        '--radix-eviction-policy-config {"a": 1}' in text
-        and "--overlap" not in text
-        and command[-1] == "--x"
-    )
+    assert '--radix-eviction-policy-config {"a": 1}' in text and "--overlap" not in text
     assert "--chunked-prefill-size 4096 --disable-radix-cache --cuda-graph-bs-decode 1 2" in text
     assert "--bf16-gemm-backend torch" in text
     assert command.count("--sampling-backend") == command.count("--log-level-http") == 1
@@ -344,9 +310,7 @@ def test_cpu_engine():
 
 
 def test_gpu_engine_is_plain():
-    command = engine_command(
-        config(tp=8, ep=4, dtype="bfloat16", extra_args=["--x", "y"]), place(True)
-    )
+    command = engine_command(config(tp=8, ep=4, dtype="bfloat16"), place(True))
     found = options(command)
     assert (found["--tp-size"], found["--ep-size"], found["--mem-fraction-static"]) == (
         "8",
@@ -354,10 +318,7 @@ def test_gpu_engine_is_plain():
         "0.85",
     )
     of_cpus = {"--device", "--max-total-tokens", "--attention-backend", "--sleep-on-idle"}
-    assert not {*of_cpus, "--enable-deterministic-inference"} & set(found) and command[-2:] == [
-        "--x",
-        "y",
-    ]
+    assert not {*of_cpus, "--enable-deterministic-inference"} & set(found)
     assert engine_python_path(place(True)) == []
     assert "SGLANG_USE_CPU_ENGINE" not in engine_environment(config(), place(True))
 

@@ -295,7 +295,6 @@ def plain_actor(arch, specs, kept: set[str]) -> SimpleNamespace:
         parameters=lambda: live,
         merged=nullcontext,
         weights_loaded=lambda: None,
-        round_weights=lambda weights: None,
     )
 
 

@@ -1,11 +1,10 @@
-"""Fields of SGLang's ServerArgs that `rollout.sglang` and `rollout.extra_args` may not set, with
-the reason.
+"""Fields of SGLang's ServerArgs that `rollout.sglang` may not set, with the reason.
 
 All other fields are the user's. A pattern such as hicache_* stands for every field that it fits.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from megagrpo.config.fields import LibrarySettings
 from megagrpo.config.libraries.source import (
@@ -16,7 +15,6 @@ from megagrpo.config.libraries.source import (
     set_elsewhere,
 )
 from megagrpo.config.rollout import RolloutConfig
-from megagrpo.system.environment import WEIGHT_LOADER
 from megagrpo.system.user_function import did_you_mean
 
 # our key, or who decides it -> the fields that say the same
@@ -148,9 +146,8 @@ def engine_refusal(field: LibraryField) -> str:
 
 
 def engine_setting_problems(rollout: RolloutConfig) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yields (key path, problem) for everything that is wrong with `rollout.sglang` and
-    `rollout.extra_args`."""
-    fields = server_fields() if rollout.sglang or rollout.extra_args else {}
+    """Yields (key path, problem) for everything that is wrong with `rollout.sglang`."""
+    fields = server_fields() if rollout.sglang else {}
     if rollout.sglang and not fields:
         yield (
             ("rollout", "sglang"),
@@ -160,19 +157,17 @@ def engine_setting_problems(rollout: RolloutConfig) -> Iterator[tuple[tuple[str,
     for name, value in rollout.sglang.items():
         if problem := _problem(name, value, fields):
             yield ("rollout", "sglang", name), problem
-    for problem in _word_problems(rollout.extra_args, fields):
-        yield ("rollout", "extra_args"), problem
     if rollout.sglang.get("dp_size", 1) != 1 and not rollout.sglang.get("enable_dp_attention"):
         yield (
             ("rollout", "sglang", "dp_size"),
             f"is refused without enable_dp_attention: {_RANKS}; raise num_engines",
         )
-    if rollout.sets("enable_hierarchical_cache"):
+    if rollout.sglang.get("enable_hierarchical_cache"):
         where, sizes = (
             ("rollout", "sglang", "enable_hierarchical_cache"),
             ("hicache_size", "hicache_ratio"),
         )
-        if not any(map(rollout.sets, sizes)):
+        if not any(map(rollout.sglang.get, sizes)):
             why = (
                 "SGLang would take 80 % of the node's free memory, and trainers and checkpoints "
                 "need some"
@@ -231,30 +226,6 @@ def _value_problem(name: str, value: object) -> str:
         if right and value not in right
         else ""
     )
-
-
-def _word_problems(words: Sequence[str], fields: Mapping[str, LibraryField]) -> Iterator[str]:
-    by_option = {option: field for field in fields.values() for option in server_options(field)}
-    for number, word in enumerate(words):
-        name, _, value = word.partition("=")
-        if not name.startswith("--"):
-            continue
-        # argparse accepts an abbreviation that fits one option only
-        near = (
-            [by_option[name]]
-            if name in by_option
-            else [by_option[o] for o in by_option if o.startswith(name)]
-        )
-        field = near[0] if len({entry.name for entry in near}) == 1 else None
-        value = value or (words[number + 1] if number + 1 < len(words) else "")
-        if name == "--config":
-            yield "--config is refused: a file of settings is not read here; name them one by one"
-        elif field is None or (
-            field.name == "custom_weight_loader" and WEIGHT_LOADER in words
-        ):  # one besides ours
-            continue
-        elif problem := engine_refusal(field) or _value_problem(field.name, value):
-            yield f"{name} {problem}"
 
 
 def _words(field: LibraryField, value: object) -> list[str]:

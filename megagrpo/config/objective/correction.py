@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megagrpo.config.fields import NonNegativeFloat, PositiveFloat, Problems, Section
+from megagrpo.config.fields import NonNegativeFloat, PositiveFloat, Rule, Section
 
 
 class TruncatedImportance(Section):
@@ -27,8 +27,14 @@ class TruncatedImportance(Section):
         scaled = " / its mean" if self.self_normalise else ""
         return f"old / rollout of the {self.over} in [{self.floor:g}, {self.cap:g}]{scaled}"
 
-    def problems(self) -> Problems:
-        return {f"floor {self.floor} is not below cap {self.cap}": self.floor >= self.cap}
+    def problems(self) -> list[Rule]:
+        return [
+            Rule(
+                self.floor >= self.cap,
+                f"floor {self.floor} is not below cap {self.cap}",
+                "lower floor, or raise cap",
+            ),
+        ]
 
 
 class Band(Section):
@@ -49,8 +55,14 @@ class Band(Section):
         inside = "old / rollout" if self.name == "icepop" else "1"
         return f"{inside} if old / rollout in [{self.low:g}, {self.high:g}], else 0"
 
-    def problems(self) -> Problems:
-        return {f"low {self.low} is not below high {self.high}": self.low >= self.high}
+    def problems(self) -> list[Rule]:
+        return [
+            Rule(
+                self.low >= self.high,
+                f"low {self.low} is not below high {self.high}",
+                "lower low, or raise high",
+            ),
+        ]
 
 
 class Rejection(Section):
@@ -76,11 +88,17 @@ class Rejection(Section):
         over = "" if self.over == "token" else f"{self.over} "
         return f"{of} of {over}{measure} outside [{self.low:g}, {self.high:g}]"
 
-    def problems(self) -> Problems:
+    def problems(self) -> list[Rule]:
         agreement = 1.0 if self.measure == "ratio" else 0.0
         limits = f"[low, high] = [{self.low}, {self.high}]"
         outside = not self.low <= agreement <= self.high
-        return {f"{limits} rejects perfect agreement, {self.measure} = {agreement:g}": outside}
+        return [
+            Rule(
+                outside,
+                f"{limits} rejects perfect agreement, {self.measure} = {agreement:g}",
+                "widen them",
+            ),
+        ]
 
 
 class Alarm(Section):

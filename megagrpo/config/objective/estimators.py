@@ -31,8 +31,8 @@ class Estimator(Variant):
         return getattr(self, "std_ddof", 1)
 
     @property
-    def refuses_group_of_one(self) -> str | None:
-        """The reason why train.group_size 1 cannot work; None if it can."""
+    def refuses_group_of_one(self) -> tuple[str, str] | None:
+        """Why train.group_size 1 cannot work, and the remedy; None if it can."""
         return None
 
 
@@ -45,13 +45,13 @@ class _ComparesResponses(Estimator):
     """Advantage of a group with one valid response: 0, or its raw reward as in verl's loops."""
 
     @property
-    def refuses_group_of_one(self) -> str | None:
+    def refuses_group_of_one(self) -> tuple[str, str] | None:
         if self.single_sample == "raw":
             return None
         return (
             f"advantage {self.name} compares responses to one prompt: with train.group_size 1 it "
-            "is always 0 and "
-            "nothing is learned; raise group_size or set algorithm.advantage.single_sample: raw"
+            "is always 0 and nothing is learned",
+            "raise group_size or set algorithm.advantage.single_sample: raw",
         )
 
 
@@ -103,11 +103,10 @@ class GrpoPassKAdvantage(Estimator):
     eps: PositiveFloat = Field(default=1e-6, description=_EPS)
 
     @property
-    def refuses_group_of_one(self) -> str | None:
+    def refuses_group_of_one(self) -> tuple[str, str] | None:
         return (
-            "advantage grpo_passk compares the best two responses of a prompt; "
-            "train.group_size "
-            "must be at least 2"
+            "advantage grpo_passk compares the best two responses of a prompt",
+            "train.group_size must be at least 2",
         )
 
 

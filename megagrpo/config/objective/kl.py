@@ -4,7 +4,7 @@ from typing import Literal, Self, cast
 
 from pydantic import Field
 
-from megagrpo.config.fields import NonNegativeFloat, PositiveFloat, Problems, Section
+from megagrpo.config.fields import NonNegativeFloat, PositiveFloat, Rule, Section
 
 # How far from its target the adaptive coefficient sees the divergence; arXiv 1909.08593, section
 # 2.2.
@@ -54,7 +54,7 @@ class KlConfig(Section):
         """Returns the section with this coefficient in the place of the one that is not 0."""
         return self.model_copy(update={"reward_coef" if self.reward_coef else "loss_coef": coef})
 
-    def problems(self) -> Problems:
+    def problems(self) -> list[Rule]:
         own, full, plus = (
             f'"{self.estimator}"',
             self.estimator == "full",
@@ -63,16 +63,35 @@ class KlConfig(Section):
         both = self.loss_coef and self.reward_coef
         of_loss = self.reward_coef and (full or plus)
         uncorrected = self.importance and not plus
-        return {
-            "loss_coef and reward_coef are both set: the KL would be charged twice; set one of "
-            "them to 0": both,
-            f"estimator {own} is a form for the loss; with reward_coef use k1, abs, k2 or k3": of_loss,
-            f'importance corrects the gradient of the "+" estimators; {own} is none of them': uncorrected,
-            f"value_clamp belongs to k3; estimator is {own}": self.value_clamp
-            and self.value_estimator != "k3",
-            'adaptive measures the KL on the sampled tokens, estimator "full" does not; use k1, '
-            "abs, k2 or "
-            "k3": self.adaptive and full,
-            "adaptive needs a starting coefficient: set loss_coef or reward_coef": self.adaptive
-            and not self.coef,
-        }
+        return [
+            Rule(
+                both,
+                "loss_coef and reward_coef are both set: the KL would be charged twice",
+                "set one of them to 0",
+            ),
+            Rule(
+                of_loss,
+                f"estimator {own} is a form for the loss",
+                "with reward_coef use k1, abs, k2 or k3",
+            ),
+            Rule(
+                uncorrected,
+                f'importance corrects the gradient of the "+" estimators; {own} is none of them',
+                "remove importance, or use k1+, abs+ or k3+",
+            ),
+            Rule(
+                self.value_clamp and self.value_estimator != "k3",
+                f"value_clamp belongs to k3; estimator is {own}",
+                "remove one of them",
+            ),
+            Rule(
+                self.adaptive and full,
+                ('adaptive measures the KL on the sampled tokens, estimator "full" does not'),
+                "use k1, abs, k2 or k3",
+            ),
+            Rule(
+                self.adaptive and (not self.coef),
+                "adaptive needs a starting coefficient",
+                "set loss_coef or reward_coef",
+            ),
+        ]

@@ -66,6 +66,9 @@ def _num_experts(hf: HfConfig) -> int:
 class Mixtral(Family):
     """Llama's attention."""
 
+    TAKES_ADAPTERS = False
+    EXPERT_SIZE_KEY = "intermediate_size"
+    ROUTING_REFUSAL = "SGLang's Mixtral does not say which layer chose experts"
     HF_CLASS = "MixtralForCausalLM"
     REQUIRED_KEYS = ("num_local_experts", "num_experts_per_tok")
     SIZE_KEYS = COMMON_SIZE_KEYS | {*REQUIRED_KEYS}

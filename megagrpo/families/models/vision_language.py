@@ -39,6 +39,7 @@ class Seeing(Family):
     """Reads a config.json whose text part stands in text_config, or beside vision_config as older
     ones have it."""
 
+    TAKES_ADAPTERS = False
     KIND: ClassVar[Literal["qwen2_5_vl", "qwen3_vl"]]
     TINY_TOWER: ClassVar[dict[str, object]]  # its own keys in a tiny model
     SIZE_KEYS = COMMON_SIZE_KEYS | _SIZE_KEYS

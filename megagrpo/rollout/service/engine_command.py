@@ -63,7 +63,7 @@ def engine_command(config: ExperimentConfig, place: ServerPlace) -> list[str]:
     settings = engine_settings(config, place)
     own = {name: value for name, value in settings.items() if name not in config.rollout.sglang}
     words = [word for name, value in own.items() for word in _words(name, value)]
-    words += [*engine_setting_words(config.rollout.sglang), *config.rollout.extra_args]
+    words += engine_setting_words(config.rollout.sglang)
     return [sys.executable, "-m", "megagrpo.rollout.service.engine_process", *words]
 
 

@@ -62,7 +62,6 @@ _KEPT = {
     "vision",
     "router_losses",
     "routing_replay",
-    "fake_quantization",
 }
 
 

@@ -14,10 +14,7 @@ from torch.utils._pytree import tree_leaves
 from megagrpo.actor import step
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.config.schema import ActorConfig, AlgorithmConfig, OptimizerConfig
-from megagrpo.families.table import model_tensors
 from megagrpo.types import Batch, Rewards
-from megagrpo.weights.actor_weights import ActorWeights
-from megagrpo.weights.copies.record import record_copies
 from tests.dist.workers.harness import with_actors
 from tests.dist.workers.held import gradient_buffers
 
@@ -94,10 +91,6 @@ def measure(actor: MegatronActor, lengths: list[int], allocator: bool) -> dict[s
             for parameter in chunk.parameters():
                 parameter.normal_(0.0, 0.02, generator=generator)
     actor.weights_loaded()
-    specs = {spec.name: (spec.shape, torch.float32) for spec in model_tensors(actor.arch)}
-    quantised = frozenset(spec.name for spec in model_tensors(actor.arch) if spec.in_fp8)
-    copies = record_copies(actor.load_hf, specs, actor.parameters())
-    actor.round_weights(ActorWeights(copies, specs, actor.parameters, fp8=quantised))
     batch = batch_of(lengths, 2)
 
     def update() -> None:
@@ -107,10 +100,7 @@ def measure(actor: MegatronActor, lengths: list[int], allocator: bool) -> dict[s
     parameters = storages(p for chunk in actor.chunks for p in chunk.parameters())
     with LiveBytes() as live:
         update()
-    with LiveBytes(parameters) as rounding, actor.rounded():
-        weights_before_rounding = rounding.now
     return {
-        "weights before rounding": weights_before_rounding,
         "parameters": sum(parameters.values()),
         "gradients": sum(storages(buffer.grad_data for buffer in gradient_buffers(actor)).values()),
         "optimiser": sum(
