@@ -39,15 +39,14 @@ from megagrpo.monitor.wandb_log import WandbLog
 from megagrpo.monitor.watchdog import Watchdog
 from megagrpo.publishing import Publishing, sleep_limit_s
 from megagrpo.rewards.pool import RewardPool
-from megagrpo.rollout.agents.environments import Environments
-from megagrpo.rollout.agents.programs import Programs
+from megagrpo.rollout.agents.answering import Answering
+from megagrpo.rollout.agents.make import make_answering
 from megagrpo.rollout.control import find_service, service_progress
 from megagrpo.rollout.generation import SamplingParams
 from megagrpo.rollout.metrics import grader_metrics, rollout_metrics, source_metrics
 from megagrpo.rollout.sampler import Sampler
 from megagrpo.rollout.selection import GroupChoice, StepGroups, gather_surplus
 from megagrpo.rollout.source import RolloutSource
-from megagrpo.rollout.tools import Tool, make_answering
 from megagrpo.system import environment
 from megagrpo.system.progress import Progress
 from megagrpo.system.stop_request import STOP_FILE, StopRequest
@@ -72,7 +71,7 @@ class Inputs:
     decode: Decode
     prompts: PromptSet
     eval_prompts: PromptSet | None
-    tool: Tool | Environments | Programs | None
+    answering: Answering
     images: ImageStore | None  # of a vision-language model
 
     @classmethod
@@ -93,8 +92,7 @@ class Inputs:
 
     def close(self) -> None:
         """Ends the processes of environments and agents."""
-        if isinstance(self.tool, Environments | Programs):
-            self.tool.close()
+        self.answering.close()
 
 
 class RunRecord:
@@ -240,9 +238,9 @@ class Run:
         grader_metrics(metrics, step.groups, config.reward)
         source_metrics(metrics, step.groups, inputs.prompts.sources)
         rollout_metrics(metrics, step.groups, self.mesh, config.train)
-        for part in (inputs.tool, inputs.images):
-            if isinstance(part, Environments | Programs | ImageStore):
-                part.add_metrics(metrics)
+        inputs.answering.add_metrics(metrics)
+        if inputs.images is not None:
+            inputs.images.add_metrics(metrics)
         return step
 
     def build_batch(self, groups: Sequence[RolloutGroup], updates: Updates) -> Batch:
@@ -378,7 +376,7 @@ def start_run(
                 control,
                 pool,
                 inputs.decode,
-                inputs.tool,
+                inputs.answering,
                 record.timeline.request,
             )
             sampler.images = inputs.images

@@ -14,7 +14,7 @@ from megagrpo.config.fields import complaints
 from megagrpo.config.schema import DataConfig, ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
-from megagrpo.rollout.tools import make_answering
+from megagrpo.rollout.agents.make import make_answering
 
 _SHOWN = 160  # characters of a text
 _ROWS_WITH_IMAGES = 8  # tried of a file with a column of images; of others, the first
@@ -51,10 +51,11 @@ def _try_tokenizer(config: ExperimentConfig, folder: str, trial: Trial) -> None:
     model = config.model.model_copy(update={"path": folder})
     tokenizer = load_tokenizer(model)
     trial.loaded.append(f"the tokenizer of {config.model.tokenizer or folder}")
-    if key := config.sampling.rewarding:
+    if config.sampling.several_turns:
         trial.problems.extend(complaints(make_answering, config, tokenizer))
+        player = "environment" if config.sampling.agent is None else "agent"
         trial.loaded.append(
-            "the chat template, turn by turn" if config.data.chat_template else f"the {key[9:]}"
+            "the chat template, turn by turn" if config.data.chat_template else f"the {player}"
         )
     with TemporaryDirectory() as images:
         store = ImageStore.of(model, Path(images))

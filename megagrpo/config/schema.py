@@ -23,7 +23,7 @@ from megagrpo.config.fields import (
     Section,
 )
 from megagrpo.config.reward import GraderConfig, RewardConfig
-from megagrpo.config.rollout import RolloutConfig, SamplingConfig, ToolConfig, WeightsConfig
+from megagrpo.config.rollout import RolloutConfig, SamplingConfig, WeightsConfig
 from megagrpo.system.run_folder import RunFolder
 
 __all__ = [
@@ -44,7 +44,6 @@ __all__ = [
     "RolloutConfig",
     "SamplingConfig",
     "SftConfig",
-    "ToolConfig",
     "TrainConfig",
     "WandbConfig",
     "WeightsConfig",

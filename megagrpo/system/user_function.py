@@ -7,7 +7,9 @@ A module may also be a file, `folder/file.py:function`.
 import difflib
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,11 +47,19 @@ def load_function(name: str, built_in: Mapping[str, str], key: str) -> Callable[
 
 
 def _from_file(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None and spec.loader is not None, "the name ends in .py"
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """Imports a file once. Its module's name is the path: the stem may be that of another
+    module."""
+    name = str(Path(path).resolve())
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None, "the name ends in .py"
+        module = importlib.util.module_from_spec(spec)
+        with ExitStack() as failure:
+            sys.modules[name] = module  # before it runs: its dataclasses look themselves up
+            failure.callback(sys.modules.pop, name)
+            spec.loader.exec_module(module)
+            failure.pop_all()
+    return sys.modules[name]
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -268,7 +268,8 @@ def test_a_step_whose_gpus_do_not_come_back_is_saved_as_not_begun():
         # /sleep is no path of the fake service
         vars(run).update(
             config=config, actor=SimpleNamespace(mesh=MESH), state=TrainState(step=3, data_cursor=6), num_steps=6,
-            source=source, publishing=publishing, inputs=SimpleNamespace(prompts=prompt_set(), tool=None, images=None),
+            source=source, publishing=publishing,
+            inputs=SimpleNamespace(prompts=prompt_set(), answering=None, images=None),
             checkpointer=SimpleNamespace(save_now=lambda state: saved.append((state.step, state.data_cursor))),
         )  # fmt: skip
         with pytest.raises(RunStopped, match="put engines to sleep"):
