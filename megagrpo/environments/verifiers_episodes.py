@@ -114,7 +114,7 @@ def environment_of(name):
 
 async def serve(name, connection):
     """Plays episodes until the socket closes."""
-    running = {}
+    running: dict[int, asyncio.Task] = {}
     reader, writer = await asyncio.open_connection(sock=connection, limit=2**28)
     writer.write(b"null\n")
     environment = environment_of(name)

@@ -142,7 +142,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         if name is None or not valid:
             return out
         inputs = ([texts[i] for i in valid], prompt.answer, [outcomes[i].value for i in valid])
-        call = ("group", name, {**self._config.group_args})
+        call: Call = ("group", name, {**self._config.group_args})
         (graded,) = await _all([self._workers.grade(call, inputs)])
         for index, i in enumerate(valid):
             score = graded.scores[index] if graded.status == "score" else 0.0

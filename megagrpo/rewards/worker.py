@@ -10,7 +10,7 @@ from numbers import Real
 
 from megagrpo.config.reward import GraderArgs
 from megagrpo.rewards.graders.table import call_grader, load_grader, load_group_grader
-from megagrpo.rewards.parts import read_parts
+from megagrpo.rewards.parts import Span, read_parts
 from megagrpo.rewards.workers import Call, Graded
 from megagrpo.system.worker_process import serve, tried
 
@@ -38,13 +38,15 @@ def grade(kind: str, function: str, args: GraderArgs, inputs: Sequence[object]) 
     value, raised = tried(called)
     if raised is not None:  # the outcome of this sample, not the end of the run
         return Graded("error", detail=f"{function} raised {type(raised).__name__}: {raised}")
-    detail, num_texts = "", len(inputs[0]) if isinstance(inputs[0], list) else 1
-    spans, tokens = (), ()
+    detail = ""
+    num_texts = len(inputs[0]) if isinstance(inputs[0], list) else 1
+    spans: tuple[Span, ...] = ()
+    tokens: tuple[float, ...] = ()
     if kind == "grade":
         if isinstance(value, tuple) and len(value) == 2:
             value, detail = value[0], str(value[1])
         read, raised = tried(lambda: read_parts(value, str(inputs[0])))
-        if raised is not None:
+        if read is None:
             return Graded("error", detail=f"{function}: {raised}")
         score, spans, tokens = read
         value = [score]

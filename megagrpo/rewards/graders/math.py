@@ -41,13 +41,12 @@ def _parse(text: str) -> list[object]:
 
 def _last_boxed(text: str) -> str | None:
     """Returns the content of the last complete \\boxed{...} with balanced braces, or None."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    depth = 0
-    begin = start + len("\\boxed{")
-    for i in range(begin - 1, len(text)):
-        depth += (text[i] == "{") - (text[i] == "}")
-        if depth == 0:
-            return text[begin:i]
+    end = len(text)
+    while (start := text.rfind("\\boxed{", 0, end)) >= 0:
+        depth, begin = 0, start + len("\\boxed{")
+        for i in range(begin - 1, end):
+            depth += (text[i] == "{") - (text[i] == "}")
+            if depth == 0:
+                return text[begin:i]
+        end = start  # this one was cut: the box before it counts
     return None

@@ -55,7 +55,7 @@ class RolloutTask:
     turn: SampleTurn
     max_tokens: int  # of a sample's response, with what was said to the model
     decode: Callable[[np.ndarray], str]  # ids of a turn -> text
-    control: "ServiceControl"
+    control: "ServiceControl | None" = None  # of the engines that parse an agent's turns
 
     @property
     def row(self) -> dict[str, object]:

@@ -153,8 +153,6 @@ class Environments:
                 break
             except EnvironmentFailed as exc:
                 failed = exc
-            except ValueError as exc:  # what it said cannot be rendered
-                failed = EnvironmentFailed("error", str(exc))
             tries += not failed.bystander
             if tries >= _TRIES.get(failed.end, 1):
                 break
@@ -182,12 +180,14 @@ class Environments:
                 return result.stop("time", f"its environment took {episode.seconds:.1f} s")
             fresh = number == 0 or config.history == "last"
             if fresh:
-                result.parts.append(SamplePart(None if said is None else renderer.start(said)))
+                result.parts.append(
+                    SamplePart(None if said is None else _rendered(renderer.start, said))
+                )
             part, known = result.parts[-1], 0
             begin = task.prompt.token_ids if part.prompt_ids is None else part.prompt_ids
             if not fresh:
                 known = len(begin) + len(part.response.token_ids) - 1
-                ids = renderer.after_turn(said or "")
+                ids = _rendered(renderer.after_turn, said or "")
                 if len(part.response.token_ids) + len(ids) >= task.max_tokens:
                     return result.stop("tokens", "no room for another turn")
                 part.add_said(ids)
@@ -287,3 +287,11 @@ class Episode:
         if error is not None:
             raise EnvironmentFailed(end, error, self.slot)
         return result
+
+
+def _rendered(render: Callable[[Observation], np.ndarray], said: Observation) -> np.ndarray:
+    """Returns the ids of what an environment said, whose fault it is if they cannot be made."""
+    try:
+        return render(said)
+    except ValueError as exc:
+        raise EnvironmentFailed("error", str(exc)) from exc

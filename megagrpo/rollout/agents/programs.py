@@ -69,6 +69,7 @@ class Programs:
         self._gateway.start()
         if self._parsers is None:
             config = self.config
+            assert task.control is not None, "the sampler has one"
             self._parsers = EngineParsers(task.control, config.tool_parser, config.reasoning_parser)
         outcome, talk = None, None
         for place in (self._shared, self._own):
@@ -112,13 +113,12 @@ class Programs:
             given = {"base_url": base_url, "key": key, "row": _row(task)}
             call = asyncio.ensure_future(process.call(given | self._args))
             stack.callback(call.cancel)
+            awaited: list[asyncio.Future] = [call, talk.failed]
             while not call.done():
                 left = self.config.timeout_s + talk.waited_s - (time.monotonic() - began)
                 if left <= 0:
                     return Outcome("timeout", detail=f"no reward in {self.config.timeout_s:g} s")
-                await asyncio.wait(
-                    [call, talk.failed], timeout=left, return_when=asyncio.FIRST_COMPLETED
-                )
+                await asyncio.wait(awaited, timeout=left, return_when=asyncio.FIRST_COMPLETED)
                 if talk.failed.done() and not call.done():
                     talk.failed.result()
             found, error = call.result()
