@@ -47,6 +47,7 @@ from megagrpo.config.data import DataConfig
 from megagrpo.config.rollout import AgentConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.admission import AdmissionQueue
+from megagrpo.rollout.agents.answering import RolloutTask
 from megagrpo.rollout.agents.conversation import Conversation
 from megagrpo.rollout.agents.gateway import Gateway
 from megagrpo.rollout.agents.renderer import Message, Renderer, Tools
@@ -54,7 +55,7 @@ from megagrpo.rollout.control import bearer
 from megagrpo.rollout.engine_choice import Affinity, Engines
 from megagrpo.rollout.generation import GenerationClient, RetryPolicy, SampleRequest, SamplingParams
 from megagrpo.rollout.response import CacheKey, CacheUse, Response
-from megagrpo.types import EngineInfo
+from megagrpo.types import EngineInfo, Prompt
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PROMPT, SAID, SAMPLED = 512, 64, 128  # tokens
@@ -85,9 +86,9 @@ class Load:
             return {"role": "assistant", "content": text}
 
         decode: Callable[[np.ndarray], str] = lambda ids: str(self._tokenizer.decode(ids.tolist()))  # noqa: E731
-        return Conversation(
-            self._config, 100_000, self._renderer, sample, np.zeros(0, np.int32), decode, parse
-        )
+        prompt = Prompt(number, "", np.zeros(0, np.int32), "")
+        task = RolloutTask(prompt, lambda whose: 0, sample, 100_000, decode)
+        return Conversation(self._config, self._renderer, task, parse)
 
     async def run(self, sessions: int, turns: int, engine_s: float) -> dict:
         """Returns what was measured."""

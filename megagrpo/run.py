@@ -34,15 +34,14 @@ from megagrpo.monitor.rollouts import Decode
 from megagrpo.monitor.watchdog import Watchdog
 from megagrpo.recording import Recording
 from megagrpo.rewards.pool import RewardPool
-from megagrpo.rollout.agents.environments import Environments
-from megagrpo.rollout.agents.programs import Programs
+from megagrpo.rollout.agents.answering import Answering
+from megagrpo.rollout.agents.make import make_answering
 from megagrpo.rollout.control import ServiceControl, find_service, service_progress
 from megagrpo.rollout.generation import OnRequest, SamplingParams
 from megagrpo.rollout.metrics import grader_metrics, rollout_metrics, source_metrics
 from megagrpo.rollout.sampler import Sampler
 from megagrpo.rollout.selection import GroupChoice, StepGroups, gather_surplus
 from megagrpo.rollout.source import RolloutSource, UpdateEngines
-from megagrpo.rollout.tools import Tool, make_answering
 from megagrpo.system import environment
 from megagrpo.system.progress import Progress
 from megagrpo.system.stop_request import STOP_FILE, StopRequest
@@ -70,7 +69,7 @@ class Inputs:
     decode: Decode
     prompts: PromptSet
     eval_prompts: PromptSet | None
-    tool: Tool | Environments | Programs | None
+    answering: Answering
     images: ImageStore | None  # of a vision-language model
 
     @classmethod
@@ -88,14 +87,13 @@ class Inputs:
             decode=decode,
             prompts=prompts,
             eval_prompts=eval_prompts,
-            tool=make_answering(config, tokenizer, decode),
+            answering=make_answering(config, tokenizer),
             images=images,
         )
 
     def close(self) -> None:
         """Ends the processes of environments and agents."""
-        if isinstance(self.tool, Environments | Programs):
-            self.tool.close()
+        self.answering.close()
 
 
 class Sampling:
@@ -125,7 +123,13 @@ class Sampling:
                 stack.enter_context(grader)
                 stack.callback(inputs.close)
                 sampler = Sampler(
-                    config, mesh.dp_size, control, grader, inputs.decode, inputs.tool, on_request
+                    config,
+                    mesh.dp_size,
+                    control,
+                    grader,
+                    inputs.decode,
+                    inputs.answering,
+                    on_request,
                 )
                 sampler.images = inputs.images
                 if config.actor.routing_replay == "rollout":
@@ -150,9 +154,9 @@ class Sampling:
         grader_metrics(metrics, step.groups, config.reward)
         source_metrics(metrics, step.groups, inputs.prompts.sources)
         rollout_metrics(metrics, step.groups, self._mesh, config.train)
-        for part in (inputs.tool, inputs.images):
-            if isinstance(part, Environments | Programs | ImageStore):
-                part.add_metrics(metrics)
+        inputs.answering.add_metrics(metrics)
+        if inputs.images is not None:
+            inputs.images.add_metrics(metrics)
         return step
 
     def evaluation_groups(self, version: int, as_trained: bool) -> list[RolloutGroup]:

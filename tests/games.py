@@ -49,6 +49,19 @@ class Walk:
         return f"{self.place}:", 0.25, self.place == 3
 
 
+class SaysOneThing:
+    """Says one thing to a turn that ends with a call; any other turn is the last."""
+
+    def __init__(self, row: dict, seed: int, call: str, says: str):
+        self.call, self.says = call, says
+
+    def reset(self) -> None: ...
+
+    def step(self, text: str):
+        called = text.endswith(self.call)
+        return (self.says, 0.0, False) if called else (None, 0.0, True)
+
+
 class Bad:
     """Raises, hangs, dies or returns nonsense, as the row's answer says."""
 
@@ -74,7 +87,7 @@ class Bad:
             case "garbage":
                 os.write(int(sys.argv[1]), b"\x00 no JSON\n")
             case "other answer":
-                os.write(int(sys.argv[1]), b'[0, [null, 1.0, true], null, ""]\n')
+                os.write(int(sys.argv[1]), b'[0, [[null, 1.0, true], null, ""], null]\n')
             case "slow":
                 time.sleep(1)
                 return None, 0.5, True

@@ -12,11 +12,12 @@ from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import Mesh, make_mesh
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.rewards.parts import ResponseTokens
+from megagrpo.rollout.agents.answering import Answering
+from megagrpo.rollout.agents.make import make_answering
 from megagrpo.rollout.control import ServiceControl
 from megagrpo.rollout.sampler import Sampler
 from megagrpo.rollout.selection import GroupChoice, StepGroups
 from megagrpo.rollout.source import RolloutSource
-from megagrpo.rollout.tools import Tool, make_answering
 from megagrpo.types import Outcome, Prompt, TrainState
 from tests import experiments
 from tests.fake_service import FakeService, running
@@ -76,14 +77,14 @@ def source_of(
     decode: Callable = digits,
     *,
     mesh: Mesh = MESH,
-    tool: Tool | None = None,
+    answering: Answering | None = None,
     publish: Callable[[int, list[str]], object] | None = None,
 ) -> RolloutSource:
     """The source of a rank as run.py builds it. publish: to engines that came back; else they are
     called ready."""
     sampler = None
     if mesh.is_leader:
-        sampler = Sampler(config, mesh.dp_size, control, grader or Grader(), decode, tool)
+        sampler = Sampler(config, mesh.dp_size, control, grader or Grader(), decode, answering)
         if config.actor.routing_replay == "rollout":
             sampler.arch = config.read_model().arch
     update = publish or (lambda version, ids: control.mark_ready(ids[0], 1, version))
@@ -95,9 +96,11 @@ def playing(config: ExperimentConfig, tokenizer, service: FakeService) -> Iterat
     """The source of a rank whose samples are played by the experiment's environment or agent."""
     decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)  # noqa: E731
     with (
-        closing(make_answering(config, tokenizer, decode)) as answering,
+        closing(make_answering(config, tokenizer)) as answering,
         running(service),
-        closing(source_of(service.control, config, Grader(), decode, tool=answering)) as source,
+        closing(
+            source_of(service.control, config, Grader(), decode, answering=answering)
+        ) as source,
     ):
         yield source
 

@@ -17,7 +17,7 @@ from examples.laptop.recipe import DatasetConfig
 from examples.laptop.sql import questions
 from examples.laptop.squares import pictures
 from examples.laptop.word_problems import word_problems
-from megagrpo.rollout.calculator import exact_value
+from megagrpo.environments.calculator import exact_value
 from megagrpo.system.run_folder import write_json_lines
 
 _MAX_FACTOR = 12  # second factor of a product: the table that schools teach

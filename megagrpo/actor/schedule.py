@@ -58,17 +58,16 @@ def run_schedule(
     }
     _begin(actor, len(rows), counts["real"], forward_only)
     iterators = [iter(micros) for _ in actor.model]
-    with actor.rounded():
-        collected = get_forward_backward_func()(
-            forward_step_func=partial(_forward, actor, batch, on_last_stage, forward_only),
-            data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=actor.model if len(actor.model) > 1 else actor.model[0],
-            num_microbatches=len(micros),
-            # of the whole; Megatron divides by cp and tp for what a stage receives
-            seq_length=micros.shapes[0][1],
-            micro_batch_size=micros.shapes[0][0],
-            forward_only=forward_only,
-        )
+    collected = get_forward_backward_func()(
+        forward_step_func=partial(_forward, actor, batch, on_last_stage, forward_only),
+        data_iterator=iterators if len(iterators) > 1 else iterators[0],
+        model=actor.model if len(actor.model) > 1 else actor.model[0],
+        num_microbatches=len(micros),
+        # of the whole; Megatron divides by cp and tp for what a stage receives
+        seq_length=micros.shapes[0][1],
+        micro_batch_size=micros.shapes[0][0],
+        forward_only=forward_only,
+    )
     if not mpu.is_pipeline_last_stage(ignore_virtual=True):
         return []
     of_run = {

@@ -13,9 +13,9 @@ from megagrpo.check.problems import data_sections
 from megagrpo.config.fields import complaints
 from megagrpo.config.schema import DataConfig, ExperimentConfig
 from megagrpo.data.images import ImageStore
-from megagrpo.data.prompts import decoder, load_prompts, load_tokenizer
+from megagrpo.data.prompts import load_prompts, load_tokenizer
 from megagrpo.families.model import Model
-from megagrpo.rollout.tools import make_answering
+from megagrpo.rollout.agents.make import make_answering
 
 _SHOWN = 160  # characters of a text
 _ROWS_WITH_IMAGES = 8  # tried of a file with a column of images; of others, the first
@@ -52,11 +52,11 @@ def _try_tokenizer(config: ExperimentConfig, folder: str, trial: Trial) -> None:
     model = Model.read(folder, config.model.tokenizer)
     tokenizer = load_tokenizer(model)
     trial.loaded.append(f"the tokenizer of {config.model.tokenizer or folder}")
-    if key := config.sampling.rewarding:
-        decode = decoder(tokenizer, model, config.sampling.skip_special_tokens)
-        trial.problems.extend(complaints(make_answering, config, tokenizer, decode))
+    if config.sampling.several_turns:
+        trial.problems.extend(complaints(make_answering, config, tokenizer))
+        player = "environment" if config.sampling.agent is None else "agent"
         trial.loaded.append(
-            "the chat template, turn by turn" if config.data.chat_template else f"the {key[9:]}"
+            "the chat template, turn by turn" if config.data.chat_template else f"the {player}"
         )
     with TemporaryDirectory() as images:
         store = ImageStore.of(model, Path(images))

@@ -20,7 +20,6 @@ from megagrpo.families.table import FAMILIES, architecture_of, model_problems, r
 from megagrpo.rewards.graders.table import check_answer, check_grader, load_group_grader
 from megagrpo.rollout.agents.environments import load_environment
 from megagrpo.rollout.agents.program_worker import load_program
-from megagrpo.rollout.tools import load_tool
 
 
 def preflight(config: ExperimentConfig, nodes: Nodes | None = None) -> list[str]:
@@ -242,8 +241,6 @@ def _function_problems(config: ExperimentConfig) -> Iterator[str]:
         yield from complaints(check_grader, entry.grader, entry.args)
     if reward.group_grader is not None:
         yield from complaints(load_group_grader, reward.group_grader, reward.group_args)
-    if config.sampling.tool is not None:
-        yield from complaints(load_tool, config.sampling.tool.function)
     if config.sampling.environment is not None:
         yield from complaints(load_environment, config.sampling.environment.function)
     if (agent := config.sampling.agent) is not None and agent.function is not None:

@@ -300,7 +300,7 @@ def _reward(config: ExperimentConfig) -> list[str]:
 
 
 def _rollout(config: ExperimentConfig, everything: bool) -> list[str]:
-    r, train, tool = config.rollout, config.train, config.sampling.tool
+    r, train = config.rollout, config.train
     at_once = r.num_engines * r.max_running_requests
     samples = train.num_prompts_per_step * train.group_size
     nodes = f" on {r.nodes_per_engine} nodes" if r.nodes_per_engine > 1 else ""
@@ -312,9 +312,6 @@ def _rollout(config: ExperimentConfig, everything: bool) -> list[str]:
         f"{math.ceil(samples / at_once)} waves at best",
         *_reward(config),
     ]
-    if tool:
-        called = f"asked at {tool.call_end!r}, at most {tool.max_turns} turns a response"
-        lines.append(f"  tool       {tool.function}, {called}")
     if environment := config.sampling.environment:
         seen = "everything before it" if environment.history == "all" else "the last message alone"
         called = (

@@ -47,7 +47,7 @@ ONE_TURN = Turns()
 def assumed_turns(sampling: SamplingConfig) -> Turns:
     """Returns the bound for an experiment of whose turns nothing is known: tools take no time,
     caches have all."""
-    played = sampling.agent or sampling.environment or sampling.tool
+    played = sampling.agent or sampling.environment
     if played is None:
         return ONE_TURN
     return Turns(

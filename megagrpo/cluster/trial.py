@@ -17,13 +17,11 @@ from megagrpo.data.prompts import decoder, load_prompts, load_tokenizer
 from megagrpo.monitor.rollouts import Decode, turns_of
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.admission import BatchDeadline
-from megagrpo.rollout.agents.environments import Environments
-from megagrpo.rollout.agents.programs import Programs
+from megagrpo.rollout.agents.make import make_answering
 from megagrpo.rollout.control import ServiceControl, ServiceUnreachable, bearer, find_service
 from megagrpo.rollout.generation import SamplingParams
 from megagrpo.rollout.jobs import SamplingJob, numbered_prompts
 from megagrpo.rollout.sampler import Sampler
-from megagrpo.rollout.tools import make_answering
 from megagrpo.system.processes import last_lines
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import Outcome, Prompt, RolloutGroup
@@ -53,9 +51,7 @@ def try_out(config: ExperimentConfig, num_prompts: int) -> int:
     prompts = load_prompts(config.data, tokenizer, images).prompts[:num_prompts]
     decode = decoder(tokenizer, model, config.sampling.skip_special_tokens)
     with alone_in(folder), Launch(folder, "try", end=ENDING) as launch, ExitStack() as stack:
-        answering = make_answering(config, tokenizer, decode)
-        if isinstance(answering, Environments | Programs):
-            stack.enter_context(closing(answering))
+        answering = stack.enter_context(closing(make_answering(config, tokenizer)))
         grader = stack.enter_context(
             RewardPool(config.reward, preload=not config.sampling.rewarding)
         )

@@ -22,20 +22,8 @@ _BESIDE_TRAINERS = 0.6  # of a GPU's memory
 _KERNELS_COMPILED_S = 3600.0  # FP8's, on GPUs at the first start on a node
 
 
-class ToolConfig(Section):
-    """A tool called in the middle of a response: its output is put in, masked from the loss, and
-    sampling goes on."""
-
-    function: str
-    """`calculator`, or "package.module:function", called with the text so far; None ends the
-    response."""
-    call_end: str = Field(description="The one token at which the model stops and the tool runs.")
-    max_turns: Annotated[int, Field(ge=2)] = 4
-    """Turns of the model; `max_response_tokens` counts the tool's tokens too."""
-
-
 class EnvironmentConfig(Section):
-    """An environment that answers the model's turns and gives the reward; see
+    """An environment that answers the model's turns and may give the reward; see
     [agents](../agents.md)."""
 
     function: str
@@ -50,6 +38,9 @@ class EnvironmentConfig(Section):
     max_turns: PositiveInt = Field(
         default=8, description="Turns of the model; the rewards so far count then."
     )
+    rewards: bool = True
+    """Whether its steps give the reward; false: the graders of `reward` score the text of the whole
+    rollout."""
     credit: Literal["rollout", "turn"] = "rollout"
     """Where the reward goes: to the whole rollout, or each step's to the turn before it, for
     estimators with returns (`reinforce`, `reinforce_plus_plus`)."""
@@ -77,6 +68,16 @@ class EnvironmentConfig(Section):
                     "limit of one call"
                 ),
                 "raise it, or lower timeout_s",
+            ),
+            Rule(
+                not self.rewards and self.history == "last",
+                "rewards false needs history all: graders score one text of a rollout",
+                "set history: all",
+            ),
+            Rule(
+                not self.rewards and self.credit == "turn",
+                "credit turn needs rewards true: graders score whole rollouts",
+                "set credit: rollout",
             ),
         ]
 
@@ -152,9 +153,6 @@ class SamplingConfig(Section):
     skip_special_tokens: bool = False
     """Leave special tokens out of the text that graders, environments and tool parsers see; default:
     only padding and the one that ended the response."""
-    tool: ToolConfig | None = Field(
-        default=None, description="A tool called inside responses; default: none."
-    )
     environment: EnvironmentConfig | None = Field(
         default=None, description="What answers the model; default: nothing."
     )
@@ -176,13 +174,8 @@ class SamplingConfig(Section):
                 "set allow_truncated_distribution: true to accept that",
             ),
             Rule(
-                self.tool is not None and self.environment is not None,
-                "tool with environment: an environment is a tool with a state",
-                "set one of them",
-            ),
-            Rule(
-                self.agent is not None and (self.tool or self.environment) is not None,
-                "agent with tool or environment: the program has its own",
+                self.agent is not None and self.environment is not None,
+                "agent with environment: the program has its own",
                 "set one of them",
             ),
         ]
@@ -190,19 +183,15 @@ class SamplingConfig(Section):
     @property
     def rewarding(self) -> str:
         """Returns the key of what gives the reward in place of graders, or ""."""
-        return next(
-            (
-                f"sampling.{key}"
-                for key in ("environment", "agent")
-                if getattr(self, key) is not None
-            ),
-            "",
-        )
+        if self.agent is not None:
+            return "sampling.agent"
+        gives = self.environment is not None and self.environment.rewards
+        return "sampling.environment" if gives else ""
 
     @property
     def several_turns(self) -> bool:
         """Returns whether rollouts may have several turns, each a request."""
-        return bool(self.rewarding) or self.tool is not None
+        return self.environment is not None or self.agent is not None
 
     def excludes(self, experiment: "ExperimentConfig") -> list[Rule]:
         sections = [
@@ -244,7 +233,7 @@ class SamplingConfig(Section):
             Rule(
                 sees and self.several_turns,
                 (
-                    "sampling.tool, environment and agent with data.images_key: they continue "
+                    "sampling.environment and agent with data.images_key: they continue "
                     "prompts of text only"
                 ),
                 "remove one of both",

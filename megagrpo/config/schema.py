@@ -24,7 +24,7 @@ from megagrpo.config.fields import (
     Section,
 )
 from megagrpo.config.reward import GraderConfig, RewardConfig
-from megagrpo.config.rollout import RolloutConfig, SamplingConfig, ToolConfig, WeightsConfig
+from megagrpo.config.rollout import RolloutConfig, SamplingConfig, WeightsConfig
 from megagrpo.families.model import Model
 from megagrpo.system.run_folder import RunFolder
 
@@ -46,7 +46,6 @@ __all__ = [
     "RolloutConfig",
     "SamplingConfig",
     "SftConfig",
-    "ToolConfig",
     "TrainConfig",
     "WandbConfig",
     "WeightsConfig",

@@ -3,19 +3,23 @@ imports nothing of megagrpo. `PYTHON verifiers_episodes.py ENVIRONMENT [N]` prin
 tasks as rows for `data.path`.
 
 ENVIRONMENT is a name for `verifiers.load_environment` (the classic API, to 0.2), a taskset's id
-(the API of `verifiers.v1`), or a TOML file that has the latter's [env] block. With `--serve`, lines
-of JSON on standard input: [number, {"base_url", "index"}] begins an episode, [number, null] cancels
-it; [number, [reward, note] or null, error] is its end.
+(the API of `verifiers.v1`), or a TOML file that has the latter's [env] block. With `--serve FD` it
+is a worker of megagrpo/system/worker_process.py: {"base_url", "index"} -> [reward, note].
 """
 
 import asyncio
+import ctypes
 import json
 import os
+import signal
+import socket
 import sys
 import tomllib
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
+
+_PR_SET_PDEATHSIG = 1
 
 
 class Classic:
@@ -112,20 +116,18 @@ def environment_of(name):
     )
 
 
-async def serve(environment, output):
-    """Plays episodes until standard input closes."""
+async def serve(name, connection):
+    """Plays episodes until the socket closes."""
     running: dict[int, asyncio.Task] = {}
-    reader = asyncio.StreamReader(limit=2**28)
-    await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
-    )
+    reader, writer = await asyncio.open_connection(sock=connection, limit=2**28)
+    writer.write(b"null\n")
+    environment = environment_of(name)
 
     def report(number, task):
         del running[number]
-        if not task.cancelled():
-            exc = task.exception()
-            found, error = (None, f"{type(exc).__name__}: {exc}") if exc else (task.result(), None)
-            print(json.dumps([number, found, error]), file=output, flush=True)
+        exc = asyncio.CancelledError() if task.cancelled() else task.exception()
+        found, error = (None, f"{type(exc).__name__}: {exc}") if exc else (task.result(), None)
+        writer.write(json.dumps([number, found, error]).encode() + b"\n")
 
     async with environment.serving():
         async for line in reader:
@@ -143,13 +145,14 @@ async def serve(environment, output):
 
 def main(name, *options):
     """Prints the rows, or serves."""
-    output = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what environments print is no answer
     sys.path[0] = os.getcwd()  # environments are modules of the working folder or installed ones
-    environment = environment_of(name)
-    if options == ("--serve",):
-        asyncio.run(serve(environment, output))
+    if options[:1] == ("--serve",):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        asyncio.run(serve(name, socket.socket(fileno=int(options[1]))))
     else:
+        output = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # what environments print is no row
+        environment = environment_of(name)
         for index, (prompt, answer) in enumerate(
             islice(environment.rows(), int(options[0]) if options else None)
         ):

@@ -2,7 +2,7 @@
 grader."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -18,7 +18,7 @@ from megagrpo.rewards.graders.table import (
 )
 from megagrpo.rewards.parts import ResponseTokens
 from megagrpo.rewards.services import ServiceGrader
-from megagrpo.rewards.workers import Call, Graded, WorkerPool
+from megagrpo.rewards.workers import Call, Graded, GraderWorkers
 from megagrpo.system.background import BackgroundLoop
 from megagrpo.types import Outcome, Prompt
 
@@ -55,13 +55,14 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         if config.group_grader is not None:
             load_group_grader(config.group_grader, {**config.group_args})
             calls.append(("group", config.group_grader, {**config.group_args}))
-        self._loop, self._stack = BackgroundLoop("reward services"), ExitStack()
-        self._stack.callback(
-            self._loop.close, *(service.close for service in self._services.values())
-        )
-        self._workers: WorkerPool | None = None
-        if preload and calls:
-            self._worker_pool(calls)
+        self._loop = BackgroundLoop("rewards")
+        preloaded = calls if preload else []
+        self._workers = GraderWorkers(config.workers, preloaded, config.timeout_s)
+        if preloaded:
+            with ExitStack() as failure:
+                failure.callback(self.close)
+                self._loop.submit(self._workers.start()).result()
+                failure.pop_all()
 
     def submit(
         self, prompt: Prompt, text: str, tokens: ResponseTokens | None = None
@@ -73,9 +74,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         known. `prompt.grader`, if set, is the only grader: one of `reward.graders`, or any other
         without arguments. Raises ValueError if it cannot be loaded.
         """
-        entries = self._entries_for(prompt)
-        started = [self._start(entry, prompt, text) for entry in entries]
-        return self._loop.submit(self._combined(entries, started, tokens))
+        return self._loop.submit(self._combined(self._entries_for(prompt), prompt, text, tokens))
 
     def submit_group(
         self, prompt: Prompt, texts: Sequence[str], outcomes: Sequence[Outcome]
@@ -90,7 +89,8 @@ class RewardPool(AbstractContextManager["RewardPool"]):
 
     def close(self) -> None:
         """Ends every worker process and request; responses in flight get an error outcome."""
-        self._stack.close()
+        self._workers.close()
+        self._loop.close(*(service.close for service in self._services.values()))
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
@@ -108,27 +108,23 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             self._checked.add(name)
         return [entry]
 
-    def _worker_pool(self, preload: Sequence[Call] = ()) -> WorkerPool:
-        """Returns the pool of processes; it starts with the first grader that is not a service."""
-        if self._workers is None:
-            self._workers = WorkerPool(self._config.workers, preload, self._config.timeout_s)
-            self._stack.callback(self._workers.close)
-        return self._workers
-
-    def _start(self, entry: GraderConfig, prompt: Prompt, text: str) -> Future[Graded]:
+    async def _graded(self, entry: GraderConfig, prompt: Prompt, text: str) -> Graded:
         if entry.short_name in self._services:
-            return self._loop.submit(self._services[entry.short_name].outcome(prompt, text))
+            return await self._services[entry.short_name].outcome(prompt, text)
         inputs = (text, prompt.answer, prompt.source, prompt.extra)
-        return self._worker_pool().submit(("grade", entry.grader, dict(entry.args)), inputs)
+        return await self._workers.grade(("grade", entry.grader, dict(entry.args)), inputs)
 
     async def _combined(
         self,
         entries: Sequence[GraderConfig],
-        started: Sequence[Future[Graded]],
+        prompt: Prompt,
+        text: str,
         tokens: ResponseTokens | None,
     ) -> Outcome:
-        outcomes, token_rewards = [], []
-        for entry, graded in zip(entries, await _all(started), strict=True):
+        outcomes: list[Outcome] = []
+        token_rewards: list[tuple[int, float]] = []
+        graded_by = await _all([self._graded(entry, prompt, text) for entry in entries])
+        for entry, graded in zip(entries, graded_by, strict=True):
             outcomes.append(_outcome(graded))
             if tokens is not None and outcomes[-1].ok:
                 try:
@@ -150,16 +146,14 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     async def _regraded(
         self, prompt: Prompt, texts: Sequence[str], outcomes: Sequence[Outcome]
     ) -> list[Outcome]:
-        name, out, valid = (
-            self._config.group_grader,
-            list(outcomes),
-            [i for i, one in enumerate(outcomes) if one.ok],
-        )
+        name = self._config.group_grader
+        out = list(outcomes)
+        valid = [i for i, one in enumerate(outcomes) if one.ok]
         if name is None or not valid:
             return out
         inputs = ([texts[i] for i in valid], prompt.answer, [outcomes[i].value for i in valid])
-        started = self._worker_pool().submit(("group", name, {**self._config.group_args}), inputs)
-        (graded,) = await _all([started])
+        call: Call = ("group", name, {**self._config.group_args})
+        (graded,) = await _all([self._workers.grade(call, inputs)])
         for index, i in enumerate(valid):
             score = graded.scores[index] if graded.status == "score" else 0.0
             detail = graded.detail or out[i].detail
@@ -179,10 +173,9 @@ def _outcome(graded: Graded) -> Outcome:
     return Outcome(graded.status, sum(graded.scores[:1]) + parts, graded.detail)
 
 
-async def _all(started: Sequence[Future[Graded]]) -> list[Graded]:
-    """Returns all results, errors if the pool is closed meanwhile. Cancelling it cancels the parts
-    not yet started."""
+async def _all(grading: Sequence[Coroutine[object, None, Graded]]) -> list[Graded]:
+    """Returns all results, errors if the pool is closed meanwhile."""
     try:
-        return await asyncio.gather(*map(asyncio.wrap_future, started))
+        return await asyncio.gather(*grading)
     except asyncio.CancelledError:
-        return [Graded("error", detail="the reward pool was closed")] * len(started)
+        return [Graded("error", detail="the reward pool was closed")] * len(grading)

@@ -1,24 +1,18 @@
-"""The process that runs graders: `python -m megagrpo.rewards.worker FD PRELOAD`, JSON lines on the
-socket FD.
-
-The pool ends it by SIGKILL if a grader hangs. It must not outlive the trainer, even one that was
-killed: an idle worker sees its socket close, and the kernel's timer ends a hung one.
-"""
+"""The process that runs graders: `python -m megagrpo.rewards.worker FD PRELOAD`."""
 
 import json
 import math
-import signal
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
+from functools import cache
 from numbers import Real
 
 from megagrpo.config.reward import GraderArgs
 from megagrpo.rewards.graders.table import call_grader, load_grader, load_group_grader
-from megagrpo.rewards.parts import read_parts
+from megagrpo.rewards.parts import Span, read_parts
 from megagrpo.rewards.workers import Call, Graded
-from megagrpo.sandbox.calls import tried
+from megagrpo.system.worker_process import serve, tried
 
 LOADERS: dict[str, Callable[[str, GraderArgs], Callable[..., object]]] = {
     # inputs: text, answer, and the row's source and extra values; see call_grader
@@ -27,24 +21,32 @@ LOADERS: dict[str, Callable[[str, GraderArgs], Callable[..., object]]] = {
 }
 
 
+@cache
+def loaded_grader(kind: str, function: str, args: str) -> Callable[..., object]:
+    """Loads a grader once: its module may be large, and keeps its state. args: as JSON."""
+    return LOADERS[kind](function, json.loads(args))
+
+
 def grade(kind: str, function: str, args: GraderArgs, inputs: Sequence[object]) -> Graded:
     """Returns scores and detail, or an error if the function raises or returns anything but finite
     numbers."""
 
     def called() -> object:
-        loaded = LOADERS[kind](function, args)
+        loaded = loaded_grader(kind, function, json.dumps(args))
         return call_grader(loaded, args, inputs) if kind == "grade" else loaded(*inputs, **args)
 
     value, raised = tried(called)
     if raised is not None:  # the outcome of this sample, not the end of the run
         return Graded("error", detail=f"{function} raised {type(raised).__name__}: {raised}")
-    detail, num_texts = "", len(inputs[0]) if isinstance(inputs[0], list) else 1
-    spans, tokens = (), ()
+    detail = ""
+    num_texts = len(inputs[0]) if isinstance(inputs[0], list) else 1
+    spans: tuple[Span, ...] = ()
+    tokens: tuple[float, ...] = ()
     if kind == "grade":
         if isinstance(value, tuple) and len(value) == 2:
             value, detail = value[0], str(value[1])
         read, raised = tried(lambda: read_parts(value, str(inputs[0])))
-        if raised is not None:
+        if read is None:
             return Graded("error", detail=f"{function}: {raised}")
         score, spans, tokens = read
         value = [score]
@@ -60,23 +62,10 @@ def grade(kind: str, function: str, args: GraderArgs, inputs: Sequence[object]) 
 
 
 def main(fd: int, preload: list[Call]) -> None:
-    """Answers the requests that arrive on socket `fd` until it is closed."""
-    connection = socket.socket(fileno=fd)
+    """Answers the calls that arrive on socket `fd` until it is closed."""
     for kind, function, args in preload:
-        LOADERS[kind](function, args)  # an import counts as start-up, not as grading time
-    with connection, connection.makefile("rwb") as stream:
-        stream.write(b"ready\n")
-        stream.flush()
-        for line in stream:
-            kind, function, args, inputs, timeout_s = json.loads(line)
-            # The default action of SIGALRM ends the process even inside C code that holds the
-            # interpreter lock, which no thread of ours could do. It matters only if the pool, which
-            # kills at timeout_s, is gone.
-            signal.setitimer(signal.ITIMER_REAL, 2 * timeout_s + 5)
-            graded = grade(kind, function, args, inputs)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            stream.write(json.dumps(astuple(graded)).encode() + b"\n")
-            stream.flush()
+        loaded_grader(kind, function, json.dumps(args))  # counts as start-up, not as grading time
+    serve(fd, lambda message: astuple(grade(*message)))
 
 
 if __name__ == "__main__":

@@ -14,9 +14,7 @@ from megagrpo.families.architecture import Architecture
 from megagrpo.rewards.parts import ResponseTokens
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.admission import AdmissionQueue, BatchDeadline, ResponseLengths
-from megagrpo.rollout.agents.environments import Environments
-from megagrpo.rollout.agents.play import Part, play_rollout
-from megagrpo.rollout.agents.programs import Programs
+from megagrpo.rollout.agents.answering import Answering, NoAnswer, RolloutTask, SamplePart
 from megagrpo.rollout.control import (
     ServiceControl,
     ServiceUnreachable,
@@ -34,7 +32,6 @@ from megagrpo.rollout.generation import (
 )
 from megagrpo.rollout.jobs import NumberedPrompt, SamplingJob
 from megagrpo.rollout.response import CacheKey, CacheUse, Response, SampleTurn
-from megagrpo.rollout.tools import Tool, respond_with_tool
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
 _LOOK_S = 2.0  # between questions to a service that does not answer
@@ -53,17 +50,6 @@ class _Rollout:
     index: int  # within its group
     order: tuple[float, ...]  # see AdmissionQueue
     affinity: Affinity | None
-
-    @property
-    def row(self) -> dict[str, object]:
-        """Returns the row of its prompt, as environments and agents get it."""
-        prompt = self.of.prompt
-        return {
-            "prompt": prompt.question,
-            "answer": prompt.answer,
-            "source": prompt.source,
-            "extra": prompt.extra,
-        }
 
     @property
     def purpose(self) -> str:
@@ -92,11 +78,12 @@ class Sampler:
         control: ServiceControl,
         grader: RewardPool,
         decode: Callable[[np.ndarray], str],
-        tool: Tool | Environments | Programs | None = None,
+        answering: Answering | None = None,
         on_request: OnRequest = lambda engine, start, end, num_tokens: None,
     ):
         self._config, self._num_leaders, self._control = config, num_leaders, control
-        self._grader, self._decode, self._tool, self._on_request = grader, decode, tool, on_request
+        self._grader, self._decode, self._on_request = grader, decode, on_request
+        self._answering: Answering = answering or NoAnswer()
         self._pending: dict[
             tuple[str, int, int, int], str
         ] = {}  # (job, group, prompt, sample) -> what it waits for
@@ -234,19 +221,32 @@ class Sampler:
         key = str(rollout.job), rollout.of.group_id, prompt.id, rollout.index
         with ExitStack() as stack:
             stack.callback(self._pending.pop, key)
-            self._pending[key] = "the engines"
-            if isinstance(self._tool, Environments):
-                self._pending[key] = "the engines or the environment"
-                return await self._play(self._tool, rollout)
-            if isinstance(self._tool, Programs):
-                self._pending[key] = "the engines or the agent"
-                return await self._run_program(self._tool, rollout)
-            sample = await self._respond(rollout)
-            self._pending[key] = "the grader"
-            tokens = ResponseTokens(sample.token_ids, sample.loss_mask, self._decode)
-            return [sample], await asyncio.wrap_future(
-                self._grader.submit(prompt, sample.text, tokens)
-            )
+            self._pending[key] = self._answering.waited_for
+            parts, outcome = await self._answering.rollout(self._task(rollout))
+            samples = [self._sample_of(rollout, part) for part in parts]
+            if outcome is None:
+                (sample,) = samples
+                self._pending[key] = "the grader"
+                tokens = ResponseTokens(sample.token_ids, sample.loss_mask, self._decode)
+                grading = self._grader.submit(prompt, sample.text, tokens)
+                outcome = await asyncio.wrap_future(grading)
+            return samples, outcome
+
+    def _task(self, rollout: _Rollout) -> RolloutTask:
+        job, of = rollout.job, rollout.of
+
+        def seed_of(whose: str) -> int:
+            purpose = f"{whose} {job.purpose} {of.repeats}"
+            return sample_seed(self._config.seed, purpose, job.step, of.prompt.id, 0)
+
+        return RolloutTask(
+            of.prompt,
+            seed_of,
+            self._turns(rollout),
+            job.params.max_tokens,
+            self._decode,
+            self._control,
+        )
 
     def _affinities(self, num_samples: int) -> Sequence[Affinity | None]:
         """Returns those of a group's rollouts; one of a single request may go to any engine."""
@@ -262,14 +262,11 @@ class Sampler:
         key = (
             CacheKey(self.cache_use) if self._config.rollout.prefix_cache == "by_version" else None
         )
-        stops = job.params.stop_token_ids + (
-            (self._tool.call_end,) if isinstance(self._tool, Tool) else ()
-        )
-        # A sampled placeholder ends the response: an engine that got it again would look for its
-        # image.
-        stops += (
-            (self.images.image_token, self.images.video_token) if self.images is not None else ()
-        )
+        stops = job.params.stop_token_ids
+        if self.images is not None:
+            # A sampled placeholder ends the response: an engine that got it again would look for
+            # its image.
+            stops += (self.images.image_token, self.images.video_token)
 
         async def turn(number: int, context: np.ndarray, max_tokens: int, known: int) -> Response:
             purpose = f"{rollout.purpose} turn {number}" if number else rollout.purpose
@@ -298,66 +295,16 @@ class Sampler:
         assert self.images is not None and prompt.short_ids is not None, (
             "the prompts were loaded with a store"
         )
-        if self._tool is not None:
+        if self._config.sampling.several_turns:
             raise GenerationFailed(
-                f"{prompt.location}: tools and environments continue prompts of text only"
+                f"{prompt.location}: environments and agents continue prompts of text only"
             )
         uris = [self.images.uri(image.key) for image in prompt.images]
         number = sum(self.images.tokens(image.grid) for image in prompt.images)
         return SentImages(uris, prompt.short_ids, number, prompt.location)
 
-    async def _respond(self, rollout: _Rollout) -> Sample:
-        prompt, limit, turn = (
-            rollout.of.prompt.token_ids,
-            rollout.job.params.max_tokens,
-            self._turns(rollout),
-        )
-        if isinstance(self._tool, Tool):
-            whole = await respond_with_tool(turn, self._tool, prompt, self._decode, limit)
-            return self._sample_of(rollout, whole.response, whole.loss_mask)
-        return self._sample_of(rollout, await turn(0, prompt, limit, 0), None)
-
-    def _task_seed(self, rollout: _Rollout, whose: str) -> int:
-        """Returns the seed that an environment or an agent gets: of all rollouts of a group the
-        same."""
-        job, of = rollout.job, rollout.of
-        return sample_seed(
-            self._config.seed, f"{whose} {job.purpose} {of.repeats}", job.step, of.prompt.id, 0
-        )
-
-    async def _play(
-        self, environments: Environments, rollout: _Rollout
-    ) -> tuple[list[Sample], Outcome]:
-        """Returns the samples of a rollout with an environment, and its outcome: never a reward for
-        one that failed."""
-        task, limit = (
-            (rollout.row, self._task_seed(rollout, "environment")),
-            rollout.job.params.max_tokens,
-        )
-        turn, prompt = self._turns(rollout), rollout.of.prompt.token_ids
-        played, outcome = await play_rollout(environments, task, turn, prompt, limit, self._decode)
-        return self._samples_of(rollout, played.parts or [Part(None)]), outcome
-
-    async def _run_program(
-        self, programs: Programs, rollout: _Rollout
-    ) -> tuple[list[Sample], Outcome]:
-        """Returns the samples of a rollout by an agent program, and its outcome."""
-        prompt, turn, limit = rollout.of.prompt, self._turns(rollout), rollout.job.params.max_tokens
-        row = rollout.row | {
-            "messages": prompt.messages or [{"role": "user", "content": prompt.text}]
-        }
-        row["seed"] = self._task_seed(rollout, "agent")
-        parts, outcome = await programs.rollout(row, prompt.token_ids, turn, limit, self._control)
-        return self._samples_of(rollout, parts), outcome
-
-    def _samples_of(self, rollout: _Rollout, parts: Sequence[Part]) -> list[Sample]:
-        samples = [self._sample_of(rollout, part.response, part.loss_mask) for part in parts]
-        with_prompts = zip(samples, parts, strict=True)
-        return [replace(sample, prompt_ids=part.prompt_ids) for sample, part in with_prompts]
-
-    def _sample_of(
-        self, rollout: _Rollout, response: Response, loss_mask: np.ndarray | None
-    ) -> Sample:
+    def _sample_of(self, rollout: _Rollout, part: SamplePart) -> Sample:
+        response = part.response
         if not rollout.job.is_urgent:
             self.lengths.add(len(response.token_ids))
         return Sample(
@@ -368,8 +315,9 @@ class Sampler:
             weight_version=response.weight_version,
             newer=response.newer,
             text=self._decode(response.token_ids),
-            loss_mask=loss_mask,
+            loss_mask=part.loss_mask,
             routed_experts=response.routed_experts,
+            prompt_ids=part.prompt_ids,
         )
 
 

@@ -1,6 +1,7 @@
 """An asyncio loop in a background thread: requests run there while the main thread trains."""
 
 import asyncio
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
@@ -32,11 +33,19 @@ class BackgroundLoop:
 
     def close(self, *last: Callable[[], Awaitable[None]]) -> None:
         """Cancels the work in progress, awaits each of `last` in the loop, and ends the thread.
-        Idempotent."""
+        Idempotent.
+
+        It is often called because of an exception, and raises none of its own in place of that: a
+        loop that is busy for too long is left to end with its process.
+        """
         if self._loop is not None:
             with ExitStack() as stack:
                 stack.callback(self._end_thread)
-                asyncio.run_coroutine_threadsafe(_cancel_others(last), self._loop).result(_CLOSE_S)
+                ending = asyncio.run_coroutine_threadsafe(_cancel_others(last), self._loop)
+                try:
+                    ending.result(_CLOSE_S)
+                except TimeoutError:
+                    print(f"{self._name}: did not end within {_CLOSE_S:g} s", file=sys.stderr)
 
     def _end_thread(self) -> None:
         assert self._loop is not None and self._thread is not None, "started together"

@@ -13,8 +13,8 @@ from sampling import Grader, experiment, source_of
 from tiny_model import EOS
 from transformers import AutoTokenizer
 
+from megagrpo.rollout.agents.make import make_answering
 from megagrpo.rollout.agents.parsers import EngineParsers
-from megagrpo.rollout.tools import make_answering
 from megagrpo.types import Prompt, RolloutGroup
 
 pytestmark = pytest.mark.timeout(1200)
@@ -40,8 +40,8 @@ def groups(service, model, **sampling) -> Sequence[RolloutGroup]:
         for n, text in enumerate(("12+3=", "4+5="))
     ]
     decode = partial(tokenizer.decode, skip_special_tokens=True)
-    answering = make_answering(config, tokenizer, decode)
-    source = source_of(service.control, config, Grader(), decode, tool=answering)
+    answering = make_answering(config, tokenizer)
+    source = source_of(service.control, config, Grader(), decode, answering=answering)
     try:
         return source.next(3, prompts, service.control.engines()[0].weight_version)
     finally:

@@ -19,7 +19,7 @@ def test_the_engines_experts_are_the_trainers_own_in_float32(experiments):
     sections = {
         "actor": {"routing_replay": "rollout"},
         "algorithm": {"dynamic_sampling": {"max_num_gen_batches": 20}},
-        "sampling": {"max_response_tokens": 24, "tool": SAYS_IT_AGAIN},
+        "sampling": {"max_response_tokens": 24} | SAYS_IT_AGAIN,
         "checkpoint": {"every": 1},
     }
     for steps in (STEPS, 2 * STEPS):  # the second start goes on from a checkpoint

@@ -1,6 +1,8 @@
 """Responses of several turns from a real engine, and the loop with all that asks for more than one
 batch of samples."""
 
+from contextlib import closing
+
 import numpy as np
 import pytest
 import torch
@@ -12,23 +14,31 @@ from test_service import PROMPTS
 from transformers import AutoTokenizer
 
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.rollout.tools import Tool
+from megagrpo.rollout.agents.make import make_answering
 from megagrpo.types import Prompt, Sample
 
-SAYS_IT_AGAIN = {"function": "string:capwords", "call_end": ">", "max_turns": 3}
-MAX_TOKENS, RESULT, GROUP_SIZE = 24, (90, 91, 92), 3
+SAYS_IT_AGAIN = {
+    "stop": [">"],
+    "environment": {"function": "graders_of_tests:SaysItAgain", "rewards": False, "max_turns": 3},
+}
+MAX_TOKENS, GROUP_SIZE = 24, 3
 
 
-def sample(service: RunningService, tool: Tool | None) -> list[tuple[Prompt, Sample]]:
+def sample(service: RunningService, **sampling) -> list[tuple[Prompt, Sample]]:
     tokenizer = AutoTokenizer.from_pretrained(service.config.model.path)
     sections = {
         "train": {"group_size": GROUP_SIZE},
-        "sampling": {"max_response_tokens": MAX_TOKENS},
+        "sampling": {"max_response_tokens": MAX_TOKENS} | sampling,
     }
     config = ExperimentConfig.model_validate(service.config.model_dump() | sections)
-    source = source_of(service.control, config, Grader(len), tokenizer.decode, tool=tool)
     prompts = [Prompt(i, "", ids, "") for i, ids in enumerate(PROMPTS)]
-    return [(group.prompt, s) for group in source.next(0, prompts, 0) for s in group.samples]
+    with (
+        closing(make_answering(config, tokenizer)) as answering,
+        closing(
+            source_of(service.control, config, Grader(len), tokenizer.decode, answering=answering)
+        ) as source,
+    ):
+        return [(group.prompt, s) for group in source.next(0, prompts, 0) for s in group.samples]
 
 
 def test_turns_continue_the_tokens_that_were_sampled(service):
@@ -39,12 +49,23 @@ def test_turns_continue_the_tokens_that_were_sampled(service):
     again.
     """
     service.set_version(0)
-    plain = sample(service, None)
+    plain = sample(service)
     inner = [token for _, s in plain for token in s.token_ids[:-4]]
     call_end = max(set(inner), key=inner.count)  # a random model closes no call of its own accord
-    with_tool = sample(
-        service, Tool(lambda text: "result", lambda text: RESULT, call_end, max_turns=3)
-    )
+    tokenizer = AutoTokenizer.from_pretrained(service.config.model.path)
+    says = tokenizer.decode([90, 91, 92])
+    result = tokenizer(says, add_special_tokens=False)["input_ids"]
+    called = {
+        "stop_token_ids": [call_end],
+        "environment": {
+            "function": "tests.games:SaysOneThing",
+            "args": {"call": tokenizer.decode([call_end]), "says": says},
+            "rewards": False,
+            "max_turns": 3,
+            "workers": 1,
+        },
+    }
+    with_tool = sample(service, **called)
     turns = []
     for (prompt, before), (_, after) in zip(plain, with_tool, strict=True):
         assert before.loss_mask is None
@@ -55,17 +76,14 @@ def test_turns_continue_the_tokens_that_were_sampled(service):
         assert (after.token_ids[:cut] == before.token_ids[:cut]).all()
         assert after.logprobs[:cut] == pytest.approx(before.logprobs[:cut], abs=1e-5)
         put_in = torch.tensor(after.token_ids)[mask == 0].tolist()
-        assert put_in == list(RESULT) * (len(put_in) // len(RESULT))
-        assert len(put_in) // len(RESULT) <= (after.token_ids[mask.numpy() > 0] == call_end).sum()
+        assert put_in == list(result) * (len(put_in) // len(result))
+        assert len(put_in) // len(result) <= (after.token_ids[mask.numpy() > 0] == call_end).sum()
         expected = logprobs_by(service.config.model.path, [*prompt.token_ids, *after.token_ids])
         expected = expected[len(prompt.token_ids) - 1 :] * mask
         assert (expected - torch.tensor(after.logprobs)).abs().max().item() <= 1e-4
-        turns.append(1 + len(put_in) // len(RESULT))
+        turns.append(1 + len(put_in) // len(result))
     assert max(turns) > 1, "no response had a second turn"
-    assert (
-        sample(service, Tool(lambda text: "result", lambda text: RESULT, call_end, max_turns=3))
-        == with_tool
-    )
+    assert sample(service, **called) == with_tool
 
 
 @pytest.mark.slow
@@ -74,7 +92,7 @@ def test_dynamic_sampling_tools_and_exact_kl_together(experiments):
     """Three steps, then two more from the checkpoint with its surplus, are five: the surplus and
     its order survive."""
     sections = {
-        "sampling": {"max_response_tokens": 10, "tool": SAYS_IT_AGAIN},
+        "sampling": {"max_response_tokens": 10} | SAYS_IT_AGAIN,
         "train": {
             "num_steps": 5,
             "num_prompts_per_step": 8,

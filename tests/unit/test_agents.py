@@ -17,10 +17,10 @@ from megagrpo.config.data import DataConfig
 from megagrpo.config.rollout import EnvironmentConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.rewards.workers import WorkerError, WorkerProcess
 from megagrpo.rollout.agents.environments import EnvironmentFailed, Environments
 from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.rollout.generation import sample_seed
+from megagrpo.system.worker_process import WorkerError, WorkerProcess
 from megagrpo.types import Prompt, RolloutGroup
 from tests.experiments import ROOT, until
 
@@ -170,7 +170,7 @@ def test_each_limit_cuts_a_rollout_and_keeps_its_rewards(turns, more, end, reaso
         ("die", "error", "step: the environment's process died: exit code 3"),
         ("hang", "timeout", "step gave no answer in 0.5 s"),
         ("fork", "timeout", "step gave no answer in 0.5 s"),
-        ("garbage", "error", "step: the environment's process died: Expecting value"),
+        ("garbage", "error", "step: the environment's process died: it wrote"),
         ("other answer", "error", "which answers no call"),
     ],
 )
@@ -283,8 +283,20 @@ def test_others_of_a_process_that_was_ended_begin_again():
     assert set(psutil.Process().children(recursive=True)) <= before, "no process is left"
 
 
+def test_a_rollout_is_not_lost_because_others_hang():
+    """One process: each of four hung calls ends those of all others, which begin again."""
+    config = config_of(function="tests.games:Bad", timeout_s=1.0)
+    answers = [kind for _ in range(4) for kind in ("hang", "x")]
+    prompts = [Prompt(30 + n, "?", tuple(ids("?")), kind) for n, kind in enumerate(answers)]
+    service = FakeService(version=3, script=[says("3") for _ in range(100)])
+    with playing(config, TOKENIZER, service) as source:
+        groups = source.next(7, prompts, 3)
+    ends = [group.outcomes[0].end for group in groups]
+    assert ends == ["timeout" if kind == "hang" else "done" for kind in answers]
+
+
 def test_a_process_that_cannot_start_is_not_the_environments_mistake(monkeypatch):
-    def wait_ready(process: WorkerProcess) -> None:
+    async def ready(process: WorkerProcess) -> None:
         process.kill()
         raise WorkerError("it did not start")
 
@@ -292,7 +304,7 @@ def test_a_process_that_cannot_start_is_not_the_environments_mistake(monkeypatch
         async with environments.episode({"answer": "7"}, 1):
             pass
 
-    monkeypatch.setattr(WorkerProcess, "wait_ready", wait_ready)
+    monkeypatch.setattr(WorkerProcess, "ready", ready)
     with (
         opened() as environments,
         pytest.raises(EnvironmentFailed, match="did not start") as failed,

@@ -4,6 +4,7 @@ turn."""
 import asyncio
 import json
 import signal
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -14,11 +15,13 @@ from examples.laptop.pretrained import find_gguf
 from megagrpo.config.data import DataConfig
 from megagrpo.config.rollout import AgentConfig
 from megagrpo.cpu.torchvision_ops import define_torchvision_operators
+from megagrpo.rollout.agents.answering import RolloutTask
 from megagrpo.rollout.agents.chat import ANTHROPIC, OPENAI
 from megagrpo.rollout.agents.conversation import ChatTurn, Conversation, Refused
 from megagrpo.rollout.agents.gateway import Gateway
 from megagrpo.rollout.agents.renderer import Renderer
-from megagrpo.rollout.response import Response
+from megagrpo.rollout.response import Response, SampleTurn
+from megagrpo.types import Prompt
 from tests.programs import call as post
 
 TEMPLATE = (
@@ -76,8 +79,12 @@ def talk(*texts: str, **limits) -> tuple[Conversation, list[list[int]]]:
     max_tokens = limits.pop("max_tokens", 100)
     config = AgentConfig(function="of_no_module:function", **{"max_turns": 9} | limits)
     decode = lambda tokens: TOKENIZER.decode(tokens, skip_special_tokens=True)  # noqa: E731
-    renderer, prompt = Renderer(TOKENIZER, DATA, True), np.zeros(0, np.int32)
-    return Conversation(config, max_tokens, renderer, sample, prompt, decode, parse), contexts
+    task = task_of(sample, max_tokens, decode)
+    return Conversation(config, Renderer(TOKENIZER, DATA, True), task, parse), contexts
+
+
+def task_of(sample: SampleTurn, max_tokens: int, decode: Callable) -> RolloutTask:
+    return RolloutTask(Prompt(0, "", (), ""), lambda whose: 0, sample, max_tokens, decode)
 
 
 def test_parallel_tool_calls_and_their_outputs_continue_the_exact_ids():
@@ -184,6 +191,14 @@ def test_anthropics_blocks_are_the_same_messages_and_their_stream_the_same_block
     events = [name for name, _ in ANTHROPIC.pieces(answer, body)]
     block = ["content_block_start", "content_block_delta", "content_block_stop"]
     assert events == ["message_start", *block, "message_delta", "message_stop"]
+
+
+def test_arguments_that_are_no_json_reach_the_agent_as_they_are():
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"x": 1,}'}}
+    turn, _ = asyncio.run(_two_turns(OPENAI.read({"messages": [USER], "tools": TOOLS})))
+    turn.message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    [block] = ANTHROPIC.write(turn, {}, "policy")["content"]
+    assert block["input"] == {"_raw": '{"x": 1,}'}
 
 
 async def _two_turns(asked) -> tuple[ChatTurn, list[list[int]]]:
@@ -337,11 +352,8 @@ def test_a_conversation_keeps_every_sampled_id(name, changed):
         """Whether decode and encode would have changed ids."""
         contexts.clear()
         sampled.clear()
-        config, prompt = (
-            AgentConfig(function="of_no_module:function", max_turns=9),
-            np.zeros(0, np.int32),
-        )
-        talk = Conversation(config, 10_000, renderer, sample, prompt, decode, parse)
+        config = AgentConfig(function="of_no_module:function", max_turns=9)
+        talk = Conversation(config, renderer, task_of(sample, 10_000, decode), parse)
         history, said, drifted = [message(str(chance.choice(words)))], list[dict](), False
         for turn in range(int(chance.integers(2, 6))):
             answer = (await talk.say(history)).message

@@ -261,7 +261,7 @@ def test_a_step_whose_gpus_do_not_come_back_is_saved_as_not_begun():
     with sampling(config, version=3) as (service, source, _):
         run = object.__new__(Run)
         owner = object.__new__(Sampling)
-        inputs = SimpleNamespace(prompts=prompt_set(), tool=None, images=None)
+        inputs = SimpleNamespace(prompts=prompt_set(), answering=None, images=None)
         vars(owner).update(_config=config, _mesh=MESH, _inputs=inputs, source=source)
         # /sleep is no path of the fake service
         vars(run).update(

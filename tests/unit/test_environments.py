@@ -11,10 +11,9 @@ import pytest
 
 from megagrpo.cluster import machine, nodes, supervise
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.rewards import workers
 from megagrpo.rollout.service import node as engine_node
 from megagrpo.rollout.service.node import EngineNode
-from megagrpo.system import environment
+from megagrpo.system import environment, worker_process
 from megagrpo.system.run_folder import RunFolder
 from tests import experiments
 
@@ -122,9 +121,9 @@ def environments(
     with monkeypatch.context() as inside:
         for name, value in recorder.found["trainer ranks"].items():
             inside.setenv(name, value)
-        inside.setattr(workers.subprocess, "Popen", popen)
+        inside.setattr(worker_process.subprocess, "Popen", popen)
         with pytest.raises(Started):
-            workers.WorkerProcess("a.module")
+            worker_process.WorkerProcess(["a.module"])
     return recorder.found
 
 

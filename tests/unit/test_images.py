@@ -212,7 +212,7 @@ def test_what_a_model_without_eyes_and_what_tools_refuse(model, tmp_path):
         load_prompts(DataConfig(**keys, chat_template=True), load_tokenizer(model))
     [said] = complaints(lambda: DataConfig(**keys))
     assert "images_key needs chat_template" in said
-    tool = {"tool": {"function": "calculator", "call_end": ">"}}
+    tool = {"environment": {"function": "calculator", "rewards": False}}
     [said] = complaints(lambda: experiment(data=keys | {"chat_template": True}, sampling=tool))
     assert "continue prompts of text only" in said
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from megagrpo.rollout.calculator import calculator, exact_value
 
 from examples.laptop.datasets import make_dataset
 from examples.laptop.model import character_tokenizer, make_tiny_model
@@ -29,7 +30,6 @@ from megagrpo.config.load import load_config
 from megagrpo.cpu.torchvision_ops import define_torchvision_operators
 from megagrpo.families.table import architecture_of, parameter_counts
 from megagrpo.rewards.graders.gsm8k import grade
-from megagrpo.rollout.calculator import calculator, exact_value
 from megagrpo.tools.certify.tiny_model import hf_config
 from tests.experiments import ROOT
 

@@ -113,6 +113,12 @@ print(json.dumps({"reward": float(text == row["answer"]), "info": text}))
     assert group.outcomes[0].status == "timeout"
 
 
+def test_a_command_need_not_read_its_row():
+    prints = "print('x' * 10**6); print(0.5)"
+    group, _ = run(command=[sys.executable, "-c", prints], answer="9" * 300_000, timeout_s=60)
+    assert group.outcomes[0].value == 0.5, group.outcomes[0]
+
+
 def test_a_fork_and_a_compaction_are_samples_of_one_rollout():
     script = [
         [0, "?"],
@@ -199,7 +205,7 @@ FAILURES = {
 def test_a_program_that_fails_gives_no_reward_and_takes_no_other_with_it(monkeypatch):
     """All in one process, which two of them end: those that are lost begin again, each in a process
     of its own."""
-    monkeypatch.setattr("megagrpo.rollout.agents.programs._GRACE_S", 0.5)
+    monkeypatch.setattr("megagrpo.system.worker_process.GRACE_S", 0.5)
     groups, requests = run_all(list(FAILURES), program="bad", timeout_s=8.0)
     for group, (status, named) in zip(groups, FAILURES.values(), strict=True):
         outcome = group.outcomes[0]

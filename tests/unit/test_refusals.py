@@ -107,7 +107,6 @@ REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
         "the reward is given by sampling.environment; remove the graders",
     ),
     ([*PLAYED, "algorithm.advantage={name: remax}"], "it needs a greedy response"),
-    ([*PLAYED, "sampling.tool={function: calculator, call_end: '>'}"], "set one of them"),
     (
         [*PLAYED, "rollout.step_timeout_s=99"],
         "episode_timeout_s must be below rollout.step_timeout_s",

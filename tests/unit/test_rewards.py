@@ -52,6 +52,7 @@ DAPO = math_dapo.grade
         (MATH, {}, r"\boxed{1} no, \boxed{2}", "2", 1),
         (MATH, {}, r"\boxed{1} no, \boxed{2}", "1", 0),
         (MATH, {}, r"\boxed{2}", r"so the answer is \boxed{2}", 1),
+        (MATH, {}, r"\boxed{4}. Check: \boxed{", "4", 1),
         (MATH, {}, r"\boxed{3}", "4", 0),
         (MATH, {}, r"\boxed{", "4", 0),
         (MATH, {}, r"\boxed{}", "4", 0),

@@ -13,8 +13,8 @@ import torch
 from fake_service import FakeService, running
 from sampling import MESH, experiment
 from sampling import source_of as make_source
+from test_calculator import CALCULATOR, EOS, PROMPT, TOKENIZER, ids, says
 from test_rollout_client import PARAMS, PROMPTS, QUICK
-from test_rollout_tools import CALCULATOR, EOS, PROMPT, TOKENIZER, ids, says
 
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.actor.megatron.fields import Kernels, transformer_defaults
@@ -28,6 +28,7 @@ from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import architecture_of
 from megagrpo.monitor.rollouts import RolloutLog, read_rollouts
 from megagrpo.rollout.admission import AdmissionQueue
+from megagrpo.rollout.agents.make import make_answering
 from megagrpo.rollout.engine_choice import Engines
 from megagrpo.rollout.generation import (
     GenerationClient,
@@ -39,7 +40,6 @@ from megagrpo.rollout.response import Response
 from megagrpo.rollout.routed_experts import WrongExperts, for_other_ranks, read_experts
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 from megagrpo.rollout.source import RolloutSource
-from megagrpo.rollout.tools import make_tool
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
@@ -153,8 +153,8 @@ def source_of(model: Path, service: FakeService, **sampling) -> RolloutSource:
         actor={"routing_replay": "rollout"},
         sampling=sampling,
     )
-    tool = make_tool(config.sampling.tool, TOKENIZER) if config.sampling.tool else None
-    return make_source(service.control, config, decode=lambda tokens: "1", tool=tool)
+    answering = make_answering(config, TOKENIZER)
+    return make_source(service.control, config, decode=lambda tokens: "1", answering=answering)
 
 
 def test_every_turn_goes_on_where_the_experts_end(model: Path):
@@ -171,15 +171,24 @@ def test_every_turn_goes_on_where_the_experts_end(model: Path):
         says("1", end=True) | {"routed_experts": told(experts)},
     ]
     with running(FakeService(version=3, script=script)) as service:
-        tool = CALCULATOR | {"function": "test_routing_replay:one"}
-        source = source_of(model, service, max_response_tokens=32, stop_token_ids=[EOS], tool=tool)
+        one = CALCULATOR | {"function": f"{__file__}:One"}
+        sampling = {"max_response_tokens": 32, "stop_token_ids": [EOS], "environment": one}
+        source = source_of(model, service, **sampling)
         [group] = source.next(7, [PROMPT], 3)
     assert np.array_equal(group.samples[0].routed_experts, experts[:, 1:])
 
 
-def one(text: str) -> str:
-    """A tool."""
-    return "1"
+class One:
+    """Says 1 to the first turn; the second is the last."""
+
+    def __init__(self, row: dict, seed: int):
+        self.turns = 0
+
+    def reset(self) -> None: ...
+
+    def step(self, text: str):
+        self.turns += 1
+        return "1", 0.0, self.turns == 2
 
 
 def test_evaluation_and_greedy_baselines_ask_for_none(model: Path):

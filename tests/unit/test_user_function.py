@@ -1,5 +1,5 @@
 """The one loader of functions that an experiment names; test_rewards_pool.py and
-test_rollout_tools.py use own ones."""
+test_calculator.py use own ones."""
 
 import json
 import pickle
@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from megagrpo.rewards.graders import table as graders
-from megagrpo.rollout import tools
+from megagrpo.rollout.agents import program_worker
 from megagrpo.system.user_function import load_function
 from tests.experiments import python
 
@@ -36,7 +36,7 @@ def test_built_in_and_own_functions_are_found(own):
 
     assert load_function("join", BUILT_IN, "a.key") is os.path.join
     assert load_function(f"{own}:length", BUILT_IN, "a.key")("ab", "", longest=4) == 0.5
-    for table in (graders.BUILT_IN, tools.BUILT_IN):
+    for table in (graders.BUILT_IN, program_worker.BUILT_IN):
         assert all(callable(load_function(name, table, "a.key")) for name in table)
 
 
@@ -89,3 +89,26 @@ def test_a_file_is_loaded_once_and_its_module_is_registered(tmp_path):
     for _ in range(2):
         with pytest.raises(ValueError, match="division by zero"):
             load_function(f"{tmp_path / 'broken.py'}:f", {}, "a.key")
+
+
+STATEFUL = """
+from __future__ import annotations
+from dataclasses import dataclass
+@dataclass
+class Count:
+    number: int = 0
+COUNT = Count()
+def counted():
+    COUNT.number += 1
+    return COUNT.number
+"""
+
+
+def test_a_file_is_executed_once(tmp_path):
+    """Its name may be that of a module of Python's, and dataclasses look their module up."""
+    (tmp_path / "math.py").write_text(STATEFUL)
+    name = f"{tmp_path / 'math.py'}:counted"
+    assert [load_function(name, {}, "a.key")() for _ in range(3)] == [1, 2, 3]
+    import math
+
+    assert math.pi > 3

@@ -4,6 +4,7 @@ turn."""
 import json
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from megagrpo.data.messages import Message, Tools, text_of
@@ -190,7 +191,10 @@ def _write_anthropic(turn: ChatTurn, body: Body, model: str) -> Body:
     if turn.message["content"] or not turn.message.get("tool_calls"):
         content.append({"type": "text", "text": turn.message["content"]})
     for call in turn.message.get("tool_calls") or []:
-        arguments = json.loads(call["function"]["arguments"] or "{}")
+        written = call["function"]["arguments"] or "{}"
+        arguments: object = {"_raw": written}  # what a model wrote need not be JSON
+        with suppress(ValueError):
+            arguments = json.loads(written)
         content.append(
             {
                 "type": "tool_use",

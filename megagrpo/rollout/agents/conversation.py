@@ -17,10 +17,10 @@ import numpy as np
 
 from megagrpo.config.rollout import AgentConfig
 from megagrpo.data.messages import Message, Tools, text_of
-from megagrpo.rollout.agents.play import Part
+from megagrpo.rollout.agents.answering import RolloutTask, SamplePart
 from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.rollout.generation import GenerationFailed
-from megagrpo.rollout.response import Response, SampleTurn
+from megagrpo.rollout.response import Response
 from megagrpo.system.errors import explained
 from megagrpo.types import Outcome
 
@@ -49,7 +49,7 @@ class ChatTurn:
     num_tokens: int = 0  # of its path, this turn included
     num_responding: int = 0  # the same without the prompt
     number: int = 0  # turns begun before it
-    response: Response = field(default_factory=lambda: Part(None).response)
+    response: Response = field(default_factory=lambda: SamplePart(None).response)
     message: Message = field(default_factory=dict)  # which the agent was sent
     answer: tuple[bytes, bytes] = (
         b"",
@@ -83,28 +83,11 @@ class Conversation:
     """What the agent of one rollout says to the model, in whatever order. Coroutines are of one
     loop.
 
-    max_tokens: of a sample's response at most, with what was said to the model. prompt: ids [T] of
-    the group's prompt.
     parse: makes the message that the agent is sent of the text of a turn.
     """
 
-    def __init__(
-        self,
-        config: AgentConfig,
-        max_tokens: int,
-        renderer: Renderer,
-        sample: SampleTurn,
-        prompt: np.ndarray,
-        decode: Callable[[np.ndarray], str],
-        parse: Parse,
-    ):
-        self._config, self._max_tokens, self._renderer, self._sample = (
-            config,
-            max_tokens,
-            renderer,
-            sample,
-        )
-        self._prompt, self._decode, self._parse = prompt, decode, parse
+    def __init__(self, config: AgentConfig, renderer: Renderer, task: RolloutTask, parse: Parse):
+        self._config, self._renderer, self._task, self._parse = config, renderer, task, parse
         self._root = ChatTurn(None, (), b"", np.zeros(0, np.int32))  # first turns follow it
         self._turns: list[ChatTurn] = []  # in the order of their ends
         self._num_begun = 0
@@ -145,11 +128,11 @@ class Conversation:
             task.cancel()
         self.failed.cancel()
 
-    def samples(self) -> tuple[list[Part], dict[int, int]]:
+    def samples(self) -> tuple[list[SamplePart], dict[int, int]]:
         """Returns the samples, and for each turn the index of its last token among the tokens of
         all responses."""
         parts, ends, before, stopped_at = (
-            list[Part](),
+            list[SamplePart](),
             dict[int, int](),
             0,
             -1,
@@ -158,7 +141,9 @@ class Conversation:
             (turn for turn in self._turns if not turn.followers), key=lambda turn: turn.number
         ):
             first, *_ = path = leaf.path()
-            part = Part(None if np.array_equal(first.added, self._prompt) else first.added)
+            part = SamplePart(
+                None if np.array_equal(first.added, self._task.prompt.token_ids) else first.added
+            )
             for turn in path:
                 if turn is not first:
                     part.add_said(turn.added)
@@ -169,7 +154,7 @@ class Conversation:
             before += len(part.response.token_ids)
         if self.stopped and parts:
             parts[stopped_at].response = replace(parts[stopped_at].response, finish_reason="length")
-        return parts or [Part(None)], ends
+        return parts or [SamplePart(None)], ends
 
     def outcome(
         self, reward: float, turn_rewards: Sequence[float] | None, note: str, by_turn: bool
@@ -207,7 +192,7 @@ class Conversation:
 
     async def _next(self, messages: Sequence[Message], tools: Tools) -> ChatTurn:
         turn = self._begun(messages, tools)
-        parent, room = turn.before or self._root, self._max_tokens - turn.num_responding
+        parent, room = turn.before or self._root, self._task.max_tokens - turn.num_responding
         if room <= 0:
             raise self._limited("context_length_exceeded", "no room for another turn", turn.before)
         if self._num_begun >= self._config.max_turns:
@@ -220,8 +205,8 @@ class Conversation:
                 turn.context(),
                 0 if turn.before is None else turn.before.num_tokens - 1,
             )
-            turn.response = await self._sample(turn.number, context, room, known)
-            turn.text = self._decode(turn.response.token_ids)
+            turn.response = await self._task.turn(turn.number, context, room, known)
+            turn.text = self._task.decode(turn.response.token_ids)
             turn.message = await self._parse(turn.text, tools, f"c{turn.number:05}")
             unfinished.pop_all()
         turn.num_tokens += len(turn.response.token_ids)

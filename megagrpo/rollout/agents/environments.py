@@ -3,26 +3,29 @@ environment does."""
 
 import asyncio
 import itertools
-import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar, cast
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
 
 from megagrpo.config.rollout import EnvironmentConfig
-from megagrpo.rewards.workers import WorkerError, WorkerProcess
-from megagrpo.rollout.agents.renderer import Renderer, Said
+from megagrpo.rollout.agents.answering import RolloutTask, SamplePart
+from megagrpo.rollout.agents.renderer import Observation, Renderer
 from megagrpo.system.user_function import load_function
+from megagrpo.system.worker_process import WorkerError, WorkerProcess, WorkerSlot, python_module
+from megagrpo.types import Outcome
 
 if TYPE_CHECKING:  # it pulls in torch, which the processes of environments need not
     from megagrpo.monitor.metrics import Metrics
 
-T = TypeVar("T")
 _MODULE = "megagrpo.rollout.agents.worker"
 _BUILT_IN = "megagrpo.environments"
 BUILT_IN = {
+    "calculator": f"{_BUILT_IN}.calculator:Calculator",
     "sql": f"{_BUILT_IN}.sql:Sql",
     "python": f"{_BUILT_IN}.python_programs:PythonPrograms",
     "gymnasium": f"{_BUILT_IN}.gymnasium_text:GymnasiumText",
@@ -36,17 +39,25 @@ _MACHINE_CHECKS = {"python": "megagrpo.sandbox.sandbox:machine_problem"}
 # cannot play, twice.
 ENDS = ("done", "tokens", "turns", "time", "timeout", "error", "infrastructure", "data")
 
+_TRIES = {"infrastructure": 3, "data": 2}  # by what ended the one before
+_PAUSE_S = 0.25  # doubled before each further try
+
 
 class EnvironmentFailed(Exception):
-    """Raised for an episode that cannot go on. end: one of ENDS. worker: the process it was in."""
+    """Raised for an episode that cannot go on.
 
-    def __init__(self, end: str, detail: str, worker: "_Worker | None" = None):
+    end: one of ENDS. slot: of its process. bystander: whether another episode's call ended that.
+    """
+
+    def __init__(
+        self, end: str, detail: str, slot: WorkerSlot | None = None, bystander: bool = False
+    ):
         super().__init__(detail)
-        self.end, self.worker = end, worker
+        self.end, self.slot, self.bystander = end, slot, bystander
 
 
 @dataclass
-class Used:
+class EnvironmentUsage:
     """What rollouts took of a leader's time."""
 
     rollouts: int = 0
@@ -55,13 +66,6 @@ class Used:
     queue_s: float = 0.0  # that calls waited for a process
     engines_s: float = 0.0  # that rollouts waited for the model's turns
     begun_again: int = 0
-
-
-@dataclass(eq=False)
-class _Worker:
-    process: WorkerProcess | None = None  # None: it starts with the next episode
-    free: asyncio.Lock = field(default_factory=asyncio.Lock)  # one call at a time
-    episodes: int = 0
 
 
 def load_environment(name: str) -> Callable[..., object]:
@@ -78,6 +82,34 @@ def refuse_machine(config: EnvironmentConfig) -> None:
             raise ValueError(f"environment {name}: {problem}")
 
 
+@dataclass
+class EpisodeResult:
+    """A rollout so far."""
+
+    parts: list[SamplePart] = field(default_factory=list)
+    rewards: list[tuple[int, float]] = field(default_factory=list)  # (last token of a turn, reward)
+    end: str = "done"  # one of ENDS
+    stopped: str = ""  # by which limit, in words
+
+    @property
+    def num_tokens(self) -> int:
+        """Counts the tokens of all responses."""
+        return sum(len(part.response.token_ids) for part in self.parts)
+
+    def outcome(self, by_turn: bool) -> Outcome:
+        """Returns the sum of the rewards; by_turn: each belongs to the last token of its turn."""
+        token_rewards = (
+            tuple((index, reward) for index, reward in self.rewards if reward) if by_turn else ()
+        )
+        rewards = tuple(reward for _, reward in self.rewards)
+        return Outcome("score", sum(rewards), self.stopped, {}, token_rewards, self.end, rewards)
+
+    def stop(self, end: str, detail: str) -> None:
+        """Ends it by a limit."""
+        self.end, self.stopped = end, detail
+        self.parts[-1].response = replace(self.parts[-1].response, finish_reason="length")
+
+
 class Environments:
     """Runs the environments of one leader's rollouts, many in a process. Coroutines are of one
     loop.
@@ -86,34 +118,107 @@ class Environments:
     say.
     """
 
+    waited_for = "the engines or the environment"
+
     def __init__(self, config: EnvironmentConfig, renderer: Renderer):
         self.config, self.renderer = config, renderer
-        self._threads = ThreadPoolExecutor(config.workers, "environments")
-        self._workers = [_Worker() for _ in range(config.workers)]
+        make = partial(WorkerProcess, python_module(_MODULE), [config.function])
+        self._episodes = {WorkerSlot(make): 0 for _ in range(config.workers)}  # how many are open
         self._numbers = itertools.count()
         self._open = (
             nullcontext() if config.max_open is None else asyncio.Semaphore(config.max_open)
         )
-        self.used = Used()
+        self.usage = EnvironmentUsage()
 
     def add_metrics(self, metrics: "Metrics") -> None:
         """Adds the mean seconds of the calls and rollouts that ended since the last time."""
-        used, self.used = self.used, Used()
-        metrics.add_mean("environment/call_s", used.call_s, used.calls)
-        metrics.add_mean("environment/queue_s", used.queue_s, used.calls)
-        metrics.add_mean("environment/rollout_s", used.call_s, used.rollouts)
-        metrics.add_mean("environment/engines_s", used.engines_s, used.rollouts)
-        metrics.add_sum("environment/begun_again", used.begun_again)
+        usage, self.usage = self.usage, EnvironmentUsage()
+        metrics.add_mean("environment/call_s", usage.call_s, usage.calls)
+        metrics.add_mean("environment/queue_s", usage.queue_s, usage.calls)
+        metrics.add_mean("environment/rollout_s", usage.call_s, usage.rollouts)
+        metrics.add_mean("environment/engines_s", usage.engines_s, usage.rollouts)
+        metrics.add_sum("environment/begun_again", usage.begun_again)
 
     def close(self) -> None:
         """Ends all processes."""
-        for process in [worker.process for worker in self._workers if worker.process is not None]:
-            process.kill()
-        self._threads.shutdown()
+        for slot in self._episodes:
+            slot.close()
+
+    async def rollout(self, task: RolloutTask) -> tuple[Sequence[SamplePart], Outcome | None]:
+        """Plays a rollout to its end, from its beginning again if what it needs was lacking: 3
+        times in all, elsewhere.
+
+        A try that another rollout's call has ended does not count. The outcome is None if graders
+        score the rollout and it did not fail.
+        """
+        row, seed = task.row, task.seed_of("environment")
+        failed: EnvironmentFailed | None = None
+        tries = 0
+        while True:
+            result = EpisodeResult()
+            try:
+                avoid = failed.slot if failed else None
+                async with self.episode(row, seed, avoid) as episode:
+                    await self._play(result, episode, task)
+                failed = None
+                break
+            except EnvironmentFailed as exc:
+                failed = exc
+            tries += not failed.bystander
+            if tries >= _TRIES.get(failed.end, 1):
+                break
+            self.usage.begun_again += 1
+            await asyncio.sleep(_PAUSE_S * 2**tries)
+        self.usage.rollouts += 1
+        parts = result.parts or [SamplePart(None)]
+        if failed is not None:
+            status = "timeout" if failed.end == "timeout" else "error"
+            return parts, Outcome(status, detail=str(failed), end=failed.end)
+        if not self.config.rewards:
+            return parts, None
+        return parts, result.outcome(self.config.credit == "turn")
+
+    async def _play(self, result: EpisodeResult, episode: "Episode", task: RolloutTask) -> None:
+        """Fills `result` until the environment is done or a limit is met.
+
+        A message that leaves no room for another token is not put in. Raises as `episode` does.
+        """
+        config, renderer = self.config, self.renderer
+        limit_s = config.episode_timeout_s
+        said = await episode.reset()
+        for number in range(config.max_turns):
+            if limit_s is not None and number and episode.seconds > limit_s:
+                return result.stop("time", f"its environment took {episode.seconds:.1f} s")
+            fresh = number == 0 or config.history == "last"
+            if fresh:
+                result.parts.append(
+                    SamplePart(None if said is None else _rendered(renderer.start, said))
+                )
+            part, known = result.parts[-1], 0
+            begin = task.prompt.token_ids if part.prompt_ids is None else part.prompt_ids
+            if not fresh:
+                known = len(begin) + len(part.response.token_ids) - 1
+                ids = _rendered(renderer.after_turn, said or "")
+                if len(part.response.token_ids) + len(ids) >= task.max_tokens:
+                    return result.stop("tokens", "no room for another turn")
+                part.add_said(ids)
+            context = np.concatenate([begin, part.response.token_ids])
+            left = task.max_tokens - len(part.response.token_ids)
+            asked = time.monotonic()
+            sampled = await task.turn(number, context, left, known)
+            self.usage.engines_s += time.monotonic() - asked
+            part.add(sampled, sampled=True)
+            if sampled.finish_reason != "stop":
+                return result.stop("tokens", "a turn reached the limit of tokens")
+            said, reward, done = await episode.step(task.decode(sampled.token_ids))
+            result.rewards.append((result.num_tokens - 1, reward))
+            if done:
+                return None
+        return result.stop("turns", f"{config.max_turns} turns")
 
     @asynccontextmanager
     async def episode(
-        self, row: Mapping[str, object], seed: int, avoid: _Worker | None = None
+        self, row: Mapping[str, object], seed: int, avoid: WorkerSlot | None = None
     ) -> "AsyncIterator[Episode]":
         """Makes the environment of one rollout, which is closed after the block; elsewhere than in
         `avoid` if it can.
@@ -122,10 +227,10 @@ class Environments:
         episode's call has ended its process.
         """
         async with self._open:
-            worker = min(self._workers, key=lambda each: (each is avoid, each.episodes))
-            worker.episodes += 1
+            slot = min(self._episodes, key=lambda each: (each is avoid, self._episodes[each]))
+            self._episodes[slot] += 1
             try:
-                episode = Episode(self, worker, await self._process_of(worker), next(self._numbers))
+                episode = Episode(self, slot, await self._process_of(slot), next(self._numbers))
                 try:
                     await episode.call("make", row, seed, self.config.args)
                     yield episode
@@ -133,76 +238,55 @@ class Environments:
                     with suppress(EnvironmentFailed):  # its rollout is over, or has failed already
                         await episode.call("close")
             finally:
-                worker.episodes -= 1
+                self._episodes[slot] -= 1
 
     async def ask(self, episode: "Episode", message: Sequence[object]) -> list:
         """Returns the answer of an episode's process, which is ended unless it gives one. Raises as
         `episode` does."""
-        asked, worker, process = time.monotonic(), episode.worker, episode.process
-        async with worker.free:
-            if worker.process is not process:
+        asked = time.monotonic()
+        slot, process = episode.slot, episode.process
+        async with slot.busy:
+            if not process.is_open:
                 lost = "its process was ended while another episode's call hung"
-                raise EnvironmentFailed("infrastructure", lost, worker)
-            worker.process = None  # unless this call, which may be cancelled, comes to its end
+                raise EnvironmentFailed("infrastructure", lost, slot, bystander=True)
             began = time.monotonic()
             try:
-                number = next(self._numbers)
-                answer = await self._in_thread(
-                    lambda: process.ask([number, *message], self.config.timeout_s)
-                )
-                if not isinstance(answer, list) or len(answer) != 4 or answer[0] != number:
-                    raise WorkerError(
-                        f"it wrote {answer!r:.80} to its socket, which answers no call"
-                    )
-                worker.process = process
+                answer, error = await process.only_call(list(message), self.config.timeout_s)
             except TimeoutError as exc:
                 limit = f"{message[1]} gave no answer in {self.config.timeout_s:g} s"
                 raise EnvironmentFailed("timeout", limit) from exc
-            except (OSError, WorkerError, json.JSONDecodeError) as exc:
+            except WorkerError as exc:
                 end = "infrastructure" if process.was_killed else "error"
-                raise EnvironmentFailed(
-                    end, f"{message[1]}: the environment's process died: {exc}", worker
-                ) from exc
+                died = f"{message[1]}: the environment's process died: {exc}"
+                raise EnvironmentFailed(end, died, slot) from exc
             finally:
-                if worker.process is None:
-                    process.kill()
                 took = time.monotonic() - began
                 episode.seconds += took
-                self.used.calls += 1
-                self.used.queue_s += began - asked
-                self.used.call_s += took
-            return answer[1:]
+                self.usage.calls += 1
+                self.usage.queue_s += began - asked
+                self.usage.call_s += took
+            return [None, error, "error"] if error is not None else answer
 
-    async def _process_of(self, worker: _Worker) -> WorkerProcess:
-        def started() -> WorkerProcess:
-            process = WorkerProcess(_MODULE, self.config.function)
-            process.wait_ready()
-            return process
-
-        async with worker.free:
-            if worker.process is None:
-                try:
-                    worker.process = await self._in_thread(started)
-                except WorkerError as exc:
-                    raise EnvironmentFailed("infrastructure", str(exc), worker) from exc
-            return worker.process
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def _process_of(self, slot: WorkerSlot) -> WorkerProcess:
+        try:
+            return await slot.started()
+        except WorkerError as exc:
+            raise EnvironmentFailed("infrastructure", str(exc), slot) from exc
 
 
 class Episode:
     """The environment of one rollout."""
 
-    def __init__(self, of: Environments, worker: _Worker, process: WorkerProcess, number: int):
-        self._of, self.worker, self.process, self._number = of, worker, process, number
+    def __init__(self, of: Environments, slot: WorkerSlot, process: WorkerProcess, number: int):
+        self._of, self._number = of, number
+        self.slot, self.process = slot, process
         self.seconds = 0.0  # of its calls
 
-    async def reset(self) -> Said | None:
+    async def reset(self) -> Observation | None:
         """Returns what the environment says first; None: the prompt of the data is all."""
-        return cast(Said | None, await self.call("reset"))
+        return cast(Observation | None, await self.call("reset"))
 
-    async def step(self, text: str) -> tuple[Said | None, float, bool]:
+    async def step(self, text: str) -> tuple[Observation | None, float, bool]:
         """Returns what the environment says to a turn of the model, its reward, and whether the
         rollout is over."""
         said, reward, done = cast(list, await self.call("step", text))
@@ -212,5 +296,13 @@ class Episode:
         """Returns what a method of the environment gives. Raises as Environments.episode does."""
         result, error, end = await self._of.ask(self, [self._number, method, list(arguments)])
         if error is not None:
-            raise EnvironmentFailed(end, error, self.worker)
+            raise EnvironmentFailed(end, error, self.slot)
         return result
+
+
+def _rendered(render: Callable[[Observation], np.ndarray], said: Observation) -> np.ndarray:
+    """Returns the ids of what an environment said, whose fault it is if they cannot be made."""
+    try:
+        return render(said)
+    except ValueError as exc:
+        raise EnvironmentFailed("error", str(exc)) from exc

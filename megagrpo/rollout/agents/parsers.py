@@ -6,11 +6,12 @@ nothing stays whole.
 """
 
 import asyncio
+from contextlib import suppress
 
 import aiohttp
 
 from megagrpo.data.messages import Message, Tools
-from megagrpo.rollout.control import ServiceControl, bearer
+from megagrpo.rollout.control import ServiceControl, ServiceUnreachable, bearer
 from megagrpo.rollout.generation import GenerationFailed
 
 _TRIES, _PAUSE_S, _REQUEST_S = 20, 1.0, 30.0
@@ -20,11 +21,8 @@ class EngineParsers:
     """Asks any engine that is ready. Empty names: the text is the message."""
 
     def __init__(self, control: ServiceControl, tool_parser: str = "", reasoning_parser: str = ""):
-        self._control, self._tool_parser, self._reasoning_parser = (
-            control,
-            tool_parser,
-            reasoning_parser,
-        )
+        self._control = control
+        self._tool_parser, self._reasoning_parser = tool_parser, reasoning_parser
         self._engine = ""  # URL of one that answered
         self._http: aiohttp.ClientSession | None = None
 
@@ -68,9 +66,10 @@ class EngineParsers:
             self._http = aiohttp.ClientSession(
                 headers=bearer(self._control.api_key), timeout=timeout
             )
-        problem = "no engine is ready"
+        problem = ""
         for _ in range(_TRIES):
-            self._engine = self._engine or await self._ready_engine()
+            while not self._engine:
+                self._engine = await self._ready_engine()
             try:
                 async with self._http.post(f"{self._engine}/{path}", json=body) as answer:
                     return await answer.json() if answer.status == 200 else {}
@@ -80,5 +79,12 @@ class EngineParsers:
         raise GenerationFailed(f"no engine parsed a turn in {_TRIES} tries: {problem}")
 
     async def _ready_engine(self) -> str:
-        status = await asyncio.to_thread(self._control.status)
-        return next((engine.url for engine in status.engines if engine.state == "ready"), "")
+        """Returns the URL of an engine; after a pause "" if none is ready, as while engines
+        restart."""
+        with suppress(ServiceUnreachable):
+            status = await asyncio.to_thread(self._control.status)
+            for engine in status.engines:
+                if engine.state == "ready":
+                    return engine.url
+        await asyncio.sleep(_PAUSE_S)
+        return ""

@@ -2,9 +2,8 @@
 FUNCTION`.
 
 A program is a function, or a command: the endpoint in its environment, the row on its standard
-input, the reward as its last line of standard output. JSON lines on the socket: [number, arguments]
-begins a program, [number, null] cancels it; its end is [number, result, error]. It ends itself, and
-all that it started, when its socket closes.
+input, the reward as its last line of standard output. It ends itself, and all that it started, when
+its socket closes.
 """
 
 import asyncio
@@ -13,25 +12,22 @@ import json
 import math
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, suppress
-from functools import partial
+from contextlib import AsyncExitStack
 from numbers import Real
 
-from megagrpo.sandbox.calls import tried
 from megagrpo.system.environment import API_KEY, child_environment
 from megagrpo.system.errors import explained
 from megagrpo.system.processes import dies_with_parent, stop_tree
 from megagrpo.system.user_function import load_function
+from megagrpo.system.worker_process import serve_concurrently
 
 Program = (
     Callable  # (base_url=, key=, row=, **args) -> reward or {"reward", "turn_rewards", "info"}
 )
 
-LONGEST_LINE = 2**28  # bytes
 _THREADS = 1024  # programs that are no coroutines, at once
 COMMAND = "megagrpo.rollout.agents.program_worker:run_command"
 BUILT_IN = {"verifiers": "megagrpo.environments.verifiers_program:play_verifiers"}
@@ -105,10 +101,9 @@ async def run_command(
         stack.push_async_callback(
             asyncio.to_thread, stop_tree, process.pid, 0.0
         )  # what it left behind, too
-        with suppress(BrokenPipeError, ConnectionResetError):  # it need not read
-            process.stdin.write(json.dumps(row).encode() + b"\n")
-            await process.stdin.drain()
-            process.stdin.close()
+        # Not awaited: it may print before it reads, or never read.
+        process.stdin.write(json.dumps(row).encode() + b"\n")
+        process.stdin.close()
         output = b""
         while piece := await process.stdout.read(_PIECE):
             output = (output + piece)[-_KEPT:]
@@ -122,40 +117,18 @@ async def run_command(
 
 async def serve_programs(fd: int, function: str) -> None:
     """Runs programs until the socket is closed."""
-    program, running = load_program(function), dict[int, asyncio.Task]()
+    program = load_program(function)
     is_async = inspect.iscoroutinefunction(program)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
-    reader, writer = await asyncio.open_connection(
-        sock=socket.socket(fileno=fd), limit=LONGEST_LINE
-    )
-    writer.write(b"[null, null]\n")
-    async for line in reader:
-        number, arguments = json.loads(line)
-        if arguments is not None:
-            work = program(**arguments) if is_async else asyncio.to_thread(program, **arguments)
-            running[number] = asyncio.ensure_future(work)
-            running[number].add_done_callback(partial(_report, running, number, function, writer))
-        elif number in running and is_async:  # a thread would go on
-            running[number].cancel()
-    for task in running.values():
-        task.cancel()
-    await asyncio.gather(*running.values(), return_exceptions=True)
+
+    async def run(arguments: Mapping[str, object]) -> object:
+        if is_async:
+            return read_result(await program(**arguments))
+        return read_result(await asyncio.to_thread(program, **arguments))
+
+    await serve_concurrently(fd, run, cancels=is_async)  # a thread would go on
     sys.stdout.flush()
     os._exit(0)  # a thread of a program may go on for ever
-
-
-def _report(
-    running: dict[int, asyncio.Task],
-    number: int,
-    function: str,
-    writer: asyncio.StreamWriter,
-    task: asyncio.Task,
-) -> None:
-    """Writes the end of a program."""
-    del running[number]
-    result, raised = tried(lambda: read_result(task.result()))
-    error = None if raised is None else f"{function} raised {type(raised).__name__}: {raised}"
-    writer.write(json.dumps([number, result, error]).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -2,43 +2,27 @@
 an outcome."""
 
 import asyncio
-import itertools
-import json
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from megagrpo.config.rollout import AgentConfig
-from megagrpo.rewards.workers import WorkerError, WorkerProcess
+from megagrpo.rollout.agents.answering import RolloutTask, SamplePart
 from megagrpo.rollout.agents.conversation import Conversation
 from megagrpo.rollout.agents.gateway import Gateway
 from megagrpo.rollout.agents.parsers import EngineParsers
-from megagrpo.rollout.agents.play import Part
-from megagrpo.rollout.agents.program_worker import COMMAND, LONGEST_LINE
+from megagrpo.rollout.agents.program_worker import COMMAND
 from megagrpo.rollout.agents.renderer import Renderer
-from megagrpo.rollout.control import ServiceControl
-from megagrpo.rollout.response import SampleTurn
+from megagrpo.system.worker_process import WorkerError, WorkerProcess, WorkerSlot, python_module
 from megagrpo.types import Outcome
 
 if TYPE_CHECKING:  # it pulls in torch
     from megagrpo.monitor.metrics import Metrics
 
 _MODULE = "megagrpo.rollout.agents.program_worker"
-_GRACE_S = 5.0  # for a cancelled program to end by itself
-_POLL_S = 0.05
-
-
-@dataclass(eq=False)
-class _Worker:
-    process: WorkerProcess | None = None  # None: it starts with the next program
-    writer: asyncio.StreamWriter | None = None
-    results: dict[int, "asyncio.Future[list]"] = field(default_factory=dict)
-    starting: asyncio.Lock = field(default_factory=asyncio.Lock)
-    reading: asyncio.Task[None] | None = None
+_ALONE = 8  # programs that begin again, each in a process of its own, at once
 
 
 class Programs:
@@ -46,24 +30,19 @@ class Programs:
     loop.
 
     The processes and the endpoint start with the first program. host: address of the endpoint.
-    decode: ids of a turn -> text.
     """
 
-    def __init__(
-        self,
-        config: AgentConfig,
-        renderer: Renderer,
-        host: str,
-        model: str,
-        decode: Callable[[np.ndarray], str],
-    ):
-        self.config, self._renderer, self._decode = config, renderer, decode
+    waited_for = "the engines or the agent"
+
+    def __init__(self, config: AgentConfig, renderer: Renderer, host: str, model: str):
+        self.config, self._renderer = config, renderer
         self._gateway = Gateway(host, model)
-        self._function = config.function or COMMAND
         self._args = dict(config.args) if config.function else {"command": config.command}
-        self._workers = [_Worker() for _ in range(config.workers)]
-        self._processes: set[WorkerProcess] = set()
-        self._numbers = itertools.count()
+        self._make = partial(WorkerProcess, python_module(_MODULE), [config.function or COMMAND])
+        # how many programs run in each
+        self._running = {WorkerSlot(self._make): 0 for _ in range(config.workers)}
+        self._spare: list[WorkerSlot] = []  # of programs that began again
+        self._alone = asyncio.Semaphore(_ALONE)
         self._parsers: EngineParsers | None = None
         self._ended, self._seconds, self._waited_s = 0, 0.0, 0.0  # since the last `add_metrics`
 
@@ -76,81 +55,77 @@ class Programs:
 
     def close(self) -> None:
         """Ends all processes, after the loop has ended."""
-        for process in list(self._processes):
-            process.kill()
+        for slot in [*self._running, *self._spare]:
+            slot.close()
         self._gateway.close()
 
-    async def rollout(
-        self,
-        row: Mapping[str, object],
-        prompt: np.ndarray,
-        sample: SampleTurn,
-        max_tokens: int,
-        control: ServiceControl,
-    ) -> tuple[list[Part], Outcome]:
+    async def rollout(self, task: RolloutTask) -> tuple[Sequence[SamplePart], Outcome | None]:
         """Returns the samples of a rollout and its outcome: never a reward for a program that
         failed.
 
-        prompt: ids [T] of the group's prompt. max_tokens: of a sample's response.
         A program whose process was ended by another one begins again, in a process of its own.
         Raises GenerationFailed.
         """
         self._gateway.start()
         if self._parsers is None:
-            self._parsers = EngineParsers(
-                control, self.config.tool_parser, self.config.reasoning_parser
-            )
-        parse = self._parsers.message
-        for worker in (min(self._workers, key=lambda each: len(each.results)), _Worker()):
-            talk = Conversation(
-                self.config, max_tokens, self._renderer, sample, prompt, self._decode, parse
-            )
-            with ExitStack() as stack:
-                if worker not in self._workers:
-                    stack.callback(self._end, worker)
-                base_url, key = stack.enter_context(self._gateway.session(talk))
-                outcome = await self._run(
-                    worker, {"base_url": base_url, "key": key, "row": row}, talk
-                )
-            if outcome is not None:
-                break
-        parts, _ = talk.samples()
-        return parts, outcome or Outcome("error", detail="the process of its program died")
+            config = self.config
+            assert task.control is not None, "the sampler has one"
+            self._parsers = EngineParsers(task.control, config.tool_parser, config.reasoning_parser)
+        outcome, talk = None, None
+        for place in (self._shared, self._own):
+            async with place() as slot:
+                talk = Conversation(self.config, self._renderer, task, self._parsers.message)
+                try:
+                    outcome = await self._run(slot, task, talk)
+                    break
+                except WorkerError as exc:
+                    outcome = Outcome("error", detail=f"the process of its program died: {exc}")
+        assert talk is not None, "one of both places"
+        return talk.samples()[0], outcome
 
-    async def _run(
-        self, worker: _Worker, request: dict[str, object], talk: Conversation
-    ) -> Outcome | None:
-        """Returns the outcome of one program; None if its process is gone. Raises
-        GenerationFailed."""
-        try:
-            await self._started(worker)
-        except WorkerError as exc:
-            return Outcome("error", detail=str(exc))
-        number, began = next(self._numbers), time.monotonic()
-        assert worker.writer is not None, "started"
-        result = worker.results[number] = asyncio.get_running_loop().create_future()
+    @asynccontextmanager
+    async def _shared(self) -> AsyncIterator[WorkerSlot]:
+        slot = min(self._running, key=self._running.__getitem__)
+        self._running[slot] += 1
         with ExitStack() as stack:
-            stack.callback(worker.results.pop, number, None)
-            worker.writer.write(json.dumps([number, request | self._args]).encode() + b"\n")
-            cancelled = stack.enter_context(ExitStack())
-            cancelled.callback(self._cancel, worker, number)
-            while not result.done():
+            stack.callback(self._leave, slot)
+            yield slot
+
+    def _leave(self, slot: WorkerSlot) -> None:
+        self._running[slot] -= 1
+
+    @asynccontextmanager
+    async def _own(self) -> AsyncIterator[WorkerSlot]:
+        async with self._alone:
+            slot = WorkerSlot(self._make)
+            self._spare.append(slot)
+            with ExitStack() as stack:
+                stack.callback(slot.kill)
+                yield slot
+
+    async def _run(self, slot: WorkerSlot, task: RolloutTask, talk: Conversation) -> Outcome:
+        """Returns the outcome of one program. Raises WorkerError if its process is gone, and
+        GenerationFailed."""
+        process = await slot.started()
+        began = time.monotonic()
+        with ExitStack() as stack:
+            base_url, key = stack.enter_context(self._gateway.session(talk))
+            given = {"base_url": base_url, "key": key, "row": _row(task)}
+            call = asyncio.ensure_future(process.call(given | self._args))
+            stack.callback(call.cancel)
+            awaited: list[asyncio.Future] = [call, talk.failed]
+            while not call.done():
                 left = self.config.timeout_s + talk.waited_s - (time.monotonic() - began)
                 if left <= 0:
-                    cancelled.close()
-                    talk.close()
-                    await self._give_up(worker, result)
                     return Outcome("timeout", detail=f"no reward in {self.config.timeout_s:g} s")
-                await asyncio.wait(
-                    [result, talk.failed], timeout=max(left, _POLL_S), return_when="FIRST_COMPLETED"
-                )
-                if talk.failed.done() and not result.done():
+                await asyncio.wait(awaited, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                if talk.failed.done() and not call.done():
                     talk.failed.result()
-            cancelled.pop_all()
+            found, error = call.result()
             self._ended += 1
             self._waited_s += talk.waited_s
             self._seconds += time.monotonic() - began - talk.waited_s
-            return self._outcome(talk, *result.result()) if result.result() else None
+            return self._outcome(talk, found, error)
 
     def _outcome(self, talk: Conversation, found: list | None, error: str | None) -> Outcome:
         if found is not None:
@@ -158,55 +133,13 @@ class Programs:
             return talk.outcome(reward, turn_rewards, note, self.config.credit == "turn")
         if talk.stopped and self.config.truncated_reward is not None:
             return talk.outcome(self.config.truncated_reward, None, str(error), False)
-        return Outcome("error", detail="; ".join(filter(None, (talk.stopped, error))))
+        function = self.config.function or COMMAND
+        return Outcome(
+            "error", detail="; ".join(filter(None, (talk.stopped, f"{function} raised {error}")))
+        )
 
-    async def _give_up(self, worker: _Worker, result: "asyncio.Future[list]") -> None:
-        """Ends the process of a cancelled program unless the program ends by itself."""
-        await asyncio.wait([result], timeout=_GRACE_S)
-        if not result.done():
-            self._end(worker)
 
-    def _cancel(self, worker: _Worker, number: int) -> None:
-        if worker.writer is not None:
-            worker.writer.write(json.dumps([number, None]).encode() + b"\n")
-
-    async def _started(self, worker: _Worker) -> None:
-        """Starts its process if it has none. Raises WorkerError."""
-
-        def started() -> WorkerProcess:
-            process = WorkerProcess(_MODULE, self._function)
-            self._processes.add(process)
-            process.wait_ready()
-            return process
-
-        async with worker.starting:
-            if worker.process is None:
-                process = await asyncio.to_thread(started)
-                reader, writer = await asyncio.open_connection(
-                    sock=process.connection(), limit=LONGEST_LINE
-                )
-                worker.process, worker.writer = process, writer
-                worker.reading = asyncio.create_task(self._read(worker, reader))
-
-    async def _read(self, worker: _Worker, reader: asyncio.StreamReader) -> None:
-        """Gives each result to its rollout, until the process is gone."""
-        with suppress(OSError):  # a process that was killed resets its socket
-            async for line in reader:
-                number, found, error = json.loads(line)
-                if (result := worker.results.pop(number, None)) is not None and not result.done():
-                    result.set_result([found, error])
-        self._end(worker)
-
-    def _end(self, worker: _Worker) -> None:
-        """Ends a process; the programs in it are lost, and the next one starts another."""
-        process, writer, lost = worker.process, worker.writer, list(worker.results.values())
-        worker.process = worker.writer = None
-        worker.results.clear()
-        if writer is not None:
-            writer.close()
-        if process is not None:
-            process.kill()
-            self._processes.discard(process)
-        for result in lost:
-            if not result.done():
-                result.set_result([])
+def _row(task: RolloutTask) -> dict[str, object]:
+    prompt = task.prompt
+    messages = prompt.messages or [{"role": "user", "content": prompt.text}]
+    return task.row | {"messages": messages, "seed": task.seed_of("agent")}

@@ -21,7 +21,7 @@ from megagrpo.system.errors import explained
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
     from transformers import PreTrainedTokenizerBase
 
-Said = str | Sequence[Message]  # a text is a message of the user
+Observation = str | Sequence[Message]  # a text is a message of the user
 
 _ANSWER = "its answer"
 _PROBE: list[Message] = [
@@ -47,7 +47,7 @@ class Renderer:
         if data.chat_template and continues:
             self._before = self._checked()
 
-    def start(self, said: Said) -> np.ndarray:
+    def start(self, said: Observation) -> np.ndarray:
         """Returns the ids [T] int32 of a first message, ready for the model's turn. Raises
         ValueError."""
         messages = _messages(said)
@@ -61,7 +61,7 @@ class Renderer:
             )
         return ids
 
-    def begin(self, messages: Said, tools: Tools = None) -> np.ndarray:
+    def begin(self, messages: Observation, tools: Tools = None) -> np.ndarray:
         """Returns the ids [T] int32 of a conversation as it is, ready for the model's turn. Raises
         ValueError."""
         if self._data.chat_template:
@@ -69,7 +69,7 @@ class Renderer:
         begin = [self._tokenizer.bos_token_id] if self._data.add_bos else []
         return np.array([*begin, *self._encode(_text(messages, tools))], np.int32)
 
-    def after_turn(self, said: Said, tools: Tools = None) -> np.ndarray:
+    def after_turn(self, said: Observation, tools: Tools = None) -> np.ndarray:
         """Returns the ids [T] int32 that follow an answer which ended by itself. Raises
         ValueError."""
         if not self._data.chat_template:
@@ -134,7 +134,7 @@ class Renderer:
         return ids
 
 
-def _messages(said: Said) -> list[Message]:
+def _messages(said: Observation) -> list[Message]:
     return (
         [{"role": "user", "content": said}]
         if isinstance(said, str)
@@ -142,7 +142,7 @@ def _messages(said: Said) -> list[Message]:
     )
 
 
-def _text(said: Said, tools: Tools) -> str:
+def _text(said: Observation, tools: Tools) -> str:
     if tools:
         raise ValueError("tools are written by a chat template: set data.chat_template: true")
     return said if isinstance(said, str) else "".join(text_of(message) for message in said)

@@ -1,48 +1,39 @@
-"""The process that runs environments: `python -m megagrpo.rollout.agents.worker FD FUNCTION`, JSON
-lines on the socket.
+"""The process that runs environments: `python -m megagrpo.rollout.agents.worker FD FUNCTION`.
 
-One call at a time, for any number of episodes. The pool ends it by SIGKILL if a call hangs; it ends
-itself when its socket closes.
+One call at a time, for any number of episodes.
 """
 
 import asyncio
 import inspect
-import json
 import math
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from numbers import Real
 
 from megagrpo.rollout.agents import Unavailable, UnusableRow
 from megagrpo.rollout.agents.environments import load_environment
-from megagrpo.sandbox.calls import tried
+from megagrpo.system.worker_process import serve, tried
 
 # reset() -> text, messages or None; step(text) -> (text, messages or None, reward, done); close()
 Environment = object
 
 
 def main(fd: int, function: str) -> None:
-    """Answers calls until the socket is closed: [call, episode, method, arguments] -> [call,
-    result, error, end]."""
-    connection = socket.socket(fileno=fd)
+    """Answers calls until the socket is closed: [episode, method, arguments] -> [result, error,
+    end]."""
     make = load_environment(function)
-    loop, episodes = asyncio.new_event_loop(), dict[int, Environment]()
-    with connection, connection.makefile("rwb") as stream:
-        stream.write(b"[null, null]\n")
-        stream.flush()
-        for line in stream:
-            call, number, method, arguments = json.loads(line)
-            result, raised = tried(lambda: _called(loop, make, episodes, number, method, arguments))  # noqa: B023
-            error = (
-                None
-                if raised is None
-                else f"{function}: {method} raised {type(raised).__name__}: {raised}"
-            )
-            stream.write(
-                json.dumps([call, None if error else result, error, _end(raised)]).encode() + b"\n"
-            )
-            stream.flush()
+    loop = asyncio.new_event_loop()
+    episodes = dict[int, Environment]()
+
+    def answer(message: Sequence) -> list:
+        number, method, arguments = message
+        result, raised = tried(lambda: _called(loop, make, episodes, number, method, arguments))
+        if raised is None:
+            return [result, None, ""]
+        error = f"{function}: {method} raised {type(raised).__name__}: {raised}"
+        return [None, error, _end(raised)]
+
+    serve(fd, answer)
 
 
 def _end(raised: BaseException | None) -> str:

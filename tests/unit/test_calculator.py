@@ -1,26 +1,23 @@
-"""Responses of several turns over real HTTP: what is sent, what is masked, what the mathematics
-makes of it."""
+"""The calculator, an environment without a reward: what is sent, masked and graded, over real
+HTTP."""
 
-import asyncio
+from contextlib import closing
 
-import numpy as np
 import pytest
 from fake_service import FakeService, running
 from sampling import Grader, experiment, source_of
 
 from examples.laptop.model import character_tokenizer
-from megagrpo.config.schema import ToolConfig
-from megagrpo.mesh import LeaderError
-from megagrpo.rollout.calculator import calculator
+from megagrpo.config.rollout import EnvironmentConfig
+from megagrpo.environments.calculator import Calculator
+from megagrpo.rollout.agents.make import make_answering
 from megagrpo.rollout.generation import sample_seed
-from megagrpo.rollout.response import Response
-from megagrpo.rollout.tools import Tool, load_tool, make_tool, respond_with_tool
-from megagrpo.types import Prompt, Sample
+from megagrpo.types import Outcome, Prompt, Sample
 
 TOKENIZER = character_tokenizer("0123456789+-*/=.()<># ")
 EOS = TOKENIZER.eos_token_id
 PROMPT = Prompt(30, "48/2+1=", tuple(TOKENIZER("48/2+1=")["input_ids"]), "25")
-UNREADABLE = ("48/2>", "<48/2> ", "<<1>>", "<9**9>", "<>")
+UNREADABLE = ("48/2>", "<48/2> ", "<<1>>", "<9**9>", "<>", "< >")
 # what would take long, or has more digits than Python writes, or needs a deep stack
 UNREADABLE += (
     "<1e5000>",
@@ -29,7 +26,7 @@ UNREADABLE += (
     f"<{'1+' * 1200}1>",
     f"<{'-' * 200_000}1>",
 )
-CALCULATOR = {"function": "calculator", "call_end": ">"}
+CALCULATOR = {"function": "calculator", "rewards": False, "workers": 1}
 
 
 def ids(text: str, end: bool = False) -> list[int]:
@@ -42,27 +39,36 @@ def says(text: str, end: bool = False, reason: str = "stop") -> dict:
     return {"output_token_logprobs": logprobs, "finish_reason": {"type": reason}}
 
 
-def respond(*turns: dict, max_tokens: int = 32, **tool) -> tuple[Sample, list[dict], str]:
-    """(the sample, the requests that were sent, the text that was graded)"""
+def respond(
+    *turns: dict, max_tokens: int = 32, **environment
+) -> tuple[Sample, list[dict], list[str], Outcome]:
+    """(the sample, the requests that were sent, the texts that were graded, the outcome)"""
     config = experiment(
         train={"group_size": 1},
         algorithm={"advantage": {"name": "reinforce_plus_plus"}},
         sampling={
             "max_response_tokens": max_tokens,
             "stop_token_ids": [EOS],
-            "tool": CALCULATOR | tool,
+            "stop": [">"],
+            "environment": CALCULATOR | environment,
         },
     )
-    with running(FakeService(version=3, script=list(turns))) as service:
-        grader, made = Grader(lambda text: 1.0), make_tool(config.sampling.tool, TOKENIZER)
-        decode = lambda tokens: TOKENIZER.decode(tokens, skip_special_tokens=True)  # noqa: E731
-        [group] = source_of(service.control, config, grader, decode, tool=made).next(7, [PROMPT], 3)
+    grader = Grader(lambda text: 2.0)
+    decode = lambda tokens: TOKENIZER.decode(tokens, skip_special_tokens=True)  # noqa: E731
+    with (
+        running(FakeService(version=3, script=list(turns))) as service,
+        closing(make_answering(config, TOKENIZER)) as answering,
+        closing(source_of(service.control, config, grader, decode, answering=answering)) as source,
+    ):
+        [group] = source.next(7, [PROMPT], 3)
         assert not service.script, "turns that were never asked for"
-        return group.samples[0], service.requests, grader.texts[0]
+        return group.samples[0], service.requests, grader.texts, group.outcomes[0]
 
 
 def test_two_calls_and_an_answer():
-    sample, requests, graded = respond(says("<48/2>"), says("<24+1>"), says("=25", end=True))
+    sample, requests, graded, outcome = respond(
+        says("<48/2>"), says("<24+1>"), says("=25", end=True)
+    )
     parts = [
         (ids("<48/2>"), 1),
         (ids("24"), 0),
@@ -76,14 +82,15 @@ def test_two_calls_and_an_answer():
     assert (sample.finish_reason, sample.text, graded) == (
         "stop",
         "<48/2>24<24+1>25=25",
-        "<48/2>24<24+1>25=25",
+        ["<48/2>24<24+1>25=25"],
     )
+    assert outcome.ok and outcome.value == 2.0
     # every turn continues the very ids of the turns before it, within what is left of the limit
     sent = [request["input_ids"][len(PROMPT.token_ids) :] for request in requests]
     assert sent == [[], ids("<48/2>24"), ids("<48/2>24<24+1>25")]
     sampling = [request["sampling_params"] for request in requests]
     assert [s["max_new_tokens"] for s in sampling] == [32, 32 - len(sent[1]), 32 - len(sent[2])]
-    assert all(s["stop_token_ids"] == [EOS, *ids(">")] for s in sampling)
+    assert all(s["stop_token_ids"] == [EOS] and s["stop"] == [">"] for s in sampling)
     assert len({s["sampling_seed"] for s in sampling}) == 3
     assert sampling[0]["sampling_seed"] == sample_seed(0, "train", 7, PROMPT.id, 0)
 
@@ -113,37 +120,36 @@ def test_two_calls_and_an_answer():
     ],
 )
 def test_how_a_response_ends(turns, options, text, reason):
-    sample, _, _ = respond(*turns, **options)
+    sample, _, _, _ = respond(*turns, **options)
     assert (sample.text, sample.finish_reason) == (text, reason)
     assert len(sample.loss_mask) == len(sample.logprobs) == len(sample.token_ids)
 
 
-def test_a_tool_that_fails_ends_the_step_with_its_reason():
-    encode = make_tool(ToolConfig(**CALCULATOR), TOKENIZER).encode
-    for function in (lambda text: 1 / 0, lambda text: "é"):
-        tool = Tool(function, encode, *ids(">"), max_turns=4)
+class Broken:
+    """An environment whose first answer raises."""
 
-        async def turn(number, context, max_tokens, known):
-            return Response(tuple(ids("<1>")), (0.0,) * 3, "stop", 3)
+    def __init__(self, row: dict, seed: int):
+        pass
 
-        said = r"division by zero|does not know every character of 'é'"
-        with pytest.raises((ZeroDivisionError, ValueError), match=said):
-            asyncio.run(respond_with_tool(turn, tool, np.zeros(0, np.int32), TOKENIZER.decode, 20))
-    with pytest.raises(LeaderError, match="KeyError"):
-        respond(says("<1>"), function="test_rollout_tools:broken")
+    def reset(self) -> None: ...
+
+    def step(self, text: str):
+        raise KeyError("on purpose")
 
 
-def broken(text: str) -> str:
-    raise KeyError("on purpose")
+def test_an_environment_that_fails_is_graded_by_nobody():
+    _, _, graded, outcome = respond(says("<1>"), function=f"{__file__}:Broken")
+    assert graded == [] and (outcome.status, outcome.end) == ("error", "error")
+    assert "step raised KeyError: 'on purpose'" in outcome.detail
 
 
-def test_tools_that_cannot_be_used_are_refused():
-    """tests/unit/test_user_function.py has every wrong name of a function."""
-    with pytest.raises(ValueError, match="did you mean 'calculator'"):
-        load_tool("calculater")
-    for call_end, said in ((">>", "'>>' is 2 tokens"), ("]", "does not know every character")):
-        with pytest.raises(ValueError, match=said):
-            make_tool(ToolConfig(function="calculator", call_end=call_end), TOKENIZER)
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [({"history": "last"}, "needs history all"), ({"credit": "turn"}, "needs rewards true")],
+)
+def test_graders_score_whole_rollouts_of_one_sample(more, said):
+    with pytest.raises(ValueError, match=said):
+        EnvironmentConfig(**CALCULATOR, **more)
 
 
 @pytest.mark.parametrize(
@@ -152,8 +158,9 @@ def test_tools_that_cannot_be_used_are_refused():
         ("<48/2>", "24"),
         ("<1+1>2<(3-5)*.5>", "-1"),
         ("<2.5e3>", "2500"),
+        ("< 3+4 >", "7"),
         *((text, None) for text in UNREADABLE),
     ],
 )
 def test_calculator(text, said):
-    assert calculator(text) == said
+    assert Calculator({}, 0).step(text) == (said, 0.0, said is None)

@@ -1,25 +1,34 @@
-"""The built-in calculator tool: exact values of arithmetic expressions."""
+"""The environment `calculator`: exact values of arithmetic expressions, without a reward."""
 
 import ast
 import re
+from collections.abc import Mapping
 from fractions import Fraction
 
 _MAX_PLACES = 12  # after the decimal point
-_MAX_CHARS, _MAX_EXPONENT = (
-    200,
-    20,
-)  # of an expression, of a number: a model may write any, and threads cannot be ended
+_MAX_CHARS = 200  # of an expression: a model may write any
+_MAX_EXPONENT = 20  # of a number
 _LAST_CALL = re.compile(r"<([^<>]*)>$")
 
 
-def calculator(text: str) -> str | None:
-    """Returns the exact value of the expression between the last < and the > that ends `text`; None
-    when there is none.
+class Calculator:
+    """Answers a turn that ends with <an expression> by its value; any other turn is the last.
 
-    The built-in tool of that name (sampling.tool.function).
+    Graders reward the whole response (`rewards: false`), and the model stops at each ">"
+    (`sampling.stop_token_ids` or `sampling.stop`).
     """
-    call = _LAST_CALL.search(text)
-    return exact_value(call.group(1)) if call else None
+
+    def __init__(self, row: Mapping[str, object], seed: int):
+        pass
+
+    def reset(self) -> None:
+        """Leaves the prompt of the data as it is."""
+
+    def step(self, text: str) -> tuple[str | None, float, bool]:
+        """Returns the value, no reward, and whether the rollout is over."""
+        call = _LAST_CALL.search(text)
+        value = exact_value(call.group(1)) if call else None
+        return value, 0.0, value is None
 
 
 def exact_value(expression: str) -> str | None:
@@ -27,6 +36,7 @@ def exact_value(expression: str) -> str | None:
 
     None if unreadable, not a finite decimal, or long.
     """
+    expression = expression.strip()
     if len(expression) > _MAX_CHARS:
         return None
     try:

@@ -1,0 +1,104 @@
+"""What answers the model's turns in a rollout: an environment, an agent program, or nothing."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from megagrpo.rollout.response import Response, SampleTurn
+from megagrpo.types import Outcome, Prompt
+
+if TYPE_CHECKING:  # they pull in torch and an HTTP client
+    from megagrpo.monitor.metrics import Metrics
+    from megagrpo.rollout.control import ServiceControl
+
+
+def _nothing() -> Response:
+    return Response(np.zeros(0, np.int32), np.zeros(0, np.float32), "stop", 0)
+
+
+@dataclass
+class SamplePart:
+    """One sample of a rollout."""
+
+    prompt_ids: np.ndarray | None  # [T] int32; None: the group's prompt
+    response: Response = field(default_factory=_nothing)
+    masks: list[np.ndarray] | None = field(default_factory=list)
+    """bool, False on the words of an environment; None: all tokens are the model's"""
+
+    def add(self, response: Response, sampled: bool) -> None:
+        """Appends a turn. sampled: whether it is trained on."""
+        assert self.masks is not None, "made for several turns"
+        self.response = self.response.then(response) if self.masks else response
+        self.masks.append(np.full(len(response.token_ids), sampled))
+
+    def add_said(self, ids: np.ndarray) -> None:
+        """Appends ids [T] int32 that no turn sampled: the words of an environment."""
+        said = Response(ids, np.zeros(len(ids), np.float32), "stop", self.response.newest_version)
+        self.add(said, sampled=False)
+
+    @property
+    def loss_mask(self) -> np.ndarray | None:
+        """[T] bool."""
+        if self.masks is None:
+            return None
+        return np.concatenate(self.masks) if self.masks else np.zeros(0, np.bool_)
+
+
+@dataclass(frozen=True)
+class RolloutTask:
+    """One rollout that is to be played."""
+
+    prompt: Prompt  # the group's
+    seed_of: Callable[[str], int]  # ("environment" | "agent") -> the same for a group's rollouts
+    turn: SampleTurn
+    max_tokens: int  # of a sample's response, with what was said to the model
+    decode: Callable[[np.ndarray], str]  # ids of a turn -> text
+    control: "ServiceControl | None" = None  # of the engines that parse an agent's turns
+
+    @property
+    def row(self) -> dict[str, object]:
+        """Returns the row of its prompt, as environments and agents get it."""
+        prompt = self.prompt
+        return {
+            "prompt": prompt.question,
+            "answer": prompt.answer,
+            "source": prompt.source,
+            "extra": prompt.extra,
+        }
+
+
+class Answering(Protocol):
+    """What answers the model's turns in the rollouts of one leader."""
+
+    waited_for: str  # by rollouts, in words
+
+    async def rollout(self, task: RolloutTask) -> tuple[Sequence[SamplePart], Outcome | None]:
+        """Returns the samples of a rollout, and its outcome: never a reward for one that failed.
+
+        None: graders score its one sample. Raises GenerationFailed.
+        """
+
+    def add_metrics(self, metrics: "Metrics") -> None:
+        """Adds what was measured since the last time."""
+
+    def close(self) -> None:
+        """Ends all processes. Idempotent."""
+
+
+class NoAnswer:
+    """Nothing answers: a rollout is one turn, which graders score."""
+
+    waited_for = "the engines"
+
+    async def rollout(self, task: RolloutTask) -> tuple[Sequence[SamplePart], Outcome | None]:
+        """Returns the sample."""
+        response = await task.turn(0, task.prompt.token_ids, task.max_tokens, 0)
+        return [SamplePart(None, response, masks=None)], None
+
+    def add_metrics(self, metrics: "Metrics") -> None:
+        """Adds none."""
+
+    def close(self) -> None:
+        """Has nothing to end."""

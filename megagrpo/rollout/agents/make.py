@@ -1,0 +1,32 @@
+"""Makes what answers the model's turns in an experiment."""
+
+from typing import TYPE_CHECKING
+
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.rollout.agents.answering import Answering, NoAnswer
+from megagrpo.rollout.agents.environments import Environments, load_environment, refuse_machine
+from megagrpo.rollout.agents.program_worker import load_program
+from megagrpo.rollout.agents.renderer import Renderer
+from megagrpo.rollout.service.addresses import own_address
+
+if TYPE_CHECKING:  # seconds to import, and it pulls in torch
+    from transformers import PreTrainedTokenizerBase
+
+
+def make_answering(config: ExperimentConfig, tokenizer: "PreTrainedTokenizerBase") -> Answering:
+    """Returns what answers turns of the model. Raises ValueError."""
+    agent, environment = config.sampling.agent, config.sampling.environment
+    if agent is not None:
+        # its HTTP server: not where a model is only checked
+        from megagrpo.rollout.agents.programs import Programs
+
+        if agent.function is not None:
+            load_program(agent.function)
+        renderer = Renderer(tokenizer, config.data, continues=agent.history == "all")
+        return Programs(agent, renderer, own_address(config.rollout.host), config.name)
+    if environment is not None:
+        load_environment(environment.function)
+        refuse_machine(environment)
+        renderer = Renderer(tokenizer, config.data, continues=environment.history == "all")
+        return Environments(environment, renderer)
+    return NoAnswer()

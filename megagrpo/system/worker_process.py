@@ -1,0 +1,335 @@
+"""A process that answers calls, as lines of JSON over a socket: the parent's side and the child's.
+
+The child's first line is null: it is ready. A call is [number, message] and its answer [number,
+value, error]; [number, null] asks the child to cancel a call. The child must not outlive its
+parent: an idle one sees the socket close, and the kernel ends a hung one with the thread that
+started it.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from megagrpo.system.environment import child_environment
+from megagrpo.system.processes import dies_with_parent
+
+T = TypeVar("T")
+Value = Any  # what JSON can hold
+Answer = tuple[Value, str | None]  # a value, or why there is none
+
+START_TIMEOUT_S = 120.0  # an import (sympy on a busy machine), not a call
+GRACE_S = 5.0  # for a cancelled call to end by itself
+LONGEST_LINE = 2**28  # bytes
+_EXIT_S = 1.0  # between the end of a socket and that of its process
+_POLL_S = 0.02
+
+
+class WorkerError(RuntimeError):
+    """Raised if a worker process did not start, or ended before it answered."""
+
+
+class WorkerProcess:
+    """One process with its own process group and temporary folder, so that killing it also ends
+    what it started. Coroutines are of one loop.
+
+    It runs `command`, the number of its socket and `arguments`. variables: its environment, besides
+    TMPDIR; None: this process's. Raises OSError if it cannot start.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        arguments: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+    ):
+        with ExitStack() as stack:
+            scratch = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="megagrpo-worker-", ignore_cleanup_errors=True)
+            )
+            self._socket, theirs = socket.socketpair()
+            stack.enter_context(self._socket)
+            given = {"TMPDIR": scratch}
+            paths = [path or os.getcwd() for path in sys.path]
+            with theirs:
+                self._process = subprocess.Popen(
+                    [*command, str(theirs.fileno()), *arguments],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,  # what a user's function prints goes to the log
+                    env=child_environment(given, paths)
+                    if variables is None
+                    else {**variables, **given},
+                    start_new_session=True,
+                )
+            self._resources = stack.pop_all()
+        self._numbers = itertools.count()
+        self._results: dict[int, asyncio.Future[Answer]] = {}
+        self._unanswered: set[int] = set()
+        self._reading: asyncio.Task[None] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._ended = ""  # why it answers no more
+        self._killing = threading.Lock()
+        self._reaper: threading.Thread | None = None
+        self.was_killed = False  # by a SIGKILL that is not ours, such as the kernel's out of memory
+
+    @property
+    def is_open(self) -> bool:
+        """Returns whether it takes calls."""
+        return self._writer is not None and not self._ended and self._reaper is None
+
+    @property
+    def is_gone(self) -> bool:
+        """Returns whether it was ended and its end was awaited."""
+        return self._reaper is not None and not self._reaper.is_alive()
+
+    async def ready(self) -> None:
+        """Returns once the process is ready. If it ends or takes too long, kills it and raises
+        WorkerError."""
+        with ExitStack() as failure:
+            failure.callback(self.kill)
+            self._socket.setblocking(False)
+            reader, writer = await asyncio.open_connection(
+                sock=self._socket.dup(), limit=LONGEST_LINE
+            )
+            failure.callback(writer.close)
+            problem = f"not ready after {START_TIMEOUT_S:g} s"
+            with suppress(OSError):  # TimeoutError is one
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    started = await reader.readline()
+                problem = "" if started else await self._exit()
+            if problem:
+                raise WorkerError(
+                    f"a worker process did not start ({problem}); its own messages are on stderr"
+                )
+            failure.pop_all()
+        self._writer = writer
+        self._reading = asyncio.create_task(self._read(reader, writer))
+
+    async def call(self, message: Value) -> Answer:
+        """Returns the answer to a message; many calls may be open.
+
+        Cancelled, it asks the child to cancel the call, and ends the process if the child does not
+        within GRACE_S. Raises WorkerError if the process is gone.
+        """
+        if not self.is_open or self._writer is None:
+            raise WorkerError(self._ended or "it was ended")
+        number, result = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._results[number] = result
+        self._unanswered.add(number)
+        with ExitStack() as stack:
+            stack.callback(self._forget, number)
+            self._write([number, message])
+            return await result
+
+    async def only_call(self, message: Value, timeout_s: float) -> Answer:
+        """Returns the answer to the only open call; the process is ended unless it comes within the
+        limit.
+
+        Raises TimeoutError, and WorkerError if the process is gone.
+        """
+        with ExitStack() as unanswered:
+            unanswered.callback(self.kill)
+            async with asyncio.timeout(timeout_s):
+                answer = await self.call(message)
+            unanswered.pop_all()
+        return answer
+
+    def kill(self) -> None:
+        """Ends the process and what it started, without waiting for it. Idempotent; may be called
+        from any thread."""
+        with self._killing:
+            if self._reaper is not None:
+                return  # its id may be another process's by now
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._reaper = threading.Thread(target=self._reap, daemon=True, name="reaper")
+            self._reaper.start()
+
+    def close(self) -> None:
+        """Ends the process as `kill` does, and waits for its end."""
+        self.kill()
+        assert self._reaper is not None, "kill starts it"
+        self._reaper.join()
+
+    def _reap(self) -> None:
+        self._process.wait()
+        with suppress(ChildProcessError):  # no orphan of its group is ours: a subreaper has some
+            while True:
+                os.waitpid(-self._process.pid, 0)
+        self._resources.close()
+
+    def _write(self, line: Value) -> None:
+        assert self._writer is not None, "ready"
+        self._writer.write(json.dumps(line).encode() + b"\n")
+
+    def _forget(self, number: int) -> None:
+        """Ends a call on this side; one without an answer is cancelled on the other side, too."""
+        del self._results[number]
+        if number in self._unanswered and self.is_open:
+            self._write([number, None])
+            asyncio.get_running_loop().call_later(GRACE_S, self._kill_unless_answered, number)
+
+    def _kill_unless_answered(self, number: int) -> None:
+        if number in self._unanswered:
+            self.kill()
+
+    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Gives each answer to its call, until the process is gone or writes nonsense."""
+        with ExitStack() as stack:
+            stack.callback(writer.close)
+            line = b""
+            try:
+                async for line in reader:
+                    number, value, error = json.loads(line)
+                    self._unanswered.remove(number)
+                    if (result := self._results.get(number)) is not None and not result.done():
+                        result.set_result((value, error))
+                self._ended = await self._exit()
+            except ConnectionError:  # a process that was killed resets its socket
+                self._ended = await self._exit()
+            except (ValueError, TypeError, KeyError):
+                self._ended = f"it wrote {line!r:.80} to its socket, which answers no call"
+            for result in self._results.values():
+                if not result.done():
+                    result.set_exception(WorkerError(self._ended))
+            self.kill()
+
+    async def _exit(self) -> str:
+        """Returns how the process ended, in words. It stays a zombie, so that its id remains
+        ours."""
+        for _ in range(round(_EXIT_S / _POLL_S)):
+            if self._reaper is not None:
+                return "it was ended"
+            found = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            if found is not None:
+                by_signal = found.si_code != os.CLD_EXITED
+                self.was_killed = by_signal and found.si_status == signal.SIGKILL
+                return f"exit code {-found.si_status if by_signal else found.si_status}"
+            await asyncio.sleep(_POLL_S)
+        return "it closed its socket"
+
+
+class WorkerSlot:
+    """A place for one process, which starts with the first call and is replaced once it has ended.
+    Coroutines are of one loop.
+
+    busy: to be held by those who make one call at a time.
+    """
+
+    def __init__(self, make: Callable[[], WorkerProcess]):
+        self._make = make
+        self._starting = asyncio.Lock()
+        self._closed = False
+        self._processes: list[WorkerProcess] = []  # the present one, and those that are ending
+        self.busy = asyncio.Lock()
+
+    @property
+    def process(self) -> WorkerProcess | None:
+        """Returns the process that takes calls, if there is one."""
+        return next((process for process in self._processes if process.is_open), None)
+
+    async def started(self) -> WorkerProcess:
+        """Returns a process that takes calls. Raises WorkerError if none can start: the next call
+        tries again."""
+        async with self._starting:
+            if self._closed:
+                raise WorkerError("it was closed")
+            if (process := self.process) is None:
+                self.kill()
+                try:
+                    process = self._make()
+                except OSError as exc:
+                    raise WorkerError(f"a worker process cannot start: {exc}") from exc
+                self._processes = [one for one in self._processes if not one.is_gone] + [process]
+                await process.ready()
+            return process
+
+    def kill(self) -> None:
+        """Ends the process, without waiting for it."""
+        for process in self._processes:
+            process.kill()
+
+    def close(self) -> None:
+        """Ends the process and waits for its end; no other starts. Idempotent."""
+        self._closed = True
+        self.kill()
+        for process in self._processes:
+            process.close()
+
+
+def python_module(name: str) -> list[str]:
+    """Returns the command that runs a module of this interpreter as a worker."""
+    return [sys.executable, "-P", "-m", name]
+
+
+def serve(fd: int, answer: Callable[[Value], Value]) -> None:
+    """Answers the calls on socket `fd`, one at a time, until it is closed."""
+    _die_with_parent()
+    with socket.socket(fileno=fd) as connection, connection.makefile("rwb") as stream:
+        stream.write(b"null\n")
+        stream.flush()
+        for line in stream:
+            number, message = json.loads(line)
+            if message is not None:  # else its caller ends this process
+                stream.write(_answered(number, partial(answer, message)))
+                stream.flush()
+
+
+async def serve_concurrently(
+    fd: int, start: Callable[[Value], Awaitable[Value]], cancels: bool
+) -> None:
+    """Answers the calls on socket `fd`, any number at a time, until it is closed; then it cancels
+    those that are open. cancels: whether a call's task can be cancelled."""
+    _die_with_parent()
+    running = dict[int, asyncio.Future]()
+    reader, writer = await asyncio.open_connection(
+        sock=socket.socket(fileno=fd), limit=LONGEST_LINE
+    )
+    writer.write(b"null\n")
+
+    def report(number: int, task: asyncio.Future) -> None:
+        del running[number]
+        writer.write(_answered(number, task.result))
+
+    async for line in reader:
+        number, message = json.loads(line)
+        if message is not None:
+            running[number] = asyncio.ensure_future(start(message))
+            running[number].add_done_callback(partial(report, number))
+        elif number in running and cancels:
+            running[number].cancel()
+    left = list(running.values())
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+
+
+def tried(attempt: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """Returns the value, or None and the exception: SystemExit too is the result of a call."""
+    try:
+        return attempt(), None
+    except BaseException as exc:
+        return None, exc
+
+
+def _answered(number: int, attempt: Callable[[], Value]) -> bytes:
+    """Returns the line that answers a call."""
+    line, raised = tried(lambda: json.dumps([number, attempt(), None]))
+    if line is None:
+        line = json.dumps([number, None, f"{type(raised).__name__}: {raised}"])
+    return line.encode() + b"\n"
+
+
+def _die_with_parent() -> None:
+    dies_with_parent(os.getppid(), signal.SIGKILL)()

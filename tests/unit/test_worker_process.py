@@ -1,0 +1,183 @@
+"""Worker processes: real ones that hang, die, write nonsense, or cannot start."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megagrpo.config.reward import RewardConfig
+from megagrpo.rewards.pool import RewardPool
+from megagrpo.system import background, worker_process
+from megagrpo.system.background import BackgroundLoop
+from megagrpo.system.worker_process import WorkerError, WorkerProcess, WorkerSlot
+from megagrpo.types import Prompt
+from tests.experiments import until
+
+CHILD = """
+import asyncio, os, signal, sys, time
+from megagrpo.system.worker_process import serve, serve_concurrently
+
+def answer(message):
+    match message:
+        case "hang": time.sleep(3600)
+        case "exit": os._exit(3)
+        case "raise": raise KeyError("on purpose")
+        case "set": return {1}
+        case "killed": os.kill(os.getpid(), signal.SIGKILL)
+        case "nonsense": os.write(int(sys.argv[1]), b"nonsense\\n")
+    return [message, os.getpid()]
+
+async def start(message):
+    if message == "stubborn":
+        time.sleep(3600)
+    await asyncio.sleep(3600 if message == "hang" else 0)
+    return message
+
+if sys.argv[2] == "one":
+    serve(int(sys.argv[1]), answer)
+else:
+    asyncio.run(serve_concurrently(int(sys.argv[1]), start, cancels=True))
+"""
+
+
+@pytest.fixture
+def slot(tmp_path: Path):
+    """Makes places for processes of CHILD: "one" call at a time, or "many"."""
+    (tmp_path / "child.py").write_text(CHILD)
+    made: list[WorkerSlot] = []
+
+    def make(kind: str) -> WorkerSlot:
+        command = [sys.executable, str(tmp_path / "child.py")]
+        made.append(WorkerSlot(lambda: WorkerProcess(command, [kind])))
+        return made[-1]
+
+    before = set(psutil.Process().children(recursive=True))
+    yield make
+    for each in made:
+        each.close()
+    assert set(psutil.Process().children(recursive=True)) <= before, "no process is left"
+
+
+def test_a_call_has_its_answer_or_the_reason_why_there_is_none(slot):
+    async def run() -> None:
+        place = slot("one")
+        process = await place.started()
+        assert await process.only_call("x", 60) == (["x", process._process.pid], None)
+        assert await process.only_call("raise", 60) == (None, "KeyError: 'on purpose'")
+        assert "not JSON serializable" in (await process.only_call("set", 60))[1]
+        assert await place.started() is process
+        for message, reason, killed in (
+            ("exit", "exit code 3", False),
+            ("killed", "exit code -9", True),
+            ("nonsense", "it wrote b'nonsense.n' to its socket, which answers no call", False),
+        ):
+            process = await place.started()
+            with pytest.raises(WorkerError, match=reason):
+                await process.only_call(message, 60)
+            assert process.was_killed == killed and not process.is_open
+        process = await place.started()
+        with pytest.raises(TimeoutError):
+            await process.only_call("hang", 0.2)
+        assert not process.is_open and await (await place.started()).only_call("x", 60)
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_call_ends_or_its_process_does(slot, monkeypatch):
+    monkeypatch.setattr(worker_process, "GRACE_S", 0.3)
+
+    async def cancelled(process: WorkerProcess, message: str) -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await process.call(message)
+        await asyncio.sleep(1.0)
+
+    async def run() -> tuple[bool, bool]:
+        process = await slot("many").started()
+        assert await asyncio.gather(*map(process.call, "ab")) == [("a", None), ("b", None)]
+        await cancelled(process, "hang")
+        first = process.is_open
+        await cancelled(process, "stubborn")
+        return first, process.is_open
+
+    assert asyncio.run(run()) == (True, False)
+
+
+def test_a_process_is_killed_once_and_leaves_nothing(slot):
+    async def run() -> int:
+        process = await slot("one").started()
+        scratch = Path(psutil.Process(process._process.pid).environ()["TMPDIR"])
+        assert scratch.is_dir()
+        process.close()
+        process.kill()
+        assert process.is_gone and not process.was_killed and not scratch.exists()
+        await asyncio.sleep(0.2)  # its reader sees the end
+        return len(os.listdir("/proc/self/fd"))
+
+    open_files = asyncio.run(run())
+    assert open_files <= asyncio.run(run()), "files stay open"
+
+
+def test_a_grader_whose_replacement_cannot_start_loses_no_place(tmp_path, monkeypatch):
+    (tmp_path / "graders.py").write_text(
+        "import time\ndef grade(text, answer):\n    if text == 'hang': time.sleep(3600)\n    return 1.0\n"
+    )
+    prompt = Prompt(id=0, text="q", token_ids=(1,), answer="a")
+    config = RewardConfig(grader=f"{tmp_path / 'graders.py'}:grade", workers=1, timeout_s=1.0)
+    with RewardPool(config) as pool:
+        ask = lambda text: pool.submit(prompt, text).result(timeout=60)  # noqa: E731
+        monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")  # as on a full disk
+        assert ask("hang").status == "timeout"
+        failed = ask("x")
+        assert failed.status == "error" and "cannot start" in failed.detail
+        monkeypatch.undo()
+        assert ask("x").value == 1.0
+        began = time.monotonic()
+    assert time.monotonic() - began < 20
+
+
+def test_a_worker_ends_with_its_parent(slot, tmp_path):
+    """Also a hung one, which does not see its socket close."""
+    code = f"""
+import asyncio, sys
+from megagrpo.system.worker_process import WorkerProcess
+async def run():
+    process = WorkerProcess([sys.executable, {str(tmp_path / "child.py")!r}], ["one"])
+    await process.ready()
+    print(process._process.pid, flush=True)
+    await process.call("hang")
+asyncio.run(run())
+"""
+    (tmp_path / "child.py").write_text(CHILD)
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    child = psutil.Process(int(parent.stdout.readline()))
+    time.sleep(0.3)
+    parent.kill()
+    parent.communicate()
+    until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, 10)
+
+
+def test_closing_a_loop_that_is_busy_hides_no_exception(monkeypatch, capsys):
+    monkeypatch.setattr(background, "_CLOSE_S", 0.2)
+    loop = BackgroundLoop("a busy loop")
+
+    async def blocks() -> None:
+        time.sleep(1.5)
+
+    def work() -> None:
+        loop.submit(blocks())
+        time.sleep(0.1)
+        raise ValueError("the real reason")
+
+    with pytest.raises(ValueError, match="the real reason"):
+        try:
+            work()
+        finally:
+            loop.close()
+    assert "a busy loop: did not end within 0.2 s" in capsys.readouterr().err
