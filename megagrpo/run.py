@@ -441,7 +441,7 @@ def _console(
     config: ExperimentConfig, state: TrainState, num_steps: int, inputs: Inputs
 ) -> Iterator[StepConsole]:
     """Makes the console and prints the run's summary before the first sample."""
-    with StepConsole(config.name, num_steps, state.step, config.log.console) as console:
+    with StepConsole(config.name, num_steps, state.step) as console:
         notes = [describe_dropped(config.data, inputs.prompts)]
         if config.eval is not None and inputs.eval_prompts is not None:
             notes.append(describe_dropped(config.eval.data, inputs.eval_prompts))

@@ -160,7 +160,7 @@ def _missing_files(config: ExperimentConfig) -> Iterator[str]:
     if config.sft is not None:
         wanted += [
             ("sft.model", config.sft.model),
-            *(("sft.data.path", path) for path in config.sft.data.paths),
+            *(("sft.data.path", path) for path in config.sft.data.whole.paths),
         ]
     if config.checkpoint.load is not None and not any(config.run_folder.checkpoints.glob("step_*")):
         wanted.append(("checkpoint.load", config.checkpoint.load))
@@ -232,7 +232,10 @@ def _read_lines(data: DataConfig, reward: RewardConfig) -> None:
 def data_sections(config: ExperimentConfig) -> Iterator[DataConfig]:
     """Yields the sections that name files of prompts."""
     yield config.data
-    yield from (section.data for section in (config.eval, config.sft) if section is not None)
+    if config.eval is not None:
+        yield config.eval.data
+    if config.sft is not None:
+        yield config.sft.data.whole
 
 
 def _function_problems(config: ExperimentConfig) -> Iterator[str]:

@@ -42,6 +42,7 @@ from megagrpo.rewards.graders.table import SERVICES, machine_problem
 from megagrpo.tools.plan.roofline import fit_problems, with_model
 
 _MAX_RANK_ROWS = 32
+_DISK_GB_S = 10.0  # of a cluster's file system, all nodes together; 1e9 bytes
 
 
 def check_command(config: ExperimentConfig, hardware: str | None, everything: bool) -> int:
@@ -517,9 +518,9 @@ def _checkpoints(config: ExperimentConfig, arch: Architecture | None) -> list[st
             "always": (True,),
             "never": (False,),
         }[c.reshardable]
-        speed = f"at {c.disk_gb_s:g} GB/s"
+        speed = f"at {_DISK_GB_S:g} GB/s"
         saving, reading = (
-            _seconds(size / c.disk_gb_s / 1e9) for size in (cost.file_bytes, cost.read_bytes)
+            _seconds(size / _DISK_GB_S / 1e9) for size in (cost.file_bytes, cost.read_bytes)
         )
         lines += [
             f"  a save {forms[reshardable]}: {gigabytes(cost.file_bytes)}, {saving} {speed}; "

@@ -144,22 +144,9 @@ class LoraConfig(Section):
     alpha: PositiveFloat = Field(
         default=32.0, description="What the adapters add is multiplied by alpha / rank."
     )
-    dropout: NonNegativeFloat = 0.0
-    """Must be 0: the mask's noise would be in every ratio of new to old probabilities."""
     targets: list[Projection] = Field(default=list(get_args(Projection)), min_length=1)
     """Projections with adapters, by their Hugging Face names; of a model with experts, its
     experts'."""
-
-    @field_validator("dropout")
-    @classmethod
-    def _no_dropout(cls, dropout: float) -> float:
-        if dropout:
-            raise ValueError(
-                f"{dropout:g} is not supported: ratios compare log-probabilities of one model in "
-                "several passes and "
-                "layouts, which would each have a mask of their own; set 0"
-            )
-        return dropout
 
     @field_validator("targets")
     @classmethod

@@ -201,6 +201,29 @@ class DataConfig(Section):
         ]
 
 
+class AnswersConfig(Section):
+    """Prompts with the answers to learn. Keys as in `data`."""
+
+    path: LocalPath | list[LocalPath] = Field(description="As `data.path`.")
+    prompt_key: str = Field(default="prompt", description="As `data.prompt_key`.")
+    answer_key: str = Field(default="answer", description="As `data.answer_key`.")
+    images_key: str | None = Field(default=None, description="As `data.images_key`.")
+    chat_template: bool = Field(default=False, description="As `data.chat_template`.")
+    chat_template_args: dict[str, str | int | float | bool] = Field(
+        default={}, description="As `data.chat_template_args`."
+    )
+    system_prompt: str | None = Field(default=None, description="As `data.system_prompt`.")
+    max_prompt_tokens: PositiveInt = Field(default=1024, description="As `data.max_prompt_tokens`.")
+
+    @property
+    def whole(self) -> DataConfig:
+        """The section with the other keys of `data` at their defaults."""
+        return DataConfig.model_construct(**dict(self))
+
+    def problems(self) -> list[Rule]:
+        return self.whole.problems()
+
+
 class EvalConfig(Section):
     """Held-out evaluation: before the first step, every `every` steps, and after the last."""
 

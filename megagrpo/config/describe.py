@@ -1,20 +1,25 @@
-"""Generates the reference of every configuration key from the schema.
+"""Generates the reference of every configuration key from the schema, and the page of all rules.
 
 python -m megagrpo.config.describe > docs/reference/configuration.md
+python -m megagrpo.config.describe --rules > docs/reference/rules.md
 """
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from megagrpo.config.fields import Section, choices, elements, members, sections
+from megagrpo.config.actor import RouterLossConfig
+from megagrpo.config.fields import Rule, Section, choices, elements, members, sections
 from megagrpo.config.libraries.megatron import MEGATRON_SETTINGS
 from megagrpo.config.libraries.sglang import SERVER_REFUSED
 from megagrpo.config.libraries.source import Refusal
+from megagrpo.config.objective.correction import Band, Rejection, TruncatedImportance
 from megagrpo.config.reward import OPTIONS
-from megagrpo.config.schema import ExperimentConfig
+from megagrpo.config.rollout import AgentConfig, EnvironmentConfig
+from megagrpo.config.schema import DataConfig, ExperimentConfig, ModelConfig
 
 _HEAD = """\
 # Configuration
@@ -30,6 +35,15 @@ number, `no` is a text.
 
 A *required* key has no default; *none* is written `null`.
 """
+_RULES_HEAD = """\
+# Rules
+
+Which settings do not go together, why, and what to write instead. `megagrpo check CONFIG` and every other command
+name all that an experiment breaks. This page is generated from the sections' `problems` and `excludes`
+(`python -m megagrpo.config.describe --rules > docs/reference/rules.md`), and a test compares the two. Where a message
+names the experiment's values, these are the defaults. What SGLang's and Megatron's own settings may not be is on the
+page of [all keys](configuration.md).
+"""
 _REFUSED_HEAD = """\
 All other fields of Megatron's and SGLang's classes may be set by their own names; `*` stands for any characters. Whole
 classes of ServerArgs are refused too: speculative decoding but for `rollout.draft_tokens`, SGLang's LoRA,
@@ -37,6 +51,16 @@ disaggregation, multi-modal inputs, diffusion, recurrent layers and offloading.
 """
 _SIGNS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))  # of the classes in annotated_types
 _SCALARS: dict[object, str] = {int: "integer", float: "number", str: "text", bool: "true or false"}
+
+# of sections that are none by default
+_OPTIONAL: dict[str, Section] = {
+    "sampling.environment": EnvironmentConfig(function="m:f"),
+    "sampling.agent": AgentConfig(function="m:f"),
+    "actor.router_losses": RouterLossConfig(balance=1e-4),
+    "algorithm.mismatch.weight, name: tis": TruncatedImportance(name="tis"),
+    "algorithm.mismatch.weight, name: icepop or mis_mask": Band(name="icepop"),
+    "algorithm.mismatch.reject": Rejection(high=2.0),
+}
 
 
 def reference() -> str:
@@ -173,5 +197,46 @@ def _inner_metadata(annotation: object) -> list[object]:
     return [constraint for field in fields for constraint in field.metadata]
 
 
+def rules() -> str:
+    """Returns docs/reference/rules.md."""
+    example = _example()
+    lines = [_RULES_HEAD]
+    for path, table in _tables(example):
+        lines += [f"## `{path}`", ""]
+        lines += ["| settings and reason | remedy |", "|---|---|"]
+        lines += [f"| {_cell(rule.because)} | {_cell(rule.remedy)} |" for rule in table]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _example() -> ExperimentConfig:
+    """Returns the experiment of all defaults."""
+    data = DataConfig(path="prompts.jsonl")
+    return ExperimentConfig(name="e", output_dir="runs/e", model=ModelConfig(path="m"), data=data)
+
+
+def _tables(experiment: ExperimentConfig) -> Iterator[tuple[str, list[Rule]]]:
+    """Yields the path of each section that has rules, with those of its own fields and then those
+    with other sections."""
+    examples = dict(_walk("", experiment))
+    examples |= _OPTIONAL
+    for path, section in examples.items():
+        own = [] if section is experiment else section.problems()
+        if found := [*own, *section.excludes(experiment)]:
+            yield path, found
+
+
+def _walk(path: str, section: Section) -> Iterator[tuple[str, Section]]:
+    yield path, section
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from _walk(f"{path}.{name}".lstrip("."), value)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
 if __name__ == "__main__":
-    print(reference(), end="")
+    print(rules() if "--rules" in sys.argv else reference(), end="")

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from megagrpo.config.actor import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.config.algorithm import AlgorithmConfig
-from megagrpo.config.data import DataConfig, EvalConfig, ModelConfig
+from megagrpo.config.data import AnswersConfig, DataConfig, EvalConfig, ModelConfig
 from megagrpo.config.fields import (
     Dtype,
     LocalPath,
@@ -140,9 +140,6 @@ class CheckpointConfig(Section):
     asynchronous: bool | Literal["auto"] = "auto"
     """Copy to host memory, write while training goes on, finish after a later step; auto: from two
     trainer nodes on."""
-    disk_gb_s: PositiveFloat = 10.0
-    """GB/s of the file system, all nodes together: what `megagrpo check` computes the seconds
-    from."""
     resume: Literal["auto", "never"] = "auto"
     """Continue from the run folder's last checkpoint, or refuse a folder that has one."""
     load: LocalPath | None = None
@@ -150,22 +147,15 @@ class CheckpointConfig(Section):
 
 
 class WandbConfig(Section):
-    """The run on Weights & Biases; the API key is wandb's own affair (`wandb login`, or
-    WANDB_API_KEY)."""
+    """The run on Weights & Biases; wandb reads the rest from its own variables: WANDB_API_KEY (or
+    `wandb login`), WANDB_ENTITY, WANDB_RUN_GROUP, WANDB_TAGS."""
 
     project: str = Field(description="Project that the run belongs to.")
-    entity: str | None = Field(
-        default=None, description="User or team; default: that of the API key."
-    )
-    group: str | None = Field(
-        default=None, description="Group of runs, such as the seeds of one experiment."
-    )
     name: str | None = Field(
         default=None, description="Name of the run; default: the experiment's."
     )
     mode: Literal["online", "offline", "disabled"] = "online"
     """offline: kept in the run folder for `wandb sync`; disabled: nothing."""
-    tags: list[str] = Field(default=[], description="Tags of the run.")
 
 
 class AlarmsConfig(Section):
@@ -203,7 +193,6 @@ class LogConfig(Section):
     tensorboard: bool = Field(default=True, description="Write TensorBoard files.")
     wandb: WandbConfig | None = None
     """Send the same metrics to Weights & Biases (extra `wandb`); default: none."""
-    console: bool = Field(default=True, description="Print a line for every step.")
     alarms: AlarmsConfig | None = Field(
         default=AlarmsConfig(), description="Warnings of a run's health; null: none."
     )
@@ -230,18 +219,31 @@ class ClusterConfig(Section):
     no more memory."""
 
 
+class SftOptimizerConfig(Section):
+    """Adam in the warm-up; what is not here has the defaults of `actor.optimizer`."""
+
+    lr: PositiveFloat = Field(default=1e-3, description="Learning rate after its warm-up.")
+    warmup_steps: NonNegativeInt = Field(default=0, description="Updates of linear warm-up.")
+    adam_beta2: float = Field(default=0.999, description="Decay of Adam's second moment.")
+
+    @property
+    def whole(self) -> OptimizerConfig:
+        """The section of the actor's optimizer that says the same."""
+        return OptimizerConfig(**dict(self))
+
+
 class SftConfig(Section):
     """Supervised warm-up with the same actor: it learns `answer` after `prompt`, and writes
     `model.path`."""
 
-    data: DataConfig = Field(description="Prompts and the answers to learn; same keys as `data`.")
+    data: AnswersConfig = Field(description="Prompts and the answers to learn.")
     model: LocalPath = Field(description="Hugging Face folder to start from.")
     num_steps: PositiveInt = Field(default=100, description="Most optimizer updates.")
     stop_at_loss: PositiveFloat | None = None
     """End as soon as the running mean of the loss is below this; default: never."""
     batch_size: PositiveInt = Field(default=64, description="Rows of one update.")
-    optimizer: OptimizerConfig = Field(
-        default=OptimizerConfig(lr=1e-3), description="Same keys as `actor.optimizer`."
+    optimizer: SftOptimizerConfig = Field(
+        default=SftOptimizerConfig(), description="Adam and its learning rate."
     )
 
 

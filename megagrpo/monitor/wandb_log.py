@@ -48,10 +48,7 @@ class WandbLog:
             timeouts = {f"{name}_timeout": _TIMEOUT_S for name in ("init", "login", "finish")}
             self._run = wandb.init(
                 project=options.project,
-                entity=options.entity,
-                group=options.group,
                 name=options.name or config.name,
-                tags=options.tags,
                 id=folder.wandb_id.read_text(encoding="utf-8"),
                 resume="allow"
                 if options.mode == "online"

@@ -47,7 +47,7 @@ def train_main(config: ExperimentConfig, service_url: str | None) -> int:
 
 def _progress(config: ExperimentConfig, title: str) -> Progress:
     """Returns the progress of this rank's start, which says nothing but on the first."""
-    progress = Progress(title, enabled=config.log.console and environment.get_int("RANK", 0) == 0)
+    progress = Progress(title, enabled=environment.get_int("RANK", 0) == 0)
     progress.enter("imports torch and Megatron-Core")
     return progress
 

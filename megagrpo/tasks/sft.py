@@ -35,7 +35,7 @@ def sft(config: ExperimentConfig, device: torch.device, progress: Progress) -> N
         config=config.actor.model_copy(
             update={"lora": None}
         ),  # adapters are for the model that this writes
-        optimizer=options.optimizer,
+        optimizer=options.optimizer.whole,
         num_updates=options.num_steps,
         seed=config.seed,
         device=device,
@@ -44,17 +44,16 @@ def sft(config: ExperimentConfig, device: torch.device, progress: Progress) -> N
     weights = load_initial_weights(actor, options.model)
     tokenizer = load_tokenizer(model)
     images = ImageStore.of(model, config.run_folder.images)
-    prompts = load_prompts(options.data, tokenizer, images)
+    data = options.data.whole
+    prompts = load_prompts(data, tokenizer, images)
     actor.images = images.pixels if images else None
     _check_answers(prompts.prompts, tokenizer)
     log = StepLog(config.run_folder.sft, config.log) if mesh.is_main else None
     running: float | None = None
-    with StepConsole(
-        f"{config.name} sft", options.num_steps, enabled=config.log.console and mesh.is_main
-    ) as console:
+    with StepConsole(f"{config.name} sft", options.num_steps, enabled=mesh.is_main) as console:
         progress.follow(console.status)
         progress.enter("")
-        if dropped := describe_dropped(options.data, prompts):
+        if dropped := describe_dropped(data, prompts):
             console.note(dropped)
         for step in range(options.num_steps):
             chosen = prompts.batch(step * options.batch_size, options.batch_size, config.seed)

@@ -181,7 +181,7 @@ def test_all_problems_are_reported_at_once_with_line_value_and_remedy(tmp_path):
             "sft.data: system_prompt has no effect without chat",
         ),
         (
-            "sft: {model: m, data: {path: d, add_bos: true, chat_template: true}}\n",
+            "eval: {data: {path: d, add_bos: true, chat_template: true}}\n",
             "template writes its own special",
         ),
         (

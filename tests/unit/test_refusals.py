@@ -38,7 +38,7 @@ REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
     (["actor.lora={targets: []}"], "actor.lora.targets = []"),
     (["actor.lora={rank: 0}"], "actor.lora.rank = 0: should be greater than or equal to 1"),
     (["actor.lora={alpha: 0}"], "actor.lora.alpha = 0"),
-    (["actor.lora={dropout: 0.1}"], "actor.lora.dropout: 0.1 is not supported"),
+    (["actor.lora={dropout: 0.1}"], "actor.lora.dropout = 0.1: unknown key"),
     (["actor.lora={ranks: 3}"], "actor.lora.ranks = 3: unknown key; did you mean 'rank'?"),
     (
         ["actor.lora.rank=4", "actor.transformer_engine=true"],
