@@ -16,7 +16,6 @@ from megagrpo.config.data import AnswersConfig, DataConfig, EvalConfig, ModelCon
 from megagrpo.config.fields import (
     Dtype,
     LocalPath,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -30,7 +29,6 @@ from megagrpo.system.run_folder import RunFolder
 
 __all__ = [
     "ActorConfig",
-    "AlarmsConfig",
     "AlgorithmConfig",
     "CheckpointConfig",
     "ClusterConfig",
@@ -158,33 +156,15 @@ class WandbConfig(Section):
     """offline: kept in the run folder for `wandb sync`; disabled: nothing."""
 
 
-class AlarmsConfig(Section):
-    """Bounds beyond which a run prints a warning with a remedy, each once in a start; null: no such
-    warning."""
-
-    steps: PositiveInt = Field(
-        default=3, description="Consecutive steps beyond a bound before the warning."
-    )
-    degenerate_fraction: PositiveFloat | None = 1.0
-    """`group/degenerate_fraction` from which on nothing is learned, if advantages are 0 too."""
-    advantage_std: PositiveFloat | None = 0.01
-    """Smallest `advantage/std`; grpo's is near 1, and at most that of the rewards without a
-    division by theirs."""
-    kl_reference: PositiveFloat | None = 0.1
-    """Largest `policy/kl_reference`, in nats a token: `target_kl` of verl's adaptive KL (verl
-    docs/examples/config)."""
-    clip_fraction: PositiveFloat | None = 0.3
-    """Largest `policy/clip_fraction_low` + `_high`: a rule of thumb; GSPO clips 0.15 (arXiv
-    2507.18071)."""
-    truncated_rise: NonNegativeFloat | None = 0.1
-    """Largest rise of `response/truncated_fraction` since the first step of a start; no published
-    value."""
-    entropy_left: PositiveFloat | None = 0.1
-    """Smallest `policy/entropy` as a fraction of the first step's; a drop by 73 % is usual (arXiv
-    2505.22617)."""
-    mismatch_growth: PositiveFloat | None = 3.0
-    """Largest `mismatch/logprob_abs_mean` (of lag 0) as a multiple of the first step's, where it is
-    above 0.001: verl's FAQ calls 0.005 normal and 0.01 a fault, of probabilities."""
+HealthAlarm = Literal[
+    "degenerate_fraction",
+    "advantage_std",
+    "kl_reference",
+    "clip_fraction",
+    "truncated_rise",
+    "entropy_left",
+    "mismatch_growth",
+]
 
 
 class LogConfig(Section):
@@ -193,9 +173,9 @@ class LogConfig(Section):
     tensorboard: bool = Field(default=True, description="Write TensorBoard files.")
     wandb: WandbConfig | None = None
     """Send the same metrics to Weights & Biases (extra `wandb`); default: none."""
-    alarms: AlarmsConfig | None = Field(
-        default=AlarmsConfig(), description="Warnings of a run's health; null: none."
-    )
+    alarms: list[HealthAlarm] = Field(default=list(get_args(HealthAlarm)))
+    """Warnings of a run's health that it prints with a remedy, each once in a start; see
+    [warnings](../train.md#warnings). []: none."""
     dump_steps: list[PositiveInt] = Field(
         default=[], description="Steps whose batch is kept for `megagrpo replay`."
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megagrpo.config.schema import AlarmsConfig, ExperimentConfig
+from megagrpo.config.schema import ExperimentConfig, HealthAlarm
 from megagrpo.mesh import Mesh
 from megagrpo.types import Batch
 
@@ -73,6 +73,7 @@ def alarm_bounds(config: ExperimentConfig, is_moe: bool) -> tuple[float, float] 
 # ---- the health of a run
 # -------------------------------------------------------------------------------------------
 
+_STEPS = 3  # consecutive ones beyond a bound before the warning
 _SMALL_MISMATCH = 1e-3  # nats; growth below it is rounding: the alarm's bound in float32
 Values = Mapping[str, float]  # the reduced metrics of a step
 Readings = Mapping[
@@ -84,51 +85,51 @@ class HealthWatch:
     """Notes each warning about a start's metrics once. Only for the main rank; nothing of it is in
     a checkpoint."""
 
-    def __init__(self, limits: AlarmsConfig | None, note: Callable[[str], None]):
-        self._limits = limits
+    def __init__(self, alarms: Sequence[HealthAlarm], note: Callable[[str], None]):
+        """alarms: the warnings that may come."""
+        self._signs = [sign for sign in _SIGNS if sign.key in alarms]
         self._note = note
         self._history: list[tuple[int, Readings]] = []
         self._noted: set[str] = set()
 
     def see(self, step: int, values: Values) -> None:
         """Judges the metrics of finished steps so far; notes what is new."""
-        if self._limits is None or "loss/total" not in values:  # an evaluation alone
+        if "loss/total" not in values:  # an evaluation alone
             return
-        self._history.append((step, {sign.key: sign.value(values) for sign in _SIGNS}))
-        for key, text in health_warnings(self._history, self._limits).items():
+        self._history.append((step, {sign.key: sign.value(values) for sign in self._signs}))
+        for key, text in health_warnings(self._history, self._signs).items():
             if key not in self._noted:
                 self._noted.add(key)
                 self._note(text)
 
 
 def health_warnings(
-    history: Sequence[tuple[int, Readings]], limits: AlarmsConfig
+    history: Sequence[tuple[int, Readings]], signs: Sequence["_Sign"]
 ) -> dict[str, str]:
     """Returns the warnings that hold after the last step of `history`, which has all steps of a
     start, by their key."""
     warnings = {}
-    for sign in _SIGNS:
-        limit = getattr(limits, sign.key)
+    for sign in signs:
         points = [
             (step, value) for step, readings in history if (value := readings[sign.key]) is not None
         ]
-        last = points[-limits.steps :]
-        if limit is None or len(last) < limits.steps:
+        last = points[-_STEPS:]
+        if len(last) < _STEPS:
             continue
         first_step, first = points[0]
         since, _ = last[0]
         _, value = last[-1]
-        bound = sign.bound(limit, first)
+        bound = sign.bound(sign.limit, first)
         if all(point <= bound if sign.too_low else point >= bound for _, point in last):
             against = (
                 f"bound {bound:.2g}"
-                if bound == limit
+                if bound == sign.limit
                 else f"{first:.2g} in step {first_step}, bound {bound:.2g}"
             )
             warnings[sign.key] = (
                 f"WARNING: {sign.metric} is {value:.2g} ({against}) since step {since}: "
                 f"{sign.advice} "
-                f"(log.alarms.{sign.key})"
+                f"(log.alarms: {sign.key})"
             )
     return warnings
 
@@ -138,7 +139,8 @@ class _Sign:
     """One way in which a run is not healthy. bound: of the limit and of the value in the first
     step."""
 
-    key: str
+    key: HealthAlarm
+    limit: float
     metric: str
     advice: str
     value: Callable[[Values], float | None]
@@ -176,6 +178,7 @@ def _mismatch(values: Values) -> float | None:
 _SIGNS = (
     _Sign(
         "degenerate_fraction",
+        1.0,  # from it on nothing is learned, if advantages are 0 too
         "group/degenerate_fraction",
         "the responses of every group have equal rewards and nothing is learned; read rollouts/ "
         "(is the grader "
@@ -185,6 +188,7 @@ _SIGNS = (
     ),
     _Sign(
         "advantage_std",
+        0.01,  # grpo's is near 1, and at most that of the rewards without a division by theirs
         "advantage/std",
         "hardly anything is learned; raise train.group_size or sampling.temperature, give finer "
         "rewards, or set "
@@ -194,6 +198,7 @@ _SIGNS = (
     ),
     _Sign(
         "kl_reference",
+        0.1,  # nats a token: `target_kl` of verl's adaptive KL (verl docs/examples/config)
         "policy/kl_reference",
         "the policy leaves the reference; lower actor.optimizer.lr or raise algorithm.kl.loss_coef "
         "(or reward_coef)",
@@ -201,6 +206,7 @@ _SIGNS = (
     ),
     _Sign(
         "clip_fraction",
+        0.3,  # a rule of thumb; GSPO clips 0.15 (arXiv 2507.18071)
         "policy/clip_fraction_low + _high",
         "an update moves too far from the sampled policy; lower actor.optimizer.lr, "
         "train.num_updates_per_step or "
@@ -209,6 +215,7 @@ _SIGNS = (
     ),
     _Sign(
         "truncated_rise",
+        0.1,  # no published value
         "response/truncated_fraction",
         "responses outgrow their limit; raise sampling.max_response_tokens, or set "
         "algorithm.reward.overlong or "
@@ -218,6 +225,7 @@ _SIGNS = (
     ),
     _Sign(
         "entropy_left",
+        0.1,  # of the first step's; a drop by 73 % is usual (arXiv 2505.22617)
         "policy/entropy",
         "responses become alike and exploration ends; raise algorithm.loss.clip_ratio_high or "
         "algorithm.entropy_coef, "
@@ -228,6 +236,7 @@ _SIGNS = (
     ),
     _Sign(
         "mismatch_growth",
+        3.0,  # times the first step's; verl's FAQ calls 0.005 normal and 0.01 a fault, of probabilities
         "mismatch/logprob_abs_mean",
         "trainer and engine drift apart; `megagrpo bisect` finds the layer, "
         "algorithm.mismatch.weight corrects",

@@ -2,18 +2,21 @@
 is ours."""
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
 
-from megagrpo.config.schema import AlarmsConfig
+from megagrpo.config.schema import HealthAlarm
 from megagrpo.mesh import make_mesh
 from megagrpo.monitor import watchdog
 from megagrpo.monitor.alarms import HealthWatch, MismatchAlarm, alarm_bounds
 from tests.experiments import experiment
 
+ALL = get_args(HealthAlarm)
 HEALTHY = {
     "loss/total": 0.1,
     "group/degenerate_fraction": 0.3,
@@ -27,10 +30,10 @@ HEALTHY = {
 }
 
 
-def said(*steps: dict[str, float], limits: AlarmsConfig | None = None, start: int = 0) -> list[str]:
+def said(*steps: dict[str, float], alarms: Sequence[str] = ALL, start: int = 0) -> list[str]:
     """The notes of a start whose steps measured HEALTHY with these changes."""
     notes: list[str] = []
-    watch = HealthWatch(limits or AlarmsConfig(), notes.append)
+    watch = HealthWatch(alarms, notes.append)
     watch.see(start, {"eval/accuracy": 0.3})
     for step, changes in enumerate(steps, start=start + 1):
         watch.see(step, HEALTHY | changes)
@@ -45,7 +48,7 @@ def said(*steps: dict[str, float], limits: AlarmsConfig | None = None, start: in
             [
                 "group/degenerate_fraction is 1 (bound 1) since step 3",
                 "train.group_size",
-                "log.alarms.degenerate",
+                "log.alarms: degenerate",
             ],
         ),
         (
@@ -65,7 +68,7 @@ def said(*steps: dict[str, float], limits: AlarmsConfig | None = None, start: in
             [
                 "is 0.2 (0.05 in step 1, bound 0.15) since step 3",
                 "max_response_tokens",
-                "log.alarms.truncated_rise",
+                "log.alarms: truncated_rise",
             ],
         ),
         (
@@ -83,16 +86,14 @@ def test_a_warning_names_value_bound_step_and_remedy_once(changes, words):
     (note,) = said({}, {}, *[changes] * 6)
     assert note.startswith("WARNING: ") and all(word in note for word in words), note
     assert said({}, {}, changes, changes, {}, changes, changes, {}) == [], "three steps running"
-    key = note.rpartition("log.alarms.")[2].rstrip(")")
-    assert said({}, *[changes] * 6, limits=AlarmsConfig(**{key: None})) == [], (
-        "null switches it off"
-    )
-    assert said({}, changes, limits=AlarmsConfig(steps=1)) != []
+    key = note.rpartition("log.alarms: ")[2].rstrip(")")
+    others = [alarm for alarm in ALL if alarm != key]
+    assert said({}, *[changes] * 6, alarms=others) == [], "one that is not named is off"
 
 
-def test_none_is_said_without_a_section_and_each_start_compares_with_its_own_first_step():
+def test_none_is_said_without_alarms_and_each_start_compares_with_its_own_first_step():
     notes: list[str] = []
-    watch = HealthWatch(None, notes.append)
+    watch = HealthWatch([], notes.append)
     for step in range(1, 9):
         watch.see(step, HEALTHY | {"policy/kl_reference": 5.0})
     assert notes == []
@@ -117,7 +118,7 @@ def test_staleness_is_not_mismatch():
 
 def test_what_was_not_measured_is_not_judged():
     notes: list[str] = []
-    watch = HealthWatch(AlarmsConfig(), notes.append)
+    watch = HealthWatch(ALL, notes.append)
     for step in range(1, 6):
         watch.see(step, {"loss/total": float("nan")})
     assert notes == []
