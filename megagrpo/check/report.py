@@ -13,6 +13,7 @@ from megagrpo.check.engine_memory import (
     host_cache_bytes,
     server_beside,
 )
+from megagrpo.check.fitting import fit_problems, with_model
 from megagrpo.check.hardware import gigabytes, hardware_of
 from megagrpo.check.layer_costs import model_work
 from megagrpo.check.loading import Trial, try_loading
@@ -40,7 +41,6 @@ from megagrpo.families.table import (
 )
 from megagrpo.rewards.graders.table import SERVICES
 from megagrpo.sandbox.sandbox import isolation
-from megagrpo.tools.plan.roofline import fit_problems, with_model
 
 _MAX_RANK_ROWS = 32
 

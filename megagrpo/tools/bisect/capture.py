@@ -20,8 +20,8 @@ from megagrpo.actor.megatron.model import routers
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.routing.replay import TopK
 from megagrpo.actor.step import micro_batches, token_logprobs
+from megagrpo.tools.bisect.hooks import TOWER_MODULE, Recorder, SeenTokens, Tap, experts_key
 from megagrpo.types import Batch, ImageRef, MicroBatch
-from megagrpo.weights.engines.hooks import TOWER_MODULE, Recorder, SeenTokens, Tap, experts_key
 
 
 class CapturedForward(NamedTuple):

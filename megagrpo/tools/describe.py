@@ -1,6 +1,6 @@
 """Generates the reference of every configuration key from the schema.
 
-python -m megagrpo.config.describe > docs/reference/configuration.md
+python -m megagrpo.tools.describe > docs/reference/configuration.md
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ _HEAD = """\
 # Configuration
 
 Every key of an experiment, with its type, default and meaning. This page is generated from the schema
-(`python -m megagrpo.config.describe > docs/reference/configuration.md`), and a test compares the two.
+(`python -m megagrpo.tools.describe > docs/reference/configuration.md`), and a test compares the two.
 
 An experiment is one YAML file. Unknown keys, wrong types and impossible combinations are refused at start, all of them
 at once, each with its line, the nearest valid name and the remedy. On the command line, `--set section.key=value`
