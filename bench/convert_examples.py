@@ -32,7 +32,7 @@ from megagrpo.cluster.submit import Request, submit
 from megagrpo.config.load import ConfigError, load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.convert.command import translate
-from megagrpo.tools.convert.draft import Draft
+from megagrpo.tools.convert.draft import Translation
 from megagrpo.tools.convert.foreign import FRAMEWORKS
 
 STATUSES = ("translated", "as here", "not translated", "unknown")
@@ -79,7 +79,7 @@ def write_rows(folder: Path, sources: list[str]) -> tuple[Path, Path]:
     return folder / "verl.parquet", folder / "roll.jsonl"
 
 
-def check_problems(draft: Draft, framework: str, folder: Path) -> list[str]:
+def check_problems(draft: Translation, framework: str, folder: Path) -> list[str]:
     """What loading and the checks before a start say of the converted file."""
     (folder / "mine.yaml").write_text(draft.yaml("converted"))
     graders = draft.values.get("data.grader_by_source")

@@ -16,7 +16,7 @@ from megagrpo.check.engine_memory import (
 from megagrpo.check.fitting import fit_problems, with_model
 from megagrpo.check.hardware import gigabytes, hardware_of
 from megagrpo.check.layer_costs import model_work
-from megagrpo.check.loading import Trial, try_loading
+from megagrpo.check.loading import LoadingTest, try_loading
 from megagrpo.check.problems import is_made, longest_samples, model_description, preflight
 from megagrpo.check.settings_report import engine_report, settings_report
 from megagrpo.check.trainer_memory import (
@@ -58,7 +58,7 @@ def check_command(config: ExperimentConfig, hardware: str | None, everything: bo
     return 1 if problems else 0
 
 
-def known_problems(config: ExperimentConfig, trial: Trial | None = None) -> list[str]:
+def known_problems(config: ExperimentConfig, trial: LoadingTest | None = None) -> list[str]:
     """Returns why the experiment cannot run: values, files, places and memory of ranks, and what
     `trial` met."""
     problems = preflight(config) + fit_problems(config)
@@ -69,7 +69,7 @@ def known_problems(config: ExperimentConfig, trial: Trial | None = None) -> list
 
 def explain(
     config: ExperimentConfig,
-    trial: Trial | None = None,
+    trial: LoadingTest | None = None,
     at_once: Sequence[str] = (),
     everything: bool = True,
     problems: Sequence[str] | None = None,

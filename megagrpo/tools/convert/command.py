@@ -13,17 +13,17 @@ from megagrpo.config.libraries.sglang import engine_setting_problems
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system.run_folder import write_whole
 from megagrpo.tools.convert import roll, trl, verl
-from megagrpo.tools.convert.draft import Draft
+from megagrpo.tools.convert.draft import Translation
 from megagrpo.tools.convert.foreign import FRAMEWORKS
 from megagrpo.tools.convert.source import read_source
 
 _RULES = {"verl": verl, "roll": roll, "trl": trl}
 
 
-def translate(framework: str, path: Path) -> Draft:
+def translate(framework: str, path: Path) -> Translation:
     """Returns the draft of an experiment. Raises ValueError if the source cannot be read."""
     rules = _RULES[framework]
-    draft = Draft(framework, read_source(framework, path))
+    draft = Translation(framework, read_source(framework, path))
     draft.put_plain()
     for rule in rules.RULES:
         rule(draft)

@@ -50,7 +50,7 @@ class Options:
     hardware: str | None = None  # None, as for the GPUs of a node: what section `cluster` says
     gpus_per_node: int | None = None
     lengths: str | None = None  # mean or file
-    turns: str | None = None  # figures of agents, see check/turns.py
+    turns: str | None = None  # figures of agents, see tools/plan/turns.py
     measured: Path | None = None  # run folder
     search: int | None = None  # nodes
     json: Path | None = None
