@@ -26,14 +26,14 @@ import pyarrow.parquet
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.common import RESULTS, ROOT, provenance, write_results
+from megagrpo.check.fitting import fit_problems
 from megagrpo.check.problems import preflight
 from megagrpo.cluster.submit import Request, submit
 from megagrpo.config.load import ConfigError, load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.convert.command import translate
-from megagrpo.tools.convert.draft import Draft
+from megagrpo.tools.convert.draft import Translation
 from megagrpo.tools.convert.foreign import FRAMEWORKS
-from megagrpo.tools.plan.roofline import fit_problems
 
 STATUSES = ("translated", "as here", "not translated", "unknown")
 USER = [{"role": "user", "content": "What is 1 + 1?"}]
@@ -79,7 +79,7 @@ def write_rows(folder: Path, sources: list[str]) -> tuple[Path, Path]:
     return folder / "verl.parquet", folder / "roll.jsonl"
 
 
-def check_problems(draft: Draft, framework: str, folder: Path) -> list[str]:
+def check_problems(draft: Translation, framework: str, folder: Path) -> list[str]:
     """What loading and the checks before a start say of the converted file."""
     (folder / "mine.yaml").write_text(draft.yaml("converted"))
     graders = draft.values.get("data.grader_by_source")

@@ -3,27 +3,77 @@ them."""
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 
 from megagrpo import __version__
 from megagrpo.cluster.machine import run, train_ranks
 from megagrpo.cluster.nodes import Node, run_node, serve_node, train_node
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.monitor.report import write_report
+from megagrpo.system.arguments import positive
 from megagrpo.system.environment import under_torchrun
 from megagrpo.system.processes import raise_file_limit
-from megagrpo.system.progress import Progress
 from megagrpo.tasks.ranks import export_main, replay_main, sft_main, train_main
-from megagrpo.tools.bisect.command import bisect, bisect_main
-from megagrpo.tools.bisect.options import BisectOptions
+
+
+class _Tool(NamedTuple):
+    """A command beside the core: `module` has add_options(parser) and run(args), or for a command
+    that reads an experiment run(args, config)."""
+
+    module: str
+    text: str
+    reads_experiment: bool = True
+
+
+_TOOLS = {
+    "convert": _Tool(
+        "megagrpo.tools.convert.command",
+        "an experiment of verl, ROLL or TRL as megagrpo's",
+        reads_experiment=False,
+    ),
+    "try": _Tool(
+        "megagrpo.tools.trial",
+        "sample a few rollouts from the model as it is, and print them with their rewards and "
+        "what is trained on",
+    ),
+    "certify": _Tool(
+        "megagrpo.tools.certify.command",
+        "prove on a tiny model of this architecture that no layout changes loss or gradients",
+    ),
+    "bisect": _Tool(
+        "megagrpo.tools.bisect.command",
+        "run the same tokens through an engine and the trainer, and name where they first differ",
+    ),
+    "plan": _Tool(
+        "megagrpo.tools.plan.command",
+        "memory of both sides and a roofline of a step on the cluster, from the model's "
+        "config.json only",
+    ),
+    "plan-weights": _Tool(
+        "megagrpo.tools.plan.weights_command",
+        "what a publish will move on the cluster, from the model's config.json alone",
+    ),
+    "report": _Tool(
+        "megagrpo.tools.report",
+        "summary table and learning curve of a run folder",
+        reads_experiment=False,
+    ),
+    "view": _Tool(
+        "megagrpo.tools.view.command",
+        "samples of one or more runs as one HTML file, and their traces for Perfetto",
+        reads_experiment=False,
+    ),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command and returns its exit status: 2, with one message, for an error that the user
     can correct."""
-    args = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    args = _parser(words).parse_args(words)
     # a leader has a connection for each request in flight, and login shells allow 1024 files
     raise_file_limit()
     try:
@@ -38,7 +88,9 @@ def main(argv: list[str] | None = None) -> int:
 def command_parsers() -> dict[str, argparse.ArgumentParser]:
     """Returns the parser of every command, for the reference in docs/."""
     (action,) = (
-        action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction)
+        action
+        for action in _parser(list(_TOOLS))._actions
+        if isinstance(action, argparse._SubParsersAction)
     )
     return dict(action.choices)
 
@@ -77,22 +129,28 @@ class _Commands:
         return command
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    """Returns the parser of a command line, which imports only the tools that `words` name."""
     parser = argparse.ArgumentParser(
         prog="megagrpo", description="GRPO with Megatron-Core actors and SGLang rollouts"
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = _Commands(parser)
-    for add in (
-        _add_training,
-        _add_submit,
-        _add_preparation,
-        _add_planning,
-        _add_checkpoints,
-        _add_inspection,
-    ):
+    for add in (_add_training, _add_submit, _add_preparation, _add_checkpoints, _add_inspection):
         add(commands)
+    for name, tool in _TOOLS.items():
+        _add_tool(commands, name, tool, imported=name in words)
     return parser
+
+
+def _add_tool(commands: _Commands, name: str, tool: _Tool, imported: bool) -> None:
+    def run(*args: object) -> int:
+        return import_module(tool.module).run(*args)
+
+    add = commands.add_with_config if tool.reads_experiment else commands.add
+    command = add(name, run, tool.text)
+    if imported:
+        import_module(tool.module).add_options(command)
 
 
 def _add_training(commands: _Commands) -> None:
@@ -153,35 +211,7 @@ def _add_submit(commands: _Commands) -> None:
 
 
 def _add_preparation(commands: _Commands) -> None:
-    option = commands.add(
-        "convert", _convert, "an experiment of verl, ROLL or TRL as megagrpo's"
-    ).add_argument
-    option("framework", choices=("verl", "roll", "trl"))
-    option(
-        "source",
-        type=Path,
-        help="YAML file; verl: also a shell script with its command; trl: arguments as YAML",
-    )
-    option(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="experiment to write; default: standard output",
-    )
-    option("--partial", action="store_true", help="write it also if keys are lost")
     commands.add_with_config("sft", _sft, "supervised warm-up with the same actor")
-    text = (
-        "sample a few rollouts from the model as it is, and print them with their rewards and "
-        "what is trained on"
-    )
-    attempt = commands.add_with_config("try", _try, text)
-    attempt.add_argument(
-        "--prompts",
-        type=positive,
-        default=3,
-        help="how many, from the start of the data (default 3)",
-    )
     check = commands.add_with_config(
         "check", _check, "explain the experiment without starting anything"
     )
@@ -194,88 +224,6 @@ def _add_preparation(commands: _Commands) -> None:
         "--hardware",
         help="GPUs on which SGLang resolves the engines' arguments, such as H100; seconds",
     )
-    text = "prove on a tiny model of this architecture that no layout changes loss or gradients"
-    option = commands.add_with_config("certify", _certify, text).add_argument
-    ranks = "processes on this machine; more of them cover more layouts (default 2)"
-    option("--ranks", type=positive, default=2, help=ranks)
-    option(
-        "--layouts",
-        type=lambda text: text.split(","),
-        help="comma-separated names; default: all that fit",
-    )
-    text = "run the same tokens through an engine and the trainer, and name where they first differ"
-    option = commands.add_with_config("bisect", _bisect, text).add_argument
-    option("--checkpoint", help="checkpoint folder; default: the weights in model.path")
-    option(
-        "--prompts",
-        type=positive,
-        default=4,
-        help="how many, from the start of the data (default 4)",
-    )
-    option("--max-new-tokens", type=positive, default=32, help="of each response (default 32)")
-    own = "the engine keeps what it loads from model.path: nothing is published"
-    option("--own-weights", action="store_true", help=own)
-    option("--bound", type=float, help="relative, before the first layer; default: by dtype")
-
-
-def _add_planning(commands: _Commands) -> None:
-    text = (
-        "memory of both sides and a roofline of a step on the cluster, from the model's "
-        "config.json only"
-    )
-    whole = commands.add_with_config("plan", _plan, text)
-    option = whole.add_argument
-    option("--lengths", help="of responses in tokens: their mean, or a file with one number a line")
-    option(
-        "--turns",
-        help="of agents, means: count=20 tool_s=3 said=0.6 found=0.85 (found in prefix caches)",
-    )
-    option(
-        "--measured", type=Path, metavar="RUN", help="a run folder whose seconds scale the roofline"
-    )
-    option(
-        "--search",
-        type=positive,
-        metavar="NODES",
-        help="also layouts of as many nodes by their bound",
-    )
-    text = "what a publish will move on the cluster, from the model's config.json alone"
-    publish = commands.add_with_config("plan-weights", _plan_weights, text)
-    option = publish.add_argument
-    engines = "numbers of engines to plan for; default: rollout.num_engines"
-    option("--engines", type=numbers, metavar="8,16,32", help=engines)
-    option(
-        "--changed",
-        type=float,
-        metavar="0.01",
-        help="share of the elements that a step changes, for weights.delta",
-    )
-    option(
-        "--between-gb-s", type=float, help="GB/s of one rank between nodes, instead of the table's"
-    )
-    option("--inside-gb-s", type=float, help="GB/s of one rank inside a node")
-    option("--efficiency", type=float, help="share of these rates that transfers reach")
-    option("--message-us", type=float, help="microseconds that a rank needs for a message")
-    option("--call-ms", type=float, help="milliseconds of an HTTP call to an engine")
-    for command in (whole, publish):
-        command.add_argument(
-            "--gpus-per-node", type=positive, help="of every node; default: cluster.gpus_per_node"
-        )
-        command.add_argument("--hardware", help="H100, H200, H20, B200; default: cluster.gpu")
-        command.add_argument("--json", type=Path, metavar="FILE", help="also write all figures")
-
-
-def positive(text: str) -> int:
-    """Returns a whole number of at least 1; argparse shows this function's name for any other
-    text."""
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
-
-
-def numbers(text: str) -> list[int]:
-    """Returns positive numbers that commas separate."""
-    return [positive(part) for part in text.split(",")]
 
 
 def _add_checkpoints(commands: _Commands) -> None:
@@ -290,21 +238,6 @@ def _add_checkpoints(commands: _Commands) -> None:
 
 
 def _add_inspection(commands: _Commands) -> None:
-    report = commands.add("report", _report, "summary table and learning curve of a run folder")
-    report.add_argument("run_dir")
-    text = "samples of one or more runs as one HTML file, and their traces for Perfetto"
-    option = commands.add("view", _view, text).add_argument
-    option("run_dirs", metavar="RUN", nargs="+", help="run folder; several share one page")
-    option(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="the page; default: view.html in the first run folder",
-    )
-    trace = "the first run's trace; default: trace.json.gz in its folder"
-    option("--trace", type=Path, metavar="FILE", help=trace)
-    option("--sample-mb", type=float, default=20.0, help="MB of samples of each run (default 20)")
-    option("--timeline-steps", type=int, default=20, help="last steps in the trace (default 20)")
     status = commands.add("status", _status, "state of the rollout service of a run")
     status.add_argument("run_dir")
     status.add_argument("--json", action="store_true", help="for programs")
@@ -378,12 +311,6 @@ def _submit(args: argparse.Namespace, config: ExperimentConfig) -> int:
     return submit(config, _experiment_words(args), request, args.dry_run)
 
 
-def _convert(args: argparse.Namespace) -> int:
-    from megagrpo.tools.convert.command import convert
-
-    return convert(args.framework, args.source, args.output, args.partial)
-
-
 def _sft(args: argparse.Namespace, config: ExperimentConfig) -> int:
     if config.sft is None:
         raise ValueError(f"{args.config} has no sft section: there is no warm-up to run")
@@ -394,53 +321,6 @@ def _check(args: argparse.Namespace, config: ExperimentConfig) -> int:
     from megagrpo.check.report import check_command
 
     return check_command(config, args.hardware, args.all)
-
-
-def _try(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    from megagrpo.cluster.trial import try_out
-
-    return try_out(config, args.prompts)
-
-
-def _certify(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    from megagrpo.tools.certify.command import certify, certify_main
-
-    return certify_main(config) if under_torchrun() else certify(config, args.ranks, args.layouts)
-
-
-def _bisect(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    if under_torchrun():
-        return bisect_main(config)
-    options = BisectOptions(
-        args.checkpoint, args.prompts, args.max_new_tokens, args.own_weights, args.bound
-    )
-    return bisect(config, options)
-
-
-def _plan(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    names = ("hardware", "gpus_per_node", "lengths", "turns", "measured", "search", "json")
-    with Progress(f"plan {config.name}", stream=sys.stderr) as progress:
-        progress.enter("imports the planner")
-        from megagrpo.tools.plan.search import Options, plan_command
-
-        text, fits = plan_command(
-            config, Options(**{name: getattr(args, name) for name in names}), progress
-        )
-    print(text)
-    return 0 if fits else 1
-
-
-def _plan_weights(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    from megagrpo.check.hardware import rates_of
-    from megagrpo.tools.plan.publish_bytes import plan_weights
-
-    names = ("between_gb_s", "inside_gb_s", "efficiency", "message_us", "call_ms")
-    rates = rates_of(
-        args.hardware or config.cluster.gpu, {name: getattr(args, name) for name in names}
-    )
-    engines = args.engines or [config.rollout.num_engines]
-    print(plan_weights(config, engines, rates, args.gpus_per_node, args.json, args.changed))
-    return 0
 
 
 def _export(args: argparse.Namespace, config: ExperimentConfig) -> int:
@@ -458,20 +338,6 @@ def _replay(args: argparse.Namespace, config: ExperimentConfig) -> int:
         if under_torchrun()
         else train_ranks(config, ["replay", args.dump])
     )
-
-
-def _report(args: argparse.Namespace) -> int:
-    print(write_report(Path(args.run_dir)))
-    return 0
-
-
-def _view(args: argparse.Namespace) -> int:
-    from megagrpo.system.run_folder import RunFolder
-    from megagrpo.tools.view.command import write_view
-
-    folders = [RunFolder(Path(name)) for name in args.run_dirs]
-    print(write_view(folders, args.sample_mb, args.timeline_steps, args.output, args.trace))
-    return 0
 
 
 def _status(args: argparse.Namespace) -> int:

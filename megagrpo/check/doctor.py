@@ -1,8 +1,8 @@
 """Reports versions, missing or conflicting packages, and remedies: `megagrpo doctor`.
 
 Versions are read from package metadata; nothing heavy is imported, so a broken installation can
-still be diagnosed: on a machine with GPUs another process asks torch about them. Requirements are
-stated once, in pyproject.toml.
+still be diagnosed: `pip check` judges the packages among each other, and on a machine with GPUs
+another process asks torch about them. Requirements are stated once, in pyproject.toml.
 """
 
 import importlib
@@ -22,7 +22,7 @@ from typing import TypedDict
 
 import psutil
 from packaging.requirements import Requirement
-from packaging.utils import NormalizedName, canonicalize_name
+from packaging.utils import canonicalize_name
 from rich.console import Console
 from rich.table import Table
 
@@ -44,6 +44,7 @@ _DRIVERS = {
     13: 580,
 }  # CUDA's major version -> the oldest driver that runs it, of NVIDIA's release notes
 _NVCC = "/usr/local/cuda/bin/nvcc"  # where a toolkit is by default
+_PIP_S = 300.0  # to read the metadata of all packages, from a slow file system
 _TORCH_S = 180.0  # to import torch and ask it: seconds, minutes from a slow file system
 _ASK_TORCH = """
 import json, torch
@@ -90,6 +91,7 @@ def run_doctor() -> int:
     findings = [
         python,
         *package_findings(gpu),
+        *pip_findings(gpu),
         *(gpu_findings() if gpu else []),
         *machine_findings(gpu),
     ]
@@ -119,33 +121,45 @@ def _judge(
 
 
 def package_findings(gpu: bool) -> list[Finding]:
-    """Returns a line for each large package, one for every other requirement that is not met, and
-    their number."""
+    """Returns a line for each large package, and one for every other requirement of megagrpo that is
+    not met."""
     if _version("megagrpo") is None:
         return [Finding("megagrpo", "installed", "missing", "error", _INSTALL)]
-    extras = ["gpu"] if gpu else ["cpu", _CPU_ENGINE]
-    wanted = {canonicalize_name(r.name): r for r in _requirements("megagrpo", extras)}
+    wanted = {canonicalize_name(r.name): r for r in _requirements("megagrpo", _extras(gpu))}
     shown = [_package_finding(wanted[name]) for name in _SHOWN if name in wanted]
-    of_engine = [] if gpu else _requirements("megagrpo", [_CPU_ENGINE], only_extra=True)
-    num_met, unmet = 0, []
-    for owner, requirement in _closure(extras, {canonicalize_name(r.name) for r in of_engine}):
-        finding = _package_finding(requirement)
-        if finding.status == "ok":
-            num_met += 1
-        elif canonicalize_name(requirement.name) not in _SHOWN or owner != "megagrpo":
-            unmet.append(
-                Finding(
-                    f"{requirement.name} (for {owner})",
-                    finding.wanted,
-                    finding.found,
-                    "error",
-                    _INSTALL,
-                )
-            )
-    others = Finding(
-        "requirements, with those of requirements", "met", f"{num_met} met, {len(unmet)} not", "ok"
-    )
-    return [*shown, _torch_build(gpu), *unmet, others]
+    others = [_package_finding(wanted[name]) for name in wanted if name not in _SHOWN]
+    unmet = [finding for finding in others if finding.status != "ok"]
+    return [*shown, _torch_build(gpu), *unmet]
+
+
+def pip_findings(gpu: bool) -> list[Finding]:
+    """Returns what `pip check` says about the requirements of all installed packages."""
+    words = [sys.executable, "-m", "pip", "check"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=_PIP_S, check=False)
+    if done.returncode and not done.stdout:
+        return [Finding("pip check", "pip", done.stderr.strip(), "warning", "install pip")]
+    return judge_pip(done.stdout, gpu)
+
+
+def judge_pip(text: str, gpu: bool) -> list[Finding]:
+    """Returns a line for each conflict that `pip check` prints, or one that there is none: an error
+    if megagrpo itself requires the package that lacks something, else a warning.
+
+    Without a GPU the engine is installed without its requirements, which are not judged.
+    """
+    own = {canonicalize_name(r.name) for r in _requirements("megagrpo", _extras(gpu))}
+    bare = {r.name for r in _requirements("megagrpo", [_CPU_ENGINE], only_extra=True)}
+    what, findings = "requirements of packages", []
+    for line in text.splitlines():
+        owner = line.partition(" ")[0]
+        if (" requires " in line or " has requirement " in line) and (gpu or owner not in bare):
+            status = "error" if canonicalize_name(owner) in own else "warning"
+            findings.append(Finding(what, "met", line, status, _INSTALL))
+    return findings or [Finding(what, "met", "met", "ok")]
+
+
+def _extras(gpu: bool) -> list[str]:
+    return ["gpu"] if gpu else ["cpu", _CPU_ENGINE]
 
 
 def _package_finding(requirement: Requirement) -> Finding:
@@ -203,21 +217,6 @@ def _requirements(name: str, extras: list[str], only_extra: bool = False) -> Ite
                 yield requirement
         elif any(marker.evaluate({"extra": extra}) for extra in extras):
             yield requirement
-
-
-def _closure(extras: list[str], bare: set[NormalizedName]) -> Iterator[tuple[str, Requirement]]:
-    """Yields (owner, requirement) for all that megagrpo leads to; those of `bare` packages are not
-    followed."""
-    todo: list[tuple[str, tuple[str, ...]]] = [("megagrpo", tuple(sorted(extras)))]
-    seen: set[tuple[str, tuple[str, ...]]] = set()
-    while todo:
-        owner, owner_extras = todo.pop()
-        if (owner, owner_extras) in seen or canonicalize_name(owner) in bare:
-            continue
-        seen.add((owner, owner_extras))
-        for requirement in _requirements(owner, list(owner_extras)):
-            yield owner, requirement
-            todo.append((canonicalize_name(requirement.name), tuple(sorted(requirement.extras))))
 
 
 # ---- GPUs --------------------------------------------------------------------------------------

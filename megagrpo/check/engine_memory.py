@@ -5,17 +5,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
 from pydantic import BaseModel
 
+from megagrpo.check.engine_arguments import resolve_all
 from megagrpo.check.hardware import CONTEXT_BYTES, Hardware, hardware_of, usable_bytes
 from megagrpo.check.layer_costs import ITEM, ModelWork, model_work
 from megagrpo.check.problems import described_architecture, longest_samples, model_description
 from megagrpo.check.trainer_memory import RankMemory, TrainerSide
-from megagrpo.check.turns import ONE_TURN, Turns, assumed_turns
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.architecture import Architecture
@@ -46,7 +45,6 @@ class Lengths:
     prompt: float
     responses: np.ndarray
     origin: str
-    turns: Turns = ONE_TURN
 
     @property
     def mean(self) -> float:
@@ -73,36 +71,17 @@ def assumed_lengths(config: ExperimentConfig, mean: float | None = None) -> Leng
     origin = f"assumed: log-normal, half of them up to {median:.0f}, 1 % at the limit"
     if mean is not None:
         origin = f"log-normal with mean {mean:g} before the cut at {longest}"
-    return Lengths(
-        _PROMPT_SHARE * config.data.max_prompt_tokens,
-        responses,
-        origin,
-        assumed_turns(config.sampling),
-    )
+    return Lengths(assumed_prompt(config), responses, origin)
+
+
+def assumed_prompt(config: ExperimentConfig) -> float:
+    """Returns the tokens of a prompt, of which the record of rollouts has only the text."""
+    return _PROMPT_SHARE * config.data.max_prompt_tokens
 
 
 @cache
 def _normal_quantiles() -> np.ndarray:
     return np.array([NormalDist().inv_cdf((point + 0.5) / _POINTS) for point in range(_POINTS)])
-
-
-def given_lengths(text: str, config: ExperimentConfig) -> Lengths:
-    """Reads `--lengths`: a mean, or a file with one number of tokens a line. Raises ValueError for
-    other text."""
-    if Path(text).is_file():
-        prompt = _PROMPT_SHARE * config.data.max_prompt_tokens
-        return Lengths(
-            prompt,
-            _sorted([float(word) for word in Path(text).read_text().split()], text),
-            f"file {text}",
-        )
-    if (
-        not text.replace(".", "", 1).isdecimal()
-        or not 0 < float(text) <= config.sampling.max_response_tokens
-    ):
-        limit = f"sampling.max_response_tokens {config.sampling.max_response_tokens}"
-        raise ValueError(f"--lengths {text}: no such file, and no mean between 0 and {limit}")
-    return assumed_lengths(config, float(text))
 
 
 def lengths_of_run(folder: RunFolder, config: ExperimentConfig) -> Lengths:
@@ -114,16 +93,15 @@ def lengths_of_run(folder: RunFolder, config: ExperimentConfig) -> Lengths:
         for group in read_rollouts(files.values())
         for sample in group["samples"]
     ]
-    # the record has prompts as text only
-    prompt = _PROMPT_SHARE * config.data.max_prompt_tokens
     return Lengths(
-        prompt,
-        _sorted(responses, str(folder.rollouts)),
+        assumed_prompt(config),
+        sorted_lengths(responses, str(folder.rollouts)),
         f"{len(responses):,} samples of {folder.path}",
     )
 
 
-def _sorted(numbers: Sequence[float], where: str) -> np.ndarray:
+def sorted_lengths(numbers: Sequence[float], where: str) -> np.ndarray:
+    """Returns numbers of tokens, ascending, at least 1. Raises ValueError if none is positive."""
     if not numbers or min(numbers) < 0 or max(numbers) == 0:
         raise ValueError(f"{where}: no positive numbers of tokens")
     return np.maximum(np.sort(np.array(numbers, dtype=np.float64)), 1.0)
@@ -410,8 +388,6 @@ def _cache_tokens(
     gpu, server = hardware_of(kind), server_of(rollout)
     how = f"on an {kind} by the closed forms; `--hardware {kind}` asks SGLang for its arguments"
     if hardware is not None:
-        from megagrpo.tools.plan.recordings import resolve_all  # loads torch
-
         server = server_of(rollout, resolve_all([config], (gpu, config.cluster.gpus_per_node))[0])
         how = f"on an {kind}, as SGLang resolves its arguments"
     work = model_work(described_architecture(config))

@@ -1,8 +1,7 @@
 """Peak rates and memory of each kind of GPU, with their sources, and the four estimates that no
 data sheet has."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -92,13 +91,3 @@ def hardware_of(name: str) -> Hardware:
     if name not in HARDWARE:
         raise ValueError(f"--hardware {name} is not in the table, which has {', '.join(HARDWARE)}")
     return HARDWARE[name]
-
-
-def rates_of(name: str, changes: Mapping[str, float | None]) -> Rates:
-    """Returns the links of a row of HARDWARE, replaced by the values of `changes` that are not
-    None."""
-    given = {key: value for key, value in changes.items() if value is not None}
-    for key, value in given.items():
-        if value < 0 or (value == 0 and key not in ("message_us", "call_ms")):
-            raise ValueError(f"--{key.replace('_', '-')} {value:g} must be positive")
-    return replace(hardware_of(name).rates, **given)

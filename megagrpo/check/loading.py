@@ -23,7 +23,7 @@ _ANY_LENGTH = 2**31  # tokens; a first row that is too long is dropped by a run,
 
 
 @dataclass(frozen=True)
-class Trial:
+class LoadingTest:
     """Result of the loading test."""
 
     problems: list[str] = field(default_factory=list)
@@ -32,10 +32,10 @@ class Trial:
     not_tried: list[str] = field(default_factory=lambda: ["the model's weights", "the engines"])
 
 
-def try_loading(config: ExperimentConfig) -> Trial:
+def try_loading(config: ExperimentConfig) -> LoadingTest:
     """Loads the tokenizer, and renders and tokenises the first row of every data file that is
     already there."""
-    trial = Trial()
+    trial = LoadingTest()
     # before the warm-up has written the model's folder, the one that it will be written like
     folders = [config.model.path, *([config.sft.model] if config.sft is not None else [])]
     folder = next((folder for folder in folders if (Path(folder) / "config.json").is_file()), None)
@@ -48,7 +48,7 @@ def try_loading(config: ExperimentConfig) -> Trial:
     return trial
 
 
-def _try_tokenizer(config: ExperimentConfig, folder: str, trial: Trial) -> None:
+def _try_tokenizer(config: ExperimentConfig, folder: str, trial: LoadingTest) -> None:
     model = Model.read(folder, config.model.tokenizer)
     tokenizer = load_tokenizer(model)
     trial.loaded.append(f"the tokenizer of {config.model.tokenizer or folder}")
@@ -73,7 +73,9 @@ def _try_tokenizer(config: ExperimentConfig, folder: str, trial: Trial) -> None:
                     trial.not_tried.insert(0, f"{path} (not there yet)")
 
 
-def _try_first_row(data: DataConfig, tokenizer, store: ImageStore | None, trial: Trial) -> None:
+def _try_first_row(
+    data: DataConfig, tokenizer, store: ImageStore | None, trial: LoadingTest
+) -> None:
     rows = _ROWS_WITH_IMAGES if data.images_key is not None else 1
     prompts = load_prompts(
         data.model_copy(update={"limit": rows, "max_prompt_tokens": _ANY_LENGTH}), tokenizer, store

@@ -13,9 +13,10 @@ from megagrpo.check.engine_memory import (
     host_cache_bytes,
     server_of,
 )
+from megagrpo.check.fitting import fit_problems, with_model
 from megagrpo.check.hardware import gigabytes, hardware_of
 from megagrpo.check.layer_costs import model_work
-from megagrpo.check.loading import Trial, try_loading
+from megagrpo.check.loading import LoadingTest, try_loading
 from megagrpo.check.problems import is_made, longest_samples, model_description, preflight
 from megagrpo.check.settings_report import engine_report, settings_report
 from megagrpo.check.trainer_memory import (
@@ -39,7 +40,6 @@ from megagrpo.families.table import (
     parameter_counts,
 )
 from megagrpo.rewards.graders.table import SERVICES, machine_problem
-from megagrpo.tools.plan.roofline import fit_problems, with_model
 
 _MAX_RANK_ROWS = 32
 _DISK_GB_S = 10.0  # of a cluster's file system, all nodes together; 1e9 bytes
@@ -58,7 +58,7 @@ def check_command(config: ExperimentConfig, hardware: str | None, everything: bo
     return 1 if problems else 0
 
 
-def known_problems(config: ExperimentConfig, trial: Trial | None = None) -> list[str]:
+def known_problems(config: ExperimentConfig, trial: LoadingTest | None = None) -> list[str]:
     """Returns why the experiment cannot run: values, files, places and memory of ranks, and what
     `trial` met."""
     problems = preflight(config) + fit_problems(config)
@@ -69,7 +69,7 @@ def known_problems(config: ExperimentConfig, trial: Trial | None = None) -> list
 
 def explain(
     config: ExperimentConfig,
-    trial: Trial | None = None,
+    trial: LoadingTest | None = None,
     at_once: Sequence[str] = (),
     everything: bool = True,
     problems: Sequence[str] | None = None,

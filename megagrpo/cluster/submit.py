@@ -10,12 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import megagrpo
+from megagrpo.check.fitting import fit_problems
 from megagrpo.check.problems import preflight
 from megagrpo.config.placement import Nodes, needs_gpus, place
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system import environment
 from megagrpo.system.run_folder import RunFolder
-from megagrpo.tools.plan.roofline import fit_problems
 
 SCRIPTS = {  # by kind
     "one-job": "one_job.sbatch",

@@ -10,6 +10,8 @@ import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeAlias, cast
 
@@ -23,9 +25,9 @@ from megagrpo.config.libraries.sglang import engine_setting_problems
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system.run_folder import write_whole
 from megagrpo.system.user_function import did_you_mean
-from megagrpo.tools.convert.foreign import key_hint, value_hint
 
 PRESETS = Path(__file__).with_name("presets")
+_TOOLS = "megagrpo.tools"
 
 
 Plain: TypeAlias = "dict[str, Plain] | list[Plain] | str | int | float | bool | None"
@@ -314,10 +316,8 @@ def _describe(error: ErrorDetails, path: KeyPath, value: Plain) -> str:
     kind, dotted, context = error["type"], _dotted(path), error.get("ctx", {})
     match kind:
         case "extra_forbidden":
-            return (
-                f"{_shown(path, value)}: unknown "
-                f"key{key_hint(dotted, value) or _remedy_unknown(path)}"
-            )
+            hint = _foreign_hint("key_hint", dotted, value) or _remedy_unknown(path)
+            return f"{_shown(path, value)}: unknown key{hint}"
         case "missing":
             return f"{dotted} is missing; it has no default, write it"
         case "value_error":
@@ -326,16 +326,28 @@ def _describe(error: ErrorDetails, path: KeyPath, value: Plain) -> str:
             return f"{_shown(path, value)}: needs a 'name', one of {', '.join(_variants(path))}"
         case "union_tag_invalid":
             tag = str(context["tag"])
-            hint = value_hint(f"{dotted}.name", tag) or _nearest(tag, _variants(path))
+            hint = _foreign_hint("value_hint", f"{dotted}.name", tag) or _nearest(
+                tag, _variants(path)
+            )
             return f"{dotted}.name = {_show(tag)}: unknown{hint}"
         case "literal_error":
             allowed = choices(annotations_at(ExperimentConfig, path))
-            hint = value_hint(dotted, value) or _nearest(str(value), allowed, context["expected"])
+            hint = _foreign_hint("value_hint", dotted, value) or _nearest(
+                str(value), allowed, context["expected"]
+            )
             return f"{_shown(path, value)}: not a choice{hint}"
         case "model_type" | "model_attributes_type":
             return f"{_shown(path, value)}: should be a section with keys {', '.join(_keys(path))}"
     message = re.sub(r"^Input should be", "should be", error["msg"])
     return f"{_shown(path, value)}: {message}{_type_remedy(kind, path, value)}"
+
+
+def _foreign_hint(kind: str, key: str, value: object) -> str:
+    """Returns what `megagrpo convert` knows of a key or value of another framework; "" if that tool
+    is not installed."""
+    if find_spec(_TOOLS) is None:
+        return ""
+    return getattr(import_module(f"{_TOOLS}.convert.foreign"), kind)(key, value)
 
 
 def _type_remedy(kind: str, path: KeyPath, value: Plain) -> str:

@@ -108,7 +108,7 @@ def health_warnings(
 ) -> dict[str, str]:
     """Returns the warnings that hold after the last step of `history`, which has all steps of a
     start, by their key."""
-    warnings = {}
+    warnings: dict[str, str] = {}
     for sign in signs:
         points = [
             (step, value) for step, readings in history if (value := readings[sign.key]) is not None

@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,6 @@ def train_main(config: ExperimentConfig, service_url: str | None) -> int:
     progress = _progress(config, config.name)
 
     def body(device: torch.device) -> None:
-        from megagrpo.monitor.report import write_report
         from megagrpo.run import start_run
         from megagrpo.train import train
 
@@ -39,7 +39,8 @@ def train_main(config: ExperimentConfig, service_url: str | None) -> int:
             train(run)
             is_main = run.mesh.is_main
         if is_main:
-            print(write_report(config.output_dir), flush=True)
+            report = import_module("megagrpo.tools.report")  # beside the core, which knows its name
+            print(report.write_report(config.output_dir), flush=True)
 
     with progress:
         return guarded(config, "trainer", body, trains=True)

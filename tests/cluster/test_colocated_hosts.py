@@ -27,7 +27,7 @@ from run_megagrpo import (
 
 from megagrpo.check.hardware import HARDWARE
 from megagrpo.config.load import load_config
-from megagrpo.tools.plan.publish_bytes import Cluster, cluster_of, forecast_publish
+from megagrpo.tools.plan.forecast import Cluster, cluster_of, forecast_publish
 from megagrpo.tools.plan.recordings import record_all
 from tests.experiments import until
 

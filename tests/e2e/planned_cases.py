@@ -8,7 +8,7 @@ from transport_cases import ENGINES, TRAINERS, TransportCase, experiment, make_m
 
 from megagrpo.check.hardware import HARDWARE
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ParallelConfig
-from megagrpo.tools.plan.publish_bytes import Forecast, cluster_of, forecast_publish
+from megagrpo.tools.plan.forecast import Forecast, cluster_of, forecast_publish
 from megagrpo.tools.plan.recordings import record_all
 
 

@@ -3,9 +3,10 @@
 import json
 from pathlib import Path
 
+from megagrpo.check.engine_arguments import resolve_all
 from megagrpo.check.hardware import hardware_of
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.tools.plan.recordings import record_all, resolve_all
+from megagrpo.tools.plan.recordings import record_all
 from megagrpo.weights.engines.client import EngineConnection
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.mailbox import Mailbox, address_towards

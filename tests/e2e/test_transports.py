@@ -23,7 +23,7 @@ from transport_cases import (
     run_engine_cases,
 )
 
-from megagrpo.tools.plan.publish_bytes import Forecast
+from megagrpo.tools.plan.forecast import Forecast
 
 CASES = {  # (family, engines) -> trainers: an engine start each
     ("qwen3_moe", "TP2xEP2"): ("TP2xEP2", "EP2", "TP2xPP2"),

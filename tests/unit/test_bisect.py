@@ -19,6 +19,7 @@ from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.bisect.command import experiment_of
 from megagrpo.tools.bisect.compare import BOUNDS, Flips, bound_at, compare_points, difference
 from megagrpo.tools.bisect.engine import only_prefills
+from megagrpo.tools.bisect.hooks import Recorder, SeenTokens, Tap
 from megagrpo.tools.bisect.options import BisectOptions
 from megagrpo.tools.bisect.points import Point, Sizes, layer_points, residual_points
 from megagrpo.tools.bisect.report import (
@@ -32,7 +33,6 @@ from megagrpo.tools.bisect.report import (
 )
 from megagrpo.tools.bisect.sides import Side, from_engine, from_trainer
 from megagrpo.tools.certify.tiny_model import hf_config
-from megagrpo.weights.engines.hooks import Recorder, SeenTokens, Tap
 from tests.experiments import QUICKSTART
 
 LENGTHS = [9, 14]

@@ -12,8 +12,8 @@ import yaml
 
 from bench.readme import command_line, metrics, pages, refreshed
 from megagrpo import cli
-from megagrpo.config.describe import reference, rules
 from megagrpo.config.load import load_config
+from megagrpo.tools.describe import reference, rules
 from tests.experiments import ROOT, documented_metrics, metric_patterns
 
 PAGES = [*pages(), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -87,9 +87,9 @@ def test_commands_parse_and_scripts_exist(page):
     for words in commands(page):
         if len(words) == 1:  # a command in running text
             with pytest.raises(SystemExit, match="0"):
-                cli._parser().parse_args([*words, "--help"])
+                cli._parser(words).parse_args([*words, "--help"])
             continue
-        args = cli._parser().parse_args(words)  # exits on an unknown command or option
+        args = cli._parser(words).parse_args(words)  # exits on an unknown command or option
         for name in {vars(args).get(key) for key in ("config", "run_dir", "dump", "output")} - {
             None
         }:
@@ -134,9 +134,9 @@ def test_the_generated_reference_is_fresh():
     folder = ROOT / "docs" / "reference"
     assert (folder / "cli.md").read_text() == command_line(), "python bench/readme.py"
     assert (folder / "metrics.md").read_text() == metrics(), "python bench/readme.py"
-    again = "python -m megagrpo.config.describe > docs/reference/configuration.md"
+    again = "python -m megagrpo.tools.describe > docs/reference/configuration.md"
     assert (folder / "configuration.md").read_text() == reference(), again
-    again = "python -m megagrpo.config.describe --rules > docs/reference/rules.md"
+    again = "python -m megagrpo.tools.describe --rules > docs/reference/rules.md"
     assert (folder / "rules.md").read_text() == rules(), again
 
 

@@ -67,19 +67,34 @@ def test_missing_and_clashing(environment):
     assert bad == {
         "torch",
         "sglang",
-        "rich (for megagrpo)",
-        "scipy (for megagrpo)",
-        "filelock (for torch)",
+        "rich",
+        "scipy",
     }
     assert findings["torch"].found == "2.12.0" and findings["torch"].wanted == "==2.13.0"
     assert all(findings[what].remedy for what in bad)
+
+
+def test_what_pip_says_of_packages_among_each_other(environment):
+    """On a CPU the engine's own requirements do not count: it is installed without them."""
+    environment("megagrpo", "0.1", *OURS)
+    text = (
+        "sglang 0.5.21 requires timm, which is not installed.\n"
+        "torch 2.13.0 has requirement filelock>=4, but you have filelock 3.\n"
+    )
+    (found,) = doctor.judge_pip(text, gpu=False)
+    assert found.status == "error" and found.found.startswith("torch ") and found.remedy
+    assert len(doctor.judge_pip(text, gpu=True)) == 2
+    (found,) = doctor.judge_pip("other 1 requires filelock, which is not installed.\n", gpu=False)
+    assert found.status == "warning"  # nothing that a run needs
+    (found,) = doctor.judge_pip("No broken requirements found.\n", gpu=False)
+    assert found.status == "ok"
 
 
 def test_gpu_machine_wants_the_gpu_extra_and_a_cuda_build(environment, tmp_path):
     environment("megagrpo", "0.1", *OURS)
     environment("torch", "2.13.0")
     found = statuses(gpu=True)
-    assert found["nvidia-thing (for megagrpo)"] == found["torch build"] == "error"
+    assert found["nvidia-thing"] == found["torch build"] == "error"
     (tmp_path / "torch" / "version.py").write_text("cuda: Optional[str] = '13.0'\n")
     assert statuses(gpu=True)["torch build"] == "ok"
 

@@ -5,12 +5,12 @@ import json
 from pathlib import Path
 
 from examples.laptop.recipe import TinyModelConfig
+from megagrpo.check.engine_arguments import resolve_all
 from megagrpo.check.hardware import HARDWARE
 from megagrpo.check.problems import model_description
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.certify.tiny_model import hf_config
-from megagrpo.tools.plan.recordings import resolve_all
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "configs" / "models"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megagrpo.check.fitting import with_model
 from megagrpo.check.problems import check_against_model, longest_samples, model_description
 from megagrpo.check.report import explain
 from megagrpo.cluster.submit import Request, misfits, nodes_of, submit
@@ -17,7 +18,6 @@ from megagrpo.config.placement import placement_problems
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.table import architecture_of
 from megagrpo.system.progress import Progress
-from megagrpo.tools.plan.roofline import with_model
 from megagrpo.tools.plan.search import Options, plan_command
 from tests.experiments import ROOT, python
 

@@ -13,16 +13,15 @@ from megagrpo.check.engine_memory import (
     assumed_lengths,
     engine_side,
     expert_bytes,
-    given_lengths,
     lengths_of_run,
     server_of,
     weight_bytes,
     weight_elements,
 )
+from megagrpo.check.fitting import with_model
 from megagrpo.check.hardware import CONTEXT_BYTES, HARDWARE, hardware_of
 from megagrpo.check.layer_costs import model_work
 from megagrpo.check.trainer_memory import Load, trainer_side
-from megagrpo.check.turns import Turns, assumed_turns, given_turns, turns_of_run
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.load import dump_config, load_config
 from megagrpo.config.rollout import RolloutConfig
@@ -50,7 +49,13 @@ from megagrpo.tools.plan.search import (
     changes,
     plan_command,
     target_of,
-    with_model,
+)
+from megagrpo.tools.plan.turns import (
+    Turns,
+    assumed_turns,
+    given_lengths,
+    given_turns,
+    turns_of_run,
 )
 
 QUIET = Progress("plan", enabled=False)
@@ -268,8 +273,8 @@ def test_turns_are_read_again_and_wait_for_tools():
     config, lengths = shipped(LARGE), lengths_of(1000, prompt=500.0)
     plain = rollout_seconds(config, qwen(lengths), engine(config, lengths))
     turns = given_turns("count=5 tool_s=3 said=0.6 found=0.75", Turns())
-    played = replace(lengths, turns=turns)
-    found = rollout_seconds(config, qwen(played), engine(config, played))
+    played = replace(qwen(lengths), turns=turns)
+    found = rollout_seconds(config, played, engine(config, lengths))
     assert found["weights"] == pytest.approx(0.4 * plain["weights"]) and found["tools"] == 12.0
     read = 0.6 * 1000 + 0.25 * 4 * (500 + 500)
     assert turns.tokens_read(500, 1000) == pytest.approx(read)

@@ -9,18 +9,14 @@ import pytest
 import torch
 
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.check.hardware import HARDWARE, Rates, rates_of
+from megagrpo.check.hardware import HARDWARE, Rates
 from megagrpo.cli import main
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig
 from megagrpo.tools.certify.tiny_model import hf_config
-from megagrpo.tools.plan.publish_bytes import (
-    Cluster,
-    broadcast_forecast,
-    cluster_of,
-    plan_weights,
-    reshard_forecast,
-)
+from megagrpo.tools.plan.forecast import Cluster, broadcast_forecast, cluster_of, reshard_forecast
+from megagrpo.tools.plan.publish_bytes import plan_weights
 from megagrpo.tools.plan.recordings import Recordings, record_all, representative_ranks
+from megagrpo.tools.plan.weights_command import rates_of
 from megagrpo.weights.transports.gather_plan import make_gather_plan
 from megagrpo.weights.transports.reshard_plan import Cover, make_cover, plan_transfer, trainer_atoms
 from megagrpo.weights.wire.messages import Batches

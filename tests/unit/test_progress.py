@@ -7,10 +7,10 @@ import time
 import pytest
 
 from megagrpo.monitor.console import StepConsole, minutes
-from megagrpo.monitor.report import series, summary, write_report
 from megagrpo.system import progress as module
 from megagrpo.system.progress import Progress
 from megagrpo.system.run_folder import write_json_lines
+from megagrpo.tools.report import series, summary, write_report
 from tests import experiments
 
 

@@ -7,9 +7,11 @@ in a process of its own. Written against sglang 0.5.21.
 """
 
 import functools
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import sglang.srt.model_loader.loader  # noqa: F401  # imported by the resolution
@@ -100,3 +102,15 @@ def _replace_device(device: Device) -> None:
 
 def _answer(value: object, *_: object, **__: object) -> object:
     return value
+
+
+def _main() -> None:
+    """Reads {"servers", "device", "output"} as JSON from standard input; writes the settings of
+    each server to the file `output`."""
+    job = json.load(sys.stdin)
+    found = list(resolve_servers(job["servers"], Device(**job["device"])))
+    Path(job["output"]).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    _main()

@@ -21,8 +21,8 @@ from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.routing.replay import TopK
 from megagrpo.actor.schedule import micro_batches
 from megagrpo.actor.step import token_logprobs
+from megagrpo.tools.bisect.hooks import TOWER_MODULE, Recorder, SeenTokens, Tap, experts_key
 from megagrpo.types import Batch, ImageRef, MicroBatch
-from megagrpo.weights.engines.hooks import TOWER_MODULE, Recorder, SeenTokens, Tap, experts_key
 
 
 class CapturedForward(NamedTuple):

@@ -3,6 +3,7 @@ report."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from dataclasses import asdict
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from megagrpo.cluster.machine import ranks_beside_service, with_one_engine
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.system.arguments import positive
+from megagrpo.system.environment import under_torchrun
 from megagrpo.system.run_folder import RunFolder, write_whole
 from megagrpo.tasks.ranks import guarded
 from megagrpo.tools.bisect.options import BisectOptions
@@ -88,3 +91,29 @@ def experiment_of(
         update={"megatron": config.actor.megatron | {"moe_router_fusion": False}}
     )
     return with_one_engine(config, folder, eager).model_copy(update={"actor": actor})
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Adds the options of the command line."""
+    option = command.add_argument
+    option("--checkpoint", help="checkpoint folder; default: the weights in model.path")
+    option(
+        "--prompts",
+        type=positive,
+        default=4,
+        help="how many, from the start of the data (default 4)",
+    )
+    option("--max-new-tokens", type=positive, default=32, help="of each response (default 32)")
+    own = "the engine keeps what it loads from model.path: nothing is published"
+    option("--own-weights", action="store_true", help=own)
+    option("--bound", type=float, help="relative, before the first layer; default: by dtype")
+
+
+def run(args: argparse.Namespace, config: ExperimentConfig) -> int:
+    """Runs the command, or one rank that it started."""
+    if under_torchrun():
+        return bisect_main(config)
+    options = BisectOptions(
+        args.checkpoint, args.prompts, args.max_new_tokens, args.own_weights, args.bound
+    )
+    return bisect(config, options)

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from megagrpo.data.images import ImageStore
 from megagrpo.rollout.control import bearer
+from megagrpo.tools.bisect import hooks
+from megagrpo.tools.bisect.hooks import Tap
 from megagrpo.tools.bisect.points import TOWER
 from megagrpo.types import EngineInfo, Prompt
 from megagrpo.weights.engines.client import EngineConnection
-from megagrpo.weights.engines.hooks import Tap
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.mailbox import Mailbox, address_towards
 
@@ -136,7 +137,8 @@ class ProbedEngine:
     def _request(self, operation: str, requests: list[dict]) -> list[dict]:
         self._engine.deadline = Deadline(self._limit_s)
         self._engine.pause()
-        answers = self._engine.ask(operation, requests)
+        named = [{"module": hooks.__name__, **request} for request in requests]
+        answers = self._engine.ask(operation, named)
         self._engine.post("/continue_generation")
         return answers
 

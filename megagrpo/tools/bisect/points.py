@@ -11,7 +11,7 @@ from typing import Literal
 
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import FAMILIES
-from megagrpo.weights.engines.hooks import TOWER_MODULE, Tap, experts_key
+from megagrpo.tools.bisect.hooks import TOWER_MODULE, Tap, experts_key
 
 FINAL_NORM = "final_norm"
 TOWER = "tower."  # begins the names of points in a vision tower
@@ -119,85 +119,94 @@ def final_norm(arch: Architecture) -> Point:
     )
 
 
-def layer_points(arch: Architecture, layer: int) -> list[Point]:
-    """Returns the points inside one layer, including the residual stream after attention and at its
-    end."""
-    engine, trainer = f"model.layers.{layer}", f"decoder.layers.{layer}"
-    mlp = f"{engine}.{FAMILIES[arch.family].MLP.removesuffix('.')}"
-    norm, router = f"{engine}.post_attention_layernorm", f"{trainer}.mlp.router"
+class _Layer:
+    """Makes the points of one layer. engine, trainer, mlp: dotted paths of its modules."""
+
+    def __init__(self, arch: Architecture, layer: int):
+        self.arch, self.layer = arch, layer
+        self.engine, self.trainer = f"model.layers.{layer}", f"decoder.layers.{layer}"
+        self.mlp = f"{self.engine}.{FAMILIES[arch.family].MLP.removesuffix('.')}"
 
     def point(
+        self,
         name: str,
         says: str,
         of_engine: tuple[str, int],
         of_trainer: tuple[str, str, int],
         layout: Layout = "whole",
     ) -> Point:
-        place, depth = f"layers.{layer}.{name}", depth_before(arch, layer + 1)
-        return _point(place, f"{says} layer {layer}", of_engine, of_trainer, layout, layer, depth)
+        place, depth = f"layers.{self.layer}.{name}", depth_before(self.arch, self.layer + 1)
+        says = f"{says} layer {self.layer}"
+        return _point(place, says, of_engine, of_trainer, layout, self.layer, depth)
 
     def attention(
-        name: str, says: str, of_engine: str, of_trainer: str, layout: Layout = "whole"
+        self, name: str, says: str, of_engine: str, of_trainer: str, layout: Layout = "whole"
     ) -> Point:
-        modules = (
-            (f"{engine}.self_attn.{of_engine}", 0),
-            (f"{trainer}.self_attention.{of_trainer}", "out", 0),
-        )
-        return point(name, f"{says} of", *modules, layout)
+        engine = f"{self.engine}.self_attn.{of_engine}", 0
+        trainer = f"{self.trainer}.self_attention.{of_trainer}", "out", 0
+        return self.point(name, f"{says} of", engine, trainer, layout)
 
-    input_norm = (f"{engine}.input_layernorm", 0), (f"{trainer}.input_layernorm", "out", 0)
-    points = [point("input_norm", "norm before attention of", *input_norm)]
-    if arch.mla is not None:
-        if arch.mla.q_lora_rank is not None:
-            points.append(
-                attention("q_latent", "normed latent of queries", "q_a_layernorm", "q_layernorm")
-            )
-        says = "normed latent of keys and values"
-        points.append(attention("kv_latent", says, "kv_a_layernorm", "kv_layernorm"))
-    else:
+    def inside_attention(self) -> Iterator[Point]:
+        """Yields what goes into attention's output projection."""
+        arch = self.arch
+        if arch.mla is not None:
+            if arch.mla.q_lora_rank is not None:
+                says = "normed latent of queries"
+                yield self.attention("q_latent", says, "q_a_layernorm", "q_layernorm")
+            says = "normed latent of keys and values"
+            yield self.attention("kv_latent", says, "kv_a_layernorm", "kv_layernorm")
+            return
         says = "projection to queries, keys and values"
-        points.append(attention("qkv", says, "qkv_proj", "linear_qkv", "qkv"))
+        yield self.attention("qkv", says, "qkv_proj", "linear_qkv", "qkv")
         if arch.qk_norm:
-            points.append(attention("q_norm", "normed queries", "q_norm", "q_layernorm", "heads"))
-            points.append(attention("k_norm", "normed keys", "k_norm", "k_layernorm", "heads"))
+            yield self.attention("q_norm", "normed queries", "q_norm", "q_layernorm", "heads")
+            yield self.attention("k_norm", "normed keys", "k_norm", "k_layernorm", "heads")
         for item, says in enumerate(("queries", "keys")):  # as attention gets them
-            turned = attention(
-                f"{says[0]}_rotary", f"{says} with positions", "attn", "core_attention", "heads"
+            name = f"{says[0]}_rotary"
+            turned = self.attention(
+                name, f"{says} with positions", "attn", "core_attention", "heads"
             )
-            taps = [tap._replace(side="in", item=item) for tap in (turned.engine, turned.trainer)]
-            points.append(replace(turned, engine=taps[0], trainer=taps[1]))
+            engine = turned.engine._replace(side="in", item=item)
+            trainer = turned.trainer._replace(side="in", item=item)
+            yield replace(turned, engine=engine, trainer=trainer)
         says = "attention (scale, mask, softmax)"
-        points.append(attention("core_attention", says, "attn", "core_attention", "heads"))
-    points.append(
-        attention("attention_out", "output projection of attention", "o_proj", "linear_proj")
-    )
-    mlp_norm = f"{trainer}.pre_mlp_layernorm"
-    points.append(
-        point(
-            "after_attention", "residual stream after attention of", (norm, 1), (mlp_norm, "in", 0)
-        )
-    )
-    points.append(point("mlp_norm", "norm before the MLP of", (norm, 0), (mlp_norm, "out", 0)))
-    if arch.has_experts(layer):
-        points.append(
-            point("router_logits", "router logits of", (f"{mlp}.gate", 0), (router, "gating", 0))
-        )
-        points.append(
-            point("experts", "experts chosen in", (f"{mlp}.topk", 1), (router, "out", 1), "map")
-        )
-        assert points[-1].name == experts_key(layer)
+        yield self.attention("core_attention", says, "attn", "core_attention", "heads")
+
+    def routing(self) -> Iterator[Point]:
+        """Yields what a router computes; nothing in a dense layer."""
+        if not self.arch.has_experts(self.layer):
+            return
+        router, topk = f"{self.trainer}.mlp.router", f"{self.mlp}.topk"
+        gate = f"{self.mlp}.gate", 0
+        yield self.point("router_logits", "router logits of", gate, (router, "gating", 0))
+        chosen = self.point("experts", "experts chosen in", (topk, 1), (router, "out", 1), "map")
+        assert chosen.name == experts_key(self.layer)
+        yield chosen
         says = "weights of the experts, as shares, of"
-        points.append(
-            point("expert_shares", says, (f"{mlp}.topk", 0), (router, "out", 0), "shares")
-        )
-    points.append(point("mlp_out", "MLP or experts of", (mlp, 0), (f"{trainer}.mlp", "out", 0)))
+        yield self.point("expert_shares", says, (topk, 0), (router, "out", 0), "shares")
+
+
+def layer_points(arch: Architecture, layer: int) -> list[Point]:
+    """Returns the points inside one layer, including the residual stream after attention and at its
+    end."""
+    at = _Layer(arch, layer)
+    point, engine, trainer = at.point, at.engine, at.trainer
+    norm, mlp_norm = f"{engine}.post_attention_layernorm", f"{trainer}.pre_mlp_layernorm"
+    input_norm = (f"{engine}.input_layernorm", 0), (f"{trainer}.input_layernorm", "out", 0)
+    says = "residual stream after attention of"
     last = layer == arch.num_layers - 1
     following = "model.norm" if last else f"model.layers.{layer + 1}.input_layernorm"
     deep = arch.vision is not None and layer < arch.vision.deepstack
-    name, says = ("deepstack", " and deepstack's features") if deep else ("output", "")
+    name, features = ("deepstack", " and deepstack's features") if deep else ("output", "")
     return [
-        *points,
-        point(name, f"residual stream{says} after", (following, 1), (trainer, "out", 0)),
+        point("input_norm", "norm before attention of", *input_norm),
+        *at.inside_attention(),
+        at.attention("attention_out", "output projection of attention", "o_proj", "linear_proj"),
+        point("after_attention", says, (norm, 1), (mlp_norm, "in", 0)),
+        point("mlp_norm", "norm before the MLP of", (norm, 0), (mlp_norm, "out", 0)),
+        *at.routing(),
+        point("mlp_out", "MLP or experts of", (at.mlp, 0), (f"{trainer}.mlp", "out", 0)),
+        point(name, f"residual stream{features} after", (following, 1), (trainer, "out", 0)),
     ]
 
 

@@ -21,6 +21,7 @@ from megagrpo.tools.bisect.capture import (
 )
 from megagrpo.tools.bisect.compare import BOUNDS, Bounds, bound_at, compare_points, difference
 from megagrpo.tools.bisect.engine import Prefilled, ProbedEngine, Sequenced
+from megagrpo.tools.bisect.hooks import SeenTokens
 from megagrpo.tools.bisect.points import (
     FINAL_NORM,
     Point,
@@ -33,7 +34,6 @@ from megagrpo.tools.bisect.points import (
 from megagrpo.tools.bisect.report import OUTPUT, Findings, Pass, layer_to_open
 from megagrpo.tools.bisect.sides import from_engine, from_trainer
 from megagrpo.types import Batch, Prompt, Rewards
-from megagrpo.weights.engines.hooks import SeenTokens
 
 T = TypeVar("T")
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megagrpo.families.architecture import Architecture
+from megagrpo.tools.bisect.hooks import SeenTokens, experts_key
 from megagrpo.tools.bisect.points import Point, Sizes
-from megagrpo.weights.engines.hooks import SeenTokens, experts_key
 
 _Records = Sequence[Mapping[str, Sequence[Tensor]]]
 

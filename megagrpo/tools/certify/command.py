@@ -3,6 +3,7 @@ certificate."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import sys
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING
 
 from megagrpo.cluster.machine import train_ranks
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig
+from megagrpo.system.arguments import positive
+from megagrpo.system.environment import under_torchrun
 from megagrpo.tasks.ranks import guarded
 from megagrpo.tools.certify.cases import grid, layouts_of
 from megagrpo.tools.certify.report import CaseResult, write_certificate
@@ -84,3 +87,20 @@ def _of_world(config: ExperimentConfig, model: Path, folder: Path, world: int) -
     return config.model_copy(
         update={"output_dir": str(folder), "model": ModelConfig(path=str(model)), "actor": actor}
     )
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Adds the options of the command line."""
+    option = command.add_argument
+    ranks = "processes on this machine; more of them cover more layouts (default 2)"
+    option("--ranks", type=positive, default=2, help=ranks)
+    option(
+        "--layouts",
+        type=lambda text: text.split(","),
+        help="comma-separated names; default: all that fit",
+    )
+
+
+def run(args: argparse.Namespace, config: ExperimentConfig) -> int:
+    """Runs the command, or one rank that it started."""
+    return certify_main(config) if under_torchrun() else certify(config, args.ranks, args.layouts)

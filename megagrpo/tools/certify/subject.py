@@ -105,42 +105,44 @@ def make_groups(config: ExperimentConfig, seed: int, arch: Architecture) -> list
     """
     generator = torch.Generator().manual_seed(seed)
     size = min(max(config.train.group_size, 2), 4)
-
-    def number(low: int, high: int) -> int:
-        return int(torch.randint(low, high + 1, (), generator=generator))
-
-    def tokens(count: int) -> np.ndarray:
-        return torch.randint(3, VOCAB, (count,), generator=generator).numpy()
-
+    greedy = Sample(0, np.ones(1), np.zeros(1), "stop", 0, ""), Outcome("score", 0.5)
+    baseline = greedy if config.algorithm.needs_greedy_response else (None, None)
     groups = []
     for g in range(NUM_GROUPS):
-        samples, outcomes = [], []
-        for index in range(size):
-            length = MAX_RESPONSE if (g, index) == (1, 0) else number(1, MAX_RESPONSE)
-            indices = np.arange(length)
-            hole = (indices < 2) | (indices >= 4) if g == 2 else None
-            finish = "length" if length == MAX_RESPONSE else "stop"
-            samples.append(Sample(index, tokens(length), np.zeros(length), finish, 0, "", hole))
-            reward = 1.0 if g == 0 else number(0, 4) / 4
-            scored = Outcome("score", reward, token_rewards=((0, reward / 2),))
-            outcomes.append(Outcome("error", detail="planted") if (g, index) == (3, 1) else scored)
-        greedy = Sample(0, np.ones(1), np.zeros(1), "stop", 0, ""), Outcome("score", 0.5)
-        baseline = greedy if config.algorithm.needs_greedy_response else (None, None)
+        drawn = [_drawn_sample(g, index, generator) for index in range(size)]
+        samples, outcomes = zip(*drawn, strict=True)
         images = () if arch.vision is None else IMAGES[g % 3]
-        shortest = max(
-            [
-                2,
-                *(
-                    image.start + 1 + arch.vision.tokens(image.grid)
-                    for image in images
-                    if arch.vision
-                ),
-            ]
-        )
-        prompt = Prompt(g, "", tokens(number(shortest, MAX_PROMPT)), "", images=images)
-        groups.append(RolloutGroup(g, prompt, tuple(samples), tuple(outcomes), *baseline))
+        shortest = 2
+        if arch.vision is not None:
+            ends = [image.start + 1 + arch.vision.tokens(image.grid) for image in images]
+            shortest = max([shortest, *ends])
+        tokens = _tokens(_number(shortest, MAX_PROMPT, generator), generator)
+        prompt = Prompt(g, "", tokens, "", images=images)
+        groups.append(RolloutGroup(g, prompt, samples, outcomes, *baseline))
     replays = config.actor.routing_replay == "rollout"
     return [_with_experts(group, arch, generator) for group in groups] if replays else groups
+
+
+def _number(low: int, high: int, generator: torch.Generator) -> int:
+    return int(torch.randint(low, high + 1, (), generator=generator))
+
+
+def _tokens(count: int, generator: torch.Generator) -> np.ndarray:
+    return torch.randint(3, VOCAB, (count,), generator=generator).numpy()
+
+
+def _drawn_sample(g: int, index: int, generator: torch.Generator) -> tuple[Sample, Outcome]:
+    """Returns a sample of group `g` and its outcome."""
+    length = MAX_RESPONSE if (g, index) == (1, 0) else _number(1, MAX_RESPONSE, generator)
+    indices = np.arange(length)
+    hole = (indices < 2) | (indices >= 4) if g == 2 else None
+    finish = "length" if length == MAX_RESPONSE else "stop"
+    tokens = _tokens(length, generator)
+    sample = Sample(index, tokens, np.zeros(length), finish, 0, "", hole)
+    reward = 1.0 if g == 0 else _number(0, 4, generator) / 4
+    if (g, index) == (3, 1):
+        return sample, Outcome("error", detail="planted")
+    return sample, Outcome("score", reward, token_rewards=((0, reward / 2),))
 
 
 def _with_experts(

@@ -1,6 +1,7 @@
 """`megagrpo convert`: reads theirs, translates, checks that the result is an experiment, and writes
 it."""
 
+import argparse
 import sys
 from collections import Counter
 from pathlib import Path
@@ -12,17 +13,17 @@ from megagrpo.config.libraries.sglang import engine_setting_problems
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system.run_folder import write_whole
 from megagrpo.tools.convert import roll, trl, verl
-from megagrpo.tools.convert.draft import Draft
+from megagrpo.tools.convert.draft import Translation
 from megagrpo.tools.convert.foreign import FRAMEWORKS
 from megagrpo.tools.convert.source import read_source
 
 _RULES = {"verl": verl, "roll": roll, "trl": trl}
 
 
-def translate(framework: str, path: Path) -> Draft:
+def translate(framework: str, path: Path) -> Translation:
     """Returns the draft of an experiment. Raises ValueError if the source cannot be read."""
     rules = _RULES[framework]
-    draft = Draft(framework, read_source(framework, path))
+    draft = Translation(framework, read_source(framework, path))
     draft.put_plain()
     for rule in rules.RULES:
         rule(draft)
@@ -71,3 +72,27 @@ def convert(framework: str, source: Path, output: Path | None, partial: bool) ->
     else:
         write_whole(output, draft.yaml(title))
     return 0
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Adds the options of the command line."""
+    option = command.add_argument
+    option("framework", choices=("verl", "roll", "trl"))
+    option(
+        "source",
+        type=Path,
+        help="YAML file; verl: also a shell script with its command; trl: arguments as YAML",
+    )
+    option(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="experiment to write; default: standard output",
+    )
+    option("--partial", action="store_true", help="write it also if keys are lost")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command."""
+    return convert(args.framework, args.source, args.output, args.partial)

@@ -15,7 +15,7 @@ Status = Literal["translated", "as here", "not translated", "unknown"]
 
 
 @dataclass(frozen=True)
-class Fate:
+class KeyOutcome:
     """The translation of one of their keys."""
 
     key: str
@@ -24,7 +24,7 @@ class Fate:
     text: str  # our keys, or the reason
 
 
-class Draft:
+class Translation:
     """Takes values for our keys. given: their keys with values; null is as not given."""
 
     def __init__(self, framework: str, given: Mapping[str, Plain]):
@@ -100,7 +100,7 @@ class Draft:
             elif entry.lacks and value not in entry.same:
                 self.lack(key, entry.lacks)
 
-    def fates(self) -> list[Fate]:
+    def fates(self) -> list[KeyOutcome]:
         """Returns what became of every given key, and of defaults that are not translated."""
         ours: dict[str, list[str]] = {}
         for our_key, theirs in self.because.items():
@@ -111,22 +111,22 @@ class Draft:
             self._fate(key, self.get(key), ours.get(key, [])) for key in [*self.given, *lacking]
         ]
 
-    def _fate(self, key: str, value: Plain, ours: list[str]) -> Fate:
+    def _fate(self, key: str, value: Plain, ours: list[str]) -> KeyOutcome:
         entry = find(self.framework, key)
         if key in self._lacks:
-            return Fate(key, value, "not translated", self._lacks[key])
+            return KeyOutcome(key, value, "not translated", self._lacks[key])
         if ours:
-            return Fate(key, value, "translated", ", ".join(ours))
+            return KeyOutcome(key, value, "translated", ", ".join(ours))
         if entry is None:
-            return Fate(key, value, "unknown", "no such key in docs/reference/names.md")
+            return KeyOutcome(key, value, "unknown", "no such key in docs/reference/names.md")
         if self.given.get(key) is not None and _is_left_out(entry, value):
-            return Fate(
+            return KeyOutcome(
                 key,
                 value,
                 "not translated",
                 f"{entry.to}, but not from this combination: write it by hand",
             )
-        return Fate(key, value, "as here", entry.free or entry.to or "what is done anyway")
+        return KeyOutcome(key, value, "as here", entry.free or entry.to or "what is done anyway")
 
     def nested(self) -> dict[str, Plain]:
         """Returns the experiment as nested sections, in the order of the schema."""
@@ -169,7 +169,7 @@ class Draft:
         return lines
 
 
-Rule = Callable[[Draft], None]  # translates keys that depend on each other
+Rule = Callable[[Translation], None]  # translates keys that depend on each other
 
 
 def _is_left_out(entry: Entry, value: Plain) -> bool:

@@ -5,7 +5,7 @@ import re
 
 from megagrpo.config.load import Plain
 from megagrpo.tools.convert import rules
-from megagrpo.tools.convert.draft import Draft, Rule
+from megagrpo.tools.convert.draft import Rule, Translation
 
 _T, _I = "actor_train.", "actor_infer."
 _TS, _ARGS = f"{_T}strategy_args.strategy_config.", f"{_T}data_args."
@@ -20,7 +20,7 @@ _NEAREST = {
 }
 
 
-def _advantage(d: Draft) -> None:
+def _advantage(d: Translation) -> None:
     """ROLL's grpo normalises by group, clips, subtracts the token KL, and then takes returns to
     go."""
     key, clip, older = "adv_estimator", d.get("reward_clip"), d.get("reward_norm")
@@ -59,7 +59,7 @@ def _advantage(d: Draft) -> None:
         d.put("algorithm.reward.clip", clip, "reward_clip")
 
 
-def _kl(d: Draft) -> None:
+def _kl(d: Translation) -> None:
     in_loss, in_reward = d.get("use_kl_loss") and d.get("kl_loss_coef"), d.get("add_token_level_kl")
     if in_loss and in_reward:
         rules.kl_twice(d, "add_token_level_kl")
@@ -83,7 +83,7 @@ def _kl(d: Draft) -> None:
             d.put("algorithm.kl.adaptive", adaptive, "target_kl", "kl_horizon")
 
 
-def _loss(d: Draft) -> None:
+def _loss(d: Translation) -> None:
     keys = ("use_policy_loss_type", f"{_T}pg_variant", "pg_variant", "importance_sampling")
     kind = "PG" if d.get(keys[0]) == "PG" else d.text(keys[1], keys[2]) or "ppo"
     names = {"PG": "gpg", "vanilla": "gpg", "ppo": "ppo_clip", "cispo": "cispo"}
@@ -110,7 +110,7 @@ def _loss(d: Draft) -> None:
     return None
 
 
-def _data(d: Draft) -> None:
+def _data(d: Translation) -> None:
     files, tags = f"{_ARGS}file_name", [key for key in d.given if key.endswith(".tag_included")]
     d.put("data.path", d.get(files), files, f"{_ARGS}dataset_dir")
     d.put("data.answer_key", "ground_truth", files)
@@ -134,7 +134,7 @@ def _data(d: Draft) -> None:
         rules.truncated_sampling(d, "eval", f"{kwargs}top_p", f"{kwargs}top_k")
 
 
-def _graders(d: Draft) -> dict[str, Plain]:
+def _graders(d: Translation) -> dict[str, Plain]:
     """Returns the grader of every tag of the rows, as ROLL's reward workers choose by it."""
     found: dict[str, Plain] = {}
     for key in [key for key in d.given if re.fullmatch(r"rewards\.\w+\.worker_cls", key)]:
@@ -155,7 +155,7 @@ def _graders(d: Draft) -> dict[str, Plain]:
     return found
 
 
-def _devices(d: Draft, key: str) -> set[int]:
+def _devices(d: Translation, key: str) -> set[int]:
     """Returns the GPUs of a device mapping, a list or a text such as list(range(0,8))."""
     mapping = d.get(key)
     if isinstance(mapping, list):
@@ -166,7 +166,7 @@ def _devices(d: Draft, key: str) -> set[int]:
     return named | {gpu for start, end in ranges for gpu in range(int(start or 0), int(end))}
 
 
-def _layout(d: Draft) -> None:
+def _layout(d: Translation) -> None:
     trainers, engines, gpus = (
         _devices(d, _TRAINERS),
         _devices(d, _ENGINES),
@@ -221,7 +221,7 @@ def _layout(d: Draft) -> None:
         d.put("rollout.host", "eth0", _ENGINES)
 
 
-def _batch(d: Draft) -> None:
+def _batch(d: Translation) -> None:
     prompts, size = d.number("rollout_batch_size"), d.number("num_return_sequences_in_group")
     cut = [int(str(d.values.get(f"actor.parallel.{name}", 1))) for name in ("tp", "pp", "cp")]
     replicas = max(len(_devices(d, _TRAINERS)) // (cut[0] * cut[1] * cut[2]), 1)
@@ -253,7 +253,7 @@ def _batch(d: Draft) -> None:
         d.put("algorithm.mismatch.weight", {"name": "tis"}, "async_generation_ratio")
 
 
-def _model(d: Draft) -> None:
+def _model(d: Translation) -> None:
     kinds: dict[str, Plain] = {"bf16": "bfloat16", "fp32": "float32", "": "bfloat16"}
     for ours, key in (
         ("actor.dtype", f"{_T}model_args.dtype"),
@@ -273,7 +273,7 @@ def _model(d: Draft) -> None:
             d.put("actor.lora.targets", [str(name).strip() for name in listed], *targets)
 
 
-def _run(d: Draft) -> None:
+def _run(d: Translation) -> None:
     name = d.text("exp_name")
     d.put("name", name, "exp_name")
     d.put("output_dir", f"{d.text('output_dir') or 'runs'}/{name}", "output_dir")

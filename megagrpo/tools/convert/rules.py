@@ -1,12 +1,12 @@
 """Rules that several frameworks share."""
 
 from megagrpo.config.objective.estimators import ESTIMATOR_CONFIGS
-from megagrpo.tools.convert.draft import Draft
+from megagrpo.tools.convert.draft import Translation
 
 _OF_TRAINING_ALONE = ("data.path", "data.limit", "data.shuffle")
 
 
-def estimator(d: Draft, key: str, name: str, *more: str) -> bool:
+def estimator(d: Translation, key: str, name: str, *more: str) -> bool:
     """Puts the advantage estimator; returns False if there is none of this name."""
     known = [str(variant.model_fields["name"].default) for variant in ESTIMATOR_CONFIGS]
     if name not in known:
@@ -21,12 +21,12 @@ def estimator(d: Draft, key: str, name: str, *more: str) -> bool:
     return True
 
 
-def kl_twice(d: Draft, key: str) -> None:
+def kl_twice(d: Translation, key: str) -> None:
     """Says that the KL cannot be in the reward and in the loss."""
     d.lack(key, "KL in the reward and in the loss would charge it twice; choose one")
 
 
-def truncated_sampling(d: Draft, section: str, top_p: str, top_k: str) -> None:
+def truncated_sampling(d: Translation, section: str, top_p: str, top_k: str) -> None:
     """Puts top_p and top_k; in training a part of the distribution must be accepted by name."""
     p, k = d.real(top_p, default=1.0), d.number(top_k, default=-1)
     k = k if k > 0 else -1
@@ -37,7 +37,7 @@ def truncated_sampling(d: Draft, section: str, top_p: str, top_k: str) -> None:
 
 
 def evaluated_as_trained(
-    d: Draft, path: str, every: int, num_samples: str, *every_keys: str
+    d: Translation, path: str, every: int, num_samples: str, *every_keys: str
 ) -> bool:
     """Puts `eval` with its own files and the keys of `data`; returns False if nothing is
     evaluated."""
@@ -59,21 +59,23 @@ def evaluated_as_trained(
     return True
 
 
-def micro_batch(d: Draft, longest: int, tokens: int, samples: int, *keys: str) -> None:
+def micro_batch(d: Translation, longest: int, tokens: int, samples: int, *keys: str) -> None:
     """Puts actor.micro_batch_tokens: tokens of a GPU times cp, or samples times the longest
     sample."""
     cp = int(str(d.values.get("actor.parallel.cp", 1)))
     d.put("actor.micro_batch_tokens", max(tokens * cp or samples * longest, longest), *keys)
 
 
-def whole_parameters_tp(d: Draft, world: int, tp: int) -> int:
+def whole_parameters_tp(d: Translation, world: int, tp: int) -> int:
     """Returns tp for a run that sharded whole parameters over all ranks (FSDP): the engines', as
     far as it divides."""
     cp = int(str(d.values.get("actor.parallel.cp", 1)))
     return next(size for size in range(tp, 0, -1) if world % (size * cp) == 0 or size == 1)
 
 
-def engines_on_trainers(d: Draft, world: int, gpus: int, tp: int, key: str, *keys: str) -> None:
+def engines_on_trainers(
+    d: Translation, world: int, gpus: int, tp: int, key: str, *keys: str
+) -> None:
     """Puts engines on the trainers' GPUs. world: GPUs of trainers; gpus: of a node; key: the one
     that shares them."""
     d.put("rollout.num_engines", max(world // tp, 1), *keys)

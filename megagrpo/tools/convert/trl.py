@@ -4,7 +4,7 @@ import math
 
 from megagrpo.config.load import Plain
 from megagrpo.tools.convert import rules
-from megagrpo.tools.convert.draft import Draft, Rule
+from megagrpo.tools.convert.draft import Rule, Translation
 
 _LONGEST_PROMPT = 1024  # TRL has no limit: ours, which `megagrpo check` compares with the data
 _EPS = 1e-4  # added to the standard deviation, whatever it is of
@@ -31,7 +31,7 @@ _AGGREGATIONS = {  # of loss_type
 }
 
 
-def _advantage(d: Draft) -> None:
+def _advantage(d: Translation) -> None:
     scale = {"True": "group", "False": "none"}.get(d.text("scale_rewards"), d.text("scale_rewards"))
     name = {"group": "grpo", "none": "dr_grpo", "batch": "reinforce"}.get(scale)
     if name is None:
@@ -44,7 +44,7 @@ def _advantage(d: Draft) -> None:
     return None
 
 
-def _loss(d: Draft) -> None:
+def _loss(d: Translation) -> None:
     kind, level = d.text("loss_type"), "importance_sampling_level"
     if kind not in _AGGREGATIONS:
         return d.lack("loss_type", f"no loss {kind}; there are {', '.join(_AGGREGATIONS)}")
@@ -72,7 +72,7 @@ def _loss(d: Draft) -> None:
     return None
 
 
-def _mismatch(d: Draft) -> None:
+def _mismatch(d: Translation) -> None:
     prefix = "vllm_importance_sampling_"
     flag, mode, highest, lowest = (
         f"{prefix}{name}" for name in ("correction", "mode", "clip_max", "clip_min")
@@ -97,7 +97,7 @@ def _mismatch(d: Draft) -> None:
     d.put("algorithm.mismatch.weight", weight, *keys)
 
 
-def _samples(d: Draft) -> tuple[int, int]:
+def _samples(d: Translation) -> tuple[int, int]:
     """Returns the samples of a generation, and of an optimiser update."""
     each, steps, processes = (
         "per_device_train_batch_size",
@@ -109,19 +109,19 @@ def _samples(d: Draft) -> tuple[int, int]:
     return samples, d.number(each) * d.number(steps) * processes
 
 
-def _updates(d: Draft) -> int:
+def _updates(d: Translation) -> int:
     """Returns the optimiser updates between two generations, which are TRL's steps; ours are the
     generations."""
     samples, update = _samples(d)
     return max(samples // update, 1) * d.number("num_iterations")
 
 
-def _every(d: Draft, key: str) -> int:
+def _every(d: Translation, key: str) -> int:
     """Returns an interval of updates in generations."""
     return max(d.number(key) // _updates(d), 1) if d.get(key) else 0
 
 
-def _batch(d: Draft) -> None:
+def _batch(d: Translation) -> None:
     each, steps, group = (
         "per_device_train_batch_size",
         "gradient_accumulation_steps",
@@ -154,7 +154,7 @@ def _batch(d: Draft) -> None:
     rules.truncated_sampling(d, "sampling", "top_p", "top_k")
 
 
-def _data(d: Draft) -> None:
+def _data(d: Translation) -> None:
     d.put("data.path", d.get("train_dataset"), "train_dataset")
     d.put("data.answer_key", "solution", "train_dataset")
     d.put("data.chat_template", True, "train_dataset")
@@ -182,7 +182,7 @@ def _data(d: Draft) -> None:
     d.put("reward.graders", graders, "reward_funcs", "reward_weights")
 
 
-def _run(d: Draft) -> None:
+def _run(d: Translation) -> None:
     folder, world = d.text("output_dir"), d.number("num_processes")
     d.put(
         "name",

@@ -2,7 +2,7 @@
 
 from megagrpo.config.load import Plain
 from megagrpo.tools.convert import rules
-from megagrpo.tools.convert.draft import Draft, Rule
+from megagrpo.tools.convert.draft import Rule, Translation
 
 _A, _R, _M, _G = (
     f"actor_rollout_ref.{part}." for part in ("actor", "rollout", "model", "actor.megatron")
@@ -29,7 +29,7 @@ _SOURCES: dict[str, Plain] = {  # as verl's default_compute_score
 }
 
 
-def _base(d: Draft) -> None:
+def _base(d: Translation) -> None:
     name, listed = "--config-name", d.get("defaults")
     if d.get(name) is not None and d.text(name).removesuffix(".yaml") not in _BASES:
         d.lack(name, "its file says more; give it as YAML")
@@ -41,7 +41,7 @@ def _base(d: Draft) -> None:
         d.lack("defaults", f"what {others} says is not known here; write its keys into this file")
 
 
-def _advantage(d: Draft) -> None:
+def _advantage(d: Translation) -> None:
     key, flag, gamma = (
         "algorithm.adv_estimator",
         "algorithm.norm_adv_by_std_in_grpo",
@@ -63,7 +63,7 @@ def _advantage(d: Draft) -> None:
         d.lack(gamma, f"{name} gives every token of a response one advantage")
 
 
-def _kl(d: Draft) -> None:
+def _kl(d: Translation) -> None:
     in_reward, in_loss = "algorithm.use_kl_in_reward", f"{_A}use_kl_loss"
     if d.get(in_reward) and d.get(in_loss):
         return rules.kl_twice(d, in_reward)
@@ -90,7 +90,7 @@ def _kl(d: Draft) -> None:
     return None
 
 
-def _loss(d: Draft) -> None:
+def _loss(d: Translation) -> None:
     mode, both, aggregation = f"{_A}policy_loss.loss_mode", f"{_A}clip_ratio", f"{_A}loss_agg_mode"
     name = d.text(mode).replace("vanilla", "ppo_clip")
     if name not in ("ppo_clip", "gspo", "cispo", "gpg", "sapo"):
@@ -127,7 +127,7 @@ def _loss(d: Draft) -> None:
     return None
 
 
-def _rewards(d: Draft) -> None:
+def _rewards(d: Translation) -> None:
     for prefix in [prefix for prefix in _OVERLONG if d.get(f"{prefix}enable")]:
         keys = [f"{prefix}{name}" for name in ("len", "penalty_factor", "enable")]
         overlong: dict[str, Plain] = {
@@ -169,7 +169,7 @@ def _rewards(d: Draft) -> None:
         d.put("data.grader_by_source", _SOURCES, "data.reward_fn_key")
 
 
-def _mismatch(d: Draft) -> None:
+def _mismatch(d: Translation) -> None:
     over, threshold, norm = (
         f"{_CORRECTION}rollout_is{part}" for part in ("", "_threshold", "_batch_normalize")
     )
@@ -204,7 +204,7 @@ def _mismatch(d: Draft) -> None:
     return None
 
 
-def _data(d: Draft) -> None:
+def _data(d: Translation) -> None:
     files, prefix, longest = (
         "data.train_files",
         "data.apply_chat_template_kwargs.",
@@ -233,7 +233,7 @@ def _data(d: Draft) -> None:
         rules.truncated_sampling(d, "eval", f"{kwargs}top_p", f"{kwargs}top_k")
 
 
-def _batch(d: Draft) -> None:
+def _batch(d: Translation) -> None:
     size, small = "data.train_batch_size", f"{_A}ppo_mini_batch_size"
     prompts, mini = d.number(size), d.number(small)
     d.put("train.num_prompts_per_step", prompts, size)
@@ -271,7 +271,7 @@ def _batch(d: Draft) -> None:
     rules.truncated_sampling(d, "sampling", f"{_R}top_p", f"{_R}top_k")
 
 
-def _layout(d: Draft) -> None:
+def _layout(d: Translation) -> None:
     gpus, keys = d.number("trainer.n_gpus_per_node"), ("trainer.n_gpus_per_node", "trainer.nnodes")
     world, engine = gpus * d.number("trainer.nnodes"), f"{_R}tensor_model_parallel_size"
     tp = f"{_G}tensor_model_parallel_size"
@@ -333,7 +333,7 @@ def _layout(d: Draft) -> None:
     d.put("actor.routing_replay", mode, replay, f"{_R}enable_rollout_routing_replay")
 
 
-def _model(d: Draft) -> None:
+def _model(d: Translation) -> None:
     kinds = (
         f"{_M}torch_dtype",
         f"{_A}fsdp_config.model_dtype",
@@ -358,7 +358,7 @@ def _model(d: Draft) -> None:
             d.put("actor.lora.targets", named, *targets)
 
 
-def _run(d: Draft) -> None:
+def _run(d: Translation) -> None:
     folder, experiment, loggers = (
         "trainer.default_local_dir",
         "trainer.experiment_name",

@@ -3,8 +3,7 @@ megagrpo.tools.plan.record_process SIDE FOLDER ...`.
 
 Megatron's and SGLang's patches of the host exclude each other. A folder holds config.yaml and
 model/config.json; for the trainers ranks.json, a list of ranks; for the engine arguments.json, its
-command line on a CPU, or server.json, its command line on a GPU and the GPU's properties: then its
-arguments are resolved instead. Writes SIDE.pickle there.
+command line on a CPU. Writes SIDE.pickle there.
 """
 
 import json
@@ -73,16 +72,8 @@ def _engine(folders: list[Path]) -> Iterator[list]:
         yield list(record_engine(arguments, engine_specs(folder / "model", config)))
 
 
-def _server(folders: list[Path]) -> Iterator[dict[str, object]]:
-    from megagrpo.rollout.service.arguments_dry_run import Device, resolve_servers
-
-    jobs = [json.loads((folder / "server.json").read_text()) for folder in folders]
-    return resolve_servers([job["arguments"] for job in jobs], Device(**jobs[0]["device"]))
-
-
 def _main(side: str, folders: list[Path]) -> None:
-    of_engine = _server if (folders[0] / "server.json").exists() else _engine
-    record: Callable[[list[Path]], Iterator] = _trainers if side == "trainers" else of_engine
+    record: Callable[[list[Path]], Iterator] = _trainers if side == "trainers" else _engine
     for folder, found in zip(folders, record(folders), strict=True):
         (folder / f"{side}.pickle").write_bytes(pickle.dumps(found))
 

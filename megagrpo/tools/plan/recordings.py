@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megagrpo.check.hardware import Hardware
+from megagrpo.check.engine_arguments import engine_arguments
 from megagrpo.check.problems import describe_model
 from megagrpo.config.layout import rank_coordinates
 from megagrpo.config.load import dump_config
@@ -20,7 +20,6 @@ from megagrpo.families.quantization import fp8_config
 from megagrpo.families.table import exported_config
 from megagrpo.rollout.service.engine_command import (
     ServerPlace,
-    engine_command,
     engine_environment,
     engine_python_path,
 )
@@ -33,6 +32,7 @@ from megagrpo.weights.quantised import quantised_copies
 
 _LIMIT_S = 1800.0
 _POLL_S = 0.1
+_ENGINE_PLACE = ServerPlace(0, "127.0.0.1", 30000, "127.0.0.1:30001", cuda=False, num_cores=1)
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 # SGLang's ranks would meet in shared memory, and wait for each other there.
 _ALONE = {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false"}
@@ -65,27 +65,9 @@ def record_all(configs: Sequence[ExperimentConfig]) -> list[Recordings]:
             _write_jobs(folder, config, description)
         with Progress(f"plan {configs[0].name}", stream=sys.stderr) as progress:
             progress.enter("records what trainer ranks and engine ranks copy, without weights")
-            _run_children(Path(name), folders, configs[0], ("trainers", "engine"))
+            _run_children(Path(name), folders, configs[0])
         found = [_recorded(folder, config) for folder, config in zip(folders, configs, strict=True)]
     return [replace(recorded, seconds=time.monotonic() - start) for recorded in found]
-
-
-def resolve_all(
-    configs: Sequence[ExperimentConfig], gpu: tuple[Hardware, int]
-) -> list[dict[str, object]]:
-    """Returns the engines' arguments as SGLang resolves them on `hardware`: a kind of GPU and its
-    number per node.
-
-    Raises ValueError with the end of SGLang's output if it rejects them.
-    """
-    with tempfile.TemporaryDirectory(prefix="megagrpo-plan-") as name:
-        folders = [Path(name) / str(number) for number in range(len(configs))]
-        for folder, config in zip(folders, configs, strict=True):
-            (folder / "model").mkdir(parents=True)
-            (folder / "model" / "config.json").write_text(json.dumps(describe_model(config)))
-            _write_server_job(folder, config, *gpu)
-        _run_children(Path(name), folders, configs[0], ("engine",))
-        return [pickle.loads((folder / "engine.pickle").read_bytes()) for folder in folders]
 
 
 def _recorded(folder: Path, config: ExperimentConfig) -> Recordings:
@@ -150,42 +132,19 @@ def _write_jobs(folder: Path, config: ExperimentConfig, description: Mapping[str
     here = config.model_copy(update={"model": ModelConfig(path=str(model)), "rollout": rollout})
     dump_config(here, folder / "config.yaml")
     (folder / "ranks.json").write_text(json.dumps(sorted(set(representative_ranks(config.actor)))))
-    (folder / "arguments.json").write_text(json.dumps(_engine_arguments(here)))
+    (folder / "arguments.json").write_text(json.dumps(engine_arguments(here, _ENGINE_PLACE)))
 
 
-def _write_server_job(
-    folder: Path, config: ExperimentConfig, hardware: Hardware, gpus_per_node: int
-) -> None:
-    here = config.model_copy(update={"model": ModelConfig(path=str(folder / "model"))})
-    device: dict[str, object] = {"name": hardware.device_name, "gpus": gpus_per_node}
-    device |= {name: getattr(hardware, name) for name in ("memory_mib", "capability", "processors")}
-    (folder / "server.json").write_text(
-        json.dumps({"arguments": _engine_arguments(here, cuda=True), "device": device})
-    )
-
-
-def _engine_place(cuda: bool = False) -> ServerPlace:
-    return ServerPlace(0, "127.0.0.1", 30000, "127.0.0.1:30001", cuda=cuda, num_cores=1)
-
-
-def _engine_arguments(config: ExperimentConfig, cuda: bool = False) -> list[str]:
-    words = engine_command(config, _engine_place(cuda))
-    return words[next(number for number, word in enumerate(words) if word.startswith("--")) :]
-
-
-def _run_children(
-    folder: Path, jobs: Sequence[Path], config: ExperimentConfig, sides: Sequence[str]
-) -> None:
-    place = _engine_place()
-    of_engine = engine_environment(config, place) | _NO_GPU | _ALONE
+def _run_children(folder: Path, jobs: Sequence[Path], config: ExperimentConfig) -> None:
+    of_engine = engine_environment(config, _ENGINE_PLACE) | _NO_GPU | _ALONE
     environments = {
         "trainers": child_environment(_NO_GPU),
-        "engine": child_environment(of_engine, python_path=engine_python_path(place)),
+        "engine": child_environment(of_engine, python_path=engine_python_path(_ENGINE_PLACE)),
     }
     deadline = time.monotonic() + _LIMIT_S
     with ExitStack() as stack:
         children = {}
-        for side in sides:
+        for side in environments:
             command = [
                 sys.executable,
                 "-m",

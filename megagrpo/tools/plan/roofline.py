@@ -7,49 +7,34 @@ by the share of its own bound that a real run reached. docs/planning.md states t
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 
-import megagrpo
 from megagrpo.check.engine_memory import (
     EngineSide,
     Lengths,
     Server,
     assumed_lengths,
-    engine_side,
     expert_bytes,
-    gpu_phases,
     lengths_of_run,
-    memory_problems,
-    server_of,
     weight_bytes,
 )
-from megagrpo.check.hardware import EXPERT_IMBALANCE, HOST_GB_S, Hardware, hardware_of
+from megagrpo.check.fitting import step_memory
+from megagrpo.check.hardware import HOST_GB_S, Hardware
 from megagrpo.check.layer_costs import ITEM, ModelWork, model_work
-from megagrpo.check.problems import described_architecture, longest_samples, model_description
-from megagrpo.check.trainer_memory import (
-    Load,
-    RankMemory,
-    StageCost,
-    TrainerSide,
-    links,
-    trainer_side,
-)
-from megagrpo.check.turns import turns_of_run
-from megagrpo.config.layout import layout_problems
+from megagrpo.check.problems import described_architecture
+from megagrpo.check.trainer_memory import RankMemory, StageCost, TrainerSide
 from megagrpo.config.load import load_config
-from megagrpo.config.placement import needs_gpus
-from megagrpo.config.schema import ExperimentConfig, ModelConfig
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import architecture_of, model_problems
 from megagrpo.monitor.record import read_metrics
 from megagrpo.system.run_folder import RunFolder
+from megagrpo.tools.plan.turns import ONE_TURN, Turns, turns_of_run
 
-_SHIPPED_MODELS = Path(megagrpo.__file__).parents[1] / "configs" / "models"
 _OPTIMIZER_BYTES = (
     40.0  # read and written for each float32 weight of a shard: gradient, two moments, the weight
 )
@@ -72,6 +57,7 @@ class Target:
     hardware: Hardware
     gpus_per_node: int
     lengths: Lengths
+    turns: Turns = ONE_TURN
     efficiency: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
@@ -133,18 +119,8 @@ class Plan:
 def plan_step(config: ExperimentConfig, target: Target) -> Plan:
     """Returns memory and bound of one step. Raises ValueError if the layers cannot be cut into
     stages."""
-    longest, rollout = max(longest_samples(config).values()), config.rollout
-    engine = engine_side(target.work, server_of(rollout), target.lengths, longest, target.hardware)
-    sent = engine.parts["weights"] * rollout.tp * rollout.num_engines
-    trainers = trainer_side(
-        target.arch,
-        config.actor,
-        load_of(config, target),
-        reference=config.algorithm.uses_reference,
-        bucket_mb=config.weights.bucket_mb,
-        ranks_per_node=target.gpus_per_node,
-        sent_bytes=sent if config.weights.delta else 0.0,
-    )
+    memory = step_memory(config, target.work, target.lengths, target.hardware, target.gpus_per_node)
+    trainers, engine = memory.trainers, memory.engine
     forward, update = train_seconds(config, target, trainers.stages)
     old = config.train.updates_of_step > 1 or config.algorithm.needs_old_logprobs
     parts = {
@@ -158,46 +134,7 @@ def plan_step(config: ExperimentConfig, target: Target) -> Plan:
     if config.rollout.colocate:  # the optimiser's state leaves for the engines and comes back
         moved = trainers.phases["rollout"].parts.get("optimiser", 0.0) / HOST_GB_S / 1e9
         parts["publish"]["state to the host"] = parts["update"]["state from the host"] = moved
-    beside = engine_side(
-        target.work, server_of(config.rollout), target.lengths, longest, target.hardware
-    )
-    phases = gpu_phases(config, trainers, beside, target.arch.hidden_size)
-    problems = dict.fromkeys([*memory_problems(phases, beside, target.hardware), *engine.problems])
-    return Plan(config, target, trainers, engine, parts, phases, tuple(problems))
-
-
-def with_model(config: ExperimentConfig) -> ExperimentConfig:
-    """Returns the experiment with a folder that has the model's config.json: its own, or the
-    shipped one."""
-    shipped = _SHIPPED_MODELS / Path(config.model.path).name
-    if model_description(config) is None and (shipped / "config.json").is_file():
-        return config.model_copy(update={"model": ModelConfig(path=str(shipped))})
-    return config
-
-
-def fit_problems(config: ExperimentConfig, gpus_per_node: int | None = None) -> list[str]:
-    """Returns why an experiment for GPUs does not fit into their memory; [] for a model that
-    nothing describes."""
-    config = with_model(config)
-    hf = model_description(config)
-    if not needs_gpus(config) or hf is None or model_problems(hf):
-        return []
-    arch, gpus = (
-        architecture_of(hf, config.actor.has_draft),
-        gpus_per_node or config.cluster.gpus_per_node,
-    )
-    if layout_problems(arch, config.actor):
-        return []
-    target = Target(arch, hardware_of(config.cluster.gpu), gpus, assumed_lengths(config))
-    return list(plan_step(config, target).problems)
-
-
-def load_of(config: ExperimentConfig, target: Target) -> Load:
-    """Returns the work of a trainer rank: full micro-batches of the longest samples."""
-    imbalance = EXPERT_IMBALANCE if target.arch.is_moe and config.actor.parallel.ep > 1 else 1.0
-    return Load(
-        config.actor.micro_batch_tokens, longest_samples(config)["data"], imbalance, links(config)
-    )
+    return Plan(config, target, trainers, engine, parts, memory.phases, memory.problems)
 
 
 def rollout_seconds(
@@ -221,7 +158,7 @@ def rollout_seconds(
     held = np.concatenate(
         [[lengths.running], lengths.prompt + wave - np.diff(wave, prepend=0.0) / 2]
     )
-    turns = lengths.turns
+    turns = target.turns
     sampled = steps * (1 - turns.said)
     if config.rollout.draft_tokens is None:
         of_steps = decode_seconds(target, server, running, held)
@@ -460,9 +397,9 @@ def publish_seconds(
 
 def measured_efficiency(
     folder: Path, hardware: Hardware, gpus_per_node: int
-) -> tuple[dict[str, float], Lengths]:
+) -> tuple[dict[str, float], Lengths, Turns]:
     """Returns the share of its own bound that each phase of a run reached on these GPUs, and the
-    run's lengths.
+    run's lengths and turns.
 
     The first step, which warms up, does not count if there are others. A run that samples ahead has
     no seconds of its rollout, only the time that training waited. Raises ValueError for a folder
@@ -481,16 +418,16 @@ def measured_efficiency(
     lengths = assumed_lengths(config, fmean(entry["response/length_mean"] for entry in entries))
     if run.rollout_files():
         lengths = lengths_of_run(run, config)
-    lengths = replace(lengths, turns=turns_of_run(entries, f"means of {folder}"))
-    plan = plan_step(
-        config, Target(described_architecture(config), hardware, gpus_per_node, lengths)
-    )
+    turns = turns_of_run(entries, f"means of {folder}")
+    target = Target(described_architecture(config), hardware, gpus_per_node, lengths, turns)
+    plan = plan_step(config, target)
     seconds = {
         name: fmean(entry.get(f"time/{name}_s") or 0.0 for entry in entries) for name in PHASES
     }
     ahead = {"rollout"} if config.rollout.max_staleness else set()
-    return {
+    efficiency = {
         name: plan.seconds[name] / seconds[name]
         for name in PHASES
         if name not in ahead and seconds[name] > 0 and 0 < plan.seconds[name] < math.inf
-    }, lengths
+    }
+    return efficiency, lengths, turns

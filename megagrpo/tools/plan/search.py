@@ -4,36 +4,33 @@ colocated or not."""
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from json import dumps
 from pathlib import Path
 
-from megagrpo.check.engine_memory import assumed_lengths, engine_side, given_lengths, server_of
+from megagrpo.check.engine_memory import assumed_lengths, engine_side, server_of
+from megagrpo.check.fitting import load_of, with_model
 from megagrpo.check.hardware import hardware_of, usable_bytes
 from megagrpo.check.problems import described_architecture
 from megagrpo.check.trainer_memory import trainer_stages
-from megagrpo.check.turns import Turns, given_turns
 from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.placement import Nodes, placement_problems
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.families.table import parameter_counts
 from megagrpo.system.progress import Progress
 from megagrpo.system.run_folder import write_whole
-from megagrpo.tools.plan.publish_bytes import table_lines
+from megagrpo.tools.plan.report import as_json, report, table_lines
 from megagrpo.tools.plan.roofline import (
-    ACCEPTANCE,
     Plan,
     Target,
-    load_of,
     measured_efficiency,
     plan_step,
     rollout_seconds,
     train_seconds,
-    with_model,
 )
+from megagrpo.tools.plan.turns import assumed_turns, given_lengths, given_turns
 
 _DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)  # pipeline stages
 _ROUNDS = (1, 2, 3, 4, 6)  # virtual stages
@@ -53,7 +50,7 @@ class Options:
     hardware: str | None = None  # None, as for the GPUs of a node: what section `cluster` says
     gpus_per_node: int | None = None
     lengths: str | None = None  # mean or file
-    turns: str | None = None  # figures of agents, see check/turns.py
+    turns: str | None = None  # figures of agents, see tools/plan/turns.py
     measured: Path | None = None  # run folder
     search: int | None = None  # nodes
     json: Path | None = None
@@ -90,146 +87,15 @@ def target_of(config: ExperimentConfig, options: Options) -> Target:
     hardware, gpus = hardware_of(options.hardware or config.cluster.gpu), options.gpus_per_node
     gpus = gpus or config.cluster.gpus_per_node
     arch = described_architecture(config)
-    lengths, efficiency = assumed_lengths(config), dict[str, float]()
+    lengths, turns = assumed_lengths(config), assumed_turns(config.sampling)
+    efficiency: dict[str, float] = {}
     if options.measured is not None:
-        efficiency, lengths = measured_efficiency(options.measured, hardware, gpus)
+        efficiency, lengths, turns = measured_efficiency(options.measured, hardware, gpus)
     if options.lengths is not None:
-        lengths = replace(given_lengths(options.lengths, config), turns=lengths.turns)
+        lengths = given_lengths(options.lengths, config)
     if options.turns is not None:
-        lengths = replace(lengths, turns=given_turns(options.turns, lengths.turns))
-    return Target(arch, hardware, gpus, lengths, efficiency)
-
-
-def report(plan: Plan, hardware_name: str) -> list[str]:
-    """Returns the plan as lines: memory of both sides, the bound of a step, and what does not
-    fit."""
-    config, target, engine = plan.config, plan.target, plan.engine
-    actor, rollout, lengths, room = (
-        config.actor,
-        config.rollout,
-        target.lengths,
-        usable_bytes(target.hardware),
-    )
-    nodes = [
-        -(-ranks // target.gpus_per_node)
-        for ranks in (actor.world_size, rollout.num_engines * rollout.tp)
-    ]
-    where = "the same nodes" if rollout.colocate else f"{nodes[1]} nodes"
-    rows = [["trainers", "fullest rank", "GB", f"of {room / 1e9:.1f}", "parts in GB"]]
-    for phase, rank in plan.phases.items():
-        share = f"{rank.total / room:.0%}"
-        rows.append(
-            [
-                phase,
-                f"{rank.rank} ({rank.kind})",
-                f"{rank.total / 1e9:.1f}",
-                share,
-                _parts(rank.parts),
-            ]
-        )
-    samples = config.train.num_prompts_per_step * config.train.group_size / rollout.num_engines
-    billions = parameter_counts(target.arch).total / 1e9
-    lines = [
-        f"{config.name} on {hardware_name} nodes of {target.gpus_per_node}: {billions:.1f} B "
-        "parameters",
-        f"lengths    {lengths.origin}: mean {lengths.mean:,.0f}; prompts {lengths.prompt:,.0f}",
-        *_turns(lengths.turns),
-        f"trainers   {actor.world_size} ranks on {nodes[0]} nodes ({_layout(actor)}), "
-        f"{actor.micro_batch_tokens:,} tokens a micro-batch, recompute {actor.recompute}",
-        f"engines    {rollout.num_engines} on {where}, each tp {rollout.tp}, ep {rollout.ep}",
-        "",
-        *table_lines(rows),
-        f"host memory of the fullest trainer node, in GB: {_parts(plan.trainers.host_bytes)}",
-        f"engine rank {engine.total / 1e9:.1f} of {engine.capacity / 1e9:.1f} GB: "
-        f"{_parts(engine.parts)}",
-        f"  cache    {engine.cache_tokens:,} tokens an engine; {engine.concurrent} samples of "
-        "these lengths run "
-        f"concurrently in a full engine, of {samples:,.0f} that it gets a step",
-        "",
-        *_step_lines(plan),
-    ]
-    if plan.problems:
-        lines += ["", "DOES NOT FIT", *(f"  {problem}" for problem in plan.problems)]
-        lines.append(
-            f"  --search {nodes[0] if rollout.colocate else sum(nodes)} proposes layouts of as "
-            "many nodes that fit"
-        )
-    return lines
-
-
-def _turns(turns: Turns) -> list[str]:
-    if not turns.origin:
-        return []
-    read = (
-        f"{turns.said:.0%} of the tokens said to the model, {turns.found:.0%} of what turns "
-        "read again in caches"
-    )
-    return [
-        f"turns      {turns.origin}: {turns.count:.1f}, {turns.tool_s:.1f} s between two; {read}"
-    ]
-
-
-def _layout(actor: ActorConfig) -> str:
-    names = ("tp", "pp", "vpp", "cp", "ep", "etp", "first_stage_layers", "last_stage_layers")
-    values = {name: getattr(actor.parallel, name) for name in names}
-    return (
-        " ".join(f"{name} {value}" for name, value in values.items() if value not in (None, 1))
-        + f" dp {actor.dp}"
-    )
-
-
-def _parts(parts: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items() if size) or "none"
-
-
-def _step_lines(plan: Plan) -> list[str]:
-    efficiency = plan.target.efficiency
-    rows = [["phase", "seconds", "share", "of the bound", "largest parts of the bound, in seconds"]]
-    for phase, seconds in plan.seconds.items():
-        if seconds:
-            largest = sorted(plan.parts[phase].items(), key=lambda part: -part[1])[:4]
-            parts = ", ".join(f"{name} {number:.2g}" for name, number in largest if number)
-            share = f"{efficiency[phase]:.1%} measured" if phase in efficiency else "100%"
-            rows.append(
-                [phase, f"{seconds:.3g}", f"{seconds / plan.synchronous:.0%}", share, parts]
-            )
-    return [
-        "A roofline: an upper bound on speed, no forecast; phases that a run measured are divided "
-        "by what it reached",
-        *table_lines(rows),
-        f"step       {plan.synchronous:.3g} s; {plan.off_policy:.3g} s if engines sample for the "
-        "next step meanwhile",
-        f"limit      {plan.limit}",
-        *(
-            []
-            if plan.config.rollout.draft_tokens is None
-            else [f"drafts     {ACCEPTANCE:g} of them accepted: assumed"]
-        ),
-    ]
-
-
-def as_json(plan: Plan) -> dict[str, object]:
-    """Returns all figures of a plan."""
-    return {
-        "name": plan.config.name,
-        "hardware": plan.target.hardware.device_name,
-        "actor": plan.config.actor.model_dump(),
-        "rollout_config": plan.config.rollout.model_dump(),
-        "lengths": {"origin": plan.target.lengths.origin, "mean": plan.target.lengths.mean},
-        "turns": asdict(plan.target.lengths.turns),
-        "trainers": {
-            phase: {**asdict(rank), "total": rank.total} for phase, rank in plan.phases.items()
-        },
-        "host_bytes": dict(plan.trainers.host_bytes),
-        "engine": asdict(plan.engine),
-        "efficiency": dict(plan.target.efficiency),
-        "bound": {phase: dict(parts) for phase, parts in plan.parts.items()},
-        "seconds": plan.seconds,
-        "step": plan.synchronous,
-        "off_policy": plan.off_policy,
-        "limit": plan.limit,
-        "problems": list(plan.problems),
-    }
+        turns = given_turns(options.turns, turns)
+    return Target(arch, hardware, gpus, lengths, turns, efficiency)
 
 
 def best_layouts(config: ExperimentConfig, target: Target, nodes: int) -> list[Plan]:
@@ -293,7 +159,7 @@ def _best_trainers(config: ExperimentConfig, target: Target, nodes: int) -> list
     found: list[tuple[float, ActorConfig]] = []
     for actor in _trainer_layouts(config.actor, target, nodes * target.gpus_per_node):
         changed = config.model_copy(update={"actor": actor})
-        stages = trainer_stages(target.arch, actor, load_of(changed, target))
+        stages = trainer_stages(target.arch, actor, load_of(changed, target.arch))
         if max(stage.memory("update", 0.0).total for stage in stages) <= room:
             _, update = train_seconds(changed, target, tuple(stage.cost() for stage in stages))
             found.append((sum(update.values()), actor))
@@ -340,7 +206,7 @@ def _best_engines(config: ExperimentConfig, target: Target, nodes: int) -> list[
     found: list[tuple[float, RolloutConfig]] = []
     for rollout in _engine_layouts(config.rollout, target, nodes):
         changed = config.model_copy(update={"rollout": rollout})
-        longest = load_of(changed, target).longest
+        longest = load_of(changed, target.arch).longest
         engine = engine_side(
             target.work, server_of(rollout), target.lengths, longest, target.hardware
         )

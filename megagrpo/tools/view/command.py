@@ -1,5 +1,6 @@
 """`megagrpo view RUN [RUN2 ...]`: writes the page of samples and the traces."""
 
+import argparse
 import base64
 import hashlib
 import html
@@ -93,3 +94,26 @@ def _part(name: str) -> str:
 def _source(text: str) -> str:
     """Returns the text's hash as a source of the page's policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Adds the options of the command line."""
+    option = command.add_argument
+    option("run_dirs", metavar="RUN", nargs="+", help="run folder; several share one page")
+    option(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="the page; default: view.html in the first run folder",
+    )
+    trace = "the first run's trace; default: trace.json.gz in its folder"
+    option("--trace", type=Path, metavar="FILE", help=trace)
+    option("--sample-mb", type=float, default=20.0, help="MB of samples of each run (default 20)")
+    option("--timeline-steps", type=int, default=20, help="last steps in the trace (default 20)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command."""
+    folders = [RunFolder(Path(name)) for name in args.run_dirs]
+    print(write_view(folders, args.sample_mb, args.timeline_steps, args.output, args.trace))
+    return 0

@@ -70,12 +70,7 @@ def _rank_steps(rank: int, path: Path, steps: set[int]) -> Iterator[_RankStep]:
 def _events(lines: list[_RankStep], shown: set[int], max_requests: int) -> Iterator[dict]:
     zero = min(line["start"] for *_, line in lines)
     names = sorted({name for *_, line in lines for name in line["engines"]})
-    yield {"ph": "M", "pid": _TRAINERS, "name": "process_name", "args": {"name": "trainers"}}
-    yield {"ph": "M", "pid": _ENGINES, "name": "process_name", "args": {"name": "engines"}}
-    threads = [(_TRAINERS, rank, f"rank {rank}") for rank in sorted(shown)]
-    threads += [(_ENGINES, number, name or "no engine") for number, name in enumerate(names)]
-    for pid, tid, name in threads:
-        yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}
+    yield from _titles(shown, names)
     every = -(-sum(len(line["requests"]) for *_, line in lines) // max_requests) or 1
     changes: dict[str, list[tuple[int, float]]] = defaultdict(
         list
@@ -98,6 +93,22 @@ def _events(lines: list[_RankStep], shown: set[int], max_requests: int) -> Itera
             yield {"ph": "b", "ts": begin, "args": args, **request}
             yield {"ph": "e", "ts": finish, **request}
             changes[name] += [(begin, weight), (finish, -weight)]
+    yield from _counters(changes)
+
+
+def _titles(shown: set[int], names: list[str]) -> Iterator[dict]:
+    """Yields the names of ranks and engines."""
+    yield {"ph": "M", "pid": _TRAINERS, "name": "process_name", "args": {"name": "trainers"}}
+    yield {"ph": "M", "pid": _ENGINES, "name": "process_name", "args": {"name": "engines"}}
+    threads = [(_TRAINERS, rank, f"rank {rank}") for rank in sorted(shown)]
+    threads += [(_ENGINES, number, name or "no engine") for number, name in enumerate(names)]
+    for pid, tid, name in threads:
+        yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}
+
+
+def _counters(changes: dict[str, list[tuple[int, float]]]) -> Iterator[dict]:
+    """Yields how many requests run on each engine. changes: by engine, at a time, the requests that
+    start there."""
     for name, moments in changes.items():
         running = 0.0
         for moment, change in sorted(moments):

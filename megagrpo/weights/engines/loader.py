@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, field
 from datetime import timedelta
+from importlib import import_module
 from threading import Lock
 from typing import cast
 
@@ -36,7 +37,6 @@ from megagrpo.weights.engines.derived_tensors import (
     random_cache_scales,
 )
 from megagrpo.weights.engines.formats import format_problems
-from megagrpo.weights.engines.hooks import Recorder, Tap
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.group import EngineGroup, GroupLimits, PeerLost, join_group
 from megagrpo.weights.wire.handover import take_batches
@@ -127,7 +127,7 @@ class EngineEnd:
     3. `digest`: digests the live parameters. 2 and 3 repeat in every publish.
     4. `leave`: forgets the trainers; others may come.
 
-    `capture` and `read` are for `megagrpo bisect`.
+    A request that names a `module` is a tool's own, and none of these.
     """
 
     def __init__(self, model: torch.nn.Module, draft: torch.nn.Module | None = None):
@@ -136,10 +136,17 @@ class EngineEnd:
         self._weak_draft = None if draft is None else weakref.ref(draft)
         self.recorded: _Recorded  # from the first request on
         self.link: _Link | None = None
-        self._capture: Recorder | None = None
 
     def answer(self, request: dict, store: TCPStore) -> dict:
-        """Runs the operation that a request names."""
+        """Runs the operation that a request names.
+
+        A request with a `module` runs an operation of that module's OPERATIONS, on the model
+        without its draft.
+        """
+        if "module" in request:
+            model = self._weak_model()
+            assert model is not None, "SGLang passes the model with every request"
+            return import_module(request["module"]).OPERATIONS[request["operation"]](model, request)
         operations: dict[str, Callable[[], dict]] = {
             "record": lambda: self.record(request, decode(store.get(request["specs"]))),
             "receive": lambda: self.receive(
@@ -147,8 +154,6 @@ class EngineEnd:
             ),
             "digest": self.digest,
             "leave": self.leave,
-            "capture": lambda: self.capture(request["taps"]),
-            "read": lambda: self.read(request["file"]),
         }
         return operations[request["operation"]]()
 
@@ -218,7 +223,7 @@ class EngineEnd:
         recorded = self.recorded
         live = live_tensors(self._model)
         digests, problems = self._digest_copies(live)
-        problems += _forget_images(self._model)
+        problems += forget_images(self._model)
         fills = recorded.recording.fills
         with torch.no_grad():
             changed = [(fill.view(live) != fill.value).any() for fill in fills]
@@ -256,26 +261,6 @@ class EngineEnd:
         if link is not None and link.group is not None:
             link.group.abort()
         return {}
-
-    def capture(self, taps: list) -> dict:
-        """Starts to record what taps see, of images too. missing: modules that this rank's model
-        does not have."""
-        _forget_images(self._model)
-        if self._capture is not None:
-            self._capture.remove()
-        model = self._weak_model()  # without a draft, of which nothing is compared
-        assert model is not None, "as above"
-        self._capture = Recorder(dict(model.named_modules()), [Tap(*tap) for tap in taps])
-        return {"missing": self._capture.missing}
-
-    def read(self, file: str) -> dict:
-        """Ends the capture and writes it to a file: a list of tensors for each tap."""
-        capture = self._capture
-        self._capture = None
-        assert capture is not None, "capture comes first"
-        capture.remove()
-        torch.save(capture.seen, file)
-        return {"problems": capture.problems}
 
     def _take(
         self,
@@ -415,7 +400,7 @@ def _decoded(specs: Mapping[str, tuple[Sequence[int], str]]) -> Specs:
     return {name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in specs.items()}
 
 
-def _forget_images(model: torch.nn.Module) -> list[str]:
+def forget_images(model: torch.nn.Module) -> list[str]:
     """Empties this rank's cache of image features; returns a line if it is not empty then.
 
     SGLang keeps what its tower has computed by the image's hash, over every update of weights and

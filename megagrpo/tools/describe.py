@@ -1,7 +1,7 @@
 """Generates the reference of every configuration key from the schema, and the page of all rules.
 
-python -m megagrpo.config.describe > docs/reference/configuration.md
-python -m megagrpo.config.describe --rules > docs/reference/rules.md
+python -m megagrpo.tools.describe > docs/reference/configuration.md
+python -m megagrpo.tools.describe --rules > docs/reference/rules.md
 """
 
 import sys
@@ -25,7 +25,7 @@ _HEAD = """\
 # Configuration
 
 Every key of an experiment, with its type, default and meaning. This page is generated from the schema
-(`python -m megagrpo.config.describe > docs/reference/configuration.md`), and a test compares the two.
+(`python -m megagrpo.tools.describe > docs/reference/configuration.md`), and a test compares the two.
 
 An experiment is one YAML file. Unknown keys, wrong types and impossible combinations are refused at start, all of them
 at once, each with its line, the nearest valid name and the remedy. On the command line, `--set section.key=value`
@@ -40,7 +40,7 @@ _RULES_HEAD = """\
 
 Which settings do not go together, why, and what to write instead. `megagrpo check CONFIG` and every other command
 name all that an experiment breaks. This page is generated from the sections' `problems` and `excludes`
-(`python -m megagrpo.config.describe --rules > docs/reference/rules.md`), and a test compares the two. Where a message
+(`python -m megagrpo.tools.describe --rules > docs/reference/rules.md`), and a test compares the two. Where a message
 names the experiment's values, these are the defaults. What SGLang's and Megatron's own settings may not be is on the
 page of [all keys](configuration.md).
 """

@@ -1,5 +1,6 @@
 """Reports a run: a summary table and a picture of its learning curve, from its run folder."""
 
+import argparse
 import statistics
 from pathlib import Path
 
@@ -223,3 +224,14 @@ def _smooth(values: list[float]) -> list[float]:
         seen = weight * seen + (1 - weight)
         out.append(total / seen)
     return out
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Adds the options of the command line."""
+    command.add_argument("run_dir")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command."""
+    print(write_report(args.run_dir))
+    return 0

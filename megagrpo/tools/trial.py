@@ -1,6 +1,7 @@
 """`megagrpo try`: rollouts of the model as it is, by one engine and without a trainer, printed to
 be read."""
 
+import argparse
 import asyncio
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from megagrpo.rollout.control import ServiceControl, ServiceUnreachable, bearer,
 from megagrpo.rollout.generation import SamplingParams
 from megagrpo.rollout.jobs import SamplingJob, numbered_prompts
 from megagrpo.rollout.sampler import Sampler
+from megagrpo.system.arguments import positive
 from megagrpo.system.processes import last_lines
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import Outcome, Prompt, RolloutGroup
@@ -140,3 +142,18 @@ def _verdict(outcome: Outcome) -> str:
     found = f"reward {outcome.value:g}" if outcome.ok else f"no reward, {outcome.status}"
     ended = f", ended by {outcome.end}" if outcome.end else ""
     return f"{found}{f' ({parts})' if parts else ''}{ended}{f': {outcome.detail}' if outcome.detail else ''}"
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Adds the options of the command line."""
+    command.add_argument(
+        "--prompts",
+        type=positive,
+        default=3,
+        help="how many, from the start of the data (default 3)",
+    )
+
+
+def run(args: argparse.Namespace, config: ExperimentConfig) -> int:
+    """Runs the command."""
+    return try_out(config, args.prompts)

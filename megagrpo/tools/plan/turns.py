@@ -1,11 +1,13 @@
-"""How rollouts with tools are spread over turns of the model: what engines read again, and how long
-nobody samples."""
+"""The lengths and turns that a plan assumes: what engines read again, and how long nobody samples."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from statistics import fmean
 
+from megagrpo.check.engine_memory import Lengths, assumed_lengths, assumed_prompt, sorted_lengths
 from megagrpo.config.rollout import SamplingConfig
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system.errors import explained
 from megagrpo.system.user_function import did_you_mean
 
@@ -94,3 +96,18 @@ def turns_of_run(entries: Sequence[Mapping[str, float]], origin: str) -> Turns:
         means.get("prefix/hit_fraction", 1.0),
     )
     return Turns(count, waited / (count - 1), said, cached, origin)
+
+
+def given_lengths(text: str, config: ExperimentConfig) -> Lengths:
+    """Reads `--lengths`: a mean, or a file with one number of tokens a line. Raises ValueError for
+    other text."""
+    if Path(text).is_file():
+        numbers = [float(word) for word in Path(text).read_text().split()]
+        return Lengths(assumed_prompt(config), sorted_lengths(numbers, text), f"file {text}")
+    if (
+        not text.replace(".", "", 1).isdecimal()
+        or not 0 < float(text) <= config.sampling.max_response_tokens
+    ):
+        limit = f"sampling.max_response_tokens {config.sampling.max_response_tokens}"
+        raise ValueError(f"--lengths {text}: no such file, and no mean between 0 and {limit}")
+    return assumed_lengths(config, float(text))

@@ -1,11 +1,17 @@
 """Records inputs and outputs of a live model's modules by forward hooks, which a replayed CUDA
-graph does not run."""
+graph does not run.
 
+Inside an engine, weights/engines/loader.py runs OPERATIONS for requests that name this module.
+"""
+
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from megagrpo.weights.engines.loader import forget_images
 
 TOWER_MODULE = "visual.module"  # the vision tower in the actor's model
 # SGLang calls this method of a norm, which bypasses hooks, if an all-reduce is fused with it; with
@@ -95,3 +101,28 @@ def _value(tap: Tap, module: torch.nn.Module, args: list, output: object) -> obj
     if tap.side == "out":
         args = list(output) if isinstance(output, tuple | list) else [output]
     return args[tap.item] if tap.item < len(args) else None
+
+
+_captures: "weakref.WeakKeyDictionary[torch.nn.Module, Recorder]" = weakref.WeakKeyDictionary()
+
+
+def _capture(model: torch.nn.Module, request: Mapping) -> dict:
+    """Starts to record what `taps` see, of images too. missing: modules that this rank's model
+    does not have."""
+    forget_images(model)
+    if (earlier := _captures.pop(model, None)) is not None:
+        earlier.remove()
+    taps = [Tap(*tap) for tap in request["taps"]]
+    _captures[model] = Recorder(dict(model.named_modules()), taps)
+    return {"missing": _captures[model].missing}
+
+
+def _read(model: torch.nn.Module, request: Mapping) -> dict:
+    """Ends the capture and writes it to `file`: a list of tensors for each tap."""
+    capture = _captures.pop(model)
+    capture.remove()
+    torch.save(capture.seen, request["file"])
+    return {"problems": capture.problems}
+
+
+OPERATIONS = {"capture": _capture, "read": _read}

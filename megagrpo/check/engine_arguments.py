@@ -1,0 +1,71 @@
+"""The arguments of engines as SGLang itself resolves them on a GPU that this machine lacks."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from megagrpo.check.hardware import Hardware
+from megagrpo.check.problems import describe_model
+from megagrpo.config.schema import ExperimentConfig, ModelConfig
+from megagrpo.rollout.service.engine_command import (
+    ServerPlace,
+    engine_command,
+    engine_environment,
+    engine_python_path,
+)
+from megagrpo.system.environment import child_environment
+
+_LIMIT_S = 600.0
+_ON_GPU = ServerPlace(0, "127.0.0.1", 30000, "127.0.0.1:30001", cuda=True, num_cores=1)
+_ON_CPU = ServerPlace(0, "127.0.0.1", 30000, "127.0.0.1:30001", cuda=False, num_cores=1)
+_SHOWN = 2000  # characters of SGLang's output, from its end
+
+
+def engine_arguments(config: ExperimentConfig, place: ServerPlace) -> list[str]:
+    """Returns an engine's command line without the program."""
+    words = engine_command(config, place)
+    return words[next(number for number, word in enumerate(words) if word.startswith("--")) :]
+
+
+def resolve_all(
+    configs: Sequence[ExperimentConfig], gpu: tuple[Hardware, int]
+) -> list[dict[str, object]]:
+    """Returns the engines' arguments as SGLang resolves them on `gpu`: a kind of GPU and its number
+    per node.
+
+    Raises ValueError with the end of SGLang's output if it rejects them.
+    """
+    hardware, gpus_per_node = gpu
+    with tempfile.TemporaryDirectory(prefix="megagrpo-check-") as name:
+        servers = []
+        for number, config in enumerate(configs):
+            model = Path(name) / str(number)
+            model.mkdir()
+            (model / "config.json").write_text(json.dumps(describe_model(config)))
+            here = config.model_copy(update={"model": ModelConfig(path=str(model))})
+            servers.append(engine_arguments(here, _ON_GPU))
+        device: dict[str, object] = {"name": hardware.device_name, "gpus": gpus_per_node}
+        for key in ("memory_mib", "capability", "processors"):
+            device[key] = getattr(hardware, key)
+        resolved = Path(name) / "resolved.json"
+        job = json.dumps({"servers": servers, "device": device, "output": str(resolved)})
+        no_gpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        variables = engine_environment(configs[0], _ON_CPU) | no_gpu
+        done = subprocess.run(
+            [sys.executable, "-m", "megagrpo.rollout.service.arguments_dry_run"],
+            input=job,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=_LIMIT_S,
+            env=child_environment(variables, python_path=engine_python_path(_ON_CPU)),
+        )
+        if done.returncode:
+            raise ValueError(
+                f"SGLang does not resolve these arguments (status {done.returncode}):\n"
+                f"{done.stdout[-_SHOWN:]}"
+            )
+        return json.loads(resolved.read_text())

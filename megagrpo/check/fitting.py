@@ -1,0 +1,94 @@
+"""Whether an experiment fits into the memory of its GPUs: trainers, engines, and both where they
+share GPUs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import megagrpo
+from megagrpo.check.engine_memory import (
+    EngineSide,
+    Lengths,
+    assumed_lengths,
+    engine_side,
+    gpu_phases,
+    memory_problems,
+    server_of,
+)
+from megagrpo.check.hardware import EXPERT_IMBALANCE, Hardware, hardware_of
+from megagrpo.check.layer_costs import ModelWork, model_work
+from megagrpo.check.problems import longest_samples, model_description
+from megagrpo.check.trainer_memory import Load, RankMemory, TrainerSide, links, trainer_side
+from megagrpo.config.layout import layout_problems
+from megagrpo.config.placement import needs_gpus
+from megagrpo.config.schema import ExperimentConfig, ModelConfig
+from megagrpo.families.architecture import Architecture
+from megagrpo.families.table import architecture_of, model_problems
+
+_SHIPPED_MODELS = Path(megagrpo.__file__).parents[1] / "configs" / "models"
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Memory of both sides in a step. phases: of the fullest trainer GPU, with its engine."""
+
+    trainers: TrainerSide
+    engine: EngineSide
+    phases: Mapping[str, RankMemory]
+    problems: tuple[str, ...]
+
+
+def step_memory(
+    config: ExperimentConfig,
+    work: ModelWork,
+    lengths: Lengths,
+    gpu: Hardware,
+    gpus_per_node: int,
+) -> StepMemory:
+    """Returns the memory of one step. Raises ValueError if the layers cannot be cut into stages."""
+    longest, rollout = max(longest_samples(config).values()), config.rollout
+    engine = engine_side(work, server_of(rollout), lengths, longest, gpu)
+    sent = engine.parts["weights"] * rollout.tp * rollout.num_engines
+    trainers = trainer_side(
+        work.arch,
+        config.actor,
+        load_of(config, work.arch),
+        reference=config.algorithm.uses_reference,
+        bucket_mb=config.weights.bucket_mb,
+        ranks_per_node=gpus_per_node,
+        sent_bytes=sent if config.weights.delta else 0.0,
+    )
+    phases = gpu_phases(config, trainers, engine, work.arch.hidden_size)
+    problems = dict.fromkeys([*memory_problems(phases, engine, gpu), *engine.problems])
+    return StepMemory(trainers, engine, phases, tuple(problems))
+
+
+def load_of(config: ExperimentConfig, arch: Architecture) -> Load:
+    """Returns the work of a trainer rank: full micro-batches of the longest samples."""
+    imbalance = EXPERT_IMBALANCE if arch.is_moe and config.actor.parallel.ep > 1 else 1.0
+    longest = longest_samples(config)["data"]
+    return Load(config.actor.micro_batch_tokens, longest, imbalance, links(config))
+
+
+def with_model(config: ExperimentConfig) -> ExperimentConfig:
+    """Returns the experiment with a folder that has the model's config.json: its own, or the
+    shipped one."""
+    shipped = _SHIPPED_MODELS / Path(config.model.path).name
+    if model_description(config) is None and (shipped / "config.json").is_file():
+        return config.model_copy(update={"model": ModelConfig(path=str(shipped))})
+    return config
+
+
+def fit_problems(config: ExperimentConfig, gpus_per_node: int | None = None) -> list[str]:
+    """Returns why an experiment for GPUs does not fit into their memory; [] for a model that
+    nothing describes."""
+    config = with_model(config)
+    hf = model_description(config)
+    if not needs_gpus(config) or hf is None or model_problems(hf):
+        return []
+    arch = architecture_of(hf, config.actor.has_draft)
+    if layout_problems(arch, config.actor):
+        return []
+    gpu, gpus = hardware_of(config.cluster.gpu), gpus_per_node or config.cluster.gpus_per_node
+    memory = step_memory(config, model_work(arch), assumed_lengths(config), gpu, gpus)
+    return list(memory.problems)
