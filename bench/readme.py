@@ -182,7 +182,10 @@ def _layers() -> str:
         for node in tree.body
         if isinstance(node, ast.Assign)
     }
-    layers = ast.literal_eval(assigned["LAYERS"])
+    layers = [  # one of them, the wings, stands there by its name
+        ast.literal_eval(assigned.get(ast.unparse(layer), layer))
+        for layer in assigned["LAYERS"].elts
+    ]
     return "\n".join(
         f"{number}. {', '.join(sorted(parts))}" for number, parts in enumerate(layers, start=1)
     )
