@@ -209,12 +209,12 @@ class PendingSave:
         with self._all_or_nothing():
             written = self._everywhere(self._written.result)
             self._everywhere(self._plan.finish)
-            of_all = {
+            entries = {
                 name: entry
                 for part in self._mesh.gather_world(written)
                 for name, entry in part.items()
             }
-            self._mesh.from_main(lambda: self._publish(of_all), f"checkpoint {self.target}")
+            self._mesh.from_main(lambda: self._publish(entries), f"checkpoint {self.target}")
         return self.target
 
     def _make_folder(self) -> None:

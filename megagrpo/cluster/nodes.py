@@ -21,6 +21,7 @@ from megagrpo.cluster.machine import (
     refuse_what_cannot_run,
     trainer_variables,
     visible_gpus,
+    write_experiment,
 )
 from megagrpo.cluster.supervise import ALONE, Child, Launch, torchrun
 from megagrpo.config.load import dump_config
@@ -103,12 +104,7 @@ def run_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
     shared = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[:ranks])} if gpus else {}
     with alone_in(folder) if node.rank == 0 else nullcontext():
         if node.rank == 0:
-            dump_config(config, folder.config)
-            for left in (
-                folder.service,
-                folder.service_progress,
-            ):  # by a killed run: the trainers would use its URL
-                left.unlink(missing_ok=True)
+            write_experiment(config)
         with _launch_of_trainers(folder, "run", node, _GRACE_S) as launch:
             needed = _start_service(launch, config, arguments, node, shared)
             trainers = replace(node, first_port=node.first_port + _TO_TRAINERS)

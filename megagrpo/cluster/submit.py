@@ -91,8 +91,9 @@ def completed(config: ExperimentConfig, request: Request) -> Request:
     found = place(config, nodes_of(request))
     kind = request.kind
     if kind is None:
-        shared = config.rollout.colocate and found.trainer_nodes > 1
-        kind = "colocated" if shared else "one-job" if found.rollout_nodes else "one-node"
+        kind = "one-job" if found.rollout_nodes else "one-node"
+        if config.rollout.colocate and found.trainer_nodes > 1:
+            kind = "colocated"
     return replace(
         request, kind=kind, trainer_nodes=found.trainer_nodes, rollout_nodes=found.rollout_nodes
     )

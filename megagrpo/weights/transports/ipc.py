@@ -103,7 +103,7 @@ class IpcTransport(LinkTransport):
                 self._collect(
                     number,
                     links,
-                    [of_link.get(number, ()) for of_link in outgoing],
+                    [batches.get(number, ()) for batches in outgoing],
                     handovers,
                     traffic,
                 )
@@ -140,8 +140,8 @@ class IpcTransport(LinkTransport):
             if peer != rank
         ]
         staged = sum(handover.num_bytes for handover in handovers.values())
-        for index, (link, of_link) in enumerate(zip(links, outgoing, strict=True)):
-            for message in of_link:
+        for index, (link, messages) in enumerate(zip(links, outgoing, strict=True)):
+            for message in messages:
                 staged += self._send(
                     _Destination(index, message.peer), link, message, inbox, posts, traffic
                 )

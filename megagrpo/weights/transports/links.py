@@ -215,8 +215,8 @@ class LinkTransport(ABC):
             "\n".join(f"rank {mesh.rank}, send weights to engines: {error}" for error in errors)
         )
         lost = {name: str(error) for name, error in failed.items()}
-        of_ranks = mesh.gather_world(lost) if mesh.any_true(bool(lost)) else []
-        reasons = {name: why for part in of_ranks for name, why in part.items()}
+        everyone = mesh.gather_world(lost) if mesh.any_true(bool(lost)) else []
+        reasons = {name: why for part in everyone for name, why in part.items()}
 
         def refuse(engine: EngineConnection) -> None:
             if (name := self._names[engine.id]) in reasons:
