@@ -26,9 +26,8 @@ def train(run: Run) -> None:
             break
         with timer.phase("rollout"):
             groups = run.next_groups(metrics)  # this rank's share: sampled, scored
-        updates = plan_updates(
-            config.train, config.seed, step
-        )  # the groups of each optimiser update, over all passes
+        # the groups of each optimiser update, over all passes
+        updates = plan_updates(config.train, config.seed, step)
         batch = run.build_batch(groups, updates)  # samples balanced over ranks by cost
         if config.reward.shuffle:  # the control experiment: rewards without information
             batch = shuffle_rewards(batch, config.seed, step, mesh)
@@ -44,9 +43,8 @@ def train(run: Run) -> None:
         with timer.phase("update"):
             measured, logprobs = update(actor, batch, algorithm, temperature, max_tokens)
         values |= measured
-        run.inspect_update(
-            batch, algorithm, values, logprobs
-        )  # an update that was not finite: dumped; halt or go on
+        # an update that was not finite: dumped; halt or go on
+        run.inspect_update(batch, algorithm, values, logprobs)
         state.step += 1
         with timer.phase("publish"):
             values |= run.publish()

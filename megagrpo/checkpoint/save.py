@@ -186,9 +186,8 @@ class PendingSave:
         }
         self._options = options
         self._mesh = mesh
-        self._written: Future[dict[str, SizeAndCrc]] = (
-            Future()
-        )  # this rank's files, for the manifest
+        # this rank's files, for the manifest
+        self._written: Future[dict[str, SizeAndCrc]] = Future()
         with self._all_or_nothing():
             mesh.from_main(self._make_folder, f"checkpoint {self.target}")
             self._plan = self._everywhere(lambda: plan_save(self.partial / "actor"))

@@ -50,9 +50,8 @@ def refuse_what_cannot_run(config: ExperimentConfig, nodes: Nodes) -> None:
 
     if problems := preflight(config, nodes):
         raise ValueError("this experiment cannot run:\n  " + "\n  ".join(problems))
-    if not Path(
-        config.model.path
-    ).exists():  # preflight accepts a model that this experiment itself makes
+    # preflight accepts a model that this experiment itself makes
+    if not Path(config.model.path).exists():
         raise ValueError(f"missing: {config.model.path}; run `megagrpo sft` first")
 
 

@@ -160,9 +160,8 @@ def sbatch_command(
     ]
     once += [f"--output={folder.log('slurm-%j').with_suffix('.out')}", "--export=ALL"]
     gpus = request.gpus_per_node
-    if gpus is None and needs_gpus(
-        config
-    ):  # steps get what the job names, although its nodes are exclusive
+    # steps get what the job names, although its nodes are exclusive
+    if gpus is None and needs_gpus(config):
         gpus = config.cluster.gpus_per_node
     limits = {"time": request.time, "partition": request.partition, "gpus-per-node": gpus}
     every = [

@@ -49,9 +49,8 @@ def write_dump(
         folder.mkdir(parents=True, exist_ok=True)
         parts = {name: value for name, value in vars(batch).items() if name not in _LEFT_OUT}
         parts |= {name: vars(parts[name]) for name in _PARTS}
-        parts["images"] = [
-            [tuple(vars(ref).values()) for ref in refs] for refs in batch.images
-        ]  # torch.load reads it
+        # torch.load reads it
+        parts["images"] = [[tuple(vars(ref).values()) for ref in refs] for refs in batch.images]
         parts["routed_lengths"] = None if batch.routing is None else batch.routing.lengths
         for earlier in folder.glob(f"dp_{mesh.dp_rank}_experts_*"):
             earlier.unlink()  # of an earlier start, possibly with other stages

@@ -22,9 +22,8 @@ def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) ->
     Raises ValueError if the folder is no finished dump, or of another data-parallel size.
     """
     dump = read_dump(dump_folder)
-    by_epochs = (
-        config.train.num_epochs is not None
-    )  # else the run's length does not depend on the prompts
+    # else the run's length does not depend on the prompts
+    by_epochs = config.train.num_epochs is not None
     model = config.read_model()
     images = ImageStore.of(model, config.run_folder.images)
     num_prompts = len(load_prompts(config.data, load_tokenizer(model), images)) if by_epochs else 0
@@ -36,9 +35,8 @@ def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) ->
     if source is not None:
         version = load_checkpoint(config, source, actor).step
     batch = dump.batch(actor.mesh, actor.routed_layers)
-    if (
-        dump.algorithm.uses_reference and dump.algorithm.kl.estimator == "full"
-    ):  # the reference's states are not dumped
+    # the reference's states are not dumped
+    if dump.algorithm.uses_reference and dump.algorithm.kl.estimator == "full":
         batch = with_logprobs(actor, batch, config.sampling.temperature, False, "full")
     sampling = config.sampling
     values, _ = update(

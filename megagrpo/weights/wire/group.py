@@ -91,9 +91,8 @@ class EngineGroup:
         if not messages:
             return []
         with self._started() as backend:
-            if (
-                self._device.type == "cuda"
-            ):  # one launch over the group's own communicator, not one for every pair
+            # one launch over the group's own communicator, not one for every pair
+            if self._device.type == "cuda":
                 backend._start_coalescing()
             works = [
                 (backend.send if isinstance(message, Send) else backend.recv)(
