@@ -8,7 +8,6 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
-import psutil
 import pytest
 from aiohttp import web
 from fake_service import FakeService, running
@@ -273,27 +272,3 @@ def test_a_step_whose_gpus_do_not_come_back_is_saved_as_not_begun():
         with pytest.raises(RunStopped, match="put engines to sleep"):
             run.next_groups(Metrics())
         assert saved == [(3, 6)]
-
-
-def test_sampling_ends_its_workers_and_its_inputs_with_the_run():
-    ended = []
-    inputs = SimpleNamespace(
-        prompts=prompt_set(), decode=digits, tool=None, images=None, close=lambda: ended.append(1)
-    )
-    before = set(psutil.Process().children(recursive=True))
-    with running(FakeService()) as service:
-        owner = Sampling(
-            experiment(),
-            MESH,
-            inputs,
-            service.control,
-            lambda engine, start, end, num_tokens: None,
-            lambda version, engines: None,
-            lambda: None,
-        )
-        with owner:
-            assert len(owner.next_groups(TrainState(), Metrics(), 1).groups) == 2
-            assert set(psutil.Process().children(recursive=True)) - before, "graders"
-        assert ended == [1]
-    left = set(psutil.Process().children(recursive=True)) - before
-    assert not [process for process in left if "megagrpo" in " ".join(process.cmdline())]
