@@ -33,7 +33,7 @@ from bench.common import RESULTS, provenance  # noqa: E402
 from bench.gpu_kit.children import Outcome, Section, run_section  # noqa: E402
 from bench.gpu_kit.figures import Setting  # noqa: E402
 from bench.gpu_kit.report import above_bounds, is_failure, value_of, write_report  # noqa: E402
-from megagrpo.system.environment import of_all_nccl_ranks  # noqa: E402
+from megagrpo.system.environment import nccl_variables  # noqa: E402
 
 _KIT = "bench.gpu_kit"
 # In order of worth: what the time limit leaves out is at the end.
@@ -73,7 +73,7 @@ def main() -> int:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         _preload()
     else:  # as trainers have it
-        os.environ.update(of_all_nccl_ranks(60))
+        os.environ.update(nccl_variables(60))
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with tempfile.TemporaryDirectory(prefix="gpu-kit-", ignore_cleanup_errors=True) as scratch:
         setting = Setting(args.device, args.small, Path(scratch))

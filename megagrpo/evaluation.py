@@ -25,8 +25,8 @@ def evaluate(run: Run) -> dict[str, float]:
     metrics = Metrics()
     groups = run.evaluation_groups()
     evaluation_metrics(metrics, "eval", groups, config.num_samples)
-    for name, of_source in by_source(groups, run.eval_sources):
-        evaluation_metrics(metrics, f"eval_{name}", of_source, config.num_samples)
+    for name, part in by_source(groups, run.eval_sources):
+        evaluation_metrics(metrics, f"eval_{name}", part, config.num_samples)
     if number := config.num_as_trained:
         groups = run.evaluation_groups(as_trained=True)
         evaluation_metrics(metrics, "eval_as_trained", groups, number)

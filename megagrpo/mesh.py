@@ -180,9 +180,8 @@ class Mesh:
         """Collective. Raises LeaderError on every rank of the world if any passes a non-empty
         text."""
         if self.any_true(bool(error)):
-            texts = dict.fromkeys(
-                text for text in self.gather_world(error) if text
-            )  # each error once
+            # each error once
+            texts = dict.fromkeys(text for text in self.gather_world(error) if text)
             raise LeaderError("\n".join(texts))
 
     def result_everywhere(self, future: Future[T], what: str) -> T:

@@ -188,9 +188,8 @@ class Run:
     watchdog: Watchdog
     progress: Progress
     alarm: MismatchAlarm
-    stop_request: (
-        StopRequest | None
-    )  # None if another launcher started the ranks: it sends no stop requests
+    # None if another launcher started the ranks: it sends no stop requests
+    stop_request: StopRequest | None
 
     @property
     def mesh(self) -> Mesh:

@@ -16,9 +16,8 @@ if TYPE_CHECKING:  # this file loads without torch
     import torch
     from torch import Tensor
 
-GroupIds = tuple[
-    int, ...
-]  # ascending: the groups that one optimiser update trains on, as in Batch.group_ids
+# ascending: the groups that one optimiser update trains on, as in Batch.group_ids
+GroupIds = tuple[int, ...]
 Pass = tuple[GroupIds, ...]  # the updates of one pass over a step's groups
 Updates = tuple[Pass, ...]  # all updates of a step, over all ranks
 
@@ -68,9 +67,8 @@ class Prompt(WithArrays):
     grader: str | None = None  # replaces the experiment's grader for this prompt
     location: str = ""  # file:line, for messages
     source: str = ""  # name of its source, in metrics by source
-    extra: dict[str, object] = field(
-        default_factory=dict
-    )  # of data.extra_key: for graders with `extra_info`
+    # of data.extra_key: for graders with `extra_info`
+    extra: dict[str, object] = field(default_factory=dict)
     images: tuple[ImageRef, ...] = ()  # in the order of their tokens
     short_ids: np.ndarray | None = (
         None  # int32, one pad an image: what engines are sent; None: token_ids
@@ -97,9 +95,8 @@ class Sample(WithArrays):
 
     index: int  # within its group, from 0: one rollout after the other
     token_ids: np.ndarray  # [T] int32, the token that ended the response included
-    logprobs: (
-        np.ndarray
-    )  # [T] float32, of the sampled tokens after temperature, by the engine; 0 for a tool's tokens
+    # [T] float32, of the sampled tokens after temperature, by the engine; 0 for a tool's tokens
+    logprobs: np.ndarray
     finish_reason: str  # "stop" | "length"
     weight_version: int  # of the weights that sampled its first token: the number of finished steps
     text: str  # decoded without special tokens; what the grader sees
@@ -137,9 +134,8 @@ class Outcome:
     status: str  # "score" | "error" | "timeout"
     value: float = 0.0  # the score; meaningful for status "score" only
     detail: str = ""  # why there is no score, or the grader's note on it
-    parts: "dict[str, Outcome]" = field(
-        default_factory=dict
-    )  # of several graders, by name; {} for a single one
+    # of several graders, by name; {} for a single one
+    parts: "dict[str, Outcome]" = field(default_factory=dict)
     # (index of a response token, reward), ascending: shares of the score that belong to parts of
     # the response
     token_rewards: tuple[tuple[int, float], ...] = ()
@@ -203,12 +199,10 @@ class EngineInfo:
     restarts: int  # counted against rollout.max_restarts
     pid: int  # of its first server process; 0 while starting
     reason: str  # of its last death; "" before
-    load: dict[str, float] = field(
-        default_factory=dict, hash=False
-    )  # most since its weights were verified: see LOADS
-    load_now: dict[str, float] = field(
-        default_factory=dict, hash=False
-    )  # at the last look; {}: it did not answer
+    # most since its weights were verified: see LOADS
+    load: dict[str, float] = field(default_factory=dict, hash=False)
+    # at the last look; {}: it did not answer
+    load_now: dict[str, float] = field(default_factory=dict, hash=False)
     # whether it gets requests: from the first weights that were verified in this incarnation, also
     # while newer ones are written, until it sleeps, is drained or ends
     serves: bool = False

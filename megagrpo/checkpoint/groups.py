@@ -65,7 +65,7 @@ def read_groups(path: Path) -> list[RolloutGroup]:
 
 def _group(record: Record) -> RolloutGroup:
     greedy = record["greedy"]
-    of_greedy = record["greedy_outcome"]
+    greedy_outcome = record["greedy_outcome"]
     prompt = record["prompt"]
     location = prompt.pop(_LOCATION, "")
     images = tuple(
@@ -78,7 +78,7 @@ def _group(record: Record) -> RolloutGroup:
         samples=tuple(map(_sample, record["samples"])),
         outcomes=tuple(map(_outcome, record["outcomes"])),
         greedy=None if greedy is None else _sample(greedy),
-        greedy_outcome=None if of_greedy is None else _outcome(of_greedy),
+        greedy_outcome=None if greedy_outcome is None else _outcome(greedy_outcome),
     )
 
 
@@ -88,10 +88,8 @@ def _sample(record: Record) -> Sample:
 
 def _outcome(record: Record) -> Outcome:
     parts = {name: _outcome(part) for name, part in record["parts"].items()}
-    token_rewards = tuple(
-        (index, reward) for index, reward in record.get("token_rewards", ())
-    )  # older files have none
-    turn_rewards = tuple(record.get("turn_rewards", ()))
+    token_rewards = tuple((index, reward) for index, reward in record["token_rewards"])
+    turn_rewards = tuple(record["turn_rewards"])
     return Outcome(
         **{**record, "parts": parts, "token_rewards": token_rewards, "turn_rewards": turn_rewards}
     )

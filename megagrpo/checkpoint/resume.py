@@ -25,9 +25,8 @@ def run_identity(config: ExperimentConfig, actor: MegatronActor) -> RunIdentity:
         "dtype": config.actor.dtype,
     }  # as it is read
     if actor.arch.vision is not None:
-        model["trained_vision"] = (
-            config.actor.trained_vision
-        )  # what is frozen has no optimizer state
+        # what is frozen has no optimizer state
+        model["trained_vision"] = config.actor.trained_vision
     model["distributed_optimizer"] = config.actor.optimizer.distributed
     if config.actor.lora is not None:  # the checkpoint holds only adapters
         model["lora"] = config.actor.lora.model_dump()

@@ -186,9 +186,8 @@ class PendingSave:
         }
         self._options = options
         self._mesh = mesh
-        self._written: Future[dict[str, SizeAndCrc]] = (
-            Future()
-        )  # this rank's files, for the manifest
+        # this rank's files, for the manifest
+        self._written: Future[dict[str, SizeAndCrc]] = Future()
         with self._all_or_nothing():
             mesh.from_main(self._make_folder, f"checkpoint {self.target}")
             self._plan = self._everywhere(lambda: plan_save(self.partial / "actor"))
@@ -209,12 +208,12 @@ class PendingSave:
         with self._all_or_nothing():
             written = self._everywhere(self._written.result)
             self._everywhere(self._plan.finish)
-            of_all = {
+            entries = {
                 name: entry
                 for part in self._mesh.gather_world(written)
                 for name, entry in part.items()
             }
-            self._mesh.from_main(lambda: self._publish(of_all), f"checkpoint {self.target}")
+            self._mesh.from_main(lambda: self._publish(entries), f"checkpoint {self.target}")
         return self.target
 
     def _make_folder(self) -> None:

@@ -50,9 +50,8 @@ def refuse_what_cannot_run(config: ExperimentConfig, nodes: Nodes) -> None:
 
     if problems := preflight(config, nodes):
         raise ValueError("this experiment cannot run:\n  " + "\n  ".join(problems))
-    if not Path(
-        config.model.path
-    ).exists():  # preflight accepts a model that this experiment itself makes
+    # preflight accepts a model that this experiment itself makes
+    if not Path(config.model.path).exists():
         raise ValueError(f"missing: {config.model.path}; run `megagrpo sft` first")
 
 
@@ -108,17 +107,17 @@ def _beside_service(
     """Starts the service and the ranks of a subcommand, and waits for the ranks."""
     visible = visible_gpus()
     refuse_what_cannot_run(config, _this_node(config, visible))
-    of_trainers, of_engines = _devices(config, visible)
+    trainer_env, service_env = _devices(config, visible)
     folder = config.run_folder
     with alone_in(folder), launch:
-        service = start_service(launch, config, of_engines)
+        service = start_service(launch, config, service_env)
         options = [*torchrun(config.actor.world_size, max_restarts), *ALONE]
         engine_ranks = (
             0 if config.rollout.colocate else config.rollout.num_engines * config.rollout.tp
         )
-        on_gpus = config.actor.world_size + engine_ranks if of_trainers else 0
-        of_trainers = trainer_variables(config, on_gpus, interface_of_engines(config)) | of_trainers
-        ranks = launch.start_ranks([command, str(folder.config)], options, of_trainers)
+        on_gpus = config.actor.world_size + engine_ranks if trainer_env else 0
+        env = trainer_variables(config, on_gpus, interface_of_engines(config)) | trainer_env
+        ranks = launch.start_ranks([command, str(folder.config)], options, env)
         logs = f"{service.log} and {ranks.log}"
         said = f"the rollout service and {config.actor.world_size} trainer ranks start"
         print(f"{config.name}: {said}; {logs}", flush=True)
@@ -126,15 +125,19 @@ def _beside_service(
     return launch.status
 
 
+def write_experiment(config: ExperimentConfig) -> None:
+    """Writes the experiment into its run folder, and removes the address of a killed run's
+    service: the trainers would use it."""
+    folder = config.run_folder
+    dump_config(config, folder.config)
+    folder.service.unlink(missing_ok=True)
+    folder.service_progress.unlink(missing_ok=True)
+
+
 def start_service(launch: Launch, config: ExperimentConfig, env: dict[str, str]) -> Child:
     """Writes the experiment into the run folder and starts its service."""
     folder = config.run_folder
-    dump_config(config, folder.config)
-    for left in (
-        folder.service,
-        folder.service_progress,
-    ):  # by a killed run: the trainers would use its URL
-        left.unlink(missing_ok=True)
+    write_experiment(config)
     return launch.start(["serve", str(folder.config)], "service", env)
 
 
@@ -179,10 +182,12 @@ def _devices(config: ExperimentConfig, visible: list[str]) -> tuple[dict[str, st
         return {}, {}
     found = place(config, nodes)
     engines = [visible[gpu.number] for engine in found.engines for gpu in engine]
-    of_trainers = [visible[gpu.number] for gpu in found.trainers]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(of_trainers)}, {
-        "CUDA_VISIBLE_DEVICES": ",".join(engines)
-    }
+    trainers = [visible[gpu.number] for gpu in found.trainers]
+
+    def only(gpus: list[str]) -> dict[str, str]:
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+
+    return only(trainers), only(engines)
 
 
 def _this_node(config: ExperimentConfig, visible: list[str]) -> Nodes:
@@ -240,9 +245,9 @@ def trainer_variables(
     if config.actor.device == "cpu":
         return {}
     parallel = config.actor.parallel
-    variables = environment.of_all_nccl_ranks(
+    variables = environment.nccl_variables(
         config.weights.connect_timeout_s
-    ) | environment.of_trainer_ranks(
+    ) | environment.trainer_rank_variables(
         cut=parallel.tp > 1 or parallel.cp > 1,
         beside_engines=config.rollout.colocate,
         deterministic=config.rollout.deterministic,

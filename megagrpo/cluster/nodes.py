@@ -21,6 +21,7 @@ from megagrpo.cluster.machine import (
     refuse_what_cannot_run,
     trainer_variables,
     visible_gpus,
+    write_experiment,
 )
 from megagrpo.cluster.supervise import ALONE, Child, Launch, torchrun
 from megagrpo.config.load import dump_config
@@ -73,9 +74,8 @@ class Node:
             return self.first_address
         deadline = time.monotonic() + _JOIN_S
         while True:
-            with suppress(
-                socket.gaierror
-            ):  # the name of a node that only starts may not be known yet
+            # the name of a node that only starts may not be known yet
+            with suppress(socket.gaierror):
                 return route_address(self.first_address, self.first_port)
             if time.monotonic() > deadline:
                 raise ValueError(
@@ -103,12 +103,7 @@ def run_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
     shared = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[:ranks])} if gpus else {}
     with alone_in(folder) if node.rank == 0 else nullcontext():
         if node.rank == 0:
-            dump_config(config, folder.config)
-            for left in (
-                folder.service,
-                folder.service_progress,
-            ):  # by a killed run: the trainers would use its URL
-                left.unlink(missing_ok=True)
+            write_experiment(config)
         with _launch_of_trainers(folder, "run", node, _GRACE_S) as launch:
             needed = _start_service(launch, config, arguments, node, shared)
             trainers = replace(node, first_port=node.first_port + _TO_TRAINERS)
@@ -127,9 +122,8 @@ def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
     """
     folder = config.run_folder
     gpus = len(_gpus(config))
-    if (
-        node.number > 1 or 0 < gpus < config.actor.world_size
-    ):  # torchrun alone would start all ranks here
+    # torchrun alone would start all ranks here
+    if node.number > 1 or 0 < gpus < config.actor.world_size:
         place(config, Nodes(gpus or None, node.number))
     with alone_in(folder) if node.rank == 0 else nullcontext():
         if node.rank == 0:
@@ -180,9 +174,8 @@ def _start_trainers(
     # the interface of rollout.host, which NCCL uses in engines; None for loopback
     towards_engines = None if config.rollout.host in LOOPBACK else interface_of_engines(config)
     if node.number > 1:
-        own = interface_of(
-            socket.gethostbyname(node.own_address)
-        )  # Slurm's node addresses may be names
+        # Slurm's node addresses may be names
+        own = interface_of(socket.gethostbyname(node.own_address))
         env = trainer_variables(config, on_gpus, towards_engines or own) | env
         # is_host is explicit: otherwise the agent resolves host names, which may fail.
         # read_timeout is torch's limit for the connection to node 0's store, too.
@@ -211,9 +204,8 @@ def _start_service(
 ) -> list[Child]:
     """Starts Ray on this node, and on node 0 the service. Raises ValueError if Ray does not
     start."""
-    temporary = Path(
-        f"/tmp/mgr-{os.getuid()}-{node.first_port}"
-    )  # short: Unix socket paths end at 107 characters
+    # short: Unix socket paths end at 107 characters
+    temporary = Path(f"/tmp/mgr-{os.getuid()}-{node.first_port}")
     launch.remove_at_end(temporary)
     env = env | _ray_environment(node)
     ray = _start_ray(launch, config, node, temporary, env)

@@ -91,8 +91,9 @@ def completed(config: ExperimentConfig, request: Request) -> Request:
     found = place(config, nodes_of(request))
     kind = request.kind
     if kind is None:
-        shared = config.rollout.colocate and found.trainer_nodes > 1
-        kind = "colocated" if shared else "one-job" if found.rollout_nodes else "one-node"
+        kind = "one-job" if found.rollout_nodes else "one-node"
+        if config.rollout.colocate and found.trainer_nodes > 1:
+            kind = "colocated"
     return replace(
         request, kind=kind, trainer_nodes=found.trainer_nodes, rollout_nodes=found.rollout_nodes
     )
@@ -159,9 +160,8 @@ def sbatch_command(
     ]
     once += [f"--output={folder.log('slurm-%j').with_suffix('.out')}", "--export=ALL"]
     gpus = request.gpus_per_node
-    if gpus is None and needs_gpus(
-        config
-    ):  # steps get what the job names, although its nodes are exclusive
+    # steps get what the job names, although its nodes are exclusive
+    if gpus is None and needs_gpus(config):
         gpus = config.cluster.gpus_per_node
     limits = {"time": request.time, "partition": request.partition, "gpus-per-node": gpus}
     every = [

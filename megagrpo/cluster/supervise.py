@@ -75,9 +75,8 @@ class Launch:
         if self._ask:
             self._request.withdraw()
         self._old_handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-        handlers = dict.fromkeys(
-            self._unheard, lambda *_: None
-        )  # not SIG_IGN, which the children would inherit
+        # not SIG_IGN, which the children would inherit
+        handlers = dict.fromkeys(self._unheard, lambda *_: None)
         handlers |= dict.fromkeys(self._end, self._leave) | dict.fromkeys(
             self._ask, self._ask_to_stop
         )
@@ -186,9 +185,8 @@ class Launch:
 
     def _failed(self, child: Child) -> int:
         reports = self._folder.error_reports(child.reports) if child.reports is not None else []
-        first = min(
-            reports, key=lambda report: report.stat().st_mtime_ns, default=None
-        )  # it has the cause
+        # it has the cause
+        first = min(reports, key=lambda report: report.stat().st_mtime_ns, default=None)
         reason = last_lines(child.log) if first is None else first.read_text().rstrip()
         status = f"{child.log.stem} ended with status {child.process.returncode}"
         print(f"megagrpo: {status}\n{reason}\nwhole log: {child.log}", file=sys.stderr)

@@ -76,9 +76,8 @@ def alarm_bounds(config: ExperimentConfig, is_moe: bool) -> tuple[float, float] 
 _STEPS = 3  # consecutive ones beyond a bound before the warning
 _SMALL_MISMATCH = 1e-3  # nats; growth below it is rounding: the alarm's bound in float32
 Values = Mapping[str, float]  # the reduced metrics of a step
-Readings = Mapping[
-    str, float | None
-]  # what a step's metrics say, by key of log.alarms; None: not measured
+# what a step's metrics say, by key of log.alarms; None: not measured
+Readings = Mapping[str, float | None]
 
 
 class HealthWatch:

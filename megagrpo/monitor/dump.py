@@ -49,9 +49,8 @@ def write_dump(
         folder.mkdir(parents=True, exist_ok=True)
         parts = {name: value for name, value in vars(batch).items() if name not in _LEFT_OUT}
         parts |= {name: vars(parts[name]) for name in _PARTS}
-        parts["images"] = [
-            [tuple(vars(ref).values()) for ref in refs] for refs in batch.images
-        ]  # torch.load reads it
+        # torch.load reads it
+        parts["images"] = [[tuple(vars(ref).values()) for ref in refs] for refs in batch.images]
         parts["routed_lengths"] = None if batch.routing is None else batch.routing.lengths
         for earlier in folder.glob(f"dp_{mesh.dp_rank}_experts_*"):
             earlier.unlink()  # of an earlier start, possibly with other stages
@@ -96,34 +95,26 @@ class Dump:
     def batch(self, mesh: Mesh, layers: Sequence[int]) -> Batch:
         """Returns this rank's batch, with the routed experts of its `layers` if they were dumped.
 
-        ValueError when the data-parallel size is another one, or an earlier version has written the
-        dump.
+        Raises ValueError if the data-parallel size is another one.
         """
         if mesh.dp_size != self.dp:
             raise ValueError(
                 f"{self.folder} is of {self.dp} data-parallel ranks, this layout has {mesh.dp_size}"
             )
         parts = torch.load(self.folder / f"dp_{mesh.dp_rank}.pt", weights_only=True)
-        if not parts.keys() >= _PARTS.keys() or "valid" in parts:
-            raise ValueError(
-                f"{self.folder} was written by an earlier version of megagrpo, replay it with that "
-                "one"
-            )
         lengths = parts.pop("routed_lengths")
         parts |= {name: kind(**parts[name]) for name, kind in _PARTS.items()}
-        parts["images"] = tuple(
-            tuple(ImageRef(*ref) for ref in refs) for refs in parts.get("images", ())
-        )
+        parts["images"] = tuple(tuple(ImageRef(*ref) for ref in refs) for refs in parts["images"])
         files = sorted(self.folder.glob(f"dp_{mesh.dp_rank}_experts_*.pt"))
         if not files or not layers:
             return Batch(**parts)
-        of_layer: dict[int, torch.Tensor] = {}
+        by_layer: dict[int, torch.Tensor] = {}
         for file in files:
             stage = torch.load(file, weights_only=True)
-            of_layer |= zip(stage["layers"], stage["experts"].unbind(1), strict=True)
+            by_layer |= zip(stage["layers"], stage["experts"].unbind(1), strict=True)
         return Batch(
             **parts,
-            routing=Routing(torch.stack([of_layer[layer] for layer in layers], dim=1), lengths),
+            routing=Routing(torch.stack([by_layer[layer] for layer in layers], dim=1), lengths),
         )
 
 

@@ -102,9 +102,8 @@ class Metrics:
         """Compares the names by hash: vectors of unequal length would hang or corrupt the
         reduction."""
         text = json.dumps(sorted(self._kinds.items()))
-        mine = int.from_bytes(
-            hashlib.sha256(text.encode()).digest()[:6], "big"
-        )  # 48 bits: exact in float64
+        # 48 bits: exact in float64
+        mine = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
         both = torch.tensor([mine, -mine], dtype=torch.float64, device="cpu")
         largest, negated_smallest = reduce(both, "max").tolist()
         assert largest == -negated_smallest, f"ranks measured different metrics; this rank: {text}"

@@ -45,8 +45,9 @@ class RolloutLog(BackgroundWriter):
         self._decode = decode
         last_kept = start_step if start_step > 0 else -1
         for step, files in folder.rollout_files().items():
-            for of, path in files.items():
-                if step > last_kept and (of == replica or (replica == 0 and of >= num_replicas)):
+            for writer, path in files.items():
+                ours = writer == replica or (replica == 0 and writer >= num_replicas)
+                if step > last_kept and ours:
                     path.unlink()
 
     def write(self, step: int, groups: Sequence[RolloutGroup]) -> None:

@@ -41,9 +41,8 @@ class WandbLog:
         with self._never_fatal("the start"):
             import wandb  # an extra; imports for seconds, only on the main rank
 
-            if (
-                start_step == 0 or not folder.wandb_id.is_file()
-            ):  # else the run in the folder continues
+            # else the run in the folder continues
+            if start_step == 0 or not folder.wandb_id.is_file():
                 write_whole(folder.wandb_id, secrets.token_hex(4))
             timeouts = {f"{name}_timeout": _TIMEOUT_S for name in ("init", "login", "finish")}
             self._run = wandb.init(

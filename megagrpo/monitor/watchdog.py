@@ -36,9 +36,8 @@ _BEAT_S = 5.0  # between two heartbeats
 _SILENT_S = 15.0  # a rank with an older heartbeat does not run
 _ANSWER_S = 10.0  # to wait for the other ranks' stacks
 _EARLY = 0.9  # fraction of a deadline after which the page is written
-_PACKAGE = (
-    Path(megagrpo.__file__).resolve().parent
-)  # a path: a clone's folder may have the package's name
+# a path: a clone's folder may have the package's name
+_PACKAGE = Path(megagrpo.__file__).resolve().parent
 
 
 class Watchdog:
@@ -180,9 +179,8 @@ class Watchdog:
             time.sleep(_POLL_S)
         self._write_stacks()
         self._beat(time.time())
-        progress = {
-            rank: self._folder.rank_progress(rank) for rank in files
-        }  # an existing file is complete
+        # an existing file is complete
+        progress = {rank: self._folder.rank_progress(rank) for rank in files}
         ranks = [
             json.loads(file.read_text()) if file.exists() else {"rank": rank}
             for rank, file in progress.items()

@@ -56,7 +56,7 @@ def hide_gpus() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def of_all_nccl_ranks(connect_s: float) -> dict[str, str]:
+def nccl_variables(connect_s: float) -> dict[str, str]:
     """Returns the variables that trainers and engines, members of one NCCL communicator, must
     share.
 
@@ -75,8 +75,10 @@ def of_all_nccl_ranks(connect_s: float) -> dict[str, str]:
     }
 
 
-def of_trainer_ranks(*, cut: bool, beside_engines: bool, deterministic: bool) -> dict[str, str]:
-    """Returns the variables of trainer ranks in addition to of_all_nccl_ranks. The user's own
+def trainer_rank_variables(
+    *, cut: bool, beside_engines: bool, deterministic: bool
+) -> dict[str, str]:
+    """Returns the variables of trainer ranks in addition to nccl_variables. The user's own
     values are kept.
 
     cut: layers are sharded by tensor or context parallelism. beside_engines: on the same GPUs as

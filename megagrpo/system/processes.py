@@ -17,9 +17,8 @@ _FILES = 65_536  # that a process may have open, as far as the machine allows
 _PR_SET_PDEATHSIG = 1
 _LOG_LINES = 25
 _KILL_S = 5.0  # seconds for the kernel to release a large process
-_libc = ctypes.CDLL(
-    None
-)  # loaded before fork: the child calls it between fork and exec, where loading could deadlock
+# loaded before fork: the child calls it between fork and exec, where loading could deadlock
+_libc = ctypes.CDLL(None)
 
 
 def spawn(
@@ -96,9 +95,8 @@ def stop_tree(pid: int, grace_s: float = 5.0) -> None:
 
     The caller must still `wait` for its own child, which otherwise remains a zombie.
     """
-    tree = {
-        process.pid: process for process in process_tree(pid)
-    }  # listed while parents still name their children
+    # listed while parents still name their children
+    tree = {process.pid: process for process in process_tree(pid)}
     if pid in tree:
         _signal(tree[pid], signal.SIGTERM)
     _wait_gone(tree.values(), grace_s)

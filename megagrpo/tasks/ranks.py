@@ -122,9 +122,8 @@ def guarded(
     except Exception as exc:
         traceback.print_exc()
         final = isinstance(exc, ValueError | AssertionError | RunStopped)
-        write_whole(
-            folder.error_report(name, rank, final), _reason(exc)
-        )  # then the launcher may end it
+        # then the launcher may end it
+        write_whole(folder.error_report(name, rank, final), _reason(exc))
         status = 1
     # The rank's work is on disk. Python's normal exit destroys process groups whose threads still
     # run, which sometimes aborts ("terminate called without an active exception"); torchrun would

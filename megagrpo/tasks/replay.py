@@ -22,9 +22,8 @@ def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) ->
     Raises ValueError if the folder is no finished dump, or of another data-parallel size.
     """
     dump = read_dump(dump_folder)
-    by_epochs = (
-        config.train.num_epochs is not None
-    )  # else the run's length does not depend on the prompts
+    # else the run's length does not depend on the prompts
+    by_epochs = config.train.num_epochs is not None
     model = config.read_model()
     images = ImageStore.of(model, config.run_folder.images)
     num_prompts = len(load_prompts(config.data, load_tokenizer(model), images)) if by_epochs else 0

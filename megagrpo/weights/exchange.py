@@ -62,9 +62,8 @@ class Exchange:
         self._config = config
         self._mesh = mesh
         self._ids: list[str] = []  # of the engines to update; on the main rank
-        self._numbers: list[
-            list[np.ndarray]
-        ] = []  # by kind and rank of an engine: of its slices among the digests
+        # by kind and rank of an engine: of its slices among the digests
+        self._numbers: list[list[np.ndarray]] = []
         published = weights if config.rollout.quantization is None else quantised(weights, mesh)
         if published is not weights and mesh.is_main:
             print(*format_table(weights, published), sep="\n", flush=True)
@@ -158,9 +157,8 @@ class Exchange:
             self._open(deadline, writing=True)  # pause
         with timer("transfer"), ThreadPoolExecutor(1) as pool:
             digesting = pool.submit(self._digests.local)  # concurrently with the transfer
-            traffic.add(
-                self._transport.transfer(version, self._fleet, timer)
-            )  # begin -> transfer -> end
+            # begin -> transfer -> end
+            traffic.add(self._transport.transfer(version, self._fleet, timer))
         with timer("digest"):
             expected = self._digests.total(
                 self._mesh.result_everywhere(digesting, "digest weights")
@@ -186,9 +184,8 @@ class Exchange:
                 if engine.slices not in kinds:
                     kinds.append(engine.slices)
                 engine.kind = kinds.index(engine.slices)
-                engine.slices = kinds[
-                    engine.kind
-                ]  # one list for all: it may have a million entries
+                # one list for all: it may have a million entries
+                engine.slices = kinds[engine.kind]
             return kinds[len(self._fleet.kinds) :] or None  # which is not sent
 
         for kind in self._mesh.from_main(open_and_sort, "connect to engines") or ():

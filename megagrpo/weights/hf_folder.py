@@ -56,13 +56,11 @@ class HfFolder(Mapping[str, Tensor]):
                 f"{path}: no such folder; expected an HF checkpoint with config.json and "
                 "*.safetensors"
             )
-        self.specs: dict[
-            str, tuple[tuple[int, ...], torch.dtype]
-        ] = {}  # name -> shape and dtype, from the headers
+        # name -> shape and dtype, from the headers
+        self.specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self.bytes_read = 0  # by `read_into`, of the files
-        self._handles: dict[
-            str, safe_open
-        ] = {}  # by the names of the tensors; those of one file share a handle
+        # by the names of the tensors; those of one file share a handle
+        self._handles: dict[str, safe_open] = {}
         for file, names in self._names_by_file().items():
             self._read_header(self.path / file, names)
         self._fp8 = {
@@ -164,9 +162,8 @@ class HfFolder(Mapping[str, Tensor]):
         part = scales[top // height : -(-bottom // height), left // width : -(-right // width)]
         self.bytes_read += target.numel() + part.numel() * part.element_size()
         block_of_column = torch.arange(left, right, device=target.device) // width - left // width
-        by_column = part.to(target.device, torch.float32)[
-            :, block_of_column
-        ]  # [rows of blocks, columns]
+        # [rows of blocks, columns]
+        by_column = part.to(target.device, torch.float32)[:, block_of_column]
         for first, scale in zip(range(top - top % height, bottom, height), by_column, strict=True):
             rows = slice(max(first, top), min(first + height, bottom))
             values = weight[rows, left:right].to(target.device).float()
@@ -180,9 +177,8 @@ class HfFolder(Mapping[str, Tensor]):
         """Returns a digest of names, shapes, dtypes, and of the first elements of every tensor."""
         digest = hashlib.sha256()
         for name, (shape, dtype) in sorted(self.specs.items()):
-            part = self._handles[name].get_slice(name)[
-                : 1 if len(shape) > 1 else None
-            ]  # a matrix's first row
+            # a matrix's first row
+            part = self._handles[name].get_slice(name)[: 1 if len(shape) > 1 else None]
             digest.update(
                 f"{name} {shape} {dtype}".encode()
                 + part.contiguous().view(torch.uint8).numpy().tobytes()

@@ -188,16 +188,16 @@ def test_what_the_user_sets_stays(monkeypatch):
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    found = environment.of_trainer_ranks(cut=True, beside_engines=False, deterministic=False)
+    found = environment.trainer_rank_variables(cut=True, beside_engines=False, deterministic=False)
     assert found == {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-    assert environment.of_all_nccl_ranks(60)["NCCL_NVLS_ENABLE"] == "1"
+    assert environment.nccl_variables(60)["NCCL_NVLS_ENABLE"] == "1"
     assert environment.without_expandable_segments() == {}
 
 
 def test_a_run_that_is_to_repeat(monkeypatch):
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:64")
-    found = environment.of_trainer_ranks(cut=False, beside_engines=True, deterministic=True)
+    found = environment.trainer_rank_variables(cut=False, beside_engines=True, deterministic=True)
     assert found == {
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False,max_split_size_mb:64",
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",

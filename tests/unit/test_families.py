@@ -133,6 +133,18 @@ def test_what_would_be_silently_wrong_is_refused_by_name(family, tmp_path):
         assert Model.read(tmp_path).arch is None
 
 
+def test_a_model_folder_is_read_once(tmp_path):
+    """What was read is handed down: nobody looks at the file again."""
+    hf = hf_config(TinyModelConfig(path="x", family="qwen3_moe"))
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    model = Model.read(tmp_path)
+    (tmp_path / "config.json").unlink()
+    assert model.arch == architecture_of(hf) and model.arch is model.arch
+    assert model.tokenizer_folder == tmp_path and not model.sees_images
+    with pytest.raises(ValueError, match=r"config\.json does not exist; model\.path must be"):
+        Model.read(tmp_path)
+
+
 def test_layers_without_experts_are_refused():
     hf = hf_config(TinyModelConfig(path="x", family="qwen3_moe"))
     for change in ({"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megagrpo.system.environment import get, of_all_nccl_ranks
+from megagrpo.system.environment import get, nccl_variables
 from megagrpo.weights.copies.views import ParameterSlice
 from megagrpo.weights.transports.reshard import JOIN, SendOrder, _TrainerEnd
 from megagrpo.weights.wire import clock
@@ -88,7 +88,7 @@ def test_a_group_over_nccl_is_not_blocking_and_its_limit_reaches_every_rank(monk
         "it would end the process of a rank whose peer dies, an engine's, too"
     )
     assert get("TORCH_NCCL_ASYNC_ERROR_HANDLING") is None
-    assert int(of_all_nccl_ranks(59.5)["TORCH_NCCL_NONBLOCKING_TIMEOUT"]) == 60
+    assert int(nccl_variables(59.5)["TORCH_NCCL_NONBLOCKING_TIMEOUT"]) == 60
 
 
 @pytest.mark.parametrize("joined_in_turns", [True, False])

@@ -18,7 +18,7 @@ from megagrpo.rollout.service.engine_command import (
     engine_environment,
     engine_python_path,
 )
-from megagrpo.system.environment import API_KEY, child_environment, get, of_all_nccl_ranks
+from megagrpo.system.environment import API_KEY, child_environment, get, nccl_variables
 from megagrpo.system.processes import spawn, stop_tree
 
 _PORTS = range(20_000, 30_000)  # below the kernel's ephemeral ports, above Ray's workers
@@ -127,7 +127,7 @@ class EngineNode:
         variables = (
             engine_environment(self.config, place)
             | network
-            | of_all_nccl_ranks(self.config.weights.connect_timeout_s)
+            | nccl_variables(self.config.weights.connect_timeout_s)
             | {API_KEY: self.api_key}
         )
         environment = child_environment(variables, engine_python_path(place))

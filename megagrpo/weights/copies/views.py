@@ -149,9 +149,8 @@ def factor(
     for stride in base_strides:
         first.append(rest // stride)
         rest %= stride
-    reach = list(
-        first
-    )  # per dimension of base the largest index touched so far: below its size there is no carry
+    # per dimension of base the largest index touched so far: below its size there is no carry
+    reach = list(first)
     pieces: list[Piece] = []
     for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
         inner_first = []

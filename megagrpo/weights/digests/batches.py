@@ -71,9 +71,8 @@ class CopyBatches:
         alike: dict[tuple, list[tuple[int, int]]] = {}
         for index, copy in enumerate(self._copies):
             storage, offset, dtype = layout[copy.parameter]
-            kind = re.sub(
-                r"\d+", "*", copy.hf
-            )  # gate and up of experts take turns in memory: each has its own step
+            # gate and up of experts take turns in memory: each has its own step
+            kind = re.sub(r"\d+", "*", copy.hf)
             key = storage, dtype, self._specs[copy.hf][1], kind, copy.start, copy.size, copy.strides
             alike.setdefault(key, []).append((offset + copy.offset, index))
         runs = []

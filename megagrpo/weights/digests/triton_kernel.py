@@ -27,13 +27,11 @@ def fused_digest(bits: Tensor, *seeds: int) -> Tensor:
     lead = bits.shape[: -len(seeds)]
     if not bits.numel():
         return torch.zeros(lead, dtype=torch.int64, device=bits.device)
-    matrices = bits.reshape(
-        -1, bits.shape[-2] if weigh_rows else 1, bits.shape[-1]
-    )  # a view, except for odd 3-D boxes
+    # a view, except for odd 3-D boxes
+    matrices = bits.reshape(-1, bits.shape[-2] if weigh_rows else 1, bits.shape[-1])
     row_seed, column_seed = seeds if weigh_rows else (0, *seeds)
-    if weigh_rows and matrices.stride(1) < matrices.stride(
-        2
-    ):  # neighbours in memory must be neighbours in a tile
+    # neighbours in memory must be neighbours in a tile
+    if weigh_rows and matrices.stride(1) < matrices.stride(2):
         matrices, row_seed, column_seed = matrices.transpose(1, 2), column_seed, row_seed
     batch, rows, columns = matrices.shape
     tile_rows = min(_MAX_ROWS, triton.next_power_of_2(rows))

@@ -54,24 +54,21 @@ class EngineConnection:
         self.incarnation = info.incarnation
         self.tp = tp
         self.deadline = Deadline(0)
-        self.slices: list[
-            list[Copy]
-        ] = []  # by rank, filled by `record`: what its parameters hold of which HF tensor
+        # by rank, filled by `record`: what its parameters hold of which HF tensor
+        self.slices: list[list[Copy]] = []
         self.kind = -1  # index of `slices` in EngineFleet.kinds
         self.emptied = False  # whether the exchange has emptied its caches
         self.places: list[Place] = []  # by rank, filled by `record`: where it runs
-        self.together: set[tuple[str, ...]] = (
-            set()
-        )  # likewise: names of HF tensors that one load_weights must bring
+        # likewise: names of HF tensors that one load_weights must bring
+        self.together: set[tuple[str, ...]] = set()
         self._asked: list[str] = []  # the calls that it has not answered yet; several threads call
         self.address = mailbox.address  # of this host, as the engine reaches it
         self.mailbox = mailbox
         self._patience_s = patience_s
         # whether it speculates: SGLang then passes requests to both models, the draft's last
         self.has_draft = False
-        self._sockets: list[
-            socket.socket
-        ] = []  # of the HTTP connections, one for each call at a time
+        # of the HTTP connections, one for each call at a time
+        self._sockets: list[socket.socket] = []
         self._closed = False
         self._lock = threading.Lock()
         self._on_call = on_call

@@ -64,12 +64,10 @@ class EngineFleet:
         self._transport = transport
         self._on_call = on_call
         self._patience_s = patience_s
-        self.kinds: list[
-            list[list[Copy]]
-        ] = []  # distinct copy lists of engines, each by engine rank; see Exchange
-        self._connections: dict[
-            str, EngineConnection
-        ] = {}  # by engine id, kept from publish to publish
+        # distinct copy lists of engines, each by engine rank; see Exchange
+        self.kinds: list[list[list[Copy]]] = []
+        # by engine id, kept from publish to publish
+        self._connections: dict[str, EngineConnection] = {}
         self._round: list[str] = []
         self._lost: dict[str, EngineDown] = {}  # died in this publish and are not back
         self._mailbox: Mailbox | None = None  # opened towards the first engine
@@ -103,9 +101,8 @@ class EngineFleet:
         """
         infos = {info.id: info for info in self._registry.engines()}
         for id, connection in list(self._connections.items()):
-            if (
-                id not in infos or connection.incarnation != infos[id].incarnation
-            ):  # drained, or started again
+            # drained, or started again
+            if id not in infos or connection.incarnation != infos[id].incarnation:
                 self._end(self._connections.pop(id))
         self._round = [id for id in ids if id in infos]
         for id in self._round:
@@ -119,9 +116,8 @@ class EngineFleet:
                 raise EngineDown(f"{engine} died before it could be updated")
             engine.pause()
             if not engine.slices:
-                with suppress(
-                    EngineRefused
-                ):  # unless earlier trainers died in an update, which would block this one
+                # unless earlier trainers died in an update, which would block this one
+                with suppress(EngineRefused):
                     engine.end()
                 rollout = self._config.rollout
                 engine.record(

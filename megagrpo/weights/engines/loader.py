@@ -47,12 +47,10 @@ from megagrpo.weights.wire.shared_buffer import place_of
 
 _CONNECT_S = 30.0
 _PATCHING = Lock()
-_ends: "weakref.WeakKeyDictionary[torch.nn.Module, EngineEnd]" = (
-    weakref.WeakKeyDictionary()
-)  # by model
-_models: dict[
-    str, torch.nn.Module
-] = {}  # of requests that SGLang is about to pass to the draft's model, too
+# by model
+_ends: "weakref.WeakKeyDictionary[torch.nn.Module, EngineEnd]" = weakref.WeakKeyDictionary()
+# of requests that SGLang is about to pass to the draft's model, too
+_models: dict[str, torch.nn.Module] = {}
 
 
 def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
@@ -62,9 +60,8 @@ def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None
     An engine with a draft calls it twice, for the model and then for the draft; the answer is of
     both.
     """
-    with _reported(
-        lambda text: print(text, file=sys.stderr)
-    ):  # no mailbox: the trainer's deadline ends its wait
+    # no mailbox: the trainer's deadline ends its wait
+    with _reported(lambda text: print(text, file=sys.stderr)):
         request = decode(bytes(dict(named_tensors)["request"].cpu().numpy()))
         draft = None
         if request["draft"] and request["reply"] not in _models:
@@ -110,12 +107,10 @@ class _Recorded:
     batches: CopyBatches  # of the recorded copies
     whole: list[Copy]  # of HF tensors from which the model's own loader computes parameters
     arrived: list[int] | None = None  # digests of these tensors, as they arrived
-    computed: dict[str, int] = field(
-        default_factory=dict
-    )  # digests of the computed parameters, right after
-    kept: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # `whole` as it arrived, which changes are written into
+    # digests of the computed parameters, right after
+    computed: dict[str, int] = field(default_factory=dict)
+    # `whole` as it arrived, which changes are written into
+    kept: dict[str, Tensor] = field(default_factory=dict)
 
 
 class EngineEnd:
@@ -203,9 +198,8 @@ class EngineEnd:
         if lost:  # outside the handler: the exception keeps frames alive that keep the group alive
             self.leave()
             return {"lost": lost, "staging_bytes": 0}
-        for (
-            fill
-        ) in self.recorded.recording.fills:  # an engine's parameters may start with any values
+        # an engine's parameters may start with any values
+        for fill in self.recorded.recording.fills:
             fill.view(live).fill_(fill.value)
         if hasattr(self._model, "post_load_weights"):
             self._model.post_load_weights()  # type: ignore[operator]  # torch takes it for a Tensor or a Module
@@ -383,9 +377,8 @@ def record_engine_model(
     def load(hf: Mapping[str, Tensor]) -> None:
         model.load_weights(list(hf.items()))  # type: ignore[operator]  # torch takes it for a Tensor or a Module
 
-    with (
-        _threads_run_inline()
-    ):  # some loaders copy in worker threads, which a dispatch mode does not see
+    # some loaders copy in worker threads, which a dispatch mode does not see
+    with _threads_run_inline():
         recording = record(load, specs, live_tensors(model), allow_computed)
     recording.fills += cache_scales(model)
     names = sorted(set().union(*(computed.hf for computed in recording.computed.values())))

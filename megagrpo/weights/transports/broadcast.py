@@ -28,9 +28,8 @@ from megagrpo.weights.wire.moving import Traffic
 
 _HELD = 4  # buckets that rank 0 holds at most, see gather_buckets
 _IN_FLIGHT = 2  # calls that an engine has not answered
-_ALONE_BYTES = (
-    1 << 20
-)  # tensors of this size are sent as they lie; smaller ones are packed, on both sides
+# tensors of this size are sent as they lie; smaller ones are packed, on both sides
+_ALONE_BYTES = 1 << 20
 
 
 class BroadcastTransport:

@@ -143,9 +143,8 @@ def gather_to_main(
 
     def use_all() -> None:
         with ExitStack() as stack:
-            stack.callback(
-                deque, buckets, 0
-            )  # takes the rest if `use` fails: the other ranks are still sending
+            # takes the rest if `use` fails: the other ranks are still sending
+            stack.callback(deque, buckets, 0)
             use(buckets)
 
     if not mesh.is_main:

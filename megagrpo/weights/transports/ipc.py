@@ -45,9 +45,8 @@ class _Post(NamedTuple):
     operation: dist.P2POp
 
 
-_Inbox = dict[
-    tuple[_Destination, int, int], Tensor
-]  # values to be filled, by engine rank, peer and tag
+# values to be filled, by engine rank, peer and tag
+_Inbox = dict[tuple[_Destination, int, int], Tensor]
 
 
 class IpcTransport(LinkTransport):
@@ -79,9 +78,8 @@ class IpcTransport(LinkTransport):
     def _make_plan(self, cover: Cover, link: Link) -> TransferPlan:
         weights = self._weights
         engines = self._weights.num_engines
-        carried = -(
-            -engines * link.num_ranks // weights.mesh.world_size
-        )  # engine ranks per carrier
+        # engine ranks per carrier
+        carried = -(-engines * link.num_ranks // weights.mesh.world_size)
         limit = weights.bucket_bytes // (2 * carried)  # half: the shared memory has two halves
         nodes = [place.node for place in self._places]
         return plan_transfer(cover, link.slot, engines, limit, Nearness(link.carriers, nodes))
@@ -103,7 +101,7 @@ class IpcTransport(LinkTransport):
                 self._collect(
                     number,
                     links,
-                    [of_link.get(number, ()) for of_link in outgoing],
+                    [batches.get(number, ()) for batches in outgoing],
                     handovers,
                     traffic,
                 )
@@ -140,8 +138,8 @@ class IpcTransport(LinkTransport):
             if peer != rank
         ]
         staged = sum(handover.num_bytes for handover in handovers.values())
-        for index, (link, of_link) in enumerate(zip(links, outgoing, strict=True)):
-            for message in of_link:
+        for index, (link, messages) in enumerate(zip(links, outgoing, strict=True)):
+            for message in messages:
                 staged += self._send(
                     _Destination(index, message.peer), link, message, inbox, posts, traffic
                 )

@@ -39,9 +39,8 @@ class Link:
     num_ranks: int
     slot: int  # the engine's number
     kind: int  # of its copy list, see EngineFleet.kinds
-    carriers: tuple[
-        int, ...
-    ]  # by engine rank, the trainer rank that shares its memory; () if none needs to
+    # by engine rank, the trainer rank that shares its memory; () if none needs to
+    carriers: tuple[int, ...]
     store: tuple[str, int]  # address and port on rank 0
     patience_s: float  # for one batch
     limits: GroupLimits
@@ -65,9 +64,8 @@ class LinkTransport(ABC):
         self._weights = weights
         self._atoms = trainer_atoms(weights.copies, weights.specs)
         self._covers: list[Cover] = []  # by kind of engine
-        self._plans: dict[
-            tuple[int, int, tuple[int, ...]], TransferPlan
-        ] = {}  # by kind, slot and carriers
+        # by kind, slot and carriers
+        self._plans: dict[tuple[int, int, tuple[int, ...]], TransferPlan] = {}
         self._names: dict[str, str] = {}  # engine id -> name of this incarnation's link
         self._told: set[str] = set()  # names that all ranks know
         self._planned: set[str] = set()  # names of links whose engine ranks have their batches
@@ -179,9 +177,8 @@ class LinkTransport(ABC):
         once per link."""
         requests = []
         plan = self._plan(link)
-        ranks = {
-            trainer: rank for rank, trainer in enumerate(plan.trainers)
-        }  # of the group, in which they come first
+        # of the group, in which they come first
+        ranks = {trainer: rank for rank, trainer in enumerate(plan.trainers)}
         for rank in range(link.num_ranks):
             key = ""
             if link.name not in self._planned:
@@ -215,8 +212,8 @@ class LinkTransport(ABC):
             "\n".join(f"rank {mesh.rank}, send weights to engines: {error}" for error in errors)
         )
         lost = {name: str(error) for name, error in failed.items()}
-        of_ranks = mesh.gather_world(lost) if mesh.any_true(bool(lost)) else []
-        reasons = {name: why for part in of_ranks for name, why in part.items()}
+        everyone = mesh.gather_world(lost) if mesh.any_true(bool(lost)) else []
+        reasons = {name: why for part in everyone for name, why in part.items()}
 
         def refuse(engine: EngineConnection) -> None:
             if (name := self._names[engine.id]) in reasons:

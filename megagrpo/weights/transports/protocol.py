@@ -32,15 +32,12 @@ class TrainerWeights:
     mesh: Mesh
     # of the HF tensors: name -> shape and published dtype; values are cast to it before they travel
     specs: Specs
-    copies: list[
-        list[Copy]
-    ]  # by trainer rank: which slice of which HF tensor lies where in its parameters
-    parameters: Callable[
-        [], Mapping[str, Tensor]
-    ]  # this rank's live ones, under the names in `copies`
-    dtype: (
-        torch.dtype
-    )  # published, of all tensors but those that the model keeps in another: what config.json says
+    # by trainer rank: which slice of which HF tensor lies where in its parameters
+    copies: list[list[Copy]]
+    # this rank's live ones, under the names in `copies`
+    parameters: Callable[[], Mapping[str, Tensor]]
+    # published, of all tensors but those that the model keeps in another: what config.json says
+    dtype: torch.dtype
     bucket_bytes: int  # staged by a rank at most, as far as the transport can choose
     num_engines: int  # that the experiment starts
     folder: Path  # of this run, for what is published through files

@@ -121,7 +121,7 @@ class SendOrder:
     def __init__(self, numbers: Sequence[Sequence[int]]):
         """numbers: of this rank's turns, ascending, by link: JOIN, batches. Links are in the order
         of all ranks."""
-        self._left = [deque(of_link) for of_link in numbers]
+        self._left = [deque(turns) for turns in numbers]
         self._changed = Condition()
 
     @contextmanager

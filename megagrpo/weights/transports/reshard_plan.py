@@ -26,9 +26,8 @@ from megagrpo.weights.copies.record import Copy, Specs
 from megagrpo.weights.copies.views import Box, ParameterSlice
 from megagrpo.weights.wire.messages import Message
 
-_UNPACKED_BYTES = (
-    1 << 20
-)  # a piece of at least this size is a message of its own and needs no packing
+# a piece of at least this size is a message of its own and needs no packing
+_UNPACKED_BYTES = 1 << 20
 _PIECES_A_BATCH = 8  # at least, of one rank
 
 
@@ -283,17 +282,15 @@ def _batches(cover: Cover, sources: np.ndarray, limit: int) -> np.ndarray:
     """Returns the earliest batch of every piece, int64 [pieces], such that no rank has over `limit`
     bytes a batch."""
     pairs = sources * (int(cover.targets.max(initial=0)) + 1) + cover.targets
-    progress = np.zeros(
-        len(sources)
-    )  # of its pair before a piece is sent, within [0, 1): all pairs advance together
+    # of its pair before a piece is sent, within [0, 1): all pairs advance together
+    progress = np.zeros(len(sources))
     order = np.argsort(pairs, kind="stable")
     for pair in np.split(order, np.flatnonzero(np.diff(pairs[order])) + 1) if len(order) else ():
         size = cover.num_bytes[pair]
         progress[pair] = (np.cumsum(size) - size) / size.sum()
     batches = np.zeros(len(sources), dtype=np.int64)
-    last: dict[
-        tuple[str, int], tuple[int, int]
-    ] = {}  # by side and rank: its last batch and the bytes in it
+    # by side and rank: its last batch and the bytes in it
+    last: dict[tuple[str, int], tuple[int, int]] = {}
     ends = list(
         zip(sources.tolist(), cover.targets.tolist(), cover.num_bytes.tolist(), strict=True)
     )

@@ -91,9 +91,8 @@ class EngineGroup:
         if not messages:
             return []
         with self._started() as backend:
-            if (
-                self._device.type == "cuda"
-            ):  # one launch over the group's own communicator, not one for every pair
+            # one launch over the group's own communicator, not one for every pair
+            if self._device.type == "cuda":
                 backend._start_coalescing()
             works = [
                 (backend.send if isinstance(message, Send) else backend.recv)(
@@ -162,7 +161,7 @@ def join_group(
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         # The communicator is made in the first batch. Non-blocking, it raises if ranks do not come
-        # within TORCH_NCCL_NONBLOCKING_TIMEOUT, see environment.of_all_nccl_ranks; else it would
+        # within TORCH_NCCL_NONBLOCKING_TIMEOUT, see environment.nccl_variables; else it would
         # wait for ever.
         options.config.blocking = 0
         if limits.max_ctas is not None:

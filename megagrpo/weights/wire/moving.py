@@ -152,8 +152,8 @@ def _counts(batch: list[_Staged]) -> list[Send]:
     device = batch[0].values.device
     counts = list[Send]()
     for peer, tag in count_tags([one.message for one in batch]).items():
-        of_peer = [one.num_changed for one in batch if one.message.peer == peer]
-        counts.append(Send(torch.tensor(of_peer, dtype=torch.int32, device=device), peer, tag))
+        changed = [one.num_changed for one in batch if one.message.peer == peer]
+        counts.append(Send(torch.tensor(changed, dtype=torch.int32, device=device), peer, tag))
     return counts
 
 
@@ -167,8 +167,8 @@ def _heard(
         for peer, tag in count_tags(batch).items()
     }
     group.wait(group.start(list(counts.values())), deadline)
-    of_peers = {peer: iter(received.values.tolist()) for peer, received in counts.items()}
-    return [next(of_peers[peer]) for peer in peers]
+    heard = {peer: iter(received.values.tolist()) for peer, received in counts.items()}
+    return [next(heard[peer]) for peer in peers]
 
 
 def _move(

@@ -74,9 +74,8 @@ class SharedBuffer:
         gone."""
         del self.values
         if self._counter is not None:
-            if (
-                not closed_there
-            ):  # torch keeps the memory until every holder of the handle releases it
+            # torch keeps the memory until every holder of the handle releases it
+            if not closed_there:
                 with suppress(RuntimeError):
                     torch.UntypedStorage._release_ipc_counter_cuda(*self._counter)
             torch.cuda.ipc_collect()
