@@ -3,8 +3,8 @@
     python bench/engine_choice.py [--real]
 
 Played engines are one process, which counts what every one of them has in flight; each request
-takes 2 to 18 s, and so many are open at once that an engine has four on average: 1,000 engines
-without the router, 200 with both. --real: two engines of a random model on CPUs instead. The
+takes 2 to 18 s, and so many are open at once that an engine has four on average: 100 engines with
+both, 1,000 without the router. --real: two engines of a random model on CPUs instead. The
 router's side runs the class of the last commit that had it, if sglang-router 0.3.2 is installed.
 Writes bench/results/engine_choice{,_real}.{json,md}.
 """
@@ -42,7 +42,7 @@ from megagrpo.rollout.generation import GenerationClient, RetryPolicy, SampleReq
 from megagrpo.rollout.service.node import free_port
 from megagrpo.types import EngineInfo
 
-PLAYED = ((1000, False), (200, True))  # engines, and whether the router is measured too
+PLAYED = ((100, True), (1000, False))  # engines, and whether the router is measured too
 ROUTER = "1ee7b4b:megagrpo/rollout/service/router.py"  # the last commit that had it
 KEY, HOST = "key", "127.0.0.1"
 PER_ENGINE, ROUNDS, TURNS, EACH = 4, 2, 3, 100  # EACH: seeds of a session
