@@ -295,6 +295,8 @@ async def over_played(number: int, with_router: bool) -> dict:
 
 def played() -> None:
     """Writes bench/results/engine_choice.{json,md}."""
+    header = ["who chooses", "engines", "most in flight over mean"]
+    header += ["later turns at the engine of the first", "CPU a request", "seconds"]
     data, lines = provenance(), []
     for number, with_router in PLAYED:
         found = data[str(number)] = asyncio.run(over_played(number, with_router))
@@ -313,13 +315,7 @@ def played() -> None:
                 seconds = min(each[name] for each in found["listing"])
                 what = f"the router lists all engines {when}: {seconds:.1f} s"
                 lines.append([what, engines, "", "", "", ""])
-    header = [
-        "who chooses",
-        "engines",
-        "most in flight over mean",
-        "later turns at the first's engine",
-    ]
-    write_results("engine_choice", data, [*header, "CPU a request", "seconds"], lines)
+        write_results("engine_choice", data, header, lines)
 
 
 async def over_real(control: ServiceControl) -> list[list[str]]:
