@@ -104,7 +104,7 @@ class WorkerProcess:
             )
             failure.callback(writer.close)
             problem = f"not ready after {START_TIMEOUT_S:g} s"
-            with suppress(OSError):  # TimeoutError is one
+            with suppress(TimeoutError):
                 async with asyncio.timeout(START_TIMEOUT_S):
                     started = await reader.readline()
                 problem = "" if started else await self._exit()
@@ -209,9 +209,10 @@ class WorkerProcess:
         """Returns how the process ended, in words. It stays a zombie, so that its id remains
         ours."""
         for _ in range(round(_EXIT_S / _POLL_S)):
-            if self._reaper is not None:
-                return "it was ended"
-            found = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            with self._killing:  # else the reaper may have waited for it, and there is no zombie
+                if self._reaper is not None:
+                    return "it was ended"
+                found = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
             if found is not None:
                 by_signal = found.si_code != os.CLD_EXITED
                 self.was_killed = by_signal and found.si_status == signal.SIGKILL

@@ -125,20 +125,8 @@ def test_how_a_response_ends(turns, options, text, reason):
     assert len(sample.loss_mask) == len(sample.logprobs) == len(sample.token_ids)
 
 
-class Broken:
-    """An environment whose first answer raises."""
-
-    def __init__(self, row: dict, seed: int):
-        pass
-
-    def reset(self) -> None: ...
-
-    def step(self, text: str):
-        raise KeyError("on purpose")
-
-
 def test_an_environment_that_fails_is_graded_by_nobody():
-    _, _, graded, outcome = respond(says("<1>"), function=f"{__file__}:Broken")
+    _, _, graded, outcome = respond(says("<1>"), function="tests.games:Broken")
     assert graded == [] and (outcome.status, outcome.end) == ("error", "error")
     assert "step raised KeyError: 'on purpose'" in outcome.detail
 
