@@ -274,7 +274,7 @@ def python_module(name: str) -> list[str]:
     return [sys.executable, "-P", "-m", name]
 
 
-def serve(fd: int, answer: Callable[[Value], Value]) -> None:
+def answer_calls(fd: int, answer: Callable[[Value], Value]) -> None:
     """Answers the calls on socket `fd`, one at a time, until it is closed."""
     _die_with_parent()
     with socket.socket(fileno=fd) as connection, connection.makefile("rwb") as stream:
@@ -287,7 +287,7 @@ def serve(fd: int, answer: Callable[[Value], Value]) -> None:
                 stream.flush()
 
 
-async def serve_concurrently(
+async def answer_calls_concurrently(
     fd: int, start: Callable[[Value], Awaitable[Value]], cancels: bool
 ) -> None:
     """Answers the calls on socket `fd`, any number at a time, until it is closed; then it cancels
@@ -316,7 +316,7 @@ async def serve_concurrently(
     await asyncio.gather(*left, return_exceptions=True)
 
 
-def tried(attempt: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+def attempted(attempt: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     """Returns the value, or None and the exception: SystemExit too is the result of a call."""
     try:
         return attempt(), None
@@ -326,7 +326,7 @@ def tried(attempt: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 
 def _answered(number: int, attempt: Callable[[], Value]) -> bytes:
     """Returns the line that answers a call."""
-    line, raised = tried(lambda: json.dumps([number, attempt(), None]))
+    line, raised = attempted(lambda: json.dumps([number, attempt(), None]))
     if line is None:
         line = json.dumps([number, None, f"{type(raised).__name__}: {raised}"])
     return line.encode() + b"\n"
