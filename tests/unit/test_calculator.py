@@ -45,6 +45,7 @@ def respond(
     """(the sample, the requests that were sent, the texts that were graded, the outcome)"""
     config = experiment(
         train={"group_size": 1},
+        rollout={"request_timeout_s": 200.0, "step_timeout_s": 200.0},
         algorithm={"advantage": {"name": "reinforce_plus_plus"}},
         sampling={
             "max_response_tokens": max_tokens,
