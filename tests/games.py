@@ -62,6 +62,30 @@ class SaysOneThing:
         return (self.says, 0.0, False) if called else (None, 0.0, True)
 
 
+class SaysOneOnce:
+    """Says 1 to the first turn; the second is the last."""
+
+    def __init__(self, row: dict, seed: int):
+        self.turns = 0
+
+    def reset(self) -> None: ...
+
+    def step(self, text: str):
+        self.turns += 1
+        return "1", 0.0, self.turns == 2
+
+
+class Broken:
+    """Its first answer raises."""
+
+    def __init__(self, row: dict, seed: int): ...
+
+    def reset(self) -> None: ...
+
+    def step(self, text: str):
+        raise KeyError("on purpose")
+
+
 class Bad:
     """Raises, hangs, dies or returns nonsense, as the row's answer says."""
 

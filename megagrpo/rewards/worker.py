@@ -12,7 +12,7 @@ from megagrpo.config.reward import GraderArgs
 from megagrpo.rewards.graders.table import call_grader, load_grader, load_group_grader
 from megagrpo.rewards.parts import Span, read_parts
 from megagrpo.rewards.workers import Call, Graded
-from megagrpo.system.worker_process import serve, tried
+from megagrpo.system.worker_process import answer_calls, attempted
 
 LOADERS: dict[str, Callable[[str, GraderArgs], Callable[..., object]]] = {
     # inputs: text, answer, and the row's source and extra values; see call_grader
@@ -35,7 +35,7 @@ def grade(kind: str, function: str, args: GraderArgs, inputs: Sequence[object]) 
         loaded = loaded_grader(kind, function, json.dumps(args))
         return call_grader(loaded, args, inputs) if kind == "grade" else loaded(*inputs, **args)
 
-    value, raised = tried(called)
+    value, raised = attempted(called)
     if raised is not None:  # the outcome of this sample, not the end of the run
         return Graded("error", detail=f"{function} raised {type(raised).__name__}: {raised}")
     detail = ""
@@ -45,7 +45,7 @@ def grade(kind: str, function: str, args: GraderArgs, inputs: Sequence[object]) 
     if kind == "grade":
         if isinstance(value, tuple) and len(value) == 2:
             value, detail = value[0], str(value[1])
-        read, raised = tried(lambda: read_parts(value, str(inputs[0])))
+        read, raised = attempted(lambda: read_parts(value, str(inputs[0])))
         if read is None:
             return Graded("error", detail=f"{function}: {raised}")
         score, spans, tokens = read
@@ -65,7 +65,7 @@ def main(fd: int, preload: list[Call]) -> None:
     """Answers the calls that arrive on socket `fd` until it is closed."""
     for kind, function, args in preload:
         loaded_grader(kind, function, json.dumps(args))  # counts as start-up, not as grading time
-    serve(fd, lambda message: astuple(grade(*message)))
+    answer_calls(fd, lambda message: astuple(grade(*message)))
 
 
 if __name__ == "__main__":

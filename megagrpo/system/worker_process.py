@@ -104,7 +104,7 @@ class WorkerProcess:
             )
             failure.callback(writer.close)
             problem = f"not ready after {START_TIMEOUT_S:g} s"
-            with suppress(OSError):  # TimeoutError is one
+            with suppress(TimeoutError):
                 async with asyncio.timeout(START_TIMEOUT_S):
                     started = await reader.readline()
                 problem = "" if started else await self._exit()
@@ -209,9 +209,10 @@ class WorkerProcess:
         """Returns how the process ended, in words. It stays a zombie, so that its id remains
         ours."""
         for _ in range(round(_EXIT_S / _POLL_S)):
-            if self._reaper is not None:
-                return "it was ended"
-            found = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            with self._killing:  # else the reaper may have waited for it, and there is no zombie
+                if self._reaper is not None:
+                    return "it was ended"
+                found = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
             if found is not None:
                 by_signal = found.si_code != os.CLD_EXITED
                 self.was_killed = by_signal and found.si_status == signal.SIGKILL
@@ -273,7 +274,7 @@ def python_module(name: str) -> list[str]:
     return [sys.executable, "-P", "-m", name]
 
 
-def serve(fd: int, answer: Callable[[Value], Value]) -> None:
+def answer_calls(fd: int, answer: Callable[[Value], Value]) -> None:
     """Answers the calls on socket `fd`, one at a time, until it is closed."""
     _die_with_parent()
     with socket.socket(fileno=fd) as connection, connection.makefile("rwb") as stream:
@@ -286,7 +287,7 @@ def serve(fd: int, answer: Callable[[Value], Value]) -> None:
                 stream.flush()
 
 
-async def serve_concurrently(
+async def answer_calls_concurrently(
     fd: int, start: Callable[[Value], Awaitable[Value]], cancels: bool
 ) -> None:
     """Answers the calls on socket `fd`, any number at a time, until it is closed; then it cancels
@@ -315,7 +316,7 @@ async def serve_concurrently(
     await asyncio.gather(*left, return_exceptions=True)
 
 
-def tried(attempt: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+def attempted(attempt: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     """Returns the value, or None and the exception: SystemExit too is the result of a call."""
     try:
         return attempt(), None
@@ -325,7 +326,7 @@ def tried(attempt: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 
 def _answered(number: int, attempt: Callable[[], Value]) -> bytes:
     """Returns the line that answers a call."""
-    line, raised = tried(lambda: json.dumps([number, attempt(), None]))
+    line, raised = attempted(lambda: json.dumps([number, attempt(), None]))
     if line is None:
         line = json.dumps([number, None, f"{type(raised).__name__}: {raised}"])
     return line.encode() + b"\n"

@@ -285,7 +285,8 @@ def test_others_of_a_process_that_was_ended_begin_again():
 
 def test_a_rollout_is_not_lost_because_others_hang():
     """One process: each of four hung calls ends those of all others, which begin again."""
-    config = config_of(function="tests.games:Bad", timeout_s=1.0)
+    long = {"request_timeout_s": 200.0, "step_timeout_s": 200.0}
+    config = config_of(function="tests.games:Bad", timeout_s=1.0, rollout=long)
     answers = [kind for _ in range(4) for kind in ("hang", "x")]
     prompts = [Prompt(30 + n, "?", tuple(ids("?")), kind) for n, kind in enumerate(answers)]
     service = FakeService(version=3, script=[says("3") for _ in range(100)])

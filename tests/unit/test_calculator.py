@@ -45,6 +45,7 @@ def respond(
     """(the sample, the requests that were sent, the texts that were graded, the outcome)"""
     config = experiment(
         train={"group_size": 1},
+        rollout={"request_timeout_s": 200.0, "step_timeout_s": 200.0},
         algorithm={"advantage": {"name": "reinforce_plus_plus"}},
         sampling={
             "max_response_tokens": max_tokens,
@@ -125,20 +126,8 @@ def test_how_a_response_ends(turns, options, text, reason):
     assert len(sample.loss_mask) == len(sample.logprobs) == len(sample.token_ids)
 
 
-class Broken:
-    """An environment whose first answer raises."""
-
-    def __init__(self, row: dict, seed: int):
-        pass
-
-    def reset(self) -> None: ...
-
-    def step(self, text: str):
-        raise KeyError("on purpose")
-
-
 def test_an_environment_that_fails_is_graded_by_nobody():
-    _, _, graded, outcome = respond(says("<1>"), function=f"{__file__}:Broken")
+    _, _, graded, outcome = respond(says("<1>"), function="tests.games:Broken")
     assert graded == [] and (outcome.status, outcome.end) == ("error", "error")
     assert "step raised KeyError: 'on purpose'" in outcome.detail
 

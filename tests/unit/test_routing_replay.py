@@ -162,33 +162,18 @@ def test_every_turn_goes_on_where_the_experts_end(model: Path):
     turns = [ids("<48/2>"), ids("1", end=True)]
     prompt = len(PROMPT.token_ids)
     first = prompt + len(turns[0]) - 1
-    whole = (
-        prompt + len(turns[0]) + len(ids("1")) + len(turns[1]) - 1
-    )  # what decode says goes to the calculator
+    whole = prompt + len(turns[0]) + len(ids("1")) + len(turns[1]) - 1
     experts = drawn(whole, spec)
     script = [
         says("<48/2>") | {"routed_experts": told(experts[:first])},
         says("1", end=True) | {"routed_experts": told(experts)},
     ]
     with running(FakeService(version=3, script=script)) as service:
-        one = CALCULATOR | {"function": f"{__file__}:One"}
+        one = CALCULATOR | {"function": "tests.games:SaysOneOnce"}
         sampling = {"max_response_tokens": 32, "stop_token_ids": [EOS], "environment": one}
         source = source_of(model, service, **sampling)
         [group] = source.next(7, [PROMPT], 3)
     assert np.array_equal(group.samples[0].routed_experts, experts[:, 1:])
-
-
-class One:
-    """Says 1 to the first turn; the second is the last."""
-
-    def __init__(self, row: dict, seed: int):
-        self.turns = 0
-
-    def reset(self) -> None: ...
-
-    def step(self, text: str):
-        self.turns += 1
-        return "1", 0.0, self.turns == 2
 
 
 def test_evaluation_and_greedy_baselines_ask_for_none(model: Path):

@@ -21,7 +21,7 @@ from tests.experiments import until
 
 CHILD = """
 import asyncio, os, signal, sys, time
-from megagrpo.system.worker_process import serve, serve_concurrently
+from megagrpo.system.worker_process import answer_calls, answer_calls_concurrently
 
 def answer(message):
     match message:
@@ -40,9 +40,9 @@ async def start(message):
     return message
 
 if sys.argv[2] == "one":
-    serve(int(sys.argv[1]), answer)
+    answer_calls(int(sys.argv[1]), answer)
 else:
-    asyncio.run(serve_concurrently(int(sys.argv[1]), start, cancels=True))
+    asyncio.run(answer_calls_concurrently(int(sys.argv[1]), start, cancels=True))
 """
 
 

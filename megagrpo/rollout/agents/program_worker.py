@@ -22,7 +22,7 @@ from megagrpo.system.environment import API_KEY, child_environment
 from megagrpo.system.errors import explained
 from megagrpo.system.processes import dies_with_parent, stop_tree
 from megagrpo.system.user_function import load_function
-from megagrpo.system.worker_process import serve_concurrently
+from megagrpo.system.worker_process import answer_calls_concurrently
 
 Program = (
     Callable  # (base_url=, key=, row=, **args) -> reward or {"reward", "turn_rewards", "info"}
@@ -126,7 +126,7 @@ async def serve_programs(fd: int, function: str) -> None:
             return read_result(await program(**arguments))
         return read_result(await asyncio.to_thread(program, **arguments))
 
-    await serve_concurrently(fd, run, cancels=is_async)  # a thread would go on
+    await answer_calls_concurrently(fd, run, cancels=is_async)  # a thread would go on
     sys.stdout.flush()
     os._exit(0)  # a thread of a program may go on for ever
 

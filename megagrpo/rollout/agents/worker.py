@@ -12,7 +12,7 @@ from numbers import Real
 
 from megagrpo.rollout.agents import Unavailable, UnusableRow
 from megagrpo.rollout.agents.environments import load_environment
-from megagrpo.system.worker_process import serve, tried
+from megagrpo.system.worker_process import answer_calls, attempted
 
 # reset() -> text, messages or None; step(text) -> (text, messages or None, reward, done); close()
 Environment = object
@@ -27,13 +27,13 @@ def main(fd: int, function: str) -> None:
 
     def answer(message: Sequence) -> list:
         number, method, arguments = message
-        result, raised = tried(lambda: _called(loop, make, episodes, number, method, arguments))
+        result, raised = attempted(lambda: _called(loop, make, episodes, number, method, arguments))
         if raised is None:
             return [result, None, ""]
         error = f"{function}: {method} raised {type(raised).__name__}: {raised}"
         return [None, error, _end(raised)]
 
-    serve(fd, answer)
+    answer_calls(fd, answer)
 
 
 def _end(raised: BaseException | None) -> str:
