@@ -16,6 +16,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.family import TinySizes
 from megagrpo.families.table import architecture_of
 from megagrpo.system.run_folder import RunFolder
+from megagrpo.tools.bisect import hooks
 from megagrpo.tools.bisect.command import experiment_of
 from megagrpo.tools.bisect.compare import BOUNDS, Flips, bound_at, compare_points, difference
 from megagrpo.tools.bisect.engine import only_prefills
@@ -33,6 +34,7 @@ from megagrpo.tools.bisect.report import (
 )
 from megagrpo.tools.bisect.sides import Side, from_engine, from_trainer
 from megagrpo.tools.certify.tiny_model import hf_config
+from megagrpo.weights.engines.loader import engine_end
 from tests.experiments import QUICKSTART
 
 LENGTHS = [9, 14]
@@ -388,3 +390,17 @@ def test_a_norm_that_is_fused_with_an_all_reduce_is_seen_once(fused):
     model["norm"].forward_with_allreduce_fusion(torch.ones(3), torch.ones(3), fused=fused)
     assert [t.tolist() for t in recorder.seen["normed"]] == [normed.tolist()]
     assert [t.tolist() for t in recorder.seen["sum"]] == [total.tolist()]
+
+
+def test_an_engine_runs_the_requests_of_a_tool_that_they_name(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    end, file = engine_end(model), tmp_path / "seen.pt"
+    taps = [list(Tap("first", "0", "out")), list(Tap("none", "gone", "out"))]
+    request = {"module": hooks.__name__, "operation": "capture", "taps": taps}
+    for _ in range(2):  # the second one replaces the first
+        assert end.answer(request, None) == {"missing": ["gone"]}
+    output = model(torch.ones(1, 2))
+    request = {"module": hooks.__name__, "operation": "read", "file": str(file)}
+    assert end.answer(request, None) == {"problems": []}
+    (seen,) = torch.load(file)["first"]
+    assert torch.equal(seen, output)
