@@ -1,2 +1,1 @@
-"""Model families, one class each in models/, listed in table.py; imports neither torch nor
-Megatron."""
+"""Model families, one class each in models/, listed in table.py; imports no torch and no Megatron."""
