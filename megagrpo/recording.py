@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Recording:
+class RunRecord:
     """Writes this rank's part of the run's record. A context manager, at whose end everything is on
     disk.
 

@@ -32,7 +32,7 @@ from megagrpo.monitor.dump import write_dump
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.monitor.rollouts import Decode
 from megagrpo.monitor.watchdog import Watchdog
-from megagrpo.recording import Recording
+from megagrpo.recording import RunRecord
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.agents.answering import Answering
 from megagrpo.rollout.agents.make import make_answering
@@ -183,7 +183,7 @@ class Run:
     control: ServiceControl
     sampling: Sampling
     exchange: Exchange
-    recording: Recording
+    recording: RunRecord
     checkpointer: Checkpointer
     watchdog: Watchdog
     progress: Progress
@@ -349,7 +349,7 @@ def start_run(
             progress.follow(console.status)
         progress.enter("waits for the engines", lambda: service_progress(folder))
         control = find_service(folder.path, service_url, start_timeout_s)
-        recording = stack.enter_context(Recording(config, mesh, state.step, console))
+        recording = stack.enter_context(RunRecord(config, mesh, state.step, console))
         watchdog = stack.enter_context(Watchdog(config, mesh, folder, lambda: state.step))
         exchange = Exchange(config, mesh, weights, control, folder.path, recording.timeline.call)
         sampling = stack.enter_context(
@@ -411,7 +411,7 @@ def _checkpointer(
     config: ExperimentConfig,
     actor: MegatronActor,
     source: RolloutSource,
-    recording: Recording,
+    recording: RunRecord,
     schedule: SaveSchedule,
 ) -> Checkpointer:
     asynchronous = config.checkpoint.asynchronous

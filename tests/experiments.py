@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
+
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system.environment import child_environment
 
@@ -30,6 +32,13 @@ def python(*words: str | Path, env: Mapping[str, str] | None = None, **options) 
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, **options)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout.strip()
+
+
+def live_children() -> set[psutil.Process]:
+    """The processes that this one has started and that run. A test before may have made it a
+    subreaper, which keeps zombies of others' children."""
+    found = psutil.Process().children(recursive=True)
+    return {child for child in found if child.status() != psutil.STATUS_ZOMBIE}
 
 
 def until(

@@ -36,7 +36,6 @@ E2E = {
         "plan_weights",
         "service",
         "service_failures",
-        "sticky_routing",
         "tools",
     ),
     "e2e-faults": ("clone_names", "restart", "run_failures", "soak"),  # runs of their own

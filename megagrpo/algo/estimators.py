@@ -69,9 +69,8 @@ class EstimatorInputs:
 
     def of_group(self, per_group: Tensor) -> Tensor:
         """Returns for every response [N] the value of its group, from [G]."""
-        return per_group.index_select(
-            0, self.group_ids
-        )  # four times faster than per_group[group_ids]
+        # four times faster than per_group[group_ids]
+        return per_group.index_select(0, self.group_ids)
 
 
 # Takes the inputs and the variant's options. Returns float64 advantages, before whitening: [N]

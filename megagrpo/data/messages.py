@@ -4,7 +4,7 @@ rendered."""
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megagrpo.config.data import DataConfig
 from megagrpo.system.errors import translated
@@ -55,20 +55,19 @@ def render_messages(
     joins them to a text (DeepSeek-V3, R1, V3.1) gets them as texts. Raises whatever the template
     raises.
     """
-    settings: dict[str, Any] = {
+    settings: dict = {
         "tokenize": False,
         "add_generation_prompt": ready,
         "tools": list(tools) if tools else None,
         **data.chat_template_args,
     }
-    chat = [_with_arguments(message, as_text=False) for message in messages]
-    try:
-        return str(tokenizer.apply_chat_template(chat, **settings))
-    except TypeError:
-        if not any(message.get("tool_calls") for message in messages):
-            raise
-    chat = [_with_arguments(message, as_text=True) for message in messages]
-    return str(tokenizer.apply_chat_template(chat, **settings))
+    render = tokenizer.apply_chat_template
+    if any(message.get("tool_calls") for message in messages):
+        with suppress(TypeError):
+            objects = [_with_arguments(message, as_text=False) for message in messages]
+            return str(render(objects, **settings))
+    texts = [_with_arguments(message, as_text=True) for message in messages]
+    return str(render(texts, **settings))
 
 
 def text_of(message: Message) -> str:
@@ -82,12 +81,16 @@ def text_of(message: Message) -> str:
     return "".join(map(str, texts))
 
 
-def without_nulls(value: Any) -> Any:
-    """Returns plain data without members of objects that are null."""
+def without_nulls(message: Message) -> Message:
+    """Returns an object without its members that are null, and theirs."""
+    return {key: _item(item) for key, item in message.items() if item is not None}
+
+
+def _item(value: object) -> object:
     if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+        return without_nulls(value)
     if isinstance(value, list | tuple):
-        return [without_nulls(item) for item in value]
+        return [_item(item) for item in value]
     return value
 
 

@@ -100,7 +100,7 @@ def _tools(values: Values, data: DataConfig, location: str) -> tuple[Values, ...
             f'{location}: {data.tools_key!r} should be a list of {{"type": "function", '
             f'"function": {{"name", "parameters", ...}}}}, is {found!r:.80}'
         )
-    return tuple(without_nulls(found))
+    return tuple(map(without_nulls, found))
 
 
 def _grader_of(source: str, graders: dict[str, str]) -> str | None:

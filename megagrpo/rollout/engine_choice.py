@@ -1,5 +1,5 @@
-"""Which engine gets a request: one of two random ones with less load, or the one that already has
-the beginning of it in its cache."""
+"""Which engine gets a request: one with the fewest, or the one that already has the beginning of it
+in its cache."""
 
 import asyncio
 import random
@@ -102,9 +102,7 @@ class Engines:
             return None
         wanted = "" if affinity is None else affinity.url
         if wanted not in self._serving or wanted == avoid:
-            # The best of two, not of all: processes that see the same loads would all choose it.
-            two = self._random.sample(self._urls, min(2, len(self._urls)))
-            wanted = min(two, key=lambda url: (url == avoid, self._load(url)))
+            wanted = self._least_loaded(avoid)
         if affinity is not None:
             affinity.url = wanted
         return self._serving[wanted]
@@ -123,8 +121,18 @@ class Engines:
             if not self._in_flight[url]:
                 del self._in_flight[url]
 
-    def _load(self, url: str) -> float:
-        return len(self._in_flight.get(url, ())) + self._of_others[url]
+    def _least_loaded(self, avoid: str) -> str:
+        """Returns the engine with the fewest requests of this process, which it knows exactly.
+
+        Of several, the better of two by the requests of others, not the best: processes that saw
+        the same loads would all choose it.
+        """
+        urls = [url for url in self._urls if url != avoid] or self._urls
+        own = {url: len(self._in_flight.get(url, ())) for url in urls}
+        fewest = min(own.values())
+        equal = [url for url in urls if own[url] == fewest]
+        two = self._random.sample(equal, min(2, len(equal)))
+        return min(two, key=self._of_others.__getitem__)
 
 
 def _requests(engine: EngineInfo) -> float:

@@ -44,7 +44,7 @@ _LONGEST_LINE = 2**24  # characters
 Value = Any  # an object of a program, or the JSON that stands for it
 
 
-def answer_calls(source: str, options: Mapping[str, Value]) -> None:
+def answer_requests(source: str, options: Mapping[str, Value]) -> None:
     """Runs the program, then answers requests [operation, target, name, args, kwargs] with ["ok" |
     "error", value]."""
     module = types.ModuleType("program")

@@ -236,7 +236,7 @@ def _run(source: str, options: ProgramOptions, calls: types.ModuleType | None) -
     elif options["mode"] == "test":
         calls.run_tests(json.loads(source), options)
     else:
-        calls.answer_calls(source, options)
+        calls.answer_requests(source, options)
 
 
 def _enter_folder(folder: str, user: int) -> None:

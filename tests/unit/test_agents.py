@@ -6,7 +6,6 @@ import itertools
 import re
 from contextlib import closing
 
-import psutil
 import pytest
 from fake_service import FakeService
 from sampling import experiment, playing
@@ -22,7 +21,7 @@ from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.rollout.generation import sample_seed
 from megagrpo.system.worker_process import WorkerError, WorkerProcess
 from megagrpo.types import Prompt, RolloutGroup
-from tests.experiments import ROOT, until
+from tests.experiments import ROOT, live_children, until
 
 TOKENIZER = character_tokenizer("0123456789HL?+-:= userasitnm<>|\n")
 EOS = TOKENIZER.eos_token_id
@@ -176,7 +175,7 @@ def test_each_limit_cuts_a_rollout_and_keeps_its_rewards(turns, more, end, reaso
 )
 def test_an_environment_that_fails_gives_no_reward(kind, status, named):
     turns = [] if kind in ("make", "reset", "long") else [says("3")]
-    before = set(psutil.Process().children(recursive=True))
+    before = live_children()
     group, _ = play(
         *turns, game="Bad", answer=kind, timeout_s=0.5 if kind in ("hang", "fork") else 20
     )
@@ -186,7 +185,7 @@ def test_an_environment_that_fails_gives_no_reward(kind, status, named):
         status,
         False,
     ) and named in outcome.detail
-    assert set(psutil.Process().children(recursive=True)) <= before, "no process is left"
+    assert live_children() <= before, "no process is left"
     assert len(group.samples[0].token_ids) == sum(
         len(turn["output_token_logprobs"]) for turn in turns
     ), "kept"
@@ -276,11 +275,11 @@ def test_others_of_a_process_that_was_ended_begin_again():
         async with begin({"answer": "x"}, 1) as again:
             return failed.value.end, str(lost.value), (await again.step("3"))[1]
 
-    before = set(psutil.Process().children(recursive=True))
+    before = live_children()
     with opened(timeout_s=0.5) as environments:
         found = asyncio.run(run())
     assert found == ("timeout", "its process was ended while another episode's call hung", 1.0)
-    assert set(psutil.Process().children(recursive=True)) <= before, "no process is left"
+    assert live_children() <= before, "no process is left"
 
 
 def test_a_rollout_is_not_lost_because_others_hang():

@@ -19,6 +19,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import LeaderError, RunStopped
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout import source as source_module
+from megagrpo.rollout.agents.answering import NoAnswer
 from megagrpo.rollout.generation import SamplingParams
 from megagrpo.run import Run, Sampling
 from megagrpo.types import Outcome, RolloutGroup, Sample, TrainState
@@ -261,7 +262,7 @@ def test_a_step_whose_gpus_do_not_come_back_is_saved_as_not_begun():
     with sampling(config, version=3) as (service, source, _):
         run = object.__new__(Run)
         owner = object.__new__(Sampling)
-        inputs = SimpleNamespace(prompts=prompt_set(), answering=None, images=None)
+        inputs = SimpleNamespace(prompts=prompt_set(), answering=NoAnswer(), images=None)
         vars(owner).update(_config=config, _mesh=MESH, _inputs=inputs, source=source)
         # /sleep is no path of the fake service
         vars(run).update(

@@ -148,10 +148,8 @@ def test_pass_at_k_errors_become_a_refusal_at_start(case):
     """The reference raises in the middle of training for a group of one; here train.group_size 1 is
     refused before."""
     assert case["params"]["estimator"].startswith("grpo_passk")
-    assert (
-        "at least 2"
-        in AlgorithmConfig(advantage={"name": "grpo_passk"}).advantage.refuses_group_of_one
-    )
+    refused = AlgorithmConfig(advantage={"name": "grpo_passk"}).advantage.refuses_group_of_one
+    assert "at least 2" in " ".join(refused)
     singles = [
         i for i, g in enumerate(case["inputs"]["index"]) if case["inputs"]["index"].count(g) == 1
     ]

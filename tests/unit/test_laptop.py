@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from megagrpo.rollout.calculator import calculator, exact_value
 
 from examples.laptop.datasets import make_dataset
 from examples.laptop.model import character_tokenizer, make_tiny_model
@@ -28,6 +27,7 @@ from examples.laptop.recipe import (
 )
 from megagrpo.config.load import load_config
 from megagrpo.cpu.torchvision_ops import define_torchvision_operators
+from megagrpo.environments.calculator import Calculator, exact_value
 from megagrpo.families.table import architecture_of, parameter_counts
 from megagrpo.rewards.graders.gsm8k import grade
 from megagrpo.tools.certify.tiny_model import hf_config
@@ -176,7 +176,7 @@ def test_arithmetic_with_a_calculator(tmp_path):
         call, said, repeated = re.fullmatch(r"(<[^<>]*>)(-?\d+)=(-?\d+)", after["answer"]).groups()
         assert (
             call == f"<{before['prompt'][:-1]}>"
-            and calculator(call) == said == repeated == before["answer"]
+            and Calculator({}, 0).step(call)[0] == said == repeated == before["answer"]
         )
     with pytest.raises(ValueError, match="calculator belongs to kind arithmetic"):
         made(tmp_path, "word_problems", 1, 1, 1, calculator=True)

@@ -4,7 +4,6 @@ import json
 import re
 import sys
 
-import psutil
 import pytest
 from fake_service import FakeService
 from sampling import experiment, playing
@@ -12,7 +11,7 @@ from test_agents import TOKENIZER, ids, masked, says
 
 from examples.laptop.model import character_tokenizer
 from megagrpo.types import Prompt, RolloutGroup
-from tests.experiments import ROOT
+from tests.experiments import ROOT, live_children
 
 EOS = TOKENIZER.eos_token_id
 END = TOKENIZER.eos_token
@@ -41,11 +40,11 @@ def run_all(
         Prompt(30 + n, "?", tuple(ids("?")), answer, extra=extra(n))
         for n, answer in enumerate(answers)
     ]
-    before = set(psutil.Process().children(recursive=True))
+    before = live_children()
     service = FakeService(version=3, script=list(turns), hang=hang)
     with playing(config, tokenizer, service) as source:
         groups = source.next(7, prompts, 3)
-    assert set(psutil.Process().children(recursive=True)) <= before, "no process is left"
+    assert live_children() <= before, "no process is left"
     return groups, service.requests
 
 

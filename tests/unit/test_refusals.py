@@ -74,7 +74,10 @@ REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
     ([*FP8, "rollout.load_format=model"], "quantization fp8 with load_format model"),
     ([*FP8, "rollout.dtype=float32"], "rollout.quantization fp8 with rollout.dtype float32"),
     # engines beside trainers
-    (["rollout.colocate=true"], "weights.transport broadcast: NCCL takes no two ranks on one GPU"),
+    (
+        ["rollout.colocate=true", "weights.transport=broadcast"],
+        "weights.transport broadcast: NCCL takes no two ranks on one GPU",
+    ),
     ([*COLOCATED, "weights.transport=reshard"], "set weights.transport: ipc, or disk"),
     # older weights
     (["rollout.max_staleness=2"], "max_staleness 2 trains on tokens of older weights"),

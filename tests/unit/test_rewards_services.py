@@ -17,7 +17,7 @@ from tests.experiments import experiment
 TEMPLATE = "Question: {prompt}\nReference: {answer}\nResponse: {response}\nWrite 'Score: N'."
 
 
-PROMPT = Prompt(id=0, text="q", token_ids=(1,), answer="a")
+PROMPT = Prompt(id=0, text="q", token_ids=(1,), answer="a", question="q")
 
 
 def scores(body: dict) -> dict:

@@ -67,7 +67,7 @@ def test_an_episode_that_fails_has_no_reward():
     groups, _ = play(["7"], says("r"))
     assert (
         groups[0].outcomes[0].status == "error"
-        and "ended with exit code 3" in groups[0].outcomes[0].detail
+        and "its process died: exit code 3" in groups[0].outcomes[0].detail
     )
     groups, _ = play(["7"], says("t"), timeout_s=1.0)
     assert groups[0].outcomes[0].status == "timeout"

@@ -17,7 +17,7 @@ from megagrpo.system import background, worker_process
 from megagrpo.system.background import BackgroundLoop
 from megagrpo.system.worker_process import WorkerError, WorkerProcess, WorkerSlot
 from megagrpo.types import Prompt
-from tests.experiments import until
+from tests.experiments import live_children, until
 
 CHILD = """
 import asyncio, os, signal, sys, time
@@ -57,11 +57,11 @@ def slot(tmp_path: Path):
         made.append(WorkerSlot(lambda: WorkerProcess(command, [kind])))
         return made[-1]
 
-    before = set(psutil.Process().children(recursive=True))
+    before = live_children()
     yield make
     for each in made:
         each.close()
-    assert set(psutil.Process().children(recursive=True)) <= before, "no process is left"
+    assert live_children() <= before, "no process is left"
 
 
 def test_a_call_has_its_answer_or_the_reason_why_there_is_none(slot):

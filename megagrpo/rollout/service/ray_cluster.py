@@ -13,6 +13,7 @@ import psutil
 import ray
 
 from megagrpo.config.schema import RolloutConfig
+from megagrpo.system.errors import explained
 from megagrpo.system.processes import stop_tree
 
 # for engines added later; a CPU of the private cluster is one slot for a node, GPUs are counted
@@ -79,11 +80,12 @@ def _connect(options: Options, timeout_s: float) -> None:
         began, before = time.monotonic(), _children()
         attempts += 1
         try:
-            ray.init(**options)
+            # Ray has no type for it: "The current node timed out during startup" is an Exception
+            with explained("ray.init"):
+                ray.init(**options)
             return
-        # Ray has no type for it: "The current node timed out during startup" is an Exception
-        except Exception as exc:
-            problem = f"{type(exc).__name__}: {str(exc).strip().partition(os.linesep)[0]}"
+        except ValueError as exc:
+            problem = str(exc).partition(os.linesep)[0]
         # A failed start returns nothing to shut down, but leaves its processes running.
         ray.shutdown()
         for pid in _children() - before:

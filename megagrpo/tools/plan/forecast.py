@@ -6,7 +6,7 @@ one inside its node, each with the full rate in both directions.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 
@@ -219,12 +219,11 @@ def broadcast_forecast(
     far_engines = int((cluster.engines[:, 0] != home).sum())
     out = _time(model_bytes * far_engines, model_bytes * (engines - far_engines), 0, rates)
     calls = len(buckets) * rates.call_ms / 1e3
+    longest = max(gather, out, calls)
     held = [0, *(bucket.held for bucket in buckets)]
-    return Forecast(
+    return replace(
+        least,
         transport="broadcast",
-        engines=engines,
-        needed_bytes=least.needed_bytes,
-        needed_of_dtype=least.needed_of_dtype,
         wire_bytes=int(gathered.sum()) + model_bytes * engines * tp,
         between_bytes=int(nodes.sum() - np.trace(nodes)),
         busiest_sender=("trainer 0", model_bytes * engines),
@@ -233,13 +232,13 @@ def broadcast_forecast(
         ),
         messages=sum(len(bucket.coming) + bucket.messages * engines * tp for bucket in buckets),
         calls=len(buckets) * engines,
-        trainer_staging_bytes=max(a + b for a, b in pairwise(held))
+        trainer_staging_bytes=max(map(sum, pairwise(held)))
         + max(bucket.packed for bucket in buckets),
         engine_staging_bytes=max(bucket.size for bucket in buckets),
-        seconds=max(gather, out, calls)
+        seconds=longest
         + (gather + out + calls) / len(buckets),  # the first one overlaps with nothing
         limit={gather: "gathering into trainer 0", out: "sending from trainer 0"}.get(
-            max(gather, out, calls), "calls"
+            longest, "calls"
         ),
         node_bytes=nodes,
     )

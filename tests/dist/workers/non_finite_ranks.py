@@ -11,7 +11,7 @@ from megagrpo.batching.updates import one_pass
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.monitor.alarms import MismatchAlarm
 from megagrpo.monitor.dump import read_dump
-from megagrpo.recording import Recording
+from megagrpo.recording import RunRecord
 from megagrpo.run import Run
 from megagrpo.tasks.replay import compare
 from megagrpo.types import Batch, TrainState
@@ -100,7 +100,7 @@ def inspect(actor: MegatronActor, job: dict, policy: str, batch: Batch, values: 
         )
     )
     absent["alarm"] = MismatchAlarm(config, actor.arch.is_moe)
-    record = Recording(config, actor.mesh, WEIGHT_VERSION)
+    record = RunRecord(config, actor.mesh, WEIGHT_VERSION)
     run = Run(config=config, actor=actor, state=state, num_steps=9, recording=record, **absent)
     try:
         run.inspect_update(batch, RICH, values, batch.old_logprobs)
