@@ -73,7 +73,7 @@ def generate(
 ) -> list[dict]:
     """As GenerationClient asks, but without an end of the text, unless one is in params."""
     more = {"ignore_eos": "stop_token_ids" not in params}
-    sampling = [SamplingParams(**params).body(seed, 0) | more for seed in seeds]
+    sampling = [SamplingParams(**params).body(seed) | more for seed in seeds]
     return post(
         engine, "/generate", input_ids=prompts, sampling_params=sampling, return_logprob=True
     )
