@@ -147,7 +147,7 @@ async def keyed(url: str, api_key: str, width: int) -> AsyncIterator[Send]:
 
         async def send(seed: int, affinity: object, prompt: np.ndarray) -> int:
             body = {"input_ids": prompt.tolist(), "return_logprob": True}
-            body |= {"sampling_params": PARAMS.body(seed, 0)}
+            body |= {"sampling_params": PARAMS.body(seed)}
             headers = bearer(api_key) | {"X-SMG-Routing-Key": str(affinity)}
             async with room, http.post(f"{url}/generate", json=body, headers=headers) as answer:
                 answer.raise_for_status()

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megagrpo
-from megagrpo.actor import step
+from megagrpo.actor import schedule, step
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.weights.actor_weights import load_initial_weights
 from tests.dist.workers.actor_ranks import RICH, batch_of
@@ -124,19 +124,19 @@ class Waits(TorchDispatchMode):
 @contextmanager
 def watched_schedule() -> Iterator[Waits]:
     """Inside, every run of Megatron's schedule counts where it would wait."""
-    waits, schedule_of = Waits(), step.get_forward_backward_func
+    waits, schedule_of = Waits(), schedule.get_forward_backward_func
 
     def watched():
-        schedule = schedule_of()
+        run_schedule = schedule_of()
 
         def run(**options):
             waits.micro_batches += options["num_microbatches"]
             with waits.also_methods(), waits:
-                return schedule(**options)
+                return run_schedule(**options)
 
         return run
 
-    with patch.object(step, "get_forward_backward_func", watched):
+    with patch.object(schedule, "get_forward_backward_func", watched):
         yield waits
 
 
