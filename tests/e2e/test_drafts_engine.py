@@ -74,9 +74,8 @@ def generate(
     """As GenerationClient asks, but without an end of the text, unless one is in params."""
     more = {"ignore_eos": "stop_token_ids" not in params}
     sampling = [SamplingParams(**params).body(seed) | more for seed in seeds]
-    return post(
-        engine, "/generate", input_ids=prompts, sampling_params=sampling, return_logprob=True
-    )
+    asked = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
+    return post(engine, "/generate", **asked, return_routed_experts=True)
 
 
 def logprobs(answer: dict, of: str = "output") -> np.ndarray:

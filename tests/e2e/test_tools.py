@@ -51,7 +51,8 @@ def test_turns_continue_the_tokens_that_were_sampled(service):
     service.set_version(0)
     plain = sample(service)
     inner = [token for _, s in plain for token in s.token_ids[:-4]]
-    call_end = max(set(inner), key=inner.count)  # a random model closes no call of its own accord
+    # a random model closes no call of its own accord
+    call_end = int(max(set(inner), key=inner.count))
     tokenizer = AutoTokenizer.from_pretrained(service.config.model.path)
     says = tokenizer.decode([90, 91, 92])
     result = tokenizer(says, add_special_tokens=False)["input_ids"]
