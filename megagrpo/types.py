@@ -74,7 +74,7 @@ class Prompt(WithArrays):
         None  # int32, one pad an image: what engines are sent; None: token_ids
     )
     messages: list[dict] = field(default_factory=list)  # of `text`; []: it has no chat template
-    question: str = ""  # the text of the last message, before the chat template
+    question: str = ""  # what environments and judges get: the last message, before the template
 
 
 @dataclass(frozen=True, eq=False)

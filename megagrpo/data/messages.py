@@ -7,7 +7,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from megagrpo.config.data import DataConfig
-from megagrpo.system.errors import translated
 
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
     from transformers import PreTrainedTokenizerBase
@@ -20,15 +19,12 @@ def checked_messages(messages: Sequence[Message]) -> list[Message]:
     """Returns messages without null members, which Arrow fills in: rows of a parquet file are as
     those of JSON lines.
 
-    A message of tool calls may have no content. Raises ValueError for any other without one, and
-    for half a character.
+    A message of tool calls may have no content. Raises ValueError for any other without one.
     """
     found = [without_nulls(message) for message in messages]
     for number, message in enumerate(found, start=1):
         if "content" not in message and not message.get("tool_calls"):
             raise ValueError(f"message {number} has no content, and no tool calls")
-        with translated(f"message {number} holds half of a character", UnicodeEncodeError):
-            json.dumps(message, ensure_ascii=False, default=str).encode()
     return found
 
 
@@ -73,12 +69,20 @@ def render_messages(
 def text_of(message: Message) -> str:
     """Returns the content of a message as text. Raises ValueError for a content of another kind,
     such as images."""
-    content = message.get("content") or ""
-    parts = [{"text": content}] if isinstance(content, str) else content
-    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    texts = [part.get("text") if isinstance(part, dict) else None for part in _parts(message)]
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"the content of a message is a text, not {content!r:.80}")
+        raise ValueError(f"the content of a message is a text, not {message['content']!r:.80}")
     return "".join(map(str, texts))
+
+
+def words_of(message: Message) -> str:
+    """Returns the texts in the content of a message, images left out."""
+    return "".join(str(part.get("text", "")) for part in _parts(message))
+
+
+def _parts(message: Message) -> list:
+    content = message.get("content") or ""
+    return [{"text": content}] if isinstance(content, str) else content
 
 
 def without_nulls(message: Message) -> Message:

@@ -17,7 +17,7 @@ import numpy as np
 
 from megagrpo.config.schema import DataConfig
 from megagrpo.data.images import ImageStore, image_bytes, images_apart
-from megagrpo.data.messages import Message, render_messages, with_system_prompt
+from megagrpo.data.messages import Message, render_messages, with_system_prompt, words_of
 from megagrpo.data.rows import Row, read_rows
 from megagrpo.families.model import Model
 from megagrpo.families.table import read_description
@@ -238,7 +238,7 @@ def load_prompts(
         # checkpoint should.
         messages = chat if parts[row.of].chat_template and not images else None
         of_row = (row.answer, row.grader, row.location, row.source, row.extra)
-        prompt = Prompt(row.id, text, np.array(ids), *of_row, question=_question(chat))
+        prompt = Prompt(row.id, text, np.array(ids), *of_row, question=words_of(chat[-1]))
         found.append(prompt if messages is None else replace(prompt, messages=messages))
     found = _with_images(store, found, [images for _, images in rendered])
     by_part: list[list[Prompt]] = [[] for _ in parts]
@@ -338,14 +338,6 @@ def _templated(data: DataConfig, location: str, own: Sequence[Message]) -> list[
         )
     users[-1]["content"] = data.prompt_template.replace("{prompt}", users[-1]["content"])
     return messages
-
-
-def _question(chat: list[Message]) -> str:
-    """Returns the text of the last message: what environments, agents and judges get as the
-    prompt."""
-    content = chat[-1].get("content", "")
-    parts = [{"text": content}] if isinstance(content, str) else content
-    return "".join(str(part.get("text", "")) for part in parts)
 
 
 def _render(

@@ -126,6 +126,9 @@ def _messages(prompt: object, data: DataConfig, location: str) -> str | list[Val
         )
     with translated(f"{location}: {key!r}", ValueError):
         prompt = checked_messages(prompt)
+    for number, message in enumerate(prompt, start=1):
+        spelled = json.dumps(message, ensure_ascii=False, default=str)
+        _refuse_half(spelled, f"{location}: {key!r}: message {number}")
     if prompt[-1]["role"] != "assistant":
         return prompt
     if not data.answer_key.startswith(f"{key}."):
@@ -224,6 +227,10 @@ def well_formed(text: str) -> str:
 def _text(value: object, key: str, location: str) -> str:
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise ValueError(f"{location}: {key!r} should be a text or a number, is {value!r:.60}")
-    with translated(f"{location}: {key!r} holds half of a character", UnicodeEncodeError):
-        str(value).encode()
+    _refuse_half(str(value), f"{location}: {key!r}")
     return str(value)
+
+
+def _refuse_half(text: str, what: str) -> None:
+    with translated(f"{what} holds half of a character", UnicodeEncodeError):
+        text.encode()

@@ -208,3 +208,12 @@ def test_a_marker_that_ends_a_text_is_not_its_end(marked):
     ids = np.array(tokenizer("a</tool_call>", add_special_tokens=False)["input_ids"])
     assert decoder(tokenizer, model)(ids) == "a</tool_call>"
     assert decoder(tokenizer, model)(ids[:0]) == ""
+
+
+def test_half_a_character_said_by_an_environment_is_replaced(plain):
+    """A tool's text that was cut inside a character ends no rollout; in a row it is a mistake."""
+    tokenizer = character_tokenizer(SPELLED + "\ufffd")
+    tokenizer.chat_template = plain.chat_template
+    renderer = Renderer(tokenizer, DataConfig(path="rows.jsonl", chat_template=True), False)
+    ids = renderer.begin([{"role": "user", "content": "a\ud83d"}])
+    assert tokenizer.decode(ids) == "<user>a\ufffd<assistant>"
