@@ -1,4 +1,4 @@
-"""Whether an experiment fits into the memory of its GPUs: trainers, engines, and both where they
+"""Checks that an experiment fits into the memory of its GPUs: trainers, engines, and both if they
 share GPUs."""
 
 from collections.abc import Mapping

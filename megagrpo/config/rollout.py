@@ -250,8 +250,8 @@ class RolloutConfig(Section):
     batches ahead are sampled while earlier ones are trained on, and are trained on in their order:
     nothing is thrown away. 0: sampling and training take turns."""
     engine_choice: Literal["request", "group"] = "request"
-    """Which requests an engine gets together: each goes to the engine that has
-    fewer (request), or those of a group to one engine (group), which reads their prompt once if
+    """Which requests an engine gets together: each goes to the engine with the fewest (request), or
+    those of a group go to one engine (group), which reads their prompt once if
     `sglang: {schedule_policy: lpm}`. Later turns always follow the first."""
     prefix_cache: Literal["flush", "by_version"] = "flush"
     """What a publish does to the engines' prefix caches: it empties them, so that open rollouts are

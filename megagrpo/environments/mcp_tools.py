@@ -23,7 +23,6 @@ try:
 except ImportError as exc:
     raise ImportError("it needs the mcp package: pip install 'mcp>=2.3,<3'") from exc
 
-_NO_END = "<tool_call>"  # a call that was begun and not ended
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _ABOUT = """You may call these tools:
 <tools>
@@ -72,11 +71,12 @@ class McpTools:
     def step(self, text: str) -> tuple[str | None, float, bool]:
         """Returns the results of a turn's calls, or the reward of an answer."""
         calls = _CALL.findall(text)
+        results = [self._result(call) for call in calls]
         if text.count("<tool_call>") > len(calls):
-            calls.append(_NO_END)
-        if calls:
-            results = [f"<tool_response>\n{self._result(call)}\n</tool_response>" for call in calls]
-            return "\n".join(results), 0.0, False
+            results.append("error: the call has no end; write </tool_call> after it")
+        if results:
+            said = [f"<tool_response>\n{result}\n</tool_response>" for result in results]
+            return "\n".join(said), 0.0, False
         return None, self._answer(text), True
 
     def close(self) -> None:
@@ -84,8 +84,6 @@ class McpTools:
         self._session.close()
 
     def _result(self, call: str) -> str:
-        if call == _NO_END:
-            return "error: the call has no end; write </tool_call> after it"
         try:
             asked = json.loads(call, parse_constant=_no_number)
             name = asked["name"]

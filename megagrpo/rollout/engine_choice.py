@@ -39,7 +39,6 @@ class Engines:
         self.api_key = api_key
         self.listed: Sequence[EngineInfo] = ()  # at the last look, in whatever state
         self._serving: dict[str, EngineInfo] = {}  # by URL, as all below
-        self._urls: list[str] = []  # of the same
         self._of_others: dict[str, float] = {}  # requests of other processes
         self._in_flight: defaultdict[str, set[Callable[[], None]]] = defaultdict(set)
         self._looking = asyncio.Lock()
@@ -80,7 +79,6 @@ class Engines:
         ended: one that went down with its host breaks no connection."""
         self.listed = engines
         self._serving = {engine.url: engine for engine in engines if engine.serves}
-        self._urls = list(self._serving)
         self._of_others = {
             url: max(0.0, _requests(engine) - len(self._in_flight.get(url, ())))
             for url, engine in self._serving.items()
@@ -127,7 +125,7 @@ class Engines:
         Of several, the better of two by the requests of others, not the best: processes that saw
         the same loads would all choose it.
         """
-        urls = [url for url in self._urls if url != avoid] or self._urls
+        urls = [url for url in self._serving if url != avoid] or list(self._serving)
         own = {url: len(self._in_flight.get(url, ())) for url in urls}
         fewest = min(own.values())
         equal = [url for url in urls if own[url] == fewest]

@@ -40,6 +40,7 @@ _PRELUDE = (
         self.right = right
 """,
 )
+SAME = "_same_result"  # the name in tests of the function that compares results
 _LONGEST_LINE = 2**24  # characters
 Value = Any  # an object of a program, or the JSON that stands for it
 
@@ -207,7 +208,7 @@ def run_tests(tests: dict[str, Value], options: Mapping[str, Value]) -> None:
             requests.flush()
             return _decode(receive(), lambda number: _Remote(ask, number))
 
-        space: dict[str, Value] = {"__name__": "tests", "_same_result": _same_as_one}
+        space: dict[str, Value] = {"__name__": "tests", SAME: _same_as_one}
         space |= {name: importlib.import_module(name) for name in tests["modules"]}
         problem = _problem(receive)
         for name in tests["names"] if problem is None else ():

@@ -12,8 +12,9 @@ import time
 from collections.abc import Iterator
 
 from megagrpo.config.reward import CodeOptions, Scalar
+from megagrpo.sandbox.calls import SAME
 from megagrpo.sandbox.sandbox import Limits, Sandbox, isolates, run_program
-from megagrpo.sandbox.test_cases import SAME, TestCases, read_tests
+from megagrpo.sandbox.test_cases import TestCases, read_tests
 
 _FENCE = "```"
 _PYTHON = ("python", "python3", "py")

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from megagrpo.sandbox.calls import SAME
 from megagrpo.system.errors import explained
 
-SAME = "_same_result"  # the name in statements of the function that compares results
 _FUNCTIONAL = ("functional", "function_call")  # LiveCodeBench's word, PrimeIntellect's
 _NESTED = ("input_output", "test_cases", "tests", "asserts")  # keys that hold all tests
 

@@ -3,6 +3,7 @@ math-verify."""
 
 import logging
 import re
+import unicodedata
 
 import math_verify
 from math_verify import ExprExtractionConfig, LatexExtractionConfig
@@ -37,11 +38,8 @@ _CHARACTERS = str.maketrans(
         "∞": r"\infty ",
         "×": r"\times ",
         **{
-            sign: rf"\frac{{{top}}}{{{bottom}}}"
-            for signs, bottoms in (("½⅓¼⅕⅙⅛", "234568"), ("⅔¾", "34"), ("⅖⅗⅘", "555"))
-            for sign, bottom, top in zip(
-                signs, bottoms, {6: "111111", 2: "23", 3: "234"}[len(signs)], strict=True
-            )
+            sign: r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", sign).split("\u2044"))
+            for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅛"
         },
     }
 )
