@@ -26,8 +26,7 @@ _SHOWN = 2000  # characters of SGLang's output, from its end
 
 def engine_arguments(config: ExperimentConfig, place: ServerPlace) -> list[str]:
     """Returns an engine's command line without the program."""
-    words = engine_command(config, place)
-    return words[next(number for number, word in enumerate(words) if word.startswith("--")) :]
+    return engine_command(config, place)[3:]
 
 
 def resolve_all(

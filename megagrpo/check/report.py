@@ -18,7 +18,7 @@ from megagrpo.check.hardware import gigabytes, hardware_of
 from megagrpo.check.layer_costs import model_work
 from megagrpo.check.loading import LoadingTest, try_loading
 from megagrpo.check.problems import is_made, longest_samples, model_description, preflight
-from megagrpo.check.settings_report import engine_report, settings_report
+from megagrpo.check.settings_report import settings_report
 from megagrpo.check.trainer_memory import (
     Load,
     RankMemory,
@@ -87,14 +87,14 @@ def explain(
         f"{config.name}: {'?' if steps is None else steps} steps into {config.output_dir}, "
         f"seed {config.seed}"
     )
-    libraries = engine_report(config, everything), settings_report(arch, config.actor, everything)
+    libraries = settings_report(arch, config, everything)
     parts = [
         _model(config, hf, counts),
         [*_layout(config, everything), *_routing(config, arch)],
         _step(config, steps),
         _rollout(config, everything),
         *([at_once] if at_once else []),
-        *(libraries if everything else [[line for lines in libraries for line in lines]]),
+        *([libraries] if libraries else []),
         _memory(config, arch, counts),
         [_evaluation(config)],
         _checkpoints(config, arch),

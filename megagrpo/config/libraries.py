@@ -1,23 +1,14 @@
-"""Fields of Megatron-Core's configuration classes that an experiment may not set, with the reason.
+"""Fields of Megatron-Core's and SGLang's configuration classes that an experiment may not set, and why.
 
-All other fields are the user's. A pattern such as tp_comm_* stands for every field that it fits.
+All other fields are the user's; a pattern such as tp_comm_* stands for every field that it fits. No
+library is imported: names and types are judged by the libraries themselves (check/libraries.py).
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import reduce
+from fnmatch import fnmatchcase
 
 from megagrpo.config.actor import ActorConfig
-from megagrpo.config.fields import LibrarySettings
-from megagrpo.config.libraries.source import (
-    LibraryField,
-    Refusal,
-    read_fields,
-    refusal_of,
-    refusals,
-    set_elsewhere,
-)
-from megagrpo.system.user_function import did_you_mean
+from megagrpo.config.rollout import RolloutConfig
 
 _MODEL = """
     num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels layernorm_* normalization
@@ -138,89 +129,179 @@ _DDP_REFUSED = {
     ),
     _SPLIT: "delay_wgrad_compute",
 }
-
-
-@dataclass(frozen=True)
-class SettingsTable:
-    """One of Megatron's configuration classes, the map in an experiment that sets its fields, and
-    those refused."""
-
-    path: tuple[str, ...]  # of the map
-    name: str
-    files: tuple[str, ...]
-    bases: tuple[str, ...]  # classes whose fields it inherits
-    refused: Mapping[str, Refusal]  # name or pattern -> why
-
-    @property
-    def fields(self) -> Mapping[str, LibraryField]:
-        """The fields of the installed class; {} without Megatron."""
-        return read_fields("megatron", self.files, (*self.bases, self.name))
-
-    def given(self, actor: ActorConfig) -> LibrarySettings:
-        """Returns the experiment's map."""
-        return reduce(getattr, self.path[1:], actor)  # type: ignore[arg-type]
-
-
-TRANSFORMER_SETTINGS = SettingsTable(
-    ("actor", "megatron"),
-    "TransformerConfig",
-    (
-        "core/model_parallel_config.py",
-        "core/transformer/enums.py",
-        "core/transformer/transformer_config.py",
+# our key, or who decides it -> the fields that say the same
+_SERVER_OURS = {
+    "model.path": "model_path",
+    "model.tokenizer": "tokenizer_path",
+    "rollout.load_format": "load_format",
+    "rollout.dtype": "dtype",
+    "rollout.dtype: logits of bfloat16 engines on GPUs are float32, as the actor's": "enable_fp32_lm_head",
+    "weights.transport": "custom_weight_loader",
+    "the publish, which counts the actor's updates": "weight_version",
+    "rollout.deterministic": "enable_deterministic_inference",
+    "rollout.mem_fraction": "mem_fraction_static",
+    "rollout.max_running_requests": "max_running_requests",
+    "rollout.max_total_tokens": "max_total_tokens",
+    "rollout.tp": "tp_size",
+    "rollout.ep": "ep_size",
+    "rollout.nodes_per_engine": "nnodes",
+    "rollout.nodes_per_engine, and the service, which places engines": (
+        "node_rank dist_init_addr use_ray base_gpu_id gpu_id_step"
     ),
-    ("ModelParallelConfig", "MLATransformerConfig"),
-    set_elsewhere(_TRANSFORMER_OURS) | refusals(_TRANSFORMER_REFUSED),
-)
-DDP_SETTINGS = SettingsTable(
-    ("actor", "ddp"),
-    "DistributedDataParallelConfig",
-    ("core/distributed/distributed_data_parallel_config.py",),
-    (),
-    set_elsewhere(_DDP_OURS) | refusals(_DDP_REFUSED),
-)
-OPTIMIZER_SETTINGS = SettingsTable(
-    ("actor", "optimizer", "megatron"),
-    "OptimizerConfig",
-    ("core/optimizer/optimizer_config.py",),
-    (),
-    set_elsewhere(_OPTIMIZER_OURS) | refusals(_OPTIMIZER_REFUSED),
-)
-MEGATRON_SETTINGS = (TRANSFORMER_SETTINGS, DDP_SETTINGS, OPTIMIZER_SETTINGS)
+    "actor.device and the GPUs that the service sees": "device",
+    "seed": "random_seed",
+    "rollout.host": "host",
+    "the service, which finds free ports for every engine": "port nccl_port",
+    "the environment variable MEGAGRPO_API_KEY": "api_key admin_api_key",
+    "the service: a request before the first publish is verified would say nothing": "skip_server_warmup warmups",
+    "rollout.colocate": "enable_memory_saver",
+    "actor.routing_replay: rollout": "enable_return_routed_experts",
+    "rollout.draft_tokens": "speculative_algorithm speculative_num_steps "
+    "speculative_num_draft_tokens",
+    "who samples, and reads whole answers": "incremental_streaming_output",
+    "sampling": "preferred_sampling_params sampling_defaults",
+}
+_RANKS = "an engine's ranks are rollout.tp; a publish would not reach the others"
+_LOGPROBS = "log-probabilities would be of another distribution than the actor's"
+_UNEXAMINED = "no test shows that a publish into live parameters holds with it"
+_SERVER_REFUSED = {
+    "rollout.quantization says in which format engines keep weights; with fewer bits they would "
+    "not be the published "
+    "ones": """quantization*
+        modelopt_* quantize_and_serve rl_quant_profile enable_tf32_matmul enable_w4a4_* flashinfer_mxfp4_*
+        flashinfer_a2a_dispatch_type deepep_dispatcher_output_dtype enable_quant_* *_fp4_allgather
+        prefill_kv_cache_dequant_dtype fp4_gemm_runner_backend""",
+    "experts would leave the ranks for which the publish has planned their slices": """*eplb* ep_num_redundant_experts
+        ep_dispatch_algorithm init_expert_location *elastic_ep* enable_elastic_expert_backup mooncake_ib_device
+        enable_waterfill ep_join_* max_ep_size kt_*""",
+    _RANKS: """dcp_* pp_* attn_cp_size moe_dp_size dwdp_size enable_prefill_cp cp_strategy enable_cp_decode_attn_tp
+        enable_dsa_cache_layer_split""",
+    "keys and values of older weights would outlive a publish, which empties the caches on GPU and "
+    "host only": """
+        hicache_storage_* hicache_host_memory_mode enable_session_radix_cache radix_cache_backend
+        *unified_cache_external* *hisparse* enable_linker_mla_dedup *lmcache* *flexkv*""",
+    "weights come from model.path or from the first publish (rollout.load_format)": """revision model_impl
+        model_config_parser startup_weight_load_mode remote_instance_* engine_info_bootstrap_port modelexpress_config
+        download_dir model_checksum delete_ckpt_after_loading decrypted_* weight_cache_* *_weights_cpu_backup
+        checkpoint_engine_wait_weights_before_ready""",
+    _LOGPROBS: """json_model_override_args rl_on_policy_target enable_custom_logit_processor forward_hooks
+        debug_tensor_dump_input_file allow_auto_truncate enable_strict_thinking""",
+    "trainers, router and supervisor speak plain HTTP/1.1 to the one server process of an engine": """ssl_* *grpc*
+        sidecar* *http2* enable_ssl_refresh fastapi_root_path *tokenizer_worker_num skip_tokenizer_init smg_*""",
+    _UNEXAMINED: """enable_page_major_kv_layout enable_unified_memory deepep_v2_mode enable_layernorm_sp
+        enable_shared_experts_attn_tp shared_experts_tp_size enable_dense_mlp_attn_tp gated_launch_port
+        enable_dp_attention_local_control_broadcast""",
+    "its value is a Python function": "custom_sigquit_handler stat_loggers",
+    "it changes the engine's NCCL environment only, and trainers meet engines in one communicator": (
+        "enable_nccl_nvls enable_symm_mem"
+    ),
+    "rollout.draft_tokens speculates with the model's own layer; a publish reaches no other "
+    "draft": "speculative_* _speculative_* uno_lora_path enable_multi_layer_eagle spec_trace_dir",
+    "engines receive whole weights, with the actor's adapters added (actor.lora)": "*lora*",
+    "an engine answers whole requests; router and publish handle no other kind": """decoupled_spec_* disaggregation_*
+        num_reserved_decode_tokens enable_pd_role_switch optimistic_prefill_attempts encoder_* language_*
+        enable_adaptive_dispatch_to_encoder *pdmux* sm_group_num""",
+    "images come with the trainers' requests, as these have read them": """mm_* enable_mm_* *_mm_inputs_*
+        *prefix_mm_cache trust_mm_* limit_mm_* enable_multimodal allowed_media_domains media_url_*
+        image_processor_backend disable_fast_image_processor""",
+    "diffusion models are not trained": "dllm_*",
+    "models with recurrent layers are not trained": "*mamba* linear_attn_* *linear_replayssm*",
+    "a publish writes into the parameters of a rank, which offloading replaces": (
+        "cpu_offload_gb offload_* ple_offload_*"
+    ),
+}  # fmt: skip
+# Of fields that may be set, the values that keep the promises of a publish.
+_VALUES: dict[str, tuple[tuple[str, ...], str]] = {
+    "kv_cache_dtype": (("auto", "bf16", "bfloat16", "fp8_e4m3"), _UNEXAMINED),
+    "moe_runner_backend": (
+        ("triton", "deep_gemm", "flashinfer_cutlass"),
+        "others reorder the experts' weights after loading, as flashinfer_trtllm does, which "
+        "SGLang also takes for "
+        "auto on Blackwell, or need quantised ones: digests would stop the run",
+    ),
+    "fp8_gemm_runner_backend": (
+        ("auto", "deep_gemm", "triton"),
+        "others reorder values or scales after loading: digests would stop the run",
+    ),
+    "moe_a2a_backend": (("none", "deepep"), _UNEXAMINED),
+}
 
 
-def megatron_setting_problems(actor: ActorConfig) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yields (key path, problem) of each setting that Megatron does not know or that is refused
-    here."""
-    wrong = [
-        ((*table.path, key), problem)
-        for table in MEGATRON_SETTINGS
-        for key, value in table.given(actor).items()
-        if (problem := _problem(table, key, value))
-    ]
-    together = (
+def _refused(ours: Mapping[str, str], reasons: Mapping[str, str]) -> dict[str, str]:
+    """Returns pattern -> what it is instead of the user's: "set by" a key of ours, or refused."""
+    said = {f"set by {key}": names for key, names in ours.items()}
+    said |= {f"refused: {reason}": names for reason, names in reasons.items()}
+    return {pattern: text for text, names in said.items() for pattern in names.split()}
+
+
+Path = tuple[str, ...]
+TRANSFORMER: Path = ("actor", "megatron")
+DDP: Path = ("actor", "ddp")
+OPTIMIZER: Path = ("actor", "optimizer", "megatron")
+SERVER: Path = ("rollout", "sglang")
+REFUSED = {  # path of a map in an experiment -> name or pattern -> why
+    TRANSFORMER: _refused(_TRANSFORMER_OURS, _TRANSFORMER_REFUSED),
+    DDP: _refused(_DDP_OURS, _DDP_REFUSED),
+    OPTIMIZER: _refused(_OPTIMIZER_OURS, _OPTIMIZER_REFUSED),
+    SERVER: _refused(_SERVER_OURS, _SERVER_REFUSED),
+}
+
+
+def refusal(path: Path, name: str) -> str:
+    """Returns why a field is not set there; "" if it is the user's."""
+    return next((why for pattern, why in REFUSED[path].items() if fnmatchcase(name, pattern)), "")
+
+
+def given_settings(actor: ActorConfig, rollout: RolloutConfig) -> dict[Path, dict[str, object]]:
+    """Returns what an experiment sets of each class."""
+    return {
+        TRANSFORMER: actor.megatron,
+        DDP: actor.ddp,
+        OPTIMIZER: actor.optimizer.megatron,
+        SERVER: rollout.sglang,
+    }
+
+
+def setting_problems(actor: ActorConfig, rollout: RolloutConfig) -> Iterator[tuple[Path, str]]:
+    """Yields (key path, problem) of each setting that is refused, alone or with others."""
+    for path, settings in given_settings(actor, rollout).items():
+        for name in settings:
+            if why := refusal(path, name):
+                yield (*path, name), f"is {why}"
+    rules = (
         *_wrong_with_kernels(actor),
         *_wrong_with_stages(actor),
         *_wrong_with_optimizer(actor),
     )
-    yield from wrong or ((("actor", *key.split(".")), problem) for key, problem in together)
+    yield from ((("actor", *key.split(".")), text) for key, text in rules)
+    yield from (((*SERVER, name), text) for name, text in _wrong_in_engines(rollout))
 
 
-def _problem(table: SettingsTable, key: str, value: object) -> str:
-    fields, refusal = table.fields, refusal_of(key, table.refused)
-    if refusal is not None:
-        return f"{refusal.reason}{f'; set {refusal.instead}' if refusal.instead else ''}"
-    if not fields:
-        return "the package megatron-core is not installed here, so it cannot be checked"
-    if key not in fields:
-        known = [name for name in fields if refusal_of(name, table.refused) is None]
-        return f"Megatron's {table.name} has no such field{did_you_mean(key, known)}"
-    field = fields[key]
-    return (
-        ""
-        if field.accepts(value)
-        else f"should be {field.expected}, as Megatron declares it ({field.location})"
-    )
+def _wrong_in_engines(rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
+    """Yields (field of ServerArgs, problem) of values, and of fields that others contradict."""
+    given = rollout.sglang
+    for name, (right, why) in _VALUES.items():
+        if name in given and given[name] not in right:
+            yield name, f"{given[name]} is refused: {why}; it may be {', '.join(right)}"
+    if given.get("dp_size", 1) != 1 and not given.get("enable_dp_attention"):
+        yield "dp_size", f"is refused without enable_dp_attention: {_RANKS}; raise num_engines"
+    if not given.get("enable_hierarchical_cache"):
+        return
+    name = "enable_hierarchical_cache"
+    if not (given.get("hicache_size") or given.get("hicache_ratio")):
+        yield (
+            name,
+            "needs hicache_size, GB of host memory for each engine rank, or hicache_ratio: SGLang "
+            "would take 80 % of the node's free memory, and trainers and checkpoints need some",
+        )
+    if rollout.draft_tokens:
+        yield name, f"is refused with rollout.draft_tokens: {_UNEXAMINED}"
+    if rollout.max_staleness:
+        yield (
+            name,
+            "is refused with rollout.max_staleness: paused with requests, SGLang ends no copies to "
+            "the host, and its flush asserts that there are none",
+        )
 
 
 _RECOMPUTE_OF = {
