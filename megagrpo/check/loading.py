@@ -29,6 +29,7 @@ class LoadingTest:
     problems: list[str] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
     first_row: list[str] = field(default_factory=list)  # as the model and the grader read it
+    advice: list[str] = field(default_factory=list)
     not_tried: list[str] = field(default_factory=lambda: ["the model's weights", "the engines"])
 
 
@@ -93,9 +94,8 @@ def _try_first_row(
         trial.first_row.append(f"  the model reads     {_short(first.text)}")
         trial.first_row.append(f"  the grader compares {_short(first.answer)}")
         if tokenizer.chat_template and not data.chat_template:
-            trial.first_row.append(
-                "  ADVICE the tokenizer has a chat template; data.chat_template: true renders "
-                "prompts by it"
+            trial.advice.append(
+                "the tokenizer has a chat template; data.chat_template: true renders prompts by it"
             )
 
 

@@ -248,7 +248,7 @@ def test_every_refusal_fits_a_field_and_names_a_key():
 WRONG = [  # key, right, wrong, message
     ("actor.megatron.moe_deepep_num_sms", [5], [5.0, True, "5", None], "declares it as .*int"),
     ("actor.megatron.apply_rope_fusion", [True], [1, "true", None], "valid boolean"),
-    ("actor.megatron.fp8", ["hybrid", None], [3], "valid string"),
+    ("actor.megatron.fp8", ["hybrid", None], [3], "'e4m3' or 'hybrid'"),
     ("actor.megatron.attention_backend", ["flash"], ["flsh", 2], "flash, fused, unfused, local"),
     ("actor.megatron.cp_comm_type", ["p2p", ["p2p", "a2a"]], [["p2p", 1], 1], ""),
     ("actor.megatron.recompute_modules", [["mlp"], None], ["mlp", [1]], "List"),
