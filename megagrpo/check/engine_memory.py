@@ -180,7 +180,7 @@ def _given_values(rollout: RolloutConfig) -> dict[str, object]:
         "mem_fraction_static": rollout.mem_fraction,
         "max_running_requests": rollout.max_running_requests,
         "kv_cache_dtype": settings.get("kv_cache_dtype", "auto"),
-        "max_total_tokens": rollout.max_total_tokens,
+        "max_total_tokens": settings.get("max_total_tokens"),
     }
 
 

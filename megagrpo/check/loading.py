@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from megagrpo.check.problems import data_sections
 from megagrpo.config.fields import complaints
 from megagrpo.config.schema import DataConfig, ExperimentConfig
 from megagrpo.data.images import ImageStore
@@ -61,7 +60,7 @@ def _try_tokenizer(config: ExperimentConfig, folder: str, trial: LoadingTest) ->
         )
     with TemporaryDirectory() as images:
         store = ImageStore.of(model, Path(images))
-        for data in data_sections(config):
+        for data in config.data_sections.values():
             for one_file in (
                 part.model_copy(update={"path": path}) for part in data.parts for path in part.paths
             ):

@@ -265,10 +265,10 @@ def _rollout(config: ExperimentConfig) -> list[str]:
         lines.append(f"  environment  {sampling.environment.function}")
     if sampling.agent:
         lines.append(f"  agent      {sampling.agent.function or ' '.join(sampling.agent.command)}")
-    if e is not None:
+    if e is not None and config.eval_data is not None:
         how = "greedy" if e.temperature == 0 else f"temperature {e.temperature:g}"
         lines.append(
-            f"evaluation {e.data.name}, {e.num_samples} samples a prompt, {how}: first, every "
+            f"evaluation {config.eval_data.name}, {e.num_samples} samples a prompt, {how}: first, every "
             f"{e.every} steps, last"
         )
     return lines

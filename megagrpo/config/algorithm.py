@@ -31,13 +31,16 @@ class DynamicSampling(Section):
 class AlgorithmConfig(Section):
     """Everything that decides what one step computes from its rewards and log-probabilities."""
 
-    advantage: AdvantageConfig = Field(default=GrpoAdvantage(), description="Advantage estimator.")
-    loss: PolicyLossConfig = Field(default=PpoClipLoss(), description="Policy loss of a token.")
+    advantage: AdvantageConfig = GrpoAdvantage()
+    """Advantage estimator."""
+    loss: PolicyLossConfig = PpoClipLoss()
+    """Policy loss of a token."""
     aggregation: Aggregation = "token-mean"
     """How the losses of tokens become one number; divided once, over all ranks."""
     loss_scale_factor: PositiveFloat | None = None
     """C of seq-mean-token-sum-norm, in tokens; null: sampling.max_response_tokens."""
-    kl: KlConfig = Field(default=KlConfig(), description="KL to the initial weights.")
+    kl: KlConfig = KlConfig()
+    """KL to the initial weights."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus; positive values keep the policy random."""
     reward: RewardShapingConfig = RewardShapingConfig()

@@ -122,7 +122,7 @@ def load_config(
     except ValidationError as exc:
         _refuse(source, _explain_errors(exc, source))
         raise
-    found = [*setting_problems(config.actor, config.rollout)] or judge(config)
+    found = [*setting_problems(config.actor, config.rollout), *judge(config)]
     _refuse(
         source,
         [

@@ -108,7 +108,7 @@ def test_coordinates_of_ranks_are_megatrons(tp, cp, pp, ep, etp, world):
         ),
         (
             MOE,
-            ["rollout.max_total_tokens=10"],
+            ["rollout.sglang.max_total_tokens=10"],
             "^data: up to 16 tokens, but an engine's cache holds 10",
         ),
         (
@@ -308,7 +308,7 @@ def test_a_first_row_that_the_trainers_would_refuse(tmp_path, model, data, said)
 
 def test_what_is_not_there_yet_is_not_tried(tmp_path, model):
     path = experiment(tmp_path, model)
-    sft = "sft={model: " + str(model) + ", data: {path: " + str(tmp_path / "rows.jsonl") + "}}"
+    sft = "sft={model: " + str(model) + ", path: " + str(tmp_path / "rows.jsonl") + "}"
     config = load_config(path, [f"model.path={tmp_path / 'later'}", sft])
     assert preflight(config) == [], "the warm-up writes model.path"
     assert is_made(config, str(tmp_path / "later")) and not is_made(config, str(tmp_path / "other"))
@@ -316,7 +316,7 @@ def test_what_is_not_there_yet_is_not_tried(tmp_path, model):
     assert trial.problems == [] and trial.loaded[0] == f"the tokenizer of {model}"
     assert "not there yet: made by megagrpo sft" in explain(config, trial)
     config = load_config(
-        path, [f"model.path={tmp_path / 'made'}", "sft={model: made, data: {path: rows.jsonl}}"]
+        path, [f"model.path={tmp_path / 'made'}", "sft={model: made, path: rows.jsonl}"]
     )
     trial = try_loading(config)
     assert trial.problems == [] and trial.loaded == []

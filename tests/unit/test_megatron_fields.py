@@ -357,7 +357,7 @@ def test_a_wrong_setting_is_refused_by_its_key(overrides, message):
 
 
 def test_problems_of_all_maps_come_with_their_lines(tmp_path):
-    actor = "actor:\n  megatron:\n    apply_rope_fusion: 1\n    tp: 2\n  ddp: {bucket_size: x}\n"
+    actor = "actor:\n  megatron:\n    moe_deepep_num_sms: x\n    tp: 2\n  ddp: {bucket_size: x}\n"
     text = QUICKSTART.read_text().replace("actor:\n", actor, 1)
     text = re.sub(
         r"^rollout: .*$",

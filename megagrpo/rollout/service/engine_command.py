@@ -112,8 +112,6 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
     if config.actor.routing_replay == "rollout":
         settings["enable_return_routed_experts"] = True
     settings |= _on_cuda(rollout) if place.cuda else _stand_ins().SETTINGS
-    if rollout.max_total_tokens is not None:
-        settings["max_total_tokens"] = rollout.max_total_tokens
     return settings | rollout.sglang
 
 
