@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megagrpo.check.hardware import Hardware
 from megagrpo.check.problems import describe_model
+from megagrpo.config.fields import LibrarySettings
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
 from megagrpo.rollout.service.engine_command import (
     ServerPlace,
@@ -31,7 +32,7 @@ def engine_arguments(config: ExperimentConfig, place: ServerPlace) -> list[str]:
 
 def resolve_all(
     configs: Sequence[ExperimentConfig], gpu: tuple[Hardware, int]
-) -> list[dict[str, object]]:
+) -> list[LibrarySettings]:
     """Returns the engines' arguments as SGLang resolves them on `gpu`: a kind of GPU and its number
     per node.
 

@@ -1,7 +1,8 @@
 """Lists the settings handed over to Megatron and SGLang."""
 
 import textwrap
-from collections.abc import Mapping
+
+import yaml
 
 from megagrpo.actor.megatron.fields import (
     ddp_fields,
@@ -22,7 +23,7 @@ def settings_report(
     arch: Architecture | None, config: ExperimentConfig, everything: bool
 ) -> list[str]:
     """Returns the lines of `megagrpo check` about settings of libraries: those that the experiment
-    sets, or everything that is handed over, with * where it is the experiment's.
+    sets, or everything that is handed over.
 
     No GPU is looked for: with `actor.device` auto, bfloat16 counts as on GPUs.
     """
@@ -46,26 +47,14 @@ def settings_report(
         {name: value for name, value in engine if name not in _OF_A_START},
     )
     devices = f"trainers {_device(kernels.cuda)}, engines {_device(cuda)}"
-    lines = [f"libraries  fields handed over, {devices}; * set in this file"]
-    for (path, settings), fields in zip(given.items(), handed, strict=True):
-        lines += _wrapped(f"  {'.'.join(path)}: ", fields, settings)
-    return lines
+    text = yaml.safe_dump(
+        {".".join(path): fields for path, fields in zip(given, handed, strict=True)},
+        sort_keys=False,
+        default_flow_style=None,
+        width=_WIDTH,
+    )
+    return [f"libraries  fields handed over, {devices}", *textwrap.indent(text, "  ").splitlines()]
 
 
 def _device(cuda: bool) -> str:
     return "as on CUDA" if cuda else "as on a CPU"
-
-
-def _wrapped(head: str, fields: Mapping[str, object], given: Mapping[str, object]) -> list[str]:
-    words = (f"{'*' * (name in given)}{name} {_show(value)}" for name, value in fields.items())
-    text = ", ".join(word.replace(" ", "\N{NO-BREAK SPACE}") for word in words) or "unknown"
-    lines = textwrap.wrap(
-        text, _WIDTH, initial_indent=head, subsequent_indent="    ", break_on_hyphens=False
-    )
-    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
-
-
-def _show(value: object) -> str:
-    if isinstance(value, list) and len(value) > 8:
-        return f"[{value[0]}, ..., {value[-1]}]"
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -323,10 +323,8 @@ class ActorConfig(Section):
             ),
             Rule(
                 self.routing_replay and self.megatron.get("moe_router_fusion"),
-                (
-                    "routing_replay with megatron.moe_router_fusion: the fused kernel chooses "
-                    "experts by itself, whatever it is given"
-                ),
+                "routing_replay with megatron.moe_router_fusion: the fused kernel chooses "
+                "experts by itself, whatever it is given",
                 "remove one of them",
             ),
         ]
@@ -346,48 +344,36 @@ class ActorConfig(Section):
         return [
             Rule(
                 self.routing_replay == "old" and experiment.train.updates_of_step == 1,
-                (
-                    "actor.routing_replay old changes nothing with one update a step: the "
-                    "weights before it are those that choose the experts"
-                ),
-                (
-                    "remove it, raise train.num_updates_per_step or num_epochs_per_step, or "
-                    "set it to rollout"
-                ),
+                "actor.routing_replay old changes nothing with one update a step: the "
+                "weights before it are those that choose the experts",
+                "remove it, raise train.num_updates_per_step or num_epochs_per_step, or "
+                "set it to rollout",
             ),
             Rule(
                 unchunked,
-                (
-                    "actor.routing_replay rollout with rollout.sglang.chunked_prefill_size "
-                    f"{chunk}: SGLang keeps the experts of one chunk, and a longer prompt in "
-                    "one piece would end the engine"
-                ),
+                "actor.routing_replay rollout with rollout.sglang.chunked_prefill_size "
+                f"{chunk}: SGLang keeps the experts of one chunk, and a longer prompt in "
+                "one piece would end the engine",
                 "remove the latter",
             ),
             Rule(
                 by_engine and read > 1 and (held > (chunk or _CHUNK)),
-                (
-                    "actor.routing_replay rollout with rollout.draft_tokens: a forward may "
-                    f"read {held} tokens, max_running_requests times {read}, and SGLang keeps "
-                    "the experts of one chunk"
-                ),
+                "actor.routing_replay rollout with rollout.draft_tokens: a forward may "
+                f"read {held} tokens, max_running_requests times {read}, and SGLang keeps "
+                "the experts of one chunk",
                 f"lower the former, or set rollout.sglang: {{chunked_prefill_size: {held}}}",
             ),
             Rule(
                 by_engine and halves,
-                (
-                    "actor.routing_replay rollout with SGLang's enable_two_batch_overlap, "
-                    "which keeps the experts of a batch's second half where those of the first "
-                    "are"
-                ),
+                "actor.routing_replay rollout with SGLang's enable_two_batch_overlap, "
+                "which keeps the experts of a batch's second half where those of the first "
+                "are",
                 "remove one of them",
             ),
             Rule(
                 by_engine and rollout.sglang.get("enable_hierarchical_cache"),
-                (
-                    "actor.routing_replay rollout with SGLang's enable_hierarchical_cache: for "
-                    "what comes back from the host it returns another token's experts"
-                ),
+                "actor.routing_replay rollout with SGLang's enable_hierarchical_cache: for "
+                "what comes back from the host it returns another token's experts",
                 "remove one of them",
             ),
         ]

@@ -66,18 +66,14 @@ class AlgorithmConfig(Section):
         return [
             Rule(
                 reward.normalises_by_group and advantage.normalises_by_group,
-                (
-                    f"reward.mean/std: group with advantage {advantage.name} normalises by the "
-                    "group twice"
-                ),
+                f"reward.mean/std: group with advantage {advantage.name} normalises by the "
+                "group twice",
                 "use batch, running or none",
             ),
             Rule(
                 missed and advantage.needs_greedy_response,
-                (
-                    f"{named(f'reward.{step}' for step in missed)}: changes the rewards but not "
-                    f"{advantage.name}'s greedy baseline"
-                ),
+                f"{named(f'reward.{step}' for step in missed)}: changes the rewards but not "
+                f"{advantage.name}'s greedy baseline",
                 "leave it out",
             ),
             Rule(
@@ -111,20 +107,16 @@ class AlgorithmConfig(Section):
         return [
             Rule(
                 apart,
-                (
-                    f"algorithm.kl.estimator full, actor.parallel.cp {parallel.cp} and {updates} updates a step "
-                    "need actor.packing: true; padded, the reference's positions would lie on other ranks than "
-                    "the actor's"
-                ),
+                f"algorithm.kl.estimator full, actor.parallel.cp {parallel.cp} and {updates} updates a step "
+                "need actor.packing: true; padded, the reference's positions would lie on other ranks than "
+                "the actor's",
                 "pack, or use another estimator",
             ),
             Rule(
                 endless,
-                (
-                    "train.num_epochs with algorithm.dynamic_sampling: a step then takes as "
-                    "many prompts as it must, so that passes over them do not say how many "
-                    "steps there are"
-                ),
+                "train.num_epochs with algorithm.dynamic_sampling: a step then takes as "
+                "many prompts as it must, so that passes over them do not say how many "
+                "steps there are",
                 "give train.num_steps",
             ),
             Rule(
@@ -146,20 +138,16 @@ class AlgorithmConfig(Section):
             ),
             Rule(
                 horizon <= KL_ERROR_LIMIT * responses,
-                (
-                    f"algorithm.kl.adaptive.horizon {horizon:g} is too short for {responses} "
-                    f"responses a step: the coefficient is multiplied by 1 - {KL_ERROR_LIMIT} x "
-                    f"{responses} / horizon at worst"
-                ),
+                f"algorithm.kl.adaptive.horizon {horizon:g} is too short for {responses} "
+                f"responses a step: the coefficient is multiplied by 1 - {KL_ERROR_LIMIT} x "
+                f"{responses} / horizon at worst",
                 f"use more than {KL_ERROR_LIMIT * responses:g}",
             ),
             Rule(
                 overlong is not None and overlong.buffer(longest) > longest,
-                (
-                    "algorithm.reward.overlong.buffer_tokens "
-                    f"{overlong and overlong.buffer_tokens} is more than "
-                    f"sampling.max_response_tokens {longest}: every response would be punished"
-                ),
+                "algorithm.reward.overlong.buffer_tokens "
+                f"{overlong and overlong.buffer_tokens} is more than "
+                f"sampling.max_response_tokens {longest}: every response would be punished",
                 "DAPO's buffer is a fifth of the longest response",
             ),
         ]

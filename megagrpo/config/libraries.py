@@ -261,148 +261,167 @@ def given_settings(actor: ActorConfig, rollout: RolloutConfig) -> dict[Path, dic
 
 def setting_problems(actor: ActorConfig, rollout: RolloutConfig) -> Iterator[tuple[Path, str]]:
     """Yields (key path, problem) of each setting that is refused, alone or with others."""
-    for path, settings in given_settings(actor, rollout).items():
+    given = given_settings(actor, rollout)
+    for path, settings in given.items():
         for name in settings:
             if why := refusal(path, name):
                 yield (*path, name), f"is {why}"
-    rules = (
-        *_wrong_with_kernels(actor),
-        *_wrong_with_stages(actor),
-        *_wrong_with_optimizer(actor),
-    )
-    yield from ((("actor", *key.split(".")), text) for key, text in rules)
-    yield from (((*SERVER, name), text) for name, text in _wrong_in_engines(rollout))
-
-
-def _wrong_in_engines(rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
-    """Yields (field of ServerArgs, problem) of values, and of fields that others contradict."""
-    given = rollout.sglang
     for name, (right, why) in _VALUES.items():
-        if name in given and given[name] not in right:
-            yield name, f"{given[name]} is refused: {why}; it may be {', '.join(right)}"
-    if given.get("dp_size", 1) != 1 and not given.get("enable_dp_attention"):
-        yield "dp_size", f"is refused without enable_dp_attention: {_RANKS}; raise num_engines"
-    if not given.get("enable_hierarchical_cache"):
-        return
-    name = "enable_hierarchical_cache"
-    if not (given.get("hicache_size") or given.get("hicache_ratio")):
-        yield (
-            name,
-            "needs hicache_size, GB of host memory for each engine rank, or hicache_ratio: SGLang "
-            "would take 80 % of the node's free memory, and trainers and checkpoints need some",
-        )
-    if rollout.draft_tokens:
-        yield name, f"is refused with rollout.draft_tokens: {_UNEXAMINED}"
-    if rollout.max_staleness:
-        yield (
-            name,
-            "is refused with rollout.max_staleness: paused with requests, SGLang ends no copies to "
-            "the host, and its flush asserts that there are none",
-        )
+        if (value := rollout.sglang.get(name, right[0])) not in right:
+            yield (*SERVER, name), f"{value} is refused: {why}; it may be {', '.join(right)}"
+    for path, name, broken, text in (*_trainer_rules(actor), *_engine_rules(rollout)):
+        if given[path].get(name) and broken:
+            yield (*path, name), text
 
 
-_RECOMPUTE_OF = {
-    "recompute_modules": "selective",
-    "recompute_method": "full",
-    "recompute_num_layers": "full",
-}
+_Rules = list[tuple[Path, str, object, str]]  # a field that is set, what must not be so, and why
 # Megatron's checkpoint of these names what Transformer Engine defines, in fp8 or not
 _RECOMPUTED_BY_ENGINE = {"layernorm", "moe_act", "mla_up_proj"}
+_OF_ENGINE = ("fp8", "moe_permute_fusion", "moe_router_fusion", "apply_rope_fusion")
 
 
-def _wrong_with_kernels(actor: ActorConfig) -> Iterator[tuple[str, str]]:
-    """Yields (key, problem) of settings that actor.recompute or the layers' implementation
-    contradicts."""
+def _trainer_rules(actor: ActorConfig) -> _Rules:
     model = actor.megatron
-    for key, kind in _RECOMPUTE_OF.items():
-        if key in model and actor.recompute != kind:
-            yield (
-                f"megatron.{key}",
-                f"it is read with actor.recompute {kind} only, which is {actor.recompute}",
-            )
-    if not actor.expects_transformer_engine:
-        if engine := _RECOMPUTED_BY_ENGINE.intersection(model.get("recompute_modules") or ()):
-            only = "only with Transformer Engine's layers (actor.transformer_engine)"
-            yield "megatron.recompute_modules", f"{', '.join(sorted(engine))}: {only}"
-        for key in (
-            "fp8",
-            "moe_permute_fusion",
-            "moe_router_fusion",
-            "apply_rope_fusion",
-            "use_te_activation_func",
-        ):
-            if model.get(key):
-                yield (
-                    f"megatron.{key}",
-                    "it needs Transformer Engine's layers (actor.transformer_engine)",
-                )
-    if model.get("fp8") and model.get("fp8_recipe", "delayed") == "delayed":
-        text = (
-            "it takes scales from earlier passes, also from those without a backward, and "
-            "recomputes with others"
-        )
-        yield (
-            "megatron.fp8",
-            f"fp8_recipe delayed, the default, is refused: {text}; take tensorwise or blockwise",
-        )
-    if model.get("moe_token_dispatcher_type") == "flex" and model.get("moe_shared_expert_overlap"):
-        yield "megatron.moe_shared_expert_overlap", "it works with the alltoall dispatcher only"
-
-
-def _wrong_with_stages(actor: ActorConfig) -> Iterator[tuple[str, str]]:
-    """Yields what Megatron's schedules do not do, or do wrongly without a word."""
-    model, p = actor.megatron, actor.parallel
+    p = actor.parallel
+    sharded = actor.optimizer.distributed
+    own_layers = not actor.expects_transformer_engine
+    overlaps = model.get("overlap_p2p_comm")
+    engine = "needs Transformer Engine's layers (actor.transformer_engine)"
+    of_engine = _RECOMPUTED_BY_ENGINE.intersection(model.get("recompute_modules") or ())
     virtual = "the schedule of virtual stages (actor.parallel.vpp of 2 or more)"
-    if p.vpp == 1 and model.get("overlap_p2p_comm"):
-        yield "megatron.overlap_p2p_comm", f"messages overlap only in {virtual}"
-    if p.vpp == 1 and actor.ddp.get("align_param_gather"):
-        yield (
-            "ddp.align_param_gather",
+    kinds = {"modules": "selective", "method": "full", "num_layers": "full"}
+    host = ("use_precision_aware_optimizer", "optimizer_cpu_offload")
+    return [
+        *(
+            (
+                TRANSFORMER,
+                f"recompute_{what}",
+                actor.recompute != kind,
+                f"is read with actor.recompute {kind} only, which is {actor.recompute}",
+            )
+            for what, kind in kinds.items()
+        ),
+        (
+            TRANSFORMER,
+            "recompute_modules",
+            own_layers and of_engine,
+            f"{', '.join(sorted(of_engine))} {engine}",
+        ),
+        *(
+            (TRANSFORMER, name, own_layers, engine)
+            for name in (*_OF_ENGINE, "use_te_activation_func")
+        ),
+        (
+            TRANSFORMER,
+            "fp8",
+            model.get("fp8_recipe", "delayed") == "delayed",
+            "fp8_recipe delayed, the default, is refused: it takes scales from earlier passes, also "
+            "from those without a backward, and recomputes with others; take tensorwise or "
+            "blockwise",
+        ),
+        (
+            TRANSFORMER,
+            "moe_shared_expert_overlap",
+            model.get("moe_token_dispatcher_type") == "flex",
+            "works with the alltoall dispatcher only",
+        ),
+        (TRANSFORMER, "overlap_p2p_comm", p.vpp == 1, f"messages overlap only in {virtual}"),
+        (
+            TRANSFORMER,
+            "deallocate_pipeline_outputs",
+            overlaps,
+            "with overlap_p2p_comm Megatron-Core 0.16.1 frees an output that it is still sending",
+        ),
+        (
+            TRANSFORMER,
+            "batch_p2p_comm",
+            overlaps,
+            "with overlap_p2p_comm messages are sent one by one",
+        ),
+        (
+            TRANSFORMER,
+            "batch_p2p_comm",
+            p.vpp > 1 and p.pp == 2,
+            "of two stages, each is before and after the other, and a batch mixes up what is for "
+            "which",
+        ),
+        (
+            DDP,
+            "align_param_gather",
+            p.vpp == 1,
             f"only {virtual} starts the gathers; in others each would be waited for",
-        )
-    if model.get("overlap_p2p_comm") and model.get("deallocate_pipeline_outputs"):
-        text = "with overlap_p2p_comm Megatron-Core 0.16.1 frees an output that it is still sending"
-        yield "megatron.deallocate_pipeline_outputs", text
-    if model.get("overlap_p2p_comm") and model.get("batch_p2p_comm"):
-        yield "megatron.batch_p2p_comm", "with overlap_p2p_comm messages are sent one by one"
-    elif model.get("batch_p2p_comm") and p.vpp > 1 and p.pp == 2:
-        text = (
-            "of two stages, each is before and after the other, and a batch mixes up what is "
-            "for which"
-        )
-        yield "megatron.batch_p2p_comm", text
-
-
-def _wrong_with_optimizer(actor: ActorConfig) -> Iterator[tuple[str, str]]:
-    """Yields settings of gradients and of the optimizer's state that actor.optimizer, lora or dtype
-    contradicts."""
-    ddp, optimizer, sharded = actor.ddp, actor.optimizer.megatron, actor.optimizer.distributed
-    for key in ("overlap_grad_reduce", "overlap_param_gather"):
-        if actor.lora is not None and ddp.get(key):
-            yield (
-                f"ddp.{key}",
+        ),
+        *(
+            (
+                DDP,
+                name,
+                actor.lora,
                 "with lora, replicas of experts are summed before the ranks' gradients are",
             )
-    if ddp.get("overlap_param_gather") and not sharded:
-        yield (
-            "ddp.overlap_param_gather",
-            "it gathers what actor.optimizer.distributed: true sharded",
-        )
-    if ddp.get("overlap_param_gather") and ddp.get("overlap_grad_reduce") is False:
-        yield "ddp.overlap_param_gather", "it needs actor.ddp.overlap_grad_reduce: true"
-    for key in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
-        if optimizer.get(key) and not sharded:
-            yield f"optimizer.megatron.{key}", "it needs actor.optimizer.distributed: true"
-        if optimizer.get(key) and actor.dtype != "bfloat16":
-            text = (
-                "it keeps float32 copies of bfloat16 weights; with actor.dtype float32 there "
-                "are none"
+            for name in ("overlap_grad_reduce", "overlap_param_gather")
+        ),
+        (
+            DDP,
+            "overlap_param_gather",
+            not sharded,
+            "gathers what actor.optimizer.distributed: true sharded",
+        ),
+        (
+            DDP,
+            "overlap_param_gather",
+            actor.ddp.get("overlap_grad_reduce") is False,
+            "needs actor.ddp.overlap_grad_reduce: true",
+        ),
+        *(
+            (OPTIMIZER, name, not sharded, "needs actor.optimizer.distributed: true")
+            for name in host
+        ),
+        *(
+            (
+                OPTIMIZER,
+                name,
+                actor.dtype != "bfloat16",
+                "keeps float32 copies of bfloat16 weights; with actor.dtype float32 there are none",
             )
-            yield f"optimizer.megatron.{key}", text
-    aware = optimizer.get("use_precision_aware_optimizer") or optimizer.get("optimizer_cpu_offload")
-    if optimizer.get("main_grads_dtype", "float32") != "float32" and not aware:
-        text = (
-            "other types than float32 need "
-            "actor.optimizer.megatron.use_precision_aware_optimizer: true"
-        )
-        yield "optimizer.megatron.main_grads_dtype", text
+            for name in host
+        ),
+        (
+            OPTIMIZER,
+            "main_grads_dtype",
+            actor.optimizer.megatron.get("main_grads_dtype") != "float32"
+            and not any(map(actor.optimizer.megatron.get, host)),
+            "other types than float32 need use_precision_aware_optimizer: true",
+        ),
+    ]
+
+
+def _engine_rules(rollout: RolloutConfig) -> _Rules:
+    given, cache = rollout.sglang, "enable_hierarchical_cache"
+    return [
+        (
+            SERVER,
+            "dp_size",
+            given.get("dp_size") != 1 and not given.get("enable_dp_attention"),
+            f"is refused without enable_dp_attention: {_RANKS}; raise num_engines",
+        ),
+        (
+            SERVER,
+            cache,
+            not (given.get("hicache_size") or given.get("hicache_ratio")),
+            "needs hicache_size, GB of host memory for each engine rank, or hicache_ratio: SGLang "
+            "would take 80 % of the node's free memory, and trainers and checkpoints need some",
+        ),
+        (
+            SERVER,
+            cache,
+            rollout.draft_tokens,
+            f"is refused with rollout.draft_tokens: {_UNEXAMINED}",
+        ),
+        (
+            SERVER,
+            cache,
+            rollout.max_staleness,
+            "is refused with rollout.max_staleness: paused with requests, SGLang ends no copies to "
+            "the host, and its flush asserts that there are none",
+        ),
+    ]

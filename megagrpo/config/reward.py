@@ -216,10 +216,8 @@ class RewardConfig(Section):
             ),
             Rule(
                 total_s >= self.timeout_s,
-                (
-                    f"timeout_s {self.timeout_s:g} must be some seconds above grader code's total_s {total_s:g}; "
-                    "else a slow program is the grader's failure, not a wrong answer"
-                ),
+                f"timeout_s {self.timeout_s:g} must be some seconds above grader code's total_s {total_s:g}; "
+                "else a slow program is the grader's failure, not a wrong answer",
                 "raise the former, or lower the latter",
             ),
         ]
@@ -229,10 +227,8 @@ class RewardConfig(Section):
         return [
             Rule(
                 self.group_grader and advantage.needs_greedy_response,
-                (
-                    f"reward.group_grader with advantage {advantage.name}: its greedy baseline "
-                    "has no group, and cannot be compared with rewards that depend on the group"
-                ),
+                f"reward.group_grader with advantage {advantage.name}: its greedy baseline "
+                "has no group, and cannot be compared with rewards that depend on the group",
                 "remove the group grader, or take another estimator",
             ),
         ]

@@ -58,10 +58,8 @@ class EnvironmentConfig(Section):
         return [
             Rule(
                 whole is not None and whole <= self.timeout_s,
-                (
-                    f"episode_timeout_s {whole} must be above timeout_s {self.timeout_s:g}, the "
-                    "limit of one call"
-                ),
+                f"episode_timeout_s {whole} must be above timeout_s {self.timeout_s:g}, the "
+                "limit of one call",
                 "raise it, or lower timeout_s",
             ),
             Rule(
@@ -162,10 +160,8 @@ class SamplingConfig(Section):
         return [
             Rule(
                 truncated and (not self.allow_truncated_distribution),
-                (
-                    "top_p < 1 or top_k > 0 samples from another distribution than the "
-                    "log-probs describe"
-                ),
+                "top_p < 1 or top_k > 0 samples from another distribution than the "
+                "log-probs describe",
                 "set allow_truncated_distribution: true to accept that",
             ),
             Rule(
@@ -207,26 +203,20 @@ class SamplingConfig(Section):
             ),
             Rule(
                 self.rewarding and experiment.algorithm.needs_greedy_response,
-                (
-                    f"{given_by} with advantage {advantage}: it needs a greedy response "
-                    "to each prompt, and a greedy rollout would have other turns"
-                ),
+                f"{given_by} with advantage {advantage}: it needs a greedy response "
+                "to each prompt, and a greedy rollout would have other turns",
                 "take another estimator",
             ),
             Rule(
                 whole_s >= experiment.rollout.step_timeout_s,
-                (
-                    "sampling.environment.episode_timeout_s must be below "
-                    "rollout.step_timeout_s, that of all rollouts of a step"
-                ),
+                "sampling.environment.episode_timeout_s must be below "
+                "rollout.step_timeout_s, that of all rollouts of a step",
                 "lower it, or raise rollout.step_timeout_s",
             ),
             Rule(
                 sees and self.several_turns,
-                (
-                    "sampling.environment and agent with data.images_key: they continue "
-                    "prompts of text only"
-                ),
+                "sampling.environment and agent with data.images_key: they continue "
+                "prompts of text only",
                 "remove one of both",
             ),
         ]
@@ -329,10 +319,8 @@ class RolloutConfig(Section):
             ),
             Rule(
                 self.quantization and self.load_format == "model",
-                (
-                    "quantization fp8 with load_format model: the trainers quantise, and the "
-                    "model's files hold none of that"
-                ),
+                "quantization fp8 with load_format model: the trainers quantise, and the "
+                "model's files hold none of that",
                 "take dummy",
             ),
             Rule(
@@ -356,10 +344,8 @@ class RolloutConfig(Section):
                 self.quantization
                 and self.dtype == "float32"
                 and (experiment.actor.device != "cpu"),
-                (
-                    "rollout.quantization fp8 with rollout.dtype float32: FP8 layers on GPUs "
-                    "compute in bfloat16"
-                ),
+                "rollout.quantization fp8 with rollout.dtype float32: FP8 layers on GPUs "
+                "compute in bfloat16",
                 "set rollout.dtype: bfloat16, or actor.device: cpu",
             ),
             Rule(
@@ -369,27 +355,21 @@ class RolloutConfig(Section):
             ),
             Rule(
                 self.colocate and weights.uses_groups,
-                (
-                    f"rollout.colocate with weights.transport {weights.transport}: NCCL takes "
-                    "no two ranks on one GPU"
-                ),
+                f"rollout.colocate with weights.transport {weights.transport}: NCCL takes "
+                "no two ranks on one GPU",
                 "set weights.transport: ipc, or disk",
             ),
             Rule(
                 self.colocate and ahead,
-                (
-                    f"rollout.max_staleness {ahead} with rollout.colocate: engines sleep while "
-                    "the actor trains, and can sample nothing ahead"
-                ),
+                f"rollout.max_staleness {ahead} with rollout.colocate: engines sleep while "
+                "the actor trains, and can sample nothing ahead",
                 "set one of them",
             ),
             Rule(
                 self.max_staleness == 1 and algorithm.dynamic_sampling,
-                (
-                    "rollout.max_staleness 1 with algorithm.dynamic_sampling: groups that a "
-                    "step leaves over are trained on one step later, so that nothing could be "
-                    "sampled ahead within the bound"
-                ),
+                "rollout.max_staleness 1 with algorithm.dynamic_sampling: groups that a "
+                "step leaves over are trained on one step later, so that nothing could be "
+                "sampled ahead within the bound",
                 "take 2 or more, or 0",
             ),
             Rule(
@@ -399,18 +379,14 @@ class RolloutConfig(Section):
             ),
             Rule(
                 self.prefix_cache == "by_version" and (not ahead),
-                (
-                    "rollout.prefix_cache by_version without max_staleness: no rollout "
-                    "outlives a publish, and what is kept would be of no use"
-                ),
+                "rollout.prefix_cache by_version without max_staleness: no rollout "
+                "outlives a publish, and what is kept would be of no use",
                 "take flush",
             ),
             Rule(
                 self.prefix_cache == "by_version" and self.deterministic,
-                (
-                    "rollout.prefix_cache by_version with rollout.deterministic: bits would "
-                    "depend on what caches still hold"
-                ),
+                "rollout.prefix_cache by_version with rollout.deterministic: bits would "
+                "depend on what caches still hold",
                 "take flush",
             ),
         ]
@@ -494,11 +470,9 @@ class WeightsConfig(Section):
         return [
             Rule(
                 self.timeout_s >= deadline_s,
-                (
-                    f"weights.timeout_s {self.timeout_s:g} must be below actor.deadline_s "
-                    f"{deadline_s:g}: while rank 0 updates engines, the other ranks wait for it "
-                    "in a collective"
-                ),
+                f"weights.timeout_s {self.timeout_s:g} must be below actor.deadline_s "
+                f"{deadline_s:g}: while rank 0 updates engines, the other ranks wait for it "
+                "in a collective",
                 "lower it, or raise the deadline",
             ),
         ]

@@ -114,10 +114,8 @@ class TrainConfig(Section):
         return [
             Rule(
                 self.num_epochs and mixed,
-                (
-                    "train.num_epochs with ratios in data.sources: small sources are passed "
-                    "more often than large ones"
-                ),
+                "train.num_epochs with ratios in data.sources: small sources are passed "
+                "more often than large ones",
                 "give train.num_steps",
             ),
         ]

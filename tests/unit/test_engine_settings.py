@@ -233,8 +233,8 @@ def test_engines_in_float32_and_fp8_on_gpus(monkeypatch):
 def test_check_says_what_is_handed_over():
     given = config(dtype="bfloat16", sglang={"page_size": 64})
     text = " ".join(" ".join(settings_report(None, given, True)).split())
-    assert "engines as on CUDA" in text and "rollout.sglang: model_path m" in text
-    assert "enable_fp32_lm_head true" in text and "*page_size 64" in text
+    assert "engines as on CUDA" in text and "rollout.sglang: {model_path: m" in text
+    assert "enable_fp32_lm_head: true" in text and "page_size: 64" in text
     assert "engines as on a CPU" in settings_report(None, config(), True)[0]
     assert settings_report(None, given, False) == ["libraries  rollout.sglang.page_size: 64"]
     assert settings_report(None, config(), False) == []

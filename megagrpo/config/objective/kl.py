@@ -83,7 +83,7 @@ class KlConfig(Section):
             ),
             Rule(
                 self.adaptive and full,
-                ('adaptive measures the KL on the sampled tokens, estimator "full" does not'),
+                'adaptive measures the KL on the sampled tokens, estimator "full" does not',
                 "use k1, abs, k2 or k3",
             ),
             Rule(
