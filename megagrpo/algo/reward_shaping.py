@@ -34,7 +34,7 @@ _EPS = 1e-6  # added to a standard deviation that divides, in units of the rewar
 class RewardInputs:
     """The inputs of a reward step besides the rewards: N responses on this rank."""
 
-    response_lengths: Tensor  # [N] int64, tokens of a response, tool output included
+    response_lengths: Tensor  # [N] int64, tokens of the longest response, tool output included
     group_ids: Tensor  # [N] int64 in 0..num_groups-1
     num_groups: int  # over all ranks
     valid: Tensor  # [N] bool, the response has a reward

@@ -298,9 +298,12 @@ class Attempt:
                     raise GenerationFailed(f"{url} refused a request: {why[:1000]}")
                 raise _Refused(f"status {answer.status}: {why[:500]}")
             text = await answer.read()
-        with collector_paused():
-            whole = orjson.loads(text)
-            response = _checked(whole, request)
+        try:
+            with collector_paused():
+                whole = orjson.loads(text)
+                response = _checked(whole, request)
+        except (ValueError, KeyError, TypeError) as exc:  # a proxy's page, a truncated answer
+            raise _Refused(f"{exc!r} in its answer {text[:200]!r}") from exc
         _check_images(whole, request.images, ids)
         if request.experts_from is not None:
             assert client.experts is not None, (
@@ -336,7 +339,8 @@ def collector_paused() -> Iterator[None]:
     """Pauses Python's garbage collector, which would scan Megatron often: JSON is many lists,
     without a cycle."""
     with ExitStack() as stack:
-        stack.callback(gc.enable)
+        if gc.isenabled():
+            stack.callback(gc.enable)
         gc.disable()
         yield
 

@@ -67,7 +67,8 @@ def main(options: ProgramOptions) -> None:
         os.path.join(options["scratch"], "program.py"), encoding="utf-8", errors="surrogatepass"
     ) as file:
         source = file.read()
-    calls = None if options["mode"] == "script" else _load_calls()
+    calls = None if options["mode"] == "script" else _load("calls")
+    filters = _load("system_calls")
     ready, theirs = os.pipe()
     options["user"] = (
         61000 + os.getpid() % 4000
@@ -82,7 +83,7 @@ def main(options: ProgramOptions) -> None:
     if pid == 0:
         for fd in (options["status"], options["control"], ready):
             os.close(fd)
-        _confine(options, theirs)
+        _confine(options, theirs, filters)
         _run(source, options, calls)
         return
     os.close(theirs)
@@ -92,10 +93,10 @@ def main(options: ProgramOptions) -> None:
     _report(options, {"setup": problem} if problem else ended)
 
 
-def _load_calls() -> types.ModuleType:
-    """Loads calls.py without its folder on sys.path."""
-    path = os.path.join(os.path.dirname(__file__), "calls.py")
-    module = sys.modules["sandbox_calls"] = types.ModuleType("sandbox_calls")
+def _load(name: str) -> types.ModuleType:
+    """Loads a file beside this one without its folder on sys.path."""
+    path = os.path.join(os.path.dirname(__file__), f"{name}.py")
+    module = sys.modules[f"sandbox_{name}"] = types.ModuleType(f"sandbox_{name}")
     SourceFileLoader(module.__name__, path).exec_module(module)
     return module
 
@@ -200,7 +201,7 @@ def _call(name: str, *arguments: object) -> None:
 # -----------------------------------------------------------------------------------------
 
 
-def _confine(options: ProgramOptions, ready: int) -> None:
+def _confine(options: ProgramOptions, ready: int, filters: types.ModuleType) -> None:
     """Irrevocably gives up what the program must not have. Writes an error to `ready`, or closes
     it."""
 
@@ -223,6 +224,7 @@ def _confine(options: ProgramOptions, ready: int) -> None:
         _become(options["user"])
     _drop_capabilities()
     _limit(options, tasks)
+    filters.forbid()
     sys.excepthook = sys.__excepthook__
     os.close(ready)
 

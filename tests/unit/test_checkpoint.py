@@ -2,6 +2,7 @@
 binary file."""
 
 import json
+import os
 import threading
 import zlib
 from dataclasses import replace
@@ -16,7 +17,7 @@ from megagrpo.actor import start as starting
 from megagrpo.actor.start import steps_in_all
 from megagrpo.checkpoint import resume as beginning
 from megagrpo.checkpoint import save as checkpoint
-from megagrpo.checkpoint.folder import is_reshardable, latest
+from megagrpo.checkpoint.folder import is_reshardable, latest, restore_replaced
 from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.checkpoint.save import Checkpointer, PendingSave, RunIdentity, SaveSchedule, load
 from megagrpo.config.schema import CheckpointConfig
@@ -74,6 +75,46 @@ def test_the_newest_stays(tmp_path: Path, there, keep, left):
     ).finish()
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{step:06d}" for step in left]
     assert (folder / "manifest.json").is_file() and latest(tmp_path, at_most=17) == folder
+
+
+def test_only_a_steps_own_name_is_a_checkpoint(tmp_path: Path):
+    """A user sets one aside, as layout_problem proposes; numbers are compared as numbers."""
+    for name in ("step_000010", "step_000020.bad", "step_000005.tar", "step_1000000"):
+        (tmp_path / name).mkdir()
+    assert latest(tmp_path).name == "step_1000000"
+    assert latest(tmp_path, at_most=999_999).name == "step_000010"
+    PendingSave(
+        tmp_path, TrainState(step=1_000_001), ANY, CheckpointConfig(keep=2), Plan, MESH
+    ).finish()
+    left = {"step_000020.bad", "step_000005.tar", "step_1000000", "step_1000001"}
+    assert {path.name for path in tmp_path.iterdir()} == left
+
+
+def test_a_replacement_that_fails_or_is_killed_leaves_the_checkpoint(tmp_path: Path, monkeypatch):
+    def save() -> Path:
+        options = CheckpointConfig(keep=1)
+        return PendingSave(tmp_path, TrainState(step=17), ANY, options, Plan, MESH).finish()
+
+    folder = save()
+    (folder / "mark").touch()
+    rename = os.replace
+
+    def full_disk(source: Path, target: Path) -> None:
+        if str(source).endswith("17.partial"):
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full_disk)
+        with pytest.raises(LeaderError, match="Input/output error"):
+            save()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000017"]
+    assert (folder / "mark").exists()
+    rename(folder, tmp_path / "step_000017.replaced.partial")  # killed between the two renames
+    restore_replaced(tmp_path)
+    assert (folder / "mark").exists()
+    assert not (save() / "mark").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000017"]
 
 
 @pytest.mark.parametrize("fault", ["plan", "write", "finish"])

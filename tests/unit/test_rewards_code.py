@@ -30,6 +30,7 @@ GENEROUS = options("")
 ALSO_WITHOUT_NAMESPACES = (
     "right", "loops", "eats memory", "prints forever", "closes its output and stays", "writes a huge file",
     "opens many files", "forks without end", "leaves a daemon behind", "becomes root",
+    "eats memory in System V segments",
 )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from megagrpo.rollout.generation import (
     sample_seed,
 )
 from megagrpo.rollout.response import Response
+from megagrpo.rollout.sampler import all_of
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.types import Prompt
 
@@ -66,7 +67,8 @@ def test_request_as_sglang_wants_it():
 
 
 ABORTED = {"finish_reason": {"type": "abort", "message": "paused"}}
-BAD = (500, 502, "hang", "drop", {"weight_version": "1"}, ABORTED)
+PAGES = (b"<html>busy</html>", b'{"text": "cut', b"{}", b"[]", b'{"meta_info": null}')
+BAD = (500, 502, "hang", "drop", {"weight_version": "1"}, ABORTED, *PAGES)
 
 
 @pytest.mark.parametrize("problem", BAD, ids=str)
@@ -187,10 +189,38 @@ def test_engine_without_the_version_is_refreshed_and_the_step_completes(version,
 def test_deadline_names_what_is_missing():
     with running(FakeService(script=["hang"])) as service:
         started = time.monotonic()
-        said = r"train step 2.*1 of 5 groups did not come within 1 s.*step_timeout_s.*prompts \[0\]"
+        said = (
+            r"train step 2.*1 of 5 groups did not come within 1 s.*step_timeout_s.*prompts \[0\]; "
+            r"they wait for 1 sample\(s\) of the engines \(prompts \[0\]\)"
+        )
         with pytest.raises(LeaderError, match=said):
             make_source(service, step_timeout_s=1.0).next(2, PROMPTS, 0)
     assert time.monotonic() - started < 5
+
+
+def test_when_one_of_several_fails_the_others_are_ended():
+    ended = []
+
+    async def fail() -> None:
+        await asyncio.sleep(0.01)
+        raise TimeoutError("a tool's own")
+
+    async def hang() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append("hang")
+
+    async def run() -> None:
+        deadline = BatchDeadline(60.0)
+        with pytest.raises(TimeoutError, match="a tool's own"):
+            async with deadline:
+                await all_of([hang(), fail(), hang()])
+        assert ended == ["hang", "hang"] and not deadline.expired
+        assert await all_of([asyncio.sleep(0.02, "a"), asyncio.sleep(0, "b")]) == ["a", "b"]
+        assert await all_of([]) == []
+
+    asyncio.run(run())
 
 
 def test_service_that_gave_up_ends_the_wait():

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ParamSpec, cast
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from megagrpo.types import Outcome
 if TYPE_CHECKING:  # it pulls in torch, which the processes of environments need not
     from megagrpo.monitor.metrics import Metrics
 
+P = ParamSpec("P")
 _MODULE = "megagrpo.rollout.agents.worker"
 _BUILT_IN = "megagrpo.environments"
 BUILT_IN = {
@@ -195,7 +196,7 @@ class Environments:
             begin = task.prompt.token_ids if part.prompt_ids is None else part.prompt_ids
             if not fresh:
                 known = len(begin) + len(part.response.token_ids) - 1
-                ids = _rendered(renderer.after_turn, said or "")
+                ids = _rendered(renderer.after_turn, said or "", part.response.token_ids)
                 if len(part.response.token_ids) + len(ids) >= task.max_tokens:
                     return result.stop("tokens", "no room for another turn")
                 part.add_said(ids)
@@ -296,9 +297,9 @@ class Episode:
         return result
 
 
-def _rendered(render: Callable[[Observation], np.ndarray], said: Observation) -> np.ndarray:
+def _rendered(render: Callable[P, np.ndarray], *said: P.args, **more: P.kwargs) -> np.ndarray:
     """Returns the ids of what an environment said, whose fault it is if they cannot be made."""
     try:
-        return render(said)
+        return render(*said, **more)
     except ValueError as exc:
         raise EnvironmentFailed("error", str(exc)) from exc

@@ -104,7 +104,10 @@ class EngineFleet:
             # drained, or started again
             if id not in infos or connection.incarnation != infos[id].incarnation:
                 self._end(self._connections.pop(id))
-        self._round = [id for id in ids if id in infos]
+        self._round = [id for id in ids if id in infos and infos[id].alive]
+        for id in ids:
+            if id in infos and not infos[id].alive:
+                self._lost[id] = EngineDown(f"{id} died before its update began")
         for id in self._round:
             if id not in self._connections:
                 self._connections[id] = self._connect(infos[id])
@@ -183,7 +186,8 @@ class EngineFleet:
         for infos in self._listed(deadline, what) if self._lost else ():
             if sum(info.state == "ready" for info in infos) >= wanted:
                 break
-            if back := [info.id for info in infos if info.state == "stale"]:
+            # Past the deadline no call has time to end: engines would come back for ever.
+            if not deadline.over and (back := [i.id for i in infos if i.state == "stale"]):
                 break
         self._lost.clear()
         return back
