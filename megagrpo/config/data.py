@@ -144,11 +144,10 @@ class DataConfig(Section):
 
     def problems(self) -> list[Rule]:
         twice = sorted({path for path in self.paths if self.paths.count(path) > 1})
-        templated, unread = (
-            "the template writes its own special tokens",
-            "has no effect without chat_template: true",
-        )
-        chat, names = self.chat_template, [source.source for source in self.sources]
+        templated = "the template writes its own special tokens"
+        unread = "has no effect without chat_template: true"
+        chat = self.chat_template
+        names = [source.source for source in self.sources]
         same = sorted({name for name in names if names.count(name) > 1})
         with_ratio = sum(source.ratio is not None for source in self.sources)
         return [

@@ -91,10 +91,8 @@ class TrainConfig(Section):
         return self.num_steps or DEFAULT_STEPS
 
     def problems(self) -> list[Rule]:
-        prompts, updates = (
-            f"num_prompts_per_step {self.num_prompts_per_step}",
-            self.num_updates_per_step,
-        )
+        prompts = f"num_prompts_per_step {self.num_prompts_per_step}"
+        updates = self.num_updates_per_step
         both = f"num_steps {self.num_steps} and num_epochs {self.num_epochs}"
         return [
             Rule(
@@ -267,7 +265,8 @@ class ExperimentConfig(Section):
         """Gives `rollout.dtype` the value of `actor.dtype`, unless it is said."""
         if not isinstance(given, dict):
             return given
-        actor, rollout = given.get("actor"), given.get("rollout", {})
+        actor = given.get("actor")
+        rollout = given.get("rollout", {})
         dtype = actor.get("dtype") if isinstance(actor, dict) else getattr(actor, "dtype", None)
         if dtype not in get_args(Dtype) or not isinstance(rollout, dict) or "dtype" in rollout:
             return given
