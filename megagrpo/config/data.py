@@ -125,8 +125,13 @@ class DataConfig(Section):
         ] or [self.reading(self)]
 
     def reading(self, other: Section, **keys: object) -> "DataPart":
-        """Returns the section with the files of another, and those of its keys that are given."""
+        """Returns the section with the files of another, and those of its keys that are given: a
+        name and a grader of its own win over columns."""
         given = {key: value for key, value in other if value is not None and key != "ratio"}
+        if "source" in given:
+            given["source_key"] = None
+        if "grader" in given:
+            given |= {"grader_key": None, "grader_by_source": {}}
         return DataPart.model_construct(**{**dict(self), "sources": [], **given, **keys})
 
     @property

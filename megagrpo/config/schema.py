@@ -293,13 +293,9 @@ class ExperimentConfig(Section):
         """The rows of the warm-up, read as `data` says; no grader reads them."""
         if self.sft is None:
             return None
-        of_graders: dict[str, object] = {
-            "extra_key": None,
-            "grader_key": None,
-            "grader_by_source": {},
-        }
-        files = {"sources": [], "path": self.sft.path, "limit": None}
-        return self.data.model_copy(update=files | of_graders)
+        none = dict.fromkeys(("extra_key", "grader_key", "source_key", "limit"))
+        files = {"sources": [], "path": self.sft.path, "grader_by_source": {}}
+        return self.data.model_copy(update=files | none)
 
     @property
     def data_sections(self) -> dict[str, DataConfig]:

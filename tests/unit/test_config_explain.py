@@ -139,7 +139,7 @@ def test_preflight_finds_missing_files_a_wrong_grader_and_a_foreign_tokenizer(pr
     assert "did you mean 'exact'" in found[3] and len(found) == 4
     rows = [{"prompt": "1", "answer": "1", "by": grader} for grader in ("exact", "exakt")]
     Path("lines.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    by_row = ["data.path=lines.jsonl", "data.grader_key=by", "checkpoint.load=nowhere"]
+    by_row = ["data.path=lines.jsonl", "data.grader_key=by", "checkpoint.load=nowhere", "eval=null"]
     found = preflight(load_config(QUICKSTART, by_row))
     assert found[0] == "checkpoint.load: nowhere does not exist" and len(found) == 2
     assert "'exakt' is unknown; did you mean 'exact'" in found[1]
