@@ -293,8 +293,8 @@ class ExperimentConfig(Section):
         """The rows of the warm-up, read as `data` says; no grader reads them."""
         if self.sft is None:
             return None
+        files: dict[str, object] = {"sources": [], "path": self.sft.path, "grader_by_source": {}}
         none = dict.fromkeys(("extra_key", "grader_key", "source_key", "limit"))
-        files = {"sources": [], "path": self.sft.path, "grader_by_source": {}}
         return self.data.model_copy(update=files | none)
 
     @property
