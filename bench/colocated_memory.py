@@ -22,10 +22,7 @@ from pathlib import Path
 import psutil
 from common import ROOT, call_megagrpo, prepare, provenance, write_config, write_results
 
-from megagrpo.check.engine_memory import assumed_lengths, engine_side, gpu_phases, server_of
-from megagrpo.check.hardware import hardware_of
-from megagrpo.check.layer_costs import model_work
-from megagrpo.check.report import _trainer_side
+from megagrpo.check.fitting import experiment_memory
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.model import Model
@@ -71,15 +68,10 @@ def main() -> None:
 def plan(config: ExperimentConfig) -> dict[str, dict[str, float]]:
     """Returns the bytes of the trainer's parts by phase, with what is on the host while engines are
     awake."""
-    arch, gpu = Model.read(Path(config.model.path)).arch, hardware_of(config.cluster.gpu)
-    side = _trainer_side(config, arch, config.actor)
-    engine = engine_side(
-        model_work(arch), server_of(config.rollout), assumed_lengths(config), 1, gpu
-    )
-    phases = gpu_phases(config, side, engine, arch.hidden_size)
-    host = {
-        "optimiser on the host": side.phases["rollout"].parts["optimiser"]
-    }  # its place stays in an update, too
+    memory = experiment_memory(config, Model.read(Path(config.model.path)).arch)
+    phases = memory.phases
+    # its place stays in an update, too
+    host = {"optimiser on the host": memory.trainers.phases["rollout"].parts["optimiser"]}
     trainer = {
         p: {n: s for n, s in phases[p].parts.items() if not n.startswith("engine's")}
         for p in PHASES

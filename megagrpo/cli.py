@@ -113,9 +113,7 @@ class _Commands:
         self, name: str, run: Callable[[argparse.Namespace, ExperimentConfig], int], text: str
     ) -> argparse.ArgumentParser:
         """Adds a command that reads an experiment."""
-        command = self.add(
-            name, lambda args: run(args, load_config(args.config, args.overrides)), text
-        )
+        command = self.add(name, lambda args: run(args, _load(args)), text)
         option = command.add_argument
         option("config", help="experiment YAML")
         option(
@@ -127,6 +125,15 @@ class _Commands:
             help="override one key",
         )
         return command
+
+
+def _load(args: argparse.Namespace) -> ExperimentConfig:
+    """Reads the experiment; before a run and in a check, libraries judge what is set of theirs."""
+    if args.command not in ("check", "train") or under_torchrun():
+        return load_config(args.config, args.overrides)
+    from megagrpo.check.libraries import library_problems
+
+    return load_config(args.config, args.overrides, library_problems)
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:

@@ -72,10 +72,10 @@ class RunRecord:
         def pieces(token_ids: Sequence[int]) -> list[str]:
             return [str(tokenizer.decode([token])) for token in token_ids]
 
-        if config.log.rollouts and holds_token_values():
+        if holds_token_values():
             trained = TrainedLog(*replica, config.log.tokens, pieces, start)
             self._trained = self._stack.enter_context(closing(trained))
-        if config.log.rollouts and mesh.is_leader:
+        if mesh.is_leader:
             rollouts = RolloutLog(*replica, start, decode)
             self._rollouts = self._stack.enter_context(closing(rollouts))
         if console := self._console:

@@ -79,7 +79,8 @@ class Inputs:
         tokenizer = load_tokenizer(model)
         images = ImageStore.of(model, config.run_folder.images)
         prompts = load_prompts(config.data, tokenizer, images)
-        eval_prompts = load_prompts(config.eval.data, tokenizer, images) if config.eval else None
+        held_out = config.eval_data
+        eval_prompts = load_prompts(held_out, tokenizer, images) if held_out else None
         decode = decoder(tokenizer, model, config.sampling.skip_special_tokens)
         return cls(
             model=model,
@@ -442,8 +443,8 @@ def _console(
     """Makes the console and prints the run's summary before the first sample."""
     with StepConsole(config.name, num_steps, state.step) as console:
         notes = [describe_dropped(config.data, inputs.prompts)]
-        if config.eval is not None and inputs.eval_prompts is not None:
-            notes.append(describe_dropped(config.eval.data, inputs.eval_prompts))
+        if config.eval_data is not None and inputs.eval_prompts is not None:
+            notes.append(describe_dropped(config.eval_data, inputs.eval_prompts))
         if restarts := environment.get_int("TORCHELASTIC_RESTART_COUNT", 0):
             which = f"restart {restarts} of {config.actor.max_restarts}"
             notes.append(f"a rank was lost; restarted all ranks ({which})")

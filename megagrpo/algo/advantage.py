@@ -95,7 +95,6 @@ def _estimator_inputs(
         batch.num_groups,
         inputs.valid,
         inputs.reduce,
-        algorithm.advantage.group_std_ddof,
     )
     return EstimatorInputs(
         rewards=rewards,

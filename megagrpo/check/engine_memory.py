@@ -8,13 +8,13 @@ from functools import cache
 from statistics import NormalDist
 
 import numpy as np
-from pydantic import BaseModel
 
 from megagrpo.check.engine_arguments import resolve_all
 from megagrpo.check.hardware import CONTEXT_BYTES, Hardware, hardware_of, usable_bytes
 from megagrpo.check.layer_costs import ITEM, ModelWork, model_work
 from megagrpo.check.problems import described_architecture, longest_samples, model_description
 from megagrpo.check.trainer_memory import RankMemory, TrainerSide
+from megagrpo.config.fields import LibrarySettings
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.architecture import Architecture
@@ -120,18 +120,6 @@ class Server:
     fp8: bool = False  # rollout.quantization
 
 
-class ServerValues(BaseModel):
-    """The fields of SGLang's resolved ServerArgs that memory depends on."""
-
-    tp_size: int
-    dp_size: int
-    enable_dp_attention: bool
-    mem_fraction_static: float
-    max_running_requests: int
-    kv_cache_dtype: str
-    max_total_tokens: int | None
-
-
 @dataclass(frozen=True)
 class EngineSide:
     """Bytes of the fullest rank of an engine, and the tokens and samples that they hold."""
@@ -154,34 +142,27 @@ class EngineSide:
         return sum(self.parts.values())
 
 
-def server_of(rollout: RolloutConfig, resolved: Mapping[str, object] | None = None) -> Server:
+def server_of(rollout: RolloutConfig, resolved: LibrarySettings | None = None) -> Server:
     """Returns the settings of an experiment's engines. resolved: the arguments that SGLang resolved
     on a GPU."""
-    width = 2 if rollout.dtype == "bfloat16" else 4
-    values = ServerValues.model_validate(_given_values(rollout) if resolved is None else resolved)
-    return Server(
-        tp=values.tp_size,
-        attention_tp=values.tp_size // (values.dp_size if values.enable_dp_attention else 1),
-        memory_fraction=values.mem_fraction_static,
-        running_requests=values.max_running_requests,
-        cache_width=_CACHE_WIDTHS.get(values.kv_cache_dtype, width),
-        max_tokens=values.max_total_tokens,
-        fp8=rollout.quantization == "fp8",
-    )
-
-
-def _given_values(rollout: RolloutConfig) -> dict[str, object]:
-    """Returns the fields of ServerValues as the experiment gives them."""
-    settings = rollout.sglang
-    return {
+    found = resolved or {
         "tp_size": rollout.tp,
-        "dp_size": settings.get("dp_size", 1),
-        "enable_dp_attention": bool(settings.get("enable_dp_attention")),
         "mem_fraction_static": rollout.mem_fraction,
         "max_running_requests": rollout.max_running_requests,
-        "kv_cache_dtype": settings.get("kv_cache_dtype", "auto"),
-        "max_total_tokens": rollout.max_total_tokens,
+        **rollout.sglang,
     }
+    tp = found["tp_size"]
+    replicas = found.get("dp_size", 1) if found.get("enable_dp_attention") else 1
+    width = 2 if rollout.dtype == "bfloat16" else 4
+    return Server(
+        tp=tp,
+        attention_tp=tp // replicas,
+        memory_fraction=found["mem_fraction_static"],
+        running_requests=found["max_running_requests"],
+        cache_width=_CACHE_WIDTHS.get(found.get("kv_cache_dtype", "auto"), width),
+        max_tokens=found.get("max_total_tokens"),
+        fp8=rollout.quantization == "fp8",
+    )
 
 
 def weight_elements(work: ModelWork, tp: int, attention_tp: int) -> float:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from megagrpo.check.problems import data_sections
 from megagrpo.config.fields import complaints
 from megagrpo.config.schema import DataConfig, ExperimentConfig
 from megagrpo.data.images import ImageStore
@@ -29,6 +28,7 @@ class LoadingTest:
     problems: list[str] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
     first_row: list[str] = field(default_factory=list)  # as the model and the grader read it
+    advice: list[str] = field(default_factory=list)
     not_tried: list[str] = field(default_factory=lambda: ["the model's weights", "the engines"])
 
 
@@ -60,7 +60,7 @@ def _try_tokenizer(config: ExperimentConfig, folder: str, trial: LoadingTest) ->
         )
     with TemporaryDirectory() as images:
         store = ImageStore.of(model, Path(images))
-        for data in data_sections(config):
+        for data in config.data_sections.values():
             for one_file in (
                 part.model_copy(update={"path": path}) for part in data.parts for path in part.paths
             ):
@@ -93,9 +93,8 @@ def _try_first_row(
         trial.first_row.append(f"  the model reads     {_short(first.text)}")
         trial.first_row.append(f"  the grader compares {_short(first.answer)}")
         if tokenizer.chat_template and not data.chat_template:
-            trial.first_row.append(
-                "  ADVICE the tokenizer has a chat template; data.chat_template: true renders "
-                "prompts by it"
+            trial.advice.append(
+                "the tokenizer has a chat template; data.chat_template: true renders prompts by it"
             )
 
 

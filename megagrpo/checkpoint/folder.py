@@ -85,13 +85,3 @@ def _in_words(layout: Layout) -> str:
         for name, size in layout.items()
         if name == "ranks" or size not in (None, 1)
     )
-
-
-def manifest_bytes(folder: Path) -> int:
-    """Returns the bytes of a checkpoint's files; 0 without a manifest."""
-    manifest = folder / "manifest.json"
-    return (
-        sum(size for size, _ in json.loads(manifest.read_text()).values())
-        if manifest.is_file()
-        else 0
-    )

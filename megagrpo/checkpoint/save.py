@@ -37,7 +37,6 @@ from megagrpo.checkpoint.folder import (
     finished_checkpoints,
     is_reshardable,
     layout_problem,
-    manifest_bytes,
     restore_replaced,
 )
 from megagrpo.checkpoint.groups import read_groups, write_groups
@@ -286,13 +285,7 @@ def _superfluous(newest: Path, options: CheckpointConfig) -> list[Path]:
     ignored."""
     finished = finished_checkpoints(newest.parent)
     older = finished[: finished.index(newest)]
-    num_dropped = max(len(finished) - options.keep, 0)
-    if options.keep_gb is not None:
-        total = sum(manifest_bytes(p) for p in finished if p not in older[:num_dropped])
-        while num_dropped < len(older) and total > options.keep_gb * 1e9:
-            total -= manifest_bytes(older[num_dropped])
-            num_dropped += 1
-    return older[:num_dropped]
+    return older[: max(len(finished) - options.keep, 0)]
 
 
 def load(

@@ -31,13 +31,16 @@ class DynamicSampling(Section):
 class AlgorithmConfig(Section):
     """Everything that decides what one step computes from its rewards and log-probabilities."""
 
-    advantage: AdvantageConfig = Field(default=GrpoAdvantage(), description="Advantage estimator.")
-    loss: PolicyLossConfig = Field(default=PpoClipLoss(), description="Policy loss of a token.")
+    advantage: AdvantageConfig = GrpoAdvantage()
+    """Advantage estimator."""
+    loss: PolicyLossConfig = PpoClipLoss()
+    """Policy loss of a token."""
     aggregation: Aggregation = "token-mean"
     """How the losses of tokens become one number; divided once, over all ranks."""
     loss_scale_factor: PositiveFloat | None = None
     """C of seq-mean-token-sum-norm, in tokens; null: sampling.max_response_tokens."""
-    kl: KlConfig = Field(default=KlConfig(), description="KL to the initial weights.")
+    kl: KlConfig = KlConfig()
+    """KL to the initial weights."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus; positive values keep the policy random."""
     reward: RewardShapingConfig = RewardShapingConfig()
@@ -63,18 +66,14 @@ class AlgorithmConfig(Section):
         return [
             Rule(
                 reward.normalises_by_group and advantage.normalises_by_group,
-                (
-                    f"reward.mean/std: group with advantage {advantage.name} normalises by the "
-                    "group twice"
-                ),
+                f"reward.mean/std: group with advantage {advantage.name} normalises by the "
+                "group twice",
                 "use batch, running or none",
             ),
             Rule(
                 missed and advantage.needs_greedy_response,
-                (
-                    f"{named(f'reward.{step}' for step in missed)}: changes the rewards but not "
-                    f"{advantage.name}'s greedy baseline"
-                ),
+                f"{named(f'reward.{step}' for step in missed)}: changes the rewards but not "
+                f"{advantage.name}'s greedy baseline",
                 "leave it out",
             ),
             Rule(
@@ -108,20 +107,16 @@ class AlgorithmConfig(Section):
         return [
             Rule(
                 apart,
-                (
-                    f"algorithm.kl.estimator full, actor.parallel.cp {parallel.cp} and {updates} updates a step "
-                    "need actor.packing: true; padded, the reference's positions would lie on other ranks than "
-                    "the actor's"
-                ),
+                f"algorithm.kl.estimator full, actor.parallel.cp {parallel.cp} and {updates} updates a step "
+                "need actor.packing: true; padded, the reference's positions would lie on other ranks than "
+                "the actor's",
                 "pack, or use another estimator",
             ),
             Rule(
                 endless,
-                (
-                    "train.num_epochs with algorithm.dynamic_sampling: a step then takes as "
-                    "many prompts as it must, so that passes over them do not say how many "
-                    "steps there are"
-                ),
+                "train.num_epochs with algorithm.dynamic_sampling: a step then takes as "
+                "many prompts as it must, so that passes over them do not say how many "
+                "steps there are",
                 "give train.num_steps",
             ),
             Rule(
@@ -143,20 +138,16 @@ class AlgorithmConfig(Section):
             ),
             Rule(
                 horizon <= KL_ERROR_LIMIT * responses,
-                (
-                    f"algorithm.kl.adaptive.horizon {horizon:g} is too short for {responses} "
-                    f"responses a step: the coefficient is multiplied by 1 - {KL_ERROR_LIMIT} x "
-                    f"{responses} / horizon at worst"
-                ),
+                f"algorithm.kl.adaptive.horizon {horizon:g} is too short for {responses} "
+                f"responses a step: the coefficient is multiplied by 1 - {KL_ERROR_LIMIT} x "
+                f"{responses} / horizon at worst",
                 f"use more than {KL_ERROR_LIMIT * responses:g}",
             ),
             Rule(
                 overlong is not None and overlong.buffer(longest) > longest,
-                (
-                    "algorithm.reward.overlong.buffer_tokens "
-                    f"{overlong and overlong.buffer_tokens} is more than "
-                    f"sampling.max_response_tokens {longest}: every response would be punished"
-                ),
+                "algorithm.reward.overlong.buffer_tokens "
+                f"{overlong and overlong.buffer_tokens} is more than "
+                f"sampling.max_response_tokens {longest}: every response would be punished",
                 "DAPO's buffer is a fifth of the longest response",
             ),
         ]

@@ -2,13 +2,13 @@
 once.
 
 Four steps: read each source into plain data with the location of every key; merge them (preset,
-file, overrides); validate with the schema; check the settings of libraries against their sources.
+file, overrides); validate with the schema; check the settings of libraries.
 Problems are reported in the words of the file.
 """
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,8 +20,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megagrpo.config.fields import KeyPath, all_paths, annotations_at, choices, sections
-from megagrpo.config.libraries.megatron import megatron_setting_problems
-from megagrpo.config.libraries.sglang import engine_setting_problems
+from megagrpo.config.libraries import setting_problems
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system.run_folder import write_whole
 from megagrpo.system.user_function import did_you_mean
@@ -95,8 +94,13 @@ def plain_yaml(text: str, name: str) -> Plain:
     return source.data
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
-    """Reads an experiment file; `overrides` are "a.b=c" with c in YAML.
+def load_config(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    judge: Callable[[ExperimentConfig], Iterable[tuple[KeyPath, str]]] = lambda config: (),
+) -> ExperimentConfig:
+    """Reads an experiment file; `overrides` are "a.b=c" with c in YAML. `judge` returns (key path,
+    problem) of settings: check/libraries.py.
 
     Raises ConfigError naming every unknown key, wrong value and impossible combination, with file,
     line and remedy.
@@ -118,7 +122,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
     except ValidationError as exc:
         _refuse(source, _explain_errors(exc, source))
         raise
-    found = [*megatron_setting_problems(config.actor), *engine_setting_problems(config.rollout)]
+    found = [*setting_problems(config.actor, config.rollout), *judge(config)]
     _refuse(
         source,
         [

@@ -55,8 +55,8 @@ def alarm_bounds(config: ExperimentConfig, is_moe: bool) -> tuple[float, float] 
     In bfloat16 without replayed experts the mean is the limit of slime's own tests
     (train_rollout_logprob_abs_diff).
     """
-    given = config.algorithm.mismatch.alarm
-    if given is None:
+    factor = config.algorithm.mismatch.alarm
+    if factor is None:
         return None
     if "bfloat16" not in (config.actor.dtype, config.rollout.dtype):
         mean = 1e-3
@@ -67,7 +67,7 @@ def alarm_bounds(config: ExperimentConfig, is_moe: bool) -> tuple[float, float] 
     else:
         mean = 0.05
         tail = 1.0
-    return given.mean or mean, given.tail or tail
+    return factor * mean, factor * tail
 
 
 # ---- the health of a run

@@ -141,6 +141,9 @@ def sample_seed(run_seed: int, purpose: str, step: int, prompt_id: int, index: i
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
+_RETRIES = 8  # of one sample
+
+
 @dataclass(frozen=True)
 class RetryPolicy:
     """Retries with exponential back-off: base, 2 base, 4 base, ... seconds, each less up to half of
@@ -154,7 +157,7 @@ class RetryPolicy:
     @classmethod
     def of(cls, config: ExperimentConfig) -> "RetryPolicy":
         """Returns the policy of an experiment."""
-        return cls(config.rollout.retries, config.rollout.request_timeout_s)
+        return cls(_RETRIES, config.rollout.request_timeout_s)
 
     def wait_s(self, attempt: int) -> float:
         """Returns how many seconds to wait before the next attempt; `attempt` counts those before
@@ -237,8 +240,8 @@ class GenerationClient:
                 if failures > self.retry.retries:
                     raise GenerationFailed(
                         f"engines gave no sample in {failures} tries of at most "
-                        f"{self.retry.request_timeout_s:.0f} s (rollout.retries, "
-                        f"rollout.request_timeout_s); the last problem: {self.last_problem}"
+                        f"{self.retry.request_timeout_s:.0f} s (rollout.request_timeout_s); the "
+                        f"last problem: {self.last_problem}"
                     )
                 await asyncio.sleep(pause_s)
 

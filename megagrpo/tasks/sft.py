@@ -35,7 +35,7 @@ def sft(config: ExperimentConfig, device: torch.device, progress: Progress) -> N
         config=config.actor.model_copy(
             update={"lora": None}
         ),  # adapters are for the model that this writes
-        optimizer=options.optimizer.whole,
+        optimizer=options.optimizer.like(config.actor.optimizer),
         num_updates=options.num_steps,
         seed=config.seed,
         device=device,
@@ -44,7 +44,8 @@ def sft(config: ExperimentConfig, device: torch.device, progress: Progress) -> N
     weights = load_initial_weights(actor, options.model)
     tokenizer = load_tokenizer(model)
     images = ImageStore.of(model, config.run_folder.images)
-    data = options.data.whole
+    data = config.sft_data
+    assert data is not None
     prompts = load_prompts(data, tokenizer, images)
     actor.images = images.pixels if images else None
     _check_answers(prompts.prompts, tokenizer)

@@ -13,9 +13,7 @@ from pydantic_core import PydanticUndefined
 
 from megagrpo.config.actor import RouterLossConfig
 from megagrpo.config.fields import Rule, Section, choices, elements, members, sections
-from megagrpo.config.libraries.megatron import MEGATRON_SETTINGS
-from megagrpo.config.libraries.sglang import SERVER_REFUSED
-from megagrpo.config.libraries.source import Refusal
+from megagrpo.config.libraries import REFUSED
 from megagrpo.config.objective.correction import Band, Rejection, TruncatedImportance
 from megagrpo.config.reward import OPTIONS
 from megagrpo.config.rollout import AgentConfig, EnvironmentConfig
@@ -45,9 +43,9 @@ names the experiment's values, these are the defaults. What SGLang's and Megatro
 page of [all keys](configuration.md).
 """
 _REFUSED_HEAD = """\
-All other fields of Megatron's and SGLang's classes may be set by their own names; `*` stands for any characters. Whole
-classes of ServerArgs are refused too: speculative decoding but for `rollout.draft_tokens`, SGLang's LoRA,
-disaggregation, multi-modal inputs, diffusion, recurrent layers and offloading.
+All other fields of Megatron's and SGLang's classes may be set by their own names; `*` stands for any characters.
+`megagrpo check` and `train` ask the library itself whether a name exists and its value has the right type; where it is
+not installed, as on a login node, they say in a line that they do not judge it.
 """
 _SIGNS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))  # of the classes in annotated_types
 _SCALARS: dict[object, str] = {int: "integer", float: "number", str: "text", bool: "true or false"}
@@ -76,18 +74,16 @@ def reference() -> str:
         ]
     head = ("## Settings of libraries that are refused", "", _REFUSED_HEAD)
     lines += [*head, "| map | reason | fields |", "|---|---|---|"]
-    for table in MEGATRON_SETTINGS:
-        lines += _refused_rows(".".join(table.path), table.refused)
-    return "\n".join([*lines, *_refused_rows("rollout.sglang", SERVER_REFUSED), ""])
+    for path, refused in REFUSED.items():
+        lines += _refused_rows(".".join(path), refused)
+    return "\n".join([*lines, ""])
 
 
-def _refused_rows(path: str, refused: Mapping[str, Refusal]) -> list[str]:
+def _refused_rows(path: str, refused: Mapping[str, str]) -> list[str]:
     """Returns one row for each reason, with the names and patterns that it is given for."""
     fields: dict[str, list[str]] = {}
-    for name, refusal in refused.items():
-        fields.setdefault(
-            f"set by {refusal.instead}" if refusal.instead else refusal.reason, []
-        ).append(f"`{name}`")
+    for name, why in refused.items():
+        fields.setdefault(why.removeprefix("refused: "), []).append(f"`{name}`")
     return [f"| `{path}` | {reason} | {', '.join(names)} |" for reason, names in fields.items()]
 
 

@@ -59,7 +59,7 @@ def long_run(experiments) -> tuple[Path, Finished]:
     """(run folder, what the user saw) of ten undisturbed steps, weights by `reshard`, with
     evaluations in between."""
     folder = experiments / "long"
-    held_out = {"path": str(experiments / "data" / "eval.jsonl"), "max_prompt_tokens": 8}
+    held_out = {"path": str(experiments / "data" / "eval.jsonl")}
     evaluation = {
         "data": held_out,
         "every": 5,

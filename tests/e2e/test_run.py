@@ -167,7 +167,7 @@ def test_killed_and_run_again_it_is_the_same_run(long_run):
         assert engine(folder) is not None
         job.kill()
     reached = reached_before(folder, NUM_STEPS, middle=5)
-    done = succeed("run", config, "--set", "algorithm.mismatch.alarm={mean: 1.0e-12}")
+    done = succeed("run", config, "--set", "algorithm.mismatch.alarm=1.0e-9")
     assert done.stdout.count("ALARM: log-probabilities of trainer and engine are") == 1
     assert (
         f"continues after step {reached}" in done.stdout

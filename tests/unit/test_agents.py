@@ -220,24 +220,6 @@ def test_a_rollout_begins_again_where_that_may_help(tmp_path, kind, good, begun,
     assert len(requests) == begun and masked(group) == f"3{TOKENIZER.eos_token}"
 
 
-def test_at_most_max_open_environments_are_open():
-    async def run() -> int:
-        now, most = 0, 0
-
-        async def one() -> None:
-            nonlocal now, most
-            async with environments.episode({}, 1):
-                now, most = now + 1, max(most, now + 1)
-                await asyncio.sleep(0.01)
-                now -= 1
-
-        await asyncio.gather(*(one() for _ in range(6)))
-        return most
-
-    with opened("tests.games:Walk", max_open=2) as environments:
-        assert asyncio.run(run()) == 2
-
-
 def test_the_handbooks_environment_plays(tmp_path, monkeypatch):
     (code,) = re.findall(
         r"```python\n(# games.py\n.*?)```", (ROOT / "docs" / "agents.md").read_text(), re.DOTALL

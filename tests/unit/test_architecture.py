@@ -70,7 +70,7 @@ ONLY_IN = {
     "megatron": r"actor/|cpu/trainer\.py|tools/bisect/capture\.py|tools/plan/trainer_dry_run\.py",
     "ray": r"rollout/service/",
     # a dry run builds the engine's model or resolves its arguments as on a GPU, in a process of its own
-    "sglang": r"weights/engines/loader\.py|rollout/service/(engine_process|\w+_dry_run)\.py"
+    "sglang": r"weights/engines/loader\.py|rollout/service/(engine_process|engine_words|\w+_dry_run)\.py"
     r"|tools/plan/engine_dry_run\.py|cpu/engine/",
     "sgl_kernel": r"cpu/engine/",
     "triton": r"weights/digests/triton_kernel\.py",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megagrpo.cli import main
-from megagrpo.config.libraries.sglang import engine_setting_problems
+from megagrpo.config.libraries import setting_problems
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.family import TinySizes
@@ -324,7 +324,7 @@ def test_the_engine_is_one_whose_passes_hooks_can_see(tmp_path):
     assert (eager.output_dir, eager.weights.transport) == (str(tmp_path), "reshard")
     graphs = {name for name, value in eager.rollout.sglang.items() if value == "disabled"}
     assert graphs == {"cuda_graph_backend_decode", "cuda_graph_backend_prefill"}
-    assert not list(engine_setting_problems(eager.rollout))
+    assert not list(setting_problems(eager.actor, eager.rollout))
     assert eager.actor.megatron["moe_router_fusion"] is False, "it must accept the engine's experts"
     ExperimentConfig.model_validate(eager.model_dump())
 

@@ -253,19 +253,6 @@ def test_state_of_a_setting_that_is_gone_is_refused_unless_it_is_empty(
         load(folder, ANY, lambda _: None, MESH)
 
 
-@pytest.mark.parametrize(("keep_gb", "left"), [(None, [2, 4, 5]), (3e-6, [4, 5]), (1e-9, [5])])
-def test_bytes_are_bounded_but_the_newest_stays(
-    tmp_path: Path, keep_gb: float | None, left: list[int]
-):
-    """Three checkpoints of a little more than 1000 bytes each."""
-    saver = checkpointer(
-        tmp_path, lambda folder, _: Plan(folder, size=1000), every=2, keep_gb=keep_gb
-    )
-    for step in range(6):
-        saver.on_schedule(TrainState(step=step))
-    assert saved(tmp_path) == left
-
-
 def test_checksums_are_those_of_the_writer_and_its_files_are_not_read_again(
     tmp_path: Path, monkeypatch
 ):

@@ -147,7 +147,7 @@ def test_verls_command_whole(tmp_path):
     config = ExperimentConfig.model_validate(draft.nested())
     train = config.train
     assert (train.num_prompts_per_step, train.group_size, train.num_updates_per_step) == (256, 4, 4)
-    assert (train.num_epochs, config.name, config.log.wandb.name) == (2, "my run", "my run")
+    assert (train.num_epochs, config.name, config.log.wandb.project) == (2, "my run", None)
     actor, rollout = config.actor, config.rollout
     assert (actor.world_size, actor.parallel.tp, actor.dtype, actor.recompute) == (
         8,
@@ -181,7 +181,7 @@ def test_verls_command_whole(tmp_path):
         "math_dapo"
     }
     assert (
-        config.eval.every == 5 and len(config.eval.data.paths) == 2 and config.eval.temperature == 0
+        config.eval.every == 5 and len(config.eval_data.paths) == 2 and config.eval.temperature == 0
     )
 
 

@@ -63,14 +63,17 @@ def test_limits_of_the_engines_own_cache():
     "settings, said",
     [
         (
-            ["rollout.max_total_tokens=300"],
+            ["rollout.sglang.max_total_tokens=300"],
             ["300 tokens an engine, as its arguments on a CPU", " by its cache"],
         ),
         (
             ["rollout.max_running_requests=7"],
             ["20,000 tokens", "7 samples an engine, by rollout.max_running_requests"],
         ),
-        (["rollout.max_total_tokens=5"], ["5 tokens an engine", "ADVICE   a sample may have"]),
+        (
+            ["rollout.sglang.max_total_tokens=5"],
+            ["5 tokens an engine", "ADVICE   a sample may have"],
+        ),
         (
             ["rollout.dtype=bfloat16"],
             ["on an H100 by the closed forms", "`--hardware H100` asks SGLang"],

@@ -194,7 +194,7 @@ def test_the_cache_is_what_weights_leave():
     assert engine(shipped(LARGE, "rollout.max_running_requests=3"), lengths).concurrent == 3
     (problem,) = engine(shipped(LARGE, "rollout.tp=4", "rollout.ep=4"), lengths).problems
     assert "rank's weights are 117.6 GB, but rollout.mem_fraction 0.85 leaves 71.4 GB" in problem
-    (problem,) = engine(shipped(LARGE, "rollout.max_total_tokens=9000"), lengths).problems
+    (problem,) = engine(shipped(LARGE, "rollout.sglang.max_total_tokens=9000"), lengths).problems
     assert problem == "an engine's cache holds 9,000 tokens, but a sample may have 10,240"
 
 

@@ -114,7 +114,7 @@ def test_sample_that_saw_two_versions_is_refused():
     ids=str,
 )
 def test_out_of_retries_says_why(problem, tries, said):
-    said = rf"no sample in 4 tries.*rollout.retries.*{said}" if tries > 1 else said
+    said = rf"no sample in 4 tries.*rollout.request_timeout_s.*{said}" if tries > 1 else said
     with running(FakeService(script=[problem] * 10)) as service:
         with pytest.raises(GenerationFailed, match=said):
             generate(service)

@@ -5,7 +5,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, cast
@@ -126,9 +126,6 @@ class Environments:
         make = partial(WorkerProcess, python_module(_MODULE), [config.function])
         self._episodes = {WorkerSlot(make): 0 for _ in range(config.workers)}  # how many are open
         self._numbers = itertools.count()
-        self._open = (
-            nullcontext() if config.max_open is None else asyncio.Semaphore(config.max_open)
-        )
         self.usage = EnvironmentUsage()
 
     def add_metrics(self, metrics: "Metrics") -> None:
@@ -227,19 +224,18 @@ class Environments:
         Raises EnvironmentFailed if the environment raises or does not answer in time, or if another
         episode's call has ended its process.
         """
-        async with self._open:
-            slot = min(self._episodes, key=lambda each: (each is avoid, self._episodes[each]))
-            self._episodes[slot] += 1
+        slot = min(self._episodes, key=lambda each: (each is avoid, self._episodes[each]))
+        self._episodes[slot] += 1
+        try:
+            episode = Episode(self, slot, await self._process_of(slot), next(self._numbers))
             try:
-                episode = Episode(self, slot, await self._process_of(slot), next(self._numbers))
-                try:
-                    await episode.call("make", row, seed, self.config.args)
-                    yield episode
-                finally:
-                    with suppress(EnvironmentFailed):  # its rollout is over, or has failed already
-                        await episode.call("close")
+                await episode.call("make", row, seed, self.config.args)
+                yield episode
             finally:
-                self._episodes[slot] -= 1
+                with suppress(EnvironmentFailed):  # its rollout is over, or has failed already
+                    await episode.call("close")
+        finally:
+            self._episodes[slot] -= 1
 
     async def ask(self, episode: "Episode", message: Sequence[object]) -> list:
         """Returns the answer of an episode's process, which is ended unless it gives one. Raises as

@@ -52,7 +52,7 @@ from megagrpo.weights.transports.gather_plan import (
 
 # A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into
 # a full step.
-OPTIMIZER = OptimizerConfig(lr=1e-3, clip_grad=1.0, adam_eps=1e-4, distributed=False)
+OPTIMIZER = OptimizerConfig(lr=1e-3, clip_grad=1.0, distributed=False, megatron={"adam_eps": 1e-4})
 _CHUNK_TOKENS = 32
 # of the experiment's actor
 _KEPT = {
@@ -166,8 +166,8 @@ def measure(
         **config.actor.model_dump(include=_KEPT),
     )
     # adapters are smaller than weights: the same rounding is a larger share of them
-    adam_eps = OPTIMIZER.adam_eps if config.actor.lora is None else 1e-3
-    optimizer = OPTIMIZER.model_copy(update={"distributed": case.distributed, "adam_eps": adam_eps})
+    megatron = OPTIMIZER.megatron if config.actor.lora is None else {"adam_eps": 1e-3}
+    optimizer = OPTIMIZER.model_copy(update={"distributed": case.distributed, "megatron": megatron})
     groups = make_groups(config, config.seed, config.read_model().arch)
     model = config.model.path
     with joined(

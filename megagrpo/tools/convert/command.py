@@ -8,8 +8,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from megagrpo.config.libraries.megatron import megatron_setting_problems
-from megagrpo.config.libraries.sglang import engine_setting_problems
+from megagrpo.config.libraries import setting_problems
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system.run_folder import write_whole
 from megagrpo.tools.convert import roll, trl, verl
@@ -34,10 +33,7 @@ def translate(framework: str, path: Path) -> Translation:
             where = ".".join(map(str, error["loc"]))
             draft.problems.append(f"{where}: {error['msg']}" if where else error["msg"])
         return draft
-    for keys, text in [
-        *megatron_setting_problems(experiment.actor),
-        *engine_setting_problems(experiment.rollout),
-    ]:
+    for keys, text in setting_problems(experiment.actor, experiment.rollout):
         draft.drop(".".join(map(str, keys)), text)
     return draft
 

@@ -282,9 +282,7 @@ def _run(d: Translation) -> None:
         d.lack("resume_from_checkpoint", "their checkpoints are not read; ours go on by themselves")
     tracker, project = d.text("track_with"), "tracker_kwargs.project"
     if tracker == "wandb":
-        d.put(
-            "log.wandb", {"project": d.text(project) or name, "name": name}, "track_with", project
-        )
+        d.put("log.wandb", {"project": d.text(project) or name}, "track_with", project)
     elif tracker not in ("", "tensorboard", "stdout", "ml_tracker"):
         d.lack("track_with", f"no tracker {tracker}; there are TensorBoard files and log.wandb")
 

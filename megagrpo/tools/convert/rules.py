@@ -3,8 +3,6 @@
 from megagrpo.config.objective.estimators import ESTIMATOR_CONFIGS
 from megagrpo.tools.convert.draft import Translation
 
-_OF_TRAINING_ALONE = ("data.path", "data.limit", "data.shuffle")
-
 
 def estimator(d: Translation, key: str, name: str, *more: str) -> bool:
     """Puts the advantage estimator; returns False if there is none of this name."""
@@ -48,11 +46,6 @@ def evaluated_as_trained(
         )
     if d.get(path) is None or every < 1:
         return False
-    for ours, value in [
-        (ours, value) for ours, value in d.values.items() if ours.startswith("data.")
-    ]:
-        if ours not in _OF_TRAINING_ALONE:
-            d.put(f"eval.{ours}", value, *d.because[ours])
     d.put("eval.data.path", d.get(path), path)
     d.put("eval.every", every, *every_keys)
     d.put("eval.num_samples", d.number(num_samples), num_samples)

@@ -369,7 +369,7 @@ def _run(d: Translation) -> None:
     d.put("output_dir", d.text(folder) or f"runs/{name}", folder)
     named = loggers if isinstance(loggers, list) else [loggers]
     if "wandb" in named:
-        wandb: dict[str, Plain] = {"project": d.text("trainer.project_name"), "name": name}
+        wandb: dict[str, Plain] = {"project": d.text("trainer.project_name")}
         d.put("log.wandb", wandb, "trainer.logger", "trainer.project_name", experiment)
     if others := [
         str(one) for one in named if one not in ("console", "wandb", "tensorboard", None)

@@ -22,6 +22,7 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megagrpo.mesh import only_fake_groups
+from megagrpo.rollout.service.engine_words import engine_words
 from megagrpo.weights.copies.record import Copy, Specs, coverage_problems
 from megagrpo.weights.engines.loader import WithDraft, record_engine_model
 
@@ -33,7 +34,7 @@ def record_engine(arguments: list[str], specs: Specs) -> Iterator[list[Copy]]:
     Raises ValueError for a parameter that the HF tensors do not fill exactly once.
     """
     load_plugins()
-    server = prepare_server_args(arguments)
+    server = prepare_server_args(engine_words(arguments))
     for rank in range(server.tp_size):
         with _pretended_rank(server, rank) as model_config:
             model = _build(model_config)

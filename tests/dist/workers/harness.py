@@ -15,7 +15,8 @@ from megagrpo.tools.certify.measure import joined
 DEVICE = torch.device("cpu")
 # A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into
 # a full step.
-OPTIMIZER = {"lr": 1e-3, "adam_eps": 1e-4, "clip_grad": 0.5, "weight_decay": 0.01}
+OPTIMIZER = {"lr": 1e-3, "clip_grad": 0.5, "weight_decay": 0.01}
+OPTIMIZER |= {"megatron": {"adam_eps": 1e-4}}
 SMALL = {"logprob_chunk_tokens": 32, "deadline_s": 120.0}
 
 
