@@ -52,10 +52,6 @@ _TOOLS = {
         "memory of both sides and a roofline of a step on the cluster, from the model's "
         "config.json only",
     ),
-    "plan-weights": _Tool(
-        "megagrpo.tools.plan.weights_command",
-        "what a publish will move on the cluster, from the model's config.json alone",
-    ),
     "report": _Tool(
         "megagrpo.tools.report",
         "summary table and learning curve of a run folder",

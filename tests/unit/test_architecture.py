@@ -37,10 +37,7 @@ MANY_ARGUMENTS = {  # "path:function" -> whose signature it is
     "weights/digests/triton_kernel.py:_block_sums": "a Triton kernel takes pointers and sizes one by one",
     "algo/logprob.py:forward": "torch.autograd.Function takes its inputs one by one",
 }
-NAMES_TRANSPORTS = {
-    "tools/plan/forecast.py",
-    "tools/convert/rules.py",
-}  # compares bytes of two; writes an experiment
+NAMES_TRANSPORTS = {"tools/convert/rules.py"}  # writes an experiment
 
 # What stands beside the core, which never imports it; its modules are found by name where a setting asks for them.
 WINGS = {"tools", "cpu", "sandbox", "environments"}
@@ -67,11 +64,11 @@ LAYERS = (
 
 # Third-party library -> where it may be imported. `cpu/engine` runs inside the engine's process.
 ONLY_IN = {
-    "megatron": r"actor/|cpu/trainer\.py|tools/bisect/capture\.py|tools/plan/trainer_dry_run\.py",
+    "megatron": r"actor/|cpu/trainer\.py|tools/bisect/capture\.py",
     "ray": r"rollout/service/",
     # a dry run builds the engine's model or resolves its arguments as on a GPU, in a process of its own
     "sglang": r"weights/engines/loader\.py|rollout/service/(engine_process|\w+_dry_run)\.py"
-    r"|tools/plan/engine_dry_run\.py|cpu/engine/",
+    r"|cpu/engine/",
     "sgl_kernel": r"cpu/engine/",
     "triton": r"weights/digests/triton_kernel\.py",
     "matplotlib": r"tools/report\.py",

@@ -207,7 +207,7 @@ def test_measured_tables_are_shown_and_figures_in_prose_are_measured():
         "learning_quickstart learning_quickstart_arithmetic learning_gsm8k_calc faults soak "
         "presets certificates "
     )
-    names += "layouts plan_weights_235b"
+    names += "layouts"
     assert {f"bench/results/{name}.md" for name in names.split()} <= shown
     text = (ROOT / "README.md").read_text().replace("\n", " ")
     before, after = re.search(

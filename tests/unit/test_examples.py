@@ -41,14 +41,11 @@ from megagrpo.actor.host import prepare_host
 prepare_host()
 from megagrpo.config.load import load_config
 from megagrpo.families.model import Model
-from megagrpo.tools.plan.record_process import hf_specs
-from megagrpo.tools.plan.trainer_dry_run import record_trainer_rank
+from tests.pretended_world import record_trainer_rank
 from pathlib import Path
-import torch
 for path, model in zip(sys.argv[1::2], map(Path, sys.argv[2::2])):
     actor, arch = load_config(path).actor.model_copy(update={"lora": None}), Model.read(model).arch
-    specs = hf_specs(model, getattr(torch, actor.dtype))
-    place, copies = record_trainer_rank(arch, actor, specs, actor.world_size - 1)
+    place, copies = record_trainer_rank(arch, actor, actor.world_size - 1)
     layers = {copy.hf.partition(".layers.")[2].split(".")[0] for copy in copies if ".layers." in copy.hf}
     print(path, len(layers), "lm_head.weight" in {copy.hf for copy in copies}, *place.values())
 """
@@ -230,7 +227,7 @@ def test_the_last_rank_of_every_example_is_built():
     printed = python("-c", BUILD, *(word for pair in distinct.values() for word in pair))
     built = [line.split() for line in printed.splitlines()]
     assert [line[0] for line in built] == [path for path, _ in distinct.values()]
-    for path, layers, head, tp, pp, ep, _ in built:
+    for path, layers, head, tp, pp, ep in built:
         config = described(Path(path))
         parallel, arch = config.actor.parallel, architecture_of(model_description(config))
         assert (int(tp), int(pp), int(ep)) == (parallel.tp - 1, parallel.pp - 1, parallel.ep - 1)

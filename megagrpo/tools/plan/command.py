@@ -26,12 +26,6 @@ def add_options(command: argparse.ArgumentParser) -> None:
         metavar="NODES",
         help="also layouts of as many nodes by their bound",
     )
-    add_cluster_options(command)
-
-
-def add_cluster_options(command: argparse.ArgumentParser) -> None:
-    """Adds the options that `plan` and `plan-weights` share."""
-    option = command.add_argument
     option("--gpus-per-node", type=positive, help="of every node; default: cluster.gpus_per_node")
     option("--hardware", help="H100, H200, H20, B200; default: cluster.gpu")
     option("--json", type=Path, metavar="FILE", help="also write all figures")
