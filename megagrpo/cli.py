@@ -59,7 +59,7 @@ _TOOLS = {
     ),
     "view": _Tool(
         "megagrpo.tools.view.command",
-        "samples of one or more runs as one HTML file, and their traces for Perfetto",
+        "samples of one or more runs as one HTML file",
         reads_experiment=False,
     ),
 }

@@ -37,7 +37,7 @@ from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.agents.answering import Answering
 from megagrpo.rollout.agents.make import make_answering
 from megagrpo.rollout.control import ServiceControl, find_service, service_progress
-from megagrpo.rollout.generation import OnRequest, SamplingParams
+from megagrpo.rollout.generation import SamplingParams
 from megagrpo.rollout.metrics import grader_metrics, rollout_metrics, source_metrics
 from megagrpo.rollout.sampler import Sampler
 from megagrpo.rollout.selection import GroupChoice, StepGroups, gather_surplus
@@ -100,7 +100,7 @@ class Sampling:
     """Samples, scores and measures this rank's groups. A context manager, which ends requests and
     processes.
 
-    on_request, update_engines, alive: see Sampler and RolloutSource.
+    update_engines, alive: see Sampler and RolloutSource.
     """
 
     def __init__(
@@ -109,7 +109,6 @@ class Sampling:
         mesh: Mesh,
         inputs: Inputs,
         control: ServiceControl,
-        on_request: OnRequest,
         update_engines: UpdateEngines,
         alive: Callable[[], None],
     ):
@@ -129,7 +128,6 @@ class Sampling:
                     grader,
                     inputs.decode,
                     inputs.answering,
-                    on_request,
                 )
                 sampler.images = inputs.images
                 if config.actor.routing_replay == "rollout":
@@ -199,7 +197,6 @@ class Run:
     def enter(self, phase: str) -> None:
         """Records that this rank starts phase `phase` of the step."""
         self.watchdog.enter(phase)
-        self.recording.timeline.mark(phase)
         if phase == "checkpoint":  # the first of a step
             self.progress.calm()
         source = self.sampling.source
@@ -351,14 +348,13 @@ def start_run(
         control = find_service(folder.path, service_url, start_timeout_s)
         recording = stack.enter_context(RunRecord(config, mesh, state.step, console))
         watchdog = stack.enter_context(Watchdog(config, mesh, folder, lambda: state.step))
-        exchange = Exchange(config, mesh, weights, control, folder.path, recording.timeline.call)
+        exchange = Exchange(config, mesh, weights, control, folder.path)
         sampling = stack.enter_context(
             Sampling(
                 config,
                 mesh,
                 inputs,
                 control,
-                recording.timeline.request,
                 exchange.publish,
                 watchdog.alive,
             )

@@ -182,8 +182,6 @@ class LogConfig(Section):
     rollouts: bool = Field(
         default=True, description="Write every prompt, response and reward as JSON lines."
     )
-    timeline: bool = True
-    """Record when every rank entered which phase, and the requests to every engine."""
     tokens: NonNegativeInt = 4
     """Groups of a step whose tokens are recorded with the difference between trainer's and engine's
     log-probability; 0: none."""
