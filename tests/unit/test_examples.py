@@ -4,7 +4,6 @@ files say."""
 import json
 import re
 from functools import cache
-from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,7 @@ from megagrpo.config.load import load_config
 from megagrpo.config.placement import placement_problems
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.table import architecture_of
-from megagrpo.system.progress import Progress
-from megagrpo.tools.plan.search import Options, plan_command
+from megagrpo.tools.plan.command import placed_plan, report
 from tests.experiments import ROOT, python
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -183,11 +181,11 @@ def test_check_plan_and_submit_say_the_same(path, change):
     of_submit = without_files([line.strip() for line in refused.splitlines()[1:]])
     assert of_submit == of_check and (change or not of_check)
     if model_description(with_model(config)) is not None:
-        text, fits = plan_command(config, Options(), Progress("", stream=StringIO()))
+        plan = placed_plan(with_model(config))
+        text = "\n".join(report(plan))
         of_plan = [line.strip() for line in text.partition("DOES NOT FIT\n")[2].splitlines()]
-        assert [
-            line for line in of_plan if not line.startswith("--search")
-        ] == of_check and fits == (not of_check)
+        assert [line for line in of_plan if not line.startswith("--search")] == of_check
+        assert list(plan.problems) == of_check
 
 
 def quoted(config: ExperimentConfig) -> list[str]:
