@@ -1,7 +1,7 @@
 """The experiment: every section of the YAML, one frozen pydantic model each.
 
 A default and a description live on their field, nowhere else; docs/reference/configuration.md is
-generated from them (`python -m megagrpo.tools.describe`). Reading files, overrides and error
+generated from them (`python bench/readme.py`). Reading files, overrides and error
 messages are in config/load.py.
 """
 
