@@ -31,7 +31,7 @@ MAX_FLAT_MODULES, MAX_FOLDER_FILES, MAX_ARGUMENTS, MAX_ARROWS = 8, 12, 7, 137
 # Ceilings of what must become less: lower them whenever the code allows it, never raise them.
 MAX_CORE_TOKENS, MAX_PACKAGE_TOKENS = 216_000, 284_500
 MAX_SETTINGS = 256
-MAX_ANY, MAX_BROAD_EXCEPTS, MAX_TRIES_PER_1000_TOKENS = 34, 8, 0.42
+MAX_ANY, MAX_BROAD_EXCEPTS, MAX_TRIES = 34, 8, 115
 MANY_ARGUMENTS = {  # "path:function" -> whose signature it is
     "actor/layers/attention.py:__init__": "Megatron-Core builds core attention with it",
     "weights/digests/triton_kernel.py:_block_sums": "a Triton kernel takes pointers and sizes one by one",
@@ -340,9 +340,8 @@ def test_functions_have_few_arguments():
 
 def test_errors_rise():
     """Few try blocks, very few that catch everything, and no test library in the package."""
-    size = sum(len(tokens(PACKAGE / path)) for path in sources())
-    tries = sum(isinstance(node, ast.Try) for _, node in all_nodes())
-    assert 1000 * tries / size <= MAX_TRIES_PER_1000_TOKENS, f"{tries} try blocks in {size} tokens"
+    tries = [f"{path}:{node.lineno}" for path, node in all_nodes() if isinstance(node, ast.Try)]
+    assert len(tries) <= MAX_TRIES, f"{len(tries)} try blocks: {tries}"
     broad = [
         f"{path}:{node.lineno}"
         for path, node in all_nodes()
