@@ -84,9 +84,9 @@ def verl(tmp_path: Path, estimator: str = "grpo", more: str = ""):
 
 def lost(draft) -> dict[str, str]:
     return {
-        fate.key: fate.text
-        for fate in draft.fates()
-        if fate.status in ("not translated", "unknown")
+        each.key: each.text
+        for each in draft.outcomes()
+        if each.status in ("not translated", "unknown")
     }
 
 
