@@ -131,12 +131,15 @@ def _layout(d: Translation) -> None:
     trainers = _devices(d, _TRAINERS)
     engines = _devices(d, _ENGINES)
     gpus = d.number("num_gpus_per_node")
-    engine = f"{_I}strategy_args.strategy_config.tensor_parallel_size"
-    tp = d.number(engine, f"{_I}num_gpus_per_worker")
+    engine = (
+        f"{_I}strategy_args.strategy_config.tensor_parallel_size",
+        f"{_I}num_gpus_per_worker",
+    )
+    tp = d.number(*engine)
     d.put("actor.world_size", len(trainers), "num_gpus_per_node")
     granularity = d.get(f"{_TS}recompute_granularity")
     if "fsdp" in d.text(f"{_T}strategy_args.strategy_name"):
-        d.put("actor.parallel.tp", rules.whole_parameters_tp(d, len(trainers), tp), engine)
+        d.put("actor.parallel.tp", rules.whole_parameters_tp(d, len(trainers), tp), *engine)
         off = d.get(f"{_T}model_args.disable_gradient_checkpointing")
         granularity = granularity or ("none" if off else "full")
     else:
@@ -154,7 +157,7 @@ def _layout(d: Translation) -> None:
         rules.engines_on_trainers(d, len(trainers), gpus, tp, *keys)
         return
     d.put("rollout.num_engines", max(len(engines) // tp, 1))
-    d.put("rollout.nodes_per_engine", max(tp // gpus, 1), engine)
+    d.put("rollout.nodes_per_engine", max(tp // gpus, 1), *engine)
     if both := trainers & engines:
         own = "colocate shares all or none; engines get their own"
         d.lack(_ENGINES, f"{len(both)} GPUs train and sample: {own}")
@@ -171,19 +174,19 @@ def _batch(d: Translation) -> None:
     cut = math.prod(map(d.parallel, ("tp", "pp", "cp")))
     replicas = max(len(_devices(d, _TRAINERS)) // cut, 1)
     each = d.number(f"{args}per_device_train_batch_size")
-    of_update = each * d.number(accumulation) * replicas
-    updates, rest = divmod(samples, of_update)
+    samples_an_update = each * d.number(accumulation) * replicas
+    updates, rest = divmod(samples, samples_an_update)
     if rest or not updates or prompts % updates:
         divide = f"do not divide the {samples} of a step into whole groups"
-        d.lack(accumulation, f"{of_update} samples of an update {divide}")
+        d.lack(accumulation, f"{samples_an_update} samples of an update {divide}")
     else:
         d.put("train.num_updates_per_step", updates)
     d.put("train.num_prompts_per_step", prompts)
     steps = d.number("max_steps")
     d.put("train.num_steps", steps)
     all_updates = steps * max(updates, 1) * d.number("ppo_epochs")
-    of_ratio = math.ceil(d.real(f"{args}warmup_ratio") * all_updates)  # both count updates
-    warmup = d.number(f"{args}warmup_steps", default=0) or of_ratio
+    from_ratio = math.ceil(d.real(f"{args}warmup_ratio") * all_updates)  # both count updates
+    warmup = d.number(f"{args}warmup_steps", default=0) or from_ratio
     d.put("actor.optimizer.warmup_steps", warmup)
     sampled = f"{_I}generating_args."
     rules.truncated_sampling(d, "sampling", f"{sampled}top_p", f"{sampled}top_k")

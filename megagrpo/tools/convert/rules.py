@@ -28,8 +28,9 @@ def kl(d: Translation, charged: str, coefficient: Plain, kind: str, clamp: bool 
     plus = "+" if kind.endswith("+") else ""
     name = kind.removesuffix("+")
     name = _KL.get(name, name)
-    d.put(f"algorithm.kl.{charged}_coef", coefficient)
-    d.put("algorithm.kl.estimator", name + plus)
+    ours = f"algorithm.kl.{charged}_coef"
+    d.put(ours, coefficient)
+    d.put("algorithm.kl.estimator", name + plus, *d.theirs(ours))
     if name == "k3" and clamp:
         d.put("algorithm.kl.value_clamp", 10)
 

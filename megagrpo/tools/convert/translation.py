@@ -75,8 +75,8 @@ class Translation:
         given = [key for key in keys if key in self._set]
         because = list(dict.fromkeys([*self.theirs(ours), *given]))
         # their defaults depend on the variant's name
-        of_variant = ours.startswith(("algorithm.loss.", "algorithm.advantage."))
-        if not because and (value is None or (value == _default(ours) and not of_variant)):
+        depends_on_variant = ours.startswith(("algorithm.loss.", "algorithm.advantage."))
+        if not because and (value is None or (value == _default(ours) and not depends_on_variant)):
             return
         self.values[ours] = value
         self.because[ours] = because

@@ -259,8 +259,8 @@ def _layout(d: Translation) -> None:
     if d.get(f"{_A}use_dynamic_bsz"):
         tokens = d.number(f"{_A}ppo_max_token_len_per_gpu")
     else:
-        of_all = max(d.number(f"{_A}ppo_micro_batch_size") // world, 1)
-        samples = d.number(f"{_A}ppo_micro_batch_size_per_gpu", default=of_all)
+        shared = max(d.number(f"{_A}ppo_micro_batch_size") // world, 1)
+        samples = d.number(f"{_A}ppo_micro_batch_size_per_gpu", default=shared)
     rules.micro_batch(d, longest, tokens, samples)
     rules.engines_on_trainers(d, world, gpus, tp, "actor_rollout_ref.hybrid_engine", *nodes)
     experts = f"{_R}expert_parallel_size"

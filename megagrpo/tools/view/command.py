@@ -47,7 +47,8 @@ def _build_page(data: dict, title: str) -> str:
     Its policy allows only its own script and style, by their hashes, whatever a response of the
     model contains.
     """
-    style, script = _part("style.css"), '"use strict";\n' + _part("samples.js")
+    style = _part("style.css")
+    script = '"use strict";\n' + _part("samples.js")
     assert "</script" not in script.lower(), "the script would end too early"
     policy = {
         "default-src": "'none'",

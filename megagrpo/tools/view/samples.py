@@ -28,7 +28,8 @@ def read_samples(folder: RunFolder, max_bytes: float) -> tuple[dict, list[str]]:
     chosen = spread(list(files), _MAX_STEPS)
     trained, pieces = _trained(folder, set(chosen))
     groups: list[dict] = []
-    num_cut, left = 0, max_bytes
+    num_cut = 0
+    left = max_bytes
     for index, step in enumerate(chosen):
         allowance = left / (
             len(chosen) - index
