@@ -342,8 +342,8 @@ def start_run(
     with ExitStack() as stack:
         console = None
         if mesh.is_main:
-            console = stack.enter_context(_console(config, state, num_steps, inputs))
-            progress.follow(console.status)
+            console = _console(config, state, num_steps, inputs)
+            progress.follow(console.note)
         progress.enter("waits for the engines", lambda: service_progress(folder))
         control = find_service(folder.path, service_url, start_timeout_s)
         recording = stack.enter_context(RunRecord(config, mesh, state.step, console))
@@ -431,20 +431,19 @@ def _checkpointer(
     )
 
 
-@contextmanager
 def _console(
     config: ExperimentConfig, state: TrainState, num_steps: int, inputs: Inputs
-) -> Iterator[StepConsole]:
+) -> StepConsole:
     """Makes the console and prints the run's summary before the first sample."""
-    with StepConsole(config.name, num_steps, state.step) as console:
-        notes = [describe_dropped(config.data, inputs.prompts)]
-        if config.eval is not None and inputs.eval_prompts is not None:
-            notes.append(describe_dropped(config.eval.data, inputs.eval_prompts))
-        if restarts := environment.get_int("TORCHELASTIC_RESTART_COUNT", 0):
-            which = f"restart {restarts} of {config.actor.max_restarts}"
-            notes.append(f"a rank was lost; restarted all ranks ({which})")
-        if state.step:
-            notes.append(f"continues after step {state.step}")
-        for note in filter(None, notes):
-            console.note(note)
-        yield console
+    console = StepConsole(config.name, num_steps, state.step)
+    notes = [describe_dropped(config.data, inputs.prompts)]
+    if config.eval is not None and inputs.eval_prompts is not None:
+        notes.append(describe_dropped(config.eval.data, inputs.eval_prompts))
+    if restarts := environment.get_int("TORCHELASTIC_RESTART_COUNT", 0):
+        which = f"restart {restarts} of {config.actor.max_restarts}"
+        notes.append(f"a rank was lost; restarted all ranks ({which})")
+    if state.step:
+        notes.append(f"continues after step {state.step}")
+    for note in filter(None, notes):
+        console.note(note)
+    return console

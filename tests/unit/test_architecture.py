@@ -72,7 +72,7 @@ ONLY_IN = {
     "sgl_kernel": r"cpu/engine/",
     "triton": r"weights/digests/triton_kernel\.py",
     "matplotlib": r"tools/report\.py",
-    "rich": r"monitor/console\.py|check/doctor\.py",
+    "rich": r"check/doctor\.py",
 }
 ALGO_MAY_IMPORT = {"torch", "megagrpo"}
 NO_TORCH = LAYERS[0] | LAYERS[1] | LAYERS[2] | LAYERS[3]
