@@ -5,7 +5,6 @@ import gc
 import hashlib
 import json
 import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -30,7 +29,6 @@ _JSON = {"Content-Type": "application/json"}
 _KEEP_ALIVE_S = 2.0
 
 # engine id, start and end in seconds since the epoch, tokens (0: no sample)
-OnRequest = Callable[[str, float, float, int], None]
 
 
 class GenerationFailed(RuntimeError):
@@ -174,8 +172,7 @@ class GenerationClient:
     manager.
 
     admission: requests wait there and not in an engine's queue, which would use up their time
-    limit. on_request: called at the end of every attempt. experts: of the model, if engines return
-    routed experts.
+    limit. experts: of the model, if engines return routed experts.
     """
 
     def __init__(
@@ -183,12 +180,10 @@ class GenerationClient:
         engines: Engines,
         retry: RetryPolicy,
         admission: AdmissionQueue,
-        on_request: OnRequest = lambda engine, start, end, num_tokens: None,
         experts: Architecture | None = None,
     ):
         self.engines = engines
         self.retry = retry
-        self.on_request = on_request
         self.experts = experts
         self._admission = admission
         self.num_retries = 0
@@ -264,11 +259,9 @@ class Attempt:
     async def run(self) -> Response | None:
         """Sends the request. Returns None and sets `outcome` if there is no response. Raises
         GenerationFailed for a request that is itself wrong."""
-        start = time.time()
-        response = None
         try:
             async with self._limit:
-                response = await self._response()
+                return await self._response()
         except (_Refused, WrongExperts) as exc:
             self.problem = str(exc)
         except (aiohttp.ClientError, TimeoutError) as exc:
@@ -278,10 +271,7 @@ class Attempt:
             self.outcome = (
                 "wait" if lost or isinstance(exc, aiohttp.ClientConnectorError) else "retry"
             )
-        finally:
-            num_tokens = 0 if response is None else len(response.token_ids)
-            self._client.on_request(self._engine.id, start, time.time(), num_tokens)
-        return response
+        return None
 
     async def _response(self) -> Response:
         request, client = self._request, self._client

@@ -8,9 +8,8 @@ weights/        published by transport `disk`    sft/           metrics of the s
 images/         of the prompts, as engines and trainers see them: PNG files named after their
 content
 engine_model/   bfloat16 model description from which engines start if model.path is quantised
-timeline/       phases of every rank             trained/       samples of every replica as the
-update saw them
-view.html  trace.json.gz                         written by `megagrpo view`
+trained/        samples of every replica as the update saw them
+view.html                                        written by `megagrpo view`
 service.json    address of the rollout service   service.key    its key: readable by its owner,
 removed at its end
 service.progress  a line about its start
@@ -122,7 +121,6 @@ class RunFolder:
     wandb_id = _Inside("wandb_id")
     rollouts = _Inside("rollouts")
     view = _Inside("view.html")
-    trace = _Inside("trace.json.gz")
     summary = _Inside("summary.md")
     curve = _Inside("curve.png")
     service = _Inside("service.json")
@@ -159,14 +157,6 @@ class RunFolder:
             step, replica = (int(word.partition("_")[2]) for word in path.name.split(".")[:2])
             found.setdefault(step, {})[replica] = path
         return found
-
-    def timeline_file(self, rank: int) -> Path:
-        """The phases and engine requests of rank `rank`."""
-        return self.path / "timeline" / f"rank_{rank}.jsonl"
-
-    def timeline_files(self) -> dict[int, Path]:
-        """The existing timelines, by rank."""
-        return _numbered(self.path / "timeline", "rank_")
 
     def trained_file(self, replica: int) -> Path:
         """Advantages and tokens of the samples that data-parallel rank `replica` trained on."""

@@ -42,11 +42,9 @@ def bisect_ranks(config: ExperimentConfig, options: BisectOptions, device: torch
     control = find_service(Path(config.output_dir), None, config.rollout.start_timeout_s)
     expected = None if options.own_weights else version
     wrong = prove_weights(config, actor, weights, control, expected)
-    folder, engine, dtypes = (
-        Path(config.output_dir),
-        None,
-        (config.actor.dtype, config.rollout.dtype),
-    )
+    folder = Path(config.output_dir)
+    engine = None
+    dtypes = (config.actor.dtype, config.rollout.dtype)
     bounds = BOUNDS["bfloat16" if "bfloat16" in dtypes else "float32"]  # of the coarser dtype
     bounds = bounds if options.bound is None else replace(bounds, relative=options.bound)
     with ExitStack() as stack:
