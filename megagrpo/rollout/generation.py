@@ -21,9 +21,11 @@ from megagrpo.rollout.control import bearer
 from megagrpo.rollout.engine_choice import Affinity, Engines
 from megagrpo.rollout.response import Answer, Response, version_number
 from megagrpo.rollout.routed_experts import WrongExperts, read_experts
+from megagrpo.system.errors import translated
 from megagrpo.types import EngineInfo
 
 _JSON = {"Content-Type": "application/json"}
+_NO_ANSWER = (ValueError, KeyError, TypeError)  # raised in reading what is none of /generate
 # Below the 5 s after which an engine closes an idle connection: it might do so when a request has
 # just left, and requests for samples are not repeated unseen.
 _KEEP_ALIVE_S = 2.0
@@ -288,12 +290,11 @@ class Attempt:
                     raise GenerationFailed(f"{url} refused a request: {why[:1000]}")
                 raise _Refused(f"status {answer.status}: {why[:500]}")
             text = await answer.read()
-        try:
-            with collector_paused():
-                whole = orjson.loads(text)
-                response = _checked(whole, request)
-        except (ValueError, KeyError, TypeError) as exc:  # a proxy's page, a truncated answer
-            raise _Refused(f"{exc!r} in its answer {text[:200]!r}") from exc
+        # a proxy's page, a truncated answer
+        broken = translated(f"in its answer {text[:200]!r}", *_NO_ANSWER, raised=_Refused)
+        with broken, collector_paused():
+            whole = orjson.loads(text)
+            response = _checked(whole, request)
         _check_images(whole, request.images, ids)
         if request.experts_from is not None:
             assert client.experts is not None, (
