@@ -15,7 +15,7 @@ removed at its end
 service.progress  a line about its start
 wandb/          data for `wandb sync`            wandb_id       id of the W&B run (log.wandb)
 certify/        written by `megagrpo certify`    logs/          of every process
-bisect/         a run folder of `megagrpo bisect`: also options.json, report.md, report.json
+bisect/         a run folder of `megagrpo bisect`: also report.md, report.json
 try/            a run folder of `megagrpo try`
 logs/trainer.log, service.log, engine-0.node-0.log ...
 logs/trainer.stop_request                        stop request of one node, see stop_request.py
@@ -127,7 +127,6 @@ class RunFolder:
     service_key = _Inside("service.key")
     service_progress = _Inside("service.progress")
     certify = _Inside("certify")
-    bisect_options = _Inside("options.json")
     bisect_report = _Inside("report.json")
     logs = _Inside("logs")
     ranks = _Inside("logs/ranks")

@@ -24,8 +24,7 @@ def translate(framework: str, path: Path) -> Translation:
     rules = _RULES[framework]
     draft = Translation(framework, read_source(framework, path))
     draft.put_plain()
-    for rule in rules.RULES:
-        rule(draft)
+    draft.apply(rules.RULES)
     try:
         experiment = ExperimentConfig.model_validate(draft.nested())
     except ValidationError as exc:

@@ -43,8 +43,9 @@ def _advantage(d: Translation) -> None:
         mean = std = "group"
     if rules.estimator(d, key, name):
         d.put("algorithm.advantage.gamma", d.real("gamma"))
-        d.put("algorithm.reward.mean", mean or "none", key)
-        d.put("algorithm.reward.std", std or "none", key, "reward_norm")
+        for ours, value in {"mean": mean, "std": std}.items():
+            theirs = d.theirs(f"algorithm.reward.{ours}")
+            d.put(f"algorithm.reward.{ours}", value or "none", key, "reward_norm", *theirs)
         d.copy("algorithm.reward.clip", "reward_clip")
 
 
@@ -81,9 +82,9 @@ def _loss(d: Translation) -> None:
 
 def _data(d: Translation) -> None:
     files = f"{_ARGS}file_name"
-    d.copy("data.path", files)
+    d.put("data.path", d.get(files), files, f"{_ARGS}dataset_dir")
     d.put("data.answer_key", "ground_truth", files)
-    d.put("data.chat_template", True, files)
+    d.put("data.chat_template", True, files, *d.theirs("data.chat_template"))
     if graders := _graders(d):
         tags = [key for key in d.given if key.endswith(".tag_included")]
         d.put("data.source_key", "tag", *tags)
@@ -138,9 +139,9 @@ def _layout(d: Translation) -> None:
     tp = d.number(*engine)
     d.put("actor.world_size", len(trainers), "num_gpus_per_node")
     granularity = d.get(f"{_TS}recompute_granularity")
+    off = d.get(f"{_T}model_args.disable_gradient_checkpointing")
     if "fsdp" in d.text(f"{_T}strategy_args.strategy_name"):
         d.put("actor.parallel.tp", rules.whole_parameters_tp(d, len(trainers), tp), *engine)
-        off = d.get(f"{_T}model_args.disable_gradient_checkpointing")
         granularity = granularity or ("none" if off else "full")
     else:
         d.put("actor.parallel.tp", d.number(f"{_TS}tensor_model_parallel_size"))

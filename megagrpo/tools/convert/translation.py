@@ -2,7 +2,7 @@
 of each of these."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal, cast
@@ -36,6 +36,7 @@ class Translation:
         for key in self._set:
             if entry := find(framework, key):
                 self._theirs.setdefault(entry.to, []).append(key)
+        self._read: set[str] = set()  # by the present rule
         self.values: dict[str, Plain] = {}  # by our dotted key
         self.because: dict[str, list[str]] = {}  # our key -> their keys
         self._lacks: dict[str, str] = {}  # their key -> why it is not translated
@@ -45,6 +46,7 @@ class Translation:
     def get(self, *keys: str) -> Plain:
         """Returns the first of these that is given, else the first default among them, else
         None."""
+        self._read.update(keys)
         values = (found[key] for found in (self._set, self._all) for key in keys if key in found)
         return next(values, None)
 
@@ -70,10 +72,10 @@ class Translation:
         return value
 
     def put(self, ours: str, value: Plain, *keys: str) -> None:
-        """Sets our key because of the table's and of `keys`; left out if none of these is given and
-        the value is our default."""
-        given = [key for key in keys if key in self._set]
-        because = list(dict.fromkeys([*self.theirs(ours), *given]))
+        """Sets our key because of `keys`, and of the table's that the rule has read; left out if
+        none of these is given and the value is our default."""
+        read = [key for key in self.theirs(ours) if key in self._read]
+        because = list(dict.fromkeys([*read, *(key for key in keys if key in self._set)]))
         # their defaults depend on the variant's name
         depends_on_variant = ours.startswith(("algorithm.loss.", "algorithm.advantage."))
         if not because and (value is None or (value == _default(ours) and not depends_on_variant)):
@@ -110,6 +112,12 @@ class Translation:
         self.values.pop(ours)
         for key in self.because.pop(ours) or [ours]:
             self.lack(key, reason)
+
+    def apply(self, rules: Iterable["Rule"]) -> None:
+        """Translates keys that depend on others."""
+        for rule in rules:
+            self._read.clear()
+            rule(self)
 
     def put_plain(self) -> None:
         """Translates every key that depends on no other, defaults included."""

@@ -97,8 +97,8 @@ def _loss(d: Translation) -> None:
     elif name == "gspo":
         d.put("algorithm.loss.clamp", "above", mode)
     # verl's gspo and sapo take no other aggregation
-    means = "seq-mean-token-mean" if name in ("gspo", "sapo") else d.get(f"{_A}loss_agg_mode")
-    d.put("algorithm.aggregation", means)
+    means = d.get(f"{_A}loss_agg_mode")
+    d.put("algorithm.aggregation", "seq-mean-token-mean" if name in ("gspo", "sapo") else means)
 
 
 def _clip_ratios(d: Translation) -> None:
@@ -196,8 +196,9 @@ def _data(d: Translation) -> None:
     every = "trainer.test_freq"
     if rules.evaluated_as_trained(d, "data.val_files", d.number(every), f"{kwargs}n", every):
         # do_sample's default is false, too, but then its engines read the temperature alone
+        temperature = d.real(f"{kwargs}temperature")
         greedy = d.get(f"{kwargs}do_sample") is False
-        d.put("eval.temperature", 0.0 if greedy else d.real(f"{kwargs}temperature"))
+        d.put("eval.temperature", 0.0 if greedy else temperature)
         rules.truncated_sampling(d, "eval", f"{kwargs}top_p", f"{kwargs}top_k")
 
 
@@ -269,8 +270,8 @@ def _layout(d: Translation) -> None:
         d.lack(experts, f"divides rollout.tp, {tp}; {apart}")
     else:
         d.put("rollout.ep", d.number(experts))
-    mode = d.text(f"{_A}router_replay.mode")
-    d.put("actor.routing_replay", {"R3": "rollout", "R2": "old"}.get(mode))
+    mode = {"R3": "rollout", "R2": "old"}.get(d.text(f"{_A}router_replay.mode"))
+    d.put("actor.routing_replay", mode, *d.theirs("actor.routing_replay"))
 
 
 def _is_megatron(d: Translation) -> bool:
