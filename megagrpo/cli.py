@@ -52,10 +52,6 @@ _TOOLS = {
         "memory of both sides and a roofline of a step on the cluster, from the model's "
         "config.json only",
     ),
-    "plan-weights": _Tool(
-        "megagrpo.tools.plan.weights_command",
-        "what a publish will move on the cluster, from the model's config.json alone",
-    ),
     "report": _Tool(
         "megagrpo.tools.report",
         "summary table and learning curve of a run folder",
@@ -63,7 +59,7 @@ _TOOLS = {
     ),
     "view": _Tool(
         "megagrpo.tools.view.command",
-        "samples of one or more runs as one HTML file, and their traces for Perfetto",
+        "samples of one or more runs as one HTML file",
         reads_experiment=False,
     ),
 }

@@ -33,7 +33,6 @@ E2E = {
     "e2e-engines": (
         "engines",
         "gateway",
-        "plan_weights",
         "service",
         "service_failures",
         "tools",

@@ -6,13 +6,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rates:
-    """Bandwidths of a rank's links at best, and the share of them that `plan-weights` counts on."""
+    """Bandwidths of a rank's links at best."""
 
     between_gb_s: float  # of one rank, to and from other nodes
     inside_gb_s: float  # of one rank, to and from the ranks of its node
-    efficiency: float = 0.8
-    message_us: float = 20.0  # that a rank needs for each message
-    call_ms: float = 5.0  # of one HTTP call to an engine
 
 
 @dataclass(frozen=True)

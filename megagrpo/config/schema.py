@@ -1,7 +1,7 @@
 """The experiment: every section of the YAML, one frozen pydantic model each.
 
 A default and a description live on their field, nowhere else; docs/reference/configuration.md is
-generated from them (`python -m megagrpo.tools.describe`). Reading files, overrides and error
+generated from them (`python bench/readme.py`). Reading files, overrides and error
 messages are in config/load.py.
 """
 
@@ -171,8 +171,6 @@ class LogConfig(Section):
     [warnings](../train.md#warnings). []: none."""
     dump_steps: list[PositiveInt] = Field(default=[])
     """Steps whose batch is kept for `megagrpo replay`."""
-    timeline: bool = True
-    """Record when every rank entered which phase, and the requests to every engine."""
     tokens: NonNegativeInt = 4
     """Groups of a step whose tokens are recorded with the difference between trainer's and engine's
     log-probability; 0: none."""

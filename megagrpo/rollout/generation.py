@@ -5,7 +5,6 @@ import gc
 import hashlib
 import json
 import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -22,15 +21,16 @@ from megagrpo.rollout.control import bearer
 from megagrpo.rollout.engine_choice import Affinity, Engines
 from megagrpo.rollout.response import Answer, Response, version_number
 from megagrpo.rollout.routed_experts import WrongExperts, read_experts
+from megagrpo.system.errors import translated
 from megagrpo.types import EngineInfo
 
 _JSON = {"Content-Type": "application/json"}
+_NO_ANSWER = (ValueError, KeyError, TypeError)  # raised in reading what is none of /generate
 # Below the 5 s after which an engine closes an idle connection: it might do so when a request has
 # just left, and requests for samples are not repeated unseen.
 _KEEP_ALIVE_S = 2.0
 
 # engine id, start and end in seconds since the epoch, tokens (0: no sample)
-OnRequest = Callable[[str, float, float, int], None]
 
 
 class GenerationFailed(RuntimeError):
@@ -174,8 +174,7 @@ class GenerationClient:
     manager.
 
     admission: requests wait there and not in an engine's queue, which would use up their time
-    limit. on_request: called at the end of every attempt. experts: of the model, if engines return
-    routed experts.
+    limit. experts: of the model, if engines return routed experts.
     """
 
     def __init__(
@@ -183,12 +182,10 @@ class GenerationClient:
         engines: Engines,
         retry: RetryPolicy,
         admission: AdmissionQueue,
-        on_request: OnRequest = lambda engine, start, end, num_tokens: None,
         experts: Architecture | None = None,
     ):
         self.engines = engines
         self.retry = retry
-        self.on_request = on_request
         self.experts = experts
         self._admission = admission
         self.num_retries = 0
@@ -264,11 +261,9 @@ class Attempt:
     async def run(self) -> Response | None:
         """Sends the request. Returns None and sets `outcome` if there is no response. Raises
         GenerationFailed for a request that is itself wrong."""
-        start = time.time()
-        response = None
         try:
             async with self._limit:
-                response = await self._response()
+                return await self._response()
         except (_Refused, WrongExperts) as exc:
             self.problem = str(exc)
         except (aiohttp.ClientError, TimeoutError) as exc:
@@ -278,10 +273,7 @@ class Attempt:
             self.outcome = (
                 "wait" if lost or isinstance(exc, aiohttp.ClientConnectorError) else "retry"
             )
-        finally:
-            num_tokens = 0 if response is None else len(response.token_ids)
-            self._client.on_request(self._engine.id, start, time.time(), num_tokens)
-        return response
+        return None
 
     async def _response(self) -> Response:
         request, client = self._request, self._client
@@ -298,12 +290,11 @@ class Attempt:
                     raise GenerationFailed(f"{url} refused a request: {why[:1000]}")
                 raise _Refused(f"status {answer.status}: {why[:500]}")
             text = await answer.read()
-        try:
-            with collector_paused():
-                whole = orjson.loads(text)
-                response = _checked(whole, request)
-        except (ValueError, KeyError, TypeError) as exc:  # a proxy's page, a truncated answer
-            raise _Refused(f"{exc!r} in its answer {text[:200]!r}") from exc
+        # a proxy's page, a truncated answer
+        broken = translated(f"in its answer {text[:200]!r}", *_NO_ANSWER, raised=_Refused)
+        with broken, collector_paused():
+            whole = orjson.loads(text)
+            response = _checked(whole, request)
         _check_images(whole, request.images, ids)
         if request.experts_from is not None:
             assert client.experts is not None, (

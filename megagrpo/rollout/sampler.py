@@ -21,7 +21,6 @@ from megagrpo.rollout.engine_choice import Affinity, Engines
 from megagrpo.rollout.generation import (
     GenerationClient,
     GenerationFailed,
-    OnRequest,
     RetryPolicy,
     SampleRequest,
     SentImages,
@@ -66,7 +65,6 @@ class Sampler:
     and the tokens of their caches. Urgent jobs (evaluations) go before batches sampled ahead, later
     turns of a response before first turns. num_leaders: leaders that share the
     engines. decode: token ids of a response -> the text that is graded, without special tokens.
-    on_request: see GenerationClient.
     """
 
     def __init__(
@@ -77,10 +75,10 @@ class Sampler:
         grader: RewardPool,
         decode: Callable[[np.ndarray], str],
         answering: Answering | None = None,
-        on_request: OnRequest = lambda engine, start, end, num_tokens: None,
     ):
         self._config, self._num_leaders, self._control = config, num_leaders, control
-        self._grader, self._decode, self._on_request = grader, decode, on_request
+        self._grader = grader
+        self._decode = decode
         self._answering: Answering = answering or NoAnswer()
         self._pending: dict[
             tuple[str, int, int, int], str
@@ -130,7 +128,6 @@ class Sampler:
             self._engines,
             self._retry,
             self._admission,
-            self._on_request,
             self.arch,
         ) as client:
             waited_for: list[str] = []

@@ -21,7 +21,6 @@ from megagrpo.tools.bisect.command import experiment_of
 from megagrpo.tools.bisect.compare import BOUNDS, Flips, bound_at, compare_points, difference
 from megagrpo.tools.bisect.engine import only_prefills
 from megagrpo.tools.bisect.hooks import Recorder, SeenTokens, Tap
-from megagrpo.tools.bisect.options import BisectOptions
 from megagrpo.tools.bisect.points import Point, Sizes, layer_points, residual_points
 from megagrpo.tools.bisect.report import (
     OUTPUT,
@@ -315,7 +314,7 @@ def test_the_engine_is_one_whose_passes_hooks_can_see(tmp_path):
     config = load_config(
         str(QUICKSTART), ["rollout.num_engines=3", "rollout.colocate=true", "weights.transport=ipc"]
     )
-    eager = experiment_of(config, BisectOptions(own_weights=True), RunFolder(tmp_path))
+    eager = experiment_of(config, True, RunFolder(tmp_path))
     assert (eager.rollout.num_engines, eager.rollout.colocate, eager.rollout.load_format) == (
         1,
         False,

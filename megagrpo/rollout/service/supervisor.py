@@ -18,7 +18,7 @@ the scheduler, and the trainer's deadlines apply instead.
 import asyncio
 import json
 import time
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -431,7 +431,7 @@ class SupervisedEngine:
         return dict(zip(LOADS, now, strict=True))
 
 
-def _tokens_of_caches(server_info: Mapping[str, Any]) -> int | None:
+def _tokens_of_caches(server_info: dict) -> int | None:
     """Returns the tokens that an engine's caches hold; None if it does not say."""
     tokens = server_info.get("max_total_num_tokens")
     if tokens and server_info.get("enable_dp_attention"):  # each replica has a cache of its own
