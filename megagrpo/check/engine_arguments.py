@@ -25,11 +25,6 @@ _ON_CPU = ServerPlace(0, "127.0.0.1", 30000, "127.0.0.1:30001", cuda=False, num_
 _SHOWN = 2000  # characters of SGLang's output, from its end
 
 
-def engine_arguments(config: ExperimentConfig, place: ServerPlace) -> list[str]:
-    """Returns an engine's command line without the program."""
-    return engine_command(config, place)[3:]
-
-
 def resolve_all(
     configs: Sequence[ExperimentConfig], gpu: tuple[Hardware, int]
 ) -> list[LibrarySettings]:
@@ -46,10 +41,14 @@ def resolve_all(
             model.mkdir()
             (model / "config.json").write_text(json.dumps(describe_model(config)))
             here = config.model_copy(update={"model": ModelConfig(path=str(model))})
-            servers.append(engine_arguments(here, _ON_GPU))
-        device: dict[str, object] = {"name": hardware.device_name, "gpus": gpus_per_node}
-        for key in ("memory_mib", "capability", "processors"):
-            device[key] = getattr(hardware, key)
+            servers.append(engine_command(here, _ON_GPU)[3:])  # without the program
+        device = {
+            "name": hardware.device_name,
+            "gpus": gpus_per_node,
+            "memory_mib": hardware.memory_mib,
+            "capability": hardware.capability,
+            "processors": hardware.processors,
+        }
         resolved = Path(name) / "resolved.json"
         job = json.dumps({"servers": servers, "device": device, "output": str(resolved)})
         no_gpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -364,7 +364,7 @@ def _loaded(trial: LoadingTest) -> list[str]:
         "loaded     as the trainers will; graders and tools are imported too",
         *(f"  {what}" for what in trial.loaded),
         f"  not tried: {', '.join(trial.not_tried)}",
-        *(f"  first row  {line}" for line in trial.first_row),
+        *(["  first row  " + "\n    ".join(trial.first_row)] if trial.first_row else []),
     ]
 
 
