@@ -27,8 +27,6 @@ from megagrpo.config.objective.reward_shaping import (
 from megagrpo.config.objective.table import check_complete
 from megagrpo.types import AlgoState, RewardMoments
 
-_EPS = 1e-6  # added to a standard deviation that divides, in units of the reward
-
 
 @dataclass(frozen=True)
 class RewardInputs:
@@ -129,7 +127,7 @@ def normalise(
     scopes, state = _scopes(rewards, inputs, options)
     location = scopes[options.mean]
     scale_ = scopes[options.std]
-    divisor = torch.where(scale_.constant, 1.0, scale_.std + _EPS)
+    divisor = torch.where(scale_.constant, 1.0, scale_.std + options.eps)
     values = (rewards.values - location.mean) / divisor
     if options.mean != "none":
         values = values.masked_fill(location.constant.expand(values.shape), 0.0)

@@ -225,7 +225,7 @@ def test_an_engine_that_refuses_stops_the_run_at_once_and_says_why(
 ):
     monkeypatch.setitem(TRANSPORTS, "toy", ToyTransport)
     ReceivingEnd(engine)
-    trainer = Trainer(tmp_path, engine, transport, connect_timeout_s=1)
+    trainer = Trainer(tmp_path, engine, transport, timeout_s=10)
     if transport == "reshard":
         trainer.publish()
     engine.refuses, start, before = path, time.monotonic(), engine.info

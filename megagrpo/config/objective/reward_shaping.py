@@ -64,7 +64,7 @@ class RewardOverlong(RewardStep):
 
 
 class RewardNormalisation(RewardStep):
-    """r -> (r - mean) / (std + 1e-6), std of the sample."""
+    """r -> (r - mean) / (std + eps), std of the sample."""
 
     switches: ClassVar[tuple[str, ...]] = ("mean", "std")
 
@@ -72,6 +72,8 @@ class RewardNormalisation(RewardStep):
     """Responses whose mean reward is subtracted."""
     std: Scope = "none"
     """Responses by whose standard deviation, about their own mean, the reward is divided."""
+    eps: PositiveFloat = 1e-6
+    """Added to that standard deviation, in units of the reward."""
 
 
 class RewardClip(RewardStep):
