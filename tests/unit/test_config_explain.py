@@ -284,7 +284,8 @@ def test_a_sound_experiment_is_loaded_as_far_as_it_goes(tmp_path, model):
     # a first row above max_prompt_tokens is dropped by a run: no problem
     assert trial.loaded == [
         f"the tokenizer of {model}",
-        f"the first row of {tmp_path / 'rows.jsonl'}: 5 tokens, by the chat template",
+        f"every row of {tmp_path / 'rows.jsonl'}: 2 rows, at most 5 tokens, by the chat template; "
+        "1 longer than max_prompt_tokens (2): dropped",
     ]
     text = explain(config, trial)
     assert (
