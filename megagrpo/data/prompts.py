@@ -191,19 +191,19 @@ def decoder(
     """Returns the function from a response's token ids to the text that graders, environments and
     tool parsers see.
 
-    Special tokens are in it, for `<think>` or `<tool_call>` may be some, but not padding, nor the
-    one that ended the response. skip_special_tokens: none is.
+    Special tokens are in it, for `<think>` or `<tool_call>` may be some, but not the tokenizer's
+    own for padding and the begin and end of texts, nor the one that ended the response.
+    skip_special_tokens: none is.
     """
     special = frozenset(tokenizer.all_special_ids)
     ends = special & _end_ids(tokenizer, model)
-    padding = tokenizer.pad_token_id
+    own = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id} & special
 
     def decode(token_ids: np.ndarray) -> str:
         ids = token_ids.tolist()
         if ids and ids[-1] in ends:
             ids = ids[:-1]
-        if padding in special:
-            ids = [token for token in ids if token != padding]
+        ids = [token for token in ids if token not in own]
         return str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     return decode

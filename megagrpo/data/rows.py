@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow
@@ -119,6 +120,7 @@ def _tools(values: Values, data: DataConfig, location: str) -> tuple[Values, ...
             f'{location}: {data.tools_key!r} should be a list of {{"type": "function", '
             f'"function": {{"name", "parameters", ...}}}}, is {found!r:.80}'
         )
+    _refuse_half(json.dumps(found, ensure_ascii=False), f"{location}: {data.tools_key!r}")
     return tuple(map(without_nulls, found))
 
 
@@ -244,7 +246,8 @@ def well_formed(text: str) -> str:
 
 
 def _text(value: object, key: str, location: str) -> str:
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+    numeric = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
+    if not (isinstance(value, str) or (numeric and value == value)):  # not NaN
         raise ValueError(f"{location}: {key!r} should be a text or a number, is {value!r:.60}")
     _refuse_half(str(value), f"{location}: {key!r}")
     return str(value)
