@@ -2,34 +2,31 @@
 
 import json
 import random
+import re
 from collections.abc import Iterator
+
+MATH = r"""
+#   -#   #.@   .@   #.   $#$   \frac{#}{@}   \dfrac{#}{~}   -\tfrac@@   #/~   \frac{#\pi}{@}   @\frac{1}{@}
+@\sqrt{#}   \sqrt[3]{#}   \frac{#+\sqrt{#}}{@}   #\pm\sqrt{#}   \sqrt@   \{#,~\}   #, ~   (#, -#)
+\left(#,\frac{1}{#}\right)   (#,#,#)   [@, ~)   (-\infty, #]   (-\infty,@)\cup(~,\infty)   x \in [@,~]
+#\%   \$#.50   #^\circ   #^{\circ}   #°   #\text{ cm}^2   #\ \text{units}   # \mbox{ inches}   #,~   #{,}~
+#,\!~   #\,~   @^{~}   @^@   @.# \times 10^{-#}   @e@   \frac{1}{~!}   \binom{~}{@}   @!   x^2+#x-#
+y = #x + #   x=#   (x-#)(x+#)   \frac{x+#}{x-#}   #x - #y + # = 0   f(x)=#x   |x-#|
+\begin{pmatrix} # & # \\ # & # \end{pmatrix}   \begin{pmatrix} # \\ -# \end{pmatrix}   \left[-#,#\right]
+\text{even}   \text{Tuesday}   \text{east}   A   \text{(C)}   \mathrm{B}   @:#   @+#i   e^{@}   \ln #   \log_{2} #
+\sin #^\circ   \cos\frac{\pi}{#}   #\pi   \pi   \infty   \emptyset   x < #   @ \le x \le ~   x \ge -#   ~_8
+\frac{#}{~}\text{ square units}   # \text{ and } ~   #\cdot @^{#}   2\times#   0.\overline{@}
+\lfloor #.5 \rfloor   \overline{AB}   \sqrt{#} - \sqrt{~}   ½   √#   a+b+#   n^@   \frac{a}{b+#}   #\text{ or }~
+"""
+RANGES = {"#": (2, 99), "@": (2, 9), "~": (100, 199)}  # what the signs stand for
 
 
 def of_math(seed: int, each: int = 3) -> Iterator[str]:
     """As MATH, NuminaMath, DeepScaleR, AIME and OlympiadBench write them."""
     r = random.Random(seed)
-
-    def n(low: int = 1, high: int = 99) -> int:
-        return r.randint(low, high)
-
-    forms = [
-        lambda:str(n()), lambda:f"-{n()}", lambda:f"{n()}.{n(1,9)}", lambda:f".{n(1,9)}", lambda:f"{n()}.", lambda:f"${n()}$",
-        lambda:f"\\frac{{{n()}}}{{{n(2)}}}", lambda:f"\\dfrac{{{n()}}}{{{n(2)}}}", lambda:f"-\\tfrac{n(1,9)}{n(2,9)}", lambda:f"{n()}/{n(2)}", lambda:f"\\frac{{{n()}\\pi}}{{{n(2)}}}",
-        lambda:f"{n()}\\frac{{1}}{{{n(2,9)}}}", lambda:f"{n(2,9)}\\sqrt{{{n(2)}}}", lambda:f"\\sqrt[3]{{{n(2)}}}", lambda:f"\\frac{{{n()}+\\sqrt{{{n(2)}}}}}{{{n(2,9)}}}", lambda:f"{n()}\\pm\\sqrt{{{n(2)}}}", lambda: f"\\sqrt{n(2,9)}",
-        lambda:f"\\{{{n()},{n(100,200)}\\}}", lambda:f"{n()}, {n(100,200)}", lambda:f"({n()}, -{n()})", lambda:f"\\left({n()},\\frac{{1}}{{{n(2)}}}\\right)", lambda:f"({n()},{n()},{n()})",
-        lambda:f"[{n(1,9)}, {n(10,99)})", lambda:f"(-\\infty, {n()}]", lambda:f"(-\\infty,{n(1,9)})\\cup({n(10,99)},\\infty)", lambda:f"x \\in [{n(1,9)},{n(10,99)}]",
-        lambda:f"{n()}\\%", lambda:f"\\${n()}.50", lambda:f"{n()}^\\circ", lambda:f"{n()}^{{\\circ}}", lambda:f"{n()}°", lambda:f"{n()}\\text{{ cm}}^2", lambda:f"{n()}\\ \\text{{units}}", lambda:f"{n()} \\mbox{{ inches}}",
-        lambda:f"{n()},{n(100,999)}", lambda:f"{n()}{{,}}{n(100,999)}", lambda:f"{n()},\\!{n(100,999)}", lambda:f"{n()}\\,{n(100,999)}",
-        lambda:f"{n(2,9)}^{{{n(10,200)}}}", lambda:f"{n(2,9)}^{n(2,9)}", lambda:f"{n(1,9)}.{n()} \\times 10^{{-{n(2,30)}}}", lambda:f"{n(1,9)}e{n(2,9)}", lambda:f"\\frac{{1}}{{{n(5,300)}!}}", lambda:f"\\binom{{{n(10,20)}}}{{{n(1,9)}}}", lambda:f"{n(3,12)}!",
-        lambda:f"x^2+{n()}x-{n()}", lambda:f"y = {n(2)}x + {n()}", lambda:f"x={n()}", lambda:f"(x-{n()})(x+{n()})", lambda:f"\\frac{{x+{n()}}}{{x-{n()}}}", lambda:f"{n(2)}x - {n(2)}y + {n()} = 0", lambda:f"f(x)={n(2)}x",
-        lambda:f"\\begin{{pmatrix}} {n()} & {n()} \\\\ {n()} & {n()} \\end{{pmatrix}}", lambda:f"\\begin{{pmatrix}} {n()} \\\\ -{n()} \\end{{pmatrix}}",
-        lambda:f"\\text{{{r.choice(['even','odd','Tuesday','yes','east','Navin'])}}}", lambda:r.choice("ABCDE"), lambda:f"\\text{{({r.choice('ABCDE')})}}", lambda:f"\\mathrm{{{r.choice('ABCDE')}}}",
-        lambda:f"{n(2,9)}:{n(10,59)}", lambda:f"{n()}:{n()}", lambda:f"{n(1,9)}+{n()}i", lambda:f"e^{{{n(2,9)}}}", lambda:f"\\ln {n(2)}", lambda:f"\\log_{{2}} {n(3)}", lambda:f"\\sin {n()}^\\circ", lambda:f"\\cos\\frac{{\\pi}}{{{n(3)}}}", lambda:f"{n()}\\pi", lambda:"\\pi", lambda:"\\infty", lambda:"\\emptyset",
-        lambda:f"x < {n()}", lambda:f"{n(1,9)} \\le x \\le {n(10,99)}", lambda:f"x \\ge -{n()}", lambda:f"{n()}_{{{n(4,9)}}}", lambda:f"{n(100,777)}_8", lambda:f"\\frac{{{n()}}}{{{n(2)}}}\\text{{ square units}}", lambda:f"\\left[-{n()},{n()}\\right]", lambda:f"|x-{n()}|", lambda:f"{n()} \\text{{ and }} {n(100,200)}", lambda:f"{n()}\\cdot {n(2,9)}^{{{n(10,99)}}}", lambda:f"2\\times{n()}", lambda:f"0.\\overline{{{n(1,9)}}}", lambda:f"\\lfloor {n()}.5 \\rfloor", lambda:"\\overline{AB}", lambda:f"\\sqrt{{{n(2)}}} - \\sqrt{{{n(2)}}}", lambda:"½",lambda:f"√{n(2)}",lambda:f"−{n()}", lambda:f"a+b+{n()}", lambda:f"n^{n(2,9)}", lambda: f"\\frac{{a}}{{b+{n()}}}", lambda:f"{n()}\\text{{ or }}{n(100,200)}", lambda: f"p - q + {n()}",
-    ]  # fmt: skip
-    for form in forms:
+    for form in [*re.split(r"   |\n", MATH.strip()), "\N{MINUS SIGN}#"]:
         for _ in range(each):
-            yield form()
+            yield re.sub(r"[#@~]", lambda sign: str(r.randint(*RANGES[sign[0]])), form)
 
 
 def solution(gold: str, seed: str) -> str:
