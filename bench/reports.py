@@ -10,6 +10,7 @@ The cases are those of tests/unit/report_cases.py, which tests/unit/test_reports
 import argparse
 import json
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -26,27 +27,9 @@ from megagrpo.data.rows import fingerprint, read_rows
 from tests.unit.report_cases import REPORTS
 
 HEADER = ("report", "before", "case", "expected", "got", "")
-WORDS = [
-    "a",
-    "train",
-    "leaves",
-    "the",
-    "town",
-    "at",
-    "noon",
-    "how",
-    "many",
-    "apples",
-    "has",
-    "she",
-    "if",
-    "he",
-    "gives",
-    "one",
-    "third",
-    "of",
-    "them",
-]
+WORDS = re.findall(
+    r"\w+", "a train leaves the town at noon how many apples has she if he gives one of them"
+)
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
