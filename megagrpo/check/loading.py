@@ -9,8 +9,7 @@ import json
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,6 @@ import numpy as np
 from megagrpo.check.problems import data_sections, named_first
 from megagrpo.checkpoint.folder import data_problem, latest
 from megagrpo.config.fields import complaints
-from megagrpo.config.reward import GraderArgs
 from megagrpo.config.rollout import AgentConfig
 from megagrpo.config.schema import DataConfig, ExperimentConfig
 from megagrpo.data.images import ImageStore
@@ -30,8 +28,7 @@ from megagrpo.data.messages import Message, render_messages
 from megagrpo.data.prompts import decoder, load_tokenizer, refuse_long, render_rows
 from megagrpo.data.rows import fingerprint, read_rows
 from megagrpo.families.model import Model
-from megagrpo.rewards.graders.table import SERVICES, machine_problem
-from megagrpo.rewards.pool import RewardPool
+from megagrpo.rewards.trial_texts import first_of_each, grade_trial_texts
 from megagrpo.rollout.agents.make import make_answering
 from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.rollout.service.engine_command import (
@@ -42,7 +39,6 @@ from megagrpo.rollout.service.engine_command import (
 from megagrpo.system.environment import child_environment
 from megagrpo.system.errors import collected, translated
 from megagrpo.system.worker_process import WorkerError
-from megagrpo.types import Outcome, Prompt
 
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
     from transformers import PreTrainedTokenizerBase
@@ -52,9 +48,6 @@ _MOST_ROWS = 200_000  # of a section that are rendered; of more, as many at equa
 _ROWS_WITH_IMAGES = 8  # of a section with a column of images
 _CHUNK = 5_000  # rows that are rendered between looks at the clock
 _QUIET_S = 15.0  # between lines of progress
-_GRADED = 3  # rows of each source and grader
-_FORMS = ("{}", r"\boxed{{{}}}", "#### {}")  # in which graders look for an answer
-_SENTENCE = "I do not know."
 _TOOL: Message = {
     "type": "function",
     "function": {
@@ -122,7 +115,7 @@ def _try_tokenizer(config: ExperimentConfig, folder: str, trial: LoadingTest) ->
     if agent is not None and agent.tool_parser and not trial.problems:
         with collected(trial.problems):
             _try_tool_turn(config, agent, model, tokenizer, trial)
-    first: list[Prompt] = []
+    first: list = []  # prompts
     with TemporaryDirectory() as images:
         store = ImageStore.of(model, Path(images))
         for data in data_sections(config):
@@ -133,8 +126,12 @@ def _try_tokenizer(config: ExperimentConfig, folder: str, trial: LoadingTest) ->
                 prompts = _try_rows(config, data, tokenizer, store, trial)
                 if config.sft is None or data != config.sft.data.whole:
                     first += prompts
-    with collected(trial.problems):
-        _try_graders(config, first, trial)
+    if not config.sampling.rewarding:
+        with collected(trial.problems), translated("reward.grader", WorkerError):
+            graded = grade_trial_texts(config.reward, first)
+            trial.not_tried[:0] = [f"grader {name}" for name in graded.away]
+            trial.first_row.extend(graded.lines)
+            trial.problems.extend(graded.problems)
 
 
 # ---- rows --------------------------------------------------------------------------------------
@@ -146,13 +143,13 @@ def _try_rows(
     tokenizer: "PreTrainedTokenizerBase",
     store: ImageStore | None,
     trial: LoadingTest,
-) -> list[Prompt]:
+) -> list:
     """Renders and tokenises rows of a section; returns the first prompts of each source and grader.
 
     Raises ValueError if none is short enough, or if the run's checkpoint has other rows.
     """
     problems: list[str] = []
-    prompts: list[Prompt] = []
+    first: list = []
     rows = read_rows(data, [])  # what it would refuse is among the problems of preflight
     every = -(-len(rows) // _MOST_ROWS)
     tried, which = rows[:: every or 1], "every row" if every < 2 else f"one row in {every}"
@@ -163,15 +160,15 @@ def _try_rows(
     for start in range(0, len(tried), _CHUNK):
         found = render_rows(data, tokenizer, tried[start : start + _CHUNK], store, problems)
         lengths |= {prompt.id: len(prompt.token_ids) for prompt in found}
-        prompts += _first_of_each(found)
+        first += first_of_each(found)
         if time.monotonic() - said > _QUIET_S:
             said = time.monotonic()
             done = f"{start + len(found):,} of {len(tried):,} rows"
             print(f"check: {data.name}: {done} rendered", file=sys.stderr, flush=True)
     trial.problems.extend(named_first(problems))
-    if not prompts:
+    if not first:
         return []
-    _say_first_row(data, tokenizer, prompts[0], trial)
+    _say_first_row(data, tokenizer, first, trial)
     template = ", by the chat template" if data.chat_template else ""
     longest = f"at most {max(lengths.values())} tokens{template}"
     kept = {row for row, length in lengths.items() if length <= data.max_prompt_tokens}
@@ -188,20 +185,21 @@ def _try_rows(
             in_use = fingerprint(row for row in rows if row.id in kept)
             with suppress(OSError):  # of a damaged checkpoint, whose load gives the reason
                 trial.problems.extend(filter(None, [data_problem(source, in_use)]))
-    return list(_first_of_each(prompts))
+    return list(first_of_each(first))
 
 
 def _say_first_row(
-    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", first: Prompt, trial: LoadingTest
+    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", first: Sequence, trial: LoadingTest
 ) -> None:
     if trial.first_row:
         return
-    images = f" with {len(first.images)} image(s)" if first.images else ""
+    prompt = first[0]
+    images = f" with {len(prompt.images)} image(s)" if prompt.images else ""
     trial.first_row[:] = [
-        f"{first.location}, {len(first.token_ids)} tokens{images}, graded by "
-        f"{first.grader or 'the graders of reward'}:",
-        f"  the model reads     {_short(first.text)}",
-        f"  the grader compares {_short(first.answer)}",
+        f"{prompt.location}, {len(prompt.token_ids)} tokens{images}, graded by "
+        f"{prompt.grader or 'the graders of reward'}:",
+        f"  the model reads     {_short(prompt.text)}",
+        f"  the grader compares {_short(prompt.answer)}",
     ]
     if tokenizer.chat_template and not data.chat_template:
         trial.first_row.append(
@@ -214,81 +212,6 @@ def _short(text: str) -> str:
     """Returns a text as one line of its start and its end."""
     text = repr(text)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}"
-
-
-# ---- graders -----------------------------------------------------------------------------------
-
-
-def _first_of_each(prompts: Sequence[Prompt]) -> Iterator[Prompt]:
-    """Yields the first prompts of each source and grader."""
-    seen = Counter[tuple[str, str | None]]()
-    for prompt in prompts:
-        seen[prompt.source, prompt.grader] += 1
-        if seen[prompt.source, prompt.grader] <= _GRADED:
-            yield prompt
-
-
-def _try_graders(config: ExperimentConfig, prompts: Sequence[Prompt], trial: LoadingTest) -> None:
-    """Grades each prompt's own answer, the empty response and a sentence in a run's processes.
-
-    A row for which none of them gets a score is a problem; a text that gets none is said.
-    """
-    reward = config.reward
-    if config.sampling.rewarding:
-        return
-    here = [entry for entry in reward.entries if _runs_here(entry.grader, entry.args)]
-    away = [entry for entry in reward.entries if entry not in here]
-    trial.not_tried[:0] = [f"grader {entry.short_name}" for entry in away]
-    names = {name for entry in away for name in (entry.short_name, entry.grader)}
-    graded = [
-        prompt
-        for prompt in prompts
-        if (name := prompt.grader) is None or (name not in names and _runs_here(name, {}))
-    ]
-    if not here or not graded:
-        return
-    local = reward.model_copy(update={"graders": here, "workers": min(reward.workers, _GRADED)})
-    with translated("reward.grader", WorkerError), RewardPool(local) as pool:
-        texts = [
-            [*(form.format(prompt.answer) for form in _FORMS), "", _SENTENCE] for prompt in graded
-        ]
-        futures = [
-            [pool.submit(prompt, text) for text in said]
-            for prompt, said in zip(graded, texts, strict=True)
-        ]
-        for prompt, of_row in zip(graded, futures, strict=True):
-            _judge(prompt, [future.result() for future in of_row], trial)
-
-
-def _judge(prompt: Prompt, outcomes: Sequence[Outcome], trial: LoadingTest) -> None:
-    """Says what a row's own answer, in all forms, the empty response and a sentence got."""
-    *own, empty, sentence = outcomes
-    best = max(own, key=lambda one: (one.ok, one.value))
-    failed = [one.detail for one in (best, empty, sentence) if not one.ok]
-    if len(failed) == 3:
-        trial.problems.append(f"{prompt.location}: no response gets a score: {failed[0]}")
-        return
-    form = _FORMS[own.index(best)].format("...")
-    says = "" if form == "..." else f" as {form}"
-    trial.first_row.append(
-        f"{prompt.location}: its own answer{says} gets {_score(best)}, '' {_score(empty)}, "
-        f"{_SENTENCE!r} {_score(sentence)}"
-    )
-    if failed:
-        trial.first_row.append(
-            f"  ADVICE {failed[-1]:.160}; such responses are no 0, they are left out, and too many "
-            "stop the run"
-        )
-    if best.ok and max(empty.value, sentence.value) > best.value:
-        trial.first_row.append("  ADVICE a text that is no answer gets more than the answer")
-
-
-def _score(outcome: Outcome) -> str:
-    return f"{outcome.value:g}" if outcome.ok else f"no score ({outcome.status})"
-
-
-def _runs_here(grader: str, args: GraderArgs) -> bool:
-    return grader not in SERVICES and not machine_problem(grader, args)
 
 
 # ---- tool calls --------------------------------------------------------------------------------
