@@ -150,7 +150,8 @@ def _try_rows(
     """
     problems: list[str] = []
     first: list = []
-    rows = read_rows(data, [])  # what it would refuse is among the problems of preflight
+    unread: list[str] = []  # among the problems of preflight
+    rows = read_rows(data, unread)
     every = -(-len(rows) // _MOST_ROWS)
     tried, which = rows[:: every or 1], "every row" if every < 2 else f"one row in {every}"
     if data.images_key is not None:
@@ -178,8 +179,8 @@ def _try_rows(
             f"; {dropped:,} longer than max_prompt_tokens ({data.max_prompt_tokens}): dropped"
         )
     trial.loaded.append(f"{which} of {data.name}: {len(lengths):,} rows, {longest}")
-    if len(lengths) == len(rows):
-        refuse_long(data, lengths.values())
+    if len(lengths) == len(rows) and not unread:
+        refuse_long(data, [(row.of, lengths[row.id]) for row in rows])
         source = latest(config.run_folder.checkpoints) if data == config.data else None
         if source is not None and config.checkpoint.resume == "auto":
             in_use = fingerprint(row for row in rows if row.id in kept)

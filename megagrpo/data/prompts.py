@@ -6,7 +6,7 @@ state to save.
 
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -237,9 +237,8 @@ def load_prompts(
     by_part: list[list[Prompt]] = [[] for _ in parts]
     for row, prompt in zip(rows, found, strict=True):
         by_part[row.of].append(prompt)
+    refuse_long(data, [(row.of, len(p.token_ids)) for row, p in zip(rows, found, strict=True)])
     ratios = [source.ratio for source in data.sources if source.ratio is not None]
-    for part, prompts in zip(parts, by_part, strict=True) if ratios else [(data, found)]:
-        refuse_long(part, map(len, (prompt.token_ids for prompt in prompts)))
     short = [
         [prompt for prompt in prompts if len(prompt.token_ids) <= data.max_prompt_tokens]
         for prompts in by_part
@@ -295,16 +294,22 @@ def _refuse_tokens(
         )
 
 
-def refuse_long(data: DataConfig, lengths: Iterable[int]) -> None:
-    """Raises ValueError if no prompt is short enough. lengths: of the prompts, in tokens."""
+def refuse_long(data: DataConfig, lengths: Sequence[tuple[int, int]]) -> None:
+    """Raises ValueError if no prompt, of all or of a source with a ratio, is short enough.
+
+    lengths: part of the section, and tokens, of each prompt.
+    """
     most = data.max_prompt_tokens
-    shortest = min(lengths, default=None)
-    if shortest is not None and shortest <= most:
-        return
-    says = " in the file" if shortest is None else f"; the shortest has {shortest} tokens"
-    raise ValueError(
-        f"{data.name}: no prompt of at most {most} tokens (data.max_prompt_tokens){says}"
-    )
+    mixed = any(source.ratio is not None for source in data.sources)
+    for number, part in enumerate(data.parts if mixed else [data]):
+        own = (tokens for of, tokens in lengths if of == number or not mixed)
+        shortest = min(own, default=None)
+        if shortest is not None and shortest <= most:
+            continue
+        says = " in the file" if shortest is None else f"; the shortest has {shortest} tokens"
+        raise ValueError(
+            f"{part.name}: no prompt of at most {most} tokens (data.max_prompt_tokens){says}"
+        )
 
 
 def describe_dropped(data: DataConfig, prompts: PromptSet) -> str:
