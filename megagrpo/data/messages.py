@@ -66,6 +66,16 @@ def render_messages(
     return str(render(texts, **settings))
 
 
+def has_unknown(tokenizer: "PreTrainedTokenizerBase", text: str, token_ids: Sequence[int]) -> bool:
+    """Returns whether a tokenizer gave its token for unknown characters, other than for its name in
+    the text.
+
+    Some tokenizers of bytes name their end of text so, which templates write.
+    """
+    unknown = tokenizer.unk_token_id
+    return unknown is not None and token_ids.count(unknown) > text.count(str(tokenizer.unk_token))
+
+
 def text_of(message: Message) -> str:
     """Returns the content of a message as text. Raises ValueError for a content of another kind,
     such as images."""

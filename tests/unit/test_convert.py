@@ -146,7 +146,11 @@ def test_verls_command_whole(tmp_path):
     config = ExperimentConfig.model_validate(draft.nested())
     train = config.train
     assert (train.num_prompts_per_step, train.group_size, train.num_updates_per_step) == (256, 4, 4)
-    assert (train.num_epochs, config.name, config.log.wandb.project) == (2, "my run", "verl_examples")
+    assert (train.num_epochs, config.name, config.log.wandb.project) == (
+        2,
+        "my run",
+        "verl_examples",
+    )
     actor, rollout = config.actor, config.rollout
     assert (actor.world_size, actor.parallel.tp, actor.dtype, actor.recompute) == (
         8,
