@@ -40,7 +40,7 @@ def service(tiny_model, tmp_path_factory):
         yield running
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
     """Trainer ranks."""
     pool = RankPool()
