@@ -11,19 +11,6 @@ from tests.dist.workers.launch import run_ranks
 VOCAB = 45  # padded under tensor parallelism
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> dict[str, str]:
-    folder, sizes = (
-        tmp_path_factory.mktemp("pretended"),
-        {"hidden_size": 32, "num_layers": 4, "head_dim": 8},
-    )
-    families = {"moe": {"family": "qwen3_moe"}, "tied": {"family": "qwen3", "tie_embeddings": True}}
-    return {
-        name: str(write_random_model(folder / name, sizes | of, vocab=VOCAB))
-        for name, of in families.items()
-    }
-
-
 CASES = {
     2: [
         ("moe", {"tp": 2}, [0, 1]),
@@ -46,7 +33,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("world", CASES)
-def test_pretended_ranks_copy_what_real_ones_do(models, tmp_path, world):
+def test_pretended_ranks_copy_what_real_ones_do(tmp_path, world):
+    sizes = {"hidden_size": 32, "num_layers": 4, "head_dim": 8}
+    families = {"moe": {"family": "qwen3_moe"}, "tied": {"family": "qwen3", "tie_embeddings": True}}
+    models = {
+        name: str(write_random_model(tmp_path / name, sizes | of, vocab=VOCAB))
+        for name, of in families.items()
+    }
     jobs = [{"model": models[name], "parallel": parallel} for name, parallel, _ in CASES[world]]
     run_ranks(world, tmp_path, jobs, script="pretended_ranks.py")
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(world)]

@@ -26,6 +26,7 @@ from megagrpo.system import environment
 from megagrpo.system.processes import dies_with_parent, spawn, stop_tree
 
 REPOSITORY = Path(__file__).parents[3]
+STAND_INS = REPOSITORY / "tests" / "stand_ins"
 LIMIT_S = 900.0  # of one run, which may check dozens of layouts
 START_S = 300.0  # until a new process answers, on a machine that is busy with other things
 
@@ -34,7 +35,7 @@ START_S = 300.0  # until a new process answers, on a machine that is busy with o
 FIRST_ON_PATH = {
     "megatron": [],
     # Megatron in them takes the optimizer of the stand-in for Transformer Engine
-    "transformer_engine": [str(REPOSITORY / "tests" / "stand_ins")],
+    "transformer_engine": [str(STAND_INS)],
     # models of transformers do not share a process with the trainer's shims
     "transformers": [str(REPOSITORY / "megagrpo" / "cpu" / "engine")],
 }
