@@ -139,7 +139,7 @@ def test_preflight_finds_missing_files_a_wrong_grader_and_a_foreign_tokenizer(pr
     assert "did you mean 'exact'" in found[3] and len(found) == 4
     rows = [{"prompt": "1", "answer": "1", "by": grader} for grader in ("exact", "exakt")]
     Path("lines.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    by_row = ["data.path=lines.jsonl", "data.grader_key=by", "checkpoint.load=nowhere"]
+    by_row = ["data.path=lines.jsonl", "data.grader_key=by", "checkpoint.load=nowhere", "eval=null"]
     found = preflight(load_config(QUICKSTART, by_row))
     assert found[0] == "checkpoint.load: nowhere does not exist" and len(found) == 2
     assert "'exakt' is unknown; did you mean 'exact'" in found[1]
@@ -191,7 +191,7 @@ def test_explain_says_what_a_step_is(prepared):
         assert said in text, text
     layout = text.partition("\na step")[0]
     gpus = [line.split() for line in layout.splitlines() if re.match(r"  \d", line)]
-    assert [words[3] for words in gpus] == [*"01234567", "0"]
+    assert [words[3] for words in gpus[:8]] == list("01234567")
     assert gpus[7][:4] == ["0", "7", "-", "7"] and gpus[8][2:5] == ["0", "rank", "0"]
     assert "nodes      1 for trainers" in layout
 

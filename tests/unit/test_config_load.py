@@ -288,10 +288,10 @@ def test_presets_lie_under_the_files_own_values(tmp_path, monkeypatch):
         "train.num_steps=4",
     )
     assert (
-        config.algorithm.advantage.std_ddof,
+        config.algorithm.advantage.single_sample,
         config.algorithm.advantage.eps,
         config.train.num_steps,
-    ) == (0, 1e-5, 4)
+    ) == ("raw", 1e-5, 4)
     other = load(tmp_path, MINIMAL + "preset: mine\nalgorithm: {advantage: {name: dr_grpo}}\n")
     assert other.algorithm.advantage.name == "dr_grpo" and other.train.num_steps == 3
     (folder / "mine.yaml").write_text(preset.replace("num_steps", "group_sise"))
