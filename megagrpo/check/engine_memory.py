@@ -35,7 +35,9 @@ _PROMPT_SHARE = 0.25  # of data.max_prompt_tokens that a prompt has
 # An engine's activations and graphs beside trainers, estimated: a prefill of 8,192 tokens with 16
 # values of the hidden size each, and 2 MB for each of 256 samples in graphs, as SGLang 0.5.21
 # reserves (arg_groups/memory_hook.py)
-_PREFILL_TOKENS, _PREFILL_WIDTH, _GRAPH_BYTES = 8192, 16, 2 * 256 * 2**20
+_PREFILL_TOKENS = 8192
+_PREFILL_WIDTH = 16
+_GRAPH_BYTES = 2 * 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -304,12 +306,14 @@ def memory_problems(
     """Returns what does not fit into a GPU's memory: trainers, with colocated engines, and an
     engine's own settings."""
     name = max(phases, key=lambda phase: phases[phase].total)
-    fullest, room = phases[name], usable_bytes(gpu)
+    fullest = phases[name]
+    room = usable_bytes(gpu)
     if fullest.total <= room:
         return list(engine.problems)
     parts = ", ".join(f"{part} {size / 1e9:.1f}" for part, size in fullest.parts.items())
     needs = f"rank {fullest.rank} ({fullest.kind}) needs {fullest.total / 1e9:.1f} GB ({parts})"
-    remedy, free = "", gpu.memory_bytes - CONTEXT_BYTES
+    remedy = ""
+    free = gpu.memory_bytes - CONTEXT_BYTES
     fraction = (
         math.floor(100 * (engine.server.memory_fraction - (fullest.total - room) / free)) / 100
     )
@@ -366,7 +370,8 @@ def _cache_tokens(
         place = ServerPlace(0, "127.0.0.1", 30000, "127.0.0.1:30001", cuda=False, num_cores=1)
         return engine_settings(config, place)["max_total_tokens"], "as its arguments on a CPU say"
     kind = hardware or config.cluster.gpu
-    gpu, server = hardware_of(kind), server_of(rollout)
+    gpu = hardware_of(kind)
+    server = server_of(rollout)
     how = f"on an {kind} by the closed forms; `--hardware {kind}` asks SGLang for its arguments"
     if hardware is not None:
         server = server_of(rollout, resolve_all([config], (gpu, config.cluster.gpus_per_node))[0])

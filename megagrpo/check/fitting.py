@@ -46,7 +46,8 @@ def step_memory(
     gpus_per_node: int,
 ) -> StepMemory:
     """Returns the memory of one step. Raises ValueError if the layers cannot be cut into stages."""
-    longest, rollout = max(longest_samples(config).values()), config.rollout
+    longest = max(longest_samples(config).values())
+    rollout = config.rollout
     engine = engine_side(work, server_of(rollout), lengths, longest, gpu)
     sent = engine.parts["weights"] * rollout.tp * rollout.num_engines
     trainers = trainer_side(

@@ -114,12 +114,10 @@ def longest_samples(config: ExperimentConfig) -> dict[str, int]:
 def _engine_problems(config: ExperimentConfig, arch: Architecture) -> Iterator[str]:
     if config.rollout.quantization and (reason := FAMILIES[arch.family].FP8_REFUSAL):
         yield f"rollout.quantization {config.rollout.quantization}: {reason}; remove it"
-    tp, ep, heads, kv_heads = (
-        config.rollout.tp,
-        config.rollout.ep,
-        arch.num_heads,
-        arch.num_kv_heads,
-    )
+    tp = config.rollout.tp
+    ep = config.rollout.ep
+    heads = arch.num_heads
+    kv_heads = arch.num_kv_heads
     sizes = (("tp", tp, "num_attention_heads", heads), ("ep", ep, "num_experts", arch.num_experts))
     for key, by, what, number in sizes:
         if number % by:
@@ -182,7 +180,8 @@ def hub_hint(path: str) -> str:
 
 def _missing_packages(config: ExperimentConfig) -> Iterator[str]:
     """Yields which optional packages the experiment needs and this environment lacks."""
-    wandb, spec = config.log.wandb, find_spec("wandb")
+    wandb = config.log.wandb
+    spec = find_spec("wandb")
     # without an origin it is a folder of that name in the working directory
     if wandb is not None and (spec is None or spec.origin is None):
         yield (

@@ -128,7 +128,8 @@ def _advice(
 def _model(
     config: ExperimentConfig, hf: dict[str, object] | None, arch: Architecture | None
 ) -> list[str]:
-    algorithm, path = config.algorithm, config.model.path
+    algorithm = config.algorithm
+    path = config.model.path
     missing = "" if Path(path).exists() else ", not there yet"
     if missing and is_made(config, path):
         missing += ": made by megagrpo sft"
@@ -151,7 +152,9 @@ def _model(
 
 def _layout(config: ExperimentConfig, everything: bool) -> list[str]:
     """Returns how ranks are cut and on which nodes they are; everything: also each GPU's ranks."""
-    actor, p, r = config.actor, config.actor.parallel, config.rollout
+    actor = config.actor
+    p = config.actor.parallel
+    r = config.rollout
     edp = actor.world_size // (p.etp * p.ep * p.pp)
     head = [
         f"layout     {actor.world_size} trainer ranks = tp {p.tp} x cp {p.cp} x dp {actor.dp} x pp "
@@ -225,7 +228,9 @@ def _num_steps(config: ExperimentConfig) -> int | None:
 
 def _step(config: ExperimentConfig, num_steps: int | None) -> list[str]:
     train, actor = config.train, config.actor
-    prompts, updates, dp = train.num_prompts_per_step, train.num_updates_per_step, actor.dp
+    prompts = train.num_prompts_per_step
+    updates = train.num_updates_per_step
+    dp = actor.dp
     samples = prompts * train.group_size
     longest = longest_samples(config)["data"]
     per_rank = math.ceil(samples / updates / dp)
@@ -275,7 +280,8 @@ def _rollout(config: ExperimentConfig) -> list[str]:
 
 
 def _reward(config: ExperimentConfig) -> str:
-    reward, entries = config.reward, config.reward.entries
+    reward = config.reward
+    entries = config.reward.entries
     if key := config.sampling.rewarding:
         return f"the {key.removeprefix('sampling.')}'s"
     names = " + ".join(f"{e.weight:g} {e.short_name}" for e in entries)

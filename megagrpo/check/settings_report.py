@@ -35,7 +35,8 @@ def settings_report(
             for name, value in settings.items()
         ]
         return [f"libraries  {', '.join(said)}"] if said else []
-    actor, kernels = config.actor, expected_kernels(config.actor)
+    actor = config.actor
+    kernels = expected_kernels(config.actor)
     device = config.actor.device
     cuda = device == "cuda" or (device == "auto" and config.rollout.dtype == "bfloat16")
     place = ServerPlace(0, config.rollout.host, 0, "", cuda=cuda, num_cores=1)

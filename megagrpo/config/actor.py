@@ -69,7 +69,8 @@ class ParallelConfig(Section):
         Raises ValueError saying why `num_layers` cannot be cut like this.
         """
         given = [n for n in (self.first_stage_layers, self.last_stage_layers) if n is not None]
-        middle, left = self.pp - len(given), num_layers - sum(given)
+        middle = self.pp - len(given)
+        left = num_layers - sum(given)
         if (left > 0) != (middle > 0) or left < 0 or (middle and left % middle):
             rest = (
                 f" less first_stage_layers and last_stage_layers, {sum(given)} together,"
@@ -295,7 +296,8 @@ class ActorConfig(Section):
         return {"ranks": self.world_size, **self.parallel.model_dump()}
 
     def problems(self) -> list[Rule]:
-        p, with_lora = self.parallel, self.lora is not None
+        p = self.parallel
+        with_lora = self.lora is not None
         frozen = "with lora all other weights stay, the routers'"
         own_layers = "lora adds to Megatron's own linear layers, not Transformer Engine's"
         return [
@@ -335,7 +337,8 @@ class ActorConfig(Section):
         return Rule(self.world_size % size, why, f"{up} would be")
 
     def excludes(self, experiment: "ExperimentConfig") -> list[Rule]:
-        rollout, by_engine = experiment.rollout, self.routing_replay == "rollout"
+        rollout = experiment.rollout
+        by_engine = self.routing_replay == "rollout"
         chunk = rollout.sglang.get("chunked_prefill_size")
         unchunked = by_engine and isinstance(chunk, int) and chunk <= 0
         read = (rollout.draft_tokens or 0) + 1  # tokens of a request in one forward of the model

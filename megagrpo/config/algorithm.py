@@ -89,21 +89,20 @@ class AlgorithmConfig(Section):
         ]
 
     def excludes(self, experiment: "ExperimentConfig") -> list[Rule]:
-        train, parallel, longest = (
-            experiment.train,
-            experiment.actor.parallel,
-            experiment.sampling.max_response_tokens,
-        )
-        updates, responses = train.updates_of_step, train.num_prompts_per_step * train.group_size
+        train = experiment.train
+        parallel = experiment.actor.parallel
+        longest = experiment.sampling.max_response_tokens
+        updates = train.updates_of_step
+        responses = train.num_prompts_per_step * train.group_size
         padded = parallel.cp > 1 and updates > 1 and not experiment.actor.packing
         apart = self.kl.estimator == "full" and self.uses_reference and padded
         horizon = self.kl.adaptive.horizon if self.kl.adaptive is not None else math.inf
-        overlong, endless = self.reward.overlong, self.dynamic_sampling and train.num_epochs
-        refused, alone = self.advantage.refuses_group_of_one, train.group_size == 1
-        all_zero, all_equal = (
-            alone and self.reward.normalises_by_group,
-            alone and self.dynamic_sampling,
-        )
+        overlong = self.reward.overlong
+        endless = self.dynamic_sampling and train.num_epochs
+        refused = self.advantage.refuses_group_of_one
+        alone = train.group_size == 1
+        all_zero = alone and self.reward.normalises_by_group
+        all_equal = alone and self.dynamic_sampling
         return [
             Rule(
                 apart,
@@ -195,7 +194,9 @@ class AlgorithmConfig(Section):
     @property
     def formula(self) -> str:
         """Returns the loss of this configuration in one line of the papers' notation."""
-        weight, reject, clip = self.mismatch.weight, self.mismatch.reject, self.advantage_clip
+        weight = self.mismatch.weight
+        reject = self.mismatch.reject
+        clip = self.advantage_clip
         terms = [f"w {self.loss.formula}" if weight else self.loss.formula]
         if self.kl.loss_coef:
             terms.append(f"{self.kl.loss_coef:g} KL_{self.kl.estimator}")

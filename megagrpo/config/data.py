@@ -125,8 +125,13 @@ class DataConfig(Section):
         ] or [self.reading(self)]
 
     def reading(self, other: Section, **keys: object) -> "DataPart":
-        """Returns the section with the files of another, and those of its keys that are given."""
+        """Returns the section with the files of another, and those of its keys that are given: a
+        name and a grader of its own win over columns."""
         given = {key: value for key, value in other if value is not None and key != "ratio"}
+        if "source" in given:
+            given["source_key"] = None
+        if "grader" in given:
+            given |= {"grader_key": None, "grader_by_source": {}}
         return DataPart.model_construct(**{**dict(self), "sources": [], **given, **keys})
 
     @property
@@ -144,11 +149,10 @@ class DataConfig(Section):
 
     def problems(self) -> list[Rule]:
         twice = sorted({path for path in self.paths if self.paths.count(path) > 1})
-        templated, unread = (
-            "the template writes its own special tokens",
-            "has no effect without chat_template: true",
-        )
-        chat, names = self.chat_template, [source.source for source in self.sources]
+        templated = "the template writes its own special tokens"
+        unread = "has no effect without chat_template: true"
+        chat = self.chat_template
+        names = [source.source for source in self.sources]
         same = sorted({name for name in names if names.count(name) > 1})
         with_ratio = sum(source.ratio is not None for source in self.sources)
         return [

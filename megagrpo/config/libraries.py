@@ -396,7 +396,8 @@ def _trainer_rules(actor: ActorConfig) -> _Rules:
 
 
 def _engine_rules(rollout: RolloutConfig) -> _Rules:
-    given, cache = rollout.sglang, "enable_hierarchical_cache"
+    given = rollout.sglang
+    cache = "enable_hierarchical_cache"
     return [
         (
             SERVER,

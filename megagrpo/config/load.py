@@ -195,7 +195,8 @@ def _build(loader: _Loader, node: yaml.Node, path: KeyPath, source: _Source) -> 
     out: dict[str, Plain] = {}
     for key_node, child in node.value:
         key = key_node.value if isinstance(key_node, yaml.ScalarNode) else "<not a name>"
-        here, location = (*path, key), f"{source.name}:{key_node.start_mark.line + 1}"
+        here = (*path, key)
+        location = f"{source.name}:{key_node.start_mark.line + 1}"
         if key in out:
             first = source.locations[here]
             source.problems.append(
@@ -317,7 +318,9 @@ def _data_path(loc: KeyPath, kind: str, data: Plain) -> KeyPath:
 
 
 def _describe(error: ErrorDetails, path: KeyPath, value: Plain) -> str:
-    kind, dotted, context = error["type"], _dotted(path), error.get("ctx", {})
+    kind = error["type"]
+    dotted = _dotted(path)
+    context = error.get("ctx", {})
     match kind:
         case "extra_forbidden":
             hint = _foreign_hint("key_hint", dotted, value) or _remedy_unknown(path)
@@ -387,7 +390,8 @@ def _variants(path: KeyPath) -> list[str]:
 
 
 def _remedy_unknown(path: KeyPath) -> str:
-    key, siblings = str(path[-1]), _keys(path[:-1])
+    key = str(path[-1])
+    siblings = _keys(path[:-1])
     elsewhere = [known for known in all_paths(ExperimentConfig) if known.split(".")[-1] == key]
     if elsewhere and not did_you_mean(key, siblings):
         return f"; did you mean {' or '.join(elsewhere[:3])}?"

@@ -186,7 +186,8 @@ class SamplingConfig(Section):
 
     def excludes(self, experiment: "ExperimentConfig") -> list[Rule]:
         sees = experiment.data.images_key is not None
-        reward, advantage = experiment.reward, experiment.algorithm.advantage.name
+        reward = experiment.reward
+        advantage = experiment.algorithm.advantage.name
         given = (
             reward.grader,
             reward.graders,

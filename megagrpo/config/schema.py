@@ -91,10 +91,8 @@ class TrainConfig(Section):
         return self.num_steps or DEFAULT_STEPS
 
     def problems(self) -> list[Rule]:
-        prompts, updates = (
-            f"num_prompts_per_step {self.num_prompts_per_step}",
-            self.num_updates_per_step,
-        )
+        prompts = f"num_prompts_per_step {self.num_prompts_per_step}"
+        updates = self.num_updates_per_step
         both = f"num_steps {self.num_steps} and num_epochs {self.num_epochs}"
         return [
             Rule(
@@ -266,7 +264,8 @@ class ExperimentConfig(Section):
         """Gives `rollout.dtype` the value of `actor.dtype`, unless it is said."""
         if not isinstance(given, dict):
             return given
-        actor, rollout = given.get("actor"), given.get("rollout", {})
+        actor = given.get("actor")
+        rollout = given.get("rollout", {})
         dtype = actor.get("dtype") if isinstance(actor, dict) else getattr(actor, "dtype", None)
         if dtype not in get_args(Dtype) or not isinstance(rollout, dict) or "dtype" in rollout:
             return given
@@ -293,13 +292,9 @@ class ExperimentConfig(Section):
         """The rows of the warm-up, read as `data` says; no grader reads them."""
         if self.sft is None:
             return None
-        of_graders: dict[str, object] = {
-            "extra_key": None,
-            "grader_key": None,
-            "grader_by_source": {},
-        }
-        files = {"sources": [], "path": self.sft.path, "limit": None}
-        return self.data.model_copy(update=files | of_graders)
+        files: dict[str, object] = {"sources": [], "path": self.sft.path, "grader_by_source": {}}
+        none = dict.fromkeys(("extra_key", "grader_key", "source_key", "limit"))
+        return self.data.model_copy(update=files | none)
 
     @property
     def data_sections(self) -> dict[str, DataConfig]:

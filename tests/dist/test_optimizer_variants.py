@@ -53,11 +53,12 @@ def test_kinds_of_adam_train_and_resume(tmp_path: Path):
         }
         jobs += [{**base, **own, "load": load} for load in (False, True)]
     jobs.append({**base, "load": True, "checkpoint": str(tmp_path / "aware True")})
-    adam = {"adam_beta1": 0.8, "adam_eps": 1e-5}
+    adam = {"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_eps": 1e-5}
     for name, optimizer in VARIANTS.items():
         saved = str(tmp_path / f"{name} True")
-        own = {"optimizer": optimizer | adam, "adam_beta2": 0.9, "checkpoint": saved, "weights": f"{saved}.pt"}
-        jobs.append({**base, **own, "load": True})
+        megatron = {name: adam[name] for name in ("adam_beta1", "adam_eps")}
+        own = {"optimizer": optimizer | megatron, "checkpoint": saved, "weights": f"{saved}.pt"}
+        jobs.append({**base, **own, "load": True, "adam": {"adam_beta2": adam["adam_beta2"]}})
     *runs, other_kind, _, _, _, _ = results = run_ranks(
         1, tmp_path / "ranks", jobs, "optimizer_ranks.py", pool=TRANSFORMER_ENGINE_POOL
     )

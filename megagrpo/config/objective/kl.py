@@ -52,11 +52,9 @@ class KlConfig(Section):
         return self.model_copy(update={"reward_coef" if self.reward_coef else "loss_coef": coef})
 
     def problems(self) -> list[Rule]:
-        own, full, plus = (
-            f'"{self.estimator}"',
-            self.estimator == "full",
-            self.estimator.endswith("+"),
-        )
+        own = f'"{self.estimator}"'
+        full = self.estimator == "full"
+        plus = self.estimator.endswith("+")
         both = self.loss_coef and self.reward_coef
         of_loss = self.reward_coef and (full or plus)
         uncorrected = self.importance and not plus

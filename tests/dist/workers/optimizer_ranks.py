@@ -107,9 +107,8 @@ def states(part: DistributedOptimizer) -> list[Tensor]:
 
 def settings(job: dict) -> tuple[ActorConfig, OptimizerConfig]:
     """Weights that move far: the update counts, not the rounding."""
-    more = {"adam_beta2": job["adam_beta2"]} if "adam_beta2" in job else {}
-    of_megatron = job.get("optimizer", {})
-    optimizer = OptimizerConfig(lr=1e-3, clip_grad=0.1, megatron=of_megatron, **more)
+    adam = job.get("adam", {})
+    optimizer = OptimizerConfig(lr=1e-3, clip_grad=0.1, megatron=job.get("optimizer", {}), **adam)
     return harness.settings(job)[0], optimizer
 
 
