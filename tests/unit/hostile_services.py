@@ -109,7 +109,8 @@ SERVICES = {
     "fails, then answers": (["fails", "fails"], "score", ""),
     "closes the connection, then answers": (["closes the connection"], "score", ""),
     "is busy (429), then answers": (["busy"], "score", ""),
-    "is busy for an hour (Retry-After)": (["busy for an hour"], "timeout", "the last problem: status 429 (Retry-After: 3600 s): later"),
+    "is busy for an hour (Retry-After)": (["busy for an hour"], "timeout",
+                                          "the last problem: status 429 (Retry-After: 3600 s): later"),
     "has a request that came too late (408), then answers": (["is late"], "score", ""),
     "hangs": (["hangs"], "timeout", "gave no score in 1 s"),
     "fails always": (["fails"] * 9, "error", "failed 3 times; the last problem: status 500: out of "
