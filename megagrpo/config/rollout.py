@@ -152,7 +152,7 @@ class SamplingConfig(Section):
     stop: list[str] = Field(default=[], description="Texts that end a response.")
     skip_special_tokens: bool = False
     """Leave special tokens out of the text that graders, environments and tool parsers see; default:
-    only padding and the one that ended the response."""
+    only those for padding and the begin and end of texts, and the one that ended the response."""
     environment: EnvironmentConfig | None = Field(
         default=None, description="What answers the model; default: nothing."
     )
