@@ -251,7 +251,7 @@ def _try_tool_turn(
 
 def _parsed_by_sglang(config: ExperimentConfig, job: dict[str, object]) -> list[object]:
     """Returns [name, arguments] of the calls that SGLang's parser finds. Raises ValueError with the
-    end of its output if it fails."""
+    reason if it fails."""
     done = subprocess.run(
         [sys.executable, "-m", "megagrpo.rollout.service.parsers_dry_run"],
         input=json.dumps([job]),
@@ -263,6 +263,7 @@ def _parsed_by_sglang(config: ExperimentConfig, job: dict[str, object]) -> list[
         ),
     )
     if done.returncode:
-        raise ValueError(f"sampling.agent.tool_parser: SGLang fails: {done.stderr[-_SHOWN:]}")
+        reason = done.stderr.strip().rpartition("\n")[2]
+        raise ValueError(f"sampling.agent.tool_parser {job['parser']}: SGLang fails: {reason}")
     (calls,) = json.loads(done.stdout.splitlines()[-1])
     return calls
