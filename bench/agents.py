@@ -340,7 +340,8 @@ def prefix() -> None:
         model = make_tiny_model(Path(folder) / "model")
         config = ExperimentConfig.model_validate({
             "name": "bench", "output_dir": folder, "model": {"path": str(model)}, "data": {"path": "none"},
-            "rollout": {"num_engines": 2, "load_format": "model", "start_timeout_s": 400.0, "max_total_tokens": 60000},
+            "rollout": {"num_engines": 2, "load_format": "model", "start_timeout_s": 400.0,
+                        "sglang": {"max_total_tokens": 60000}},
         })  # fmt: skip
         with running_service(config, Path(folder) / "service") as service:
             for number in range(2):

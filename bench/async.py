@@ -6,7 +6,7 @@ to do it.
 The task is the quickstart's with a long tail: every 32nd problem (or every tenth) asks for a digit
 20 to 60 times over, up to twenty times the tokens of a sum. Seconds are those of steps without
 their evaluations. Each variant starts from the same warm-up of its seed; engines have one core and
-trainers another. Trainers idle while they wait for samples; engines while they have no request.
+trainers another. Trainers idle while they wait for samples.
 Bound, order and losses are counted from the rollouts files. The level of a seed is the best
 accuracy that each of its variants reaches; the time to it is read between the evaluations beside
 it, and compared with that of N = 0. Rows "mean" are of the seeds' mean accuracies and seconds.
@@ -29,7 +29,6 @@ from common import call_megagrpo, prepare, provenance, write_results
 from dispatched import dispatched, not_once
 
 from megagrpo.monitor.record import read_metrics
-from megagrpo.monitor.step_lines import read_step_lines
 from megagrpo.system.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,7 +46,6 @@ _EVALUATED, _EVALUATE_EVERY = 1024, 8  # problems, so that one evaluation is rig
 # quickstart's 0.65.
 _WARM_LOSS = {32: 0.45, 10: 0.3}
 _SKIPPED = 2  # steps until engines and trainers are in their stride
-_WAITS = ("rollout", "drain")
 
 
 def main() -> None:
@@ -160,39 +158,13 @@ def _measure(folder: RunFolder) -> dict:
             for e in entries
             if "eval/accuracy" in e
         ],
-        **_idle(folder),
+        "trainers_idle": sum(e["time/rollout_s"] for e in steps)
+        / sum(e["time/step_s"] for e in steps),
         "largest_lag": lag,
         "prompts": prompts,
         "groups": len(prompts),
         "twice": not_once(prompts),
     }
-
-
-def _idle(folder: RunFolder) -> dict:
-    """Shares of the time in which trainers wait for samples, and engines have no request."""
-    lines = [
-        line for line in read_step_lines(folder.timeline_files()[0]) if line["step"] > _SKIPPED
-    ]
-    start, end = lines[0]["start"], lines[-1]["start"] + lines[-1]["end"]
-    waited = sum(
-        until - at for line in lines for name, at, until in line["phases"] if name in _WAITS
-    )
-    requests = [
-        (line["start"] + at, line["start"] + until)
-        for line in lines
-        for _, at, until, _ in line["requests"]
-    ]
-    busy = _union((max(at, start), min(until, end)) for at, until in requests)
-    return {"trainers_idle": waited / (end - start), "engines_idle": 1 - busy / (end - start)}
-
-
-def _union(spans: Iterable[tuple[float, float]]) -> float:
-    """Seconds that lie in at least one of the spans."""
-    total, last = 0.0, 0.0
-    for at, until in sorted(spans):
-        total += max(0.0, until - max(at, last))
-        last = max(last, until)
-    return total
 
 
 def _seconds_to_level(rows: list[dict], row: dict) -> float:
@@ -217,10 +189,7 @@ def _means(rows: list[dict]) -> list[dict]:
         of = [row for row in rows if row["variant"] == name]
         if len(of) < 2:
             continue
-        mean = {
-            key: _mean(row[key] for row in of)
-            for key in ("step_s", "trainers_idle", "engines_idle")
-        }
+        mean = {key: _mean(row[key] for row in of) for key in ("step_s", "trainers_idle")}
         curves = zip(*(row["accuracy"] for row in of), strict=True)  # by evaluation, then by seed
         mean["accuracy"] = [
             [_mean(column) for column in zip(*points, strict=True)] for points in curves
@@ -242,7 +211,6 @@ def _write(runs: list[dict], args: argparse.Namespace) -> None:
         "seed",
         "seconds a step",
         "trainers idle",
-        "engines idle",
         "accuracy first",
         "accuracy last",
     )
@@ -264,7 +232,6 @@ def _write(runs: list[dict], args: argparse.Namespace) -> None:
             str(row["seed"]),
             f"{row['step_s']:.2f}",
             f"{row['trainers_idle']:.0%}",
-            f"{row['engines_idle']:.0%}",
             f"{row['accuracy'][0][2]:.3f}",
             f"{row['accuracy'][-1][2]:.3f}",
             f"{row['accuracy'][-1][1]:.0f}",

@@ -32,8 +32,8 @@ from megagrpo.cluster.submit import Request, submit
 from megagrpo.config.load import ConfigError, load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.convert.command import translate
-from megagrpo.tools.convert.draft import Translation
 from megagrpo.tools.convert.foreign import FRAMEWORKS
+from megagrpo.tools.convert.translation import Translation
 
 STATUSES = ("translated", "as here", "not translated", "unknown")
 USER = [{"role": "user", "content": "What is 1 + 1?"}]
@@ -127,10 +127,10 @@ def main() -> None:
         found = scripts(framework, root)
         for path in found:
             draft = translate(framework, path)
-            counts = Counter(fate.status for fate in draft.fates())
+            counts = Counter(each.status for each in draft.outcomes())
             with tempfile.TemporaryDirectory() as folder:
                 problems = draft.problems or check_problems(draft, framework, Path(folder))
-            lost = {fate.key: fate.text for fate in draft.fates() if fate.status in STATUSES[2:]}
+            lost = {each.key: each.text for each in draft.outcomes() if each.status in STATUSES[2:]}
             reasons.update(
                 (FRAMEWORKS[framework], re.sub(r"\d+", "N", text)) for text in set(lost.values())
             )

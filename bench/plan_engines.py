@@ -11,8 +11,7 @@ from common import ROOT, provenance, write_results
 
 from megagrpo.check.fitting import with_model
 from megagrpo.config.load import load_config
-from megagrpo.tools.plan.roofline import plan_step
-from megagrpo.tools.plan.search import Options, target_of
+from megagrpo.tools.plan.roofline import plan_step, target_of
 
 NAMES = ("qwen3_235b_a22b", "glm45_355b", "deepseek_v3_671b", "kimi_k2_1t")
 HEADER = (
@@ -47,7 +46,7 @@ def main() -> None:
         shipped = 0.0
         for label, overrides in variants(name).items():
             config = with_model(load_config(ROOT / "configs" / f"{name}.yaml", overrides))
-            plan = plan_step(config, target_of(config, Options()))
+            plan = plan_step(config, target_of(config))
             rollout, engine = config.rollout, plan.engine
             shipped = shipped or plan.step
             rows.append(

@@ -21,8 +21,7 @@ from megagrpo.check.engine_memory import Lengths
 from megagrpo.check.hardware import usable_bytes
 from megagrpo.check.trainer_memory import Load, trainer_side
 from megagrpo.config.load import load_config
-from megagrpo.tools.plan.roofline import Plan, plan_step, train_seconds
-from megagrpo.tools.plan.search import Options, target_of
+from megagrpo.tools.plan.roofline import Plan, plan_step, target_of, train_seconds
 
 ROOT = Path(__file__).resolve().parent.parent
 NEMO = "NeMo-RL docs/about/performance-summary.md, v0.4, DGX-H100, bf16"
@@ -200,8 +199,7 @@ def _plan(run: Run) -> Plan:
         words += ["algorithm.kl={loss_coef: 0.01}", "algorithm.mismatch={weight: {name: tis}}"]
     config = load_config(ROOT / "configs/qwen3_235b_a22b.yaml", words)
     lengths = None if run.mean is None else str(run.mean - prompt // 4)
-    options = Options(hardware=run.hardware, lengths=lengths)
-    target = target_of(config, options)
+    target = target_of(config, run.hardware, lengths=lengths)
     return plan_step(config, target)
 
 
@@ -218,9 +216,7 @@ def _pretrained(
         "actor.transformer_engine=true", f"actor.micro_batch_tokens={4096 * rows}", "actor.recompute=none",
     ]  # fmt: skip
     config = load_config(ROOT / "configs/qwen3_235b_a22b.yaml", words)
-    target = replace(
-        target_of(config, Options()), lengths=Lengths(0.0, np.full(2, 4096.0), "given")
-    )
+    target = replace(target_of(config), lengths=Lengths(0.0, np.full(2, 4096.0), "given"))
     side = trainer_side(target.arch, config.actor, Load(4096 * rows, 4096))
     compared = _compared(published, sum(train_seconds(config, target, side.stages)[1].values()))
     return [

@@ -8,6 +8,8 @@ megagrpo/train.py
 `<!-- tests/unit/NAME.py -->`     what its table() returns    `<!-- last-device -->`  where
 bench/gpu.py last ran
 
+Writes the generated pages of docs/reference, too: configuration, rules, metrics, names, cli.
+
 python bench/readme.py
 """
 
@@ -15,6 +17,7 @@ import ast
 import itertools
 import re
 import runpy
+import sys
 import textwrap
 from pathlib import Path
 
@@ -101,6 +104,19 @@ def metrics() -> str:
             )
         parts.append(f"## {section['section']}\n\n" + "\n".join(rows) + "\n")
     return "\n".join(parts)
+
+
+def reference_pages() -> dict[str, str]:
+    """Returns the generated files of docs/reference by name."""
+    from bench.describe import foreign_names, reference, rules
+
+    return {
+        "cli.md": command_line(),
+        "configuration.md": reference(),
+        "metrics.md": metrics(),
+        "names.md": foreign_names(),
+        "rules.md": rules(),
+    }
 
 
 def refreshed(text: str) -> str:
@@ -227,7 +243,8 @@ def last_device(results: Path) -> str:
 
 
 if __name__ == "__main__":
-    for name, text in (("cli.md", command_line()), ("metrics.md", metrics())):
+    sys.path.insert(0, str(ROOT))  # for bench.describe
+    for name, text in reference_pages().items():
         (ROOT / "docs" / "reference" / name).write_text(text, encoding="utf-8")
     for page in pages():
         page.write_text(refreshed(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -11,7 +11,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv="${MEGAGRPO_VENV:-.venv}"
 started=$SECONDS
-export PIP_DISABLE_PIP_VERSION_CHECK=1
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_USER=0 # a venv has no user site
+unset PIP_TARGET PIP_PREFIX PYTHONHOME
 
 say() { printf '[install] %s\n' "$*"; }
 

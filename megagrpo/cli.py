@@ -52,10 +52,6 @@ _TOOLS = {
         "memory of both sides and a roofline of a step on the cluster, from the model's "
         "config.json only",
     ),
-    "plan-weights": _Tool(
-        "megagrpo.tools.plan.weights_command",
-        "what a publish will move on the cluster, from the model's config.json alone",
-    ),
     "report": _Tool(
         "megagrpo.tools.report",
         "summary table and learning curve of a run folder",
@@ -63,7 +59,7 @@ _TOOLS = {
     ),
     "view": _Tool(
         "megagrpo.tools.view.command",
-        "samples of one or more runs as one HTML file, and their traces for Perfetto",
+        "samples of one or more runs as one HTML file",
         reads_experiment=False,
     ),
 }
@@ -113,9 +109,7 @@ class _Commands:
         self, name: str, run: Callable[[argparse.Namespace, ExperimentConfig], int], text: str
     ) -> argparse.ArgumentParser:
         """Adds a command that reads an experiment."""
-        command = self.add(
-            name, lambda args: run(args, load_config(args.config, args.overrides)), text
-        )
+        command = self.add(name, lambda args: run(args, _load(args)), text)
         option = command.add_argument
         option("config", help="experiment YAML")
         option(
@@ -127,6 +121,15 @@ class _Commands:
             help="override one key",
         )
         return command
+
+
+def _load(args: argparse.Namespace) -> ExperimentConfig:
+    """Reads the experiment; before a run and in a check, libraries judge what is set of theirs."""
+    if args.command not in ("check", "train") or under_torchrun():
+        return load_config(args.config, args.overrides)
+    from megagrpo.check.libraries import library_problems
+
+    return load_config(args.config, args.overrides, library_problems)
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:

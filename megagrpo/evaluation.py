@@ -47,10 +47,10 @@ def evaluation_metrics(
     unscored = sum(not outcome.ok for group in groups for outcome in group.outcomes)
     metrics.add_mean(f"{prefix}/accuracy", sum(flat), len(flat))
     metrics.add_mean(f"{prefix}/unscored_fraction", unscored, len(flat))
-    metrics.add_mean(f"{prefix}/length_mean", sum(len(s.token_ids) for s in samples), len(flat))
-    metrics.add_mean(
-        f"{prefix}/truncated_fraction", sum(s.finish_reason == "length" for s in samples), len(flat)
-    )
+    lengths = sum(len(sample.token_ids) for sample in samples)
+    truncated = sum(sample.finish_reason == "length" for sample in samples)
+    metrics.add_mean(f"{prefix}/length_mean", lengths, len(samples))
+    metrics.add_mean(f"{prefix}/truncated_fraction", truncated, len(samples))
     if num_samples > 1:
         passed = sum(
             pass_at_k(len(group), sum(s >= 1 for s in group), num_samples) for group in scores

@@ -7,9 +7,8 @@ in their replicas.
 
 import pickle
 import traceback
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -263,21 +262,3 @@ def _own_group(
         group = dist.new_group(members, timeout=timeout)
         own = group if rank in members else own
     return own
-
-
-@contextmanager
-def only_fake_groups() -> Iterator[None]:
-    """Makes every new group inside a fake one: in a pretended world gloo would wait for ranks that
-    do not exist."""
-    original = dist.new_group
-
-    # torch's order of parameters; a fake group never waits, so it needs no timeout and no backend's
-    # options
-    def new_group(ranks=None, timeout=None, backend=None, pg_options=None, **options):
-        return original(ranks, backend="fake", **options)
-
-    dist.new_group = new_group  # type: ignore[assignment]  # without the parameters that are passed on by name
-    try:
-        yield
-    finally:
-        dist.new_group = original

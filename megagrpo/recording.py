@@ -1,4 +1,4 @@
-"""The record of a run: the main rank's metrics, each replica's groups, every rank's timeline."""
+"""The record of a run: the main rank's metrics, each replica's groups and trained samples."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -14,7 +14,6 @@ from megagrpo.monitor.alarms import HealthWatch
 from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.record import StepLog
 from megagrpo.monitor.rollouts import Decode, RolloutLog
-from megagrpo.monitor.timeline import Timeline
 from megagrpo.monitor.trained import TrainedLog
 from megagrpo.monitor.wandb_log import WandbLog
 from megagrpo.types import Batch, RolloutGroup
@@ -38,9 +37,6 @@ class RunRecord:
         console: StepConsole | None = None,
     ):
         self.folder = config.run_folder
-        self.timeline = Timeline(
-            self.folder, mesh.rank, mesh.world_size, start_step, config.log.timeline
-        )
         self._config = config
         self._mesh = mesh
         self._start_step = start_step
@@ -51,7 +47,6 @@ class RunRecord:
         self._outputs: list[Callable[[int, dict[str, float]], None]] = []  # of metrics
 
     def __enter__(self) -> Self:
-        self._stack.callback(self.timeline.close)
         return self
 
     def __exit__(
@@ -72,10 +67,10 @@ class RunRecord:
         def pieces(token_ids: Sequence[int]) -> list[str]:
             return [str(tokenizer.decode([token])) for token in token_ids]
 
-        if config.log.rollouts and holds_token_values():
+        if holds_token_values():
             trained = TrainedLog(*replica, config.log.tokens, pieces, start)
             self._trained = self._stack.enter_context(closing(trained))
-        if config.log.rollouts and mesh.is_leader:
+        if mesh.is_leader:
             rollouts = RolloutLog(*replica, start, decode)
             self._rollouts = self._stack.enter_context(closing(rollouts))
         if console := self._console:
@@ -92,7 +87,6 @@ class RunRecord:
             self._rollouts.write(step, groups)
         for write in self._outputs:
             write(step, values)
-        self.timeline.end_step(step)
 
     def log_trained(self, step: int, batch: Batch, logprobs: Tensor) -> None:
         """Adds the batch of an update with the trainer's log-probabilities [T]."""

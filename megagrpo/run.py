@@ -37,7 +37,7 @@ from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.agents.answering import Answering
 from megagrpo.rollout.agents.make import make_answering
 from megagrpo.rollout.control import ServiceControl, find_service, service_progress
-from megagrpo.rollout.generation import OnRequest, SamplingParams
+from megagrpo.rollout.generation import SamplingParams
 from megagrpo.rollout.metrics import grader_metrics, rollout_metrics, source_metrics
 from megagrpo.rollout.sampler import Sampler
 from megagrpo.rollout.selection import GroupChoice, StepGroups, gather_surplus
@@ -79,7 +79,8 @@ class Inputs:
         tokenizer = load_tokenizer(model)
         images = ImageStore.of(model, config.run_folder.images)
         prompts = load_prompts(config.data, tokenizer, images)
-        eval_prompts = load_prompts(config.eval.data, tokenizer, images) if config.eval else None
+        held_out = config.eval_data
+        eval_prompts = load_prompts(held_out, tokenizer, images) if held_out else None
         decode = decoder(tokenizer, model, config.sampling.skip_special_tokens)
         return cls(
             model=model,
@@ -100,7 +101,7 @@ class Sampling:
     """Samples, scores and measures this rank's groups. A context manager, which ends requests and
     processes.
 
-    on_request, update_engines, alive: see Sampler and RolloutSource.
+    update_engines, alive: see Sampler and RolloutSource.
     """
 
     def __init__(
@@ -109,7 +110,6 @@ class Sampling:
         mesh: Mesh,
         inputs: Inputs,
         control: ServiceControl,
-        on_request: OnRequest,
         update_engines: UpdateEngines,
         alive: Callable[[], None],
     ):
@@ -129,7 +129,6 @@ class Sampling:
                     grader,
                     inputs.decode,
                     inputs.answering,
-                    on_request,
                 )
                 sampler.images = inputs.images
                 if config.actor.routing_replay == "rollout":
@@ -204,7 +203,6 @@ class Run:
     def enter(self, phase: str) -> None:
         """Records that this rank starts phase `phase` of the step."""
         self.watchdog.enter(phase)
-        self.recording.timeline.mark(phase)
         if phase == "checkpoint":  # the first of a step
             self.progress.calm()
         source = self.sampling.source
@@ -350,20 +348,19 @@ def start_run(
     with ExitStack() as stack:
         console = None
         if mesh.is_main:
-            console = stack.enter_context(_console(config, state, num_steps, inputs))
-            progress.follow(console.status)
+            console = _console(config, state, num_steps, inputs)
+            progress.follow(console.note)
         progress.enter("waits for the engines", lambda: service_progress(folder))
         control = find_service(folder.path, service_url, start_timeout_s)
         recording = stack.enter_context(RunRecord(config, mesh, state.step, console))
         watchdog = stack.enter_context(Watchdog(config, mesh, folder, lambda: state.step))
-        exchange = Exchange(config, mesh, weights, control, folder.path, recording.timeline.call)
+        exchange = Exchange(config, mesh, weights, control, folder.path)
         sampling = stack.enter_context(
             Sampling(
                 config,
                 mesh,
                 inputs,
                 control,
-                recording.timeline.request,
                 exchange.publish,
                 watchdog.alive,
             )
@@ -441,20 +438,19 @@ def _checkpointer(
     )
 
 
-@contextmanager
 def _console(
     config: ExperimentConfig, state: TrainState, num_steps: int, inputs: Inputs
-) -> Iterator[StepConsole]:
+) -> StepConsole:
     """Makes the console and prints the run's summary before the first sample."""
-    with StepConsole(config.name, num_steps, state.step) as console:
-        notes = [describe_dropped(config.data, inputs.prompts)]
-        if config.eval is not None and inputs.eval_prompts is not None:
-            notes.append(describe_dropped(config.eval.data, inputs.eval_prompts))
-        if restarts := environment.get_int("TORCHELASTIC_RESTART_COUNT", 0):
-            which = f"restart {restarts} of {config.actor.max_restarts}"
-            notes.append(f"a rank was lost; restarted all ranks ({which})")
-        if state.step:
-            notes.append(f"continues after step {state.step}")
-        for note in filter(None, notes):
-            console.note(note)
-        yield console
+    console = StepConsole(config.name, num_steps, state.step)
+    notes = [describe_dropped(config.data, inputs.prompts)]
+    if config.eval_data is not None and inputs.eval_prompts is not None:
+        notes.append(describe_dropped(config.eval_data, inputs.eval_prompts))
+    if restarts := environment.get_int("TORCHELASTIC_RESTART_COUNT", 0):
+        which = f"restart {restarts} of {config.actor.max_restarts}"
+        notes.append(f"a rank was lost; restarted all ranks ({which})")
+    if state.step:
+        notes.append(f"continues after step {state.step}")
+    for note in filter(None, notes):
+        console.note(note)
+    return console

@@ -203,6 +203,7 @@ class EngineInfo:
     load: dict[str, float] = field(default_factory=dict, hash=False)
     # at the last look; {}: it did not answer
     load_now: dict[str, float] = field(default_factory=dict, hash=False)
+    cache_tokens: int | None = None  # that its caches hold; None: it did not say
     # whether it gets requests: from the first weights that were verified in this incarnation, also
     # while newer ones are written, until it sleeps, is drained or ends
     serves: bool = False

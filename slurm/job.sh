@@ -2,8 +2,19 @@
 
 say() { echo "[$(date +%H:%M:%S) job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1))] $*"; }
 
-# What an interactive shell leaves in the environment of sbatch would bind the steps: to its cores, to one core, to its memory.
+# What an interactive shell leaves in the environment of sbatch would bind the steps: to its cores, to one core, to its memory,
+# to the job's number of tasks instead of one for each node.
+unset SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE
 unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_CPUS_PER_GPU SLURM_CPU_BIND SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU
+
+export SLURM_EXPORT_ENV=ALL # else after `sbatch --export=NONE` steps would not get the functions and secrets below
+
+# The first node of a list. Read to its end: what ends a pipe early ends a list of thousands of nodes with SIGPIPE.
+first_node() {
+    local nodes
+    mapfile -t nodes < <(scontrol show hostnames "$1")
+    echo "${nodes[0]}"
+}
 
 # The address of a node for others. Node names need not resolve; this is what Slurm itself connects to, an address or a name.
 # Many hosts files give a machine's own name to its loopback: then that of its route to another node of the job.

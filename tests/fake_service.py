@@ -19,7 +19,7 @@ class FakeService:
     """Plays the service and its engine over real HTTP.
 
     `script` holds what the next requests to /generate get, one entry each, then all get an answer:
-    an int is a status, "hang", "drop" (close the connection), or a dict that replaces
+    an int is a status, bytes are the body of an answer, "hang", "drop" (close the connection), or a dict that replaces
     parts of meta_info. `hang` tells of a request's body whether it gets no answer yet. `looks`: how
     often it is looked at before its engine serves. `restart`: a next incarnation has taken the
     engine's place.
@@ -32,7 +32,7 @@ class FakeService:
     state: str = "ready"
     failed: str | None = None
     url: str = ""
-    cache_tokens: int | None = None  # what /server_info says
+    cache_tokens: int | None = None
     load_now: dict[str, float] = field(default_factory=dict)
     hang: Callable[[dict], bool] = lambda body: False
     requests: list[dict] = field(default_factory=list)
@@ -57,6 +57,7 @@ class FakeService:
             "incarnation": self.incarnation,
         }
         engine |= {"restarts": 0, "pid": 1, "reason": "", "load_now": self.load_now}
+        engine["cache_tokens"] = self.cache_tokens
         found = {
             "failed": self.failed,
             "engines": [engine],
@@ -69,11 +70,6 @@ class FakeService:
         self.state, self.version = "ready", body["weight_version"]
         return web.json_response({})
 
-    async def server_info(self, request: web.Request) -> web.Response:
-        return web.json_response(
-            {} if self.cache_tokens is None else {"max_total_num_tokens": self.cache_tokens}
-        )
-
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.requests.append(body)
@@ -84,6 +80,8 @@ class FakeService:
             await asyncio.sleep(3600)
         if step == "drop":
             request.transport.close()
+        if isinstance(step, bytes):
+            return web.Response(body=step, content_type="text/html")
         if isinstance(step, int):
             return web.Response(status=step, text="on purpose")
         # The response is a function of the request alone: the seed's last digits, as tokens.
@@ -106,7 +104,6 @@ def running(service: FakeService) -> Iterator[FakeService]:
     routes += [
         web.post("/generate", service.generate),
         web.post(f"{RESTARTED}/generate", service.generate),
-        web.get("/server_info", service.server_info),
     ]
     app.add_routes(routes)
     runner = web.AppRunner(app, shutdown_timeout=0.1)

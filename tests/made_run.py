@@ -1,6 +1,5 @@
 """A small made-up run folder, written by the project's own writers."""
 
-import time
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,6 @@ import torch
 from megagrpo.config.schema import LogConfig
 from megagrpo.monitor.record import StepLog
 from megagrpo.monitor.rollouts import RolloutLog
-from megagrpo.monitor.timeline import Timeline
 from megagrpo.monitor.trained import TrainedLog
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import Batch, Outcome, Prompt, RolloutGroup, Sample
@@ -95,27 +93,15 @@ def make_run(path: Path, num_steps: int = 5, start_step: int = 0) -> RunFolder:
     folder = RunFolder(path)
     log = StepLog(folder, LogConfig(tensorboard=False), start_step)
     rollouts = RolloutLog(folder, 0, 1, start_step)
-    timelines = [Timeline(folder, rank, 2, start_step) for rank in range(2)]
     trained = TrainedLog(
         folder, 0, 1, 2, lambda ids: [{5: " one", 6: "<b>", 9: "é"}[i] for i in ids], start_step
     )
     for step in range(start_step + 1, num_steps + 1):
-        now = time.time()
-        for rank, timeline in enumerate(timelines):
-            for name in ("rollout", "update", "what follows update", "publish"):
-                timeline.mark(name)
-            for i in range(4):
-                timeline.request(
-                    f"engine-{i % 2}", now + 0.01 * i, now + 0.01 * i + 0.1, 7 * (rank + i > 0)
-                )
-        timelines[0].call("engine-0", "digest", now + 0.2, now + 0.3)
         log.write(step, {"reward/mean": step / 10})
         groups = made_groups(step)
         rollouts.write(step, groups)
         batch = made_batch(groups)
         trained.write(step, batch, batch.old_logprobs)
-        for timeline in timelines:
-            timeline.end_step(step)
-    for writer in (log, rollouts, trained, *timelines):
+    for writer in (log, rollouts, trained):
         writer.close()
     return folder

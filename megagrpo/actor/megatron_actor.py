@@ -342,11 +342,7 @@ class MegatronActor:
             )
         lr = learning_rate(self.config.optimizer, self.updates_done, self.num_updates)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr * (
-                self.config.draft.lr_factor
-                if self.config.draft and group["is_decoupled_lr"]
-                else 1.0
-            )
+            group["lr"] = lr
             # Megatron leaves it to its own scheduler to spare norms and biases
             group["weight_decay"] = self.config.optimizer.weight_decay * group.get("wd_mult", 1.0)
         take_step(self.optimizer, norm, of_draft)

@@ -36,6 +36,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -309,6 +310,7 @@ def _load_optimizer_state(actor: MegatronActor, state: dict, form: str) -> None:
     )  # of dense and expert parameters, where there are both
     if not isinstance(parts[0], DistributedOptimizer):
         actor.optimizer.load_state_dict(state)
+        _use_configured_betas(parts)
         return
     for part, own in zip(
         parts, [state] if len(parts) == 1 else [state[i] for i in range(len(parts))], strict=True
@@ -327,6 +329,16 @@ def _load_optimizer_state(actor: MegatronActor, state: dict, form: str) -> None:
             part.load_parameter_state_from_fully_reshardable(own["param_state"])
         for parameter, step in steps.items():
             inner[parameter]["step"] = step.clone()
+    _use_configured_betas(parts)
+
+
+def _use_configured_betas(parts: list[MegatronOptimizer]) -> None:
+    """Sets what a loaded state brought along to what the experiment says now, as every step does
+    for learning rate and weight decay."""
+    for part in parts:
+        for group in part.param_groups:
+            group["betas"] = (part.config.adam_beta1, part.config.adam_beta2)
+            group["eps"] = part.config.adam_eps
 
 
 def _first_failure(exc: CheckpointException) -> str:

@@ -160,7 +160,7 @@ def update(
     # log-probabilities
     seen = torch.full((len(batch.tokens),), torch.nan, device=actor.mesh.device)
     skipped, non_finite = 0, 0
-    optim: dict[str, float] = {}
+    optim: list[dict[str, float]] = []  # of every update
     actor.expert_load.begin()
     actor.clock.clear()
     group_ids = batch.group_ids.tolist()
@@ -175,7 +175,7 @@ def update(
             of_update = seen if batch.old_logprobs is None else None
             sums = backward(actor, batch, rows, algorithm, temperature, denominators, of_update)
             try:
-                optim = actor.optimizer_step(sums["loss/total"], followed=True)
+                optim.append(actor.optimizer_step(sums["loss/total"], followed=True))
             except NonFiniteUpdate as exc:
                 print(exc, flush=True)
                 non_finite += 1
@@ -189,7 +189,7 @@ def update(
         "loss/total": 0.0,
         **_means(whole),
         "batch/padding_waste": 1 - real / padded,
-        **optim,
+        **_of_updates(optim),
     }
     if len(passes) > 1:
         means = map(_means, of_passes)
@@ -202,6 +202,17 @@ def update(
     }
     metrics |= actor.clock.take() | _expert_metrics(actor)
     return Updated(metrics, seen.cpu() if batch.old_logprobs is None else batch.old_logprobs)
+
+
+def _of_updates(optim: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the last learning rate, and of every gradient norm the mean and the largest of the
+    updates."""
+    metrics = dict(optim[-1]) if optim else {}
+    for name in [name for name in metrics if name.endswith("grad_norm")]:
+        norms = [update[name] for update in optim]
+        metrics[name] = sum(norms) / len(norms)
+        metrics[f"{name}_max"] = max(norms)
+    return metrics
 
 
 def _added(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from megagrpo.algo.correction import kept, policy_weights, staleness_metrics
 from megagrpo.algo.estimators import EstimatorInputs, estimate, whiten
 from megagrpo.algo.kl import adapted_kl_coef, token_kl
 from megagrpo.algo.reward_shaping import RewardInputs, shape_rewards
-from megagrpo.algo.rollouts import of_rollouts
+from megagrpo.algo.rollouts import longest_responses, of_rollouts
 from megagrpo.algo.statistics import (
     GroupStatistics,
     Reduce,
@@ -46,7 +46,7 @@ def with_advantages(
     sampled = whole.loss_mask & rewards.valid.repeat_interleave(whole.lengths)
     metrics = _spread("reward", rewards.values[rewards.valid], reduce)
     inputs = RewardInputs(
-        response_lengths=whole.lengths - whole.prompt_lengths,
+        response_lengths=longest_responses(batch),
         group_ids=whole.group_ids,
         num_groups=whole.num_groups,
         valid=rewards.valid,
@@ -95,7 +95,6 @@ def _estimator_inputs(
         batch.num_groups,
         inputs.valid,
         inputs.reduce,
-        algorithm.advantage.group_std_ddof,
     )
     return EstimatorInputs(
         rewards=rewards,

@@ -74,7 +74,7 @@ def gspo(inputs: PolicyInputs, options: GspoLoss) -> TokenLoss:
     """Returns -min(s A, clip(s) A), s = sg[s_i] exp(logp - sg[logp]). arXiv 2507.18071, GSPO-token,
     eq. 14.
 
-    The value of s is the sequence's ratio, its gradient is the token's.
+    The value of s is the sequence's ratio, its gradient is the token's, and 0 where s is clamped.
     """
     log_ratio = inputs.logprobs - inputs.old_logprobs
     mask = inputs.mask
@@ -82,8 +82,8 @@ def gspo(inputs: PolicyInputs, options: GspoLoss) -> TokenLoss:
     lowest, highest = (
         (-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) if options.clamp == "both" else (None, GSPO_VERL_LIMIT)
     )
-    mean = mean.clamp(lowest, highest)
-    ratio = mean.exp()[:, None] * (inputs.logprobs - inputs.logprobs.detach()).exp()
+    own = inputs.logprobs - inputs.logprobs.detach()
+    ratio = (mean[:, None] + own).clamp(lowest, highest).exp()
     return _clipped_surrogate(
         ratio, inputs.advantages, options.clip_ratio_low, options.clip_ratio_high
     )

@@ -27,12 +27,14 @@ from megagrpo.config.objective.reward_shaping import (
 from megagrpo.config.objective.table import check_complete
 from megagrpo.types import AlgoState, RewardMoments
 
+_EPS = 1e-6  # added to a standard deviation that divides, in units of the reward
+
 
 @dataclass(frozen=True)
 class RewardInputs:
     """The inputs of a reward step besides the rewards: N responses on this rank."""
 
-    response_lengths: Tensor  # [N] int64, tokens of a response, tool output included
+    response_lengths: Tensor  # [N] int64, tokens of the longest response, tool output included
     group_ids: Tensor  # [N] int64 in 0..num_groups-1
     num_groups: int  # over all ranks
     valid: Tensor  # [N] bool, the response has a reward
@@ -127,7 +129,7 @@ def normalise(
     scopes, state = _scopes(rewards, inputs, options)
     location = scopes[options.mean]
     scale_ = scopes[options.std]
-    divisor = torch.where(scale_.constant, 1.0, scale_.std + options.eps)
+    divisor = torch.where(scale_.constant, 1.0, scale_.std + _EPS)
     values = (rewards.values - location.mean) / divisor
     if options.mean != "none":
         values = values.masked_fill(location.constant.expand(values.shape), 0.0)
@@ -157,14 +159,10 @@ def _scopes(
     nothing = _ScopeMoments(values.new_zeros(()), values.new_ones(()), torch.ones_like(valid))
     scopes: dict[Scope, _ScopeMoments] = {"none": nothing}
     if "group" in named:
-        stats = group_statistics(
-            values, ids, inputs.num_groups, valid, inputs.reduce, options.std_ddof
-        )
+        stats = group_statistics(values, ids, inputs.num_groups, valid, inputs.reduce)
         scopes["group"] = _ScopeMoments(stats.mean[ids], stats.std[ids], stats.degenerate[ids])
     if named & {"batch", "running"}:
-        stats = group_statistics(
-            values, torch.zeros_like(ids), 1, valid, inputs.reduce, options.std_ddof
-        )
+        stats = group_statistics(values, torch.zeros_like(ids), 1, valid, inputs.reduce)
         scopes["batch"] = _ScopeMoments(stats.mean, stats.std, stats.degenerate)
         if "running" in named:
             merged = _merged(
@@ -172,28 +170,27 @@ def _scopes(
                 int(stats.count),
                 float(stats.mean),
                 float(stats.std),
-                options.std_ddof,
             )
             state = replace(state, reward_moments=merged)
             # a bare float would become float32
-            mean, std = values.new_tensor((merged.mean, _std(merged, options.std_ddof)))
+            mean, std = values.new_tensor((merged.mean, _std(merged)))
             scopes["running"] = _ScopeMoments(mean, std, std <= DEGENERATE_RANGE * mean.abs())
     return scopes, state
 
 
-def _merged(seen: RewardMoments, count: int, mean: float, std: float, ddof: int) -> RewardMoments:
+def _merged(seen: RewardMoments, count: int, mean: float, std: float) -> RewardMoments:
     """Returns the moments of all rewards seen before and of a batch of `count` with this mean and
     std."""
     if count == 0:
         return seen
     total = seen.count + count
     shift = (mean - seen.mean) * math.sqrt(seen.count / total * count)
-    root = math.hypot(seen.root, std * math.sqrt(max(count - ddof, 0)), shift)
+    root = math.hypot(seen.root, std * math.sqrt(max(count - 1, 0)), shift)
     return RewardMoments(total, seen.mean + (mean - seen.mean) * (count / total), root)
 
 
-def _std(seen: RewardMoments, ddof: int) -> float:
-    return seen.root / math.sqrt(seen.count - ddof) if seen.count > ddof else 0.0
+def _std(seen: RewardMoments) -> float:
+    return seen.root / math.sqrt(seen.count - 1) if seen.count > 1 else 0.0
 
 
 def clip(rewards: ShapedRewards, inputs: RewardInputs, options: RewardClip) -> ShapedRewards:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megagrpo.algo.statistics import row_sums
+from megagrpo.algo.statistics import row_max, row_sums
 from megagrpo.types import Batch
 
 
@@ -44,6 +44,13 @@ def of_rollouts(batch: Batch) -> Batch:
         rewards=rewards,
         rollout_sizes=None,
     )
+
+
+def longest_responses(batch: Batch) -> Tensor:
+    """Returns the tokens of each rollout's longest response, [M] int64: sampling.max_response_tokens
+    limits a sample."""
+    lengths = batch.lengths - batch.prompt_lengths
+    return lengths if batch.rollout_sizes is None else row_max(lengths, batch.rollout_sizes)
 
 
 def of_samples(values: Tensor, batch: Batch) -> Tensor:

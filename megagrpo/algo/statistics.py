@@ -62,7 +62,12 @@ class Moments:
 
 
 def group_statistics(
-    values: Tensor, group_ids: Tensor, num_groups: int, valid: Tensor, reduce: Reduce, std_ddof: int
+    values: Tensor,
+    group_ids: Tensor,
+    num_groups: int,
+    valid: Tensor,
+    reduce: Reduce,
+    std_ddof: int = 1,
 ) -> GroupStatistics:
     """Collective. Returns exact statistics of groups that may straddle ranks.
 

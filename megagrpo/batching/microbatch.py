@@ -48,16 +48,21 @@ def plan_micro_batches(
 
     Under context parallelism a rank gets its zigzag part of every sequence, so sequences are padded
     to multiples of 2 cp; whole micro-batches are multiples of tp as well, since sequence
-    parallelism cuts them. With pipeline stages all micro-batches of all ranks have one shape, and
-    with virtual ones their number is a multiple of pp: Megatron's schedule requires both.
+    parallelism cuts them. With pipeline stages all micro-batches of all ranks have one shape, so
+    all are filled up to the longest sample, and with virtual ones their number is a multiple of pp:
+    Megatron's schedule requires both.
     """
     packed = size.packed
     unit = 2 * layout.cp if layout.cp > 1 else 1
     of_rows = batch.lengths.tolist()
     lengths = [_up(of_rows[r], unit) for r in rows]
-    if layout.pp > 1 and not packed:
-        # One shape: a row is as wide as the longest of all, and the budget is counted in such rows.
-        lengths = [int(mesh.reduce(torch.tensor(max(lengths, default=1)), "max"))] * len(rows)
+    longest = 0
+    if layout.pp > 1:
+        longest = int(mesh.reduce(torch.tensor(max(lengths, default=unit)), "max"))
+        size = size._replace(budget=max(size.budget, longest))
+        if not packed:
+            # A row is as wide as the longest of all, and the budget is counted in such rows.
+            lengths = [longest] * len(rows)
     length_of = dict(zip(rows, lengths, strict=True))
     bins = [[rows[i] for i in b] for b in _aligned(lengths, size, layout, mesh)]
     width_unit = layout.tp * math.lcm(unit, size.multiple * layout.cp)
@@ -71,12 +76,19 @@ def plan_micro_batches(
         members = bins[number]
         height, width = shapes[number]
         sizes = [length_of[r] for r in members] if packed else [width] * height
-        if packed and sum(sizes) < width:
-            sizes.append(width - sum(sizes))
+        if packed:
+            sizes += _dummies(width - sum(sizes), longest or width)
         micro = _micro_batch(batch, members, sizes, packed, (cp_rank, layout.cp))
         return with_images(batch, micro, size.merge) if size.merge else micro
 
     return MicroBatches(build, shapes)
+
+
+def _dummies(tokens: int, longest: int) -> list[int]:
+    """Returns the lengths of the sequences that fill a row up: attention's cost is quadratic in
+    them, so none is longer than the samples are."""
+    rest = tokens % longest
+    return [longest] * (tokens // longest) + [rest] * (rest > 0)
 
 
 def _shape(lengths: list[int], packed: bool, width_unit: int) -> tuple[int, int]:

@@ -67,7 +67,8 @@ def _host_of_a_rank(
     for any layout."""
     p = actor.parallel
     at = rank_coordinates(rank, actor.world_size, p)
-    (dense, expert), stage_size = stages[at["pp"]], actor.world_size // p.pp
+    (dense, expert) = stages[at["pp"]]
+    stage_size = actor.world_size // p.pp
     own = restored = weights = whole = 0.0
     # of a save for any layout: while it gathers one part after the other, or when all is copied for
     # files
@@ -118,7 +119,8 @@ def stages_of(spec: TensorSpec, arch: Architecture, layers: list[int]) -> list[i
     words = spec.name.split(".")
     if words[:2] == ["model", "layers"]:
         return [layers[int(words[2])]]
-    first, last = 0, max(layers)
+    first = 0
+    last = max(layers)
     if words[1] == "embed_tokens":
         return [first, last] if arch.tied and last else [first]
     return [last]

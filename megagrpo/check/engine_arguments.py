@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megagrpo.check.hardware import Hardware
 from megagrpo.check.problems import describe_model
+from megagrpo.config.fields import LibrarySettings
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
 from megagrpo.rollout.service.engine_command import (
     ServerPlace,
@@ -26,13 +27,12 @@ _SHOWN = 2000  # characters of SGLang's output, from its end
 
 def engine_arguments(config: ExperimentConfig, place: ServerPlace) -> list[str]:
     """Returns an engine's command line without the program."""
-    words = engine_command(config, place)
-    return words[next(number for number, word in enumerate(words) if word.startswith("--")) :]
+    return engine_command(config, place)[3:]
 
 
 def resolve_all(
     configs: Sequence[ExperimentConfig], gpu: tuple[Hardware, int]
-) -> list[dict[str, object]]:
+) -> list[LibrarySettings]:
     """Returns the engines' arguments as SGLang resolves them on `gpu`: a kind of GPU and its number
     per node.
 

@@ -8,13 +8,13 @@ from functools import cache
 from statistics import NormalDist
 
 import numpy as np
-from pydantic import BaseModel
 
 from megagrpo.check.engine_arguments import resolve_all
 from megagrpo.check.hardware import CONTEXT_BYTES, Hardware, hardware_of, usable_bytes
 from megagrpo.check.layer_costs import ITEM, ModelWork, model_work
 from megagrpo.check.problems import described_architecture, longest_samples, model_description
 from megagrpo.check.trainer_memory import RankMemory, TrainerSide
+from megagrpo.config.fields import LibrarySettings
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.architecture import Architecture
@@ -35,7 +35,9 @@ _PROMPT_SHARE = 0.25  # of data.max_prompt_tokens that a prompt has
 # An engine's activations and graphs beside trainers, estimated: a prefill of 8,192 tokens with 16
 # values of the hidden size each, and 2 MB for each of 256 samples in graphs, as SGLang 0.5.21
 # reserves (arg_groups/memory_hook.py)
-_PREFILL_TOKENS, _PREFILL_WIDTH, _GRAPH_BYTES = 8192, 16, 2 * 256 * 2**20
+_PREFILL_TOKENS = 8192
+_PREFILL_WIDTH = 16
+_GRAPH_BYTES = 2 * 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -120,18 +122,6 @@ class Server:
     fp8: bool = False  # rollout.quantization
 
 
-class ServerValues(BaseModel):
-    """The fields of SGLang's resolved ServerArgs that memory depends on."""
-
-    tp_size: int
-    dp_size: int
-    enable_dp_attention: bool
-    mem_fraction_static: float
-    max_running_requests: int
-    kv_cache_dtype: str
-    max_total_tokens: int | None
-
-
 @dataclass(frozen=True)
 class EngineSide:
     """Bytes of the fullest rank of an engine, and the tokens and samples that they hold."""
@@ -154,34 +144,27 @@ class EngineSide:
         return sum(self.parts.values())
 
 
-def server_of(rollout: RolloutConfig, resolved: Mapping[str, object] | None = None) -> Server:
+def server_of(rollout: RolloutConfig, resolved: LibrarySettings | None = None) -> Server:
     """Returns the settings of an experiment's engines. resolved: the arguments that SGLang resolved
     on a GPU."""
-    width = 2 if rollout.dtype == "bfloat16" else 4
-    values = ServerValues.model_validate(_given_values(rollout) if resolved is None else resolved)
-    return Server(
-        tp=values.tp_size,
-        attention_tp=values.tp_size // (values.dp_size if values.enable_dp_attention else 1),
-        memory_fraction=values.mem_fraction_static,
-        running_requests=values.max_running_requests,
-        cache_width=_CACHE_WIDTHS.get(values.kv_cache_dtype, width),
-        max_tokens=values.max_total_tokens,
-        fp8=rollout.quantization == "fp8",
-    )
-
-
-def _given_values(rollout: RolloutConfig) -> dict[str, object]:
-    """Returns the fields of ServerValues as the experiment gives them."""
-    settings = rollout.sglang
-    return {
+    found = resolved or {
         "tp_size": rollout.tp,
-        "dp_size": settings.get("dp_size", 1),
-        "enable_dp_attention": bool(settings.get("enable_dp_attention")),
         "mem_fraction_static": rollout.mem_fraction,
         "max_running_requests": rollout.max_running_requests,
-        "kv_cache_dtype": settings.get("kv_cache_dtype", "auto"),
-        "max_total_tokens": rollout.max_total_tokens,
+        **rollout.sglang,
     }
+    tp = found["tp_size"]
+    replicas = found.get("dp_size", 1) if found.get("enable_dp_attention") else 1
+    width = 2 if rollout.dtype == "bfloat16" else 4
+    return Server(
+        tp=tp,
+        attention_tp=tp // replicas,
+        memory_fraction=found["mem_fraction_static"],
+        running_requests=found["max_running_requests"],
+        cache_width=_CACHE_WIDTHS.get(found.get("kv_cache_dtype", "auto"), width),
+        max_tokens=found.get("max_total_tokens"),
+        fp8=rollout.quantization == "fp8",
+    )
 
 
 def weight_elements(work: ModelWork, tp: int, attention_tp: int) -> float:
@@ -323,12 +306,14 @@ def memory_problems(
     """Returns what does not fit into a GPU's memory: trainers, with colocated engines, and an
     engine's own settings."""
     name = max(phases, key=lambda phase: phases[phase].total)
-    fullest, room = phases[name], usable_bytes(gpu)
+    fullest = phases[name]
+    room = usable_bytes(gpu)
     if fullest.total <= room:
         return list(engine.problems)
     parts = ", ".join(f"{part} {size / 1e9:.1f}" for part, size in fullest.parts.items())
     needs = f"rank {fullest.rank} ({fullest.kind}) needs {fullest.total / 1e9:.1f} GB ({parts})"
-    remedy, free = "", gpu.memory_bytes - CONTEXT_BYTES
+    remedy = ""
+    free = gpu.memory_bytes - CONTEXT_BYTES
     fraction = (
         math.floor(100 * (engine.server.memory_fraction - (fullest.total - room) / free)) / 100
     )
@@ -385,7 +370,8 @@ def _cache_tokens(
         place = ServerPlace(0, "127.0.0.1", 30000, "127.0.0.1:30001", cuda=False, num_cores=1)
         return engine_settings(config, place)["max_total_tokens"], "as its arguments on a CPU say"
     kind = hardware or config.cluster.gpu
-    gpu, server = hardware_of(kind), server_of(rollout)
+    gpu = hardware_of(kind)
+    server = server_of(rollout)
     how = f"on an {kind} by the closed forms; `--hardware {kind}` asks SGLang for its arguments"
     if hardware is not None:
         server = server_of(rollout, resolve_all([config], (gpu, config.cluster.gpus_per_node))[0])

@@ -46,7 +46,8 @@ def step_memory(
     gpus_per_node: int,
 ) -> StepMemory:
     """Returns the memory of one step. Raises ValueError if the layers cannot be cut into stages."""
-    longest, rollout = max(longest_samples(config).values()), config.rollout
+    longest = max(longest_samples(config).values())
+    rollout = config.rollout
     engine = engine_side(work, server_of(rollout), lengths, longest, gpu)
     sent = engine.parts["weights"] * rollout.tp * rollout.num_engines
     trainers = trainer_side(
@@ -79,16 +80,22 @@ def with_model(config: ExperimentConfig) -> ExperimentConfig:
     return config
 
 
+def experiment_memory(
+    config: ExperimentConfig, arch: Architecture, gpus_per_node: int | None = None
+) -> StepMemory:
+    """Returns the memory of one step on the cluster that the experiment is for."""
+    gpus = gpus_per_node or config.cluster.gpus_per_node
+    gpu = hardware_of(config.cluster.gpu)
+    return step_memory(config, model_work(arch), assumed_lengths(config), gpu, gpus)
+
+
 def fit_problems(config: ExperimentConfig, gpus_per_node: int | None = None) -> list[str]:
     """Returns why an experiment for GPUs does not fit into their memory; [] for a model that
     nothing describes."""
-    config = with_model(config)
-    hf = model_description(config)
+    hf = model_description(with_model(config))
     if not needs_gpus(config) or hf is None or model_problems(hf):
         return []
     arch = architecture_of(hf, config.actor.has_draft)
     if layout_problems(arch, config.actor):
         return []
-    gpu, gpus = hardware_of(config.cluster.gpu), gpus_per_node or config.cluster.gpus_per_node
-    memory = step_memory(config, model_work(arch), assumed_lengths(config), gpu, gpus)
-    return list(memory.problems)
+    return list(experiment_memory(config, arch, gpus_per_node).problems)

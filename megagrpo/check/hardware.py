@@ -6,13 +6,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rates:
-    """Bandwidths of a rank's links at best, and the share of them that `plan-weights` counts on."""
+    """Bandwidths of a rank's links at best."""
 
     between_gb_s: float  # of one rank, to and from other nodes
     inside_gb_s: float  # of one rank, to and from the ranks of its node
-    efficiency: float = 0.8
-    message_us: float = 20.0  # that a rank needs for each message
-    call_ms: float = 5.0  # of one HTTP call to an engine
 
 
 @dataclass(frozen=True)
@@ -38,22 +35,22 @@ class Hardware:
 _NIC = "NVIDIA ConnectX-7, 400 Gb/s a GPU, as in the DGX H100 and DGX B200 data sheets"
 HARDWARE = {
     "H100": Hardware(
-        "NVIDIA H100 80GB HBM3", 81_559, (9, 0), 132, 989, 3.35, Rates(between_gb_s=50, inside_gb_s=450),
+        "NVIDIA H100 80GB HBM3", 81_559, (9, 0), 132, 989, 3.35, Rates(50, 450),
         "NVIDIA H100 data sheet, SXM: 1,979 TFLOPS bf16 with sparsity, 3.35 TB/s, NVLink 900 GB/s "
         f"both ways; {_NIC}",
     ),
     "H200": Hardware(
-        "NVIDIA H200", 143_771, (9, 0), 132, 989, 4.8, Rates(between_gb_s=50, inside_gb_s=450),
+        "NVIDIA H200", 143_771, (9, 0), 132, 989, 4.8, Rates(50, 450),
         "NVIDIA H200 data sheet, SXM: 1,979 TFLOPS bf16 with sparsity, 4.8 TB/s, NVLink 900 GB/s "
         f"both ways; {_NIC}",
     ),
     "H20": Hardware(
-        "NVIDIA H20", 97_871, (9, 0), 78, 148, 4.0, Rates(between_gb_s=50, inside_gb_s=450),
+        "NVIDIA H20", 97_871, (9, 0), 78, 148, 4.0, Rates(50, 450),
         "published specification of the H20: 148 TFLOPS bf16, 96 GB, 4.0 TB/s, NVLink 900 GB/s "
         f"both ways; {_NIC}",
     ),
     "B200": Hardware(
-        "NVIDIA B200", 183_359, (10, 0), 148, 2250, 8.0, Rates(between_gb_s=50, inside_gb_s=900),
+        "NVIDIA B200", 183_359, (10, 0), 148, 2250, 8.0, Rates(50, 900),
         "NVIDIA DGX B200 data sheet: 36 PFLOPS bf16 with sparsity, 64 TB/s and NVLink 14.4 TB/s "
         f"of 8 GPUs; {_NIC}",
     ),

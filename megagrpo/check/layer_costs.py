@@ -64,11 +64,13 @@ def layer_cost(
 def _attention(arch: Architecture, actor: ActorConfig, at: _Tokens) -> LayerCost:
     if arch.mla is not None:
         return _latent_attention(arch, arch.mla, actor, at)
-    p, dim = actor.parallel, arch.head_dim
+    p = actor.parallel
+    dim = arch.head_dim
     shared = (
         arch.num_kv_heads < p.tp
     )  # then every rank gathers the whole projection, and has one key/value head
-    heads, groups = arch.num_heads / p.tp, max(arch.num_kv_heads / p.tp, 1)
+    heads = arch.num_heads / p.tp
+    groups = max(arch.num_kv_heads / p.tp, 1)
     qkv = (arch.num_heads + 2 * arch.num_kv_heads) / p.tp * dim
     held = qkv * p.tp if shared else qkv
     # the projection; queries before their norm; queries and keys turned; attention's output and its
@@ -92,8 +94,10 @@ def _latent_attention(
     arch: Architecture, mla: LatentAttention, actor: ActorConfig, at: _Tokens
 ) -> LayerCost:
     p = actor.parallel
-    heads, dim = arch.num_heads / p.tp, mla.nope_dim + mla.rope_dim
-    queries, values = mla.q_lora_rank or 0, mla.kv_lora_rank
+    heads = arch.num_heads / p.tp
+    dim = mla.nope_dim + mla.rope_dim
+    queries = mla.q_lora_rank or 0
+    values = mla.kv_lora_rank
     low = 2 * queries + 2 * values + mla.rope_dim  # down projections and their norms' outputs
     # queries, keys' and values' projection, queries and keys with their turned parts, values and
     # output as wide as keys: the kernel takes no narrower ones
@@ -130,7 +134,9 @@ def _mlp(arch: Architecture, actor: ActorConfig, at: _Tokens, width: int) -> Lay
 
 
 def _experts(arch: Architecture, actor: ActorConfig, at: _Tokens, imbalance: float) -> LayerCost:
-    p, hidden, each = actor.parallel, arch.hidden_size, arch.experts_per_token
+    p = actor.parallel
+    hidden = arch.hidden_size
+    each = arch.experts_per_token
     copies = at.part * each  # tokens that a rank sends to experts
     most = min(imbalance, p.ep, arch.num_experts / each)  # all tokens at most
     received = copies * p.etp * most
@@ -227,7 +233,8 @@ class ModelWork:
     def attention_flops(self) -> float:
         """Returns the FLOPs of one token with one earlier token, of one layer: scores and their
         sum."""
-        arch, mla = self.arch, self.arch.mla
+        arch = self.arch
+        mla = self.arch.mla
         dims = mla.nope_dim + mla.rope_dim + mla.v_dim if mla else 2 * arch.head_dim
         return 2.0 * arch.num_heads * dims
 
@@ -248,7 +255,8 @@ class ModelWork:
         Heads are divided over the ranks and repeated if there are fewer than ranks; a latent is on
         every rank.
         """
-        arch, mla = self.arch, self.arch.mla
+        arch = self.arch
+        mla = self.arch.mla
         heads = 2 * max(1, arch.num_kv_heads // attention_tp) * arch.head_dim
         return self.layers * (mla.kv_lora_rank + mla.rope_dim if mla else heads) * width
 

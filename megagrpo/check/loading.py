@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megagrpo.check.problems import data_sections, named_first
+from megagrpo.check.problems import named_first
 from megagrpo.checkpoint.folder import data_problem, latest
 from megagrpo.config.fields import complaints
 from megagrpo.config.rollout import AgentConfig
@@ -82,6 +82,7 @@ class LoadingTest:
     problems: list[str] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
     first_row: list[str] = field(default_factory=list)  # as the model and the graders read it
+    advice: list[str] = field(default_factory=list)
     not_tried: list[str] = field(default_factory=lambda: ["the model's weights", "the engines"])
 
 
@@ -118,13 +119,13 @@ def _try_tokenizer(config: ExperimentConfig, folder: str, trial: LoadingTest) ->
     first: list = []  # prompts
     with TemporaryDirectory() as images:
         store = ImageStore.of(model, Path(images))
-        for data in data_sections(config):
+        for key, data in config.data_sections.items():
             if missing := [path for path in data.paths if not Path(path).exists()]:
                 trial.not_tried.insert(0, f"{', '.join(missing)} (not there yet)")
                 continue
             with collected(trial.problems):
                 prompts = _try_rows(config, data, tokenizer, store, trial)
-                if config.sft is None or data != config.sft.data.whole:
+                if key != "sft":  # no grader reads its rows
                     first += prompts
     if not config.sampling.rewarding:
         with collected(trial.problems), translated("reward.grader", WorkerError):
@@ -203,9 +204,8 @@ def _say_first_row(
         f"  the grader compares {_short(prompt.answer)}",
     ]
     if tokenizer.chat_template and not data.chat_template:
-        trial.first_row.append(
-            "  ADVICE the tokenizer has a chat template; data.chat_template: true renders "
-            "prompts by it"
+        trial.advice.append(
+            "the tokenizer has a chat template; data.chat_template: true renders prompts by it"
         )
 
 
@@ -232,7 +232,7 @@ def _try_tool_turn(
     data = config.data
     renderer = Renderer(tokenizer, data, continues=agent.history == "all")
     if agent.history == "all":
-        renderer.after_turn([_SAID], [_TOOL])
+        renderer.after_turn([_SAID], np.zeros(0, np.int32), [_TOOL])
     else:
         renderer.begin([*_ASKED, _CALLED, _SAID], [_TOOL])
     turn = render_messages(data, tokenizer, [*_ASKED, _CALLED], ready=False, tools=[_TOOL]).rstrip()

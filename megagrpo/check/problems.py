@@ -106,21 +106,18 @@ def longest_samples(config: ExperimentConfig) -> dict[str, int]:
     response = config.sampling.max_response_tokens
     out = {"data": config.data.max_prompt_tokens + response}
     if config.eval is not None:
-        out["eval.data"] = config.eval.data.max_prompt_tokens + (
-            config.eval.max_response_tokens or response
-        )
+        of_eval = config.eval.max_response_tokens or response
+        out["eval.data"] = config.data.max_prompt_tokens + of_eval
     return out
 
 
 def _engine_problems(config: ExperimentConfig, arch: Architecture) -> Iterator[str]:
     if config.rollout.quantization and (reason := FAMILIES[arch.family].FP8_REFUSAL):
         yield f"rollout.quantization {config.rollout.quantization}: {reason}; remove it"
-    tp, ep, heads, kv_heads = (
-        config.rollout.tp,
-        config.rollout.ep,
-        arch.num_heads,
-        arch.num_kv_heads,
-    )
+    tp = config.rollout.tp
+    ep = config.rollout.ep
+    heads = arch.num_heads
+    kv_heads = arch.num_kv_heads
     sizes = (("tp", tp, "num_attention_heads", heads), ("ep", ep, "num_experts", arch.num_experts))
     for key, by, what, number in sizes:
         if number % by:
@@ -136,7 +133,7 @@ def _engine_problems(config: ExperimentConfig, arch: Architecture) -> Iterator[s
 
 
 def _length_problems(config: ExperimentConfig, arch: Architecture) -> Iterator[str]:
-    cache = config.rollout.max_total_tokens
+    cache = config.rollout.sglang.get("max_total_tokens")
     for section, length in longest_samples(config).items():
         if length > arch.max_positions:
             yield (
@@ -146,24 +143,18 @@ def _length_problems(config: ExperimentConfig, arch: Architecture) -> Iterator[s
         if cache is not None and length > cache:
             yield (
                 f"{section}: up to {length} tokens, but an engine's cache holds {cache} "
-                "(rollout.max_total_tokens)"
+                "(rollout.sglang.max_total_tokens)"
             )
 
 
 def _missing_files(config: ExperimentConfig) -> Iterator[str]:
-    wanted = [
-        ("model.path", config.model.path),
-        *(("data.path", path) for path in config.data.paths),
-    ]
+    wanted = [("model.path", config.model.path)]
     if config.model.tokenizer is not None:
         wanted.append(("model.tokenizer", config.model.tokenizer))
-    if config.eval is not None:
-        wanted += [("eval.data.path", path) for path in config.eval.data.paths]
     if config.sft is not None:
-        wanted += [
-            ("sft.model", config.sft.model),
-            *(("sft.data.path", path) for path in config.sft.data.whole.paths),
-        ]
+        wanted.append(("sft.model", config.sft.model))
+    for key, data in config.data_sections.items():
+        wanted += [(f"{key}.path", path) for path in data.paths]
     if config.checkpoint.load is not None and not any(config.run_folder.checkpoints.glob("step_*")):
         wanted.append(("checkpoint.load", config.checkpoint.load))
     for key, path in wanted:
@@ -189,9 +180,10 @@ def hub_hint(path: str) -> str:
 
 def _missing_packages(config: ExperimentConfig) -> Iterator[str]:
     """Yields which optional packages the experiment needs and this environment lacks."""
-    wandb, spec = config.log.wandb, find_spec("wandb")
+    wandb = config.log.wandb
+    spec = find_spec("wandb")
     # without an origin it is a folder of that name in the working directory
-    if wandb is not None and wandb.mode != "disabled" and (spec is None or spec.origin is None):
+    if wandb is not None and (spec is None or spec.origin is None):
         yield (
             "log.wandb: the package wandb is not installed; `pip install wandb`, or remove "
             "log.wandb"
@@ -208,7 +200,7 @@ def _source_problems(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _broken_lines(config: ExperimentConfig) -> Iterator[str]:
-    for data in data_sections(config):
+    for data in config.data_sections.values():
         if all(Path(path).exists() for path in data.paths):
             problems: list[str] = []
             for text in complaints(_read_lines, data, config.reward, problems):
@@ -239,15 +231,6 @@ def _read_lines(data: DataConfig, reward: RewardConfig, problems: list[str]) -> 
         for grader in graders:
             said = complaints(check_answer, grader, row.answer)
             problems += [f"{row.location}: {problem}" for problem in said]
-
-
-def data_sections(config: ExperimentConfig) -> Iterator[DataConfig]:
-    """Yields the sections that name files of prompts."""
-    yield config.data
-    if config.eval is not None:
-        yield config.eval.data
-    if config.sft is not None:
-        yield config.sft.data.whole
 
 
 def _function_problems(config: ExperimentConfig) -> Iterator[str]:

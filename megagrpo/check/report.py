@@ -1,47 +1,26 @@
-"""The text of `megagrpo check`: layout, batch sizes, memory and formula of an experiment."""
+"""The text of `megagrpo check`: verdict, then layout, batch sizes, memory and formula."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megagrpo.check.checkpoint_cost import checkpoint_cost
-from megagrpo.check.engine_memory import (
-    assumed_lengths,
-    concurrency_report,
-    engine_side,
-    gpu_phases,
-    host_cache_bytes,
-    server_of,
-)
-from megagrpo.check.fitting import fit_problems, with_model
-from megagrpo.check.hardware import gigabytes, hardware_of
-from megagrpo.check.layer_costs import model_work
+from megagrpo.check.engine_memory import concurrency_report, host_cache_bytes
+from megagrpo.check.fitting import StepMemory, experiment_memory, fit_problems, with_model
+from megagrpo.check.hardware import gigabytes
 from megagrpo.check.loading import LoadingTest, try_loading
 from megagrpo.check.problems import is_made, longest_samples, model_description, preflight
-from megagrpo.check.settings_report import engine_report, settings_report
-from megagrpo.check.trainer_memory import (
-    Load,
-    RankMemory,
-    TrainerSide,
-    links,
-    trained_elements,
-    trainer_side,
-)
+from megagrpo.check.settings_report import settings_report
+from megagrpo.check.trainer_memory import trained_elements
 from megagrpo.config.layout import layout_problems, rank_coordinates
 from megagrpo.config.placement import place, placement_problems
-from megagrpo.config.schema import ActorConfig, ExperimentConfig
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.rows import read_rows
 from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import (
-    ParameterCounts,
-    architecture_of,
-    left_out,
-    model_problems,
-    parameter_counts,
-)
+from megagrpo.families.table import architecture_of, left_out, model_problems, parameter_counts
 from megagrpo.rewards.graders.table import SERVICES, machine_problem
 
-_MAX_RANK_ROWS = 32
+_MAX_ROWS = 32  # of a table of GPUs
 _DISK_GB_S = 10.0  # of a cluster's file system, all nodes together; 1e9 bytes
 
 
@@ -61,10 +40,8 @@ def check_command(config: ExperimentConfig, hardware: str | None, everything: bo
 def known_problems(config: ExperimentConfig, trial: LoadingTest | None = None) -> list[str]:
     """Returns why the experiment cannot run: values, files, places and memory of ranks, and what
     `trial` met."""
-    problems = preflight(config) + fit_problems(config)
-    return problems + [
-        problem for problem in (trial.problems if trial else ()) if problem not in problems
-    ]
+    met = trial.problems if trial else []
+    return list(dict.fromkeys([*preflight(config), *fit_problems(config), *met]))
 
 
 def explain(
@@ -74,90 +51,110 @@ def explain(
     everything: bool = True,
     problems: Sequence[str] | None = None,
 ) -> str:
-    """Returns the description of the experiment, ending with `problems`.
+    """Returns the description of the experiment, which begins with `problems` and advice.
 
-    at_once: lines of check/engine_memory.py about the engines. everything: also the ranks, and
+    at_once: lines of check/engine_memory.py about the engines. everything: also every GPU, and
     all settings that are passed to Megatron and SGLang. problems: default: the known ones.
     """
-    hf, draft = model_description(with_model(config)), config.actor.has_draft
-    arch = None if hf is None or model_problems(hf) else architecture_of(hf, draft)
-    counts = None if arch is None else parameter_counts(arch)
-    steps = _num_steps(config)
-    title = (
-        f"{config.name}: {'?' if steps is None else steps} steps into {config.output_dir}, "
-        f"seed {config.seed}"
-    )
-    libraries = engine_report(config, everything), settings_report(arch, config.actor, everything)
-    parts = [
-        _model(config, hf, counts),
-        [*_layout(config, everything), *_routing(config, arch)],
-        _step(config, steps),
-        _rollout(config, everything),
-        *([at_once] if at_once else []),
-        *(libraries if everything else [[line for lines in libraries for line in lines]]),
-        _memory(config, arch, counts),
-        [_evaluation(config)],
-        _checkpoints(config, arch),
-    ]
     problems = known_problems(config, trial) if problems is None else problems
-    if trial is not None:
-        loaded, not_tried = (
-            [f"  {what}" for what in trial.loaded],
-            f"  not tried: {', '.join(trial.not_tried)}",
-        )
-        parts.append(
-            [
-                "loaded     as the trainers will; graders and tools are imported too",
-                *loaded,
-                not_tried,
-            ]
-        )
-        parts += (
-            [["first row  " + "\n           ".join(trial.first_row)]] if trial.first_row else []
-        )
+    described = with_model(config)
+    hf = model_description(described)
+    draft = config.actor.has_draft
+    arch = None if hf is None or model_problems(hf) else architecture_of(hf, draft)
+    cut = None if arch is None or layout_problems(arch, config.actor) else arch
+    steps = _num_steps(config)
     verdict = (
-        [f"PROBLEMS ({len(problems)})", *(f"  {p}" for p in problems)]
+        [f"PROBLEMS ({len(problems)})", *(f"  {problem}" for problem in problems)]
         if problems
         else ["no problems found"]
     )
-    return "\n\n".join("\n".join(lines) for lines in ([title], *parts, verdict))
+    parts = [
+        [f"{config.name}: {steps or '?'} steps into {config.output_dir}, seed {config.seed}"],
+        [*verdict, *(f"ADVICE   {text}" for text in _advice(config, arch, trial))],
+        _model(config, hf, arch),
+        [*_layout(config, everything), *_routing(config, arch)],
+        _step(config, steps),
+        _rollout(config),
+        at_once,
+        settings_report(arch, config, everything),
+        _memory(config, cut, everything),
+        _checkpoints(config, cut),
+        _loaded(trial) if trial else [],
+    ]
+    return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+
+def _advice(
+    config: ExperimentConfig, arch: Architecture | None, trial: LoadingTest | None
+) -> list[str]:
+    """Returns what runs, but is probably not meant."""
+    actor, rollout, weights = config.actor, config.rollout, config.weights
+    rounded = "bfloat16" in (actor.dtype, rollout.dtype)
+    unplayed = arch is not None and arch.is_moe and actor.routing_replay is None and rounded
+    ranks = rollout.num_engines * rollout.tp
+    told = {
+        "loss gpg has no importance ratio: it takes every update of a step for the first": (
+            config.algorithm.loss.name == "gpg" and config.train.updates_of_step > 1
+        ),
+        "set actor.routing_replay: rollout: in bfloat16 engine and trainer choose other experts for "
+        "some tokens (docs/experts.md)": unplayed,
+        f"weights.timeout_s {weights.timeout_s:g} is no more than rollout.start_timeout_s "
+        f"{rollout.start_timeout_s:g}: a publish that finds fewer than "
+        f"{rollout.min_healthy_engines} engines may not outwait the start of new ones, and ends "
+        "the run": weights.timeout_s <= rollout.start_timeout_s,
+        f"{rollout.num_engines} engines of tp {rollout.tp} are {ranks} ranks beside "
+        f"{actor.world_size} trainer ranks: GPUs without an engine idle while samples are "
+        "drawn": rollout.colocate and ranks != actor.world_size,
+        "checkpoint.every 0: when a rank is lost, the run begins again at its first step": (
+            not config.checkpoint.every
+        ),
+    }
+    graders = [] if config.sampling.rewarding else config.reward.entries
+    services = [
+        f"grader {entry.short_name} asks {entry.args['url']}, which was not tried"
+        for entry in graders
+        if entry.grader in SERVICES
+    ]
+    not_here = [
+        f"grader {entry.short_name} does not run here: {problem}"
+        for entry in graders
+        if (problem := machine_problem(entry.grader, entry.args))
+    ]
+    loading = trial.advice if trial else []
+    general = [text for text, given in told.items() if given]
+    return [*config.algorithm.advice, *general, *services, *not_here, *loading]
 
 
 def _model(
-    config: ExperimentConfig, hf: Mapping[str, object] | None, counts: ParameterCounts | None
+    config: ExperimentConfig, hf: dict[str, object] | None, arch: Architecture | None
 ) -> list[str]:
-    family = None if hf is None else hf.get("model_type")
-    exists, to_be_made = Path(config.model.path).exists(), "not there yet: made by megagrpo sft"
-    if hf is None or counts is None:
-        made = not exists and is_made(config, config.model.path)
-        return [
-            f"model      {config.model.path} "
-            f"({family or (to_be_made if made else 'no config.json there')})"
-        ]
-    there = "" if exists else f", {to_be_made}"
-    active = f", {_count(counts.active)} active" if counts.expert else ""
     algorithm = config.algorithm
-    advice = list(algorithm.advice)
-    if algorithm.loss.name == "gpg" and config.train.updates_of_step > 1:
-        advice.append(
-            "loss gpg has no importance ratio: it takes every update of a step for the first"
-        )
+    path = config.model.path
+    missing = "" if Path(path).exists() else ", not there yet"
+    if missing and is_made(config, path):
+        missing += ": made by megagrpo sft"
+    size = ""
+    if arch is not None:
+        counts = parameter_counts(arch)
+        active = f", {_count(counts.active)} active" if counts.expert else ""
+        size = f", {_count(counts.total)} parameters{active}"
     reference = "a reference model is kept" if algorithm.uses_reference else "no reference model"
     if algorithm.uses_reference and config.actor.lora is not None:
         reference = "the reference is the model without adapters, no copy"
     return [
-        f"model      {config.model.path}: {family}, {_count(counts.total)} "
-        f"parameters{active}{there}",
-        *(f"  left out {text}" for text in left_out(hf, config.actor.has_draft)),
+        f"model      {path}: {(hf or {}).get('model_type', 'no config.json')}{size}{missing}",
+        *(f"  left out {text}" for text in (left_out(hf, config.actor.has_draft) if hf else ())),
         f"algorithm  {algorithm.advantage.name} advantages, {algorithm.loss.name} loss, "
         f"{algorithm.aggregation}; {reference}",
         f"  loss     {algorithm.formula}",
-        *(f"  ADVICE   {text}" for text in advice),
     ]
 
 
 def _layout(config: ExperimentConfig, everything: bool) -> list[str]:
-    actor, p = config.actor, config.actor.parallel
+    """Returns how ranks are cut and on which nodes they are; everything: also each GPU's ranks."""
+    actor = config.actor
+    p = config.actor.parallel
+    r = config.rollout
     edp = actor.world_size // (p.etp * p.ep * p.pp)
     head = [
         f"layout     {actor.world_size} trainer ranks = tp {p.tp} x cp {p.cp} x dp {actor.dp} x pp "
@@ -165,50 +162,53 @@ def _layout(config: ExperimentConfig, everything: bool) -> list[str]:
         f"experts: etp {p.etp} x ep {p.ep} x dp {edp} x pp {p.pp}",
         "sequence parallel" if p.tp > 1 else "",
         f"{p.vpp} virtual stages a rank" if p.vpp > 1 else "",
-        f"{p.first_stage_layers} layers on the first stage" if p.first_stage_layers else "",
-        f"{p.last_stage_layers} layers on the last stage" if p.last_stage_layers else "",
     ]
     lines = ["; ".join(filter(None, head))]
+    if placement_problems(config):
+        return lines
+    found = place(config)
+    shared = ", shared by engines" if r.colocate else ""
+    apart = f", {found.rollout_nodes} for engines" if found.rollout_nodes else ""
+    lines.append(f"  nodes      {found.trainer_nodes} for trainers{shared}{apart}")
     if not everything:
         return lines
-    names = ["dp", "pp", *(["cp"] if p.cp > 1 else []), "tp", *(["ep", "edp"] if p.ep > 1 else [])]
-    lines.append("  " + "".join(f"{name:>6}" for name in ["rank", *names]))
-    for rank in range(min(actor.world_size, _MAX_RANK_ROWS)):
-        coordinates = rank_coordinates(rank, actor.world_size, p)
-        lines.append(
-            "  "
-            + "".join(f"{value:>6}" for value in [rank, *(coordinates[name] for name in names)])
-        )
-    if actor.world_size > _MAX_RANK_ROWS:
-        lines.append(f"  ... {actor.world_size - _MAX_RANK_ROWS} more in the same order")
-    return lines
+    trainers = {gpu: rank for rank, gpu in enumerate(found.trainers)}
+    engines = {
+        gpu: f"{engine} rank {rank}"
+        for engine, ranks in enumerate(found.engines)
+        for rank, gpu in enumerate(ranks)
+    }
+    axes = ("dp", "pp", "cp", "tp", "ep", "edp")
+    rows = [["node", "GPU", "engine", "trainer", *axes]]
+    for gpu in sorted(trainers.keys() | engines.keys()):
+        rank = trainers.get(gpu)
+        at = {} if rank is None else rank_coordinates(rank, actor.world_size, p)
+        numbers = ["-" if rank is None else str(rank), *(str(at.get(axis, "-")) for axis in axes)]
+        rows.append([*map(str, gpu), engines.get(gpu, "-"), *numbers])
+    widths = (6, 5, 12, 9, *[5] * len(axes))
+    for row in rows[: _MAX_ROWS + 1]:
+        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        lines.append("  " + "".join(cells).rstrip())
+    more = len(rows) - 1 - _MAX_ROWS
+    return lines + [f"  ... {more} more in the same order"] * (more > 0)
 
 
 def _routing(config: ExperimentConfig, arch: Architecture | None) -> list[str]:
     source = config.actor.routing_replay
-    if arch is None or not arch.is_moe:
+    if arch is None or not arch.is_moe or source is None:
         return []
-    if source is None:
-        rounded = "bfloat16" in (config.actor.dtype, config.rollout.dtype)
-        advice = (
-            "in bfloat16 engine and trainer choose other experts for some tokens (docs/experts.md)"
-        )
-        return [f"  ADVICE   set actor.routing_replay: rollout: {advice}"] if rounded else []
     k = arch.experts_per_token
-    sent, kept = 4 * arch.num_layers * k, (1 if arch.expert_id_type == "uint8" else 2)
-    kept *= (arch.num_layers - arch.dense_layers) * k
+    sent = 4 * arch.num_layers * k
+    kept = (1 if arch.expert_id_type == "uint8" else 2) * (arch.num_layers - arch.dense_layers) * k
     if source == "old":
         return [
             f"routing    updates take the experts of the old log-probabilities: {kept:,} bytes a "
             "token of a replica"
         ]
-    sizes = (
-        f"{-(-4 * sent // 3):,} in an answer, {sent:,} of an engine rank's host memory for "
-        "each token of its cache"
-    )
     return [
         f"routing    the actor takes the engine's experts: {kept:,} bytes a token of a replica, "
-        f"{sizes}"
+        f"{-(-4 * sent // 3):,} in an answer, {sent:,} of an engine rank's host memory for each "
+        "token of its cache"
     ]
 
 
@@ -228,321 +228,144 @@ def _num_steps(config: ExperimentConfig) -> int | None:
 
 def _step(config: ExperimentConfig, num_steps: int | None) -> list[str]:
     train, actor = config.train, config.actor
-    samples, updates, dp = (
-        train.num_prompts_per_step * train.group_size,
-        train.num_updates_per_step,
-        actor.dp,
-    )
+    prompts = train.num_prompts_per_step
+    updates = train.num_updates_per_step
+    dp = actor.dp
+    samples = prompts * train.group_size
     longest = longest_samples(config)["data"]
-    max_response = config.sampling.max_response_tokens
     per_rank = math.ceil(samples / updates / dp)
     at_most = math.ceil(per_rank / max(actor.micro_batch_tokens // longest, 1))
-    shares = sorted({train.num_prompts_per_step // dp, math.ceil(train.num_prompts_per_step / dp)})
-    lines = [
-        f"a step     {train.num_prompts_per_step} prompts x {train.group_size} samples = {samples} "
-        "samples",
+    shares = sorted({prompts // dp, math.ceil(prompts / dp)})
+    total = train.updates_of_step
+    packed = "packed" if actor.packing else "padded"
+    run = "its length is known when the prompts are there"
+    if num_steps is not None:
+        run = f"{num_steps * total} optimiser updates, {num_steps * samples:,} samples"
+    return [
+        f"a step     {prompts} prompts x {train.group_size} samples = {samples} samples, at most "
+        f"{samples * longest:,} tokens",
         f"  asked for by {dp} data-parallel leaders, {' or '.join(map(str, shares))} prompts each",
-        f"  sample     at most {config.data.max_prompt_tokens} prompt + {max_response} response = "
-        f"{longest} tokens",
-        f"  tokens     at most {samples * longest:,}, of which {samples * max_response:,} are "
-        "trained on",
-        f"  updates    {updates} of {train.num_prompts_per_step // updates} prompts = "
-        f"{samples // updates} samples",
-        f"  micro-batches  {actor.micro_batch_tokens} tokens "
-        f"{'packed' if actor.packing else 'padded'}; "
+        f"  sample     at most {config.data.max_prompt_tokens} prompt + "
+        f"{config.sampling.max_response_tokens} response = {longest} tokens",
+        f"  updates    {updates} of {prompts // updates} prompts = {samples // updates} samples"
+        + (f", {train.num_epochs_per_step} passes: {total} updates" if total > updates else ""),
+        f"  micro-batches  {actor.micro_batch_tokens} tokens {packed}, longer samples by themselves; "
         f"a rank has about {per_rank} samples an update, in at most about {at_most}",
+        f"the run    {run}",
     ]
-    if longest > actor.micro_batch_tokens:
-        limit = f"micro_batch_tokens ({actor.micro_batch_tokens})"
-        lines.append(f"  note: a sample longer than {limit} gets a micro-batch of its own")
-    if train.num_epochs_per_step > 1:
-        lines.append(
-            f"  passes     {train.num_epochs_per_step} over these samples, so "
-            f"{train.updates_of_step} updates"
-        )
-    if train.num_epochs is not None:
-        lines.append(
-            f"  epochs     {train.num_epochs} passes over the prompts; fewer steps where prompts "
-            "are too long"
-        )
-    if num_steps is None:
-        lines.append("the run    its length is known when the prompts are there")
-    else:
-        total = num_steps * train.updates_of_step
-        lines.append(f"the run    {total} optimiser updates, {num_steps * samples:,} samples")
-    return lines
 
 
-def _reward(config: ExperimentConfig) -> list[str]:
-    if key := config.sampling.rewarding:
-        return [f"  reward     the {key.removeprefix('sampling.')}'s"]
-    reward, entries = config.reward, config.reward.entries
-    names = (
-        " + ".join(f"{e.weight:g} {e.short_name}" for e in entries)
-        if reward.graders
-        else entries[0].grader
-    )
-    text = (
-        f"  reward     {names} in {reward.workers} processes a leader, {reward.timeout_s:g} s "
-        "a "
-        "response"
-    )
-    if reward.group_grader is not None:
-        text += f", then {reward.group_grader} over the group"
-    lines = [text + (", SHUFFLED over the samples (control experiment)" if reward.shuffle else "")]
-    for entry in entries:
-        if entry.grader in SERVICES:
-            lines.append(
-                f"  note: grader {entry.short_name} asks {entry.args['url']}, which was not tried"
-            )
-        if problem := machine_problem(entry.grader, entry.args):
-            lines.append(f"  ADVICE   grader {entry.short_name} does not run here: {problem}")
-    return lines
-
-
-def _rollout(config: ExperimentConfig, everything: bool) -> list[str]:
-    r, train = config.rollout, config.train
+def _rollout(config: ExperimentConfig) -> list[str]:
+    r, sampling, e = config.rollout, config.sampling, config.eval
     at_once = r.num_engines * r.max_running_requests
-    samples = train.num_prompts_per_step * train.group_size
-    nodes = f" on {r.nodes_per_engine} nodes" if r.nodes_per_engine > 1 else ""
+    samples = config.train.num_prompts_per_step * config.train.group_size
     lines = [
-        f"rollout    SGLang engines: {r.num_engines} of tp {r.tp}, ep {r.ep}{nodes} "
-        f"= {r.num_engines * r.tp} ranks in all, {r.dtype}"
-        + (", deterministic" if r.deterministic else ""),
+        f"rollout    SGLang engines: {r.num_engines} of tp {r.tp}, ep {r.ep} on "
+        f"{r.nodes_per_engine} node(s), {r.dtype}; {config.weights.transport} after each step",
         f"  {at_once} samples at once, so a step's {samples} come in "
         f"{math.ceil(samples / at_once)} waves at best",
-        *_reward(config),
+        f"  reward     {_reward(config)}",
     ]
-    if environment := config.sampling.environment:
-        seen = "everything before it" if environment.history == "all" else "the last message alone"
-        called = (
-            f"at most {environment.max_turns} turns, each sees {seen}; {environment.workers} "
-            "processes a leader"
-        )
-        lines.append(f"  environment  {environment.function}, {called}")
-    if agent := config.sampling.agent:
-        called = (
-            f"at most {agent.max_turns} turns and {agent.timeout_s:g} s; {agent.workers} "
-            "processes a leader"
-        )
-        lines.append(f"  agent      {agent.function or ' '.join(agent.command)}, {called}")
-    lines.append(
-        f"  weights    {config.weights.transport} to every engine after each step, verified by "
-        "digest"
-    )
-    if config.actor.draft is not None:
-        trained = "trained in every update" if config.actor.draft.train else "kept as it is"
+    if sampling.environment:
+        lines.append(f"  environment  {sampling.environment.function}")
+    if sampling.agent:
+        lines.append(f"  agent      {sampling.agent.function or ' '.join(sampling.agent.command)}")
+    if e is not None and config.eval_data is not None:
+        how = "greedy" if e.temperature == 0 else f"temperature {e.temperature:g}"
         lines.append(
-            f"  draft      {r.draft_tokens or 'no'} tokens for each forward of an engine's model; "
-            f"{trained}"
+            f"evaluation {config.eval_data.name}, {e.num_samples} samples a prompt, {how}: first, every "
+            f"{e.every} steps, last"
         )
-    if config.weights.timeout_s <= r.start_timeout_s:
-        timeouts = (
-            f"weights.timeout_s {config.weights.timeout_s:g} is no more than "
-            "rollout.start_timeout_s"
-        )
-        found = (
-            f"{r.start_timeout_s:g}: a publish that finds fewer than {r.min_healthy_engines} "
-            "engines"
-        )
-        lines.append(
-            f"  ADVICE   {timeouts} {found} may not outwait the start of new ones, and ends the run"
-        )
-    return [*lines, *_places(config, everything)]
-
-
-def _places(config: ExperimentConfig, everything: bool) -> list[str]:
-    """Returns on which nodes ranks are; everything: also who is on which GPU."""
-    if placement_problems(config):
-        return []
-    found = place(config)
-    shared = ", shared by engines" if config.rollout.colocate else ""
-    apart = f", {found.rollout_nodes} for engines" if found.rollout_nodes else ""
-    lines = [f"  nodes      {found.trainer_nodes} for trainers{shared}{apart}"]
-    if not everything:
-        return lines
-    trainers = {gpu: f"trainer {rank}" for rank, gpu in enumerate(found.trainers)}
-    engines = {
-        gpu: f"engine {e} rank {r}"
-        for e, ranks in enumerate(found.engines)
-        for r, gpu in enumerate(ranks)
-    }
-    gpus = sorted(trainers.keys() | engines.keys())
-    rows = [["node", "GPU", "trainer", "engine"]]
-    rows += [
-        [str(g.node), str(g.number), trainers.get(g, "-"), engines.get(g, "-")]
-        for g in gpus[:_MAX_RANK_ROWS]
-    ]
-    lines += ["    " + "".join(f"{cell:<14}" for cell in row).rstrip() for row in rows]
-    return lines + [f"    ... {len(gpus) - _MAX_RANK_ROWS} more in the same order"] * (
-        len(gpus) > _MAX_RANK_ROWS
-    )
-
-
-def _memory(
-    config: ExperimentConfig, arch: Architecture | None, counts: ParameterCounts | None
-) -> list[str]:
-    """Returns the bytes on the fullest ranks, by the closed forms of docs/planning.md."""
-    if arch is None or counts is None:
-        return ["memory     unknown without the model's config.json"]
-    if layout_problems(arch, config.actor):
-        return ["memory     unknown: the layout does not cut the model"]
-    side, r = _trainer_side(config, arch, config.actor), config.rollout
-    gpu, longest = hardware_of(config.cluster.gpu), longest_samples(config)["data"]
-    engine = engine_side(model_work(arch), server_of(r), assumed_lengths(config), longest, gpu)
-    held, phases = side.phases["rollout"].parts, gpu_phases(config, side, engine, arch.hidden_size)
-    phase = max(phases, key=lambda name: phases[name].total)
-    fullest, on_host = phases[phase], side.host_bytes["optimiser"]
-    on_its_host = host_cache_bytes(r, engine)
-    return [
-        "memory     a trainer rank holds about "
-        f"{gigabytes(held['parameters'] + held['gradients'])} of weights and "
-        f"gradients + {gigabytes(held.get('optimiser', 0))} of optimiser state"
-        + (f", its node {gigabytes(on_host)} more on the host" if on_host else ""),
-        f"  at most  {gigabytes(fullest.total)} on a GPU, in {phase}, rank {fullest.rank} "
-        f"({fullest.kind}): " + _listed(fullest.parts),
-        *_lora(config, arch, side),
-        "  an engine rank holds about "
-        f"{gigabytes(counts.total / r.tp * (2 if r.dtype == 'bfloat16' else 4))} of "
-        "weights, before its cache",
-        *(
-            [f"  and {gigabytes(on_its_host)} of host memory for its hierarchical cache"]
-            if on_its_host
-            else []
-        ),
-        *(_colocated(config, side, phases) if r.colocate else ()),
-    ]
-
-
-def _listed(parts: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items())
-
-
-def _colocated(
-    config: ExperimentConfig, side: TrainerSide, phases: Mapping[str, RankMemory]
-) -> list[str]:
-    """Returns the bytes on a GPU of trainer and engine, by phase."""
-    r, ranks = config.rollout, config.actor.world_size
-    lines = ["  colocated  on the fullest GPU, by phase"]
-    for phase in ("rollout", "logprobs", "reference", "update", "publish"):
-        if phase in phases:
-            total, held = gigabytes(phases[phase].total), _listed(phases[phase].parts)
-            lines.append(f"    {phase:<10} {total} ({held})")
-    optimiser = side.phases["rollout"].parts.get("optimiser", 0.0)
-    lines.append(
-        f"    on the host, pinned, while engines are awake: {gigabytes(optimiser)} of optimiser "
-        "state a rank"
-    )
-    engines = r.num_engines
-    if engines * r.tp != ranks:
-        both = (
-            f"{engines} engines of tp {r.tp} are {engines * r.tp} ranks beside {ranks} trainer "
-            "ranks"
-        )
-        lines.append(f"  ADVICE   {both}: GPUs without an engine idle while samples are drawn")
     return lines
 
 
-def _trainer_side(config: ExperimentConfig, arch: Architecture, actor: ActorConfig) -> TrainerSide:
-    load = Load(actor.micro_batch_tokens, longest_samples(config)["data"], links=links(config))
-    return trainer_side(
-        arch,
-        actor,
-        load,
-        reference=config.algorithm.uses_reference,
-        bucket_mb=config.weights.bucket_mb,
-        ranks_per_node=config.cluster.gpus_per_node,
-    )
+def _reward(config: ExperimentConfig) -> str:
+    reward = config.reward
+    entries = config.reward.entries
+    if key := config.sampling.rewarding:
+        return f"the {key.removeprefix('sampling.')}'s"
+    names = " + ".join(f"{e.weight:g} {e.short_name}" for e in entries)
+    text = names if reward.graders else entries[0].grader
+    text += f", then {reward.group_grader} over the group" if reward.group_grader else ""
+    return text + ", SHUFFLED over the samples (control experiment)" * reward.shuffle
 
 
-def _lora(config: ExperimentConfig, arch: Architecture, side: TrainerSide) -> list[str]:
-    """Returns the bytes of gradients and optimiser state that adapters save."""
-    lora = config.actor.lora
-    if lora is None:
-        return []
-    all_weights = config.actor.model_copy(update={"lora": None})
-    sides = side, _trainer_side(config, arch, all_weights)
-    (gradients, whole_gradients), (optimiser, whole_optimiser) = (
-        [found.phases["rollout"].parts.get(name, 0) for found in sides]
-        for name in ("gradients", "optimiser")
-    )
-    saved = whole_gradients - gradients + (whole_optimiser - optimiser)
-    return [
-        f"  lora       rank {lora.rank}, alpha {lora.alpha:g}, {', '.join(lora.targets)}: "
-        f"{_count(trained_elements(arch, config.actor))} of "
-        f"{_count(trained_elements(arch, all_weights))} "
-        "parameters are trained",
-        f"  saved      of a trainer rank: gradients {gigabytes(gradients)} + optimiser "
-        f"{gigabytes(optimiser)} "
-        f"instead of {gigabytes(whole_gradients)} + {gigabytes(whole_optimiser)}: "
-        f"{gigabytes(saved)} less",
-        "  publish    merges the adapters into the weights and keeps a copy of the targeted ones "
-        "meanwhile",
+def _memory(config: ExperimentConfig, arch: Architecture | None, everything: bool) -> list[str]:
+    """Returns the bytes on the fullest ranks, by the closed forms of docs/planning.md."""
+    if arch is None:
+        return ["memory     unknown without a config.json that the layout can cut"]
+    memory = experiment_memory(config, arch)
+    phases = memory.phases
+    phase = max(phases, key=lambda name: phases[name].total)
+    lines = [
+        f"memory     at most  {gigabytes(phases[phase].total)} on a GPU, in {phase}, "
+        f"rank {phases[phase].rank} ({phases[phase].kind}): {_listed(memory, phase)}",
+        f"  an engine rank holds about {gigabytes(memory.engine.weights)} of weights, before its "
+        "cache",
     ]
+    if everything or config.rollout.colocate:
+        lines += [
+            f"    {name:<10} {gigabytes(rank.total)}: {_listed(memory, name)}"
+            for name, rank in phases.items()
+            if name != phase
+        ]
+    on_host = memory.trainers.host_bytes["optimiser"]
+    in_cache = host_cache_bytes(config.rollout, memory.engine)
+    if on_host or in_cache:
+        held = (
+            f"{gigabytes(on_host)} of optimiser state, {gigabytes(in_cache)} of an engine's cache"
+        )
+        lines.append(f"  on a node's host: {held}")
+    if config.actor.lora is not None:
+        whole = config.actor.model_copy(update={"lora": None})
+        trained, of = (trained_elements(arch, actor) for actor in (config.actor, whole))
+        lines.append(f"  lora       trains {_count(trained)} of {_count(of)} parameters")
+    return lines
 
 
-def _evaluation(config: ExperimentConfig) -> str:
-    e = config.eval
-    if e is None:
-        return "evaluation none"
-    how = "greedy" if e.temperature == 0 else f"temperature {e.temperature:g}"
-    again = (
-        f"; {e.num_as_trained} at temperature {config.sampling.temperature:g}"
-        if e.num_as_trained
-        else ""
-    )
-    when = f"first, every {e.every} steps, last"
-    return f"evaluation {e.data.name}, {e.num_samples} samples a prompt, {how}{again}: {when}"
+def _listed(memory: StepMemory, phase: str) -> str:
+    parts = memory.phases[phase].parts.items()
+    return ", ".join(f"{name} {gigabytes(size)}" for name, size in parts)
 
 
 def _checkpoints(config: ExperimentConfig, arch: Architecture | None) -> list[str]:
     """Returns when the run is saved and the costs of saving and resuming."""
     c = config.checkpoint
     when = f"every {c.every} steps and" if c.every else "only"
-    bound = "" if c.keep_gb is None else f" or fewer in {c.keep_gb:g} GB"
-    background = {
-        True: ", in the background",
-        False: "",
-        "auto": ", in the background from two trainer nodes on",
-    }
-    lines = [
-        f"checkpoint {when} at the end, {c.keep} kept{bound}, resume "
-        f"{c.resume}{background[c.asynchronous]}"
+    lines = [f"checkpoint {when} at the end, {c.keep} kept, resume {c.resume}"]
+    if arch is None:
+        return lines
+    per_node = min(config.actor.world_size, config.cluster.gpus_per_node)
+    cost = checkpoint_cost(arch, config.actor, per_node)
+    forms = {True: "for any layout", False: "for this layout alone"}
+    last = (False, True) if c.every else (True,)
+    shown = {"last": last, "always": (True,), "never": (False,)}[c.reshardable]
+    lines += [
+        f"  a save {forms[reshardable]}: {gigabytes(cost.file_bytes)}, "
+        f"{_disk_seconds(cost.file_bytes)}; {gigabytes(cost.save_host_bytes[reshardable])} of host "
+        f"memory on the fullest node ({per_node} ranks)"
+        for reshardable in shown
     ]
-    if arch is not None and not layout_problems(arch, config.actor):
-        per_node = min(config.actor.world_size, config.cluster.gpus_per_node)
-        cost = checkpoint_cost(arch, config.actor, per_node)
-        forms = {True: "for any layout", False: "for this layout alone"}
-        shown = {
-            "last": (False, True) if c.every else (True,),
-            "always": (True,),
-            "never": (False,),
-        }[c.reshardable]
-        speed = f"at {_DISK_GB_S:g} GB/s"
-        saving, reading = (
-            _seconds(size / _DISK_GB_S / 1e9) for size in (cost.file_bytes, cost.read_bytes)
-        )
-        lines += [
-            f"  a save {forms[reshardable]}: {gigabytes(cost.file_bytes)}, {saving} {speed}; "
-            f"{gigabytes(cost.save_host_bytes[reshardable])} of host memory on the fullest node "
-            f"({per_node} ranks)"
-            for reshardable in shown
-        ]
-        host = (
-            f"; {gigabytes(cost.resume_host_bytes[True])} of host memory a node from one for "
-            "any layout"
-        )
-        resumed = (
-            f"  a resume: reads {gigabytes(cost.read_bytes)} (checksums, then the state), "
-            f"{reading} {speed}"
-        )
-        lines.append(resumed + (host if True in shown else ""))
-    if not c.every:
-        lines.append(
-            "  ADVICE   checkpoint.every 0: when a rank is lost, the run begins again at its first "
-            "step"
-        )
+    lines.append(
+        f"  a resume: reads {gigabytes(cost.read_bytes)} (checksums, then the state), "
+        f"{_disk_seconds(cost.read_bytes)}; {gigabytes(cost.resume_host_bytes[True])} of host "
+        "memory a node from one for any layout"
+    )
     return lines
+
+
+def _disk_seconds(size: float) -> str:
+    seconds = size / _DISK_GB_S / 1e9
+    return f"{seconds:{'.0f' if seconds >= 10 else '.2g'}} s at {_DISK_GB_S:g} GB/s"
+
+
+def _loaded(trial: LoadingTest) -> list[str]:
+    return [
+        "loaded     as the trainers will; graders and tools are imported too",
+        *(f"  {what}" for what in trial.loaded),
+        f"  not tried: {', '.join(trial.not_tried)}",
+        *(f"  first row  {line}" for line in trial.first_row),
+    ]
 
 
 def _count(number: float) -> str:
@@ -550,7 +373,3 @@ def _count(number: float) -> str:
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return f"{number:g}"
-
-
-def _seconds(number: float) -> str:
-    return f"{number:.0f} s" if number >= 10 else f"{number:.2g} s"

@@ -106,7 +106,8 @@ def trainer_side(
         phase: [stage.memory(phase, bucket_mb * 2**20) for stage in stages] for phase in phases
     }
     node = min(ranks_per_node, actor.world_size)
-    cost, second_model = checkpoint_cost(arch, actor, node), reference and actor.lora is None
+    cost = checkpoint_cost(arch, actor, node)
+    second_model = reference and actor.lora is None
     host = {
         "reference": max(stage.weights for stage in stages) * node if second_model else 0.0,
         "optimiser": max(stage.shards for stage in stages) * optimizer_bytes(actor).host * node,
@@ -166,7 +167,8 @@ def stage_parameters(arch: Architecture, actor: ActorConfig) -> list[StageElemen
     counts = [dict.fromkeys(kinds, 0.0) for _ in range(max(layers) + 1)]
     for spec, number in tensor_groups(arch, actor.adapters).items():
         trained = _is_trained(spec, arch, actor)
-        size, kind = number * elements_held(spec, arch, actor), "expert" if spec.expert else "dense"
+        size = number * elements_held(spec, arch, actor)
+        kind = "expert" if spec.expert else "dense"
         for stage in stages_of(spec, arch, layers):
             counts[stage][kind] += size
             counts[stage]["trained_" + kind] += size * trained
@@ -212,13 +214,11 @@ class Stage:
         number: int,
         elements: StageElements,
     ):
-        self.arch, self.actor, self.load, self.number, self.elements = (
-            arch,
-            actor,
-            load,
-            number,
-            elements,
-        )
+        self.arch = arch
+        self.actor = actor
+        self.load = load
+        self.number = number
+        self.elements = elements
         p = actor.parallel
         self.width = 2 if actor.dtype == "bfloat16" else 4
         self.part = load.tokens / p.cp / p.tp
@@ -238,7 +238,8 @@ class Stage:
 
     def memory(self, phase: str, bucket_bytes: float) -> RankMemory:
         """Returns the bytes of a rank of this stage in one of PHASES."""
-        elements, each = self.elements, optimizer_bytes(self.actor)
+        elements = self.elements
+        each = optimizer_bytes(self.actor)
         parts = {
             "parameters": self.weights,
             "gradients": (elements.trained_dense + elements.trained_expert) * each.gradient,
@@ -274,13 +275,16 @@ class Stage:
     @property
     def shards(self) -> float:
         """Returns the trained elements whose state a rank keeps."""
-        p, actor, elements = self.actor.parallel, self.actor, self.elements
+        p = self.actor.parallel
+        actor = self.actor
+        elements = self.elements
         stage = actor.world_size // p.pp
         copies = (stage // p.tp, stage // (p.etp * p.ep)) if actor.optimizer.distributed else (1, 1)
         return elements.trained_dense / copies[0] + elements.trained_expert / copies[1]
 
     def _communicators(self) -> float:
-        p, actor = self.actor.parallel, self.actor
+        p = self.actor.parallel
+        actor = self.actor
         expert_copies = actor.world_size // (p.etp * p.ep * p.pp)
         groups = [actor.world_size, p.tp, p.pp, p.cp, actor.dp, p.ep, p.etp, expert_copies]
         return _NCCL_BYTES * (sum(size > 1 for size in groups) + self.load.links)
@@ -290,12 +294,11 @@ class Stage:
         layer's."""
         hidden = self.arch.hidden_size * self.part * self.width
         if self.actor.recompute == "full":
-            kept, again = (
-                hidden * len(self.layers),
-                max((layer.kept for layer in self.layers), default=0.0),
-            )
+            kept = hidden * len(self.layers)
+            again = max((layer.kept for layer in self.layers), default=0.0)
         else:  # selective counts as none: its savings depend on model and kernels
-            kept, again = sum(layer.kept for layer in self.layers), 0.0
+            kept = sum(layer.kept for layer in self.layers)
+            again = 0.0
         # and a message of the pipeline, or the final norm
         kept = (kept + hidden) * in_flight(self.actor.parallel, self.number)
         layer = again + max((layer.transient for layer in self.layers), default=0.0)
@@ -309,7 +312,9 @@ class Stage:
         backward gradients."""
         if not self.last:
             return 0.0
-        arch, p, actor = self.arch, self.actor.parallel, self.actor
+        arch = self.arch
+        p = self.actor.parallel
+        actor = self.actor
         rows = -(-arch.vocab_size // p.tp)
         tile = min(actor.logprob_chunk_tokens, self.load.tokens) * min(rows, _TILE_COLUMNS) * _FP32
         hidden = arch.hidden_size * self.load.tokens / p.cp
@@ -320,7 +325,9 @@ class Stage:
 
     def cost(self) -> StageCost:
         """Returns the work of a rank of this stage."""
-        arch, p, actor = self.arch, self.actor.parallel, self.actor
+        arch = self.arch
+        p = self.actor.parallel
+        actor = self.actor
         sent = {key: sum(layer.sent[key] for layer in self.layers) for key in ("tp", "cp", "ep")}
         sent["pp"] = (
             arch.hidden_size * self.part * self.width * p.vpp if p.pp > 1 and not self.last else 0.0

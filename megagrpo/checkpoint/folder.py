@@ -2,15 +2,21 @@
 
 step_000010/   finished: described by state.json, its files by manifest.json
 step_000020.partial/   being written, or interrupted
+step_000010.replaced.partial/   its form before it was saved again, for the moment of a rename
+anything else   a user's, left alone
 """
 
 import json
+import os
+import re
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
 PARTIAL = ".partial"
+REPLACED = f".replaced{PARTIAL}"
 OTHER_DATA = "other_data"  # of checkpoint.resume
+_NAME = re.compile(r"step_(\d+)")
 Layout = Mapping[str, int | None]  # ActorConfig.layout
 
 
@@ -22,15 +28,27 @@ def checkpoint_folder(root: Path, step: int) -> Path:
 def latest(root: Path, at_most: int | None = None) -> Path | None:
     """Returns the finished checkpoint of the highest step (up to `at_most`), or None; interrupted
     saves are ignored."""
-    found = finished_checkpoints(root)
-    if at_most is not None:
-        found = [p for p in found if p <= checkpoint_folder(root, at_most)]
+    found = [p for p in finished_checkpoints(root) if at_most is None or step_of(p) <= at_most]
     return found[-1] if found else None
 
 
 def finished_checkpoints(root: Path) -> list[Path]:
-    """Returns the finished checkpoints, the oldest step first."""
-    return sorted(p for p in root.glob("step_*") if p.is_dir() and not p.name.endswith(PARTIAL))
+    """Returns the finished checkpoints, the lowest step first."""
+    found = [p for p in root.glob("step_*") if _NAME.fullmatch(p.name) and p.is_dir()]
+    return sorted(found, key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    """Returns the steps after which a finished checkpoint was saved."""
+    return int(folder.name.removeprefix("step_"))
+
+
+def restore_replaced(root: Path) -> None:
+    """Takes back the checkpoints that were about to be replaced when their start was killed."""
+    for kept in root.glob(f"step_*{REPLACED}"):
+        target = kept.with_name(kept.name.removesuffix(REPLACED))
+        if not target.exists():
+            os.replace(kept, target)
 
 
 def is_reshardable(folder: Path) -> bool:
@@ -48,7 +66,7 @@ def layout_problem(folder: Path, own: Layout) -> str:
     whole = [
         p
         for p in finished_checkpoints(folder.parent)
-        if p < folder and (p / "manifest.json").is_file()
+        if step_of(p) < step_of(folder) and (p / "manifest.json").is_file()
     ]
     older = [p.name for p in whole if is_reshardable(p)]
     there = f"; or move it away: {older[-1]} beside it can be loaded by any layout" if older else ""
@@ -91,14 +109,4 @@ def _in_words(layout: Layout) -> str:
         f"{name} {size}"
         for name, size in layout.items()
         if name == "ranks" or size not in (None, 1)
-    )
-
-
-def manifest_bytes(folder: Path) -> int:
-    """Returns the bytes of a checkpoint's files; 0 without a manifest."""
-    manifest = folder / "manifest.json"
-    return (
-        sum(size for size, _ in json.loads(manifest.read_text()).values())
-        if manifest.is_file()
-        else 0
     )

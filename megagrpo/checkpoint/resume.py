@@ -8,7 +8,7 @@ from pathlib import Path
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor
 from megagrpo.checkpoint import save as checkpoint
-from megagrpo.checkpoint.folder import OTHER_DATA, latest
+from megagrpo.checkpoint.folder import OTHER_DATA, latest, restore_replaced
 from megagrpo.checkpoint.save import RunIdentity
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import Mesh
@@ -49,6 +49,19 @@ def load_checkpoint(
     )
 
 
+def latest_checkpoint(
+    config: ExperimentConfig, mesh: Mesh, at_most: int | None = None
+) -> Path | None:
+    """Collective. Returns the run's own finished checkpoint of the highest step (up to `at_most`),
+    or None, as the main rank sees it.
+
+    Ranks that looked for themselves could load parts of two: the run may go on, and other nodes see
+    a shared file system seconds late.
+    """
+    root = config.run_folder.checkpoints
+    return mesh.from_main(lambda: latest(root, at_most), f"look for checkpoints in {root}")
+
+
 def find_checkpoint(config: ExperimentConfig, mesh: Mesh) -> Path | None:
     """Collective. Returns the run's own latest checkpoint, else `checkpoint.load`, else None: the
     initial weights.
@@ -57,8 +70,9 @@ def find_checkpoint(config: ExperimentConfig, mesh: Mesh) -> Path | None:
     earlier start: a folder has one history.
     """
     options = config.checkpoint
-    # the main rank's view: that of other nodes may be seconds older on a shared file system
-    own = mesh.gather_world(latest(config.run_folder.checkpoints))[0]
+    root = config.run_folder.checkpoints
+    mesh.from_main(lambda: restore_replaced(root), f"look for checkpoints in {root}")
+    own = latest_checkpoint(config, mesh)
     again = environment.get_int("TORCHELASTIC_RESTART_COUNT", 0) or environment.get_int(
         "SLURM_RESTART_COUNT", 0
     )

@@ -20,7 +20,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from threading import Thread
@@ -31,13 +31,14 @@ from pydantic import TypeAdapter
 from megagrpo import __version__
 from megagrpo.checkpoint.folder import (
     PARTIAL,
+    REPLACED,
     Layout,
     checkpoint_folder,
     data_problem,
     finished_checkpoints,
     is_reshardable,
     layout_problem,
-    manifest_bytes,
+    restore_replaced,
 )
 from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.config.schema import CheckpointConfig
@@ -239,8 +240,10 @@ class PendingSave:
         entries = written | {self._name(path): _size_and_crc(path) for path in rest}
         _write_json(self.partial / "manifest.json", entries)
         if self.target.exists():  # renamed: removing it takes longer, with no checkpoint meanwhile
-            os.replace(self.target, self.target.with_name(f"{self.target.name}.replaced{PARTIAL}"))
-        os.replace(self.partial, self.target)
+            os.replace(self.target, self.target.with_name(self.target.name + REPLACED))
+        with ExitStack() as stack:
+            stack.callback(restore_replaced, self.target.parent)  # if the new one did not come
+            os.replace(self.partial, self.target)
         interrupted = self.target.parent.glob(f"step_*{PARTIAL}")
         for folder in [*_superfluous(self.target, self._options), *interrupted]:
             shutil.rmtree(folder, ignore_errors=True)
@@ -284,14 +287,8 @@ def _superfluous(newest: Path, options: CheckpointConfig) -> list[Path]:
     """Returns the older checkpoints to remove after `newest` is written; other files are
     ignored."""
     finished = finished_checkpoints(newest.parent)
-    older = [p for p in finished if p < newest]
-    num_dropped = max(len(finished) - options.keep, 0)
-    if options.keep_gb is not None:
-        total = sum(manifest_bytes(p) for p in finished if p not in older[:num_dropped])
-        while num_dropped < len(older) and total > options.keep_gb * 1e9:
-            total -= manifest_bytes(older[num_dropped])
-            num_dropped += 1
-    return older[:num_dropped]
+    older = finished[: finished.index(newest)]
+    return older[: max(len(finished) - options.keep, 0)]
 
 
 def load(

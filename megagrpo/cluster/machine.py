@@ -39,7 +39,8 @@ def run(config: ExperimentConfig) -> int:
     end = (*ENDING, signal.SIGUSR2)
     ask = (signal.SIGUSR1,)
     launch = Launch(config.run_folder, "run", end=end, ask=ask, grace_s=_SERVICE_GRACE_S)
-    return _beside_service(launch, config, "train", config.actor.max_restarts)
+    command = ["train", str(config.run_folder.config)]
+    return _beside_service(launch, config, command, config.actor.max_restarts)
 
 
 def refuse_what_cannot_run(config: ExperimentConfig, nodes: Nodes) -> None:
@@ -89,8 +90,9 @@ def _locked(file: IO) -> bool:
     return True
 
 
-def ranks_beside_service(config: ExperimentConfig) -> int:
+def ranks_beside_service(config: ExperimentConfig, words: list[str]) -> int:
     """Runs `bisect` as `actor.world_size` ranks with its own engines, all on this machine.
+    words: its options.
 
     Returns its exit status; no process remains. Raises ValueError before anything starts, with all
     known problems.
@@ -98,11 +100,11 @@ def ranks_beside_service(config: ExperimentConfig) -> int:
     launch = Launch(
         config.run_folder, "bisect", end=ENDING, ranks="bisect", grace_s=_SERVICE_GRACE_S
     )
-    return _beside_service(launch, config, "bisect", 0)
+    return _beside_service(launch, config, ["bisect", str(config.run_folder.config), *words], 0)
 
 
 def _beside_service(
-    launch: Launch, config: ExperimentConfig, command: str, max_restarts: int
+    launch: Launch, config: ExperimentConfig, command: list[str], max_restarts: int
 ) -> int:
     """Starts the service and the ranks of a subcommand, and waits for the ranks."""
     visible = visible_gpus()
@@ -117,7 +119,7 @@ def _beside_service(
         )
         on_gpus = config.actor.world_size + engine_ranks if trainer_env else 0
         env = trainer_variables(config, on_gpus, interface_of_engines(config)) | trainer_env
-        ranks = launch.start_ranks([command, str(folder.config)], options, env)
+        ranks = launch.start_ranks(command, options, env)
         logs = f"{service.log} and {ranks.log}"
         said = f"the rollout service and {config.actor.world_size} trainer ranks start"
         print(f"{config.name}: {said}; {logs}", flush=True)

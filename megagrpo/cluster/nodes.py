@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import socket
+import stat
 import sys
 import time
 from contextlib import nullcontext, suppress
@@ -204,15 +205,29 @@ def _start_service(
 ) -> list[Child]:
     """Starts Ray on this node, and on node 0 the service. Raises ValueError if Ray does not
     start."""
-    # short: Unix socket paths end at 107 characters
-    temporary = Path(f"/tmp/mgr-{os.getuid()}-{node.first_port}")
-    launch.remove_at_end(temporary)
+    # short, since Unix socket paths end at 107 characters, and the same on every node
+    private = _own_folder(Path(f"/tmp/mgr-{os.getuid()}-{node.first_port}"))
+    launch.remove_at_end(private)
     env = env | _ray_environment(node)
-    ray = _start_ray(launch, config, node, temporary, env)
+    ray = _start_ray(launch, config, node, private / "ray", env)
     if node.rank > 0:
         return [ray]
     address = ["--ray-address", f"{node.first_address}:{node.first_port}"]
     return [ray, launch.start(["serve", *arguments, *address], "service", env)]
+
+
+def _own_folder(folder: Path) -> Path:
+    """Makes a folder that only this user enters: Ray makes those of its sockets and logs readable
+    and writable for all. Raises ValueError if it is another user's."""
+    with suppress(FileExistsError):  # of a start that was killed
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ValueError(
+            f"{folder} must be this user's own folder, closed to others (mode 700), but belongs to "
+            f"user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}: remove it"
+        )
+    return folder
 
 
 def _ray_environment(node: Node) -> dict[str, str]:

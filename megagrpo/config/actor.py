@@ -26,16 +26,18 @@ class ParallelConfig(Section):
     """Megatron's layout. Data parallel: world_size / (tp pp cp) ranks; sequence parallelism is on
     when tp > 1."""
 
-    tp: PositiveInt = Field(default=1, description="Tensor-parallel ranks.")
-    pp: PositiveInt = Field(default=1, description="Pipeline stages.")
-    vpp: PositiveInt = Field(
-        default=1, description="Virtual pipeline stages of each rank; more than 1 needs pp > 1."
-    )
-    cp: PositiveInt = Field(
-        default=1, description="Context-parallel ranks, which share one sequence."
-    )
-    ep: PositiveInt = Field(default=1, description="Expert-parallel ranks.")
-    etp: PositiveInt = Field(default=1, description="Tensor-parallel ranks of each expert.")
+    tp: PositiveInt = 1
+    """Tensor-parallel ranks."""
+    pp: PositiveInt = 1
+    """Pipeline stages."""
+    vpp: PositiveInt = 1
+    """Virtual pipeline stages of each rank; more than 1 needs pp > 1."""
+    cp: PositiveInt = 1
+    """Context-parallel ranks, which share one sequence."""
+    ep: PositiveInt = 1
+    """Expert-parallel ranks."""
+    etp: PositiveInt = 1
+    """Tensor-parallel ranks of each expert."""
     first_stage_layers: PositiveInt | None = None
     """Layers of the first pipeline stage; default: stages that are not given are equal."""
     last_stage_layers: PositiveInt | None = None
@@ -67,7 +69,8 @@ class ParallelConfig(Section):
         Raises ValueError saying why `num_layers` cannot be cut like this.
         """
         given = [n for n in (self.first_stage_layers, self.last_stage_layers) if n is not None]
-        middle, left = self.pp - len(given), num_layers - sum(given)
+        middle = self.pp - len(given)
+        left = num_layers - sum(given)
         if (left > 0) != (middle > 0) or left < 0 or (middle and left % middle):
             rest = (
                 f" less first_stage_layers and last_stage_layers, {sum(given)} together,"
@@ -92,27 +95,22 @@ class ParallelConfig(Section):
 class OptimizerConfig(Section):
     """Adam with decoupled weight decay, and the learning rate over time."""
 
-    lr: PositiveFloat = Field(default=1e-6, description="Learning rate after the warm-up.")
+    lr: PositiveFloat = 1e-6
+    """Learning rate after the warm-up."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the last update, for linear and cosine decay."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up: constant, or decaying to `min_lr` at the last update."""
-    warmup_steps: NonNegativeInt = Field(
-        default=0, description="Optimizer updates of linear warm-up."
-    )
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer updates of linear warm-up."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay; norms and biases are spared."""
-    adam_beta1: float = Field(default=0.9, description="Decay of Adam's first moment.")
-    adam_beta2: float = Field(default=0.999, description="Decay of Adam's second moment.")
-    adam_eps: PositiveFloat = Field(
-        default=1e-8, description="Added to the root of Adam's second moment."
-    )
-    clip_grad: NonNegativeFloat = Field(
-        default=1.0, description="Largest global gradient norm; 0: no clipping."
-    )
-    distributed: bool = Field(
-        default=True, description="Shard the optimizer's state over data-parallel ranks."
-    )
+    adam_beta2: float = 0.999
+    """Decay of Adam's second moment."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Largest global gradient norm; 0: no clipping."""
+    distributed: bool = True
+    """Shard the optimizer's state over data-parallel ranks."""
     megatron: LibrarySettings = Field(default={})
     """Fields of Megatron's OptimizerConfig by their own names, such as `optimizer_cpu_offload:
     true`; what is set elsewhere in this file, or would break a promise, is refused."""
@@ -140,10 +138,10 @@ class LoraConfig(Section):
     """Low-rank adapters: y = W x + alpha / rank * B (A x). W is frozen, A and B of every target are
     trained."""
 
-    rank: PositiveInt = Field(default=16, description="Rows of A and columns of B.")
-    alpha: PositiveFloat = Field(
-        default=32.0, description="What the adapters add is multiplied by alpha / rank."
-    )
+    rank: PositiveInt = 16
+    """Rows of A and columns of B."""
+    alpha: PositiveFloat = 32.0
+    """What the adapters add is multiplied by alpha / rank."""
     targets: list[Projection] = Field(default=list(get_args(Projection)), min_length=1)
     """Projections with adapters, by their Hugging Face names; of a model with experts, its
     experts'."""
@@ -176,8 +174,6 @@ class DraftConfig(Section):
     train: bool = True
     """Train it in every update towards the policy's own distribution of the token after next, on
     detached inputs: the policy's gradients stay what they are."""
-    lr_factor: PositiveFloat = 1.0
-    """Its learning rate over that of the model, `optimizer.lr`."""
 
 
 class RouterLossConfig(Section):
@@ -204,7 +200,8 @@ class RouterLossConfig(Section):
 class ActorConfig(Section):
     """The Megatron-Core learner."""
 
-    world_size: PositiveInt = Field(default=1, description="Trainer ranks, over all nodes.")
+    world_size: PositiveInt = 1
+    """Trainer ranks, over all nodes."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Device of trainers; auto: CUDA if a GPU is visible, else the CPU, on which bfloat16 is then
     refused."""
@@ -212,9 +209,8 @@ class ActorConfig(Section):
     """Type of weights and activations; sums and optimizer state are float32."""
     parallel: ParallelConfig = ParallelConfig()
     """How model and samples are cut over the ranks."""
-    optimizer: OptimizerConfig = Field(
-        default=OptimizerConfig(), description="Adam and its learning rate."
-    )
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Adam and its learning rate."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights; default: all weights."""
     vision: VisionConfig | None = None
@@ -234,10 +230,8 @@ class ActorConfig(Section):
     Default: routers choose."""
     micro_batch_tokens: PositiveInt = 4096
     """Most tokens in one forward pass, padding included."""
-    packing: bool = Field(
-        default=True,
-        description="Lay several sequences into one row, without padding between them.",
-    )
+    packing: bool = True
+    """Lay several sequences into one row, without padding between them."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass: none; those of `megatron.recompute_modules`;
     or all, layer by layer."""
@@ -253,10 +247,10 @@ class ActorConfig(Section):
     40000000`; what is set elsewhere in this file, or would break a promise, is refused."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits exist at once: [chunk, vocab / tp] is the largest block ever held."""
-    threads: PositiveInt = Field(default=1, description="Threads of a rank's operators on a CPU.")
-    deadline_s: PositiveFloat = Field(
-        default=1800.0, description="Seconds that any collective may wait."
-    )
+    threads: PositiveInt = 1
+    """Threads of a rank's operators on a CPU."""
+    deadline_s: PositiveFloat = 1800.0
+    """Seconds that any collective may wait."""
     max_restarts: NonNegativeInt = 3
     """Times in a run that all ranks start again from the last checkpoint because one was lost."""
 
@@ -302,7 +296,8 @@ class ActorConfig(Section):
         return {"ranks": self.world_size, **self.parallel.model_dump()}
 
     def problems(self) -> list[Rule]:
-        p, with_lora = self.parallel, self.lora is not None
+        p = self.parallel
+        with_lora = self.lora is not None
         frozen = "with lora all other weights stay, the routers'"
         own_layers = "lora adds to Megatron's own linear layers, not Transformer Engine's"
         return [
@@ -330,10 +325,8 @@ class ActorConfig(Section):
             ),
             Rule(
                 self.routing_replay and self.megatron.get("moe_router_fusion"),
-                (
-                    "routing_replay with megatron.moe_router_fusion: the fused kernel chooses "
-                    "experts by itself, whatever it is given"
-                ),
+                "routing_replay with megatron.moe_router_fusion: the fused kernel chooses "
+                "experts by itself, whatever it is given",
                 "remove one of them",
             ),
         ]
@@ -344,7 +337,8 @@ class ActorConfig(Section):
         return Rule(self.world_size % size, why, f"{up} would be")
 
     def excludes(self, experiment: "ExperimentConfig") -> list[Rule]:
-        rollout, by_engine = experiment.rollout, self.routing_replay == "rollout"
+        rollout = experiment.rollout
+        by_engine = self.routing_replay == "rollout"
         chunk = rollout.sglang.get("chunked_prefill_size")
         unchunked = by_engine and isinstance(chunk, int) and chunk <= 0
         read = (rollout.draft_tokens or 0) + 1  # tokens of a request in one forward of the model
@@ -353,48 +347,36 @@ class ActorConfig(Section):
         return [
             Rule(
                 self.routing_replay == "old" and experiment.train.updates_of_step == 1,
-                (
-                    "actor.routing_replay old changes nothing with one update a step: the "
-                    "weights before it are those that choose the experts"
-                ),
-                (
-                    "remove it, raise train.num_updates_per_step or num_epochs_per_step, or "
-                    "set it to rollout"
-                ),
+                "actor.routing_replay old changes nothing with one update a step: the "
+                "weights before it are those that choose the experts",
+                "remove it, raise train.num_updates_per_step or num_epochs_per_step, or "
+                "set it to rollout",
             ),
             Rule(
                 unchunked,
-                (
-                    "actor.routing_replay rollout with rollout.sglang.chunked_prefill_size "
-                    f"{chunk}: SGLang keeps the experts of one chunk, and a longer prompt in "
-                    "one piece would end the engine"
-                ),
+                "actor.routing_replay rollout with rollout.sglang.chunked_prefill_size "
+                f"{chunk}: SGLang keeps the experts of one chunk, and a longer prompt in "
+                "one piece would end the engine",
                 "remove the latter",
             ),
             Rule(
                 by_engine and read > 1 and (held > (chunk or _CHUNK)),
-                (
-                    "actor.routing_replay rollout with rollout.draft_tokens: a forward may "
-                    f"read {held} tokens, max_running_requests times {read}, and SGLang keeps "
-                    "the experts of one chunk"
-                ),
+                "actor.routing_replay rollout with rollout.draft_tokens: a forward may "
+                f"read {held} tokens, max_running_requests times {read}, and SGLang keeps "
+                "the experts of one chunk",
                 f"lower the former, or set rollout.sglang: {{chunked_prefill_size: {held}}}",
             ),
             Rule(
                 by_engine and halves,
-                (
-                    "actor.routing_replay rollout with SGLang's enable_two_batch_overlap, "
-                    "which keeps the experts of a batch's second half where those of the first "
-                    "are"
-                ),
+                "actor.routing_replay rollout with SGLang's enable_two_batch_overlap, "
+                "which keeps the experts of a batch's second half where those of the first "
+                "are",
                 "remove one of them",
             ),
             Rule(
                 by_engine and rollout.sglang.get("enable_hierarchical_cache"),
-                (
-                    "actor.routing_replay rollout with SGLang's enable_hierarchical_cache: for "
-                    "what comes back from the host it returns another token's experts"
-                ),
+                "actor.routing_replay rollout with SGLang's enable_hierarchical_cache: for "
+                "what comes back from the host it returns another token's experts",
                 "remove one of them",
             ),
         ]

@@ -31,13 +31,16 @@ class DynamicSampling(Section):
 class AlgorithmConfig(Section):
     """Everything that decides what one step computes from its rewards and log-probabilities."""
 
-    advantage: AdvantageConfig = Field(default=GrpoAdvantage(), description="Advantage estimator.")
-    loss: PolicyLossConfig = Field(default=PpoClipLoss(), description="Policy loss of a token.")
+    advantage: AdvantageConfig = GrpoAdvantage()
+    """Advantage estimator."""
+    loss: PolicyLossConfig = PpoClipLoss()
+    """Policy loss of a token."""
     aggregation: Aggregation = "token-mean"
     """How the losses of tokens become one number; divided once, over all ranks."""
     loss_scale_factor: PositiveFloat | None = None
     """C of seq-mean-token-sum-norm, in tokens; null: sampling.max_response_tokens."""
-    kl: KlConfig = Field(default=KlConfig(), description="KL to the initial weights.")
+    kl: KlConfig = KlConfig()
+    """KL to the initial weights."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus; positive values keep the policy random."""
     reward: RewardShapingConfig = RewardShapingConfig()
@@ -63,18 +66,14 @@ class AlgorithmConfig(Section):
         return [
             Rule(
                 reward.normalises_by_group and advantage.normalises_by_group,
-                (
-                    f"reward.mean/std: group with advantage {advantage.name} normalises by the "
-                    "group twice"
-                ),
+                f"reward.mean/std: group with advantage {advantage.name} normalises by the "
+                "group twice",
                 "use batch, running or none",
             ),
             Rule(
                 missed and advantage.needs_greedy_response,
-                (
-                    f"{named(f'reward.{step}' for step in missed)}: changes the rewards but not "
-                    f"{advantage.name}'s greedy baseline"
-                ),
+                f"{named(f'reward.{step}' for step in missed)}: changes the rewards but not "
+                f"{advantage.name}'s greedy baseline",
                 "leave it out",
             ),
             Rule(
@@ -90,38 +89,33 @@ class AlgorithmConfig(Section):
         ]
 
     def excludes(self, experiment: "ExperimentConfig") -> list[Rule]:
-        train, parallel, longest = (
-            experiment.train,
-            experiment.actor.parallel,
-            experiment.sampling.max_response_tokens,
-        )
-        updates, responses = train.updates_of_step, train.num_prompts_per_step * train.group_size
+        train = experiment.train
+        parallel = experiment.actor.parallel
+        longest = experiment.sampling.max_response_tokens
+        updates = train.updates_of_step
+        responses = train.num_prompts_per_step * train.group_size
         padded = parallel.cp > 1 and updates > 1 and not experiment.actor.packing
         apart = self.kl.estimator == "full" and self.uses_reference and padded
         horizon = self.kl.adaptive.horizon if self.kl.adaptive is not None else math.inf
-        overlong, endless = self.reward.overlong, self.dynamic_sampling and train.num_epochs
-        refused, alone = self.advantage.refuses_group_of_one, train.group_size == 1
-        all_zero, all_equal = (
-            alone and self.reward.normalises_by_group,
-            alone and self.dynamic_sampling,
-        )
+        overlong = self.reward.overlong
+        endless = self.dynamic_sampling and train.num_epochs
+        refused = self.advantage.refuses_group_of_one
+        alone = train.group_size == 1
+        all_zero = alone and self.reward.normalises_by_group
+        all_equal = alone and self.dynamic_sampling
         return [
             Rule(
                 apart,
-                (
-                    f"algorithm.kl.estimator full, actor.parallel.cp {parallel.cp} and {updates} updates a step "
-                    "need actor.packing: true; padded, the reference's positions would lie on other ranks than "
-                    "the actor's"
-                ),
+                f"algorithm.kl.estimator full, actor.parallel.cp {parallel.cp} and {updates} updates a step "
+                "need actor.packing: true; padded, the reference's positions would lie on other ranks than "
+                "the actor's",
                 "pack, or use another estimator",
             ),
             Rule(
                 endless,
-                (
-                    "train.num_epochs with algorithm.dynamic_sampling: a step then takes as "
-                    "many prompts as it must, so that passes over them do not say how many "
-                    "steps there are"
-                ),
+                "train.num_epochs with algorithm.dynamic_sampling: a step then takes as "
+                "many prompts as it must, so that passes over them do not say how many "
+                "steps there are",
                 "give train.num_steps",
             ),
             Rule(
@@ -143,20 +137,16 @@ class AlgorithmConfig(Section):
             ),
             Rule(
                 horizon <= KL_ERROR_LIMIT * responses,
-                (
-                    f"algorithm.kl.adaptive.horizon {horizon:g} is too short for {responses} "
-                    f"responses a step: the coefficient is multiplied by 1 - {KL_ERROR_LIMIT} x "
-                    f"{responses} / horizon at worst"
-                ),
+                f"algorithm.kl.adaptive.horizon {horizon:g} is too short for {responses} "
+                f"responses a step: the coefficient is multiplied by 1 - {KL_ERROR_LIMIT} x "
+                f"{responses} / horizon at worst",
                 f"use more than {KL_ERROR_LIMIT * responses:g}",
             ),
             Rule(
                 overlong is not None and overlong.buffer(longest) > longest,
-                (
-                    "algorithm.reward.overlong.buffer_tokens "
-                    f"{overlong and overlong.buffer_tokens} is more than "
-                    f"sampling.max_response_tokens {longest}: every response would be punished"
-                ),
+                "algorithm.reward.overlong.buffer_tokens "
+                f"{overlong and overlong.buffer_tokens} is more than "
+                f"sampling.max_response_tokens {longest}: every response would be punished",
                 "DAPO's buffer is a fifth of the longest response",
             ),
         ]
@@ -204,7 +194,9 @@ class AlgorithmConfig(Section):
     @property
     def formula(self) -> str:
         """Returns the loss of this configuration in one line of the papers' notation."""
-        weight, reject, clip = self.mismatch.weight, self.mismatch.reject, self.advantage_clip
+        weight = self.mismatch.weight
+        reject = self.mismatch.reject
+        clip = self.advantage_clip
         terms = [f"w {self.loss.formula}" if weight else self.loss.formula]
         if self.kl.loss_coef:
             terms.append(f"{self.kl.loss_coef:g} KL_{self.kl.estimator}")

@@ -19,29 +19,52 @@ from megagrpo.config.fields import (
 class ModelConfig(Section):
     """The model to train."""
 
-    path: LocalPath = Field(
-        description="Hugging Face folder with config.json, tokenizer files and safetensors."
-    )
+    path: LocalPath
+    """Hugging Face folder with config.json, tokenizer files and safetensors."""
     tokenizer: LocalPath | None = None
     """Another Hugging Face folder with the tokenizer; default: `path`."""
+
+
+class HeldOutConfig(Section):
+    """Held-out prompts. A key that is left out, or is not here, is that of `data`; all rows are
+    read."""
+
+    path: LocalPath | list[LocalPath] | None = None
+    """As `data.path`."""
+    sources: "list[SourceConfig]" = Field(default=[])
+    """As `data.sources`."""
+    prompt_key: str | None = None
+    """As `data.prompt_key`."""
+    answer_key: str | None = None
+    """As `data.answer_key`."""
 
 
 class SourceConfig(Section):
     """One source of a mixture. A key that is left out, or null, is that of `data`."""
 
-    source: str = Field(description="Its name in metrics and rollouts.")
-    path: LocalPath | list[LocalPath] = Field(description="As `data.path`.")
+    source: str
+    """Its name in metrics and rollouts."""
+    path: LocalPath | list[LocalPath]
+    """As `data.path`."""
     ratio: PositiveFloat | None = None
     """Its share of the prompts, relative to the other sources'; default, for all of them: by their
     sizes."""
-    prompt_key: str | None = Field(default=None, description="As `data.prompt_key`.")
-    answer_key: str | None = Field(default=None, description="As `data.answer_key`.")
-    grader: str | None = Field(default=None, description="As `data.grader`.")
-    grader_key: str | None = Field(default=None, description="As `data.grader_key`.")
-    extra_key: str | None = Field(default=None, description="As `data.extra_key`.")
-    system_prompt: str | None = Field(default=None, description="As `data.system_prompt`.")
-    prompt_template: str | None = Field(default=None, description="As `data.prompt_template`.")
-    limit: PositiveInt | None = Field(default=None, description="As `data.limit`.")
+    prompt_key: str | None = None
+    """As `data.prompt_key`."""
+    answer_key: str | None = None
+    """As `data.answer_key`."""
+    grader: str | None = None
+    """Grader of its rows, as a column names it."""
+    grader_key: str | None = None
+    """As `data.grader_key`."""
+    extra_key: str | None = None
+    """As `data.extra_key`."""
+    system_prompt: str | None = None
+    """As `data.system_prompt`."""
+    prompt_template: str | None = None
+    """As `data.prompt_template`."""
+    limit: PositiveInt | None = None
+    """As `data.limit`."""
 
 
 class DataConfig(Section):
@@ -57,19 +80,13 @@ class DataConfig(Section):
     """Instead of `path`: a mixture of sources with keys of their own."""
     prompt_key: str = "prompt"
     """Column with the prompt: a text, or chat messages with `chat_template`."""
-    answer_key: str = Field(
-        default="answer", description="Column with the answer that the grader compares with."
-    )
-    source: str | None = Field(
-        default=None, description="Name of the rows in metrics by source; default: none."
-    )
+    answer_key: str = "answer"
+    """Column with the answer that the grader compares with."""
     source_key: str | None = None
     """Column that names the source of each row, for metrics by source and `grader_by_source`."""
-    grader: str | None = None
-    """Grader of every row: one of `reward.graders` by its name, or any without args; default:
-    `reward`'s."""
     grader_key: str | None = None
-    """Column that names a grader for each row; default: `grader`."""
+    """Column that names a grader for each row: one of `reward.graders` by its name, or any without
+    args; default: `reward`'s."""
     grader_by_source: dict[str, str] = Field(default={})
     """Grader for each value of `source_key`, such as `{openai/gsm8k: gsm8k, lighteval/MATH: math}`.
     `aime*` is every other value that begins so."""
@@ -82,9 +99,8 @@ class DataConfig(Section):
     tools_key: str | None = None
     """Column with the tools that a row offers, a list of {type, function} or its JSON, for the chat
     template; needs `chat_template`."""
-    chat_template: bool = Field(
-        default=False, description="Render prompts with the tokenizer's chat template."
-    )
+    chat_template: bool = False
+    """Render prompts with the tokenizer's chat template."""
     chat_template_args: dict[str, str | int | float | bool] = Field(default={})
     """Arguments of the chat template, such as `enable_thinking: false` for Qwen3."""
     system_prompt: str | None = None
@@ -101,11 +117,22 @@ class DataConfig(Section):
     """Use only the first rows, this many over all files; default: all."""
 
     @property
-    def parts(self) -> "list[DataConfig]":
+    def parts(self) -> "list[DataPart]":
         """Each source with its keys over those of this section; the section itself if it has
         none."""
-        own = [source.model_dump(exclude_none=True, exclude={"ratio"}) for source in self.sources]
-        return [self.model_copy(update={"sources": [], **keys}) for keys in own] or [self]
+        return [
+            self.reading(source, limit=source.limit or self.limit) for source in self.sources
+        ] or [self.reading(self)]
+
+    def reading(self, other: Section, **keys: object) -> "DataPart":
+        """Returns the section with the files of another, and those of its keys that are given: a
+        name and a grader of its own win over columns."""
+        given = {key: value for key, value in other if value is not None and key != "ratio"}
+        if "source" in given:
+            given["source_key"] = None
+        if "grader" in given:
+            given |= {"grader_key": None, "grader_by_source": {}}
+        return DataPart.model_construct(**{**dict(self), "sources": [], **given, **keys})
 
     @property
     def paths(self) -> list[str]:
@@ -122,11 +149,10 @@ class DataConfig(Section):
 
     def problems(self) -> list[Rule]:
         twice = sorted({path for path in self.paths if self.paths.count(path) > 1})
-        templated, unread = (
-            "the template writes its own special tokens",
-            "has no effect without chat_template: true",
-        )
-        chat, names = self.chat_template, [source.source for source in self.sources]
+        templated = "the template writes its own special tokens"
+        unread = "has no effect without chat_template: true"
+        chat = self.chat_template
+        names = [source.source for source in self.sources]
         same = sorted({name for name in names if names.count(name) > 1})
         with_ratio = sum(source.ratio is not None for source in self.sources)
         return [
@@ -187,10 +213,8 @@ class DataConfig(Section):
             ),
             Rule(
                 self.grader_by_source and self.source_key is None,
-                (
-                    "grader_by_source needs source_key, the column that names a row's source "
-                    "(verl: data_source)"
-                ),
+                "grader_by_source needs source_key, the column that names a row's source "
+                "(verl: data_source)",
                 "set it, or remove grader_by_source",
             ),
             Rule(
@@ -201,42 +225,28 @@ class DataConfig(Section):
         ]
 
 
-class AnswersConfig(Section):
-    """Prompts with the answers to learn. Keys as in `data`."""
+class DataPart(DataConfig):
+    """Rows of one source, with its name in metrics and its grader."""
 
-    path: LocalPath | list[LocalPath] = Field(description="As `data.path`.")
-    prompt_key: str = Field(default="prompt", description="As `data.prompt_key`.")
-    answer_key: str = Field(default="answer", description="As `data.answer_key`.")
-    images_key: str | None = Field(default=None, description="As `data.images_key`.")
-    chat_template: bool = Field(default=False, description="As `data.chat_template`.")
-    chat_template_args: dict[str, str | int | float | bool] = Field(
-        default={}, description="As `data.chat_template_args`."
-    )
-    system_prompt: str | None = Field(default=None, description="As `data.system_prompt`.")
-    max_prompt_tokens: PositiveInt = Field(default=1024, description="As `data.max_prompt_tokens`.")
-
-    @property
-    def whole(self) -> DataConfig:
-        """The section with the other keys of `data` at their defaults."""
-        return DataConfig.model_construct(**dict(self))
-
-    def problems(self) -> list[Rule]:
-        return self.whole.problems()
+    source: str | None = None
+    grader: str | None = None
 
 
 class EvalConfig(Section):
     """Held-out evaluation: before the first step, every `every` steps, and after the last."""
 
-    data: DataConfig = Field(description="Held-out prompts; same keys as `data`.")
-    every: PositiveInt = Field(default=10, description="Steps between evaluations.")
+    data: HeldOutConfig
+    """Held-out prompts."""
+    every: PositiveInt = 10
+    """Steps between evaluations."""
     num_samples: PositiveInt = 1
     """Responses a prompt; with more than 1, pass@k is reported too."""
-    temperature: NonNegativeFloat = Field(
-        default=0.0, description="Sampling temperature; 0 is greedy."
-    )
+    temperature: NonNegativeFloat = 0.0
+    """Sampling temperature; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus of probability sampled from; 1: all."""
-    top_k: int = Field(default=-1, description="Most probable tokens sampled from; -1: all.")
+    top_k: int = -1
+    """Most probable tokens sampled from; -1: all."""
     num_as_trained: NonNegativeInt = 0
     """Responses a prompt of a second evaluation, sampled at `sampling.temperature` as in training,
     with metrics eval_as_trained/...; 0: none."""

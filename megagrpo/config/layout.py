@@ -43,7 +43,8 @@ def _sizes(arch: Architecture, config: ActorConfig) -> Iterator[str]:
 
 
 def _stages(arch: Architecture, config: ActorConfig) -> Iterator[str]:
-    p, layers = config.parallel, arch.num_layers
+    p = config.parallel
+    layers = arch.num_layers
     ends = uneven_ends(layers, p.pp, p.vpp) if p.pp > 1 else None
     uneven = (
         f"actor.parallel.first_stage_layers: {ends[0]} and last_stage_layers: {ends[1]}"
@@ -75,10 +76,8 @@ def _routers(arch: Architecture, config: ActorConfig) -> Iterator[str]:
 def _adapters(arch: Architecture, config: ActorConfig) -> Iterator[str]:
     if config.lora is None:
         return
-    p, of_experts = (
-        config.parallel,
-        {"gate_proj", "up_proj", "down_proj"} & set(config.lora.targets),
-    )
+    p = config.parallel
+    of_experts = {"gate_proj", "up_proj", "down_proj"} & set(config.lora.targets)
     if arch.is_moe and of_experts and p.tp % p.etp:
         yield (
             "actor.lora has targets in experts, which needs an actor.parallel.etp that divides tp "
@@ -109,7 +108,8 @@ def _vision(arch: Architecture, config: ActorConfig) -> Iterator[str]:
             "actor.megatron.apply_rope_fusion: the fused kernel does not know positions of "
             "images; remove it"
         )
-    p, needed = config.parallel, arch.vision.deepstack
+    p = config.parallel
+    needed = arch.vision.deepstack
     if needed and p.pp > 1 and not complaints(p.stage_layers, arch.num_layers):
         first = p.stage_layers(arch.num_layers)[0] // p.vpp
         if first < needed:
@@ -169,7 +169,8 @@ def rank_coordinates(rank: int, world_size: int, parallel: ParallelConfig) -> di
 def divisors(number: int, near: int) -> str:
     """Returns the divisors of `number` just below and above `near`, as words: "2 or 4"."""
     every = [d for d in range(1, number + 1) if number % d == 0]
-    below, above = [d for d in every if d < near][-1:], [d for d in every if d > near][:1]
+    below = [d for d in every if d < near][-1:]
+    above = [d for d in every if d > near][:1]
     return " or ".join(map(str, below + above))
 
 

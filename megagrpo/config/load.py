@@ -2,13 +2,13 @@
 once.
 
 Four steps: read each source into plain data with the location of every key; merge them (preset,
-file, overrides); validate with the schema; check the settings of libraries against their sources.
+file, overrides); validate with the schema; check the settings of libraries.
 Problems are reported in the words of the file.
 """
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,8 +20,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megagrpo.config.fields import KeyPath, all_paths, annotations_at, choices, sections
-from megagrpo.config.libraries.megatron import megatron_setting_problems
-from megagrpo.config.libraries.sglang import engine_setting_problems
+from megagrpo.config.libraries import setting_problems
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system.run_folder import write_whole
 from megagrpo.system.user_function import did_you_mean
@@ -95,8 +94,13 @@ def plain_yaml(text: str, name: str) -> Plain:
     return source.data
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
-    """Reads an experiment file; `overrides` are "a.b=c" with c in YAML.
+def load_config(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    judge: Callable[[ExperimentConfig], Iterable[tuple[KeyPath, str]]] = lambda config: (),
+) -> ExperimentConfig:
+    """Reads an experiment file; `overrides` are "a.b=c" with c in YAML. `judge` returns (key path,
+    problem) of settings: check/libraries.py.
 
     Raises ConfigError naming every unknown key, wrong value and impossible combination, with file,
     line and remedy.
@@ -118,7 +122,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
     except ValidationError as exc:
         _refuse(source, _explain_errors(exc, source))
         raise
-    found = [*megatron_setting_problems(config.actor), *engine_setting_problems(config.rollout)]
+    found = [*setting_problems(config.actor, config.rollout), *judge(config)]
     _refuse(
         source,
         [
@@ -191,7 +195,8 @@ def _build(loader: _Loader, node: yaml.Node, path: KeyPath, source: _Source) -> 
     out: dict[str, Plain] = {}
     for key_node, child in node.value:
         key = key_node.value if isinstance(key_node, yaml.ScalarNode) else "<not a name>"
-        here, location = (*path, key), f"{source.name}:{key_node.start_mark.line + 1}"
+        here = (*path, key)
+        location = f"{source.name}:{key_node.start_mark.line + 1}"
         if key in out:
             first = source.locations[here]
             source.problems.append(
@@ -313,7 +318,9 @@ def _data_path(loc: KeyPath, kind: str, data: Plain) -> KeyPath:
 
 
 def _describe(error: ErrorDetails, path: KeyPath, value: Plain) -> str:
-    kind, dotted, context = error["type"], _dotted(path), error.get("ctx", {})
+    kind = error["type"]
+    dotted = _dotted(path)
+    context = error.get("ctx", {})
     match kind:
         case "extra_forbidden":
             hint = _foreign_hint("key_hint", dotted, value) or _remedy_unknown(path)
@@ -383,7 +390,8 @@ def _variants(path: KeyPath) -> list[str]:
 
 
 def _remedy_unknown(path: KeyPath) -> str:
-    key, siblings = str(path[-1]), _keys(path[:-1])
+    key = str(path[-1])
+    siblings = _keys(path[:-1])
     elsewhere = [known for known in all_paths(ExperimentConfig) if known.split(".")[-1] == key]
     if elsewhere and not did_you_mean(key, siblings):
         return f"; did you mean {' or '.join(elsewhere[:3])}?"

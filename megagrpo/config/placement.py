@@ -67,8 +67,10 @@ class _Fit:
 
     def __init__(self, config: ExperimentConfig, nodes: Nodes):
         rollout = config.rollout
-        self.world, self.engine_ranks = config.actor.world_size, rollout.num_engines * rollout.tp
-        self.rollout, self.nodes = rollout, nodes
+        self.world = config.actor.world_size
+        self.engine_ranks = rollout.num_engines * rollout.tp
+        self.rollout = rollout
+        self.nodes = nodes
         self.part = rollout.tp // rollout.nodes_per_engine  # ranks of an engine on one node
         everything = self.world + self.engine_ranks
         self.gpus = nodes.gpus or (
@@ -144,7 +146,8 @@ class _Fit:
             )
 
     def _problems_beside(self) -> Iterator[str]:
-        per_node, ranks = self.engines_on_a_node, self.world // self.trainer_nodes
+        per_node = self.engines_on_a_node
+        ranks = self.world // self.trainer_nodes
         engines = f"{self.rollout.num_engines} engine(s) over {self.rollout.nodes_per_engine} node(s) each"
         if per_node == 0:
             yield self._too_large(f"{ranks} trainer ranks")
@@ -165,7 +168,8 @@ class _Fit:
         if self.engines_on_a_node == 0:
             yield self._too_large(f"{self.gpus} GPUs")
         elif (nodes := self.nodes.rollout) is not None:
-            least, most = self.nodes_filled, number * over
+            least = self.nodes_filled
+            most = number * over
             if not least <= nodes <= most:
                 engines = f"{number} engine(s) over {over} node(s) each"
                 yield f"{nodes} rollout nodes: {engines}, so it may be {least} to {most}"
@@ -179,7 +183,8 @@ class _Fit:
     def placement(self) -> Placement:
         """Returns the GPUs of all ranks: trainers in order; engine after engine, each on
         nodes_per_engine nodes."""
-        ranks, tp = self.world // self.trainer_nodes, self.rollout.tp
+        ranks = self.world // self.trainer_nodes
+        tp = self.rollout.tp
 
         def gpu(engine: int, rank: int) -> Gpu:
             if self.one_node:

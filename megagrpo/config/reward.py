@@ -31,21 +31,20 @@ class CodeOptions(Section):
 
     score: Literal["fraction", "all"] = "fraction"
     """Fraction of the tests that pass, or 1 if all do, else 0."""
-    test_s: PositiveFloat = Field(
-        default=3.0, description="Seconds for one test; then it has failed."
-    )
+    test_s: PositiveFloat = 3.0
+    """Seconds for one test; then it has failed."""
     total_s: PositiveFloat = 8.0
     """Seconds for all tests of a response; those left then have failed."""
     memory_mb: Annotated[int, Field(ge=64)] = 512
     """MiB: address space of each process, resident memory of all of a program's together."""
-    output_kb: PositiveInt = Field(
-        default=1024, description="KiB that a program may write to standard output."
-    )
-    disk_mb: PositiveInt = Field(default=16, description="MiB of files that a program may write.")
-    open_files: Annotated[int, Field(ge=8)] = Field(
-        default=64, description="Files that one process may have open."
-    )
-    processes: PositiveInt = Field(default=8, description="Processes and threads of one program.")
+    output_kb: PositiveInt = 1024
+    """KiB that a program may write to standard output."""
+    disk_mb: PositiveInt = 16
+    """MiB of files that a program may write."""
+    open_files: Annotated[int, Field(ge=8)] = 64
+    """Files that one process may have open."""
+    processes: PositiveInt = 8
+    """Processes and threads of one program."""
     tolerance: NonNegativeFloat = 0.0
     """Largest absolute or relative difference of numbers that are equal."""
     isolation: Literal["required", "off"] = "required"
@@ -56,14 +55,14 @@ class CodeOptions(Section):
 class ServiceOptions(Section):
     """Fields that all graders over HTTP share."""
 
-    url: str = Field(description="URL of the POST requests; without user name or password.")
+    url: str
+    """URL of the POST requests; without user name or password."""
     timeout_s: PositiveFloat = 60.0
     """Seconds for one request with its retries; then the outcome is a timeout."""
     retries: NonNegativeInt = 4
     """Further attempts after a lost connection, a status 429 or a status of 500 and above."""
-    concurrency: PositiveInt = Field(
-        default=16, description="Requests in flight at once, of each leader."
-    )
+    concurrency: PositiveInt = 16
+    """Requests in flight at once, of each leader."""
     api_key_env: str | None = None
     """Environment variable of the trainers with the key, sent as a bearer token."""
 
@@ -84,7 +83,8 @@ class HttpOptions(ServiceOptions):
     """Asks a reward service for the scores of batches of responses; see
     [rewards](../data-and-rewards.md)."""
 
-    batch_size: PositiveInt = Field(default=32, description="Most responses in one request.")
+    batch_size: PositiveInt = 32
+    """Most responses in one request."""
     batch_wait_s: NonNegativeFloat = 0.05
     """Seconds that a response waits for others to share its request."""
 
@@ -93,11 +93,12 @@ class JudgeOptions(ServiceOptions):
     """Asks a model behind an OpenAI endpoint, .../v1/chat/completions; see
     [rewards](../data-and-rewards.md)."""
 
-    model: str = Field(description="Name of the model, as the endpoint knows it.")
-    prompt_file: str = Field(
-        description="File with the judge's prompt: {prompt}, {response} and {answer} are put in."
-    )
-    system: str | None = Field(default=None, description="System message before it; default: none.")
+    model: str
+    """Name of the model, as the endpoint knows it."""
+    prompt_file: str
+    """File with the judge's prompt: {prompt}, {response} and {answer} are put in."""
+    system: str | None = None
+    """System message before it; default: none."""
     pattern: str = (
         r"(?i)(?<!max )(?<!maximum )\bscore[\s*_)\]]*[:：][\s*_(\[]*"
         r"([-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?)"
@@ -106,15 +107,12 @@ class JudgeOptions(ServiceOptions):
     group."""
     scores: dict[str, float | int] = Field(default={})
     """Words of the first group and their scores, such as {yes: 1, no: 0}; default: a number."""
-    temperature: NonNegativeFloat = Field(
-        default=0.0, description="The judge's sampling temperature."
-    )
-    max_tokens: PositiveInt = Field(
-        default=1024, description="Longest reply of the judge in tokens."
-    )
-    body: dict[str, Scalar] = Field(
-        default={}, description="Further fields of the request, such as {top_p: 0.9}."
-    )
+    temperature: NonNegativeFloat = 0.0
+    """The judge's sampling temperature."""
+    max_tokens: PositiveInt = 1024
+    """Longest reply of the judge in tokens."""
+    body: dict[str, Scalar] = Field(default={})
+    """Further fields of the request, such as {top_p: 0.9}."""
 
     @field_validator("pattern")
     @classmethod
@@ -138,13 +136,14 @@ OPTIONS: dict[str, type[Section]] = {
 class GraderConfig(Section):
     """One of several graders, and what its score counts."""
 
-    grader: str = Field(description="As `reward.grader`.")
+    grader: str
+    """As `reward.grader`."""
     name: Annotated[str, Field(pattern=r"^[a-z0-9_]*$")] = ""
     """Its name in metrics, rollouts and `data.grader_key`; default: that of the grader."""
-    weight: float = Field(
-        default=1.0, description="Factor of its score in the reward, which is the sum."
-    )
-    args: GraderArgs = Field(default={}, description="Keyword arguments of the grader.")
+    weight: float = 1.0
+    """Factor of its score in the reward, which is the sum."""
+    args: GraderArgs = Field(default={})
+    """Keyword arguments of the grader."""
 
     @property
     def short_name(self) -> str:
@@ -162,18 +161,17 @@ class RewardConfig(Section):
     grader: str = "gsm8k"
     """`exact`, `format`, `gsm8k`, `math`, `math_dapo`, `code`, `http`, `judge`, or your own as
     "package.module:function"."""
-    args: GraderArgs = Field(default={}, description="Keyword arguments of the grader.")
+    args: GraderArgs = Field(default={})
+    """Keyword arguments of the grader."""
     graders: list[GraderConfig] = Field(default=[])
     """Several graders instead of one: the reward is the weighted sum of their scores."""
     group_grader: str | None = None
     """Makes the rewards of a whole group from its scores: `rank`, `distinct`, or your own as
     "package.module:function"; default: none."""
-    group_args: dict[str, Scalar] = Field(
-        default={}, description="Keyword arguments of the group grader."
-    )
-    workers: PositiveInt = Field(
-        default=2, description="Grader processes of each rank that samples."
-    )
+    group_args: dict[str, Scalar] = Field(default={})
+    """Keyword arguments of the group grader."""
+    workers: PositiveInt = 2
+    """Grader processes of each rank that samples."""
     timeout_s: PositiveFloat = 10.0
     """Seconds for one response in a grader process; then its outcome is a timeout, which is never
     learned from. `http` and `judge` have their own."""
@@ -218,10 +216,8 @@ class RewardConfig(Section):
             ),
             Rule(
                 total_s >= self.timeout_s,
-                (
-                    f"timeout_s {self.timeout_s:g} must be some seconds above grader code's total_s {total_s:g}; "
-                    "else a slow program is the grader's failure, not a wrong answer"
-                ),
+                f"timeout_s {self.timeout_s:g} must be some seconds above grader code's total_s {total_s:g}; "
+                "else a slow program is the grader's failure, not a wrong answer",
                 "raise the former, or lower the latter",
             ),
         ]
@@ -231,10 +227,8 @@ class RewardConfig(Section):
         return [
             Rule(
                 self.group_grader and advantage.needs_greedy_response,
-                (
-                    f"reward.group_grader with advantage {advantage.name}: its greedy baseline "
-                    "has no group, and cannot be compared with rewards that depend on the group"
-                ),
+                f"reward.group_grader with advantage {advantage.name}: its greedy baseline "
+                "has no group, and cannot be compared with rewards that depend on the group",
                 "remove the group grader, or take another estimator",
             ),
         ]

@@ -29,15 +29,13 @@ class EnvironmentConfig(Section):
     function: str
     """"package.module:function", called as function(row, seed, **args) for every rollout; the
     rollouts of a group get the same row and seed."""
-    args: dict[str, str | int | float | bool] = Field(
-        default={}, description="Its keyword arguments."
-    )
+    args: dict[str, str | int | float | bool] = Field(default={})
+    """Its keyword arguments."""
     history: Literal["all", "last"] = "all"
     """What a turn sees: everything before it, so that a rollout is one sample, or the environment's
     last message alone, so that every turn is a sample of its own."""
-    max_turns: PositiveInt = Field(
-        default=8, description="Turns of the model; the rewards so far count then."
-    )
+    max_turns: PositiveInt = 8
+    """Turns of the model; the rewards so far count then."""
     rewards: bool = True
     """Whether its steps give the reward; false: the graders of `reward` score the text of the whole
     rollout."""
@@ -54,19 +52,14 @@ class EnvironmentConfig(Section):
     """Seconds for all calls of a rollout together, after which its rewards so far count; not the
     time for which it waits for engines or for a process. Default: no limit but
     `rollout.step_timeout_s`."""
-    max_open: PositiveInt | None = None
-    """Environments that are open at once on each rank that samples; other rollouts wait. Default:
-    no limit."""
 
     def problems(self) -> list[Rule]:
         whole = self.episode_timeout_s
         return [
             Rule(
                 whole is not None and whole <= self.timeout_s,
-                (
-                    f"episode_timeout_s {whole} must be above timeout_s {self.timeout_s:g}, the "
-                    "limit of one call"
-                ),
+                f"episode_timeout_s {whole} must be above timeout_s {self.timeout_s:g}, the "
+                "limit of one call",
                 "raise it, or lower timeout_s",
             ),
             Rule(
@@ -89,9 +82,8 @@ class AgentConfig(Section):
     function: str | None = None
     """"package.module:function", async or not, called as function(base_url, key, row, **args) for
     every rollout, or verifiers, an environment of that library."""
-    args: dict[str, str | int | float | bool] = Field(
-        default={}, description="Its keyword arguments."
-    )
+    args: dict[str, str | int | float | bool] = Field(default={})
+    """Its keyword arguments."""
     command: list[str] = Field(default=[])
     """Instead of a function: a command that finds MEGAGRPO_BASE_URL and MEGAGRPO_KEY (and OpenAI's
     and Anthropic's names for them) in its environment and the row on its standard input, and prints
@@ -104,7 +96,8 @@ class AgentConfig(Section):
     """A turn continues the tokens of those before it, so that a rollout that does not fork is one
     sample; or every turn is a sample of its own, for which all messages are rendered: for chat
     templates that cannot be continued."""
-    max_turns: PositiveInt = Field(default=32, description="Turns of the model.")
+    max_turns: PositiveInt = 32
+    """Turns of the model."""
     credit: Literal["rollout", "turn"] = "rollout"
     """Where the reward goes: to the whole rollout, or `turn_rewards` to their turns, for estimators
     with returns (`reinforce`, `reinforce_plus_plus`)."""
@@ -114,9 +107,8 @@ class AgentConfig(Section):
     tool_parser: str = ""
     """SGLang's name of the parser of the model's tool calls, such as qwen25; default: its text is
     the message."""
-    reasoning_parser: str = Field(
-        default="", description="SGLang's name of the parser of reasoning, such as qwen3."
-    )
+    reasoning_parser: str = ""
+    """SGLang's name of the parser of reasoning, such as qwen3."""
     workers: PositiveInt = 2
     """Processes of each rank that samples; each runs many programs at once."""
     timeout_s: PositiveFloat = 600.0
@@ -145,20 +137,21 @@ class SamplingConfig(Section):
     """Sampling temperature; log-probabilities are of the same distribution."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus of probability sampled from; 1: all."""
-    top_k: int = Field(default=-1, description="Most probable tokens sampled from; -1: all.")
-    max_response_tokens: PositiveInt = Field(default=512, description="Longest response in tokens.")
+    top_k: int = -1
+    """Most probable tokens sampled from; -1: all."""
+    max_response_tokens: PositiveInt = 512
+    """Longest response in tokens."""
     stop_token_ids: list[int] = Field(default=[])
     """Token ids that end a response, beside the model's own end of sequence."""
-    stop: list[str] = Field(default=[], description="Texts that end a response.")
+    stop: list[str] = Field(default=[])
+    """Texts that end a response."""
     skip_special_tokens: bool = False
     """Leave special tokens out of the text that graders, environments and tool parsers see; default:
     only those for padding and the begin and end of texts, and the one that ended the response."""
-    environment: EnvironmentConfig | None = Field(
-        default=None, description="What answers the model; default: nothing."
-    )
-    agent: AgentConfig | None = Field(
-        default=None, description="The program that talks to the model; default: none."
-    )
+    environment: EnvironmentConfig | None = None
+    """What answers the model; default: nothing."""
+    agent: AgentConfig | None = None
+    """The program that talks to the model; default: none."""
     allow_truncated_distribution: bool = False
     """Accept top_p < 1 or top_k > 0, for which log-probabilities are not renormalised."""
 
@@ -167,10 +160,8 @@ class SamplingConfig(Section):
         return [
             Rule(
                 truncated and (not self.allow_truncated_distribution),
-                (
-                    "top_p < 1 or top_k > 0 samples from another distribution than the "
-                    "log-probs describe"
-                ),
+                "top_p < 1 or top_k > 0 samples from another distribution than the "
+                "log-probs describe",
                 "set allow_truncated_distribution: true to accept that",
             ),
             Rule(
@@ -194,12 +185,9 @@ class SamplingConfig(Section):
         return self.environment is not None or self.agent is not None
 
     def excludes(self, experiment: "ExperimentConfig") -> list[Rule]:
-        sections = [
-            experiment.data,
-            *([experiment.eval.data] if experiment.eval is not None else []),
-        ]
-        sees = any(data.images_key is not None for data in sections)
-        reward, advantage = experiment.reward, experiment.algorithm.advantage.name
+        sees = experiment.data.images_key is not None
+        reward = experiment.reward
+        advantage = experiment.algorithm.advantage.name
         given = (
             reward.grader,
             reward.graders,
@@ -216,26 +204,20 @@ class SamplingConfig(Section):
             ),
             Rule(
                 self.rewarding and experiment.algorithm.needs_greedy_response,
-                (
-                    f"{given_by} with advantage {advantage}: it needs a greedy response "
-                    "to each prompt, and a greedy rollout would have other turns"
-                ),
+                f"{given_by} with advantage {advantage}: it needs a greedy response "
+                "to each prompt, and a greedy rollout would have other turns",
                 "take another estimator",
             ),
             Rule(
                 whole_s >= experiment.rollout.step_timeout_s,
-                (
-                    "sampling.environment.episode_timeout_s must be below "
-                    "rollout.step_timeout_s, that of all rollouts of a step"
-                ),
+                "sampling.environment.episode_timeout_s must be below "
+                "rollout.step_timeout_s, that of all rollouts of a step",
                 "lower it, or raise rollout.step_timeout_s",
             ),
             Rule(
                 sees and self.several_turns,
-                (
-                    "sampling.environment and agent with data.images_key: they continue "
-                    "prompts of text only"
-                ),
+                "sampling.environment and agent with data.images_key: they continue "
+                "prompts of text only",
                 "remove one of both",
             ),
         ]
@@ -244,7 +226,8 @@ class SamplingConfig(Section):
 class RolloutConfig(Section):
     """The SGLang service: its engines, their size, and what is waited for how long."""
 
-    num_engines: PositiveInt = Field(default=1, description="Engines at the start.")
+    num_engines: PositiveInt = 1
+    """Engines at the start."""
     max_staleness: NonNegativeInt = 0
     """How many versions of the weights a token may be older than those that it trains. So many
     batches ahead are sampled while earlier ones are trained on, and are trained on in their order:
@@ -257,13 +240,12 @@ class RolloutConfig(Section):
     """What a publish does to the engines' prefix caches: it empties them, so that open rollouts are
     read again; or each rollout has the cache of the weights with which it began, whose tokens after
     a publish rest on keys and values of older weights."""
-    tp: PositiveInt = Field(default=1, description="Tensor-parallel ranks of one engine.")
-    ep: PositiveInt = Field(
-        default=1, description="Expert-parallel ranks of one engine; divides `tp`."
-    )
-    nodes_per_engine: PositiveInt = Field(
-        default=1, description="Nodes that one engine spans; divides `tp`."
-    )
+    tp: PositiveInt = 1
+    """Tensor-parallel ranks of one engine."""
+    ep: PositiveInt = 1
+    """Expert-parallel ranks of one engine; divides `tp`."""
+    nodes_per_engine: PositiveInt = 1
+    """Nodes that one engine spans; divides `tp`."""
     dtype: Dtype = "float32"
     """Type of the engines' weights and activations; default: `actor.dtype`."""
     quantization: Literal["fp8"] | None = None
@@ -280,11 +262,8 @@ class RolloutConfig(Section):
     """Batch-invariant kernels, one seed a sample, deterministic algorithms in trainers: a run can
     be repeated bit by bit, unless caches overflow. On a GPU torch warns of an operator that has no
     such algorithm."""
-    max_running_requests: PositiveInt = Field(
-        default=128, description="Requests that one engine works on at once."
-    )
-    max_total_tokens: PositiveInt | None = None
-    """Tokens in one engine's KV cache; default: SGLang's choice (20,000 on a CPU)."""
+    max_running_requests: PositiveInt = 128
+    """Requests that one engine works on at once."""
     mem_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.85
     """Fraction of GPU memory for weights and KV cache; default under `colocate`: 0.6, for the
     actor's weights stay there while engines sample."""
@@ -294,24 +273,21 @@ class RolloutConfig(Section):
     sample; wants `weights.transport: ipc`."""
     sglang: LibrarySettings = Field(default={})
     """Fields of SGLang's ServerArgs, by their names there, such as `chunked_prefill_size: 8192`."""
-    host: str = Field(
-        default="127.0.0.1",
-        description="Address of services, or an interface of all machines: eth0.",
-    )
-    request_timeout_s: PositiveFloat = Field(default=600.0, description="Seconds for one request.")
+    host: str = "127.0.0.1"
+    """Address of services, or an interface of all machines: eth0."""
+    request_timeout_s: PositiveFloat = 600.0
+    """Seconds for one request."""
     step_timeout_s: PositiveFloat = 3600.0
     """Seconds for all groups of a step, of each batch under dynamic sampling, or of an
     evaluation."""
-    retries: PositiveInt = Field(default=8, description="Times that one request is tried again.")
     start_timeout_s: PositiveFloat = 300.0
     """Seconds for an engine, or for Ray, to start; default with `quantization`, whose kernels are
     compiled at the first start on a node: 3600."""
     health_timeout_s: PositiveFloat | None = None
     """Seconds of silence after which an engine is started again; longer than the longest forward
     pass. Default: 300 on GPUs, where the first pass of a length compiles kernels; 60 on a CPU."""
-    max_restarts: NonNegativeInt = Field(
-        default=5, description="Restarts of one engine over the run."
-    )
+    max_restarts: NonNegativeInt = 5
+    """Restarts of one engine over the run."""
     min_healthy_engines: PositiveInt = 1
     """Engines that must hold the new weights for a publish to return without waiting for the
     others."""
@@ -344,10 +320,8 @@ class RolloutConfig(Section):
             ),
             Rule(
                 self.quantization and self.load_format == "model",
-                (
-                    "quantization fp8 with load_format model: the trainers quantise, and the "
-                    "model's files hold none of that"
-                ),
+                "quantization fp8 with load_format model: the trainers quantise, and the "
+                "model's files hold none of that",
                 "take dummy",
             ),
             Rule(
@@ -371,10 +345,8 @@ class RolloutConfig(Section):
                 self.quantization
                 and self.dtype == "float32"
                 and (experiment.actor.device != "cpu"),
-                (
-                    "rollout.quantization fp8 with rollout.dtype float32: FP8 layers on GPUs "
-                    "compute in bfloat16"
-                ),
+                "rollout.quantization fp8 with rollout.dtype float32: FP8 layers on GPUs "
+                "compute in bfloat16",
                 "set rollout.dtype: bfloat16, or actor.device: cpu",
             ),
             Rule(
@@ -384,27 +356,21 @@ class RolloutConfig(Section):
             ),
             Rule(
                 self.colocate and weights.uses_groups,
-                (
-                    f"rollout.colocate with weights.transport {weights.transport}: NCCL takes "
-                    "no two ranks on one GPU"
-                ),
+                f"rollout.colocate with weights.transport {weights.transport}: NCCL takes "
+                "no two ranks on one GPU",
                 "set weights.transport: ipc, or disk",
             ),
             Rule(
                 self.colocate and ahead,
-                (
-                    f"rollout.max_staleness {ahead} with rollout.colocate: engines sleep while "
-                    "the actor trains, and can sample nothing ahead"
-                ),
+                f"rollout.max_staleness {ahead} with rollout.colocate: engines sleep while "
+                "the actor trains, and can sample nothing ahead",
                 "set one of them",
             ),
             Rule(
                 self.max_staleness == 1 and algorithm.dynamic_sampling,
-                (
-                    "rollout.max_staleness 1 with algorithm.dynamic_sampling: groups that a "
-                    "step leaves over are trained on one step later, so that nothing could be "
-                    "sampled ahead within the bound"
-                ),
+                "rollout.max_staleness 1 with algorithm.dynamic_sampling: groups that a "
+                "step leaves over are trained on one step later, so that nothing could be "
+                "sampled ahead within the bound",
                 "take 2 or more, or 0",
             ),
             Rule(
@@ -414,18 +380,14 @@ class RolloutConfig(Section):
             ),
             Rule(
                 self.prefix_cache == "by_version" and (not ahead),
-                (
-                    "rollout.prefix_cache by_version without max_staleness: no rollout "
-                    "outlives a publish, and what is kept would be of no use"
-                ),
+                "rollout.prefix_cache by_version without max_staleness: no rollout "
+                "outlives a publish, and what is kept would be of no use",
                 "take flush",
             ),
             Rule(
                 self.prefix_cache == "by_version" and self.deterministic,
-                (
-                    "rollout.prefix_cache by_version with rollout.deterministic: bits would "
-                    "depend on what caches still hold"
-                ),
+                "rollout.prefix_cache by_version with rollout.deterministic: bits would "
+                "depend on what caches still hold",
                 "take flush",
             ),
         ]
@@ -457,9 +419,12 @@ class WeightsConfig(Section):
     """MiB of weights that a rank holds beside its parameters during a transfer."""
     timeout_s: PositiveFloat = 600.0
     """Seconds for one publish, restarted engines included; below `actor.deadline_s`."""
-    connect_timeout_s: PositiveFloat = 60.0
-    """Seconds for an engine's ranks and trainers to form a process group, at most a quarter of the
-    time left of a publish."""
+
+    @property
+    def connect_timeout_s(self) -> float:
+        """Seconds for an engine's ranks and trainers to form a process group, at most a quarter of
+        the time left of a publish."""
+        return min(60.0, self.timeout_s / 10)
 
     @property
     def uses_groups(self) -> bool:
@@ -506,11 +471,9 @@ class WeightsConfig(Section):
         return [
             Rule(
                 self.timeout_s >= deadline_s,
-                (
-                    f"weights.timeout_s {self.timeout_s:g} must be below actor.deadline_s "
-                    f"{deadline_s:g}: while rank 0 updates engines, the other ranks wait for it "
-                    "in a collective"
-                ),
+                f"weights.timeout_s {self.timeout_s:g} must be below actor.deadline_s "
+                f"{deadline_s:g}: while rank 0 updates engines, the other ranks wait for it "
+                "in a collective",
                 "lower it, or raise the deadline",
             ),
         ]

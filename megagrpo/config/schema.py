@@ -1,7 +1,7 @@
 """The experiment: every section of the YAML, one frozen pydantic model each.
 
 A default and a description live on their field, nowhere else; docs/reference/configuration.md is
-generated from them (`python -m megagrpo.tools.describe`). Reading files, overrides and error
+generated from them (`python bench/readme.py`). Reading files, overrides and error
 messages are in config/load.py.
 """
 
@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from megagrpo.config.actor import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.config.algorithm import AlgorithmConfig
-from megagrpo.config.data import AnswersConfig, DataConfig, EvalConfig, ModelConfig
+from megagrpo.config.data import DataConfig, EvalConfig, ModelConfig
 from megagrpo.config.fields import (
     Dtype,
     LocalPath,
@@ -64,8 +64,10 @@ class TrainConfig(Section):
     num_epochs: PositiveInt | None = None
     """Passes over the prompts, instead of `num_steps`: as many steps as take them that often, the
     last one whole."""
-    num_prompts_per_step: PositiveInt = Field(default=64, description="Prompts (groups) of a step.")
-    group_size: PositiveInt = Field(default=8, description="Responses to each prompt.")
+    num_prompts_per_step: PositiveInt = 64
+    """Prompts (groups) of a step."""
+    group_size: PositiveInt = 8
+    """Responses to each prompt."""
     num_updates_per_step: PositiveInt = 1
     """Optimizer updates of each pass over a step's samples; its groups are split between them."""
     num_epochs_per_step: PositiveInt = 1
@@ -89,10 +91,8 @@ class TrainConfig(Section):
         return self.num_steps or DEFAULT_STEPS
 
     def problems(self) -> list[Rule]:
-        prompts, updates = (
-            f"num_prompts_per_step {self.num_prompts_per_step}",
-            self.num_updates_per_step,
-        )
+        prompts = f"num_prompts_per_step {self.num_prompts_per_step}"
+        updates = self.num_updates_per_step
         both = f"num_steps {self.num_steps} and num_epochs {self.num_epochs}"
         return [
             Rule(
@@ -112,10 +112,8 @@ class TrainConfig(Section):
         return [
             Rule(
                 self.num_epochs and mixed,
-                (
-                    "train.num_epochs with ratios in data.sources: small sources are passed "
-                    "more often than large ones"
-                ),
+                "train.num_epochs with ratios in data.sources: small sources are passed "
+                "more often than large ones",
                 "give train.num_steps",
             ),
         ]
@@ -124,17 +122,14 @@ class TrainConfig(Section):
 class CheckpointConfig(Section):
     """When the run is saved, and what it starts from."""
 
-    every: NonNegativeInt = Field(
-        default=0, description="Steps between checkpoints; 0: only at the end."
-    )
+    every: NonNegativeInt = 0
+    """Steps between checkpoints; 0: only at the end."""
     reshardable: Literal["last", "always", "never"] = "last"
     """Saves that another layout can load too: the last one of a start (after its last step, or when
     it is asked to stop), all, or none. The others are faster and smaller in memory: every rank
     writes its own part."""
-    keep: PositiveInt = Field(default=2, description="Newest checkpoints kept.")
-    keep_gb: PositiveFloat | None = None
-    """GB (1e9 bytes) that the kept checkpoints may have together: older ones go, never the newest;
-    default: no limit."""
+    keep: PositiveInt = 2
+    """Newest checkpoints kept."""
     asynchronous: bool | Literal["auto"] = "auto"
     """Copy to host memory, write while training goes on, finish after a later step; auto: from two
     trainer nodes on."""
@@ -146,15 +141,12 @@ class CheckpointConfig(Section):
 
 
 class WandbConfig(Section):
-    """The run on Weights & Biases; wandb reads the rest from its own variables: WANDB_API_KEY (or
-    `wandb login`), WANDB_ENTITY, WANDB_RUN_GROUP, WANDB_TAGS."""
+    """The run on Weights & Biases, by the experiment's name; wandb reads the rest from its own
+    variables: WANDB_API_KEY (or `wandb login`), WANDB_MODE, WANDB_ENTITY, WANDB_RUN_GROUP,
+    WANDB_TAGS."""
 
-    project: str = Field(description="Project that the run belongs to.")
-    name: str | None = Field(
-        default=None, description="Name of the run; default: the experiment's."
-    )
-    mode: Literal["online", "offline", "disabled"] = "online"
-    """offline: kept in the run folder for `wandb sync`; disabled: nothing."""
+    project: str
+    """Project that the run belongs to."""
 
 
 HealthAlarm = Literal[
@@ -171,20 +163,15 @@ HealthAlarm = Literal[
 class LogConfig(Section):
     """Files and services that get metrics besides metrics.jsonl."""
 
-    tensorboard: bool = Field(default=True, description="Write TensorBoard files.")
+    tensorboard: bool = True
+    """Write TensorBoard files."""
     wandb: WandbConfig | None = None
     """Send the same metrics to Weights & Biases (extra `wandb`); default: none."""
     alarms: list[HealthAlarm] = Field(default=list(get_args(HealthAlarm)))
     """Warnings of a run's health that it prints with a remedy, each once in a start; see
     [warnings](../train.md#warnings). []: none."""
-    dump_steps: list[PositiveInt] = Field(
-        default=[], description="Steps whose batch is kept for `megagrpo replay`."
-    )
-    rollouts: bool = Field(
-        default=True, description="Write every prompt, response and reward as JSON lines."
-    )
-    timeline: bool = True
-    """Record when every rank entered which phase, and the requests to every engine."""
+    dump_steps: list[PositiveInt] = Field(default=[])
+    """Steps whose batch is kept for `megagrpo replay`."""
     tokens: NonNegativeInt = 4
     """Groups of a step whose tokens are recorded with the difference between trainer's and engine's
     log-probability; 0: none."""
@@ -194,73 +181,82 @@ class ClusterConfig(Section):
     """The nodes that the experiment is for, as `check`, `plan` and `submit` place its ranks and
     count their memory."""
 
-    gpus_per_node: PositiveInt = Field(default=8, description="GPUs of every node.")
+    gpus_per_node: PositiveInt = 8
+    """GPUs of every node."""
     gpu: Literal["H100", "H200", "H20", "B200"] = "H100"
     """Kind of the GPUs, into whose memory the experiment must fit; for another kind, the one with
     no more memory."""
 
 
 class SftOptimizerConfig(Section):
-    """Adam in the warm-up; what is not here has the defaults of `actor.optimizer`."""
+    """Adam in the warm-up: adam_beta2 is `actor.optimizer`'s, the rest has its defaults."""
 
-    lr: PositiveFloat = Field(default=1e-3, description="Learning rate after its warm-up.")
-    warmup_steps: NonNegativeInt = Field(default=0, description="Updates of linear warm-up.")
-    adam_beta2: float = Field(default=0.999, description="Decay of Adam's second moment.")
+    lr: PositiveFloat = 1e-3
+    """Learning rate after its warm-up."""
+    warmup_steps: NonNegativeInt = 0
+    """Updates of linear warm-up."""
 
-    @property
-    def whole(self) -> OptimizerConfig:
-        """The section of the actor's optimizer that says the same."""
-        return OptimizerConfig(**dict(self))
+    def like(self, actor: OptimizerConfig) -> OptimizerConfig:
+        """Returns the section of the actor's optimizer that says the same."""
+        return OptimizerConfig(**dict(self), adam_beta2=actor.adam_beta2)
 
 
 class SftConfig(Section):
     """Supervised warm-up with the same actor: it learns `answer` after `prompt`, and writes
     `model.path`."""
 
-    data: AnswersConfig = Field(description="Prompts and the answers to learn.")
-    model: LocalPath = Field(description="Hugging Face folder to start from.")
-    num_steps: PositiveInt = Field(default=100, description="Most optimizer updates.")
+    path: LocalPath | list[LocalPath]
+    """Files with prompts and the answers to learn, read as `data` says."""
+    model: LocalPath
+    """Hugging Face folder to start from."""
+    num_steps: PositiveInt = 100
+    """Most optimizer updates."""
     stop_at_loss: PositiveFloat | None = None
     """End as soon as the running mean of the loss is below this; default: never."""
-    batch_size: PositiveInt = Field(default=64, description="Rows of one update.")
-    optimizer: SftOptimizerConfig = Field(
-        default=SftOptimizerConfig(), description="Adam and its learning rate."
-    )
+    batch_size: PositiveInt = 64
+    """Rows of one update."""
+    optimizer: SftOptimizerConfig = SftOptimizerConfig()
+    """Adam and its learning rate."""
 
 
 class ExperimentConfig(Section):
     """One experiment: one YAML file. `preset: NAME` at its top level lays a published algorithm
     under it."""
 
-    name: str = Field(description="Name of the experiment.")
-    output_dir: LocalPath = Field(
-        description="Run folder; on a cluster, on a file system that all nodes see."
-    )
-    seed: NonNegativeInt = Field(default=0, description="Seed of every random choice.")
-    model: ModelConfig = Field(description="The model to train.")
-    data: DataConfig = Field(description="Prompts to train on.")
-    sampling: SamplingConfig = Field(
-        default=SamplingConfig(), description="How responses are sampled."
-    )
-    reward: RewardConfig = Field(default=RewardConfig(), description="How responses are graded.")
-    algorithm: AlgorithmConfig = Field(default=AlgorithmConfig(), description="What is optimised.")
-    train: TrainConfig = Field(default=TrainConfig(), description="Number and size of the steps.")
-    eval: EvalConfig | None = Field(default=None, description="Held-out evaluation; default: none.")
-    actor: ActorConfig = Field(
-        default=ActorConfig(), description="The learner: ranks, layout, optimizer."
-    )
-    rollout: RolloutConfig = Field(default=RolloutConfig(), description="The service that samples.")
-    weights: WeightsConfig = Field(
-        default=WeightsConfig(), description="From the learner to the engines."
-    )
-    cluster: ClusterConfig = Field(
-        default=ClusterConfig(), description="The nodes that it is planned for."
-    )
-    checkpoint: CheckpointConfig = Field(
-        default=CheckpointConfig(), description="Saving and resuming."
-    )
-    log: LogConfig = Field(default=LogConfig(), description="What is recorded.")
-    sft: SftConfig | None = Field(default=None, description="Supervised warm-up; default: none.")
+    name: str
+    """Name of the experiment."""
+    output_dir: LocalPath
+    """Run folder; on a cluster, on a file system that all nodes see."""
+    seed: NonNegativeInt = 0
+    """Seed of every random choice."""
+    model: ModelConfig
+    """The model to train."""
+    data: DataConfig
+    """Prompts to train on."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How responses are sampled."""
+    reward: RewardConfig = RewardConfig()
+    """How responses are graded."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """What is optimised."""
+    train: TrainConfig = TrainConfig()
+    """Number and size of the steps."""
+    eval: EvalConfig | None = None
+    """Held-out evaluation; default: none."""
+    actor: ActorConfig = ActorConfig()
+    """The learner: ranks, layout, optimizer."""
+    rollout: RolloutConfig = RolloutConfig()
+    """The service that samples."""
+    weights: WeightsConfig = WeightsConfig()
+    """From the learner to the engines."""
+    cluster: ClusterConfig = ClusterConfig()
+    """The nodes that it is planned for."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving and resuming."""
+    log: LogConfig = LogConfig()
+    """What is recorded."""
+    sft: SftConfig | None = None
+    """Supervised warm-up; default: none."""
 
     @model_validator(mode="before")
     @classmethod
@@ -268,7 +264,8 @@ class ExperimentConfig(Section):
         """Gives `rollout.dtype` the value of `actor.dtype`, unless it is said."""
         if not isinstance(given, dict):
             return given
-        actor, rollout = given.get("actor"), given.get("rollout", {})
+        actor = given.get("actor")
+        rollout = given.get("rollout", {})
         dtype = actor.get("dtype") if isinstance(actor, dict) else getattr(actor, "dtype", None)
         if dtype not in get_args(Dtype) or not isinstance(rollout, dict) or "dtype" in rollout:
             return given
@@ -283,6 +280,28 @@ class ExperimentConfig(Section):
         """Reads the model folder's config.json. Raises ValueError if it is missing or not JSON."""
         return Model.read(self.model.path, self.model.tokenizer, self.actor.has_draft)
 
+    @property
+    def eval_data(self) -> DataConfig | None:
+        """The prompts of the evaluation, with the keys of `data` that it leaves out."""
+        if self.eval is None:
+            return None
+        return self.data.reading(self.eval.data, path=self.eval.data.path, limit=None)
+
+    @property
+    def sft_data(self) -> DataConfig | None:
+        """The rows of the warm-up, read as `data` says; no grader reads them."""
+        if self.sft is None:
+            return None
+        files: dict[str, object] = {"sources": [], "path": self.sft.path, "grader_by_source": {}}
+        none = dict.fromkeys(("extra_key", "grader_key", "source_key", "limit"))
+        return self.data.model_copy(update=files | none)
+
+    @property
+    def data_sections(self) -> dict[str, DataConfig]:
+        """The sections that name files of rows, by their keys."""
+        found = {"data": self.data, "eval.data": self.eval_data, "sft": self.sft_data}
+        return {key: data for key, data in found.items() if data is not None}
+
     def problems(self) -> list[Rule]:
         sections = (
             self.sampling,
@@ -293,4 +312,10 @@ class ExperimentConfig(Section):
             self.reward,
             self.actor,
         )
-        return [rule for section in sections for rule in section.excludes(self)]
+        of_files = [
+            Rule(rule.when, f"{key}: {rule.because}", rule.remedy)
+            for key, data in self.data_sections.items()
+            if data is not self.data
+            for rule in data.problems()
+        ]
+        return [*of_files, *(rule for section in sections for rule in section.excludes(self))]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 
-from megagrpo.config.schema import DataConfig
+from megagrpo.config.data import DataConfig, DataPart
 from megagrpo.data.messages import checked_messages, without_nulls
 from megagrpo.system.errors import collected, explained, translated
 
@@ -74,7 +74,7 @@ def fingerprint(rows: Iterable[Row]) -> list[list[str | int]]:
     return [[path, sizes[path], digest.hexdigest()] for path, digest in files.items()]
 
 
-def _row(data: DataConfig, of: int, row_id: int, location: str, values: Values) -> Row:
+def _row(data: DataPart, of: int, row_id: int, location: str, values: Values) -> Row:
     prompt = _messages(_field(values, data.prompt_key, location), data, location)
     answer = _text(_field(values, data.answer_key, location), data.answer_key, location)
     source = data.source or ""

@@ -47,7 +47,8 @@ def exact_value(expression: str) -> str | None:
     while (
         value.denominator > 1 and places <= _MAX_PLACES
     ):  # a finite decimal becomes whole after enough tens
-        value, places = value * 10, places + 1
+        value = value * 10
+        places = places + 1
     if value.denominator > 1:
         return None
     digits = f"{abs(value.numerator):0{places + 1}d}"
@@ -58,7 +59,8 @@ def exact_value(expression: str) -> str | None:
 def _evaluate(node: ast.expr, source: str) -> Fraction:
     match node:
         case ast.BinOp(left, op, right):
-            a, b = _evaluate(left, source), _evaluate(right, source)
+            a = _evaluate(left, source)
+            b = _evaluate(right, source)
             match op:
                 case ast.Add():
                     return a + b

@@ -137,7 +137,7 @@ def decoder_architecture(hf: HfConfig) -> Architecture:
         hidden_size=hf["hidden_size"],
         num_layers=hf["num_hidden_layers"],
         num_heads=hf["num_attention_heads"],
-        num_kv_heads=hf.get("num_key_value_heads", hf["num_attention_heads"]),
+        num_kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
         head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
         ffn_size=hf["intermediate_size"],
         vocab_size=hf["vocab_size"],

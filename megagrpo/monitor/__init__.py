@@ -1,1 +1,1 @@
-"""Metrics, timeline, recorded samples, console, report and watchdog of a run."""
+"""Metrics, recorded samples, console, report and watchdog of a run."""

@@ -1,6 +1,7 @@
 """Alarms: trainer and engine disagree in a start's first step; a run's metrics leave their healthy
 range."""
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -55,8 +56,8 @@ def alarm_bounds(config: ExperimentConfig, is_moe: bool) -> tuple[float, float] 
     In bfloat16 without replayed experts the mean is the limit of slime's own tests
     (train_rollout_logprob_abs_diff).
     """
-    given = config.algorithm.mismatch.alarm
-    if given is None:
+    factor = config.algorithm.mismatch.alarm
+    if factor is None:
         return None
     if "bfloat16" not in (config.actor.dtype, config.rollout.dtype):
         mean = 1e-3
@@ -67,7 +68,7 @@ def alarm_bounds(config: ExperimentConfig, is_moe: bool) -> tuple[float, float] 
     else:
         mean = 0.05
         tail = 1.0
-    return given.mean or mean, given.tail or tail
+    return factor * mean, factor * tail
 
 
 # ---- the health of a run
@@ -76,8 +77,6 @@ def alarm_bounds(config: ExperimentConfig, is_moe: bool) -> tuple[float, float] 
 _STEPS = 3  # consecutive ones beyond a bound before the warning
 _SMALL_MISMATCH = 1e-3  # nats; growth below it is rounding: the alarm's bound in float32
 Values = Mapping[str, float]  # the reduced metrics of a step
-# what a step's metrics say, by key of log.alarms; None: not measured
-Readings = Mapping[str, float | None]
 
 
 class HealthWatch:
@@ -86,51 +85,26 @@ class HealthWatch:
 
     def __init__(self, alarms: Sequence[HealthAlarm], note: Callable[[str], None]):
         """alarms: the warnings that may come."""
-        self._signs = [sign for sign in _SIGNS if sign.key in alarms]
         self._note = note
-        self._history: list[tuple[int, Readings]] = []
-        self._noted: set[str] = set()
+        self._signs = [sign for sign in _SIGNS if sign.key in alarms]  # not noted yet
+        self._first: dict[str, tuple[int, float]] = {}  # by sign: step and value
+        self._last = {sign.key: deque[tuple[int, float]](maxlen=_STEPS) for sign in _SIGNS}
 
     def see(self, step: int, values: Values) -> None:
-        """Judges the metrics of finished steps so far; notes what is new."""
+        """Judges the metrics of one more finished step; notes what is new."""
         if "loss/total" not in values:  # an evaluation alone
             return
-        self._history.append((step, {sign.key: sign.value(values) for sign in self._signs}))
-        for key, text in health_warnings(self._history, self._signs).items():
-            if key not in self._noted:
-                self._noted.add(key)
-                self._note(text)
-
-
-def health_warnings(
-    history: Sequence[tuple[int, Readings]], signs: Sequence["_Sign"]
-) -> dict[str, str]:
-    """Returns the warnings that hold after the last step of `history`, which has all steps of a
-    start, by their key."""
-    warnings: dict[str, str] = {}
-    for sign in signs:
-        points = [
-            (step, value) for step, readings in history if (value := readings[sign.key]) is not None
-        ]
-        last = points[-_STEPS:]
-        if len(last) < _STEPS:
-            continue
-        first_step, first = points[0]
-        since, _ = last[0]
-        _, value = last[-1]
-        bound = sign.bound(sign.limit, first)
-        if all(point <= bound if sign.too_low else point >= bound for _, point in last):
-            against = (
-                f"bound {bound:.2g}"
-                if bound == sign.limit
-                else f"{first:.2g} in step {first_step}, bound {bound:.2g}"
-            )
-            warnings[sign.key] = (
-                f"WARNING: {sign.metric} is {value:.2g} ({against}) since step {since}: "
-                f"{sign.advice} "
-                f"(log.alarms: {sign.key})"
-            )
-    return warnings
+        for sign in [*self._signs]:
+            if (value := sign.value(values)) is None:
+                continue
+            first = self._first.setdefault(sign.key, (step, value))
+            last = self._last[sign.key]
+            last.append((step, value))
+            bound = sign.bound(sign.limit, first[1])
+            beyond = [point <= bound if sign.too_low else point >= bound for _, point in last]
+            if len(last) == _STEPS and all(beyond):
+                self._signs.remove(sign)
+                self._note(sign.warning(value, bound, first, since=last[0][0]))
 
 
 @dataclass(frozen=True)
@@ -145,6 +119,16 @@ class _Sign:
     value: Callable[[Values], float | None]
     bound: Callable[[float, float], float] = lambda limit, first: limit
     too_low: bool = False
+
+    def warning(self, value: float, bound: float, first: tuple[int, float], since: int) -> str:
+        """Returns the line about `value`; first: step and value of the start's first."""
+        against = f"bound {bound:.2g}"
+        if bound != self.limit:
+            against = f"{first[1]:.2g} in step {first[0]}, {against}"
+        return (
+            f"WARNING: {self.metric} is {value:.2g} ({against}) since step {since}: {self.advice} "
+            f"(log.alarms: {self.key})"
+        )
 
 
 def _equal_groups(values: Values) -> float:

@@ -1,18 +1,8 @@
-"""Shows the progress of a run: a live progress bar on a terminal, or a plain line per step."""
+"""Prints the progress of a run: a line per step, and what a step does while it lasts."""
 
 import sys
 import time
 from typing import TextIO
-
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 # Metric, label and format, in order. A value stays on the line until the next one: evaluations are
 # rare.
@@ -28,10 +18,9 @@ _SHOWN = (
 
 
 class StepConsole:
-    """Shows the progress of a loop of `num_steps` steps, the first `start_step` of them finished. A
-    context manager.
+    """Prints the progress of a loop of `num_steps` steps, the first `start_step` of them finished.
 
-    Only for the main rank. `enabled=False` shows nothing. `stream` defaults to stdout.
+    Only for the main rank. `enabled=False` prints nothing. `stream` defaults to stdout.
     """
 
     def __init__(
@@ -49,60 +38,25 @@ class StepConsole:
         self._stream = stream or sys.stdout
         self._latest: dict[str, float] = {}
         self._started = time.monotonic()
-        self._bar: Progress | None = None
-        if enabled and self._stream.isatty():
-            self._bar = Progress(
-                TextColumn("[bold]{task.description}"),
-                BarColumn(bar_width=24),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[values]}"),
-                TimeElapsedColumn(),
-                TextColumn("eta"),
-                TimeRemainingColumn(),
-                console=Console(file=self._stream),
-            )
-            self._task = self._bar.add_task(title, total=num_steps, completed=start_step, values="")
-
-    def __enter__(self) -> "StepConsole":
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *exc_info) -> None:
-        if self._bar is not None:
-            self._bar.stop()
 
     def update(self, step: int, values: dict[str, float]) -> None:
-        """Shows `step` finished steps and their metrics; ignores unknown names."""
+        """Prints `step` finished steps and their metrics; ignores unknown names."""
         self._latest.update(values)
-        latest = [
-            (label, form, self._latest[name])
+        shown = [
+            f"{label} {form.format(self._latest[name])}"
             for name, label, form in _SHOWN
             if name in self._latest
         ]
-        shown = "  ".join(f"{label} {form.format(value)}" for label, form, value in latest)
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, values=shown)
-        else:
-            if step == self._first:  # the start does not count
-                self._started = time.monotonic()
-            done = step - self._first
-            seconds = time.monotonic() - self._started
-            eta = minutes(seconds / done * (self._num_steps - step)) if done > 0 else "-"
-            self.note(f"{step}/{self._num_steps}  {shown}  eta {eta}")
-
-    def status(self, text: str) -> None:
-        """Shows what the present step does, until its metrics come."""
-        if self._bar is not None:
-            self._bar.update(self._task, values=text)
-        else:
-            self.note(text)
+        if step == self._first:  # the start does not count
+            self._started = time.monotonic()
+        done = step - self._first
+        seconds = time.monotonic() - self._started
+        eta = minutes(seconds / done * (self._num_steps - step)) if done > 0 else "-"
+        self.note("  ".join([f"{step}/{self._num_steps}", *shown, f"eta {eta}"]))
 
     def note(self, text: str) -> None:
-        """Prints a permanent line above the bar."""
-        if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False)
-        elif self._enabled:
+        """Prints a line."""
+        if self._enabled:
             print(f"{self._title} {text}", file=self._stream, flush=True)
 
 

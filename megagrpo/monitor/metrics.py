@@ -146,7 +146,8 @@ class StepTimer:
         assert self._open is None, (
             f"phase {name} inside phase {self._open}: its seconds would count twice"
         )
-        self._open, start = name, self._clock()
+        self._open = name
+        start = self._clock()
         self._on_phase(name)
         try:
             yield

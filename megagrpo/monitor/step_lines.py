@@ -84,8 +84,8 @@ def drop_absent(files: dict[int, Path], present: int, start_step: int) -> None:
             drop_later_steps(path, start_step)
 
 
-def read_step_lines(path: Path, steps: Callable[[int], bool] = lambda step: True) -> Iterator[dict]:
-    """Yields the lines of the steps for which `steps` is true, without an incomplete last line.
+def read_step_lines(path: Path) -> Iterator[dict]:
+    """Yields the lines of a file, without an incomplete last line.
 
     Raises ValueError with the number of a broken line.
     """
@@ -93,10 +93,10 @@ def read_step_lines(path: Path, steps: Callable[[int], bool] = lambda step: True
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return
-            if steps(_step_of(path, number, line)):
-                with translated(f"{path}:{number}: not a JSON line", json.JSONDecodeError):
-                    found = json.loads(line)
-                yield found
+            _step_of(path, number, line)
+            with translated(f"{path}:{number}: not a JSON line", json.JSONDecodeError):
+                found = json.loads(line)
+            yield found
 
 
 def _step_of(path: Path, number: int, line: bytes) -> int:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.system import environment
 from megagrpo.system.run_folder import RunFolder, write_whole
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class WandbLog:
         options = config.log.wandb
         self._note = note
         self._run: Run | None = None
-        if options is None or options.mode == "disabled":
+        if options is None:
             return
         with self._never_fatal("the start"):
             import wandb  # an extra; imports for seconds, only on the main rank
@@ -47,12 +48,10 @@ class WandbLog:
             timeouts = {f"{name}_timeout": _TIMEOUT_S for name in ("init", "login", "finish")}
             self._run = wandb.init(
                 project=options.project,
-                name=options.name or config.name,
+                name=config.name,
                 id=folder.wandb_id.read_text(encoding="utf-8"),
-                resume="allow"
-                if options.mode == "online"
-                else None,  # offline, `wandb sync` joins runs with one id
-                mode=options.mode,
+                # offline, `wandb sync` joins runs with one id
+                resume="allow" if environment.get("WANDB_MODE", "online") == "online" else None,
                 dir=str(folder.path),
                 config=config.model_dump(mode="json"),
                 # no output of ranks, which is in logs/, and only the metrics of metrics.jsonl

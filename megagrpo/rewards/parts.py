@@ -5,11 +5,15 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from numbers import Real
 
 import numpy as np
 
 Span = tuple[int, float]  # (end of a part of the text in characters, its reward)
+_BLOCK = 256  # tokens that are decoded together
+_CONTEXT = 16  # tokens before a block: a character has at most 4, a tokenizer looks at one
 
 
 def read_parts(value: object, text: str) -> tuple[object, tuple[Span, ...], tuple[float, ...]]:
@@ -72,15 +76,35 @@ class ResponseTokens:
             raise ValueError(
                 f"{len(tokens)} rewards of tokens for a response of {len(self.token_ids)}"
             )
-        found = [(self._at(end), reward) for end, reward in spans] + list(enumerate(tokens))
+        ends = self._last_of([end for end, _ in spans]) if spans else []
+        found = [(index, reward) for index, (_, reward) in zip(ends, spans, strict=True)]
+        found += enumerate(tokens)
         return [(self._last_sampled(index), weight * reward) for index, reward in found if reward]
 
-    def _at(self, end: int) -> int:
-        """Returns the index of the token that completes the first `end` characters of the text."""
-        numbers = range(1, len(self.token_ids))
-        return bisect_left(
-            numbers, end, key=lambda number: len(self.decode(self.token_ids[:number]))
-        )
+    def _last_of(self, ends: Sequence[int]) -> list[int]:
+        """Returns the index of the token that completes the first `end` characters, for each end.
+
+        By blocks, since the text up to every token would be quadratic in them.
+        """
+        starts = range(0, len(self.token_ids), _BLOCK)
+        before = [0, *accumulate(self._length(start, _BLOCK) for start in starts)]
+        found = []
+        for end in ends:
+            block = max(bisect_left(before, end) - 1, 0)
+            start = starts[block]
+            within = partial(self._length, start)
+            numbers = range(1, min(_BLOCK, len(self.token_ids) - start))
+            found.append(start + bisect_left(numbers, end - before[block], key=within))
+        return found
+
+    def _length(self, start: int, number: int) -> int:
+        """Returns how many characters `number` tokens from `start` on add to the text.
+
+        Those before them tell whether the first is a word's begin or a part of a character.
+        """
+        context = max(start - _CONTEXT, 0)
+        known = len(self.decode(self.token_ids[context:start]))
+        return len(self.decode(self.token_ids[context : start + number])) - known
 
     def _last_sampled(self, index: int) -> int:
         if self.sampled is None or self.sampled[index]:

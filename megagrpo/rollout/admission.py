@@ -128,6 +128,7 @@ class BatchDeadline:
         self._until: float | None = None  # of time.monotonic
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timeout: asyncio.Timeout | None = None
+        self.expired = False  # whether that was why its block ended
 
     def start(self) -> None:
         """Starts the clock: the trainers wait."""
@@ -157,6 +158,7 @@ class BatchDeadline:
         assert self._timeout is not None, "entered"
         timeout = self._timeout
         self._timeout = None
+        self.expired = timeout.expired()
         await timeout.__aexit__(kind, error, traceback)
 
     def _apply(self) -> None:

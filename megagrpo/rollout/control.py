@@ -15,7 +15,6 @@ from megagrpo.types import EngineInfo
 
 _CONTROL_TIMEOUT_S = 120.0  # an engine resumes its memory meanwhile
 _STATUS_TIMEOUT_S = 20.0
-_ENGINE_TIMEOUT_S = 10.0
 # Several threads call: one might close an idle connection that another has just taken from the
 # pool.
 _NO_IDLE_CONNECTIONS = httpx.Limits(max_keepalive_connections=0)
@@ -148,25 +147,6 @@ class ServiceControl:
                 f"{method} {self.url}{path} answered {answer.status_code}: {answer.text[:500]}"
             )
         return answer
-
-
-def engine_cache_tokens(engine_url: str, api_key: str) -> int | None:
-    """Returns the capacity of an engine's cache in tokens; None if it does not answer."""
-    try:
-        answer = httpx.get(
-            f"{engine_url}/server_info",
-            headers=bearer(api_key),
-            timeout=_ENGINE_TIMEOUT_S,
-            trust_env=False,
-        )
-        found = answer.json() if answer.status_code == 200 else {}
-    except (httpx.TransportError, ValueError):
-        return None
-    tokens = found.get("max_total_num_tokens")
-    replicas = (
-        found.get("dp_size", 1) if found.get("enable_dp_attention") else 1
-    )  # each has a cache of its own
-    return tokens * replicas if tokens else None
 
 
 def find_service(run_dir: Path, url: str | None = None, timeout_s: float = 0.0) -> ServiceControl:

@@ -5,7 +5,6 @@ import gc
 import hashlib
 import json
 import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -22,15 +21,16 @@ from megagrpo.rollout.control import bearer
 from megagrpo.rollout.engine_choice import Affinity, Engines
 from megagrpo.rollout.response import Answer, Response, version_number
 from megagrpo.rollout.routed_experts import WrongExperts, read_experts
+from megagrpo.system.errors import translated
 from megagrpo.types import EngineInfo
 
 _JSON = {"Content-Type": "application/json"}
+_NO_ANSWER = (ValueError, KeyError, TypeError)  # raised in reading what is none of /generate
 # Below the 5 s after which an engine closes an idle connection: it might do so when a request has
 # just left, and requests for samples are not repeated unseen.
 _KEEP_ALIVE_S = 2.0
 
 # engine id, start and end in seconds since the epoch, tokens (0: no sample)
-OnRequest = Callable[[str, float, float, int], None]
 
 
 class GenerationFailed(RuntimeError):
@@ -141,6 +141,9 @@ def sample_seed(run_seed: int, purpose: str, step: int, prompt_id: int, index: i
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
+_RETRIES = 8  # of one sample
+
+
 @dataclass(frozen=True)
 class RetryPolicy:
     """Retries with exponential back-off: base, 2 base, 4 base, ... seconds, each less up to half of
@@ -154,7 +157,7 @@ class RetryPolicy:
     @classmethod
     def of(cls, config: ExperimentConfig) -> "RetryPolicy":
         """Returns the policy of an experiment."""
-        return cls(config.rollout.retries, config.rollout.request_timeout_s)
+        return cls(_RETRIES, config.rollout.request_timeout_s)
 
     def wait_s(self, attempt: int) -> float:
         """Returns how many seconds to wait before the next attempt; `attempt` counts those before
@@ -171,8 +174,7 @@ class GenerationClient:
     manager.
 
     admission: requests wait there and not in an engine's queue, which would use up their time
-    limit. on_request: called at the end of every attempt. experts: of the model, if engines return
-    routed experts.
+    limit. experts: of the model, if engines return routed experts.
     """
 
     def __init__(
@@ -180,12 +182,10 @@ class GenerationClient:
         engines: Engines,
         retry: RetryPolicy,
         admission: AdmissionQueue,
-        on_request: OnRequest = lambda engine, start, end, num_tokens: None,
         experts: Architecture | None = None,
     ):
         self.engines = engines
         self.retry = retry
-        self.on_request = on_request
         self.experts = experts
         self._admission = admission
         self.num_retries = 0
@@ -237,8 +237,8 @@ class GenerationClient:
                 if failures > self.retry.retries:
                     raise GenerationFailed(
                         f"engines gave no sample in {failures} tries of at most "
-                        f"{self.retry.request_timeout_s:.0f} s (rollout.retries, "
-                        f"rollout.request_timeout_s); the last problem: {self.last_problem}"
+                        f"{self.retry.request_timeout_s:.0f} s (rollout.request_timeout_s); the "
+                        f"last problem: {self.last_problem}"
                     )
                 await asyncio.sleep(pause_s)
 
@@ -261,11 +261,9 @@ class Attempt:
     async def run(self) -> Response | None:
         """Sends the request. Returns None and sets `outcome` if there is no response. Raises
         GenerationFailed for a request that is itself wrong."""
-        start = time.time()
-        response = None
         try:
             async with self._limit:
-                response = await self._response()
+                return await self._response()
         except (_Refused, WrongExperts) as exc:
             self.problem = str(exc)
         except (aiohttp.ClientError, TimeoutError) as exc:
@@ -275,10 +273,7 @@ class Attempt:
             self.outcome = (
                 "wait" if lost or isinstance(exc, aiohttp.ClientConnectorError) else "retry"
             )
-        finally:
-            num_tokens = 0 if response is None else len(response.token_ids)
-            self._client.on_request(self._engine.id, start, time.time(), num_tokens)
-        return response
+        return None
 
     async def _response(self) -> Response:
         request, client = self._request, self._client
@@ -295,7 +290,9 @@ class Attempt:
                     raise GenerationFailed(f"{url} refused a request: {why[:1000]}")
                 raise _Refused(f"status {answer.status}: {why[:500]}")
             text = await answer.read()
-        with collector_paused():
+        # a proxy's page, a truncated answer
+        broken = translated(f"in its answer {text[:200]!r}", *_NO_ANSWER, raised=_Refused)
+        with broken, collector_paused():
             whole = orjson.loads(text)
             response = _checked(whole, request)
         _check_images(whole, request.images, ids)
@@ -333,7 +330,8 @@ def collector_paused() -> Iterator[None]:
     """Pauses Python's garbage collector, which would scan Megatron often: JSON is many lists,
     without a cycle."""
     with ExitStack() as stack:
-        stack.callback(gc.enable)
+        if gc.isenabled():
+            stack.callback(gc.enable)
         gc.disable()
         yield
 

@@ -2,9 +2,10 @@
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -15,16 +16,11 @@ from megagrpo.rewards.parts import ResponseTokens
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.admission import AdmissionQueue, BatchDeadline, ResponseLengths
 from megagrpo.rollout.agents.answering import Answering, NoAnswer, RolloutTask, SamplePart
-from megagrpo.rollout.control import (
-    ServiceControl,
-    ServiceUnreachable,
-    engine_cache_tokens,
-)
+from megagrpo.rollout.control import ServiceControl, ServiceUnreachable
 from megagrpo.rollout.engine_choice import Affinity, Engines
 from megagrpo.rollout.generation import (
     GenerationClient,
     GenerationFailed,
-    OnRequest,
     RetryPolicy,
     SampleRequest,
     SentImages,
@@ -34,6 +30,7 @@ from megagrpo.rollout.jobs import NumberedPrompt, SamplingJob
 from megagrpo.rollout.response import CacheKey, CacheUse, Response, SampleTurn
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
+T = TypeVar("T")
 _LOOK_S = 2.0  # between questions to a service that does not answer
 _IN_FLIGHT = (
     1.1  # tokens in flight for each that the caches hold: the next request is there when one ends
@@ -68,7 +65,6 @@ class Sampler:
     and the tokens of their caches. Urgent jobs (evaluations) go before batches sampled ahead, later
     turns of a response before first turns. num_leaders: leaders that share the
     engines. decode: token ids of a response -> the text that is graded, without special tokens.
-    on_request: see GenerationClient.
     """
 
     def __init__(
@@ -79,10 +75,10 @@ class Sampler:
         grader: RewardPool,
         decode: Callable[[np.ndarray], str],
         answering: Answering | None = None,
-        on_request: OnRequest = lambda engine, start, end, num_tokens: None,
     ):
         self._config, self._num_leaders, self._control = config, num_leaders, control
-        self._grader, self._decode, self._on_request = grader, decode, on_request
+        self._grader = grader
+        self._decode = decode
         self._answering: Answering = answering or NoAnswer()
         self._pending: dict[
             tuple[str, int, int, int], str
@@ -90,9 +86,6 @@ class Sampler:
         self._retry = RetryPolicy.of(config)
         self._admission = AdmissionQueue()
         self.lengths = ResponseLengths(config.sampling.max_response_tokens)
-        self._cache_tokens: dict[
-            tuple[str, int], int | None
-        ] = {}  # by engine and incarnation; None: not reported
         self._admitting = asyncio.Lock()
         self._engines = Engines.from_service(control)
         self._job_numbers = itertools.count()
@@ -135,44 +128,30 @@ class Sampler:
             self._engines,
             self._retry,
             self._admission,
-            self._on_request,
             self.arch,
         ) as client:
-            tasks = [
-                asyncio.create_task(self._sample_group(client, job, each, finished, job_number))
-                for each in share
-            ]
+            waited_for: list[str] = []
+            groups = [self._sample_group(client, job, each, finished, job_number) for each in share]
             try:
                 async with deadline:
-                    await asyncio.gather(*tasks)
+                    await all_of(groups, lambda: waited_for.append(self.waiting()))
             except TimeoutError:
-                late = [
-                    each.prompt.id
-                    for each, task in zip(share, tasks, strict=True)
-                    if task.cancelled()
-                ]
+                if not deadline.expired:  # one of a grader's or an environment's
+                    raise
+                late = [each.prompt.id for each in share if each.group_id not in finished]
                 raise GenerationFailed(
                     f"{len(late)} of {len(share)} groups did not come within {limit_s:.0f} s "
-                    f"(rollout.step_timeout_s): prompts {late[:10]}; {client.num_retries} retries, "
-                    f"the last because of: {client.last_problem or 'nothing, the engines are slow'}"
+                    f"(rollout.step_timeout_s): prompts {late[:10]}; they wait for "
+                    f"{''.join(waited_for)}; {client.num_retries} retries, "
+                    f"the last because of: {client.last_problem or 'nothing'}"
                 ) from None
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
 
     async def count_engines(self) -> None:
         """Sets the limits of requests in flight to this leader's share of the engines."""
         await self._engines.look()
         engines = self._engines.listed
-        for engine in engines:
-            start = (engine.id, engine.incarnation)
-            if engine.state == "ready" and start not in self._cache_tokens:
-                self._cache_tokens[start] = await asyncio.to_thread(
-                    engine_cache_tokens, engine.url, self._control.api_key
-                )
         number = len(engines)
-        sizes = [tokens for tokens in self._cache_tokens.values() if tokens]
+        sizes = [engine.cache_tokens for engine in engines if engine.cache_tokens]
         self._admission.limit = max(
             1, number * self._config.rollout.max_running_requests // self._num_leaders
         )
@@ -204,7 +183,7 @@ class Sampler:
             _Rollout(client, job, of, index, order, affinity)
             for index, affinity in enumerate(affinities)
         ]
-        answers = await asyncio.gather(*map(self._sample, rollouts))
+        answers = await all_of([self._sample(rollout) for rollout in rollouts])
         of_rollouts, outcomes = zip(*answers, strict=True)
         samples = numbered(of_rollouts)
         if job.regrade:
@@ -319,6 +298,25 @@ class Sampler:
             routed_experts=response.routed_experts,
             prompt_ids=part.prompt_ids,
         )
+
+
+async def all_of(
+    work: Sequence[Coroutine[object, object, T]], on_cancel: Callable[[], object] = lambda: None
+) -> list[T]:
+    """Returns the results of all; ends the others when one fails, and all when it is cancelled.
+
+    on_cancel: called then, before they are ended.
+    """
+    tasks = list(map(asyncio.create_task, work))
+    try:
+        return await asyncio.shield(asyncio.gather(*tasks))
+    except asyncio.CancelledError:
+        on_cancel()
+        raise
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def numbered(of_rollouts: Sequence[Sequence[Sample]]) -> tuple[Sample, ...]:

@@ -160,7 +160,7 @@ class GroupChoice:
         if algorithm.dynamic_sampling.metric == "shaped_reward":
             metric = metric * algorithm.reward.scale + algorithm.reward.shift
             lengths = torch.tensor(
-                [sum(len(s.token_ids) for s in of) for _, of, _ in rows], dtype=torch.int64
+                [max(len(s.token_ids) for s in of) for _, of, _ in rows], dtype=torch.int64
             )
             metric += overlong_penalty(
                 lengths, self.config.sampling.max_response_tokens, algorithm.reward.overlong

@@ -5,7 +5,8 @@ the network; take all memory, processes and time; signal, outlive or imitate its
 
 What it rests on: Linux 5.12 or later (mount_setattr), as root or with unprivileged user namespaces;
 pid, network, IPC, mount and user namespaces, pivot_root, capset, no_new_privs, resource limits and
-pidfds, called by ctypes in `child.py`. `sandbox.isolation` tries all of it with a trivial program.
+pidfds, called by ctypes in `child.py`, and a filter of system calls (`system_calls.py`; x86-64 and
+ARM). `sandbox.isolation` tries all of it with a trivial program.
 
 What it stops: reading anything but the interpreter and the system's libraries, writing outside its
 own small /tmp in memory, every network (loopback too), signals to and sight of other processes, and
@@ -13,8 +14,8 @@ more time, memory, output, files, open files or processes than its limits. Every
 started ends with it, and it ends with the process that asked for it. Its tests run in a sandbox of
 their own, so it sees arguments and never an expected value (`calls.py`).
 
-What it does not stop: a hole in the kernel, which is shared and whose system calls are not
-filtered; bursts of memory between two looks, 20 ms apart; use of this machine's cores by as many
+What it does not stop: a hole in the kernel, which is shared, behind a call that the filter allows;
+bursts of memory between two looks, 20 ms apart; use of this machine's cores by as many
 programs as run at once. It is no virtual machine.
 
 Without namespaces it refuses to run (`isolation: required`). With `isolation: off` only the

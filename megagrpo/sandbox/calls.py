@@ -93,7 +93,8 @@ def _operate(
     objects: list[Value],
 ) -> Value:
     operation, target, name, args, kwargs = request
-    args, kwargs = _decode(args, objects.__getitem__), _decode(kwargs, objects.__getitem__)
+    args = _decode(args, objects.__getitem__)
+    kwargs = _decode(kwargs, objects.__getitem__)
     match operation:
         case "global":
             if name in space and not (name in given and space[name] is given[name]):

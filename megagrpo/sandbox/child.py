@@ -21,11 +21,23 @@ from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from typing import TypedDict
 
-_PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 4, 36, 38
-_CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
-_CLONE_NEWPID, _CLONE_NEWNET = 0x20000000, 0x40000000
-_MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
-_MNT_DETACH, _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 2, 442, -100, 0x8000
+_PR_SET_DUMPABLE = 4
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_NO_NEW_PRIVS = 38
+_CLONE_NEWNS = 0x00020000
+_CLONE_NEWIPC = 0x08000000
+_CLONE_NEWUSER = 0x10000000
+_CLONE_NEWPID = 0x20000000
+_CLONE_NEWNET = 0x40000000
+_MS_NOSUID = 2
+_MS_NODEV = 4
+_MS_BIND = 4096
+_MS_REC = 16384
+_MS_PRIVATE = 1 << 18
+_MNT_DETACH = 2
+_SYS_MOUNT_SETATTR = 442
+_AT_FDCWD = -100
+_AT_RECURSIVE = 0x8000
 _READ_ONLY = 1 | 2  # MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _TICK_S = 0.02  # between two looks at the memory in use
@@ -67,7 +79,8 @@ def main(options: ProgramOptions) -> None:
         os.path.join(options["scratch"], "program.py"), encoding="utf-8", errors="surrogatepass"
     ) as file:
         source = file.read()
-    calls = None if options["mode"] == "script" else _load_calls()
+    calls = None if options["mode"] == "script" else _load("calls")
+    filters = _load("system_calls")
     ready, theirs = os.pipe()
     options["user"] = (
         61000 + os.getpid() % 4000
@@ -82,7 +95,7 @@ def main(options: ProgramOptions) -> None:
     if pid == 0:
         for fd in (options["status"], options["control"], ready):
             os.close(fd)
-        _confine(options, theirs)
+        _confine(options, theirs, filters)
         _run(source, options, calls)
         return
     os.close(theirs)
@@ -92,10 +105,10 @@ def main(options: ProgramOptions) -> None:
     _report(options, {"setup": problem} if problem else ended)
 
 
-def _load_calls() -> types.ModuleType:
-    """Loads calls.py without its folder on sys.path."""
-    path = os.path.join(os.path.dirname(__file__), "calls.py")
-    module = sys.modules["sandbox_calls"] = types.ModuleType("sandbox_calls")
+def _load(name: str) -> types.ModuleType:
+    """Loads a file beside this one without its folder on sys.path."""
+    path = os.path.join(os.path.dirname(__file__), f"{name}.py")
+    module = sys.modules[f"sandbox_{name}"] = types.ModuleType(f"sandbox_{name}")
     SourceFileLoader(module.__name__, path).exec_module(module)
     return module
 
@@ -170,7 +183,8 @@ def _enter_namespaces(user: int) -> None:
         return
     if os.getuid() == 0:  # for example root in a container without the capability
         _become(user)
-    uid, gid = os.getuid(), os.getgid()
+    uid = os.getuid()
+    gid = os.getgid()
     _call("unshare", apart | _CLONE_NEWUSER)
     for name, text in (
         ("setgroups", "deny"),
@@ -200,7 +214,7 @@ def _call(name: str, *arguments: object) -> None:
 # -----------------------------------------------------------------------------------------
 
 
-def _confine(options: ProgramOptions, ready: int) -> None:
+def _confine(options: ProgramOptions, ready: int, filters: types.ModuleType) -> None:
     """Irrevocably gives up what the program must not have. Writes an error to `ready`, or closes
     it."""
 
@@ -223,6 +237,7 @@ def _confine(options: ProgramOptions, ready: int) -> None:
         _become(options["user"])
     _drop_capabilities()
     _limit(options, tasks)
+    filters.forbid()
     sys.excepthook = sys.__excepthook__
     os.close(ready)
 

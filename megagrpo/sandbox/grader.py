@@ -99,7 +99,8 @@ def _same_text(got: str, expected: str, tolerance: float) -> bool:
     )
     if lines == wanted or not tolerance:
         return lines == wanted
-    words, wanted_words = got.split(), expected.split()
+    words = got.split()
+    wanted_words = expected.split()
     pairs = zip(words, wanted_words, strict=False)
     return len(words) == len(wanted_words) and all(_same_word(a, b, tolerance) for a, b in pairs)
 
@@ -118,13 +119,13 @@ def _run_calls(
     sandboxes."""
     limits = _limits(settings, settings.total_s)
     asked, answered, judged = os.pipe(), os.pipe(), os.pipe()
-    of_tests = {"input": answered[0], "output": asked[1], "verdicts": judged[1]}
+    pipes = {"input": answered[0], "output": asked[1], "verdicts": judged[1]}
     with (
         open(judged[0], "rb") as verdicts,
         Sandbox(
             "serve", source, limits, isolate, pipes={"input": asked[0], "output": answered[1]}
         ) as program,
-        Sandbox("test", json.dumps(_instructions(tests)), limits, isolate, pipes=of_tests),
+        Sandbox("test", json.dumps(_instructions(tests)), limits, isolate, pipes=pipes),
     ):
         deadline = time.monotonic() + settings.total_s
         heard = b""

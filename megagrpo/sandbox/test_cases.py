@@ -108,7 +108,8 @@ def _function(test: Mapping[str, object]) -> str | None:
 
 
 def _of_columns(data: Mapping[str, object], tolerance: float) -> TestCases:
-    inputs, outputs = _list(data, "inputs"), _list(data, "outputs")
+    inputs = _list(data, "inputs")
+    outputs = _list(data, "outputs")
     if len(inputs) != len(outputs):
         raise ValueError(f"the answer has {len(inputs)} inputs and {len(outputs)} outputs")
     pairs = list(zip(inputs, outputs, strict=True))

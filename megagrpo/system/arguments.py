@@ -7,8 +7,3 @@ def positive(text: str) -> int:
     if (number := int(text)) < 1:
         raise ValueError
     return number
-
-
-def numbers(text: str) -> list[int]:
-    """Returns positive numbers that commas separate."""
-    return [positive(part) for part in text.split(",")]

@@ -58,11 +58,12 @@ class Progress:
         with self._lock:
             self._end_line()
             self._say = say
+            self._every_s = _START_S
 
     def calm(self) -> None:
-        """The start is over: says only phases that last, in a file every half minute."""
+        """The start is over: says only phases that last, every half minute."""
         self._at_once = False
-        self._every_s = _TERMINAL_S if self._live else _RUN_S
+        self._every_s = _RUN_S
 
     def _repeat(self) -> None:
         while not self._ended.wait(_TERMINAL_S):

@@ -8,15 +8,14 @@ weights/        published by transport `disk`    sft/           metrics of the s
 images/         of the prompts, as engines and trainers see them: PNG files named after their
 content
 engine_model/   bfloat16 model description from which engines start if model.path is quantised
-timeline/       phases of every rank             trained/       samples of every replica as the
-update saw them
-view.html  trace.json.gz                         written by `megagrpo view`
+trained/        samples of every replica as the update saw them
+view.html                                        written by `megagrpo view`
 service.json    address of the rollout service   service.key    its key: readable by its owner,
 removed at its end
 service.progress  a line about its start
 wandb/          data for `wandb sync`            wandb_id       id of the W&B run (log.wandb)
 certify/        written by `megagrpo certify`    logs/          of every process
-bisect/         a run folder of `megagrpo bisect`: also options.json, report.md, report.json
+bisect/         a run folder of `megagrpo bisect`: also report.md, report.json
 try/            a run folder of `megagrpo try`
 logs/trainer.log, service.log, engine-0.node-0.log ...
 logs/trainer.stop_request                        stop request of one node, see stop_request.py
@@ -122,14 +121,12 @@ class RunFolder:
     wandb_id = _Inside("wandb_id")
     rollouts = _Inside("rollouts")
     view = _Inside("view.html")
-    trace = _Inside("trace.json.gz")
     summary = _Inside("summary.md")
     curve = _Inside("curve.png")
     service = _Inside("service.json")
     service_key = _Inside("service.key")
     service_progress = _Inside("service.progress")
     certify = _Inside("certify")
-    bisect_options = _Inside("options.json")
     bisect_report = _Inside("report.json")
     logs = _Inside("logs")
     ranks = _Inside("logs/ranks")
@@ -159,14 +156,6 @@ class RunFolder:
             step, replica = (int(word.partition("_")[2]) for word in path.name.split(".")[:2])
             found.setdefault(step, {})[replica] = path
         return found
-
-    def timeline_file(self, rank: int) -> Path:
-        """The phases and engine requests of rank `rank`."""
-        return self.path / "timeline" / f"rank_{rank}.jsonl"
-
-    def timeline_files(self) -> dict[int, Path]:
-        """The existing timelines, by rank."""
-        return _numbered(self.path / "timeline", "rank_")
 
     def trained_file(self, replica: int) -> Path:
         """Advantages and tokens of the samples that data-parallel rank `replica` trained on."""

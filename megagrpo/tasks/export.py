@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 
 from megagrpo.actor.start import make_actor
-from megagrpo.checkpoint.folder import latest
-from megagrpo.checkpoint.resume import load_checkpoint
+from megagrpo.checkpoint.resume import latest_checkpoint, load_checkpoint
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.weights.actor_weights import export_hf, export_peft, load_initial_weights
 
@@ -31,11 +30,11 @@ def export(
             "export --lora writes adapters, but the experiment has no actor.lora: all weights are "
             "trained"
         )
-    checkpoints = config.run_folder.checkpoints
-    found = source or latest(checkpoints)
-    if found is None:
-        raise ValueError(f"{checkpoints} holds no finished checkpoint; name one with --checkpoint")
     actor = make_actor(config, config.read_model().arch, 1, device)
+    found = source or latest_checkpoint(config, actor.mesh)
+    if found is None:
+        root = config.run_folder.checkpoints
+        raise ValueError(f"{root} holds no finished checkpoint; name one with --checkpoint")
     weights = load_initial_weights(actor, config.model.path, overwritten=lora is None)
     load_checkpoint(config, found, actor)
     if only_adapters and lora is not None:

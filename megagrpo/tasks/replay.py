@@ -7,8 +7,7 @@ import torch
 
 from megagrpo.actor.start import initial_weights, make_actor
 from megagrpo.actor.step import update, with_reference
-from megagrpo.checkpoint.folder import latest
-from megagrpo.checkpoint.resume import load_checkpoint
+from megagrpo.checkpoint.resume import latest_checkpoint, load_checkpoint
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
@@ -30,7 +29,7 @@ def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) ->
     actor = make_actor(config, model.arch, config.train.steps(num_prompts), device)
     actor.images = images.pixels if images else None
     version = 0
-    source = latest(config.run_folder.checkpoints, dump.weight_version)
+    source = latest_checkpoint(config, actor.mesh, dump.weight_version)
     initial_weights(config, dump.algorithm, source, actor)
     if source is not None:
         version = load_checkpoint(config, source, actor).step

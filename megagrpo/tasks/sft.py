@@ -27,7 +27,8 @@ def sft(config: ExperimentConfig, device: torch.device, progress: Progress) -> N
     """Collective. Trains from `sft.model` for `sft.num_steps` steps and writes the result to
     `model.path`."""
     options = config.sft
-    assert options is not None, "the command refuses a configuration without an sft section"
+    data = config.sft_data
+    assert options and data, "the command refuses a configuration without an sft section"
     model = Model.read(options.model, config.model.tokenizer, config.actor.has_draft)
     progress.enter(f"{config.actor.world_size} ranks meet and load the model")
     actor = MegatronActor(
@@ -35,7 +36,7 @@ def sft(config: ExperimentConfig, device: torch.device, progress: Progress) -> N
         config=config.actor.model_copy(
             update={"lora": None}
         ),  # adapters are for the model that this writes
-        optimizer=options.optimizer.whole,
+        optimizer=options.optimizer.like(config.actor.optimizer),
         num_updates=options.num_steps,
         seed=config.seed,
         device=device,
@@ -44,30 +45,29 @@ def sft(config: ExperimentConfig, device: torch.device, progress: Progress) -> N
     weights = load_initial_weights(actor, options.model)
     tokenizer = load_tokenizer(model)
     images = ImageStore.of(model, config.run_folder.images)
-    data = options.data.whole
     prompts = load_prompts(data, tokenizer, images)
     actor.images = images.pixels if images else None
     _check_answers(prompts.prompts, tokenizer)
     log = StepLog(config.run_folder.sft, config.log) if mesh.is_main else None
     running: float | None = None
-    with StepConsole(f"{config.name} sft", options.num_steps, enabled=mesh.is_main) as console:
-        progress.follow(console.status)
-        progress.enter("")
-        if dropped := describe_dropped(data, prompts):
-            console.note(dropped)
-        for step in range(options.num_steps):
-            chosen = prompts.batch(step * options.batch_size, options.batch_size, config.seed)
-            values = likelihood_step(actor, _supervised_batch(chosen, tokenizer, mesh))
-            loss = values["loss/total"]  # all-reduced: every rank stops at the same step
-            running = loss if running is None else _DECAY * running + (1 - _DECAY) * loss
-            low_enough = options.stop_at_loss is not None and running < options.stop_at_loss
-            done = step + 1 == options.num_steps or low_enough
-            if log is not None:
-                log.write(step + 1, values | {"loss/running": running})
-                if (step + 1) % 10 == 0 or done:
-                    console.update(step + 1, {"loss/total": running})
-            if done:
-                break
+    console = StepConsole(f"{config.name} sft", options.num_steps, enabled=mesh.is_main)
+    progress.follow(console.note)
+    progress.enter("")
+    if dropped := describe_dropped(data, prompts):
+        console.note(dropped)
+    for number in range(1, options.num_steps + 1):
+        chosen = prompts.batch((number - 1) * options.batch_size, options.batch_size, config.seed)
+        values = likelihood_step(actor, _supervised_batch(chosen, tokenizer, mesh))
+        loss = values["loss/total"]  # all-reduced: every rank stops at the same step
+        running = loss if running is None else _DECAY * running + (1 - _DECAY) * loss
+        low_enough = options.stop_at_loss is not None and running < options.stop_at_loss
+        done = number == options.num_steps or low_enough
+        if log is not None:
+            log.write(number, values | {"loss/running": running})
+            if number % 10 == 0 or done:
+                console.update(number, {"loss/total": running})
+        if done:
+            break
     if log is not None:
         log.close()
     export_hf(

@@ -21,7 +21,7 @@ from megagrpo.mesh import Mesh
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.copies.record import Copy
-from megagrpo.weights.engines.client import EngineConnection, OnCall
+from megagrpo.weights.engines.client import EngineConnection
 from megagrpo.weights.engines.fleet import EngineFleet, EngineRegistry
 from megagrpo.weights.expected_digests import ExpectedDigests
 from megagrpo.weights.quantised import format_table, quantised
@@ -47,8 +47,7 @@ WEIGHTS_DIFFER = "live weights differ from the trainers'"  # start of the error 
 
 
 class Exchange:
-    """Publishes the actor's weights. Collective: construction, publish, verify. on_call: see
-    EngineConnection."""
+    """Publishes the actor's weights. Collective: construction, publish, verify."""
 
     def __init__(
         self,
@@ -57,7 +56,6 @@ class Exchange:
         weights: ActorWeights,
         registry: EngineRegistry,
         run_dir: Path,
-        on_call: OnCall = lambda engine, name, start, end: None,
     ):
         self._config = config
         self._mesh = mesh
@@ -87,7 +85,7 @@ class Exchange:
         self._digests = ExpectedDigests(trainers)
         self._transport = TRANSPORTS[config.weights.transport](trainers)
         patience_s = config.rollout.patience_s(mesh.device.type == "cuda")
-        self._fleet = EngineFleet(config, registry, specs, self._transport, on_call, patience_s)
+        self._fleet = EngineFleet(config, registry, specs, self._transport, patience_s)
 
     def publish(self, version: int, only: list[str] | None = None) -> dict[str, float]:
         """Collective. Updates all usable engines, or those in the main rank's `only`, to the

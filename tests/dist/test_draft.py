@@ -85,7 +85,7 @@ def test_a_checkpoint_goes_on_in_another_layout(models: Path):
         "do": "checkpoint",
         "model": str(models / "glm4_moe"),
         "distributed": True,
-        "draft": {"lr_factor": 10.0},
+        "draft": {},
     }
     saved = models / "checkpoints"
     run_ranks(

@@ -54,7 +54,7 @@ def made(tmp_path_factory):
     model = str(root / "model")
     make_tiny_model(TinyModelConfig(path=model, family="qwen3", **SMALL), 0)
     config = ActorConfig(logprob_chunk_tokens=7, micro_batch_tokens=24)
-    optimizer = OptimizerConfig(lr=LR, adam_eps=EPS, clip_grad=0.0, distributed=False)
+    optimizer = OptimizerConfig(lr=LR, clip_grad=0.0, distributed=False, megatron={"adam_eps": EPS})
     with joined(
         root / "store", config=config, optimizer=optimizer, model_path=model, device=DEVICE
     ) as actor:

@@ -7,15 +7,24 @@ The stand-ins for a CPU must come first on PYTHONPATH. Prints what `main` return
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from sglang.srt.configs.load_config import LoadConfig
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed import bootstrap, parallel_state
+from sglang.srt.layers.dp_attention import initialize_dp_attention
+from sglang.srt.layers.moe import initialize_moe_config
 from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
 from sglang.srt.model_loader.utils import get_model_architecture, set_default_torch_dtype
 from sglang.srt.plugins import load_plugins
-from sglang.srt.server_args import prepare_server_args
+from sglang.srt.runtime_context import SpawnRanks, publish, reset_context
+from sglang.srt.server_args import ServerArgs, prepare_server_args
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from fake_engine import FakeEngine, exchange_config, running
@@ -30,11 +39,11 @@ from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.environment import temporarily
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
-from megagrpo.tools.plan.engine_dry_run import _pretended_rank
 from megagrpo.weights.actor_weights import ActorWeights, kept_dtypes
 from megagrpo.weights.copies.record import record_copies
 from megagrpo.weights.exchange import Exchange
 from tests.fp8_checkpoint import quantise_folder
+from tests.pretended_groups import only_fake_groups
 
 SIZES = {
     "hidden_size": 256,
@@ -119,6 +128,28 @@ def layer_outputs(model: torch.nn.Module) -> dict[str, float]:
     return {name: float(difference.norm() / norms[name]) for name, difference in found.items()}
 
 
+@contextmanager
+def pretended_engine(server: ServerArgs) -> Iterator[ModelConfig]:
+    """Initialises SGLang as its scheduler process does before building the model, for one rank."""
+    publish(server, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
+    config = ModelConfig.from_server_args(server)
+    initialize_moe_config()
+    try:
+        with only_fake_groups():  # SGLang adds gloo groups to every one
+            dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+            parallel_state.init_distributed_environment(
+                backend="fake", world_size=1, rank=0, local_rank=0, distributed_init_method="unused"
+            )
+            parallel_state.initialize_model_parallel()
+        initialize_dp_attention(server_args=server)
+        bootstrap.init_layer_runtime(model_config=config)
+        yield config
+    finally:
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+        reset_context()
+
+
 def main(folder: Path, family: str) -> dict:
     latent = {"hidden_size": 512, "num_kv_heads": 4, "head_dim": 32}  # whole blocks
     own = latent if family in ("deepseek_v3", "kimi_k2") else {}
@@ -158,7 +189,7 @@ def main(folder: Path, family: str) -> dict:
         model.load_weights([(name, file.get_tensor(name)) for name, file in names])
         processed(model)
 
-    with _pretended_rank(server, 0) as description, tempfile.TemporaryDirectory() as scratch:
+    with pretended_engine(server) as description, tempfile.TemporaryDirectory() as scratch:
         reference, model = built(description), built(description)
         read(reference, stored)
         found["outputs"] = layer_outputs(reference) if family == "qwen3_moe" else {}

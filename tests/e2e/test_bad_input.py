@@ -73,7 +73,7 @@ def test_an_impossible_experiment(experiments, override, said):
 def test_what_the_warm_up_has_not_made_yet(experiments):
     sft = {
         "model": str(experiments / "model"),
-        "data": {"path": str(experiments / "data" / "sft.jsonl")},
+        "path": str(experiments / "data" / "sft.jsonl"),
     }
     config = write_experiment(
         experiments / "refused", sft=sft, model={"path": str(experiments / "warm")}

@@ -4,12 +4,11 @@ it."""
 import json
 
 import pytest
-from planned_cases import planned
 
 from megagrpo.cpu.engine_command import FOLDER
 from megagrpo.families.table import FAMILIES
 from megagrpo.system.environment import child_environment
-from tests.experiments import ROOT, experiment, python
+from tests.experiments import ROOT, python
 
 OTHERS = sorted(
     name for name, family in FAMILIES.items() if name != "qwen3_moe" and not family.FP8_REFUSAL
@@ -37,11 +36,6 @@ def test_a_publish_gives_what_sglang_makes_of_a_quantised_checkpoint(tmp_path, f
     assert found["reshard, bytes"] == found["bytes"], (
         "the lower bound: each byte of the engine once"
     )
-    rollout = {"quantization": "fp8", "dtype": "bfloat16"}
-    config = experiment(
-        model={"path": str(tmp_path / "model")}, rollout=rollout, actor={"device": "cpu"}
-    )
-    assert planned([config])[0].wire_bytes == found["bytes"]
     if (
         family == "qwen3_moe"
     ):  # SGLang's Mixtral does not give its layers the names by which they are exempted

@@ -22,10 +22,8 @@ from run_megagrpo import (
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megagrpo.checkpoint.folder import latest
-from megagrpo.monitor.step_lines import read_step_lines
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.view.samples import read_samples
-from megagrpo.tools.view.trace import read_trace
 from megagrpo.weights.hf_folder import HfFolder
 
 NUM_STEPS, NUM_PROMPTS, GROUP_SIZE = 10, 8, 4
@@ -88,27 +86,6 @@ def test_every_sample_is_there_with_its_weights_and_its_reward(long_run):
         assert metrics(long_run[0])[step]["reward/mean"] == pytest.approx(mean, rel=1e-12)
 
 
-def test_who_did_what_when_is_on_record(long_run):
-    folder = RunFolder(long_run[0])
-    by_rank = [list(read_step_lines(path)) for path in folder.timeline_files().values()]
-    assert [[line["step"] for line in lines] for lines in by_rank] == [
-        list(range(NUM_STEPS + 1))
-    ] * 2
-    for lines in zip(*by_rank, strict=True):
-        assert {engine for line in lines for engine in line["engines"]} <= {"engine-0"}, (
-            "the engine names itself"
-        )
-        assert (
-            lines[0]["step"] == 0
-            or sum(line["num_requests"] for line in lines) >= NUM_PROMPTS * GROUP_SIZE
-        )
-        assert {"pause_generation", "digest", "continue_generation"} <= {
-            name for _, name, *_ in lines[0]["calls"]
-        }
-    phases = {name for name, *_ in by_rank[1][-1]["phases"]}
-    assert {"rollout", "logprobs", "update", "publish", "evaluate"} <= phases
-
-
 def test_advantages_and_tokens_of_the_update_are_on_record(long_run):
     """With one update a step the log-probabilities are those of its own forward."""
     shown, notes = read_samples(RunFolder(long_run[0]), 20e6)
@@ -118,9 +95,7 @@ def test_advantages_and_tokens_of_the_update_are_on_record(long_run):
     with_tokens = [sample["tokens"] for sample in samples if "tokens" in sample]
     assert len(with_tokens) == NUM_STEPS * 4 * GROUP_SIZE  # log.tokens
     assert all(abs(value) <= 1e-4 for tokens in with_tokens for value in tokens["difference"])
-    events, omitted = read_trace(RunFolder(long_run[0]), 20)
-    assert len({event["args"]["step"] for event in events if event["ph"] == "X"}) == NUM_STEPS + 1
-    assert notes == omitted == []
+    assert notes == []
 
 
 def test_the_run_leaves_a_summary_a_curve_and_a_model(long_run, tmp_path):
@@ -167,7 +142,7 @@ def test_killed_and_run_again_it_is_the_same_run(long_run):
         assert engine(folder) is not None
         job.kill()
     reached = reached_before(folder, NUM_STEPS, middle=5)
-    done = succeed("run", config, "--set", "algorithm.mismatch.alarm={mean: 1.0e-12}")
+    done = succeed("run", config, "--set", "algorithm.mismatch.alarm=1.0e-9")
     assert done.stdout.count("ALARM: log-probabilities of trainer and engine are") == 1
     assert (
         f"continues after step {reached}" in done.stdout

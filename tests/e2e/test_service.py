@@ -9,7 +9,7 @@ from engine_logprobs import logprobs_by
 from tiny_model import EOS
 
 from megagrpo.rollout.admission import AdmissionQueue
-from megagrpo.rollout.control import engine_cache_tokens, print_status
+from megagrpo.rollout.control import print_status
 from megagrpo.rollout.engine_choice import Engines
 from megagrpo.rollout.generation import (
     GenerationClient,
@@ -70,8 +70,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company(ready):
 
 
 def test_an_engine_says_how_many_tokens_its_cache_holds(ready):
-    assert engine_cache_tokens(ready.wait_alive().url, ready.control.api_key) == 20_000
-    assert engine_cache_tokens("http://127.0.0.1:9", "key") is None
+    assert ready.wait_alive().cache_tokens == 20_000
 
 
 def test_the_load_of_an_engine_is_the_most_since_its_weights_were_verified(ready, capsys):

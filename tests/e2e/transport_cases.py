@@ -128,7 +128,7 @@ def experiment(
     return experiments.experiment(
         output_dir=str(model.parent),
         model={"path": str(model)},
-        rollout={"max_total_tokens": 2000, "dtype": dtype, **ENGINES[engines]},
+        rollout={"sglang": {"max_total_tokens": 2000}, "dtype": dtype, **ENGINES[engines]},
         weights={
             "transport": transport.removesuffix(CHANGES),
             "delta": transport.endswith(CHANGES),

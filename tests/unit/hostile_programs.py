@@ -17,6 +17,13 @@ def _errno(errno: int) -> str:
     return f"exit code 1: {type(OSError(errno, '')).__name__}: [Errno {errno}] {os.strerror(errno)}"
 
 
+# errno of a call of libc
+_CALL = """import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+def call(name, *arguments):
+    if getattr(libc, name)(*arguments) < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+"""
 # what it does -> (program, what the outcome's detail says)
 _OF_SCRIPTS = {
     "right": ("print(int(input()) + 1)", ""),
@@ -39,6 +46,29 @@ _OF_SCRIPTS = {
         "for n in range(11): os.write(os.memfd_create(str(n)), bytes(2**22))\ntime.sleep(1000)",
         "memory limit",
     ),
+    "eats memory in System V segments": (
+        _CALL + "while True: call('shmget', 0, 2**20, 0o1600)",
+        _errno(1),
+    ),
+    "eats memory in a file system of its own": (
+        _CALL + "call('unshare', 0x10020000)\ncall('mount', b'x', b'/tmp', b'tmpfs', 0, None)",
+        _errno(1),
+    ),
+    "clones itself into a user namespace": (
+        # clone3 with CLONE_NEWUSER; its flags are in memory, where no filter sees them
+        _CALL + "call('syscall', 435, (ctypes.c_uint64 * 8)(0x10000000), 64)",
+        _errno(38),
+    ),
+    "keeps memory in keys and queues": (
+        _CALL + "try: call('mq_open', b'/q', 66, 384, None)\nexcept PermissionError: pass\n"
+        "else: raise SystemExit(0)\ncall('msgget', 0, 0o1600)",
+        _errno(1),
+    ),
+    "opens an io_uring": (
+        _CALL + "call('syscall', 425, 8, (ctypes.c_uint8 * 120)())",
+        _errno(1),
+    ),
+    "traces its parent": (_CALL + "call('ptrace', 16, os.getppid(), 0, 0)", _errno(1)),
     "prints forever": ("while True: print('x' * 1000)", "output limit"),
     "prints forever to standard error": (
         "import sys\nwhile True: print('x' * 1000, file=sys.stderr)",

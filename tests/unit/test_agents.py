@@ -6,6 +6,7 @@ import itertools
 import re
 from contextlib import closing
 
+import numpy as np
 import pytest
 from fake_service import FakeService
 from sampling import experiment, playing
@@ -219,24 +220,6 @@ def test_a_rollout_begins_again_where_that_may_help(tmp_path, kind, good, begun,
     assert len(requests) == begun and masked(group) == f"3{TOKENIZER.eos_token}"
 
 
-def test_at_most_max_open_environments_are_open():
-    async def run() -> int:
-        now, most = 0, 0
-
-        async def one() -> None:
-            nonlocal now, most
-            async with environments.episode({}, 1):
-                now, most = now + 1, max(most, now + 1)
-                await asyncio.sleep(0.01)
-                now -= 1
-
-        await asyncio.gather(*(one() for _ in range(6)))
-        return most
-
-    with opened("tests.games:Walk", max_open=2) as environments:
-        assert asyncio.run(run()) == 2
-
-
 def test_the_handbooks_environment_plays(tmp_path, monkeypatch):
     (code,) = re.findall(
         r"```python\n(# games.py\n.*?)```", (ROOT / "docs" / "agents.md").read_text(), re.DOTALL
@@ -363,6 +346,18 @@ def test_a_template_that_cannot_be_continued_is_refused(template, named):
         Renderer(tokenizer, data, False).start("3").tolist()
         == tokenizer("<user>3\n<assistant>")["input_ids"]
     )
+
+
+def test_an_answer_that_something_else_ended_gets_the_end_that_the_template_writes():
+    tokenizer, data = chat(CHAT)
+    renderer = Renderer(tokenizer, data, True)
+    follows = tokenizer("\n<user>3\n<assistant>")["input_ids"]
+    eos = tokenizer.eos_token_id
+    for answer, added in (([5, eos], []), ([5, 6], [eos]), ([], [eos])):
+        ids = renderer.after_turn("3", np.array(answer, np.int32))
+        assert ids.tolist() == [*added, *follows], answer
+    plain = Renderer(tokenizer, PLAIN, True)
+    assert plain.after_turn("3", np.array([5])).tolist() == tokenizer("3")["input_ids"]
 
 
 @pytest.mark.parametrize("policy", ["by_version", "flush"])

@@ -38,13 +38,9 @@ def solve(batch: Batch, **options) -> tuple[torch.Tensor, dict]:
 
 
 R, G = [1.0, 2.0, 6.0, 5.0, 5.0, 3.0], [0, 0, 0, 1, 1, 2]  # mean 3, std sqrt(7); constant; single
-STD, POPULATION_STD = 7**0.5 + EPS, (14 / 3) ** 0.5 + EPS
+STD = 7**0.5 + EPS
 CLOSED = [  # options of the estimator, advantages
     ({"name": "grpo"}, [-2 / STD, -1 / STD, 3 / STD, 0, 0, 0]),
-    (
-        {"name": "grpo", "std_ddof": 0},
-        [-2 / POPULATION_STD, -1 / POPULATION_STD, 3 / POPULATION_STD, 0, 0, 0],
-    ),
     ({"name": "grpo", "single_sample": "raw"}, [-2 / STD, -1 / STD, 3 / STD, 0, 0, 3]),
     ({"name": "dr_grpo"}, [-2, -1, 3, 0, 0, 0]),
     ({"name": "dr_grpo", "single_sample": "raw"}, [-2, -1, 3, 0, 0, 3]),

@@ -120,12 +120,14 @@ def test_gspo_uses_one_ratio_per_sequence():
     [("both", 50.0, 20.0), ("above", 50.0, 10.0), ("both", -50.0, -20.0)],
 )
 def test_gspo_limits_the_mean_log_ratio(clamp, log_ratio, expected):
-    logp = torch.full((1, 3), log_ratio, dtype=torch.float64)
+    logp = torch.full((1, 3), log_ratio, dtype=torch.float64, requires_grad=True)
     options = GspoLoss(clip_ratio_low=1.0, clip_ratio_high=1e10, clamp=clamp)
     value = token_loss(
         PolicyInputs(logp, torch.zeros_like(logp), -torch.ones_like(logp), logp == logp), options
     ).value
     assert value[0, 0].item() == pytest.approx(math.exp(expected))
+    value.sum().backward()
+    assert not logp.grad.any()  # as verl's, which clamps the sum with its gradient
 
 
 def test_log_ratio_is_clamped_without_gradient_and_counted():

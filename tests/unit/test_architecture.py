@@ -29,18 +29,15 @@ from tests.unit.package_source import (
 MAX_FILE_TOKENS, MAX_TEST_FILE_TOKENS, MAX_FUNCTION_TOKENS, MAX_TRAIN_LINES = 3200, 4500, 450, 40
 MAX_FLAT_MODULES, MAX_FOLDER_FILES, MAX_ARGUMENTS, MAX_ARROWS = 8, 12, 7, 137
 # Ceilings of what must become less: lower them whenever the code allows it, never raise them.
-MAX_CORE_TOKENS, MAX_PACKAGE_TOKENS = 216_000, 284_500
-MAX_SETTINGS = 256
-MAX_ANY, MAX_BROAD_EXCEPTS, MAX_TRIES_PER_1000_TOKENS = 34, 8, 0.42
+MAX_CORE_TOKENS, MAX_PACKAGE_TOKENS = 210_200, 265_900
+MAX_SETTINGS = 214
+MAX_ANY, MAX_BROAD_EXCEPTS, MAX_TRIES = 34, 8, 115
 MANY_ARGUMENTS = {  # "path:function" -> whose signature it is
     "actor/layers/attention.py:__init__": "Megatron-Core builds core attention with it",
     "weights/digests/triton_kernel.py:_block_sums": "a Triton kernel takes pointers and sizes one by one",
     "algo/logprob.py:forward": "torch.autograd.Function takes its inputs one by one",
 }
-NAMES_TRANSPORTS = {
-    "tools/plan/forecast.py",
-    "tools/convert/rules.py",
-}  # compares bytes of two; writes an experiment
+NAMES_TRANSPORTS = {"tools/convert/rules.py"}  # writes an experiment
 
 # What stands beside the core, which never imports it; its modules are found by name where a setting asks for them.
 WINGS = {"tools", "cpu", "sandbox", "environments"}
@@ -67,15 +64,15 @@ LAYERS = (
 
 # Third-party library -> where it may be imported. `cpu/engine` runs inside the engine's process.
 ONLY_IN = {
-    "megatron": r"actor/|cpu/trainer\.py|tools/bisect/capture\.py|tools/plan/trainer_dry_run\.py",
+    "megatron": r"actor/|cpu/trainer\.py|tools/bisect/capture\.py",
     "ray": r"rollout/service/",
     # a dry run builds the engine's model or resolves its arguments as on a GPU, in a process of its own
-    "sglang": r"weights/engines/loader\.py|rollout/service/(engine_process|\w+_dry_run)\.py"
-    r"|tools/plan/engine_dry_run\.py|cpu/engine/",
+    "sglang": r"weights/engines/loader\.py|rollout/service/(engine_process|engine_words|\w+_dry_run)\.py"
+    r"|cpu/engine/",
     "sgl_kernel": r"cpu/engine/",
     "triton": r"weights/digests/triton_kernel\.py",
     "matplotlib": r"tools/report\.py",
-    "rich": r"monitor/console\.py|check/doctor\.py",
+    "rich": r"check/doctor\.py",
 }
 ALGO_MAY_IMPORT = {"torch", "megagrpo"}
 NO_TORCH = LAYERS[0] | LAYERS[1] | LAYERS[2] | LAYERS[3]
@@ -343,9 +340,8 @@ def test_functions_have_few_arguments():
 
 def test_errors_rise():
     """Few try blocks, very few that catch everything, and no test library in the package."""
-    size = sum(len(tokens(PACKAGE / path)) for path in sources())
-    tries = sum(isinstance(node, ast.Try) for _, node in all_nodes())
-    assert 1000 * tries / size <= MAX_TRIES_PER_1000_TOKENS, f"{tries} try blocks in {size} tokens"
+    tries = [f"{path}:{node.lineno}" for path, node in all_nodes() if isinstance(node, ast.Try)]
+    assert len(tries) <= MAX_TRIES, f"{len(tries)} try blocks: {tries}"
     broad = [
         f"{path}:{node.lineno}"
         for path, node in all_nodes()

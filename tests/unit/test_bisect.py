@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megagrpo.cli import main
-from megagrpo.config.libraries.sglang import engine_setting_problems
+from megagrpo.config.libraries import setting_problems
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.family import TinySizes
@@ -21,7 +21,6 @@ from megagrpo.tools.bisect.command import experiment_of
 from megagrpo.tools.bisect.compare import BOUNDS, Flips, bound_at, compare_points, difference
 from megagrpo.tools.bisect.engine import only_prefills
 from megagrpo.tools.bisect.hooks import Recorder, SeenTokens, Tap
-from megagrpo.tools.bisect.options import BisectOptions
 from megagrpo.tools.bisect.points import Point, Sizes, layer_points, residual_points
 from megagrpo.tools.bisect.report import (
     OUTPUT,
@@ -141,6 +140,9 @@ def test_errors_are_relative_to_the_values_and_bounds_grow_with_depth():
     other[LENGTHS[0] + 3] *= 1.1
     off = difference("x", "x", values, other, LENGTHS, 1e-3)
     assert off.beyond and (off.worst_sequence, off.worst_token) == (1, 3)
+    other[LENGTHS[0]] *= 1.2
+    off = difference("x", "x", values, other, LENGTHS, 1e-3)
+    assert (off.worst_sequence, off.worst_token) == (1, 0)
     other[5, 2] = math.nan
     off = difference("x", "x", values, other, LENGTHS, 1e9)
     assert off.beyond and (off.worst_sequence, off.worst_token) == (0, 5)
@@ -315,7 +317,7 @@ def test_the_engine_is_one_whose_passes_hooks_can_see(tmp_path):
     config = load_config(
         str(QUICKSTART), ["rollout.num_engines=3", "rollout.colocate=true", "weights.transport=ipc"]
     )
-    eager = experiment_of(config, BisectOptions(own_weights=True), RunFolder(tmp_path))
+    eager = experiment_of(config, True, RunFolder(tmp_path))
     assert (eager.rollout.num_engines, eager.rollout.colocate, eager.rollout.load_format) == (
         1,
         False,
@@ -324,7 +326,7 @@ def test_the_engine_is_one_whose_passes_hooks_can_see(tmp_path):
     assert (eager.output_dir, eager.weights.transport) == (str(tmp_path), "reshard")
     graphs = {name for name, value in eager.rollout.sglang.items() if value == "disabled"}
     assert graphs == {"cuda_graph_backend_decode", "cuda_graph_backend_prefill"}
-    assert not list(engine_setting_problems(eager.rollout))
+    assert not list(setting_problems(eager.actor, eager.rollout))
     assert eager.actor.megatron["moe_router_fusion"] is False, "it must accept the engine's experts"
     ExperimentConfig.model_validate(eager.model_dump())
 

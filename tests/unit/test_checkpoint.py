@@ -2,6 +2,7 @@
 binary file."""
 
 import json
+import os
 import threading
 import zlib
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from megagrpo.actor import start as starting
 from megagrpo.actor.start import steps_in_all
 from megagrpo.checkpoint import resume as beginning
 from megagrpo.checkpoint import save as checkpoint
-from megagrpo.checkpoint.folder import data_problem, is_reshardable, latest
+from megagrpo.checkpoint.folder import data_problem, is_reshardable, latest, restore_replaced
 from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.checkpoint.save import Checkpointer, PendingSave, RunIdentity, SaveSchedule, load
 from megagrpo.config.schema import CheckpointConfig
@@ -75,6 +76,46 @@ def test_the_newest_stays(tmp_path: Path, there, keep, left):
     ).finish()
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{step:06d}" for step in left]
     assert (folder / "manifest.json").is_file() and latest(tmp_path, at_most=17) == folder
+
+
+def test_only_a_steps_own_name_is_a_checkpoint(tmp_path: Path):
+    """A user sets one aside, as layout_problem proposes; numbers are compared as numbers."""
+    for name in ("step_000010", "step_000020.bad", "step_000005.tar", "step_1000000"):
+        (tmp_path / name).mkdir()
+    assert latest(tmp_path).name == "step_1000000"
+    assert latest(tmp_path, at_most=999_999).name == "step_000010"
+    PendingSave(
+        tmp_path, TrainState(step=1_000_001), ANY, CheckpointConfig(keep=2), Plan, MESH
+    ).finish()
+    left = {"step_000020.bad", "step_000005.tar", "step_1000000", "step_1000001"}
+    assert {path.name for path in tmp_path.iterdir()} == left
+
+
+def test_a_replacement_that_fails_or_is_killed_leaves_the_checkpoint(tmp_path: Path, monkeypatch):
+    def save() -> Path:
+        options = CheckpointConfig(keep=1)
+        return PendingSave(tmp_path, TrainState(step=17), ANY, options, Plan, MESH).finish()
+
+    folder = save()
+    (folder / "mark").touch()
+    rename = os.replace
+
+    def full_disk(source: Path, target: Path) -> None:
+        if str(source).endswith("17.partial"):
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full_disk)
+        with pytest.raises(LeaderError, match="Input/output error"):
+            save()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000017"]
+    assert (folder / "mark").exists()
+    rename(folder, tmp_path / "step_000017.replaced.partial")  # killed between the two renames
+    restore_replaced(tmp_path)
+    assert (folder / "mark").exists()
+    assert not (save() / "mark").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000017"]
 
 
 @pytest.mark.parametrize("fault", ["plan", "write", "finish"])
@@ -211,19 +252,6 @@ def test_state_of_a_setting_that_is_gone_is_refused_unless_it_is_empty(
         LeaderError, match="has deferred of a setting that is gone: continue it with"
     ):
         load(folder, ANY, lambda _: None, MESH)
-
-
-@pytest.mark.parametrize(("keep_gb", "left"), [(None, [2, 4, 5]), (3e-6, [4, 5]), (1e-9, [5])])
-def test_bytes_are_bounded_but_the_newest_stays(
-    tmp_path: Path, keep_gb: float | None, left: list[int]
-):
-    """Three checkpoints of a little more than 1000 bytes each."""
-    saver = checkpointer(
-        tmp_path, lambda folder, _: Plan(folder, size=1000), every=2, keep_gb=keep_gb
-    )
-    for step in range(6):
-        saver.on_schedule(TrainState(step=step))
-    assert saved(tmp_path) == left
 
 
 def test_checksums_are_those_of_the_writer_and_its_files_are_not_read_again(

@@ -12,10 +12,9 @@ from megagrpo.config.fields import all_paths, annotations_at
 from megagrpo.config.load import ConfigError, load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.convert.command import translate
-from megagrpo.tools.convert.foreign import FRAMEWORKS, defaults, entries, find, names_page
+from megagrpo.tools.convert.foreign import FRAMEWORKS, defaults, entries, find
 from megagrpo.tools.convert.source import read_source
 
-ROOT = Path(__file__).parents[2]
 CASES = yaml.safe_load(Path(__file__).with_name("convert_cases.yaml").read_text())
 COMMAND = """#!/bin/bash
 set -xeuo pipefail
@@ -85,9 +84,9 @@ def verl(tmp_path: Path, estimator: str = "grpo", more: str = ""):
 
 def lost(draft) -> dict[str, str]:
     return {
-        fate.key: fate.text
-        for fate in draft.fates()
-        if fate.status in ("not translated", "unknown")
+        each.key: each.text
+        for each in draft.outcomes()
+        if each.status in ("not translated", "unknown")
     }
 
 
@@ -147,7 +146,11 @@ def test_verls_command_whole(tmp_path):
     config = ExperimentConfig.model_validate(draft.nested())
     train = config.train
     assert (train.num_prompts_per_step, train.group_size, train.num_updates_per_step) == (256, 4, 4)
-    assert (train.num_epochs, config.name, config.log.wandb.name) == (2, "my run", "my run")
+    assert (train.num_epochs, config.name, config.log.wandb.project) == (
+        2,
+        "my run",
+        "verl_examples",
+    )
     actor, rollout = config.actor, config.rollout
     assert (actor.world_size, actor.parallel.tp, actor.dtype, actor.recompute) == (
         8,
@@ -181,7 +184,7 @@ def test_verls_command_whole(tmp_path):
         "math_dapo"
     }
     assert (
-        config.eval.every == 5 and len(config.eval.data.paths) == 2 and config.eval.temperature == 0
+        config.eval.every == 5 and len(config.eval_data.paths) == 2 and config.eval.temperature == 0
     )
 
 
@@ -307,10 +310,6 @@ def test_the_table_names_keys_that_exist_and_each_of_theirs_once():
 
 def path_of(key: str) -> tuple:
     return tuple(int(part) if part.isdecimal() else part for part in key.split("."))
-
-
-def test_the_page_of_names_is_fresh():
-    assert (ROOT / "docs" / "reference" / "names.md").read_text() == names_page()
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 from tests.unit.package_source import PACKAGE, all_nodes, sources
 
 # In a thousand lines. Lower them whenever the code allows it, never raise them.
-MAX_UNRELATED = 6.9
-MAX_NESTED = 0.15
+MAX_UNRELATED = 2.3
+MAX_NESTED = 0.12
 
 
 def is_unrelated(node: ast.AST) -> bool:

@@ -18,9 +18,6 @@ def environment(tmp_path, monkeypatch):
     search path."""
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
 
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "version.py").write_text("cuda: Optional[str] = None\n")
-
     def add(name: str, version: str, *requirements: str) -> None:
         folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
         folder.mkdir()
@@ -90,25 +87,28 @@ def test_what_pip_says_of_packages_among_each_other(environment):
     assert found.status == "ok"
 
 
-def test_gpu_machine_wants_the_gpu_extra_and_a_cuda_build(environment, tmp_path):
+def test_gpu_machine_wants_the_gpu_extra_and_a_cuda_build(environment):
     environment("megagrpo", "0.1", *OURS)
     environment("torch", "2.13.0")
-    found = statuses(gpu=True)
-    assert found["nvidia-thing"] == found["torch build"] == "error"
-    (tmp_path / "torch" / "version.py").write_text("cuda: Optional[str] = '13.0'\n")
-    assert statuses(gpu=True)["torch build"] == "ok"
+    assert statuses(gpu=True)["nvidia-thing"] == "error"
+    build = {"cuda": None, "gpus": [], "nccl": "", "why": ""}
+    assert doctor._torch_build(build, gpu=True).status == "error"
+    assert doctor._torch_build(build, gpu=False).found == "CPU only"
+    assert doctor._torch_build(build | {"cuda": "13.0"}, gpu=True).status == "ok"
+    broken = doctor._torch_build(build | {"why": "libcuda.so.1: cannot open"}, gpu=False)
+    assert (broken.status, broken.found) == ("error", "libcuda.so.1: cannot open")
 
 
 SEES = {
     "cuda": "13.0",
-    "available": True,
     "gpus": ["NVIDIA H100 80GB HBM3"] * 2,
     "nccl": "2.29.7",
     "why": "",
 }
 BLIND = {
     "cuda": "13.0",
-    "available": False,
+    "gpus": [],
+    "nccl": "",
     "why": "The NVIDIA driver on your system is too old (found version 12040)",
 }
 
@@ -122,9 +122,7 @@ def on_gpus(environment, tmp_path, monkeypatch):
     )
     environment("torch", "2.13.0")
 
-    def findings(
-        driver, answer, cuda="13.0", engine="2.11.0", torch_part=True, nvcc="toolkit/13.0"
-    ):
+    def findings(driver, answer, engine="2.11.0", torch_part=True, nvcc="toolkit/13.0"):
         programs = tmp_path / nvcc / "bin"
         programs.mkdir(parents=True, exist_ok=True)
         for name in ("nvcc", "ninja"):
@@ -134,13 +132,11 @@ def on_gpus(environment, tmp_path, monkeypatch):
             (programs / name).chmod(0o755)
         monkeypatch.setattr(doctor, "_NVCC", "/nowhere")
         monkeypatch.setenv("PATH", str(programs) if nvcc.startswith("toolkit") else "/nowhere")
-        (tmp_path / "torch" / "version.py").write_text(f"cuda: Optional[str] = '{cuda}'\n")
         for name in ("transformer-engine", *(["transformer-engine-torch"] if torch_part else [])):
             if engine and doctor._version(name) is None:
                 environment(name, engine)
         monkeypatch.setattr(doctor, "driver_version", lambda: driver)
-        monkeypatch.setattr(doctor, "ask_torch", lambda: answer)
-        return {finding.what: finding for finding in doctor.gpu_findings()}
+        return {finding.what: finding for finding in doctor.gpu_findings(answer)}
 
     return findings
 
@@ -179,8 +175,8 @@ def test_kernels_that_engines_compile_need_a_toolkit_of_torchs_cuda(
 
 def test_a_gpu_machine_without_any_package_is_diagnosed(environment, monkeypatch):
     monkeypatch.setattr(doctor, "driver_version", lambda: "580.65.06")
-    monkeypatch.setattr(doctor, "ask_torch", lambda: BLIND)
-    found = {finding.what: finding.status for finding in doctor.gpu_findings()}
+    answer = BLIND | {"cuda": None}
+    found = {finding.what: finding.status for finding in doctor.gpu_findings(answer)}
     assert found == {
         "NVIDIA driver": "ok",
         "GPUs that torch sees": "error",
@@ -196,9 +192,9 @@ def test_a_driver_too_old_or_missing(on_gpus):
         "newer driver" in found["NVIDIA driver"].remedy
         and "too old" in found["GPUs that torch sees"].found
     )
-    assert on_gpus("550.54.15", SEES, cuda="12.9")["NVIDIA driver"].status == "ok"
+    assert on_gpus("550.54.15", SEES | {"cuda": "12.9"})["NVIDIA driver"].status == "ok"
 
-    found = on_gpus(None, {"available": False, "why": ""})
+    found = on_gpus(None, BLIND | {"why": ""})
     assert found["NVIDIA driver"].found == "none found" and found["NVIDIA driver"].status == "error"
     assert found["GPUs that torch sees"].found == "none"
     assert "CUDA_VISIBLE_DEVICES" in found["GPUs that torch sees"].remedy
@@ -219,14 +215,12 @@ def test_transformer_engine_out_of_bounds_or_in_part(on_gpus, version, torch_par
 
 
 def test_torch_is_asked_in_another_process(environment, monkeypatch):
-    monkeypatch.setattr(
-        doctor, "_ASK_TORCH", "print('noise'); import json; print(json.dumps({'available': False}))"
-    )
-    assert doctor.ask_torch() == {"available": False}
+    monkeypatch.setattr(doctor, "_ASK_TORCH", """print('noise'); print('{"cuda": null}')""")
+    assert doctor.ask_torch() == {"cuda": None}
     monkeypatch.setattr(doctor, "_ASK_TORCH", "raise ImportError('libcuda.so.1: cannot open')")
     assert doctor.ask_torch()["why"] == "ImportError: libcuda.so.1: cannot open"
     monkeypatch.setattr(doctor, "_ASK_TORCH", "import time; time.sleep(60)")
-    monkeypatch.setattr(doctor, "_TORCH_S", 0.2)
+    monkeypatch.setattr(doctor, "_LIMIT_S", 0.2)
     assert "gave no answer" in doctor.ask_torch()["why"]
 
 

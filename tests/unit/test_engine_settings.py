@@ -8,14 +8,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from megagrpo.check.settings_report import engine_report
-from megagrpo.config.libraries import sglang as server_settings
-from megagrpo.config.libraries.sglang import (
-    SERVER_REFUSED,
-    engine_setting_problems,
-    server_fields,
-    server_options,
-)
+from megagrpo.check.libraries import library_problems
+from megagrpo.check.settings_report import settings_report
+from megagrpo.config.libraries import REFUSED, SERVER, setting_problems
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.cpu.engine_command import FOLDER
 from megagrpo.rollout.service.engine_command import (
@@ -39,74 +34,64 @@ def config(**rollout) -> ExperimentConfig:
 
 
 def problems(**rollout) -> list[str]:
-    return [
-        f"{'.'.join(keys)}: {problem}"
-        for keys, problem in engine_setting_problems(config(**rollout).rollout)
-    ]
+    return said(config(**rollout))
 
 
-def test_every_refusal_fits_a_field():
-    fields = server_fields()
-    assert len(fields) > 500
-    assert [
-        pattern
-        for pattern in SERVER_REFUSED
-        if not any(fnmatchcase(name, pattern) for name in fields)
-    ] == []
+def said(experiment: ExperimentConfig) -> list[str]:
+    found = setting_problems(experiment.actor, experiment.rollout)
+    return [f"{'.'.join(keys)}: {problem}" for keys, problem in found]
 
 
-OF_SGLANG = """
-import argparse, json
+FIELDS = """
+import json
 from sglang.srt.server_args import ServerArgs
-parser = argparse.ArgumentParser()
-ServerArgs.add_cli_args(parser)
-found = {name: [] for name in ServerArgs.__struct_fields__}
-for action in parser._actions:
-    if action.dest in found:
-        found[action.dest] += action.option_strings
-print(json.dumps(found))
+print(json.dumps(ServerArgs.__struct_fields__))
+"""
+RIGHT = {
+    "chunked_prefill_size": 4096,
+    "disable_radix_cache": True,
+    "disable_overlap_schedule": False,  # SGLang's default, which no word can say
+    "cuda_graph_bs_decode": [1, 2],
+    "bf16_gemm_backend": "torch",  # its option has another name
+    "radix_eviction_policy_config": {"a": 1},
+    "sampling_backend": "flashinfer",  # its option is added by hand
+    "log_level_http": "info",
+}
+WORDS = """
+import json, sys
+from megagrpo.rollout.service.engine_words import engine_words
+print(json.dumps(engine_words(sys.argv[1:])))
 """
 
 
-@pytest.mark.slow
-def test_fields_and_options_are_those_of_sglang_itself():
-    variables, path = engine_environment(config(), place(False)), engine_python_path(place(False))
-    environment = child_environment(variables, path)
-    printed = python("-c", OF_SGLANG, env=environment).splitlines()[-1]
-    theirs = {name: set(options) for name, options in json.loads(printed).items()}
-    fields = server_fields()
-    negatable = {
-        name: server_options(field) for name, field in fields.items() if "action" in field.options
+def test_every_refusal_fits_a_field():
+    fields = json.loads(in_engine_python(FIELDS).splitlines()[-1])
+    assert len(fields) > 500
+    patterns = REFUSED[SERVER]
+    assert [p for p in patterns if not any(fnmatchcase(name, p) for name in fields)] == []
+
+
+def test_sglang_itself_judges_names_and_values():
+    wrong = {
+        "chunked_prefil_size": (1, "no such option; did you mean 'chunked_prefill_size'?"),
+        "page_size": ("8k", "invalid int value: '8k'"),
+        "enable_metrics": (1, "no word"),
+        "schedule_policy": ("best", "choose from 'lpm', 'random', 'fcfs'"),
+        "cuda_graph_bs_prefill": ([1, "y"], "invalid int value: 'y'"),
+        "hicache_ratio": (None, "null has no word"),
+        "context_length": (True, "true has no word"),
     }
-    negated = {
-        name: [f"--no-{option[2:]}" for option in options] for name, options in negatable.items()
-    }
-    ours = {
-        name: {*server_options(field), *negated.get(name, [])} for name, field in fields.items()
-    }
-    assert theirs.keys() == ours.keys()
-    functions = {
-        "custom_sigquit_handler",
-        "stat_loggers",
-    }  # no option, and no value of a file has their type
-    deprecated = {"disable_cuda_graph", "enable_flashinfer_allreduce_fusion"}  # options that say so
-    differing = {name for name in ours if ours[name] != theirs[name]}
-    assert {
-        name for name in differing if not fields[name].group.startswith("Lora")
-    } <= functions | deprecated
+    given = RIGHT | {name: value for name, (value, _) in wrong.items()}
+    found = {keys[-1]: text for keys, text in library_problems(config(sglang=given))}
+    assert found.keys() == wrong.keys()
+    assert all(text in found[name] for name, (_, text) in wrong.items()), found
 
 
 @pytest.mark.parametrize(
     "given, said",
     [
-        ({"chunked_prefil_size": 1}, "ServerArgs has no such field; did you mean "
-                                     "'chunked_prefill_size'?"),
-        ({"chunked_prefill_size": "8k"}, "should be Optional[int], as SGLang declares it "
-                                         "(sglang/srt/arg_groups/"),
-        ({"disable_radix_cache": 1}, "should be bool"),
-        ({"schedule_policy": "best"}, "should be one of lpm, random, fcfs"),
-        ({"cuda_graph_bs_decode": [1, "2"]}, "should be Optional[List[int]]"),
-        ({"radix_eviction_policy_config": "{}"}, "should be Optional[Dict[str, Any]]"),
+        ({"lora_paths": []}, "is refused: engines receive whole weights"),
+        ({"mm_process_config": {}}, "is refused: images come with the trainers' requests"),
         ({"tp_size": 8}, "rollout.sglang.tp_size: is set by rollout.tp"),
         ({"speculative_algorithm": "EAGLE"}, "is set by rollout.draft_tokens"),
         ({"quantization": "fp8"}, "is refused: rollout.quantization says in which format"),
@@ -133,15 +118,13 @@ def test_refused(given, said):
 def test_a_hierarchical_cache_has_a_size_and_no_drafts():
     sized = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}
     assert problems(sglang=sized) == []
-    drafting = experiment(rollout={"sglang": sized, "draft_tokens": 2}, actor={"draft": {}}).rollout
-    assert (
-        "is refused with rollout.draft_tokens" in next(iter(engine_setting_problems(drafting)))[1]
-    )
+    drafting = experiment(rollout={"sglang": sized, "draft_tokens": 2}, actor={"draft": {}})
+    assert "is refused with rollout.draft_tokens" in said(drafting)[0]
     ahead = experiment(
         rollout={"sglang": sized, "max_staleness": 2},
         algorithm={"mismatch": {"weight": {"name": "tis"}}},
     )
-    assert "ends no copies" in next(iter(engine_setting_problems(ahead.rollout)))[1]
+    assert "ends no copies" in said(ahead)[0]
 
 
 def test_keys_and_values_in_fp8_want_a_correction():
@@ -152,23 +135,18 @@ def test_keys_and_values_in_fp8_want_a_correction():
 
 
 def test_right_ones_arrive_and_take_the_place_of_our_defaults():
-    given = {
-        "chunked_prefill_size": 4096,
-        "disable_radix_cache": True,
-        "disable_overlap_schedule": False,  # SGLang's default, which no word can say
-        "cuda_graph_bs_decode": [1, 2],
-        "bf16_gemm_backend": "torch",  # its option has another name
-        "radix_eviction_policy_config": {"a": 1},
-        "sampling_backend": "flashinfer",  # its option is added by hand
-        "log_level_http": "info",
-    }
-    command = engine_command(config(sglang=given), place(False))
-    text = " ".join(command)
-    assert '--radix-eviction-policy-config {"a": 1}' in text and "--overlap" not in text
+    command = engine_command(config(sglang=RIGHT), place(False))
+    assert "--log-level-http" not in command and "--sampling-backend" not in command
+    variables, path = engine_environment(config(), place(False)), engine_python_path(place(False))
+    environment = child_environment(variables, path)
+    words = json.loads(python("-c", WORDS, *command[3:], env=environment).splitlines()[-1])
+    text = " ".join(words)
+    assert words[0] == "--model-path" and "--overlap" not in text
+    assert '--radix-eviction-policy-config {"a": 1}' in text
     assert "--chunked-prefill-size 4096 --disable-radix-cache --cuda-graph-bs-decode 1 2" in text
     assert "--bf16-gemm-backend torch" in text
-    assert command.count("--sampling-backend") == command.count("--log-level-http") == 1
-    assert command[command.index("--sampling-backend") + 1] == "flashinfer"
+    assert words.count("--sampling-backend") == words.count("--log-level-http") == 1
+    assert words[words.index("--sampling-backend") + 1] == "flashinfer"
 
 
 def test_interleaved_experts_are_refused(monkeypatch):
@@ -252,30 +230,19 @@ def test_engines_in_float32_and_fp8_on_gpus(monkeypatch):
     engine_settings(config(tp=2, ep=2), place(False))
 
 
-def test_check_says_what_differs():
-    lines = engine_report(
-        config(dtype="bfloat16", sglang={"page_size": 64, "log_level_http": "info"}), True
-    )
-    text = " ".join(" ".join(lines).split())
-    assert "settings as on CUDA" in lines[0] and "ServerArgs: " in lines[1]
-    assert "enable_fp32_lm_head true (false)" in text and "*page_size 64 (None)" in text
-    assert "equal host, tp_size, ep_size" in text
-    assert "as on a CPU" in engine_report(config(), True)[0]
-    assert "refuses" in " ".join(engine_report(config(sglang={"page_sise": 1}), True)), (
-        "the problem stands below"
-    )
-
-
-def test_without_sglang_nothing_is_taken_unchecked(monkeypatch):
-    monkeypatch.setattr(server_settings, "server_fields", dict)
-    (said,) = problems(sglang={"page_size": 64})
-    assert said == "rollout.sglang: SGLang is not installed here, so its settings cannot be checked"
-    assert problems() == []
+def test_check_says_what_is_handed_over():
+    given = config(dtype="bfloat16", sglang={"page_size": 64})
+    text = " ".join(" ".join(settings_report(None, given, True)).split())
+    assert "engines as on CUDA" in text and "rollout.sglang: {model_path: m" in text
+    assert "enable_fp32_lm_head: true" in text and "page_size: 64" in text
+    assert "engines as on a CPU" in settings_report(None, config(), True)[0]
+    assert settings_report(None, given, False) == ["libraries  rollout.sglang.page_size: 64"]
+    assert settings_report(None, config(), False) == []
 
 
 def options(command: list[str]) -> dict[str, str | None]:
     """Flag -> its value, None for a switch."""
-    pairs = pairwise([*command[3:], "--"])
+    pairs = pairwise([*command[4:], "--"])
     return {
         word: None if after.startswith("--") else after
         for word, after in pairs

@@ -95,7 +95,7 @@ import torch
 from megatron.core import tensor_parallel
 from megagrpo.actor.megatron.config import kernels_here, transformer_config
 from megagrpo.actor.megatron.model import build_chunks, chunk_parameters
-from megagrpo.tools.plan.trainer_dry_run import pretended_world
+from tests.pretended_world import pretended_world
 from megagrpo.config.actor import ActorConfig
 from megagrpo.families.table import architecture_of
 meta = torch.device("meta")

@@ -139,7 +139,7 @@ BF16 = {"actor": {"dtype": "bfloat16"}, "rollout": {"dtype": "bfloat16"}}
         ({"rollout": {"dtype": "bfloat16"}}, False, (0.05, 1.0)),
         (BF16, True, (0.1, 4.0)),
         (BF16 | {"actor": {"dtype": "bfloat16", "routing_replay": "rollout"}}, True, (0.05, 1.0)),
-        ({"algorithm": {"mismatch": {"alarm": {"mean": 0.2}}}}, False, (0.2, 0.1)),
+        ({"algorithm": {"mismatch": {"alarm": 2.0}}}, False, (2e-3, 0.2)),
         ({"algorithm": {"mismatch": {"alarm": None}}}, False, None),
     ],
 )

@@ -363,7 +363,7 @@ def test_every_recipe_makes_what_its_experiment_reads(path, tmp_path):
         model.path == config.sft.model
         and replace(recipe.dataset, folder="").kind in path.read_text()
     )
-    read = (*config.data.paths, *config.eval.data.paths, *config.sft.data.whole.paths)
+    read = (*config.data.paths, *config.eval_data.paths, *config.sft_data.paths)
     assert {str(Path(file).parent) for file in read} == {recipe.dataset.folder}
     for text, said in (
         ("model: {famly: llama}", "model has no key famly"),

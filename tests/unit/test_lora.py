@@ -1,6 +1,7 @@
 """Adapters without Megatron: what a configuration may say, what they weigh, and whose weights a
 checkpoint is for."""
 
+import re
 from pathlib import Path
 
 import torch
@@ -53,7 +54,7 @@ def test_check_says_what_is_saved_and_a_checkpoint_holds_adapters_alone(prepared
     config = load_config(QUICKSTART, ["actor.lora={rank: 4}", "algorithm.kl.loss_coef=0.1"])
     text = explain(config)
     assert "the reference is the model without adapters, no copy" in text
-    assert "rank 4, alpha 32, q_proj" in text and "instead of" in text
+    assert re.search(r"lora +trains [\d.]+ k of [\d.]+ k parameters", text)
     arch = architecture_of(hf_config(TinyModelConfig()))
     trained = sum(
         spec.size for spec in adapter_tensors(model_tensors(arch), config.actor.lora.targets, 4)

@@ -1,7 +1,6 @@
 """Settings for libraries, checked against their sources, and what Megatron's configuration classes
 are given."""
 
-import dataclasses
 import json
 import re
 from fnmatch import fnmatchcase
@@ -16,19 +15,19 @@ from megagrpo.actor.megatron.fields import (
     transformer_defaults,
     transformer_fields,
 )
+from megagrpo.check import libraries
 from megagrpo.check.layer_costs import optimizer_bytes
 from megagrpo.check.problems import model_description
 from megagrpo.check.settings_report import settings_report
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.fields import annotations_at
-from megagrpo.config.libraries.megatron import MEGATRON_SETTINGS, SettingsTable
-from megagrpo.config.libraries.source import refusal_of
+from megagrpo.config.libraries import REFUSED, SERVER, refusal
 from megagrpo.config.load import ConfigError, load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.model import Model
 from megagrpo.families.table import architecture_of
 from megagrpo.system.environment import child_environment
-from tests.experiments import QUICKSTART, ROOT, python
+from tests.experiments import QUICKSTART, ROOT, experiment, python
 from tests.unit.test_examples import CONFIGS, LAPTOP, MODELS, described
 
 CPU = Kernels(cuda=False, transformer_engine=False, fused_weight_gradient=False)
@@ -185,8 +184,9 @@ def test_every_shipped_experiment_builds_megatrons_objects(prepared):
         hf = model_description(config)
         if hf is not None:
             jobs.append([path.stem, hf, config.actor.model_dump()])
-            report = "\n".join(settings_report(architecture_of(hf), config.actor, True))
-            assert report.count("fields handed over") == 3
+            report = "\n".join(settings_report(architecture_of(hf), config, True))
+            for key in ("actor.megatron:", "actor.ddp: {use_dist", "rollout.sglang: {model_path"):
+                assert key in report
     assert {path.stem for path in CONFIGS} - {"gsm8k", *LAPTOP - {"quickstart"}} == {
         name for name, *_ in jobs
     }
@@ -205,9 +205,7 @@ def test_every_shipped_experiment_builds_megatrons_objects(prepared):
     assert (
         "Megatron's TransformerConfig refuses these settings: distribute_saved_activations" in said
     )
-    assert (
-        "sequence_parallel is actor.parallel.tp here" in said or "actor.megatron.distribute" in said
-    )
+    assert "may be set in actor.megatron" in said
     assert built["qwen3_30b_a3b"][:3] == [True, True, True] and built["quickstart"][:3] == [
         False,
         False,
@@ -227,81 +225,82 @@ OWN_LAYERS = ["actor.transformer_engine=false", "actor.recompute=selective"]
 MESSAGES = [*VIRTUAL, "actor.megatron.overlap_p2p_comm=true"]
 
 
-@pytest.mark.parametrize("table", MEGATRON_SETTINGS, ids=lambda table: ".".join(table.path))
-def test_every_refusal_fits_a_field_and_names_a_key(table: SettingsTable):
-    assert [
-        pattern
-        for pattern in table.refused
-        if not any(fnmatchcase(name, pattern) for name in table.fields)
-    ] == []
-    for refusal in table.refused.values():
-        keys = tuple(refusal.instead.split("."))
-        settings = next((t for t in MEGATRON_SETTINGS if t.path == keys[:-1]), None)
-        free = settings is not None and refusal_of(keys[-1], settings.refused) is None
-        assert not refusal.instead or annotations_at(ExperimentConfig, keys) or free, (
-            refusal.instead
-        )
+FIELDS = """
+import dataclasses, json, sys
+from megagrpo.actor.host import prepare_host
+prepare_host("cpu")
+from megagrpo.actor.megatron.config import _CLASSES
+print(json.dumps([[field.name for field in dataclasses.fields(kind)] for kind in _CLASSES.values()]))
+"""
 
 
-def test_the_source_says_what_the_imported_classes_say():
-    from megagrpo.actor.host import prepare_host
+def test_every_refusal_fits_a_field_and_names_a_key():
+    maps = [path for path in REFUSED if path != SERVER]
+    for path, fields in zip(maps, json.loads(python("-c", FIELDS, cwd=ROOT)), strict=True):
+        patterns = REFUSED[path].items()
+        assert [p for p, _ in patterns if not any(fnmatchcase(name, p) for name in fields)] == []
+        for _, why in patterns:
+            keys = tuple(why.removeprefix("set by ").split("."))
+            free = keys[:-1] in REFUSED and not refusal(keys[:-1], keys[-1])
+            assert why.startswith("refused: ") or annotations_at(ExperimentConfig, keys) or free
 
-    prepare_host()
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    classes = (MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
-    for table, kind in zip(MEGATRON_SETTINGS, classes, strict=True):
-        assert set(table.fields) == {field.name for field in dataclasses.fields(kind)}
-        for field in dataclasses.fields(kind):
-            if type(field.default) in (int, float, bool, str, type(None)):
-                assert table.fields[field.name].default == field.default, field.name
+WRONG = [  # key, right, wrong, message
+    ("actor.megatron.moe_deepep_num_sms", [5], [5.0, True, "5", None], "declares it as .*int"),
+    ("actor.megatron.apply_rope_fusion", [True], [1, "true", None], "valid boolean"),
+    ("actor.megatron.fp8", ["hybrid", None], [3], "'e4m3' or 'hybrid'"),
+    ("actor.megatron.attention_backend", ["flash"], ["flsh", 2], "flash, fused, unfused, local"),
+    ("actor.megatron.cp_comm_type", ["p2p", ["p2p", "a2a"]], [["p2p", 1], 1], ""),
+    ("actor.megatron.recompute_modules", [["mlp"], None], ["mlp", [1]], "List"),
+    ("actor.megatron.moe_flex_dispatcher_backend", ["deepep"], ["other"], "deepep"),
+    ("actor.megatron.moe_permute_fusoin", [], [True], "no such field; did you mean 'moe_permute"),
+    ("actor.megatron.no_such_thing_at_all", [], [1], "TransformerConfig has no such field$"),
+    ("actor.optimizer.megatron.main_grads_dtype", ["bfloat16"], ["bf16"], "no bf16"),
+    ("actor.ddp.bucket_size", [40_000_000, None], ["x"], r"Optional\[int\]"),
+]
+
+
+def test_megatron_itself_judges_names_and_values():
+    jobs = [
+        (key, value, fits)
+        for key, right, wrong, _ in WRONG
+        for values, fits in ((right, True), (wrong, False))
+        for value in values
+    ]
+    given = [[key.split(".")[:-1], {key.split(".")[-1]: value}] for key, value, _ in jobs]
+    # one process for all of them: a path may come twice
+    printed = python(
+        "-W", "ignore", "-m", "megagrpo.check.libraries", cwd=ROOT, input=json.dumps(given)
+    )
+    found = json.loads(printed.splitlines()[-1])
+    assert [".".join(path) for path, _ in found] == [key for key, _, right in jobs if not right]
+    messages = {key: message for key, *_, message in WRONG}
+    for path, problem in found:
+        assert re.search(messages[".".join(path)], problem), problem
 
 
 @pytest.mark.parametrize(
-    ("name", "right", "wrong"),
-    [
-        ("moe_deepep_num_sms", [5], [5.0, True, "5", None]),
-        ("apply_rope_fusion", [True], [1, "true", None]),
-        ("fp8", ["hybrid", None], [3]),
-        ("attention_backend", ["flash"], ["Flash", 2]),
-        ("cp_comm_type", ["p2p", ["p2p", "a2a"], None], [["p2p", 1], 1]),
-        ("recompute_modules", [["mlp"], None], ["mlp", [1]]),
-        ("moe_flex_dispatcher_backend", ["deepep"], ["other"]),
-        ("autocast_dtype", ["bfloat16", "fp8", None], ["bf16", 16]),
-        ("activation_func", [], ["silu", None]),
-    ],
+    "missing, said", [(True, "not judged, megatron is not installed"), (False, "")]
 )
-def test_a_value_is_checked_against_the_annotation(name, right, wrong):
-    field = MEGATRON_SETTINGS[0].fields[name]
-    assert [value for value in right if not field.accepts(value)] == []
-    assert [value for value in wrong if field.accepts(value)] == []
+def test_a_library_is_asked_only_if_it_is_there(missing, said, monkeypatch, capsys):
+    monkeypatch.setattr(libraries, "find_spec", lambda name: None)
+    settings = {"megatron": {"apply_rope_fusion": 1}} if missing else {}
+    assert libraries.library_problems(experiment(actor=settings)) == []
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["actor.megatron.moe_permute_fusoin=true"],
-            "no such field; did you mean 'moe_permute_fusion'",
-        ),
-        (
-            ["actor.megatron.no_such_thing_at_all=1"],
-            "Megatron's TransformerConfig has no such field",
-        ),
-        (["actor.megatron.tensor_model_parallel_size=2"], "set actor.parallel.tp"),
+        (["actor.megatron.tensor_model_parallel_size=2"], "set by actor.parallel.tp"),
         (["actor.megatron.calculate_per_token_loss=false"], "Megatron must only sum"),
         (["actor.megatron.hidden_dropout=0.1"], "ratio of new to old probabilities"),
-        (["actor.megatron.attention_backend=flsh"], "one of flash, fused, unfused, local, auto"),
-        (
-            ["actor.megatron.recompute_modules=mlp"],
-            r"should be Optional\[List\[str\]\], as Megatron declares it",
-        ),
         (["actor.ddp.average_in_collective=true"], "gradients are sums"),
-        (["actor.ddp.grad_reduce_in_fp32=false"], "set actor.optimizer.megatron.main_grads_dtype"),
+        (
+            ["actor.ddp.grad_reduce_in_fp32=false"],
+            "set by actor.optimizer.megatron.main_grads_dtype",
+        ),
         (["actor.optimizer.megatron.loss_scale=2.0"], "gradients are not scaled"),
-        (["actor.optimizer.megatron.main_grads_dtype=bf16"], "one of float32"),
         (["actor.optimizer.megatron.exp_avg_dtype=bfloat16"], "14 bytes of an element at the peak"),
         (
             ["actor.megatron.recompute_modules=[mlp]"],
@@ -313,7 +312,7 @@ def test_a_value_is_checked_against_the_annotation(name, right, wrong):
         ),
         (
             [*OWN_LAYERS, "actor.megatron.recompute_modules=[mlp, moe_act]"],
-            "moe_act: only with Transformer Engine's",
+            "moe_act needs Transformer Engine's",
         ),
         ([*OWN_LAYERS, "actor.megatron.fp8=hybrid"], "needs Transformer Engine's layers"),
         (
@@ -358,7 +357,7 @@ def test_a_wrong_setting_is_refused_by_its_key(overrides, message):
 
 
 def test_problems_of_all_maps_come_with_their_lines(tmp_path):
-    actor = "actor:\n  megatron:\n    apply_rope_fusion: 1\n    tp: 2\n  ddp: {bucket_size: x}\n"
+    actor = "actor:\n  megatron:\n    moe_deepep_num_sms: x\n    tp: 2\n  ddp: {bucket_size: x}\n"
     text = QUICKSTART.read_text().replace("actor:\n", actor, 1)
     text = re.sub(
         r"^rollout: .*$",
@@ -368,7 +367,7 @@ def test_problems_of_all_maps_come_with_their_lines(tmp_path):
     )
     (tmp_path / "e.yaml").write_text(text)
     with pytest.raises(ConfigError) as error:
-        load_config(tmp_path / "e.yaml")
+        load_config(tmp_path / "e.yaml", judge=libraries.library_problems)
     megatron, sglang = (
         text.splitlines().index(f"  {section}:") + 1 for section in ("megatron", "sglang")
     )
@@ -378,5 +377,5 @@ def test_problems_of_all_maps_come_with_their_lines(tmp_path):
     ]
     lines = [megatron + 1, megatron + 2, megatron + 3, sglang + 1, sglang + 2]
     assert [problem.split(": ")[0] for problem in found] == [f"e.yaml:{line}" for line in lines]
-    assert "rollout.sglang.page_sise = 1: SGLang's ServerArgs has no such field" in found[3]
-    assert "rollout.sglang.page_size = 'x': should be Optional[int]" in found[4]
+    assert "rollout.sglang.page_sise = 1: SGLang's ServerArgs has no such option" in found[3]
+    assert "rollout.sglang.page_size = 'x': SGLang's ServerArgs refuses it: argument" in found[4]

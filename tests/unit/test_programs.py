@@ -10,6 +10,7 @@ from sampling import experiment, playing
 from test_agents import TOKENIZER, ids, masked, says
 
 from examples.laptop.model import character_tokenizer
+from megagrpo.rollout.agents import programs
 from megagrpo.types import Prompt, RolloutGroup
 from tests.experiments import ROOT, live_children
 
@@ -110,6 +111,19 @@ print(json.dumps({"reward": float(text == row["answer"]), "info": text}))
     hangs = "import subprocess, time; subprocess.Popen(['sleep', '3600']); time.sleep(3600)"
     group, _ = run(command=[sys.executable, "-c", hangs], timeout_s=1.0)
     assert group.outcomes[0].status == "timeout"
+
+
+def test_programs_beyond_a_number_wait_before_their_time_begins(tmp_path, monkeypatch):
+    """Else a step of thousands of rollouts would be as many processes at once."""
+    monkeypatch.setattr(programs, "_OPEN", 2)
+    counts = tmp_path / "counts"
+    open_ones = tmp_path / "open"
+    open_ones.mkdir()
+    code = f"touch {open_ones}/$$; ls {open_ones} | wc -l >> {counts}; sleep 1; rm {open_ones}/$$"
+    command = ["sh", "-c", f"{code}; echo 1"]
+    groups, _ = run_all(["7"] * 6, program="", command=command, timeout_s=2.9)
+    assert [group.outcomes[0].value for group in groups] == [1.0] * 6
+    assert max(map(int, counts.read_text().split())) == 2
 
 
 def test_a_command_need_not_read_its_row():

@@ -59,12 +59,10 @@ def test_on_a_terminal_one_line_that_changes():
 
 def test_a_console_takes_over_and_a_calm_one_says_only_what_lasts():
     stream = io.StringIO()
-    with (
-        StepConsole("grpo", num_steps=2, stream=stream) as console,
-        Progress("grpo", stream=stream) as progress,
-    ):
+    console = StepConsole("grpo", num_steps=2, stream=stream)
+    with Progress("grpo", stream=stream) as progress:
         progress.enter("meets")
-        progress.follow(console.status)
+        progress.follow(console.note)
         progress.enter("evaluates")
         assert stream.getvalue().splitlines()[1] == "grpo evaluates"
         progress.calm()
@@ -158,31 +156,19 @@ def test_nothing_measured_is_said(tmp_path):
         write_report(tmp_path)
 
 
-def test_plain_lines_without_a_terminal():
+def test_a_line_a_step():
     stream = io.StringIO()
-    with StepConsole("grpo", num_steps=4, start_step=1, stream=stream) as console:
-        console.note("resumed at step 1")
-        console.update(2, {"reward/mean": 0.5, "eval/accuracy": 0.25})
-        console.update(3, {"reward/mean": 0.75, "perf/tokens_per_s": 1234.4})
-        console.update(
-            4, {"loss/total": 0.5, "policy/kl_reference": 0.0123, "optim/grad_norm": 0.256}
-        )
+    console = StepConsole("grpo", num_steps=4, start_step=1, stream=stream)
+    console.note("resumed at step 1")
+    console.update(2, {"reward/mean": 0.5, "eval/accuracy": 0.25})
+    console.update(3, {"reward/mean": 0.75, "perf/tokens_per_s": 1234.4})
+    console.update(4, {"loss/total": 0.5, "policy/kl_reference": 0.0123, "optim/grad_norm": 0.256})
     note, first, second, third = stream.getvalue().splitlines()
     assert note == "grpo resumed at step 1"
     assert first.startswith("grpo 2/4  reward 0.500  eval 0.250  eta ")
     # the evaluation stays on the line
     assert second.startswith("grpo 3/4  reward 0.750  eval 0.250  tok/s 1,234  eta ")
     assert "  loss 0.5000  kl 1.2e-02  grad 0.26  tok/s" in third
-
-
-@pytest.mark.parametrize(("enabled", "shown"), [(True, ("2/2", "reward 0.500")), (False, ())])
-def test_live_line_in_a_terminal_unless_switched_off(monkeypatch, enabled, shown):
-    stream = io.StringIO()
-    monkeypatch.setattr(stream, "isatty", lambda: True)
-    with StepConsole("grpo", num_steps=2, enabled=enabled, stream=stream) as console:
-        console.note("x")
-        console.update(2, {"reward/mean": 0.5})
-    assert all(words in stream.getvalue() for words in shown) and bool(stream.getvalue()) == enabled
 
 
 def test_minutes():

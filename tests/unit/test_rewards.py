@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megagrpo.config.reward import RewardConfig
 from megagrpo.rewards import worker
@@ -235,6 +237,23 @@ def test_which_tokens_get_a_reward(file, name, sampled, value, token_rewards):
     mask = None if sampled is None else np.array(sampled, bool)
     outcome = graded(file, name, tokens=lambda: response(mask))
     assert outcome.value == pytest.approx(value) and outcome.token_rewards == token_rewards
+
+
+@given(st.text(st.sampled_from("ab \u00e9\u6570\U0001f600"), min_size=1, max_size=900))
+def test_parts_end_where_the_text_up_to_their_last_token_does(text: str):
+    """Tokens of one byte: characters are cut by them, and by the blocks that are decoded."""
+    ids = np.frombuffer(text.encode(), np.uint8)
+
+    def decode(part: np.ndarray) -> str:
+        return part.tobytes().decode(errors="replace")
+
+    ends = range(1, len(text) + 1, max(len(text) // 7, 1))
+    spans = [(end, 1.0) for end in ends]
+    found = ResponseTokens(ids, None, decode).rewards(spans, (), 1.0)
+    lengths = [len(decode(ids[:number])) for number in range(1, len(ids))]
+    assert [index for index, _ in found] == [
+        next((i for i, length in enumerate(lengths) if length >= end), len(ids) - 1) for end in ends
+    ]
 
 
 def test_weights_and_group_graders(file):

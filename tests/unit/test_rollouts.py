@@ -71,12 +71,30 @@ def test_samples_of_a_rollout_are_neighbours_with_one_reward():
     assert rollouts_of(torch.tensor([start, start + 4, 0]), split).tolist() == sorted({0, first})
 
 
+def test_a_rollout_is_too_long_if_one_of_its_samples_is():
+    """sampling.max_response_tokens limits a sample: ten short turns are no long response."""
+    split, _ = both()
+    lengths = (split.lengths - split.prompt_lengths).tolist()
+    sizes = split.rollout_sizes.tolist()
+    parts = [lengths[sum(sizes[:i]) : sum(sizes[: i + 1])] for i in range(len(sizes))]
+    longest = max(lengths)
+    assert any(sum(part) > longest for part in parts)
+    buffer = longest // 2
+    options = AlgorithmConfig(reward={"overlong": {"buffer_tokens": buffer, "factor": 1.0}})
+    _, _, metrics = with_advantages(split, options, alone, AlgoState(), longest)
+    valid = split.rewards.valid[split.rollout_sizes.cumsum(0) - split.rollout_sizes].tolist()
+    penalties = [
+        min(0, longest - buffer - max(part)) / buffer
+        for part, judged in zip(parts, valid, strict=True)
+        if judged
+    ]
+    mean = sum(penalties) / len(penalties)
+    assert min(penalties) == -1 and metrics["reward/overlong_penalty"] == pytest.approx(mean)
+
+
 ALGORITHMS = {
     "grpo": {},
-    "truncated masked, clipped, overlong": {
-        "mask_truncated": True,
-        "reward": {"clip": 0.9, "overlong": {"buffer_tokens": 50, "factor": 0.5}},
-    },
+    "truncated masked, clipped": {"mask_truncated": True, "reward": {"clip": 0.9}},
     "dr_grpo": {"advantage": {"name": "dr_grpo"}},
     "passk": {"advantage": {"name": "grpo_passk"}},
     "rloo": {"advantage": {"name": "rloo"}},

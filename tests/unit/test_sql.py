@@ -35,8 +35,9 @@ def test_a_query_of_a_table_is_the_answer(query, reward):
     assert Sql(ROW, 0).step(query) == (None, reward, True)
 
 
-def test_rows_have_an_order_where_the_answer_has_one():
-    ordered = ROW | {"answer": "select name from pets order by age"}
+@pytest.mark.parametrize("order", ["order by", "ORDER BY"])
+def test_rows_have_an_order_where_the_answer_has_one(order):
+    ordered = ROW | {"answer": f"select name from pets {order} age"}
     assert Sql(ordered, 0).step("select name from pets order by age")[1] == 1.0
     assert Sql(ordered, 0).step("select name from pets order by age desc")[1] == 0.0
 

@@ -53,7 +53,7 @@ from megatron.core import optimizer, tensor_parallel
 from megatron.core.optimizer import clip_grads, distrib_optimizer
 from megagrpo.actor.megatron.config import kernels_here, transformer_config
 from megagrpo.actor.megatron.model import build_chunks, chunk_parameters, load_hf
-from megagrpo.tools.plan.trainer_dry_run import pretended_world
+from tests.pretended_world import pretended_world
 from megagrpo.config.actor import ActorConfig
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.families.table import architecture_of

@@ -1,7 +1,6 @@
 """What `megagrpo view` reads, bounds and writes; the page in headless Chromium: no error, no
 request, hostile texts."""
 
-import gzip
 import json
 import re
 from contextlib import closing
@@ -18,8 +17,7 @@ from megagrpo.monitor.record import StepLog
 from megagrpo.monitor.rollouts import RolloutLog
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.view.command import write_view
-from megagrpo.tools.view.samples import read_samples
-from megagrpo.tools.view.trace import read_trace, spread
+from megagrpo.tools.view.samples import read_samples, spread
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
 
@@ -78,7 +76,7 @@ def test_one_page_holds_the_samples(tmp_path, capsys):
 
 def test_nothing_of_a_response_becomes_part_of_the_page(tmp_path):
     folder = make_run(tmp_path / "<b>run")
-    write_view([folder], 20.0, 20, tmp_path / "page.html", None)
+    write_view([folder], 20.0, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     parser = Scripts(page)
     assert [kind for kind, _ in parser.found] == ["application/json", ""]
@@ -91,7 +89,7 @@ def test_nothing_of_a_response_becomes_part_of_the_page(tmp_path):
 def test_what_is_no_run_is_refused(tmp_path, capsys):
     assert cli.main(["view", str(tmp_path / "absent")]) == 2
     assert "metrics.jsonl: no such file" in capsys.readouterr().err
-    folder = RunFolder(tmp_path / "without")  # timeline and tokens switched off
+    folder = RunFolder(tmp_path / "without")  # tokens switched off
     with (
         closing(StepLog(folder, LogConfig(tensorboard=False))) as log,
         closing(RolloutLog(folder, 0, 1)) as samples,
@@ -100,11 +98,7 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
         samples.write(1, made_groups(1))
     assert cli.main(["view", str(folder.path)]) == 0
     (run,) = runs_of(folder.view.read_text())
-    assert [sample["advantage"] for sample in run["groups"][0]["samples"]] == [
-        None
-    ] * 4 and not folder.trace.exists()
-    assert cli.main(["view", str(folder.path), "--trace", str(tmp_path / "trace.json")]) == 2
-    assert "log.timeline" in capsys.readouterr().err
+    assert [sample["advantage"] for sample in run["groups"][0]["samples"]] == [None] * 4
 
 
 def test_samples_are_bounded_in_bytes_and_spread_over_steps(tmp_path):
@@ -169,57 +163,6 @@ def test_one_huge_response_does_not_fill_the_page(tmp_path):
     assert len(text) < 20_100 and text.endswith("[... 980000 more characters]")
 
 
-def test_a_trace_has_ranks_engines_and_requests(tmp_path, capsys):
-    folder = make_run(tmp_path / "run", num_steps=4)
-    with folder.timeline_file(0).open("a") as file:
-        file.write('{"step": 5, "rewa')  # is being written
-    words = [
-        "--output",
-        str(tmp_path / "p.html"),
-        "--trace",
-        str(tmp_path / "t.gz"),
-        "--timeline-steps",
-        "3",
-    ]
-    assert cli.main(["view", str(folder.path), *words]) == 0
-    assert "run: timeline: the last 3 of 4 steps (--timeline-steps)" in capsys.readouterr().out
-    assert (
-        sorted(path.name for path in tmp_path.iterdir()) == ["p.html", "run", "t.gz"]
-        and not folder.trace.exists()
-    )
-    events = json.loads(gzip.decompress((tmp_path / "t.gz").read_bytes()))["traceEvents"]
-    threads = {
-        (e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"
-    }
-    assert threads == {(1, 0): "rank 0", (1, 1): "rank 1", (2, 0): "engine-0", (2, 1): "engine-1"}
-    slices = [event for event in events if event["ph"] == "X"]
-    assert {event["name"] for event in slices} == {"rollout", "update", "publish", "digest"}
-    assert all(
-        event["dur"] >= 0 and event["ts"] >= 0 and (event["pid"], event["tid"]) in threads
-        for event in slices
-    )
-    assert {event["args"]["step"] for event in slices} == {"2", "3", "4"}
-    begun, ended = ({e["id"]: e["ts"] for e in events if e["ph"] == kind} for kind in "be")
-    assert len(begun) == 24 and all(ended[number] >= start for number, start in begun.items())
-    running = [event["args"]["requests"] for event in events if event["ph"] == "C"]
-    assert max(running) > 1 and running[-1] == 0
-    assert read_trace(folder, 0) == ([], [])
-
-
-def test_ranks_are_merged_on_one_axis(tmp_path):
-    folder = make_run(tmp_path, num_steps=1)
-    for rank, start in ((0, 1000.0), (1, 1000.5)):
-        line = json.loads(folder.timeline_file(rank).read_text())
-        line |= {"start": start, "phases": [["rollout", 0.0, 2.0]], "engines": [f"engine-{rank}"]}
-        line |= {"requests": [[0, 0.25, 1.0, 4]], "num_requests": 3, "calls": []}
-        folder.timeline_file(rank).write_text(json.dumps(line) + "\n")
-    events, _ = read_trace(folder, 5)
-    slices = [(e["tid"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
-    assert slices == [(0, 0, 2_000_000), (1, 500_000, 2_000_000)]
-    starts = [(e["tid"], e["ts"], e["args"]["stands for"]) for e in events if e["ph"] == "b"]
-    assert starts == [(0, 250_000, 3.0), (1, 750_000, 3.0)]
-
-
 ROWS, COUNT = (
     "document.querySelectorAll('#table tbody tr').length",
     "document.getElementById('count').textContent",
@@ -242,7 +185,7 @@ def runs(tmp_path_factory):
 @pytest.fixture
 def page(browser, runs):
     """The page of two runs; at the end it has logged no error and made no request."""
-    write_view(runs, 20.0, 20, None, None)
+    write_view(runs, 20.0, None)
     browser.errors.clear()
     browser.requests.clear()
     browser.open(runs[0].view.as_uri())

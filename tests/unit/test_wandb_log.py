@@ -13,10 +13,12 @@ import pytest
 from megagrpo.check.problems import preflight
 from megagrpo.config.load import load_config
 from megagrpo.monitor.wandb_log import WandbLog
+from megagrpo.system.environment import child_environment
 from megagrpo.system.run_folder import RunFolder
 from tests.experiments import QUICKSTART, python
 
-OFFLINE = "log.wandb={project: tests, mode: offline}"
+PROJECT = "log.wandb={project: tests}"
+OFFLINE = {"WANDB_MODE": "offline"}
 TWO_STARTS = """
 import os, sys
 from pathlib import Path
@@ -47,7 +49,9 @@ def started_twice(tmp_path_factory) -> tuple[Path, str]:
     """(run folder, what the process that wrote into it has printed)."""
     pytest.importorskip("wandb")
     folder = tmp_path_factory.mktemp("run")
-    return folder, python("-c", TWO_STARTS, QUICKSTART, OFFLINE, folder)
+    return folder, python(
+        "-c", TWO_STARTS, QUICKSTART, PROJECT, folder, env=child_environment(OFFLINE)
+    )
 
 
 def records(path: Path) -> Iterator:
@@ -101,7 +105,7 @@ def test_two_starts_are_one_run_with_the_entries_of_metrics_jsonl(started_twice)
     run = found[0]["run"].run
     assert (run.project, run.display_name) == ("tests", "quickstart")
     config = {item.key: json.loads(item.value_json) for item in run.config.update}
-    expected = load_config(QUICKSTART, [OFFLINE]).model_dump(mode="json")
+    expected = load_config(QUICKSTART, [PROJECT]).model_dump(mode="json")
     assert {name: config[name] for name in expected} == expected
     assert [one["exit"].exit.exit_code for one in found] == [0, 1], (
         "the second was ended by an error"
@@ -143,6 +147,5 @@ def test_a_failure_while_sending_is_said_once_and_nothing_more_is_sent(tmp_path)
 def test_check_wants_the_package_where_it_is_used(monkeypatch, prepared):
     monkeypatch.setattr("megagrpo.check.problems.find_spec", lambda name: None)
     assert preflight(load_config(QUICKSTART)) == []
-    assert preflight(load_config(QUICKSTART, [OFFLINE.replace("offline", "disabled")])) == []
-    (problem,) = preflight(load_config(QUICKSTART, [OFFLINE]))
+    (problem,) = preflight(load_config(QUICKSTART, [PROJECT]))
     assert problem.startswith("log.wandb: the package wandb is not installed; `pip install wandb`")

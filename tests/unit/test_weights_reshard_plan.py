@@ -201,3 +201,60 @@ def test_the_same_plan_on_every_rank_whatever_the_lists_share():
     one = trainers(2, 1, 1)
     shared, separate = [one[0], one[1]] * 2, trainers(2, 1, 2)
     assert trainer_atoms(shared, SPECS) == trainer_atoms(separate, SPECS)
+
+
+def test_the_plan_at_the_size_of_qwen3_235b():
+    """94 layers of 128 experts, 128 trainers (tp 4, pp 8, ep 8) to 8 engines of 16 ranks: each
+    element goes once to every engine rank that needs it, and no trainer sends much more than
+    another."""
+    specs, everyone, receivers = {}, [[] for _ in range(128)], [[] for _ in range(16)]
+
+    def hold(layer: int, name: str, shape: tuple[int, ...], parts: int, axis: int = 0):
+        """Cut along `axis` into 4 parts in the trainers, into `parts` in the engines."""
+        specs[name] = (shape, torch.bfloat16)
+
+        def cut(number: int, rank: int) -> Copy:
+            size = [*shape]
+            size[axis] //= number
+            start = [0] * len(shape)
+            start[axis] = rank * size[axis]
+            strides = (size[1], 1) if len(size) == 2 else (1,)
+            return Copy(name, tuple(start), tuple(size), name, 0, strides)
+
+        stage = layer * 8 // 94
+        for rank in range(stage * 16, stage * 16 + 16):
+            everyone[rank].append(cut(4, rank % 4))
+        for rank, copies in enumerate(receivers):
+            copies.append(cut(parts, rank % parts))
+
+    for layer in range(94):
+        prefix = f"layers.{layer}."
+        hold(layer, f"{prefix}q", (8192, 4096), 16)
+        hold(layer, f"{prefix}k", (512, 4096), 4)  # four heads on sixteen ranks
+        hold(layer, f"{prefix}o", (4096, 8192), 16, axis=1)
+        stage = layer * 8 // 94
+        for expert in range(128):
+            for part in ("gate", "up", "down"):
+                name = f"{prefix}{expert}.{part}"
+                shape = (4096, 1536) if part == "down" else (1536, 4096)
+                specs[name] = (shape, torch.bfloat16)
+                whole = Copy(name, (0, 0), shape, name, 0, (shape[1], 1))
+                for replica in range(2):  # of 16 ranks of a stage, 8 hold different experts
+                    everyone[stage * 16 + replica * 8 + expert // 16].append(whole)
+                receivers[expert // 8].append(whole)
+    bucket = 1 << 30
+    cover = make_cover(trainer_atoms(everyone, specs), receivers, specs, piece_limit(bucket))
+    needed = sum(copy.box.numel for copies in receivers for copy in copies) * 2
+    assert cover.total_bytes == needed == int(cover.num_bytes.sum()) > 450e9
+    sent, messages = np.zeros(128, dtype=np.int64), 0
+    for slot in range(8):
+        plan = plan_transfer(cover, slot, 8, bucket)
+        assert all(
+            rank in cover.ranks[held]
+            for rank, held in zip(plan.sources[::997], cover.holders[::997], strict=True)
+        )
+        np.add.at(sent, plan.sources, cover.num_bytes)
+        messages += len(np.unique(plan.messages))
+    assert sent.sum() == 8 * needed
+    assert sent.max() < 1.1 * sent.mean(), "pipeline stages hold 11 or 12 layers"
+    assert messages <= 8 * sum(map(len, receivers)), "no tensor is cut without need"

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -177,6 +178,37 @@ def test_a_transport_learns_of_an_engine_that_died_and_meets_it_again(engine, to
         "transfer 2",
     ]
     assert transport.events.index("drop 1") < transport.events.index("transfer 2")
+
+
+class Dying(ToyTransport):
+    def _send(self, engine: EngineConnection) -> None:
+        raise EngineDown("it dies in every update")
+
+
+def test_a_publish_ends_at_its_deadline_though_its_engine_comes_back(engine, tmp_path, monkeypatch):
+    monkeypatch.setitem(TRANSPORTS, "toy", Dying)
+    trainer = Trainer(tmp_path, engine, "toy", timeout_s=1)
+    with pytest.raises(LeaderError, match="rank 0 waited 1 s .*; they died because: "):
+        trainer.publish()
+
+
+def test_an_engine_that_dies_before_its_update_begins_is_updated_when_it_is_back(
+    engine, toy, monkeypatch
+):
+    """It has no address while it starts."""
+    back = engine.info
+    starting = replace(back, state="starting", url="", incarnation=2)
+    listed = [[back], [starting], [starting], [replace(back, incarnation=2)]]
+
+    def engines() -> list:
+        if len(listed) > 1:
+            return listed.pop(0)
+        return [engine.info]
+
+    monkeypatch.setattr(engine, "engines", engines)
+    engine.info = listed[-1][0]
+    toy.publish_and_compare()
+    assert not listed[1:] and engine.info.state == "ready" and engine.info.incarnation == 2
 
 
 @pytest.mark.parametrize(

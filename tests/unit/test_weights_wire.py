@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megagrpo.system.environment import get, nccl_variables
 from megagrpo.weights.copies.views import ParameterSlice
+from megagrpo.weights.transports.links import Link
 from megagrpo.weights.transports.reshard import JOIN, SendOrder, _TrainerEnd
 from megagrpo.weights.wire import clock
 from megagrpo.weights.wire.changes import ALL, LastSent, changes_bytes, count_tags, write_changes
@@ -139,6 +140,14 @@ def test_a_link_over_nccl_takes_a_turn_for_its_group_once(monkeypatch):
 def test_ranks_that_do_not_meet_over_gloo_are_lost_at_the_limit():
     with pytest.raises(PeerLost, match="the 2 ranks of group w did not meet"):
         join_group(dist.HashStore(), "w", 0, 2, torch.device("cpu"), "127.0.0.1", GroupLimits(0.2))
+
+
+def test_a_store_that_does_not_answer_in_time_is_a_lost_peer():
+    """At a deadline that is over torch has its own error, which would end the run."""
+    limits = GroupLimits(0.2)
+    link = Link("w", "http://e", 1, 0, 0, (), ("127.0.0.1", 9), 1.0, limits, 0.01, "t")
+    with pytest.raises(PeerLost, match="no connection to the store for http://e"):
+        link.open_store()
 
 
 @pytest.fixture

@@ -4,31 +4,28 @@ packages."""
 import importlib.util
 import re
 import warnings
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar, get_type_hints
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megagrpo.actor.host import slow_attention, uses_transformer_engine
 from megagrpo.actor.megatron import internals_0_16
 from megagrpo.actor.megatron.fields import Kernels, ddp_fields, optimizer_fields, transformer_fields
 from megagrpo.config.layout import context_problem, layout_problems
-from megagrpo.config.libraries.megatron import (
-    DDP_SETTINGS,
-    OPTIMIZER_SETTINGS,
-    TRANSFORMER_SETTINGS,
-    SettingsTable,
-)
-from megagrpo.config.libraries.source import refusal_of
+from megagrpo.config.libraries import DDP, OPTIMIZER, TRANSFORMER, refusal
 from megagrpo.config.schema import ActorConfig
 from megagrpo.families.architecture import Architecture
+from megagrpo.system.user_function import did_you_mean
 
 C = TypeVar("C")
 _APEX_KERNEL = "fused_weight_gradient_mlp_cuda"
+_ANY_CLASS = ConfigDict(arbitrary_types_allowed=True)
 
 
 def checked_kernels(arch: Architecture, config: ActorConfig) -> Kernels:
@@ -85,10 +82,8 @@ def megatron_configs(
     if Megatron does."""
     return (
         transformer_config(arch, config, kernels),
-        _built(DistributedDataParallelConfig, ddp_fields(config, kernels), DDP_SETTINGS, config),
-        _built(
-            MegatronOptimizerConfig, optimizer_fields(config, kernels), OPTIMIZER_SETTINGS, config
-        ),
+        _built(DistributedDataParallelConfig, ddp_fields(config, kernels), DDP),
+        _built(MegatronOptimizerConfig, optimizer_fields(config, kernels), OPTIMIZER),
     )
 
 
@@ -98,7 +93,7 @@ def transformer_config(
     """Returns Megatron's configuration of the model. Raises ValueError if Megatron refuses the
     settings."""
     cls = TransformerConfig if arch.mla is None else MLATransformerConfig
-    built = _built(cls, transformer_fields(arch, config, kernels), TRANSFORMER_SETTINGS, config)
+    built = _built(cls, transformer_fields(arch, config, kernels), TRANSFORMER)
     if built.gradient_accumulation_fusion:
         if not (kernels.transformer_engine or kernels.fused_weight_gradient):
             raise ValueError(
@@ -110,27 +105,48 @@ def transformer_config(
     return built
 
 
-def _built(
-    cls: type[C], fields: Mapping[str, object], table: SettingsTable, config: ActorConfig
-) -> C:
+def _built(cls: type[C], fields: Mapping[str, object], path: tuple[str, ...]) -> C:
     try:
         build: Callable[..., C] = cls
         return build(**{name: _as_object(name, value) for name, value in fields.items()})
-    except (ValueError, AssertionError, RuntimeError, ImportError) as exc:
-        named = [name for name in table.fields if re.search(rf"\b{name}\b", str(exc))]
-        refused = {name: refusal_of(name, table.refused) for name in named}
-        ours = {
-            name: refusal.instead
-            for name, refusal in refused.items()
-            if refusal and refusal.instead
-        }
-        where = ".".join(table.path)
-        given = ", ".join(f"{where}.{key}: {value}" for key, value in table.given(config).items())
-        names = "".join(f"; {name} is {key} here" for name, key in ours.items())
+    except (TypeError, ValueError, AssertionError, RuntimeError, ImportError) as exc:
+        ours = "".join(
+            f"; {name} is {why}"
+            for name in fields
+            if re.search(rf"\b{name}\b", str(exc)) and (why := refusal(path, name))
+        )
         raise ValueError(
-            f"Megatron's {cls.__name__} refuses these settings: {exc}{names}"
-            + (f". Set here: {given}" if given else f". Nothing is set in {where}")
+            f"Megatron's {cls.__name__} refuses these settings: {exc}{ours}; what is not set by "
+            f"another key may be set in {'.'.join(path)}"
         ) from exc
+
+
+def megatron_problems(
+    path: tuple[str, ...], settings: Mapping[str, object]
+) -> Iterator[tuple[str, str]]:
+    """Yields (field, problem) of each setting that Megatron's class does not have or whose value
+    has another type."""
+    cls = _CLASSES[path]
+    declared = get_type_hints(cls)
+    for name, value in settings.items():
+        if name not in declared:
+            known = [field for field in declared if not refusal(path, field)]
+            yield name, f"Megatron's {cls.__name__} has no such field{did_you_mean(name, known)}"
+            continue
+        try:
+            judge: TypeAdapter[object] = TypeAdapter(declared[name], config=_ANY_CLASS)
+            judge.validate_python(_as_object(name, value), strict=True)
+        except (ValidationError, KeyError, AttributeError) as exc:
+            told = exc.errors()[0]["msg"] if isinstance(exc, ValidationError) else f"no {value}"
+            kind = ", ".join(getattr(declared[name], "__members__", [str(declared[name])]))
+            yield name, f"Megatron's {cls.__name__} declares it as {kind}; {told}"
+
+
+_CLASSES: dict[tuple[str, ...], type] = {
+    TRANSFORMER: MLATransformerConfig,
+    DDP: DistributedDataParallelConfig,
+    OPTIMIZER: MegatronOptimizerConfig,
+}
 
 
 def _as_object(name: str, value: object) -> object:

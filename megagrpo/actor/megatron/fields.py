@@ -117,16 +117,11 @@ def transformer_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels)
         "calculate_per_token_loss": True,
         "batch_p2p_comm": False,
         "transformer_impl": "transformer_engine" if kernels.transformer_engine else "local",
-        "bias_activation_fusion": False,
-        "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "bias_dropout_fusion": False,
-        "apply_rope_fusion": False,
     }
     return {
         **base,
         **(_expert_fields(arch, actor, kernels) if arch.is_moe else {}),
-        **_latent_fields(arch, arch.mla),
+        **({} if arch.mla is None else _latent_fields(arch, arch.mla)),
         **_recompute_fields(arch, actor, kernels),
         **transformer_defaults(arch, actor, kernels),
         **actor.megatron,
@@ -148,13 +143,10 @@ def ddp_fields(actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
     fields = {
         "use_distributed_optimizer": sharded,
         "grad_reduce_in_fp32": dtype == "float32",
+        "overlap_grad_reduce": overlap,
+        "overlap_param_gather": overlap and sharded,
+        "align_param_gather": overlap and sharded and p.vpp > 1,
     }
-    if overlap:
-        fields["overlap_grad_reduce"] = True
-    if overlap and sharded:
-        fields["overlap_param_gather"] = True
-    if overlap and sharded and p.vpp > 1:
-        fields["align_param_gather"] = True
     return fields | actor.ddp
 
 
@@ -171,9 +163,7 @@ def optimizer_fields(actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
         "lr": optimizer.lr,
         "min_lr": optimizer.min_lr,
         "weight_decay": optimizer.weight_decay,
-        "adam_beta1": optimizer.adam_beta1,
         "adam_beta2": optimizer.adam_beta2,
-        "adam_eps": optimizer.adam_eps,
         "clip_grad": optimizer.clip_grad,
         "use_distributed_optimizer": optimizer.distributed,
         "bf16": actor.dtype == "bfloat16",
@@ -185,42 +175,34 @@ def optimizer_fields(actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
 
 
 def _recompute_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
+    if actor.recompute == "none":
+        return {}
     if actor.recompute == "full":
-        return {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
-    if actor.recompute == "selective":
-        return {
-            "recompute_granularity": "selective",
-            "recompute_modules": _recomputed_modules(arch, actor, kernels),
-        }
-    return {}
+        how: dict[str, Any] = {"recompute_method": "uniform", "recompute_num_layers": 1}
+    else:
+        how = {"recompute_modules": _recomputed_modules(arch, actor, kernels)}
+    return {"recompute_granularity": actor.recompute, **how}
 
 
 def _recomputed_modules(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> list[str]:
     """Returns what is cheap to compute again for the memory that it holds; flash attention holds
     next to nothing."""
-    dense = [] if arch.is_moe and not arch.dense_layers else ["mlp"]
-    if (
-        not kernels.transformer_engine
-    ):  # experts one by one have no activation of their own to recompute
-        return [*dense, *(["moe"] if arch.is_moe else [])]
-    modules = dense + (["shared_experts"] if arch.shared_ffn_size else [])
-    if actor.megatron.get("fp8") and actor.megatron.get("fp8_recipe", "delayed") == "delayed":
-        return modules  # the scales would be those of another forward, says Megatron of the others
-    return [
-        "layernorm",
-        *(["mla_up_proj"] if arch.mla is not None else []),
-        *(["moe_act"] if arch.is_moe else []),
-        *modules,
-    ]
+    engine = kernels.transformer_engine
+    delayed = actor.megatron.get("fp8_recipe", "delayed") == "delayed"
+    # with delayed scales of FP8 they would be those of another forward, says Megatron
+    scaled = engine and not (actor.megatron.get("fp8") and delayed)
+    modules = {
+        "layernorm": scaled,
+        "mla_up_proj": scaled and arch.mla is not None,
+        "moe_act": scaled and arch.is_moe,
+        "mlp": not arch.is_moe or arch.dense_layers > 0,
+        "moe": not engine and arch.is_moe,  # one by one they have no activation of their own
+        "shared_experts": engine and arch.shared_ffn_size > 0,
+    }
+    return [name for name, chosen in modules.items() if chosen]
 
 
-def _latent_fields(arch: Architecture, mla: LatentAttention | None) -> dict[str, Any]:
-    if mla is None:
-        return {}
+def _latent_fields(arch: Architecture, mla: LatentAttention) -> dict[str, Any]:
     scaling = arch.rope_scaling
     yarn = {key: scaling[key] for key in YARN_KEYS if key != "factor"} if scaling else {}
     return {
@@ -238,19 +220,7 @@ def _latent_fields(arch: Architecture, mla: LatentAttention | None) -> dict[str,
 
 
 def _expert_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
-    with_experts = arch.num_layers - arch.dense_layers
-    of_sigmoids = {
-        "moe_router_score_function": "sigmoid",
-        "moe_router_topk_scaling_factor": arch.routed_scale,
-        "moe_router_enable_expert_bias": arch.router_bias,
-        # Megatron would move it after every step, though no optimiser holds it
-        "moe_router_bias_update_rate": 0.0,
-    }
-    groups = {
-        "moe_router_num_groups": arch.router_groups,
-        "moe_router_group_topk": arch.router_top_groups,
-    }
-    return {
+    fields: dict[str, Any] = {
         "num_moe_experts": arch.num_experts,
         "moe_router_topk": arch.experts_per_token,
         "moe_ffn_hidden_size": arch.expert_ffn_size,
@@ -260,11 +230,19 @@ def _expert_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> 
         "moe_router_pre_softmax": not arch.norm_topk_prob,
         "moe_router_dtype": "fp32" if actor.dtype != "float32" else None,
         "moe_shared_expert_intermediate_size": arch.shared_ffn_size or None,
-        **(
-            {"moe_layer_freq": [0] * arch.dense_layers + [1] * with_experts}
-            if arch.dense_layers
-            else {}
-        ),
-        **(of_sigmoids if arch.sigmoid_router else {}),
-        **(groups if arch.router_groups > 1 else {}),
     }
+    if arch.dense_layers:
+        with_experts = arch.num_layers - arch.dense_layers
+        fields["moe_layer_freq"] = [0] * arch.dense_layers + [1] * with_experts
+    if arch.sigmoid_router:
+        fields |= {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_topk_scaling_factor": arch.routed_scale,
+            "moe_router_enable_expert_bias": arch.router_bias,
+            # Megatron would move it after every step, though no optimiser holds it
+            "moe_router_bias_update_rate": 0.0,
+        }
+    if arch.router_groups > 1:
+        fields["moe_router_num_groups"] = arch.router_groups
+        fields["moe_router_group_topk"] = arch.router_top_groups
+    return fields

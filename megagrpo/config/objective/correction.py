@@ -16,8 +16,10 @@ class TruncatedImportance(Section):
     over: Literal["token", "sequence", "geometric"] = "token"
     """Unit of the ratio: a token, a sequence (the product of its tokens' ratios), or the geometric
     mean of a sequence's ratios."""
-    cap: PositiveFloat = Field(default=2.0, description="Largest weight.")
-    floor: NonNegativeFloat = Field(default=0.0, description="Smallest weight.")
+    cap: PositiveFloat = 2.0
+    """Largest weight."""
+    floor: NonNegativeFloat = 0.0
+    """Smallest weight."""
     self_normalise: bool = False
     """Divides by the mean weight of the step's tokens, or sequences."""
 
@@ -42,12 +44,10 @@ class Band(Section):
 
     name: Literal["icepop", "mis_mask"]
     """Weight inside the band: the ratio (icepop) or 1 (mis_mask)."""
-    low: NonNegativeFloat = Field(
-        default=0.5, description="Smallest ratio old / rollout that is not given weight 0."
-    )
-    high: PositiveFloat = Field(
-        default=5.0, description="Largest ratio old / rollout that is not given weight 0."
-    )
+    low: NonNegativeFloat = 0.5
+    """Smallest ratio old / rollout that is not given weight 0."""
+    high: PositiveFloat = 5.0
+    """Largest ratio old / rollout that is not given weight 0."""
 
     @property
     def formula(self) -> str:
@@ -76,7 +76,8 @@ class Rejection(Section):
     of the ratio), the sum or the extremes. token: every token for itself."""
     low: NonNegativeFloat = 0.0
     """Smallest ratio that is kept; a KL estimate has an upper limit only."""
-    high: PositiveFloat = Field(description="Largest ratio, or KL estimate, that is kept.")
+    high: PositiveFloat
+    """Largest ratio, or KL estimate, that is kept."""
     keep_denominator: bool = False
     """Counts rejected tokens and sequences in the denominators all the same."""
 
@@ -101,25 +102,14 @@ class Rejection(Section):
         ]
 
 
-class Alarm(Section):
-    """Bounds of the difference between trainer and engine in the first step of a start, in nats of
-    trained tokens."""
-
-    mean: PositiveFloat | None = None
-    """Of the mean. Default: 0.001 in float32, 0.05 in bfloat16, there 0.1 if experts are not
-    replayed."""
-    tail: PositiveFloat | None = None
-    """Of the 99.9th percentile. Default: 0.1 in float32, 1 in bfloat16, there 4 if experts are not
-    replayed."""
-
-
 class MismatchConfig(Section):
     """Corrects for engine and trainer giving the same token different probabilities."""
 
     weight: Annotated[TruncatedImportance | Band, Field(discriminator="name")] | None = None
     """Weight of the policy term of every token; null: 1."""
-    reject: Rejection | None = Field(
-        default=None, description="Which responses are not trained on; null: none."
-    )
-    alarm: Alarm | None = Alarm()
-    """Bounds beyond which the first step of a start prints an alarm; null: none."""
+    reject: Rejection | None = None
+    """Which responses are not trained on; null: none."""
+    alarm: PositiveFloat | None = 1.0
+    """Factor of the bounds beyond which the first step of a start prints an alarm of the difference
+    between trainer and engine, in nats of trained tokens; null: none. Of the mean: 0.001 in float32,
+    0.05 in bfloat16, there 0.1 if experts are not replayed; of the 99.9th percentile: 0.1, 1, 4."""

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from megagrpo.config.fields import Aggregation, Ddof, PositiveFloat, Variant
+from megagrpo.config.fields import Aggregation, PositiveFloat, Variant
 
 
 class Estimator(Variant):
@@ -23,12 +23,6 @@ class Estimator(Variant):
     needs_greedy_response: ClassVar[bool] = (
         False  # refuses reward steps that its greedy baseline does not get
     )
-
-    @property
-    def group_std_ddof(self) -> int:
-        """Delta degrees of freedom of the standard deviation of a group's rewards: std_ddof of
-        those that have it."""
-        return getattr(self, "std_ddof", 1)
 
     @property
     def refuses_group_of_one(self) -> tuple[str, str] | None:
@@ -55,9 +49,6 @@ class _ComparesResponses(Estimator):
         )
 
 
-_STD_DDOF = (
-    "Delta degrees of freedom of the group's standard deviation: 1 (sample) or 0 (population)."
-)
 _EPS = "Added to the group's standard deviation, in units of the reward."
 
 
@@ -68,7 +59,6 @@ class GrpoAdvantage(_ComparesResponses):
     normalises_by_group = True
 
     name: Literal["grpo"] = "grpo"
-    std_ddof: Ddof = Field(default=1, description=_STD_DDOF)
     eps: PositiveFloat = Field(default=1e-6, description=_EPS)
 
 
@@ -96,10 +86,8 @@ class GrpoPassKAdvantage(Estimator):
     normalises_by_group = True
 
     name: Literal["grpo_passk"] = "grpo_passk"
-    normalise: bool = Field(
-        default=True, description="Whether to divide by the group's standard deviation plus eps."
-    )
-    std_ddof: Ddof = Field(default=1, description=_STD_DDOF)
+    normalise: bool = True
+    """Whether to divide by the group's standard deviation plus eps."""
     eps: PositiveFloat = Field(default=1e-6, description=_EPS)
 
     @property
@@ -126,7 +114,8 @@ class ReinforcePlusPlusAdvantage(Estimator):
     whitens = True
 
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
-    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount factor per sampled token.")
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount factor per sampled token."""
 
 
 class ReinforceAdvantage(Estimator):
@@ -137,7 +126,8 @@ class ReinforceAdvantage(Estimator):
     formula = "sum_k gamma^k R_(t+k)"
 
     name: Literal["reinforce"] = "reinforce"
-    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount factor per sampled token.")
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount factor per sampled token."""
 
 
 class ReinforcePlusPlusBaselineAdvantage(_ComparesResponses):

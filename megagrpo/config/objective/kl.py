@@ -2,8 +2,6 @@
 
 from typing import Literal, Self, cast
 
-from pydantic import Field
-
 from megagrpo.config.fields import NonNegativeFloat, PositiveFloat, Rule, Section
 
 # How far from its target the adaptive coefficient sees the divergence; arXiv 1909.08593, section
@@ -16,18 +14,17 @@ KlEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+", "full"]
 class AdaptiveKl(Section):
     """beta <- beta (1 + clip(KL / target - 1, +-0.2) responses / horizon). arXiv 1909.08593."""
 
-    target: PositiveFloat = Field(
-        description="KL per sampled token that the coefficient steers to, in nats."
-    )
-    horizon: PositiveFloat = Field(description="Responses over which the coefficient adapts.")
+    target: PositiveFloat
+    """KL per sampled token that the coefficient steers to, in nats."""
+    horizon: PositiveFloat
+    """Responses over which the coefficient adapts."""
 
 
 class KlConfig(Section):
     """KL to the reference, the initial weights. Both coefficients 0: no reference is kept."""
 
-    loss_coef: NonNegativeFloat = Field(
-        default=0.0, description="Coefficient of the KL as a term of the loss."
-    )
+    loss_coef: NonNegativeFloat = 0.0
+    """Coefficient of the KL as a term of the loss."""
     reward_coef: NonNegativeFloat = 0.0
     """Coefficient of the KL that is subtracted from the reward, token by token."""
     estimator: KlEstimator = "k3"
@@ -55,11 +52,9 @@ class KlConfig(Section):
         return self.model_copy(update={"reward_coef" if self.reward_coef else "loss_coef": coef})
 
     def problems(self) -> list[Rule]:
-        own, full, plus = (
-            f'"{self.estimator}"',
-            self.estimator == "full",
-            self.estimator.endswith("+"),
-        )
+        own = f'"{self.estimator}"'
+        full = self.estimator == "full"
+        plus = self.estimator.endswith("+")
         both = self.loss_coef and self.reward_coef
         of_loss = self.reward_coef and (full or plus)
         uncorrected = self.importance and not plus
@@ -86,7 +81,7 @@ class KlConfig(Section):
             ),
             Rule(
                 self.adaptive and full,
-                ('adaptive measures the KL on the sampled tokens, estimator "full" does not'),
+                'adaptive measures the KL on the sampled tokens, estimator "full" does not',
                 "use k1, abs, k2 or k3",
             ),
             Rule(

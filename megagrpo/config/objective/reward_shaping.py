@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from megagrpo.config.fields import Ddof, NonNegativeFloat, PositiveFloat, Section
+from megagrpo.config.fields import NonNegativeFloat, PositiveFloat, Section
 
 Scope = Literal["none", "group", "batch", "running"]
 
@@ -48,12 +48,10 @@ class RewardScaling(RewardStep):
     reaches_greedy_baseline = True
     switches: ClassVar[tuple[str, ...]] = ("scale", "shift")
 
-    scale: PositiveFloat = Field(
-        default=1.0, description="Multiplies every reward, greedy baselines included."
-    )
-    shift: float = Field(
-        default=0.0, description="Added to every reward after scale, greedy baselines included."
-    )
+    scale: PositiveFloat = 1.0
+    """Multiplies every reward, greedy baselines included."""
+    shift: float = 0.0
+    """Added to every reward after scale, greedy baselines included."""
 
 
 class RewardOverlong(RewardStep):
@@ -66,18 +64,14 @@ class RewardOverlong(RewardStep):
 
 
 class RewardNormalisation(RewardStep):
-    """r -> (r - mean) / (std + eps)."""
+    """r -> (r - mean) / (std + 1e-6), std of the sample."""
 
     switches: ClassVar[tuple[str, ...]] = ("mean", "std")
 
-    mean: Scope = Field(default="none", description="Responses whose mean reward is subtracted.")
+    mean: Scope = "none"
+    """Responses whose mean reward is subtracted."""
     std: Scope = "none"
     """Responses by whose standard deviation, about their own mean, the reward is divided."""
-    std_ddof: Ddof = 1
-    """Delta degrees of freedom of that standard deviation: 1 (sample) or 0 (population)."""
-    eps: PositiveFloat = Field(
-        default=1e-6, description="Added to that standard deviation, in units of the reward."
-    )
 
 
 class RewardClip(RewardStep):
@@ -85,9 +79,8 @@ class RewardClip(RewardStep):
 
     switches: ClassVar[tuple[str, ...]] = ("clip",)
 
-    clip: PositiveFloat | None = Field(
-        default=None, description="Limits rewards to [-clip, clip]; null: off."
-    )
+    clip: PositiveFloat | None = None
+    """Limits rewards to [-clip, clip]; null: off."""
 
 
 class RewardShapingConfig(RewardClip, RewardNormalisation, RewardOverlong, RewardScaling):

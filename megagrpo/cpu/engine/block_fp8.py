@@ -9,10 +9,9 @@ which differs in float32's last bits.
 import torch
 from torch import Tensor
 
-_LARGEST, _SMALLEST = (
-    448.0,
-    1e-10,
-)  # of E4M3; of a group, as SGLang's per_token_group_quant_fp8 has it
+# of E4M3; of a group, as SGLang's per_token_group_quant_fp8 has it
+_LARGEST = 448.0
+_SMALLEST = 1e-10
 
 
 def dequantised(weight: Tensor, scales: Tensor, block: list[int]) -> Tensor:

@@ -27,10 +27,10 @@ def attend(
     )  # slots beyond the end may hold NaN
     keys_values = (cache[slots].transpose(1, 2).to(query.dtype) for cache in caches)
     visible = keys <= last[:, :, None]
-    of_heads = torch.nn.functional.scaled_dot_product_attention(
+    by_head = torch.nn.functional.scaled_dot_product_attention(
         query.transpose(1, 2), *keys_values, attn_mask=visible[:, None], **options
     )
-    return of_heads.transpose(1, 2)
+    return by_head.transpose(1, 2)
 
 
 def batch_invariant() -> bool:

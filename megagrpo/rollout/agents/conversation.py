@@ -234,7 +234,7 @@ class Conversation:
             ids = (
                 self._renderer.begin(new, tools)
                 if before is None
-                else self._renderer.after_turn(new, tools)
+                else self._renderer.after_turn(new, before.response.token_ids, tools)
             )
         said = tuple(visible for visible, _ in digests[number:])
         parent = before or self._root

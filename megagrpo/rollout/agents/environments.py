@@ -5,10 +5,10 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ParamSpec, cast
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from megagrpo.types import Outcome
 if TYPE_CHECKING:  # it pulls in torch, which the processes of environments need not
     from megagrpo.monitor.metrics import Metrics
 
+P = ParamSpec("P")
 _MODULE = "megagrpo.rollout.agents.worker"
 _BUILT_IN = "megagrpo.environments"
 BUILT_IN = {
@@ -125,9 +126,6 @@ class Environments:
         make = partial(WorkerProcess, python_module(_MODULE), [config.function])
         self._episodes = {WorkerSlot(make): 0 for _ in range(config.workers)}  # how many are open
         self._numbers = itertools.count()
-        self._open = (
-            nullcontext() if config.max_open is None else asyncio.Semaphore(config.max_open)
-        )
         self.usage = EnvironmentUsage()
 
     def add_metrics(self, metrics: "Metrics") -> None:
@@ -198,7 +196,7 @@ class Environments:
             begin = task.prompt.token_ids if part.prompt_ids is None else part.prompt_ids
             if not fresh:
                 known = len(begin) + len(part.response.token_ids) - 1
-                ids = _rendered(renderer.after_turn, said or "")
+                ids = _rendered(renderer.after_turn, said or "", part.response.token_ids)
                 if len(part.response.token_ids) + len(ids) >= task.max_tokens:
                     return result.stop("tokens", "no room for another turn")
                 part.add_said(ids)
@@ -226,19 +224,18 @@ class Environments:
         Raises EnvironmentFailed if the environment raises or does not answer in time, or if another
         episode's call has ended its process.
         """
-        async with self._open:
-            slot = min(self._episodes, key=lambda each: (each is avoid, self._episodes[each]))
-            self._episodes[slot] += 1
+        slot = min(self._episodes, key=lambda each: (each is avoid, self._episodes[each]))
+        self._episodes[slot] += 1
+        try:
+            episode = Episode(self, slot, await self._process_of(slot), next(self._numbers))
             try:
-                episode = Episode(self, slot, await self._process_of(slot), next(self._numbers))
-                try:
-                    await episode.call("make", row, seed, self.config.args)
-                    yield episode
-                finally:
-                    with suppress(EnvironmentFailed):  # its rollout is over, or has failed already
-                        await episode.call("close")
+                await episode.call("make", row, seed, self.config.args)
+                yield episode
             finally:
-                self._episodes[slot] -= 1
+                with suppress(EnvironmentFailed):  # its rollout is over, or has failed already
+                    await episode.call("close")
+        finally:
+            self._episodes[slot] -= 1
 
     async def ask(self, episode: "Episode", message: Sequence[object]) -> list:
         """Returns the answer of an episode's process, which is ended unless it gives one. Raises as
@@ -300,9 +297,9 @@ class Episode:
         return result
 
 
-def _rendered(render: Callable[[Observation], np.ndarray], said: Observation) -> np.ndarray:
+def _rendered(render: Callable[P, np.ndarray], *said: P.args, **more: P.kwargs) -> np.ndarray:
     """Returns the ids of what an environment said, whose fault it is if they cannot be made."""
     try:
-        return render(said)
+        return render(*said, **more)
     except ValueError as exc:
         raise EnvironmentFailed("error", str(exc)) from exc

@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # it pulls in torch
     from megagrpo.monitor.metrics import Metrics
 
 _MODULE = "megagrpo.rollout.agents.program_worker"
+_OPEN = 512  # programs at once: the time limits of the others have not begun
 _ALONE = 8  # programs that begin again, each in a process of its own, at once
 
 
@@ -42,6 +43,7 @@ class Programs:
         # how many programs run in each
         self._running = {WorkerSlot(self._make): 0 for _ in range(config.workers)}
         self._spare: list[WorkerSlot] = []  # of programs that began again
+        self._open = asyncio.Semaphore(_OPEN)
         self._alone = asyncio.Semaphore(_ALONE)
         self._parsers: EngineParsers | None = None
         self._ended, self._seconds, self._waited_s = 0, 0.0, 0.0  # since the last `add_metrics`
@@ -73,7 +75,7 @@ class Programs:
             self._parsers = EngineParsers(task.control, config.tool_parser, config.reasoning_parser)
         outcome, talk = None, None
         for place in (self._shared, self._own):
-            async with place() as slot:
+            async with self._open, place() as slot:
                 talk = Conversation(self.config, self._renderer, task, self._parsers.message)
                 try:
                     outcome = await self._run(slot, task, talk)

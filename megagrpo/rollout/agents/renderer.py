@@ -70,9 +70,12 @@ class Renderer:
         begin = [self._tokenizer.bos_token_id] if self._data.add_bos else []
         return np.array([*begin, *self._encode(_text(messages, tools))], np.int32)
 
-    def after_turn(self, said: Observation, tools: Tools = None) -> np.ndarray:
-        """Returns the ids [T] int32 that follow an answer which ended by itself. Raises
-        ValueError."""
+    def after_turn(self, said: Observation, answer: np.ndarray, tools: Tools = None) -> np.ndarray:
+        """Returns the ids [T] int32 that follow an answer which ended by itself. Raises ValueError.
+
+        answer: its ids. Where a chat template writes the end of sequence and something else ended
+        it (sampling.stop, sampling.stop_token_ids), that end comes first.
+        """
         if not self._data.chat_template:
             return np.array(self._encode(_text(said, tools)), np.int32)
         probe, messages, end = (
@@ -93,7 +96,9 @@ class Renderer:
             raise ValueError(
                 "the chat template writes a turn with tools in another way when more follow"
             )
-        return np.array(self._encode(self._before + whole.removeprefix(before)), np.int32)
+        ids = self._encode(self._before + whole.removeprefix(before))
+        ended = len(answer) > 0 and answer[-1] == self._tokenizer.eos_token_id
+        return np.array(ids if ended else [self._tokenizer.eos_token_id, *ids], np.int32)
 
     @property
     def max_prompt_tokens(self) -> int:

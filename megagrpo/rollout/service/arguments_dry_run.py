@@ -20,6 +20,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import prepare_server_args
 from sglang.srt.utils import common
 
+from megagrpo.rollout.service.engine_words import engine_words
 from megagrpo.system.environment import temporarily
 
 _CUDA_VERSION = "13.0"
@@ -65,7 +66,7 @@ def resolve_servers(servers: Sequence[list[str]], device: Device) -> Iterator[di
     _replace_device(device)
     with temporarily("SGLANG_USE_CPU_ENGINE", "0"):
         for words in servers:
-            server = prepare_server_args(words)
+            server = prepare_server_args(engine_words(words))
             server.resolve_once()
             found = server.resolved_dict()
             yield {key: found[key] for key in _KEPT}

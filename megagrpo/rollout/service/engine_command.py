@@ -5,12 +5,13 @@ node runs one server process, the first one answers HTTP.
 """
 
 import importlib
+import json
 import sys
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from megagrpo.config.libraries.sglang import engine_setting_problems, engine_setting_words
+from megagrpo.config.libraries import setting_problems
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system.environment import WEIGHT_LOADER, get, without_expandable_segments
@@ -57,14 +58,15 @@ def engine_command(config: ExperimentConfig, place: ServerPlace) -> list[str]:
     """Returns the command of one server process. Raises ValueError for settings that engines must
     not have."""
     if problems := [
-        f"{'.'.join(keys)}: {problem}" for keys, problem in engine_setting_problems(config.rollout)
+        f"{'.'.join(keys)}: {problem}"
+        for keys, problem in setting_problems(config.actor, config.rollout)
     ]:
         raise ValueError("; ".join(problems))
     settings = engine_settings(config, place)
     own = {name: value for name, value in settings.items() if name not in config.rollout.sglang}
     words = [word for name, value in own.items() for word in _words(name, value)]
-    words += engine_setting_words(config.rollout.sglang)
-    return [sys.executable, "-m", "megagrpo.rollout.service.engine_process", *words]
+    program = [sys.executable, "-m", "megagrpo.rollout.service.engine_process"]
+    return [*program, json.dumps(config.rollout.sglang), *words]  # see engine_words.py
 
 
 def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
@@ -110,8 +112,6 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
     if config.actor.routing_replay == "rollout":
         settings["enable_return_routed_experts"] = True
     settings |= _on_cuda(rollout) if place.cuda else _stand_ins().SETTINGS
-    if rollout.max_total_tokens is not None:
-        settings["max_total_tokens"] = rollout.max_total_tokens
     return settings | rollout.sglang
 
 

@@ -50,8 +50,11 @@ if __name__ == "__main__":
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    from megagrpo.rollout.service.engine_words import engine_words
+
     load_plugins()
-    arguments = prepare_server_args([*sys.argv[1:], *([f"--api-key={_KEY}"] if _KEY else [])])
+    words = [*engine_words(sys.argv[1:]), *([f"--api-key={_KEY}"] if _KEY else [])]
+    arguments = prepare_server_args(words)
     try:
         run_server(arguments)
     finally:

@@ -65,8 +65,8 @@ def _private_cluster(num_nodes: int, folder: str) -> Options:
         "object_store_memory": _OBJECT_STORE_BYTES,
         "include_dashboard": False,
         "_system_config": {"worker_niceness": 0},  # else Ray starts engines at low priority
-        "_temp_dir": folder,
-        "_node_ip_address": "127.0.0.1",
+        # Ray makes it readable and writable for all: it lies in one that only this user enters.
+        "_temp_dir": f"{folder}/r",
     }
 
 

@@ -85,6 +85,7 @@ class SupervisedEngine:
         self.weight_version: int | None = None
         self.load: dict[str, float] = {}  # both as in EngineInfo
         self.load_now: dict[str, float] = {}
+        self._cache_tokens: int | None = None
         self.gave_up = self._was_up = False
         self._config, self._cuda, self._api_key, self._log_dir = config, cuda, api_key, log_dir
         self._patience_s = config.rollout.patience_s(cuda)
@@ -109,6 +110,7 @@ class SupervisedEngine:
             reason=self.reason,
             load=self.load,
             load_now=self.load_now,
+            cache_tokens=self._cache_tokens,
             serves=self.serves,
         )
 
@@ -135,9 +137,10 @@ class SupervisedEngine:
 
     async def sleep(self, http: aiohttp.ClientSession) -> None:
         """Ends its serving and releases its memory; an engine that fails to is ended. Does nothing
-        to a dead engine, which restarts once `may_start` is set.
+        to a dead engine, which restarts once `may_start` is set. Of several calls each returns when
+        the memory is free.
         """
-        if self.state not in ("stale", "ready"):
+        if self.state not in ("stale", "ready", "asleep"):
             return
         incarnation = self.incarnation
         self.state, self.weight_version, self.serves = "asleep", None, False
@@ -274,6 +277,8 @@ class SupervisedEngine:
                 limit = f"{rollout.start_timeout_s:.0f} s (rollout.start_timeout_s)"
                 raise EngineDied(f"did not answer within {limit}\n{self._log_tail(0)}")
             await asyncio.sleep(_START_POLL_S)
+        info = await self._fetch(http, url + "/server_info")
+        self._cache_tokens = None if info is None else _tokens_of_caches(json.loads(info))
         self._memory = EngineMemory(url, self._api_key, self._patience_s)
         self.url, self.state, self._was_up = url, "stale", True
         print(
@@ -424,3 +429,11 @@ class SupervisedEngine:
         }
         self.load_now = dict(zip(LOADS, now, strict=True)) if ranks else {}
         return dict(zip(LOADS, now, strict=True))
+
+
+def _tokens_of_caches(server_info: dict) -> int | None:
+    """Returns the tokens that an engine's caches hold; None if it does not say."""
+    tokens = server_info.get("max_total_num_tokens")
+    if tokens and server_info.get("enable_dp_attention"):  # each replica has a cache of its own
+        return tokens * server_info.get("dp_size", 1)
+    return tokens

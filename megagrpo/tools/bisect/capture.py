@@ -50,7 +50,8 @@ def captured_forward(
         own = stack.enter_context(_forced_routing(actor, forced))
         logprobs = token_logprobs(actor, batch, 1.0)
     recorder.seen.update({key: maps for key, maps in own.items() if key in recorder.seen})
-    pieces, images = [], list(distinct_images(batch))
+    pieces = []
+    images = list(distinct_images(batch))
     seeing = [micro for micro in micros if micro.images and micro.images.refs]
     in_tower = {tap.key for tap in taps if tap.module.startswith(TOWER_MODULE)}
     for key, calls in recorder.seen.items():
@@ -75,7 +76,8 @@ def head_logprobs(actor: MegatronActor, hidden: Tensor, tokens: Tensor) -> Tenso
     if not mpu.is_pipeline_last_stage(ignore_virtual=True):
         return None
     weight = actor.chunks[-1].output_weight()
-    tp, count = actor.config.parallel.tp, len(hidden)
+    tp = actor.config.parallel.tp
+    count = len(hidden)
     padded = nn.functional.pad(hidden, (0, 0, 0, -count % tp)).to(weight)
     mine = padded.chunk(tp)[mpu.get_tensor_model_parallel_rank()][:, None]
     flat = torch.arange(count, device=weight.device)
@@ -98,18 +100,20 @@ def _modules(actor: MegatronActor) -> dict[str, nn.Module]:
 def _piece(key: str, micro: MicroBatch, values: Tensor) -> SeenTokens:
     """Returns the real tokens of values [s / cp, b, ...] or [s b / cp, ...], or of a tp-th of
     them."""
-    tp, tp_rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
-    rows, columns = (
-        micro.rows.transpose(0, 1),
-        micro.columns.transpose(0, 1),
-    )  # [s / cp, b], Megatron's order
+    tp = mpu.get_tensor_model_parallel_world_size()
+    tp_rank = mpu.get_tensor_model_parallel_rank()
+    # [s / cp, b], Megatron's order
+    rows = micro.rows.transpose(0, 1)
+    columns = micro.columns.transpose(0, 1)
     flat = values.flatten(0, 1) if values.dim() > 2 and values.shape[1] == rows.shape[1] else values
     if len(flat) == rows.numel() // tp != rows.numel():  # sequence parallel
-        rows, columns = rows.chunk(tp)[tp_rank], columns.chunk(tp)[tp_rank]
+        rows = rows.chunk(tp)[tp_rank]
+        columns = columns.chunk(tp)[tp_rank]
     assert len(flat) == rows.numel(), (
         f"{key}: shape {list(values.shape)} does not fit {list(micro.rows.shape)} tokens"
     )
-    rows, columns = rows.flatten(), columns.flatten()
+    rows = rows.flatten()
+    columns = columns.flatten()
     real = rows >= 0
     return SeenTokens(key, tp_rank, rows[real], columns[real], flat.reshape(len(flat), -1)[real])
 

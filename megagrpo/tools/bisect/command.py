@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,9 +13,8 @@ from megagrpo.cluster.machine import ranks_beside_service, with_one_engine
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system.arguments import positive
 from megagrpo.system.environment import under_torchrun
-from megagrpo.system.run_folder import RunFolder, write_whole
+from megagrpo.system.run_folder import RunFolder
 from megagrpo.tasks.ranks import guarded
-from megagrpo.tools.bisect.options import BisectOptions
 
 if TYPE_CHECKING:
     import torch
@@ -27,20 +25,23 @@ _EAGER = (
 )  # hooks do not run in a replayed graph
 
 
-def bisect(config: ExperimentConfig, options: BisectOptions) -> int:
+def bisect(config: ExperimentConfig, args: argparse.Namespace) -> int:
     """Writes report.md and report.json into `<output_dir>/bisect`; returns the exit status.
 
-    0: nothing differs; 1: something does; 2: they could not be compared. Raises ValueError for
-    invalid options and for an experiment that does not fit this machine.
+    0: nothing differs; 1: something does; 2: they could not be compared. args: see add_options.
+    Raises ValueError for invalid ones and for an experiment that does not fit this machine.
     """
-    if options.bound is not None and not options.bound > 0:
-        raise ValueError(f"--bound {options.bound}: a relative error above 0, such as 1e-5")
-    if options.checkpoint is not None:
-        _require_checkpoint(Path(options.checkpoint))
+    if args.bound is not None and not args.bound > 0:
+        raise ValueError(f"--bound {args.bound}: a relative error above 0, such as 1e-5")
+    if args.checkpoint is not None:
+        _require_checkpoint(Path(args.checkpoint))
     folder = config.run_folder.bisect
     folder.bisect_report.unlink(missing_ok=True)
-    write_whole(folder.bisect_options, json.dumps(asdict(options)))
-    if ranks_beside_service(experiment_of(config, options, folder)):
+    words = ["--own-weights"] if args.own_weights else []
+    for name in ("checkpoint", "prompts", "max_new_tokens", "bound"):
+        if (value := getattr(args, name)) is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    if ranks_beside_service(experiment_of(config, args.own_weights, folder), words):
         return 2
     found = json.loads(folder.bisect_report.read_text())
     print((folder.path / "report.md").read_text(), end="")
@@ -65,26 +66,24 @@ def _require_checkpoint(folder: Path) -> None:
         )
 
 
-def bisect_main(config: ExperimentConfig) -> int:
+def bisect_main(config: ExperimentConfig, args: argparse.Namespace) -> int:
     """Runs one rank that `bisect` started."""
 
     def body(device: torch.device) -> None:
-        from megagrpo.tools.bisect.ranks import (
-            bisect_ranks,
-        )  # imports Megatron, which the host must be prepared for
+        # imports Megatron, which the host must be prepared for
+        from megagrpo.tools.bisect.ranks import bisect_ranks
 
-        options = json.loads(config.run_folder.bisect_options.read_text())
-        bisect_ranks(config, BisectOptions(**options), device)
+        bisect_ranks(config, args, device)
 
     return guarded(config, "bisect", body)
 
 
 def experiment_of(
-    config: ExperimentConfig, options: BisectOptions, folder: RunFolder
+    config: ExperimentConfig, own_weights: bool, folder: RunFolder
 ) -> ExperimentConfig:
     """Returns the experiment with one engine without CUDA graphs, in a run folder of its own."""
     eager: dict[str, object] = {"sglang": config.rollout.sglang | dict.fromkeys(_EAGER, "disabled")}
-    if options.own_weights:
+    if own_weights:
         eager["load_format"] = "model"
     # a fused router does not accept given experts
     actor = config.actor.model_copy(
@@ -111,9 +110,4 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, config: ExperimentConfig) -> int:
     """Runs the command, or one rank that it started."""
-    if under_torchrun():
-        return bisect_main(config)
-    options = BisectOptions(
-        args.checkpoint, args.prompts, args.max_new_tokens, args.own_weights, args.bound
-    )
-    return bisect(config, options)
+    return bisect_main(config, args) if under_torchrun() else bisect(config, args)

@@ -88,9 +88,13 @@ def compare_points(
 
     Values are [tokens, width] of all sequences, or of the patches or features of all images.
     """
-    differences, flips, notes = list[Difference](), list[Flips](), list[str]()
+    differences = list[Difference]()
+    flips = list[Flips]()
+    notes = list[str]()
     for point in (point for point in points if point.name in engine and point.name in trainer):
-        ours, theirs, lengths = trainer[point.name], engine[point.name], sizes[point.unit]
+        ours = trainer[point.name]
+        theirs = engine[point.name]
+        lengths = sizes[point.unit]
         if ours.shape != theirs.shape:
             notes.append(
                 f"{point.name}: {list(theirs.shape)} in the engine, {list(ours.shape)} in the "
@@ -119,8 +123,10 @@ def difference(
     layer: int | None = None,
 ) -> Difference:
     """Compares [tokens, width] of both sides."""
-    theirs, apart = engine.double(), trainer.double() - engine.double()
-    by_token, size = apart.square().sum(1), theirs.square().sum(1)
+    theirs = engine.double()
+    apart = trainer.double() - engine.double()
+    by_token = apart.square().sum(1)
+    size = theirs.square().sum(1)
     if theirs.shape[1] == 1:
         error = math.sqrt(float(by_token.sum() / size.sum().clamp(min=1e-300)))
         relative = by_token

@@ -37,7 +37,7 @@ class Sequenced(NamedTuple):
         return self.prompt.token_ids.tolist() + self.response
 
     @property
-    def of_text(self) -> list[bool]:
+    def is_text(self) -> list[bool]:
         """Tells for each token whether it is none of an image, whose ids an engine replaces."""
         pad = {int(self.prompt.token_ids[image.start]) for image in self.prompt.images}
         return [token not in pad for token in self.tokens]
@@ -70,7 +70,9 @@ class ProbedEngine:
     ):
         mailbox = Mailbox(address_towards(info.url), limit_s)
         self._engine = EngineConnection(info, tp, mailbox, api_key, limit_s)
-        self._folder, self._limit_s, self._images = folder, limit_s, images
+        self._folder = folder
+        self._limit_s = limit_s
+        self._images = images
         self._http = httpx.Client(
             base_url=info.url, trust_env=False, headers=bearer(api_key), timeout=limit_s
         )
@@ -101,7 +103,8 @@ class ProbedEngine:
     def prefill(self, sequences: Sequence[Sequenced], taps: Sequence[Tap]) -> Prefilled:
         """Computes whole sequences without the prefix cache; returns the records of the taps."""
         answers = self._request("capture", [{"taps": [*taps, _PASSES]}] * self._engine.tp)
-        logprobs, once = [], {"max_new_tokens": 1, "temperature": 1.0}
+        logprobs = []
+        once = {"max_new_tokens": 1, "temperature": 1.0}
         for sequence in sequences:
             out = self._generate(sequence.prompt, sequence.response, once, logprob_start_len=0)
             logprobs.append([entry[0] for entry in out["meta_info"]["input_token_logprobs"][1:]])
@@ -172,11 +175,13 @@ def only_prefills(seen: dict[str, list[Tensor]], lengths: Sequence[int]) -> dict
     complete; a tower's always do.
     """
     sizes = [len(rows) for rows in seen[_PASSES.key]]
-    kept, at = [], 0
+    kept = []
+    at = 0
     for length in lengths:
         while length > 0 and at < len(sizes):
             kept.append(at)
-            length, at = length - sizes[at], at + 1
+            length = length - sizes[at]
+            at = at + 1
         if length:
             kept = list(range(len(sizes)))
             break

@@ -60,10 +60,8 @@ class _Job:
 
     @property
     def sizes(self) -> Sizes:
-        vision, grids = (
-            self.actor.arch.vision,
-            [image.grid for image in distinct_images(self.batch).values()],
-        )
+        vision = self.actor.arch.vision
+        grids = [image.grid for image in distinct_images(self.batch).values()]
         features = [vision.tokens(grid) for grid in grids] if vision else []
         return {
             "tokens": self.lengths,
@@ -72,9 +70,9 @@ class _Job:
         }
 
     @property
-    def of_text(self) -> Tensor:
+    def is_text(self) -> Tensor:
         """[T'] bool: the second and later tokens of all sequences, without those of images."""
-        return torch.tensor([text for sequence in self.sequences for text in sequence.of_text[1:]])
+        return torch.tensor([text for sequence in self.sequences for text in sequence.is_text[1:]])
 
 
 def bisect_pair(
@@ -92,7 +90,8 @@ def bisect_pair(
     folder: on a disk of all ranks. bounds: default, those of the actor's dtype. version: expected
     of the engine's weights; None: any.
     """
-    mesh, vision = actor.mesh, actor.arch.vision
+    mesh = actor.mesh
+    vision = actor.arch.vision
     # in a request that goes on with a response, a placeholder would stand for one more image
     stop = (vision.image_token_id, vision.video_token_id) if vision else ()
     sequences = mesh.from_main(
@@ -149,10 +148,12 @@ def _prefill(
 
 
 def _routed(job: _Job, prefilled: Prefilled) -> Tensor | None:
-    arch, seen = job.actor.arch, prefilled.ranks[0]
+    arch = job.actor.arch
+    seen = prefilled.ranks[0]
     if not arch.is_moe:
         return None
-    count, longest = len(job.lengths), max(job.lengths)
+    count = len(job.lengths)
+    longest = max(job.lengths)
     ids = torch.full((count, longest, arch.num_layers, arch.experts_per_token), -1)
     for layer in range(arch.dense_layers, arch.num_layers):
         calls = seen.get(f"layers.{layer}.experts", [])
@@ -172,7 +173,8 @@ def _compare(
     """Collective. Runs the actor over the batch and compares. Also returns the actor's
     log-probabilities [T]."""
     found = captured_forward(job.actor, job.batch, [point.trainer for point in points], ids)
-    pieces, arch = _gather(job, found), job.actor.arch
+    pieces = _gather(job, found)
+    arch = job.actor.arch
 
     def both() -> Pass:
         seen = _on_main(prefilled)
@@ -225,8 +227,10 @@ def _outputs(job: _Job, prefilled: Prefilled | None, logprobs: Tensor) -> Pass:
 def _output_pass(
     job: _Job, prefilled: Prefilled | None, heads: Sequence[Tensor], logprobs: Tensor
 ) -> Pass:
-    prefilled, found, shorter = _on_main(prefilled), [], [length - 1 for length in job.lengths]
-    text = job.of_text[:, None]
+    prefilled = _on_main(prefilled)
+    found = []
+    shorter = [length - 1 for length in job.lengths]
+    text = job.is_text[:, None]
     engine = torch.cat([torch.tensor(row, dtype=torch.float64) for row in prefilled.logprobs])[
         :, None
     ]
@@ -248,7 +252,8 @@ def _output_pass(
         row[-len(part) :] for row, part in zip(engine[:, 0].split(shorter), decoded, strict=True)
     ]
     says = "log-probabilities of decoding against prefill, inside the engine"
-    decode, prefill = torch.cat(decoded)[:, None], torch.cat(again)[:, None]
+    decode = torch.cat(decoded)[:, None]
+    prefill = torch.cat(again)[:, None]
     found.append(difference("decode", says, prefill, decode, list(map(len, decoded)), bound))
     return Pass(OUTPUT, found)
 
@@ -273,7 +278,8 @@ def batch_of_sequences(sequences: Sequence[Sequenced]) -> Batch:
     )
     sampled = torch.ones(len(tokens), dtype=torch.bool)
     sampled[lengths.cumsum(0) - lengths] = False
-    count, ids = len(sequences), torch.arange(len(sequences))
+    count = len(sequences)
+    ids = torch.arange(len(sequences))
     return Batch(
         sample_ids=ids,
         group_ids=ids,

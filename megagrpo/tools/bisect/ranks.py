@@ -1,5 +1,6 @@
 """One trainer rank of `megagrpo bisect`: publishes and verifies weights, then compares."""
 
+from argparse import Namespace
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,6 @@ from megagrpo.mesh import LeaderError
 from megagrpo.rollout.control import find_service
 from megagrpo.tools.bisect.compare import BOUNDS
 from megagrpo.tools.bisect.engine import ProbedEngine
-from megagrpo.tools.bisect.options import BisectOptions
 from megagrpo.tools.bisect.procedure import bisect_pair
 from megagrpo.tools.bisect.report import write_findings
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
@@ -24,31 +24,31 @@ from megagrpo.weights.engines.fleet import EngineRegistry
 from megagrpo.weights.exchange import WEIGHTS_DIFFER, Exchange
 
 
-def bisect_ranks(config: ExperimentConfig, options: BisectOptions, device: torch.device) -> None:
+def bisect_ranks(config: ExperimentConfig, args: Namespace, device: torch.device) -> None:
     """Collective. Compares the service's engine with the actor; the main rank writes the report.
+    args: of the command line.
 
     Raises ValueError for an unusable model, prompts or checkpoint.
     """
     model = config.read_model()
     images = ImageStore.of(model, config.run_folder.images)
     prompts = load_prompts(config.data, load_tokenizer(model), images)
-    chosen = prompts.batch(0, min(options.num_prompts, len(prompts)), config.seed)
+    chosen = prompts.batch(0, min(args.prompts, len(prompts)), config.seed)
     actor = make_actor(config, model.arch, 1, device)
     actor.images = images.pixels if images else None
     weights = load_initial_weights(actor, config.model.path)
     version = 0
-    if options.checkpoint is not None:
-        version = load_checkpoint(config, Path(options.checkpoint), actor).step
+    if args.checkpoint is not None:
+        version = load_checkpoint(config, Path(args.checkpoint), actor).step
     control = find_service(Path(config.output_dir), None, config.rollout.start_timeout_s)
-    expected = None if options.own_weights else version
+    expected = None if args.own_weights else version
     wrong = prove_weights(config, actor, weights, control, expected)
-    folder, engine, dtypes = (
-        Path(config.output_dir),
-        None,
-        (config.actor.dtype, config.rollout.dtype),
-    )
+    folder = Path(config.output_dir)
+    engine = None
+    dtypes = (config.actor.dtype, config.rollout.dtype)
     bounds = BOUNDS["bfloat16" if "bfloat16" in dtypes else "float32"]  # of the coarser dtype
-    bounds = bounds if options.bound is None else replace(bounds, relative=options.bound)
+    if args.bound is not None:
+        bounds = replace(bounds, relative=args.bound)
     with ExitStack() as stack:
         if actor.mesh.is_main:
             (info,) = control.engines()
@@ -56,7 +56,7 @@ def bisect_ranks(config: ExperimentConfig, options: BisectOptions, device: torch
             engine = ProbedEngine(info, config.rollout.tp, control.api_key, folder, limit_s, images)
             stack.callback(engine.close)
             engine.resume()
-        found = bisect_pair(actor, engine, chosen, options.max_new_tokens, folder, bounds, expected)
+        found = bisect_pair(actor, engine, chosen, args.max_new_tokens, folder, bounds, expected)
 
     def write() -> None:
         assert found is not None, "runs on the main rank"

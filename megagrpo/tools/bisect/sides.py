@@ -104,7 +104,8 @@ def _of_trainer(
         seen = torch.zeros(len(values), dtype=torch.bool)
         for piece in (piece for piece in pieces if rank is None or piece.tp_rank == rank):
             at = starts[piece.rows] + piece.columns
-            values[at], seen[at] = piece.values.float(), True
+            values[at] = piece.values.float()
+            seen[at] = True
         if not bool(seen.all()):
             return f"the trainers' ranks saw {int(seen.sum())} of {len(seen)} {point.unit}"
         parts.append(values)

@@ -9,7 +9,9 @@ from typing import Literal
 from megagrpo.config.schema import ActorConfig, ParallelConfig
 
 _RECOMPUTE: tuple[Literal["none", "full"], ...] = ("none", "full")
-SMALL_BUDGET, LARGE_BUDGET = 48, 4096  # tokens of a micro-batch: one to three samples, or all
+# tokens of a micro-batch: one to three samples, or all
+SMALL_BUDGET = 48
+LARGE_BUDGET = 4096
 
 # name -> (ranks, parallel sizes); remaining ranks are data parallel
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
@@ -77,7 +79,8 @@ def grid(
     unknown = sorted(set(only or ()) - layouts.keys())
     if unknown:
         raise ValueError(f"no layout is called {unknown[0]!r}; there are: {', '.join(layouts)}")
-    cases, left_out = [], {}
+    cases = []
+    left_out = {}
     for name, (needed, parallel) in layouts.items():
         if parallel.keys() & {"ep", "etp"} and not is_moe:
             left_out[name] = "the model has no experts"

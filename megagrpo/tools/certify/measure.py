@@ -52,7 +52,7 @@ from megagrpo.weights.transports.gather_plan import (
 
 # A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into
 # a full step.
-OPTIMIZER = OptimizerConfig(lr=1e-3, clip_grad=1.0, adam_eps=1e-4, distributed=False)
+OPTIMIZER = OptimizerConfig(lr=1e-3, clip_grad=1.0, distributed=False, megatron={"adam_eps": 1e-4})
 _CHUNK_TOKENS = 32
 # of the experiment's actor
 _KEPT = {
@@ -77,7 +77,8 @@ def joined(
 ) -> Iterator[MegatronActor]:
     """Makes this process a rank of a new world with this layout. `store`: a path not used by
     another world."""
-    world, rank = environment.get_int("WORLD_SIZE", 1), environment.get_int("RANK", 0)
+    world = environment.get_int("WORLD_SIZE", 1)
+    rank = environment.get_int("RANK", 0)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     meeting = dist.FileStore(str(store), world)  # type: ignore[attr-defined]  # torch does not declare the export
     dist.init_process_group(backend, store=meeting, rank=rank, world_size=world)
@@ -122,8 +123,8 @@ def ratios(
         error = (copy.view(values).cpu() - part).abs().max().double()
         ratio = float(error / whole_tensor.abs().max()) if error else 0.0
         worst[copy.hf] = max(worst.get(copy.hf, 0.0), math.inf if math.isnan(ratio) else ratio)
-    of_ranks = mesh.gather_world(worst)
-    return {name: max(part.get(name, 0.0) for part in of_ranks) for name in reference}
+    everyone = mesh.gather_world(worst)
+    return {name: max(part.get(name, 0.0) for part in everyone) for name in reference}
 
 
 def certify_ranks(config: ExperimentConfig, device: torch.device) -> None:
@@ -131,7 +132,8 @@ def certify_ranks(config: ExperimentConfig, device: torch.device) -> None:
     there."""
     folder = Path(config.output_dir)
     cases = [Case(**case) for case in json.loads((folder / "cases.json").read_text())]
-    results, is_main = [], environment.get_int("RANK", 0) == 0
+    results = []
+    is_main = environment.get_int("RANK", 0) == 0
     for number, case in enumerate(cases):
         measured = measure(
             config, case, folder=folder.parent, store=folder / f"store{number}", device=device
@@ -166,8 +168,8 @@ def measure(
         **config.actor.model_dump(include=_KEPT),
     )
     # adapters are smaller than weights: the same rounding is a larger share of them
-    adam_eps = OPTIMIZER.adam_eps if config.actor.lora is None else 1e-3
-    optimizer = OPTIMIZER.model_copy(update={"distributed": case.distributed, "adam_eps": adam_eps})
+    megatron = OPTIMIZER.megatron if config.actor.lora is None else {"adam_eps": 1e-3}
+    optimizer = OPTIMIZER.model_copy(update={"distributed": case.distributed, "megatron": megatron})
     groups = make_groups(config, config.seed, config.read_model().arch)
     model = config.model.path
     with joined(
@@ -188,10 +190,8 @@ def measure(
             )
             actor.weights_loaded()
         train = config.train.model_copy(update={"num_prompts_per_step": NUM_GROUPS})
-        updates, mine = (
-            plan_updates(train, config.seed, step=0),
-            groups[actor.mesh.dp_rank :: actor.mesh.dp_size],
-        )
+        updates = plan_updates(train, config.seed, step=0)
+        mine = groups[actor.mesh.dp_rank :: actor.mesh.dp_size]
         layers = actor.routing.layers if actor.routing is not None else None
         batch = build_batch(mine, updates, actor.mesh, routed_layers=layers)
         return _figures(config, actor, weights, batch, folder / "reference.pt", case == REFERENCE)
@@ -205,9 +205,11 @@ def _prepared(config: ExperimentConfig, actor: MegatronActor, batch: Batch, base
     rollout are base plus noise, enough to reach the clip bounds; the reference model's are
     computed.
     """
-    algorithm, temperature, mesh = config.algorithm, config.sampling.temperature, actor.mesh
-    of_all = [old := near(base, 0.15, seed=7), near(old, 0.02, seed=8)]
-    old, rollout = (t[batch.sample_ids][_inside(batch)] * batch.loss_mask for t in of_all)
+    algorithm = config.algorithm
+    temperature = config.sampling.temperature
+    mesh = actor.mesh
+    both = [old := near(base, 0.15, seed=7), near(old, 0.02, seed=8)]
+    old, rollout = (t[batch.sample_ids][_inside(batch)] * batch.loss_mask for t in both)
     if config.actor.routing_replay == "old":
         batch = with_old_logprobs(actor, batch, temperature)
     if algorithm.uses_reference:
@@ -236,7 +238,9 @@ def _figures(
     itself. The distributed optimizer leaves each rank a shard of the summed gradient: then
     gradients are not compared.
     """
-    algorithm, temperature, mesh = config.algorithm, config.sampling.temperature, actor.mesh
+    algorithm = config.algorithm
+    temperature = config.sampling.temperature
+    mesh = actor.mesh
     reference = {} if is_reference else torch.load(file)
     if is_reference:
         reference["base"] = torch.zeros(len(batch.lengths), MAX_PROMPT + MAX_RESPONSE)

@@ -7,7 +7,10 @@ from typing import TypedDict
 
 from megagrpo import __version__
 
-LOSS_BOUND, NORM_BOUND, GRADIENT_BOUND, WEIGHT_BOUND = 1e-6, 1e-5, 1e-5, 1e-6
+LOSS_BOUND = 1e-6
+NORM_BOUND = 1e-5
+GRADIENT_BOUND = 1e-5
+WEIGHT_BOUND = 1e-6
 
 
 class CaseFigures(TypedDict):
@@ -75,7 +78,8 @@ def write_certificate(
         "|---|---|---|---|---|---|---|---|",
     ]
     for result in results:
-        case, wrong = result["case"], failures(result)
+        case = result["case"]
+        wrong = failures(result)
         gradient = f"{worst_gradient(result)[1]:.1e}" if result["gradients"] else "(sharded)"
         lines.append(
             f"| {case['layout']} | {result['variant']} | {result['loss']:.7f} | "

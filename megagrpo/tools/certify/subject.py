@@ -19,8 +19,12 @@ from megagrpo.types import ImageRef, Outcome, Prompt, RolloutGroup, Sample
 from megagrpo.weights.hf_folder import write_hf_folder
 
 VOCAB = 131  # no tensor-parallel size divides it: padded vocabularies are part of every certificate
-NUM_GROUPS, MAX_PROMPT, MAX_RESPONSE = 5, 10, 24
-_SQUARE, _FLAT = (1, 4, 4), (1, 2, 4)  # patches, of 4 and 2 tokens
+NUM_GROUPS = 5
+MAX_PROMPT = 10
+MAX_RESPONSE = 24
+# patches, of 4 and 2 tokens
+_SQUARE = (1, 4, 4)
+_FLAT = (1, 2, 4)
 # of every third group's prompt, if the model sees
 IMAGES = ((), (ImageRef("a", 1, _SQUARE),), (ImageRef("b", 1, _FLAT), ImageRef("a", 4, _SQUARE)))
 
@@ -80,8 +84,9 @@ def make_models(
 def _description(real: dict[str, object], sizes: TinySizes) -> dict[str, object]:
     """Returns config.json of a model of these sizes with the options of a real one."""
     family = FAMILIES[str(real["model_type"])]
-    real, of_family = dict(family.text_part(real)), family.SIZE_KEYS
-    options = {key: value for key, value in real.items() if key not in of_family}
+    real = dict(family.text_part(real))
+    size_keys = family.SIZE_KEYS
+    options = {key: value for key, value in real.items() if key not in size_keys}
     absent = (
         "q_lora_rank",
         "n_shared_experts",
@@ -91,7 +96,7 @@ def _description(real: dict[str, object], sizes: TinySizes) -> dict[str, object]
     if "n_group" in real and (real["n_group"] or 1) == 1:
         options |= {"n_group": 1, "topk_group": 1}
     made = {
-        key: value for key, value in hf_config(sizes).items() if key in real or key in of_family
+        key: value for key, value in hf_config(sizes).items() if key in real or key in size_keys
     }
     return made | options | {"vocab_size": VOCAB, "num_hidden_layers": sizes.num_layers}
 
@@ -165,7 +170,7 @@ def _with_experts(
 def pixels(key: str, arch: Architecture) -> Tensor:
     """Returns the patches of one of IMAGES, at random."""
     assert arch.vision is not None
-    grid = next(image.grid for of_group in IMAGES for image in of_group if image.key == key)
+    grid = next(image.grid for images in IMAGES for image in images if image.key == key)
     return near(torch.zeros(math.prod(grid), arch.vision.patch_values), 1.0, ord(key))
 
 

@@ -8,14 +8,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from megagrpo.config.libraries.megatron import megatron_setting_problems
-from megagrpo.config.libraries.sglang import engine_setting_problems
+from megagrpo.config.libraries import setting_problems
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system.run_folder import write_whole
 from megagrpo.tools.convert import roll, trl, verl
-from megagrpo.tools.convert.draft import Translation
 from megagrpo.tools.convert.foreign import FRAMEWORKS
 from megagrpo.tools.convert.source import read_source
+from megagrpo.tools.convert.translation import Translation
 
 _RULES = {"verl": verl, "roll": roll, "trl": trl}
 
@@ -25,8 +24,7 @@ def translate(framework: str, path: Path) -> Translation:
     rules = _RULES[framework]
     draft = Translation(framework, read_source(framework, path))
     draft.put_plain()
-    for rule in rules.RULES:
-        rule(draft)
+    draft.apply(rules.RULES)
     try:
         experiment = ExperimentConfig.model_validate(draft.nested())
     except ValidationError as exc:
@@ -34,10 +32,7 @@ def translate(framework: str, path: Path) -> Translation:
             where = ".".join(map(str, error["loc"]))
             draft.problems.append(f"{where}: {error['msg']}" if where else error["msg"])
         return draft
-    for keys, text in [
-        *megatron_setting_problems(experiment.actor),
-        *engine_setting_problems(experiment.rollout),
-    ]:
+    for keys, text in setting_problems(experiment.actor, experiment.rollout):
         draft.drop(".".join(map(str, keys)), text)
     return draft
 
@@ -46,17 +41,17 @@ def convert(framework: str, source: Path, output: Path | None, partial: bool) ->
     """Writes the experiment and returns 0; 1, and nothing is written, if something is lost and
     `partial` is false."""
     draft = translate(framework, source)
-    lost = [fate for fate in draft.fates() if fate.status in ("not translated", "unknown")]
+    lost = [each for each in draft.outcomes() if each.status in ("not translated", "unknown")]
     title = (
         f"Converted from {source.name} by `megagrpo convert {framework}`; see "
         "docs/reference/names.md."
     )
-    counts = Counter(fate.status for fate in draft.fates())
+    counts = Counter(each.status for each in draft.outcomes())
     say = [
         f"{source}: {len(draft.given)} keys of {FRAMEWORKS[framework]}: "
         + ", ".join(f"{n} {s}" for s, n in counts.items())
     ]
-    say += [f"  {fate.key} = {fate.value!r}: {fate.status}: {fate.text}" for fate in lost]
+    say += [f"  {each.key} = {each.value!r}: {each.status}: {each.text}" for each in lost]
     say += [f"  the experiment as translated: {problem}" for problem in draft.problems]
     failed = bool(lost or draft.problems) and not partial
     if failed:

@@ -4,10 +4,11 @@ import math
 
 from megagrpo.config.load import Plain
 from megagrpo.tools.convert import rules
-from megagrpo.tools.convert.draft import Rule, Translation
+from megagrpo.tools.convert.translation import Rule, Translation
 
 _LONGEST_PROMPT = 1024  # TRL has no limit: ours, which `megagrpo check` compares with the data
 _EPS = 1e-4  # added to the standard deviation, whatever it is of
+_TRACKERS = "none tensorboard all"
 _REWARDS: dict[Plain, dict[str, Plain]] = {
     "accuracy_reward": {"grader": "math"},
     "think_format_reward": {
@@ -32,81 +33,70 @@ _AGGREGATIONS = {  # of loss_type
 
 
 def _advantage(d: Translation) -> None:
-    scale = {"True": "group", "False": "none"}.get(d.text("scale_rewards"), d.text("scale_rewards"))
+    key = "scale_rewards"
+    scale = {"True": "group", "False": "none"}.get(d.text(key), d.text(key))
     name = {"group": "grpo", "none": "dr_grpo", "batch": "reinforce"}.get(scale)
     if name is None:
-        return d.lack("scale_rewards", f"no scale {scale}; there are group, batch and none")
-    d.put("algorithm.advantage.name", name, "scale_rewards")
+        d.lack(key, f"no scale {scale}; there are group, batch and none")
+        return
+    d.put("algorithm.advantage.name", name)
     if scale == "batch":
-        d.put("algorithm.reward", {"mean": "group", "std": "batch", "eps": _EPS}, "scale_rewards")
+        d.put("algorithm.reward", {"mean": "group", "std": "batch"}, key)
     elif scale == "group":
-        d.put("algorithm.advantage.eps", _EPS, "scale_rewards")
-    return None
+        d.put("algorithm.advantage.eps", _EPS, key)
 
 
 def _loss(d: Translation) -> None:
-    kind, level = d.text("loss_type"), "importance_sampling_level"
+    kind = d.text("loss_type")
     if kind not in _AGGREGATIONS:
-        return d.lack("loss_type", f"no loss {kind}; there are {', '.join(_AGGREGATIONS)}")
-    name = (
-        kind if kind in ("cispo", "sapo") else "gspo" if d.get(level) == "sequence" else "ppo_clip"
-    )
-    d.put("algorithm.loss.name", name, "loss_type", level)
+        d.lack("loss_type", f"no loss {kind}; there are {', '.join(_AGGREGATIONS)}")
+        return
+    name = "gspo" if d.get("importance_sampling_level") == "sequence" else "ppo_clip"
+    if kind in ("cispo", "sapo"):
+        name = kind
+    d.put("algorithm.loss.name", name)
     d.put("algorithm.aggregation", _AGGREGATIONS[kind], "loss_type")
+    high = d.real("epsilon_high", "epsilon")
     if name == "cispo":  # an upper bound of the ratio itself
-        d.put(
-            "algorithm.loss.clip_ratio_high", d.real("epsilon_high", "epsilon") - 1, "epsilon_high"
-        )
+        d.put("algorithm.loss.clip_ratio_high", high - 1)
     elif name != "sapo":
-        d.put("algorithm.loss.clip_ratio_low", d.real("epsilon"), "epsilon")
-        d.put(
-            "algorithm.loss.clip_ratio_high",
-            d.real("epsilon_high", "epsilon"),
-            "epsilon_high",
-            "epsilon",
-        )
-    d.put("algorithm.loss.dual_clip", d.get("delta"), "delta")
+        d.put("algorithm.loss.clip_ratio_low", d.real("epsilon"))
+        d.put("algorithm.loss.clip_ratio_high", high, "epsilon")
+    d.copy("algorithm.loss.dual_clip", "delta")
     if d.get("beta"):
-        d.put("algorithm.kl.loss_coef", d.real("beta"), "beta")
-        d.put("algorithm.kl.estimator", "k3", "beta")
-    return None
+        rules.kl(d, "loss", d.real("beta"), "k3", clamp=False)
 
 
 def _mismatch(d: Translation) -> None:
     prefix = "vllm_importance_sampling_"
-    flag, mode, highest, lowest = (
-        f"{prefix}{name}" for name in ("correction", "mode", "clip_max", "clip_min")
-    )
+    highest = f"{prefix}clip_max"
     older = f"{prefix}cap"  # wins over the newer name
-    if not d.get(flag) or not d.get("use_vllm"):
+    if not d.get(f"{prefix}correction") or not d.get("use_vllm"):
         return
     if highest in d.given and d.get(older, highest) is None:
         d.lack(highest, "a ratio without an upper limit; write algorithm.mismatch with a large one")
-    keys = (flag, mode, older, highest, lowest)
-    over, _, kind = d.text(mode).partition("_")
-    cap, low = d.real(older, highest, default=3.0), d.real(lowest)
+    over, _, kind = d.text(f"{prefix}mode").partition("_")
+    cap = d.real(older, highest, default=3.0)
+    low = d.real(f"{prefix}clip_min")
     weight: dict[str, Plain] = {"name": "tis", "over": over, "cap": cap}
-    if (
-        kind == "mask"
-    ):  # outside, the weight is 0; the token, or sequence, stays in the denominators
+    # outside, the weight is 0; the token, or sequence, stays in the denominators
+    if kind == "mask":
         judged = "sum" if over == "sequence" else over
-        limits: dict[str, Plain] = {"over": judged, "high": cap, "keep_denominator": True}
-        d.put("algorithm.mismatch.reject", limits | ({"low": low} if low else {}), *keys)
+        reject: dict[str, Plain] = {"over": judged, "high": cap, "keep_denominator": True}
+        if low:
+            reject["low"] = low
+        d.put("algorithm.mismatch.reject", reject, *d.theirs("algorithm.mismatch.weight"))
     elif low:
         weight["floor"] = low
-    d.put("algorithm.mismatch.weight", weight, *keys)
+    d.put("algorithm.mismatch.weight", weight)
 
 
 def _samples(d: Translation) -> tuple[int, int]:
     """Returns the samples of a generation, and of an optimiser update."""
-    each, steps, processes = (
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        d.number("num_processes"),
-    )
-    generations = d.number("steps_per_generation", steps)
-    samples = d.number("generation_batch_size", default=d.number(each) * generations * processes)
-    return samples, d.number(each) * d.number(steps) * processes
+    steps = "gradient_accumulation_steps"
+    each = d.number("per_device_train_batch_size") * d.number("num_processes")
+    samples = each * d.number("steps_per_generation", steps)
+    return d.number("generation_batch_size", default=samples), each * d.number(steps)
 
 
 def _updates(d: Translation) -> int:
@@ -122,90 +112,73 @@ def _every(d: Translation, key: str) -> int:
 
 
 def _batch(d: Translation) -> None:
-    each, steps, group = (
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        d.number("num_generations"),
-    )
+    each = "per_device_train_batch_size"
+    steps = "gradient_accumulation_steps"
+    group = d.number("num_generations")
     samples, update = _samples(d)
-    keys = ("generation_batch_size", "steps_per_generation", each, steps)
     if samples % group or samples % update or (samples // group) % (samples // update):
-        d.lack(
-            steps,
-            f"{samples} samples in groups of {group} and updates of {update} do not divide into "
-            "whole groups",
-        )
+        divide = f"in groups of {group} and updates of {update} do not divide into whole groups"
+        d.lack(steps, f"{samples} samples {divide}")
     else:
-        d.put("train.num_prompts_per_step", samples // group, *keys)
-        d.put("train.num_updates_per_step", samples // update, *keys)
+        d.put("train.num_prompts_per_step", samples // group, each, steps)
+        d.put("train.num_updates_per_step", samples // update)
     if d.number("max_steps", default=-1) > 0:
-        d.put("train.num_steps", math.ceil(d.number("max_steps") / _updates(d)), "max_steps")
+        d.put("train.num_steps", math.ceil(d.number("max_steps") / _updates(d)))
     else:
-        d.put("train.num_epochs", d.number("num_train_epochs"), "num_train_epochs")
+        d.put("train.num_epochs", d.number("num_train_epochs"))
     d.put("actor.optimizer.warmup_steps", d.number("warmup_steps", default=0), "warmup_steps")
     if d.get("warmup_ratio"):
-        d.lack(
-            "warmup_ratio",
-            "how many steps there are depends on the data; say actor.optimizer.warmup_steps",
-        )
-    rules.micro_batch(
-        d, _LONGEST_PROMPT + d.number("max_completion_length"), 0, d.number(each), each
-    )
+        reason = "how many steps there are depends on the data"
+        d.lack("warmup_ratio", f"{reason}; say actor.optimizer.warmup_steps")
+    longest = _LONGEST_PROMPT + d.number("max_completion_length")
+    rules.micro_batch(d, longest, 0, d.number(each), each)
     rules.truncated_sampling(d, "sampling", "top_p", "top_k")
 
 
 def _data(d: Translation) -> None:
-    d.put("data.path", d.get("train_dataset"), "train_dataset")
-    d.put("data.answer_key", "solution", "train_dataset")
-    d.put("data.chat_template", True, "train_dataset")
-    for key in [key for key in d.given if key.startswith("chat_template_kwargs.")]:
-        d.put(f"data.chat_template_args.{key.partition('.')[2]}", d.get(key), key)
+    files = "train_dataset"
+    d.copy("data.path", files)
+    d.put("data.answer_key", "solution", files)
+    d.put("data.chat_template", True, files)
+    prefix = "chat_template_kwargs."
+    for name, value in d.below(prefix).items():
+        d.put(f"data.chat_template_args.{name}", value, prefix + name)
     every = _every(d, "eval_steps")
     samples = ("num_generations_eval", "num_generations")
     if rules.evaluated_as_trained(d, "eval_dataset", every, samples[0], "eval_steps"):
         d.put("eval.num_samples", d.number(*samples), *samples)
         d.put("eval.temperature", d.real("temperature"), "temperature")
         rules.truncated_sampling(d, "eval", "top_p", "top_k")
-    named, weights = d.get("reward_funcs"), d.get("reward_weights")
+    named = d.get("reward_funcs")
+    weights = d.get("reward_weights")
     graders: list[Plain] = []
     for number, function in enumerate(named if isinstance(named, list) else [named]):
         if function in _REWARDS:
             weight = weights[number] if isinstance(weights, list) else 1.0
             graders.append(_REWARDS[function] | {"weight": weight})
-            if function == "accuracy_reward":
-                d.remarks += _OF_ACCURACY
         else:
-            d.lack(
-                "reward_funcs",
-                f"{function}: write it as grade(text, answer): reward.grader: file.py:grade",
-            )
+            how = "write it as grade(text, answer): reward.grader: file.py:grade"
+            d.lack("reward_funcs", f"{function}: {how}")
+        if function == "accuracy_reward":
+            d.remarks += _OF_ACCURACY
     d.put("reward.graders", graders, "reward_funcs", "reward_weights")
 
 
 def _run(d: Translation) -> None:
-    folder, world = d.text("output_dir"), d.number("num_processes")
-    d.put(
-        "name",
-        d.text("run_name") or folder.rstrip("/").rpartition("/")[2],
-        "run_name",
-        "output_dir",
-    )
-    d.put("output_dir", folder, "output_dir")
-    d.put("actor.world_size", world, "num_processes")
+    folder = d.text("output_dir")
+    world = d.number("num_processes")
+    name = folder.rstrip("/").rpartition("/")[2]
+    d.put("name", d.text("run_name") or name, "output_dir")
+    d.put("output_dir", folder)
+    d.put("actor.world_size", world)
     for ours in ("actor.dtype", "rollout.dtype"):
         d.put(ours, "bfloat16" if d.get("bf16") else "float32", "bf16")
-    d.put(
-        "actor.recompute",
-        "full" if d.get("gradient_checkpointing") else "none",
-        "gradient_checkpointing",
-    )
-    rules.engines_on_trainers(
-        d, world, world, d.number("vllm_tensor_parallel_size"), "num_processes"
-    )
-    d.put("checkpoint.every", _every(d, "save_steps"), "save_steps")
+    d.put("actor.recompute", "full" if d.get("gradient_checkpointing") else "none")
+    engine = d.number("vllm_tensor_parallel_size")
+    rules.engines_on_trainers(d, world, world, engine, "num_processes")
+    d.put("checkpoint.every", _every(d, "save_steps"))
     reports = d.get("report_to")
-    if "wandb" in (reports if isinstance(reports, list) else [reports]):
-        d.put("log.wandb", {"project": "huggingface"}, "report_to")
+    rules.trackers(d, reports, "report_to", {"project": "huggingface"}, _TRACKERS)
 
 
 RULES: list[Rule] = [_run, _data, _batch, _advantage, _loss, _mismatch]

@@ -2,11 +2,12 @@
 
 from megagrpo.config.load import Plain
 from megagrpo.tools.convert import rules
-from megagrpo.tools.convert.draft import Rule, Translation
+from megagrpo.tools.convert.translation import Rule, Translation
 
-_A, _R, _M, _G = (
-    f"actor_rollout_ref.{part}." for part in ("actor", "rollout", "model", "actor.megatron")
-)
+_A = "actor_rollout_ref.actor."
+_R = "actor_rollout_ref.rollout."
+_M = "actor_rollout_ref.model."
+_G = "actor_rollout_ref.actor.megatron."
 _OVERRIDE = f"{_G}override_transformer_config."
 _OVERLONG = (  # of this version, of verl-recipe's DAPO, and of later ones
     "reward_model.reward_kwargs.overlong_buffer_cfg.",
@@ -30,362 +31,279 @@ _SOURCES: dict[str, Plain] = {  # as verl's default_compute_score
 
 
 def _base(d: Translation) -> None:
-    name, listed = "--config-name", d.get("defaults")
+    name = "--config-name"
     if d.get(name) is not None and d.text(name).removesuffix(".yaml") not in _BASES:
         d.lack(name, "its file says more; give it as YAML")
-    if (
-        others := [one for one in listed if one not in (*_BASES, "_self_")]
-        if isinstance(listed, list)
-        else []
-    ):
-        d.lack("defaults", f"what {others} says is not known here; write its keys into this file")
+    listed = d.get("defaults")
+    if isinstance(listed, list):
+        others = [one for one in listed if one not in (*_BASES, "_self_")]
+        if others:
+            reason = f"what {others} says is not known here; write its keys into this file"
+            d.lack("defaults", reason)
 
 
 def _advantage(d: Translation) -> None:
-    key, flag, gamma = (
-        "algorithm.adv_estimator",
-        "algorithm.norm_adv_by_std_in_grpo",
-        "algorithm.gamma",
-    )
+    key = "algorithm.adv_estimator"
+    flag = "algorithm.norm_adv_by_std_in_grpo"
+    gamma = d.real("algorithm.gamma")
     name = d.text(key).removesuffix("_vectorized")
-    name = "dr_grpo" if name == "grpo" and not d.get(flag) else name
-    if not rules.estimator(d, key, name, flag):
+    if name == "grpo" and not d.get(flag):
+        name = "dr_grpo"
+    if not rules.estimator(d, key, name):
         return
     if d.number(f"{_R}n") == 1 and name in ("grpo", "dr_grpo", "rloo", "gpg", "opo"):
         d.put("algorithm.advantage.single_sample", "raw", key)
-    if name == "grpo_passk":
-        d.put("algorithm.advantage.normalise", d.get(flag), flag)
-    elif name == "gpg":
-        d.put("algorithm.advantage.alpha", "nonzero_reward", key)
-    elif name == "reinforce_plus_plus":
-        d.put("algorithm.advantage.gamma", d.real(gamma), gamma)
-    elif d.real(gamma) != 1:
-        d.lack(gamma, f"{name} gives every token of a response one advantage")
+    match name:
+        case "grpo_passk":
+            d.copy("algorithm.advantage.normalise", flag)
+        case "gpg":
+            d.put("algorithm.advantage.alpha", "nonzero_reward", key)
+        case "reinforce_plus_plus":
+            d.put("algorithm.advantage.gamma", gamma)
+        case _ if gamma != 1:
+            d.lack("algorithm.gamma", f"{name} gives every token of a response one advantage")
 
 
 def _kl(d: Translation) -> None:
-    in_reward, in_loss = "algorithm.use_kl_in_reward", f"{_A}use_kl_loss"
-    if d.get(in_reward) and d.get(in_loss):
-        return rules.kl_twice(d, in_reward)
-    flag, coef, kind = in_loss, f"{_A}kl_loss_coef", f"{_A}kl_loss_type"
-    if d.get(in_reward):
-        flag, coef, kind = in_reward, "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"
-    if not d.get(flag) or not d.get(coef):
-        return None
-    plus = "+" if d.text(kind).endswith("+") else ""
-    name = d.text(kind).removesuffix("+")
-    name = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(name, name)
-    d.put(
-        "algorithm.kl.reward_coef" if flag == in_reward else "algorithm.kl.loss_coef",
-        d.get(coef),
-        flag,
-        coef,
-    )
-    d.put("algorithm.kl.estimator", name + plus, kind, flag)
-    if name == "k3":
-        d.put("algorithm.kl.value_clamp", 10, kind, flag)
-    if d.get("algorithm.kl_ctrl.type") == "adaptive":
-        keys = [f"algorithm.kl_ctrl.{part}" for part in ("target_kl", "horizon", "type")]
-        d.put("algorithm.kl.adaptive", {"target": d.get(keys[0]), "horizon": d.get(keys[1])}, *keys)
-    return None
+    in_reward = d.get("algorithm.use_kl_in_reward")
+    in_loss = d.get(f"{_A}use_kl_loss")
+    control = "algorithm.kl_ctrl."
+    in_reward_coef = d.get(f"{control}kl_coef")
+    in_loss_coef = d.get(f"{_A}kl_loss_coef")
+    if in_reward and in_loss:
+        rules.kl_twice(d, "algorithm.use_kl_in_reward")
+        return
+    if in_reward and in_reward_coef:
+        rules.kl(d, "reward", in_reward_coef, d.text("algorithm.kl_penalty"))
+    elif in_loss and in_loss_coef:
+        rules.kl(d, "loss", in_loss_coef, d.text(f"{_A}kl_loss_type"))
+    else:
+        return
+    if d.get(f"{control}type") == "adaptive":
+        rules.adaptive_kl(d, f"{control}target_kl", f"{control}horizon")
 
 
 def _loss(d: Translation) -> None:
-    mode, both, aggregation = f"{_A}policy_loss.loss_mode", f"{_A}clip_ratio", f"{_A}loss_agg_mode"
+    mode = f"{_A}policy_loss.loss_mode"
     name = d.text(mode).replace("vanilla", "ppo_clip")
     if name not in ("ppo_clip", "gspo", "cispo", "gpg", "sapo"):
-        return d.lack(
-            mode, f"no loss {name}; there are ppo_clip (vanilla), gspo, cispo, gpg and sapo"
-        )
+        d.lack(mode, f"no loss {name}; there are ppo_clip (vanilla), gspo, cispo, gpg and sapo")
+        return
     d.put("algorithm.loss.name", name, mode)
-    sides = (
-        [f"{both}_{side}" for side in ("low", "high")]
-        if name in ("ppo_clip", "gspo", "cispo")
-        else []
-    )
-    for key in sides:
-        is_both = (
-            d.given.get(key, 0) is None
-        )  # null, and not left out: then verl has a default for the side
-        ratio = d.real(both if is_both else key)
-        ratio = (
-            min(ratio, 1.0) if key.endswith("low") else ratio
-        )  # verl's cispo says 10 for no lower bound
-        d.put(f"algorithm.loss.{key.rpartition('.')[2]}", ratio, both if is_both else key)
-    if sides and d.given.get(both) is not None and all(d.get(key) is not None for key in sides):
+    if name in ("ppo_clip", "gspo", "cispo"):
+        _clip_ratios(d)
+    if name == "ppo_clip":
+        d.put("algorithm.loss.dual_clip", d.real(f"{_A}clip_ratio_c"))
+    elif name == "gspo":
+        d.put("algorithm.loss.clamp", "above", mode)
+    # verl's gspo and sapo take no other aggregation
+    means = d.get(f"{_A}loss_agg_mode")
+    d.put("algorithm.aggregation", "seq-mean-token-mean" if name in ("gspo", "sapo") else means)
+
+
+def _clip_ratios(d: Translation) -> None:
+    both = f"{_A}clip_ratio"
+    sides = {"low": f"{both}_low", "high": f"{both}_high"}
+    for side, key in sides.items():
+        # null, and not left out: then verl has a default for the side
+        read = both if d.given.get(key, 0) is None else key
+        # verl's cispo says 10 for no lower bound
+        ratio = min(d.real(read), 1.0) if side == "low" else d.real(read)
+        d.put(f"algorithm.loss.clip_ratio_{side}", ratio, read)
+    if d.given.get(both) is not None and all(d.get(key) is not None for key in sides.values()):
         d.remarks.append(
             f"verl reads clip_ratio {d.get(both)} only where clip_ratio_low or clip_ratio_high is "
             "null."
         )
-    if name == "ppo_clip":
-        d.put("algorithm.loss.dual_clip", d.real(f"{_A}clip_ratio_c"), f"{_A}clip_ratio_c")
-    elif name == "gspo":
-        d.put("algorithm.loss.clamp", "above", mode)
-    # verl's gspo and sapo take no other aggregation
-    means = "seq-mean-token-mean" if name in ("gspo", "sapo") else d.get(aggregation)
-    d.put("algorithm.aggregation", means, aggregation)
-    return None
 
 
 def _rewards(d: Translation) -> None:
     for prefix in [prefix for prefix in _OVERLONG if d.get(f"{prefix}enable")]:
-        keys = [f"{prefix}{name}" for name in ("len", "penalty_factor", "enable")]
-        overlong: dict[str, Plain] = {
-            "buffer_tokens": d.get(keys[0]),
-            "factor": d.real(keys[1], default=1.0),
-        }
-        d.put("algorithm.reward.overlong", overlong, *keys)
-    groups, most = "algorithm.filter_groups.", "algorithm.filter_groups.max_num_gen_batches"
+        factor = d.real(f"{prefix}penalty_factor", default=1.0)
+        overlong: dict[str, Plain] = {"buffer_tokens": d.get(f"{prefix}len"), "factor": factor}
+        d.put("algorithm.reward.overlong", overlong)
+    groups = "algorithm.filter_groups."
     if d.get(f"{groups}enable"):
-        metric = "shaped_reward" if d.get(f"{groups}metric") == "seq_final_reward" else "reward"
+        shaped = d.get(f"{groups}metric") == "seq_final_reward"
         chosen: dict[str, Plain] = {
-            "metric": metric,
-            "max_num_gen_batches": d.number(most, default=0) or 1000,
+            "metric": "shaped_reward" if shaped else "reward",
+            "max_num_gen_batches": d.number(f"{groups}max_num_gen_batches", default=0) or 1000,
         }
-        d.put("algorithm.dynamic_sampling", chosen, f"{groups}enable", f"{groups}metric", most)
+        d.put("algorithm.dynamic_sampling", chosen)
     for manager in (
         "reward_model.reward_manager",
         "reward.reward_manager.name",
         "reward_manager.name",
     ):
         if d.get(manager) not in (None, "naive", "dapo", "batch", "prime"):
-            d.lack(
-                manager, "no such reward manager; rewards of a whole group are reward.group_grader"
-            )
-    path, name, prefix = (
-        f"custom_reward_function.{part}" for part in ("path", "name", "reward_kwargs.")
-    )
+            reason = "no such reward manager; rewards of a whole group are reward.group_grader"
+            d.lack(manager, reason)
+    custom = "custom_reward_function."
     if d.get("reward_model.enable"):
-        d.lack(
-            "reward_model.enable",
-            "no reward model is served; ask one of yours with reward.grader: http",
-        )
-    elif d.get(path) is not None:
-        d.put("reward.grader", f"{d.get(path)}:{d.get(name) or 'compute_score'}", path, name)
-        d.put("data.extra_key", "extra_info", path)
-        for key in [key for key in d.given if key.startswith(prefix)]:
-            d.put(f"reward.args.{key.removeprefix(prefix)}", d.get(key), key)
+        reason = "no reward model is served; ask one of yours with reward.grader: http"
+        d.lack("reward_model.enable", reason)
+    elif (path := d.get(f"{custom}path")) is not None:
+        function = d.get(f"{custom}name") or "compute_score"
+        d.put("reward.grader", f"{path}:{function}")
+        d.put("data.extra_key", "extra_info", f"{custom}path")
+        prefix = f"{custom}reward_kwargs."
+        for name, value in d.below(prefix).items():
+            d.put(f"reward.args.{name}", value, prefix + name)
     else:
         d.put("data.grader_by_source", _SOURCES, "data.reward_fn_key")
 
 
 def _mismatch(d: Translation) -> None:
-    over, threshold, norm = (
-        f"{_CORRECTION}rollout_is{part}" for part in ("", "_threshold", "_batch_normalize")
-    )
-    if d.get(over) is not None:
-        low, band, high = d.text(threshold).partition("_")
-        weight: dict[str, Plain] = {
-            "name": "tis",
-            "over": d.get(over),
-            "cap": float(low or 2),
-            "self_normalise": d.get(norm) is True,
-        }
+    over = d.get(f"{_CORRECTION}rollout_is")
+    if over is not None:
+        low, band, high = d.text(f"{_CORRECTION}rollout_is_threshold").partition("_")
+        normalised = d.get(f"{_CORRECTION}rollout_is_batch_normalize") is True
+        weight: dict[str, Plain] = {"name": "tis", "over": over, "cap": float(low or 2)}
+        weight["self_normalise"] = normalised
         if band:
             weight = {"name": "icepop", "low": float(low), "high": float(high)}
-        d.put("algorithm.mismatch.weight", weight, over, threshold, norm)
-    rule, limits = f"{_CORRECTION}rollout_rs", f"{_CORRECTION}rollout_rs_threshold"
-    if d.get(rule) is not None:
-        judged, _, measure = d.text(rule).removeprefix("seq_").rpartition("_")
-        if judged not in ("mean", "sum", "max", "token") or measure not in ("k1", "k2", "k3"):
-            return d.lack(
-                rule, "one rule such as seq_mean_k1 can be said: algorithm.mismatch.reject"
-            )
-        low, band, high = d.text(limits).partition("_")
-        most = float(high or low or 2)
-        reject: dict[str, Plain] = {"measure": measure, "over": judged, "high": most}
-        if measure == "k1":  # theirs is rollout / old, and one limit is for both sides
-            reject |= {
-                "measure": "ratio",
-                "low": 1 / most,
-                "high": 1 / float(low) if band else most,
-            }
-        d.put("algorithm.mismatch.reject", reject, rule, limits)
-    return None
+        d.put("algorithm.mismatch.weight", weight)
+    rule = f"{_CORRECTION}rollout_rs"
+    if d.get(rule) is None:
+        return
+    judged, _, measure = d.text(rule).removeprefix("seq_").rpartition("_")
+    if judged not in ("mean", "sum", "max", "token") or measure not in ("k1", "k2", "k3"):
+        d.lack(rule, "one rule such as seq_mean_k1 can be said: algorithm.mismatch.reject")
+        return
+    low, band, high = d.text(f"{_CORRECTION}rollout_rs_threshold").partition("_")
+    most = float(high or low or 2)
+    reject: dict[str, Plain] = {"measure": measure, "over": judged, "high": most}
+    if measure == "k1":  # theirs is rollout / old, and one limit is for both sides
+        reject |= {"measure": "ratio", "low": 1 / most, "high": 1 / float(low) if band else most}
+    d.put("algorithm.mismatch.reject", reject)
 
 
 def _data(d: Translation) -> None:
-    files, prefix, longest = (
-        "data.train_files",
-        "data.apply_chat_template_kwargs.",
-        "data.max_prompt_length",
-    )
-    d.put("data.path", d.get(files), files)
+    files = "data.train_files"
+    d.copy("data.path", files)
     d.put("data.answer_key", "reward_model.ground_truth", files)
     d.put("data.chat_template", True, files)
-    for key in [key for key in d.given if key.startswith(prefix)]:
-        d.put(f"data.chat_template_args.{key.removeprefix(prefix)}", d.get(key), key)
+    prefix = "data.apply_chat_template_kwargs."
+    for name, value in d.below(prefix).items():
+        d.put(f"data.chat_template_args.{name}", value, prefix + name)
     if d.number("data.train_max_samples", default=-1) > 0:
-        d.put("data.limit", d.get("data.train_max_samples"), "data.train_max_samples")
-    if d.get("data.truncation") not in (None, "error") and not d.get(
-        "data.filter_overlong_prompts"
-    ):
-        d.lack(
-            "data.truncation", f"prompts longer than {longest} are dropped and counted, never cut"
-        )
-    kwargs, every = f"{_R}val_kwargs.", "trainer.test_freq"
+        d.copy("data.limit", "data.train_max_samples")
+    cut = d.get("data.truncation")
+    if cut not in (None, "error") and not d.get("data.filter_overlong_prompts"):
+        reason = "prompts longer than data.max_prompt_length are dropped and counted, never cut"
+        d.lack("data.truncation", reason)
+    kwargs = f"{_R}val_kwargs."
+    every = "trainer.test_freq"
     if rules.evaluated_as_trained(d, "data.val_files", d.number(every), f"{kwargs}n", every):
         # do_sample's default is false, too, but then its engines read the temperature alone
-        temperature = (
-            0.0 if d.get(f"{kwargs}do_sample") is False else d.real(f"{kwargs}temperature")
-        )
-        d.put("eval.temperature", temperature, f"{kwargs}temperature", f"{kwargs}do_sample")
+        temperature = d.real(f"{kwargs}temperature")
+        greedy = d.get(f"{kwargs}do_sample") is False
+        d.put("eval.temperature", 0.0 if greedy else temperature)
         rules.truncated_sampling(d, "eval", f"{kwargs}top_p", f"{kwargs}top_k")
 
 
 def _batch(d: Translation) -> None:
-    size, small = "data.train_batch_size", f"{_A}ppo_mini_batch_size"
-    prompts, mini = d.number(size), d.number(small)
-    d.put("train.num_prompts_per_step", prompts, size)
+    small = f"{_A}ppo_mini_batch_size"
+    prompts = d.number("data.train_batch_size")
+    mini = d.number(small)
+    d.put("train.num_prompts_per_step", prompts)
     if prompts % mini:
-        d.lack(
-            small,
-            f"{mini} does not divide train_batch_size {prompts}: updates of a step have equal sizes",
-        )
+        divides = f"{mini} does not divide train_batch_size {prompts}"
+        d.lack(small, f"{divides}: updates of a step have equal sizes")
     else:
-        d.put("train.num_updates_per_step", prompts // mini, small)
-    total, passes = "trainer.total_training_steps", "trainer.total_epochs"
-    if d.get(total) is not None:
-        d.put("train.num_steps", d.number(total), total)
+        d.put("train.num_updates_per_step", prompts // mini)
+    steps = d.get("trainer.total_training_steps")
+    if steps is not None:
+        d.put("train.num_steps", d.number("trainer.total_training_steps"))
     elif "algorithm.dynamic_sampling" in d.values:
-        d.lack(passes, "a step takes as many prompts as it must; say train.num_steps")
+        reason = "a step takes as many prompts as it must; say train.num_steps"
+        d.lack("trainer.total_epochs", reason)
     else:
-        d.put("train.num_epochs", d.number(passes), passes)
-    updates, steps, ratio = (
-        max(prompts // mini, 1),
-        f"{_A}optim.lr_warmup_steps",
-        f"{_A}optim.lr_warmup_steps_ratio",
-    )
-    if d.number(steps, default=-1) > 0:
-        d.put("actor.optimizer.warmup_steps", d.number(steps) * updates, steps)
-    elif d.get(ratio) and d.get(total) is not None:
-        d.put(
-            "actor.optimizer.warmup_steps", round(d.real(ratio) * d.number(total) * updates), ratio
-        )
-    elif d.get(ratio):
-        d.lack(
-            ratio,
-            "how many steps there are depends on the data; say actor.optimizer.warmup_steps, in "
-            "updates",
-        )
+        d.put("train.num_epochs", d.number("trainer.total_epochs"))
+    updates = max(prompts // mini, 1)
+    ratio = f"{_A}optim.lr_warmup_steps_ratio"
+    warmup = d.number(f"{_A}optim.lr_warmup_steps", default=-1)
+    if warmup < 1 and d.get(ratio) and steps is not None:
+        warmup = round(d.real(ratio) * d.number("trainer.total_training_steps") * updates)
+        d.put("actor.optimizer.warmup_steps", warmup)
+    elif warmup < 1 and d.get(ratio):
+        reason = "how many steps there are depends on the data"
+        d.lack(ratio, f"{reason}; say actor.optimizer.warmup_steps, in updates")
+    elif warmup > 0:
+        d.put("actor.optimizer.warmup_steps", warmup * updates)
     rules.truncated_sampling(d, "sampling", f"{_R}top_p", f"{_R}top_k")
 
 
 def _layout(d: Translation) -> None:
-    gpus, keys = d.number("trainer.n_gpus_per_node"), ("trainer.n_gpus_per_node", "trainer.nnodes")
-    world, engine = gpus * d.number("trainer.nnodes"), f"{_R}tensor_model_parallel_size"
-    tp = f"{_G}tensor_model_parallel_size"
-    d.put("actor.world_size", world, *keys)
-    bases = f"{d.text('--config-name')} {d.text('defaults')}"
-    if (
-        any(key.startswith(_G) for key in d.given)
-        or d.get(f"{_A}strategy") == "megatron"
-        or "megatron" in bases
-    ):
-        d.put("actor.parallel.tp", d.number(tp), tp)
-        granularity = f"{_OVERRIDE}recompute_granularity"
-        d.put("actor.recompute", d.get(granularity) or "none", granularity)
+    gpus = d.number("trainer.n_gpus_per_node")
+    nodes = ("trainer.n_gpus_per_node", "trainer.nnodes")
+    world = gpus * d.number("trainer.nnodes")
+    engine = f"{_R}tensor_model_parallel_size"
+    tp = d.number(engine)
+    d.put("actor.world_size", world, *nodes)
+    if _is_megatron(d):
+        d.put("actor.parallel.tp", d.number(f"{_G}tensor_model_parallel_size"))
+        d.put("actor.recompute", d.get(f"{_OVERRIDE}recompute_granularity") or "none")
     else:
-        d.put("actor.parallel.tp", rules.whole_parameters_tp(d, world, d.number(engine)), engine)
+        d.put("actor.parallel.tp", rules.whole_parameters_tp(d, world, tp), engine)
         d.remarks.append(
             "FSDP shards parameters; Megatron's ranks hold them whole, so tp is the engines': "
             "`megagrpo plan`"
         )
-        checkpointing = f"{_M}enable_gradient_checkpointing"
-        d.put("actor.recompute", "full" if d.get(checkpointing) else "none", checkpointing)
-    balance, z = f"{_OVERRIDE}moe_aux_loss_coeff", f"{_OVERRIDE}moe_z_loss_coeff"
-    if d.get(balance):
-        d.lack(
-            balance,
-            "Megatron's is of a micro-batch; actor.router_losses.balance is of single sequences",
-        )
-    if d.get(z):
-        d.put("actor.router_losses.z", d.real(z), z)
-    tokens, dynamic = f"{_A}ppo_max_token_len_per_gpu", f"{_A}use_dynamic_bsz"
-    each, total = f"{_A}ppo_micro_batch_size_per_gpu", f"{_A}ppo_micro_batch_size"
+        full = d.get(f"{_M}enable_gradient_checkpointing")
+        d.put("actor.recompute", "full" if full else "none")
+    rules.balance(d, f"{_OVERRIDE}moe_aux_loss_coeff")
+    if d.get(f"{_OVERRIDE}moe_z_loss_coeff"):
+        d.put("actor.router_losses.z", d.real(f"{_OVERRIDE}moe_z_loss_coeff"))
     longest = d.number("data.max_prompt_length") + d.number("data.max_response_length")
-    if d.get(dynamic):
-        rules.micro_batch(d, longest, d.number(tokens), 0, dynamic, tokens)
+    tokens = samples = 0
+    if d.get(f"{_A}use_dynamic_bsz"):
+        tokens = d.number(f"{_A}ppo_max_token_len_per_gpu")
     else:
-        rules.micro_batch(
-            d,
-            longest,
-            0,
-            d.number(each, default=max(d.number(total) // world, 1)),
-            each,
-            total,
-            dynamic,
-        )
-    rules.engines_on_trainers(
-        d, world, gpus, d.number(engine), "actor_rollout_ref.hybrid_engine", *keys
-    )
+        shared = max(d.number(f"{_A}ppo_micro_batch_size") // world, 1)
+        samples = d.number(f"{_A}ppo_micro_batch_size_per_gpu", default=shared)
+    rules.micro_batch(d, longest, tokens, samples)
+    rules.engines_on_trainers(d, world, gpus, tp, "actor_rollout_ref.hybrid_engine", *nodes)
     experts = f"{_R}expert_parallel_size"
-    if d.number(engine) % d.number(experts):
-        d.lack(
-            experts,
-            f"divides rollout.tp, {d.number(engine)}; engines with attention by data are not "
-            "offered yet",
-        )
+    if tp % d.number(experts):
+        apart = "engines with attention by data are not offered yet"
+        d.lack(experts, f"divides rollout.tp, {tp}; {apart}")
     else:
-        d.put("rollout.ep", d.number(experts), experts)
-    replay = f"{_A}router_replay.mode"
-    mode = {"R3": "rollout", "R2": "old"}.get(d.text(replay))
-    d.put("actor.routing_replay", mode, replay, f"{_R}enable_rollout_routing_replay")
+        d.put("rollout.ep", d.number(experts))
+    mode = {"R3": "rollout", "R2": "old"}.get(d.text(f"{_A}router_replay.mode"))
+    d.put("actor.routing_replay", mode, *d.theirs("actor.routing_replay"))
+
+
+def _is_megatron(d: Translation) -> bool:
+    bases = f"{d.text('--config-name')} {d.text('defaults')}"
+    return "megatron" in bases or d.get(f"{_A}strategy") == "megatron" or bool(d.below(_G))
 
 
 def _model(d: Translation) -> None:
-    kinds = (
-        f"{_M}torch_dtype",
-        f"{_A}fsdp_config.model_dtype",
-        f"{_A}fsdp_config.dtype",
-        f"{_R}dtype",
-    )
     for ours in ("actor.dtype", "rollout.dtype"):
-        d.put(ours, "bfloat16", *kinds)
-    rank, alpha, targets = (
-        [
-            f"{_M}lora_{name}" if name != "target_modules" else f"{_M}{name}",
-            f"{_M}lora.{name}",
-            f"{_A}lora.{name}",
-        ]
-        for name in ("rank", "alpha", "target_modules")
+        d.put(ours, "bfloat16", *d.theirs("actor.dtype"))
+    rules.lora(
+        d,
+        [f"{_M}lora_rank", f"{_M}lora.rank", f"{_A}lora.rank", f"{_A}lora.r"],
+        [f"{_M}lora_alpha", f"{_M}lora.alpha", f"{_A}lora.alpha"],
+        [f"{_M}target_modules", f"{_M}lora.target_modules", f"{_A}lora.target_modules"],
     )
-    rank.append(f"{_A}lora.r")
-    if d.number(*rank, default=0) > 0:
-        d.put("actor.lora.rank", d.number(*rank), *rank, f"{_A}lora.enable")
-        d.put("actor.lora.alpha", d.real(*alpha), *alpha)
-        if isinstance(named := d.get(*targets), list):
-            d.put("actor.lora.targets", named, *targets)
 
 
 def _run(d: Translation) -> None:
-    folder, experiment, loggers = (
-        "trainer.default_local_dir",
-        "trainer.experiment_name",
-        d.get("trainer.logger"),
-    )
-    name = d.text(experiment)
-    d.put("name", name, experiment)
-    d.put("output_dir", d.text(folder) or f"runs/{name}", folder)
-    named = loggers if isinstance(loggers, list) else [loggers]
-    if "wandb" in named:
-        wandb: dict[str, Plain] = {"project": d.text("trainer.project_name"), "name": name}
-        d.put("log.wandb", wandb, "trainer.logger", "trainer.project_name", experiment)
-    if others := [
-        str(one) for one in named if one not in ("console", "wandb", "tensorboard", None)
-    ]:
-        d.lack(
-            "trainer.logger",
-            f"no logger {', '.join(others)}; there are TensorBoard files and log.wandb",
-        )
-    d.put("checkpoint.every", max(d.number("trainer.save_freq"), 0), "trainer.save_freq")
-    resume = {"": "auto", "auto": "auto", "disable": "never"}.get(d.text("trainer.resume_mode"))
+    name = d.text("trainer.experiment_name")
+    d.put("name", name)
+    d.put("output_dir", d.text("trainer.default_local_dir") or f"runs/{name}")
+    wandb: dict[str, Plain] = {"project": d.text("trainer.project_name")}
+    loggers = "trainer.logger"
+    rules.trackers(d, d.get(loggers), loggers, wandb, "console tensorboard")
+    d.put("checkpoint.every", max(d.number("trainer.save_freq"), 0))
+    mode = "trainer.resume_mode"
+    resume = {"": "auto", "auto": "auto", "disable": "never"}.get(d.text(mode))
     if resume is None:
-        d.lack(
-            "trainer.resume_mode", "auto or disable; another run's checkpoint is checkpoint.load"
-        )
+        d.lack(mode, "auto or disable; another run's checkpoint is checkpoint.load")
     else:
-        d.put("checkpoint.resume", resume, "trainer.resume_mode")
+        d.put("checkpoint.resume", resume)
 
 
 RULES: list[Rule] = [

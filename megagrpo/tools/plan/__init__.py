@@ -1,2 +1,2 @@
-"""Memory, bytes and a bound of the seconds of an experiment, from the model's config.json only:
-`megagrpo plan`."""
+"""Memory and a bound of the seconds of an experiment, and layouts that fit, from the model's
+config.json only: `megagrpo plan`."""

@@ -1,50 +1,160 @@
-"""The command line of `megagrpo plan`."""
+"""`megagrpo plan`: whether an experiment fits, the bound of its step, and layouts that fit."""
 
 import argparse
+import shlex
 import sys
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+from megagrpo.check.fitting import with_model
+from megagrpo.check.hardware import usable_bytes
+from megagrpo.config.actor import ActorConfig
+from megagrpo.config.placement import Nodes, placement_problems
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.families.table import parameter_counts
 from megagrpo.system.arguments import positive
 from megagrpo.system.progress import Progress
+from megagrpo.tools.plan.roofline import Plan, plan_step, target_of
+from megagrpo.tools.plan.search import best_layouts, changes
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Adds the options of the command line."""
     option = command.add_argument
     option("--lengths", help="of responses in tokens: their mean, or a file with one number a line")
-    option(
-        "--turns",
-        help="of agents, means: count=20 tool_s=3 said=0.6 found=0.85 (found in prefix caches)",
-    )
-    option(
-        "--measured", type=Path, metavar="RUN", help="a run folder whose seconds scale the roofline"
-    )
-    option(
-        "--search",
-        type=positive,
-        metavar="NODES",
-        help="also layouts of as many nodes by their bound",
-    )
-    add_cluster_options(command)
-
-
-def add_cluster_options(command: argparse.ArgumentParser) -> None:
-    """Adds the options that `plan` and `plan-weights` share."""
-    option = command.add_argument
+    nodes = "also layouts of as many nodes by their bound"
+    option("--search", type=positive, metavar="NODES", help=nodes)
     option("--gpus-per-node", type=positive, help="of every node; default: cluster.gpus_per_node")
     option("--hardware", help="H100, H200, H20, B200; default: cluster.gpu")
-    option("--json", type=Path, metavar="FILE", help="also write all figures")
 
 
 def run(args: argparse.Namespace, config: ExperimentConfig) -> int:
     """Runs the command; returns 1 if the experiment does not fit."""
-    names = ("hardware", "gpus_per_node", "lengths", "turns", "measured", "search", "json")
     with Progress(f"plan {config.name}", stream=sys.stderr) as progress:
-        progress.enter("imports the planner")
-        from megagrpo.tools.plan.search import Options, plan_command
+        progress.enter("memory and a bound of the step")
+        config = with_model(config)
+        plan = placed_plan(config, args.hardware, args.gpus_per_node, args.lengths)
+        lines = report(plan)
+        if args.search is not None:
+            progress.enter(f"searches layouts of {args.search} nodes")
+            lines += ["", *_proposals(best_layouts(config, plan.target, args.search), config)]
+    print("\n".join(lines))
+    return 1 if plan.problems else 0
 
-        options = Options(**{name: getattr(args, name) for name in names})
-        text, fits = plan_command(config, options, progress)
-    print(text)
-    return 0 if fits else 1
+
+def placed_plan(
+    config: ExperimentConfig,
+    hardware: str | None = None,
+    gpus_per_node: int | None = None,
+    lengths: str | None = None,
+) -> Plan:
+    """Returns the plan with the problems of its ranks' places; for the arguments see `target_of`.
+
+    Raises ValueError for an unknown model, and for layouts that do not suit the model or the nodes.
+    """
+    target = target_of(config, hardware, gpus_per_node, lengths)
+    plan = plan_step(config, target)
+    placed = placement_problems(config, Nodes(target.gpus_per_node))
+    return replace(plan, problems=(*placed, *plan.problems))
+
+
+def report(plan: Plan) -> list[str]:
+    """Returns the plan as lines: memory of both sides, the bound of a step, and what does not
+    fit."""
+    target = plan.target
+    actor = plan.config.actor
+    rollout = plan.config.rollout
+    trainer_nodes = -(-actor.world_size // target.gpus_per_node)
+    engine_nodes = -(-rollout.num_engines * rollout.tp // target.gpus_per_node)
+    where = "the same nodes" if rollout.colocate else f"{engine_nodes} nodes"
+    room = usable_bytes(target.hardware)
+    rows = [["trainers", "fullest rank", "GB", f"of {room / 1e9:.1f}", "parts in GB"]]
+    for phase, rank in plan.phases.items():
+        fullest = f"{rank.rank} ({rank.kind})"
+        size = f"{rank.total / 1e9:.1f}"
+        rows.append([phase, fullest, size, f"{rank.total / room:.0%}", _parts(rank.parts)])
+    train = plan.config.train
+    samples = train.num_prompts_per_step * train.group_size / rollout.num_engines
+    lengths = target.lengths
+    engine = plan.engine
+    lines = [
+        f"{plan.config.name} on {target.hardware.device_name}, {target.gpus_per_node} a node: "
+        f"{parameter_counts(target.arch).total / 1e9:.1f} B parameters",
+        f"lengths    {lengths.origin}: mean {lengths.mean:,.0f}; prompts {lengths.prompt:,.0f}",
+        f"trainers   {actor.world_size} ranks on {trainer_nodes} nodes ({_layout(actor)}), "
+        f"{actor.micro_batch_tokens:,} tokens a micro-batch, recompute {actor.recompute}",
+        f"engines    {rollout.num_engines} on {where}, each tp {rollout.tp}, ep {rollout.ep}",
+        "",
+        *table_lines(rows),
+        f"host memory of the fullest trainer node, in GB: {_parts(plan.trainers.host_bytes)}",
+        f"engine rank {engine.total / 1e9:.1f} of {engine.capacity / 1e9:.1f} GB: "
+        f"{_parts(engine.parts)}",
+        f"  cache    {engine.cache_tokens:,} tokens an engine; {engine.concurrent} samples of "
+        f"these lengths run concurrently in a full engine, of {samples:,.0f} that it gets a step",
+        "",
+        *_step_lines(plan),
+    ]
+    if plan.problems:
+        nodes = trainer_nodes + (0 if rollout.colocate else engine_nodes)
+        search = f"  --search {nodes} proposes layouts of as many nodes that fit"
+        lines += ["", "DOES NOT FIT", *(f"  {problem}" for problem in plan.problems), search]
+    return lines
+
+
+def _layout(actor: ActorConfig) -> str:
+    names = ("tp", "pp", "vpp", "cp", "ep", "etp", "first_stage_layers", "last_stage_layers")
+    values = {name: getattr(actor.parallel, name) for name in names} | {"dp": actor.dp}
+    shown = (name for name in values if name == "dp" or values[name] not in (None, 1))
+    return " ".join(f"{name} {values[name]}" for name in shown)
+
+
+def _parts(parts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items() if size) or "none"
+
+
+def _step_lines(plan: Plan) -> list[str]:
+    rows = [["phase", "seconds", "share", "largest parts, in seconds"]]
+    seconds = plan.seconds
+    for phase in (phase for phase in seconds if seconds[phase]):
+        largest = sorted(plan.parts[phase].items(), key=lambda part: -part[1])[:4]
+        parts = ", ".join(f"{name} {number:.2g}" for name, number in largest if number)
+        share = f"{seconds[phase] / plan.synchronous:.0%}"
+        rows.append([phase, f"{seconds[phase]:.3g}", share, parts])
+    longest = max(seconds, key=lambda phase: seconds[phase])
+    limit = max(plan.parts[longest], key=lambda name: plan.parts[longest][name])
+    return [
+        "A roofline: an upper bound on speed, no forecast",
+        *table_lines(rows),
+        f"step       {plan.synchronous:.3g} s; {plan.off_policy:.3g} s if engines sample for the "
+        "next step meanwhile",
+        f"limit      {longest}: {limit}",
+    ]
+
+
+def _proposals(plans: Sequence[Plan], before: ExperimentConfig) -> list[str]:
+    """Returns the table of a search, and below it the words of `--set` that make each proposal of
+    the experiment."""
+    rows = [["", "nodes", "step s", *plans[0].seconds, "GPU GB", "cache"]]
+    words = []
+    for number, plan in enumerate(plans, 1):
+        rollout = plan.config.rollout
+        nodes = str(plan.config.actor.world_size // plan.target.gpus_per_node)
+        own = rollout.num_engines * rollout.tp // plan.target.gpus_per_node
+        nodes += " shared" if rollout.colocate else f" + {own}"
+        seconds = [f"{value:.3g}" for value in (plan.step, *plan.seconds.values())]
+        most = max(rank.total for rank in plan.phases.values())
+        cache = f"{plan.engine.cache_tokens:,}"
+        rows.append([str(number), nodes, *seconds, f"{most / 1e9:.1f}", cache])
+        settings = changes(before, plan.config)
+        set_words = " ".join(f"--set {shlex.quote(word)}" for word in settings)
+        words.append(f"{number}: {set_words or 'the experiment as it is'}")
+    return ["layouts with the best bound of a step:", *table_lines(rows), *words]
+
+
+def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns rows of cells as lines with columns of one width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -1,16 +1,14 @@
 """A roofline of one step: an upper bound on speed, no forecast. Products at the GPU's peak, bytes
 at the links' rates.
 
-Phases follow one another and nothing inside a phase overlaps. `--measured RUN` divides each phase
-by the share of its own bound that a real run reached. docs/planning.md states the formulas.
+Phases follow one another and nothing inside a phase overlaps. docs/planning.md states the formulas.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
 
 import numpy as np
 
@@ -19,51 +17,84 @@ from megagrpo.check.engine_memory import (
     Lengths,
     Server,
     assumed_lengths,
+    assumed_prompt,
     expert_bytes,
-    lengths_of_run,
+    sorted_lengths,
     weight_bytes,
 )
 from megagrpo.check.fitting import step_memory
-from megagrpo.check.hardware import HOST_GB_S, Hardware
+from megagrpo.check.hardware import HOST_GB_S, Hardware, hardware_of
 from megagrpo.check.layer_costs import ITEM, ModelWork, model_work
 from megagrpo.check.problems import described_architecture
 from megagrpo.check.trainer_memory import RankMemory, StageCost, TrainerSide
-from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.architecture import Architecture
-from megagrpo.monitor.record import read_metrics
-from megagrpo.system.run_folder import RunFolder
-from megagrpo.tools.plan.turns import ONE_TURN, Turns, turns_of_run
 
-_OPTIMIZER_BYTES = (
-    40.0  # read and written for each float32 weight of a shard: gradient, two moments, the weight
-)
-# of a proposed token, if no run has measured it; DeepSeek-V3 reports 0.85 to 0.9 (arXiv 2412.19437)
-ACCEPTANCE = 0.8
-PHASES = (
-    "rollout",
-    "logprobs",
-    "update",
-    "publish",
-)  # logprobs: of the old policy and of the reference
+# read and written for each float32 weight of a shard: gradient, two moments, the weight
+_OPTIMIZER_BYTES = 40.0
 
 
 @dataclass(frozen=True)
 class Target:
-    """GPUs, model and lengths of a plan. efficiency: share of the bound that a run reached, by
-    phase; else 1."""
+    """GPUs, model and lengths of a plan."""
 
     arch: Architecture
     hardware: Hardware
     gpus_per_node: int
     lengths: Lengths
-    turns: Turns = ONE_TURN
-    efficiency: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def work(self) -> ModelWork:
         """Returns the counts of the model, made once for many plans."""
         return model_work(self.arch)
+
+    @property
+    def peak(self) -> float:
+        """FLOPs a second of a GPU."""
+        return self.hardware.bf16_tflops * 1e12
+
+    @property
+    def memory(self) -> float:
+        """Bytes a second of a GPU's memory."""
+        return self.hardware.memory_tb_s * 1e12
+
+    def link(self, ranks: int) -> float:
+        """Returns the bytes a second of a rank towards a group of as many consecutive ranks."""
+        rates = self.hardware.rates
+        return (rates.inside_gb_s if ranks <= self.gpus_per_node else rates.between_gb_s) * 1e9
+
+
+def target_of(
+    config: ExperimentConfig,
+    hardware: str | None = None,
+    gpus_per_node: int | None = None,
+    lengths: str | None = None,
+) -> Target:
+    """Returns the target of a plan; what is None is as section `cluster` says, or assumed.
+
+    lengths: see `given_lengths`. Raises ValueError for an unknown GPU, model or length.
+    """
+    return Target(
+        described_architecture(config),
+        hardware_of(hardware or config.cluster.gpu),
+        gpus_per_node or config.cluster.gpus_per_node,
+        assumed_lengths(config) if lengths is None else given_lengths(lengths, config),
+    )
+
+
+def given_lengths(text: str, config: ExperimentConfig) -> Lengths:
+    """Reads `--lengths`: a mean, or a file with one number of tokens a line. Raises ValueError for
+    other text."""
+    if Path(text).is_file():
+        numbers = [float(word) for word in Path(text).read_text().split()]
+        return Lengths(assumed_prompt(config), sorted_lengths(numbers, text), f"file {text}")
+    longest = config.sampling.max_response_tokens
+    if not text.replace(".", "", 1).isdecimal() or not 0 < float(text) <= longest:
+        raise ValueError(
+            f"--lengths {text}: no such file, and no mean between 0 and "
+            f"sampling.max_response_tokens {longest}"
+        )
+    return assumed_lengths(config, float(text))
 
 
 @dataclass(frozen=True)
@@ -84,12 +115,8 @@ class Plan:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Returns the seconds of each of PHASES."""
-        efficiency = self.target.efficiency
-        return {
-            phase: sum(parts.values()) / efficiency.get(phase, 1.0)
-            for phase, parts in self.parts.items()
-        }
+        """Returns the seconds of each phase: rollout, logprobs, update, publish."""
+        return {phase: sum(parts.values()) for phase, parts in self.parts.items()}
 
     @property
     def synchronous(self) -> float:
@@ -109,32 +136,27 @@ class Plan:
         rollout.max_staleness."""
         return self.off_policy if self.config.rollout.max_staleness else self.synchronous
 
-    @property
-    def limit(self) -> str:
-        """Returns the longest phase and the largest part of it."""
-        phase = max(PHASES, key=lambda name: self.seconds[name])
-        return f"{phase}: {max(self.parts[phase], key=lambda name: self.parts[phase][name])}"
-
 
 def plan_step(config: ExperimentConfig, target: Target) -> Plan:
     """Returns memory and bound of one step. Raises ValueError if the layers cannot be cut into
     stages."""
     memory = step_memory(config, target.work, target.lengths, target.hardware, target.gpus_per_node)
-    trainers, engine = memory.trainers, memory.engine
-    forward, update = train_seconds(config, target, trainers.stages)
-    old = config.train.updates_of_step > 1 or config.algorithm.needs_old_logprobs
+    forward, update = train_seconds(config, target, memory.trainers.stages)
+    forwards = int(config.train.updates_of_step > 1 or config.algorithm.needs_old_logprobs)
+    forwards += config.algorithm.uses_reference
     parts = {
-        "rollout": rollout_seconds(config, target, engine),
-        "logprobs": {"forward": forward * (int(old) + int(config.algorithm.uses_reference))},
+        "rollout": rollout_seconds(config, target, memory.engine),
+        "logprobs": {"forward": forward * forwards},
         "update": update,
-        "publish": publish_seconds(config, target, engine),
+        "publish": publish_seconds(config, target, memory.engine),
     }
-    if config.data.images_key is not None and target.arch.vision is not None:
-        _add_tower(parts, config, target)
     if config.rollout.colocate:  # the optimiser's state leaves for the engines and comes back
-        moved = trainers.phases["rollout"].parts.get("optimiser", 0.0) / HOST_GB_S / 1e9
-        parts["publish"]["state to the host"] = parts["update"]["state from the host"] = moved
-    return Plan(config, target, trainers, engine, parts, memory.phases, memory.problems)
+        state = memory.trainers.phases["rollout"].parts.get("optimiser", 0.0)
+        parts["publish"]["state to the host"] = state / HOST_GB_S / 1e9
+        parts["update"]["state from the host"] = state / HOST_GB_S / 1e9
+    return Plan(
+        config, target, memory.trainers, memory.engine, parts, memory.phases, memory.problems
+    )
 
 
 def rollout_seconds(
@@ -144,139 +166,57 @@ def rollout_seconds(
     one sample.
 
     The engine decodes with all its slots full until its last wave, whose samples end one after the
-    other. Each decode step reads weights and cache once; "compute" is what the products take beyond
-    that.
+    other.
     """
     if engine.concurrent < 1:
         return {"weights": math.inf}
-    train, lengths, server = config.train, target.lengths, engine.server
-    samples = math.ceil(train.num_prompts_per_step * train.group_size / config.rollout.num_engines)
+    lengths = target.lengths
+    server = engine.server
+    groups = config.train.num_prompts_per_step * config.train.group_size
+    samples = math.ceil(groups / config.rollout.num_engines)
     slots = min(samples, engine.concurrent)
-    wave = lengths.spread(slots)
-    steps = np.concatenate([[(samples - slots) * lengths.mean / slots], np.diff(wave, prepend=0.0)])
+    last = lengths.spread(slots)
+    between = np.diff(last, prepend=0.0)  # decode steps from one end to the next
+    steps = np.concatenate([[(samples - slots) * lengths.mean / slots], between])
     running = np.concatenate([[slots], np.arange(slots, 0, -1)]).astype(np.float64)
-    held = np.concatenate(
-        [[lengths.running], lengths.prompt + wave - np.diff(wave, prepend=0.0) / 2]
-    )
-    turns = target.turns
-    sampled = steps * (1 - turns.said)
-    if config.rollout.draft_tokens is None:
-        of_steps = decode_seconds(target, server, running, held)
-    else:
-        of_steps = drafted_seconds(target, server, running, held, config.rollout.draft_tokens)
-    decode = {name: float(sampled @ each) for name, each in of_steps.items()}
-    later = turns.tokens_read(lengths.prompt, lengths.mean)
-    decode["communication"] += (
-        samples
-        * (lengths.prompt + later)
-        * _all_reduced_bytes(target, server)
-        / _engine_link(target, server)
-    )
-    pairs = lengths.prompt**2 / 2 + later * (lengths.prompt + lengths.mean / 2)
-    prefill = samples * prefill_seconds(target, server, lengths.prompt + later, pairs)
-    waited = (
-        {"tools": turns.waited_s} if turns.waited_s else {}
-    )  # of the last rollouts; others are sampled meanwhile
-    return decode | {"prefill": prefill} | waited
-
-
-def _add_tower(
-    parts: Mapping[str, dict[str, float]], config: ExperimentConfig, target: Target
-) -> None:
-    """Adds the tower's seconds, as if all tokens of a prompt were of images: once a prompt on an
-    engine and in each forward of a data-parallel rank, whose tensor- and context-parallel ranks all
-    compute the whole tower.
-    """
-    vision, actor, train = target.arch.vision, config.actor, config.train
-    assert vision is not None
-    patches = target.lengths.prompt * vision.merge**2 * train.num_prompts_per_step
-    seconds = 2 * patches * vision.products_of_a_patch / (target.hardware.bf16_tflops * 1e12)
-    parts["rollout"]["tower"] = seconds / config.rollout.num_engines / config.rollout.tp
-    forward = seconds / actor.dp
-    parts["logprobs"]["tower"] = forward * (parts["logprobs"]["forward"] > 0)
-    again = (
-        0
-        if actor.trained_vision == "none"
-        else 2 + (actor.trained_vision == "all" and actor.recompute == "full")
-    )
-    parts["update"]["tower"] = forward * (1 + again) * train.num_epochs_per_step
-
-
-def drafted_seconds(
-    target: Target, server: Server, running: np.ndarray, held: np.ndarray, drafts: int
-) -> dict[str, np.ndarray]:
-    """Returns decode_seconds for one token of each sample if a draft proposes `drafts` tokens for
-    each forward.
-
-    The forward sees the last token and the proposed ones; before it the draft, one layer and the
-    output layer, runs once for each. It gives 1 + a + ... + a^drafts tokens if each is accepted
-    with probability a = ACCEPTANCE.
-    """
-    verify = decode_seconds(target, server, running, held, 1 + drafts)
-    single = decode_seconds(target, server, running, held)
-    head = target.work.vocabulary / server.tp * ITEM / (target.hardware.memory_tb_s * 1e12)
-    tokens = sum(ACCEPTANCE**number for number in range(drafts + 1))
-    proposed = {name: drafts / target.arch.num_layers * seconds for name, seconds in single.items()}
-    proposed["weights"] = proposed["weights"] + drafts * head
-    return {name: (seconds + proposed[name]) / tokens for name, seconds in verify.items()}
+    held = np.concatenate([[lengths.running], lengths.prompt + last - between / 2])
+    decode = decode_seconds(target, server, running, held)
+    parts = {name: float(steps @ seconds) for name, seconds in decode.items()}
+    parts["communication"] += samples * lengths.prompt * _all_reduce_seconds(target, server)
+    pairs = lengths.prompt**2 / 2 * target.work.attention_flops * target.arch.num_layers
+    prefill = (lengths.prompt * target.work.token_flops + pairs) / server.tp / target.peak
+    return {**parts, "prefill": samples * prefill}
 
 
 def decode_seconds(
-    target: Target, server: Server, running: np.ndarray, held: np.ndarray, together: int = 1
+    target: Target, server: Server, running: np.ndarray, held: np.ndarray
 ) -> dict[str, np.ndarray]:
     """Returns the seconds of decode steps by part, float64 [steps]: of `running` samples with
     `held` tokens each.
 
-    together: tokens of a sample that one step reads.
+    Weights and cache are read once; "compute" is what the products take beyond that.
     """
-    work, layers = target.work, target.arch.num_layers
-    memory, peak = target.hardware.memory_tb_s * 1e12, target.hardware.bf16_tflops * 1e12
+    work = target.work
     experts = expert_bytes(work, server)
     dense = weight_bytes(work, server) - experts
     dense -= work.vocabulary / server.tp * ITEM  # only few of its rows are read
-    weights = (dense + experts * (1.0 - (1.0 - work.share) ** (running * together))) / memory
+    weights = (dense + experts * (1.0 - (1.0 - work.share) ** running)) / target.memory
     context = running * held * server.attention_tp / server.tp  # of one attention replica
-    cache = context * work.cache_bytes(server.attention_tp, server.cache_width) / memory
-    scores = context * work.decode_attention_flops * layers / server.attention_tp
-    products = together * (running * work.token_flops / server.tp + scores) / peak
+    cache = context * work.cache_bytes(server.attention_tp, server.cache_width) / target.memory
+    scores = context * work.decode_attention_flops * target.arch.num_layers / server.attention_tp
+    products = (running * work.token_flops / server.tp + scores) / target.peak
     return {
         "weights": weights,
         "cache": cache,
         "compute": np.maximum(0.0, products - weights - cache),
-        "communication": together
-        * running
-        * _all_reduced_bytes(target, server)
-        / _engine_link(target, server),
+        "communication": running * _all_reduce_seconds(target, server),
     }
 
 
-def prefill_seconds(target: Target, server: Server, tokens: float, pairs: float) -> float:
-    """Returns the seconds of the products of tokens that are read. pairs: of one of them and a
-    token before it."""
-    attention = pairs * target.work.attention_flops * target.arch.num_layers
-    return (
-        (tokens * target.work.token_flops + attention)
-        / server.tp
-        / (target.hardware.bf16_tflops * 1e12)
-    )
-
-
-def _all_reduced_bytes(target: Target, server: Server) -> float:
-    """Returns the bytes that an engine rank sends for each token: two all-reduces a layer."""
-    return (
-        2
-        * target.arch.num_layers
-        * 2
-        * (server.tp - 1)
-        / server.tp
-        * target.arch.hidden_size
-        * ITEM
-    )
-
-
-def _engine_link(target: Target, server: Server) -> float:
-    rates = target.hardware.rates
-    return (rates.inside_gb_s if server.tp <= target.gpus_per_node else rates.between_gb_s) * 1e9
+def _all_reduce_seconds(target: Target, server: Server) -> float:
+    """Returns the seconds of a token's two all-reduces a layer."""
+    sent = 2 * (server.tp - 1) / server.tp * target.arch.hidden_size * ITEM
+    return 2 * target.arch.num_layers * sent / target.link(server.tp)
 
 
 def train_seconds(
@@ -288,92 +228,81 @@ def train_seconds(
     Samples are spread evenly over data-parallel ranks and fill as few micro-batches as their tokens
     allow.
     """
-    actor, train, p, lengths = config.actor, config.train, config.actor.parallel, target.lengths
+    train = config.train
+    parallel = config.actor.parallel
+    sizes = target.lengths.prompt + target.lengths.responses
     samples = train.num_prompts_per_step * train.group_size / train.num_updates_per_step
-    sizes = lengths.prompt + lengths.responses
-    tokens, pairs = (
-        samples / actor.dp * float(sizes.mean()),
-        samples / actor.dp * float((sizes**2).mean()) / 2,
-    )
-    count = max(1, math.ceil(tokens / actor.micro_batch_tokens))
-    times = [
-        _stage_seconds(config, target, stage, tokens / count, pairs / count) for stage in stages
-    ]
-    backward = [1 + stage.recomputed for stage in stages]  # in forwards, besides its own products
+    samples /= config.actor.dp
+    tokens = samples * float(sizes.mean())
+    pairs = samples * float((sizes**2).mean()) / 2
+    count = max(1, math.ceil(tokens / config.actor.micro_batch_tokens))
+    forwards = [_forward(config, target, each, tokens / count, pairs / count) for each in stages]
+    # a backward sends as much as a forward, and has twice the products
+    passes = [2 + stage.recomputed for stage in stages]
     whole = [
-        sum(parts.values()) * (1 + more) + parts["compute"]
-        for parts, more in zip(times, backward, strict=True)
+        sum(parts.values()) * number + parts["compute"]
+        for parts, number in zip(forwards, passes, strict=True)
     ]
     slowest = int(np.argmax(whole))
-    depth, updates = (p.pp - 1) / p.vpp, train.updates_of_step
-    again = 1 + backward[slowest]
+    bubble = (parallel.pp - 1) / parallel.vpp  # micro-batches
+    batches = count * train.updates_of_step
     parts = {
-        name: seconds * again * count * updates
-        for name, seconds in times[slowest].items()
+        name: seconds * passes[slowest] * batches
+        for name, seconds in forwards[slowest].items()
         if seconds
     }
-    parts["compute"] += times[slowest]["compute"] * count * updates
-    parts["pipeline bubble"] = depth * updates * whole[slowest]
-    rest = [_after_backward(config, target, stage) for stage in stages]
-    parts |= {
-        name: s * updates for name, s in max(rest, key=lambda found: sum(found.values())).items()
-    }
-    forward = (
-        (count + depth) * max(sum(found.values()) for found in times) * train.num_updates_per_step
+    parts["compute"] += forwards[slowest]["compute"] * batches
+    parts["pipeline bubble"] = bubble * train.updates_of_step * whole[slowest]
+    rest = max(
+        (_after_backward(config, target, stage) for stage in stages), key=lambda p: sum(p.values())
     )
-    return forward, parts
+    parts |= {name: seconds * train.updates_of_step for name, seconds in rest.items()}
+    forward = max(sum(found.values()) for found in forwards)
+    return (count + bubble) * forward * train.num_updates_per_step, parts
 
 
-def _stage_seconds(
+def _forward(
     config: ExperimentConfig, target: Target, cost: StageCost, tokens: float, pairs: float
 ) -> dict[str, float]:
     """Returns the seconds of one stage's forward of one micro-batch, by part."""
-    scale, peak = tokens / cost.tokens, target.hardware.bf16_tflops * 1e12
-    compute = (cost.flops * scale + cost.pair_flops * pairs / config.actor.parallel.cp) / peak
-    sent = {
-        f"{group} communication": _link_seconds(config, target, group, num_bytes * scale)
-        for group, num_bytes in cost.sent.items()
+    parallel = config.actor.parallel
+    scale = tokens / cost.tokens
+    flops = cost.flops * scale + cost.pair_flops * pairs / parallel.cp
+    parts = {"compute": flops / target.peak}
+    # consecutive ranks with the group in them
+    spans = {
+        "tp": parallel.tp,
+        "cp": parallel.tp * parallel.cp,
+        "pp": config.actor.world_size,
     }
-    return {"compute": compute, **sent}
-
-
-def _link_seconds(config: ExperimentConfig, target: Target, group: str, num_bytes: float) -> float:
-    actor, p, gpus = config.actor, config.actor.parallel, target.gpus_per_node
-    inside, between = (
-        rate * 1e9
-        for rate in (target.hardware.rates.inside_gb_s, target.hardware.rates.between_gb_s)
-    )
-    if group == "ep":  # both links at once
-        near = min(1.0, max(0.0, gpus / p.etp - 1) / max(p.ep - 1, 1))
-        return max(num_bytes * near / inside, num_bytes * (1 - near) / between)
-    span = {"tp": p.tp, "cp": p.tp * p.cp, "pp": actor.world_size}[
-        group
-    ]  # consecutive ranks with the group in them
-    return num_bytes / (inside if span <= gpus else between)
+    for group, num_bytes in cost.sent.items():
+        if group == "ep":  # over both links at once
+            rates = target.hardware.rates
+            inside = max(0.0, target.gpus_per_node / parallel.etp - 1) / max(parallel.ep - 1, 1)
+            near = min(1.0, inside)
+            seconds = max(near / rates.inside_gb_s, (1 - near) / rates.between_gb_s) / 1e9
+        else:
+            seconds = 1 / target.link(spans[group])
+        parts[f"{group} communication"] = num_bytes * scale * seconds
+    return parts
 
 
 def _after_backward(config: ExperimentConfig, target: Target, cost: StageCost) -> dict[str, float]:
     """Returns the seconds of an update besides its passes: gradient sums, Adam, and the new weights
     to all."""
-    actor, p, rates = config.actor, config.actor.parallel, target.hardware.rates
-    stage = actor.world_size // p.pp
+    parallel = config.actor.parallel
+    shared = config.actor.optimizer.distributed
+    stage = config.actor.world_size // parallel.pp
     parts = {"gradients": 0.0, "optimizer": 0.0, "weights to all": 0.0}
-    for group, size, apart in (
-        ("dp", stage // p.tp, p.tp),
-        ("edp", stage // (p.etp * p.ep), p.etp * p.ep),
-    ):
-        num_bytes, shared = cost.gradient_bytes[group], actor.optimizer.distributed
-        near = size * apart <= target.gpus_per_node
-        seconds = (
-            num_bytes
-            * (size - 1)
-            / size
-            / ((rates.inside_gb_s if near else rates.between_gb_s) * 1e9)
-        )
+    # apart: the neighbours of a group
+    for group, apart in (("dp", parallel.tp), ("edp", parallel.etp * parallel.ep)):
+        size = stage // apart
+        num_bytes = cost.gradient_bytes[group]
+        seconds = num_bytes * (size - 1) / size / target.link(size * apart)
         parts["gradients"] += seconds * (1 if shared else 2)
         parts["weights to all"] += seconds / 2 if shared else 0.0
         moved = num_bytes / 4 / (size if shared else 1) * _OPTIMIZER_BYTES
-        parts["optimizer"] += moved / (target.hardware.memory_tb_s * 1e12)
+        parts["optimizer"] += moved / target.memory
     return parts
 
 
@@ -382,52 +311,10 @@ def publish_seconds(
 ) -> dict[str, float]:
     """Returns the seconds of the fullest link if every trainer rank sends equally much, whatever
     the transport."""
-    rollout, rates, world = config.rollout, target.hardware.rates, config.actor.world_size
-    ranks = rollout.tp * rollout.num_engines
-    near = world + (0 if rollout.colocate else ranks) <= target.gpus_per_node
-    link = (rates.inside_gb_s if near else rates.between_gb_s) * 1e9
-    received, sent = engine.weights, engine.weights * ranks / world
-    return {
-        "sending from the trainers" if sent > received else "receiving on an engine": max(
-            sent, received
-        )
-        / link
-    }
-
-
-def measured_efficiency(
-    folder: Path, hardware: Hardware, gpus_per_node: int
-) -> tuple[dict[str, float], Lengths, Turns]:
-    """Returns the share of its own bound that each phase of a run reached on these GPUs, and the
-    run's lengths and turns.
-
-    The first step, which warms up, does not count if there are others. A run that samples ahead has
-    no seconds of its rollout, only the time that training waited. Raises ValueError for a folder
-    without measured steps.
-    """
-    run = RunFolder(folder)
-    if not (run.config.exists() and run.metrics.exists()):
-        raise ValueError(
-            f"--measured {folder}: no run folder, config.yaml or metrics.jsonl is missing"
-        )
-    config = load_config(run.config)
-    entries = [entry for entry in read_metrics(run) if entry.get("time/update_s")]
-    if not entries:
-        raise ValueError(f"--measured {folder}: {run.metrics} has no step with time/update_s")
-    entries = entries[1:] or entries
-    lengths = assumed_lengths(config, fmean(entry["response/length_mean"] for entry in entries))
-    if run.rollout_files():
-        lengths = lengths_of_run(run, config)
-    turns = turns_of_run(entries, f"means of {folder}")
-    target = Target(described_architecture(config), hardware, gpus_per_node, lengths, turns)
-    plan = plan_step(config, target)
-    seconds = {
-        name: fmean(entry.get(f"time/{name}_s") or 0.0 for entry in entries) for name in PHASES
-    }
-    ahead = {"rollout"} if config.rollout.max_staleness else set()
-    efficiency = {
-        name: plan.seconds[name] / seconds[name]
-        for name in PHASES
-        if name not in ahead and seconds[name] > 0 and 0 < plan.seconds[name] < math.inf
-    }
-    return efficiency, lengths, turns
+    ranks = config.rollout.tp * config.rollout.num_engines
+    world = config.actor.world_size
+    link = target.link(world + (0 if config.rollout.colocate else ranks))
+    received = engine.weights
+    sent = engine.weights * ranks / world
+    fullest = "sending from the trainers" if sent > received else "receiving on an engine"
+    return {fullest: max(sent, received) / link}

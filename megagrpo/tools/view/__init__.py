@@ -1,2 +1,1 @@
-"""`megagrpo view`: the samples of runs as one HTML file that needs no network, and their timelines
-for Perfetto."""
+"""`megagrpo view`: the samples of runs as one HTML file that needs no network."""

@@ -1,4 +1,4 @@
-"""`megagrpo view RUN [RUN2 ...]`: writes the page of samples and the traces."""
+"""`megagrpo view RUN [RUN2 ...]`: writes the page of samples."""
 
 import argparse
 import base64
@@ -11,26 +11,17 @@ from pathlib import Path
 
 from megagrpo.system.run_folder import RunFolder, write_whole
 from megagrpo.tools.view.samples import read_samples
-from megagrpo.tools.view.trace import read_trace, write_trace
 
 
-def write_view(
-    folders: list[RunFolder],
-    sample_mb: float,
-    timeline_steps: int,
-    output: Path | None,
-    trace: Path | None,
-) -> str:
-    """Writes the page, and a trace of every run that has a timeline; returns a line for each file
-    and omission.
+def write_view(folders: list[RunFolder], sample_mb: float, output: Path | None) -> str:
+    """Writes the page; returns a line for it and for each omission.
 
-    sample_mb: MB (1e6 bytes) of samples of each run. timeline_steps: last steps in its trace.
-    output: default, view.html in the first run folder. trace: of the first run; default,
-    trace.json.gz in its folder. Raises ValueError for a folder that is not a run, and for `trace`
-    without a timeline.
+    sample_mb: MB (1e6 bytes) of samples of each run. output: default, view.html in the first run
+    folder. Raises ValueError for a folder that is not a run.
     """
     output = output or folders[0].view
-    runs, lines = [], []
+    runs = []
+    lines = []
     for folder, name in zip(folders, _names(folders), strict=True):
         if not folder.metrics.is_file():
             raise ValueError(
@@ -38,17 +29,7 @@ def write_view(
             )
         samples, notes = read_samples(folder, sample_mb * 1e6)
         runs.append({"name": name, **samples, "notes": notes})
-        events, trace_notes = read_trace(folder, timeline_steps)
-        path = trace if trace is not None and folder is folders[0] else folder.trace
-        if events:
-            write_trace(path, events)
-            lines.append(f"trace: {path} (for ui.perfetto.dev or chrome://tracing)")
-        elif path is trace:
-            raise ValueError(
-                f"--trace: {folder.path} has no timeline: set log.timeline: true in the run's "
-                "config"
-            )
-        lines += [f"{name}: {note}" for note in notes + trace_notes]
+        lines += [f"{name}: {note}" for note in notes]
     write_whole(output, _build_page({"runs": runs}, " | ".join(run["name"] for run in runs)))
     return "\n".join([f"page: {output} ({output.stat().st_size / 1e6:.1f} MB)", *lines])
 
@@ -66,7 +47,8 @@ def _build_page(data: dict, title: str) -> str:
     Its policy allows only its own script and style, by their hashes, whatever a response of the
     model contains.
     """
-    style, script = _part("style.css"), '"use strict";\n' + _part("samples.js")
+    style = _part("style.css")
+    script = '"use strict";\n' + _part("samples.js")
     assert "</script" not in script.lower(), "the script would end too early"
     policy = {
         "default-src": "'none'",
@@ -106,14 +88,11 @@ def add_options(command: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the page; default: view.html in the first run folder",
     )
-    trace = "the first run's trace; default: trace.json.gz in its folder"
-    option("--trace", type=Path, metavar="FILE", help=trace)
     option("--sample-mb", type=float, default=20.0, help="MB of samples of each run (default 20)")
-    option("--timeline-steps", type=int, default=20, help="last steps in the trace (default 20)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
     folders = [RunFolder(Path(name)) for name in args.run_dirs]
-    print(write_view(folders, args.sample_mb, args.timeline_steps, args.output, args.trace))
+    print(write_view(folders, args.sample_mb, args.output))
     return 0

@@ -1,12 +1,14 @@
 """Selects the samples shown on the page: a whole run has too many for a browser."""
 
 import base64
+from collections.abc import Sequence
+from typing import TypeVar
 
 from megagrpo.monitor.rollouts import read_rollouts
 from megagrpo.monitor.step_lines import read_step_lines
 from megagrpo.system.run_folder import RunFolder
-from megagrpo.tools.view.trace import spread
 
+T = TypeVar("T")
 _MAX_STEPS = 200
 _MAX_TEXT = 20_000  # characters of one prompt or response
 _TOKEN_BYTES = 12  # of a token in the page: its id and its difference
@@ -26,7 +28,8 @@ def read_samples(folder: RunFolder, max_bytes: float) -> tuple[dict, list[str]]:
     chosen = spread(list(files), _MAX_STEPS)
     trained, pieces = _trained(folder, set(chosen))
     groups: list[dict] = []
-    num_cut, left = 0, max_bytes
+    num_cut = 0
+    left = max_bytes
     for index, step in enumerate(chosen):
         allowance = left / (
             len(chosen) - index
@@ -56,6 +59,14 @@ def read_samples(folder: RunFolder, max_bytes: float) -> tuple[dict, list[str]]:
     return shown | {
         "pieces": {str(token): pieces.get(str(token), f"[{token}]") for token in used_ids}
     }, notes
+
+
+def spread(items: Sequence[T], number: int) -> list[T]:
+    """Returns at most `number` >= 2 of the items, evenly spread, including the first and the
+    last."""
+    if len(items) <= number:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (number - 1))] for i in range(number)]
 
 
 def _images(folder: RunFolder, groups: list[dict], max_bytes: float) -> dict[str, str]:

@@ -4,8 +4,7 @@ import base64
 import pickle
 import socket
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import httpx
@@ -22,7 +21,6 @@ from megagrpo.weights.wire.shared_buffer import Place
 _CONNECT_S = 10.0
 _ANSWER_S = 30.0  # an answer is in the mailbox before the HTTP call returns
 # engine id, name of the call, start and end in seconds since the epoch; in any thread
-OnCall = Callable[[str, str, float, float], None]
 
 
 class EngineDown(RuntimeError):
@@ -37,7 +35,6 @@ class EngineConnection:
     """A connection to one incarnation of an engine with `tp` ranks. Every publish sets `deadline`.
 
     patience_s: seconds that a healthy engine may need for an idle call, or for one forward pass.
-    on_call: called after each call.
     """
 
     def __init__(
@@ -47,7 +44,6 @@ class EngineConnection:
         mailbox: Mailbox,
         api_key: str,
         patience_s: float,
-        on_call: OnCall = lambda engine, name, start, end: None,
     ):
         self.id = info.id
         self.url = info.url
@@ -71,7 +67,6 @@ class EngineConnection:
         self._sockets: list[socket.socket] = []
         self._closed = False
         self._lock = threading.Lock()
-        self._on_call = on_call
         self._http = httpx.Client(
             base_url=info.url,
             trust_env=False,
@@ -94,13 +89,11 @@ class EngineConnection:
         """Returns `patience_s`, or what is left of the deadline if that is less, in seconds."""
         return min(self._patience_s, self.deadline.left)
 
-    def post(
-        self, path: str, body: dict | None = None, timeout_s: float | None = None, name: str = ""
-    ) -> None:
+    def post(self, path: str, body: dict | None = None, timeout_s: float | None = None) -> None:
         """Posts and requires success. Raises EngineDown for a timeout, EngineRefused for an error
         status.
 
-        timeout_s: by default the rest of the deadline. name: for the timeline, by default the path.
+        timeout_s: by default the rest of the deadline.
         The answer's text is ignored: none carries the result of a custom weight loader.
         """
         timeout_s = timeout_s or self.deadline.left
@@ -108,7 +101,6 @@ class EngineConnection:
         if self._closed:
             raise EngineDown(f"{self} was given up before {path}")
         self._asked.append(path)
-        start = time.time()
         try:
             response = self._http.post(
                 path, json=body or {}, timeout=timeout, extensions={"trace": self._trace}
@@ -119,7 +111,6 @@ class EngineConnection:
             ) from exc
         finally:
             self._asked.remove(path)
-            self._on_call(self.id, name or path.strip("/"), start, time.time())
         if response.status_code != 200:
             raise EngineRefused(
                 f"{self} refuses {path}: {response.status_code} {response.text[:1000]}"
@@ -279,7 +270,6 @@ class EngineConnection:
                 "flush_cache": flush,
                 "torch_empty_cache": False,  # on a CPU it takes longer than the proof
             },
-            name=operation,
         )
         answers = []
         for rank, key in enumerate(keys):

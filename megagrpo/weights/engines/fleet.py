@@ -9,7 +9,7 @@ from typing import Protocol
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.types import EngineInfo
 from megagrpo.weights.copies.record import Copy, Specs
-from megagrpo.weights.engines.client import EngineConnection, EngineDown, EngineRefused, OnCall
+from megagrpo.weights.engines.client import EngineConnection, EngineDown, EngineRefused
 from megagrpo.weights.transports.protocol import Transport
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.mailbox import Mailbox, address_towards
@@ -46,7 +46,7 @@ class EngineFleet:
     A round is the set of engines that are opened, updated and verified together. Only `each`,
     `alive`, `kinds`, `waiting` and `close` are for all ranks; on ranks other than 0 there are no
     connections and the round is empty.
-    on_call, patience_s: see EngineConnection.
+    patience_s: see EngineConnection.
     """
 
     def __init__(
@@ -55,14 +55,12 @@ class EngineFleet:
         registry: EngineRegistry,
         specs: Specs,
         transport: Transport,
-        on_call: OnCall,
         patience_s: float,
     ):
         self._config = config
         self._registry = registry
         self._specs = specs
         self._transport = transport
-        self._on_call = on_call
         self._patience_s = patience_s
         # distinct copy lists of engines, each by engine rank; see Exchange
         self.kinds: list[list[list[Copy]]] = []
@@ -104,7 +102,10 @@ class EngineFleet:
             # drained, or started again
             if id not in infos or connection.incarnation != infos[id].incarnation:
                 self._end(self._connections.pop(id))
-        self._round = [id for id in ids if id in infos]
+        self._round = [id for id in ids if id in infos and infos[id].alive]
+        for id in ids:
+            if id in infos and not infos[id].alive:
+                self._lost[id] = EngineDown(f"{id} died before its update began")
         for id in self._round:
             if id not in self._connections:
                 self._connections[id] = self._connect(infos[id])
@@ -183,7 +184,8 @@ class EngineFleet:
         for infos in self._listed(deadline, what) if self._lost else ():
             if sum(info.state == "ready" for info in infos) >= wanted:
                 break
-            if back := [info.id for info in infos if info.state == "stale"]:
+            # Past the deadline no call has time to end: engines would come back for ever.
+            if not deadline.over and (back := [i.id for i in infos if i.state == "stale"]):
                 break
         self._lost.clear()
         return back
@@ -222,7 +224,7 @@ class EngineFleet:
             self._mailbox = Mailbox(address_towards(info.url), self._config.weights.timeout_s)
         tp = self._config.rollout.tp
         key = self._registry.api_key
-        engine = EngineConnection(info, tp, self._mailbox, key, self._patience_s, self._on_call)
+        engine = EngineConnection(info, tp, self._mailbox, key, self._patience_s)
         engine.has_draft = self._config.rollout.draft_tokens is not None
         return engine
 

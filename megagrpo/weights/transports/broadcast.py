@@ -213,12 +213,6 @@ def broadcast_plan(
     return make_gather_plan(everyone, specs, bucket_bytes // _HELD, together)
 
 
-def sent_unpacked(num_bytes: Sequence[int], dtype: torch.dtype) -> bool:
-    """Returns whether the tensors of a bucket, of these sizes, are broadcast one by one. Gloo has
-    no FP8."""
-    return dtype != torch.float8_e4m3fn and sum(num_bytes) >= _ALONE_BYTES * len(num_bytes)
-
-
 def _packed(bucket: dict[str, Tensor]) -> tuple[list[Tensor], dict]:
     """Returns the contiguous tensors of a bucket, and the engine's request to receive them."""
     values = list(bucket.values())
@@ -228,7 +222,8 @@ def _packed(bucket: dict[str, Tensor]) -> tuple[list[Tensor], dict]:
         "shapes": [list(tensor.shape) for tensor in values],
         "flush_cache": False,
     }
-    if sent_unpacked([tensor.nbytes for tensor in values], values[0].dtype):
+    large = sum(tensor.nbytes for tensor in values) >= _ALONE_BYTES * len(values)
+    if large and values[0].dtype != torch.float8_e4m3fn:  # gloo has no FP8
         return values, body
     flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in values])
     return [flat], body | {"load_format": "flattened_bucket"}

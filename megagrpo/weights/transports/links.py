@@ -23,7 +23,7 @@ from megagrpo.weights.transports.reshard_plan import (
     trainer_atoms,
 )
 from megagrpo.weights.wire.clock import Deadline, PhaseTimer
-from megagrpo.weights.wire.group import GroupLimits, PeerLost
+from megagrpo.weights.wire.group import GroupLimits, PeerLost, lost_if_cut
 from megagrpo.weights.wire.messages import encode_batches
 from megagrpo.weights.wire.moving import Traffic
 
@@ -48,10 +48,11 @@ class Link:
     transfer: str  # unique, for keys in the store
 
     def open_store(self, timeout_s: float | None = None) -> TCPStore:
-        """Connects to the store on rank 0; timeout_s: of the connection and of each request."""
-        return TCPStore(
-            *self.store, wait_for_workers=False, timeout=timedelta(seconds=timeout_s or self.left_s)
-        )
+        """Connects to the store on rank 0; timeout_s: of the connection and of each request. Raises
+        PeerLost."""
+        limit = timedelta(seconds=timeout_s or self.left_s)
+        with lost_if_cut(f"no connection to the store for {self.url}"):
+            return TCPStore(*self.store, wait_for_workers=False, timeout=limit)
 
 
 class LinkTransport(ABC):
@@ -158,15 +159,18 @@ class LinkTransport(ABC):
         Raises EngineDown if one of its ranks lost the trainers.
         """
         link = next(link for link in links if link.name == self._names[engine.id])
-        # the trainers must not wait for an engine that does not come, nor it for them
-        with CutFlag(link) as flag, ThreadPoolExecutor(1) as pool:
-            receiving = pool.submit(engine.ask, "receive", self._requests(engine, link))
-            try:
-                flag.wait_until(receiving.done, engine.deadline, f"{engine} to receive")
-            except PeerLost as exc:
-                engine.close()
-                raise EngineDown(f"{engine} was lost in the transfer: {exc}") from exc
-            answers = receiving.result()
+        try:
+            # the trainers must not wait for an engine that does not come, nor it for them
+            with CutFlag(link) as flag, ThreadPoolExecutor(1) as pool:
+                receiving = pool.submit(engine.ask, "receive", self._requests(engine, link))
+                try:
+                    flag.wait_until(receiving.done, engine.deadline, f"{engine} to receive")
+                except PeerLost:
+                    engine.close()  # which ends the call
+                    raise
+                answers = receiving.result()
+        except PeerLost as exc:
+            raise EngineDown(f"{engine} was lost in the transfer: {exc}") from exc
         if reasons := [answer["lost"] for answer in answers if answer["lost"]]:
             raise EngineDown(f"{engine} lost the trainers in the transfer: {reasons[0]}")
         self._planned.add(link.name)

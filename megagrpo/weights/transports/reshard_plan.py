@@ -77,15 +77,6 @@ class TransferPlan:
         """Returns the trainer ranks that send."""
         return np.unique(self.sources).tolist()
 
-    def traffic(self, world: int, tp: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns bytes and messages of every pair, int64 [trainer ranks, engine ranks]."""
-        pairs = self.sources * tp + self.cover.targets
-        first = np.unique(self.messages, return_index=True)[1]  # of each message its first piece
-        num_bytes = np.bincount(pairs, self.cover.num_bytes, world * tp).astype(np.int64)
-        return num_bytes.reshape(world, tp), np.bincount(
-            pairs[first], minlength=world * tp
-        ).reshape(world, tp)
-
     def sent_by(self, rank: int) -> dict[int, list[Message]]:
         """Returns the batches that a trainer rank sends, by number; peers are engine ranks."""
         return self._messages(self.sources == rank, self.cover.targets, self.cover.sent)

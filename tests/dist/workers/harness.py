@@ -15,7 +15,8 @@ from megagrpo.tools.certify.measure import joined
 DEVICE = torch.device("cpu")
 # A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into
 # a full step.
-OPTIMIZER = {"lr": 1e-3, "adam_eps": 1e-4, "clip_grad": 0.5, "weight_decay": 0.01}
+OPTIMIZER = {"lr": 1e-3, "clip_grad": 0.5, "weight_decay": 0.01}
+OPTIMIZER |= {"megatron": {"adam_eps": 1e-4}}
 SMALL = {"logprob_chunk_tokens": 32, "deadline_s": 120.0}
 
 
@@ -58,9 +59,13 @@ def with_actors(
         config, optimizer = settings(job)
         options = {"config": config, "optimizer": optimizer, "device": DEVICE}
         with joined(store, model_path=job["model"], **options) as actor:
-            result = measure(actor, job)
-            floats = {name: value for name, value in result.items() if isinstance(value, float)}
-            everyone = actor.mesh.gather_world(floats)
-            return result | {name: max(part[name] for part in everyone) for name in everyone[0]}
+            return over_ranks(actor, measure(actor, job))
 
     answer(folder, of_job)
+
+
+def over_ranks(actor: MegatronActor, result: dict) -> dict:
+    """Collective. A result whose floats are the largest of all ranks."""
+    floats = {name: value for name, value in result.items() if isinstance(value, float)}
+    everyone = actor.mesh.gather_world(floats)
+    return result | {name: max(part[name] for part in everyone) for name in everyone[0]}

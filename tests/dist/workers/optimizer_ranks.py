@@ -85,7 +85,19 @@ def measure(actor: MegatronActor, job: dict) -> dict:
     if not job["load"]:
         torch.save(weights, kept)
     same = all(torch.equal(weights[key], tensor) for key, tensor in torch.load(kept).items())
-    return {"kinds": kinds, "then": then, "same": same, "in place": in_place}
+    return {
+        "kinds": kinds,
+        "then": then,
+        "same": same,
+        "in place": in_place,
+        "adam": sorted(map(list, {adam for part in parts for adam in settings_used(part)})),
+    }
+
+
+def settings_used(part: DistributedOptimizer) -> list[tuple[float, float, float]]:
+    """beta 1, beta 2 and eps with which an optimizer has stepped, and those inside it."""
+    every = [part.optimizer, *getattr(part.optimizer, "sub_optimizers", [])]
+    return [(*g["betas"], g["eps"]) for one in every for g in one.param_groups]
 
 
 def states(part: DistributedOptimizer) -> list[Tensor]:
@@ -95,7 +107,8 @@ def states(part: DistributedOptimizer) -> list[Tensor]:
 
 def settings(job: dict) -> tuple[ActorConfig, OptimizerConfig]:
     """Weights that move far: the update counts, not the rounding."""
-    optimizer = OptimizerConfig(lr=1e-3, clip_grad=0.1, megatron=job.get("optimizer", {}))
+    adam = job.get("adam", {})
+    optimizer = OptimizerConfig(lr=1e-3, clip_grad=0.1, megatron=job.get("optimizer", {}), **adam)
     return harness.settings(job)[0], optimizer
 
 

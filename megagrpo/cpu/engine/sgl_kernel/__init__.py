@@ -30,7 +30,8 @@ def __getattr__(name: str):
 def _times(x: torch.Tensor, constant: int) -> torch.Tensor:
     """x * constant mod 2^32. In halves: the whole product of two 32-bit numbers does not fit a
     signed 64-bit one."""
-    low, high = constant & 0xFFFF, constant >> 16
+    low = constant & 0xFFFF
+    high = constant >> 16
     return (x * low + (((x * high) & 0xFFFF) << 16)) & _U32
 
 

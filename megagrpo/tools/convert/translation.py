@@ -2,7 +2,7 @@
 of each of these."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal, cast
@@ -28,10 +28,15 @@ class Translation:
     """Takes values for our keys. given: their keys with values; null is as not given."""
 
     def __init__(self, framework: str, given: Mapping[str, Plain]):
-        self.framework, self.given = framework, dict(given)
-        self._all = defaults(framework) | {
-            key: value for key, value in given.items() if value is not None
-        }
+        self.framework = framework
+        self.given = dict(given)
+        self._set = {key: value for key, value in given.items() if value is not None}
+        self._all = defaults(framework) | self._set
+        self._theirs: dict[str, list[str]] = {}  # our key -> those set of the table's
+        for key in self._set:
+            if entry := find(framework, key):
+                self._theirs.setdefault(entry.to, []).append(key)
+        self._read: set[str] = set()  # by the present rule
         self.values: dict[str, Plain] = {}  # by our dotted key
         self.because: dict[str, list[str]] = {}  # our key -> their keys
         self._lacks: dict[str, str] = {}  # their key -> why it is not translated
@@ -41,8 +46,9 @@ class Translation:
     def get(self, *keys: str) -> Plain:
         """Returns the first of these that is given, else the first default among them, else
         None."""
-        given = (self.given[key] for key in keys if self.given.get(key) is not None)
-        return next(given, next((self._all[key] for key in keys if key in self._all), None))
+        self._read.update(keys)
+        values = (found[key] for found in (self._set, self._all) for key in keys if key in found)
+        return next(values, None)
 
     def text(self, *keys: str) -> str:
         """Returns `get` as text; "" for None."""
@@ -66,16 +72,36 @@ class Translation:
         return value
 
     def put(self, ours: str, value: Plain, *keys: str) -> None:
-        """Sets our key because of theirs; left out if none of these is given and the value is our
-        default."""
-        because = [key for key in keys if self.given.get(key) is not None]
-        of_variant = ours.startswith(
-            ("algorithm.loss.", "algorithm.advantage.")
-        )  # whose defaults depend on the name
-        if not because and (value is None or (value == _default(ours) and not of_variant)):
+        """Sets our key because of `keys`, and of the table's that the rule has read; left out if
+        none of these is given and the value is our default."""
+        read = [key for key in self.theirs(ours) if key in self._read]
+        because = list(dict.fromkeys([*read, *(key for key in keys if key in self._set)]))
+        # their defaults depend on the variant's name
+        depends_on_variant = ours.startswith(("algorithm.loss.", "algorithm.advantage."))
+        if not because and (value is None or (value == _default(ours) and not depends_on_variant)):
             return
         self.values[ours] = value
         self.because[ours] = because
+
+    def copy(self, ours: str, key: str) -> None:
+        """Sets our key to what theirs says."""
+        self.put(ours, self.get(key), key)
+
+    def below(self, prefix: str) -> dict[str, Plain]:
+        """Returns the given keys that begin with `prefix`, by the rest of their names."""
+        return {
+            key.removeprefix(prefix): value
+            for key, value in self.given.items()
+            if key.startswith(prefix)
+        }
+
+    def theirs(self, ours: str) -> list[str]:
+        """Returns the given keys that the table has for ours."""
+        return self._theirs.get(ours, [])
+
+    def parallel(self, name: str) -> int:
+        """Returns a size of actor.parallel that is translated already; 1 without one."""
+        return int(str(self.values.get(f"actor.parallel.{name}", 1)))
 
     def lack(self, key: str, reason: str) -> None:
         """Records that what `key` says, or what it stands for by default, is not translated."""
@@ -86,6 +112,12 @@ class Translation:
         self.values.pop(ours)
         for key in self.because.pop(ours) or [ours]:
             self.lack(key, reason)
+
+    def apply(self, rules: Iterable["Rule"]) -> None:
+        """Translates keys that depend on others."""
+        for rule in rules:
+            self._read.clear()
+            rule(self)
 
     def put_plain(self) -> None:
         """Translates every key that depends on no other, defaults included."""
@@ -100,7 +132,7 @@ class Translation:
             elif entry.lacks and value not in entry.same:
                 self.lack(key, entry.lacks)
 
-    def fates(self) -> list[KeyOutcome]:
+    def outcomes(self) -> list[KeyOutcome]:
         """Returns what became of every given key, and of defaults that are not translated."""
         ours: dict[str, list[str]] = {}
         for our_key, theirs in self.because.items():
@@ -108,10 +140,10 @@ class Translation:
                 ours.setdefault(key, []).append(our_key)
         lacking = [key for key in self._lacks if key not in self.given]
         return [
-            self._fate(key, self.get(key), ours.get(key, [])) for key in [*self.given, *lacking]
+            self._outcome(key, self.get(key), ours.get(key, [])) for key in [*self.given, *lacking]
         ]
 
-    def _fate(self, key: str, value: Plain, ours: list[str]) -> KeyOutcome:
+    def _outcome(self, key: str, value: Plain, ours: list[str]) -> KeyOutcome:
         entry = find(self.framework, key)
         if key in self._lacks:
             return KeyOutcome(key, value, "not translated", self._lacks[key])
@@ -119,13 +151,9 @@ class Translation:
             return KeyOutcome(key, value, "translated", ", ".join(ours))
         if entry is None:
             return KeyOutcome(key, value, "unknown", "no such key in docs/reference/names.md")
-        if self.given.get(key) is not None and _is_left_out(entry, value):
-            return KeyOutcome(
-                key,
-                value,
-                "not translated",
-                f"{entry.to}, but not from this combination: write it by hand",
-            )
+        if key in self._set and _is_left_out(entry, value):
+            reason = f"{entry.to}, but not from this combination: write it by hand"
+            return KeyOutcome(key, value, "not translated", reason)
         return KeyOutcome(key, value, "as here", entry.free or entry.to or "what is done anyway")
 
     def nested(self) -> dict[str, Plain]:
@@ -152,9 +180,9 @@ class Translation:
             *self._yaml(self.nested(), "", "", shown),
         ]
         for status in ("as here", "not translated", "unknown"):
-            of_status = [fate for fate in self.fates() if fate.status == status]
-            lines += ["", f"# {shown}'s keys {status}:"] if of_status else []
-            lines += [f"#   {fate.key} = {_flow(fate.value)}: {fate.text}" for fate in of_status]
+            found = [each for each in self.outcomes() if each.status == status]
+            lines += ["", f"# {shown}'s keys {status}:"] if found else []
+            lines += [f"#   {each.key} = {_flow(each.value)}: {each.text}" for each in found]
         return "\n".join([*lines, ""])
 
     def _yaml(self, section: dict[str, Plain], path: str, indent: str, shown: str) -> list[str]:

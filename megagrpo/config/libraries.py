@@ -1,0 +1,428 @@
+"""Fields of Megatron-Core's and SGLang's configuration classes that an experiment may not set, and why.
+
+All other fields are the user's; a pattern such as tp_comm_* stands for every field that it fits. No
+library is imported: names and types are judged by the libraries themselves (check/libraries.py).
+"""
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+
+from megagrpo.config.actor import ActorConfig
+from megagrpo.config.rollout import RolloutConfig
+
+_MODEL = """
+    num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels layernorm_* normalization
+    gated_linear_unit activation_func glu_linear_offset activation_func_clamp_value add_*_linear add_qkv_bias qk_*norm
+    attention_output_gate softmax_* window_* no_rope_freq rotary_* mrope_section multi_latent_attention *_lora_rank
+    apply_residual_connection_post_layernorm qk_*head_dim v_head_dim rope_type original_max_position_embeddings
+    beta_fast beta_slow mscale* num_moe_experts moe_router_topk* moe_ffn_hidden_size moe_latent_size moe_layer_freq
+    moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_num_groups moe_router_group_topk
+    moe_router_pre_softmax moe_router_score_function moe_router_enable_expert_bias moe_apply_probs_on_input
+    use_fused_weighted_squared_relu mtp_* experimental_attention_variant dsa_* linear_* is_hybrid_model mamba_*
+    use_mamba_mem_eff_path het*"""
+# our key -> the fields that say the same
+_TRANSFORMER_OURS = {
+    "model.path": _MODEL,
+    "actor.parallel.tp": "tensor_model_parallel_size sequence_parallel",
+    "actor.parallel.pp": "pipeline_model_parallel_size",
+    "actor.parallel.vpp": "virtual_pipeline_model_parallel_size",
+    "actor.parallel.cp": "context_parallel_size",
+    "actor.parallel.ep": "expert_model_parallel_size",
+    "actor.parallel.etp": "expert_tensor_parallel_size moe_extended_tp",
+    "actor.parallel.first_stage_layers": "num_layers_in_first_pipeline_stage "
+    "pipeline_model_parallel_layout",
+    "actor.parallel.last_stage_layers": "num_layers_in_last_pipeline_stage "
+    "account_for_*_in_pipeline_split",
+    "actor.dtype": "params_dtype pipeline_dtype bf16 fp16 enable_autocast autocast_dtype",
+    "actor.device": "use_cpu_initialization",
+    "actor.recompute": "recompute_granularity moe_layer_recompute",
+    "actor.transformer_engine": "transformer_impl moe_grouped_gemm",
+    "actor.router_losses.balance": "moe_aux_loss_coeff moe_router_load_balancing_type "
+    "moe_per_layer_logging",
+    "actor.router_losses.z": "moe_z_loss_coeff",
+    "actor.router_bias_update": "moe_router_bias_update_rate",
+    "actor.routing_replay": "moe_enable_routing_replay",
+    "actor.logprob_chunk_tokens": "cross_entropy_*",
+    "actor.megatron.moe_flex_dispatcher_backend": "moe_enable_deepep",
+}
+_ACTOR = "the actor sets it, as Megatron's training loop would"
+_FP8 = (
+    "digests compare parameters in actor.dtype with the engines'; fp8 is for products, not for "
+    "parameters"
+)
+_OUTPUT = "everything that a run writes goes into its output_dir"
+_SPLIT = (
+    "it requires Megatron's own forward and loss, cut into pieces; the head and the losses "
+    "here are others"
+)
+_TRANSFORMER_REFUSED = {
+    "losses are divided by global denominators, so that Megatron must only sum": "calculate_per_token_loss",
+    _ACTOR: """timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func
+        barrier_with_L1_time variable_seq_lengths num_microbatches_with_partial_activation_checkpoints""",
+    "random noise in a forward would enter every ratio of new to old probabilities": """
+        *_dropout moe_input_jitter_eps moe_router_force_load_balancing""",
+    "weights always come from a Hugging Face folder or a checkpoint": """perform_initialization init_method*
+        output_layer_init_method embedding_init_method* init_model_with_meta_device""",
+    "engines drop no token: the two sides would compute probabilities of different models": """
+        moe_token_drop* moe_expert_capacity_factor moe_pad_expert_input_to_capacity""",
+    "expert loads and router biases count every routed token, and would count the padding": (
+        "moe_router_padding_for_*"
+    ),
+    _FP8: "fp8_param fp4*",
+    "a graph replays one shape, and the shape of micro-batches changes from step to step": (
+        "*cuda_graph* use_te_rng_tracker"
+    ),
+    "the buffers of this overlap have one shape, and the shape of micro-batches changes from step "
+    "to step": "tp_comm_*",
+    _SPLIT: """overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release
+        defer_embedding_wgrad_compute wgrad_deferral_limit""",
+    "its process groups or its transport are not created here": """hierarchical_context_parallel_sizes
+        max_seqlen_per_dp_cp_rank hybrid_context_parallel pipeline_model_parallel_comm_backend use_ring_exchange_p2p""",
+    "it changes what is computed in a way that no engine computes": """
+        fp32_residual_connection qk_clip* log_max_attention_logit test_mode *kitchen* quant_recipe""",
+    "parameters stay where publishing, digests and checkpoints read them": "cpu_offloading_weights",
+    _OUTPUT: "config_logger_dir",
+}
+_OPTIMIZER_OURS = {
+    "actor.optimizer.lr": "lr decoupled_lr",
+    "actor.optimizer.min_lr": "min_lr decoupled_min_lr",
+    "actor.optimizer.weight_decay": "weight_decay",
+    "actor.optimizer.adam_beta2": "adam_beta2",
+    "actor.optimizer.clip_grad": "clip_grad",
+    "actor.optimizer.distributed": "use_distributed_optimizer",
+    "actor.dtype": "bf16 fp16 params_dtype",
+    "actor.ddp.overlap_param_gather": "overlap_param_gather",
+}
+_OPTIMIZER_REFUSED = {
+    "the optimizer is Adam with decoupled weight decay, whose state checkpoints know": """
+        optimizer decoupled_weight_decay sgd_* muon_*""",
+    "gradients are not scaled: bfloat16 has float32's range, and losses are divided by global "
+    "denominators": ("*loss_scale* hysteresis"),
+    _FP8: "fp8_recipe reuse_grad_buf_for_mxfp8_param_ag",
+    "Transformer Engine copies all of them in float32 to step, save and resume, 14 bytes of an "
+    "element at the peak; "
+    "float32 moments with use_precision_aware_optimizer take 10": "exp_avg_dtype exp_avg_sq_dtype "
+    "main_params_dtype",
+    "an update with a non-finite gradient is undone, which requires the whole step to come after "
+    "the check": ("overlap_param_gather_with_optimizer_step"),
+    _ACTOR: "barrier_with_L1_time timers",
+    _OUTPUT: "config_logger_dir",
+}
+_DDP_OURS = {
+    "actor.optimizer.distributed": "use_distributed_optimizer",
+    "actor.optimizer.megatron.main_grads_dtype": "grad_reduce_in_fp32",
+}
+_DDP_REFUSED = {
+    "gradients are sums: losses are divided by global denominators already": (
+        "average_in_collective gradient_reduce_div_fusion"
+    ),
+    "its process groups are not created here": "num_distributed_optimizer_instances",
+    "a rank that fails by itself leaves the others waiting; the actor checks finiteness on all "
+    "ranks together": ("check_for_*"),
+    _FP8: "fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag keep_fp8_transpose_cache",
+    "publishing and checkpoints read whole parameters, which FSDP shards": """*fsdp* preserve_fp32_weights
+        data_parallel_sharding_strategy suggested_communication_unit_size outer_dp_sharding_strategy""",
+    "Megatron refuses it with expandable_segments, with which trainers are started": (
+        "nccl_ub disable_symmetric_registration"
+    ),
+    _SPLIT: "delay_wgrad_compute",
+}
+# our key, or who decides it -> the fields that say the same
+_SERVER_OURS = {
+    "model.path": "model_path",
+    "model.tokenizer": "tokenizer_path",
+    "rollout.load_format": "load_format",
+    "rollout.dtype": "dtype",
+    "rollout.dtype: logits of bfloat16 engines on GPUs are float32, as the actor's": "enable_fp32_lm_head",
+    "weights.transport": "custom_weight_loader",
+    "the publish, which counts the actor's updates": "weight_version",
+    "rollout.deterministic": "enable_deterministic_inference",
+    "rollout.mem_fraction": "mem_fraction_static",
+    "rollout.max_running_requests": "max_running_requests",
+    "rollout.tp": "tp_size",
+    "rollout.ep": "ep_size",
+    "rollout.nodes_per_engine": "nnodes",
+    "rollout.nodes_per_engine, and the service, which places engines": (
+        "node_rank dist_init_addr use_ray base_gpu_id gpu_id_step"
+    ),
+    "actor.device and the GPUs that the service sees": "device",
+    "seed": "random_seed",
+    "rollout.host": "host",
+    "the service, which finds free ports for every engine": "port nccl_port",
+    "the environment variable MEGAGRPO_API_KEY": "api_key admin_api_key",
+    "the service: a request before the first publish is verified would say nothing": "skip_server_warmup warmups",
+    "rollout.colocate": "enable_memory_saver",
+    "actor.routing_replay: rollout": "enable_return_routed_experts",
+    "rollout.draft_tokens": "speculative_algorithm speculative_num_steps "
+    "speculative_num_draft_tokens",
+    "who samples, and reads whole answers": "incremental_streaming_output",
+    "sampling": "preferred_sampling_params sampling_defaults",
+}
+_RANKS = "an engine's ranks are rollout.tp; a publish would not reach the others"
+_LOGPROBS = "log-probabilities would be of another distribution than the actor's"
+_UNEXAMINED = "no test shows that a publish into live parameters holds with it"
+_SERVER_REFUSED = {
+    "rollout.quantization says in which format engines keep weights; with fewer bits they would "
+    "not be the published "
+    "ones": """quantization*
+        modelopt_* quantize_and_serve rl_quant_profile enable_tf32_matmul enable_w4a4_* flashinfer_mxfp4_*
+        flashinfer_a2a_dispatch_type deepep_dispatcher_output_dtype enable_quant_* *_fp4_allgather
+        prefill_kv_cache_dequant_dtype fp4_gemm_runner_backend""",
+    "experts would leave the ranks for which the publish has planned their slices": """*eplb* ep_num_redundant_experts
+        ep_dispatch_algorithm init_expert_location *elastic_ep* enable_elastic_expert_backup mooncake_ib_device
+        enable_waterfill ep_join_* max_ep_size kt_*""",
+    _RANKS: """dcp_* pp_* attn_cp_size moe_dp_size dwdp_size enable_prefill_cp cp_strategy enable_cp_decode_attn_tp
+        enable_dsa_cache_layer_split""",
+    "keys and values of older weights would outlive a publish, which empties the caches on GPU and "
+    "host only": """
+        hicache_storage_* hicache_host_memory_mode enable_session_radix_cache radix_cache_backend
+        *unified_cache_external* *hisparse* enable_linker_mla_dedup *lmcache* *flexkv*""",
+    "weights come from model.path or from the first publish (rollout.load_format)": """revision model_impl
+        model_config_parser startup_weight_load_mode remote_instance_* engine_info_bootstrap_port modelexpress_config
+        download_dir model_checksum delete_ckpt_after_loading decrypted_* weight_cache_* *_weights_cpu_backup
+        checkpoint_engine_wait_weights_before_ready""",
+    _LOGPROBS: """json_model_override_args rl_on_policy_target enable_custom_logit_processor forward_hooks
+        debug_tensor_dump_input_file allow_auto_truncate enable_strict_thinking""",
+    "trainers, router and supervisor speak plain HTTP/1.1 to the one server process of an engine": """ssl_* *grpc*
+        sidecar* *http2* enable_ssl_refresh fastapi_root_path *tokenizer_worker_num skip_tokenizer_init smg_*""",
+    _UNEXAMINED: """enable_page_major_kv_layout enable_unified_memory deepep_v2_mode enable_layernorm_sp
+        enable_shared_experts_attn_tp shared_experts_tp_size enable_dense_mlp_attn_tp gated_launch_port
+        enable_dp_attention_local_control_broadcast""",
+    "its value is a Python function": "custom_sigquit_handler stat_loggers",
+    "it changes the engine's NCCL environment only, and trainers meet engines in one communicator": (
+        "enable_nccl_nvls enable_symm_mem"
+    ),
+    "rollout.draft_tokens speculates with the model's own layer; a publish reaches no other "
+    "draft": "speculative_* _speculative_* uno_lora_path enable_multi_layer_eagle spec_trace_dir",
+    "engines receive whole weights, with the actor's adapters added (actor.lora)": "*lora*",
+    "an engine answers whole requests; router and publish handle no other kind": """decoupled_spec_* disaggregation_*
+        num_reserved_decode_tokens enable_pd_role_switch optimistic_prefill_attempts encoder_* language_*
+        enable_adaptive_dispatch_to_encoder *pdmux* sm_group_num""",
+    "images come with the trainers' requests, as these have read them": """mm_* enable_mm_* *_mm_inputs_*
+        *prefix_mm_cache trust_mm_* limit_mm_* enable_multimodal allowed_media_domains media_url_*
+        image_processor_backend disable_fast_image_processor""",
+    "diffusion models are not trained": "dllm_*",
+    "models with recurrent layers are not trained": "*mamba* linear_attn_* *linear_replayssm*",
+    "a publish writes into the parameters of a rank, which offloading replaces": (
+        "cpu_offload_gb offload_* ple_offload_*"
+    ),
+}  # fmt: skip
+# Of fields that may be set, the values that keep the promises of a publish.
+_VALUES: dict[str, tuple[tuple[str, ...], str]] = {
+    "kv_cache_dtype": (("auto", "bf16", "bfloat16", "fp8_e4m3"), _UNEXAMINED),
+    "moe_runner_backend": (
+        ("triton", "deep_gemm", "flashinfer_cutlass"),
+        "others reorder the experts' weights after loading, as flashinfer_trtllm does, which "
+        "SGLang also takes for "
+        "auto on Blackwell, or need quantised ones: digests would stop the run",
+    ),
+    "fp8_gemm_runner_backend": (
+        ("auto", "deep_gemm", "triton"),
+        "others reorder values or scales after loading: digests would stop the run",
+    ),
+    "moe_a2a_backend": (("none", "deepep"), _UNEXAMINED),
+}
+
+
+def _refused(ours: Mapping[str, str], reasons: Mapping[str, str]) -> dict[str, str]:
+    """Returns pattern -> what it is instead of the user's: "set by" a key of ours, or refused."""
+    said = {f"set by {key}": names for key, names in ours.items()}
+    said |= {f"refused: {reason}": names for reason, names in reasons.items()}
+    return {pattern: text for text, names in said.items() for pattern in names.split()}
+
+
+Path = tuple[str, ...]
+TRANSFORMER: Path = ("actor", "megatron")
+DDP: Path = ("actor", "ddp")
+OPTIMIZER: Path = ("actor", "optimizer", "megatron")
+SERVER: Path = ("rollout", "sglang")
+REFUSED = {  # path of a map in an experiment -> name or pattern -> why
+    TRANSFORMER: _refused(_TRANSFORMER_OURS, _TRANSFORMER_REFUSED),
+    DDP: _refused(_DDP_OURS, _DDP_REFUSED),
+    OPTIMIZER: _refused(_OPTIMIZER_OURS, _OPTIMIZER_REFUSED),
+    SERVER: _refused(_SERVER_OURS, _SERVER_REFUSED),
+}
+
+
+def refusal(path: Path, name: str) -> str:
+    """Returns why a field is not set there; "" if it is the user's."""
+    return next((why for pattern, why in REFUSED[path].items() if fnmatchcase(name, pattern)), "")
+
+
+def given_settings(actor: ActorConfig, rollout: RolloutConfig) -> dict[Path, dict[str, object]]:
+    """Returns what an experiment sets of each class."""
+    return {
+        TRANSFORMER: actor.megatron,
+        DDP: actor.ddp,
+        OPTIMIZER: actor.optimizer.megatron,
+        SERVER: rollout.sglang,
+    }
+
+
+def setting_problems(actor: ActorConfig, rollout: RolloutConfig) -> Iterator[tuple[Path, str]]:
+    """Yields (key path, problem) of each setting that is refused, alone or with others."""
+    given = given_settings(actor, rollout)
+    for path, settings in given.items():
+        for name in settings:
+            if why := refusal(path, name):
+                yield (*path, name), f"is {why}"
+    for name, (right, why) in _VALUES.items():
+        if (value := rollout.sglang.get(name, right[0])) not in right:
+            yield (*SERVER, name), f"{value} is refused: {why}; it may be {', '.join(right)}"
+    for path, name, broken, text in (*_trainer_rules(actor), *_engine_rules(rollout)):
+        if given[path].get(name) and broken:
+            yield (*path, name), text
+
+
+_Rules = list[tuple[Path, str, object, str]]  # a field that is set, what must not be so, and why
+# Megatron's checkpoint of these names what Transformer Engine defines, in fp8 or not
+_RECOMPUTED_BY_ENGINE = {"layernorm", "moe_act", "mla_up_proj"}
+_OF_ENGINE = ("fp8", "moe_permute_fusion", "moe_router_fusion", "apply_rope_fusion")
+
+
+def _trainer_rules(actor: ActorConfig) -> _Rules:
+    model = actor.megatron
+    p = actor.parallel
+    sharded = actor.optimizer.distributed
+    own_layers = not actor.expects_transformer_engine
+    overlaps = model.get("overlap_p2p_comm")
+    engine = "needs Transformer Engine's layers (actor.transformer_engine)"
+    of_engine = _RECOMPUTED_BY_ENGINE.intersection(model.get("recompute_modules") or ())
+    virtual = "the schedule of virtual stages (actor.parallel.vpp of 2 or more)"
+    kinds = {"modules": "selective", "method": "full", "num_layers": "full"}
+    host = ("use_precision_aware_optimizer", "optimizer_cpu_offload")
+    return [
+        *(
+            (
+                TRANSFORMER,
+                f"recompute_{what}",
+                actor.recompute != kind,
+                f"is read with actor.recompute {kind} only, which is {actor.recompute}",
+            )
+            for what, kind in kinds.items()
+        ),
+        (
+            TRANSFORMER,
+            "recompute_modules",
+            own_layers and of_engine,
+            f"{', '.join(sorted(of_engine))} {engine}",
+        ),
+        *(
+            (TRANSFORMER, name, own_layers, engine)
+            for name in (*_OF_ENGINE, "use_te_activation_func")
+        ),
+        (
+            TRANSFORMER,
+            "fp8",
+            model.get("fp8_recipe", "delayed") == "delayed",
+            "fp8_recipe delayed, the default, is refused: it takes scales from earlier passes, also "
+            "from those without a backward, and recomputes with others; take tensorwise or "
+            "blockwise",
+        ),
+        (
+            TRANSFORMER,
+            "moe_shared_expert_overlap",
+            model.get("moe_token_dispatcher_type") == "flex",
+            "works with the alltoall dispatcher only",
+        ),
+        (TRANSFORMER, "overlap_p2p_comm", p.vpp == 1, f"messages overlap only in {virtual}"),
+        (
+            TRANSFORMER,
+            "deallocate_pipeline_outputs",
+            overlaps,
+            "with overlap_p2p_comm Megatron-Core 0.16.1 frees an output that it is still sending",
+        ),
+        (
+            TRANSFORMER,
+            "batch_p2p_comm",
+            overlaps,
+            "with overlap_p2p_comm messages are sent one by one",
+        ),
+        (
+            TRANSFORMER,
+            "batch_p2p_comm",
+            p.vpp > 1 and p.pp == 2,
+            "of two stages, each is before and after the other, and a batch mixes up what is for "
+            "which",
+        ),
+        (
+            DDP,
+            "align_param_gather",
+            p.vpp == 1,
+            f"only {virtual} starts the gathers; in others each would be waited for",
+        ),
+        *(
+            (
+                DDP,
+                name,
+                actor.lora,
+                "with lora, replicas of experts are summed before the ranks' gradients are",
+            )
+            for name in ("overlap_grad_reduce", "overlap_param_gather")
+        ),
+        (
+            DDP,
+            "overlap_param_gather",
+            not sharded,
+            "gathers what actor.optimizer.distributed: true sharded",
+        ),
+        (
+            DDP,
+            "overlap_param_gather",
+            actor.ddp.get("overlap_grad_reduce") is False,
+            "needs actor.ddp.overlap_grad_reduce: true",
+        ),
+        *(
+            (OPTIMIZER, name, not sharded, "needs actor.optimizer.distributed: true")
+            for name in host
+        ),
+        *(
+            (
+                OPTIMIZER,
+                name,
+                actor.dtype != "bfloat16",
+                "keeps float32 copies of bfloat16 weights; with actor.dtype float32 there are none",
+            )
+            for name in host
+        ),
+        (
+            OPTIMIZER,
+            "main_grads_dtype",
+            actor.optimizer.megatron.get("main_grads_dtype") != "float32"
+            and not any(map(actor.optimizer.megatron.get, host)),
+            "other types than float32 need use_precision_aware_optimizer: true",
+        ),
+    ]
+
+
+def _engine_rules(rollout: RolloutConfig) -> _Rules:
+    given = rollout.sglang
+    cache = "enable_hierarchical_cache"
+    return [
+        (
+            SERVER,
+            "dp_size",
+            given.get("dp_size") != 1 and not given.get("enable_dp_attention"),
+            f"is refused without enable_dp_attention: {_RANKS}; raise num_engines",
+        ),
+        (
+            SERVER,
+            cache,
+            not (given.get("hicache_size") or given.get("hicache_ratio")),
+            "needs hicache_size, GB of host memory for each engine rank, or hicache_ratio: SGLang "
+            "would take 80 % of the node's free memory, and trainers and checkpoints need some",
+        ),
+        (
+            SERVER,
+            cache,
+            rollout.draft_tokens,
+            f"is refused with rollout.draft_tokens: {_UNEXAMINED}",
+        ),
+        (
+            SERVER,
+            cache,
+            rollout.max_staleness,
+            "is refused with rollout.max_staleness: paused with requests, SGLang ends no copies to "
+            "the host, and its flush asserts that there are none",
+        ),
+    ]

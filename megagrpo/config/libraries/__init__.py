@@ -1,1 +1,0 @@
-"""The settings of Megatron-Core and SGLang that an experiment may set."""

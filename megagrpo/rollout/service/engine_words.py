@@ -1,0 +1,62 @@
+"""Words of SGLang's command line for settings by field of its ServerArgs. Imports SGLang: for an
+engine's process and dry runs."""
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+
+from sglang.srt.server_args import ServerArgs
+
+from megagrpo.system.user_function import did_you_mean
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise ValueError(message)
+
+
+def engine_words(words: list[str]) -> list[str]:
+    """Returns a command line whose first word, `rollout.sglang` as JSON, is said in SGLang's words."""
+    options = _options(_parser())
+    given = json.loads(words[0]).items()
+    return words[1:] + [word for name, value in given for word in _words(options[name], value)]
+
+
+def server_problems(settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Yields (field, problem) of each setting that SGLang's own parser does not take."""
+    parser = _parser()
+    options = _options(parser)
+    for name, value in settings.items():
+        if name not in options:
+            yield name, f"SGLang's ServerArgs has no such option{did_you_mean(name, options)}"
+            continue
+        try:
+            parser.parse_args(["--model-path", "m", *_words(options[name], value)])
+        except ValueError as exc:
+            yield name, f"SGLang's ServerArgs refuses it: {exc}"
+
+
+def _parser() -> _Parser:
+    parser = _Parser()
+    ServerArgs.add_cli_args(parser)
+    return parser
+
+
+def _options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """Returns field -> its first option; a deprecated spelling comes later."""
+    found: dict[str, argparse.Action] = {}
+    for action in parser._actions:
+        if action.option_strings and action.dest in ServerArgs.__struct_fields__:
+            found.setdefault(action.dest, action)
+    return found
+
+
+def _words(action: argparse.Action, value: object) -> list[str]:
+    option = action.option_strings[0]
+    if value is None or isinstance(value, bool) != (action.nargs == 0):
+        raise ValueError(f"{json.dumps(value)} has no word on its command line ({option})")
+    if action.nargs == 0:
+        return [option] if value else [o for o in action.option_strings if o.startswith("--no-")]
+    if isinstance(value, dict) or (isinstance(value, list) and action.nargs is None):
+        return [option, json.dumps(value)]
+    return [option, *map(str, value if isinstance(value, list) else [value])]

@@ -1,0 +1,94 @@
+"""The record of trained samples: what is in a line, and what a resumed run does to it."""
+
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+import torch
+from made_run import made_batch, made_groups, make_run
+
+from megagrpo.monitor.step_lines import StepLines, read_step_lines
+from megagrpo.monitor.trained import TrainedLog
+from megagrpo.system.run_folder import RunFolder
+
+
+def test_a_resumed_run_replaces_what_it_makes_again(tmp_path):
+    folder = make_run(tmp_path, num_steps=4)
+    path = folder.trained_file(0)
+    with path.open("a") as file:
+        file.write('{"step": 5, "sta')  # the process was killed here
+    before = path.read_text().splitlines()
+    make_run(tmp_path, num_steps=6, start_step=2)
+    after = path.read_text().splitlines()
+    assert after[:2] == before[:2]
+    assert [line["step"] for line in read_step_lines(path)] == [1, 2, 3, 4, 5, 6]
+    other = folder.trained_file(1)
+    other.write_text(path.read_text())
+    TrainedLog(folder, 0, 1, 2, lambda ids: [], 3).close()  # replica 1 is gone
+    assert [line["step"] for line in read_step_lines(other)] == [1, 2, 3]
+    make_run(tmp_path, num_steps=1)
+    assert [line["step"] for line in read_step_lines(path)] == [1]
+
+
+def test_broken_lines_and_failures_to_write_are_raised(tmp_path):
+    made = StepLines(tmp_path / "a" / "b.jsonl")
+    (tmp_path / "a").rmdir()
+    made.append(1, dict)
+    with pytest.raises(FileNotFoundError):
+        made.close()
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2')
+    assert list(read_step_lines(path)) == [{"step": 1}]
+    path.write_text('{"step": 1}\n{"step": 2, oops}\n{"step": 3')
+    with pytest.raises(ValueError, match=r"x\.jsonl:2: not a JSON line"):
+        list(read_step_lines(path))
+    path.write_text("hello\n")
+    with pytest.raises(ValueError, match=r"x\.jsonl:1: not a line of a step"):
+        list(read_step_lines(path))
+
+
+# ---- samples as the update saw them
+# ----------------------------------------------------------------------------------
+
+
+def trained(
+    tmp_path, batches, num_groups: int = 1, logprobs: torch.Tensor | None = None
+) -> list[dict]:
+    with closing(
+        TrainedLog(RunFolder(tmp_path), 0, 1, num_groups, lambda ids: [f"<{i}>" for i in ids])
+    ) as log:
+        for step, batch in enumerate(batches, start=1):
+            log.write(step, batch, batch.old_logprobs if logprobs is None else logprobs)
+    return list(read_step_lines(RunFolder(tmp_path).trained_file(0)))
+
+
+def test_advantages_of_all_and_tokens_of_the_first_groups(tmp_path):
+    batch = made_batch(made_groups(1), difference=0.25)
+    batch.advantages[batch.starts[1] + 3] = 1.0  # one that differs by token: its mean is kept
+    first, second = trained(tmp_path, [batch, batch])
+    assert first["sample_ids"] == list(range(12))
+    assert first["advantages"][:4] == [1.5, (1.0 - 0.5 - 0.5) / 3, -1.0, 0.0]
+    ids = [[5, 6], [5, 6, 9]]
+    tokens = [
+        {"sample_id": i, "ids": own, "difference": [0.25] * len(own)} for i, own in enumerate(ids)
+    ]
+    assert first["tokens"][:2] == tokens and len(first["tokens"]) == 4
+    assert first["pieces"] == {"5": "<5>", "6": "<6>", "9": "<9>"} and second["pieces"] == {}
+
+
+def test_untrained_tokens_have_no_difference_and_the_updates_own_forward_serves_too(tmp_path):
+    batch = made_batch(made_groups(1))
+    seen = batch.old_logprobs.clone()
+    seen[batch.starts[1] : batch.starts[2]] = torch.nan  # no update took that sample
+    (line,) = trained(tmp_path, [replace(batch, old_logprobs=None)], logprobs=seen)
+    assert [sample["difference"] for sample in line["tokens"][:2]] == [
+        [0.002, 0.002],
+        [None, None, None],
+    ]
+    batch.loss_mask[batch.starts[0] + 3] = False  # a tool's token
+    batch.loss_mask[batch.starts[2] : batch.starts[3]] = False
+    masked = trained(tmp_path, [batch])[-1]
+    assert masked["tokens"][0]["difference"] == [None, 0.002] and masked["tokens"][2][
+        "difference"
+    ] == [None, None]
+    assert masked["advantages"][2] is None
