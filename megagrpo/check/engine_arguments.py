@@ -51,21 +51,31 @@ def resolve_all(
         for key in ("memory_mib", "capability", "processors"):
             device[key] = getattr(hardware, key)
         resolved = Path(name) / "resolved.json"
-        job = json.dumps({"servers": servers, "device": device, "output": str(resolved)})
-        no_gpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        variables = engine_environment(configs[0], _ON_CPU) | no_gpu
-        done = subprocess.run(
-            [sys.executable, "-m", "megagrpo.rollout.service.arguments_dry_run"],
-            input=job,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=_LIMIT_S,
-            env=child_environment(variables, python_path=engine_python_path(_ON_CPU)),
-        )
-        if done.returncode:
-            raise ValueError(
-                f"SGLang does not resolve these arguments (status {done.returncode}):\n"
-                f"{done.stdout[-_SHOWN:]}"
-            )
+        job = {"servers": servers, "device": device, "output": str(resolved)}
+        dry_run(configs[0], "arguments_dry_run", job)
         return json.loads(resolved.read_text())
+
+
+def dry_run(config: ExperimentConfig, module: str, job: object) -> str:
+    """Returns the output of a dry run of the rollout service, in a process as an engine's that sees no
+    GPU. job: JSON.
+
+    Raises ValueError with the end of SGLang's output if it fails.
+    """
+    no_gpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", f"megagrpo.rollout.service.{module}"],
+        input=json.dumps(job),
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT_S,
+        env=child_environment(
+            engine_environment(config, _ON_CPU) | no_gpu, python_path=engine_python_path(_ON_CPU)
+        ),
+    )
+    if done.returncode:
+        said = (done.stdout + done.stderr).strip()[-_SHOWN:]
+        raise ValueError(
+            f"SGLang does not resolve these arguments (status {done.returncode}):\n{said}"
+        )
+    return done.stdout
