@@ -17,6 +17,7 @@ from megagrpo.data.messages import checked_messages, without_nulls
 from megagrpo.system.errors import collected, explained, translated
 
 Values = dict[str, object]
+_ROWS_AT_ONCE = 256  # of a parquet file, whose rows may hold images
 _MOST_SOURCES = 64  # each has metrics of its own
 
 
@@ -210,7 +211,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Values]]:
         file = pyarrow.parquet.ParquetFile(path)
     with file:
         i = 0
-        for batch in file.iter_batches():
+        for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
             for row in batch.to_pylist():
                 yield i, row
                 i += 1
