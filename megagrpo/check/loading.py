@@ -6,7 +6,6 @@ start, does not.
 """
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megagrpo.check.libraries import dry_run
 from megagrpo.check.problems import named_first
 from megagrpo.checkpoint.folder import data_problem, latest
 from megagrpo.config.fields import complaints
@@ -31,12 +31,6 @@ from megagrpo.families.model import Model
 from megagrpo.rewards.trial_texts import first_of_each, grade_trial_texts
 from megagrpo.rollout.agents.make import make_answering
 from megagrpo.rollout.agents.renderer import Renderer
-from megagrpo.rollout.service.engine_command import (
-    ServerPlace,
-    engine_environment,
-    engine_python_path,
-)
-from megagrpo.system.environment import child_environment
 from megagrpo.system.errors import collected, translated
 from megagrpo.system.worker_process import WorkerError
 
@@ -45,7 +39,7 @@ if TYPE_CHECKING:  # seconds to import, and it pulls in torch
 
 _SHOWN = 160  # characters of a text
 _MOST_ROWS = 200_000  # of a section that are rendered; of more, as many at equal distances
-_ROWS_WITH_IMAGES = 8  # of a section with a column of images
+_ROWS_WITH_IMAGES = 8  # the same of a section with a column of images
 _CHUNK = 5_000  # rows that are rendered between looks at the clock
 _QUIET_S = 15.0  # between lines of progress
 _TOOL: Message = {
@@ -71,8 +65,6 @@ _CALLED: Message = {
     ],
 }
 _SAID: Message = {"role": "tool", "tool_call_id": _ID, "name": "add", "content": "2"}
-_PARSING_S = 300.0  # SGLang is imported
-_ON_CPU = ServerPlace(0, "127.0.0.1", 30000, "127.0.0.1:30001", cuda=False, num_cores=1)
 
 
 @dataclass(frozen=True)
@@ -153,10 +145,10 @@ def _try_rows(
     first: list = []
     unread: list[str] = []  # among the problems of preflight
     rows = read_rows(data, unread)
-    every = -(-len(rows) // _MOST_ROWS)
-    tried, which = rows[:: every or 1], "every row" if every < 2 else f"one row in {every}"
-    if data.images_key is not None:
-        tried, which = rows[:_ROWS_WITH_IMAGES], f"the first {_ROWS_WITH_IMAGES} rows"
+    most = _MOST_ROWS if data.images_key is None else _ROWS_WITH_IMAGES
+    every = max(1, -(-len(rows) // most))
+    tried = rows[::every]
+    which = "every row" if every == 1 else f"one row in {every}"
     lengths: dict[int, int] = {}  # tokens, by row
     said = time.monotonic()
     for start in range(0, len(tried), _CHUNK):
@@ -165,8 +157,8 @@ def _try_rows(
         first += first_of_each(found)
         if time.monotonic() - said > _QUIET_S:
             said = time.monotonic()
-            done = f"{start + len(found):,} of {len(tried):,} rows"
-            print(f"check: {data.name}: {done} rendered", file=sys.stderr, flush=True)
+            done = f"{len(lengths):,} of {len(tried):,} rows rendered"
+            print(f"check: {data.name}: {done}", file=sys.stderr, flush=True)
     trial.problems.extend(named_first(problems))
     if not first:
         return []
@@ -250,19 +242,8 @@ def _try_tool_turn(
 
 
 def _parsed_by_sglang(config: ExperimentConfig, job: dict[str, object]) -> list[object]:
-    """Returns [name, arguments] of the calls that SGLang's parser finds. Raises ValueError with the
-    end of its output if it fails."""
-    done = subprocess.run(
-        [sys.executable, "-m", "megagrpo.rollout.service.parsers_dry_run"],
-        input=json.dumps([job]),
-        capture_output=True,
-        text=True,
-        timeout=_PARSING_S,
-        env=child_environment(
-            engine_environment(config, _ON_CPU), python_path=engine_python_path(_ON_CPU)
-        ),
-    )
-    if done.returncode:
-        raise ValueError(f"sampling.agent.tool_parser: SGLang fails: {done.stderr[-_SHOWN:]}")
-    (calls,) = json.loads(done.stdout.splitlines()[-1])
+    """Returns [name, arguments] of the calls that SGLang's parser finds. Raises ValueError."""
+    with translated("sampling.agent.tool_parser", ValueError):
+        said = dry_run(config, "parsers_dry_run", [job])
+    (calls,) = json.loads(said.splitlines()[-1])
     return calls
