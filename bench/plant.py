@@ -1,5 +1,4 @@
-"""Plants 27 faults in algo, batching, weights and actor, one at a time, and runs the tests that
-must find them.
+"""Plants 36 faults, one at a time, and runs the tests that must find them.
 
     python bench/plant.py [--only TEXT]
 
@@ -33,8 +32,8 @@ DRAFT, ROUNDING = ("dist/test_draft.py",), ("dist/test_fp8_engines.py",)
 
 @dataclass(frozen=True)
 class Fault:
-    """A text that occurs once in a file of megagrpo/, its replacement, and the test files that must
-    find it."""
+    """A text that occurs once in a file of megagrpo/, its replacement, and the tests that must find
+    it: files, or tests of a file as pytest names them."""
 
     name: str
     file: str
@@ -220,6 +219,78 @@ FAULTS = (
         "",
         ROUNDING,
     ),
+    Fault(
+        "a token at a sequence's start belongs to the one before",
+        "tools/bisect/compare.py",
+        "if flat < end)",
+        "if flat <= end)",
+        ("unit/test_bisect.py",),
+    ),
+    Fault(
+        "a rejected draft may be drawn again",
+        "cpu/engine/drafts.py",
+        "rest[rejected, drafts[rejected, num_accepted[rejected]]] = 0.0",
+        "rest[rejected, drafts[rejected, num_accepted[rejected]]] += 0.0",
+        ("unit/test_drafts.py",),
+    ),
+    Fault(
+        "the last test outlasts the time of all",
+        "sandbox/grader.py",
+        "min(settings.test_s, left_s)",
+        "settings.test_s",
+        ("unit/test_rewards_code.py::test_all_tests_share_one_time",),
+    ),
+    Fault(
+        "the order of rows counts only for lower-case queries",
+        "environments/sql.py",
+        '"order by" in row["answer"].lower()',
+        '"order by" in row["answer"]',
+        ("unit/test_sql.py",),
+    ),
+    Fault(
+        "experts' state divided by ranks that hold other experts",
+        "check/trainer_memory.py",
+        "stage // (p.etp * p.ep)) if",
+        "stage // p.etp) if",
+        ("unit/test_planning_memory.py",),
+    ),
+    Fault(
+        "what a worker started outlives it",
+        "system/worker_process.py",
+        "os.killpg(self._process.pid, signal.SIGKILL)",
+        "os.kill(self._process.pid, signal.SIGKILL)",
+        ("unit/test_rewards_pool.py::test_what_a_hung_grader_started_dies_with_it",),
+    ),
+    Fault(
+        "a look counts from its end",
+        "rollout/engine_choice.py",
+        "self._looked = began",
+        "self._looked = time.monotonic()",
+        ("unit/test_engine_choice.py",),
+    ),
+    Fault(
+        "as many samples as the other evaluation",
+        "run.py",
+        "config.num_as_trained if as_trained else config.num_samples",
+        "config.num_samples if as_trained else config.num_as_trained",
+        (
+            "unit/test_dispatch.py::test_each_evaluation_has_its_own_number_of_samples_and_temperature",
+        ),
+    ),
+    Fault(
+        "nulls inside lists stay",
+        "data/messages.py",
+        "return [_item(item) for item in value]",
+        "return list(value)",
+        ("unit/test_messages.py",),
+    ),
+    Fault(
+        "the words of an environment are trained",
+        "rollout/agents/answering.py",
+        "self.add(said, sampled=False)",
+        "self.add(said, sampled=True)",
+        ("unit/test_agents.py::test_a_rollout_is_one_sample_that_grows",),
+    ),
 )
 
 
@@ -236,8 +307,8 @@ def planted(fault: Fault, root: Path = ROOT) -> str:
 
 
 def first_failure(copy: Path, tests: Iterable[str]) -> str | None:
-    """Runs test files in a copy; returns the first test that fails, None if all pass.
-    AssertionError for other ends."""
+    """Runs tests in a copy; returns the first one that fails, None if all pass. AssertionError for
+    other ends."""
     files = [str(Path("tests") / test) for test in tests]
     command = [
         sys.executable,

@@ -22,7 +22,7 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v slurmct
 fi
 
 export OMP_NUM_THREADS=1 # several ranks share few cores
-# An engine is three processes that import half of torch and SGLang each: 15 s of compiling and importing, 8 s where the
+# An engine, and every rank, imports half of torch, and SGLang or Megatron: 15 s of compiling and importing, 8 s where the
 # bytecode is at hand. launch/install.sh makes none, and some environments forbid to write it: it goes into .venv here.
 unset PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX="$(realpath "${MEGAGRPO_VENV:-.venv}")/bytecode"

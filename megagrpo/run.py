@@ -143,6 +143,11 @@ class Sampling:
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
 
+    @property
+    def rows(self) -> Sequence[list[str | int]]:
+        """Returns the fingerprint of the rows that it takes prompts from."""
+        return self._inputs.prompts.rows
+
     def next_groups(self, state: TrainState, metrics: Metrics, steps_left: int) -> StepGroups:
         """Collective. Returns this rank's groups of the step after `state`. Raises RunStopped on
         every rank."""
@@ -375,7 +380,7 @@ def start_run(
             sampling=sampling,
             exchange=exchange,
             recording=recording,
-            checkpointer=_checkpointer(config, actor, sampling.source, recording, schedule),
+            checkpointer=_checkpointer(config, actor, sampling, recording, schedule),
             watchdog=watchdog,
             progress=progress,
             alarm=MismatchAlarm(config, actor.arch.is_moe),
@@ -395,7 +400,7 @@ def _loaded_actor(
     progress.enter("loads weights")
     checkpoint = find_checkpoint(config, actor.mesh)
     weights = initial_weights(config, config.algorithm, checkpoint, actor)
-    return actor, weights, resume(config, checkpoint, actor)
+    return actor, weights, resume(config, checkpoint, actor, inputs.prompts.rows)
 
 
 def _sleep_limit_s(config: ExperimentConfig) -> float:
@@ -407,7 +412,7 @@ def _sleep_limit_s(config: ExperimentConfig) -> float:
 def _checkpointer(
     config: ExperimentConfig,
     actor: MegatronActor,
-    source: RolloutSource,
+    sampling: Sampling,
     recording: RunRecord,
     schedule: SaveSchedule,
 ) -> Checkpointer:
@@ -417,14 +422,15 @@ def _checkpointer(
     def gather_state(state: TrainState) -> TrainState:
         recording.flush()
         surplus, ahead = (
-            gather_surplus(groups, actor.mesh) for groups in (state.surplus, source.finished())
+            gather_surplus(groups, actor.mesh)
+            for groups in (state.surplus, sampling.source.finished())
         )
         return replace(state, surplus=surplus, ahead=ahead)
 
     return Checkpointer(
         config.checkpoint,
         recording.folder.checkpoints,
-        run_identity(config, actor),
+        run_identity(config, actor, sampling.rows),
         lambda part, reshardable: save_actor(actor, part, reshardable, snapshot=background),
         gather_state,
         actor.mesh,

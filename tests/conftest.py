@@ -5,7 +5,9 @@ import importlib.util
 import os
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -46,6 +48,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         folder = item.path.relative_to(here).parts[0] if item.path.is_relative_to(here) else ""
         if folder in TIMEOUT_S and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(TIMEOUT_S[folder]))
+
+
+@pytest.fixture(scope="session")
+def model_of(tmp_path_factory) -> Callable[..., Path]:
+    """model_of(make, *arguments) is what make(folder, *arguments) returns, the folder of a model;
+    the same model is made once a session, so that nobody may change it."""
+
+    @cache
+    def made(make: Callable[..., Path], *arguments: object) -> Path:
+        return make(tmp_path_factory.mktemp("model") / "model", *arguments)
+
+    return made
 
 
 _unknown_skips: list[str] = []

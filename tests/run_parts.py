@@ -59,7 +59,10 @@ ARITHMETIC = {
     },  # matrix products; bfloat16 too
     "arithmetic-threads": {"OMP_NUM_THREADS": "2"},  # of unit tests: ranks set actor.threads
 }
-UNIT_NUMERIC = ("algo_*", "golden_*", "batch", "weights_digest", "weights_digest_batches")
+UNIT_NUMERIC = (
+    *("algo_advantage", "algo_logprob", "algo_loss", "algo_router_losses", "algo_statistics"),
+    *("golden_*", "batch", "weights_digest", "weights_digest_batches"),
+)
 DIST_NUMERIC = {
     # float32 gradients of every layout to 1e-5; without --full SHORT alone
     "certify": "arithmetic-avx2",

@@ -56,18 +56,39 @@ def _judged(
         keys = ", ".join(".".join(path) for path in given)
         print(f"megagrpo: {keys}: not judged, {library} is not installed here", file=sys.stderr)
         return []
+    job = list(given.items())
+    said = _answer("megagrpo.check.libraries", job, environment, f"{library} cannot be imported")
+    return [(tuple(path), problem) for path, problem in json.loads(said.splitlines()[-1])]
+
+
+def dry_run(config: ExperimentConfig, module: str, job: object) -> str:
+    """Returns the output of a dry run of the rollout service, in a process as an engine's that sees
+    no GPU. job: JSON.
+
+    Raises ValueError with the end of SGLang's output if it fails.
+    """
+    no_gpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = child_environment(
+        engine_environment(config, _ON_CPU) | no_gpu, python_path=engine_python_path(_ON_CPU)
+    )
+    problem = "SGLang does not resolve these arguments"
+    return _answer(f"megagrpo.rollout.service.{module}", job, environment, problem)
+
+
+def _answer(module: str, job: object, environment: dict[str, str] | None, problem: str) -> str:
+    """Returns the standard output of a module that gets a job. Raises ValueError if it fails."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "megagrpo.check.libraries"],
-        input=json.dumps([[path, settings] for path, settings in given.items()]),
+        [sys.executable, "-W", "ignore", "-m", module],
+        input=json.dumps(job),
         capture_output=True,
         text=True,
         timeout=_LIMIT_S,
         env=environment,
     )
     if done.returncode:
-        raise ValueError(f"{library} cannot be imported here:\n{done.stderr[-_SHOWN:]}")
-    found = json.loads(done.stdout.splitlines()[-1])
-    return [(tuple(path), problem) for path, problem in found]
+        said = (done.stdout + done.stderr).strip()[-_SHOWN:]
+        raise ValueError(f"{problem} (status {done.returncode}):\n{said}")
+    return done.stdout
 
 
 def resolve_all(
@@ -95,23 +116,8 @@ def resolve_all(
             "processors": hardware.processors,
         }
         resolved = Path(name) / "resolved.json"
-        job = json.dumps({"servers": servers, "device": device, "output": str(resolved)})
-        no_gpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        variables = engine_environment(configs[0], _ON_CPU) | no_gpu
-        done = subprocess.run(
-            [sys.executable, "-m", "megagrpo.rollout.service.arguments_dry_run"],
-            input=job,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=_LIMIT_S,
-            env=child_environment(variables, python_path=engine_python_path(_ON_CPU)),
-        )
-        if done.returncode:
-            raise ValueError(
-                f"SGLang does not resolve these arguments (status {done.returncode}):\n"
-                f"{done.stdout[-_SHOWN:]}"
-            )
+        job = {"servers": servers, "device": device, "output": str(resolved)}
+        dry_run(configs[0], "arguments_dry_run", job)
         return json.loads(resolved.read_text())
 
 

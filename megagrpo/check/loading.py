@@ -1,24 +1,70 @@
-"""Test-loads tokenizer and data as every trainer does, so that `megagrpo check` reports the same
-errors.
+"""Tries tokenizer, data, graders and a tool turn as a run will, so that `megagrpo check` reports the
+same errors.
 
 It imports transformers, and with it torch: some seconds. problems.py, which runs before every
 start, does not.
 """
 
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from megagrpo.check.libraries import dry_run
+from megagrpo.check.problems import named_first
+from megagrpo.checkpoint.folder import data_problem, latest
 from megagrpo.config.fields import complaints
+from megagrpo.config.rollout import AgentConfig
 from megagrpo.config.schema import DataConfig, ExperimentConfig
 from megagrpo.data.images import ImageStore
-from megagrpo.data.prompts import load_prompts, load_tokenizer
+from megagrpo.data.messages import Message, render_messages
+from megagrpo.data.prompts import decoder, load_tokenizer, refuse_long, render_rows
+from megagrpo.data.rows import fingerprint, read_rows
 from megagrpo.families.model import Model
+from megagrpo.rewards.trial_texts import first_of_each, grade_trial_texts
 from megagrpo.rollout.agents.make import make_answering
+from megagrpo.rollout.agents.renderer import Renderer
+from megagrpo.system.errors import collected, translated
+from megagrpo.system.worker_process import WorkerError
+
+if TYPE_CHECKING:  # seconds to import, and it pulls in torch
+    from transformers import PreTrainedTokenizerBase
 
 _SHOWN = 160  # characters of a text
-_ROWS_WITH_IMAGES = 8  # tried of a file with a column of images; of others, the first
-_ANY_LENGTH = 2**31  # tokens; a first row that is too long is dropped by a run, and no problem
+_MOST_ROWS = 200_000  # of a section that are rendered; of more, as many at equal distances
+_ROWS_WITH_IMAGES = 8  # the same of a section with a column of images
+_CHUNK = 5_000  # rows that are rendered between looks at the clock
+_QUIET_S = 15.0  # between lines of progress
+_TOOL: Message = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+_ARGUMENTS = {"a": 2}
+_ID = "functions.add:0"  # the form that Kimi-K2's parser reads a name from
+_ASKED: list[Message] = [{"role": "user", "content": "Add 2."}]
+_CALLED: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {
+            "id": _ID,
+            "type": "function",
+            "function": {"name": "add", "arguments": json.dumps(_ARGUMENTS)},
+        }
+    ],
+}
+_SAID: Message = {"role": "tool", "tool_call_id": _ID, "name": "add", "content": "2"}
 
 
 @dataclass(frozen=True)
@@ -27,21 +73,21 @@ class LoadingTest:
 
     problems: list[str] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
-    first_row: list[str] = field(default_factory=list)  # as the model and the grader read it
+    first_row: list[str] = field(default_factory=list)  # as the model and the graders read it
     advice: list[str] = field(default_factory=list)
     not_tried: list[str] = field(default_factory=lambda: ["the model's weights", "the engines"])
 
 
 def try_loading(config: ExperimentConfig) -> LoadingTest:
-    """Loads the tokenizer, and renders and tokenises the first row of every data file that is
-    already there."""
+    """Loads the tokenizer, renders and tokenises the rows of every data file that is already there,
+    grades texts for the first ones and has a tool call parsed."""
     trial = LoadingTest()
     # before the warm-up has written the model's folder, the one that it will be written like
     folders = [config.model.path, *([config.sft.model] if config.sft is not None else [])]
     folder = next((folder for folder in folders if (Path(folder) / "config.json").is_file()), None)
     if folder is None:
         trial.not_tried.insert(
-            0, f"tokenizer and chat template ({config.model.path} is not there yet)"
+            0, f"tokenizer, chat template, rows and graders ({config.model.path} is not there yet)"
         )
     else:
         trial.problems.extend(complaints(_try_tokenizer, config, folder, trial))
@@ -58,47 +104,146 @@ def _try_tokenizer(config: ExperimentConfig, folder: str, trial: LoadingTest) ->
         trial.loaded.append(
             "the chat template, turn by turn" if config.data.chat_template else f"the {player}"
         )
+    agent = config.sampling.agent
+    if agent is not None and agent.tool_parser and not trial.problems:
+        with collected(trial.problems):
+            _try_tool_turn(config, agent, model, tokenizer, trial)
+    first: list = []  # prompts
     with TemporaryDirectory() as images:
         store = ImageStore.of(model, Path(images))
-        for data in config.data_sections.values():
-            for one_file in (
-                part.model_copy(update={"path": path}) for part in data.parts for path in part.paths
-            ):
-                path = one_file.name
-                if Path(path).exists():
-                    trial.problems.extend(
-                        complaints(_try_first_row, one_file, tokenizer, store, trial)
-                    )
-                else:
-                    trial.not_tried.insert(0, f"{path} (not there yet)")
+        for key, data in config.data_sections.items():
+            if missing := [path for path in data.paths if not Path(path).exists()]:
+                trial.not_tried.insert(0, f"{', '.join(missing)} (not there yet)")
+                continue
+            with collected(trial.problems):
+                prompts = _try_rows(config, data, tokenizer, store, trial)
+                if key != "sft":  # no grader reads its rows
+                    first += prompts
+    if not config.sampling.rewarding:
+        with collected(trial.problems), translated("reward.grader", WorkerError):
+            graded = grade_trial_texts(config.reward, first)
+            trial.not_tried[:0] = [f"grader {name}" for name in graded.away]
+            trial.first_row.extend(graded.lines)
+            trial.problems.extend(graded.problems)
 
 
-def _try_first_row(
-    data: DataConfig, tokenizer, store: ImageStore | None, trial: LoadingTest
-) -> None:
-    rows = _ROWS_WITH_IMAGES if data.images_key is not None else 1
-    prompts = load_prompts(
-        data.model_copy(update={"limit": rows, "max_prompt_tokens": _ANY_LENGTH}), tokenizer, store
-    )
+# ---- rows --------------------------------------------------------------------------------------
+
+
+def _try_rows(
+    config: ExperimentConfig,
+    data: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    store: ImageStore | None,
+    trial: LoadingTest,
+) -> list:
+    """Renders and tokenises rows of a section; returns the first prompts of each source and grader.
+
+    Raises ValueError if none is short enough, or if the run's checkpoint has other rows.
+    """
+    problems: list[str] = []
+    first: list = []
+    unread: list[str] = []  # among the problems of preflight
+    rows = read_rows(data, unread)
+    most = _MOST_ROWS if data.images_key is None else _ROWS_WITH_IMAGES
+    every = max(1, -(-len(rows) // most))
+    tried = rows[::every]
+    which = "every row" if every == 1 else f"one row in {every}"
+    lengths: dict[int, int] = {}  # tokens, by row
+    said = time.monotonic()
+    for start in range(0, len(tried), _CHUNK):
+        found = render_rows(data, tokenizer, tried[start : start + _CHUNK], store, problems)
+        lengths |= {prompt.id: len(prompt.token_ids) for prompt in found}
+        first += first_of_each(found)
+        if time.monotonic() - said > _QUIET_S:
+            said = time.monotonic()
+            done = f"{len(lengths):,} of {len(tried):,} rows rendered"
+            print(f"check: {data.name}: {done}", file=sys.stderr, flush=True)
+    trial.problems.extend(named_first(problems))
+    if not first:
+        return []
+    _say_first_row(data, tokenizer, first, trial)
     template = ", by the chat template" if data.chat_template else ""
-    first = prompts.prompts[0]
-    images = f" with {len(first.images)} image(s)" if first.images else ""
-    trial.loaded.append(
-        f"the first row of {data.name}: {len(first.token_ids)} tokens{images}{template}"
-    )
-    if not trial.first_row:
-        trial.first_row.append(
-            f"{first.location}, graded by {first.grader or 'the graders of reward'}:"
+    longest = f"at most {max(lengths.values())} tokens{template}"
+    kept = {row for row, length in lengths.items() if length <= data.max_prompt_tokens}
+    dropped = len(lengths) - len(kept)
+    if dropped:
+        longest += (
+            f"; {dropped:,} longer than max_prompt_tokens ({data.max_prompt_tokens}): dropped"
         )
-        trial.first_row.append(f"  the model reads     {_short(first.text)}")
-        trial.first_row.append(f"  the grader compares {_short(first.answer)}")
-        if tokenizer.chat_template and not data.chat_template:
-            trial.advice.append(
-                "the tokenizer has a chat template; data.chat_template: true renders prompts by it"
-            )
+    trial.loaded.append(f"{which} of {data.name}: {len(lengths):,} rows, {longest}")
+    if len(lengths) == len(rows) and not unread:
+        refuse_long(data, [(row.of, lengths[row.id]) for row in rows])
+        source = latest(config.run_folder.checkpoints) if data == config.data else None
+        if source is not None and config.checkpoint.resume == "auto":
+            in_use = fingerprint(row for row in rows if row.id in kept)
+            with suppress(OSError):  # of a damaged checkpoint, whose load gives the reason
+                trial.problems.extend(filter(None, [data_problem(source, in_use)]))
+    return list(first_of_each(first))
+
+
+def _say_first_row(
+    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", first: Sequence, trial: LoadingTest
+) -> None:
+    if trial.first_row:
+        return
+    prompt = first[0]
+    images = f" with {len(prompt.images)} image(s)" if prompt.images else ""
+    trial.first_row[:] = [
+        f"{prompt.location}, {len(prompt.token_ids)} tokens{images}, graded by "
+        f"{prompt.grader or 'the graders of reward'}:",
+        f"  the model reads     {_short(prompt.text)}",
+        f"  the grader compares {_short(prompt.answer)}",
+    ]
+    if tokenizer.chat_template and not data.chat_template:
+        trial.advice.append(
+            "the tokenizer has a chat template; data.chat_template: true renders prompts by it"
+        )
 
 
 def _short(text: str) -> str:
     """Returns a text as one line of its start and its end."""
     text = repr(text)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}"
+
+
+# ---- tool calls --------------------------------------------------------------------------------
+
+
+def _try_tool_turn(
+    config: ExperimentConfig,
+    agent: AgentConfig,
+    model: Model,
+    tokenizer: "PreTrainedTokenizerBase",
+    trial: LoadingTest,
+) -> None:
+    """Has the template write a turn with a call, the parser read it, and the template answer it.
+
+    Raises ValueError if any of them cannot.
+    """
+    data = config.data
+    renderer = Renderer(tokenizer, data, continues=agent.history == "all")
+    if agent.history == "all":
+        renderer.after_turn([_SAID], np.zeros(0, np.int32), [_TOOL])
+    else:
+        renderer.begin([*_ASKED, _CALLED, _SAID], [_TOOL])
+    turn = render_messages(data, tokenizer, [*_ASKED, _CALLED], ready=False, tools=[_TOOL]).rstrip()
+    for ready in (True, False):  # a template may begin an answer in another way than it writes one
+        turn = turn.removeprefix(render_messages(data, tokenizer, _ASKED, ready, [_TOOL]))
+    decode = decoder(tokenizer, model, config.sampling.skip_special_tokens)
+    text = decode(np.array(tokenizer(turn, add_special_tokens=False)["input_ids"]))
+    calls = _parsed_by_sglang(config, {"text": text, "tools": [_TOOL], "parser": agent.tool_parser})
+    if calls != [["add", _ARGUMENTS]]:
+        raise ValueError(
+            f"sampling.agent.tool_parser {agent.tool_parser}: in the turn that the chat template "
+            f"writes for a call, {text!r:.300}, it finds {calls or 'no call'}"
+        )
+    trial.loaded.append(f"a tool call, written by the template, parsed by {agent.tool_parser}")
+
+
+def _parsed_by_sglang(config: ExperimentConfig, job: dict[str, object]) -> list[object]:
+    """Returns [name, arguments] of the calls that SGLang's parser finds. Raises ValueError."""
+    with translated("sampling.agent.tool_parser", ValueError):
+        said = dry_run(config, "parsers_dry_run", [job])
+    (calls,) = json.loads(said.splitlines()[-1])
+    return calls

@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +20,8 @@ from megagrpo.families.table import FAMILIES, architecture_of, model_problems, r
 from megagrpo.rewards.graders.table import check_answer, check_grader, load_group_grader
 from megagrpo.rollout.agents.environments import load_environment
 from megagrpo.rollout.agents.program_worker import load_program
+
+_NAMED = 10  # rows
 
 
 def preflight(config: ExperimentConfig, nodes: Nodes | None = None) -> list[str]:
@@ -200,12 +202,22 @@ def _source_problems(config: ExperimentConfig) -> Iterator[str]:
 def _broken_lines(config: ExperimentConfig) -> Iterator[str]:
     for data in config.data_sections.values():
         if all(Path(path).exists() for path in data.paths):
-            for text in complaints(_read_lines, data, config.reward):
+            problems: list[str] = []
+            for text in complaints(_read_lines, data, config.reward, problems):
                 yield text if any(path in text for path in data.paths) else f"{data.name}: {text}"
+            yield from named_first(problems)
 
 
-def _read_lines(data: DataConfig, reward: RewardConfig) -> None:
-    rows = read_rows(data)
+def named_first(problems: Sequence[str]) -> Iterator[str]:
+    """Yields the first problems of rows, and a line that counts the others."""
+    yield from problems[:_NAMED]
+    if len(problems) > _NAMED:
+        yield f"and {len(problems) - _NAMED:,} more rows like these"
+
+
+def _read_lines(data: DataConfig, reward: RewardConfig, problems: list[str]) -> None:
+    """Adds the problems of rows. Raises ValueError for those of the whole."""
+    rows = read_rows(data, problems)
     names = [row.grader for row in rows]
     known = {
         name: entry.grader for entry in reward.entries for name in (entry.short_name, entry.grader)
@@ -217,8 +229,8 @@ def _read_lines(data: DataConfig, reward: RewardConfig) -> None:
             [entry.grader for entry in reward.entries] if name is None else [known.get(name, name)]
         )
         for grader in graders:
-            for problem in complaints(check_answer, grader, row.answer):
-                raise ValueError(f"{row.location}: {problem}")
+            said = complaints(check_answer, grader, row.answer)
+            problems += [f"{row.location}: {problem}" for problem in said]
 
 
 def _function_problems(config: ExperimentConfig) -> Iterator[str]:

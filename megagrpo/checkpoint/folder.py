@@ -9,11 +9,13 @@ anything else   a user's, left alone
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 PARTIAL = ".partial"
 REPLACED = f".replaced{PARTIAL}"
+OTHER_DATA = "other_data"  # of checkpoint.resume
 _NAME = re.compile(r"step_(\d+)")
 Layout = Mapping[str, int | None]  # ActorConfig.layout
 
@@ -75,6 +77,29 @@ def layout_problem(folder: Path, own: Layout) -> str:
         "to the launcher), "
         "with checkpoint.reshardable last or always: it then saves in the form that any layout "
         f"loads{there}"
+    )
+
+
+def data_problem(folder: Path, own: Sequence[Sequence[str | int]]) -> str:
+    """Returns why the data cursor of a finished checkpoint does not count in the rows `own`, and
+    what to do; "" if it does.
+
+    own: [name, number, digest] of the rows of each file, in order; [] is not compared, nor is a
+    checkpoint from before they were recorded. A moved or renamed file is the same file.
+    """
+    saved = json.loads((folder / "state.json").read_text()).get("rows") or own
+    pairs = zip_longest(saved, own, fillvalue=("no file", 0, ""))
+    found = [(then, now) for then, now in pairs if then[1:] != now[1:]] if own else []
+    if not found:
+        return ""
+    (name, then, _), (now_name, now, _) = found[0]
+    what = f"{then} rows in use then ({name}), {now} now ({now_name})"
+    if then == now:
+        what += ", some of them others or elsewhere"
+    return (
+        f"checkpoint {folder} counts its prompts in other data: {what}. Rows would be taken twice, "
+        "others never. Put the data and the keys that choose rows (data.limit, "
+        f"data.max_prompt_tokens) back, or go on with checkpoint.resume: {OTHER_DATA}"
     )
 
 

@@ -1,13 +1,14 @@
 """The start of a run: its actor, the model's weights, and the checkpoint it continues from."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor
 from megagrpo.checkpoint import save as checkpoint
-from megagrpo.checkpoint.folder import latest, restore_replaced
+from megagrpo.checkpoint.folder import OTHER_DATA, latest, restore_replaced
 from megagrpo.checkpoint.save import RunIdentity
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import Mesh
@@ -16,8 +17,10 @@ from megagrpo.system import environment
 from megagrpo.types import TrainState
 from megagrpo.weights.hf_folder import HfFolder
 
+Rows = Sequence[Sequence[str | int]]  # PromptSet.rows; (): not compared
 
-def run_identity(config: ExperimentConfig, actor: MegatronActor) -> RunIdentity:
+
+def run_identity(config: ExperimentConfig, actor: MegatronActor, rows: Rows = ()) -> RunIdentity:
     """Collective. Returns the properties that a checkpoint must share with the run that loads
     it."""
     model: dict = {
@@ -33,14 +36,16 @@ def run_identity(config: ExperimentConfig, actor: MegatronActor) -> RunIdentity:
         model["base"] = actor.mesh.from_main(
             HfFolder(config.model.path).fingerprint, "read the model's weights"
         )
-    return RunIdentity(model, config.actor.layout)
+    return RunIdentity(model, config.actor.layout, rows)
 
 
-def load_checkpoint(config: ExperimentConfig, source: Path, actor: MegatronActor) -> TrainState:
+def load_checkpoint(
+    config: ExperimentConfig, source: Path, actor: MegatronActor, rows: Rows = ()
+) -> TrainState:
     """Collective. Loads a checkpoint of this experiment's model into the actor. LeaderError if the
-    model differs."""
+    model or the data differs."""
     return checkpoint.load(
-        source, run_identity(config, actor), lambda part: load_actor(actor, part), actor.mesh
+        source, run_identity(config, actor, rows), lambda part: load_actor(actor, part), actor.mesh
     )
 
 
@@ -77,7 +82,9 @@ def find_checkpoint(config: ExperimentConfig, mesh: Mesh) -> Path | None:
     return own or (Path(options.load) if options.load else None)
 
 
-def resume(config: ExperimentConfig, source: Path | None, actor: MegatronActor) -> TrainState:
+def resume(
+    config: ExperimentConfig, source: Path | None, actor: MegatronActor, rows: Rows
+) -> TrainState:
     """Collective. Continues from find_checkpoint's choice.
 
     `checkpoint.load` loads another run's weights and optimiser, not its steps, data cursor or
@@ -86,8 +93,10 @@ def resume(config: ExperimentConfig, source: Path | None, actor: MegatronActor) 
     """
     if source is None:
         return TrainState()
-    state = load_checkpoint(config, source, actor)
-    if source.parent != config.run_folder.checkpoints:
+    own = source.parent == config.run_folder.checkpoints
+    compared = own and config.checkpoint.resume != OTHER_DATA
+    state = load_checkpoint(config, source, actor, rows if compared else ())
+    if not own:
         actor.updates_done = 0  # the learning-rate schedule is this run's
         return TrainState()
     # Without max_staleness too, a surplus is one version old.

@@ -6,7 +6,7 @@
         surplus.npz    groups that the next step consumes first, if any
         ahead.npz      groups already sampled for later steps, if any
         state.json     the rest of TrainState, model identity, layout, whether another layout can
-        load it, version
+        load it, digests of the data's rows, version
         manifest.json  size and CRC-32 of every file, written last
 
 A folder without a manifest, or with files that differ from it, is rejected with the file's name;
@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
@@ -34,6 +34,7 @@ from megagrpo.checkpoint.folder import (
     REPLACED,
     Layout,
     checkpoint_folder,
+    data_problem,
     finished_checkpoints,
     is_reshardable,
     layout_problem,
@@ -61,6 +62,7 @@ class RunIdentity:
 
     model: dict  # must agree with the run that loads it
     layout: Layout  # must agree too if the checkpoint is not reshardable
+    rows: Sequence[Sequence[str | int]] = ()  # of the data; must agree unless it is empty
 
 
 PlanSave = Callable[[Path], "ActorSave"]  # collective; given an existing empty folder
@@ -183,6 +185,7 @@ class PendingSave:
             "train": {name: value for name, value in without.items() if name not in _GROUPS},
             "identity": identity.model,
             "layout": dict(identity.layout),
+            "rows": list(identity.rows),
             "version": __version__,
         }
         self._options = options
@@ -347,7 +350,8 @@ def check(folder: Path, identity: RunIdentity, mesh: Mesh) -> None:
             for key, value in different.items()
         ]
         raise ValueError(f"checkpoint {folder} is of another model: " + "; ".join(texts))
-    if problem := layout_problem(folder, identity.layout):
+    problem = layout_problem(folder, identity.layout) or data_problem(folder, identity.rows)
+    if problem:
         raise ValueError(problem)
     for index, (name, (size, crc)) in enumerate(sorted(manifest.items())):
         writer = _WRITER.search(name)

@@ -18,6 +18,8 @@ from typing import (
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from megagrpo.system.errors import collected
+
 if TYPE_CHECKING:
     from megagrpo.config.schema import ExperimentConfig
 
@@ -110,11 +112,10 @@ def named(names: Iterable[str]) -> str:
 def complaints(function: Callable[..., object], *arguments: object) -> list[str]:
     """Returns the text of the ValueError with which the function refuses its arguments; [] if it
     accepts them."""
-    try:
+    found: list[str] = []
+    with collected(found):
         function(*arguments)
-    except ValueError as exc:
-        return [str(exc)]
-    return []
+    return found
 
 
 def members(annotation: object) -> list[object]:

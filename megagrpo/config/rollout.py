@@ -147,7 +147,7 @@ class SamplingConfig(Section):
     """Texts that end a response."""
     skip_special_tokens: bool = False
     """Leave special tokens out of the text that graders, environments and tool parsers see; default:
-    only padding and the one that ended the response."""
+    only those for padding and the begin and end of texts, and the one that ended the response."""
     environment: EnvironmentConfig | None = None
     """What answers the model; default: nothing."""
     agent: AgentConfig | None = None

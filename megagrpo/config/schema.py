@@ -133,8 +133,9 @@ class CheckpointConfig(Section):
     asynchronous: bool | Literal["auto"] = "auto"
     """Copy to host memory, write while training goes on, finish after a later step; auto: from two
     trainer nodes on."""
-    resume: Literal["auto", "never"] = "auto"
-    """Continue from the run folder's last checkpoint, or refuse a folder that has one."""
+    resume: Literal["auto", "never", "other_data"] = "auto"
+    """Continue from the run folder's last checkpoint, or refuse a folder that has one; other_data:
+    continue although the rows of `data` in use are others than then, or in another order."""
     load: LocalPath | None = None
     """Another run's checkpoint folder, whose weights and optimizer this run starts from."""
 
@@ -156,6 +157,7 @@ HealthAlarm = Literal[
     "truncated_rise",
     "entropy_left",
     "mismatch_growth",
+    "rejected_fraction",
 ]
 
 

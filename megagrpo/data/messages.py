@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from megagrpo.config.data import DataConfig
 
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
@@ -64,6 +66,21 @@ def render_messages(
             return str(render(objects, **settings))
     texts = [_with_arguments(message, as_text=True) for message in messages]
     return str(render(texts, **settings))
+
+
+def has_unknown(
+    tokenizer: "PreTrainedTokenizerBase", text: str, token_ids: Sequence[int] | np.ndarray
+) -> bool:
+    """Returns whether a tokenizer gave its token for unknown characters, other than for its name in
+    the text.
+
+    Some tokenizers of bytes name their end of text so, which templates write.
+    """
+    unknown = tokenizer.unk_token_id
+    if unknown is None:
+        return False
+    number = int(np.count_nonzero(np.equal(token_ids, unknown)))
+    return number > text.count(str(tokenizer.unk_token))
 
 
 def text_of(message: Message) -> str:

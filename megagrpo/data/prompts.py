@@ -6,10 +6,10 @@ state to save.
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,16 +17,24 @@ import numpy as np
 
 from megagrpo.config.schema import DataConfig
 from megagrpo.data.images import ImageStore, image_bytes, images_apart
-from megagrpo.data.messages import Message, render_messages, with_system_prompt, words_of
-from megagrpo.data.rows import Row, read_rows
+from megagrpo.data.messages import (
+    Message,
+    has_unknown,
+    render_messages,
+    with_system_prompt,
+    words_of,
+)
+from megagrpo.data.rows import Row, fingerprint, read_rows
 from megagrpo.families.model import Model
 from megagrpo.families.table import read_description
-from megagrpo.system.errors import explained, translated
+from megagrpo.system.errors import collected, explained, translated
 from megagrpo.system.torchvision import prepare_torchvision, torchvision_problem
 from megagrpo.types import Prompt
 
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+_BLOCK = 512  # texts that are tokenised at once
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,7 @@ class PromptSet:
     mixture: tuple[
         tuple[float, int], ...
     ] = ()  # ratio and number of the prompts of each source; (): all are one
+    rows: Sequence[list[str | int]] = ()  # fingerprint of the rows in use, see data/rows.py
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -184,19 +193,19 @@ def decoder(
     """Returns the function from a response's token ids to the text that graders, environments and
     tool parsers see.
 
-    Special tokens are in it, for `<think>` or `<tool_call>` may be some, but not padding, nor the
-    one that ended the response. skip_special_tokens: none is.
+    Special tokens are in it, for `<think>` or `<tool_call>` may be some, but not the tokenizer's
+    own for padding and the begin and end of texts, nor the one that ended the response.
+    skip_special_tokens: none is.
     """
     special = frozenset(tokenizer.all_special_ids)
     ends = special & _end_ids(tokenizer, model)
-    padding = tokenizer.pad_token_id
+    own = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id} & special
 
     def decode(token_ids: np.ndarray) -> str:
         ids = token_ids.tolist()
         if ids and ids[-1] in ends:
             ids = ids[:-1]
-        if padding in special:
-            ids = [token for token in ids if token != padding]
+        ids = [token for token in ids if token not in own]
         return str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     return decode
@@ -226,56 +235,83 @@ def load_prompts(
     """
     rows = read_rows(data)
     parts = data.parts
-    chats = [_chat(parts[row.of], row) for row in rows]
-    rendered = [
-        _render(parts[row.of], tokenizer, row, chat) for row, chat in zip(rows, chats, strict=True)
-    ]
-    tokens = _tokenize(data, tokenizer, [text for text, _ in rendered])
-    found = []
-    for row, chat, (text, images), ids in zip(rows, chats, rendered, tokens, strict=True):
-        _refuse_tokens(tokenizer, row, text, ids)
-        # Messages are for agents, which refuse images: those may hold their bytes, which no
-        # checkpoint should.
-        messages = chat if parts[row.of].chat_template and not images else None
-        of_row = (row.answer, row.grader, row.location, row.source, row.extra)
-        prompt = Prompt(row.id, text, np.array(ids), *of_row, question=words_of(chat[-1]))
-        found.append(prompt if messages is None else replace(prompt, messages=messages))
-    found = _with_images(store, found, [images for _, images in rendered])
+    found = render_rows(data, tokenizer, rows, store)
     by_part: list[list[Prompt]] = [[] for _ in parts]
     for row, prompt in zip(rows, found, strict=True):
         by_part[row.of].append(prompt)
+    refuse_long(data, [(row.of, len(p.token_ids)) for row, p in zip(rows, found, strict=True)])
     ratios = [source.ratio for source in data.sources if source.ratio is not None]
-    for part, prompts in zip(parts, by_part, strict=True) if ratios else [(data, found)]:
-        _refuse_long(part, prompts, data.max_prompt_tokens)
     short = [
         [prompt for prompt in prompts if len(prompt.token_ids) <= data.max_prompt_tokens]
         for prompts in by_part
     ]
     kept = tuple(prompt for prompts in short for prompt in prompts)
     mixture = tuple(zip(ratios, map(len, short), strict=True)) if ratios else ()
-    return PromptSet(kept, len(rows) - len(kept), data.shuffle, mixture)
+    used = {prompt.id for prompt in kept}
+    in_use = fingerprint(row for row in rows if row.id in used)
+    return PromptSet(kept, len(rows) - len(kept), data.shuffle, mixture, in_use)
+
+
+def render_rows(
+    data: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    rows: Sequence[Row],
+    store: ImageStore | None = None,
+    problems: list[str] | None = None,
+) -> list[Prompt]:
+    """Returns the prompts of rows, of any length.
+
+    problems: those of rows are added to it instead of raised, and the rows left out.
+    """
+    parts = data.parts
+    rendered: list[tuple[Row, list[Message], str, list[object]]] = []
+    for row in rows:
+        with collected(problems):
+            chat = _chat(parts[row.of], row)
+            rendered.append((row, chat, *_render(parts[row.of], tokenizer, row, chat)))
+    tokens = _tokenize(data, tokenizer, [text for _, _, text, _ in rendered])
+    found: list[tuple[Prompt, list[object]]] = []
+    for (row, chat, text, images), ids in zip(rendered, tokens, strict=True):
+        with collected(problems):
+            _refuse_tokens(tokenizer, row, text, ids[data.add_bos :])
+            # Messages are for agents, which refuse images: those may hold their bytes, which no
+            # checkpoint should.
+            messages = chat if parts[row.of].chat_template and not images else None
+            of_row = (row.answer, row.grader, row.location, row.source, row.extra)
+            prompt = Prompt(row.id, text, ids, *of_row, question=words_of(chat[-1]))
+            found.append(
+                (prompt if messages is None else replace(prompt, messages=messages), images)
+            )
+    return _with_images(store, found, problems)
 
 
 def _refuse_tokens(
-    tokenizer: "PreTrainedTokenizerBase", row: Row, text: str, ids: Sequence[int]
+    tokenizer: "PreTrainedTokenizerBase", row: Row, text: str, ids: np.ndarray
 ) -> None:
-    if not ids:
+    if not len(ids):
         raise ValueError(f"{row.location}: the prompt {text!r} has no tokens")
-    if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
+    if has_unknown(tokenizer, text, ids):
         raise ValueError(
             f"{row.location}: the tokenizer does not know every character of {text!r:.80}"
         )
 
 
-def _refuse_long(data: DataConfig, prompts: Sequence[Prompt], most: int) -> None:
-    """Raises ValueError if no prompt has at most `most` tokens."""
-    shortest = min((len(prompt.token_ids) for prompt in prompts), default=None)
-    if shortest is not None and shortest <= most:
-        return
-    says = " in the file" if shortest is None else f"; the shortest has {shortest} tokens"
-    raise ValueError(
-        f"{data.name}: no prompt of at most {most} tokens (data.max_prompt_tokens){says}"
-    )
+def refuse_long(data: DataConfig, lengths: Sequence[tuple[int, int]]) -> None:
+    """Raises ValueError if no prompt, of all or of a source with a ratio, is short enough.
+
+    lengths: part of the section, and tokens, of each prompt.
+    """
+    most = data.max_prompt_tokens
+    mixed = any(source.ratio is not None for source in data.sources)
+    for number, part in enumerate(data.parts if mixed else [data]):
+        own = (tokens for of, tokens in lengths if of == number or not mixed)
+        shortest = min(own, default=None)
+        if shortest is not None and shortest <= most:
+            continue
+        says = " in the file" if shortest is None else f"; the shortest has {shortest} tokens"
+        raise ValueError(
+            f"{part.name}: no prompt of at most {most} tokens (data.max_prompt_tokens){says}"
+        )
 
 
 def describe_dropped(data: DataConfig, prompts: PromptSet) -> str:
@@ -288,21 +324,30 @@ def describe_dropped(data: DataConfig, prompts: PromptSet) -> str:
 
 
 def _with_images(
-    store: ImageStore | None, prompts: list[Prompt], sources: list[list[object]]
+    store: ImageStore | None,
+    found: Sequence[tuple[Prompt, list[object]]],
+    problems: list[str] | None,
 ) -> list[Prompt]:
     """Returns the prompts with their images, which the store keeps."""
-    if store is not None:
-        with ThreadPoolExecutor() as pool:  # Pillow lets other threads run
-            return list(pool.map(partial(_expanded, store), prompts, sources))
-    for prompt in (prompt for prompt, its in zip(prompts, sources, strict=True) if its):
-        raise ValueError(
-            f"{prompt.location}: the prompt has images, but the model (model.path) does not see"
-        )
-    return prompts
+
+    def expanded(prompt_and_sources: tuple[Prompt, list[object]]) -> Prompt | None:
+        with collected(problems):
+            return _expanded(store, *prompt_and_sources)
+        return None
+
+    with ThreadPoolExecutor() as pool:  # Pillow lets other threads run
+        done = list((map if store is None else pool.map)(expanded, found))
+    return [prompt for prompt in done if prompt is not None]
 
 
-def _expanded(store: ImageStore, prompt: Prompt, sources: list[object]) -> Prompt:
+def _expanded(store: ImageStore | None, prompt: Prompt, sources: list[object]) -> Prompt:
     """Returns the prompt with its images, and the placeholders of all their tokens."""
+    if store is None:
+        if sources:
+            raise ValueError(
+                f"{prompt.location}: the prompt has images, but the model (model.path) does not see"
+            )
+        return prompt
     folder = Path(prompt.location).parent
     images = []
     for number, source in enumerate(sources, 1):
@@ -355,18 +400,26 @@ def _render(
 
 
 def _tokenize(
-    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", texts: list[str]
-) -> list[list[int]]:
-    """Returns the token ids of each text.
+    data: DataConfig, tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]
+) -> Iterator[np.ndarray]:
+    """Returns `tokenize` of prompts.
 
     Special tokens come only from the chat template or data.add_bos, never from the tokenizer
     itself.
     """
-    if not texts:
-        return []
-    bos = []
-    if data.add_bos:
-        if tokenizer.bos_token_id is None:
-            raise ValueError("data.add_bos is true, but the tokenizer has no <bos> token")
-        bos = [tokenizer.bos_token_id]
-    return [bos + ids for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    if data.add_bos and tokenizer.bos_token_id is None:
+        raise ValueError("data.add_bos is true, but the tokenizer has no <bos> token")
+    return tokenize(tokenizer, texts, [tokenizer.bos_token_id] if data.add_bos else [])
+
+
+def tokenize(
+    tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], begin: Sequence[int] = ()
+) -> Iterator[np.ndarray]:
+    """Yields the ids of each text after those of `begin`, [T] int32.
+
+    In blocks: what tokenizers return is 120 bytes a token.
+    """
+    for start in range(0, len(texts), _BLOCK):
+        block = list(texts[start : start + _BLOCK])
+        found = tokenizer(block, add_special_tokens=False, return_attention_mask=False)
+        yield from (np.array([*begin, *ids], np.int32) for ids in found["input_ids"])

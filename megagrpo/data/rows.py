@@ -1,9 +1,12 @@
 """Reads data files: one Row for each, with everything that its columns say, and every problem by
 file and line."""
 
+import hashlib
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow
@@ -11,9 +14,10 @@ import pyarrow.parquet
 
 from megagrpo.config.data import DataConfig, DataPart
 from megagrpo.data.messages import checked_messages, without_nulls
-from megagrpo.system.errors import explained, translated
+from megagrpo.system.errors import collected, explained, translated
 
 Values = dict[str, object]
+_ROWS_AT_ONCE = 256  # of a parquet file, whose rows may hold images
 _MOST_SOURCES = 64  # each has metrics of its own
 
 
@@ -33,9 +37,11 @@ class Row:
     tools: tuple[Values, ...] = ()  # of data.tools_key
 
 
-def read_rows(data: DataConfig) -> list[Row]:
-    """Returns the rows in use. Raises ValueError for every problem that does not need a
-    tokenizer."""
+def read_rows(data: DataConfig, problems: list[str] | None = None) -> list[Row]:
+    """Returns the rows in use. Raises ValueError for every problem that does not need a tokenizer.
+
+    problems: those of rows are added to it instead, and the rows left out.
+    """
     rows: list[Row] = []
     for number, part in enumerate(data.parts):
         first = len(rows)
@@ -43,15 +49,30 @@ def read_rows(data: DataConfig) -> list[Row]:
             if not path.is_file():
                 raise ValueError(f"{path}: no such file (data.path)")
             before = rows[-1].id + 1 if rows else 0
-            for i, values in _rows(path):
+            for i, raw in _rows(path):
                 if part.limit is not None and len(rows) - first == part.limit:
                     break
-                rows.append(_row(part, number, before + i, f"{path}:{i + 1}", values))
+                with collected(problems):
+                    location = f"{path}:{i + 1}"
+                    values = raw if isinstance(raw, dict) else _values(raw, location)
+                    rows.append(_row(part, number, before + i, location, values))
     if len(found := {row.source for row in rows}) > _MOST_SOURCES:
         raise ValueError(
             f"{data.name}: {len(found)} sources; metrics are kept for at most {_MOST_SOURCES}"
         )
     return rows
+
+
+def fingerprint(rows: Iterable[Row]) -> list[list[str | int]]:
+    """Returns [name, number of rows, digest of their prompts and answers] of each file, in order."""
+    files: dict[str, hashlib.blake2b] = {}
+    sizes = Counter[str]()
+    for row in rows:
+        path = row.location.rpartition(":")[0]
+        spelled = repr((row.prompt, row.answer, row.tools, row.images))
+        files.setdefault(path, hashlib.blake2b(digest_size=16)).update(spelled.encode())
+        sizes[path] += 1
+    return [[path, sizes[path], digest.hexdigest()] for path, digest in files.items()]
 
 
 def _row(data: DataPart, of: int, row_id: int, location: str, values: Values) -> Row:
@@ -100,6 +121,7 @@ def _tools(values: Values, data: DataConfig, location: str) -> tuple[Values, ...
             f'{location}: {data.tools_key!r} should be a list of {{"type": "function", '
             f'"function": {{"name", "parameters", ...}}}}, is {found!r:.80}'
         )
+    _refuse_half(json.dumps(found, ensure_ascii=False), f"{location}: {data.tools_key!r}")
     return tuple(map(without_nulls, found))
 
 
@@ -151,10 +173,10 @@ def _parsed(text: str) -> object:
     )
 
 
-def _rows(path: Path) -> Iterator[tuple[int, Values]]:
+def _rows(path: Path) -> Iterator[tuple[int, bytes | Values]]:
     match path.suffix:
         case ".jsonl":
-            return _jsonl_rows(path)
+            return _jsonl_lines(path)
         case ".parquet":
             return _parquet_rows(path)
     raise ValueError(
@@ -163,25 +185,25 @@ def _rows(path: Path) -> Iterator[tuple[int, Values]]:
     )
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[int, Values]]:
+def _jsonl_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     with path.open("rb") as file:
-        for i, line in enumerate(file):
-            if not line.strip():
-                continue
-            location = f"{path}:{i + 1}"
-            try:
-                row = json.loads(line.decode("utf-8"))
-            except UnicodeDecodeError as exc:
-                raise ValueError(f"{location}: not UTF-8: {exc}") from exc
-            except json.JSONDecodeError as exc:
-                raise ValueError(
-                    f"{location}: broken JSON, column {exc.colno}: {exc.msg}: {line[:60]!r}"
-                ) from exc
-            if not isinstance(row, dict):
-                raise ValueError(
-                    f'{location}: should be an object like {{"prompt": ...}}, is {line[:60]!r}'
-                )
-            yield i, row
+        yield from ((i, line) for i, line in enumerate(file) if line.strip())
+
+
+def _values(line: bytes, location: str) -> Values:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as exc:
+        raise ValueError(f"{location}: not UTF-8: {exc}") from exc
+    except json.JSONDecodeError as exc:
+        raise ValueError(
+            f"{location}: broken JSON, column {exc.colno}: {exc.msg}: {line[:60]!r}"
+        ) from exc
+    if not isinstance(row, dict):
+        raise ValueError(
+            f'{location}: should be an object like {{"prompt": ...}}, is {line[:60]!r}'
+        )
+    return row
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Values]]:
@@ -189,7 +211,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Values]]:
         file = pyarrow.parquet.ParquetFile(path)
     with file:
         i = 0
-        for batch in file.iter_batches():
+        for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
             for row in batch.to_pylist():
                 yield i, row
                 i += 1
@@ -225,7 +247,8 @@ def well_formed(text: str) -> str:
 
 
 def _text(value: object, key: str, location: str) -> str:
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+    numeric = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
+    if not (isinstance(value, str) or (numeric and value == value)):  # not NaN
         raise ValueError(f"{location}: {key!r} should be a text or a number, is {value!r:.60}")
     _refuse_half(str(value), f"{location}: {key!r}")
     return str(value)

@@ -5,6 +5,7 @@ A query runs on a copy in memory which it can only read, for a bounded number of
 machine.
 """
 
+import re
 import sqlite3
 from collections import Counter
 from collections.abc import Mapping
@@ -21,6 +22,10 @@ _ALLOWED = {
 }
 _SCHEMA = {"sqlite_master", "sqlite_schema"}
 _PRAGMAS = ("table_info",)
+_FENCES = re.compile(r"\A```(?:sql)?\s*|\s*```\Z")
+_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`|\[[^\]]*\]")  # texts and names
+_INNERMOST = re.compile(r"\([^()]*\)")
+_ORDER = re.compile(r"\border\s+by\b", re.IGNORECASE)
 _TICK = 1000  # steps of SQLite's machine between two looks at the budget
 _MAX_BYTES = 1_000_000  # of one value, a query included
 _MAX_RESULT = 16_000_000  # bytes of a query's rows
@@ -31,12 +36,21 @@ _FAILURES = (
 )  # a Warning: two statements; a ValueError: a null character
 
 
+def _is_ordered(query: str) -> bool:
+    """Returns whether a query itself orders its rows, not one inside it."""
+    rest = _QUOTED.sub("", query)
+    number = 1
+    while number:
+        rest, number = _INNERMOST.subn("", rest)
+    return _ORDER.search(rest) is not None
+
+
 class Sql:
     """Text to SQL. A row's `answer` is a query, `extra.database` the statements that make the
     database.
 
     A query that reads a table is the model's answer: reward 1 if its rows are those of the row's,
-    in any order unless that one has "order by". Others (of the schema, or of no table) and errors
+    in any order unless that one orders them. Others (of the schema, or of no table) and errors
     are shown, and the model has a turn more.
     max_rows: shown. max_chars: of a message. max_steps: of SQLite's machine, for one query.
     """
@@ -56,7 +70,7 @@ class Sql:
             with closing(sqlite3.connect(":memory:")) as made:
                 made.executescript(row["extra"]["database"])
                 self._image = made.serialize()
-            self._ordered = "order by" in row["answer"].lower()
+            self._ordered = _is_ordered(row["answer"])
             self._wanted, _ = self._rows(row["answer"])
         except (*_FAILURES, KeyError) as exc:
             raise UnusableRow(f"database or answer: {type(exc).__name__}: {exc}") from exc
@@ -67,7 +81,7 @@ class Sql:
     def step(self, text: str) -> tuple[str | None, float, bool]:
         """Returns rows or an error, and the reward of an answer, which ends the rollout."""
         try:
-            rows, tables = self._rows(text.strip().removeprefix("```sql").strip("`").strip())
+            rows, tables = self._rows(_FENCES.sub("", text.strip()))
         except _FAILURES as exc:
             return f"error: {exc}\n"[-self._max_chars :], 0.0, False
         if tables <= _SCHEMA:

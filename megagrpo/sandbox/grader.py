@@ -152,9 +152,12 @@ def _instructions(tests: TestCases) -> dict[str, list[str]]:
     loaded: set[str] = set()
     called: set[str] = set()
     bound: set[str] = set()
+    handed: set[tuple[str, str]] = set()  # (function, argument) of statements like check(f)
     for statement in tests.statements:
         for node in ast.walk(ast.parse(statement)):
             match node:
+                case ast.Expr(value=ast.Call(func=ast.Name(id=by), args=[ast.Name(id=name)])):
+                    handed.add((by, name))
                 case ast.Call(func=ast.Name(id=name)):
                     called.add(name)
                 case ast.Name(id=name, ctx=ast.Load()):
@@ -167,6 +170,7 @@ def _instructions(tests: TestCases) -> dict[str, list[str]]:
                     bound.add(other or name.partition(".")[0])
     known = set(vars(builtins)) | sys.stdlib_module_names | {SAME}
     names = loaded - bound - known
+    names |= {name for by, name in handed if by in bound} - bound
     if tests.function is not None:
         names.add(tests.function)
     elif not names:  # the function has the name of a module or a builtin, which is not meant

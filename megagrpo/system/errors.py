@@ -18,6 +18,17 @@ def explained(problem: str, hint: Callable[[Exception], str] = lambda exc: "") -
 
 
 @contextmanager
+def collected(problems: list[str] | None) -> Iterator[None]:
+    """Adds the text of a ValueError inside to `problems`; None: it is raised."""
+    try:
+        yield
+    except ValueError as exc:
+        if problems is None:
+            raise
+        problems.append(str(exc))
+
+
+@contextmanager
 def translated(
     what: str, *errors: type[Exception], raised: type[Exception] = ValueError
 ) -> Iterator[None]:

@@ -12,7 +12,7 @@ from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
-from megagrpo.data.prompts import describe_dropped, load_prompts, load_tokenizer
+from megagrpo.data.prompts import describe_dropped, load_prompts, load_tokenizer, tokenize
 from megagrpo.families.model import Model
 from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.record import StepLog
@@ -81,9 +81,7 @@ def _check_answers(prompts: Sequence[Prompt], tokenizer) -> None:
         raise ValueError(
             "sft: the tokenizer has no end-of-sequence token, with which every answer should end"
         )
-    token_ids = tokenizer([prompt.answer for prompt in prompts], add_special_tokens=False)[
-        "input_ids"
-    ]
+    token_ids = tokenize(tokenizer, [prompt.answer for prompt in prompts])
     for prompt, ids in zip(prompts, token_ids, strict=True):
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
             raise ValueError(

@@ -109,8 +109,8 @@ def test_a_link_is_cut_and_healed(hosts, experiments, number):
 def test_ranks_meet_on_a_machine_whose_name_does_not_resolve(tmp_path: Path):
     (tmp_path / "hosts").write_text("127.0.0.1 localhost\n")
     (tmp_path / "rank.py").write_text(
-        "import torch.distributed as "
-        "dist\ndist.init_process_group('gloo')\ndist.barrier()\nprint('met', flush=True)\n"
+        "import os\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "dist.barrier()\nos.write(1, b'met\\n')\n"  # print writes the end of a line separately
     )
     renamed = 'hostname gpu-node-17; mount --bind "$0/hosts" /etc/hosts; exec "$@"'
     words = [sys.executable, "-W", "ignore", *torchrun(2), *ALONE, str(tmp_path / "rank.py")]

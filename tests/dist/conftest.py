@@ -8,15 +8,15 @@ import pytest
 
 from tests.dist.cases import MODELS
 from tests.dist.figures import LayoutFigures
-from tests.dist.workers.launch import POOL, TRANSFORMER_ENGINE_POOL, run_transformers
+from tests.dist.workers.launch import POOLS, run_transformers
 
 
 @pytest.fixture(scope="session", autouse=True)
 def ranks() -> Iterator[None]:
     """The pools of ranks live as long as the session."""
     yield
-    POOL.stop()
-    TRANSFORMER_ENGINE_POOL.stop()
+    for pool in POOLS:
+        pool.stop()
 
 
 @pytest.fixture(scope="session")

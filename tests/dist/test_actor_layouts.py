@@ -53,8 +53,7 @@ def one_rank_jobs(folder: Path, models: Iterable[str] = MODELS) -> dict[JobKey, 
             "reference": str(folder / f"{model}.few.pt"),
         }
         for batch, options in BATCHES.items():
-            jobs[model, "1", f"forward {batch}"] = {**base, **options, "do": "forward"}
-            jobs[model, "1", f"update {batch}"] = {**base, **options, "do": "layout"}
+            jobs[model, "1", batch] = {**base, **options, "do": ["forward", "layout"]}
     return jobs
 
 
@@ -68,13 +67,8 @@ def jobs_of(cases: list[LayoutCase], world: int, folder: Path) -> dict[JobKey, d
                 "reference": str(folder / f"{case.model}.rank1.pt"),
             }
             job = {**base, "parallel": LAYOUTS[case.layout], **BATCHES[case.batch]}
-            what = f"update {case.batch}, recompute {case.recompute}"
-            jobs[case.model, case.layout, f"forward {case.batch}"] = {**job, "do": "forward"}
-            jobs[case.model, case.layout, what] = {
-                **job,
-                "do": "layout",
-                "recompute": case.recompute,
-            }
+            job |= {"recompute": case.recompute, "do": ["forward", "layout"]}
+            jobs[case.model, case.layout, f"{case.batch}, recompute {case.recompute}"] = job
     return jobs
 
 
@@ -107,15 +101,17 @@ def special_jobs(model: str, folder: Path) -> dict[JobKey, dict]:
 def check(
     folder: Path, world: int, jobs: dict[JobKey, dict], figures: LayoutFigures
 ) -> dict[JobKey, dict]:
-    """Run the jobs, keep their figures, fail with every problem; returns the results."""
+    """Run the jobs, keep their figures, fail with every problem; returns the results, which of a
+    job that does several things are by their names."""
     first = "-".join(next(iter(jobs))).replace(" ", "_")
-    results = dict(
-        zip(
-            jobs,
-            run_ranks(world, folder / f"world{world}_{first}", list(jobs.values())),
-            strict=True,
-        )
-    )
+    found = run_ranks(world, folder / f"world{world}_{first}", list(jobs.values()))
+    results = {}
+    for (model, layout, what), job, result in zip(jobs, jobs.values(), found, strict=True):
+        if isinstance(job["do"], str):
+            results[model, layout, what] = result
+        else:
+            results[model, layout, f"forward {what}"] = result["forward"]
+            results[model, layout, f"update {what}"] = result["layout"]
     problems = []
     for (model, layout, what), result in results.items():
         problems += [

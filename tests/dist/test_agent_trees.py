@@ -149,10 +149,10 @@ def by_hand(model: Path, run_seed: int) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> tuple[Path, dict]:
+def inputs(tmp_path_factory, model_of) -> tuple[Path, dict]:
     """(folder; what all jobs have in common: the model, the groups and what was made by hand)"""
     folder = tmp_path_factory.mktemp("trees")
-    model = write_model(folder / "moe", "qwen3_moe")
+    model = model_of(write_model, "qwen3_moe")
     groups, seed = recorded(model)
     rows = by_hand(model, seed)
     write_groups(folder / "groups.npz", groups)

@@ -65,7 +65,7 @@ class Ran:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory) -> Ran:
+def ran(tmp_path_factory, model_of) -> Ran:
     """Both features on one rank and on two, in one launch each."""
     folder, jobs = tmp_path_factory.mktemp("routers"), {1: {}, 2: {}}
     alone = {
@@ -74,7 +74,7 @@ def ran(tmp_path_factory) -> Ran:
         "count": True,
     }  # a sample a micro-batch: nothing is padded
     for family in MODELS:
-        model = str(write_model(folder / family, family))
+        model = str(model_of(write_model, family))
         losses = {"model": model, "reference": str(folder / f"{family}.pt")}
         jobs[1]["by hand", family, "1"] = {**losses, "by_hand": LOSSES}
         for world, layouts in ((1, ONE_RANK), (2, LOSS_LAYOUTS[family])):

@@ -53,13 +53,15 @@ def options(layout: dict, batch: str, recompute: str) -> dict:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def reference(request: pytest.FixtureRequest, tmp_path_factory) -> tuple[str, Path, dict, dict]:
+def reference(
+    request: pytest.FixtureRequest, tmp_path_factory, model_of
+) -> tuple[str, Path, dict, dict]:
     """Family, folder, what all jobs have in common, and what one rank finds, a sample in each
     micro-batch."""
     family = request.param
     folder = tmp_path_factory.mktemp(family)
     base = {
-        "model": str(write_model(folder / "model", family)),
+        "model": str(model_of(write_model, family)),
         "reference": str(folder / "one.pt"),
     }
     base |= {"routing_replay": "rollout", **MODELS[family]}

@@ -3,8 +3,6 @@ folder bit by bit."""
 
 from pathlib import Path
 
-import pytest
-
 from tests.dist.random_models import write_model
 from tests.dist.test_actor_layouts import problems_of
 from tests.dist.workers.launch import run_ranks
@@ -18,18 +16,13 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> Path:
+def test_ranks_that_share_a_head_compute_what_one_rank_does(model_of, tmp_path: Path):
     """Four heads of queries and one of keys and values."""
-    folder = tmp_path_factory.mktemp("shared")
-    for family in CASES:
-        write_model(folder / family, family, num_kv_heads=1)
-    return folder
-
-
-def test_ranks_that_share_a_head_compute_what_one_rank_does(models: Path, tmp_path: Path):
     base = {
-        family: {"model": str(models / family / "model"), "reference": str(models / f"{family}.pt")}
+        family: {
+            "model": str(model_of(write_model, family, 1)),
+            "reference": str(tmp_path / f"{family}.pt"),
+        }
         for family in CASES
     }
     run_ranks(

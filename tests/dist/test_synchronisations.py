@@ -24,13 +24,11 @@ def documented() -> dict[str, tuple[int, bool]]:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory) -> list[tuple[dict, dict]]:
+def ran(tmp_path_factory, model_of) -> list[tuple[dict, dict]]:
     """(job, what it found): updates with every option of ours that computes on routers, and a dense
     model's."""
     folder = tmp_path_factory.mktemp("waits")
-    models = {
-        family: str(write_model(folder / family, family)) for family in ("qwen3", "qwen3_moe")
-    }
+    models = {family: str(model_of(write_model, family)) for family in ("qwen3", "qwen3_moe")}
     routers = {"router_losses": {"balance": 0.1, "z": 0.1}, "routing_replay": "rollout"}
     base = {"budget": 100, "distributed": True}
     one = [

@@ -13,8 +13,8 @@ from tests.experiments import experiment
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+def tiny_model(model_of) -> Path:
+    return model_of(make_tiny_model, 0)
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +40,7 @@ def service(tiny_model, tmp_path_factory):
         yield running
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
     """Trainer ranks."""
     pool = RankPool()

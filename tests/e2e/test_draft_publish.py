@@ -21,15 +21,19 @@ LAYOUTS = {"glm4_moe": {"tp": 2, "ep": 2}, "deepseek_v3": {}}
 @pytest.fixture(
     scope="module", params=["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.slow)]
 )
-def models(request, tmp_path_factory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("drafts") / request.param
-    return [make_drafting_model(folder / f"m{seed}", request.param, seed) for seed in range(2)]
+def family(request) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def engine(models, tmp_path_factory) -> Iterator[OneEngine]:
+def models(family, model_of) -> list[Path]:
+    return [model_of(make_drafting_model, family, seed) for seed in range(2)]
+
+
+@pytest.fixture(scope="module")
+def engine(family, models, tmp_path_factory) -> Iterator[OneEngine]:
     """It starts with random weights, a draft's among them."""
-    rollout = {"draft_tokens": DRAFTS, **LAYOUTS[models[0].parent.name]}
+    rollout = {"draft_tokens": DRAFTS, **LAYOUTS[family]}
     config = experiment(models[0], "reshard", rollout, actor={"draft": {}})
     with started(config, tmp_path_factory.mktemp("engine")) as engine:
         yield engine
@@ -61,7 +65,7 @@ def test_every_transport_reaches_the_draft(engine, models, tmp_path):
 
 
 def test_a_draft_of_older_weights_or_with_one_wrong_element_is_found_and_named(
-    engine, models, tmp_path
+    engine, family, models, tmp_path
 ):
     source = PlainSource(models[0]).load(models[0])
     exchange = exchange_for(engine, source, "reshard", tmp_path)
@@ -90,9 +94,7 @@ def test_a_draft_of_older_weights_or_with_one_wrong_element_is_found_and_named(
         exchange.verify()
     exchange.publish(11)  # heals
     exchange.verify()
-    if (
-        models[0].parent.name == "deepseek_v3"
-    ):  # latent attention computes with matrices made of a projection
+    if family == "deepseek_v3":  # latent attention computes with matrices made of a projection
         plant_fault(engine.info.url, 1, 0, "model.decoder.self_attn.w_kc", 3)
         with pytest.raises(
             LeaderError, match=r"draft.model.decoder.self_attn.w_kc: not what the live kv_b_proj"

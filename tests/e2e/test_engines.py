@@ -104,9 +104,8 @@ class Trainer:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("models")
-    return [make_tiny_model(folder / f"m{seed}", seed) for seed in range(2)]
+def models(model_of) -> list[Path]:
+    return [model_of(make_tiny_model, seed) for seed in range(2)]
 
 
 @pytest.fixture(scope="module")

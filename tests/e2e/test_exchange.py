@@ -101,9 +101,8 @@ def plant_fault(url: str, tp: int, rank: int, parameter: str, index: int | list[
 
 
 @pytest.fixture(scope="module")
-def moe_models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("moe")
-    return [make_tiny_model(folder / f"m{seed}", seed) for seed in range(3)]
+def moe_models(model_of):
+    return [model_of(make_tiny_model, seed) for seed in range(3)]
 
 
 @pytest.fixture(scope="module")

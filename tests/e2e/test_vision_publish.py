@@ -99,9 +99,8 @@ def case(request) -> tuple[str, int]:
 
 
 @pytest.fixture(scope="module")
-def models(case, tmp_path_factory) -> list[Path]:
-    folder = tmp_path_factory.mktemp(case[0])
-    return [make_tiny_vlm(folder / f"m{seed}", case[0], seed) for seed in range(2)]
+def models(case, model_of) -> list[Path]:
+    return [model_of(make_tiny_vlm, case[0], seed) for seed in range(2)]
 
 
 @pytest.fixture(scope="module")

@@ -140,6 +140,9 @@ def test_errors_are_relative_to_the_values_and_bounds_grow_with_depth():
     other[LENGTHS[0] + 3] *= 1.1
     off = difference("x", "x", values, other, LENGTHS, 1e-3)
     assert off.beyond and (off.worst_sequence, off.worst_token) == (1, 3)
+    other[LENGTHS[0]] *= 1.2
+    off = difference("x", "x", values, other, LENGTHS, 1e-3)
+    assert (off.worst_sequence, off.worst_token) == (1, 0)
     other[5, 2] = math.nan
     off = difference("x", "x", values, other, LENGTHS, 1e9)
     assert off.beyond and (off.worst_sequence, off.worst_token) == (0, 5)

@@ -5,6 +5,7 @@ import json
 import os
 import threading
 import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from megagrpo.actor import start as starting
 from megagrpo.actor.start import steps_in_all
 from megagrpo.checkpoint import resume as beginning
 from megagrpo.checkpoint import save as checkpoint
-from megagrpo.checkpoint.folder import is_reshardable, latest, restore_replaced
+from megagrpo.checkpoint.folder import data_problem, is_reshardable, latest, restore_replaced
 from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.checkpoint.save import Checkpointer, PendingSave, RunIdentity, SaveSchedule, load
 from megagrpo.config.schema import CheckpointConfig
@@ -275,17 +276,27 @@ def start(tmp_path, monkeypatch):
     read = []
     for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(beginning, "run_identity", lambda config, actor: {})
-    load = lambda folder, *_: read.append(folder) or TrainState(**vars(SAVED))  # noqa: E731
+    monkeypatch.setattr(beginning, "run_identity", lambda config, actor, rows: rows)
+
+    def load(folder: Path, rows, *_) -> TrainState:
+        if rows:
+            assert folder.parent == tmp_path / "checkpoints"  # only its own data is compared
+            raise ValueError("other rows")
+        read.append(folder)
+        return TrainState(**vars(SAVED))
+
     monkeypatch.setattr(beginning.checkpoint, "load", load)
 
-    def resume(sections: dict = {}, **options) -> tuple[TrainState, SimpleNamespace, list[Path]]:  # noqa: B006
-        config = experiment(**{"output_dir": str(tmp_path), "checkpoint": options} | sections)
+    def resume(
+        sections: dict | None = None, rows: Sequence = (), **options
+    ) -> tuple[TrainState, SimpleNamespace, list[Path]]:
+        sections = {"output_dir": str(tmp_path), "checkpoint": options} | (sections or {})
+        config = experiment(**sections)
         actor = SimpleNamespace(
             mesh=make_mesh(0, 1, torch.device("cpu"), deadline_s=60), updates_done=5
         )
         source = beginning.find_checkpoint(config, actor.mesh)
-        return beginning.resume(config, source, actor), actor, read
+        return beginning.resume(config, source, actor, rows), actor, read
 
     return resume
 
@@ -313,6 +324,51 @@ def test_resume_never_is_about_an_earlier_start(start, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setenv(name, "1")
             assert start(resume="never")[0] == SAVED
+
+
+ROWS = [["data/a.jsonl", 6, "a6"], ["data/b.jsonl", 4, "b4"]]
+
+
+@pytest.mark.parametrize(
+    "now, said",
+    [
+        (ROWS, ""),
+        ([["elsewhere/a.jsonl", *ROWS[0][1:]], ROWS[1]], ""),  # moved
+        ([], ""),  # of a tool, which takes no prompts
+        ([["data/a.jsonl", 8, "a8"], ROWS[1]], "6 rows in use then .*a.jsonl.*, 8 now"),
+        ([ROWS[0], ["data/b.jsonl", 4, "x"]], "4 rows .*b.jsonl.*some of them others or elsewhere"),
+        (ROWS[::-1], "6 rows in use then .*a.jsonl.*, 4 now .*b.jsonl"),
+        (ROWS[:1], "4 rows in use then .*b.jsonl.*, 0 now .no file"),
+        ([*ROWS, ["c.jsonl", 1, "c"]], "0 rows in use then .no file.*, 1 now .c.jsonl"),
+    ],
+)
+def test_a_checkpoint_counts_in_the_rows_that_it_was_written_with(tmp_path, now, said):
+    folder = PendingSave(
+        tmp_path, SAVED, RunIdentity({}, LAYOUT, ROWS), CheckpointConfig(), Plan, MESH
+    ).finish()
+
+    def loaded() -> TrainState:
+        return load(folder, RunIdentity({}, LAYOUT, now), lambda part: None, MESH)
+
+    if said:
+        with pytest.raises(LeaderError, match=said) as raised:
+            loaded()
+        assert "checkpoint.resume: other_data" in str(raised.value)
+    else:
+        assert loaded() == SAVED
+    state = folder / "state.json"
+    without = json.loads(state.read_text())
+    del without["rows"]
+    state.write_text(json.dumps(without))
+    assert not data_problem(folder, now), "of an earlier megagrpo"
+
+
+def test_other_data_is_what_ends_a_start_unless_it_is_wanted(start, tmp_path):
+    assert start(rows=ROWS, load="elsewhere/step_000005")[0] == TrainState()
+    (tmp_path / "checkpoints" / "step_000005").mkdir(parents=True)
+    with pytest.raises(ValueError, match="other rows"):
+        start(rows=ROWS)
+    assert start(rows=ROWS, resume="other_data")[0] == SAVED
 
 
 @pytest.mark.parametrize("source", [None, Path("step_000005")])

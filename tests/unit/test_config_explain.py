@@ -279,7 +279,8 @@ def test_a_sound_experiment_is_loaded_as_far_as_it_goes(tmp_path, model):
     # a first row above max_prompt_tokens is dropped by a run: no problem
     assert trial.loaded == [
         f"the tokenizer of {model}",
-        f"the first row of {tmp_path / 'rows.jsonl'}: 5 tokens, by the chat template",
+        f"every row of {tmp_path / 'rows.jsonl'}: 2 rows, at most 5 tokens, by the chat template; "
+        "1 longer than max_prompt_tokens (2): dropped",
     ]
     text = explain(config, trial)
     assert "\n\nno problems found\n" in text
@@ -302,8 +303,9 @@ def test_a_sound_experiment_is_loaded_as_far_as_it_goes(tmp_path, model):
 def test_a_first_row_that_the_trainers_would_refuse(tmp_path, model, data, said):
     config = load_config(experiment(tmp_path, model, **data))
     trial = try_loading(config)
-    assert preflight(config) == [] and len(trial.problems) == 1 and said in trial.problems[0]
-    assert "PROBLEMS (1)" in explain(config, trial)
+    assert preflight(config) == [] and said in trial.problems[0]
+    assert [f":{row}: " in problem for row, problem in enumerate(trial.problems, 1)] == [True] * 2
+    assert "PROBLEMS (2)" in explain(config, trial)
 
 
 def test_what_is_not_there_yet_is_not_tried(tmp_path, model):
@@ -321,7 +323,7 @@ def test_what_is_not_there_yet_is_not_tried(tmp_path, model):
     trial = try_loading(config)
     assert trial.problems == [] and trial.loaded == []
     assert (
-        "tokenizer and chat template" in trial.not_tried[0]
+        "tokenizer, chat template, rows and graders" in trial.not_tried[0]
         and "made is not there yet" in trial.not_tried[0]
     )
 

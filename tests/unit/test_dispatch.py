@@ -3,7 +3,7 @@ another start."""
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -26,6 +26,7 @@ from megagrpo.types import Outcome, RolloutGroup, Sample, TrainState
 from tests.experiments import QUICKSTART, until
 
 WANTED, GROUP_SIZE = 2, 2
+EXACT = {"grader": "exact", "workers": 1}
 TIS = {"mismatch": {"weight": {"name": "tis"}}}
 
 
@@ -260,13 +261,35 @@ def test_a_service_that_does_not_answer_once_ends_no_run(number):
         assert trained(take(source, experiment(), TrainState()).groups) == [0, 1]
 
 
+@contextmanager
+def owner_of(config: ExperimentConfig, service: FakeService) -> Iterator[Sampling]:
+    """What samples in a run, with real graders."""
+    inputs = SimpleNamespace(
+        prompts=prompt_set(), eval_prompts=prompt_set(WANTED), decode=digits, answering=NoAnswer(), images=None,
+        close=lambda: None,
+    )  # fmt: skip
+    nothing = lambda *_: None  # noqa: E731
+    with Sampling(config, MESH, inputs, service.control, nothing, nothing, nothing) as owner:
+        yield owner
+
+
+def test_each_evaluation_has_its_own_number_of_samples_and_temperature():
+    config = experiment(
+        eval={"data": {"path": "d"}, "num_samples": 3, "num_as_trained": 2, "temperature": 0.5},
+        reward=EXACT,
+    )
+    with running(FakeService()) as service, owner_of(config, service) as owner:
+        for as_trained, number, temperature in ((False, 3, 0.5), (True, 2, 1.0)):
+            groups = owner.evaluation_groups(0, as_trained)
+            assert [len(group.samples) for group in groups] == [number] * WANTED
+            assert service.requests[-1]["sampling_params"]["temperature"] == temperature
+
+
 def test_a_step_whose_gpus_do_not_come_back_is_saved_as_not_begun():
-    config, saved = experiment(rollout={"colocate": True}, weights={"transport": "ipc"}), []
-    with sampling(config, version=3) as (service, source, _):
+    config = experiment(rollout={"colocate": True}, weights={"transport": "ipc"}, reward=EXACT)
+    saved = []
+    with running(FakeService(version=3)) as service, owner_of(config, service) as owner:
         run = object.__new__(Run)
-        owner = object.__new__(Sampling)
-        inputs = SimpleNamespace(prompts=prompt_set(), answering=NoAnswer(), images=None)
-        vars(owner).update(_config=config, _mesh=MESH, _inputs=inputs, source=source)
         # /sleep is no path of the fake service
         vars(run).update(
             config=config, actor=SimpleNamespace(mesh=MESH), state=TrainState(step=3, data_cursor=6), num_steps=6,

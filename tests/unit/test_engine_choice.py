@@ -1,6 +1,7 @@
 """Which engine gets a request: by load, by affinity, and without those that do not serve."""
 
 import asyncio
+import threading
 from collections import Counter
 from contextlib import AsyncExitStack, ExitStack
 
@@ -145,6 +146,30 @@ def test_calls_share_a_look_and_a_service_that_is_gone_leaves_the_last_one():
     engines._listing = unreachable
     assert asyncio.run(engines.choose(avoid="http://0")).id == "engine-0"
     assert asyncio.run(Engines(unreachable, "key").choose()) is None
+
+
+def test_a_look_that_began_before_it_was_asked_for_does_not_count():
+    """It may hold what was true before an engine failed."""
+    listing, answer = Listing(engine(0)), threading.Event()
+
+    def slow() -> tuple[EngineInfo, ...]:
+        found = listing()
+        answer.wait(20)
+        return found
+
+    async def run() -> None:
+        engines = Engines(slow, "key")
+        first = asyncio.create_task(engines.look())
+        while not listing.asked:
+            await asyncio.sleep(0.01)
+        listing.engines = (engine(1),)
+        second = asyncio.create_task(engines.look())
+        await asyncio.sleep(0)
+        answer.set()
+        await asyncio.gather(first, second)
+        assert engines.listed == listing.engines
+
+    asyncio.run(run())
 
 
 TURNS = 3

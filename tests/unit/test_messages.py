@@ -9,6 +9,7 @@ import pytest
 
 from examples.laptop.model import character_tokenizer
 from megagrpo.config.data import DataConfig
+from megagrpo.data.messages import checked_messages
 from megagrpo.data.prompts import decoder, load_prompts
 from megagrpo.families.model import Model
 from megagrpo.rollout.agents.renderer import Renderer
@@ -97,6 +98,18 @@ def test_the_same_messages_are_rendered_alike_wherever_they_come_from(tmp_path, 
     assert all(ids == found[0] for ids in found)
     text = tokenizer.decode(found[0][1])
     assert "None" not in text and "null" not in text and '\\"' not in text and "5" in text
+
+
+def test_members_that_are_null_are_left_out_at_any_depth():
+    """Arrow fills them in, in the objects of a list as well."""
+    given = {
+        "role": "user",
+        "name": None,
+        "tool_calls": [{"id": "1", "function": None}],
+        "a": [None],
+    }
+    found = {"role": "user", "tool_calls": [{"id": "1"}], "a": [None]}
+    assert checked_messages([given]) == [found]
 
 
 def row_error(tmp_path, tokenizer, prompt, **keys) -> str:

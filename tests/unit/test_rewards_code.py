@@ -206,9 +206,9 @@ def test_all_tests_share_one_time(scratch):
     tests = json.dumps({"inputs": [""] * 4, "outputs": [""] * 4})
     start = time.monotonic()
     score, said = grade(
-        "import time\ntime.sleep(1000)", tests, **OPTIONS | {"test_s": 0.4, "total_s": 0.6}
+        "import time\ntime.sleep(1000)", tests, **OPTIONS | {"test_s": 60.0, "total_s": 0.6}
     )
-    assert score == 0.0 and said == "test 1 of 4: time limit" and time.monotonic() - start < 10
+    assert score == 0.0 and said == "test 1 of 4: time limit" and time.monotonic() - start < 20
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,26 @@ def test_a_query_of_a_table_is_the_answer(query, reward):
     assert Sql(ROW, 0).step(query) == (None, reward, True)
 
 
-def test_rows_have_an_order_where_the_answer_has_one():
-    ordered = ROW | {"answer": "select name from pets order by age"}
+@pytest.mark.parametrize("order", ["order by", "ORDER BY", "order  by", "order\n  by"])
+def test_rows_have_an_order_where_the_answer_has_one(order):
+    ordered = ROW | {"answer": f"select name from pets {order} age"}
     assert Sql(ordered, 0).step("select name from pets order by age")[1] == 1.0
     assert Sql(ordered, 0).step("select name from pets order by age desc")[1] == 0.0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "select name from pets where name <> 'order by'",
+        "select name from (select name from pets order by age)",
+        'select name as "order by" from pets',
+    ],
+)
+def test_an_order_inside_the_answer_is_none_of_its_rows(answer):
+    query = "select `name` from `pets` order by `age` desc"
+    assert Sql(ROW | {"answer": answer}, 0).step(query)[1] == 1.0
+    assert Sql(ROW | {"answer": answer}, 0).step(f"```\n{query} \n```")[1] == 1.0
+    assert Sql(ROW, 0).step("select name from pets where age > 3 and `name` <> `age`")[1] == 1.0
 
 
 @pytest.mark.parametrize(

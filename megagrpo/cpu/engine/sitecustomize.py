@@ -161,6 +161,20 @@ def batch_invariant_products(module) -> None:
     module.enable_batch_invariant_mode = enable_batch_invariant_mode
 
 
+def fork_processes(module) -> None:
+    """SGLang spawns its processes because CUDA does not survive a fork. Each imports SGLang anew: 8 s
+    of a core, and 500 MB. Without CUDA they are forked from the server, which has imported it."""
+    import multiprocessing
+
+    prepare = module._set_envs_and_config
+
+    def prepare_and_fork(*arguments, **options):
+        prepare(*arguments, **options)
+        multiprocessing.set_start_method("fork", force=True)
+
+    module._set_envs_and_config = prepare_and_fork
+
+
 def no_amx(module) -> None:
     """With AMX, SGLang takes paths that need the compiled sgl_kernel, which is not installed."""
     module.cpu_has_amx_support = lambda: False
@@ -235,6 +249,7 @@ def small_hosts(module) -> None:
 REPAIRS = {
     "torchvision.extension": torchvision_operators,
     "sglang.srt.utils.common": no_amx,
+    "sglang.srt.entrypoints.engine": fork_processes,
     "sglang.srt.mem_cache.pool_host.base": small_hosts,
     "sglang.srt.mem_cache.pool_host.common": plain_host_buffers,
     "sglang.srt.mem_cache.pool_host.mha": copies_between_tiers,

@@ -2,8 +2,10 @@
 math-verify."""
 
 import logging
+import math
 import re
 import unicodedata
+from decimal import Decimal
 
 import math_verify
 from math_verify import ExprExtractionConfig, LatexExtractionConfig
@@ -11,6 +13,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig
 _BOXED_FIRST = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
 # Numbers are compared to this many digits after the point: with the default of 15, 1/20! is 1/19!.
 _DIGITS = 100
+_TINY = Decimal("1e-50")  # numbers below it are compared by their logarithms
 # It warns that its time limits are off; see grade().
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
@@ -69,11 +72,25 @@ def grade(text: str, answer: str, require_boxed: bool = True) -> float:
         return 0.0
     response = _parse(_spelled(text) if found is None else _boxed(found))
     equal = math_verify.verify(gold, response, numeric_precision=_DIGITS, timeout_seconds=None)
-    return float(equal)
+    return float(equal and _alike(_tiny(gold), _tiny(response)))
 
 
-def _parse(text: str) -> list[object]:
+def _parse(text: str) -> list:
     return math_verify.parse(text, extraction_config=_BOXED_FIRST, parsing_timeout=None)
+
+
+def _tiny(parsed: list) -> list[float]:
+    """Returns the logarithms of numbers, also of those in a set, of which _DIGITS show nothing:
+    1/2004! is not 1/2006!."""
+    whole = (parsed or [()])[0]
+    parts = [whole] if getattr(whole, "is_number", False) else getattr(whole, "args", ())
+    values = [part.evalf(20) for part in parts if part.is_number]
+    found = [abs(Decimal(str(value))) for value in values if value.is_real]
+    return sorted(float(value.log10()) for value in found if 0 < value < _TINY)
+
+
+def _alike(logs: list[float], others: list[float]) -> bool:
+    return len(logs) == len(others) and all(map(math.isclose, logs, others))
 
 
 def _boxed(content: str) -> str:

@@ -6,6 +6,7 @@ nothing stays whole.
 """
 
 import asyncio
+import re
 from contextlib import suppress
 
 import aiohttp
@@ -14,6 +15,8 @@ from megagrpo.data.messages import Message, Tools
 from megagrpo.rollout.control import ServiceControl, ServiceUnreachable, bearer
 from megagrpo.rollout.generation import GenerationFailed
 
+# Kimi-K2 names its calls itself, and its template repeats the name before a tool's output.
+_OWN_IDS = re.compile(r"functions\.[\w.-]+:\d+(?=\s*<\|tool_call_argument_begin\|>)")
 _TRIES, _PAUSE_S, _REQUEST_S = 20, 1.0, 30.0
 
 
@@ -47,13 +50,17 @@ class EngineParsers:
                 "tool_call_parser": self._tool_parser,
             }
             found = await self._ask("parse_function_call", asked)
+            parsed = found.get("calls") or ()
+            ids = _OWN_IDS.findall(str(message["content"]))
+            if len(set(ids)) != len(parsed):
+                ids = [f"{prefix}{index:03}" for index in range(len(parsed))]
             calls = [
                 {
-                    "id": f"{prefix}{index:03}",
+                    "id": call_id,
                     "type": "function",
                     "function": {"name": call["name"], "arguments": call["parameters"]},
                 }
-                for index, call in enumerate(found.get("calls") or ())
+                for call_id, call in zip(ids, parsed, strict=True)
             ]
             if calls:
                 message |= {"content": found.get("normal_text") or "", "tool_calls": calls}

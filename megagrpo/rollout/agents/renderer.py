@@ -11,6 +11,7 @@ from megagrpo.data.messages import (
     Message,
     Tools,
     checked_messages,
+    has_unknown,
     render_messages,
     text_of,
     with_system_prompt,
@@ -132,7 +133,7 @@ class Renderer:
 
     def _encode(self, text: str) -> list[int]:
         ids = self._tokenizer(well_formed(text), add_special_tokens=False)["input_ids"]
-        if self._tokenizer.unk_token_id is not None and self._tokenizer.unk_token_id in ids:
+        if has_unknown(self._tokenizer, text, ids):
             raise ValueError(
                 f"the tokenizer does not know every character of {text!r:.80}, said to the model"
             )

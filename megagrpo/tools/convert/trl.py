@@ -41,7 +41,7 @@ def _advantage(d: Translation) -> None:
         return
     d.put("algorithm.advantage.name", name)
     if scale == "batch":
-        d.put("algorithm.reward", {"mean": "group", "std": "batch", "eps": _EPS}, key)
+        d.put("algorithm.reward", {"mean": "group", "std": "batch"}, key)
     elif scale == "group":
         d.put("algorithm.advantage.eps", _EPS, key)
 

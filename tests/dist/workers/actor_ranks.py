@@ -1,4 +1,7 @@
-"""One rank of the actor's tests: every job of jobs.json in a world of its own layout."""
+"""One rank of the actor's tests: every job of jobs.json in a world of its own layout.
+
+A job does one thing of JOBS, or several, one after the other, whose results are by their names.
+"""
 
 import math
 import os
@@ -29,7 +32,7 @@ from megagrpo.weights.actor_weights import (
     load_initial_weights,
 )
 from megagrpo.weights.hf_folder import HfFolder
-from tests.dist.workers.harness import with_actors
+from tests.dist.workers.harness import over_ranks, with_actors
 from tests.dist.workers.held import gradient_buffers, offload, optimiser_state
 from tests.dist.workers.recorded import recorded_logits
 from tests.dist.workers.samples import NUM_SAMPLES, VOCAB, samples
@@ -393,6 +396,8 @@ def main(folder: Path) -> None:
         if "lora" in job and "load" not in job:
             actor.load_adapters(near_initial(actor))
             actor.weights_loaded()
-        return JOBS[job["do"]](actor, weights, job, folder)
+        if isinstance(job["do"], str):
+            return JOBS[job["do"]](actor, weights, job, folder)
+        return {do: over_ranks(actor, JOBS[do](actor, weights, job, folder)) for do in job["do"]}
 
     with_actors(folder, measure)

@@ -1,9 +1,8 @@
 """The updates of FOLDER/batch.pt by a plain loop on transformers' model, with torch's AdamW.
 
-usage: epochs_by_hand.py FOLDER
+For run_transformers.
 """
 
-import sys
 from pathlib import Path
 
 import torch
@@ -38,7 +37,3 @@ def main(folder: Path) -> None:
     weights = {name: p.detach() for name, p in net.named_parameters()}
     result = {"losses": losses, "gradients": gradients, "fractions": fractions, "weights": weights}
     torch.save(result, folder / "by_hand.pt")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

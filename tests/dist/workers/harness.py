@@ -59,9 +59,13 @@ def with_actors(
         config, optimizer = settings(job)
         options = {"config": config, "optimizer": optimizer, "device": DEVICE}
         with joined(store, model_path=job["model"], **options) as actor:
-            result = measure(actor, job)
-            floats = {name: value for name, value in result.items() if isinstance(value, float)}
-            everyone = actor.mesh.gather_world(floats)
-            return result | {name: max(part[name] for part in everyone) for name in everyone[0]}
+            return over_ranks(actor, measure(actor, job))
 
     answer(folder, of_job)
+
+
+def over_ranks(actor: MegatronActor, result: dict) -> dict:
+    """Collective. A result whose floats are the largest of all ranks."""
+    floats = {name: value for name, value in result.items() if isinstance(value, float)}
+    everyone = actor.mesh.gather_world(floats)
+    return result | {name: max(part[name] for part in everyone) for name in everyone[0]}

@@ -1,12 +1,10 @@
-"""GLM-4.5 and DeepSeek-V3 with a draft, and its gradients by transformers' layers. usage:
-hf_draft.py FOLDER
+"""GLM-4.5 and DeepSeek-V3 with a draft, and its gradients by transformers' layers.
 
 The draft's layer is a fifth layer of transformers' model, so that its saver names tensors and
 gradients as published checkpoints do.
 """
 
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -93,7 +91,3 @@ def _kl(
 def main(folder: Path) -> None:
     for name in ("glm4_moe", "deepseek_v3"):
         write_model(folder, name)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,12 +1,10 @@
 """Random Hugging Face models, and their logits and gradients by transformers: the truth for the
 actor's tests.
 
-A process of its own: transformers' models and the trainer's shims do not share one.
-usage: hf_reference.py FOLDER NAME...
+For run_transformers.
 """
 
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -125,6 +123,6 @@ def write_model(folder: Path, name: str, config: PretrainedConfig) -> None:
     model.save_pretrained(folder / f"{name}.gradients")
 
 
-if __name__ == "__main__":
-    for name in sys.argv[2:]:
-        write_model(Path(sys.argv[1]), name, CONFIGS[name]())
+def main(folder: Path, *names: str) -> None:
+    for name in names:
+        write_model(folder, name, CONFIGS[name]())

@@ -1,11 +1,9 @@
-"""Tiny vision-language models, and their logits and gradients by transformers. usage: hf_vision.py
-FOLDER
+"""Tiny vision-language models, and their logits and gradients by transformers.
 
 Features of images are placed by position, as the actor does; where no placeholder was sampled,
 transformers' own forward, which goes by token ids, must give the same.
 """
 
-import sys
 from pathlib import Path
 
 from tests.tiny_vlm import (
@@ -109,7 +107,3 @@ def _logits(model, batch: dict, number: int) -> torch.Tensor:
         own = model(input_ids=tokens, mm_token_type_ids=kinds, **given).logits[0]
         assert (own - row).abs().max() < 1e-5, (number, (own - row).abs().max())
     return row
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,9 +1,7 @@
-"""Runs workers as ranks of one world, on the session's pool of ranks, and transformers in a process
-of its own."""
+"""Runs workers as ranks of one world, on the session's pools of ranks, and scripts of transformers
+in a process of their own."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -12,14 +10,13 @@ import torch
 import torch.distributed as dist
 
 from megagrpo.mesh import make_mesh
-from megagrpo.system import environment
 from tests.dist.workers.pool import RankPool, run_main
 
-WORKERS = Path(__file__).parent
-SHIMS = Path(__file__).parents[3] / "megagrpo" / "cpu" / "engine"
-LIMIT_S = 900
-POOL = RankPool()  # ended by the fixture in tests/dist/conftest.py
-TRANSFORMER_ENGINE_POOL = RankPool(transformer_engine=True)
+# ended by the fixture in tests/dist/conftest.py
+POOL = RankPool()
+TRANSFORMER_ENGINE_POOL = RankPool("transformer_engine")
+TRANSFORMERS_POOL = RankPool("transformers")
+POOLS = (POOL, TRANSFORMER_ENGINE_POOL, TRANSFORMERS_POOL)
 
 
 def run_ranks(
@@ -64,11 +61,5 @@ def _on_mesh(
 def run_transformers(folder: Path, script: str, *names: str) -> None:
     """Runs a script on transformers' models, which the trainer's shims keep out of this process."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-W", "ignore", str(WORKERS / script), str(folder), *names]
-    variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    env = environment.child_environment(variables, [str(SHIMS), str(WORKERS.parents[2])])
-    done = subprocess.run(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LIMIT_S
-    )
-    log = done.stdout.decode(errors="replace")
-    assert done.returncode == 0, f"status {done.returncode}\n" + "\n".join(log.splitlines()[-40:])
+    module = f"tests.dist.workers.{Path(script).stem}"
+    TRANSFORMERS_POOL.run(1, run_main, module, folder, *names)

@@ -1,14 +1,12 @@
 """Adapters by transformers and by PEFT: the truth for what adapters_job of actor_ranks.py left in a
 folder.
 
-Gradients by autograd through dense effective weights W + alpha / rank * B A, written by hand. A
-process of its own, as hf_reference.py. usage: peft_reference.py FOLDER; reads FOLDER/*/job.json and
-writes errors.json beside it
+Gradients by autograd through dense effective weights W + alpha / rank * B A, written by hand. For
+run_transformers; reads FOLDER/*/job.json and writes errors.json beside it.
 """
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import torch
@@ -99,7 +97,3 @@ def _added(
     if a is None or b is None:
         return 0.0 if like is None else torch.zeros_like(like)
     return scale * b @ a
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,16 +1,17 @@
-"""Ranks that live as long as the test session: they import torch and Megatron once, and each run is
-a world of its own.
+"""Ranks that live as long as the test session, and each run of them is a world of its own.
 
-A rank is a process that waits on a socket for (function, arguments), calls it and answers with what
-it returned. The function makes its process group from a store of its own and leaves it before it
-returns. Whatever goes wrong ends all ranks; the next run starts new ones.
-usage of a rank: python -m tests.dist.workers.pool SOCKET [STAND_INS]
+A zygote imports what ranks need, once, and forks them before it has threads or process groups. A
+rank waits on a socket for (function, arguments), calls it and answers with what it returned. The
+function makes its process group from a store of its own and leaves it before it returns. Whatever
+goes wrong ends all ranks; the next run starts new ones.
+usage of a zygote: python -m tests.dist.workers.pool SOCKET KIND
 """
 
 import importlib
 import os
 import pickle
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from multiprocessing import connection
 from pathlib import Path
 
 from megagrpo.system import environment
-from megagrpo.system.processes import spawn, stop_tree
+from megagrpo.system.processes import dies_with_parent, spawn, stop_tree
 
 REPOSITORY = Path(__file__).parents[3]
 STAND_INS = REPOSITORY / "tests" / "stand_ins"
@@ -30,16 +31,23 @@ LIMIT_S = 900.0  # of one run, which may check dozens of layouts
 START_S = 300.0  # until a new process answers, on a machine that is busy with other things
 
 
+# folders that come first on the path of a kind's processes
+FIRST_ON_PATH = {
+    "megatron": [],
+    # Megatron in them takes the optimizer of the stand-in for Transformer Engine
+    "transformer_engine": [str(STAND_INS)],
+    # models of transformers do not share a process with the trainer's shims
+    "transformers": [str(REPOSITORY / "megagrpo" / "cpu" / "engine")],
+}
+
+
 class RankPool:
-    """Rank processes 0, 1, ..., started when a run first needs them.
+    """Rank processes 0, 1, ... of a kind, started when a run first needs them."""
 
-    transformer_engine: they find the stand-in for it, and Megatron in them takes its optimizer.
-    """
-
-    def __init__(self, transformer_engine: bool = False) -> None:
-        self._stand_ins = [str(STAND_INS)] if transformer_engine else []
-        self._processes: list[subprocess.Popen] = []
-        self._connections: list[connection.Connection] = []  # by rank
+    def __init__(self, kind: str = "megatron") -> None:
+        self._kind = kind
+        self._zygote: subprocess.Popen | None = None
+        self._connections: list[connection.Connection] = []  # of the zygote, then by rank
         self._folder: Path | None = None
 
     def run(self, world: int, function: Callable, *arguments: object) -> list:
@@ -50,8 +58,8 @@ class RankPool:
             log = self._folder / "ranks.log"
             log.write_bytes(b"")
             call = pickle.dumps((function, arguments))
-            for rank in self._connections[:world]:
-                rank.send(([*self._stand_ins, *sys.path], world, call))
+            for rank in self._ranks[:world]:
+                rank.send(([*FIRST_ON_PATH[self._kind], *sys.path], world, call))
             return self._answers(world)
         except BaseException as exc:
             end = self._end_of_log()
@@ -60,43 +68,38 @@ class RankPool:
                 raise AssertionError(f"{exc!s:.3000}\n{end}") from None
             raise
 
+    @property
+    def _ranks(self) -> list[connection.Connection]:
+        return self._connections[1:]
+
     def _start(self, world: int) -> None:
-        """Start the ranks that are missing; they import torch when they have answered, all at
-        once."""
+        """Start the zygote and the ranks that are missing."""
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-        for rank in range(len(self._processes), world):
-            address = str(self._folder / f"rank-{rank}.socket")
+        while len(self._connections) <= world:
+            rank = len(self._connections) - 1
+            address = str(self._folder / f"{rank}.socket")
             with socket.socket(socket.AF_UNIX) as server:
                 server.bind(address)
                 server.listen()
                 server.settimeout(START_S)
-                place = {
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "OMP_NUM_THREADS": "1",
-                    "CUDA_VISIBLE_DEVICES": "",
-                }
-                paths = [*self._stand_ins, str(REPOSITORY)]
-                env = environment.child_environment(place | {"PYTHONUNBUFFERED": "1"}, paths)
-                command = [
-                    sys.executable,
-                    "-W",
-                    "ignore",
-                    "-m",
-                    "tests.dist.workers.pool",
-                    address,
-                    *self._stand_ins,
-                ]
-                self._processes.append(spawn(command, env, self._folder / "ranks.log"))
+                if self._zygote is None:
+                    paths = [*FIRST_ON_PATH[self._kind], str(REPOSITORY)]
+                    variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+                    env = environment.child_environment(
+                        variables | {"PYTHONUNBUFFERED": "1"}, paths
+                    )
+                    module = "tests.dist.workers.pool"
+                    command = [sys.executable, "-W", "ignore", "-m", module, address, self._kind]
+                    self._zygote = spawn(command, env, self._folder / "ranks.log")
+                else:
+                    self._connections[0].send((rank, address))
                 self._connections.append(connection.Connection(server.accept()[0].detach()))
 
     def _answers(self, world: int) -> list:
         deadline, answers = time.monotonic() + LIMIT_S, {}
         while len(answers) < world:
-            waiting = {
-                self._connections[rank]: rank for rank in range(world) if rank not in answers
-            }
+            waiting = {self._ranks[rank]: rank for rank in range(world) if rank not in answers}
             ready = connection.wait(list(waiting), timeout=max(deadline - time.monotonic(), 0.0))
             assert ready, f"no end after {LIMIT_S:.0f} s of ranks {sorted(waiting.values())}"
             for rank in ready:
@@ -117,30 +120,59 @@ class RankPool:
         """End every rank."""
         for link in self._connections:
             link.close()
-        for process in self._processes:
-            stop_tree(process.pid, 0.0)
-            process.wait()
+        if self._zygote:
+            stop_tree(self._zygote.pid, 0.0)
+            self._zygote.wait()
         if self._folder:
             shutil.rmtree(self._folder)
-        self._processes, self._connections, self._folder = [], [], None
+        self._zygote, self._connections, self._folder = None, [], None
 
 
-def run_main(rank: int, module: str, folder: Path) -> None:
-    """Run a worker module's `main(folder)`; for modules that the tests themselves do not import."""
-    importlib.import_module(module).main(folder)
+def run_main(rank: int, module: str, *arguments: object) -> None:
+    """Run `main` of a worker module; for modules that the tests themselves do not import."""
+    importlib.import_module(module).main(*arguments)
 
 
-def serve(address: str, transformer_engine: bool) -> None:
-    """Answer calls until the tests' side closes the connection."""
+def connected(address: str) -> connection.Connection:
     link = socket.socket(socket.AF_UNIX)
     link.connect(address)
-    with connection.Connection(link.detach()) as tests:
+    return connection.Connection(link.detach())
+
+
+def fork_ranks(address: str, kind: str) -> None:
+    """Import what ranks of the kind need, and fork them until the tests' side closes the
+    connection."""
+    with connected(address) as tests:
         import torch
-        import torch.distributed as dist
 
-        from megagrpo.actor.host import prepare_host
+        if kind == "transformers":
+            import transformers.modeling_utils  # noqa: F401
+        else:
+            from megagrpo.actor.host import prepare_host
 
-        prepare_host(transformer_engine=transformer_engine)  # before a function imports Megatron
+            prepare_host(transformer_engine=kind == "transformer_engine")
+            import megagrpo.actor.megatron_actor  # noqa: F401  Megatron with it
+        torch.set_num_threads(1)
+        arrange = dies_with_parent(os.getpid(), signal.SIGKILL)
+        while True:
+            try:
+                rank, of_rank = tests.recv()
+            except EOFError:
+                return
+            if os.fork() == 0:
+                arrange()
+                tests.close()
+                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+                answer_calls(of_rank, rank)
+                os._exit(0)
+
+
+def answer_calls(address: str, rank: int) -> None:
+    """Answer calls until the tests' side closes the connection."""
+    import torch
+    import torch.distributed as dist
+
+    with connected(address) as tests:
         while True:
             try:
                 path, world, call = tests.recv()
@@ -152,7 +184,7 @@ def serve(address: str, transformer_engine: bool) -> None:
             torch.manual_seed(0)
             try:
                 function, arguments = pickle.loads(call)
-                result = function(int(os.environ["RANK"]), *arguments)
+                result = function(rank, *arguments)
                 assert not dist.is_initialized(), "it did not leave its process group"
                 tests.send((True, pickle.dumps(result)))
             except Exception:
@@ -160,4 +192,4 @@ def serve(address: str, transformer_engine: bool) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], transformer_engine=len(sys.argv) > 2)
+    fork_ranks(*sys.argv[1:])

@@ -1,0 +1,92 @@
+"""Grades texts whose scores are known beforehand, so that a grader that cannot work is found before
+a run."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from megagrpo.config.reward import GraderArgs, RewardConfig
+from megagrpo.rewards.graders.table import SERVICES, machine_problem
+from megagrpo.rewards.pool import RewardPool
+from megagrpo.types import Outcome, Prompt
+
+_ROWS = 3  # of each source and grader
+_FORMS = ("{}", r"\boxed{{{}}}", "#### {}")  # in which graders look for an answer
+_SENTENCE = "I do not know."
+
+
+@dataclass(frozen=True)
+class TrialScores:
+    """What the graders said of the texts of some rows."""
+
+    away: list[str]  # graders that cannot be asked from here
+    lines: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def first_of_each(prompts: Iterable[Prompt]) -> Iterator[Prompt]:
+    """Yields the first prompts of each source and grader."""
+    seen = Counter[tuple[str, str | None]]()
+    for prompt in prompts:
+        seen[prompt.source, prompt.grader] += 1
+        if seen[prompt.source, prompt.grader] <= _ROWS:
+            yield prompt
+
+
+def grade_trial_texts(reward: RewardConfig, prompts: Sequence[Prompt]) -> TrialScores:
+    """Grades each prompt's own answer, the empty response and a sentence in a run's processes.
+
+    A row for which none of them gets a score is a problem. Raises ValueError and WorkerError as
+    RewardPool.
+    """
+    here = [entry for entry in reward.entries if _runs_here(entry.grader, entry.args)]
+    away = [entry for entry in reward.entries if entry not in here]
+    names = {name for entry in away for name in (entry.short_name, entry.grader)}
+    found = TrialScores([entry.short_name for entry in away])
+    graded = [
+        prompt
+        for prompt in prompts
+        if (name := prompt.grader) is None or (name not in names and _runs_here(name, {}))
+    ]
+    if not here or not graded:
+        return found
+    local = reward.model_copy(update={"graders": here, "workers": min(reward.workers, _ROWS)})
+    with RewardPool(local) as pool:
+        futures = [[pool.submit(prompt, text) for text in _texts(prompt)] for prompt in graded]
+        for prompt, of_row in zip(graded, futures, strict=True):
+            _judge(prompt, [future.result() for future in of_row], found)
+    return found
+
+
+def _texts(prompt: Prompt) -> list[str]:
+    return [*(form.format(prompt.answer) for form in _FORMS), "", _SENTENCE]
+
+
+def _judge(prompt: Prompt, outcomes: Sequence[Outcome], found: TrialScores) -> None:
+    *own, empty, sentence = outcomes
+    best = max(own, key=lambda one: (one.ok, one.value))
+    failed = [one.detail for one in (best, empty, sentence) if not one.ok]
+    if len(failed) == 3:
+        found.problems.append(f"{prompt.location}: no response gets a score: {failed[0]}")
+        return
+    form = _FORMS[own.index(best)].format("...")
+    says = "" if form == "..." else f" as {form}"
+    found.lines.append(
+        f"{prompt.location}: its own answer{says} gets {_score(best)}, '' {_score(empty)}, "
+        f"{_SENTENCE!r} {_score(sentence)}"
+    )
+    if failed:
+        found.lines.append(
+            f"  ADVICE {failed[-1]:.160}; such responses are no 0, they are left out, and too many "
+            "stop the run"
+        )
+    if best.ok and max(empty.value, sentence.value) > best.value:
+        found.lines.append("  ADVICE a text that is no answer gets more than the answer")
+
+
+def _score(outcome: Outcome) -> str:
+    return f"{outcome.value:g}" if outcome.ok else f"no score ({outcome.status})"
+
+
+def _runs_here(grader: str, args: GraderArgs) -> bool:
+    return grader not in SERVICES and not machine_problem(grader, args)

@@ -1,0 +1,266 @@
+"""SGLang's own parsers find the calls and the reasoning in what agents get, on a template of every
+supported family, with tokenizers whose markers are special tokens."""
+
+import asyncio
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from examples.laptop.model import character_tokenizer
+from megagrpo.check import libraries, loading
+from megagrpo.check.loading import LoadingTest
+from megagrpo.config.data import DataConfig
+from megagrpo.data.messages import render_messages
+from megagrpo.data.prompts import decoder
+from megagrpo.families.model import Model
+from megagrpo.families.table import FAMILIES
+from megagrpo.rollout.agents.parsers import EngineParsers
+from megagrpo.rollout.service.engine_command import engine_environment, engine_python_path
+from megagrpo.system.environment import child_environment
+from tests.experiments import experiment
+
+ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+QWEN = (
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n"
+    "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{% if m.content or not loop.first %}\n{% endif %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}<|im_end|>\n{% endfor %}" + ASK
+)
+QWEN3 = QWEN.replace(
+    "{{ m.content }}",
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}",
+)
+LLAMA = (
+    "{% for m in messages %}<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}"
+    "<|end_header_id|>\n\n{% if 'tool_calls' in m %}{% if m.tool_calls | length != 1 %}"
+    "{{ raise_exception('one call') }}{% endif %}"
+    '{"name": "{{ m.tool_calls[0].function.name }}", "parameters": '
+    "{{ m.tool_calls[0].function.arguments | tojson }}}{% else %}{{ m.content }}{% endif %}<|eot_id|>"
+    "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+DEEPSEEK = (
+    "{% for m in messages %}{% if m.role == 'user' %}<@User@>{{ m.content }}{% elif m.role == 'tool' %}"
+    "<@tool▁outputs▁begin@><@tool▁output▁begin@>{{ m.content }}<@tool▁output▁end@><@tool▁outputs▁end@>"
+    "{% else %}<@Assistant@>{{ m.content }}{% if m.tool_calls %}<@tool▁calls▁begin@>{% for c in m.tool_calls %}"
+    "{{ '<@tool▁call▁begin@>CALL<@tool▁call▁end@>' }}{% endfor %}<@tool▁calls▁end@>{% endif %}"
+    "<@end▁of▁sentence@>{% endif %}{% endfor %}{% if add_generation_prompt %}<@Assistant@>{% endif %}"
+)
+V3 = "function<@tool▁sep@>' + c.function.name + '\n```json\n' + c.function.arguments + '\n```"
+V31 = "' + c.function.name + '<@tool▁sep@>' + c.function.arguments + '"
+KIMI = (
+    "{% for m in messages %}<|im_{{ m.role }}|>{{ m.get('name') or m.role }}<|im_middle|>"
+    "{% if m.role == 'tool' %}## Return of {{ m.tool_call_id }}\n{% endif %}{{ m.content }}"
+    "{% if m.get('tool_calls') %}<|tool_calls_section_begin|>{% for c in m.tool_calls %}<|tool_call_begin|>{{ c.id }}"
+    "<|tool_call_argument_begin|>{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}"
+    "{{ c.function.arguments | tojson }}{% endif %}<|tool_call_end|>{% endfor %}<|tool_calls_section_end|>"
+    "{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
+)
+GLM = (
+    "[gMASK]<sop>{% for m in messages %}<|{{ 'observation' if m.role == 'tool' else m.role }}|>\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>\n{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}\n<tool_call>{{ c.function.name }}\n"
+    "{% for k, v in c.function.arguments.items() %}<arg_key>{{ k }}</arg_key>\n<arg_value>"
+    "{{ v if v is string else v | tojson }}</arg_value>\n{% endfor %}</tool_call>{% endfor %}"
+    "{% if m.role == 'assistant' %}<|endoftext|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+MISTRAL = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]{% elif m.role == 'tool' %}"
+    '[TOOL_RESULTS] {"content": {{ m.content }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]{% else %}'
+    "{{ m.content }}{% if m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    "{% if not loop.last %}, {% endif %}{% endfor %}]{% endif %}</s>{% endif %}{% endfor %}"
+)
+# name: template, SGLang's parser of calls, the end of a turn, special tokens
+HERMES = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<|im_start|>"]
+DEEP = [f"<@tool▁{word}@>" for word in (
+    "calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep", "outputs▁begin", "outputs▁end",
+    "output▁begin", "output▁end",
+)]  # fmt: skip
+DEEP += ["<@User@>", "<@Assistant@>", "<think>", "</think>"]
+KIMIS = [f"<|{word}|>" for word in (
+    "tool_calls_section_begin", "tool_calls_section_end", "tool_call_begin", "tool_call_argument_begin",
+    "tool_call_end", "im_user", "im_assistant", "im_system", "im_middle",
+)]  # fmt: skip
+GLMS = [*HERMES[:4], "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|user|>"]
+MODELS = {
+    "Qwen2.5": (QWEN, "qwen25", "<|im_end|>", HERMES),
+    "Qwen3": (QWEN3, "qwen25", "<|im_end|>", HERMES),
+    "Llama-3.1": (LLAMA, "llama3", "<|eot_id|>", ["<|start_header_id|>", "<|python_tag|>"]),
+    "DeepSeek-V3": (DEEPSEEK.replace("CALL", V3), "deepseekv3", "<@end▁of▁sentence@>", DEEP),
+    "DeepSeek-V3.1": (DEEPSEEK.replace("CALL", V31), "deepseekv31", "<@end▁of▁sentence@>", DEEP),
+    "Kimi-K2": (KIMI, "kimi_k2", "<|im_end|>", KIMIS),
+    "GLM-4.5": (GLM, "glm45", "<|endoftext|>", GLMS),
+    "Mixtral": (MISTRAL, "mistral", "</s>", ["[TOOL_CALLS]", "[INST]", "[/INST]"]),
+}
+OF_FAMILY = {
+    "llama": "Llama-3.1", "qwen2": "Qwen2.5", "qwen3": "Qwen3", "qwen3_moe": "Qwen3",
+    "mixtral": "Mixtral", "glm4_moe": "GLM-4.5", "deepseek_v3": "DeepSeek-V3", "kimi_k2": "Kimi-K2",
+    "qwen2_5_vl": "Qwen2.5", "qwen3_vl": "Qwen3", "qwen3_vl_moe": "Qwen3",
+}  # fmt: skip
+REASONING = {  # name -> SGLang's parser of reasoning
+    "Qwen3": "qwen3", "DeepSeek-V3": "deepseek-r1", "GLM-4.5": "glm45",
+}  # fmt: skip
+ALPHABET = "".join(map(chr, range(32, 127))) + "\n\uff5c▁é"
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Looks.",
+        "parameters": {
+            "type": "object",
+            "properties": {"word": {"type": "string"}, "number": {"type": "integer"}},
+        },
+    },
+}
+ARGUMENTS = [{"word": "a b", "number": 2}, {"word": 'say "é"\n'}]
+PROGRAM = """
+import json, sys
+from megagrpo.rollout.service.parsers_dry_run import calls_in
+from sglang.srt.parser.reasoning_parser import ReasoningParser
+calls, thoughts = json.load(sys.stdin)
+found = [ReasoningParser(model_type=parser).parse_non_stream(text) for parser, text in thoughts]
+print(json.dumps([[calls_in(**job) for job in calls], found]))
+"""
+
+
+BAR = "\uff5c"  # of DeepSeek's markers, which are written <@...@> above
+MODELS = {
+    name: tuple(
+        json.loads(json.dumps(part).replace("<@", "<" + BAR).replace("@>", BAR + ">"))
+        for part in parts
+    )
+    for name, parts in MODELS.items()
+}
+
+
+def tokenizer_of(name: str):
+    template, _, end, marks = MODELS[name]
+    made = character_tokenizer(ALPHABET)
+    made.add_special_tokens({"additional_special_tokens": [*marks, end], "eos_token": end})
+    made.chat_template = template
+    return made
+
+
+def heard(tokenizer, text: str, folder, skip_special_tokens: bool = False) -> str:
+    """What an agent's parsers get when the model has sampled a text."""
+    decode = decoder(tokenizer, Model(folder, folder, {}, False), skip_special_tokens)
+    return decode(np.array(tokenizer(text, add_special_tokens=False)["input_ids"]))
+
+
+def turn_of(tokenizer, number: int, content: str = "") -> str:
+    """A turn of the model with so many calls, as the template writes it."""
+    calls = [
+        {
+            "id": f"functions.look_up:{index}",
+            "type": "function",
+            "function": {"name": "look_up", "arguments": json.dumps(arguments, ensure_ascii=False)},
+        }
+        for index, arguments in enumerate(ARGUMENTS[:number])
+    ]
+    asked = [{"role": "user", "content": "a"}]
+    data = DataConfig(path="a.jsonl", chat_template=True)
+    turn = {"role": "assistant", "content": content, "tool_calls": calls}
+    before = render_messages(data, tokenizer, asked, True, [TOOL])
+    whole = render_messages(data, tokenizer, [*asked, turn], False, [TOOL])
+    assert whole.startswith(before)
+    return whole.removeprefix(before).rstrip()
+
+
+@pytest.fixture(scope="module")
+def parsed(tmp_path_factory):
+    """What SGLang's parsers find, in one process for all tests: {(name, what): result}."""
+    folder = tmp_path_factory.mktemp("model")
+    calls, thoughts = {}, {}
+    for name, (_, parser, *_) in MODELS.items():
+        tokenizer = tokenizer_of(name)
+        texts = {"one": heard(tokenizer, turn_of(tokenizer, 1), folder)}
+        if name != "Llama-3.1":  # whose template takes one
+            texts["two"] = heard(tokenizer, turn_of(tokenizer, 2), folder)
+            texts["said"] = heard(tokenizer, turn_of(tokenizer, 1, "I look."), folder)
+        texts["stripped"] = heard(tokenizer, turn_of(tokenizer, 1), folder, True)
+        texts["none"] = "I do not know."
+        for what, text in texts.items():
+            calls[name, what] = {"text": text, "tools": [TOOL], "parser": parser}
+    for name, parser in REASONING.items():
+        text = "<think>2 and 3</think>five" + MODELS[name][2]
+        thoughts[name, "thought"] = parser, heard(tokenizer_of(name), text, folder)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        input=json.dumps([list(calls.values()), list(thoughts.values())]),
+        env=child_environment(
+            engine_environment(experiment(), libraries._ON_CPU),
+            python_path=engine_python_path(libraries._ON_CPU),
+        ),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    of_calls, of_thoughts = json.loads(done.stdout.splitlines()[-1])
+    return dict(zip([*calls, *thoughts], [*of_calls, *of_thoughts], strict=True))
+
+
+def test_every_family_has_a_template_here():
+    assert set(OF_FAMILY) == set(FAMILIES) and set(OF_FAMILY.values()) <= set(MODELS)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_calls_are_found_where_markers_are_special_tokens(parsed, name):
+    wanted = [["look_up", arguments] for arguments in ARGUMENTS]
+    assert parsed[name, "one"] == wanted[:1]
+    assert parsed.get((name, "two"), wanted) == wanted
+    assert parsed.get((name, "said"), wanted[:1]) == wanted[:1]
+    assert parsed[name, "none"] == []
+    # with the other choice of sampling.skip_special_tokens only Llama's, which has no markers
+    assert bool(parsed[name, "stripped"]) == (name == "Llama-3.1")
+
+
+@pytest.mark.parametrize("name", REASONING)
+def test_reasoning_is_found_where_its_tags_are_special_tokens(parsed, name):
+    assert parsed[name, "thought"] == ["2 and 3", "five"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("history", ["all", "last"])
+def test_check_tries_a_turn_with_a_tool(name, history, tmp_path, monkeypatch):
+    _, parser, *_ = MODELS[name]
+    agent = {"command": ["true"], "tool_parser": parser, "history": history}
+    config = experiment(data={"path": "a.jsonl", "chat_template": True}, sampling={"agent": agent})
+    jobs = []
+    monkeypatch.setattr(
+        loading, "_parsed_by_sglang", lambda _, job: jobs.append(job) or [["add", {"a": 2}]]
+    )
+    trial = LoadingTest()
+    model = Model(tmp_path, tmp_path, {}, False)
+    loading._try_tool_turn(config, config.sampling.agent, model, tokenizer_of(name), trial)
+    (job,) = jobs
+    assert "add" in job["text"] and MODELS[name][2] not in job["text"]
+    assert trial.loaded == [f"a tool call, written by the template, parsed by {parser}"]
+    monkeypatch.setattr(loading, "_parsed_by_sglang", lambda *_: [])
+    with pytest.raises(ValueError, match=f"tool_parser {parser}: in the turn .* it finds no call"):
+        loading._try_tool_turn(config, config.sampling.agent, model, tokenizer_of(name), trial)
+
+
+def test_kimis_calls_keep_the_names_that_the_model_gave_them():
+    parsers = EngineParsers(None, "kimi_k2")
+    text = "".join(
+        f"<|tool_call_begin|>functions.add:{number}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+        for number in (4, 5)
+    )
+    call = {"name": "add", "parameters": "{}"}
+
+    def ids(text: str) -> list[str]:
+        async def ask(*_):
+            return {"calls": [call, call], "normal_text": ""}
+
+        parsers._ask = ask
+        message = asyncio.run(parsers.message(text, [TOOL], "c00001"))
+        return [each["id"] for each in message["tool_calls"]]
+
+    assert ids(text) == ["functions.add:4", "functions.add:5"]
+    assert ids(text.replace(":5", ":4")) == ids("of another model") == ["c00001000", "c00001001"]
