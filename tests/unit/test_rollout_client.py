@@ -36,13 +36,12 @@ QUICK = RetryPolicy(retries=3, request_timeout_s=2.0, base_s=0.01, cap_s=0.02)
 ANSWER = Response((1, 2, 3, 4), (-0.5,) * 4, "stop", 0)
 
 
-def generate(service: FakeService, version: int = 0, told=None) -> tuple[Response, int]:
+def generate(service: FakeService, version: int = 0) -> tuple[Response, int]:
     """(response, number of retries)"""
 
     async def run():
         engines = Engines.from_service(service.control)
-        rest = filter(None, [told])
-        async with GenerationClient(engines, QUICK, AdmissionQueue(4), *rest) as client:
+        async with GenerationClient(engines, QUICK, AdmissionQueue(4)) as client:
             request = SampleRequest((5, 6), PARAMS, 1234, version)
             return await client.generate(request), client.num_retries
 
@@ -80,19 +79,6 @@ def test_waiting_for_an_engine_is_no_failure():
         response, retries = generate(service)
         assert response == ANSWER and len(service.requests) == 1
     assert retries > QUICK.retries
-
-
-def test_every_attempt_is_told_with_its_engine():
-    told, before = [], time.time()
-    with running(FakeService(script=[500, {"weight_version": "1"}])) as service:
-        generate(service, told=lambda *request: told.append(request))
-    assert [(engine, tokens) for engine, _, _, tokens in told] == [
-        ("engine-0", 0),
-        ("engine-0", 0),
-        ("engine-0", 4),
-    ]
-    moments = [moment for _, start, end, _ in told for moment in (start, end)]
-    assert before <= moments[0] and moments == sorted(moments) and moments[-1] <= time.time()
 
 
 def test_sample_that_saw_two_versions_is_refused():
