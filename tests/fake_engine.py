@@ -292,10 +292,7 @@ class OneTrainer:
             update={"weights": config.weights.model_copy(update={"transport": transport})}
         )
         mesh = make_mesh(0, 1, torch.device("cpu"), deadline_s=30)
-        self.told: list[tuple[str, str, float, float]] = []  # of the calls to engines
-        self.exchange = Exchange(
-            config, mesh, weights, engine, folder, lambda *call: self.told.append(call)
-        )
+        self.exchange = Exchange(config, mesh, weights, engine, folder)
 
     def load(self, hf) -> None:
         for name, tensor in self.live.items():

@@ -175,14 +175,18 @@ def test_a_look_that_began_before_it_was_asked_for_does_not_count():
 TURNS = 3
 
 
-async def fake_engine(stack: AsyncExitStack, number: int, down: set[str]) -> EngineInfo:
-    """An engine that answers over HTTP, and breaks off every request while it is down."""
+async def fake_engine(
+    stack: AsyncExitStack, number: int, down: set[str], answered: list[str]
+) -> EngineInfo:
+    """An engine that answers over HTTP and notes its name, and breaks off every request while it is
+    down."""
 
     async def answer(request: web.Request) -> web.Response:
         if request.headers.get("Authorization") != "Bearer key":
             return web.Response(status=401)
         if listed.id in down:
             request.transport.close()
+        answered.append(listed.id)
         meta = {
             "finish_reason": {"type": "stop"},
             "weight_version": "0",
@@ -204,14 +208,14 @@ async def fake_engine(stack: AsyncExitStack, number: int, down: set[str]) -> Eng
 async def episodes(number: int) -> tuple[list[list[str]], list[str]]:
     """The engines of the turns of each episode; those of an episode whose engine breaks off all
     after its first turn."""
-    down, answered = set[str](), []
+    down = set[str]()
+    answered: list[str] = []
     async with AsyncExitStack() as stack:
-        listed = [await fake_engine(stack, each, down) for each in range(2)]
+        listed = [await fake_engine(stack, each, down, answered) for each in range(2)]
         client = GenerationClient(
             Engines(lambda: listed, "key"),
             RetryPolicy(4, 20.0, base_s=0.01),
             AdmissionQueue(64),
-            lambda name, start, end, tokens: answered.append(name),
         )
         await stack.enter_async_context(client)
 
