@@ -46,6 +46,7 @@ PLAIN = (
     "DP2",
     "TP2 distributed optimizer",
     "PP2 tied",
+    "CP2 distributed optimizer",
     "EP2",
     "TP2 LoRA",
 )  # near to others: by --full
