@@ -257,9 +257,10 @@ class Correction:
     """Correction of the trainer/rollout mismatch; algo/correction.py."""
 
     weights: "Tensor | None" = None  # [T] float32, factors of the policy loss; None: 1
-    counted: "Tensor | None" = (
-        None  # [T] bool, tokens of the loss's denominators; None: the loss mask
-    )
+    # [T] bool, tokens of the loss's denominators; None: the loss mask
+    counted: "Tensor | None" = None
+    # [T] bool, the loss mask before tokens were rejected; None: none were
+    before_rejection: "Tensor | None" = None
 
 
 @dataclass(frozen=True)

@@ -181,13 +181,11 @@ def _with_trained_mask(
         metrics["mismatch/rejected_fraction"] = 1 - share
     if options.weight is not None:
         weights = policy_weights(log_ratio, trained, batch.lengths, options.weight, reduce)
-    keeps_denominator = options.reject is not None and options.reject.keep_denominator
-    batch = replace(
-        batch,
-        loss_mask=trained,
-        correction=Correction(weights, counted if keeps_denominator else None),
-    )
-    return batch, metrics
+    correction = Correction(weights)
+    if options.reject is not None:
+        of_denominators = counted if options.reject.keep_denominator else None
+        correction = Correction(weights, of_denominators, before_rejection=counted)
+    return replace(batch, loss_mask=trained, correction=correction), metrics
 
 
 def _group_metrics(stats: GroupStatistics) -> dict[str, float]:

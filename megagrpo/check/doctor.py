@@ -49,6 +49,8 @@ elif torch.version.cuda:
 print(json.dumps(found))
 """
 
+Answer = dict[str, Any]  # torch's: cuda, gpus, nccl, why
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -160,7 +162,7 @@ def _requirements(*extras: str) -> Iterator[Requirement]:
 # ---- torch and GPUs ----------------------------------------------------------------------------
 
 
-def ask_torch() -> dict[str, Any]:
+def ask_torch() -> Answer:
     """Returns torch's version of CUDA (None: a build for CPUs), GPUs, version of NCCL and why it
     cannot use them, from another process."""
     told = _run([sys.executable, "-c", _ASK_TORCH]).splitlines() or ["torch ended"]
@@ -169,7 +171,7 @@ def ask_torch() -> dict[str, Any]:
     return {"cuda": None, "gpus": [], "nccl": "", "why": told[-1]}
 
 
-def _torch_build(answer: dict[str, Any], gpu: bool) -> Finding:
+def _torch_build(answer: Answer, gpu: bool) -> Finding:
     remedy = (
         "this torch cannot use the GPU: remove the environment, take PyTorch's CUDA build out of "
         f"reach of CPU indexes, {_INSTALL}"
@@ -180,7 +182,7 @@ def _torch_build(answer: dict[str, Any], gpu: bool) -> Finding:
     return _judge("torch build", "CUDA" if gpu else "any", found, fits, remedy)
 
 
-def gpu_findings(answer: dict[str, Any]) -> list[Finding]:
+def gpu_findings(answer: Answer) -> list[Finding]:
     """Returns whether driver, torch, NCCL and Transformer Engine of a machine with GPUs fit each
     other. answer: ask_torch's."""
     cuda = answer["cuda"]

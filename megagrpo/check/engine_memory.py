@@ -9,9 +9,9 @@ from statistics import NormalDist
 
 import numpy as np
 
-from megagrpo.check.engine_arguments import resolve_all
 from megagrpo.check.hardware import CONTEXT_BYTES, Hardware, hardware_of, usable_bytes
 from megagrpo.check.layer_costs import ITEM, ModelWork, model_work
+from megagrpo.check.libraries import resolve_all
 from megagrpo.check.problems import described_architecture, longest_samples, model_description
 from megagrpo.check.trainer_memory import RankMemory, TrainerSide
 from megagrpo.config.fields import LibrarySettings

@@ -1,26 +1,32 @@
-"""Judges an experiment's settings of Megatron-Core and SGLang by the libraries' own types.
-
-Importing either takes seconds, so that it is done in another process, and only if something is set.
-"""
+"""Asks Megatron-Core and SGLang themselves, each in another process, for importing either takes
+seconds: about an experiment's settings of theirs, and about an engine's arguments on a GPU."""
 
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
-from megagrpo.config.fields import KeyPath
+from megagrpo.check.hardware import Hardware
+from megagrpo.check.problems import describe_model
+from megagrpo.config.fields import KeyPath, LibrarySettings
 from megagrpo.config.libraries import SERVER, given_settings
-from megagrpo.config.schema import ExperimentConfig
+from megagrpo.config.schema import ExperimentConfig, ModelConfig
 from megagrpo.rollout.service.engine_command import (
     ServerPlace,
+    engine_command,
     engine_environment,
     engine_python_path,
 )
 from megagrpo.system.environment import child_environment
 
-_PLACE = ServerPlace(0, "127.0.0.1", 30000, "127.0.0.1:30001", cuda=False, num_cores=1)
+_ON_GPU = ServerPlace(0, "127.0.0.1", 30000, "127.0.0.1:30001", cuda=True, num_cores=1)
+_ON_CPU = replace(_ON_GPU, cuda=False)
 _LIMIT_S = 600.0
+_SHOWN = 2000  # characters of a library's output, from its end
 
 
 def library_problems(config: ExperimentConfig) -> list[tuple[KeyPath, str]]:
@@ -30,7 +36,9 @@ def library_problems(config: ExperimentConfig) -> list[tuple[KeyPath, str]]:
     """
     given = given_settings(config.actor, config.rollout)
     of_engines = given.pop(SERVER)
-    environment = child_environment(engine_environment(config, _PLACE), engine_python_path(_PLACE))
+    environment = child_environment(
+        engine_environment(config, _ON_CPU), engine_python_path(_ON_CPU)
+    )
     return [
         *_judged("megatron", {path: value for path, value in given.items() if value}, None),
         *_judged("sglang", {SERVER: of_engines} if of_engines else {}, environment),
@@ -48,18 +56,69 @@ def _judged(
         keys = ", ".join(".".join(path) for path in given)
         print(f"megagrpo: {keys}: not judged, {library} is not installed here", file=sys.stderr)
         return []
+    job = list(given.items())
+    said = _answer("megagrpo.check.libraries", job, environment, f"{library} cannot be imported")
+    return [(tuple(path), problem) for path, problem in json.loads(said.splitlines()[-1])]
+
+
+def dry_run(config: ExperimentConfig, module: str, job: object) -> str:
+    """Returns the output of a dry run of the rollout service, in a process as an engine's that sees
+    no GPU. job: JSON.
+
+    Raises ValueError with the end of SGLang's output if it fails.
+    """
+    no_gpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = child_environment(
+        engine_environment(config, _ON_CPU) | no_gpu, python_path=engine_python_path(_ON_CPU)
+    )
+    problem = "SGLang does not resolve these arguments"
+    return _answer(f"megagrpo.rollout.service.{module}", job, environment, problem)
+
+
+def _answer(module: str, job: object, environment: dict[str, str] | None, problem: str) -> str:
+    """Returns the standard output of a module that gets a job. Raises ValueError if it fails."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "megagrpo.check.libraries"],
-        input=json.dumps([[path, settings] for path, settings in given.items()]),
+        [sys.executable, "-W", "ignore", "-m", module],
+        input=json.dumps(job),
         capture_output=True,
         text=True,
         timeout=_LIMIT_S,
         env=environment,
     )
     if done.returncode:
-        raise ValueError(f"{library} cannot be imported here:\n{done.stderr[-2000:]}")
-    found = json.loads(done.stdout.splitlines()[-1])
-    return [(tuple(path), problem) for path, problem in found]
+        said = (done.stdout + done.stderr).strip()[-_SHOWN:]
+        raise ValueError(f"{problem} (status {done.returncode}):\n{said}")
+    return done.stdout
+
+
+def resolve_all(
+    configs: Sequence[ExperimentConfig], gpu: tuple[Hardware, int]
+) -> list[LibrarySettings]:
+    """Returns the engines' arguments as SGLang resolves them on `gpu`: a kind of GPU and its number
+    per node.
+
+    Raises ValueError with the end of SGLang's output if it rejects them.
+    """
+    hardware, gpus_per_node = gpu
+    with tempfile.TemporaryDirectory(prefix="megagrpo-check-") as name:
+        servers = []
+        for number, config in enumerate(configs):
+            model = Path(name) / str(number)
+            model.mkdir()
+            (model / "config.json").write_text(json.dumps(describe_model(config)))
+            here = config.model_copy(update={"model": ModelConfig(path=str(model))})
+            servers.append(engine_command(here, _ON_GPU)[3:])  # without the program
+        device = {
+            "name": hardware.device_name,
+            "gpus": gpus_per_node,
+            "memory_mib": hardware.memory_mib,
+            "capability": hardware.capability,
+            "processors": hardware.processors,
+        }
+        resolved = Path(name) / "resolved.json"
+        job = {"servers": servers, "device": device, "output": str(resolved)}
+        dry_run(configs[0], "arguments_dry_run", job)
+        return json.loads(resolved.read_text())
 
 
 def _main() -> None:

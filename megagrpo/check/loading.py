@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megagrpo.check.engine_arguments import dry_run
+from megagrpo.check.libraries import dry_run
 from megagrpo.check.problems import named_first
 from megagrpo.checkpoint.folder import data_problem, latest
 from megagrpo.config.fields import complaints

@@ -1,26 +1,39 @@
 """The text of `megagrpo check`: verdict, then layout, batch sizes, memory and formula."""
 
 import math
+import textwrap
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
+import yaml
+
+from megagrpo.actor.megatron.fields import (
+    ddp_fields,
+    expected_kernels,
+    optimizer_fields,
+    transformer_fields,
+)
 from megagrpo.check.checkpoint_cost import checkpoint_cost
 from megagrpo.check.engine_memory import concurrency_report, host_cache_bytes
 from megagrpo.check.fitting import StepMemory, experiment_memory, fit_problems, with_model
 from megagrpo.check.hardware import gigabytes
 from megagrpo.check.loading import LoadingTest, try_loading
 from megagrpo.check.problems import is_made, longest_samples, model_description, preflight
-from megagrpo.check.settings_report import settings_report
 from megagrpo.check.trainer_memory import trained_elements
 from megagrpo.config.layout import layout_problems, rank_coordinates
+from megagrpo.config.libraries import given_settings
 from megagrpo.config.placement import place, placement_problems
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.rows import read_rows
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import architecture_of, left_out, model_problems, parameter_counts
 from megagrpo.rewards.graders.table import SERVICES, machine_problem
+from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 
 _MAX_ROWS = 32  # of a table of GPUs
+_WIDTH = 116
+_OF_A_START = ("port", "node_rank", "dist_init_addr")  # chosen at each start of an engine
 _DISK_GB_S = 10.0  # of a cluster's file system, all nodes together; 1e9 bytes
 
 
@@ -220,10 +233,9 @@ def _num_steps(config: ExperimentConfig) -> int | None:
     """
     if config.train.num_epochs is None:
         return config.train.steps(0)
-    try:
+    with suppress(ValueError):  # missing or broken: among the problems
         return config.train.steps(len(read_rows(config.data)))
-    except ValueError:  # missing or broken: among the problems
-        return None
+    return None
 
 
 def _step(config: ExperimentConfig, num_steps: int | None) -> list[str]:
@@ -364,7 +376,7 @@ def _loaded(trial: LoadingTest) -> list[str]:
         "loaded     as the trainers will; graders and tools are imported too",
         *(f"  {what}" for what in trial.loaded),
         f"  not tried: {', '.join(trial.not_tried)}",
-        *(f"  first row  {line}" for line in trial.first_row),
+        *(["  first row  " + "\n    ".join(trial.first_row)] if trial.first_row else []),
     ]
 
 
@@ -373,3 +385,45 @@ def _count(number: float) -> str:
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return f"{number:g}"
+
+
+def settings_report(
+    arch: Architecture | None, config: ExperimentConfig, everything: bool
+) -> list[str]:
+    """Returns the lines of `megagrpo check` about settings of libraries: those that the experiment
+    sets, or everything that is handed over.
+
+    No GPU is looked for: with `actor.device` auto, bfloat16 counts as on GPUs.
+    """
+    given = given_settings(config.actor, config.rollout)
+    if not everything:
+        said = [
+            f"{'.'.join(path)}.{name}: {value}"
+            for path, settings in given.items()
+            for name, value in settings.items()
+        ]
+        return [f"libraries  {', '.join(said)}"] if said else []
+    actor = config.actor
+    kernels = expected_kernels(config.actor)
+    device = config.actor.device
+    cuda = device == "cuda" or (device == "auto" and config.rollout.dtype == "bfloat16")
+    place = ServerPlace(0, config.rollout.host, 0, "", cuda=cuda, num_cores=1)
+    engine = engine_settings(config, place).items()
+    handed = (
+        {} if arch is None else transformer_fields(arch, actor, kernels),
+        ddp_fields(actor, kernels),
+        optimizer_fields(actor, kernels),
+        {name: value for name, value in engine if name not in _OF_A_START},
+    )
+    devices = f"trainers {_device(kernels.cuda)}, engines {_device(cuda)}"
+    text = yaml.safe_dump(
+        {".".join(path): fields for path, fields in zip(given, handed, strict=True)},
+        sort_keys=False,
+        default_flow_style=None,
+        width=_WIDTH,
+    )
+    return [f"libraries  fields handed over, {devices}", *textwrap.indent(text, "  ").splitlines()]
+
+
+def _device(cuda: bool) -> str:
+    return "as on CUDA" if cuda else "as on a CPU"

@@ -157,6 +157,7 @@ HealthAlarm = Literal[
     "truncated_rise",
     "entropy_left",
     "mismatch_growth",
+    "rejected_fraction",
 ]
 
 

@@ -31,7 +31,10 @@ class MismatchAlarm:
             return ""
         mean, tail = self._bounds
         self._bounds = None
-        apart = (logprobs - batch.rollout_logprobs)[batch.loss_mask].double().abs()
+        # also of tokens that the correction rejects: a wrong engine must not be hidden by it
+        before = batch.correction.before_rejection
+        judged = batch.loss_mask if before is None else before
+        apart = (logprobs - batch.rollout_logprobs)[judged].double().abs()
         apart = apart[~apart.isnan()] if counts else apart[:0]
         sums = torch.stack(
             [torch.ones_like(apart).sum(), apart.sum(), (apart > tail).sum().double()]
@@ -225,5 +228,13 @@ _SIGNS = (
         "algorithm.mismatch.weight corrects",
         _mismatch,
         lambda limit, first: max(limit * first, _SMALL_MISMATCH),
+    ),
+    _Sign(
+        "rejected_fraction",
+        0.3,  # no published value
+        "mismatch/rejected_fraction",
+        "much of what was sampled is thrown away; `megagrpo bisect` finds the layer in which "
+        "trainer and engine differ, a lower rollout.max_staleness makes samples younger",
+        lambda values: values.get("mismatch/rejected_fraction"),
     ),
 )

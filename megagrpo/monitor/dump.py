@@ -11,8 +11,8 @@ run/dumps/step_000012/   numbered like the step in metrics.jsonl: the update of 
 
 import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,12 +24,10 @@ from megagrpo.system.run_folder import whole_file, write_whole
 from megagrpo.types import Batch, Correction, ImageRef, Rewards, Routing
 
 _DESCRIPTION = "step.json"
-_CLASSES: list[Callable | tuple[Callable, str]] = [
-    Batch,
-    Rewards,
-    Correction,
-    ImageRef,
-]  # that torch.load may make
+# Hidden states of a whole model, of one layout: a replay computes them again. Experts are in files
+# of their own.
+_LEFT_OUT = ("reference", "routing")
+_PARTS = {"rewards": Rewards, "correction": Correction}
 
 
 def write_dump(
@@ -49,13 +47,14 @@ def write_dump(
 
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        # Without hidden states of a whole model, of one layout: a replay computes them again.
-        # Experts are in files of their own.
-        kept = replace(batch, reference=None, routing=None)
-        lengths = None if batch.routing is None else batch.routing.lengths
+        parts = {name: value for name, value in vars(batch).items() if name not in _LEFT_OUT}
+        parts |= {name: vars(parts[name]) for name in _PARTS}
+        # torch.load reads it
+        parts["images"] = [[tuple(vars(ref).values()) for ref in refs] for refs in batch.images]
+        parts["routed_lengths"] = None if batch.routing is None else batch.routing.lengths
         for earlier in folder.glob(f"dp_{mesh.dp_rank}_experts_*"):
             earlier.unlink()  # of an earlier start, possibly with other stages
-        torch.save((kept, lengths), folder / f"dp_{mesh.dp_rank}.pt")
+        torch.save(parts, folder / f"dp_{mesh.dp_rank}.pt")
 
     mesh.from_leader(write, f"dump into {folder}")
     _write_experts(folder, batch, mesh, layers)
@@ -102,17 +101,21 @@ class Dump:
             raise ValueError(
                 f"{self.folder} is of {self.dp} data-parallel ranks, this layout has {mesh.dp_size}"
             )
-        with torch.serialization.safe_globals(_CLASSES):
-            batch, lengths = torch.load(self.folder / f"dp_{mesh.dp_rank}.pt", weights_only=True)
+        parts = torch.load(self.folder / f"dp_{mesh.dp_rank}.pt", weights_only=True)
+        lengths = parts.pop("routed_lengths")
+        parts |= {name: kind(**parts[name]) for name, kind in _PARTS.items()}
+        parts["images"] = tuple(tuple(ImageRef(*ref) for ref in refs) for refs in parts["images"])
         files = sorted(self.folder.glob(f"dp_{mesh.dp_rank}_experts_*.pt"))
         if not files or not layers:
-            return batch
+            return Batch(**parts)
         by_layer: dict[int, torch.Tensor] = {}
         for file in files:
             stage = torch.load(file, weights_only=True)
             by_layer |= zip(stage["layers"], stage["experts"].unbind(1), strict=True)
-        experts = torch.stack([by_layer[layer] for layer in layers], dim=1)
-        return replace(batch, routing=Routing(experts, lengths))
+        return Batch(
+            **parts,
+            routing=Routing(torch.stack([by_layer[layer] for layer in layers], dim=1), lengths),
+        )
 
 
 def read_dump(folder: Path) -> Dump:

@@ -27,7 +27,8 @@ class TrainedLog(StepLines):
     """Writes the record of one data-parallel rank. Not collective: readers join samples by id.
 
     num_groups: number of groups of a step, over all ranks, whose tokens are recorded. pieces: token
-    ids -> the text of each token. start_step: see StepLines.
+    ids -> the text of each token. start_step: see StepLines. A line that cannot be written ends the
+    record and not the run.
     """
 
     def __init__(
@@ -45,6 +46,16 @@ class TrainedLog(StepLines):
         self._num_groups = num_groups
         self._pieces = pieces
         self._shown: set[int] = set()
+        self._ended = False
+
+    def _write(self, entry: dict) -> None:
+        if self._ended:
+            return
+        try:
+            super()._write(entry)
+        except OSError as exc:
+            self._ended = True
+            print(f"{self._path} is not written any more: {exc}", flush=True)
 
     def write(self, step: int, batch: Batch, logprobs: Tensor) -> None:
         """Records the batch of an update that has been made; logprobs: [T], the trainer's."""

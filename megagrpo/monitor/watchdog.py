@@ -109,21 +109,24 @@ class Watchdog:
             # If C code holds the interpreter lock, this thread cannot postpone the timer and C
             # writes the stacks.
             faulthandler.dump_traceback_later(2 * _SILENT_S, file=self._hung)
-            now = time.time()
-            limit = self._limits.get(self._name, self._deadline_s)
-            if now - self._written > _BEAT_S or self._since > self._written:
-                self._beat(now)
-            if self._reported == self._entered:
-                continue
-            if self._request.exists():
-                self._reported = self._entered
-                self._beat(now)
-                self._write_stacks()
-            elif (
-                now - self._since > _EARLY * limit or now - self._moved > _EARLY * self._deadline_s
-            ):
-                self._reported = self._entered
-                self._write_page(now)
+            with suppress(OSError):  # a disk that is full, a file system that hangs: tried again
+                self._look(time.time())
+
+    def _look(self, now: float) -> None:
+        entered = self._entered
+        limit = self._limits.get(self._name, self._deadline_s)
+        if now - self._written > _BEAT_S or self._since > self._written:
+            self._beat(now)
+        if self._reported == entered:
+            return
+        if self._request.exists():
+            self._beat(now)
+            self._write_stacks()
+        elif now - self._since > _EARLY * limit or now - self._moved > _EARLY * self._deadline_s:
+            self._write_page(now)
+        else:
+            return
+        self._reported = entered
 
     def _beat(self, now: float) -> None:
         progress = {

@@ -14,11 +14,16 @@ from megagrpo.system import environment
 from megagrpo.types import Prompt
 
 _BASE_S, _CAP_S = 0.25, 15.0  # first and longest wait before another attempt
+_TRY_AGAIN = (408, 425, 429)  # a timeout, too early, too many requests
 _LARGEST_ANSWER = 16 * 2**20  # bytes
 
 
 class ServiceError(RuntimeError):
     """Raised if a service gave no usable answer; the text names the service."""
+
+
+class RequestRefused(ServiceError):
+    """Raised if a service refuses a request, which it would refuse again."""
 
 
 class Refusal(Exception):
@@ -68,8 +73,8 @@ class ServiceGrader(ABC):
     async def post(self, body: dict[str, object]) -> object:
         """Returns the JSON of the service's answer.
 
-        Raises ServiceError if the request is refused or the answer is not JSON, TimeoutError
-        `timeout_s` after the request got its slot.
+        Raises RequestRefused, ServiceError if the answer is not JSON, TimeoutError `timeout_s`
+        after the request got its slot.
         """
         problem, retries, timeout_s = "", self._service.retries, self._service.timeout_s
         try:
@@ -106,10 +111,12 @@ class ServiceGrader(ABC):
                         f"{self.location} answered more than {_LARGEST_ANSWER >> 20} MiB"
                     )
         said = bytes(data[:200]).decode(errors="replace")
-        if answer.status_code == 429 or answer.status_code >= 500:
-            raise Refusal(f"status {answer.status_code}: {said}", _retry_after_s(answer))
+        if answer.status_code in _TRY_AGAIN or answer.status_code >= 500:
+            after_s = _retry_after_s(answer)
+            asks = f" (Retry-After: {after_s:g} s)" if after_s else ""
+            raise Refusal(f"status {answer.status_code}{asks}: {said}", after_s)
         if answer.status_code != 200:
-            raise ServiceError(
+            raise RequestRefused(
                 f"{self.location} refused a request with status {answer.status_code}: {said}"
             )
         try:

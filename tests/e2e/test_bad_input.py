@@ -1,7 +1,6 @@
 """What a user did wrong is said in one message, with a non-zero exit, before anything is
 written."""
 
-import importlib.util
 import io
 import json
 import shutil
@@ -101,14 +100,13 @@ def test_a_broken_line_is_named_by_file_and_line(experiments, tmp_path):
         )
 
 
-def trainers_alone(config: Path, *overrides: str) -> tuple[Finished, list[str]]:
+def trainers_alone(config: Path) -> tuple[Finished, list[str]]:
     """torchrun of `megagrpo train` as on a cluster, with a service that is not there; and what the
     ranks report.
 
     Once one has ended torchrun ends the others, now and then before they have written theirs.
     """
     (config.parent / "graders_of_tests.py").write_text(GRADERS)
-    sets = [word for override in overrides for word in ("--set", override)]
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [
         *ranks,
@@ -118,7 +116,6 @@ def trainers_alone(config: Path, *overrides: str) -> tuple[Finished, list[str]]:
         str(config),
         "--service",
         "http://127.0.0.1:9",
-        *sets,
     ]
     env = child_environment({API_KEY: "of the run"}, [str(config.parent)])
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
@@ -177,14 +174,3 @@ def test_a_checkpoint_of_other_rows_is_not_resumed(long_run):
     assert done.status != 0 and len(set(reports)) == 1, "every rank knows why"
     assert f"checkpoint {folder / checkpoint} counts its prompts in other data" in reports[0]
     assert "40 now" in reports[0] and "checkpoint.resume: other_data" in reports[0]
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("transformer_engine") is not None, reason="it is installed"
-)
-def test_transformer_engine_where_it_is_missing(experiments):
-    done, reports = trainers_alone(
-        write_experiment(experiments / "engineless"), "actor.transformer_engine=true"
-    )
-    said = "actor.transformer_engine is true, but the package transformer_engine is not installed"
-    assert done.status != 0 and reports and all(said in report for report in reports)

@@ -33,6 +33,7 @@ _ANSWERS = {  # step -> status, body, headers
     "busy": (429, b"later", {"Retry-After": "0"}),
     "busy for an hour": (429, b"later", {"Retry-After": "3600"}),
     "fails": (500, b"out of memory"),
+    "is late": (408, b"timeout"),
     "refuses": (401, b"who are you?"),
     "sends elsewhere": (307, b"", {"Location": "http://192.0.2.1/"}),
     "is no JSON": (200, b"<html>\xff</html>"),
@@ -61,7 +62,11 @@ class _Handler(BaseHTTPRequestHandler):
         match step:
             case "good" | "slow":
                 time.sleep(0.2 if step == "slow" else 0.0)
-                self._send(200, json.dumps(self.server.good(body)).encode())
+                found = self.server.good(body)
+                if isinstance(found, int):
+                    self._send(found, b"cannot read it")
+                else:
+                    self._send(200, json.dumps(found).encode())
             case "hangs":
                 time.sleep(3)
             case "closes the connection":
@@ -104,7 +109,9 @@ SERVICES = {
     "fails, then answers": (["fails", "fails"], "score", ""),
     "closes the connection, then answers": (["closes the connection"], "score", ""),
     "is busy (429), then answers": (["busy"], "score", ""),
-    "is busy for an hour (Retry-After)": (["busy for an hour"], "timeout", "the last problem: status 429: later"),
+    "is busy for an hour (Retry-After)": (["busy for an hour"], "timeout",
+                                          "the last problem: status 429 (Retry-After: 3600 s): later"),
+    "has a request that came too late (408), then answers": (["is late"], "score", ""),
     "hangs": (["hangs"], "timeout", "gave no score in 1 s"),
     "fails always": (["fails"] * 9, "error", "failed 3 times; the last problem: status 500: out of "
                                              "memory"),

@@ -4,6 +4,7 @@ masked and sent."""
 import asyncio
 import itertools
 import re
+import tempfile
 from contextlib import closing
 
 import numpy as np
@@ -20,7 +21,6 @@ from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout.agents.environments import EnvironmentFailed, Environments
 from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.rollout.generation import sample_seed
-from megagrpo.system.worker_process import WorkerError, WorkerProcess
 from megagrpo.types import Prompt, RolloutGroup
 from tests.experiments import ROOT, live_children, until
 
@@ -279,18 +279,15 @@ def test_a_rollout_is_not_lost_because_others_hang():
 
 
 def test_a_process_that_cannot_start_is_not_the_environments_mistake(monkeypatch):
-    async def ready(process: WorkerProcess) -> None:
-        process.kill()
-        raise WorkerError("it did not start")
+    monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")  # as on a full disk
 
     async def run() -> None:
         async with environments.episode({"answer": "7"}, 1):
             pass
 
-    monkeypatch.setattr(WorkerProcess, "ready", ready)
     with (
         opened() as environments,
-        pytest.raises(EnvironmentFailed, match="did not start") as failed,
+        pytest.raises(EnvironmentFailed, match="cannot start") as failed,
     ):
         asyncio.run(run())
     assert failed.value.end == "infrastructure", "another attempt is made"

@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.check.engine_arguments import resolve_all
 from megagrpo.check.hardware import HARDWARE
+from megagrpo.check.libraries import resolve_all
 from megagrpo.check.problems import model_description
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig

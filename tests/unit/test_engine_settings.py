@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megagrpo.check.libraries import library_problems
-from megagrpo.check.settings_report import settings_report
+from megagrpo.check.report import settings_report
 from megagrpo.config.libraries import REFUSED, SERVER, setting_problems
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.cpu.engine_command import FOLDER

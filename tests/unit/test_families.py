@@ -5,6 +5,7 @@ import hashlib
 import json
 import shutil
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -218,6 +219,18 @@ def test_check_and_the_actor_say_the_same_of_a_layout():
     with pytest.raises(ValueError, match="the model does not fit the layout") as refused:
         checked_kernels(arch, config.actor)
     assert all(text in str(refused.value) for text in problems)
+
+
+@pytest.mark.skipif(
+    find_spec("transformer_engine") is not None, reason="Transformer Engine is installed"
+)
+def test_an_actor_without_transformer_engine_says_how_to_get_it():
+    from megagrpo.actor.megatron.config import checked_kernels
+
+    config = load_config(QUICKSTART, ["actor.transformer_engine=true"])
+    arch = architecture_of(hf_config(TinyModelConfig(path="x", family="qwen3_moe")))
+    with pytest.raises(ValueError, match="package transformer_engine is not installed here"):
+        checked_kernels(arch, config.actor)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 is ours."""
 
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,9 @@ from megagrpo.config.schema import HealthAlarm
 from megagrpo.mesh import make_mesh
 from megagrpo.monitor import watchdog
 from megagrpo.monitor.alarms import HealthWatch, MismatchAlarm, alarm_bounds
-from tests.experiments import experiment
+from megagrpo.system.run_folder import RunFolder
+from megagrpo.types import Correction
+from tests.experiments import experiment, until
 
 ALL = get_args(HealthAlarm)
 HEALTHY = {
@@ -147,7 +150,11 @@ def test_bounds(sections, is_moe, bounds):
     assert alarm_bounds(experiment(**sections), is_moe) == bounds
 
 
-def raised(apart: torch.Tensor, counts: bool = True, **mismatch) -> str:
+def apart_of_all(trainer: torch.Tensor, engine: torch.Tensor) -> torch.Tensor:
+    return (trainer - engine).abs()
+
+
+def raised(apart: torch.Tensor, counts: bool = True, rejected: bool = False, **mismatch) -> str:
     """What the alarm says of tokens whose log-probabilities are so far apart."""
     mesh, mask = (
         make_mesh(0, 1, torch.device("cpu"), 30),
@@ -158,10 +165,26 @@ def raised(apart: torch.Tensor, counts: bool = True, **mismatch) -> str:
     trainer = torch.full_like(engine, -1.0)
     trainer[:TOKENS] += apart
     alarm = MismatchAlarm(experiment(algorithm={"mismatch": mismatch}), is_moe=False)
-    batch = SimpleNamespace(rollout_logprobs=engine, loss_mask=mask)
+    kept = mask & (apart_of_all(trainer, engine) < 1) if rejected else mask
+    correction = Correction(before_rejection=mask if rejected else None)
+    batch = SimpleNamespace(rollout_logprobs=engine, loss_mask=kept, correction=correction)
     text = alarm.judge(batch, trainer, counts, mesh)
     assert alarm.judge(batch, trainer + 10, True, mesh) == "", "only the first step is judged"
     return text
+
+
+def test_a_heartbeat_that_cannot_be_written_is_tried_again(tmp_path, monkeypatch):
+    """Else every other rank would be held up by this one, which has no heartbeat."""
+    monkeypatch.setattr(watchdog, "_POLL_S", 0.02)
+    monkeypatch.setattr(watchdog, "_BEAT_S", 0.04)
+    mesh = make_mesh(0, 1, torch.device("cpu"), 30)
+    folder = RunFolder(tmp_path)
+    with watchdog.Watchdog(experiment(), mesh, folder, lambda: 0):
+        folder.ranks.rename(tmp_path / "away")
+        folder.ranks.touch()
+        time.sleep(0.3)
+        folder.ranks.unlink()
+        until(folder.rank_progress(0).exists, 20)
 
 
 def test_it_is_raised_by_the_mean_and_by_the_tail():
@@ -174,6 +197,12 @@ def test_it_is_raised_by_the_mean_and_by_the_tail():
     tail[:3] = 0.2
     assert "0.15% of tokens by more than 0.1 (bound 0.1%)" in raised(tail)
     assert raised(none + 5, alarm=None) == ""
+
+
+def test_tokens_that_the_correction_rejects_are_judged_too():
+    half = torch.zeros(TOKENS)
+    half[::2] = 3.0
+    assert "are 1.5 apart" in raised(half, rejected=True)
 
 
 def test_values_that_no_update_computed_do_not_count():

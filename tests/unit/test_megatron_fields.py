@@ -18,7 +18,7 @@ from megagrpo.actor.megatron.fields import (
 from megagrpo.check import libraries
 from megagrpo.check.layer_costs import optimizer_bytes
 from megagrpo.check.problems import model_description
-from megagrpo.check.settings_report import settings_report
+from megagrpo.check.report import settings_report
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.fields import annotations_at
 from megagrpo.config.libraries import REFUSED, SERVER, refusal
@@ -255,7 +255,7 @@ WRONG = [  # key, right, wrong, message
     ("actor.megatron.moe_flex_dispatcher_backend", ["deepep"], ["other"], "deepep"),
     ("actor.megatron.moe_permute_fusoin", [], [True], "no such field; did you mean 'moe_permute"),
     ("actor.megatron.no_such_thing_at_all", [], [1], "TransformerConfig has no such field$"),
-    ("actor.optimizer.megatron.main_grads_dtype", ["bfloat16"], ["bf16"], "no bf16"),
+    ("actor.optimizer.megatron.main_grads_dtype", ["bfloat16"], ["bf16"], "bf16 is no dtype"),
     ("actor.ddp.bucket_size", [40_000_000, None], ["x"], r"Optional\[int\]"),
 ]
 

@@ -62,6 +62,18 @@ def test_batches_come_back_in_order_and_requests_in_flight_are_bounded(batch_siz
         )
 
 
+def test_a_text_that_the_service_refuses_costs_the_others_of_its_batch_nothing():
+    def good(body: dict) -> dict | int:
+        return 400 if any("bad" in s["response"] for s in body["samples"]) else scores(body)
+
+    with serving(good, []) as server, pool(server, timeout_s=60.0, batch_size=4) as rewards:
+        futures = [rewards.submit(PROMPT, text) for text in ("a", "bad", "ccc", "dddd")]
+        outcomes = [future.result(timeout=60) for future in futures]
+    assert [outcome.value for outcome in outcomes if outcome.ok] == [1, 3, 4]
+    assert "refused a request with status 400: cannot read it" in outcomes[1].detail
+    assert [len(body["samples"]) for body in server.bodies] == [4, 1, 1, 1, 1]
+
+
 def test_close_ends_what_is_on_its_way():
     with serving(scores, ["hangs"]) as server:
         rewards = pool(server, timeout_s=600.0)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from examples.laptop.model import character_tokenizer
-from megagrpo.check import engine_arguments, loading
+from megagrpo.check import libraries, loading
 from megagrpo.check.loading import LoadingTest
 from megagrpo.config.data import DataConfig
 from megagrpo.data.messages import render_messages
@@ -193,8 +193,8 @@ def parsed(tmp_path_factory):
         [sys.executable, "-c", PROGRAM],
         input=json.dumps([list(calls.values()), list(thoughts.values())]),
         env=child_environment(
-            engine_environment(experiment(), engine_arguments._ON_CPU),
-            python_path=engine_python_path(engine_arguments._ON_CPU),
+            engine_environment(experiment(), libraries._ON_CPU),
+            python_path=engine_python_path(libraries._ON_CPU),
         ),
         stdout=subprocess.PIPE,
         text=True,

@@ -62,6 +62,19 @@ def trained(
     return list(read_step_lines(RunFolder(tmp_path).trained_file(0)))
 
 
+def test_a_line_that_cannot_be_written_ends_the_record_and_not_the_run(tmp_path, capsys):
+    batch = made_batch(made_groups(1), difference=0.25)
+    file = RunFolder(tmp_path).trained_file(0)
+    with closing(TrainedLog(RunFolder(tmp_path), 0, 1, 1, lambda ids: map(str, ids))) as log:
+        for step in range(1, 4):
+            log.write(step, batch, batch.old_logprobs)
+            if step == 1:
+                log.flush()
+                file.unlink()
+                file.mkdir()  # as on a file system that is gone
+    assert capsys.readouterr().out.count(f"{file} is not written any more: ") == 1
+
+
 def test_advantages_of_all_and_tokens_of_the_first_groups(tmp_path):
     batch = made_batch(made_groups(1), difference=0.25)
     batch.advantages[batch.starts[1] + 3] = 1.0  # one that differs by token: its mean is kept

@@ -12,11 +12,12 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter
 
 from megagrpo.actor.host import slow_attention, uses_transformer_engine
 from megagrpo.actor.megatron import internals_0_16
 from megagrpo.actor.megatron.fields import Kernels, ddp_fields, optimizer_fields, transformer_fields
+from megagrpo.config.fields import complaints
 from megagrpo.config.layout import context_problem, layout_problems
 from megagrpo.config.libraries import DDP, OPTIMIZER, TRANSFORMER, refusal
 from megagrpo.config.schema import ActorConfig
@@ -133,13 +134,14 @@ def megatron_problems(
             known = [field for field in declared if not refusal(path, field)]
             yield name, f"Megatron's {cls.__name__} has no such field{did_you_mean(name, known)}"
             continue
-        try:
-            judge: TypeAdapter[object] = TypeAdapter(declared[name], config=_ANY_CLASS)
-            judge.validate_python(_as_object(name, value), strict=True)
-        except (ValidationError, KeyError, AttributeError) as exc:
-            told = exc.errors()[0]["msg"] if isinstance(exc, ValidationError) else f"no {value}"
-            kind = ", ".join(getattr(declared[name], "__members__", [str(declared[name])]))
-            yield name, f"Megatron's {cls.__name__} declares it as {kind}; {told}"
+        kind: TypeAdapter[object] = TypeAdapter(declared[name], config=_ANY_CLASS)
+        for text in complaints(_judge, kind, name, value):
+            told = text.partition("\n")[2].partition(" [type=")[0].strip() or text
+            yield name, f"Megatron's {cls.__name__} declares it as {declared[name]}: {told}"
+
+
+def _judge(kind: TypeAdapter[object], name: str, value: object) -> None:
+    kind.validate_python(_as_object(name, value), strict=True)
 
 
 _CLASSES: dict[tuple[str, ...], type] = {
@@ -152,9 +154,14 @@ _CLASSES: dict[tuple[str, ...], type] = {
 def _as_object(name: str, value: object) -> object:
     """Returns the object that a plain value stands for."""
     if name.endswith("dtype") and name != "moe_router_dtype" and value is not None:
-        return torch.uint8 if value == "fp8" else getattr(torch, str(value))
+        dtype = torch.uint8 if value == "fp8" else getattr(torch, str(value), None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{value} is no dtype of torch, such as bfloat16")
+        return dtype
     if name == "activation_func":
         return getattr(torch.nn.functional, str(value))
     if name == "attention_backend":
+        if value not in AttnBackend.__members__:
+            raise ValueError(f"{value} is none of {', '.join(AttnBackend.__members__)}")
         return AttnBackend[str(value)]
     return list(value) if isinstance(value, list) else value  # Megatron changes some in place

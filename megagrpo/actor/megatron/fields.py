@@ -12,6 +12,8 @@ from megagrpo.config.actor import ActorConfig, OptimizerConfig
 from megagrpo.families.architecture import Architecture, LatentAttention
 from megagrpo.families.models.deepseek_v3 import YARN_KEYS
 
+Fields = dict[str, Any]  # of one of Megatron's classes, by its names
+
 
 @dataclass(frozen=True)
 class Kernels:
@@ -33,9 +35,7 @@ def expected_kernels(actor: ActorConfig) -> Kernels:
     return Kernels(cuda=cuda, transformer_engine=engine, fused_weight_gradient=False)
 
 
-def transformer_defaults(
-    arch: Architecture, actor: ActorConfig, kernels: Kernels
-) -> dict[str, Any]:
+def transformer_defaults(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
     """Returns the fields of TransformerConfig that the kernels turn on; none on a plain CPU.
 
     | field | if |
@@ -75,7 +75,7 @@ def transformer_defaults(
     return {name: True for name, on in wanted.items() if on}
 
 
-def transformer_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
+def transformer_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
     """Returns the fields of TransformerConfig, with latent attention of MLATransformerConfig.
 
     Sums instead of means, no noise, weights from files; no schedule functions, which the actor
@@ -128,7 +128,7 @@ def transformer_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels)
     }
 
 
-def ddp_fields(actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
+def ddp_fields(actor: ActorConfig, kernels: Kernels) -> Fields:
     """Returns the fields of DistributedDataParallelConfig; on CUDA communication overlaps with
     computation.
 
@@ -150,7 +150,7 @@ def ddp_fields(actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
     return fields | actor.ddp
 
 
-def optimizer_fields(actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
+def optimizer_fields(actor: ActorConfig, kernels: Kernels) -> Fields:
     """Returns the fields of OptimizerConfig."""
     optimizer: OptimizerConfig = actor.optimizer
     on_host = {}
@@ -174,11 +174,11 @@ def optimizer_fields(actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
     }
 
 
-def _recompute_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
+def _recompute_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
     if actor.recompute == "none":
         return {}
     if actor.recompute == "full":
-        how: dict[str, Any] = {"recompute_method": "uniform", "recompute_num_layers": 1}
+        how: Fields = {"recompute_method": "uniform", "recompute_num_layers": 1}
     else:
         how = {"recompute_modules": _recomputed_modules(arch, actor, kernels)}
     return {"recompute_granularity": actor.recompute, **how}
@@ -202,7 +202,7 @@ def _recomputed_modules(arch: Architecture, actor: ActorConfig, kernels: Kernels
     return [name for name, chosen in modules.items() if chosen]
 
 
-def _latent_fields(arch: Architecture, mla: LatentAttention) -> dict[str, Any]:
+def _latent_fields(arch: Architecture, mla: LatentAttention) -> Fields:
     scaling = arch.rope_scaling
     yarn = {key: scaling[key] for key in YARN_KEYS if key != "factor"} if scaling else {}
     return {
@@ -219,8 +219,8 @@ def _latent_fields(arch: Architecture, mla: LatentAttention) -> dict[str, Any]:
     }
 
 
-def _expert_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
-    fields: dict[str, Any] = {
+def _expert_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:
+    fields: Fields = {
         "num_moe_experts": arch.num_experts,
         "moe_router_topk": arch.experts_per_token,
         "moe_ffn_hidden_size": arch.expert_ffn_size,

@@ -10,7 +10,7 @@ import math
 from contextlib import suppress
 
 from megagrpo.config.reward import GraderArgs, HttpOptions
-from megagrpo.rewards.services import ServiceError, ServiceGrader
+from megagrpo.rewards.services import RequestRefused, ServiceError, ServiceGrader
 from megagrpo.rewards.workers import Graded
 from megagrpo.types import Prompt
 
@@ -37,17 +37,33 @@ class HttpGrader(ServiceGrader):
         score = (await asyncio.shield(request))[
             index
         ]  # a caller that gives up does not end the others' request
+        if isinstance(score, Exception):
+            raise score
         if not isinstance(score, bool | int | float) or not math.isfinite(score):
             raise ServiceError(f"{self.location} gave the score {score!r:.60}, not a finite number")
         return Graded("score", (float(score),))
 
     async def _scores(self, samples: list[dict[str, str]], full: asyncio.Event) -> list[object]:
         """Waits until the batch is full, or for batch_wait_s seconds; returns the service's scores
-        of it."""
+        of it.
+
+        Of a batch that it refuses, each response is sent again by itself: one text that it cannot
+        read must not cost the others their scores. In place of a score is why there is none.
+        """
         with suppress(TimeoutError):
             await asyncio.wait_for(full.wait(), self._options.batch_wait_s)
         if self._samples is samples:
             self._samples = []
+        try:
+            return await self._scores_of(samples)
+        except RequestRefused:
+            if len(samples) == 1:
+                raise
+        alone = [self._scores_of([sample]) for sample in samples]
+        found = await asyncio.gather(*alone, return_exceptions=True)
+        return [score[0] if isinstance(score, list) else score for score in found]
+
+    async def _scores_of(self, samples: list[dict[str, str]]) -> list[object]:
         answer = await self.post({"samples": samples})
         if not isinstance(answer, dict) or not isinstance(answer.get("scores"), list):
             raise ServiceError(f'{self.location} answered {answer!r:.100}, not {{"scores": [...]}}')

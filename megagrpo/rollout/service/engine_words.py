@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from sglang.srt.server_args import ServerArgs
 
+from megagrpo.config.fields import complaints
 from megagrpo.system.user_function import did_you_mean
 
 
@@ -30,10 +31,12 @@ def server_problems(settings: Mapping[str, object]) -> Iterator[tuple[str, str]]
         if name not in options:
             yield name, f"SGLang's ServerArgs has no such option{did_you_mean(name, options)}"
             continue
-        try:
-            parser.parse_args(["--model-path", "m", *_words(options[name], value)])
-        except ValueError as exc:
-            yield name, f"SGLang's ServerArgs refuses it: {exc}"
+        for text in complaints(_parse, parser, options[name], value):
+            yield name, f"SGLang's ServerArgs refuses it: {text}"
+
+
+def _parse(parser: _Parser, action: argparse.Action, value: object) -> None:
+    parser.parse_args(["--model-path", "m", *_words(action, value)])
 
 
 def _parser() -> _Parser:
