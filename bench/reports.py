@@ -11,6 +11,7 @@ import argparse
 import json
 import random
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -89,17 +90,21 @@ def measure(rows: int) -> None:
     for number in (1000, rows):
         with tempfile.TemporaryDirectory() as name:
             config = experiment(Path(name), number)
+            of_all = resource.getrusage(resource.RUSAGE_CHILDREN)
+            before = of_all.ru_utime + of_all.ru_stime
             start = time.perf_counter()
             command = [sys.executable, "-W", "ignore", "-m", "megagrpo.cli", "check", str(config)]
             said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
             seconds = time.perf_counter() - start
+            of_all = resource.getrusage(resource.RUSAGE_CHILDREN)
+            cpu = of_all.ru_utime + of_all.ru_stime - before
             assert f"{number:,} rows" in said and "no problems found" in said, said
             found = read_rows(DataConfig(path=str(Path(name) / "rows.jsonl"), chat_template=True))
             start = time.perf_counter()
             fingerprint(found)
             digest = time.perf_counter() - start
-            lines.append([f"{number:,}", f"{seconds:.1f}", f"{digest:.2f}"])
-    header = ("rows of about 60 words", "`megagrpo check`, s", "of it their fingerprint, s")
+            lines.append([f"{number:,}", f"{seconds:.1f}", f"{cpu:.1f}", f"{digest:.2f}"])
+    header = ("rows of about 60 words", "`megagrpo check`, s", "CPU, s", "their fingerprint, s")
     write_results("check_rows", provenance() | {"lines": lines}, header, lines)
 
 
