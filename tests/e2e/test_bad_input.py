@@ -100,7 +100,7 @@ def test_a_broken_line_is_named_by_file_and_line(experiments, tmp_path):
         )
 
 
-def trainers_alone(config: Path) -> tuple[Finished, list[str]]:
+def trainers_alone(config: Path, *settings: str) -> tuple[Finished, list[str]]:
     """torchrun of `megagrpo train` as on a cluster, with a service that is not there; and what the
     ranks report.
 
@@ -117,6 +117,7 @@ def trainers_alone(config: Path) -> tuple[Finished, list[str]]:
         "--service",
         "http://127.0.0.1:9",
     ]
+    command += [word for setting in settings for word in ("--set", setting)]
     env = child_environment({API_KEY: "of the run"}, [str(config.parent)])
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
     reports = sorted((config.with_suffix("") / "logs").glob("error_trainer_rank*.txt"))
