@@ -14,6 +14,7 @@ from megagrpo.actor.saving import save_actor
 from megagrpo.actor.start import initial_weights, make_actor, steps_in_all
 from megagrpo.actor.step import holds_token_values
 from megagrpo.batching.batch import build_batch
+from megagrpo.checkpoint.groups import gather_surplus
 from megagrpo.checkpoint.resume import (
     find_checkpoint,
     resume,
@@ -31,8 +32,8 @@ from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.dump import write_dump
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.monitor.rollouts import Decode
+from megagrpo.monitor.run_record import RunRecord
 from megagrpo.monitor.watchdog import Watchdog
-from megagrpo.recording import RunRecord
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.agents.answering import Answering
 from megagrpo.rollout.agents.make import make_answering
@@ -40,7 +41,7 @@ from megagrpo.rollout.control import ServiceControl, find_service, service_progr
 from megagrpo.rollout.generation import SamplingParams
 from megagrpo.rollout.metrics import grader_metrics, rollout_metrics, source_metrics
 from megagrpo.rollout.sampler import Sampler
-from megagrpo.rollout.selection import GroupChoice, StepGroups, gather_surplus
+from megagrpo.rollout.selection import GroupChoice, StepGroups
 from megagrpo.rollout.source import RolloutSource, UpdateEngines
 from megagrpo.system import environment
 from megagrpo.system.progress import Progress
@@ -368,7 +369,7 @@ def start_run(
         sampling.source.restore(state.ahead)
         stack.callback(exchange.close)  # else engines wait in the group for a trainer that ended
         watchdog.waits += [sampling.source.waiting, exchange.waiting]
-        recording.open(inputs.tokenizer, inputs.decode)
+        recording.open(inputs.tokenizer, inputs.decode, holds_token_values())
         schedule = SaveSchedule(num_steps, state.step)
         yield Run(
             config=config,

@@ -1,4 +1,5 @@
-"""Groups in one binary file: token values as arrays, everything else as JSON."""
+"""Groups in one binary file: token values as arrays, everything else as JSON; and how ranks gather
+and share those of a file."""
 
 import json
 import os
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from megagrpo.mesh import Mesh
 from megagrpo.types import ImageRef, Outcome, Prompt, RolloutGroup, Sample
 
 Record = dict[str, Any]  # JSON
@@ -93,3 +95,16 @@ def _outcome(record: Record) -> Outcome:
     return Outcome(
         **{**record, "parts": parts, "token_rewards": token_rewards, "turn_rewards": turn_rewards}
     )
+
+
+def gather_surplus(surplus: Sequence[RolloutGroup], mesh: Mesh) -> list[RolloutGroup]:
+    """Collective over data-parallel ranks. Returns all ranks' surplus by id, on the main rank, for
+    a checkpoint."""
+    everyone = [group for part in mesh.gather_dp_to_main(list(surplus)) for group in part]
+    return sorted(everyone, key=lambda group: group.group_id)
+
+
+def deal_surplus(surplus: Sequence[RolloutGroup], mesh: Mesh) -> list[RolloutGroup]:
+    """Returns this rank's share of a whole surplus, for any number of ranks."""
+    first, last = (len(surplus) * rank // mesh.dp_size for rank in (mesh.dp_rank, mesh.dp_rank + 1))
+    return list(surplus[first:last])

@@ -9,10 +9,10 @@ from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor
 from megagrpo.checkpoint import save as checkpoint
 from megagrpo.checkpoint.folder import OTHER_DATA, latest, restore_replaced
+from megagrpo.checkpoint.groups import deal_surplus
 from megagrpo.checkpoint.save import RunIdentity
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import Mesh
-from megagrpo.rollout.selection import deal_surplus
 from megagrpo.system import environment
 from megagrpo.types import TrainState
 from megagrpo.weights.hf_folder import HfFolder

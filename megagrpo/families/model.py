@@ -1,13 +1,23 @@
-"""A Hugging Face model folder, whose config.json is read once and handed down."""
+"""A Hugging Face model folder: its config.json is read once and handed down, and written for
+weights that are exported."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megagrpo.families.architecture import Architecture, HfConfig
-from megagrpo.families.table import architecture_of, read_description
+from megagrpo.families.quantization import fp8_config
+from megagrpo.families.table import architecture_of, exported_config, read_description
+
+if TYPE_CHECKING:  # seconds to import
+    import torch
+
+_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth"}
 
 
 @dataclass(frozen=True)
@@ -45,3 +55,39 @@ class Model:
     def sees_images(self) -> bool:
         """Tells whether it is a vision-language model."""
         return "vision_config" in self.description
+
+
+def write_description(
+    like: str | Path,
+    target: str | Path,
+    dtype: torch.dtype | None = None,
+    fp8: bool = False,
+    draft: bool = False,
+) -> None:
+    """Copies all but the weights of an HF folder (tokenizer, settings) into another; config.json
+    without quantisation.
+
+    dtype: of the weights, for config.json. fp8: which then says FP8 in blocks. draft: whether the
+    weights have one. Raises ValueError if `like` has no config.json.
+    """
+    like = Path(like)
+    folder = Path(target)
+    if not (like / "config.json").exists():
+        raise ValueError(
+            f"{like / 'config.json'}: missing; it describes the checkpoint to be written"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in like.iterdir():
+        if (
+            file.is_file()
+            and file.suffix not in _WEIGHT_SUFFIXES
+            and not file.name.endswith(".index.json")
+        ):
+            shutil.copyfile(file, folder / file.name)
+    config = exported_config(read_description(like / "config.json"), draft)
+    if dtype is not None:
+        for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
+            config[key] = str(dtype).removeprefix("torch.")
+    if fp8:
+        config = fp8_config(config)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

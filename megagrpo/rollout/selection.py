@@ -177,19 +177,6 @@ class GroupChoice:
         return Selection(*([all_ids[i] for i in part] for part in parts))
 
 
-def gather_surplus(surplus: Sequence[RolloutGroup], mesh: Mesh) -> list[RolloutGroup]:
-    """Collective over data-parallel ranks. Returns all ranks' surplus by id, on the main rank, for
-    a checkpoint."""
-    everyone = [group for part in mesh.gather_dp_to_main(list(surplus)) for group in part]
-    return sorted(everyone, key=lambda group: group.group_id)
-
-
-def deal_surplus(surplus: Sequence[RolloutGroup], mesh: Mesh) -> list[RolloutGroup]:
-    """Returns this rank's share of a whole surplus, for any number of ranks."""
-    first, last = (len(surplus) * rank // mesh.dp_size for rank in (mesh.dp_rank, mesh.dp_rank + 1))
-    return list(surplus[first:last])
-
-
 def _too_few_groups(
     groups: Sequence[RolloutGroup], selection: Selection, config: ExperimentConfig, mesh: Mesh
 ) -> str:

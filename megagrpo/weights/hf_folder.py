@@ -19,15 +19,15 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from megagrpo.families.quantization import SCALES, fp8_block, fp8_config
-from megagrpo.families.table import exported_config, has_draft, read_description
+from megagrpo.families.model import write_description
+from megagrpo.families.quantization import SCALES, fp8_block
+from megagrpo.families.table import has_draft, read_description
 from megagrpo.system.errors import translated
 from megagrpo.system.run_folder import whole_folder
 from megagrpo.weights.copies.views import Box
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth"}
 _TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -292,39 +292,3 @@ def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]]) -> tuple[i
         json.dumps({"metadata": {"total_size": size}, "weight_map": file_of}, indent=1)
     )
     return size, list(file_of)
-
-
-def write_description(
-    like: str | Path,
-    target: str | Path,
-    dtype: torch.dtype | None = None,
-    fp8: bool = False,
-    draft: bool = False,
-) -> None:
-    """Copies all but the weights of an HF folder (tokenizer, settings) into another; config.json
-    without quantisation.
-
-    dtype: of the weights, for config.json. fp8: which then says FP8 in blocks. draft: whether the
-    weights have one. Raises ValueError if `like` has no config.json.
-    """
-    like = Path(like)
-    folder = Path(target)
-    if not (like / "config.json").exists():
-        raise ValueError(
-            f"{like / 'config.json'}: missing; it describes the checkpoint to be written"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in like.iterdir():
-        if (
-            file.is_file()
-            and file.suffix not in _WEIGHT_SUFFIXES
-            and not file.name.endswith(".index.json")
-        ):
-            shutil.copyfile(file, folder / file.name)
-    config = exported_config(read_description(like / "config.json"), draft)
-    if dtype is not None:
-        for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
-            config[key] = str(dtype).removeprefix("torch.")
-    if fp8:
-        config = fp8_config(config)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

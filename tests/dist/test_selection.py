@@ -10,12 +10,13 @@ import torch
 
 from megagrpo.checkpoint import save as checkpoint
 from megagrpo.checkpoint.folder import latest
+from megagrpo.checkpoint.groups import deal_surplus, gather_surplus
 from megagrpo.checkpoint.save import RunIdentity
 from megagrpo.config.schema import CheckpointConfig, ExperimentConfig
 from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import Mesh, make_mesh
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.rollout.selection import GroupChoice, deal_surplus, gather_surplus
+from megagrpo.rollout.selection import GroupChoice
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TrainState
 from tests import experiments
 from tests.dist.workers.launch import run_meshes

@@ -8,10 +8,10 @@ fills.
 from pathlib import Path
 
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
+from megagrpo.families.model import write_description
 from megagrpo.families.quantization import fp8_block, load_format_problems
 from megagrpo.families.table import read_description
 from megagrpo.system.run_folder import RunFolder
-from megagrpo.weights.hf_folder import write_description
 
 
 def as_engines_see_it(config: ExperimentConfig, folder: RunFolder) -> ExperimentConfig:

@@ -11,7 +11,7 @@ from megagrpo.batching.updates import one_pass
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.monitor.alarms import MismatchAlarm
 from megagrpo.monitor.dump import read_dump
-from megagrpo.recording import RunRecord
+from megagrpo.monitor.run_record import RunRecord
 from megagrpo.run import Run
 from megagrpo.tasks.replay import compare
 from megagrpo.types import Batch, TrainState

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Self
 
 from torch import Tensor
 
-from megagrpo.actor.step import holds_token_values
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import Mesh
 from megagrpo.monitor.alarms import HealthWatch
@@ -57,8 +56,11 @@ class RunRecord:
     ) -> None:
         self._stack.__exit__(kind, error, trace)
 
-    def open(self, tokenizer: "PreTrainedTokenizerBase", decode: Decode) -> None:
-        """Opens this rank's logs. decode: as graded texts are decoded."""
+    def open(
+        self, tokenizer: "PreTrainedTokenizerBase", decode: Decode, has_token_values: bool
+    ) -> None:
+        """Opens this rank's logs. decode: as graded texts are decoded. has_token_values: whether
+        updates leave the values of the replica's tokens on this rank."""
         config = self._config
         mesh = self._mesh
         start = self._start_step
@@ -67,7 +69,7 @@ class RunRecord:
         def pieces(token_ids: Sequence[int]) -> list[str]:
             return [str(tokenizer.decode([token])) for token in token_ids]
 
-        if holds_token_values():
+        if has_token_values:
             trained = TrainedLog(*replica, config.log.tokens, pieces, start)
             self._trained = self._stack.enter_context(closing(trained))
         if mesh.is_leader:
