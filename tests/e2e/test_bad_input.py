@@ -171,7 +171,7 @@ def test_a_checkpoint_of_other_rows_is_not_resumed(long_run):
     folder = long_run[0].parent / "other_rows"
     checkpoint = "checkpoints/step_000010"
     shutil.copytree(long_run[0] / checkpoint, folder / checkpoint)
-    done, reports = trainers_alone(write_experiment(folder, **LONG_RUN), "data.limit=40")
+    done, reports = trainers_alone(write_experiment(folder, **LONG_RUN, data={"limit": 40}))
     assert done.status != 0 and len(set(reports)) == 1, "every rank knows why"
     assert f"checkpoint {folder / checkpoint} counts its prompts in other data" in reports[0]
     assert "40 now" in reports[0] and "checkpoint.resume: other_data" in reports[0]
