@@ -27,7 +27,7 @@ from tests.unit.package_source import (
 
 # Code tokens, without comments and docstrings: dense lines buy nothing. Tests are tables, so their files may be longer.
 MAX_FILE_TOKENS, MAX_TEST_FILE_TOKENS, MAX_FUNCTION_TOKENS, MAX_TRAIN_LINES = 3200, 4500, 450, 40
-MAX_FLAT_MODULES, MAX_FOLDER_FILES, MAX_ARGUMENTS, MAX_ARROWS = 8, 12, 7, 128
+MAX_FLAT_MODULES, MAX_FOLDER_FILES, MAX_ARGUMENTS, MAX_ARROWS = 8, 12, 7, 129
 # Ceilings of what must become less: lower them whenever the code allows it, never raise them.
 MAX_CORE_TOKENS, MAX_PACKAGE_TOKENS = 213_500, 269_400
 MAX_SETTINGS = 215
