@@ -269,7 +269,7 @@ def owner_of(config: ExperimentConfig, service: FakeService) -> Iterator[Samplin
         close=lambda: None,
     )  # fmt: skip
     nothing = lambda *_: None  # noqa: E731
-    with Sampling(config, MESH, inputs, service.control, nothing, nothing, nothing) as owner:
+    with Sampling(config, MESH, inputs, service.control, nothing, nothing) as owner:
         yield owner
 
 

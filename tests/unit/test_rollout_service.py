@@ -94,7 +94,7 @@ def test_ray_is_tried_again_and_failed_attempts_leave_nothing(tmp_path, monkeypa
     fake = FakeRay(monkeypatch, failures=2)
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     with ray_cluster.in_ray_cluster(experiment(tmp_path).rollout, None):
-        folder = Path(fake.attempts[-1]["_temp_dir"])
+        folder = Path(fake.attempts[-1]["_temp_dir"]).parent
         assert folder.is_dir() and len(fake.attempts) == 3
         assert all(process.wait(10) != 0 for process in fake.left), (
             "a failed attempt left a process"
