@@ -27,7 +27,7 @@ def experiment(job: dict) -> ExperimentConfig:
             "model": {"path": job["model"]},
             "data": {"path": "none.jsonl"},
             "rollout": {
-                "max_total_tokens": 1000,
+                "sglang": {"max_total_tokens": 1000},
                 "max_running_requests": 8,
                 "health_timeout_s": limit_s,
             }

@@ -56,8 +56,11 @@ def test_keys_and_values_come_back_from_the_host_and_leave_with_the_weights(
         output_dir=str(tmp_path),
         model={"path": str(models[0])},
         rollout={
-            "max_total_tokens": CACHE,
-            "sglang": {"enable_hierarchical_cache": True, "hicache_ratio": RATIO},
+            "sglang": {
+                "enable_hierarchical_cache": True,
+                "hicache_ratio": RATIO,
+                "max_total_tokens": CACHE,
+            },
         },
         weights={"transport": "reshard", "bucket_mb": 0.1, "timeout_s": 120.0},
     )
