@@ -16,7 +16,7 @@ DEVICE = torch.device("cpu")
 # A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into
 # a full step.
 OPTIMIZER = {"lr": 1e-3, "clip_grad": 0.5, "weight_decay": 0.01}
-OPTIMIZER |= {"megatron": {"adam_eps": 1e-4}}
+EPSILON = {"adam_eps": 1e-4}
 SMALL = {"logprob_chunk_tokens": 32, "deadline_s": 120.0}
 
 
@@ -43,7 +43,8 @@ def settings(job: dict) -> tuple[ActorConfig, OptimizerConfig]:
         name: job[name] for name in ActorConfig.model_fields.keys() - {"optimizer"} if name in job
     }
     own = {"world_size": int(os.environ["WORLD_SIZE"]), "micro_batch_tokens": job.get("budget", 64)}
-    distributed, megatron = job.get("distributed", False), job.get("optimizer", {})
+    distributed = job.get("distributed", False)
+    megatron = EPSILON | job.get("optimizer", {})
     optimizer = OptimizerConfig(**OPTIMIZER, distributed=distributed, megatron=megatron)
     return ActorConfig.model_validate(SMALL | own | fields), optimizer
 
