@@ -15,6 +15,7 @@ from sampling import experiment, source_of
 
 from megagrpo.cli import main
 from megagrpo.mesh import LeaderError
+from megagrpo.rollout import source as source_module
 from megagrpo.rollout.admission import AdmissionQueue, BatchDeadline, ResponseLengths
 from megagrpo.rollout.control import ServiceControl, ServiceFailed, ServiceUnreachable, find_service
 from megagrpo.rollout.engine_choice import Engines
@@ -219,7 +220,8 @@ def test_service_that_gave_up_ends_the_wait():
             ServiceControl(service.url, "key").engines()
 
 
-def test_unreachable_service_is_a_clear_error(tmp_path):
+def test_unreachable_service_is_a_clear_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(source_module, "_UNREACHABLE_S", 0.5)
     with pytest.raises(
         ServiceUnreachable,
         match=r"no rollout service answers at http://127.0.0.1:9.*megagrpo serve",
