@@ -61,7 +61,7 @@ def slot(tmp_path: Path):
     yield make
     for each in made:
         each.close()
-    assert live_children() <= before, "no process is left"
+    until(lambda: live_children() <= before, said=live_children)  # no process is left
 
 
 def test_a_call_has_its_answer_or_the_reason_why_there_is_none(slot):
