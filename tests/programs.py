@@ -111,6 +111,7 @@ async def bad(base_url: str, key: str, row: dict):
         case "hang":
             await asyncio.sleep(3600)
         case "block":
+            await asyncio.sleep(2)  # else others that wait in the process would reach their limit
             time.sleep(3600)
         case "nothing":
             return None

@@ -219,7 +219,7 @@ def test_a_program_that_fails_gives_no_reward_and_takes_no_other_with_it(monkeyp
     """All in one process, which two of them end: those that are lost begin again, each in a process
     of its own."""
     monkeypatch.setattr("megagrpo.system.worker_process.GRACE_S", 0.5)
-    groups, requests = run_all(list(FAILURES), program="bad", timeout_s=14.0)
+    groups, requests = run_all(list(FAILURES), program="bad", timeout_s=8.0)
     for group, (status, named) in zip(groups, FAILURES.values(), strict=True):
         outcome = group.outcomes[0]
         assert (outcome.status, outcome.value) == (
