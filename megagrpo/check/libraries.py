@@ -36,9 +36,7 @@ def library_problems(config: ExperimentConfig) -> list[tuple[KeyPath, str]]:
     """
     given = given_settings(config.actor, config.rollout)
     of_engines = given.pop(SERVER)
-    environment = child_environment(
-        engine_environment(config, _ON_CPU), engine_python_path(_ON_CPU)
-    )
+    environment = _as_engine(config) if of_engines else None
     return [
         *_judged("megatron", {path: value for path, value in given.items() if value}, None),
         *_judged("sglang", {SERVER: of_engines} if of_engines else {}, environment),
@@ -61,18 +59,21 @@ def _judged(
     return [(tuple(path), problem) for path, problem in json.loads(said.splitlines()[-1])]
 
 
-def dry_run(config: ExperimentConfig, module: str, job: object) -> str:
+def dry_run(config: ExperimentConfig, module: str, job: object, problem: str) -> str:
     """Returns the output of a dry run of the rollout service, in a process as an engine's that sees
     no GPU. job: JSON.
 
-    Raises ValueError with the end of SGLang's output if it fails.
+    Raises ValueError if it fails: `problem` and the end of SGLang's output.
     """
+    return _answer(f"megagrpo.rollout.service.{module}", job, _as_engine(config), problem)
+
+
+def _as_engine(config: ExperimentConfig) -> dict[str, str]:
+    """Returns the environment of an engine's process that sees no GPU."""
     no_gpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    environment = child_environment(
+    return child_environment(
         engine_environment(config, _ON_CPU) | no_gpu, python_path=engine_python_path(_ON_CPU)
     )
-    problem = "SGLang does not resolve these arguments"
-    return _answer(f"megagrpo.rollout.service.{module}", job, environment, problem)
 
 
 def _answer(module: str, job: object, environment: dict[str, str] | None, problem: str) -> str:
@@ -117,7 +118,8 @@ def resolve_all(
         }
         resolved = Path(name) / "resolved.json"
         job = {"servers": servers, "device": device, "output": str(resolved)}
-        dry_run(configs[0], "arguments_dry_run", job)
+        problem = "SGLang does not resolve these arguments"
+        dry_run(configs[0], "arguments_dry_run", job, problem)
         return json.loads(resolved.read_text())
 
 

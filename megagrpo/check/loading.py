@@ -243,7 +243,7 @@ def _try_tool_turn(
 
 def _parsed_by_sglang(config: ExperimentConfig, job: dict[str, object]) -> list[object]:
     """Returns [name, arguments] of the calls that SGLang's parser finds. Raises ValueError."""
-    with translated("sampling.agent.tool_parser", ValueError):
-        said = dry_run(config, "parsers_dry_run", [job])
+    problem = "sampling.agent.tool_parser: SGLang does not parse a tool call"
+    said = dry_run(config, "parsers_dry_run", [job], problem)
     (calls,) = json.loads(said.splitlines()[-1])
     return calls

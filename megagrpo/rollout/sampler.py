@@ -28,6 +28,7 @@ from megagrpo.rollout.generation import (
 )
 from megagrpo.rollout.jobs import NumberedPrompt, SamplingJob
 from megagrpo.rollout.response import CacheKey, CacheUse, Response, SampleTurn
+from megagrpo.system.background import end_tasks
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
 T = TypeVar("T")
@@ -314,9 +315,7 @@ async def all_of(
         on_cancel()
         raise
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks)
 
 
 def numbered(of_rollouts: Sequence[Sequence[Sample]]) -> tuple[Sample, ...]:

@@ -3,7 +3,7 @@
 import asyncio
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import TypeVar
@@ -57,9 +57,14 @@ class BackgroundLoop:
 
 
 async def _cancel_others(last: tuple[Callable[[], Awaitable[None]], ...]) -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    await end_tasks(asyncio.all_tasks() - {asyncio.current_task()})
     for close in last:
         await close()
+
+
+async def end_tasks(tasks: Iterable[asyncio.Future]) -> None:
+    """Cancels tasks and waits until they have ended, however they do."""
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)

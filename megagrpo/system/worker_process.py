@@ -21,6 +21,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, TypeVar
 
+from megagrpo.system.background import end_tasks
 from megagrpo.system.environment import child_environment
 from megagrpo.system.processes import dies_with_parent
 
@@ -310,10 +311,7 @@ async def answer_calls_concurrently(
             running[number].add_done_callback(partial(report, number))
         elif number in running and cancels:
             running[number].cancel()
-    left = list(running.values())
-    for task in left:
-        task.cancel()
-    await asyncio.gather(*left, return_exceptions=True)
+    await end_tasks(running.values())
 
 
 def attempted(attempt: Callable[[], T]) -> tuple[T | None, BaseException | None]:

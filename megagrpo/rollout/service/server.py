@@ -43,6 +43,7 @@ from megagrpo.rollout.service.ray_cluster import RayNotStarted, in_ray_cluster
 from megagrpo.rollout.service.sleep import CACHE
 from megagrpo.rollout.service.supervisor import StaleReport, SupervisedEngine
 from megagrpo.system import environment
+from megagrpo.system.background import end_tasks
 from megagrpo.system.run_folder import RunFolder, write_whole
 
 _FAILED_LINGER_S = 60.0  # a failed service stays that long, so that waiting trainers can read why
@@ -136,10 +137,7 @@ class _Service:
         return 1 if self._failed else 0
 
     async def _end(self, runner: web.AppRunner) -> None:
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(self._tasks.values())
         await asyncio.gather(*(engine.stop() for engine in self._engines.values()))
         await runner.cleanup()
 

@@ -78,6 +78,16 @@ def truncated_sampling(d: Translation, section: str, top_p: str, top_k: str) -> 
         d.put("sampling.allow_truncated_distribution", True, top_p, top_k)
 
 
+def rows(d: Translation, files: str, answer: str, template_args: str) -> None:
+    """Puts the files of `data`, whose prompts are chat messages. answer: column of the answers.
+    template_args: prefix of the chat template's arguments."""
+    d.copy("data.path", files)
+    d.put("data.answer_key", answer, files)
+    d.put("data.chat_template", True, files)
+    for name, value in d.below(template_args).items():
+        d.put(f"data.chat_template_args.{name}", value, template_args + name)
+
+
 def evaluated_as_trained(
     d: Translation, path: str, every: int, num_samples: str, *every_keys: str
 ) -> bool:

@@ -136,13 +136,7 @@ def _batch(d: Translation) -> None:
 
 
 def _data(d: Translation) -> None:
-    files = "train_dataset"
-    d.copy("data.path", files)
-    d.put("data.answer_key", "solution", files)
-    d.put("data.chat_template", True, files)
-    prefix = "chat_template_kwargs."
-    for name, value in d.below(prefix).items():
-        d.put(f"data.chat_template_args.{name}", value, prefix + name)
+    rules.rows(d, "train_dataset", "solution", "chat_template_kwargs.")
     every = _every(d, "eval_steps")
     samples = ("num_generations_eval", "num_generations")
     if rules.evaluated_as_trained(d, "eval_dataset", every, samples[0], "eval_steps"):

@@ -180,12 +180,7 @@ def _mismatch(d: Translation) -> None:
 
 def _data(d: Translation) -> None:
     files = "data.train_files"
-    d.copy("data.path", files)
-    d.put("data.answer_key", "reward_model.ground_truth", files)
-    d.put("data.chat_template", True, files)
-    prefix = "data.apply_chat_template_kwargs."
-    for name, value in d.below(prefix).items():
-        d.put(f"data.chat_template_args.{name}", value, prefix + name)
+    rules.rows(d, files, "reward_model.ground_truth", "data.apply_chat_template_kwargs.")
     if d.number("data.train_max_samples", default=-1) > 0:
         d.copy("data.limit", "data.train_max_samples")
     cut = d.get("data.truncation")

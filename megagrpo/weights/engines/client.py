@@ -20,7 +20,6 @@ from megagrpo.weights.wire.shared_buffer import Place
 
 _CONNECT_S = 10.0
 _ANSWER_S = 30.0  # an answer is in the mailbox before the HTTP call returns
-# engine id, name of the call, start and end in seconds since the epoch; in any thread
 
 
 class EngineDown(RuntimeError):

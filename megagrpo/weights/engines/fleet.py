@@ -102,10 +102,13 @@ class EngineFleet:
             # drained, or started again
             if id not in infos or connection.incarnation != infos[id].incarnation:
                 self._end(self._connections.pop(id))
-        self._round = [id for id in ids if id in infos and infos[id].alive]
-        for id in ids:
-            if id in infos and not infos[id].alive:
-                self._lost[id] = EngineDown(f"{id} died before its update began")
+        listed = [infos[id] for id in ids if id in infos]
+        self._round = [info.id for info in listed if info.alive]
+        self._lost |= {
+            info.id: EngineDown(f"{info.id} died before its update began")
+            for info in listed
+            if not info.alive
+        }
         for id in self._round:
             if id not in self._connections:
                 self._connections[id] = self._connect(infos[id])
