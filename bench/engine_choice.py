@@ -20,6 +20,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -79,9 +80,8 @@ async def play(number: int, port: int) -> None:
         for each in range(number):
             url = played_url(each, port)
             load = {"running": in_flight[url.removeprefix("http://")], "waiting": 0}
-            engines.append(
-                EngineInfo(f"engine-{each}", url, "ready", 0, 1, 0, 1, "", {}, load, True)
-            )
+            info = EngineInfo(f"engine-{each}", url, "ready", 0, 1, 0, 1, "", load_now=load)
+            engines.append(replace(info, serves=True))
         body = orjson.dumps({"failed": None, "engines": engines})
         return web.Response(body=body, content_type="application/json")
 
