@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds Transformer Engine's extension for torch and installs it into VENV, against the CUDA wheels that torch itself
-# brought there: C++ only, no GPU needed, nvcc only for its version. launch/install.sh calls it on a GPU machine; by hand
+# brought there, and imports it: C++ only, no GPU and no driver needed, nvcc only for its version. launch/install.sh calls it on a GPU machine; by hand
 # it builds on any machine whose VENV has torch for CUDA. usage: launch/build_te.sh VENV [VERSION] [WHEEL FOLDER]
 # MAX_JOBS: compilers at a time, by default one for every core. Exit status 1: says which header or tool is missing.
 set -euo pipefail
@@ -18,7 +18,7 @@ command -v g++ >/dev/null || { say "no C++ compiler: install g++" >&2; exit 1; }
 
 "$python" -m pip install --no-compile 'setuptools>=77' wheel ninja pybind11 packaging \
     "nvidia-cuda-nvcc==$cuda.*" "nvidia-cuda-crt==$cuda.*" "nvidia-nvvm==$cuda.*" "nvidia-cuda-cccl==$cuda.*"
-"$python" -m pip install --no-compile --no-deps "transformer_engine_cu13==$version" "transformer_engine==$version"
+"$python" -m pip install --no-compile "transformer_engine_cu13==$version" "transformer_engine==$version"
 
 # 2.11 takes headers from CUDA_HOME only, which has no cuDNN and NCCL, and has no variable for wheels (2.13 has one).
 nvidia="$("$python" -c 'import nvidia; print(list(nvidia.__path__)[0])')"
@@ -39,6 +39,8 @@ wheels="${folder:-$(mktemp -d)}"
 say "compiling transformer_engine_torch $version for torch $("$python" -c 'import torch; print(torch.__version__)')"
 "$python" -m pip wheel --no-deps --no-build-isolation --no-binary transformer_engine_torch \
     --wheel-dir "$wheels" "transformer_engine_torch==$version"
-"$python" -m pip install --no-compile --no-deps "$wheels"/transformer_engine_torch-"$version"-*.whl
+# with its requirements: it imports onnx and onnxscript, which nothing else brings
+"$python" -m pip install --no-compile "$wheels"/transformer_engine_torch-"$version"-*.whl
+"$python" -c 'import transformer_engine.pytorch' || { say "it is built, but its import fails (above: why)" >&2; exit 1; }
 say "built in $((SECONDS - started)) s: $(du -h "$wheels"/transformer_engine_torch-"$version"-*.whl | tr '\t' ' ')"
 [ -n "$folder" ] || rm -r "$wheels"

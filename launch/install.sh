@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs megagrpo and all that it needs into .venv (or the folder named by MEGAGRPO_VENV).
-# Needs python3 >= 3.11 with pip, and on a GPU machine a compiler. Safe to interrupt and to run again: a run that finds
+# Needs Python 3.11 to 3.13 with pip, and on a GPU machine a compiler. Safe to interrupt and to run again: a run that finds
 # pyproject.toml and this file unchanged since the last complete installation does nothing, unless told --repair.
 # usage: [MEGAGRPO_KIND=gpu|cpu] launch/install.sh [--repair] [--with smollm2] [--without te]     the kind is otherwise
 # that of this machine, or what is there; smollm2: the pretrained model of configs/smollm2.yaml too, 98 MB; te:
@@ -19,12 +19,12 @@ say() { printf '[install] %s\n' "$*"; }
 find_python() {
     local candidate
     for candidate in python3 python3.13 python3.12 python3.11; do
-        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+        if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
             command -v "$candidate"
             return
         fi
     done
-    say "no Python >= 3.11 found as python3, python3.13, python3.12 or python3.11" >&2
+    say "no Python 3.11 to 3.13 found as python3, python3.13, python3.12 or python3.11" >&2
     return 1
 }
 
@@ -59,7 +59,11 @@ install_cpu() {
 
 install_gpu() {
     say "1/2 megagrpo, torch, Megatron-Core, Ray and SGLang with its CUDA packages"
-    "$venv/bin/python" -m pip install --no-compile --editable '.[gpu,test,lint]'
+    "$venv/bin/python" -m pip install --no-compile --editable '.[gpu,test,lint]' || {
+        say "pip could not (above: why). If it stops at cuda-tile, which only fetches NVIDIA's own wheel when it is built:" >&2
+        say "PIP_EXTRA_INDEX_URL=https://pypi.nvidia.com, or a folder with that wheel as PIP_FIND_LINKS" >&2
+        exit 1
+    }
     if [ "$without" = te ]; then
         say "2/2 without Transformer Engine: layers are Megatron's own, one expert after the other"
         return

@@ -34,6 +34,11 @@ _GIB = 2**30
 _DRIVERS = {12: 525, 13: 580}  # CUDA -> the oldest driver that runs it, of NVIDIA's release notes
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _NVCC = "/usr/local/cuda/bin/nvcc"  # where a toolkit is by default
+_COMPILED = {  # distribution -> its module, compiled against one torch and CUDA
+    "transformer-engine": "transformer_engine.pytorch",
+    "sglang-kernel": "sgl_kernel",
+    "flashinfer-python": "flashinfer",
+}
 _LIMIT_S = 300.0  # for pip, or for importing torch, from a slow file system
 _ASK_TORCH = """
 import json, torch
@@ -68,11 +73,18 @@ def run_doctor() -> int:
     gpu = Path("/dev/nvidiactl").exists()
     answer = ask_torch()
     findings = [
-        _judge("python", ">=3.11", platform.python_version(), sys.version_info >= (3, 11), "3.11"),
+        _judge(
+            "python",
+            "3.11 to 3.13",
+            platform.python_version(),
+            (3, 11) <= sys.version_info[:2] <= (3, 13),
+            "3.12",
+        ),
         *package_findings(gpu),
         *judge_pip(_run([sys.executable, "-m", "pip", "check"]), gpu),
         _torch_build(answer, gpu),
         *(gpu_findings(answer) if gpu else []),
+        *import_findings(),
         *machine_findings(gpu),
     ]
     title = f"megagrpo doctor: {'GPU' if gpu else 'CPU'} machine, {platform.machine()}"
@@ -257,6 +269,24 @@ def _transformer_engine() -> Finding:
         return Finding(name, row.wanted, row.found, "error", remedy)
     remedy = f"its part for torch was not built (found {torch_part}): {_INSTALL}"
     return _judge(name, row.wanted, row.found, torch_part == row.found, remedy)
+
+
+def import_findings() -> list[Finding]:
+    """Returns whether those packages that are compiled for GPUs and installed here can be imported,
+    each in a process of its own."""
+    rows = []
+    for name, module in _COMPILED.items():
+        if _version(name) is not None:
+            why = import_problem(module)
+            remedy = f"a run would go without it, or end: {_INSTALL}"
+            rows.append(_judge(f"import {module}", "works", why or "works", not why, remedy))
+    return rows
+
+
+def import_problem(module: str) -> str:
+    """Returns the last line of what importing a module says, or "" if it can be imported."""
+    told = _run([sys.executable, "-c", f"import {module}; print('imported')"]).strip()
+    return "" if told.endswith("imported") else told.rpartition("\n")[2] or "it ended without a word"
 
 
 # ---- the machine -------------------------------------------------------------------------------

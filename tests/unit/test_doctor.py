@@ -244,3 +244,36 @@ def test_exit_status_and_imports():
     assert ("ready" in done.stdout) == (done.returncode == 0) and ("BAD" in done.stdout) == (
         done.returncode == 1
     )
+
+
+@pytest.mark.parametrize(
+    "package, module, source, found",
+    [
+        (
+            "transformer-engine",
+            "transformer_engine.pytorch",
+            "import onnxscript_that_nobody_brought",
+            "ModuleNotFoundError: No module named 'onnxscript_that_nobody_brought'",
+        ),
+        (
+            "sglang-kernel",
+            "sgl_kernel",
+            "raise ImportError('libcudart.so.12: cannot open shared object file')",
+            "ImportError: libcudart.so.12: cannot open shared object file",
+        ),
+        ("flashinfer-python", "flashinfer", "import os; os._exit(3)", "it ended without a word"),
+        ("flashinfer-python", "flashinfer", "", "works"),
+    ],
+)
+def test_what_is_compiled_for_gpus_is_imported_in_another_process(
+    environment, tmp_path, monkeypatch, package, module, source, found
+):
+    environment(package, "1.0")
+    folder = tmp_path.joinpath("modules", *module.split("."))
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(source + "\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
+    (finding,) = doctor.import_findings()
+    assert (finding.what, finding.found) == (f"import {module}", found)
+    assert finding.status == ("ok" if found == "works" else "error")
+    assert found == "works" or "install.sh --repair" in finding.remedy

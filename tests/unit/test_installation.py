@@ -117,6 +117,7 @@ echo "$@" >>{folder}/words
 case "$*" in
     *torch.version.cuda*) echo {cuda} ;;
     *nvidia.__path__*) echo {folder}/nvidia ;;
+    *transformer_engine.pytorch*) {imports} ;;
     *"pip wheel"*) echo "$CUDA_HOME $CPATH" >{folder}/variables; {wheel} ;;
 esac
 """
@@ -132,6 +133,7 @@ esac
         ({"lacks": "cudnn.h"}, "cudnn.h is in none of"),
         ({"lacks": "nvcc"}, "bin/nvcc is missing: package nvidia-cuda-nvcc"),
         ({"wheel": "exit 1"}, ""),  # the compiler says why
+        ({"imports": "exit 1"}, "its import fails"),
     ],
 )
 def test_transformer_engine_may_fail_or_be_left_out(planted, says, tmp_path):
@@ -149,7 +151,7 @@ def test_transformer_engine_may_fail_or_be_left_out(planted, says, tmp_path):
     wheel = "touch {}/transformer_engine_torch-2.11.0-cp311.whl".format(
         "$(echo $* | sed 's/.*--wheel-dir //; s/ .*//')"
     )
-    values = {"cuda": "13.0", "wheel": wheel, "folder": tmp_path} | planted
+    values = {"cuda": "13.0", "wheel": wheel, "folder": tmp_path, "imports": "exit 0"} | planted
     python.write_text(PYTHON.format_map(values))
     script = (ROOT / "launch" / "install.sh").read_text()
     functions = script[script.index("say() {") : script.index("repair=no")]
@@ -167,11 +169,37 @@ def test_transformer_engine_may_fail_or_be_left_out(planted, says, tmp_path):
         and "--no-build-isolation" not in words.splitlines()[0]
     )
     assert ("could not be built" in done.stderr) == bool(planted.keys() - {"without"})
-    assert says in done.stderr and ("--no-build-isolation" in words) == (not says and not without)
+    compiled = not without and (not says or "imports" in planted)
+    assert says in done.stderr and ("--no-build-isolation" in words) == compiled
     if not planted:  # headers of torch's own packages, of a toolkit nothing
         assert (tmp_path / "variables").read_text().split(":")[
             0
         ] == f"{cuda} {tmp_path}/nvidia/cudnn/include\n"
+
+
+@pytest.mark.parametrize(
+    "versions, chosen",
+    [
+        ({"python3": "3.14", "python3.12": "3.12"}, "python3.12"),
+        ({"python3": "3.10", "python3.11": "3.11"}, "python3.11"),
+        ({"python3": "3.14"}, None),
+    ],
+)
+def test_a_python_that_the_libraries_know(versions, chosen, tmp_path):
+    for name, version in versions.items():
+        path = tmp_path / name
+        numbers = ", ".join(version.split("."))
+        path.write_text(
+            f"#!{sys.executable}\nimport sys\nsys.version_info = ({numbers}, 0)\nexec(sys.argv[2])\n"
+        )
+        path.chmod(0o755)
+    script = (ROOT / "launch" / "install.sh").read_text()
+    functions = script[script.index("say() {") : script.index("make_venv() {")]
+    command = ["/bin/bash", "-c", f"PATH={tmp_path}\n{functions}\nfind_python"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    found = done.stdout.strip() or None
+    assert found == (chosen and str(tmp_path / chosen))
+    assert chosen or "no Python 3.11 to 3.13" in done.stderr
 
 
 EXPERIMENT = """\

@@ -3,6 +3,7 @@ packages."""
 
 import importlib.util
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar, get_type_hints
@@ -41,8 +42,8 @@ def checked_kernels(arch: Architecture, config: ActorConfig) -> Kernels:
         raise ValueError(
             "actor.transformer_engine is true, but the package transformer_engine is not installed "
             "here "
-            "(it needs CUDA): pip install 'megagrpo[gpu]', or set actor.transformer_engine: false "
-            "for torch's layers"
+            f"(it needs CUDA): bash launch/build_te.sh {sys.prefix}, or set "
+            "actor.transformer_engine: false for torch's layers"
         )
     kernels = kernels_here(config)
     if kernels.cuda and (problem := context_problem(config, kernels.transformer_engine)):
