@@ -9,6 +9,7 @@ closed forms, nothing runs. Writes bench/results/plan_engines.{json,md}.
 
 from common import ROOT, provenance, write_results
 
+from megagrpo.check.engine_layout import engine_layout_problems
 from megagrpo.check.fitting import with_model
 from megagrpo.config.load import load_config
 from megagrpo.tools.plan.roofline import plan_step, target_of
@@ -30,6 +31,7 @@ def variants(name: str) -> dict[str, list[str]]:
         f"rollout.nodes_per_engine={max(rollout.nodes_per_engine // 2, 1)}",
     ]
     attention = ["rollout.sglang={enable_dp_attention: true, dp_size: 8}"]
+    whole = ["rollout.sglang={enable_dp_attention: true, dp_size: 8, moe_dense_tp_size: 1}"]
     return {
         "as shipped": [],
         "attention dp 8": attention,
@@ -37,43 +39,31 @@ def variants(name: str) -> dict[str, list[str]]:
         "FP8, attention dp 8": fp8 + attention,
         "FP8, twice as many of half the ranks": fp8 + smaller,
         "FP8, twice as many of half the ranks, attention dp 8": fp8 + smaller + attention,
+        "the same, dense layers whole": fp8 + smaller + whole,
     }
 
 
 def main() -> None:
-    rows = []
+    lines = []
     for name in NAMES:
         shipped = 0.0
         for label, overrides in variants(name).items():
             config = with_model(load_config(ROOT / "configs" / f"{name}.yaml", overrides))
+            rollout = config.rollout
+            engines = f"{rollout.num_engines} x tp {rollout.tp}, {label}"
+            arch = config.read_model().arch
+            if engine_layout_problems(rollout, arch):
+                lines.append([name, engines, "", "", "", "SGLang cannot cut it", ""])
+                continue
             plan = plan_step(config, target_of(config))
-            rollout, engine = config.rollout, plan.engine
+            engine = plan.engine
             shipped = shipped or plan.step
-            rows.append(
-                {
-                    "name": name,
-                    "engines": f"{rollout.num_engines} x tp {rollout.tp}, {label}",
-                    "weights_gb": engine.weights / 1e9,
-                    "concurrent": engine.concurrent,
-                    "rollout_s": plan.seconds["rollout"],
-                    "step_s": plan.step,
-                    "share": plan.step / shipped,
-                    "problems": plan.problems,
-                }
-            )
-    lines = [
-        (
-            row["name"],
-            row["engines"],
-            f"{row['weights_gb']:.1f}",
-            str(row["concurrent"]),
-            f"{row['rollout_s']:.0f}",
-            "does not fit" if row["problems"] else f"{row['step_s']:.0f}",
-            f"{row['share']:.2f}",
-        )
-        for row in rows
-    ]
-    write_results("plan_engines", {**provenance(), "rows": rows}, HEADER, lines)
+            seconds = f"{plan.step:.0f}"
+            line = [name, engines, f"{engine.resident / 1e9:.1f}", str(engine.concurrent)]
+            line += [f"{plan.seconds['rollout']:.0f}"]
+            line += ["does not fit" if plan.problems else seconds, f"{plan.step / shipped:.2f}"]
+            lines.append(line)
+    write_results("plan_engines", {**provenance(), "lines": lines}, HEADER, lines)
 
 
 if __name__ == "__main__":

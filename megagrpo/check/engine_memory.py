@@ -9,12 +9,12 @@ from statistics import NormalDist
 
 import numpy as np
 
+from megagrpo.check.engine_layout import Server, server_of
 from megagrpo.check.hardware import CONTEXT_BYTES, Hardware, hardware_of, usable_bytes
 from megagrpo.check.layer_costs import ITEM, ModelWork, model_work
 from megagrpo.check.libraries import resolve_all
 from megagrpo.check.problems import described_architecture, longest_samples, model_description
 from megagrpo.check.trainer_memory import RankMemory, TrainerSide
-from megagrpo.config.fields import LibrarySettings
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.architecture import Architecture
@@ -24,7 +24,6 @@ from megagrpo.rollout.admission import tokens_in_cache
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 from megagrpo.system.run_folder import RunFolder
 
-_CACHE_WIDTHS = {"bfloat16": 2, "bf16": 2, "fp8_e5m2": 1, "fp8_e4m3": 1}  # bytes of a value
 FP8_ITEM = 1 + 4 / 128**2  # bytes of an element in blocks of 128 x 128 with a float32 scale each
 _POINTS = 4096  # of a distribution that is given by numbers
 _MEDIAN = 0.3  # of the longest response, if nothing is known
@@ -110,19 +109,6 @@ def sorted_lengths(numbers: Sequence[float], where: str) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Server:
-    """The settings of an engine that its memory depends on."""
-
-    tp: int
-    attention_tp: int  # ranks that share the heads: tp / dp with data-parallel attention
-    memory_fraction: float  # of weights and cache together
-    running_requests: int  # of one engine
-    cache_width: int  # bytes of a value
-    max_tokens: int | None
-    fp8: bool = False  # rollout.quantization
-
-
-@dataclass(frozen=True)
 class EngineSide:
     """Bytes of the fullest rank of an engine, and the tokens and samples that they hold."""
 
@@ -135,8 +121,13 @@ class EngineSide:
 
     @property
     def weights(self) -> float:
-        """Returns the bytes of weights."""
+        """Returns the bytes of weights that a publish sends."""
         return self.parts["weights"]
+
+    @property
+    def resident(self) -> float:
+        """Returns the bytes of weights, and of those that the engine derives from them."""
+        return self.parts["weights"] + self.parts["absorbed weights"]
 
     @property
     def total(self) -> float:
@@ -144,36 +135,17 @@ class EngineSide:
         return sum(self.parts.values())
 
 
-def server_of(rollout: RolloutConfig, resolved: LibrarySettings | None = None) -> Server:
-    """Returns the settings of an experiment's engines. resolved: the arguments that SGLang resolved
-    on a GPU."""
-    found = resolved or {
-        "tp_size": rollout.tp,
-        "mem_fraction_static": rollout.mem_fraction,
-        "max_running_requests": rollout.max_running_requests,
-        **rollout.sglang,
-    }
-    tp = found["tp_size"]
-    replicas = found.get("dp_size", 1) if found.get("enable_dp_attention") else 1
-    width = 2 if rollout.dtype == "bfloat16" else 4
-    return Server(
-        tp=tp,
-        attention_tp=tp // replicas,
-        memory_fraction=found["mem_fraction_static"],
-        running_requests=found["max_running_requests"],
-        cache_width=_CACHE_WIDTHS.get(found.get("kv_cache_dtype", "auto"), width),
-        max_tokens=found.get("max_total_tokens"),
-        fp8=rollout.quantization == "fp8",
-    )
-
-
-def weight_elements(work: ModelWork, tp: int, attention_tp: int) -> float:
+def weight_elements(work: ModelWork, server: Server) -> float:
     """Counts the weights that one rank of an engine holds.
 
     Heads that are fewer than ranks are repeated; norms, router and the first halves of low-rank
-    projections are whole.
+    projections are whole. With data-parallel attention the input embedding is divided as attention
+    is (SGLang's layers/vocab_parallel_embedding.py); behind DeepEP shared experts are whole.
     """
-    arch, layers = work.arch, work.layers
+    arch = work.arch
+    layers = work.layers
+    tp = server.tp
+    attention_tp = server.attention_tp
     repeated = 0
     if arch.mla is None and arch.num_kv_heads < attention_tp:
         repeated = 2 * arch.hidden_size * arch.head_dim * (attention_tp - arch.num_kv_heads)
@@ -181,9 +153,36 @@ def weight_elements(work: ModelWork, tp: int, attention_tp: int) -> float:
     attention = work.attention * layers  # perhaps divided over fewer ranks than the rest
     apart = attention / attention_tp + max(cut - attention, 0.0) / tp
     divided = cut / tp if attention_tp == tp else apart
+    divided += work.shared * (1 / server.shared_tp - 1 / tp)
+    if arch.is_moe:  # the first layers' MLPs
+        mlp = 3 * arch.dense_layers * arch.hidden_size * arch.ffn_size
+        divided += mlp * (1 / server.dense_tp - 1 / tp)
     expert = work.expert / tp  # over ep ranks whole, and cut over the tp / ep others
-    vocabulary = work.vocabulary * (1 if arch.tied else 2) / tp
-    return divided + work.whole * layers + expert + vocabulary + repeated * layers / attention_tp
+    return (
+        divided
+        + work.whole * layers
+        + expert
+        + vocabulary_elements(work, server)
+        + repeated * layers / attention_tp
+    )
+
+
+def vocabulary_elements(work: ModelWork, server: Server) -> float:
+    """Counts the weights of embedding and output layer on one rank; a tied model has one for
+    both."""
+    head = 0.0 if work.arch.tied else work.vocabulary / server.head_tp
+    return work.vocabulary / server.attention_tp + head
+
+
+def absorbed_bytes(work: ModelWork, server: Server) -> float:
+    """Returns the bytes of the copies that an engine with latent attention makes of the second half
+    of keys' and values' projection, w_kc and w_vc, never in FP8 (SGLang's
+    models/deepseek_common/deepseek_weight_loader.py)."""
+    mla = work.arch.mla
+    if mla is None:
+        return 0.0
+    heads = work.arch.num_heads / server.attention_tp
+    return work.layers * heads * mla.kv_lora_rank * (mla.nope_dim + mla.v_dim) * server.width
 
 
 def expert_bytes(work: ModelWork, server: Server) -> float:
@@ -197,10 +196,10 @@ def weight_bytes(work: ModelWork, server: Server, width: int = ITEM) -> float:
 
     FP8 leaves out embeddings, output layer and, here, all that is whole on every rank.
     """
-    elements = weight_elements(work, server.tp, server.attention_tp)
+    elements = weight_elements(work, server)
     if not server.fp8:
         return elements * width
-    plain = work.vocabulary * (1 if work.arch.tied else 2) / server.tp + work.whole * work.layers
+    plain = vocabulary_elements(work, server) + work.whole * work.layers
     return plain * width + (elements - plain) * FP8_ITEM
 
 
@@ -237,18 +236,20 @@ def engine_side(
     longest: tokens of the longest sample, prompt included.
     """
     free = hardware.memory_bytes - CONTEXT_BYTES
-    width = ITEM if server.cache_width == 1 else server.cache_width
-    weights = weight_bytes(work, server, width) + tower_elements(work.arch, server.tp) * width
+    tower = tower_elements(work.arch, server.tp) * server.width
+    weights = weight_bytes(work, server, server.width) + tower
+    absorbed = absorbed_bytes(work, server)
+    resident = weights + absorbed
     cell = work.cache_bytes(server.attention_tp, server.cache_width)
     replicas = server.tp // server.attention_tp  # each with a cache of its own
-    budget = free * server.memory_fraction - weights
+    budget = free * server.memory_fraction - resident
     tokens = max(0, int(budget / cell))
     tokens = tokens if server.max_tokens is None else min(tokens, server.max_tokens)
     concurrent = min(server.running_requests, int(replicas * tokens / lengths.running))
     problems = []
-    if weights > free * server.memory_fraction:
+    if resident > free * server.memory_fraction:
         problems.append(
-            f"an engine rank's weights are {weights / 1e9:.1f} GB, but "
+            f"an engine rank's weights are {resident / 1e9:.1f} GB, but "
             "rollout.mem_fraction "
             f"{server.memory_fraction:g} leaves {free * server.memory_fraction / 1e9:.1f} GB for "
             "weights and cache"
@@ -257,7 +258,8 @@ def engine_side(
         problems.append(
             f"an engine's cache holds {tokens:,} tokens, but a sample may have {longest:,}"
         )
-    parts = {"weights": weights, "cache": float(tokens * cell), "context": CONTEXT_BYTES}
+    parts = {"weights": weights, "absorbed weights": absorbed, "cache": float(tokens * cell)}
+    parts["context"] = CONTEXT_BYTES
     parts["graphs and activations"] = free * (1 - server.memory_fraction)
     return EngineSide(
         server, parts, hardware.memory_bytes, tokens * replicas, concurrent, tuple(problems)
@@ -287,7 +289,7 @@ def gpu_phases(
     if not config.rollout.colocate:
         return dict(trainers.phases)
     asleep = {"engine's context": engine.parts["context"]}
-    weights = {"engine's weights": engine.weights}
+    weights = {"engine's weights": engine.resident}
     workspace = _GRAPH_BYTES + _PREFILL_TOKENS * _PREFILL_WIDTH * ITEM * hidden_size
     sampling = weights | {"engine's cache": engine.parts["cache"], "engine's workspace": workspace}
     awake = {"rollout": sampling, "checkpoint": sampling, "publish": weights}
@@ -317,7 +319,7 @@ def memory_problems(
     fraction = (
         math.floor(100 * (engine.server.memory_fraction - (fullest.total - room) / free)) / 100
     )
-    if "engine's cache" in fullest.parts and fraction * free > engine.weights:
+    if "engine's cache" in fullest.parts and fraction * free > engine.resident:
         remedy = f"; with rollout.mem_fraction {fraction:g} they do"
     return [
         f"trainers do not fit: in {name} {needs}, and {gpu.device_name} has "

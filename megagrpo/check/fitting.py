@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import megagrpo
+from megagrpo.check.engine_layout import server_of
 from megagrpo.check.engine_memory import (
     EngineSide,
     Lengths,
@@ -13,7 +14,6 @@ from megagrpo.check.engine_memory import (
     engine_side,
     gpu_phases,
     memory_problems,
-    server_of,
 )
 from megagrpo.check.hardware import EXPERT_IMBALANCE, Hardware, hardware_of
 from megagrpo.check.layer_costs import ModelWork, model_work

@@ -1,5 +1,5 @@
-"""Peak rates and memory of each kind of GPU, with their sources, and the four estimates that no
-data sheet has."""
+"""Peak rates and memory of each kind of GPU, with their sources, and the estimates that no data
+sheet has."""
 
 from dataclasses import dataclass
 
@@ -22,6 +22,7 @@ class Hardware:
     capability: tuple[int, int]
     processors: int  # streaming multiprocessors
     bf16_tflops: float  # dense, without sparsity
+    fp32_tflops: float  # without tensor cores, as torch multiplies float32
     memory_tb_s: float
     rates: Rates
     source: str
@@ -35,23 +36,24 @@ class Hardware:
 _NIC = "NVIDIA ConnectX-7, 400 Gb/s a GPU, as in the DGX H100 and DGX B200 data sheets"
 HARDWARE = {
     "H100": Hardware(
-        "NVIDIA H100 80GB HBM3", 81_559, (9, 0), 132, 989, 3.35, Rates(50, 450),
-        "NVIDIA H100 data sheet, SXM: 1,979 TFLOPS bf16 with sparsity, 3.35 TB/s, NVLink 900 GB/s "
+        "NVIDIA H100 80GB HBM3", 81_559, (9, 0), 132, 989, 67, 3.35, Rates(50, 450),
+        "NVIDIA H100 data sheet, SXM: 1,979 TFLOPS bf16 with sparsity, 67 fp32, 3.35 TB/s, NVLink "
+        "900 GB/s "
         f"both ways; {_NIC}",
     ),
     "H200": Hardware(
-        "NVIDIA H200", 143_771, (9, 0), 132, 989, 4.8, Rates(50, 450),
-        "NVIDIA H200 data sheet, SXM: 1,979 TFLOPS bf16 with sparsity, 4.8 TB/s, NVLink 900 GB/s "
+        "NVIDIA H200", 143_771, (9, 0), 132, 989, 67, 4.8, Rates(50, 450),
+        "NVIDIA H200 data sheet, SXM: 1,979 TFLOPS bf16 with sparsity, 67 fp32, 4.8 TB/s, NVLink 900 GB/s "
         f"both ways; {_NIC}",
     ),
     "H20": Hardware(
-        "NVIDIA H20", 97_871, (9, 0), 78, 148, 4.0, Rates(50, 450),
-        "published specification of the H20: 148 TFLOPS bf16, 96 GB, 4.0 TB/s, NVLink 900 GB/s "
+        "NVIDIA H20", 97_871, (9, 0), 78, 148, 44, 4.0, Rates(50, 450),
+        "published specification of the H20: 148 TFLOPS bf16, 44 fp32, 96 GB, 4.0 TB/s, NVLink 900 GB/s "
         f"both ways; {_NIC}",
     ),
     "B200": Hardware(
-        "NVIDIA B200", 183_359, (10, 0), 148, 2250, 8.0, Rates(50, 900),
-        "NVIDIA DGX B200 data sheet: 36 PFLOPS bf16 with sparsity, 64 TB/s and NVLink 14.4 TB/s "
+        "NVIDIA B200", 183_359, (10, 0), 148, 2250, 75, 8.0, Rates(50, 900),
+        "NVIDIA DGX B200 data sheet: 36 PFLOPS bf16 with sparsity, 600 TFLOPS fp32, 64 TB/s and NVLink 14.4 TB/s "
         f"of 8 GPUs; {_NIC}",
     ),
 }  # fmt: skip
@@ -66,6 +68,7 @@ FRAGMENTATION = (
 HOST_GB_S = (
     55.0  # between a GPU and its host's pinned memory: PCIe 5.0 x16, 63 GB/s in one direction
 )
+HOST_MEMORY_GB_S = 400.0  # of a node's own memory, for Adam on the host: two sockets, estimated
 CONTEXT_BYTES = 1.5e9  # CUDA context, NCCL communicators and library handles before the weights
 
 

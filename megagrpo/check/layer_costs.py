@@ -14,6 +14,7 @@ from megagrpo.families.table import text_tensors
 ITEM = 2  # bytes of a bf16 value
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1}
 _FP32 = 4
+HOST_ADAM_BYTES = 16  # of an element on the host: float32 weight, gradient and both moments
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ def optimizer_bytes(actor: ActorConfig) -> OptimizerBytes:
     master = 2 if aware and given.get("store_param_remainders", True) else 4
     if given.get("optimizer_cpu_offload"):
         share = given.get("optimizer_offload_fraction", 1.0)
-        return OptimizerBytes(gradient, state=12 * (1 - share), host=16 * share)
+        return OptimizerBytes(gradient, state=12 * (1 - share), host=HOST_ADAM_BYTES * share)
     return OptimizerBytes(gradient, state=master + 8, host=0)
 
 
@@ -207,6 +208,7 @@ class ModelWork:
     expert: int  # weights of all routed experts
     attention: int  # of the last layer's weights, projections that attention's heads divide
     whole: int  # of the last layer's weights, those that every tensor-parallel rank holds whole
+    shared: int  # weights of the experts that every token meets, of all layers
 
     @property
     def vocabulary(self) -> int:
@@ -263,7 +265,7 @@ class ModelWork:
 
 def model_work(arch: Architecture) -> ModelWork:
     """Counts the tensors of a model's text part; tokens of text do not meet a vision tower."""
-    dense = expert = whole = attention = 0
+    dense = expert = whole = attention = shared = 0
     for spec in text_tensors(arch):
         words = spec.name.split(".")
         if words[:2] != ["model", "layers"]:
@@ -272,7 +274,8 @@ def model_work(arch: Architecture) -> ModelWork:
             expert += spec.size
             continue
         dense += spec.size
+        shared += spec.size * (words[4].startswith("shared_expert") and not spec.whole)
         if int(words[2]) == arch.num_layers - 1:
             whole += spec.size * spec.whole
             attention += spec.size * (words[3] == "self_attn" and not spec.whole)
-    return ModelWork(arch, dense, expert, attention, whole)
+    return ModelWork(arch, dense, expert, attention, whole, shared)

@@ -8,15 +8,16 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
+from megagrpo.check.engine_layout import engine_layout_problems
 from megagrpo.checkpoint.folder import latest, layout_problem
 from megagrpo.config.fields import complaints
-from megagrpo.config.layout import divisors, layout_problems
+from megagrpo.config.layout import layout_problems
 from megagrpo.config.placement import Nodes, placement_problems
 from megagrpo.config.schema import DataConfig, ExperimentConfig, RewardConfig
 from megagrpo.data.rows import read_rows
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.quantization import load_format_problems
-from megagrpo.families.table import FAMILIES, architecture_of, model_problems, read_description
+from megagrpo.families.table import architecture_of, model_problems, read_description
 from megagrpo.rewards.graders.table import check_answer, check_grader, load_group_grader
 from megagrpo.rollout.agents.environments import load_environment
 from megagrpo.rollout.agents.program_worker import load_program
@@ -90,7 +91,7 @@ def check_against_model(
         return problems
     arch = architecture_of(hf, config.actor.has_draft)
     problems += layout_problems(arch, config.actor)
-    problems += _engine_problems(config, arch)
+    problems += engine_layout_problems(config.rollout, arch)
     problems += load_format_problems(hf, config.rollout.load_format)
     problems += _length_problems(config, arch)
     if largest_token_id is not None and largest_token_id >= arch.vocab_size:
@@ -111,29 +112,9 @@ def longest_samples(config: ExperimentConfig) -> dict[str, int]:
     return out
 
 
-def _engine_problems(config: ExperimentConfig, arch: Architecture) -> Iterator[str]:
-    if config.rollout.quantization and (reason := FAMILIES[arch.family].FP8_REFUSAL):
-        yield f"rollout.quantization {config.rollout.quantization}: {reason}; remove it"
-    tp = config.rollout.tp
-    ep = config.rollout.ep
-    heads = arch.num_heads
-    kv_heads = arch.num_kv_heads
-    sizes = (("tp", tp, "num_attention_heads", heads), ("ep", ep, "num_experts", arch.num_experts))
-    for key, by, what, number in sizes:
-        if number % by:
-            its = f"the model's {what} = {number}; it may be {divisors(number, by)}"
-            yield f"rollout.{key} = {by} does not divide {its}"
-    if arch.mla is None and kv_heads % tp and tp % kv_heads:
-        yield (
-            f"rollout.tp = {tp} is neither a divisor nor a multiple of the model's "
-            f"num_key_value_heads = {kv_heads}"
-        )
-    if ep > 1 and not arch.num_experts:
-        yield f"rollout.ep = {ep}, but a {arch.family} model has no experts; ep must be 1"
-
-
 def _length_problems(config: ExperimentConfig, arch: Architecture) -> Iterator[str]:
     cache = config.rollout.sglang.get("max_total_tokens")
+    context = config.rollout.sglang.get("context_length")
     for section, length in longest_samples(config).items():
         if length > arch.max_positions:
             yield (
@@ -144,6 +125,11 @@ def _length_problems(config: ExperimentConfig, arch: Architecture) -> Iterator[s
             yield (
                 f"{section}: up to {length} tokens, but an engine's cache holds {cache} "
                 "(rollout.sglang.max_total_tokens)"
+            )
+        if context is not None and length > context:
+            yield (
+                f"{section}: up to {length} tokens, but engines take {context} "
+                "(rollout.sglang.context_length)"
             )
 
 

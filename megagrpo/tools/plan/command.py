@@ -17,6 +17,8 @@ from megagrpo.system.progress import Progress
 from megagrpo.tools.plan.roofline import Plan, plan_step, target_of
 from megagrpo.tools.plan.search import best_layouts, changes
 
+_TIGHT = 0.95  # share of a GPU's memory above which a proposal has no headroom
+
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Adds the options of the command line."""
@@ -136,6 +138,7 @@ def _proposals(plans: Sequence[Plan], before: ExperimentConfig) -> list[str]:
     the experiment."""
     rows = [["", "nodes", "step s", *plans[0].seconds, "GPU GB", "cache"]]
     words = []
+    tight = False
     for number, plan in enumerate(plans, 1):
         rollout = plan.config.rollout
         nodes = str(plan.config.actor.world_size // plan.target.gpus_per_node)
@@ -144,11 +147,15 @@ def _proposals(plans: Sequence[Plan], before: ExperimentConfig) -> list[str]:
         seconds = [f"{value:.3g}" for value in (plan.step, *plan.seconds.values())]
         most = max(rank.total for rank in plan.phases.values())
         cache = f"{plan.engine.cache_tokens:,}"
-        rows.append([str(number), nodes, *seconds, f"{most / 1e9:.1f}", cache])
+        room = usable_bytes(plan.target.hardware)
+        tight |= most > _TIGHT * room
+        rows.append([str(number), nodes, *seconds, f"{most / 1e9:.1f} ({most / room:.0%})", cache])
         settings = changes(before, plan.config)
         set_words = " ".join(f"--set {shlex.quote(word)}" for word in settings)
         words.append(f"{number}: {set_words or 'the experiment as it is'}")
-    return ["layouts with the best bound of a step:", *table_lines(rows), *words]
+    heading = "layouts with the best bound of a step; within 5 % the simplest first:"
+    margin = f"above {_TIGHT:.0%} of the memory an estimate that is 5 % off is out of memory"
+    return [heading, *table_lines(rows), *([margin] if tight else []), *words]
 
 
 def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
+from megagrpo.check.engine_layout import Server
 from megagrpo.check.engine_memory import (
     EngineSide,
     Lengths,
-    Server,
     assumed_lengths,
     assumed_prompt,
     expert_bytes,
@@ -23,8 +23,14 @@ from megagrpo.check.engine_memory import (
     weight_bytes,
 )
 from megagrpo.check.fitting import step_memory
-from megagrpo.check.hardware import HOST_GB_S, Hardware, hardware_of
-from megagrpo.check.layer_costs import ITEM, ModelWork, model_work
+from megagrpo.check.hardware import HOST_GB_S, HOST_MEMORY_GB_S, Hardware, hardware_of
+from megagrpo.check.layer_costs import (
+    HOST_ADAM_BYTES,
+    ITEM,
+    ModelWork,
+    model_work,
+    optimizer_bytes,
+)
 from megagrpo.check.problems import described_architecture
 from megagrpo.check.trainer_memory import RankMemory, StageCost, TrainerSide
 from megagrpo.config.schema import ExperimentConfig
@@ -48,10 +54,10 @@ class Target:
         """Returns the counts of the model, made once for many plans."""
         return model_work(self.arch)
 
-    @property
-    def peak(self) -> float:
-        """FLOPs a second of a GPU."""
-        return self.hardware.bf16_tflops * 1e12
+    def peak(self, width: int) -> float:
+        """Returns the FLOPs a second of a GPU whose values have so many bytes."""
+        hardware = self.hardware
+        return (hardware.bf16_tflops if width == ITEM else hardware.fp32_tflops) * 1e12
 
     @property
     def memory(self) -> float:
@@ -184,7 +190,8 @@ def rollout_seconds(
     parts = {name: float(steps @ seconds) for name, seconds in decode.items()}
     parts["communication"] += samples * lengths.prompt * _all_reduce_seconds(target, server)
     pairs = lengths.prompt**2 / 2 * target.work.attention_flops * target.arch.num_layers
-    prefill = (lengths.prompt * target.work.token_flops + pairs) / server.tp / target.peak
+    flops = (lengths.prompt * target.work.token_flops + pairs) / server.tp
+    prefill = flops / target.peak(server.width)
     return {**parts, "prefill": samples * prefill}
 
 
@@ -198,13 +205,15 @@ def decode_seconds(
     """
     work = target.work
     experts = expert_bytes(work, server)
-    dense = weight_bytes(work, server) - experts
-    dense -= work.vocabulary / server.tp * ITEM  # only few of its rows are read
+    dense = weight_bytes(work, server, server.width) - experts
+    if not work.arch.tied:  # only few rows of the embedding are read
+        dense -= work.vocabulary / server.attention_tp * server.width
     weights = (dense + experts * (1.0 - (1.0 - work.share) ** running)) / target.memory
     context = running * held * server.attention_tp / server.tp  # of one attention replica
     cache = context * work.cache_bytes(server.attention_tp, server.cache_width) / target.memory
     scores = context * work.decode_attention_flops * target.arch.num_layers / server.attention_tp
-    products = (running * work.token_flops / server.tp + scores) / target.peak
+    flops = running * work.token_flops / server.tp + scores
+    products = flops / target.peak(server.width)
     return {
         "weights": weights,
         "cache": cache,
@@ -268,7 +277,8 @@ def _forward(
     parallel = config.actor.parallel
     scale = tokens / cost.tokens
     flops = cost.flops * scale + cost.pair_flops * pairs / parallel.cp
-    parts = {"compute": flops / target.peak}
+    width = 2 if config.actor.dtype == "bfloat16" else 4
+    parts = {"compute": flops / target.peak(width)}
     # consecutive ranks with the group in them
     spans = {
         "tp": parallel.tp,
@@ -301,9 +311,21 @@ def _after_backward(config: ExperimentConfig, target: Target, cost: StageCost) -
         seconds = num_bytes * (size - 1) / size / target.link(size * apart)
         parts["gradients"] += seconds * (1 if shared else 2)
         parts["weights to all"] += seconds / 2 if shared else 0.0
-        moved = num_bytes / 4 / (size if shared else 1) * _OPTIMIZER_BYTES
-        parts["optimizer"] += moved / target.memory
+        elements = num_bytes / 4 / (size if shared else 1)
+        parts["optimizer"] += elements * _optimizer_seconds(config, target)
     return parts
+
+
+def _optimizer_seconds(config: ExperimentConfig, target: Target) -> float:
+    """Returns the seconds of one trained element of a rank: Adam reads and writes its state where
+    it lies, and the host's share crosses to it and back."""
+    each = optimizer_bytes(config.actor)
+    on_host = each.host / HOST_ADAM_BYTES
+    ranks = min(target.gpus_per_node, config.actor.world_size)
+    width = 2 if config.actor.dtype == "bfloat16" else 4
+    crossing = (each.gradient + width) / HOST_GB_S / 1e9
+    host = _OPTIMIZER_BYTES * ranks / HOST_MEMORY_GB_S / 1e9 + crossing
+    return (1 - on_host) * _OPTIMIZER_BYTES / target.memory + on_host * host
 
 
 def publish_seconds(

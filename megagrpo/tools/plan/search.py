@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
 from typing import TypeVar
 
-from megagrpo.check.engine_memory import engine_side, server_of
+from megagrpo.check.engine_layout import engine_layout_problems, server_of
+from megagrpo.check.engine_memory import engine_side
 from megagrpo.check.fitting import load_of
 from megagrpo.check.hardware import usable_bytes
 from megagrpo.check.trainer_memory import trainer_stages
@@ -22,31 +23,55 @@ _ROUNDS = (1, 2, 3, 4, 6)  # virtual stages
 _POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _ATTENTION_DP = 8  # replicas of attention in an engine that are tried besides none
 _KEPT = 2  # layouts of each side for each split of the nodes
+_TIE = 0.05  # a bound is no forecast: layouts as near to the best one are as good
 _PROPOSED = 3  # of each way to share GPUs
 _FRACTIONS = (0.85, 0.75, 0.65, 0.55, 0.45, 0.35, 0.25)  # of colocated engines
 
 
 def best_layouts(config: ExperimentConfig, target: Target, nodes: int) -> list[Plan]:
     """Returns the plans with the best bound of a step among those that fit on `nodes` nodes, the
-    best first: those with engines on nodes of their own, and those with engines on the trainers'
-    GPUs.
+    best first and of nearly equal ones the simplest.
 
+    Those with engines on nodes of their own, and those with engines on the trainers' GPUs.
     Raises ValueError if nothing fits.
     """
     found = [
-        *_best(_apart(config, target, nodes), lambda plan: plan.step, _PROPOSED),
-        *_best(_colocated(config, target, nodes), lambda plan: plan.step, _PROPOSED),
+        *_best(_apart(config, target, nodes), lambda plan: plan.step, _parts, _PROPOSED),
+        *_best(_colocated(config, target, nodes), lambda plan: plan.step, _parts, _PROPOSED),
     ]
     if not found:
         raise ValueError(
             f"--search {nodes}: no layout of {nodes} nodes of {target.gpus_per_node} fits the "
             "model; give more nodes, or GPUs with more memory (--hardware)"
         )
-    return sorted(found, key=lambda plan: plan.step)
+    return _best(found, lambda plan: plan.step, _parts, len(found))
 
 
-def _best(found: Iterable[T], seconds: Callable[[T], float], count: int) -> list[T]:
-    return sorted(found, key=seconds)[:count]
+def _best(
+    found: Iterable[T], seconds: Callable[[T], float], parts: Callable[[T], int], count: int
+) -> list[T]:
+    """Returns the fastest, and among those within _TIE of the fastest the simplest first."""
+    ranked = sorted(found, key=seconds)
+    tied = [each for each in ranked if seconds(each) <= seconds(ranked[0]) * (1 + _TIE)]
+    return [*sorted(tied, key=lambda each: (parts(each), seconds(each))), *ranked[len(tied) :]][
+        :count
+    ]
+
+
+def _parts_of_trainers(actor: ActorConfig) -> int:
+    """Counts the ways in which a layout cuts the model: a measure of what can go wrong with it."""
+    p = actor.parallel
+    uneven = p.first_stage_layers is not None
+    return sum(size > 1 for size in (p.tp, p.pp, p.vpp, p.cp, p.ep)) + uneven
+
+
+def _parts_of_engines(rollout: RolloutConfig) -> int:
+    attention = bool(rollout.sglang.get("enable_dp_attention"))
+    return (rollout.nodes_per_engine > 1) + attention
+
+
+def _parts(plan: Plan) -> int:
+    return _parts_of_trainers(plan.config.actor) + _parts_of_engines(plan.config.rollout)
 
 
 def _apart(config: ExperimentConfig, target: Target, nodes: int) -> Iterator[Plan]:
@@ -98,7 +123,12 @@ def _best_trainers(config: ExperimentConfig, target: Target, nodes: int) -> list
         if fullest <= usable_bytes(target.hardware):
             _, update = train_seconds(changed, target, tuple(stage.cost() for stage in stages))
             found.append((sum(update.values()), actor))
-    return [actor for _, actor in _best(found, lambda pair: pair[0], _KEPT)]
+    return [
+        actor
+        for _, actor in _best(
+            found, lambda pair: pair[0], lambda pair: _parts_of_trainers(pair[1]), _KEPT
+        )
+    ]
 
 
 def _trainer_layouts(actor: ActorConfig, target: Target, world: int) -> Iterator[ActorConfig]:
@@ -142,16 +172,20 @@ def _best_engines(config: ExperimentConfig, target: Target, nodes: int) -> list[
         )
         if not engine.problems:
             found.append((sum(rollout_seconds(changed, target, engine).values()), rollout))
-    return [rollout for _, rollout in _best(found, lambda pair: pair[0], _KEPT)]
+    return [
+        rollout
+        for _, rollout in _best(
+            found, lambda pair: pair[0], lambda pair: _parts_of_engines(pair[1]), _KEPT
+        )
+    ]
 
 
 def _engine_layouts(rollout: RolloutConfig, target: Target, nodes: int) -> Iterator[RolloutConfig]:
     arch = target.arch
     total = nodes * target.gpus_per_node
-    for tp in (tp for tp in _POWERS if tp <= total and arch.num_heads % tp == 0):
+    for tp in (tp for tp in _POWERS if tp <= total):
         across = max(1, tp // target.gpus_per_node)
-        shared_heads = arch.num_kv_heads % tp and tp % arch.num_kv_heads and arch.mla is None
-        if nodes % across or shared_heads:
+        if nodes % across:
             continue
         engines = {
             "tp": tp,
@@ -160,10 +194,11 @@ def _engine_layouts(rollout: RolloutConfig, target: Target, nodes: int) -> Itera
             "num_engines": total // tp,
             "min_healthy_engines": max(1, min(rollout.min_healthy_engines, total // tp)),
         }
-        yield rollout.model_copy(update=engines)
+        found = [rollout.model_copy(update=engines)]
         if arch.is_moe and tp % _ATTENTION_DP == 0 and not rollout.colocate:
             apart = {**rollout.sglang, "enable_dp_attention": True, "dp_size": _ATTENTION_DP}
-            yield rollout.model_copy(update={**engines, "sglang": apart})
+            found.append(rollout.model_copy(update={**engines, "sglang": apart}))
+        yield from (each for each in found if not engine_layout_problems(each, arch))
 
 
 def changes(before: ExperimentConfig, after: ExperimentConfig) -> list[str]:

@@ -1,0 +1,153 @@
+"""How an engine cuts a model over its ranks, and which cuts SGLang refuses. Loads no torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megagrpo.config.fields import LibrarySettings
+from megagrpo.config.layout import divisors
+from megagrpo.config.rollout import RolloutConfig
+from megagrpo.families.architecture import Architecture
+from megagrpo.families.table import FAMILIES
+
+_CACHE_WIDTHS = {"bfloat16": 2, "bf16": 2, "fp8_e5m2": 1, "fp8_e4m3": 1}  # bytes of a value
+_FP8_BLOCK = 128  # rows and columns of a block with one scale
+_TRIED = (1, 2, 4, 8, 16, 32, 64)  # tp that a refusal may name
+
+
+@dataclass(frozen=True)
+class Server:
+    """The settings of an engine that its layout and memory depend on."""
+
+    tp: int
+    ep: int
+    attention_tp: int  # ranks that share the heads: tp / dp with data-parallel attention
+    dense_tp: int  # ranks that share an MLP without experts
+    shared_tp: int  # ranks that share the shared experts: 1 behind DeepEP, which has no such sum
+    head_tp: int  # ranks that share the output layer
+    memory_fraction: float  # of weights and cache together
+    running_requests: int  # of one engine
+    width: int  # bytes of a value that is not quantised
+    cache_width: int  # bytes of a value in the cache
+    max_tokens: int | None
+    fp8: bool = False  # rollout.quantization
+
+
+def server_of(rollout: RolloutConfig, resolved: LibrarySettings | None = None) -> Server:
+    """Returns the settings of an experiment's engines. resolved: the arguments that SGLang resolved
+    on a GPU."""
+    found = resolved or {
+        "tp_size": rollout.tp,
+        "mem_fraction_static": rollout.mem_fraction,
+        "max_running_requests": rollout.max_running_requests,
+        **rollout.sglang,
+    }
+    tp = found["tp_size"]
+    replicas = found.get("dp_size", 1) if found.get("enable_dp_attention") else 1
+    width = 2 if rollout.dtype == "bfloat16" else 4
+    return Server(
+        tp=tp,
+        ep=rollout.ep,
+        attention_tp=max(tp // replicas, 1),
+        dense_tp=found.get("moe_dense_tp_size") or tp,
+        shared_tp=tp if found.get("moe_a2a_backend", "none") == "none" else 1,
+        head_tp=max(tp // replicas, 1) if found.get("enable_dp_lm_head") else tp,
+        memory_fraction=found["mem_fraction_static"],
+        running_requests=found["max_running_requests"],
+        width=width,
+        cache_width=_CACHE_WIDTHS.get(found.get("kv_cache_dtype", "auto"), width),
+        max_tokens=found.get("max_total_tokens"),
+        fp8=rollout.quantization == "fp8",
+    )
+
+
+def engine_layout_problems(rollout: RolloutConfig, arch: Architecture) -> list[str]:
+    """Returns why SGLang cannot cut the model over an engine's ranks, each reason with what may
+    be."""
+    problems = list(_cuts(rollout, arch))
+    if rollout.quantization and (reason := FAMILIES[arch.family].FP8_REFUSAL):
+        problems.append(f"rollout.quantization {rollout.quantization}: {reason}; remove it")
+    elif rollout.quantization and not problems:
+        problems += _fp8_cuts(rollout, arch)
+    return problems
+
+
+def _cuts(rollout: RolloutConfig, arch: Architecture) -> Iterator[str]:
+    tp, ep = server_of(rollout).attention_tp, rollout.ep
+    replicas = rollout.sglang.get("dp_size", 1)
+    shared = rollout.sglang.get("enable_dp_attention")
+    if shared and rollout.tp % replicas:
+        yield (
+            f"rollout.sglang.dp_size = {replicas} does not divide rollout.tp = {rollout.tp}; it "
+            f"may be {divisors(rollout.tp, replicas)}"
+        )
+        return
+    cut = f"tp = {rollout.tp} / sglang.dp_size {replicas} = {tp}" if shared else f"tp = {tp}"
+    kv_heads = arch.num_kv_heads
+    for key, by, what, number in (
+        (cut, tp, "num_attention_heads", arch.num_heads),
+        (f"ep = {ep}", ep, "num_experts", arch.num_experts),
+    ):
+        if number % by:
+            its = f"the model's {what} = {number}; it may be {divisors(number, by)}"
+            yield f"rollout.{key} does not divide {its}"
+    if arch.mla is None and kv_heads % tp and tp % kv_heads:
+        yield (
+            f"rollout.tp = {tp} is neither a divisor nor a multiple of the model's "
+            f"num_key_value_heads = {kv_heads}"
+        )
+    if ep > 1 and not arch.num_experts:
+        yield f"rollout.ep = {ep}, but a {arch.family} model has no experts; ep must be 1"
+
+
+def _fp8_cuts(rollout: RolloutConfig, arch: Architecture) -> Iterator[str]:
+    """Yields one reason with every part of a matrix that is no whole number of blocks."""
+    server = server_of(rollout)
+    odd = _odd_parts(arch, server.tp, server)
+    if not odd:
+        return
+    replicas = server.tp // server.attention_tp
+
+    def fits(tp: int) -> bool:
+        changed = server_of(
+            rollout.model_copy(update={"tp": tp, "ep": server.ep if tp % server.ep == 0 else tp})
+        )
+        return tp % replicas == 0 and not _odd_parts(arch, tp, changed)
+
+    may = [str(tp) for tp in _TRIED if arch.num_heads % tp == 0 and fits(tp)]
+    if server.attention_tp < server.tp and all(name.startswith("MLP") for name in odd):
+        may.append("the same with rollout.sglang.moe_dense_tp_size: 1")
+    remedy = (
+        f"tp may be {' or '.join(may)}" if may else "no tp gives whole ones: remove quantization"
+    )
+    yield (
+        f"rollout.quantization fp8: SGLang cuts matrices into blocks of {_FP8_BLOCK} x "
+        f"{_FP8_BLOCK}, and with rollout.tp = {server.tp}, ep = {server.ep} parts are left over: "
+        f"{', '.join(odd)}; {remedy}"
+    )
+
+
+def _odd_parts(arch: Architecture, tp: int, server: Server) -> list[str]:
+    """Names the parts that SGLang refuses: validate_block_quant_shapes and Fp8MoEMethod of its
+    layers/quantization/fp8.py.
+
+    A matrix whose output joins several is always judged, another one only if it is cut over all
+    ranks.
+    """
+    part = server.attention_tp
+    whole = part == tp > 1
+    sizes: dict[str, float] = {}
+    if arch.mla is not None:
+        mla = arch.mla
+        if whole:
+            heads = arch.num_heads / part
+            sizes["queries"] = heads * (mla.nope_dim + mla.rope_dim)
+            sizes["keys and values"] = heads * (mla.nope_dim + mla.v_dim)
+            sizes["attention's output"] = heads * mla.v_dim
+    else:
+        sizes["queries"] = arch.num_heads / part * arch.head_dim
+        sizes["keys"] = max(arch.num_kv_heads / part, 1) * arch.head_dim
+    if not arch.is_moe or arch.dense_layers:
+        sizes["MLP"] = arch.ffn_size / server.dense_tp
+    if arch.is_moe:
+        sizes["expert"] = arch.expert_ffn_size / (tp / server.ep)
+    return [f"{name} {size:g}" for name, size in sizes.items() if size % _FP8_BLOCK]

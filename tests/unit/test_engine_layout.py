@@ -1,0 +1,92 @@
+"""Layouts of engines that SGLang 0.5.21 refuses, by the sizes that its own checks name, and what
+one rank holds beside plain tensor parallelism."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megagrpo.check.engine_layout import engine_layout_problems, server_of
+from megagrpo.check.engine_memory import absorbed_bytes, weight_bytes
+from megagrpo.check.layer_costs import model_work
+from megagrpo.config.rollout import RolloutConfig
+from megagrpo.families.architecture import Architecture
+from megagrpo.families.model import Model
+
+MODELS = Path(__file__).parents[2] / "configs" / "models"
+
+
+def engines(tp: int, ep: int = 1, dp: int = 0, **settings: object) -> RolloutConfig:
+    ours = ("moe_a2a_backend", "moe_dense_tp_size")
+    sglang = {name: settings.pop(name) for name in ours if name in settings}
+    if dp:
+        sglang |= {"enable_dp_attention": True, "dp_size": dp}
+    nodes = max(tp // 8, 1)
+    return RolloutConfig(
+        tp=tp, ep=ep, nodes_per_engine=nodes, dtype="bfloat16", sglang=sglang, **settings
+    )
+
+
+def arch_of(name: str) -> Architecture:
+    return Model.read(MODELS / name).arch
+
+
+@pytest.mark.parametrize(
+    "name, tp, ep, odd, may",
+    [
+        ("DeepSeek-V3-0324", 32, 32, "MLP 576", "1 or 2 or 4 or 8 or 16"),
+        ("Qwen3-235B-A22B", 8, 1, "expert 192", "1 or 2 or 4"),
+        ("Qwen3-30B-A3B", 4, 1, "expert 192", "1 or 2"),
+        ("GLM-4.5-Air", 1, 1, "MLP 10944", None),
+        ("DeepSeek-V3-0324", 16, 16, None, None),
+        ("Qwen3-235B-A22B", 4, 1, None, None),
+        ("Qwen3-235B-A22B", 8, 8, None, None),
+    ],
+)
+def test_parts_in_fp8_are_whole_blocks(name, tp, ep, odd, may):
+    arch = arch_of(name)
+    assert not engine_layout_problems(engines(tp, ep), arch)
+    problems = engine_layout_problems(engines(tp, ep, quantization="fp8"), arch)
+    assert len(problems) == (odd is not None)
+    if odd:
+        assert odd in problems[0] and f"tp = {tp}, ep = {ep}" in problems[0]
+        assert (f"tp may be {may}" if may else "remove quantization") in problems[0]
+
+
+def test_heads_are_divided_over_the_ranks_of_attention():
+    arch = replace(arch_of("DeepSeek-V3-0324"), num_heads=64, num_experts=384)
+    assert not engine_layout_problems(engines(96, 96, dp=96), arch)
+    (problem,) = engine_layout_problems(engines(96, 96), arch)
+    assert problem.startswith("rollout.tp = 96 does not divide the model's num_attention_heads")
+    (problem,) = engine_layout_problems(engines(8, 8, dp=3), arch)
+    assert problem == "rollout.sglang.dp_size = 3 does not divide rollout.tp = 8; it may be 2 or 4"
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_what_data_parallel_attention_and_deepep_add(quantization):
+    """DeepSeek-V3 on 32 ranks, by hand: the embedding, the shared experts of 58 layers and the
+    copies of keys' and values' projection are whole on every rank."""
+    work = model_work(arch_of("DeepSeek-V3-0324"))
+    settings = {"quantization": quantization, "moe_a2a_backend": "deepep"}
+    server = server_of(engines(32, 32, dp=32, **settings))
+    before = replace(server, shared_tp=32)
+    shared = weight_bytes(work, server) - weight_bytes(work, before)
+    width = 1 + 4 / 128**2 if quantization else 2
+    assert shared == pytest.approx(58 * 3 * 7168 * 2048 * 31 / 32 * width)
+    embedding = weight_bytes(work, replace(server, head_tp=1)) - weight_bytes(work, server)
+    assert embedding == pytest.approx(129280 * 7168 * 31 / 32 * 2)  # the output layer is divided
+    assert absorbed_bytes(work, server) == 61 * 128 * 512 * (128 + 128) * 2
+    assert absorbed_bytes(work, server_of(engines(8))) == 61 * 16 * 512 * (128 + 128) * 2
+    assert absorbed_bytes(model_work(arch_of("Qwen3-235B-A22B")), server) == 0
+
+
+def test_dense_layers_may_be_whole_beside_data_parallel_attention():
+    arch = arch_of("DeepSeek-V3-0324")
+    (problem,) = engine_layout_problems(engines(32, 32, dp=8, quantization="fp8"), arch)
+    assert problem.endswith("or the same with rollout.sglang.moe_dense_tp_size: 1")
+    whole = engines(32, 32, dp=8, quantization="fp8", moe_dense_tp_size=1)
+    assert not engine_layout_problems(whole, arch)
+    work = model_work(arch)
+    before = server_of(engines(32, 32, dp=8))
+    added = weight_bytes(work, replace(before, dense_tp=1)) - weight_bytes(work, before)
+    assert added == 3 * 3 * 7168 * 18432 * 31 / 32 * 2
