@@ -1,9 +1,9 @@
 """A process that answers calls, as lines of JSON over a socket: the parent's side and the child's.
 
 The child's first line is null: it is ready. A call is [number, message] and its answer [number,
-value, error]; [number, null] asks the child to cancel a call. The child must not outlive its
-parent: an idle one sees the socket close, and the kernel ends a hung one with the thread that
-started it.
+value, error]; [number, null] asks the child to cancel a call. A child of concurrent calls answers
+the message true itself, unless a call holds its thread. The child must not outlive its parent: an
+idle one sees the socket close, and the kernel ends a hung one with the thread that started it.
 """
 
 import asyncio
@@ -145,6 +145,18 @@ class WorkerProcess:
                 answer = await self.call(message)
             unanswered.pop_all()
         return answer
+
+    async def reacts(self) -> bool:
+        """Returns whether a process of concurrent calls answers; it is ended if a call holds its
+        thread.
+
+        Raises WorkerError if the process is gone.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GRACE_S):
+                await self.call(True)
+                return True
+        return False
 
     def kill(self) -> None:
         """Ends the process and what it started, without waiting for it. Idempotent; may be called
@@ -306,7 +318,9 @@ async def answer_calls_concurrently(
 
     async for line in reader:
         number, message = json.loads(line)
-        if message is not None:
+        if message is True:
+            writer.write(_answered(number, lambda: None))
+        elif message is not None:
             running[number] = asyncio.ensure_future(start(message))
             running[number].add_done_callback(partial(report, number))
         elif number in running and cancels:
