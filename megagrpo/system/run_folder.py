@@ -6,7 +6,7 @@ checkpoints/    step_000010/ ...                 dumps/         step_000012/ ...
 `megagrpo replay`
 weights/        published by transport `disk`    sft/           metrics of the supervised warm-up
 images/         of the prompts, as engines and trainers see them: PNG files named after their
-content
+content; JSON files say which of them an image of the data became
 engine_model/   bfloat16 model description from which engines start if model.path is quantised
 trained/        samples of every replica as the update saw them
 view.html                                        written by `megagrpo view`

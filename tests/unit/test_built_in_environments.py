@@ -40,7 +40,8 @@ class Handler(BaseHTTPRequestHandler):
         asks = message["method"] == "server/discover"  # whether the server is a newer one
         assert first or asks or self.headers["mcp-session-id"] == "s1"
         if message["method"] == "tools/call" and hasattr(self.server, "status"):
-            return self.send_error(self.server.status)
+            self.send_error(self.server.status)
+            return
         self.send_response(200 if "id" in message else 202)
         if first:
             self.send_header("Mcp-Session-Id", "s1")
