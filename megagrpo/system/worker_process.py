@@ -32,6 +32,7 @@ Answer = tuple[Value, str | None]  # a value, or why there is none
 START_TIMEOUT_S = 120.0  # an import (sympy on a busy machine), not a call
 GRACE_S = 5.0  # for a cancelled call to end by itself
 LONGEST_LINE = 2**28  # bytes
+_END_S = 10.0  # for a killed process to be gone
 _EXIT_S = 1.0  # between the end of a socket and that of its process
 _POLL_S = 0.02
 
@@ -170,10 +171,11 @@ class WorkerProcess:
             self._reaper.start()
 
     def close(self) -> None:
-        """Ends the process as `kill` does, and waits for its end."""
+        """Ends the process as `kill` does, and waits for its end: not for ever, for a process in a
+        call to a file system that hangs cannot be killed."""
         self.kill()
         assert self._reaper is not None, "kill starts it"
-        self._reaper.join()
+        self._reaper.join(_END_S)
 
     def _reap(self) -> None:
         self._process.wait()
