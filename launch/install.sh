@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs megagrpo and all that it needs into .venv (or the folder named by MEGAGRPO_VENV).
-# Needs Python 3.11 to 3.13 with pip, and on a GPU machine a compiler. Safe to interrupt and to run again: a run that finds
+# Needs python3, 3.11 to 3.13, with pip, and on a GPU machine a compiler. Safe to interrupt and to run again: a run that finds
 # pyproject.toml and this file unchanged since the last complete installation does nothing, unless told --repair.
 # usage: [MEGAGRPO_KIND=gpu|cpu] launch/install.sh [--repair] [--with smollm2] [--without te]     the kind is otherwise
 # that of this machine, or what is there; smollm2: the pretrained model of configs/smollm2.yaml too, 98 MB; te:
@@ -19,12 +19,13 @@ say() { printf '[install] %s\n' "$*"; }
 find_python() {
     local candidate
     for candidate in python3 python3.13 python3.12 python3.11; do
-        if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
+        # not above 3.13: Megatron-Core 0.16.1 has no wheel for it
+        if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
             command -v "$candidate"
             return
         fi
     done
-    say "no Python 3.11 to 3.13 found as python3, python3.13, python3.12 or python3.11" >&2
+    say "no Python from 3.11 to 3.13 found as python3, python3.13, python3.12 or python3.11" >&2
     return 1
 }
 
@@ -35,7 +36,7 @@ make_venv() {
     say "making $venv with $("$python" --version)"
     # Distributions that split off ensurepip: let the system's pip put a pip into the new environment.
     "$python" -m venv "$venv" 2>/dev/null || {
-        "$python" -m venv --without-pip --clear "$venv"
+        "$python" -m venv --without-pip "$venv" # not --clear: the lock lies in it
         "$python" -m pip --python "$venv/bin/python" install pip
     }
 }
@@ -119,8 +120,10 @@ if [ $repair = no ] && [ -x "$venv/bin/megagrpo" ] && [ "$(cat "$stamp" 2>/dev/n
 fi
 rm -f "$stamp"
 make_venv
-# pip writes RECORD last: a package without it was cut short, yet pip would take it for installed.
-find "$venv"/lib -path '*/site-packages/*.dist-info' -prune ! -exec test -e '{}/RECORD' \; -exec rm -r {} +
+# pip writes RECORD last: a package without it was cut short, yet pip would take it for installed. Others than pip, such as
+# conda, name themselves in INSTALLER and need no RECORD.
+find "$venv"/lib -path '*/site-packages/*.dist-info' -prune ! -exec test -e '{}/RECORD' \; \
+    ! -exec grep -qsvx pip '{}/INSTALLER' \; -exec rm -r {} +
 "install_$kind"
 printf '%s\n' "$wanted" >"$stamp.new"
 install_more

@@ -398,10 +398,21 @@ def _loaded_actor(
     num_steps = config.train.steps(len(inputs.prompts))
     actor = make_actor(config, inputs.model.arch, num_steps, device)
     actor.images = inputs.images.pixels if inputs.images else None
+    _refuse_other_rows(actor.mesh.gather_world(list(inputs.prompts.rows)))
     progress.enter("loads weights")
     checkpoint = find_checkpoint(config, actor.mesh)
     weights = initial_weights(config, config.algorithm, checkpoint, actor)
     return actor, weights, resume(config, checkpoint, actor, inputs.prompts.rows)
+
+
+def _refuse_other_rows(of_ranks: Sequence[list]) -> None:
+    """Raises ValueError unless all ranks have read the same rows, given as their fingerprints."""
+    for rank, rows in enumerate(of_ranks):
+        if rows != of_ranks[0]:
+            raise ValueError(
+                f"rank {rank} has read other rows than rank 0: {rows} and {of_ranks[0]} (file, rows "
+                "in use, digest); a file of data is being written, or differs between nodes"
+            )
 
 
 def _sleep_limit_s(config: ExperimentConfig) -> float:

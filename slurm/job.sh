@@ -3,8 +3,8 @@
 say() { echo "[$(date +%H:%M:%S) job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1))] $*"; }
 
 # What an interactive shell leaves in the environment of sbatch would bind the steps: to its cores, to one core, to its memory,
-# to the job's number of tasks instead of one for each node.
-unset SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE
+# to the job's number of tasks instead of one for each node, to all the job's GPUs on some of its nodes.
+unset SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE SLURM_GPUS
 unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_CPUS_PER_GPU SLURM_CPU_BIND SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU
 
 export SLURM_EXPORT_ENV=ALL # else after `sbatch --export=NONE` steps would not get the functions and secrets below

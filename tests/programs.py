@@ -113,6 +113,10 @@ async def bad(base_url: str, key: str, row: dict):
         case "block":
             await asyncio.sleep(2)  # else others that wait in the process would reach their limit
             time.sleep(3600)
+        case "hold":
+            time.sleep(3600)
+        case "slow":
+            await asyncio.sleep(1)
         case "nothing":
             return None
         case "garbage":

@@ -1,7 +1,7 @@
 """Makes small verifiable tasks for tiny models: lines of {"prompt": "37+48=", "answer": "85"}.
 
-They go into sft.jsonl, train.jsonl and eval.jsonl. No expression is in two of the three files, and
-the same seed always writes the same bytes.
+They go into sft.jsonl, train.jsonl and eval.jsonl. No expression is in two of the three files (but
+guess has 20 goals in all), and the same seed always writes the same bytes.
 """
 
 import json
@@ -46,10 +46,7 @@ def make_dataset(config: DatasetConfig, seed: int) -> dict[str, int]:
         case "word_problems":
             files, counts = word_problems(config, seed)
         case "guess":
-            files, counts = (
-                {name: games(num, seed, name == "sft") for name, num in sizes.items()},
-                {},
-            )
+            files, counts = {name: games(num, seed, name) for name, num in sizes.items()}, {}
         case "squares":
             files, counts = pictures(config, seed), {}
         case "sql":

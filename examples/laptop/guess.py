@@ -26,10 +26,10 @@ class Guess:
         return ("H" if int(digits) < self.goal else "L"), 0.0, self.left == 0
 
 
-def games(num: int, seed: int, played: bool) -> list[dict[str, str]]:
-    """Returns rows with a goal; played: with a whole game of random guesses and true hints, for the
-    form alone."""
-    draw, rows = random.Random(f"guess {seed} {played}"), []
+def games(num: int, seed: int, name: str) -> list[dict[str, str]]:
+    """Returns the rows of a file, each with one of the 20 goals; of sft with a whole game of random
+    guesses and true hints, for the form alone."""
+    draw, rows = random.Random(f"guess {seed} {name}"), []
     for index in range(num):
         goal, text = index % HIGHEST + LOWEST, ""
         for _ in range(GUESSES):
@@ -38,6 +38,6 @@ def games(num: int, seed: int, played: bool) -> list[dict[str, str]]:
             if guess == goal:
                 break
             text += "H" if guess < goal else "L"
-        rows.append({"prompt": "?", "answer": text if played else f"{goal:02}"})
+        rows.append({"prompt": "?", "answer": text if name == "sft" else f"{goal:02}"})
     draw.shuffle(rows)
     return rows

@@ -44,6 +44,7 @@ from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.config.schema import CheckpointConfig
 from megagrpo.mesh import LeaderError, Mesh
 from megagrpo.system.errors import translated
+from megagrpo.system.run_folder import sync
 from megagrpo.types import AlgoState, TrainState
 
 if TYPE_CHECKING:  # it pulls in Megatron
@@ -239,11 +240,15 @@ class PendingSave:
         )
         entries = written | {self._name(path): _size_and_crc(path) for path in rest}
         _write_json(self.partial / "manifest.json", entries)
+        # Megatron syncs tensors only; older checkpoints are removed below
+        for path in (*rest, self.partial / "actor", self.partial):
+            sync(path)
         if self.target.exists():  # renamed: removing it takes longer, with no checkpoint meanwhile
             os.replace(self.target, self.target.with_name(self.target.name + REPLACED))
         with ExitStack() as stack:
             stack.callback(restore_replaced, self.target.parent)  # if the new one did not come
             os.replace(self.partial, self.target)
+        sync(self.target.parent)
         interrupted = self.target.parent.glob(f"step_*{PARTIAL}")
         for folder in [*_superfluous(self.target, self._options), *interrupted]:
             shutil.rmtree(folder, ignore_errors=True)

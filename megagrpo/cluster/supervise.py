@@ -17,6 +17,7 @@ from megagrpo.system.run_folder import RunFolder
 from megagrpo.system.stop_request import STOP_FILE, STOPPED, StopRequest
 
 _POLL_S = 0.2
+_LOOK_S = 2.0  # between two looks into a shared folder, in which all nodes look
 _SIGNALS = (
     signal.SIGTERM,
     signal.SIGINT,
@@ -147,19 +148,19 @@ class Launch:
         Returns 0, STOPPED after a stop request, or 1 after printing why one of them failed.
         """
         known = self._folder.deadline_pages()
+        look_at = 0.0
         while main.process.poll() is None:
-            for page in self._folder.deadline_pages() - known:
-                known.add(page)
-                print(
-                    f"megagrpo: {page.read_text().split(_PARAGRAPH)[0]}\nstacks: {page}",
-                    file=sys.stderr,
-                )
             for other in needed:
                 if other.process.poll() is not None:
                     return self._failed(other)
-            if main.reports is not None and self._folder.error_reports(main.reports, final=True):
-                stop_tree(main.process.pid)  # torchrun would restart the ranks
+            if time.monotonic() > look_at:
+                self._print_pages(known)
+                reports = self._folder.error_reports(main.reports, True) if main.reports else []
+                if reports:
+                    stop_tree(main.process.pid)  # torchrun would restart the ranks
+                look_at = time.monotonic() + _LOOK_S
             time.sleep(_POLL_S)
+        self._print_pages(known)
         if main.process.returncode != 0:
             return self._failed(main)
         if self._ask and (answer := self._request.granted()):
@@ -169,6 +170,15 @@ class Launch:
             )
             return STOPPED
         return 0
+
+    def _print_pages(self, known: set[Path]) -> None:
+        """Prints the first paragraphs of new pages, and adds these to `known`."""
+        for page in self._folder.deadline_pages() - known:
+            known.add(page)
+            print(
+                f"megagrpo: {page.read_text().split(_PARAGRAPH)[0]}\nstacks: {page}",
+                file=sys.stderr,
+            )
 
     def _start(
         self, arguments: list[str], log: Path, reports: str | None, env: dict[str, str]

@@ -137,7 +137,8 @@ class CheckpointConfig(Section):
     """Continue from the run folder's last checkpoint, or refuse a folder that has one; other_data:
     continue although the rows of `data` in use are others than then, or in another order."""
     load: LocalPath | None = None
-    """Another run's checkpoint folder, whose weights and optimizer this run starts from."""
+    """Another run's checkpoint folder, whose weights and optimizer this run starts from. The
+    reference of a KL stays `model.path`; export the checkpoint and name that to have it move."""
 
 
 class WandbConfig(Section):

@@ -9,10 +9,12 @@ the part itself.
 import base64
 import hashlib
 import io
+import json
 import time
 import urllib.parse
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +24,7 @@ import numpy as np
 from megagrpo.families.architecture import HfConfig
 from megagrpo.families.model import Model
 from megagrpo.system.errors import explained
-from megagrpo.system.run_folder import whole_file
+from megagrpo.system.run_folder import whole_file, write_whole
 from megagrpo.types import ImageRef
 
 if TYPE_CHECKING:
@@ -129,6 +131,8 @@ class ImageStore:
         self.video_token = int(hf["video_token_id"])
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
+        # whatever else the PNG of an image depends on: the processor, and `add` (its version)
+        self._settings = f"1 {self._processor.to_json_string()}".encode()
         self._grid = lru_cache(maxsize=4096)(self._grid_of_size)
         self._kept_pixels = lru_cache(maxsize=_PIXELS_KEPT)(self._pixels)
         self._kept_uri = lru_cache(maxsize=_URIS_KEPT)(self._uri)
@@ -147,11 +151,17 @@ class ImageStore:
 
     def add(self, data: bytes) -> tuple[str, Grid]:
         """Returns key and grid of an encoded image, which is kept as a PNG of the processor's own
-        size.
+        size. An image that is there already, by whatever rank or start, is not decoded.
 
         Raises what Pillow raises for data that is no image, and ValueError for a shape that the
         processor refuses.
         """
+        known = self._folder / f"{hashlib.sha256(self._settings + data).hexdigest()}.json"
+        with suppress(OSError, ValueError):
+            key, (t, h, w) = json.loads(known.read_bytes())
+            if num_bytes := self.path(key).stat().st_size:
+                self._held[key] = num_bytes
+                return key, (t, h, w)
         from PIL import Image, ImageOps
 
         with Image.open(io.BytesIO(data)) as opened:
@@ -159,6 +169,12 @@ class ImageStore:
             if upright.has_transparency_data:  # black would hide a drawing's black lines
                 white = Image.new("RGBA", upright.size, "white")
                 upright = Image.alpha_composite(white, upright.convert("RGBA"))
+            if upright.mode.startswith("I;16"):  # `convert` would cut at 255
+                upright = Image.fromarray((np.asarray(upright) // 257).astype(np.uint8))
+            elif upright.mode in ("I", "F"):
+                raise ValueError(
+                    f"its pixels have no known range (mode {upright.mode}): write 8 bits"
+                )
             image = upright.convert("RGB")
         grid = self._grid(image.size)
         size = (grid[2] * self._processor.patch_size, grid[1] * self._processor.patch_size)
@@ -168,9 +184,9 @@ class ImageStore:
         image.resize(size, Image.Resampling(int(self._processor.resample))).save(buffer, "PNG")
         key = hashlib.sha256(buffer.getvalue()).hexdigest()
         self._held[key] = len(buffer.getvalue())
-        if not (path := self.path(key)).exists():
-            with whole_file(path) as draft:  # other ranks write the same bytes
-                draft.write_bytes(buffer.getvalue())
+        with whole_file(self.path(key)) as draft:  # other ranks write the same bytes
+            draft.write_bytes(buffer.getvalue())
+        write_whole(known, json.dumps([key, grid]))
         return key, grid
 
     def tokens(self, grid: Grid) -> int:

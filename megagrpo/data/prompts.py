@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,9 +25,10 @@ from megagrpo.data.messages import (
     with_system_prompt,
     words_of,
 )
-from megagrpo.data.rows import Row, fingerprint, read_rows
+from megagrpo.data.rows import Row, fingerprint, iterate_rows
 from megagrpo.families.model import Model
 from megagrpo.families.table import read_description
+from megagrpo.system import environment
 from megagrpo.system.errors import collected, explained, translated
 from megagrpo.system.torchvision import prepare_torchvision, torchvision_problem
 from megagrpo.types import Prompt
@@ -233,23 +235,25 @@ def load_prompts(
     or of a source with a ratio, is short enough. store: keeps the images of a vision-language
     model.
     """
-    rows = read_rows(data)
-    parts = data.parts
-    found = render_rows(data, tokenizer, rows, store)
-    by_part: list[list[Prompt]] = [[] for _ in parts]
-    for row, prompt in zip(rows, found, strict=True):
-        by_part[row.of].append(prompt)
-    refuse_long(data, [(row.of, len(p.token_ids)) for row, p in zip(rows, found, strict=True)])
+    short: list[list[Prompt]] = [[] for _ in data.parts]
+    lengths: list[tuple[int, int]] = []
+
+    def rows_in_use() -> Iterator[Row]:
+        """Yields the rows of short prompts; a block of rows is held, for they may have images."""
+        rows = iterate_rows(data)
+        while block := list(islice(rows, _BLOCK)):
+            for row, prompt in zip(block, render_rows(data, tokenizer, block, store), strict=True):
+                lengths.append((row.of, len(prompt.token_ids)))
+                if len(prompt.token_ids) <= data.max_prompt_tokens:
+                    short[row.of].append(prompt)
+                    yield row
+
+    in_use = fingerprint(rows_in_use())
+    refuse_long(data, lengths)
     ratios = [source.ratio for source in data.sources if source.ratio is not None]
-    short = [
-        [prompt for prompt in prompts if len(prompt.token_ids) <= data.max_prompt_tokens]
-        for prompts in by_part
-    ]
     kept = tuple(prompt for prompts in short for prompt in prompts)
     mixture = tuple(zip(ratios, map(len, short), strict=True)) if ratios else ()
-    used = {prompt.id for prompt in kept}
-    in_use = fingerprint(row for row in rows if row.id in used)
-    return PromptSet(kept, len(rows) - len(kept), data.shuffle, mixture, in_use)
+    return PromptSet(kept, len(lengths) - len(kept), data.shuffle, mixture, in_use)
 
 
 def render_rows(
@@ -328,16 +332,24 @@ def _with_images(
     found: Sequence[tuple[Prompt, list[object]]],
     problems: list[str] | None,
 ) -> list[Prompt]:
-    """Returns the prompts with their images, which the store keeps."""
+    """Returns the prompts with their images, which the store keeps.
+
+    Each rank begins at another prompt, so that ranks that start together share the work.
+    """
 
     def expanded(prompt_and_sources: tuple[Prompt, list[object]]) -> Prompt | None:
         with collected(problems):
             return _expanded(store, *prompt_and_sources)
         return None
 
+    rank = environment.get_int("RANK", 0)
+    world = environment.get_int("WORLD_SIZE", 1)
+    first = len(found) * rank // world
     with ThreadPoolExecutor() as pool:  # Pillow lets other threads run
-        done = list((map if store is None else pool.map)(expanded, found))
-    return [prompt for prompt in done if prompt is not None]
+        each = map if store is None else pool.map
+        done = list(each(expanded, [*found[first:], *found[:first]]))
+    last = len(found) - first
+    return [prompt for prompt in done[last:] + done[:last] if prompt is not None]
 
 
 def _expanded(store: ImageStore | None, prompt: Prompt, sources: list[object]) -> Prompt:

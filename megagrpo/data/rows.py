@@ -3,6 +3,7 @@ file and line."""
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -38,29 +39,57 @@ class Row:
 
 
 def read_rows(data: DataConfig, problems: list[str] | None = None) -> list[Row]:
-    """Returns the rows in use. Raises ValueError for every problem that does not need a tokenizer.
+    """Returns the rows in use, all at once. Raises as `iterate_rows`."""
+    return list(iterate_rows(data, problems))
+
+
+def iterate_rows(data: DataConfig, problems: list[str] | None = None) -> Iterator[Row]:
+    """Yields the rows in use. Raises ValueError for every problem that does not need a tokenizer.
 
     problems: those of rows are added to it instead, and the rows left out.
     """
-    rows: list[Row] = []
+    last = -1
+    found: set[str] = set()  # sources
     for number, part in enumerate(data.parts):
-        first = len(rows)
+        num_taken = 0
         for path in map(Path, part.paths):
             if not path.is_file():
                 raise ValueError(f"{path}: no such file (data.path)")
-            before = rows[-1].id + 1 if rows else 0
+            before = last + 1
             for i, raw in _rows(path):
-                if part.limit is not None and len(rows) - first == part.limit:
+                if num_taken == part.limit:
                     break
+                row = None
                 with collected(problems):
                     location = f"{path}:{i + 1}"
                     values = raw if isinstance(raw, dict) else _values(raw, location)
-                    rows.append(_row(part, number, before + i, location, values))
-    if len(found := {row.source for row in rows}) > _MOST_SOURCES:
+                    row = _row(part, number, before + i, location, values)
+                if row is not None:
+                    num_taken += 1
+                    last = row.id
+                    found.add(row.source)
+                    yield row
+    _refuse_sources(data, found)
+
+
+def _refuse_sources(data: DataConfig, found: set[str]) -> None:
+    if len(found) > _MOST_SOURCES:
         raise ValueError(
             f"{data.name}: {len(found)} sources; metrics are kept for at most {_MOST_SOURCES}"
         )
-    return rows
+    spelled = {"as_trained": "the evaluation as in training"}  # eval_as_trained/*
+    for source in sorted(found):
+        if (other := spelled.setdefault(metric_name(source), source)) != source:
+            raise ValueError(
+                f"{data.name}: source {source!r} and {other!r} have metrics of one name, "
+                f"{metric_name(source)}; rename one"
+            )
+
+
+def metric_name(source: str) -> str:
+    """Returns a source's name as metrics spell it: `math-500` is math_500, `数学` is u6570u5b66."""
+    plain = re.sub(r"[^\x00-\x7f]", lambda match: f"u{ord(match[0]):x}", source.lower())
+    return re.sub(r"[^a-z0-9_]", "_", plain)
 
 
 def fingerprint(rows: Iterable[Row]) -> list[list[str | int]]:

@@ -24,6 +24,8 @@ except ImportError as exc:
     raise ImportError("it needs the mcp package: pip install 'mcp>=2.3,<3'") from exc
 
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+# the client's words for a status of 404 in a session, and for another one above 399
+_LOST = ("Session terminated", "Server returned an error response")
 _ABOUT = """You may call these tools:
 <tools>
 {tools}
@@ -137,6 +139,8 @@ class _Session:
                 found = self._portal.call(self._client.call_tool, name, arguments)
         except mcp.MCPError as exc:
             return f"error: {exc.message}"
+        except (ValueError, RuntimeError) as exc:
+            return f"error: the tool's answer is not the protocol's: {str(exc).splitlines()[0]}"
         parts = [part.text if part.type == "text" else f"[{part.type}]" for part in found.content]
         return ("error: " if found.is_error else "") + "\n".join(parts)
 
@@ -152,7 +156,7 @@ def _unavailable(what: str) -> Iterator[None]:
     try:
         yield
     except mcp.MCPError as exc:
-        if exc.code not in (CONNECTION_CLOSED, REQUEST_TIMEOUT):
+        if exc.code not in (CONNECTION_CLOSED, REQUEST_TIMEOUT) and exc.message not in _LOST:
             raise
         raise Unavailable(f"{what}: the server is gone: {exc.message}") from exc
     except (OSError, ExceptionGroup) as exc:

@@ -75,6 +75,9 @@ class Family:
         if problems:
             return problems
         problems = self.own_refusals(hf)
+        experts = hf.get("num_experts") or hf.get("num_local_experts") or hf.get("n_routed_experts")
+        if experts and (hf.get("num_experts_per_tok") or 0) > experts:
+            problems.append(f"num_experts_per_tok is more than its {experts} experts")
         if scaling := rope_scaling(hf):
             problems += self.ROPE_SCALING_REFUSALS(scaling)
         if not self.PARTIAL_ROTARY and (fraction := rotary_fraction(hf)) != 1.0:

@@ -8,6 +8,7 @@ what, and each turn's reward. A step has a file for each replica, with groups in
 """
 
 import heapq
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from operator import itemgetter
@@ -62,8 +63,15 @@ class RolloutLog(BackgroundWriter):
 def read_rollouts(files: Iterable[Path]) -> Iterator[dict]:
     """Yields the lines of one step's files (RunFolder.rollout_files) in order of their groups."""
     with ExitStack() as stack:
-        lines = [map(orjson.loads, stack.enter_context(path.open("rb"))) for path in files]
+        lines = [map(_parsed, stack.enter_context(path.open("rb"))) for path in files]
         yield from heapq.merge(*lines, key=itemgetter("group_id"))
+
+
+def _parsed(line: bytes) -> dict:
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:  # it refuses half of a character, which json reads
+        return json.loads(line)
 
 
 def turns_of(sample: Sample, rewards: Iterator[float], decode: Decode) -> list[dict]:

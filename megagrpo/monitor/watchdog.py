@@ -184,10 +184,14 @@ class Watchdog:
         self._beat(time.time())
         # an existing file is complete
         progress = {rank: self._folder.rank_progress(rank) for rank in files}
+        # Clocks of nodes differ by more than a heartbeat: the file system has one for all of them.
         ranks = [
-            json.loads(file.read_text()) if file.exists() else {"rank": rank}
+            json.loads(file.read_text()) | {"beat": file.stat().st_mtime}
+            if file.exists()
+            else {"rank": rank}
             for rank, file in progress.items()
         ]
+        written = progress[self._mesh.rank].stat().st_mtime
         stacks = {
             rank: file.read_text(errors="replace") for rank, file in files.items() if file.exists()
         }
@@ -197,7 +201,7 @@ class Watchdog:
         )
         summary = (
             f"{seen}, and nothing has moved for {now - self._moved:.0f} "
-            f"s\n{describe(ranks, time.time())}"
+            f"s\n{describe(ranks, written)}"
         )
         moment = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
         write_whole(self._folder.deadline_page(moment), f"{summary}\n\n{_grouped(stacks)}")

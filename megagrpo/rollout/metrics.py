@@ -1,13 +1,13 @@
 """Metrics of a step's groups: responses, rewards, graders, sources, environments, and what dynamic
 sampling chose."""
 
-import re
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from megagrpo.algo.dynamic_sampling import Selection
 from megagrpo.config.schema import RewardConfig, TrainConfig
+from megagrpo.data.rows import metric_name
 from megagrpo.mesh import Mesh, RunStopped
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout.agents.environments import ENDS
@@ -61,7 +61,7 @@ def by_source(
     """Yields the name of each source, as metrics can spell it, and its groups."""
     for source in sources:
         yield (
-            re.sub(r"[^a-z0-9_]", "_", source.lower()),
+            metric_name(source),
             [group for group in groups if group.prompt.source == source],
         )
 

@@ -16,6 +16,7 @@ import psutil
 _FILES = 65_536  # that a process may have open, as far as the machine allows
 _PR_SET_PDEATHSIG = 1
 _LOG_LINES = 25
+_LOG_BYTES = 16_384
 _KILL_S = 5.0  # seconds for the kernel to release a large process
 # loaded before fork: the child calls it between fork and exec, where loading could deadlock
 _libc = ctypes.CDLL(None)
@@ -113,7 +114,8 @@ def _wait_gone(processes: Iterable[psutil.Process], seconds: float) -> None:
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:
-    with suppress(psutil.NoSuchProcess):
+    # what has another user's rights is left alone: the others must be ended still
+    with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         process.send_signal(number)
 
 
@@ -128,7 +130,14 @@ def raise_file_limit() -> None:
 
 def last_lines(log: Path) -> str:
     """Returns the last lines of a log."""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+    return "\n".join(end_of(log, _LOG_BYTES).splitlines()[-_LOG_LINES:])
+
+
+def end_of(log: Path, num_bytes: int) -> str:
+    """Returns the end of a log, which may be gigabytes."""
+    with log.open("rb") as file:
+        file.seek(max(log.stat().st_size - num_bytes, 0))
+        return file.read().decode(errors="replace")
 
 
 def route_address(host: str, port: int) -> str:

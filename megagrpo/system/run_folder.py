@@ -6,7 +6,7 @@ checkpoints/    step_000010/ ...                 dumps/         step_000012/ ...
 `megagrpo replay`
 weights/        published by transport `disk`    sft/           metrics of the supervised warm-up
 images/         of the prompts, as engines and trainers see them: PNG files named after their
-content
+content; JSON files say which of them an image of the data became
 engine_model/   bfloat16 model description from which engines start if model.path is quantised
 trained/        samples of every replica as the update saw them
 view.html                                        written by `megagrpo view`
@@ -66,6 +66,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
     disk before it does.
     """
     draft, older = (target.with_name(f".{target.name}.{word}") for word in ("partial", "older"))
+    _take_back(older, target)  # of a process that was killed between the two renames
     for folder in (draft, older):
         shutil.rmtree(folder, ignore_errors=True)
     with ExitStack() as cleanup:
@@ -73,15 +74,21 @@ def whole_folder(target: Path) -> Iterator[Path]:
         draft.mkdir(parents=True)
         yield draft
         for path in (*draft.iterdir(), draft):
-            _sync(path)
+            sync(path)
+        cleanup.callback(_take_back, older, target)  # if the new one does not come
         if target.exists():
             target.rename(older)
         draft.rename(target)
-        _sync(target.parent)
+        sync(target.parent)
     shutil.rmtree(older, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
+def _take_back(older: Path, target: Path) -> None:
+    if older.exists() and not target.exists():
+        older.rename(target)
+
+
+def sync(path: Path) -> None:
     """Brings a file, or the names in a folder, to the disk."""
     with ExitStack() as cleanup:
         descriptor = os.open(path, os.O_RDONLY)

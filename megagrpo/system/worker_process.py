@@ -1,9 +1,9 @@
 """A process that answers calls, as lines of JSON over a socket: the parent's side and the child's.
 
 The child's first line is null: it is ready. A call is [number, message] and its answer [number,
-value, error]; [number, null] asks the child to cancel a call. The child must not outlive its
-parent: an idle one sees the socket close, and the kernel ends a hung one with the thread that
-started it.
+value, error]; [number, null] asks the child to cancel a call. A child of concurrent calls answers
+the message true itself, unless a call holds its thread. The child must not outlive its parent: an
+idle one sees the socket close, and the kernel ends a hung one with the thread that started it.
 """
 
 import asyncio
@@ -32,6 +32,7 @@ Answer = tuple[Value, str | None]  # a value, or why there is none
 START_TIMEOUT_S = 120.0  # an import (sympy on a busy machine), not a call
 GRACE_S = 5.0  # for a cancelled call to end by itself
 LONGEST_LINE = 2**28  # bytes
+_END_S = 10.0  # for a killed process to be gone
 _EXIT_S = 1.0  # between the end of a socket and that of its process
 _POLL_S = 0.02
 
@@ -146,6 +147,18 @@ class WorkerProcess:
             unanswered.pop_all()
         return answer
 
+    async def reacts(self) -> bool:
+        """Returns whether a process of concurrent calls answers; it is ended if a call holds its
+        thread.
+
+        Raises WorkerError if the process is gone.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GRACE_S):
+                await self.call(True)
+                return True
+        return False
+
     def kill(self) -> None:
         """Ends the process and what it started, without waiting for it. Idempotent; may be called
         from any thread."""
@@ -158,10 +171,11 @@ class WorkerProcess:
             self._reaper.start()
 
     def close(self) -> None:
-        """Ends the process as `kill` does, and waits for its end."""
+        """Ends the process as `kill` does, and waits for its end: not for ever, for a process in a
+        call to a file system that hangs cannot be killed."""
         self.kill()
         assert self._reaper is not None, "kill starts it"
-        self._reaper.join()
+        self._reaper.join(_END_S)
 
     def _reap(self) -> None:
         self._process.wait()
@@ -306,7 +320,9 @@ async def answer_calls_concurrently(
 
     async for line in reader:
         number, message = json.loads(line)
-        if message is not None:
+        if message is True:
+            writer.write(_answered(number, lambda: None))
+        elif message is not None:
             running[number] = asyncio.ensure_future(start(message))
             running[number].add_done_callback(partial(report, number))
         elif number in running and cancels:

@@ -39,17 +39,24 @@ class Handler(BaseHTTPRequestHandler):
         first = message["method"] == "initialize"
         asks = message["method"] == "server/discover"  # whether the server is a newer one
         assert first or asks or self.headers["mcp-session-id"] == "s1"
+        if message["method"] == "tools/call" and hasattr(self.server, "status"):
+            self.send_error(self.server.status)
+            return
         self.send_response(200 if "id" in message else 202)
         if first:
             self.send_header("Mcp-Session-Id", "s1")
+        stream = message["method"] == "tools/call"
+        found = getattr(self.server, "found", None) if stream else None
         body = (
-            json.dumps({"jsonrpc": "2.0", "id": message["id"], **answer(message, [])})
+            json.dumps(
+                {"jsonrpc": "2.0", "id": message["id"], **(found or answer(message, []))}, indent=1
+            )
             if "id" in message
             else ""
         )
-        stream = message["method"] == "tools/call"
         if stream:
-            body = f": comment\n\nevent: message\ndata: {json.dumps(NOTICE)}\n\ndata: {body}\n\n"
+            lines = body.replace("\n", "\ndata: ")  # of one event
+            body = f": comment\n\nevent: message\ndata: {json.dumps(NOTICE)}\n\ndata:\n\ndata: {lines}\n\n"
         self.send_header("Content-Type", "text/event-stream" if stream else "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -149,6 +156,26 @@ def test_a_bad_call_is_answered_with_text_and_never_reaches_the_server(mcp_tools
     results, reward, done = environment.step(bad)
     assert said in results and (reward, done) == (0.0, False)
     assert "\n5\n" in environment.step(call("add", a=2, b=3))[0]  # the server lives
+    environment.close()
+
+
+@pytest.mark.parametrize("content", [{"content": None}, {"content": [{"type": "film"}]}, {}])
+def test_an_answer_that_is_not_the_protocols_is_said(mcp_tools, listening, content):
+    environment = mcp_tools(ROW, 0, "exact", url=f"http://127.0.0.1:{listening.server_port}/mcp")
+    listening.found = {"result": content}
+    said, *_ = environment.step(call("add", a=2, b=3))
+    assert "error: the tool's answer is not the protocol's: " in said
+    del listening.found
+    assert "\n5\n" in environment.step(call("add", a=2, b=3))[0], "the session goes on"
+    environment.close()
+
+
+@pytest.mark.parametrize("status", [404, 503])
+def test_a_session_that_the_server_has_lost_is_no_answer_of_a_tool(mcp_tools, listening, status):
+    environment = mcp_tools(ROW, 0, "exact", url=f"http://127.0.0.1:{listening.server_port}/mcp")
+    listening.status = status
+    with pytest.raises(Unavailable, match="the server is gone"):
+        environment.step(call("add", a=2, b=3))
     environment.close()
 
 

@@ -3,6 +3,7 @@ binary file."""
 
 import json
 import os
+import shutil
 import threading
 import zlib
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.checkpoint.save import Checkpointer, PendingSave, RunIdentity, SaveSchedule, load
 from megagrpo.config.schema import CheckpointConfig
 from megagrpo.mesh import LeaderError, make_mesh
+from megagrpo.run import _refuse_other_rows
+from megagrpo.system.run_folder import whole_folder
 from megagrpo.types import AlgoState, ImageRef, Outcome, Prompt, RolloutGroup, Sample, TrainState
 from tests.experiments import experiment
 
@@ -78,6 +81,35 @@ def test_the_newest_stays(tmp_path: Path, there, keep, left):
     assert (folder / "manifest.json").is_file() and latest(tmp_path, at_most=17) == folder
 
 
+def test_ranks_that_read_other_rows_are_refused():
+    rows = [["a.jsonl", 3, "f00d"]]
+    _refuse_other_rows([rows, rows])
+    with pytest.raises(ValueError, match="rank 2 has read other rows than rank 0: .*beef"):
+        _refuse_other_rows([rows, rows, [["a.jsonl", 3, "beef"]]])
+
+
+def test_a_folder_that_replaces_another_leaves_that_if_it_fails_or_is_killed(tmp_path, monkeypatch):
+    target = tmp_path / "weights"
+    target.mkdir()
+    (target / "old").touch()
+    rename = Path.rename
+
+    def full_disk(self: Path, other: Path) -> Path:
+        if self.name.endswith(".partial"):
+            raise OSError(5, "Input/output error")
+        return rename(self, other)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output"):
+        patch.setattr(Path, "rename", full_disk)
+        with whole_folder(target):
+            pass
+    assert (target / "old").exists()
+    target.rename(tmp_path / ".weights.older")  # killed between the two renames
+    with pytest.raises(ValueError, match="no weights"), whole_folder(target):
+        raise ValueError("no weights")
+    assert [path.name for path in tmp_path.iterdir()] == ["weights"] and (target / "old").exists()
+
+
 def test_only_a_steps_own_name_is_a_checkpoint(tmp_path: Path):
     """A user sets one aside, as layout_problem proposes; numbers are compared as numbers."""
     for name in ("step_000010", "step_000020.bad", "step_000005.tar", "step_1000000"):
@@ -116,6 +148,20 @@ def test_a_replacement_that_fails_or_is_killed_leaves_the_checkpoint(tmp_path: P
     assert (folder / "mark").exists()
     assert not (save() / "mark").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["step_000017"]
+
+
+def test_a_checkpoint_is_on_disk_before_older_ones_go(tmp_path: Path, monkeypatch):
+    (tmp_path / "step_000010").mkdir()
+    done: list[str] = []
+    monkeypatch.setattr(checkpoint, "sync", lambda path: done.append(path.name))
+    remove = shutil.rmtree
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda path, **more: done.append(f"-{path.name}") or remove(path, **more)
+    )
+    options = CheckpointConfig(keep=1)
+    PendingSave(tmp_path, TrainState(step=17), ANY, options, Plan, MESH).finish()
+    synced = done[: done.index("-step_000010")]
+    assert {"state.json", "actor", "step_000017.partial", tmp_path.name} <= set(synced)
 
 
 @pytest.mark.parametrize("fault", ["plan", "write", "finish"])

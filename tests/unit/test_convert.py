@@ -2,8 +2,10 @@
 result loads."""
 
 import re
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -31,6 +33,8 @@ python3 -m verl.trainer.main_ppo --config-name=ppo_trainer \\
     trainer.logger='["console","wandb"]' trainer.experiment_name='my run' MORE $@ > out.log 2>&1 &
 wait
 """
+FREE_KEYS = ("actor.ddp.", "actor.megatron.", "actor.optimizer.megatron.", "reward.args")
+TRAINER = "python3 -m verl.trainer.main_ppo"
 WITH_KL = (
     "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001 "
     "actor_rollout_ref.actor.kl_loss_type=low_var_kl"
@@ -82,6 +86,12 @@ def verl(tmp_path: Path, estimator: str = "grpo", more: str = ""):
     )
 
 
+def cmdline(process: psutil.Process) -> list[str]:
+    with suppress(psutil.Error):
+        return process.cmdline()
+    return []
+
+
 def lost(draft) -> dict[str, str]:
     return {
         each.key: each.text
@@ -92,10 +102,13 @@ def lost(draft) -> dict[str, str]:
 
 def test_a_script_is_read_as_bash_reads_it_and_nothing_of_it_runs(tmp_path):
     script = (
-        COMMAND
+        f"{TRAINER} a.kill=1\n".replace("python3", "builtin kill -0 $$ && python3")
+        + f"echo > '{tmp_path}/made'; /bin/touch {tmp_path}/by_path; enable kill; set +r\n"
+        + COMMAND
         + f"\ntouch {tmp_path}/touched; : > {tmp_path}/made; kill -9 $PPID; cd /; exec /bin/false\n"
     )
     given = read_source("verl", source(tmp_path, script))
+    assert "a.kill" not in given, "no process of the user is in its reach"
     assert (
         given["data.train_files"] == "~/data/train.parquet"
         and given["data.train_batch_size"] == 256
@@ -119,6 +132,20 @@ def test_a_script_without_a_command_is_named(tmp_path, monkeypatch, text, messag
         read_source("verl", source(tmp_path, text))
 
 
+@pytest.mark.parametrize(
+    ("loop", "after"),
+    [("nvidia-smi >> gpu.log; sleep 10", "wait"), (": of_a_test", ""), (": of_a_test", "wait")],
+)
+def test_a_loop_in_the_background_neither_holds_convert_nor_outlives_it(
+    tmp_path, monkeypatch, loop, after
+):
+    monkeypatch.setattr("megagrpo.tools.convert.source._TIME_LIMIT_S", 1 if "of" in loop else 60)
+    text = f"# {tmp_path}\nwhile true; do {loop}; done &\n{TRAINER} a.b=1\n{after}\n"
+    assert read_source("verl", source(tmp_path, text)) == {"a.b": 1}
+    left = [one for one in psutil.process_iter() if str(tmp_path) in str(cmdline(one))]
+    assert not psutil.wait_procs(left, timeout=30)[1], "what was killed may take a moment"
+
+
 def test_a_clip_ratio_that_verl_does_not_read_is_said(tmp_path):
     draft = verl(tmp_path, more="actor_rollout_ref.actor.clip_ratio=0.1")
     assert "verl reads clip_ratio 0.1 only where" in draft.yaml("")
@@ -138,6 +165,21 @@ def test_verls_file_that_builds_on_another(tmp_path):
     for others, lost_ones in ([], []), (["mine"], ["defaults"]):
         text = yaml.safe_dump(keys | {"defaults": ["ppo_trainer", *others, "_self_"]})
         assert list(lost(translate("verl", source(tmp_path, text, "run.yaml")))) == lost_ones
+
+
+def test_verls_dumped_configuration_has_keys_that_say_nothing(tmp_path):
+    keys = {
+        "actor_rollout_ref": {
+            "rollout": {"n": 4, "engine_kwargs": {"vllm": {}}, "mtp": None},
+            "actor": {"use_remove_padding": "${oc.select:actor_rollout_ref.no.key,false}"},
+        },
+        "algorithm": {"adv_estimator": "${oc.select:mine.estimator,rloo}"},
+        "mine": {"estimator": "grpo"},
+    }
+    draft = translate("verl", source(tmp_path, yaml.safe_dump(keys), "run.yaml"))
+    assert list(lost(draft)) == ["mine.estimator"]
+    assert draft.values["algorithm.advantage.name"] == "grpo"
+    assert draft.given["actor_rollout_ref.actor.use_remove_padding"] is False
 
 
 def test_verls_command_whole(tmp_path):
@@ -207,6 +249,38 @@ def test_what_their_keys_become(tmp_path, framework, case):
 def test_an_unknown_scale_of_trls_rewards_is_named(tmp_path):
     draft = translate("trl", source(tmp_path, f"{TRL}\nscale_rewards: std\n", "run.yaml"))
     assert lost(draft) == {"scale_rewards": "no scale std; there are group, batch and none"}
+
+
+@pytest.mark.parametrize(
+    ("more", "lost_ones"),
+    [
+        ("warmup_steps: 0.1\nmax_steps: ten", {"warmup_steps": "depends", "max_steps": "a number"}),
+        ("use_peft: true", {"lora_dropout": "`lora_dropout: 0` says so"}),
+        ("eval_dataset: a.jsonl\neval_strategy: no", {"eval_dataset": "eval_strategy names no"}),
+        ("eval_dataset: a.jsonl\neval_steps: 5", {"eval_dataset": "eval_strategy names no"}),
+        ("save_strategy: epoch", {"save_strategy": "write steps and save_steps"}),
+    ],
+)
+def test_what_trls_keys_leave_open_is_named(tmp_path, more, lost_ones):
+    keys = yaml.safe_load(TRL) | yaml.safe_load(more)
+    found = lost(translate("trl", source(tmp_path, yaml.safe_dump(keys), "run.yaml")))
+    assert found.keys() == lost_ones.keys()
+    assert all(reason in found[key] for key, reason in lost_ones.items())
+
+
+def test_trls_scripts_have_names_of_their_own(tmp_path):
+    keys = {key: value for key, value in yaml.safe_load(TRL).items() if "model" not in key}
+    del keys["train_dataset"]
+    keys |= yaml.safe_load(
+        "{model_name_or_path: m, dataset_name: d, dataset_config: main, attn_implementation: sdpa}"
+    )
+    draft = translate("trl", source(tmp_path, yaml.safe_dump(keys), "run.yaml"))
+    assert lost(draft) == {} and draft.problems == []
+    assert (draft.values["model.path"], draft.values["data.path"]) == ("m", "d")
+    draft = translate(
+        "trl", source(tmp_path, yaml.safe_dump(keys | {"eval_strategy": "steps"}), "run.yaml")
+    )
+    assert "dataset_test_split" in lost(draft)["eval_strategy"]
 
 
 def test_what_trl_does_otherwise_without_a_key_is_said(tmp_path):
@@ -296,11 +370,7 @@ def test_the_table_names_keys_that_exist_and_each_of_theirs_once():
     ours = set(all_paths(ExperimentConfig))
     for entry in entries():
         assert bool(entry.to) + bool(entry.free) + bool(entry.lacks) >= 1, entry
-        if (
-            entry.to
-            and "*" not in entry.to
-            and not entry.to.startswith(("actor.ddp.", "actor.megatron.", "reward.args"))
-        ):
+        if entry.to and "*" not in entry.to and not entry.to.startswith(FREE_KEYS):
             assert entry.to in ours or annotations_at(ExperimentConfig, path_of(entry.to)), entry.to
     for framework in FRAMEWORKS:
         names = [name for entry in entries() for name in entry.keys[framework]]

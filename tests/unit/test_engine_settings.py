@@ -91,6 +91,7 @@ def test_sglang_itself_judges_names_and_values():
     "given, said",
     [
         ({"lora_paths": []}, "is refused: engines receive whole weights"),
+        ({"max_queued_requests": 8}, "is refused: an engine that rejects what it is sent"),
         ({"mm_process_config": {}}, "is refused: images come with the trainers' requests"),
         ({"tp_size": 8}, "rollout.sglang.tp_size: is set by rollout.tp"),
         ({"speculative_algorithm": "EAGLE"}, "is set by rollout.draft_tokens"),

@@ -153,6 +153,8 @@ def test_layers_without_experts_are_refused():
     del hf["num_experts"]
     assert model_problems(hf) == ["config.json lacks num_experts"]
     assert model_problems(hf | {"num_local_experts": 8}) == []
+    more = model_problems(hf | {"num_local_experts": 8, "num_experts_per_tok": 9})
+    assert more == ["num_experts_per_tok is more than its 8 experts"]
 
 
 def test_division_by_the_chosen_experts_is_never_guessed():

@@ -1,6 +1,7 @@
 """What a run says of its health: warnings, the alarm of the first step, and which line of a stack
 is ours."""
 
+import json
 import threading
 import time
 from collections.abc import Sequence
@@ -185,6 +186,20 @@ def test_a_heartbeat_that_cannot_be_written_is_tried_again(tmp_path, monkeypatch
         time.sleep(0.3)
         folder.ranks.unlink()
         until(folder.rank_progress(0).exists, 20)
+
+
+def test_a_node_whose_clock_is_behind_has_a_heartbeat(tmp_path, monkeypatch):
+    """When the file system has it, and not when that node believes to have written it."""
+    two = SimpleNamespace(rank=0, world_size=2, gather_world=lambda value: [value] * 2)
+    monkeypatch.setattr(watchdog, "_ANSWER_S", 0.0)
+    folder = RunFolder(tmp_path)
+    with watchdog.Watchdog(experiment(), two, folder, lambda: 0) as dog:
+        other = json.loads(folder.rank_progress(0).read_text()) | {"rank": 1}
+        other["beat"] -= 1000
+        folder.rank_progress(1).write_text(json.dumps(other))
+        dog._write_page(time.time())
+    (page,) = folder.deadline_pages()
+    assert "ranks 0-1: in start" in page.read_text() and "no heartbeat" not in page.read_text()
 
 
 def test_it_is_raised_by_the_mean_and_by_the_tail():

@@ -22,6 +22,7 @@ from megagrpo.check.loading import try_loading
 from megagrpo.checkpoint.resume import run_identity
 from megagrpo.config.fields import complaints
 from megagrpo.config.schema import DataConfig
+from megagrpo.data import prompts as prompts_module
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import load_prompts, load_tokenizer
 from megagrpo.families.model import Model
@@ -133,7 +134,7 @@ def test_every_way_to_write_an_image_is_the_same_prompt(model, load, tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     keys = DataConfig(path=str(tmp_path / "rows.parquet"), images_key="images", chat_template=True)
     assert load_prompts(keys, load_tokenizer(model), store).prompts[0].images == prompts[0].images
-    assert len(list((tmp_path / "images").iterdir())) == 1, "kept once"
+    assert len(list((tmp_path / "images").glob("*.png"))) == 1, "kept once"
 
 
 def test_a_drawing_on_nothing_lies_on_white_and_a_turned_photograph_is_upright(load, tmp_path):
@@ -148,6 +149,50 @@ def test_a_drawing_on_nothing_lies_on_white_and_a_turned_photograph_is_upright(l
     white, upright = (Image.open(io.BytesIO(store.png(ref.key))) for ref in prompts[0].images)
     assert white.getextrema() == ((255, 255),) * 3
     assert upright.height > upright.width
+
+
+@pytest.mark.parametrize("model", ["qwen2_5_vl"], indirect=True)
+def test_grey_of_sixteen_bits_keeps_its_shades(load, tmp_path):
+    shades = np.linspace(0, 65535, 112 * 112).reshape(112, 112)
+    Image.fromarray(shades.astype(np.uint16)).save(tmp_path / "scan.png")
+    (prompt,), store = load({"prompt": "<image>", "images": ["scan.png"]})
+    seen = np.asarray(Image.open(io.BytesIO(store.png(prompt.images[0].key))))
+    assert np.abs(seen - shades[..., None] / 257).max() <= 1
+    Image.fromarray(shades.astype(np.float32)).save(tmp_path / "scan.tiff")
+    with pytest.raises(ValueError, match="no known range"):
+        load({"prompt": "<image>", "images": ["scan.tiff"]})
+
+
+@pytest.mark.parametrize("model", ["qwen2_5_vl"], indirect=True)
+def test_an_image_is_decoded_once_for_all_ranks_and_starts(model, load, monkeypatch):
+    decoded = []
+    opened = Image.open
+    monkeypatch.setattr(Image, "open", lambda data: decoded.append(data) or opened(data))
+    rows = [{"prompt": f"<image>{n}", "images": [uri(png(picture(n)))]} for n in range(5)]
+    prompts, store = load(*rows)
+    assert len(decoded) == 5
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    again, _ = load(*rows)
+    assert [p.images for p in again] == [p.images for p in prompts] and len(decoded) == 5
+    assert [p.text for p in again] == [p.text for p in prompts], "in the file's order"
+    store.path(prompts[3].images[0].key).write_bytes(b"")  # a node died before it was on disk
+    assert [p.images for p in load(*rows)[0]] == [p.images for p in prompts]
+    assert len(decoded) == 6 and store.png(prompts[3].images[0].key)
+
+
+@pytest.mark.parametrize("model", ["qwen2_5_vl"], indirect=True)
+def test_rows_that_hold_images_are_read_a_block_at_a_time(model, load, tmp_path, monkeypatch):
+    held = []
+    rendered = prompts_module.render_rows
+    monkeypatch.setattr(prompts_module, "_BLOCK", 2)
+    monkeypatch.setattr(
+        prompts_module, "render_rows", lambda *a: held.append(len(a[2])) or rendered(*a)
+    )
+    prompts, _ = load(
+        *({"prompt": f"<image>{n}", "images": [uri(png(picture(n)))]} for n in range(3))
+    )
+    assert [prompt.id for prompt in prompts] == [0, 1, 2] and held == [2, 1]
 
 
 BROKEN = [
@@ -259,7 +304,7 @@ def test_view_shows_the_images_of_the_prompts(load, tmp_path):
 def test_bytes_of_images_are_counted(model, load):
     data = png(picture(1, (112, 112)))
     prompts, store = load(*[{"prompt": "<image>How many?", "images": [uri(data)]}] * 3)
-    key, (kept,) = prompts[0].images[0].key, store._folder.iterdir()
+    key, (kept,) = prompts[0].images[0].key, store._folder.glob("*.png")
     for prompt in prompts:
         sent = store.uri(prompt.images[0].key)
     pixels = store.pixels(key)

@@ -258,6 +258,25 @@ def installed(tmp_path_factory) -> Path:
     return python
 
 
+def test_what_pip_was_cut_short_in_is_removed_and_nothing_of_others(tmp_path):
+    """The step of launch/install.sh, in a user's own environment (MEGAGRPO_VENV)."""
+    packages = tmp_path / "lib" / "python3.12" / "site-packages"
+    for name, files in {
+        "whole-1": {"RECORD": "", "INSTALLER": "pip\n"},
+        "cut-1": {"METADATA": ""},
+        "cut_late-1": {"INSTALLER": "pip\n"},
+        "of_conda-1": {"INSTALLER": "conda\n"},
+    }.items():
+        (packages / f"{name}.dist-info").mkdir(parents=True)
+        for file, text in files.items():
+            (packages / f"{name}.dist-info" / file).write_text(text)
+    script = (ROOT / "launch" / "install.sh").read_text()
+    step = re.search(r"^find .*(?:\n    .*)*", script, re.MULTILINE).group()
+    subprocess.run(["bash", "-ec", f'venv="{tmp_path}"\n{step}'], check=True)
+    left = {path.name.partition("-")[0] for path in packages.iterdir()}
+    assert left == {"whole", "of_conda"}
+
+
 @pytest.fixture
 def empty(tmp_path) -> Path:
     (tmp_path / "experiment.yaml").write_text(EXPERIMENT)

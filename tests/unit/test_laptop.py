@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.laptop.datasets import make_dataset
+from examples.laptop.guess import games
 from examples.laptop.model import character_tokenizer, make_tiny_model
 from examples.laptop.pretrained import find_gguf, make_pretrained_model
 from examples.laptop.recipe import (
@@ -163,6 +164,12 @@ def test_arithmetic(tmp_path):
 def test_the_seed_decides_every_row(tmp_path, kind):
     a, b, c = (made(tmp_path, kind, 60, 50, 40, seed)[0] for seed in (3, 3, 4))
     assert a == b and all(a[name] != c[name] for name in FILES)
+
+
+def test_guess_evaluates_its_goals_in_another_order():
+    train, held_out = (games(40, 0, name) for name in ("train", "eval"))
+    goals = [[row["answer"] for row in rows] for rows in (train, held_out)]
+    assert goals[0] != goals[1] and sorted(goals[0]) == sorted(goals[1])
 
 
 def test_arithmetic_with_a_calculator(tmp_path):

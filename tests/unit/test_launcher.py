@@ -1,6 +1,7 @@
 """One machine's launcher: GPUs of trainers and engines, one run a folder, signals; children end
 with their parent."""
 
+import os
 import resource
 import signal
 import socket
@@ -17,7 +18,14 @@ from megagrpo.cluster.machine import _devices, alone_in
 from megagrpo.cluster.supervise import Child, Launch
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system.environment import child_environment
-from megagrpo.system.processes import is_live, process_tree, spawn, stop_tree
+from megagrpo.system.processes import (
+    end_of,
+    is_live,
+    last_lines,
+    process_tree,
+    spawn,
+    stop_tree,
+)
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.system.stop_request import STOPPED, StopRequest
 from tests import experiments
@@ -234,6 +242,46 @@ def test_a_whole_tree_ends_and_the_polite_at_once(tmp_path, code, number, grace_
     assert process.wait(5) == -by and time.monotonic() - started < 10
     assert not [p for p in tree if is_live(p)]
     stop_tree(process.pid)  # one that is gone is no error
+
+
+def test_a_process_with_other_rights_does_not_save_the_rest_of_its_tree(tmp_path, monkeypatch):
+    process, tree = start(_STUBBORN, tmp_path / "log")
+    refused = tree[1].pid
+    send = psutil.Process.send_signal
+
+    def another_users(one: psutil.Process, number: int) -> None:
+        if one.pid == refused:
+            raise psutil.AccessDenied(one.pid)
+        send(one, number)
+
+    monkeypatch.setattr(psutil.Process, "send_signal", another_users)
+    monkeypatch.setattr("megagrpo.system.processes._KILL_S", 0.3)
+    stop_tree(process.pid, grace_s=0.1)
+    monkeypatch.undo()
+    process.wait(5)
+    left = [one.pid for one in tree if is_live(one)]
+    stop_tree(process.pid, 0.0)
+    os.kill(refused, signal.SIGKILL)
+    assert left == [refused]
+
+
+def test_the_end_of_a_long_log_is_read_alone(tmp_path, monkeypatch):
+    log = tmp_path / "log"
+    log.write_bytes(b"\xc3\xa9" * 100_000 + b"\nlast\n")
+    assert end_of(log, 7) == "\ufffd\nlast\n"
+    assert last_lines(log).endswith("\nlast")
+    assert len(last_lines(log)) < 20_000
+
+
+def test_a_page_of_the_last_moment_is_printed(tmp_path, monkeypatch, capsys):
+    """Shared folders are looked into every two seconds only, for all nodes do."""
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir()
+    with Launch(folder, "train", end=()) as launch:
+        page = folder.deadline_page("now")
+        code = f"sleep 0.5; printf 'it hangs\\n\\nstacks' > {page}; sleep 0.5"
+        assert launch.watch(launch.spawn(["sh", "-c", code], folder.log("trainer"), {})) == 0
+    assert capsys.readouterr().err == f"megagrpo: it hangs\nstacks: {page}\n"
 
 
 def test_child_dies_with_its_parent(tmp_path):

@@ -234,6 +234,15 @@ def test_a_program_that_fails_gives_no_reward_and_takes_no_other_with_it(monkeyp
     )
 
 
+def test_a_program_that_holds_its_process_costs_no_other_its_time(monkeypatch):
+    """Limits pass while nothing in the process can run: who was held begins again elsewhere."""
+    monkeypatch.setattr("megagrpo.system.worker_process.GRACE_S", 0.5)
+    groups, _ = run_all(["hold", "slow"], program="bad", timeout_s=3.0)
+    held, slow = (group.outcomes[0] for group in groups)
+    assert (held.status, held.detail) == ("timeout", "no reward in 3 s")
+    assert (slow.status, slow.value) == ("score", 0.25), slow
+
+
 def test_branches_of_parallel_requests_and_a_turn_that_its_agent_did_not_wait_for():
     def hang(body: dict) -> bool:
         return body["input_ids"] == ids("L")

@@ -153,6 +153,19 @@ def test_a_rollout_with_an_environment_is_a_conversation(tmp_path):
     assert samples[2]["turns"] == [{"by": "model", "text": "2"}], "its environment gave no answer"
 
 
+def test_half_a_character_in_a_graders_detail_is_shown(tmp_path):
+    (group,) = made_groups(1, num_groups=1)
+    outcomes = (replace(group.outcomes[0], detail="cut \ud83d"), *group.outcomes[1:])
+    with closing(RolloutLog(RunFolder(tmp_path), 0, 1)) as log:
+        log.write(1, [replace(group, outcomes=outcomes)])
+    samples = read_samples(RunFolder(tmp_path), 50_000)[0]["groups"][0]["samples"]
+    assert samples[0]["outcome"]["detail"] == "cut \ud83d"
+    RunFolder(tmp_path).metrics.write_text("")
+    write_view([RunFolder(tmp_path)], 1.0, None)
+    (run,) = runs_of((tmp_path / "view.html").read_text())
+    assert run["groups"][0]["samples"][0]["outcome"]["detail"] == "cut \ud83d"
+
+
 def test_one_huge_response_does_not_fill_the_page(tmp_path):
     (group,) = made_groups(1, num_groups=1)
     long = replace(group.samples[0], text="x" * 1_000_000)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -122,6 +123,24 @@ def test_a_process_is_killed_once_and_leaves_nothing(slot):
 
     open_files = asyncio.run(run())
     assert open_files <= asyncio.run(run()), "files stay open"
+
+
+def test_a_process_that_cannot_be_killed_does_not_hold_its_owner(slot, monkeypatch):
+    """Such as one in a call to a file system that hangs."""
+    monkeypatch.setattr(worker_process, "_END_S", 0.2)
+    gone = threading.Event()
+
+    async def run() -> WorkerProcess:
+        process = await slot("one").started()
+        reap = process._reap
+        monkeypatch.setattr(process, "_reap", lambda: gone.wait() and reap())
+        process.close()
+        return process
+
+    process = asyncio.run(run())
+    assert not process.is_gone
+    gone.set()
+    until(lambda: process.is_gone, 30)
 
 
 def test_a_grader_whose_replacement_cannot_start_loses_no_place(tmp_path, monkeypatch):

@@ -35,7 +35,8 @@ class KlConfig(Section):
     importance: bool = False
     """Multiplies the "+" estimators by the probability ratio, detached: right off-policy too."""
     adaptive: AdaptiveKl | None = None
-    """Adapts the coefficient to a target KL after every step; null: fixed."""
+    """Adapts the coefficient to a target KL after every step; null: fixed. A run that goes on keeps
+    the coefficient that it has reached, whatever `loss_coef` and `reward_coef` say then."""
 
     @property
     def value_estimator(self) -> KlEstimator:

@@ -106,8 +106,8 @@ class Programs:
                 yield slot
 
     async def _run(self, slot: WorkerSlot, task: RolloutTask, talk: Conversation) -> Outcome:
-        """Returns the outcome of one program. Raises WorkerError if its process is gone, and
-        GenerationFailed."""
+        """Returns the outcome of one program. Raises WorkerError if its process is gone, or is held
+        by this program or another one, and GenerationFailed."""
         process = await slot.started()
         began = time.monotonic()
         with ExitStack() as stack:
@@ -119,6 +119,8 @@ class Programs:
             while not call.done():
                 left = self.config.timeout_s + talk.waited_s - (time.monotonic() - began)
                 if left <= 0:
+                    if slot in self._running and not await process.reacts():
+                        raise WorkerError("a program in it does not let the others run")
                     return Outcome("timeout", detail=f"no reward in {self.config.timeout_s:g} s")
                 await asyncio.wait(awaited, timeout=left, return_when=asyncio.FIRST_COMPLETED)
                 if talk.failed.done() and not call.done():

@@ -39,6 +39,7 @@ from megagrpo.rollout.control import bearer
 from megagrpo.rollout.engine_choice import LOOK_S
 from megagrpo.rollout.service.node import EngineNodeActor, loopback
 from megagrpo.rollout.service.sleep import WEIGHTS, EngineMemory, SleepFailed
+from megagrpo.system.processes import end_of
 from megagrpo.types import LOADS, EngineInfo
 
 _WATCH_S = 1.0  # between two checks of the processes
@@ -48,7 +49,7 @@ _RESERVE_POLL_S = 0.1
 _START_POLL_S = 0.25
 _LOST_NODE_S = 30.0  # limit for an engine's Ray actors to stop it
 _ANSWERING = ("stale", "ready", "asleep")
-_LOG_TAIL = 2000  # characters of the engine's log in an error
+_LOG_TAIL = 2000  # bytes of the engine's log in an error
 
 
 class EngineDied(Exception):
@@ -393,10 +394,7 @@ class SupervisedEngine:
 
     def _log_tail(self, rank: int) -> str:
         log = self._log(rank)
-        return (
-            "the end of "
-            f"{log}:\n{log.read_text(errors='replace')[-_LOG_TAIL:] if log.exists() else ''}"
-        )
+        return f"the end of {log}:\n{end_of(log, _LOG_TAIL) if log.exists() else ''}"
 
     async def _fetch(self, http: aiohttp.ClientSession, url: str) -> bytes | None:
         """Returns the body of a response with status 200 within rollout.health_timeout_s, else

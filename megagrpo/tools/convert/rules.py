@@ -51,10 +51,9 @@ def lora(d: Translation, rank: Sequence[str], alpha: Sequence[str], targets: Seq
     d.put("actor.lora.rank", d.number(*rank))
     d.put("actor.lora.alpha", d.real(*alpha, default=32), *alpha)
     named = d.get(*targets)
-    if isinstance(named, str) and named != "all-linear":
-        named = [name.strip() for name in named.split(",")]
-    if isinstance(named, list):
-        d.put("actor.lora.targets", named)
+    listed = named.split(",") if isinstance(named, str) else named
+    if isinstance(listed, list) and listed != ["all-linear"]:
+        d.put("actor.lora.targets", [str(name).strip() for name in listed])
 
 
 def trackers(d: Translation, named: Plain, key: str, wandb: dict[str, Plain], known: str) -> None:

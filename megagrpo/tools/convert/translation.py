@@ -2,7 +2,8 @@
 of each of these."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal, cast
@@ -56,20 +57,27 @@ class Translation:
         return "" if value is None else str(value)
 
     def number(self, *keys: str, default: int = 1) -> int:
-        """Returns `get` as a whole number; `default` for None. Raises ValueError if it is none."""
+        """Returns `get` as a whole number; `default` for None, and for another value, which is not
+        translated."""
         value = self.real(*keys, default=default)
-        if value != int(value):
-            raise ValueError(f"{keys[0]} = {value!r} should be a whole number")
-        return int(value)
+        if value == int(value):
+            return int(value)
+        self._lack_first(keys, "should be a whole number")
+        return default
 
     def real(self, *keys: str, default: float = 0.0) -> float:
-        """Returns `get` as a number; `default` for None. Raises ValueError if it is none."""
+        """Returns `get` as a number; `default` for None, and for another value, which is not
+        translated."""
         value = self.get(*keys)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{keys[0]} = {value!r} should be a number")
-        return value
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return value
+        self._lack_first(keys, "should be a number")
+        return default
+
+    def _lack_first(self, keys: Sequence[str], reason: str) -> None:
+        self.lack(next((key for key in keys if key in self._set), keys[0]), reason)
 
     def put(self, ours: str, value: Plain, *keys: str) -> None:
         """Sets our key because of `keys`, and of the table's that the rule has read; left out if
@@ -149,6 +157,8 @@ class Translation:
             return KeyOutcome(key, value, "not translated", self._lacks[key])
         if ours:
             return KeyOutcome(key, value, "translated", ", ".join(ours))
+        if entry is None and value in (None, {}, []):
+            return KeyOutcome(key, value, "as here", "it says nothing")
         if entry is None:
             return KeyOutcome(key, value, "unknown", "no such key in docs/reference/names.md")
         if key in self._set and _is_left_out(entry, value):

@@ -106,9 +106,15 @@ def _updates(d: Translation) -> int:
     return max(samples // update, 1) * d.number("num_iterations")
 
 
-def _every(d: Translation, key: str) -> int:
-    """Returns an interval of updates in generations."""
-    return max(d.number(key) // _updates(d), 1) if d.get(key) else 0
+def _every(d: Translation, strategy: str, *keys: str) -> int:
+    """Returns an interval of updates in generations; 0: never."""
+    chosen = d.text(strategy)
+    if chosen == "steps":
+        return max(d.number(*keys) // _updates(d), 1)
+    if chosen not in ("no", "False"):  # YAML reads a bare `no` as false
+        reason = f"how many steps that is depends on the data; write steps and {keys[0]}"
+        d.lack(strategy, reason)
+    return 0
 
 
 def _batch(d: Translation) -> None:
@@ -126,20 +132,26 @@ def _batch(d: Translation) -> None:
         d.put("train.num_steps", math.ceil(d.number("max_steps") / _updates(d)))
     else:
         d.put("train.num_epochs", d.number("num_train_epochs"))
-    d.put("actor.optimizer.warmup_steps", d.number("warmup_steps", default=0), "warmup_steps")
-    if d.get("warmup_ratio"):
+    warmup = next((key for key in ("warmup_ratio", "warmup_steps") if d.get(key)), "warmup_steps")
+    if 0 < d.real(warmup) < 1:  # of all steps
         reason = "how many steps there are depends on the data"
-        d.lack("warmup_ratio", f"{reason}; say actor.optimizer.warmup_steps")
+        d.lack(warmup, f"{reason}; say actor.optimizer.warmup_steps")
+    else:
+        d.put("actor.optimizer.warmup_steps", d.number(warmup, default=0), warmup)
     longest = _LONGEST_PROMPT + d.number("max_completion_length")
     rules.micro_batch(d, longest, 0, d.number(each), each)
     rules.truncated_sampling(d, "sampling", "top_p", "top_k")
 
 
 def _data(d: Translation) -> None:
-    rules.rows(d, "train_dataset", "solution", "chat_template_kwargs.")
-    every = _every(d, "eval_steps")
+    named_by_script = "dataset_name" in d.given
+    files = "dataset_name" if named_by_script else "train_dataset"
+    rules.rows(d, files, "solution", "chat_template_kwargs.")
+    every = _every(d, "eval_strategy", "eval_steps", "logging_steps")
+    if every and named_by_script:
+        d.lack("eval_strategy", "its dataset_test_split; write it to a file: eval.data.path")
     samples = ("num_generations_eval", "num_generations")
-    if rules.evaluated_as_trained(d, "eval_dataset", every, samples[0], "eval_steps"):
+    if rules.evaluated_as_trained(d, "eval_dataset", every, samples[0], "eval_strategy"):
         d.put("eval.num_samples", d.number(*samples), *samples)
         d.put("eval.temperature", d.real("temperature"), "temperature")
         rules.truncated_sampling(d, "eval", "top_p", "top_k")
@@ -165,12 +177,18 @@ def _run(d: Translation) -> None:
     d.put("name", d.text("run_name") or name, "output_dir")
     d.put("output_dir", folder)
     d.put("actor.world_size", world)
+    loaded = d.get("dtype", "torch_dtype")
+    half = d.get("bf16") or loaded == "bfloat16"
     for ours in ("actor.dtype", "rollout.dtype"):
-        d.put(ours, "bfloat16" if d.get("bf16") else "float32", "bf16")
+        d.put(ours, "bfloat16" if half else "float32", "bf16", "dtype", "torch_dtype")
+    if d.get("use_peft"):
+        rules.lora(d, ["lora_r"], ["lora_alpha"], ["lora_target_modules"])
+        if d.real("lora_dropout"):
+            d.lack("lora_dropout", "adapters have no dropout; `lora_dropout: 0` says so")
     d.put("actor.recompute", "full" if d.get("gradient_checkpointing") else "none")
     engine = d.number("vllm_tensor_parallel_size")
     rules.engines_on_trainers(d, world, world, engine, "num_processes")
-    d.put("checkpoint.every", _every(d, "save_steps"))
+    d.put("checkpoint.every", _every(d, "save_strategy", "save_steps"))
     reports = d.get("report_to")
     rules.trackers(d, reports, "report_to", {"project": "huggingface"}, _TRACKERS)
 

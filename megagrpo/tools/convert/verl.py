@@ -229,6 +229,18 @@ def _batch(d: Translation) -> None:
     rules.truncated_sampling(d, "sampling", f"{_R}top_p", f"{_R}top_k")
 
 
+def _optimizer(d: Translation) -> None:
+    optim = f"{_A}optim."
+    of_peak = d.real(f"{optim}min_lr_ratio") * d.real(f"{optim}lr", default=1e-6)
+    if d.values.get("actor.optimizer.lr_schedule", "constant") != "constant":
+        d.put("actor.optimizer.min_lr", max(d.real(f"{optim}min_lr"), of_peak))
+    betas = d.get(f"{optim}betas")
+    if isinstance(betas, list) and len(betas) == 2:
+        d.put("actor.optimizer.adam_beta2", betas[1], f"{optim}betas")
+        if betas[0] != 0.9:
+            d.put("actor.optimizer.megatron.adam_beta1", betas[0], f"{optim}betas")
+
+
 def _layout(d: Translation) -> None:
     gpus = d.number("trainer.n_gpus_per_node")
     nodes = ("trainer.n_gpus_per_node", "trainer.nnodes")
@@ -308,6 +320,7 @@ RULES: list[Rule] = [
     _rewards,
     _data,
     _batch,
+    _optimizer,
     _advantage,
     _kl,
     _loss,
