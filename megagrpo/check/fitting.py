@@ -23,8 +23,9 @@ from megagrpo.config.layout import layout_problems
 from megagrpo.config.placement import needs_gpus
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
 from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import architecture_of, model_problems
+from megagrpo.families.table import architecture_of, model_problems, parameter_counts
 
+_LARGE = 1e9  # parameters, from which float32 on any device is no choice but a default
 _SHIPPED_MODELS = Path(megagrpo.__file__).parents[1] / "configs" / "models"
 
 
@@ -90,12 +91,21 @@ def experiment_memory(
 
 
 def fit_problems(config: ExperimentConfig, gpus_per_node: int | None = None) -> list[str]:
-    """Returns why an experiment for GPUs does not fit into their memory; [] for a model that
-    nothing describes."""
+    """Returns why an experiment for GPUs does not fit into their memory, or that it does not say
+    whether it is for GPUs; [] for a model that nothing describes."""
     hf = model_description(with_model(config))
-    if not needs_gpus(config) or hf is None or model_problems(hf):
+    if hf is None or model_problems(hf):
         return []
     arch = architecture_of(hf, config.actor.has_draft)
+    problems = []
+    if not needs_gpus(config):
+        size = parameter_counts(arch).total
+        if config.actor.device == "cpu" or size < _LARGE:
+            return []
+        problems = [
+            f"actor.dtype is float32, for a model of {size / 1e9:.1f} B parameters: on GPUs say "
+            "actor.dtype: bfloat16, which rollout.dtype follows; on a CPU say actor.device: cpu"
+        ]
     if layout_problems(arch, config.actor):
-        return []
-    return list(experiment_memory(config, arch, gpus_per_node).problems)
+        return problems
+    return problems + list(experiment_memory(config, arch, gpus_per_node).problems)

@@ -312,7 +312,7 @@ def _memory(config: ExperimentConfig, arch: Architecture | None, everything: boo
     lines = [
         f"memory     at most  {gigabytes(phases[phase].total)} on a GPU, in {phase}, "
         f"rank {phases[phase].rank} ({phases[phase].kind}): {_listed(memory, phase)}",
-        f"  an engine rank holds about {gigabytes(memory.engine.weights)} of weights, before its "
+        f"  an engine rank holds about {gigabytes(memory.engine.resident)} of weights, before its "
         "cache",
     ]
     if everything or config.rollout.colocate:

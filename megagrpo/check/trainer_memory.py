@@ -40,12 +40,10 @@ class Load:
 
 
 def links(config: ExperimentConfig) -> int:
-    """Returns the groups with engines that a trainer rank joins at most.
-
-    By `broadcast` rank 0 is in two with every engine; else see weights/transports/reshard_plan.py.
-    """
+    """Returns the groups with engines that a trainer rank joins at most:
+    weights/transports/reshard_plan.py."""
     engines = config.rollout.num_engines
-    if config.weights.transport == "broadcast":
+    if config.weights.main_sends:
         return 2 * engines
     return min(engines, -(-engines // config.actor.dp) + 1) if config.weights.uses_groups else 0
 

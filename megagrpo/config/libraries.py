@@ -409,6 +409,16 @@ def _engine_rules(rollout: RolloutConfig) -> _Rules:
         ),
         (
             SERVER,
+            "moe_a2a_backend",
+            given.get("moe_a2a_backend") == "deepep"
+            and not rollout.quantization
+            and given.get("moe_runner_backend") != "deep_gemm",
+            "deepep with experts in bfloat16 ends in SGLang's first prefill, unless "
+            "moe_runner_backend is deep_gemm, which no GPU has run here: say that, or quantization "
+            "fp8",
+        ),
+        (
+            SERVER,
             cache,
             not (given.get("hicache_size") or given.get("hicache_ratio")),
             "needs hicache_size, GB of host memory for each engine rank, or hicache_ratio: SGLang "

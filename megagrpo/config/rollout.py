@@ -433,6 +433,11 @@ class WeightsConfig(Section):
         return self.transport in ("broadcast", "reshard")
 
     @property
+    def main_sends(self) -> bool:
+        """Returns whether the main rank alone sends, in two groups with every engine."""
+        return self.transport == "broadcast"
+
+    @property
     def needs_colocation(self) -> bool:
         """Returns whether every engine rank must be on the machine and GPU of a trainer rank."""
         return self.transport == "ipc"

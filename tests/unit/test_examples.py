@@ -30,6 +30,9 @@ LARGE = {
 HYBRID = {"qwen3_235b_hybrid", "deepseek_v3_671b_hybrid"}
 ONE_NODE = {"qwen3_30b_a3b_one_node", "moonlight_16b_a3b_one_node"}
 AGENTS = {"qwen3_30b_swe", "qwen3_235b_search"}
+LARGE |= {
+    f"{name}_fp8" for name in ("qwen3_235b_a22b", "glm45_355b", "deepseek_v3_671b", "kimi_k2_1t")
+}
 OURS = {"gsm8k", *LARGE, *ONE_NODE, *AGENTS} - {"deepseek_v3_671b"}
 LAPTOP = {path.stem for path in (ROOT / "examples" / "laptop").glob("*.yaml")}
 GPUS = 8  # of a node
@@ -115,6 +118,7 @@ def test_a_large_experiment_stays_inside_nodes_and_is_submitted_as_its_head_says
     )
     assert config.rollout.tp // config.rollout.nodes_per_engine <= GPUS == request.gpus_per_node
     assert config.actor.micro_batch_tokens >= longest_samples(config)["data"]
+    assert (config.rollout.quantization == "fp8") == name.endswith("_fp8")
     shorter = name.endswith("_8k") or "_vl_" in name
     assert longest_samples(config)["data"] == 2048 + (8192 if shorter else 32768)
     assert placement_problems(config, nodes_of(request)) == []

@@ -199,7 +199,7 @@ def test_a_python_that_the_libraries_know(versions, chosen, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     found = done.stdout.strip() or None
     assert found == (chosen and str(tmp_path / chosen))
-    assert chosen or "no Python 3.11 to 3.13" in done.stderr
+    assert chosen or "no Python from 3.11 to 3.13" in done.stderr
 
 
 EXPERIMENT = """\
@@ -309,3 +309,28 @@ def test_check_explains_an_experiment_with_a_preset(installed, empty):
     unknown = run(installed.parent / "megagrpo", *words, cwd=empty, status=2)
     assert unknown.stdout == "" and "Traceback" not in unknown.stderr
     assert "did you mean 'dapo'?" in unknown.stderr
+
+
+def test_the_container_recipes_are_one_installation():
+    """Neither can be built here: no daemon and no NVIDIA image. Their shell is parsed, and both say
+    the same."""
+    folder = ROOT / "launch" / "container"
+    text = (folder / "Dockerfile").read_text().replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    words = {"FROM", "RUN", "ARG", "WORKDIR", "COPY", "ENV", "CMD"}
+    assert {line.split()[0] for line in lines} == words and lines[0].startswith("FROM ")
+    commands = [line.removeprefix("RUN ") for line in lines if line.startswith("RUN ")]
+    definition = (folder / "megagrpo.def").read_text()
+    post = definition.partition("%post")[2].partition("%environment")[0]
+    for script in (*commands, post):
+        run("bash", "-n", "-c", script, cwd=ROOT)
+    assert f"From: {lines[0].split()[1]}" in definition
+    packages = re.search(r"--no-install-recommends\s+(.*?)\s+&&", commands[0])
+    assert (
+        packages
+        and packages[1].split()
+        == re.search(r"--no-install-recommends \\\n\s+(.*)", post)[1].split()
+    )
+    assert all("bash launch/install.sh" in script for script in (commands[1], post))
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert ".venv" in ignored and not any((ROOT / "megagrpo").match(name) for name in ignored)
