@@ -26,6 +26,7 @@ import json
 import os
 import random
 import resource
+import socket
 import subprocess
 import sys
 import tempfile
@@ -45,6 +46,7 @@ sys.path.insert(0, str(ROOT))
 KEY, STEP_S, GOAL_TOKENS, BYTES = "of a bench", 20 * 60.0, 2**26, 8
 SPECIAL = ("<unk>", "<bos>", "<eos>")
 PROMPT_TOKENS = 512
+QUEUE = 4096  # connections that wait to be accepted; more than the kernel allows count as that
 VARIANTS = 4  # of a prepared answer
 
 
@@ -278,9 +280,11 @@ def play(case: dict, folder: str) -> None:
         for app, host in ((engines, "0.0.0.0"), (service._application(), "127.0.0.1")):
             runner = web.AppRunner(app, access_log=None)
             await runner.setup()
-            site = web.TCPSite(runner, host, 0, backlog=16384)
-            await site.start()
-            urls.append(site._server.sockets[0].getsockname()[1])
+            # asyncio accepts `backlog` connections before it handles the first one
+            listening = socket.create_server((host, 0), backlog=QUEUE)
+            await web.SockSite(runner, listening, backlog=16).start()
+            listening.listen(QUEUE)
+            urls.append(listening.getsockname()[1])
         for index in range(of.engines):
             engine = SupervisedEngine(
                 index, config, cuda=False, api_key=KEY, log_dir=Path(folder), may_start=asyncio.Event()
