@@ -24,8 +24,8 @@ class _Row:
     sample_id: int
     rollout_id: int  # in the order of sample ids
     group_id: int
-    tokens: np.ndarray  # int32 ids of prompt + response
-    prompt_length: int  # tokens
+    prompt: np.ndarray  # int32 ids
+    response: np.ndarray  # [T] int32
     response_mask: np.ndarray | None  # [T] bool, False on tokens of a tool; None: all were sampled
     logprobs: np.ndarray  # [T] float32, by the engine
     versions: (
@@ -40,6 +40,11 @@ class _Row:
         np.ndarray | None
     )  # of this rank's layers, as in Sample; None if unknown or never read
     images: tuple[ImageRef, ...]  # of its prompt
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and response."""
+        return len(self.prompt) + len(self.response)
 
 
 def build_batch(
@@ -109,9 +114,9 @@ def _owners(
 
 def _cost(row: _Row, arch: Architecture | None) -> int:
     if arch is None:
-        return sample_cost(len(row.tokens))
+        return sample_cost(row.length)
     patches = sum(math.prod(image.grid) for image in row.images)
-    return sample_cost(len(row.tokens), attention_length(arch)) + round(patches * patch_cost(arch))
+    return sample_cost(row.length, attention_length(arch)) + round(patches * patch_cost(arch))
 
 
 def _rows(
@@ -136,8 +141,8 @@ def _rows(
                 sample_id=group.group_id * most + sample.index,
                 rollout_id=group.group_id * most + number,
                 group_id=group.group_id,
-                tokens=np.concatenate([prompt, sample.token_ids]),
-                prompt_length=len(prompt),
+                prompt=prompt,
+                response=sample.token_ids,
                 response_mask=sample.loss_mask,
                 logprobs=sample.logprobs,
                 versions=sample.token_versions() if with_versions else None,
@@ -166,13 +171,14 @@ def _to_tensors(
     if trained_version is not None:
         versions = [row.versions for row in rows if row.versions is not None]
         lags = _of_responses(rows, (trained_version - each for each in versions), np.int32)
+    parts = (part for row in rows for part in (row.prompt, row.response))
     return Batch(
         sample_ids=torch.tensor([row.sample_id for row in rows], dtype=torch.int64),
         group_ids=torch.tensor([dense[row.group_id] for row in rows], dtype=torch.int64),
         num_groups=sum(map(len, updates[0])),
-        tokens=torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *(r.tokens for r in rows)])),
-        lengths=torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64),
-        prompt_lengths=torch.tensor([row.prompt_length for row in rows], dtype=torch.int64),
+        tokens=torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *parts])),
+        lengths=torch.tensor([row.length for row in rows], dtype=torch.int64),
+        prompt_lengths=torch.tensor([len(row.prompt) for row in rows], dtype=torch.int64),
         loss_mask=_of_responses(rows, (r.response_mask for r in rows), np.bool_, default=True),
         rollout_logprobs=_of_responses(rows, (r.logprobs for r in rows), np.float32),
         rewards=_rewards(rows, has_greedy),
@@ -192,11 +198,11 @@ def _of_responses(
 ) -> torch.Tensor:
     """Returns values of responses as those of all tokens, 0 on prompts; of a response without, the
     default."""
-    flat = np.zeros(sum(len(row.tokens) for row in rows), kind)
+    flat = np.zeros(sum(row.length for row in rows), kind)
     start = 0
     for row, of_row in zip(rows, values, strict=True):
-        end = start + len(row.tokens)
-        flat[start + row.prompt_length : end] = default if of_row is None else of_row
+        end = start + row.length
+        flat[start + len(row.prompt) : end] = default if of_row is None else of_row
         start = end
     return torch.from_numpy(flat)
 
@@ -216,7 +222,7 @@ def _rewards(rows: Sequence[_Row], has_greedy: bool) -> Rewards:
 
 def _token_rewards(row: _Row) -> np.ndarray:
     """Returns the rewards of the response's tokens, [T] float64."""
-    out = np.zeros(len(row.tokens) - row.prompt_length)
+    out = np.zeros(len(row.response))
     for index, reward in row.token_rewards:
         out[index] += reward
     return out
@@ -252,7 +258,7 @@ def _with_routed_experts(batch: Batch, rows: Sequence[_Row], num_layers: int) ->
     for i, (start, row) in enumerate(zip(batch.starts.tolist(), rows, strict=True)):
         if row.routed_experts is not None:
             lengths[i] = len(row.routed_experts)
-            assert lengths[i] == len(row.tokens) - 1, (
+            assert lengths[i] == row.length - 1, (
                 f"sample {row.sample_id}: experts of {lengths[i]} tokens"
             )
             experts[start : start + len(row.routed_experts)] = torch.from_numpy(row.routed_experts)

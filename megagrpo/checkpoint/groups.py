@@ -6,8 +6,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
+import orjson
+from numpy.lib.format import header_data_from_array_1_0, write_array_header_1_0
 
 from megagrpo.mesh import Mesh
 from megagrpo.types import ImageRef, Outcome, Prompt, RolloutGroup, Sample
@@ -43,10 +46,20 @@ def write_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
             record[_LOCATION] = record.pop("location")
         return record
 
-    records = json.dumps(list(groups), default=plain).encode()
-    arrays = {kind: np.concatenate(found) for kind, found in parts.items()}
+    try:
+        records = orjson.dumps(list(groups), plain, orjson.OPT_PASSTHROUGH_DATACLASS)
+    except TypeError:  # half a character, a number of more than 64 bits
+        parts.clear()
+        sizes.clear()
+        records = json.dumps(list(groups), default=plain).encode()
+    parts[_RECORDS] = [np.frombuffer(records, np.uint8)]
     with path.open("wb") as file:
-        np.savez(file, allow_pickle=False, **{_RECORDS: np.frombuffer(records, np.uint8)}, **arrays)
+        with ZipFile(file, "w") as archive:  # as numpy.savez does, which needs each array in one
+            for name, found in parts.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                    of_whole = header_data_from_array_1_0(found[0])
+                    write_array_header_1_0(entry, of_whole | {"shape": (sum(map(len, found)),)})
+                    entry.writelines(part.tobytes() for part in found)
         file.flush()
         os.fsync(file.fileno())
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from megagrpo.system.errors import translated
 from megagrpo.system.run_folder import HALF_CHARACTERS
 
-_STEP = re.compile(rb'\{"step": (\d+)')  # the start of every line
+_STEP = re.compile(rb'\{"step": ?(\d+)')  # the start of every line
 
 
 class BackgroundWriter:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import httpx
+import msgspec
 
 from megagrpo.system import environment
 from megagrpo.system.errors import translated
@@ -52,9 +53,8 @@ class ServiceControl:
 
     def status(self) -> ServiceStatus:
         """Returns the present state of every engine."""
-        answer = self._call("GET", "/status", limit_s=_STATUS_TIMEOUT_S).json()
-        engines = tuple(EngineInfo(**engine) for engine in answer.pop("engines"))
-        return ServiceStatus(**answer, engines=engines)
+        answer = self._call("GET", "/status", limit_s=_STATUS_TIMEOUT_S)
+        return msgspec.json.decode(answer.content, type=ServiceStatus)
 
     def healthy_status(self) -> ServiceStatus:
         """Returns `status`. Raises ServiceFailed if the service has failed."""

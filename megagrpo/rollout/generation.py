@@ -1,16 +1,17 @@
 """Requests for samples to the engines: token ids in, token ids and their log-probabilities out."""
 
 import asyncio
-import gc
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import aiohttp
+import msgspec
 import numpy as np
 import orjson
 
@@ -19,18 +20,20 @@ from megagrpo.families.architecture import Architecture
 from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.control import bearer
 from megagrpo.rollout.engine_choice import Affinity, Engines
+from megagrpo.rollout.logprob_pairs import read_pairs
 from megagrpo.rollout.response import Answer, Response, version_number
 from megagrpo.rollout.routed_experts import WrongExperts, read_experts
 from megagrpo.system.errors import translated
 from megagrpo.types import EngineInfo
 
 _JSON = {"Content-Type": "application/json"}
-_NO_ANSWER = (ValueError, KeyError, TypeError)  # raised in reading what is none of /generate
+# Raised in reading what is none of /generate.
+_NO_ANSWER = (ValueError, KeyError, TypeError, IndexError, msgspec.DecodeError)
+_ANSWERS = msgspec.json.Decoder(Answer)  # skips other fields, the text among them
+_LONG = 2**17  # bytes of an answer that is read in a thread
 # Below the 5 s after which an engine closes an idle connection: it might do so when a request has
 # just left, and requests for samples are not repeated unseen.
 _KEEP_ALIVE_S = 2.0
-
-# engine id, start and end in seconds since the epoch, tokens (0: no sample)
 
 
 class GenerationFailed(RuntimeError):
@@ -290,23 +293,8 @@ class Attempt:
                     raise GenerationFailed(f"{url} refused a request: {why[:1000]}")
                 raise _Refused(f"status {answer.status}: {why[:500]}")
             text = await answer.read()
-        # a proxy's page, a truncated answer
-        broken = translated(f"in its answer {text[:200]!r}", *_NO_ANSWER, raised=_Refused)
-        with broken, collector_paused():
-            whole = orjson.loads(text)
-            response = _checked(whole, request)
-        _check_images(whole, request.images, ids)
-        if request.experts_from is not None:
-            assert client.experts is not None, (
-                "requested only for models whose experts are described"
-            )
-            # In a thread: for a long response of a large model it takes a noticeable part of a
-            # second.
-            encoded = whole["meta_info"].get("routed_experts")
-            num_read = len(ids) + len(response.token_ids) - 1
-            experts = await asyncio.to_thread(read_experts, client.experts, encoded, num_read)
-            response = replace(response, routed_experts=experts[request.experts_from :])
-        return response
+        read = partial(_read, text, request, ids, client.experts)
+        return read() if len(text) < _LONG else await asyncio.to_thread(read)
 
     def _body(self, ids: np.ndarray) -> dict[str, object]:
         sampling = self._request.params.body(self._request.seed)
@@ -325,15 +313,21 @@ class Attempt:
         return body
 
 
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pauses Python's garbage collector, which would scan Megatron often: JSON is many lists,
-    without a cycle."""
-    with ExitStack() as stack:
-        if gc.isenabled():
-            stack.callback(gc.enable)
-        gc.disable()
-        yield
+def _read(
+    text: bytes, request: SampleRequest, ids: np.ndarray, arch: Architecture | None
+) -> Response:
+    """Returns the response of an answer's text; ids: of the prompt. Raises GenerationFailed,
+    WrongExperts, and _Refused, also for a proxy's page and a truncated answer."""
+    with translated(f"in its answer {text[:200]!r}", *_NO_ANSWER, raised=_Refused):
+        answer = _ANSWERS.decode(text)
+        response = _checked(answer, request)
+    _check_images(answer, request.images, ids)
+    if request.experts_from is None:
+        return response
+    assert arch is not None, "requested only for models whose experts are described"
+    encoded = answer["meta_info"].get("routed_experts")
+    experts = read_experts(arch, encoded, len(ids) + len(response.token_ids) - 1)
+    return replace(response, routed_experts=experts[request.experts_from :])
 
 
 def _check_images(answer: Answer, images: SentImages | None, ids: np.ndarray) -> None:
@@ -368,11 +362,7 @@ def _checked(answer: Answer, request: SampleRequest) -> Response:
         found = sorted({text for _, text in texts} | {meta["weight_version"]})
         needed = f"{request.version}{' or newer' if request.or_newer else ''}"
         raise _Refused(f"sampled by weights of version {found}, wanted {needed}")
-    pairs = meta.get("output_token_logprobs") or []
-    logprobs, token_ids = (
-        np.array([pair[0] for pair in pairs]),
-        np.array([pair[1] for pair in pairs]),
-    )
+    token_ids, logprobs = read_pairs(meta.get("output_token_logprobs", b"[]"))
     newer, num_cached = tuple(spans[1:]), meta.get("cached_tokens", 0)
     accepted = tuple(meta.get("spec_correct_drafts_histogram") or ())
     return Response(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, ClassVar, NotRequired, TypedDict
 
+import msgspec
 import numpy as np
 
 from megagrpo.types import WithArrays
@@ -72,14 +73,14 @@ class Meta(TypedDict):
     """The fields of SGLang's meta_info that are read here."""
 
     weight_version: str
-    finish_reason: dict[str, str] | None  # "type": "stop", "length" or "abort"
-    output_token_logprobs: NotRequired[list[tuple[float, int, None]]]
-    weight_versions: NotRequired[list[VersionSpan]]
+    finish_reason: dict[str, object] | None  # "type": "stop", "length" or "abort"
+    output_token_logprobs: NotRequired[msgspec.Raw]  # JSON that logprob_pairs.py reads
+    weight_versions: NotRequired[list[VersionSpan] | None]
     routed_experts: NotRequired[str]
     image_tokens: NotRequired[int]
     cached_tokens: NotRequired[int]  # of the prompt
     # Forwards by the number of a draft's tokens that they accepted.
-    spec_correct_drafts_histogram: NotRequired[list[int]]
+    spec_correct_drafts_histogram: NotRequired[list[int] | None]
 
 
 class Answer(TypedDict):

@@ -33,6 +33,7 @@ from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
 T = TypeVar("T")
 _LOOK_S = 2.0  # between questions to a service that does not answer
+_LONG = 8192  # tokens of a response that is decoded in a thread
 _IN_FLIGHT = (
     1.1  # tokens in flight for each that the caches hold: the next request is there when one ends
 )
@@ -203,7 +204,7 @@ class Sampler:
             stack.callback(self._pending.pop, key)
             self._pending[key] = self._answering.waited_for
             parts, outcome = await self._answering.rollout(self._task(rollout))
-            samples = [self._sample_of(rollout, part) for part in parts]
+            samples = [await self._sample_of(rollout, part) for part in parts]
             if outcome is None:
                 (sample,) = samples
                 self._pending[key] = "the grader"
@@ -283,18 +284,21 @@ class Sampler:
         number = sum(self.images.tokens(image.grid) for image in prompt.images)
         return SentImages(uris, prompt.short_ids, number, prompt.location)
 
-    def _sample_of(self, rollout: _Rollout, part: SamplePart) -> Sample:
+    async def _sample_of(self, rollout: _Rollout, part: SamplePart) -> Sample:
         response = part.response
+        ids = response.token_ids
+        long = len(ids) > _LONG
+        text = await asyncio.to_thread(self._decode, ids) if long else self._decode(ids)
         if not rollout.job.is_urgent:
-            self.lengths.add(len(response.token_ids))
+            self.lengths.add(len(ids))
         return Sample(
             index=rollout.index,
-            token_ids=response.token_ids,
+            token_ids=ids,
             logprobs=response.logprobs,
             finish_reason=response.finish_reason,
             weight_version=response.weight_version,
             newer=response.newer,
-            text=self._decode(response.token_ids),
+            text=text,
             loss_mask=part.loss_mask,
             routed_experts=response.routed_experts,
             prompt_ids=part.prompt_ids,

@@ -25,6 +25,7 @@ from megagrpo.types import LOADS, Prompt, RolloutGroup
 
 _FIRST_POLL_S = 0.02  # pause after the first meeting of all ranks
 _POLL_S = 0.2  # longest pause
+_LOOK_S = 1.0  # between the main rank's looks at the service
 _UNREACHABLE_S = 30.0  # a control endpoint that is silent for longer ends the run
 
 # Collective. Brings weights of a version to the engines whose ids the main rank gives.
@@ -58,6 +59,7 @@ class RolloutSource:
         self._update_engines = update_engines
         self._alive = alive
         self._last_answer = time.monotonic()
+        self._next_look = self._last_answer
         self._awaited: Sequence[SampledBatch] = []
         self._loads: list[dict[str, float]] = []  # of engines, on the main rank
         self._outdated: list[str] = []  # engines that need weights, on the main rank
@@ -275,7 +277,7 @@ class RolloutSource:
         self._awaited = batches
         for batch in batches:
             batch.deadline.start()
-        self._last_answer = time.monotonic()
+        self._last_answer = self._next_look = time.monotonic()
         pause_s = _FIRST_POLL_S
         while self._meet(batches, what, version):
             time.sleep(pause_s)
@@ -293,8 +295,9 @@ class RolloutSource:
             problems = [batch.problem for batch in batches if batch.problem]
             error = f"rank {self._mesh.rank}, {what}: {problems[0]}" if problems else ""
         unfinished = not all(batch.done for batch in batches)
-        if self._mesh.is_main and not error:
+        if self._mesh.is_main and not error and time.monotonic() >= self._next_look:
             error, acts = self._look_at_engines(version)
+            self._next_look = time.monotonic() + _LOOK_S
         waiting, failed, someone_acts = self._mesh.largest(unfinished, bool(error), acts)
         self._alive()
         if failed:

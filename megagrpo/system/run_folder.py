@@ -34,6 +34,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import orjson
+
 # A text cut inside a pair of surrogates, as JSON from JavaScript may hold one, has no UTF-8; JSON
 # reads this escape.
 HALF_CHARACTERS = "backslashreplace"
@@ -98,7 +100,15 @@ def sync(path: Path) -> None:
 
 def write_json_lines(path: Path, records: Iterable[dict]) -> None:
     """Writes one JSON object a line, atomically."""
-    write_whole(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    with whole_file(path) as draft, draft.open("wb") as file:
+        file.writelines(map(_json_line, records))
+
+
+def _json_line(record: dict) -> bytes:
+    try:
+        return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+    except TypeError:  # half a character, a number of more than 64 bits
+        return f"{json.dumps(record, ensure_ascii=False)}\n".encode(errors=HALF_CHARACTERS)
 
 
 class _Inside:

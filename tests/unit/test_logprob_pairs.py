@@ -1,0 +1,108 @@
+"""Log-probabilities are read from an answer as a parser of JSON reads them, bit for bit."""
+
+import json
+
+import numpy as np
+import orjson
+import pytest
+
+from megagrpo.rollout import logprob_pairs
+from megagrpo.rollout.generation import SampleRequest, SamplingParams, _read
+from megagrpo.rollout.logprob_pairs import _Irregular, _read_regular, read_pairs
+
+chance = np.random.default_rng(0)
+SIZE = 5000
+VALUES = {
+    "usual": np.log(chance.random(SIZE)),
+    "of every size": -chance.random(SIZE) * 10.0 ** chance.integers(-38, 3, SIZE),
+    "certain": np.where(chance.random(SIZE) < 0.5, 0.0, -0.0),
+    "powers of ten": -(10.0 ** chance.integers(-38, 3, SIZE).astype(float)),
+    "subnormal": chance.normal(size=SIZE) * 10.0 ** chance.integers(-44, -37, SIZE),
+    "positive": chance.normal(size=SIZE) * 100,
+    "one": np.array([-0.5]),
+}
+
+
+def by_json(text: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, log-probabilities) by Python's own parser."""
+    pairs = json.loads(text)
+    ids = np.array([pair[1] for pair in pairs], np.int32)
+    return ids, np.array([pair[0] for pair in pairs], np.float64).astype(np.float32)
+
+
+def same_bits(found: tuple[np.ndarray, ...], wanted: tuple[np.ndarray, ...]) -> bool:
+    return all(
+        a.dtype == b.dtype and a.tobytes() == b.tobytes()
+        for a, b in zip(found, wanted, strict=True)
+    )
+
+
+def written(values: np.ndarray) -> bytes:
+    """The list as SGLang writes it: float32 as the double that it is."""
+    ids = chance.integers(0, 10 ** chance.integers(1, 8, len(values)))
+    pairs = zip(values.astype(np.float32).tolist(), ids.tolist(), strict=True)
+    return orjson.dumps([[logprob, token, None] for logprob, token in pairs])
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_same_bits_as_a_parser(name, monkeypatch):
+    monkeypatch.setattr(logprob_pairs, "_BLOCK", 1000)  # several, and a part of one
+    text = written(VALUES[name])
+    assert same_bits(_read_regular(text), by_json(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[]",
+        b"[[null,5,null],[-0.5,6,null]]",
+        b"[[-0.5, 5, null], [-0.25, 6, null]]",
+        b'[[-0.5,5," a"],[-0.25,6,", ]["]]',
+        b"[[-1,5,null],[-2,6,null]]",
+        b"[[-1e-7,5,null],[-1E+1,6,null]]",
+        b"[[-1234.5,5,null]]",
+        b"[[-0.5,123456789,null]]",
+        b"[[-0.5,5],[-0.25,6]]",
+        b"[[-0.5,5,null,[]],[-0.25,6,null,[]]]",
+    ],
+)
+def test_other_forms_are_parsed(text):
+    with pytest.raises(_Irregular):
+        _read_regular(text)
+    assert same_bits(read_pairs(text), by_json(text))
+
+
+@pytest.mark.parametrize("text", [b"[[-0.5,x,null]]", b"[[-0.5", b'[["a",5,null]]', b"[5]", b"{}1"])
+def test_nonsense_is_an_error(text):
+    with pytest.raises((ValueError, TypeError, IndexError, KeyError)):
+        read_pairs(text)
+
+
+def test_an_answer_with_all_that_sglang_may_add():
+    pairs = [[-0.25, 7, None], [-1.1920928244535389e-7, 8, None]]
+    meta = {
+        "id": "a",
+        "finish_reason": {"type": "stop", "matched": 8},
+        "prompt_tokens": 2,
+        "weight_version": "3",
+        "weight_versions": [{"version": "2", "start": 0, "end": 1}, {"version": "3", "start": 1}],
+        "input_token_logprobs": [[None, 5, None], [-0.5, 6, None]],
+        "input_top_logprobs": [None, [[-0.5, 6, None]]],
+        "output_top_logprobs": [[[-0.25, 7, None], [-2.0, 9, None]], None],
+        "output_token_logprobs": pairs,
+        "output_token_logprobs_length": 2,
+        "completion_tokens": 2,
+        "cached_tokens": 1,
+        "cached_tokens_details": {"device": 1},
+        "spec_correct_drafts_histogram": [0, 2],
+        "routed_experts": "AAAA",
+        "e2e_latency": 0.5,
+    }
+    said = '"output_token_logprobs":[[-9.0,9,null]] \n é'
+    text = orjson.dumps({"text": said, "output_ids": [7, 8], "meta_info": meta})
+    request = SampleRequest((5, 6), SamplingParams(1.0, 4), 0, version=2, or_newer=True)
+    response = _read(text, request, np.array([5, 6]), None)
+    assert response.token_ids.tolist() == [7, 8]
+    assert response.logprobs.tobytes() == np.array([p[0] for p in pairs], np.float32).tobytes()
+    assert (response.weight_version, response.newer) == (2, ((1, 3),))
+    assert (response.num_cached, response.accepted) == (1, (0, 2))
