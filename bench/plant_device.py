@@ -108,8 +108,8 @@ FAULTS = (
     Fault(
         "dtype: int64 lengths for the kernel",
         "actor/layers/attention.py",
-        "cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q",
-        "cu, longest = packed.cu_seqlens_q.long(), packed.max_seqlen_q",
+        "cu = packed.cu_seqlens_q\n",
+        "cu = packed.cu_seqlens_q.long()\n",
         UPDATE,
     ),
     Fault(

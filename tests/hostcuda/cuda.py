@@ -4,10 +4,10 @@ import importlib.util
 import os
 import sys
 import threading
+import time
 import uuid
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
@@ -79,18 +79,21 @@ class Event(torch.Event):
         return super().__new__(cls, "cuda", enable_timing=enable_timing)
 
     def __init__(self, enable_timing=False, **_):
-        self._timing, self._recorded = enable_timing, False
+        self._timing = enable_timing
+        self._at: float | None = None
 
     def record(self, stream=None) -> None:
-        self._recorded = True
+        self._at = time.perf_counter()
         super().record(stream or torch.cuda.current_stream())
 
     def elapsed_time(self, end: "Event") -> float:
         if not (self._timing and end._timing):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
-        if not (self._recorded and end._recorded):
+        if self._at is None or end._at is None:
             raise ValueError("Both events must be recorded before calculating elapsed time.")
-        return super().elapsed_time(end)
+        if not (self.query() and end.query()):
+            raise RuntimeError("CUDA error: device not ready")
+        return 1e3 * (end._at - self._at)
 
 
 class Runtime:
@@ -124,8 +127,11 @@ class MemPool:
 
     def __init__(self, *_):
         MemPool._made += 1
-        self.id = (0, MemPool._made)
-        self.allocator = None
+        self._number = MemPool._made
+
+    @property
+    def id(self) -> tuple[int, int]:
+        return 0, self._number
 
     def use_count(self) -> int:
         return 1

@@ -34,7 +34,7 @@ def _sequences(q, k, v, cu_q, cu_k, max_q, dropout) -> Iterator[tuple[slice, sli
     assert q.shape[1] % k.shape[1] == 0 and isinstance(max_q, int) and dropout == 0.0
     of_q, of_k = (host().as_host(cu).tolist() for cu in (cu_q, cu_k))
     assert of_q[-1] == len(q) and of_k[-1] == len(k), (of_q, of_k)
-    ends = list(zip(of_q, of_q[1:], of_k, of_k[1:], strict=True))
+    ends = list(zip(of_q[:-1], of_q[1:], of_k[:-1], of_k[1:], strict=True))
     assert max(b - a for a, b, _, _ in ends) <= max_q
     for a, b, c, d in ends:
         yield slice(a, b), slice(c, d)

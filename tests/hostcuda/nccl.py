@@ -36,17 +36,16 @@ class ProcessGroupNCCL(metaclass=_AnyOf):
 
         def communicator():
             own = dist.ProcessGroupGloo._Options()
-            own._timeout = group.limit
+            own._timeout = options._timeout
             own._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
             return dist.ProcessGroupGloo(dist.PrefixStore("played/", store), rank, size, own)
 
         group = host().Nccl(rank, size, communicator)
-        group.options, group.limit = options, options._timeout
+        group.options = options
         return group
 
 
 def _set_default_timeout(group, limit: timedelta) -> None:
-    group.limit = limit
     group.set_timeout(limit)
 
 

@@ -3,14 +3,13 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <chrono>
 #include "memory.h"
 
 namespace hostcuda {
 using c10::Device;
 using c10::DeviceIndex;
 using c10::Stream;
-struct Event { Clock clock; int64_t nanoseconds = 0; };
+struct Event { Clock clock; };
 
 inline int index_of(Device d) { return d.index() < 0 ? current_device : d.index(); }
 inline Stream as_stream(StreamKey s) { return Stream(Stream::UNSAFE, Device(c10::kCUDA, s.first), s.second); }
@@ -40,23 +39,19 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     current_stream[s.device_index()] = s.id();
     return old;
   }
-  bool queryStream(const Stream& s) const override { order().host_waits(order().reached(key(s))); return true; }
+  bool queryStream(const Stream& s) const override { return order().host_looks(order().reached(key(s))); }
   void synchronizeStream(const Stream& s) const override { order().host_waits(order().reached(key(s))); }
   void synchronizeDevice(DeviceIndex i) const override { order().host_waits_for_device(i < 0 ? current_device : i); }
   void recordDataPtrOnStream(const c10::DataPtr& p, const Stream& s) const override { order().record(p.get(), key(s)); }
 
   void record(void** event, const Stream& s, DeviceIndex, c10::EventFlag) const override {
     if (!*event) *event = new Event;
-    auto now = std::chrono::steady_clock::now().time_since_epoch().count();
-    *static_cast<Event*>(*event) = Event{order().reached(key(s)), now};
+    *static_cast<Event*>(*event) = Event{order().reached(key(s))};
   }
   void block(void* event, const Stream& s) const override { if (event) order().wait(key(s), static_cast<Event*>(event)->clock); }
-  bool queryEvent(void* event) const override { synchronizeEvent(event); return true; }
+  bool queryEvent(void* event) const override { return !event || order().host_looks(static_cast<Event*>(event)->clock); }
   void synchronizeEvent(void* event) const override { if (event) order().host_waits(static_cast<Event*>(event)->clock); }
   void destroyEvent(void* event, DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
-  double elapsedTime(void* a, void* b, DeviceIndex) const override {
-    return (static_cast<Event*>(b)->nanoseconds - static_cast<Event*>(a)->nanoseconds) / 1e6;
-  }
 };
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 

@@ -21,16 +21,19 @@ struct Played : c10d::Work {  // completes by itself, as NCCL's does; a stream w
     std::exception_ptr error;
   };
   std::shared_ptr<State> state = std::make_shared<State>();
-  Played(Works works, Clock clock, std::shared_ptr<std::atomic<bool>> aborted) {
+  Played(Works works, Clock clock, std::shared_ptr<std::atomic<bool>> aborted, std::chrono::milliseconds limit) {
     state->works = std::move(works);
     state->clock = std::move(clock);
     state->aborted = std::move(aborted);
-    std::thread([state = state] {
-      try { for (auto& work : state->works) work->wait(); } catch (...) { state->error = std::current_exception(); }
+    std::thread([state = state, limit] {
+      try { for (auto& work : state->works) work->wait(limit); } catch (...) { state->error = std::current_exception(); }
       state->done = true;
     }).detach();
   }
-  bool isCompleted() override { return state->done || *state->aborted; }
+  bool isCompleted() override {
+    if (state->done) order().host_waits(state->clock);
+    return state->done || *state->aborted;
+  }
   bool isSuccess() const override { return state->done && !state->error; }
   void synchronize() override { wait(kNoTimeout); }
   bool wait(std::chrono::milliseconds limit) override {
@@ -49,10 +52,14 @@ struct Played : c10d::Work {  // completes by itself, as NCCL's does; a stream w
 class Nccl : public c10d::Backend {
  public:
   Nccl(int rank, int size, pybind11::function make)
-      : Backend(rank, size), make_(make.inc_ref().ptr()), number_(-next_stream++) {}  // no GIL where a group ends
+      : Backend(rank, size), make_(make.inc_ref().ptr()), stream_(0, -next_stream++) {}  // no GIL where a group ends
   const std::string getBackendName() const override { return "nccl"; }
   bool supportsCoalescing() const override { return true; }
-  void setTimeout(std::chrono::milliseconds limit) override { if (made_) made_->setTimeout(limit); }
+  void setTimeout(std::chrono::milliseconds limit) override {
+    limit_ = limit;
+    std::lock_guard<std::mutex> lock(mutex_);  // while the communicator is made, its ranks have the first limit
+    if (made_) made_->setTimeout(limit);
+  }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return 0; }
   void startCoalescing() override { together_ = true; begun_.clear(); }
@@ -68,6 +75,7 @@ class Nccl : public c10d::Backend {
   }
   void abort() override {
     *aborted_ = true;
+    order().host_waits(order().reached(stream_));  // its kernels are ended
     std::lock_guard<std::mutex> lock(mutex_);
     std::thread([gone = std::move(made_)] {}).detach();  // its end waits for operations that peers do not answer
   }
@@ -141,33 +149,41 @@ class Nccl : public c10d::Backend {
     TORCH_CHECK(t.is_non_overlapping_and_dense(), "Tensors must be contiguous");
     TORCH_CHECK(t.get_device() == current_device, "NCCL on ", t.device(), " while the current device is cuda:", current_device);
   }
-  StreamKey stream() const { return {current_device, number_}; }
   c10d::Backend& gloo() {
     std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK(!*aborted_, "NCCL communicator was aborted");
-    if (!made_) {
+    if (!made_ && !failed_) {
       pybind11::gil_scoped_acquire gil;
-      made_ = pybind11::reinterpret_borrow<pybind11::function>(make_)().cast<c10::intrusive_ptr<c10d::Backend>>();
+      try {
+        made_ = pybind11::reinterpret_borrow<pybind11::function>(make_)().cast<c10::intrusive_ptr<c10d::Backend>>();
+        if (limit_.load() != kNoTimeout) made_->setTimeout(limit_);
+      } catch (std::exception& error) {
+        failed_ = error.what();
+      }
     }
+    TORCH_CHECK(!failed_, "NCCL communicator was not made: ", *failed_);
     return *made_;
   }
-  W played(Works works) { return c10::make_intrusive<Played>(std::move(works), order().reached(stream()), aborted_); }
+  W played(Works works) { return c10::make_intrusive<Played>(std::move(works), order().reached(stream_), aborted_, limit_); }
   template <typename F> W play(const Tensors& reads, const Tensors& writes, F start) {
     for (auto& t : reads) check(t);
     for (auto& t : writes) check(t);
-    order().wait(stream(), order().reached(stream_of(current_device)));
-    auto time = order().next(stream());
-    for (auto& t : reads) access(t, stream(), time, false, "NCCL");
-    for (auto& t : writes) access(t, stream(), time, true, "NCCL");
+    stream_.first = current_device;
+    order().wait(stream_, order().reached(stream_of(current_device)));
+    auto time = order().next(stream_);
+    for (auto& t : reads) access(t, stream_, time, false, "NCCL");
+    for (auto& t : writes) access(t, stream_, time, true, "NCCL");
     W work = start(gloo());
     if (!together_) return played({work});
     begun_.push_back(work);
     return work;
   }
   PyObject* make_;
-  int64_t number_;
+  StreamKey stream_;
   c10::intrusive_ptr<c10d::Backend> made_;
   std::mutex mutex_;
+  std::atomic<std::chrono::milliseconds> limit_{kNoTimeout};
+  std::optional<std::string> failed_;
   bool together_ = false, connected_ = false;
   Works begun_;
   std::shared_ptr<std::atomic<bool>> aborted_ = std::make_shared<std::atomic<bool>>(false);

@@ -83,7 +83,8 @@ inline void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (size_t i = 0; i < arguments.size(); i++) {
     auto& value = (*stack)[first + i];
     const auto* alias = arguments[i].alias_info();
-    each_tensor(value, [&](const Tensor& t) { access(t, stream, time, alias && alias->isWrite(), what); });
+    if (!alias || alias->isWrite())  // else it makes a view, and touches nothing
+      each_tensor(value, [&](const Tensor& t) { access(t, stream, time, alias != nullptr, what); });
     replace_tensors(value, [&](const Tensor& t) { return to_host(t, pairs); });
     if (value.isDevice() && value.toDevice().is_cuda()) value = Device(c10::kCPU);
     else if (value.isNone() && arguments[i].name() == "generator") value = generator(device->index());
