@@ -96,7 +96,7 @@ class FakeEngine:
             ]
             ranks = ThreadPoolExecutor(len(self.models))
             answers = [
-                ranks.submit(self.run, *one) for one in zip(self.models, requests, strict=True)
+                ranks.submit(self.run_rank, *one) for one in zip(self.models, requests, strict=True)
             ]
             for failed in wait(
                 answers, return_when=FIRST_EXCEPTION
@@ -108,6 +108,12 @@ class FakeEngine:
             )  # by default SGLang takes that of its start, perhaps "dummy"
             for model in self.models:
                 model.load_weights(list(HfFolder(body["model_path"]).items()))
+
+    def run_rank(self, model: nn.Module, request: list) -> None:
+        """Runs a call of one rank, whose process computes on the device of its model."""
+        device = next(model.parameters()).device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            self.run(model, request)
 
     # What the exchange asks the service.
 
@@ -126,7 +132,7 @@ class FakeEngine:
         self.updating = False
         for model in self.models:
             for parameter in model.parameters():
-                parameter.data.uniform_()
+                parameter.data = torch.rand_like(parameter)  # of another process
         self.info = replace(
             self.info, state="stale", weight_version=None, incarnation=incarnation + 1
         )

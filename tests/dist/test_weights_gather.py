@@ -2,6 +2,7 @@
 parameters, stages."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -44,22 +45,25 @@ class ToyActor:
     """tp shards of a fused model; last layer and head live on the last pipeline stage; the rest
     replicate it."""
 
-    def __init__(self, tp: int, tp_rank: int, pp: int, pp_rank: int):
+    def __init__(
+        self, tp: int, tp_rank: int, pp: int, pp_rank: int, device: torch.device | None = None
+    ):
         self.tp, self.tp_rank = tp, tp_rank
+        zeros = partial(torch.zeros, device=device)
         self.layers = [layer for layer in range(LAYERS) if layer * pp // LAYERS == pp_rank]
         self.first, self.last = pp_rank == 0, pp_rank == pp - 1
         rows = -(-VOCAB // tp)
-        self.live = {"embed": torch.zeros(rows, HIDDEN)} if self.first else {}
+        self.live = {"embed": zeros(rows, HIDDEN)} if self.first else {}
         if self.last:
-            self.live |= {"norm": torch.zeros(HIDDEN), "head": torch.zeros(rows, HIDDEN)}
+            self.live |= {"norm": zeros(HIDDEN), "head": zeros(rows, HIDDEN)}
         for layer in self.layers:
             shapes = {"norm": (HIDDEN,), "fc1": (2 * FFN // tp, HIDDEN), "fc2": (HIDDEN, FFN // tp)}
             shapes["qk"] = (12 // tp, HIDDEN)
-            self.live |= {f"{layer}.{name}": torch.zeros(shape) for name, shape in shapes.items()}
+            self.live |= {f"{layer}.{name}": zeros(shape) for name, shape in shapes.items()}
 
     @classmethod
     def of(cls, mesh: Mesh, tp: int, pp: int) -> "ToyActor":
-        return cls(tp, mesh.rank % tp, pp, mesh.rank // tp % pp)
+        return cls(tp, mesh.rank % tp, pp, mesh.rank // tp % pp, mesh.device)
 
     def load(self, hf) -> None:
         shard = lambda tensor, dim: tensor.chunk(self.tp, dim)[self.tp_rank]  # noqa: E731

@@ -86,7 +86,7 @@ def assert_filled(engines: list[FakeEngine], hf: dict[str, torch.Tensor]) -> Non
             expected = ToyEngine(rank)
             expected.load_weights(list(hf.items()))
             for name, parameter in expected.named_parameters():
-                found = model.get_parameter(name).view(torch.int32)
+                found = model.get_parameter(name).cpu().view(torch.int32)
                 assert torch.equal(found, parameter.view(torch.int32)), (engine.info.id, rank, name)
 
 
@@ -145,7 +145,8 @@ def publishing(
         return actor.live
 
     weights = ActorWeights(record_copies(actor.load, SPECS, actor.live), SPECS, live)
-    engines = [FakeEngine(models=[ToyEngine(r) for r in range(ENGINE_TP)]) for _ in range(number)]
+    made = [[ToyEngine(r).to(mesh.device) for r in range(ENGINE_TP)] for _ in range(number)]
+    engines = [FakeEngine(models=models) for models in made]
     fleet = FakeFleet(engines)
     with ExitStack() as stack:
         for engine in engines if mesh.is_main else ():
@@ -465,7 +466,7 @@ def failing_rank(mesh: Mesh, kind: type[Exception], folder: Path) -> dict[str, t
                 raise ValueError(f"planted in {thread}")
             loader.run(model, named_tensors)
 
-        actor = ToyActor(1, 0, 1, 0)
+        actor = ToyActor.of(mesh, 1, 1)
         actor.load(hf_tensors())
         with publishing(mesh, actor, folder, number=1, read=read) as made:
             made.exchange.publish(1)

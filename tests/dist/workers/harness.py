@@ -6,13 +6,11 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
 from megagrpo.tools.certify.measure import joined
+from tests.dist.workers.host import DEVICE
 
-DEVICE = torch.device("cpu")
 # A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into
 # a full step.
 OPTIMIZER = {"lr": 1e-3, "clip_grad": 0.5, "weight_decay": 0.01}

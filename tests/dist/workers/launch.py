@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megagrpo.actor.host import prepare_host
 from megagrpo.mesh import make_mesh
 from tests.dist.workers.pool import RankPool, run_main
 
@@ -24,13 +25,13 @@ def run_ranks(
     folder: Path,
     jobs: list[dict],
     script: str = "actor_ranks.py",
-    pool: RankPool = POOL,
+    pool: RankPool | None = None,
 ) -> list[dict]:
     """Runs `jobs` one after the other on `world` ranks; returns their results. AssertionError with
     the log's end."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    pool.run(world, run_main, f"tests.dist.workers.{Path(script).stem}", folder)
+    (pool or POOL).run(world, run_main, f"tests.dist.workers.{Path(script).stem}", folder)
     results = json.loads((folder / "results.json").read_text())
     assert len(results) == len(jobs)
     return results
@@ -48,12 +49,14 @@ def _on_mesh(
     rank: int, world: int, replicas: int, folder: Path, function: Callable, arguments: tuple
 ) -> object:
     store = dist.FileStore(str(folder / f"store{world}"), world)
+    device = prepare_host()
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
-    result = function(
-        make_mesh(rank * replicas // world, replicas, torch.device("cpu"), 60.0), *arguments
-    )
+    result = function(make_mesh(rank * replicas // world, replicas, device, 60.0), *arguments)
     dist.destroy_process_group()
     return result
 

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from megagrpo.system import environment
 from megagrpo.system.processes import dies_with_parent, spawn, stop_tree
+from tests.hostcuda import build as hostcuda
 
 REPOSITORY = Path(__file__).parents[3]
 STAND_INS = REPOSITORY / "tests" / "stand_ins"
@@ -38,6 +39,8 @@ FIRST_ON_PATH = {
     "transformer_engine": [str(STAND_INS)],
     # models of transformers do not share a process with the trainer's shims
     "transformers": [str(REPOSITORY / "megagrpo" / "cpu" / "engine")],
+    # Megatron on a CUDA device that the host pretends
+    "cuda": [str(hostcuda.SITE)],
 }
 
 
@@ -85,10 +88,10 @@ class RankPool:
                 server.settimeout(START_S)
                 if self._zygote is None:
                     paths = [*FIRST_ON_PATH[self._kind], str(REPOSITORY)]
-                    variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-                    env = environment.child_environment(
-                        variables | {"PYTHONUNBUFFERED": "1"}, paths
-                    )
+                    variables = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+                    cuda = self._kind == "cuda"
+                    variables |= hostcuda.variables() if cuda else {"CUDA_VISIBLE_DEVICES": ""}
+                    env = environment.child_environment(variables, paths)
                     module = "tests.dist.workers.pool"
                     command = [sys.executable, "-W", "ignore", "-m", module, address, self._kind]
                     self._zygote = spawn(command, env, self._folder / "ranks.log")

@@ -36,7 +36,8 @@ def recorded_logits() -> Iterator[list[tuple]]:
         local = states.transpose(0, 1).flatten(0, 1)[flat] @ chunk.output_weight().T
         shards = [torch.empty_like(local) for _ in range(actor.config.parallel.tp)]
         dist.all_gather(shards, local.contiguous(), group=mpu.get_tensor_model_parallel_group())
-        seen.append((places.rows, places.columns, torch.cat(shards, 1)[:, :VOCAB]))
+        found = places.rows, places.columns, torch.cat(shards, 1)[:, :VOCAB]
+        seen.append(tuple(part.cpu() for part in found))
         return token_values(actor, chunk, hidden, flat, tokens, temperature)
 
     step.over_tokens, head.token_values = noting_places, noting_values
