@@ -29,6 +29,8 @@ def test_four_ranks(one_rank: Path, layout_figures: LayoutFigures):  # noqa: F81
 
 
 @pytest.mark.slow
-def test_few_samples_distributed_optimizer_and_recompute(one_rank: Path, layout_figures: LayoutFigures):  # noqa: F811
+def test_few_samples_distributed_optimizer_and_recompute(
+    one_rank: Path, layout_figures: LayoutFigures
+):  # noqa: F811
     for model in ("qwen3", "qwen3_moe"):
         check(one_rank, 2, special_jobs(model, one_rank), layout_figures)

@@ -1,5 +1,4 @@
-"""Which checkpoints make room for a new one, where a start takes its state from, and groups in a
-binary file."""
+"""Which checkpoints make room for a new one, and where a start takes its state from."""
 
 import json
 import os
@@ -11,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,13 +18,12 @@ from megagrpo.actor.start import steps_in_all
 from megagrpo.checkpoint import resume as beginning
 from megagrpo.checkpoint import save as checkpoint
 from megagrpo.checkpoint.folder import data_problem, is_reshardable, latest, restore_replaced
-from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.checkpoint.save import Checkpointer, PendingSave, RunIdentity, SaveSchedule, load
 from megagrpo.config.schema import CheckpointConfig
 from megagrpo.mesh import LeaderError, make_mesh
 from megagrpo.run import _refuse_other_rows
 from megagrpo.system.run_folder import whole_folder
-from megagrpo.types import AlgoState, ImageRef, Outcome, Prompt, RolloutGroup, Sample, TrainState
+from megagrpo.types import AlgoState, Prompt, RolloutGroup, Sample, TrainState
 from tests.experiments import experiment
 
 MESH = make_mesh(0, 1, torch.device("cpu"), 60.0)
@@ -486,55 +483,3 @@ def test_more_groups_than_a_step_takes_would_get_too_old(start, tmp_path, monkey
         ):
             start(sections=few | {"rollout": {"max_staleness": staleness}})
     assert len(start(sections=few | {"algorithm": {}})[0].surplus) == 3, "which no step takes"
-
-
-def test_groups_come_back_as_they_were(tmp_path):
-    generator = np.random.default_rng(0)
-    ids, images = generator.integers(0, 150_000, 5), (ImageRef("key", 1, (1, 4, 4)),)
-    prompt = Prompt(
-        7,
-        "1+1=",
-        ids,
-        "2",
-        "exact",
-        "a.jsonl:3",
-        "gsm8k",
-        {"level": [1, "x"], "array": [5, 4, 3]},
-        images=images,
-    )
-    samples = tuple(
-        Sample(i, generator.integers(0, 150_000, n), -generator.random(n), "stop", 3, "é", mask)
-        for i, (n, mask) in enumerate([(4, None), (0, None), (3, (1, 0, 1))])
-    )
-    outcomes = (
-        Outcome(
-            "score", 0.1 + 0.2, parts={"array": Outcome("score", 2.0)}
-        ),  # a grader of that name
-        Outcome("error", detail="x", parts={"taste": Outcome("timeout", detail="10 s")}),
-        Outcome("score", -1.0, token_rewards=((0, 0.5), (2, -1.5))),
-    )
-    groups = [
-        RolloutGroup(0, prompt, samples, outcomes),
-        RolloutGroup(
-            1,
-            prompt,
-            samples,
-            outcomes,
-            Sample(0, (1, 2), (0.0, -0.5), "length", 3, ""),
-            Outcome("score"),
-        ),
-    ]
-    write_groups(tmp_path / "groups.npz", groups)
-    found = read_groups(tmp_path / "groups.npz")
-    assert found == groups
-    assert found[0].samples[2].loss_mask.tolist() == [True, False, True]
-    arrays = found[1].greedy.token_ids, found[1].greedy.logprobs, found[0].prompt.token_ids
-    assert [array.dtype for array in arrays] == [np.int32, np.float32, np.int32]
-
-
-def test_samples_are_compared_with_their_arrays():
-    one = Sample(0, (1, 2), (-0.5, -1.0), "stop", 0, "a")
-    assert one == Sample(0, [1, 2], np.array([-0.5, -1.0]), "stop", 0, "a")
-    changes = ({"token_ids": (1, 3)}, {"logprobs": (-0.5, -1.5)}, {"loss_mask": (1, 1)})
-    for change in (*changes, {"token_ids": (1,), "logprobs": (-0.5,)}):
-        assert one != replace(one, **change)

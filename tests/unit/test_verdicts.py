@@ -6,8 +6,6 @@ import random
 import shutil
 from pathlib import Path
 
-import pytest
-
 from megagrpo.check.fitting import with_model
 from megagrpo.check.problems import check_against_model, model_description
 from megagrpo.check.report import known_problems

@@ -1,0 +1,60 @@
+"""Groups in a binary file."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from megagrpo.checkpoint.groups import read_groups, write_groups
+from megagrpo.types import ImageRef, Outcome, Prompt, RolloutGroup, Sample
+
+
+def test_groups_come_back_as_they_were(tmp_path):
+    generator = np.random.default_rng(0)
+    ids, images = generator.integers(0, 150_000, 5), (ImageRef("key", 1, (1, 4, 4)),)
+    prompt = Prompt(
+        7,
+        "1+1=",
+        ids,
+        "2",
+        "exact",
+        "a.jsonl:3",
+        "gsm8k",
+        {"level": [1, "x"], "array": [5, 4, 3]},
+        images=images,
+    )
+    samples = tuple(
+        Sample(i, generator.integers(0, 150_000, n), -generator.random(n), "stop", 3, "é", mask)
+        for i, (n, mask) in enumerate([(4, None), (0, None), (3, (1, 0, 1))])
+    )
+    outcomes = (
+        Outcome(
+            "score", 0.1 + 0.2, parts={"array": Outcome("score", 2.0)}
+        ),  # a grader of that name
+        Outcome("error", detail="x", parts={"taste": Outcome("timeout", detail="10 s")}),
+        Outcome("score", -1.0, token_rewards=((0, 0.5), (2, -1.5))),
+    )
+    groups = [
+        RolloutGroup(0, prompt, samples, outcomes),
+        RolloutGroup(
+            1,
+            prompt,
+            samples,
+            outcomes,
+            Sample(0, (1, 2), (0.0, -0.5), "length", 3, ""),
+            Outcome("score"),
+        ),
+    ]
+    write_groups(tmp_path / "groups.npz", groups)
+    found = read_groups(tmp_path / "groups.npz")
+    assert found == groups
+    assert found[0].samples[2].loss_mask.tolist() == [True, False, True]
+    arrays = found[1].greedy.token_ids, found[1].greedy.logprobs, found[0].prompt.token_ids
+    assert [array.dtype for array in arrays] == [np.int32, np.float32, np.int32]
+
+
+def test_samples_are_compared_with_their_arrays():
+    one = Sample(0, (1, 2), (-0.5, -1.0), "stop", 0, "a")
+    assert one == Sample(0, [1, 2], np.array([-0.5, -1.0]), "stop", 0, "a")
+    changes = ({"token_ids": (1, 3)}, {"logprobs": (-0.5, -1.5)}, {"loss_mask": (1, 1)})
+    for change in (*changes, {"token_ids": (1,), "logprobs": (-0.5,)}):
+        assert one != replace(one, **change)
