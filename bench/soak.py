@@ -2,10 +2,14 @@
 leave nothing.
 
     python bench/soak.py [--steps 200] [--every 10] [--engines] [--seed 0] [--folder FOLDER]
+                         [--answers grader|environment|agent]
 
 About every tenth step one fault of bench/faults.py, drawn by the seed, strikes at its moment.
-Memory is the resident set of each trainer rank and of each engine's scheduler, sampled every step;
-a process that was started again begins anew. Writes bench/results/soak.{json,md}.
+Resident memory and open files of every process of the run are sampled every step; a process that
+was started again begins anew. Writes bench/results/soak.{json,md}.
+
+With --answers environment or agent rewards come from one of two turns, which a fault may hang.
+Writes soak_environment or soak_agent.
 
 With --engines only engines are killed, in turn inside a transfer of weights and at any moment, and
 the samples, losses and rewards must be those of a run that nobody disturbed: weights that are not
@@ -20,6 +24,8 @@ import argparse
 import json
 import random
 import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
@@ -50,54 +56,74 @@ ENGINES_KILLED = ("engine killed in a weight update", "engine killed at a random
 _NAME_CHARACTERS = 15  # of a process, in Linux
 
 
-def settings_of(num_steps: int) -> dict:
+ANSWERS = {  # what answers the model, in the place of a grader
+    "environment": {"environment": {"function": "fault_graders:LowDigits", "max_turns": 3}},
+    "agent": {"agent": {"function": "fault_graders:low_digits_agent", "workers": 1}},
+}
+
+
+def settings_of(num_steps: int, answers: str = "grader") -> dict:
     """Of the run and of the one that is left alone."""
-    return SETTINGS | {
+    settings = SETTINGS | {
         "checkpoint": {"every": 1},
         "sampling": {"max_response_tokens": 8},
         "train": {"num_steps": num_steps},
     }
+    if answers != "grader":
+        timeout = {"timeout_s": SETTINGS["reward"]["timeout_s"]}
+        del settings["reward"]
+        ((name, section),) = ANSWERS[answers].items()
+        settings["sampling"] = {"max_response_tokens": 16, name: section | timeout}
+    return settings
 
 
-def resident(job: Job) -> dict[str, float]:
-    """MiB by process, named by what it does and its id."""
+@dataclass(frozen=True)
+class Held:
+    """What a process holds: MiB of memory, and open files."""
+
+    memory: float
+    files: int
+
+
+def held(job: Job) -> dict[str, Held]:
+    """By process, named by what it does and its id."""
     found = {}
     for process in job.tree():
         try:
             words = process.cmdline()
-            kind = (
-                "trainer"
-                if "train" in words and "torch.distributed.run" not in words
-                else process.name()[:_NAME_CHARACTERS]
-            )
-            if is_live(process) and kind in ("trainer", "sglang::schedul"):
-                found[f"{kind} {process.pid}"] = process.memory_info().rss / 2**20
+            trains = "train" in words and "torch.distributed.run" not in words
+            kind = "trainer" if trains else process.name()[:_NAME_CHARACTERS]
+            if is_live(process):
+                memory = process.memory_info().rss / 2**20
+                found[f"{kind} {process.pid}"] = Held(memory, process.num_fds())
         except psutil.Error:
             continue
     return found
 
 
-def soak(folder: Path, num_steps: int, every: int, names: list[str]) -> dict:
+def soak(
+    folder: Path, num_steps: int, every: int, names: list[str], answers: str = "grader"
+) -> dict:
     """Run it, with a fault of `names` after each `every` steps; returns what happened.
 
     Nothing is checked yet but that the run ended well and left no process.
     """
-    memory: list[dict[str, float]] = []
+    seen: list[dict[str, Held]] = []
     rows, started = [], time.monotonic()
-    with Job("run", write_experiment(folder, **settings_of(num_steps))) as job:
+    with Job("run", write_experiment(folder, **settings_of(num_steps, answers))) as job:
         scene = Scene(job, folder)
         for number, name in enumerate(names):
             scene.wait(
-                lambda step=every * (number + 1): watched(scene, memory) >= step,
+                lambda step=every * (number + 1): watched(scene, seen) >= step,
                 f"the step before: {name}",
             )
             rows.append(strike(scene, name))
             print(json.dumps(rows[-1]), flush=True)
         while job.process.poll() is None:
-            watched(scene, memory)
+            watched(scene, seen)
             assert time.monotonic() - started < LIMIT_S * 8, "no end"
             time.sleep(0.5)
-        watched(scene, memory)
+        watched(scene, seen)
         done = job.finish(LIMIT_S * 8)  # fails when a process is left
     assert done.status == 0, done.stderr
     rewards = [metrics(folder)[step]["reward/mean"] for step in range(1, num_steps + 1)]
@@ -112,27 +138,28 @@ def soak(folder: Path, num_steps: int, every: int, names: list[str]) -> dict:
         "reward_first": sum(rewards[:part]) / part,
         "reward_last": sum(rewards[-part:]) / part,
         "samples_lost": SAMPLES * num_steps - sum(counts),
-        "growth": growth(memory),
-        "memory": memory,
+        "growth": growth(seen, lambda each: each.memory),
+        "files": growth(seen, lambda each: each.files),
+        "memory": [{name: asdict(each) for name, each in step.items()} for step in seen],
     }
 
 
-def watched(scene: Scene, memory: list[dict[str, float]]) -> int:
-    """The step, after noting the memory once a step."""
+def watched(scene: Scene, seen: list[dict[str, Held]]) -> int:
+    """The step, after noting once a step what every process holds."""
     step = scene.step()
-    while len(memory) < step:
-        memory.append(resident(scene.job))
+    while len(seen) < step:
+        seen.append(held(scene.job))
     return step
 
 
-def growth(memory: list[dict[str, float]]) -> float:
-    """Largest ratio of a process's last memory to that of its tenth step; 1 when none lived so
+def growth(seen: list[dict[str, Held]], of: Callable[[Held], float]) -> float:
+    """Largest ratio of what a process held last to that of its tenth step; 1 when none lived so
     long."""
     ratios = [1.0]
-    for name in {name for sample in memory for name in sample}:
-        life = [sample[name] for sample in memory if name in sample]
+    for name in {name for sample in seen for name in sample}:
+        life = [of(sample[name]) for sample in seen if name in sample]
         if len(life) > WARM_STEPS + 1:
-            ratios.append(life[-1] / life[WARM_STEPS])
+            ratios.append(life[-1] / max(life[WARM_STEPS], 1))
     return max(ratios)
 
 
@@ -145,6 +172,7 @@ def main() -> None:
         action="store_true",
         help="kill engines only, and compare with an undisturbed run",
     )
+    parser.add_argument("--answers", choices=["grader", *ANSWERS], default="grader")
     parser.add_argument("--max-staleness", type=int, default=0, help="versions")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -162,12 +190,14 @@ def main() -> None:
     else:
         names = [random.choice(list(FAULTS)) for _ in steps]
     run = args.folder / "run"
-    result = soak(run, args.steps, args.every, names)
+    result = soak(run, args.steps, args.every, names, args.answers)
     lines = table(result)
     if args.engines or args.max_staleness:
         alone = args.folder / "undisturbed"
         done = megagrpo(
-            "run", write_experiment(alone, **settings_of(args.steps)), timeout_s=LIMIT_S * 4
+            "run",
+            write_experiment(alone, **settings_of(args.steps, args.answers)),
+            timeout_s=LIMIT_S * 4,
         )
         assert done.status == 0, done.stderr
         (prompts, lag), (expected, _) = dispatched(run), dispatched(alone)
@@ -187,9 +217,12 @@ def main() -> None:
             )
     data = provenance() | {"seed": args.seed} | result
     name = "soak" + "_engines" * args.engines + "_ahead" * bool(args.max_staleness)
+    name += "" if args.answers == "grader" else f"_{args.answers}"
     write_results(name, data, ("what", "figure"), lines)
     learned = result["reward_last"] > result["reward_first"]
-    assert result["samples_lost"] == 0 and result["growth"] <= GROWTH and learned, "see the table"
+    assert (
+        result["samples_lost"] == 0 and max(result["growth"], result["files"]) <= GROWTH and learned
+    ), "see the table"
 
 
 def table(result: dict) -> list[tuple[str, str]]:
@@ -208,6 +241,7 @@ def table(result: dict) -> list[tuple[str, str]]:
             f"{result['reward_first']:.3f}, {result['reward_last']:.3f} ({rise:+.3f})",
         ),
         ("largest growth of a process's memory", f"{result['growth']:.3f} times"),
+        ("largest growth of a process's open files", f"{result['files']:.3f} times"),
         ("processes left", "0"),
     ]
 

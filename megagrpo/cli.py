@@ -241,7 +241,14 @@ def _add_checkpoints(commands: _Commands) -> None:
 
 
 def _add_inspection(commands: _Commands) -> None:
-    status = commands.add("status", _status, "state of the rollout service of a run")
+    text = (
+        "save a run after its present step and end it; a Slurm job is not put back into the queue"
+    )
+    stop = commands.add("stop", _stop, text)
+    stop.add_argument("run_dir")
+    stop.add_argument("--now", action="store_true", help="end it at once, without saving")
+    text = "how far a run is, its seconds a step and reward, and its engines"
+    status = commands.add("status", _status, text)
     status.add_argument("run_dir")
     status.add_argument("--json", action="store_true", help="for programs")
     option = commands.add(
@@ -344,9 +351,16 @@ def _replay(args: argparse.Namespace, config: ExperimentConfig) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from megagrpo.rollout.control import print_status
+    from megagrpo.cluster.attend import print_status
 
     return print_status(Path(args.run_dir), args.json)
+
+
+def _stop(args: argparse.Namespace) -> int:
+    from megagrpo.cluster.attend import stop
+
+    print(f"{args.run_dir}: {stop(Path(args.run_dir), args.now)}")
+    return 0
 
 
 def _engines(args: argparse.Namespace) -> int:

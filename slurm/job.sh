@@ -109,7 +109,7 @@ run_alone() {
     end_job "$status"
 }
 
-# end_job STATUS      85: saved before the last step (megagrpo/system/stop_request.py)
+# end_job STATUS      85: saved before the last step; 86: the same for `megagrpo stop`, which ends the job (megagrpo/system/stop_request.py)
 end_job() {
     if [ "$1" = 85 ]; then
         say "back into the queue, to go on from the checkpoint"

@@ -2,8 +2,10 @@
 command."""
 
 import fcntl
+import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from megagrpo.checkpoint.folder import latest, step_of
 from megagrpo.cluster.supervise import ALONE, Child, Launch, torchrun
 from megagrpo.config.load import dump_config
 from megagrpo.config.placement import Nodes, place
@@ -33,11 +36,14 @@ def run(config: ExperimentConfig) -> int:
     """Serves and trains on this machine: `megagrpo run`. Returns the trainers' exit status; no
     process remains.
 
-    USR1: save after the current step and return STOPPED. TERM, INT, USR2: end at once.
-    Raises ValueError before anything starts, with all known problems.
+    USR1, or the first INT: save after the current step and return STOPPED. TERM, USR2, a second
+    INT: end at once. Raises ValueError before anything starts, with all known problems.
     """
-    end = (*ENDING, signal.SIGUSR2)
-    ask = (signal.SIGUSR1,)
+    if said := finished(config):
+        print(f"{config.name}: {said}")
+        return 0
+    end = (signal.SIGTERM, signal.SIGUSR2)
+    ask = (signal.SIGUSR1, signal.SIGINT)
     launch = Launch(config.run_folder, "run", end=end, ask=ask, grace_s=_SERVICE_GRACE_S)
     command = ["train", str(config.run_folder.config)]
     return _beside_service(launch, config, command, config.actor.max_restarts)
@@ -56,12 +62,28 @@ def refuse_what_cannot_run(config: ExperimentConfig, nodes: Nodes) -> None:
         raise ValueError(f"missing: {config.model.path}; run `megagrpo sft` first")
 
 
+def finished(config: ExperimentConfig) -> str:
+    """Returns why nothing is left to do, or ""."""
+    steps = config.train.num_steps
+    last = latest(config.run_folder.checkpoints)
+    if steps is None or last is None or config.checkpoint.resume == "never":
+        return ""
+    done = step_of(last)
+    if done < steps:
+        return ""
+    return (
+        f"{done} of {steps} steps are done, in {config.run_folder.path}; raise train.num_steps, or "
+        "name another output_dir"
+    )
+
+
 @contextmanager
 def alone_in(folder: RunFolder) -> Iterator[None]:
-    """Locks the run folder inside the block. Raises ValueError if another run trains into it."""
+    """Locks the run folder inside the block, and says there where the launcher runs. Raises
+    ValueError if another run trains into it."""
     with translated(f"output_dir {folder.path} cannot be written", OSError):
         folder.path.mkdir(parents=True, exist_ok=True)
-        lock = folder.lock.open("w")
+        lock = folder.lock.open("a")
     patience_s = _DEAD_LOCK_S if environment.get_int("SLURM_RESTART_COUNT", 0) else 0.0
     deadline = time.monotonic() + patience_s
     with lock as file:
@@ -72,6 +94,10 @@ def alone_in(folder: RunFolder) -> Iterator[None]:
                     f"output_dir {folder.path}: another run trains into this folder; {remedy}"
                 )
             time.sleep(_POLL_S)
+        file.truncate(0)
+        job = environment.get("SLURM_JOB_ID", "")
+        file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "job": job}))
+        file.flush()
         yield
 
 

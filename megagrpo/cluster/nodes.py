@@ -18,6 +18,7 @@ from pathlib import Path
 
 from megagrpo.cluster.machine import (
     alone_in,
+    finished,
     interface_of_engines,
     refuse_what_cannot_run,
     trainer_variables,
@@ -126,6 +127,9 @@ def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
     # torchrun alone would start all ranks here
     if node.number > 1 or 0 < gpus < config.actor.world_size:
         place(config, Nodes(gpus or None, node.number))
+    if said := finished(config):
+        print(f"{config.name}: {said}")
+        return 0
     with alone_in(folder) if node.rank == 0 else nullcontext():
         if node.rank == 0:
             dump_config(config, folder.config)

@@ -14,7 +14,7 @@ from types import FrameType
 from megagrpo.system import environment
 from megagrpo.system.processes import last_lines, spawn, stop_tree
 from megagrpo.system.run_folder import RunFolder
-from megagrpo.system.stop_request import STOP_FILE, STOPPED, StopRequest
+from megagrpo.system.stop_request import STOP_FILE, StopRequest
 
 _POLL_S = 0.2
 _LOOK_S = 2.0  # between two looks into a shared folder, in which all nodes look
@@ -40,7 +40,7 @@ class Launch:
     """A context manager that starts children, ends them at its exit, and handles signals meanwhile.
 
     A signal of `end` leaves the block, with `status` 128 + its number as in a shell. A signal of
-    `ask` creates the stop request; a TERM after the request also leaves the block. A signal of
+    `ask` creates the stop request; a TERM or INT after the request also leaves the block. A signal of
     `unheard` does nothing. During clean-up all signals are ignored: it ends the children in reverse
     order with their descendants, by force after `grace_s` seconds, and removes the folders of
     `remove_at_end`.
@@ -145,7 +145,7 @@ class Launch:
     def watch(self, main: Child, *needed: Child) -> int:
         """Waits for `main`, which requires `needed`.
 
-        Returns 0, STOPPED after a stop request, or 1 after printing why one of them failed.
+        Returns 0, STOPPED or ENDED after a stop request, or 1 after printing why one of them failed.
         """
         known = self._folder.deadline_pages()
         look_at = 0.0
@@ -163,12 +163,13 @@ class Launch:
         self._print_pages(known)
         if main.process.returncode != 0:
             return self._failed(main)
-        if self._ask and (answer := self._request.granted()):
+        if self._ask and (granted := self._request.granted()):
+            answer, status = granted
             print(
                 f"megagrpo: stopped as requested, {answer}; the same command resumes from there",
                 file=sys.stderr,
             )
-            return STOPPED
+            return status
         return 0
 
     def _print_pages(self, known: set[Path]) -> None:
@@ -207,9 +208,12 @@ class Launch:
         raise _Ended(signal.Signals(number))
 
     def _ask_to_stop(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM and self._request.made():
+        if number in (signal.SIGTERM, signal.SIGINT) and self._request.made():
             self._leave(number, frame)
         self._request.make()
+        if number == signal.SIGINT:
+            said = "saves after this step and ends; Ctrl-C again ends it at once"
+            print(f"megagrpo {self._command}: {said}", file=sys.stderr)
 
 
 # torchrun's options for ranks of one machine. By default their address is the host name, which need

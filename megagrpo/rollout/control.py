@@ -215,13 +215,10 @@ def bearer(api_key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {api_key}"}
 
 
-def print_status(run_dir: Path, as_json: bool = False) -> int:
-    """Prints the state of the service of a run, for people or as JSON. Returns the exit code: 1
-    when it has failed."""
-    file = RunFolder(run_dir).service
-    if not file.exists():
-        raise ValueError(f"{file} does not exist: no rollout service runs for this folder")
-    status = _running_service(run_dir).status()
+def print_engines(control: ServiceControl, as_json: bool = False) -> int:
+    """Prints the state of a service, for people or as JSON. Returns the exit code: 1 when it has
+    failed."""
+    status = control.status()
     if as_json:
         print(json.dumps(asdict(status), indent=2))
         return 1 if status.failed else 0

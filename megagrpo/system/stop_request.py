@@ -2,14 +2,17 @@
 
 It is a file on every trainer node, not a signal to the ranks: a starting rank has no handler yet,
 and torchrun ends its ranks at a signal. The node's launcher creates the file at USR1 (or TERM,
-`megagrpo train`); between two steps the ranks agree whether any node has one, save, and write the
-last step into it; the launcher then exits with STOPPED.
+`megagrpo train`; or INT, `megagrpo run`), `megagrpo stop` that of the first node; between two steps
+the ranks agree whether any node has one, save, and write the last step into it; the launcher then
+exits with STOPPED, or for `megagrpo stop` with ENDED.
 """
 
 from pathlib import Path
 
 STOPPED = 85  # exit status of a launcher: saved before the last step; the same command resumes
+ENDED = 86  # the same for `megagrpo stop`: a Slurm job is not put back into the queue
 STOP_FILE = "MEGAGRPO_STOP_FILE"  # path of the file, for the ranks of a node
+_FINAL = "final: "
 
 
 class StopRequest:
@@ -23,9 +26,9 @@ class StopRequest:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.unlink(missing_ok=True)
 
-    def make(self) -> None:
-        """Creates the file."""
-        self._path.touch()
+    def make(self, final: bool = False) -> None:
+        """Creates the file. final: the run is not to go on by itself."""
+        self._path.write_text(_FINAL if final else "")
 
     def made(self) -> bool:
         """Returns whether the file exists."""
@@ -33,8 +36,13 @@ class StopRequest:
 
     def grant(self, step: int) -> None:
         """Records that the run is saved after `step` and its ranks exit."""
-        self._path.write_text(f"saved after step {step}")
+        kind = _FINAL if self._is_final() else ""
+        self._path.write_text(f"{kind}saved after step {step}")
 
-    def granted(self) -> str:
-        """Returns what `grant` wrote, or ""."""
-        return self._path.read_text() if self.made() else ""
+    def granted(self) -> tuple[str, int] | None:
+        """Returns what `grant` recorded and the exit status; None if nothing was granted."""
+        said = self._path.read_text().removeprefix(_FINAL) if self.made() else ""
+        return (said, ENDED if self._is_final() else STOPPED) if said else None
+
+    def _is_final(self) -> bool:
+        return self.made() and self._path.read_text().startswith(_FINAL)

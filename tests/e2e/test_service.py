@@ -9,7 +9,7 @@ from engine_logprobs import logprobs_by
 from tiny_model import EOS
 
 from megagrpo.rollout.admission import AdmissionQueue
-from megagrpo.rollout.control import print_status
+from megagrpo.rollout.control import find_service, print_engines
 from megagrpo.rollout.engine_choice import Engines
 from megagrpo.rollout.generation import (
     GenerationClient,
@@ -84,7 +84,8 @@ def test_the_load_of_an_engine_is_the_most_since_its_weights_were_verified(ready
     seen = load()
     assert seen["running"] <= 4 and 0 < seen["kv_use"] <= 1 and seen["retracted"] == 0
     assert (
-        print_status(ready.run_dir) == 0 and " of its cache in use since" in capsys.readouterr().out
+        print_engines(find_service(ready.run_dir)) == 0
+        and " of its cache in use since" in capsys.readouterr().out
     )
     ready.set_version(0)
     assert load().get("running", 0) == 0

@@ -1,6 +1,7 @@
 """One machine's launcher: GPUs of trainers and engines, one run a folder, signals; children end
 with their parent."""
 
+import json
 import os
 import resource
 import signal
@@ -14,9 +15,10 @@ import psutil
 import pytest
 
 from megagrpo.cluster import nodes
-from megagrpo.cluster.machine import _devices, alone_in
+from megagrpo.cluster.attend import print_status, stop
+from megagrpo.cluster.machine import _devices, alone_in, finished, run, write_experiment
 from megagrpo.cluster.supervise import Child, Launch
-from megagrpo.config.schema import ExperimentConfig
+from megagrpo.config.schema import CheckpointConfig, ExperimentConfig
 from megagrpo.system.environment import child_environment
 from megagrpo.system.processes import (
     end_of,
@@ -27,7 +29,7 @@ from megagrpo.system.processes import (
     stop_tree,
 )
 from megagrpo.system.run_folder import RunFolder
-from megagrpo.system.stop_request import STOPPED, StopRequest
+from megagrpo.system.stop_request import ENDED, STOPPED, StopRequest
 from tests import experiments
 from tests.experiments import until
 
@@ -185,6 +187,76 @@ def test_a_stop_request_lets_ranks_finish_and_a_second_term_ends(tmp_path, capsy
             assert launch.watch(child) == STOPPED
             assert "stopped as requested, saved after step 3" in capsys.readouterr().err
     assert launch.status == 143
+
+
+def test_the_first_ctrl_c_saves_and_the_second_ends(tmp_path, capsys):
+    folder = RunFolder(tmp_path)
+    with Launch(folder, "run", end=(), ask=(signal.SIGUSR1, signal.SIGINT)) as launch:
+        child = launch.spawn(["sleep", "60"], tmp_path / "log", {})
+        signal.raise_signal(signal.SIGINT)
+        assert StopRequest(folder.stop_request("trainer")).made() and child.process.poll() is None
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("the block goes on")
+    assert launch.status == 130 and child.process.poll() is not None
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "megagrpo run: saves after this step and ends; Ctrl-C again ends it at once",
+        "megagrpo run: SIGINT; stopping",
+    ]
+
+
+def test_what_a_run_folder_says_and_how_it_is_stopped(tmp_path, capsys):
+    """Also after several nodes: the first one's file is that of trainer-0."""
+    config = experiments.experiment(train={"num_steps": 20}, output_dir=str(tmp_path / "run"))
+    folder = config.run_folder
+    with pytest.raises(ValueError, match="no run trains into this folder"):
+        stop(folder.path, now=False)
+    with pytest.raises(ValueError, match="holds no config.yaml, so it is no run folder"):
+        print_status(folder.path, as_json=False)
+    with alone_in(folder):
+        write_experiment(config)
+        print_status(folder.path, as_json=False)
+        place = f"process {os.getpid()} on {socket.gethostname()}"
+        assert capsys.readouterr().out.splitlines() == [
+            f"{config.name}: step 0 of 20",
+            f"runs as {place}",
+            "engines: no service answers",
+        ]
+        entries = [{"step": n, "time/step_s": 30.0, "reward/mean": n / 10} for n in range(1, 6)]
+        folder.metrics.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+        saved = folder.checkpoints / "step_000004"
+        saved.mkdir(parents=True)
+        (saved / "state.json").write_text("{}")
+        print_status(folder.path, as_json=False)
+        said = capsys.readouterr().out.splitlines()
+        assert said[0] == f"{config.name}: step 5 of 20, 30 s a step, 8 min to go, reward 0.5"
+        assert said[2] == "checkpoint after step 4, 0 s ago"
+        with pytest.raises(ValueError, match="no service answers|did not appear"):
+            print_status(folder.path, as_json=True)
+        with Launch(folder, "run", end=(signal.SIGTERM,), ask=(signal.SIGINT,)) as launch:
+            child = launch.spawn(["true"], tmp_path / "log", {})
+            assert stop(folder.path, now=False).startswith(f"{place} saves after its step")
+            StopRequest(folder.stop_request("trainer")).grant(5)
+            assert launch.watch(child) == ENDED
+        assert "stopped as requested, saved after step 5" in capsys.readouterr().err
+        assert StopRequest(folder.stop_request("trainer-0")).made()
+        with Launch(folder, "run", end=(signal.SIGTERM,)) as launch:
+            stop(folder.path, now=True)
+            time.sleep(10)
+            raise AssertionError("the block goes on")
+        assert launch.status == 143
+    print_status(folder.path, as_json=False)
+    assert "no process trains into this folder" in capsys.readouterr().out
+
+
+def test_a_finished_run_says_so_before_anything_starts(tmp_path, capsys):
+    config = experiments.experiment(train={"num_steps": 4}, output_dir=str(tmp_path / "run"))
+    (config.run_folder.checkpoints / "step_000004").mkdir(parents=True)
+    assert run(config) == 0
+    assert "4 of 4 steps are done" in capsys.readouterr().out
+    more = experiments.experiment(train={"num_steps": 5}, output_dir=str(tmp_path / "run"))
+    anew = more.model_copy(update={"checkpoint": CheckpointConfig(resume="never")})
+    assert not finished(more) and not finished(anew)
 
 
 def test_unheard_signals_still_reach_the_children_and_a_failure_leaves_none_and_no_temporary_folder(

@@ -235,7 +235,8 @@ def test_unreachable_service_is_a_clear_error(tmp_path, monkeypatch):
 def test_the_file_of_a_service_that_is_gone_is_one_message(tmp_path, capsys):
     (tmp_path / "service.json").write_text('{"url": "http://127.0.0.1:9"}')
     (tmp_path / "service.key").write_text("key")
-    for words in (["status", str(tmp_path)], ["engines", "add", str(tmp_path)]):
+    (tmp_path / "config.yaml").touch()
+    for words in (["status", "--json", str(tmp_path)], ["engines", "add", str(tmp_path)]):
         assert main(words) == 2
         assert (
             f"megagrpo {words[0]}: {tmp_path}: {tmp_path}/service.json is of a service"

@@ -1,0 +1,39 @@
+"""Ctrl-C, `megagrpo stop` and `megagrpo status` of a run: nothing is lost, and what goes on is the
+run that nobody stopped."""
+
+import signal
+
+import pytest
+from run_megagrpo import LONG_RUN, Job, assert_same_run, megagrpo, write_experiment
+
+from megagrpo.system.stop_request import ENDED, STOPPED
+
+NUM_STEPS = LONG_RUN["train"]["num_steps"]
+LIMIT_S = 500.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_ctrl_c_then_stop_then_to_the_end(long_run):
+    folder = long_run[0].parent / "stopped"
+    # saves at its end alone: what is on disk was saved because it was asked to stop
+    sections = LONG_RUN | {"checkpoint": {"every": 0, "keep": 20}, "eval": None}
+    config = write_experiment(folder, **sections)
+    for asks, status in (
+        (lambda job: job.process.send_signal(signal.SIGINT), STOPPED),
+        (lambda job: megagrpo("stop", str(folder), timeout_s=60), ENDED),
+    ):
+        saved = sorted((folder / "checkpoints").glob("step_??????"))
+        with Job("run", config) as job:
+            job.wait_for_step(2 + 3 * len(saved), LIMIT_S)
+            said = megagrpo("status", str(folder), timeout_s=60).stdout
+            assert "runs as process" in said and "engine-0: ready" in said, said
+            asks(job)
+            done = job.finish(LIMIT_S)
+        assert done.status == status and "saved after step" in done.stderr, done
+        assert len(list((folder / "checkpoints").glob("step_??????"))) == len(saved) + 1
+    done = megagrpo("run", config, timeout_s=LIMIT_S)
+    assert done.status == 0, done.stderr
+    assert_same_run(folder, long_run[0], NUM_STEPS)
+    again = megagrpo("run", config, timeout_s=60)
+    assert again.status == 0 and f"{NUM_STEPS} of {NUM_STEPS} steps are done" in again.stdout
