@@ -57,8 +57,12 @@ _NAME_CHARACTERS = 15  # of a process, in Linux
 
 
 ANSWERS = {  # what answers the model, in the place of a grader
-    "environment": {"environment": {"function": "fault_graders:LowDigits", "max_turns": 3}},
-    "agent": {"agent": {"function": "fault_graders:low_digits_agent", "workers": 1}},
+    "environment": {
+        "environment": {"function": "fault_graders:LowDigits", "max_turns": 3, "timeout_s": 20}
+    },
+    "agent": {
+        "agent": {"function": "fault_graders:low_digits_agent", "workers": 1, "timeout_s": 60}
+    },
 }
 
 
@@ -70,10 +74,9 @@ def settings_of(num_steps: int, answers: str = "grader") -> dict:
         "train": {"num_steps": num_steps},
     }
     if answers != "grader":
-        timeout = {"timeout_s": SETTINGS["reward"]["timeout_s"]}
         del settings["reward"]
         ((name, section),) = ANSWERS[answers].items()
-        settings["sampling"] = {"max_response_tokens": 16, name: section | timeout}
+        settings["sampling"] = {"max_response_tokens": 16, name: section}
     return settings
 
 
