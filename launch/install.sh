@@ -41,7 +41,8 @@ make_venv() {
     }
 }
 
-has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
+# No pipe into `grep -q`: that ends at the first GPU, and nvidia-smi with SIGPIPE, which pipefail takes for no GPU.
+has_gpu() { command -v nvidia-smi >/dev/null && [[ "$(nvidia-smi -L 2>/dev/null)" == *GPU* ]]; }
 
 # The requirements of one extra in pyproject.toml, one a line.
 extra() {

@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     raise_file_limit()
     try:
         return args.run(args)
-    except ValueError as exc:  # other exceptions keep their traceback
+    except (ValueError, PermissionError) as exc:  # other exceptions keep their traceback
         print(f"megagrpo {args.command}: {exc}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -237,12 +237,12 @@ def _failure_as_os_error() -> Iterator[None]:
         raise OSError(_first_failure(exc)) from exc
 
 
-def load_actor(actor: MegatronActor, folder: Path) -> None:
+def load_actor(actor: MegatronActor, folder: Path, with_optimizer: bool = True) -> None:
     """Collective. Reads a state written by `save_actor`. Raises ValueError when the files do not
-    fit the model."""
+    fit the model. with_optimizer: else the weights only, as of an actor without updates."""
     try:
         common = dist_checkpointing.load_common_state_dict(str(folder))
-        updates_done = common["updates_done"]
+        updates_done = common["updates_done"] if with_optimizer else 0
         metadata = common["content_metadata"]
         if updates_done:
             _check_kind_of_optimizer(actor, metadata, folder)

@@ -40,12 +40,19 @@ def run_identity(config: ExperimentConfig, actor: MegatronActor, rows: Rows = ()
 
 
 def load_checkpoint(
-    config: ExperimentConfig, source: Path, actor: MegatronActor, rows: Rows = ()
+    config: ExperimentConfig,
+    source: Path,
+    actor: MegatronActor,
+    rows: Rows = (),
+    with_optimizer: bool = True,
 ) -> TrainState:
     """Collective. Loads a checkpoint of this experiment's model into the actor. LeaderError if the
     model or the data differs."""
     return checkpoint.load(
-        source, run_identity(config, actor, rows), lambda part: load_actor(actor, part), actor.mesh
+        source,
+        run_identity(config, actor, rows),
+        lambda part: load_actor(actor, part, with_optimizer),
+        actor.mesh,
     )
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -17,6 +18,7 @@ from megagrpo.system.run_folder import RunFolder
 from megagrpo.system.stop_request import STOP_FILE, StopRequest
 
 _POLL_S = 0.2
+_END_S = 10.0
 _LOOK_S = 2.0  # between two looks into a shared folder, in which all nodes look
 _SIGNALS = (
     signal.SIGTERM,
@@ -139,7 +141,8 @@ class Launch:
     def end(self, child: Child) -> None:
         """Ends a child and its descendants."""
         stop_tree(child.process.pid, self._grace_s)
-        child.process.wait()
+        with suppress(subprocess.TimeoutExpired):  # in a call to a file system that hangs
+            child.process.wait(_END_S)
         self._children.remove(child)
 
     def watch(self, main: Child, *needed: Child) -> int:

@@ -350,6 +350,15 @@ class RolloutConfig(Section):
                 "set rollout.dtype: bfloat16, or actor.device: cpu",
             ),
             Rule(
+                self.quantization
+                and experiment.cluster.gpu == "B200"
+                and experiment.actor.device != "cpu"
+                and self.sglang.get("fp8_gemm_runner_backend", "auto") != "triton",
+                "rollout.quantization fp8 with cluster.gpu B200: there SGLang's DeepGEMM rounds "
+                "scales after loading, which no publish writes",
+                "set rollout.sglang: {fp8_gemm_runner_backend: triton}",
+            ),
+            Rule(
                 self.draft_tokens and (not experiment.actor.has_draft),
                 "rollout.draft_tokens without actor.draft: engines would have no draft",
                 "add actor.draft: {}, or remove rollout.draft_tokens",

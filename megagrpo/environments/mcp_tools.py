@@ -6,7 +6,6 @@ The protocol is the `mcp` package's, version 2, which the user installs.
 """
 
 import json
-import re
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,7 +22,6 @@ try:
 except ImportError as exc:
     raise ImportError("it needs the mcp package: pip install 'mcp>=2.3,<3'") from exc
 
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 # the client's words for a status of 404 in a session, and for another one above 399
 _LOST = ("Session terminated", "Server returned an error response")
 _ABOUT = """You may call these tools:
@@ -72,9 +70,10 @@ class McpTools:
 
     def step(self, text: str) -> tuple[str | None, float, bool]:
         """Returns the results of a turn's calls, or the reward of an answer."""
-        calls = _CALL.findall(text)
-        results = [self._result(call) for call in calls]
-        if text.count("<tool_call>") > len(calls):
+        # no regular expression: a text that repeats the tag would take one minutes
+        begun = [piece.partition("</tool_call>") for piece in text.split("<tool_call>")[1:]]
+        results = [self._result(call.strip()) for call, end, _ in begun if end]
+        if len(begun) > len(results):
             results.append("error: the call has no end; write </tool_call> after it")
         if results:
             said = [f"<tool_response>\n{result}\n</tool_response>" for result in results]

@@ -22,8 +22,7 @@ _ALLOWED = {
 }
 _SCHEMA = {"sqlite_master", "sqlite_schema"}
 _PRAGMAS = ("table_info",)
-_FENCES = re.compile(r"\A```(?:sql)?\s*|\s*```\Z")
-_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`|\[[^\]]*\]")  # texts and names
+_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"|`[^`]*`|\[[^\[\]]*\]")  # texts and names
 _INNERMOST = re.compile(r"\([^()]*\)")
 _ORDER = re.compile(r"\border\s+by\b", re.IGNORECASE)
 _TICK = 1000  # steps of SQLite's machine between two looks at the budget
@@ -34,6 +33,14 @@ _FAILURES = (
     sqlite3.Warning,
     ValueError,
 )  # a Warning: two statements; a ValueError: a null character
+
+
+def _unfenced(text: str) -> str:
+    """Returns a query without the fences of a code block around it."""
+    query = text.strip().removesuffix("```")
+    if query.startswith("```"):
+        query = query[3:].removeprefix("sql")
+    return query.strip()
 
 
 def _is_ordered(query: str) -> bool:
@@ -81,7 +88,7 @@ class Sql:
     def step(self, text: str) -> tuple[str | None, float, bool]:
         """Returns rows or an error, and the reward of an answer, which ends the rollout."""
         try:
-            rows, tables = self._rows(_FENCES.sub("", text.strip()))
+            rows, tables = self._rows(_unfenced(text))
         except _FAILURES as exc:
             return f"error: {exc}\n"[-self._max_chars :], 0.0, False
         if tables <= _SCHEMA:

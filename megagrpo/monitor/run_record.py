@@ -1,5 +1,6 @@
 """The record of a run: the main rank's metrics, each replica's groups and trained samples."""
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from types import TracebackType
@@ -54,7 +55,12 @@ class RunRecord:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._stack.__exit__(kind, error, trace)
+        try:
+            self._stack.__exit__(kind, error, trace)
+        except OSError as exc:
+            if error is None:
+                raise
+            print(f"the run's record: {exc}", file=sys.stderr)  # the reason of the end is another
 
     def open(
         self, tokenizer: "PreTrainedTokenizerBase", decode: Decode, has_token_values: bool

@@ -5,7 +5,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -42,10 +42,11 @@ class BackgroundLoop:
             with ExitStack() as stack:
                 stack.callback(self._end_thread)
                 ending = asyncio.run_coroutine_threadsafe(_cancel_others(last), self._loop)
-                try:
-                    ending.result(_CLOSE_S)
-                except TimeoutError:
-                    print(f"{self._name}: did not end within {_CLOSE_S:g} s", file=sys.stderr)
+                problem: object = f"did not end within {_CLOSE_S:g} s"
+                with suppress(TimeoutError):
+                    problem = ending.exception(_CLOSE_S)
+                if problem is not None:
+                    print(f"{self._name}: {problem}", file=sys.stderr)
 
     def _end_thread(self) -> None:
         assert self._loop is not None and self._thread is not None, "started together"

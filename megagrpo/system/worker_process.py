@@ -255,6 +255,11 @@ class WorkerSlot:
         """Returns the process that takes calls, if there is one."""
         return next((process for process in self._processes if process.is_open), None)
 
+    @property
+    def is_gone(self) -> bool:
+        """Returns whether it started processes, and all have ended."""
+        return bool(self._processes) and all(process.is_gone for process in self._processes)
+
     async def started(self) -> WorkerProcess:
         """Returns a process that takes calls. Raises WorkerError if none can start: the next call
         tries again."""

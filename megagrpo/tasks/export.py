@@ -36,7 +36,7 @@ def export(
         root = config.run_folder.checkpoints
         raise ValueError(f"{root} holds no finished checkpoint; name one with --checkpoint")
     weights = load_initial_weights(actor, config.model.path, overwritten=lora is None)
-    load_checkpoint(config, found, actor)
+    load_checkpoint(config, found, actor, with_optimizer=False)
     if only_adapters and lora is not None:
         adapters = actor.trained_weights(weights)
         export_peft(

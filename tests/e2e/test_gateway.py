@@ -107,10 +107,7 @@ def test_an_engine_parses_turns_and_no_text_is_lost(service):
     def parsed(text: str, reasoning: str = "") -> dict:
         async def ask() -> dict:
             parsers = EngineParsers(service.control, "qwen25", reasoning)
-            try:
-                return await parsers.message(text, [{"type": "function", "function": tool}], "c1-")
-            finally:
-                await parsers.close()
+            return await parsers.message(text, [{"type": "function", "function": tool}], "c1-")
 
         return asyncio.run(ask())
 

@@ -147,6 +147,7 @@ def test_a_model_calls_tools_until_it_answers(way: str, mcp_tools, listening):
         ),
         ('<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}', "the call has no end"),
         ('<tool_call>["add"]</tool_call>', "no JSON with name"),
+        ("<tool_call>" * 200_000, "the call has no end"),  # a regular expression took minutes
         ('<tool_call>{"name": ["add"], "arguments": {}}</tool_call>', "no tool ['add']"),
     ],
 )

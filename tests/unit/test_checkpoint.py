@@ -21,8 +21,6 @@ from megagrpo.checkpoint.folder import data_problem, is_reshardable, latest, res
 from megagrpo.checkpoint.save import Checkpointer, PendingSave, RunIdentity, SaveSchedule, load
 from megagrpo.config.schema import CheckpointConfig
 from megagrpo.mesh import LeaderError, make_mesh
-from megagrpo.run import _refuse_other_rows
-from megagrpo.system.run_folder import whole_folder
 from megagrpo.types import AlgoState, Prompt, RolloutGroup, Sample, TrainState
 from tests.experiments import experiment
 
@@ -76,35 +74,6 @@ def test_the_newest_stays(tmp_path: Path, there, keep, left):
     ).finish()
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{step:06d}" for step in left]
     assert (folder / "manifest.json").is_file() and latest(tmp_path, at_most=17) == folder
-
-
-def test_ranks_that_read_other_rows_are_refused():
-    rows = [["a.jsonl", 3, "f00d"]]
-    _refuse_other_rows([rows, rows])
-    with pytest.raises(ValueError, match="rank 2 has read other rows than rank 0: .*beef"):
-        _refuse_other_rows([rows, rows, [["a.jsonl", 3, "beef"]]])
-
-
-def test_a_folder_that_replaces_another_leaves_that_if_it_fails_or_is_killed(tmp_path, monkeypatch):
-    target = tmp_path / "weights"
-    target.mkdir()
-    (target / "old").touch()
-    rename = Path.rename
-
-    def full_disk(self: Path, other: Path) -> Path:
-        if self.name.endswith(".partial"):
-            raise OSError(5, "Input/output error")
-        return rename(self, other)
-
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output"):
-        patch.setattr(Path, "rename", full_disk)
-        with whole_folder(target):
-            pass
-    assert (target / "old").exists()
-    target.rename(tmp_path / ".weights.older")  # killed between the two renames
-    with pytest.raises(ValueError, match="no weights"), whole_folder(target):
-        raise ValueError("no weights")
-    assert [path.name for path in tmp_path.iterdir()] == ["weights"] and (target / "old").exists()
 
 
 def test_only_a_steps_own_name_is_a_checkpoint(tmp_path: Path):

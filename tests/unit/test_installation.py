@@ -258,6 +258,17 @@ def installed(tmp_path_factory) -> Path:
     return python
 
 
+def test_a_machine_with_many_gpus_has_one(tmp_path):
+    """A reader that ends at the first line ends nvidia-smi by SIGPIPE, which pipefail reports."""
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text('#!/bin/sh\nfor n in 0 1 2; do echo "GPU $n: H100"; sleep 0.2; done\n')
+    fake.chmod(0o755)
+    script = (ROOT / "launch" / "install.sh").read_text()
+    function = re.search(r"^has_gpu\(\).*", script, re.MULTILINE).group()
+    words = ["bash", "-c", f"set -euo pipefail\n{function}\nhas_gpu"]
+    subprocess.run(words, check=True, env={"PATH": f"{tmp_path}:/usr/bin:/bin"})
+
+
 def test_what_pip_was_cut_short_in_is_removed_and_nothing_of_others(tmp_path):
     """The step of launch/install.sh, in a user's own environment (MEGAGRPO_VENV)."""
     packages = tmp_path / "lib" / "python3.12" / "site-packages"

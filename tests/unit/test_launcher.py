@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megagrpo import cli
 from megagrpo.cluster import nodes
 from megagrpo.cluster.attend import print_status, stop
 from megagrpo.cluster.machine import _devices, alone_in, finished, run, write_experiment
@@ -93,6 +94,17 @@ def test_a_requeued_job_waits_for_the_lock_of_a_node_that_died(tmp_path, monkeyp
     time.sleep(0.3)
     with alone_in(RunFolder(tmp_path)):
         assert holder.wait(5) == 0
+
+
+def test_a_folder_without_permission_is_one_message(monkeypatch, capsys):
+    def refused(args: object) -> int:
+        raise PermissionError(13, "Permission denied", "/data/runs")
+
+    monkeypatch.setattr(cli, "_doctor", refused)
+    assert cli.main(["doctor"]) == 2
+    assert capsys.readouterr().err == (
+        "megagrpo doctor: [Errno 13] Permission denied: '/data/runs'\n"
+    )
 
 
 def test_a_command_may_have_as_many_files_open_as_the_machine_allows():

@@ -4,18 +4,24 @@ resumes."""
 import json
 import math
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
 
 from megagrpo.algo.statistics import alone
-from megagrpo.config.schema import LogConfig
+from megagrpo.config.schema import DataConfig, LogConfig
+from megagrpo.data.rows import read_rows
 from megagrpo.monitor.metrics import Metrics, StepTimer
 from megagrpo.monitor.record import StepLog, read_metrics
 from megagrpo.monitor.rollouts import RolloutLog, read_rollouts
+from megagrpo.monitor.run_record import RunRecord
 from megagrpo.monitor.step_lines import StepLines
-from megagrpo.system.run_folder import RunFolder, write_whole
+from megagrpo.rollout.metrics import by_source
+from megagrpo.run import _refuse_other_rows
+from megagrpo.system.run_folder import RunFolder, whole_folder, write_whole
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
+from tests.experiments import experiment
 
 FILES_ONLY = LogConfig(tensorboard=False)
 
@@ -191,3 +197,68 @@ def test_tensorboard_reads_back(tmp_path):
         (1, 0.5),
         (2, 9.0),
     ]
+
+
+def test_a_folder_that_replaces_another_leaves_that_if_it_fails_or_is_killed(tmp_path, monkeypatch):
+    target = tmp_path / "weights"
+    target.mkdir()
+    (target / "old").touch()
+    rename = Path.rename
+
+    def full_disk(self: Path, other: Path) -> Path:
+        if self.name.endswith(".partial"):
+            raise OSError(5, "Input/output error")
+        return rename(self, other)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output"):
+        patch.setattr(Path, "rename", full_disk)
+        with whole_folder(target):
+            pass
+    assert (target / "old").exists()
+    target.rename(tmp_path / ".weights.older")  # killed between the two renames
+    with pytest.raises(ValueError, match="no weights"), whole_folder(target):
+        raise ValueError("no weights")
+    assert [path.name for path in tmp_path.iterdir()] == ["weights"] and (target / "old").exists()
+
+
+@pytest.mark.parametrize(
+    ("sources", "refused"),
+    [
+        (["math-500", "数学", "代码"], ""),
+        (["math-500", "Math_500"], "'math-500' and 'Math_500' have metrics of one name, math_500"),
+        (["as trained"], "'as trained' and 'the evaluation as in training' have"),
+    ],
+)
+def test_sources_have_metrics_of_their_own(tmp_path, sources, refused):
+    lines = [json.dumps({"prompt": "1", "answer": "1", "of": source}) for source in sources]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    data = DataConfig(path=str(tmp_path / "a.jsonl"), source_key="of")
+    if refused:
+        with pytest.raises(ValueError, match=refused):
+            read_rows(data)
+    else:
+        found = sorted(row.source for row in read_rows(data))
+        assert [name for name, _ in by_source([], found)] == [
+            "math_500",
+            "u4ee3u7801",
+            "u6570u5b66",
+        ]
+
+
+def test_ranks_that_read_other_rows_are_refused():
+    rows = [["a.jsonl", 3, "f00d"]]
+    _refuse_other_rows([rows, rows])
+    with pytest.raises(ValueError, match="rank 2 has read other rows than rank 0: .*beef"):
+        _refuse_other_rows([rows, rows, [["a.jsonl", 3, "beef"]]])
+
+
+def test_a_record_that_cannot_be_written_does_not_hide_why_a_run_ends(tmp_path, capsys):
+    def full_disk() -> None:
+        raise OSError(28, "No space left on device")
+
+    for reason in (ValueError, OSError):
+        with pytest.raises(reason), RunRecord(experiment(), None, 0, None) as record:
+            record._stack.callback(full_disk)
+            if reason is ValueError:
+                raise ValueError("the real reason")
+    assert capsys.readouterr().err == "the run's record: [Errno 28] No space left on device\n"

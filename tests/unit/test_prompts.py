@@ -14,7 +14,7 @@ from megagrpo.config.schema import DataConfig
 from megagrpo.data.prompts import interleaved, load_prompts
 from megagrpo.data.rows import read_rows
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.rollout.metrics import by_source, source_metrics
+from megagrpo.rollout.metrics import source_metrics
 from megagrpo.types import Outcome, RolloutGroup, Sample
 
 ALPHABET = "0123456789+-*/=.()<># abcdefghijklmnopqrstuvwxyz"
@@ -241,29 +241,6 @@ def test_verls_parquet(tmp_path, templated):
     ]
     assert prompts.prompts[0].extra == {"split": "train", "index": 0}
     assert prompts.sources == ["aime25", "lighteval/MATH", "openai/gsm8k"]
-
-
-@pytest.mark.parametrize(
-    ("sources", "refused"),
-    [
-        (["math-500", "数学", "代码"], ""),
-        (["math-500", "Math_500"], "'math-500' and 'Math_500' have metrics of one name, math_500"),
-        (["as trained"], "'as trained' and 'the evaluation as in training' have"),
-    ],
-)
-def test_sources_have_metrics_of_their_own(tmp_path, tokenizer, sources, refused):
-    path = jsonl(tmp_path / "a.jsonl", *({"prompt": "1", "answer": "1", "of": s} for s in sources))
-    data = DataConfig(path=path, source_key="of")
-    if refused:
-        with pytest.raises(ValueError, match=refused):
-            load_prompts(data, tokenizer)
-    else:
-        found = load_prompts(data, tokenizer).sources
-        assert [name for name, _ in by_source([], found)] == [
-            "math_500",
-            "u4ee3u7801",
-            "u6570u5b66",
-        ]
 
 
 def test_rolls_messages_are_json_in_a_text(tmp_path, templated):

@@ -72,6 +72,10 @@ REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
     (["actor.megatron={moe_enable_routing_replay: true}"], "actor.routing_replay"),
     # engines in FP8
     ([*FP8, "rollout.load_format=model"], "quantization fp8 with load_format model"),
+    (
+        [*FP8, "cluster.gpu=B200", "actor.device=cuda"],
+        "rollout.quantization fp8 with cluster.gpu B200",
+    ),
     ([*FP8, "rollout.dtype=float32"], "rollout.quantization fp8 with rollout.dtype float32"),
     # engines beside trainers
     (

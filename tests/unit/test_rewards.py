@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megagrpo.config.reward import RewardConfig
+from megagrpo.environments import sql
 from megagrpo.rewards import worker
 from megagrpo.rewards.graders import format as form
 from megagrpo.rewards.graders import gsm8k, math_dapo
@@ -17,6 +18,7 @@ from megagrpo.rewards.graders import math as mathematics
 from megagrpo.rewards.graders.table import check_grader
 from megagrpo.rewards.parts import ResponseTokens, read_parts
 from megagrpo.rewards.pool import RewardPool
+from megagrpo.rollout.agents.parsers import _OWN_IDS
 from megagrpo.types import Prompt
 
 GSM8K, MATH, FORMAT, EXACT = gsm8k.grade, mathematics.grade, form.grade, form.exact
@@ -312,3 +314,21 @@ def test_numbers_of_numpy_are_scores(tmp_path, returned, value):
     file.write_text(f"import numpy as np\ndef f(text, answer):\n    return {returned}\n")
     graded = worker.grade("grade", f"{file}:f", {}, ("a", "b", "", {}))
     assert (graded.status, graded.scores) == ("score", (value,)), graded
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("read", "repeated", "found"),
+    [
+        (lambda text: form.grade(f"<think>{text}", ""), "</think><answer>", 0.0),
+        (lambda text: form.grade(f"{text}</answer>", ""), "</think><answer>", 1.0),
+        (_OWN_IDS.findall, "functions.", []),
+        (lambda text: sql._unfenced(f"```sql\nselect{text}1\n```"), " ", None),
+        (sql._is_ordered, "[", False),
+        (sql._is_ordered, "(", False),
+    ],
+)
+def test_a_degenerate_response_takes_no_square_of_its_length(read, repeated, found):
+    """The usual loop of a failing policy: 2 MB would take the better part of an hour."""
+    said = read(repeated * (2_000_000 // len(repeated)))
+    assert said == found if found is not None else said.startswith("select ")

@@ -6,13 +6,14 @@ import re
 def grade(
     text: str,
     answer: str,
-    pattern: str = r"(?s)(?:<think>)?.*</think>\s*<answer>.*</answer>",
+    pattern: str = r"(?s)(?=.*</answer>\Z)(?:<think>)?.*</think>\s*<answer>.*</answer>",
 ) -> float:
     """Returns 1.0 if the whole stripped response matches the regular expression; `answer` is
     ignored.
 
     The default does without the opening tag, which templates of reasoning models put into the
-    prompt.
+    prompt. It looks at the end first: else it would take the square of the length of a response
+    that repeats the tags.
     """
     return float(re.fullmatch(pattern, text.strip()) is not None)
 

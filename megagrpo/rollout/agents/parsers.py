@@ -16,7 +16,8 @@ from megagrpo.rollout.control import ServiceControl, ServiceUnreachable, bearer
 from megagrpo.rollout.generation import GenerationFailed
 
 # Kimi-K2 names its calls itself, and its template repeats the name before a tool's output.
-_OWN_IDS = re.compile(r"functions\.[\w.-]+:\d+(?=\s*<\|tool_call_argument_begin\|>)")
+# Bounded: a text that repeats "functions." would hold the event loop for minutes.
+_OWN_IDS = re.compile(r"functions\.[\w.-]{1,128}:\d{1,9}(?=\s*<\|tool_call_argument_begin\|>)")
 _TRIES, _PAUSE_S, _REQUEST_S = 20, 1.0, 30.0
 
 
@@ -27,12 +28,6 @@ class EngineParsers:
         self._control = control
         self._tool_parser, self._reasoning_parser = tool_parser, reasoning_parser
         self._engine = ""  # URL of one that answered
-        self._http: aiohttp.ClientSession | None = None
-
-    async def close(self) -> None:
-        """Closes its connections."""
-        if self._http is not None:
-            await self._http.close()
 
     async def message(self, text: str, tools: Tools, prefix: str) -> Message:
         """Returns the message of a turn. prefix: of the ids of its calls. Raises GenerationFailed
@@ -68,21 +63,19 @@ class EngineParsers:
 
     async def _ask(self, path: str, body: dict[str, object]) -> dict:
         """Returns the answer; {} if the parser cannot read the text, which is then the message."""
-        if self._http is None:
-            timeout = aiohttp.ClientTimeout(total=_REQUEST_S)
-            self._http = aiohttp.ClientSession(
-                headers=bearer(self._control.api_key), timeout=timeout
-            )
         problem = ""
-        for _ in range(_TRIES):
-            while not self._engine:
-                self._engine = await self._ready_engine()
-            try:
-                async with self._http.post(f"{self._engine}/{path}", json=body) as answer:
-                    return await answer.json() if answer.status == 200 else {}
-            except (aiohttp.ClientError, TimeoutError) as exc:
-                problem, self._engine = f"{self._engine}/{path}: {exc!r}", ""
-                await asyncio.sleep(_PAUSE_S)
+        timeout = aiohttp.ClientTimeout(total=_REQUEST_S)
+        headers = bearer(self._control.api_key)
+        async with aiohttp.ClientSession(headers=headers, timeout=timeout) as http:
+            for _ in range(_TRIES):
+                while not self._engine:
+                    self._engine = await self._ready_engine()
+                try:
+                    async with http.post(f"{self._engine}/{path}", json=body) as answer:
+                        return await answer.json() if answer.status == 200 else {}
+                except (aiohttp.ClientError, TimeoutError) as exc:
+                    problem, self._engine = f"{self._engine}/{path}: {exc!r}", ""
+                    await asyncio.sleep(_PAUSE_S)
         raise GenerationFailed(f"no engine parsed a turn in {_TRIES} tries: {problem}")
 
     async def _ready_engine(self) -> str:

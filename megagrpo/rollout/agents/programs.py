@@ -100,7 +100,7 @@ class Programs:
     async def _own(self) -> AsyncIterator[WorkerSlot]:
         async with self._alone:
             slot = WorkerSlot(self._make)
-            self._spare.append(slot)
+            self._spare = [one for one in self._spare if not one.is_gone] + [slot]
             with ExitStack() as stack:
                 stack.callback(slot.kill)
                 yield slot
