@@ -188,7 +188,8 @@ def two_updates_job(actor: MegatronActor, weights: ActorWeights, job: dict, fold
         norms.append([loss, actor.optimizer_step(loss, followed=True)["optim/grad_norm"]])
     actor.gather_parameters()
     replicas = mpu.get_data_parallel_group()
-    own, everyone = dict(actor.parameters()), [None] * replicas.size()
+    own = {name: values.cpu() for name, values in actor.parameters().items()}
+    everyone = [None] * replicas.size()
     dist.all_gather_object(everyone, own, group=replicas)
     kept = {"norms": norms, "weights": whole(trained, actor.trained(), actor.mesh)}
     torch.save(kept, f"{job['kept']}{actor.mesh.rank}")
