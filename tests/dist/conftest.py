@@ -10,16 +10,15 @@ from tests.dist.cases import MODELS
 from tests.dist.figures import LayoutFigures
 from tests.dist.workers import launch
 from tests.dist.workers.launch import POOLS, run_transformers
-from tests.dist.workers.pool import RankPool
 
 
 @pytest.fixture(scope="session", autouse=True)
 def ranks(request: pytest.FixtureRequest) -> Iterator[None]:
     """The pools of ranks live as long as the session."""
     if request.config.getoption("--hostcuda"):
-        launch.POOL = RankPool("cuda")
+        launch.POOL = launch.DEVICE_POOL
     yield
-    for pool in (launch.POOL, *POOLS):
+    for pool in POOLS:
         pool.stop()
 
 

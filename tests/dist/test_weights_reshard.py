@@ -82,7 +82,9 @@ class ToyEngine(nn.Module):
 def engine_device(mesh: Mesh, engine: int, rank: int) -> torch.device:
     """That of a trainer rank, as in a colocated run; all live in the main rank's process."""
     trainer = (engine * ENGINE_TP + rank) % mesh.world_size
-    return mesh.device if mesh.device.type == "cpu" else torch.device(mesh.device.type, trainer)
+    if mesh.device.type == "cpu":
+        return mesh.device
+    return torch.device(mesh.device.type, mesh.device.index - mesh.rank + trainer)
 
 
 def assert_filled(engines: list[FakeEngine], hf: dict[str, torch.Tensor]) -> None:
