@@ -374,19 +374,20 @@ def measure(fault: Fault, copy: Path) -> dict:
     return row
 
 
-def main() -> int:
+def main(faults: Iterable[Fault] = FAULTS, result: str = "plant") -> int:
+    """Plants the faults and writes bench/results/<result>.{json,md}; returns the exit status."""
     from common import provenance, write_results
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=f"Plants faults; writes {result}.md")
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="faults with this in their name or file"
     )
     args = parser.parse_args()
-    faults = [fault for fault in FAULTS if args.only in f"{fault.name} {fault.file}"]
+    faults = [fault for fault in faults if args.only in f"{fault.name} {fault.file}"]
     with tempfile.TemporaryDirectory(prefix="plant-") as folder:
         copy = copy_of_repository(Path(folder))
         tests = sorted({test for fault in faults for test in fault.tests})
-        for part in ("dist/", "unit/"):  # one after the other: they have files of the same name
+        for part in ("dist/", "unit/", "hostcuda/"):  # one after the other: they have files of the same name
             own = [test for test in tests if test.startswith(part)]
             failing = first_failure(copy, own) if own else None
             assert failing is None, f"{failing} fails without a fault"
@@ -403,7 +404,7 @@ def main() -> int:
             )
             for row in rows
         ]
-        write_results("plant", {**provenance(), "found": found, "rows": rows}, HEADER, lines)
+        write_results(result, {**provenance(), "found": found, "rows": rows}, HEADER, lines)
     return 0 if found == len(rows) else 1
 
 

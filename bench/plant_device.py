@@ -7,21 +7,15 @@ As bench/plant.py, whose Fault says what a row is. The faults were drawn before 
 finished. Writes bench/results/plant_device.{json,md}, not with --only.
 """
 
-import argparse
 import sys
-import tempfile
-from pathlib import Path
 
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+from plant import Fault, main
 
-from bench.plant import Fault, copy_of_repository, first_failure, measure
-
-UPDATE = ("hostcuda/test_workers.py::test_updates",)
-LAYOUT = ("hostcuda/test_workers.py::test_layouts",)
-SYNC = ("hostcuda/test_workers.py::test_waits_are_the_documented_ones",)
-PUBLISH = ("hostcuda/test_publish.py",)
-OFFLOAD = ("hostcuda/test_workers.py::test_checkpoints",)
+UPDATE = ("hostcuda/test_waits.py",)
+LAYOUT = ("hostcuda/test_layouts.py",)
+SYNC = ("hostcuda/test_waits.py",)
+PUBLISH = ("hostcuda/test_dist.py::test_a_publish_outlives_an_engine",)
+OFFLOAD = ("hostcuda/test_dist.py::test_checkpoints_and_offload",)
 
 FAULTS = (
     # index
@@ -209,3 +203,7 @@ FAULTS = (
         PUBLISH,
     ),
 )
+
+
+if __name__ == "__main__":
+    sys.exit(main(FAULTS, "plant_device"))

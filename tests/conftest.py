@@ -38,6 +38,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--figures", action="store_true", help="write what the tests measure to bench/results"
     )
+    parser.addoption(
+        "--hostcuda",
+        action="store_true",
+        help="ranks of tests/dist compute on a CUDA device that the host pretends",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -8,12 +8,15 @@ import pytest
 
 from tests.dist.cases import MODELS
 from tests.dist.figures import LayoutFigures
+from tests.dist.workers import launch
 from tests.dist.workers.launch import POOLS, run_transformers
 
 
 @pytest.fixture(scope="session", autouse=True)
-def ranks() -> Iterator[None]:
+def ranks(request: pytest.FixtureRequest) -> Iterator[None]:
     """The pools of ranks live as long as the session."""
+    if request.config.getoption("--hostcuda"):
+        launch.POOL = launch.DEVICE_POOL
     yield
     for pool in POOLS:
         pool.stop()

@@ -160,7 +160,7 @@ def test_own_parts_are_refused_by_another_layout(saved: Callable[[str], Path], p
 
 
 def assert_identical(place: Path, kind: str) -> None:
-    straight, resumed = torch.load(f"{place}.straight.pt"), torch.load(f"{place}.{kind}.pt")
+    straight, resumed = torch.load(f"{place}.straight.pt", map_location="cpu"), torch.load(f"{place}.{kind}.pt", map_location="cpu")
     for what, value in straight.items():
         if isinstance(value, dict):
             assert value and all(
@@ -194,9 +194,9 @@ def test_the_optimisers_own_weights_come_back_from_the_host_bit_by_bit(
 def test_other_layout_takes_the_same_next_steps(
     saved: Callable[[str], Path], part: str, name: str, warm: int
 ):
-    straight = torch.load(saved(part) / f"{key(name, warm)}.straight.pt")
+    straight = torch.load(saved(part) / f"{key(name, warm)}.straight.pt", map_location="cpu")
     for kind in ("other", "back"):
-        resumed = torch.load(saved(part) / f"{key(name, warm)}.{kind}.pt")
+        resumed = torch.load(saved(part) / f"{key(name, warm)}.{kind}.pt", map_location="cpu")
         assert resumed["updates_done"] == straight["updates_done"] == warm
         for number in (10, 11):
             assert abs(resumed[f"loss{number}"] - straight[f"loss{number}"]) <= LOSS_BOUND
@@ -215,7 +215,7 @@ def test_other_layout_takes_the_same_next_steps(
 
 def test_the_two_updates_move_the_weights(saved: Callable[[str], Path]):
     """Else the comparisons above would compare nothing."""
-    after = torch.load(saved("first") / f"{key('EP2 distributed optimizer', 2)}.straight.pt")
+    after = torch.load(saved("first") / f"{key('EP2 distributed optimizer', 2)}.straight.pt", map_location="cpu")
     moved = {
         name: float((after["weights11"][name] - tensor).abs().max())
         for name, tensor in after["weights10"].items()

@@ -175,7 +175,7 @@ def test_a_checkpoint_goes_on_in_another_layout(models: Path, tmp_path: Path):
         models, "qwen3_vl", do="checkpoint", load=saved, then=second, parallel=LAYOUTS["TP2+SP"]
     )
     run(models, 2, {"resume": resume})
-    one, other = torch.load(first), torch.load(second)
+    one, other = torch.load(first, map_location="cpu"), torch.load(second, map_location="cpu")
     assert Path(saved).is_dir() and abs(one["loss11"] - other["loss11"]) < 1e-6
     moved = {
         name: float((one["weights11"][name] - other["weights11"][name]).abs().max())

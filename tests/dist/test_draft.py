@@ -100,13 +100,13 @@ def test_a_checkpoint_goes_on_in_another_layout(models: Path):
         load | {"parallel": LAYOUTS[name], "then": str(models / f"{name}.pt")} for name in layouts
     ]
     run_ranks(2, models / "others", jobs)
-    whole, same = torch.load(models / "whole.pt"), torch.load(models / "same.pt")
+    whole, same = torch.load(models / "whole.pt", map_location="cpu"), torch.load(models / "same.pt", map_location="cpu")
     drafts = [name for name in whole["weights11"] if name.startswith("model.layers.4.")]
     assert len(drafts) == 43
     assert all(torch.equal(whole["weights11"][n], t) for n, t in same["weights11"].items())
     before = HfFolder(models / "glm4_moe")
     for name in layouts:
-        other = torch.load(models / f"{name}.pt")["weights11"]
+        other = torch.load(models / f"{name}.pt", map_location="cpu")["weights11"]
         for tensor, value in whole["weights11"].items():
             moved = (value - before[tensor]).abs().max()
             assert (other[tensor] - value).abs().max() <= max(1e-3 * float(moved), 1e-6), (
@@ -127,7 +127,7 @@ def test_a_draft_that_is_not_trained_stays(models: Path):
     }
     run_ranks(1, models / "frozen", [frozen])
     assert not [
-        name for name in torch.load(path)["weights11"] if name.startswith("model.layers.4.")
+        name for name in torch.load(path, map_location="cpu")["weights11"] if name.startswith("model.layers.4.")
     ]
 
 

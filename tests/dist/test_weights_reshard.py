@@ -79,6 +79,14 @@ class ToyEngine(nn.Module):
                 parts[part].copy_(shard(tensor, 0))
 
 
+def engine_device(mesh: Mesh, engine: int, rank: int) -> torch.device:
+    """That of a trainer rank, as in a colocated run; all live in the main rank's process."""
+    trainer = (engine * ENGINE_TP + rank) % mesh.world_size
+    if mesh.device.type == "cpu":
+        return mesh.device
+    return torch.device(mesh.device.type, mesh.device.index - mesh.rank + trainer)
+
+
 def assert_filled(engines: list[FakeEngine], hf: dict[str, torch.Tensor]) -> None:
     """Bit by bit."""
     for engine in engines:
@@ -145,8 +153,10 @@ def publishing(
         return actor.live
 
     weights = ActorWeights(record_copies(actor.load, SPECS, actor.live), SPECS, live)
-    made = [[ToyEngine(r).to(mesh.device) for r in range(ENGINE_TP)] for _ in range(number)]
-    engines = [FakeEngine(models=models) for models in made]
+    engines = [
+        FakeEngine(models=[ToyEngine(r).to(engine_device(mesh, e, r)) for r in range(ENGINE_TP)])
+        for e in range(number)
+    ]
     fleet = FakeFleet(engines)
     with ExitStack() as stack:
         for engine in engines if mesh.is_main else ():

@@ -6,15 +6,15 @@ import pytest
 
 from tests.dist.conftest import hf_models, layout_figures  # noqa: F401  fixtures
 from tests.dist.workers import launch
-from tests.dist.workers.pool import RankPool
+from tests.dist.workers.launch import DEVICE_POOL
 
 
 @pytest.fixture(scope="package", autouse=True)
 def on_device() -> Iterator[None]:
     """Gives ranks the device inside this folder, and ends them."""
-    before, launch.POOL = launch.POOL, RankPool("cuda")
+    before = launch.POOL
+    launch.POOL = DEVICE_POOL
     yield
-    launch.POOL.stop()
     launch.POOL = before
     for pool in launch.POOLS:
         pool.stop()

@@ -1,36 +1,26 @@
 """The actor's layouts on the device, by the jobs and bounds of tests/dist/test_actor_layouts.py.
 
-Context parallelism is not among them: on GPUs it needs Transformer Engine.
+CI runs one case of each layout of two ranks, --full those of tests/dist by its option --hostcuda.
 """
 
 from pathlib import Path
 
-import pytest
-
-from tests.dist.cases import CI, LAYOUTS
+from tests.dist.cases import CI, LayoutCase
 from tests.dist.figures import LayoutFigures
-from tests.dist.test_actor_layouts import (
-    check,
-    jobs_of,
-    one_rank,  # noqa: F401  a fixture
-    special_jobs,
-)
-
-POSSIBLE = [case for case in CI if "cp" not in LAYOUTS[case.layout]]
+from tests.dist.test_actor_layouts import check, jobs_of, one_rank_jobs
 
 
-def test_two_ranks(one_rank: Path, layout_figures: LayoutFigures):  # noqa: F811
-    check(one_rank, 2, jobs_of(POSSIBLE, 2, one_rank), layout_figures)
+def one_of_each_layout() -> list[LayoutCase]:
+    """The last case of each layout, so that models, batches and kinds of recompute change."""
+    by_layout = {case.layout: case for case in CI if case.world == 2}
+    return list(by_layout.values())
 
 
-@pytest.mark.slow
-def test_four_ranks(one_rank: Path, layout_figures: LayoutFigures):  # noqa: F811
-    check(one_rank, 4, jobs_of(POSSIBLE, 4, one_rank), layout_figures)
-
-
-@pytest.mark.slow
-def test_few_samples_distributed_optimizer_and_recompute(
-    one_rank: Path, layout_figures: LayoutFigures
-):  # noqa: F811
-    for model in ("qwen3", "qwen3_moe"):
-        check(one_rank, 2, special_jobs(model, one_rank), layout_figures)
+def test_two_ranks(hf_models: Path, layout_figures: LayoutFigures):
+    cases = one_of_each_layout()
+    needed = {case.model for case in cases}
+    references = {
+        key: job for key, job in one_rank_jobs(hf_models, needed).items() if key[2] == "reference"
+    }
+    check(hf_models, 1, references, layout_figures)
+    check(hf_models, 2, jobs_of(cases, 2, hf_models), layout_figures)

@@ -17,11 +17,13 @@ from megatron.core import __version__ as _installed
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 
@@ -50,7 +52,18 @@ def install() -> None:
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False
     token_dispatcher.unpermute = combine.unpermute
+    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:  # without Transformer Engine and Apex
+        clip_grads.l2_norm_impl = _norm_of_tensors
     share_angles()
+
+
+def _norm_of_tensors(
+    chunk_size: int, overflow: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool
+) -> tuple[Tensor, None]:
+    """Returns the norm [1] of all tensors of the first list; Megatron's own waits for the device
+    once a tensor."""
+    norms = torch._foreach_norm(tensor_lists[0])
+    return torch.linalg.vector_norm(torch.stack(norms))[None], None
 
 
 def share_angles() -> None:

@@ -89,7 +89,7 @@ def gradient(
 def forward_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
     """Against transformers: logits of every predicting position, log-probabilities, gradients;
     export, bit by bit."""
-    truth = torch.load(f"{job['model']}.pt")
+    truth = torch.load(f"{job['model']}.pt", map_location="cpu")
     batch = batch_of(actor.mesh)
     everything = torch.ones_like(batch.loss_mask)
     everything[batch.starts] = False
@@ -163,7 +163,7 @@ def layout_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
             {**state, "weights": whole(weights, actor.trained(), actor.mesh)}, job["reference"]
         )
         return {}
-    reference = torch.load(job["reference"])
+    reference = torch.load(job["reference"], map_location="cpu")
     gradients = (
         ratios(weights, values, reference["gradients"], actor.mesh) if values is not None else {}
     )
@@ -188,7 +188,8 @@ def two_updates_job(actor: MegatronActor, weights: ActorWeights, job: dict, fold
         norms.append([loss, actor.optimizer_step(loss, followed=True)["optim/grad_norm"]])
     actor.gather_parameters()
     replicas = mpu.get_data_parallel_group()
-    own, everyone = dict(actor.parameters()), [None] * replicas.size()
+    own = {name: values.cpu() for name, values in actor.parameters().items()}
+    everyone = [None] * replicas.size()
     dist.all_gather_object(everyone, own, group=replicas)
     kept = {"norms": norms, "weights": whole(trained, actor.trained(), actor.mesh)}
     torch.save(kept, f"{job['kept']}{actor.mesh.rank}")
@@ -246,7 +247,9 @@ def count_mlp_calls(actor: MegatronActor) -> list:
 
 def difference(found: dict, expected: dict) -> float:
     """Largest absolute difference; on ranks other than the main one `found` is empty and this 0."""
-    return max((float((found[name] - expected[name]).abs().max()) for name in found), default=0.0)
+    return max(
+        (float((found[name].cpu() - expected[name]).abs().max()) for name in found), default=0.0
+    )
 
 
 def save(actor: MegatronActor, job: dict, root: str, reshardable: bool = True) -> Path:

@@ -34,7 +34,7 @@ def of_groups(actor: MegatronActor, job: dict) -> Batch:
 def of_hands(actor: MegatronActor, job: dict, ids: list[int]) -> Batch:
     """The samples of these ids, each one a rollout of its own: nothing of what makes the other
     batch is used."""
-    rows = torch.load(job["rows"], weights_only=False)
+    rows = torch.load(job["rows"], weights_only=False, map_location="cpu")
     most = 1 + max(row["place"] for row in rows)
     mine = [row for row in rows if row["group"] * most + row["place"] in ids]
     lengths = torch.tensor([len(row["tokens"]) for row in mine], dtype=torch.int64)
@@ -90,7 +90,7 @@ def trees_job(actor: MegatronActor, job: dict) -> dict:
     if "write" in job:
         torch.save(whole(weights, actor.gradients(), actor.mesh), job["reference"])
         return result
-    return result | {"gradients": errors(actor, weights, torch.load(job["reference"]))}
+    return result | {"gradients": errors(actor, weights, torch.load(job["reference"], map_location="cpu"))}
 
 
 def main(folder: Path) -> None:

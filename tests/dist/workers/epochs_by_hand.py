@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 
 def main(folder: Path) -> None:
-    given = torch.load(folder / "batch.pt")
+    given = torch.load(folder / "batch.pt", map_location="cpu")
     batch, clip, temperature = given["batch"], given["clip"], given["temperature"]
     net = AutoModelForCausalLM.from_pretrained(given["model"], dtype=torch.float32)
     adam = torch.optim.AdamW(

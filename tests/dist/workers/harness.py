@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
 from megagrpo.tools.certify.measure import joined
@@ -55,6 +57,7 @@ def with_actors(
     """Answers every job by `measure(actor, job)`; a float becomes the largest of all ranks."""
 
     def of_job(job: dict, store: Path) -> dict:
+        torch.manual_seed(0)  # of the host: on a GPU an actor seeds the device's
         config, optimizer = settings(job)
         options = {"config": config, "optimizer": optimizer, "device": DEVICE}
         with joined(store, model_path=job["model"], **options) as actor:

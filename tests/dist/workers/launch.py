@@ -17,7 +17,8 @@ from tests.dist.workers.pool import RankPool, run_main
 POOL = RankPool()
 TRANSFORMER_ENGINE_POOL = RankPool("transformer_engine")
 TRANSFORMERS_POOL = RankPool("transformers")
-POOLS = (POOL, TRANSFORMER_ENGINE_POOL, TRANSFORMERS_POOL)
+DEVICE_POOL = RankPool("cuda")  # in the place of POOL with --hostcuda
+POOLS = (POOL, TRANSFORMER_ENGINE_POOL, TRANSFORMERS_POOL, DEVICE_POOL)
 
 
 def run_ranks(

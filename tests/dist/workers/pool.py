@@ -136,6 +136,10 @@ def run_main(rank: int, module: str, *arguments: object) -> None:
     importlib.import_module(module).main(*arguments)
 
 
+def _no_problem(*_) -> str:
+    return ""
+
+
 def connected(address: str) -> connection.Connection:
     link = socket.socket(socket.AF_UNIX)
     link.connect(address)
@@ -155,6 +159,9 @@ def fork_ranks(address: str, kind: str) -> None:
 
             prepare_host(transformer_engine=kind == "transformer_engine")
             import megagrpo.actor.megatron_actor  # noqa: F401  Megatron with it
+        if kind == "cuda":
+            # refused on a GPU for its memory, without Transformer Engine; what it computes is tested
+            importlib.import_module("megagrpo.actor.megatron.config").context_problem = _no_problem
         torch.set_num_threads(1)
         arrange = dies_with_parent(os.getpid(), signal.SIGKILL)
         while True:
@@ -165,7 +172,9 @@ def fork_ranks(address: str, kind: str) -> None:
             if os.fork() == 0:
                 arrange()
                 tests.close()
-                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+                # on no rank the first GPU, which threads and devices without an index begin with
+                local = rank + (kind == "cuda")
+                os.environ.update(RANK=str(rank), LOCAL_RANK=str(local))
                 answer_calls(of_rank, rank)
                 os._exit(0)
 

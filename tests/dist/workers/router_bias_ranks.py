@@ -106,7 +106,7 @@ def losses_job(actor: MegatronActor, job: dict) -> dict:
             total | {"gradients": whole(weights, actor.gradients(), actor.mesh)}, job["reference"]
         )
         return {}
-    reference = torch.load(job["reference"])
+    reference = torch.load(job["reference"], map_location="cpu")
     batch = batch_of(actor.mesh)
     batch = replace(batch, advantages=torch.zeros_like(batch.advantages))
     rows = range(len(batch.lengths))

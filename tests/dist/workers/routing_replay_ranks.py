@@ -93,7 +93,8 @@ def by_hand(actor: MegatronActor, batch: Batch) -> dict:
             return logits[layer]
 
         def hook(module, inputs, output, layer=layer):
-            seen.setdefault(layer, []).append((*output, logits[layer].flatten(0, 1)))
+            found = (*output, logits[layer].flatten(0, 1))
+            seen.setdefault(layer, []).append(tuple(part.cpu() for part in found))
 
         router.gating = gating
         undo.append(router.register_forward_hook(hook))
@@ -173,7 +174,7 @@ def replay_job(actor: MegatronActor, job: dict) -> dict:
             job["reference"],
         )
         return result | {"planted": of_planted}
-    reference = torch.load(job["reference"])
+    reference = torch.load(job["reference"], map_location="cpu")
     expected = reference["natural"][batch.sample_ids][:, :, list(routing.layers)]
     everywhere = actor.mesh.gather_world(same_sets(known.routing.experts, expected, batch.lengths))
     return result | {

@@ -45,7 +45,7 @@ def equality_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> dict
             job["reference"],
         )
         return {"positions": int((grid.abs().amax(-1) > 0).sum())}
-    reference = torch.load(job["reference"])
+    reference = torch.load(job["reference"], map_location="cpu")
     error = float((grid - reference["logits"]).abs().max()) if seen else 0.0
     gradients = ratios(weights, actor.gradients(), reference["gradients"], actor.mesh)
     layers = [layer.layer_number for chunk in actor.chunks for layer in chunk.decoder.layers]
