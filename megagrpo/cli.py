@@ -57,6 +57,16 @@ _TOOLS = {
         "summary table and learning curve of a run folder",
         reads_experiment=False,
     ),
+    "status": _Tool(
+        "megagrpo.tools.status",
+        "how far a run is, its seconds a step and reward, and its engines",
+        reads_experiment=False,
+    ),
+    "stop": _Tool(
+        "megagrpo.tools.stop",
+        "save a run after its present step and end it; a Slurm job is not put back into the queue",
+        reads_experiment=False,
+    ),
     "view": _Tool(
         "megagrpo.tools.view.command",
         "samples of one or more runs as one HTML file",
@@ -241,16 +251,6 @@ def _add_checkpoints(commands: _Commands) -> None:
 
 
 def _add_inspection(commands: _Commands) -> None:
-    text = (
-        "save a run after its present step and end it; a Slurm job is not put back into the queue"
-    )
-    stop = commands.add("stop", _stop, text)
-    stop.add_argument("run_dir")
-    stop.add_argument("--now", action="store_true", help="end it at once, without saving")
-    text = "how far a run is, its seconds a step and reward, and its engines"
-    status = commands.add("status", _status, text)
-    status.add_argument("run_dir")
-    status.add_argument("--json", action="store_true", help="for programs")
     option = commands.add(
         "engines", _engines, "add an engine to a running service, or drain one"
     ).add_argument
@@ -348,19 +348,6 @@ def _replay(args: argparse.Namespace, config: ExperimentConfig) -> int:
         if under_torchrun()
         else train_ranks(config, ["replay", args.dump])
     )
-
-
-def _status(args: argparse.Namespace) -> int:
-    from megagrpo.cluster.attend import print_status
-
-    return print_status(Path(args.run_dir), args.json)
-
-
-def _stop(args: argparse.Namespace) -> int:
-    from megagrpo.cluster.attend import stop
-
-    print(f"{args.run_dir}: {stop(Path(args.run_dir), args.now)}")
-    return 0
 
 
 def _engines(args: argparse.Namespace) -> int:

@@ -36,13 +36,14 @@ class StopRequest:
 
     def grant(self, step: int) -> None:
         """Records that the run is saved after `step` and its ranks exit."""
-        kind = _FINAL if self._is_final() else ""
+        final = self.made() and self._path.read_text().startswith(_FINAL)
+        kind = _FINAL if final else ""
         self._path.write_text(f"{kind}saved after step {step}")
 
     def granted(self) -> tuple[str, int] | None:
         """Returns what `grant` recorded and the exit status; None if nothing was granted."""
-        said = self._path.read_text().removeprefix(_FINAL) if self.made() else ""
-        return (said, ENDED if self._is_final() else STOPPED) if said else None
-
-    def _is_final(self) -> bool:
-        return self.made() and self._path.read_text().startswith(_FINAL)
+        said = self._path.read_text() if self.made() else ""
+        step = said.removeprefix(_FINAL)
+        if not step:
+            return None
+        return step, ENDED if said != step else STOPPED

@@ -1,11 +1,8 @@
-"""What a run's folder says of it, and how to stop it: `megagrpo status`, `megagrpo stop`."""
+"""`megagrpo status`: what a run's folder says of it, and its engines."""
 
+import argparse
 import fcntl
 import json
-import os
-import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -17,9 +14,7 @@ from megagrpo.checkpoint.folder import latest, step_of
 from megagrpo.config.load import load_config
 from megagrpo.monitor.record import read_metrics
 from megagrpo.rollout.control import ServiceUnreachable, find_service, print_engines
-from megagrpo.system.errors import translated
 from megagrpo.system.run_folder import RunFolder
-from megagrpo.system.stop_request import StopRequest
 
 _RECENT = 10  # steps of which the mean is told
 
@@ -49,28 +44,15 @@ def launcher_of(folder: RunFolder) -> Launcher | None:
     return None
 
 
-def stop(run_dir: Path, now: bool) -> str:
-    """Asks a run to save after its step and to end for good, or ends it at once; returns what
-    happens.
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Adds the options of the command line."""
+    command.add_argument("run_dir")
+    command.add_argument("--json", action="store_true", help="of the engines, for programs")
 
-    Raises ValueError if no run trains into the folder, or this machine cannot end it.
-    """
-    folder = RunFolder(run_dir)
-    launcher = launcher_of(folder)
-    if launcher is None:
-        raise ValueError(f"{run_dir}: no run trains into this folder")
-    if not now:
-        for ranks in ("trainer", "trainer-0"):  # of one node, and of the first of several
-            StopRequest(folder.stop_request(ranks)).make(final=True)
-        return f"{launcher.place} saves after its step and ends; --now ends it without"
-    if launcher.job:
-        with translated(f"scancel {launcher.job}", OSError, subprocess.CalledProcessError):
-            subprocess.run(["scancel", launcher.job], check=True)
-    elif launcher.host == socket.gethostname():
-        os.kill(launcher.pid, signal.SIGTERM)
-    else:
-        raise ValueError(f"it is {launcher.place}: say it there")
-    return f"{launcher.place} ends; what is done since its last checkpoint is lost"
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns 1 when the service has failed."""
+    return print_status(Path(args.run_dir), args.json)
 
 
 def print_status(run_dir: Path, as_json: bool) -> int:

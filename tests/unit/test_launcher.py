@@ -16,7 +16,6 @@ import pytest
 
 from megagrpo import cli
 from megagrpo.cluster import nodes
-from megagrpo.cluster.attend import print_status, stop
 from megagrpo.cluster.machine import _devices, alone_in, finished, run, write_experiment
 from megagrpo.cluster.supervise import Child, Launch
 from megagrpo.config.schema import CheckpointConfig, ExperimentConfig
@@ -31,6 +30,8 @@ from megagrpo.system.processes import (
 )
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.system.stop_request import ENDED, STOPPED, StopRequest
+from megagrpo.tools.status import print_status
+from megagrpo.tools.stop import stop
 from tests import experiments
 from tests.experiments import until
 
