@@ -23,6 +23,16 @@ from megagrpo.rollout.agents.environments import load_environment
 from megagrpo.rollout.agents.program_worker import load_program
 
 _NAMED = 10  # rows
+# on the Hugging Face Hub, by what the names of their models begin with
+_OWNERS = {
+    "Qwen": "Qwen",
+    "GLM": "zai-org",
+    "DeepSeek": "deepseek-ai",
+    "Kimi": "moonshotai",
+    "Moonlight": "moonshotai",
+    "Llama": "meta-llama",
+    "Mixtral": "mistralai",
+}
 
 
 def preflight(config: ExperimentConfig, nodes: Nodes | None = None) -> list[str]:
@@ -152,16 +162,14 @@ def _missing_files(config: ExperimentConfig) -> Iterator[str]:
 
 
 def hub_hint(path: str) -> str:
-    """Returns the command that fetches a model, if `path` looks like a name on the Hugging Face
+    """Returns the command that fetches a model, if `path` is called like one on the Hugging Face
     Hub."""
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
-        return ""
-    folder = f"models/{path.partition('/')[2]}"
-    return (
-        f"; if it is a name on the Hugging Face Hub: `hf download {path} --local-dir "
-        f"{folder}`, "
-        f"and write {folder}"
-    )
+    first, _, name = path.rpartition("/")
+    owner = next((owner for start, owner in _OWNERS.items() if name.startswith(start)), "")
+    if first in _OWNERS.values() or (not owner and re.fullmatch(r"[\w.-]+/[\w.-]+", path)):
+        command = f"hf download {path} --local-dir models/{name}"
+        return f"; if it is a name on the Hugging Face Hub: `{command}`, and write models/{name}"
+    return f"; `hf download {owner}/{name} --local-dir {path}` fetches it" if owner else ""
 
 
 def _missing_packages(config: ExperimentConfig) -> Iterator[str]:

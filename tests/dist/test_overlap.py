@@ -74,7 +74,10 @@ def check_same_bits(
             overlap,
         )  # its ranks share the experts
         assert (result["buckets"] > 3) == (settings.get("bucket_size") == MANY["bucket_size"])
-        found, expected = (torch.load(folder / f"{model}.{kind}.pt0", map_location="cpu") for kind in (overlap, same))
+        found, expected = (
+            torch.load(folder / f"{model}.{kind}.pt0", map_location="cpu")
+            for kind in (overlap, same)
+        )
         assert found["norms"] == expected["norms"], (model, overlap)
         weights = expected["weights"]
         different = [

@@ -6,8 +6,10 @@ import random
 import shutil
 from pathlib import Path
 
+import pytest
+
 from megagrpo.check.fitting import with_model
-from megagrpo.check.problems import check_against_model, model_description
+from megagrpo.check.problems import check_against_model, hub_hint, model_description
 from megagrpo.check.report import known_problems
 from megagrpo.cluster.submit import Request, submit
 from megagrpo.config.load import load_config
@@ -100,3 +102,18 @@ def test_three_commands_agree(tmp_path, capsys):
         refused += bool(found["check"])
     print(accepted, "accepted,", refused, "refused")
     assert accepted >= 4 and refused >= 20, (accepted, refused)
+
+
+@pytest.mark.parametrize(
+    "path, command",
+    [
+        ("models/Qwen3-1.7B", "`hf download Qwen/Qwen3-1.7B --local-dir models/Qwen3-1.7B`"),
+        ("/a b/DeepSeek-V3-0324", "`hf download deepseek-ai/DeepSeek-V3-0324 --local-dir"),
+        ("Qwen/Qwen2.5-7B", "`hf download Qwen/Qwen2.5-7B --local-dir models/Qwen2.5-7B`"),
+        ("HuggingFaceTB/SmolLM2-135M", "`hf download HuggingFaceTB/SmolLM2-135M --local-dir"),
+        ("/shared/mine", None),
+        ("mine", None),
+    ],
+)
+def test_how_a_missing_model_is_fetched(path, command):
+    assert command in hub_hint(path) if command else not hub_hint(path)

@@ -22,7 +22,9 @@ from tests.dist.workers.routing_replay_ranks import with_planted
 
 @cache
 def _functions(file: Path) -> list[ast.FunctionDef]:
-    return [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
+    return [
+        node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)
+    ]
 
 
 def function_at(place: str) -> str:
