@@ -146,6 +146,14 @@ def test_a_model_folder_is_read_once(tmp_path):
         Model.read(tmp_path)
 
 
+def test_no_number_of_key_heads_is_that_of_query_heads():
+    hf = hf_config(TinyModelConfig(path="x", family="qwen2"))
+    assert (
+        architecture_of(hf | {"num_key_value_heads": None}).num_kv_heads
+        == (hf["num_attention_heads"])
+    )
+
+
 def test_layers_without_experts_are_refused():
     hf = hf_config(TinyModelConfig(path="x", family="qwen3_moe"))
     for change in ({"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}):

@@ -258,6 +258,16 @@ def installed(tmp_path_factory) -> Path:
     return python
 
 
+def test_a_users_settings_of_pip_do_not_lead_out_of_the_environment():
+    script = (ROOT / "launch" / "install.sh").read_text()
+    settings = re.findall(r"^(?:export|unset) PIP.*", script, re.MULTILINE)
+    shown = 'echo "$PIP_USER ${PIP_TARGET-none} ${PIP_PREFIX-none} ${PYTHONHOME-none}"'
+    given = dict.fromkeys(("PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PYTHONHOME"), "1")
+    words = ["bash", "-euc", "\n".join([*settings, shown])]
+    done = subprocess.run(words, env=os.environ | given, capture_output=True, text=True, check=True)
+    assert done.stdout == "0 none none none\n"
+
+
 def test_a_machine_with_many_gpus_has_one(tmp_path):
     """A reader that ends at the first line ends nvidia-smi by SIGPIPE, which pipefail reports."""
     fake = tmp_path / "nvidia-smi"

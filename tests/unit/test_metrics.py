@@ -5,13 +5,17 @@ import json
 import math
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megagrpo.actor.step import _of_updates
 from megagrpo.algo.statistics import alone
+from megagrpo.checkpoint.resume import latest_checkpoint
 from megagrpo.config.schema import DataConfig, LogConfig
 from megagrpo.data.rows import read_rows
+from megagrpo.evaluation import evaluation_metrics
 from megagrpo.monitor.metrics import Metrics, StepTimer
 from megagrpo.monitor.record import StepLog, read_metrics
 from megagrpo.monitor.rollouts import RolloutLog, read_rollouts
@@ -262,3 +266,30 @@ def test_a_record_that_cannot_be_written_does_not_hide_why_a_run_ends(tmp_path, 
             if reason is ValueError:
                 raise ValueError("the real reason")
     assert capsys.readouterr().err == "the run's record: [Errno 28] No space left on device\n"
+
+
+def test_gradient_norms_are_the_mean_and_the_largest_of_all_updates():
+    optim = [
+        {"optim/lr": 2.0, "optim/grad_norm": 581.5},
+        {"optim/lr": 1.0, "optim/grad_norm": 10.5},
+    ]
+    assert _of_updates(optim) == {
+        "optim/lr": 1.0,
+        "optim/grad_norm": 296.0,
+        "optim/grad_norm_max": 581.5,
+    }
+
+
+def test_an_evaluation_measures_samples_and_scores_rollouts():
+    cut = [Sample(i, (1,) * 5, (0.0,) * 5, "length", 0, "x", rollout=0) for i in range(3)]
+    group = RolloutGroup(0, Prompt(0, "?", (1,), ""), tuple(cut), (Outcome("score", 1.0),))
+    metrics = Metrics()
+    evaluation_metrics(metrics, "eval", [group], 1)
+    found = metrics.reduced(alone)
+    assert (found["eval/truncated_fraction"], found["eval/length_mean"]) == (1.0, 5.0)
+    assert found["eval/accuracy"] == 1.0
+
+
+def test_all_ranks_take_the_checkpoint_that_the_main_rank_found():
+    mesh = SimpleNamespace(from_main=lambda look, what: (look(), Path("step_000010"))[1])
+    assert latest_checkpoint(experiment(), mesh) == Path("step_000010")

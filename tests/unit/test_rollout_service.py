@@ -1,10 +1,12 @@
 """The service's own address, key, connections and Ray, which need no engine."""
 
+import asyncio
 import stat
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,6 +18,7 @@ from megagrpo.rollout.service import ray_cluster, server
 from megagrpo.rollout.service.addresses import interface_of, own_address
 from megagrpo.rollout.service.node import free_port
 from megagrpo.rollout.service.server import make_key
+from megagrpo.rollout.service.supervisor import SupervisedEngine
 from megagrpo.system import environment
 from tests import experiments
 from tests.experiments import until
@@ -133,3 +136,26 @@ def test_a_given_address_is_joined_and_a_private_cluster_is_small(tmp_path, monk
         [options] = fake.attempts
     assert options["address"] == (address or "local")
     assert options.get("num_cpus") == (5 if address is None else None)
+
+
+def test_whoever_asks_an_engine_to_sleep_is_answered_when_its_memory_is_free(tmp_path):
+    async def run() -> list[bool]:
+        free = asyncio.Event()
+        engine = SupervisedEngine(
+            0,
+            experiments.experiment(),
+            cuda=False,
+            api_key="",
+            log_dir=tmp_path,
+            may_start=asyncio.Event(),
+        )
+        engine.state = "ready"
+        engine._memory = SimpleNamespace(release=lambda http: free.wait())
+        asked = [asyncio.create_task(engine.sleep(None)) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        done = [task.done() for task in asked]
+        free.set()
+        await asyncio.gather(*asked)
+        return done
+
+    assert asyncio.run(run()) == [False, False]

@@ -203,3 +203,16 @@ def test_a_node_has_an_address_that_others_reach(tmp_path: Path, node_addr: str,
         subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout
         == f"{found}\n"
     )
+
+
+def test_a_job_of_thousands_of_nodes_has_a_first_one_and_its_steps_a_whole_environment(tmp_path):
+    """Of a pipe that ends early bash would make status 141."""
+    names = "for n in $(seq 5000); do echo p4d24xlarge-dy-$n; done"
+    (tmp_path / "scontrol").write_text(f"#!/bin/bash\n{names}\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1"}
+    env |= {"SLURM_NTASKS": "16", "SLURM_GPUS": "16", "SLURM_EXPORT_ENV": "NONE"}
+    shown = 'echo "$(first_node x) $SLURM_EXPORT_ENV ${SLURM_NTASKS-none} ${SLURM_GPUS-none}"'
+    words = ["bash", "-c", f'set -euo pipefail; source "$0"; {shown}', str(ROOT / "slurm/job.sh")]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "p4d24xlarge-dy-1 ALL none none\n"

@@ -5,6 +5,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -264,3 +265,22 @@ def test_kimis_calls_keep_the_names_that_the_model_gave_them():
 
     assert ids(text) == ["functions.add:4", "functions.add:5"]
     assert ids(text.replace(":5", ":4")) == ids("of another model") == ["c00001000", "c00001001"]
+
+
+def test_no_engine_that_is_ready_is_no_try(monkeypatch):
+    """Engines restart for minutes, and a run may wait for them."""
+    monkeypatch.setattr("megagrpo.rollout.agents.parsers._PAUSE_S", 0.0)
+    looks = []
+
+    class Restarting:
+        api_key = "k"
+
+        def status(self) -> SimpleNamespace:
+            looks.append(None)
+            if len(looks) > 50:
+                raise LookupError("enough")
+            return SimpleNamespace(engines=[SimpleNamespace(state="starting", url="")])
+
+    parsers = EngineParsers(Restarting(), "qwen25")
+    with pytest.raises(LookupError):
+        asyncio.run(parsers.message("<tool_call>", [TOOL], "c"))
