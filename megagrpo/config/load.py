@@ -6,6 +6,7 @@ file, overrides); validate with the schema; check the settings of libraries.
 Problems are reported in the words of the file.
 """
 
+import copy
 import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +20,15 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megagrpo.config.fields import KeyPath, all_paths, annotations_at, choices, sections
+from megagrpo.config.fields import (
+    RULES_LATER,
+    KeyPath,
+    all_paths,
+    annotations_at,
+    broken_rules,
+    choices,
+    sections,
+)
 from megagrpo.config.libraries import setting_problems
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system.run_folder import write_whole
@@ -27,6 +36,7 @@ from megagrpo.system.user_function import did_you_mean
 
 PRESETS = Path(__file__).with_name("presets")
 _TOOLS = "megagrpo.tools"
+_STAND_IN = "-"  # for a text that has no default, while the rest is judged
 
 
 Plain: TypeAlias = "dict[str, Plain] | list[Plain] | str | int | float | bool | None"
@@ -34,7 +44,27 @@ Plain: TypeAlias = "dict[str, Plain] | list[Plain] | str | int | float | bool | 
 
 class ConfigError(ValueError):
     """The experiment cannot be run as written; the text lists every problem with its location and
-    its remedy."""
+    its remedy. config: without the values that are refused; None if too little is left."""
+
+    def __init__(
+        self,
+        name: str,
+        problems: Sequence[str],
+        config: ExperimentConfig | None = None,
+        refused: Iterable[KeyPath] = (),
+    ):
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__("\n  ".join([f"{name}: {count}", *problems]))
+        self.name = name
+        self.problems = problems
+        self.config = config
+        self.refused = frozenset(refused)
+
+    def and_later(self, problems: Iterable[str]) -> "ConfigError":
+        """Returns the error with those problems of `config` that do not name a refused value."""
+        more = [text for text in problems if not _names_any(text, self.refused)]
+        found = [*dict.fromkeys([*self.problems, *more])]
+        return ConfigError(self.name, found, self.config, self.refused)
 
 
 @dataclass
@@ -105,6 +135,33 @@ def load_config(
     Raises ConfigError naming every unknown key, wrong value and impossible combination, with file,
     line and remedy.
     """
+    source = _merged(path, overrides)
+    config, problems, refused = _validated(source)
+    if config is None:
+        raise ConfigError(source.name, problems)
+    later = [
+        f"{_places(source, text, keys)}: {_dotted(keys)}{': ' if keys else ''}{text}"
+        for keys, text in broken_rules(config)
+    ]
+    later += [
+        f"{source.location(keys)}: {_shown(keys, source.value(keys))}: {text}"
+        for keys, text in (*setting_problems(config.actor, config.rollout), *judge(config))
+    ]
+    problems += [text for text in later if not _names_any(text, refused)]
+    if problems:
+        raise ConfigError(source.name, problems, config, refused)
+    return config
+
+
+def located(path: str | Path, overrides: Sequence[str], problems: Iterable[str]) -> list[str]:
+    """Returns problems, each behind the lines and overrides that wrote the keys which it names."""
+    source = _merged(path, overrides)
+    found = [(_places(source, text, ()), text) for text in problems]
+    return [text if where == source.name else f"{where}: {text}" for where, text in found]
+
+
+def _merged(path: str | Path, overrides: Sequence[str]) -> _Source:
+    """Returns what preset, file and overrides say together. Raises ConfigError."""
     source = _read_file(Path(path))
     _refuse(source, source.problems)
     # A preset and the choice of a variant come before what is set inside them, in any order on the
@@ -117,20 +174,63 @@ def load_config(
         if not _sets(text, "preset"):
             _override(source, text)
     _refuse(source, source.problems)
-    try:
-        config = ExperimentConfig.model_validate(source.data)
-    except ValidationError as exc:
-        _refuse(source, _explain_errors(exc, source))
-        raise
-    found = [*setting_problems(config.actor, config.rollout), *judge(config)]
-    _refuse(
-        source,
-        [
-            f"{source.location(keys)}: {_shown(keys, source.value(keys))}: {text}"
-            for keys, text in found
-        ],
-    )
-    return config
+    return source
+
+
+def _validated(source: _Source) -> tuple[ExperimentConfig | None, list[str], set[KeyPath]]:
+    """Returns the experiment without what its types refuse, the problems, and the paths of the
+    refused; None if a required value is left out. No rule is judged."""
+    data = copy.deepcopy(source.data)
+    problems: list[str] = []
+    refused: set[KeyPath] = set()
+    while True:
+        try:
+            config = ExperimentConfig.model_validate(data, context=RULES_LATER)
+        except ValidationError as exc:
+            errors = _by_path(exc, data)
+        else:
+            return config, problems, refused
+        # what is missing now because it was refused is no problem of its own
+        fresh = {path: found for path, found in errors.items() if not _inside(path, refused)}
+        problems += _explain_errors(fresh, source)
+        again = [path[:-1] for path in errors.keys() - fresh.keys()]
+        for path in (*fresh, *again):
+            if not path or not _left_out(data, path):
+                return None, problems, refused
+            refused.add(path)
+
+
+def _inside(path: KeyPath, refused: set[KeyPath]) -> bool:
+    return any(path[:length] in refused for length in range(1, len(path) + 1))
+
+
+def _left_out(data: Plain, path: KeyPath) -> bool:
+    """Takes the value at `path` out of the data, or a stand-in for a text that has no default.
+    Returns whether that helps."""
+    *around, key = next((path[:i] for i, key in enumerate(path) if isinstance(key, int)), path)
+    section = _Source("", data).value(tuple(around))
+    if not isinstance(section, dict) or section.get(str(key)) == _STAND_IN:
+        return False
+    required = str in annotations_at(ExperimentConfig, path) and len(path) <= 2
+    section.pop(str(key), None)
+    if required:
+        section[str(key)] = _STAND_IN
+    return True
+
+
+def _names_any(text: str, paths: Iterable[KeyPath]) -> bool:
+    """Returns whether a message names one of the keys, so that it may be a consequence of the
+    value there."""
+    keys = [re.escape(str(path[-1])) for path in paths if len(path) > 1]
+    return bool(keys) and re.search(rf"\b({'|'.join(keys)})\b", text) is not None
+
+
+def _places(source: _Source, text: str, path: KeyPath) -> str:
+    """Returns the locations of the keys that a message about the section at `path` names."""
+    words = re.findall(r"[a-z]\w*(?:\.\w+)*", text)
+    keys = [(*path, *word.split(".")) for word in words if path or "." in word]
+    found = [source.locations[key] for key in keys if key in source.locations]
+    return ", ".join(dict.fromkeys(found)) or source.location(path)
 
 
 def dump_config(config: ExperimentConfig, path: str | Path) -> None:
@@ -144,8 +244,7 @@ def dump_config(config: ExperimentConfig, path: str | Path) -> None:
 
 def _refuse(source: _Source, problems: list[str]) -> None:
     if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError("\n  ".join([f"{source.name}: {count}", *problems])) from None
+        raise ConfigError(source.name, problems) from None
 
 
 def _read_file(path: Path) -> _Source:
@@ -286,14 +385,18 @@ def _override(source: _Source, text: str) -> None:
 # ------------------------------------------------------------------------------------------
 
 
-def _explain_errors(exc: ValidationError, source: _Source) -> list[str]:
-    """Returns one line for each problem. pydantic reports a union of scalar types once a member;
-    one line is enough."""
+def _by_path(exc: ValidationError, data: Plain) -> dict[KeyPath, list[ErrorDetails]]:
     by_path: dict[KeyPath, list[ErrorDetails]] = {}
     for error in exc.errors(include_url=False):
-        by_path.setdefault(_data_path(error["loc"], error["type"], source.data), []).append(error)
+        by_path.setdefault(_data_path(error["loc"], error["type"], data), []).append(error)
+    return by_path
+
+
+def _explain_errors(found: dict[KeyPath, list[ErrorDetails]], source: _Source) -> list[str]:
+    """Returns one line for each problem. pydantic reports a union of scalar types once a member;
+    one line is enough."""
     lines = []
-    for path, errors in by_path.items():
+    for path, errors in found.items():
         value = source.value(path)
         if len(errors) > 1 and errors[0]["type"].endswith("_type"):
             problems = [f"{_shown(path, value)}: should be a text, a number, true or false"]

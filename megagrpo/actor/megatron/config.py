@@ -3,6 +3,7 @@ packages."""
 
 import importlib.util
 import re
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar, get_type_hints
@@ -106,6 +107,27 @@ def transformer_config(
     return built
 
 
+def build_problems(
+    arch: Architecture, config: ActorConfig
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yields (key path, problem) of each of Megatron's three configurations that cannot be built in
+    this process."""
+    try:
+        kernels = checked_kernels(arch, config)
+    except ValueError as exc:
+        yield TRANSFORMER, str(exc)
+        return
+    for path, build in (
+        (TRANSFORMER, lambda: transformer_config(arch, config, kernels)),
+        (DDP, lambda: _built(DistributedDataParallelConfig, ddp_fields(config, kernels), DDP)),
+        (
+            OPTIMIZER,
+            lambda: _built(MegatronOptimizerConfig, optimizer_fields(config, kernels), OPTIMIZER),
+        ),
+    ):
+        yield from ((path, text) for text in complaints(build))
+
+
 def _built(cls: type[C], fields: Mapping[str, object], path: tuple[str, ...]) -> C:
     try:
         build: Callable[..., C] = cls
@@ -116,8 +138,11 @@ def _built(cls: type[C], fields: Mapping[str, object], path: tuple[str, ...]) ->
             for name in fields
             if re.search(rf"\b{name}\b", str(exc)) and (why := refusal(path, name))
         )
+        # an assertion may have no text, and a comparison with nothing one that says nothing
+        line = traceback.extract_tb(exc.__traceback__)[-1].line
+        said = str(exc) if str(exc) and not isinstance(exc, TypeError) else f"{exc} in `{line}`"
         raise ValueError(
-            f"Megatron's {cls.__name__} refuses these settings: {exc}{ours}; what is not set by "
+            f"Megatron's {cls.__name__} refuses these settings: {said.strip()}{ours}; what is not set by "
             f"another key may be set in {'.'.join(path)}"
         ) from exc
 

@@ -35,6 +35,21 @@ def server_problems(settings: Mapping[str, object]) -> Iterator[tuple[str, str]]
             yield name, f"SGLang's ServerArgs refuses it: {text}"
 
 
+def resolution_problem(words: list[str]) -> str:
+    """Returns why SGLang does not resolve an engine's command line on this machine's CPU; "" if it
+    does. words: without the program."""
+    import sglang.srt.model_loader.loader  # noqa: F401  # imported by the resolution
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    try:
+        load_plugins()
+        prepare_server_args(engine_words(words)).resolve_once()
+    except (Exception, SystemExit) as exc:
+        return f"SGLang does not resolve these arguments: {type(exc).__name__}: {exc}"
+    return ""
+
+
 def _parse(parser: _Parser, action: argparse.Action, value: object) -> None:
     parser.parse_args(["--model-path", "m", *_words(action, value)])
 
