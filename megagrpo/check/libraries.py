@@ -16,7 +16,7 @@ from typing import Any
 from megagrpo.actor.megatron.fields import expected_kernels
 from megagrpo.check.hardware import Hardware
 from megagrpo.check.problems import describe_model, model_folder
-from megagrpo.config.fields import KeyPath, LibrarySettings
+from megagrpo.config.fields import KeyPath, LibrarySettings, broken_rules
 from megagrpo.config.libraries import SERVER, given_settings, setting_problems
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
 from megagrpo.families.table import architecture_of
@@ -45,7 +45,8 @@ def library_problems(
     """
     given = given_settings(config.actor, config.rollout)
     of_engines = given.pop(SERVER)
-    whole = everything and not list(setting_problems(config.actor, config.rollout))
+    broken = [*broken_rules(config), *setting_problems(config.actor, config.rollout)]
+    whole = everything and not broken
     description = _description(config) if whole else None
     experiment = None if description is None else [config.model_dump(mode="json"), description]
     words = _command_here(config) if description is not None else None
