@@ -47,17 +47,20 @@ def load_for_check(path: str, overrides: Sequence[str]) -> ExperimentConfig:
     except ConfigError as exc:
         if exc.config is None:
             raise
-        _, later = found_problems(exc.config)
+        later: list[str] = []
+        for check in (preflight, fit_problems, _loading_problems, _library_problems):
+            with suppress(Exception):  # it may rely on what is broken
+                later += check(exc.config)
         raise exc.and_later(located(path, overrides, later)) from None
 
 
-def found_problems(config: ExperimentConfig) -> tuple[LoadingTest, list[str]]:
-    """Returns the result of the loading test, and all problems, those that libraries find too."""
-    with ThreadPoolExecutor() as pool:  # seconds, in other processes
-        judged = pool.submit(library_problems, config, everything=True)
-        trial = try_loading(config)
-        of_libraries = [f"{'.'.join(map(str, keys))}: {text}" for keys, text in judged.result()]
-    return trial, [*known_problems(config, trial), *of_libraries]
+def _loading_problems(config: ExperimentConfig) -> list[str]:
+    return try_loading(config).problems
+
+
+def _library_problems(config: ExperimentConfig) -> list[str]:
+    found = library_problems(config, everything=True)
+    return [f"{'.'.join(map(str, keys))}: {text}" for keys, text in found]
 
 
 def check_command(
@@ -73,7 +76,10 @@ def check_command(
     path, overrides: from which the experiment was read. hardware: see check/engine_memory.py.
     everything: see explain.
     """
-    trial, problems = found_problems(config)
+    with ThreadPoolExecutor() as pool:  # libraries: seconds, in other processes
+        of_libraries = pool.submit(_library_problems, config)
+        trial = try_loading(config)
+        problems = [*known_problems(config, trial), *of_libraries.result()]
     at_once = concurrency_report(config, hardware) if set(problems) <= set(trial.problems) else []
     problems = located(path, overrides, problems)
     print(explain(config, trial, at_once, everything, problems))

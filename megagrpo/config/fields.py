@@ -123,7 +123,10 @@ class Variant(Section):
 
 def broken_rules(section: Section, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
     """Yields (path of a section, text) of each broken rule inside `section`."""
-    yield from ((path, rule.text) for rule in section.problems() if rule.when)
+    found: list[str] = []
+    with collected(found):  # a rule may ask a grader's own options, which refuse by themselves
+        found += [rule.text for rule in section.problems() if rule.when]
+    yield from ((path, text) for text in found)
     for key, value in section:
         several = isinstance(value, list)
         for index, item in enumerate(value if several else [value]):

@@ -36,10 +36,11 @@ from megagrpo.system.user_function import did_you_mean
 
 PRESETS = Path(__file__).with_name("presets")
 _TOOLS = "megagrpo.tools"
-_STAND_IN = "-"  # for a text that has no default, while the rest is judged
 
 
 Plain: TypeAlias = "dict[str, Plain] | list[Plain] | str | int | float | bool | None"
+# of keys that have no default, while the rest is judged
+_STAND_INS: dict[str, Plain] = {"name": "-", "output_dir": "-", "model": {"path": "-"}, "data": {}}
 
 
 class ConfigError(ValueError):
@@ -142,6 +143,7 @@ def load_config(
     later = [
         f"{_places(source, text, keys)}: {_dotted(keys)}{': ' if keys else ''}{text}"
         for keys, text in broken_rules(config)
+        if not _inside(keys, refused)
     ]
     later += [
         f"{source.location(keys)}: {_shown(keys, source.value(keys))}: {text}"
@@ -193,9 +195,9 @@ def _validated(source: _Source) -> tuple[ExperimentConfig | None, list[str], set
         # what is missing now because it was refused is no problem of its own
         fresh = {path: found for path, found in errors.items() if not _inside(path, refused)}
         problems += _explain_errors(fresh, source)
-        again = [path[:-1] for path in errors.keys() - fresh.keys()]
+        again = {path[:-1] for path in errors.keys() - fresh.keys()}
         for path in (*fresh, *again):
-            if not path or not _left_out(data, path):
+            if not path or (not _left_out(data, path) and path in refused):
                 return None, problems, refused
             refused.add(path)
 
@@ -205,17 +207,19 @@ def _inside(path: KeyPath, refused: set[KeyPath]) -> bool:
 
 
 def _left_out(data: Plain, path: KeyPath) -> bool:
-    """Takes the value at `path` out of the data, or a stand-in for a text that has no default.
-    Returns whether that helps."""
+    """Takes the value at `path` out of the data, or puts a stand-in there. Returns whether that
+    changed anything."""
     *around, key = next((path[:i] for i, key in enumerate(path) if isinstance(key, int)), path)
+    if [*around, key] == ["model", "path"]:
+        return _left_out(data, ("model",))
     section = _Source("", data).value(tuple(around))
-    if not isinstance(section, dict) or section.get(str(key)) == _STAND_IN:
+    if not isinstance(section, dict):
         return False
-    required = str in annotations_at(ExperimentConfig, path) and len(path) <= 2
-    section.pop(str(key), None)
-    if required:
-        section[str(key)] = _STAND_IN
-    return True
+    there = section.pop(str(key), None)
+    if not around and key in _STAND_INS:
+        section[str(key)] = copy.copy(_STAND_INS[str(key)])
+        return there != _STAND_INS[str(key)]
+    return there is not None
 
 
 def _names_any(text: str, paths: Iterable[KeyPath]) -> bool:
