@@ -258,8 +258,8 @@ _PATHS = [path for path in all_paths(ExperimentConfig) if "." in path]
 
 
 def _names_a_key(line: str) -> bool:
-    """A place in the experiment, a key by its path, or a row of a file of data."""
-    return bool(re.search(r"--set |\.yaml:\d+|\.jsonl", line)) or any(
+    """A place in the experiment, a key by its path, or a row of a file of data, or more of these."""
+    return bool(re.search(r"--set |\.yaml:\d+|\.jsonl|more rows like these", line)) or any(
         path in line for path in _PATHS
     )
 
