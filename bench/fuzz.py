@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 from common import ROOT, provenance, write_results
+from pydantic_core import PydanticUndefined
 
 sys.path.insert(0, str(ROOT / "tests" / "e2e"))
 from run_megagrpo import Job, prepared, write_experiment
@@ -85,6 +86,7 @@ SPECIAL: dict[str, list[object] | None] = {
     "sampling.environment.args": [{}],
     "sampling.agent.function": None,
     "sampling.agent.command": [["true"]],
+    "algorithm.dynamic_sampling.max_num_gen_batches": [20],
     "log.dump_steps": [[1], [1, 2]],
     "log.alarms": [[], ["entropy_left"]],
     "actor.lora.targets": [["q_proj"], ["gate_proj", "up_proj"], ["o_proj", "down_proj"]],
@@ -164,10 +166,11 @@ def _within(value: object, bounds: dict) -> bool:
     )
 
 
-KEYS = list(dict.fromkeys(path for path, _ in leaves(ExperimentConfig)))
-RIGHT: dict[str, list[object]] = {}
-for _path, _found in leaves(ExperimentConfig):  # variants of a section share keys
-    RIGHT.setdefault(_path, []).extend(_found)
+RIGHT: dict[str, list[object]] = {}  # key -> values; variants of a section share keys
+for _path, _found in leaves(ExperimentConfig):
+    _found = [value for value in _found if value is not PydanticUndefined]
+    RIGHT.setdefault(_path, []).extend(_found or ["text"])
+KEYS = list(RIGHT)
 
 
 def draw(rng: random.Random, odd: bool) -> list[str]:
