@@ -126,9 +126,9 @@ class _Commands:
 def _load(args: argparse.Namespace) -> ExperimentConfig:
     """Reads the experiment; before a run libraries judge what is set of theirs, in a check all."""
     if args.command == "check":
-        from megagrpo.check.report import load_for_check
+        from megagrpo.check.report import later_problems
 
-        return load_for_check(args.config, args.overrides)
+        return load_config(args.config, args.overrides, later=later_problems)
     if args.command != "train" or under_torchrun():
         return load_config(args.config, args.overrides)
     from megagrpo.check.libraries import library_problems

@@ -16,7 +16,7 @@ from typing import Any
 from megagrpo.actor.megatron.fields import expected_kernels
 from megagrpo.check.hardware import Hardware
 from megagrpo.check.problems import describe_model, model_folder
-from megagrpo.config.fields import KeyPath, LibrarySettings, broken_rules
+from megagrpo.config.fields import KeyPath, LibrarySettings, broken_rules, complaints
 from megagrpo.config.libraries import SERVER, given_settings, setting_problems
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
 from megagrpo.families.table import architecture_of
@@ -186,11 +186,11 @@ def _of_megatron(given: _Given, whole: list[Any] | None) -> Iterator[tuple[list[
         config = ExperimentConfig.model_validate(whole[0])
         arch = architecture_of(whole[1], config.actor.has_draft)
         if not expected_kernels(config.actor).cuda:
-            yield from (([*path], text) for path, text in build_problems(arch, config.actor))
+            yield from ((["actor"], text) for text in build_problems(arch, config.actor))
 
 
 def _of_sglang(given: _Given, whole: list[str] | None) -> Iterator[tuple[list[str], str]]:
-    from megagrpo.rollout.service.engine_words import resolution_problem, server_problems
+    from megagrpo.rollout.service.engine_words import resolve_here, server_problems
 
     found = [
         ([*path, name], problem)
@@ -198,8 +198,8 @@ def _of_sglang(given: _Given, whole: list[str] | None) -> Iterator[tuple[list[st
         for name, problem in server_problems(settings)
     ]
     yield from found
-    if whole is not None and not found and (problem := resolution_problem(whole)):
-        yield [*SERVER], problem
+    if whole is not None and not found:
+        yield from (([*SERVER], text) for text in complaints(resolve_here, whole))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from megagrpo.check.problems import is_made, longest_samples, model_description,
 from megagrpo.check.trainer_memory import trained_elements
 from megagrpo.config.layout import layout_problems, rank_coordinates
 from megagrpo.config.libraries import given_settings
-from megagrpo.config.load import ConfigError, load_config, located
+from megagrpo.config.load import located
 from megagrpo.config.placement import place, placement_problems
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.rows import read_rows
@@ -40,18 +40,13 @@ _OF_A_START = ("port", "node_rank", "dist_init_addr")  # chosen at each start of
 _DISK_GB_S = 10.0  # of a cluster's file system, all nodes together; 1e9 bytes
 
 
-def load_for_check(path: str, overrides: Sequence[str]) -> ExperimentConfig:
-    """Reads an experiment. Raises ConfigError with every problem, those of later checks too."""
-    try:
-        return load_config(path, overrides)
-    except ConfigError as exc:
-        if exc.config is None:
-            raise
-        later: list[str] = []
-        for check in (preflight, fit_problems, _loading_problems, _library_problems):
-            with suppress(Exception):  # it may rely on what is broken
-                later += check(exc.config)
-        raise exc.and_later(located(path, overrides, later)) from None
+def later_problems(config: ExperimentConfig) -> list[str]:
+    """Returns what the checks after reading find in the rest of an experiment with problems."""
+    found: list[str] = []
+    for check in (preflight, fit_problems, _loading_problems, _library_problems):
+        with suppress(Exception):  # it may rely on what is broken
+            found += check(config)
+    return found
 
 
 def _loading_problems(config: ExperimentConfig) -> list[str]:

@@ -11,31 +11,23 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeAlias, cast
 
 import yaml
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from megagrpo.config.fields import (
     RULES_LATER,
     KeyPath,
-    all_paths,
-    annotations_at,
     broken_rules,
-    choices,
-    sections,
 )
 from megagrpo.config.libraries import setting_problems
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.config.wording import by_path, dotted, in_words, nearest, show, shown, value_at
 from megagrpo.system.run_folder import write_whole
-from megagrpo.system.user_function import did_you_mean
 
 PRESETS = Path(__file__).with_name("presets")
-_TOOLS = "megagrpo.tools"
 
 
 Plain: TypeAlias = "dict[str, Plain] | list[Plain] | str | int | float | bool | None"
@@ -45,27 +37,7 @@ _STAND_INS: dict[str, Plain] = {"name": "-", "output_dir": "-", "model": {"path"
 
 class ConfigError(ValueError):
     """The experiment cannot be run as written; the text lists every problem with its location and
-    its remedy. config: without the values that are refused; None if too little is left."""
-
-    def __init__(
-        self,
-        name: str,
-        problems: Sequence[str],
-        config: ExperimentConfig | None = None,
-        refused: Iterable[KeyPath] = (),
-    ):
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__("\n  ".join([f"{name}: {count}", *problems]))
-        self.name = name
-        self.problems = problems
-        self.config = config
-        self.refused = frozenset(refused)
-
-    def and_later(self, problems: Iterable[str]) -> "ConfigError":
-        """Returns the error with those problems of `config` that do not name a refused value."""
-        more = [text for text in problems if not _names_any(text, self.refused)]
-        found = [*dict.fromkeys([*self.problems, *more])]
-        return ConfigError(self.name, found, self.config, self.refused)
+    its remedy."""
 
 
 @dataclass
@@ -81,16 +53,6 @@ class _Source:
         """Returns the location of the value at `path`, or of the nearest section around it."""
         around = (path[:length] for length in range(len(path), 0, -1))
         return next((self.locations[part] for part in around if part in self.locations), self.name)
-
-    def value(self, path: KeyPath) -> Plain:
-        """Returns the value at `path`; None if it is missing."""
-        value = self.data
-        for key in path:
-            if isinstance(value, dict):
-                value = value.get(str(key))
-            elif isinstance(value, list) and isinstance(key, int):
-                value = value[key]
-        return value
 
 
 class _Loader(yaml.SafeLoader):
@@ -129,9 +91,11 @@ def load_config(
     path: str | Path,
     overrides: Sequence[str] = (),
     judge: Callable[[ExperimentConfig], Iterable[tuple[KeyPath, str]]] = lambda config: (),
+    later: Callable[[ExperimentConfig], Iterable[str]] = lambda config: (),
 ) -> ExperimentConfig:
     """Reads an experiment file; `overrides` are "a.b=c" with c in YAML. `judge` returns (key path,
-    problem) of settings: check/libraries.py.
+    problem) of settings: check/libraries.py. `later` returns what other checks find; it is asked
+    if the file has problems, about the rest of it.
 
     Raises ConfigError naming every unknown key, wrong value and impossible combination, with file,
     line and remedy.
@@ -139,19 +103,21 @@ def load_config(
     source = _merged(path, overrides)
     config, problems, refused = _validated(source)
     if config is None:
-        raise ConfigError(source.name, problems)
-    later = [
-        f"{_places(source, text, keys)}: {_dotted(keys)}{': ' if keys else ''}{text}"
+        _refuse(source, problems)
+    assert config is not None
+    found = [
+        f"{_places(source, text, keys)}: {dotted(keys)}{': ' if keys else ''}{text}"
         for keys, text in broken_rules(config)
         if not _inside(keys, refused)
     ]
-    later += [
-        f"{source.location(keys)}: {_shown(keys, source.value(keys))}: {text}"
+    found += [
+        f"{source.location(keys)}: {shown(keys, value_at(source.data, keys))}: {text}"
         for keys, text in (*setting_problems(config.actor, config.rollout), *judge(config))
     ]
-    problems += [text for text in later if not _names_any(text, refused)]
-    if problems:
-        raise ConfigError(source.name, problems, config, refused)
+    if problems or found:
+        found += located(path, overrides, later(config))
+    # what names a refused value may be a consequence of it
+    _refuse(source, [*problems, *(text for text in found if not _names_any(text, refused))])
     return config
 
 
@@ -189,12 +155,14 @@ def _validated(source: _Source) -> tuple[ExperimentConfig | None, list[str], set
         try:
             config = ExperimentConfig.model_validate(data, context=RULES_LATER)
         except ValidationError as exc:
-            errors = _by_path(exc, data)
+            errors = by_path(exc, data)
         else:
             return config, problems, refused
         # what is missing now because it was refused is no problem of its own
         fresh = {path: found for path, found in errors.items() if not _inside(path, refused)}
-        problems += _explain_errors(fresh, source)
+        problems += [
+            f"{source.location(path)}: {text}" for path, text in in_words(fresh, source.data)
+        ]
         again = {path[:-1] for path in errors.keys() - fresh.keys()}
         for path in (*fresh, *again):
             if not path or (not _left_out(data, path) and path in refused):
@@ -212,7 +180,7 @@ def _left_out(data: Plain, path: KeyPath) -> bool:
     *around, key = next((path[:i] for i, key in enumerate(path) if isinstance(key, int)), path)
     if [*around, key] == ["model", "path"]:
         return _left_out(data, ("model",))
-    section = _Source("", data).value(tuple(around))
+    section = value_at(data, tuple(around))
     if not isinstance(section, dict):
         return False
     there = section.pop(str(key), None)
@@ -248,7 +216,10 @@ def dump_config(config: ExperimentConfig, path: str | Path) -> None:
 
 def _refuse(source: _Source, problems: list[str]) -> None:
     if problems:
-        raise ConfigError(source.name, problems) from None
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError(
+            "\n  ".join([f"{source.name}: {count}", *dict.fromkeys(problems)])
+        ) from None
 
 
 def _read_file(path: Path) -> _Source:
@@ -303,7 +274,7 @@ def _build(loader: _Loader, node: yaml.Node, path: KeyPath, source: _Source) -> 
         if key in out:
             first = source.locations[here]
             source.problems.append(
-                f"{location}: {_dotted(here)} is written twice (first at {first}); remove one"
+                f"{location}: {dotted(here)} is written twice (first at {first}); remove one"
             )
         out[key] = _build(loader, child, here, source)
         source.locations[here] = location
@@ -319,9 +290,7 @@ def _lay_over_preset(source: _Source) -> None:
     known = sorted(path.stem for path in PRESETS.glob("*.yaml"))
     if name not in known:
         location = source.location(("preset",))
-        source.problems.append(
-            f"{location}: preset {name!r} is unknown{_nearest(str(name), known)}"
-        )
+        source.problems.append(f"{location}: preset {name!r} is unknown{nearest(str(name), known)}")
         return
     preset = _read_file(PRESETS / f"{name}.yaml")
     _refuse(source, preset.problems)
@@ -352,8 +321,8 @@ def _override(source: _Source, text: str) -> None:
     A section that gets another `name` is another variant and loses what was written for the old
     one, as in _merge.
     """
-    dotted, equals, value = text.partition("=")
-    keys = tuple(dotted.strip().split("."))
+    key_path, equals, value = text.partition("=")
+    keys = tuple(key_path.strip().split("."))
     location = f"--set {text}"
     if not equals or not all(keys):
         source.problems.append(f"{location}: should look like --set train.num_steps=20")
@@ -368,7 +337,7 @@ def _override(source: _Source, text: str) -> None:
         inner = section[key]
         if not isinstance(inner, dict):
             source.problems.append(
-                f"{location}: {_dotted(keys[:depth])} is {_show(inner)}, not a section"
+                f"{location}: {dotted(keys[:depth])} is {show(inner)}, not a section"
             )
             return
         section = inner
@@ -383,141 +352,3 @@ def _override(source: _Source, text: str) -> None:
     source.locations |= (
         {forgotten: location} | {(*keys, *k): location for k in parsed.locations} | {keys: location}
     )
-
-
-# ---- problems, in words
-# ------------------------------------------------------------------------------------------
-
-
-def _by_path(exc: ValidationError, data: Plain) -> dict[KeyPath, list[ErrorDetails]]:
-    by_path: dict[KeyPath, list[ErrorDetails]] = {}
-    for error in exc.errors(include_url=False):
-        by_path.setdefault(_data_path(error["loc"], error["type"], data), []).append(error)
-    return by_path
-
-
-def _explain_errors(found: dict[KeyPath, list[ErrorDetails]], source: _Source) -> list[str]:
-    """Returns one line for each problem. pydantic reports a union of scalar types once a member;
-    one line is enough."""
-    lines = []
-    for path, errors in found.items():
-        value = source.value(path)
-        if len(errors) > 1 and errors[0]["type"].endswith("_type"):
-            problems = [f"{_shown(path, value)}: should be a text, a number, true or false"]
-        else:
-            problems = list(dict.fromkeys(_describe(error, path, value) for error in errors))
-        lines += [f"{source.location(path)}: {problem}" for problem in problems]
-    return lines
-
-
-def _data_path(loc: KeyPath, kind: str, data: Plain) -> KeyPath:
-    """Returns pydantic's location without the union tags that it puts between keys."""
-    path: list[str | int] = []
-    for i, key in enumerate(loc):
-        if isinstance(data, dict) and key in data:
-            data = data[str(key)]
-        elif isinstance(data, list) and isinstance(key, int) and key < len(data):
-            data = data[key]
-        elif i < len(loc) - 1 or kind != "missing":
-            continue
-        path.append(key)
-    return tuple(path)
-
-
-def _describe(error: ErrorDetails, path: KeyPath, value: Plain) -> str:
-    kind = error["type"]
-    dotted = _dotted(path)
-    context = error.get("ctx", {})
-    match kind:
-        case "extra_forbidden":
-            hint = _foreign_hint("key_hint", dotted, value) or _remedy_unknown(path)
-            return f"{_shown(path, value)}: unknown key{hint}"
-        case "missing":
-            return f"{dotted} is missing; it has no default, write it"
-        case "value_error":
-            return f"{dotted + ': ' if dotted else ''}{context['error']}"
-        case "union_tag_not_found":
-            return f"{_shown(path, value)}: needs a 'name', one of {', '.join(_variants(path))}"
-        case "union_tag_invalid":
-            tag = str(context["tag"])
-            hint = _foreign_hint("value_hint", f"{dotted}.name", tag) or _nearest(
-                tag, _variants(path)
-            )
-            return f"{dotted}.name = {_show(tag)}: unknown{hint}"
-        case "literal_error":
-            allowed = choices(annotations_at(ExperimentConfig, path))
-            hint = _foreign_hint("value_hint", dotted, value) or _nearest(
-                str(value), allowed, context["expected"]
-            )
-            return f"{_shown(path, value)}: not a choice{hint}"
-        case "model_type" | "model_attributes_type":
-            return f"{_shown(path, value)}: should be a section with keys {', '.join(_keys(path))}"
-    message = re.sub(r"^Input should be", "should be", error["msg"])
-    return f"{_shown(path, value)}: {message}{_type_remedy(kind, path, value)}"
-
-
-def _foreign_hint(kind: str, key: str, value: object) -> str:
-    """Returns what `megagrpo convert` knows of a key or value of another framework; "" if that tool
-    is not installed."""
-    if find_spec(_TOOLS) is None:
-        return ""
-    return getattr(import_module(f"{_TOOLS}.convert.foreign"), kind)(key, value)
-
-
-def _type_remedy(kind: str, path: KeyPath, value: Plain) -> str:
-    if isinstance(value, bool) and path[-2:] in (("reward", "scale"), ("reward", "shift")):
-        return (
-            "; ROLL's reward_scale: true is algorithm.reward.std here, its reward_shift: true "
-            "algorithm.reward.mean"
-        )
-    if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str):
-        return "; write it without quotes" if re.fullmatch(r"[-+\d.eE_]+|true|false", value) else ""
-    if (
-        kind == "string_pattern_mismatch"
-        and path[-1] == "name"
-        and isinstance(value, str)
-        and "/" in value
-    ):
-        return "; the grader of a source of prompts is said by data.grader_by_source"
-    if kind == "string_type" and value is not None and not isinstance(value, dict | list):
-        return f"; write it in quotes: '{value}'"
-    if kind == "int_type" and isinstance(value, float) and value.is_integer():
-        return f"; write {int(value)}"
-    return f"; write [{value}]" if kind == "list_type" else ""
-
-
-def _keys(path: KeyPath) -> list[str]:
-    """Returns the keys of the section at `path`, over all of its variants."""
-    found = sections(annotations_at(ExperimentConfig, path))
-    return list(dict.fromkeys(name for section in found for name in section.model_fields))
-
-
-def _variants(path: KeyPath) -> list[str]:
-    return choices(annotations_at(ExperimentConfig, (*path, "name")))
-
-
-def _remedy_unknown(path: KeyPath) -> str:
-    key = str(path[-1])
-    siblings = _keys(path[:-1])
-    elsewhere = [known for known in all_paths(ExperimentConfig) if known.split(".")[-1] == key]
-    if elsewhere and not did_you_mean(key, siblings):
-        return f"; did you mean {' or '.join(elsewhere[:3])}?"
-    return _nearest(key, siblings)
-
-
-def _nearest(word: str, choices: list[str], fallback: str = "") -> str:
-    known = ", ".join(choices) or fallback
-    return did_you_mean(word, choices) or (f"; known: {known}" if known else "")
-
-
-def _show(value: Plain) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _shown(path: KeyPath, value: Plain) -> str:
-    return f"{_dotted(path)} = {_show(value)}"
-
-
-def _dotted(path: KeyPath) -> str:
-    return ".".join(str(key) for key in path)

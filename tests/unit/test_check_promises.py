@@ -113,9 +113,9 @@ def test_problems_of_all_stages_come_at_once_with_their_places(prepared, monkeyp
 def test_a_section_that_is_missing_or_refused_hides_no_rule(settings):
     with pytest.raises(ConfigError) as error:
         load_config(QUICKSTART, [*settings, "train.num_updates_per_step=3"])
-    assert error.value.config is not None
     assert "num_updates_per_step 3; take a multiple" in str(error.value)
-    assert len(error.value.problems) == 1 + max(len(settings), 2 * (settings == ["sft={}"]))
+    own = 2 if settings == ["sft={}"] else len(settings)  # keys that sft needs
+    assert f": {1 + own} problems" in str(error.value)
 
 
 BUILD = """
@@ -128,7 +128,7 @@ from megagrpo.families.table import architecture_of
 description, *jobs = json.load(sys.stdin)
 for job in jobs:
     actor = ActorConfig.model_validate(job)
-    print(json.dumps(list(build_problems(architecture_of(description), actor))))
+    print(json.dumps(build_problems(architecture_of(description), actor)))
 """
 
 
@@ -147,8 +147,8 @@ def test_megatrons_configurations_are_built():
     right, *found = python("-c", BUILD, cwd=ROOT, input=json.dumps(jobs)).splitlines()[-5:]
     assert json.loads(right) == []
     for line, (_, said) in zip(found, wrong, strict=True):
-        [[path, problem]] = json.loads(line)
-        assert path == ["actor", "megatron"] and re.search(said, problem), problem
+        [problem] = json.loads(line)
+        assert "actor.megatron" in problem and re.search(said, problem), problem
 
 
 def test_a_library_is_given_the_whole_experiment_only_if_it_is_sound(prepared, monkeypatch):

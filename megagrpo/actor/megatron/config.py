@@ -107,25 +107,10 @@ def transformer_config(
     return built
 
 
-def build_problems(
-    arch: Architecture, config: ActorConfig
-) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yields (key path, problem) of each of Megatron's three configurations that cannot be built in
-    this process."""
-    try:
-        kernels = checked_kernels(arch, config)
-    except ValueError as exc:
-        yield TRANSFORMER, str(exc)
-        return
-    for path, build in (
-        (TRANSFORMER, lambda: transformer_config(arch, config, kernels)),
-        (DDP, lambda: _built(DistributedDataParallelConfig, ddp_fields(config, kernels), DDP)),
-        (
-            OPTIMIZER,
-            lambda: _built(MegatronOptimizerConfig, optimizer_fields(config, kernels), OPTIMIZER),
-        ),
-    ):
-        yield from ((path, text) for text in complaints(build))
+def build_problems(arch: Architecture, config: ActorConfig) -> list[str]:
+    """Returns why Megatron's three configurations cannot be built in this process; [] if they
+    can."""
+    return complaints(lambda: megatron_configs(arch, config, checked_kernels(arch, config)))
 
 
 def _built(cls: type[C], fields: Mapping[str, object], path: tuple[str, ...]) -> C:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from sglang.srt.server_args import ServerArgs
 
 from megagrpo.config.fields import complaints
+from megagrpo.system.errors import explained
 from megagrpo.system.user_function import did_you_mean
 
 
@@ -35,19 +36,16 @@ def server_problems(settings: Mapping[str, object]) -> Iterator[tuple[str, str]]
             yield name, f"SGLang's ServerArgs refuses it: {text}"
 
 
-def resolution_problem(words: list[str]) -> str:
-    """Returns why SGLang does not resolve an engine's command line on this machine's CPU; "" if it
-    does. words: without the program."""
+def resolve_here(words: list[str]) -> None:
+    """Has SGLang resolve an engine's command line, without the program, on this machine's CPU.
+    Raises ValueError if it does not."""
     import sglang.srt.model_loader.loader  # noqa: F401  # imported by the resolution
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
-    try:
+    with explained("SGLang does not resolve these arguments"):
         load_plugins()
         prepare_server_args(engine_words(words)).resolve_once()
-    except (Exception, SystemExit) as exc:
-        return f"SGLang does not resolve these arguments: {type(exc).__name__}: {exc}"
-    return ""
 
 
 def _parse(parser: _Parser, action: argparse.Action, value: object) -> None:
