@@ -307,11 +307,19 @@ def play(case: dict, folder: str) -> None:
 
 
 VOCABULARY = 128_000
-_chance = random.Random(0)
-WORDS = [*SPECIAL, *map(chr, range(256))] + [
-    " " * _chance.randint(0, 1) + "".join(_chance.choices("abcdefghijklmnopqrstuvwxyz", k=_chance.randint(2, 7)))
-    for _ in range(VOCABULARY)
-]  # fmt: skip
+
+
+def _words() -> list[str]:
+    """No two alike; a token of text has 4 to 5 characters, as in English."""
+    chance = random.Random(0)
+    made: dict[str, None] = {}
+    while len(made) < VOCABULARY:
+        letters = chance.choices("abcdefghijklmnopqrstuvwxyz", k=chance.randint(3, 5))
+        made[" " * chance.randint(0, 1) + "".join(letters)] = None
+    return [*SPECIAL, *map(chr, range(256)), *made]
+
+
+WORDS = _words()
 
 
 def tokenizer():
@@ -321,11 +329,11 @@ def tokenizer():
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letters = bytes_to_unicode()
-    words = dict.fromkeys([*SPECIAL, *letters.values()])
-    number = 0
-    while len(words) < len(WORDS):
-        words[f"Ġ{WORDS[len(words)].strip()}{number}"] = None  # no two alike
-        number += 1
+    words = [
+        *SPECIAL,
+        *letters.values(),
+        *(w.replace(" ", "Ġ") for w in WORDS[len(SPECIAL) + 256 :]),
+    ]
     made = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
