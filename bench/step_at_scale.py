@@ -4,8 +4,9 @@
 
 The leader is the real one: sampler, selection, graders' dispatch, environments, batching, statistics,
 record, checkpoint of groups, over real HTTP. Played are the engines (one process that answers prepared
-ids and log-probabilities, drawn once, as SGLang 0.5.21 writes them), the actor (its log-probabilities
-are the engines'), the grader (the length of the text) and the environment (1,400 characters a turn).
+ids and log-probabilities, drawn once, as SGLang 0.5.21 writes them: 2 million tokens a second), the
+actor (its log-probabilities are the engines'), the grader (the length of the text) and the environment
+(1,400 characters a turn).
 The service is the real endpoint with engines that no supervisor started.
 
 Every case is a leader's share of a shipped experiment; --scale takes that part of its prompts, and
@@ -22,6 +23,7 @@ labels stay.
 import argparse
 import asyncio
 import base64
+import gc
 import json
 import os
 import random
@@ -47,6 +49,7 @@ KEY, STEP_S, GOAL_TOKENS, BYTES = "of a bench", 20 * 60.0, 2**26, 8
 SPECIAL = ("<unk>", "<bos>", "<eos>")
 PROMPT_TOKENS = 512
 QUEUE = 4096  # connections that wait to be accepted; more than the kernel allows count as that
+RATE = 2e6  # tokens a second of all engines, forty times those of 671B
 VARIANTS = 4  # of a prepared answer
 
 
@@ -254,15 +257,16 @@ def play(case: dict, folder: str) -> None:
     bodies = [prepared(of.tokens, experts, seed, reason) for seed in range(VARIANTS)]
     times: list[float] = []
     open_now = most_open = 0
+    free_at = 0.0
 
     async def generate(request: web.Request) -> web.Response:
-        nonlocal open_now, most_open
+        nonlocal open_now, most_open, free_at
         times.append(time.time())
         open_now += 1
         most_open = max(most_open, open_now)
         await request.read()
-        if of.hold_s:
-            await asyncio.sleep(of.hold_s)
+        free_at = max(free_at, time.monotonic()) + of.tokens / RATE
+        await asyncio.sleep(max(free_at - time.monotonic(), of.hold_s))
         open_now -= 1
         return web.Response(body=bodies[len(times) % VARIANTS], content_type="application/json")
 
@@ -303,11 +307,19 @@ def play(case: dict, folder: str) -> None:
 
 
 VOCABULARY = 128_000
-_chance = random.Random(0)
-WORDS = [*SPECIAL, *map(chr, range(256))] + [
-    " " * _chance.randint(0, 1) + "".join(_chance.choices("abcdefghijklmnopqrstuvwxyz", k=_chance.randint(2, 7)))
-    for _ in range(VOCABULARY)
-]  # fmt: skip
+
+
+def _words() -> list[str]:
+    """No two alike; a token of text has 4 to 5 characters, as in English."""
+    chance = random.Random(0)
+    made: dict[str, None] = {}
+    while len(made) < VOCABULARY:
+        letters = chance.choices("abcdefghijklmnopqrstuvwxyz", k=chance.randint(3, 5))
+        made[" " * chance.randint(0, 1) + "".join(letters)] = None
+    return [*SPECIAL, *map(chr, range(256)), *made]
+
+
+WORDS = _words()
 
 
 def tokenizer():
@@ -317,11 +329,11 @@ def tokenizer():
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letters = bytes_to_unicode()
-    words = dict.fromkeys([*SPECIAL, *letters.values()])
-    number = 0
-    while len(words) < len(WORDS):
-        words[f"Ġ{WORDS[len(words)].strip()}{number}"] = None  # no two alike
-        number += 1
+    words = [
+        *SPECIAL,
+        *letters.values(),
+        *(w.replace(" ", "Ġ") for w in WORDS[len(SPECIAL) + 256 :]),
+    ]
     made = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -482,6 +494,8 @@ def lead(case: dict, folder: str, url: str) -> None:
         del warm
         httpx.get(f"{engines}/seen")
         sampling = source._background._thread
+        gc.collect()
+        gc.freeze()  # as start_run does
         base = resident("VmRSS")
 
         @contextmanager

@@ -1,5 +1,6 @@
 """Builds the parts of the loop from the configuration on every rank, user errors first."""
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -371,6 +372,8 @@ def start_run(
         watchdog.waits += [sampling.source.waiting, exchange.waiting]
         recording.open(inputs.tokenizer, inputs.decode, holds_token_values())
         schedule = SaveSchedule(num_steps, state.step)
+        gc.collect()
+        gc.freeze()  # libraries and the model: a scan of them holds up requests for 0.2 s
         yield Run(
             config=config,
             actor=actor,

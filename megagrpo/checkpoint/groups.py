@@ -9,10 +9,10 @@ from typing import Any
 from zipfile import ZipFile
 
 import numpy as np
-import orjson
 from numpy.lib.format import header_data_from_array_1_0, write_array_header_1_0
 
 from megagrpo.mesh import Mesh
+from megagrpo.system.run_folder import json_bytes
 from megagrpo.types import ImageRef, Outcome, Prompt, RolloutGroup, Sample
 
 Record = dict[str, Any]  # JSON
@@ -46,12 +46,7 @@ def write_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
             record[_LOCATION] = record.pop("location")
         return record
 
-    try:
-        records = orjson.dumps(list(groups), plain, orjson.OPT_PASSTHROUGH_DATACLASS)
-    except TypeError:  # half a character, a number of more than 64 bits
-        parts.clear()
-        sizes.clear()
-        records = json.dumps(list(groups), default=plain).encode()
+    records = json_bytes(list(groups), plain)
     parts[_RECORDS] = [np.frombuffer(records, np.uint8)]
     with path.open("wb") as file:
         with ZipFile(file, "w") as archive:  # as numpy.savez does, which needs each array in one

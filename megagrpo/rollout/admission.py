@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 
+_BURST = 64  # requests admitted before the event loop sends them: it would prepare all others first
 _REMEMBERED = 4096  # samples: older ones were sampled by another policy
 _ASSUMED = 8  # samples of the full length, as a prior
 
@@ -33,6 +34,7 @@ class AdmissionQueue:
         self._occupied = 0.0
         self._waiting: list[_Waiting] = []  # a heap
         self._arrivals = itertools.count()
+        self._burst = _BURST  # that may be admitted now
 
     @asynccontextmanager
     async def admitted(
@@ -64,7 +66,7 @@ class AdmissionQueue:
         No request passes another for being small: large ones would starve. One by itself is always
         admitted.
         """
-        while self._waiting and self._in_flight < self.limit:
+        while self._waiting and self._in_flight < self.limit and self._burst:
             first = self._waiting[0]
             if not first.admitted.done():
                 tokens = first.tokens()
@@ -73,7 +75,14 @@ class AdmissionQueue:
                 self._in_flight += 1
                 self._occupied += tokens
                 first.admitted.set_result(tokens)
+                self._burst -= 1
+                if not self._burst:
+                    asyncio.get_running_loop().call_soon(self._next_burst)
             heapq.heappop(self._waiting)
+
+    def _next_burst(self) -> None:
+        self._burst = _BURST
+        self.admit()
 
 
 @dataclass(order=True)

@@ -5,6 +5,7 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -201,12 +202,14 @@ class GenerationClient:
             headers=bearer(self.engines.api_key),
         )
         self._watch = asyncio.create_task(self.engines.watch())
+        self.readers = ThreadPoolExecutor(2, "answers")  # more would hold more of them at once
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         self._watch.cancel()
         with suppress(asyncio.CancelledError):
             await self._watch
+        self.readers.shutdown(wait=False, cancel_futures=True)
         await self.http.close()
 
     async def generate(self, request: SampleRequest) -> Response:
@@ -294,7 +297,9 @@ class Attempt:
                 raise _Refused(f"status {answer.status}: {why[:500]}")
             text = await answer.read()
         read = partial(_read, text, request, ids, client.experts)
-        return read() if len(text) < _LONG else await asyncio.to_thread(read)
+        if len(text) < _LONG:
+            return read()
+        return await asyncio.get_running_loop().run_in_executor(client.readers, read)
 
     def _body(self, ids: np.ndarray) -> dict[str, object]:
         sampling = self._request.params.body(self._request.seed)
@@ -325,7 +330,8 @@ def _read(
     if request.experts_from is None:
         return response
     assert arch is not None, "requested only for models whose experts are described"
-    encoded = answer["meta_info"].get("routed_experts")
+    quoted = answer["meta_info"].get("routed_experts")
+    encoded = None if quoted is None else memoryview(quoted)[1:-1]
     experts = read_experts(arch, encoded, len(ids) + len(response.token_ids) - 1)
     return replace(response, routed_experts=experts[request.experts_from :])
 

@@ -5,6 +5,8 @@ A response of 32k tokens has 1 MB of them, and a parser of JSON makes 130,000 ob
 the time, in which no other thread of the process runs.
 """
 
+from contextlib import suppress
+
 import msgspec
 import numpy as np
 import orjson
@@ -27,12 +29,12 @@ def read_pairs(text: bytes | msgspec.Raw) -> tuple[np.ndarray, np.ndarray]:
     They are those of a parser of JSON, bit for bit, for log-probabilities that the engine has in
     float32. Raises ValueError, TypeError and such for what is no such list.
     """
-    try:
+    with suppress(_Irregular):
         return _read_regular(text)
-    except _Irregular:  # spaces, a missing log-probability, a number without a full stop
-        pairs = orjson.loads(bytes(text)) or []
-        logprobs = np.array([pair[0] for pair in pairs], np.float64)
-        return np.array([pair[1] for pair in pairs], np.int32), logprobs.astype(np.float32)
+    # spaces, a missing log-probability, a number without a full stop
+    pairs = orjson.loads(bytes(text)) or []
+    logprobs = np.array([pair[0] for pair in pairs], np.float64)
+    return np.array([pair[1] for pair in pairs], np.int32), logprobs.astype(np.float32)
 
 
 def _read_regular(text: bytes | msgspec.Raw) -> tuple[np.ndarray, np.ndarray]:

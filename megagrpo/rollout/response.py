@@ -76,7 +76,7 @@ class Meta(TypedDict):
     finish_reason: dict[str, object] | None  # "type": "stop", "length" or "abort"
     output_token_logprobs: NotRequired[msgspec.Raw]  # JSON that logprob_pairs.py reads
     weight_versions: NotRequired[list[VersionSpan] | None]
-    routed_experts: NotRequired[str]
+    routed_experts: NotRequired[msgspec.Raw]  # base64 in quotes
     image_tokens: NotRequired[int]
     cached_tokens: NotRequired[int]  # of the prompt
     # Forwards by the number of a draft's tokens that they accepted.

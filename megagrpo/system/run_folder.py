@@ -29,10 +29,11 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -101,14 +102,19 @@ def sync(path: Path) -> None:
 def write_json_lines(path: Path, records: Iterable[dict]) -> None:
     """Writes one JSON object a line, atomically."""
     with whole_file(path) as draft, draft.open("wb") as file:
-        file.writelines(map(_json_line, records))
+        file.writelines(json_bytes(record) + b"\n" for record in records)
 
 
-def _json_line(record: dict) -> bytes:
-    try:
-        return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
-    except TypeError:  # half a character, a number of more than 64 bits
-        return f"{json.dumps(record, ensure_ascii=False)}\n".encode(errors=HALF_CHARACTERS)
+def json_bytes(value: object, default: Callable[[Any], object] | None = None) -> bytes:
+    """Returns a value as JSON. default: makes what JSON can hold of other objects.
+
+    Written by orjson; by json, ten times as slow, if that refuses half a character, or a number of
+    more than 64 bits.
+    """
+    with suppress(TypeError):
+        return orjson.dumps(value, default, orjson.OPT_PASSTHROUGH_DATACLASS)
+    text = json.dumps(value, default=default, ensure_ascii=False)
+    return text.encode(errors=HALF_CHARACTERS)
 
 
 class _Inside:

@@ -1,11 +1,13 @@
-"""What programs in bench/ import from this repository exists: no other test runs most of them."""
+"""What programs in bench/ import from this repository exists: no other test runs most of them. One of
+them runs at a tiny size."""
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
 
-from tests.experiments import ROOT
+from tests.experiments import ROOT, python
 
 # Programs put their own folder and that of the engine tests on the path.
 FOLDERS = (ROOT, ROOT / "bench", ROOT / "tests" / "e2e")
@@ -50,3 +52,13 @@ def test_own_imports_exist(file):
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 place_of(alias.name)
+
+
+def test_a_step_at_scale_runs_at_a_tiny_one(tmp_path):
+    size = ("--scale", "0.002", "--tokens", "64")
+    program = ROOT / "bench" / "step_at_scale.py"
+    python(program, "--cases", "1,000 engines", *size, "--folder", tmp_path)
+    (row,) = json.loads((tmp_path / "step_at_scale_engines.json").read_text())["rows"]
+    assert (row["engines"], row["requests"], row["tokens"]) == (2, 16, 16 * 64)
+    assert 0 < row["in_flight"] <= 16
+    assert "| 2 | now" in (tmp_path / "step_at_scale_engines.md").read_text()

@@ -262,6 +262,33 @@ def test_requests_to_a_lost_host_are_sent_again():
     assert time.monotonic() - started < 50
 
 
+def test_the_first_requests_leave_before_all_are_prepared():
+    happened = []
+
+    async def request(admission: AdmissionQueue, number: int) -> None:
+        async with admission.admitted():
+            happened.append(("prepared", number))
+            await asyncio.sleep(0)
+            happened.append(("sent", number))
+
+    async def run() -> None:
+        admission = AdmissionQueue(1000)
+        await all_of([request(admission, number) for number in range(200)])
+
+    asyncio.run(run())
+    assert happened.index(("sent", 0)) < happened.index(("prepared", 199))
+    assert len(happened) == 400
+
+
+def test_the_service_is_not_asked_at_every_meeting(monkeypatch):
+    monkeypatch.setattr(source_module, "_LOOK_S", 3600.0)
+    monkeypatch.setattr(source_module, "_POLL_S", 0.005)
+    meetings = itertools.count()
+    with running(FakeService(hang=lambda body: next(meetings) < 200)) as service:
+        make_source(service).next(0, PROMPTS, 0)
+        assert -service.looks <= 3  # before the first request, by the main rank, by the sampler
+
+
 def test_requests_leave_in_order_while_the_caches_have_room():
     left: list[str] = []
 

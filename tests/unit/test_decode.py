@@ -1,0 +1,33 @@
+"""Texts of responses are joined from the bytes of their tokens, as the tokenizer decodes them."""
+
+import json
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megagrpo.data.prompts import decoder
+from megagrpo.families.model import Model
+
+
+@pytest.mark.parametrize("skip_special_tokens", [False, True])
+def test_texts_of_bytes_are_those_of_the_tokenizer(skip_special_tokens, tmp_path, monkeypatch):
+    """Halves of characters and special tokens included; joined, not decoded by the tokenizer."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ["<pad>", "<bos>", "<eos>", *alphabet, "Ġthe", "ä½łå¥½", "ðŁĺ", "ab"]
+    backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<pad>", "<bos>", "<eos>", "<call> é"])
+    backend.add_tokens(["<think>"])
+    names = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 300}))
+    decode = decoder(tokenizer, Model.read(str(tmp_path)), skip_special_tokens)
+    chance = np.random.default_rng(0)
+    drawn = [chance.integers(3, len(tokenizer), chance.integers(0, 40)) for _ in range(200)]
+    wanted = [tokenizer.decode(ids, skip_special_tokens=skip_special_tokens) for ids in drawn]
+    monkeypatch.setattr(PreTrainedTokenizerFast, "_decode", None)  # it must not be asked
+    for ids, text in zip(drawn, wanted, strict=True):
+        with_own = np.concatenate([[1], ids, [0, 2]]).astype(np.int32)
+        assert decode(with_own) == text == decode(ids.astype(np.int32))
