@@ -160,7 +160,10 @@ def test_own_parts_are_refused_by_another_layout(saved: Callable[[str], Path], p
 
 
 def assert_identical(place: Path, kind: str) -> None:
-    straight, resumed = torch.load(f"{place}.straight.pt", map_location="cpu"), torch.load(f"{place}.{kind}.pt", map_location="cpu")
+    straight, resumed = (
+        torch.load(f"{place}.straight.pt", map_location="cpu"),
+        torch.load(f"{place}.{kind}.pt", map_location="cpu"),
+    )
     for what, value in straight.items():
         if isinstance(value, dict):
             assert value and all(
@@ -215,7 +218,9 @@ def test_other_layout_takes_the_same_next_steps(
 
 def test_the_two_updates_move_the_weights(saved: Callable[[str], Path]):
     """Else the comparisons above would compare nothing."""
-    after = torch.load(saved("first") / f"{key('EP2 distributed optimizer', 2)}.straight.pt", map_location="cpu")
+    after = torch.load(
+        saved("first") / f"{key('EP2 distributed optimizer', 2)}.straight.pt", map_location="cpu"
+    )
     moved = {
         name: float((after["weights11"][name] - tensor).abs().max())
         for name, tensor in after["weights10"].items()

@@ -103,7 +103,11 @@ def test_biases_of_routers_stay_and_travel(one_rank: Path):
         layouts, (10, 11)
     ):  # with biases of 0, as before loading, tokens would go elsewhere
         assert (
-            abs(torch.load(one_rank / f"{name}.pt", map_location="cpu")[f"loss{number}"] - one[f"loss{number}"]) < 2e-6
+            abs(
+                torch.load(one_rank / f"{name}.pt", map_location="cpu")[f"loss{number}"]
+                - one[f"loss{number}"]
+            )
+            < 2e-6
         )
     assert (
         found["float32"]

@@ -100,7 +100,10 @@ def test_a_checkpoint_goes_on_in_another_layout(models: Path):
         load | {"parallel": LAYOUTS[name], "then": str(models / f"{name}.pt")} for name in layouts
     ]
     run_ranks(2, models / "others", jobs)
-    whole, same = torch.load(models / "whole.pt", map_location="cpu"), torch.load(models / "same.pt", map_location="cpu")
+    whole, same = (
+        torch.load(models / "whole.pt", map_location="cpu"),
+        torch.load(models / "same.pt", map_location="cpu"),
+    )
     drafts = [name for name in whole["weights11"] if name.startswith("model.layers.4.")]
     assert len(drafts) == 43
     assert all(torch.equal(whole["weights11"][n], t) for n, t in same["weights11"].items())
@@ -127,7 +130,9 @@ def test_a_draft_that_is_not_trained_stays(models: Path):
     }
     run_ranks(1, models / "frozen", [frozen])
     assert not [
-        name for name in torch.load(path, map_location="cpu")["weights11"] if name.startswith("model.layers.4.")
+        name
+        for name in torch.load(path, map_location="cpu")["weights11"]
+        if name.startswith("model.layers.4.")
     ]
 
 

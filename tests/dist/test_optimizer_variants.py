@@ -70,7 +70,9 @@ def test_kinds_of_adam_train_and_resume(tmp_path: Path):
     assert kinds["aware"] == ["FusedAdam"] and kinds["half on the host"] == [
         "HybridDeviceOptimizer"
     ]
-    after = {name: torch.load(tmp_path / f"{name} True.pt", map_location="cpu") for name in VARIANTS}
+    after = {
+        name: torch.load(tmp_path / f"{name} True.pt", map_location="cpu") for name in VARIANTS
+    }
     apart = {name: (flat(weights) - flat(after["plain"])).abs() for name, weights in after.items()}
     share = {name: float((of > 0).float().mean()) for name, of in apart.items()}
     # Float32 states behind other interfaces are the same arithmetic, in another order: float32

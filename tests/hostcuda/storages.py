@@ -15,7 +15,8 @@ def _bytes(storage: UntypedStorage) -> torch.Tensor:
 
 
 def _share(storage: UntypedStorage) -> tuple:
-    """Returns what torch's own method does: device, handle, bytes, offset, counter, its slot, event, whether to wait."""
+    """Returns what torch's own method does: device, handle, bytes, offset, counter, its slot,
+    event, whether to wait."""
     file = host().file_of(storage.data_ptr())
     if file < 0:
         raise RuntimeError("hostcuda: only memory made in a pool, of plain segments, has a handle")
@@ -25,7 +26,9 @@ def _share(storage: UntypedStorage) -> tuple:
 
 def _opened(device: int, handle: bytes, num_bytes: int, *_) -> UntypedStorage:
     if device != host().get_device():
-        raise RuntimeError(f"hostcuda: a handle of cuda:{device} is opened on cuda:{host().get_device()}")
+        raise RuntimeError(
+            f"hostcuda: a handle of cuda:{device} is opened on cuda:{host().get_device()}"
+        )
     process, number = handle.decode().split("/")
     with open(f"/proc/{process}/fd/{number}", "r+b", buffering=0) as file:
         mapped = torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)

@@ -90,7 +90,9 @@ def trees_job(actor: MegatronActor, job: dict) -> dict:
     if "write" in job:
         torch.save(whole(weights, actor.gradients(), actor.mesh), job["reference"])
         return result
-    return result | {"gradients": errors(actor, weights, torch.load(job["reference"], map_location="cpu"))}
+    return result | {
+        "gradients": errors(actor, weights, torch.load(job["reference"], map_location="cpu"))
+    }
 
 
 def main(folder: Path) -> None:

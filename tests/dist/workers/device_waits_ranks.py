@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import patch
 
-
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 import megagrpo
@@ -22,7 +21,9 @@ from tests.dist.workers.routing_replay_ranks import with_planted
 
 @cache
 def _functions(file: Path) -> list[ast.FunctionDef]:
-    return [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
+    return [
+        node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)
+    ]
 
 
 def function_at(place: str) -> str:

@@ -33,7 +33,10 @@ def measure(actor: MegatronActor, job: dict, folder: Path) -> dict:
         if actor.mesh.is_main:
             torch.save(state, job["alone"])
         return {}
-    truth, alone = torch.load(f"{job['model']}.pt", map_location="cpu"), torch.load(job["alone"], map_location="cpu")
+    truth, alone = (
+        torch.load(f"{job['model']}.pt", map_location="cpu"),
+        torch.load(job["alone"], map_location="cpu"),
+    )
     result = {
         "draft_loss": abs(sums["draft/kl"] - truth["loss"]),
         "loss": state["loss"] == alone["loss"],

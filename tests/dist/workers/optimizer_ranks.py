@@ -84,7 +84,10 @@ def measure(actor: MegatronActor, job: dict) -> dict:
     )
     if not job["load"]:
         torch.save(weights, kept)
-    same = all(torch.equal(weights[key], tensor) for key, tensor in torch.load(kept, map_location="cpu").items())
+    same = all(
+        torch.equal(weights[key], tensor)
+        for key, tensor in torch.load(kept, map_location="cpu").items()
+    )
     return {
         "kinds": kinds,
         "then": then,

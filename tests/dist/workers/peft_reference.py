@@ -19,7 +19,10 @@ from tests.dist.workers.samples import LENGTHS, samples
 
 def main(folder: Path) -> None:
     for file in sorted(folder.glob("*/job.json")):
-        job, actor = json.loads(file.read_text()), torch.load(file.parent / "actor.pt", map_location="cpu")
+        job, actor = (
+            json.loads(file.read_text()),
+            torch.load(file.parent / "actor.pt", map_location="cpu"),
+        )
         model = _model(job["model"])
         errors = _formula(model, job["lora"], actor)
         errors["merged"] = _logits(_model(str(file.parent / "merged")), actor)
