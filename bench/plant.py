@@ -387,7 +387,11 @@ def main(faults: Iterable[Fault] = FAULTS, result: str = "plant") -> int:
     with tempfile.TemporaryDirectory(prefix="plant-") as folder:
         copy = copy_of_repository(Path(folder))
         tests = sorted({test for fault in faults for test in fault.tests})
-        for part in ("dist/", "unit/", "hostcuda/"):  # one after the other: they have files of the same name
+        for part in (
+            "dist/",
+            "unit/",
+            "hostcuda/",
+        ):  # one after the other: they have files of the same name
             own = [test for test in tests if test.startswith(part)]
             failing = first_failure(copy, own) if own else None
             assert failing is None, f"{failing} fails without a fault"

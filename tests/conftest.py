@@ -17,6 +17,7 @@ from tests.skips import reason_is_known
 
 # several times what a busy machine needs
 TIMEOUT_S = {"unit": 300, "dist": 900, "e2e": 1200, "cluster": 1800, "gpu": 600}
+TIMEOUT_S["hostcuda"] = TIMEOUT_S["dist"]
 SESSION_VARIABLE = "MEGAGRPO_TEST_SESSION"
 GRACE_S = 60.0  # Ray and SGLang end in several steps
 

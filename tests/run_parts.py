@@ -74,6 +74,11 @@ DIST_NUMERIC = {
     "overlap": None,
     "router_bias": None,
 }
+# files of ranks that also pass on the device of tests/hostcuda, as they stand
+DIST_ON_DEVICE = (
+    *("actor_checkpoint", "actor_layouts", "actor_lora", "routing_replay", "statistics"),
+    *("weights_reshard",),
+)
 SHORT = {"certify": "::test_every_fault_is_found_and_nothing_else"}
 UNIT_WORKERS = min(len(os.sched_getaffinity(0)), 8)
 
@@ -106,8 +111,9 @@ def parts_of_arithmetic(full: bool) -> dict[str, list[str]]:
     return parts
 
 
-def parts_together() -> dict[str, list[str]]:
-    """What pytest is given for each of the others, the longest first."""
+def parts_together(full: bool) -> dict[str, list[str]]:
+    """What pytest is given for each of the others, the longest first; full: files of ranks on the
+    pretended device too."""
     e2e = {
         part: [str(TESTS / "e2e" / f"test_{name}.py") for name in names]
         for part, names in E2E.items()
@@ -116,8 +122,12 @@ def parts_together() -> dict[str, list[str]]:
     e2e["e2e-runs"] = [
         path for path in map(str, sorted((TESTS / "e2e").glob("test_*.py"))) if path not in named
     ]
-    folders = {name: [str(TESTS / name)] for name in ("dist", "cluster", "gpu")}
-    order = ("e2e-engines", "e2e-runs", "dist", "e2e-faults", "e2e-weights", "cluster", "gpu")
+    folders = {name: [str(TESTS / name)] for name in ("dist", "cluster", "gpu", "hostcuda")}
+    if full:
+        files = [str(TESTS / "dist" / f"test_{name}.py") for name in DIST_ON_DEVICE]
+        folders["hostcuda-dist"] = ["--hostcuda", *files]
+    order = ["e2e-engines", "e2e-runs", "dist", "e2e-faults", "e2e-weights", "hostcuda"]
+    order += ["cluster", "gpu", *folders.keys() & {"hostcuda-dist"}]
     return {name: (e2e | folders)[name] for name in order}
 
 
@@ -260,7 +270,8 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="tests-") as logs:
         with runs_of_a_user():
             results = run(parts_alone(), 1, arguments, Path(logs))
-        together = parts_together() | parts_of_arithmetic(full="not slow" not in arguments)
+        full = "not slow" not in arguments
+        together = parts_together(full) | parts_of_arithmetic(full)
         results |= run(together, SIDE_BY_SIDE, arguments, Path(logs))
     failed = [name for name, ended in results.items() if ended.status not in (0, NO_TESTS)]
     for name, ended in results.items():

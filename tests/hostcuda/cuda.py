@@ -250,8 +250,8 @@ def install() -> None:
         "nccl_version_suffix": lambda: b"",
     }
     ignored = (
-        "emptyCache releasePool ipc_collect resetAccumulatedMemoryStats setMemoryFraction sleep lock_mutex unlock_mutex "
-        "clearCublasWorkspaces"
+        "emptyCache releasePool ipc_collect resetAccumulatedMemoryStats setMemoryFraction sleep "
+        "lock_mutex unlock_mutex clearCublasWorkspaces"
     )
     functions |= {f"cuda_{name}": nothing for name in ignored.split()}
     for name, function in functions.items():

@@ -15,7 +15,8 @@ def _bytes(storage: UntypedStorage) -> torch.Tensor:
 
 
 def _share(storage: UntypedStorage) -> tuple:
-    """Returns what torch's own method does: device, handle, bytes, offset, counter, its slot, event, whether to wait."""
+    """Returns what torch's own method does: device, handle, bytes, offset, counter, its slot,
+    event, whether to wait."""
     file = host().file_of(storage.data_ptr())
     if file < 0:
         raise RuntimeError("hostcuda: only memory made in a pool, of plain segments, has a handle")

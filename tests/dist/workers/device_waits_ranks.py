@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import patch
 
-
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 import megagrpo

@@ -12,7 +12,7 @@ from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.tools.certify.measure import ratios, whole
 from megagrpo.weights.actor_weights import load_initial_weights
 from tests.dist.workers.actor_ranks import PLAIN, batch_of, gradient
-from tests.dist.workers.harness import with_actors
+from tests.dist.workers.harness import DEVICE, with_actors
 
 
 def biases(actor: MegatronActor) -> dict[int, list[float]]:
@@ -69,11 +69,9 @@ def losses_by_hand(actor: MegatronActor, balance: float, z: float) -> dict[str, 
     experts, chosen = actor.arch.num_experts, actor.arch.experts_per_token
     for row, length in enumerate(batch.lengths.tolist()):
         logits.clear()
-        hidden = actor.model[0](
-            batch.tokens.long().split(batch.lengths.tolist())[row][None],
-            torch.arange(length)[None],
-            None,
-        )
+        tokens = batch.tokens.long().split(batch.lengths.tolist())[row][None]
+        places = torch.arange(length)[None]
+        hidden = actor.model[0](tokens.to(DEVICE), places.to(DEVICE), None)
         loss = hidden.sum() * 0.0
         for [of_sequence] in logits.values():
             of_sequence = of_sequence.flatten(0, 1)
@@ -90,7 +88,7 @@ def losses_by_hand(actor: MegatronActor, balance: float, z: float) -> dict[str, 
             loss = (
                 loss
                 + balance * sequence_loss / len(batch.lengths)
-                + z * z_sum / batch.lengths.sum()
+                + z * z_sum / int(batch.lengths.sum())
             )
         loss.backward()
     return total
