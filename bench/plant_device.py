@@ -12,7 +12,9 @@ import sys
 from plant import Fault, main
 
 UPDATE = ("hostcuda/test_waits.py",)
-DENSE = ("hostcuda/test_waits.py::test_the_host_waits_where_it_is_documented_and_nowhere_else[qwen3]",)
+DENSE = (
+    "hostcuda/test_waits.py::test_the_host_waits_where_it_is_documented_and_nowhere_else[qwen3]",
+)
 LAYOUT = ("hostcuda/test_layouts.py",)
 SYNC = ("hostcuda/test_waits.py",)
 PUBLISH = ("hostcuda/test_dist.py::test_a_publish_outlives_an_engine",)
