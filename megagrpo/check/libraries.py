@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.actor.megatron.fields import expected_kernels
-from megagrpo.check.hardware import Hardware
+from megagrpo.check.hardware import Hardware, hardware_of
 from megagrpo.check.problems import describe_model, model_folder
 from megagrpo.config.fields import KeyPath, LibrarySettings, broken_rules, complaints
 from megagrpo.config.libraries import SERVER, given_settings, setting_problems
+from megagrpo.config.placement import needs_gpus
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
 from megagrpo.families.table import architecture_of
 from megagrpo.rollout.service.engine_command import (
@@ -39,8 +40,8 @@ def library_problems(
 ) -> list[tuple[KeyPath, str]]:
     """Returns (key path, problem) of each setting that its library does not take.
 
-    everything: Megatron's configurations are built, and SGLang resolves the arguments of an engine,
-    where both compute as here. Of a library that is not installed, as on a login node, it prints
+    everything: Megatron's configurations are built, where it computes as here, and SGLang resolves
+    the arguments of an engine, here or on the GPU that `cluster.gpu` names. Of a library that is not installed, as on a login node, it prints
     that settings are not judged.
     """
     given = given_settings(config.actor, config.rollout)
@@ -55,9 +56,21 @@ def library_problems(
         ("sglang", {SERVER: of_engines} if of_engines else {}, words),
     ]
     with ThreadPoolExecutor() as pool:
-        return [
-            found for part in pool.map(lambda job: _judged(config, *job), jobs) for found in part
-        ]
+        on_gpu = pool.submit(_gpu_problems, config if description is not None else None)
+        judged = pool.map(lambda job: _judged(config, *job), jobs)
+        found = [problem for part in judged for problem in part]
+        return found or on_gpu.result()
+
+
+def _gpu_problems(config: ExperimentConfig | None) -> list[tuple[KeyPath, str]]:
+    """Returns why SGLang does not take the arguments of an experiment for GPUs on its kind."""
+    if config is None or not needs_gpus(config) or find_spec("sglang") is None:
+        return []
+    try:
+        resolve_all([config], (hardware_of(config.cluster.gpu), config.cluster.gpus_per_node))
+    except ValueError as exc:
+        return [(SERVER, f"on {config.cluster.gpu} {exc}")]
+    return []
 
 
 def _description(config: ExperimentConfig) -> dict[str, object] | None:

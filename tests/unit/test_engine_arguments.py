@@ -6,11 +6,13 @@ from pathlib import Path
 
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.check.hardware import HARDWARE
-from megagrpo.check.libraries import resolve_all
+from megagrpo.check.libraries import library_problems, resolve_all
 from megagrpo.check.problems import model_description
 from megagrpo.config.load import load_config
+from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.certify.tiny_model import hf_config
+from tests.experiments import experiment
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "configs" / "models"
@@ -74,3 +76,21 @@ def test_sglang_takes_the_arguments_of_every_experiment(tmp_path):
         wanted |= {name: value for name, value in rollout.sglang.items() if name in found}
         print(", ".join(names), found)
         assert {name: found[name] for name in wanted} == wanted, names
+
+
+def test_check_asks_sglang_about_the_gpu_that_the_experiment_names(tmp_path):
+    """SGLang's own rule, of which no rule here knows: this kernel takes ep 1 or ep of all ranks."""
+    folder = ROOT / "configs" / "models" / "Qwen3-30B-A3B"
+    rollout = {
+        "tp": 4,
+        "ep": 2,
+        "dtype": "bfloat16",
+        "sglang": {"moe_runner_backend": "flashinfer_cutlass"},
+    }
+    wrong = experiment(model={"path": str(folder)}, actor={"dtype": "bfloat16"}, rollout=rollout)
+    [(keys, text)] = library_problems(wrong, everything=True)
+    assert keys == ("rollout", "sglang") and text.startswith("on H100 SGLang does not resolve")
+    right = rollout | {"ep": 4}
+    assert not library_problems(
+        wrong.model_copy(update={"rollout": RolloutConfig(**right)}), everything=True
+    )
