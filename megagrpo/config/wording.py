@@ -85,7 +85,8 @@ def _describe(error: ErrorDetails, path: KeyPath, value: "Plain") -> str:
             return f"{key}.name = {show(tag)}: unknown{hint}"
         case "literal_error":
             allowed = choices(annotations_at(ExperimentConfig, path))
-            hint = _foreign_hint("value_hint", key, value) or nearest(
+            scalar = not isinstance(value, dict | list)
+            hint = (scalar and _foreign_hint("value_hint", key, value)) or nearest(
                 str(value), allowed, context["expected"]
             )
             return f"{shown(path, value)}: not a choice{hint}"

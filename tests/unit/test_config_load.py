@@ -176,6 +176,7 @@ def test_all_problems_are_reported_at_once_with_line_value_and_remedy(tmp_path):
             "actor: {world_size: 4, parallel: {ep: 3}}\n",
             "world_size 4 is not a multiple of etp x ep x pp = 3; 6",
         ),
+        ("actor: {routing_replay: []}\n", "actor.routing_replay = []: not a choice"),
         (
             "actor: {device: cpu, transformer_engine: true}\n",
             "transformer_engine true with device cpu: it needs CUDA",
