@@ -10,7 +10,17 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from megagrpo.config.actor import RouterLossConfig
-from megagrpo.config.fields import Rule, Section, choices, elements, members, sections
+from megagrpo.config.fields import (
+    LARGEST,
+    LONGEST_S,
+    MOST,
+    Rule,
+    Section,
+    choices,
+    elements,
+    members,
+    sections,
+)
 from megagrpo.config.libraries import REFUSED
 from megagrpo.config.objective.correction import Band, Rejection, TruncatedImportance
 from megagrpo.config.reward import OPTIONS
@@ -30,7 +40,8 @@ wins over the file, and the file wins over its `preset: NAME` (see [algorithms](
 `megagrpo check CONFIG` explains what an experiment amounts to and starts nothing. Numbers follow YAML 1.2: `1e-6` is a
 number, `no` is a text.
 
-A *required* key has no default; *none* is written `null`.
+A *required* key has no default; *none* is written `null`. Where no other bound stands, an integer is at most
+2147483647, seconds are at most 2000000, and other numbers are between -1e9 and 1e9.
 """
 _RULES_HEAD = """\
 # Rules
@@ -172,7 +183,7 @@ def _type(field: FieldInfo) -> str:
         f"{sign} {getattr(item, name)}"
         for item in constraints
         for name, sign in _SIGNS
-        if hasattr(item, name)
+        if hasattr(item, name) and abs(getattr(item, name)) not in (MOST, LARGEST, LONGEST_S)
     ]
     return f"{' or '.join(dict.fromkeys(parts))} {' and '.join(bounds)}".strip()
 

@@ -124,8 +124,12 @@ class _Commands:
 
 
 def _load(args: argparse.Namespace) -> ExperimentConfig:
-    """Reads the experiment; before a run and in a check, libraries judge what is set of theirs."""
-    if args.command not in ("check", "train") or under_torchrun():
+    """Reads the experiment; before a run libraries judge what is set of theirs, in a check all."""
+    if args.command == "check":
+        from megagrpo.check.report import later_problems
+
+        return load_config(args.config, args.overrides, later=later_problems)
+    if args.command != "train" or under_torchrun():
         return load_config(args.config, args.overrides)
     from megagrpo.check.libraries import library_problems
 
@@ -323,7 +327,7 @@ def _sft(args: argparse.Namespace, config: ExperimentConfig) -> int:
 def _check(args: argparse.Namespace, config: ExperimentConfig) -> int:
     from megagrpo.check.report import check_command
 
-    return check_command(config, args.hardware, args.all)
+    return check_command(config, args.config, args.overrides, args.hardware, args.all)
 
 
 def _export(args: argparse.Namespace, config: ExperimentConfig) -> int:

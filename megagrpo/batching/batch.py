@@ -275,7 +275,7 @@ def shuffle_rewards(batch: Batch, seed: int, step: int, mesh: Mesh) -> Batch:
     scored = [(sample_id, reward) for sample_id, reward, valid in rows if valid]
     everyone = sorted(pair for part in mesh.gather_dp(scored) for pair in part)
     order = torch.randperm(
-        len(everyone), generator=torch.Generator().manual_seed(seed * 1_000_003 + step)
+        len(everyone), generator=torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
     ).tolist()
     moved = {everyone[i][0]: everyone[j][1] for i, j in enumerate(order)}
     values = torch.tensor(

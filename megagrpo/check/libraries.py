@@ -1,20 +1,25 @@
 """Asks Megatron-Core and SGLang themselves, each in another process, for importing either takes
-seconds: about an experiment's settings of theirs, and about an engine's arguments on a GPU."""
+seconds: about an experiment's settings of theirs, and what they make of all that they are given."""
 
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+from megagrpo.actor.megatron.fields import expected_kernels
 from megagrpo.check.hardware import Hardware
-from megagrpo.check.problems import describe_model
-from megagrpo.config.fields import KeyPath, LibrarySettings
-from megagrpo.config.libraries import SERVER, given_settings
+from megagrpo.check.problems import describe_model, model_folder
+from megagrpo.config.fields import KeyPath, LibrarySettings, broken_rules, complaints
+from megagrpo.config.libraries import SERVER, given_settings, setting_problems
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
+from megagrpo.families.table import architecture_of
 from megagrpo.rollout.service.engine_command import (
     ServerPlace,
     engine_command,
@@ -29,32 +34,64 @@ _LIMIT_S = 600.0
 _SHOWN = 2000  # characters of a library's output, from its end
 
 
-def library_problems(config: ExperimentConfig) -> list[tuple[KeyPath, str]]:
+def library_problems(
+    config: ExperimentConfig, everything: bool = False
+) -> list[tuple[KeyPath, str]]:
     """Returns (key path, problem) of each setting that its library does not take.
 
-    Of a library that is not installed, as on a login node, it prints that settings are not judged.
+    everything: Megatron's configurations are built, and SGLang resolves the arguments of an engine,
+    where both compute as here. Of a library that is not installed, as on a login node, it prints
+    that settings are not judged.
     """
     given = given_settings(config.actor, config.rollout)
     of_engines = given.pop(SERVER)
-    environment = _as_engine(config) if of_engines else None
-    return [
-        *_judged("megatron", {path: value for path, value in given.items() if value}, None),
-        *_judged("sglang", {SERVER: of_engines} if of_engines else {}, environment),
+    broken = [*broken_rules(config), *setting_problems(config.actor, config.rollout)]
+    whole = everything and not broken
+    description = _description(config) if whole else None
+    experiment = None if description is None else [config.model_dump(mode="json"), description]
+    words = _command_here(config) if description is not None else None
+    jobs = [
+        ("megatron", {path: value for path, value in given.items() if value}, experiment),
+        ("sglang", {SERVER: of_engines} if of_engines else {}, words),
     ]
+    with ThreadPoolExecutor() as pool:
+        return [
+            found for part in pool.map(lambda job: _judged(config, *job), jobs) for found in part
+        ]
+
+
+def _description(config: ExperimentConfig) -> dict[str, object] | None:
+    """Returns the model's config.json; None if it is not there, or the layout cannot cut it."""
+    with suppress(ValueError):
+        return describe_model(config)
+    return None
+
+
+def _command_here(config: ExperimentConfig) -> list[str] | None:
+    """Returns the command line of an engine on this machine's CPU; None if it would be on a GPU."""
+    by_itself = config.actor.device == "auto" and config.rollout.dtype == "float32"
+    if config.actor.device != "cpu" and (not by_itself or Path("/dev/nvidiactl").exists()):
+        return None
+    folder = model_folder(config)
+    here = config.model_copy(update={"model": config.model.model_copy(update={"path": folder})})
+    return engine_command(here, _ON_CPU)[3:]  # without the program
 
 
 def _judged(
+    config: ExperimentConfig,
     library: str,
     given: Mapping[tuple[str, ...], Mapping[str, object]],
-    environment: dict[str, str] | None,
+    whole: object,
 ) -> list[tuple[KeyPath, str]]:
-    if not given:
+    """whole: what the library is given in all, see _main; None: only `given` is judged."""
+    if not given and whole is None:
         return []
     if find_spec(library) is None:
-        keys = ", ".join(".".join(path) for path in given)
+        keys = ", ".join(".".join(path) for path in given) or library
         print(f"megagrpo: {keys}: not judged, {library} is not installed here", file=sys.stderr)
         return []
-    job = list(given.items())
+    environment = _as_engine(config) if library == "sglang" else None
+    job = [library, list(given.items()), whole]
     said = _answer("megagrpo.check.libraries", job, environment, f"{library} cannot be imported")
     return [(tuple(path), problem) for path, problem in json.loads(said.splitlines()[-1])]
 
@@ -124,22 +161,45 @@ def resolve_all(
 
 
 def _main() -> None:
-    """Reads [path, settings] pairs as JSON from standard input; prints [key path, problem] pairs."""
-    problems: list[tuple[list[str], str]] = []
-    for path, settings in json.load(sys.stdin):
-        if tuple(path) == SERVER:
-            from megagrpo.rollout.service.engine_words import server_problems
+    """Reads [library, [path, settings] pairs, whole] as JSON from standard input; prints [key path,
+    problem] pairs. whole: experiment and model's description, or the command line of an engine."""
+    library, given, whole = json.load(sys.stdin)
+    print(json.dumps([*(_of_megatron if library == "megatron" else _of_sglang)(given, whole)]))
 
-            found = server_problems(settings)
-        else:
-            from megagrpo.actor.host import prepare_host
 
-            prepare_host("cpu")
-            from megagrpo.actor.megatron.config import megatron_problems
+_Given = list[tuple[list[str], dict[str, object]]]
 
-            found = megatron_problems(tuple(path), settings)
-        problems += [([*path, name], problem) for name, problem in found]
-    print(json.dumps(problems))
+
+def _of_megatron(given: _Given, whole: list[Any] | None) -> Iterator[tuple[list[str], str]]:
+    from megagrpo.actor.host import prepare_host
+
+    prepare_host("cpu")
+    from megagrpo.actor.megatron.config import build_problems, megatron_problems
+
+    found = [
+        ([*path, name], problem)
+        for path, settings in given
+        for name, problem in megatron_problems(tuple(path), settings)
+    ]
+    yield from found
+    if whole is not None and not found:
+        config = ExperimentConfig.model_validate(whole[0])
+        arch = architecture_of(whole[1], config.actor.has_draft)
+        if not expected_kernels(config.actor).cuda:
+            yield from ((["actor"], text) for text in build_problems(arch, config.actor))
+
+
+def _of_sglang(given: _Given, whole: list[str] | None) -> Iterator[tuple[list[str], str]]:
+    from megagrpo.rollout.service.engine_words import resolve_here, server_problems
+
+    found = [
+        ([*path, name], problem)
+        for path, settings in given
+        for name, problem in server_problems(settings)
+    ]
+    yield from found
+    if whole is not None and not found:
+        yield from (([*SERVER], text) for text in complaints(resolve_here, whole))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megagrpo.check.libraries import dry_run
-from megagrpo.check.problems import named_first
+from megagrpo.check.problems import model_folder, named_first
 from megagrpo.checkpoint.folder import data_problem, latest
 from megagrpo.config.fields import complaints
 from megagrpo.config.rollout import AgentConfig
@@ -82,9 +82,7 @@ def try_loading(config: ExperimentConfig) -> LoadingTest:
     """Loads the tokenizer, renders and tokenises the rows of every data file that is already there,
     grades texts for the first ones and has a tool call parsed."""
     trial = LoadingTest()
-    # before the warm-up has written the model's folder, the one that it will be written like
-    folders = [config.model.path, *([config.sft.model] if config.sft is not None else [])]
-    folder = next((folder for folder in folders if (Path(folder) / "config.json").is_file()), None)
+    folder = model_folder(config)
     if folder is None:
         trial.not_tried.insert(
             0, f"tokenizer, chat template, rows and graders ({config.model.path} is not there yet)"

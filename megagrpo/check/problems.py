@@ -44,20 +44,20 @@ def preflight(config: ExperimentConfig, nodes: Nodes | None = None) -> list[str]
     return problems
 
 
+def model_folder(config: ExperimentConfig) -> str | None:
+    """Returns the model's folder, or that of the model from which the warm-up will make it; None
+    without config.json in either."""
+    folders = [config.model.path, *([config.sft.model] if config.sft is not None else [])]
+    return next((folder for folder in folders if (Path(folder) / "config.json").is_file()), None)
+
+
 def model_description(config: ExperimentConfig) -> dict[str, object] | None:
-    """Returns the model's config.json, or that of the model from which the warm-up will make it;
-    None without both.
+    """Returns the config.json of model_folder; None without it.
 
     Raises ValueError for a config.json that is not JSON.
     """
-    for folder in (
-        config.model.path,
-        config.sft.model if config.sft is not None else config.model.path,
-    ):
-        path = Path(folder) / "config.json"
-        if path.is_file():
-            return read_description(path)
-    return None
+    folder = model_folder(config)
+    return None if folder is None else read_description(Path(folder) / "config.json")
 
 
 def describe_model(config: ExperimentConfig) -> dict[str, object]:
@@ -93,6 +93,11 @@ def check_against_model(
     problems += _engine_problems(config, arch)
     problems += load_format_problems(hf, config.rollout.load_format)
     problems += _length_problems(config, arch)
+    if (largest_id := max(config.sampling.stop_token_ids, default=0)) >= arch.vocab_size:
+        problems.append(
+            f"sampling.stop_token_ids: {largest_id} is no token of the model, which has "
+            f"{arch.vocab_size} (vocab_size)"
+        )
     if largest_token_id is not None and largest_token_id >= arch.vocab_size:
         size = f"{arch.vocab_size} embeddings (vocab_size)"
         problems.append(
@@ -128,23 +133,31 @@ def _engine_problems(config: ExperimentConfig, arch: Architecture) -> Iterator[s
             f"rollout.tp = {tp} is neither a divisor nor a multiple of the model's "
             f"num_key_value_heads = {kv_heads}"
         )
+    experts = config.rollout.dtype == "float32" and not config.rollout.deterministic
+    if ep > 1 and experts and config.actor.device == "cuda":
+        yield (
+            f"rollout.ep = {ep} with rollout.dtype float32 on GPUs: torch's experts, the only ones "
+            "in float32, do not skip those of other ranks; set ep 1 or bfloat16"
+        )
     if ep > 1 and not arch.num_experts:
         yield f"rollout.ep = {ep}, but a {arch.family} model has no experts; ep must be 1"
 
 
 def _length_problems(config: ExperimentConfig, arch: Architecture) -> Iterator[str]:
-    cache = config.rollout.sglang.get("max_total_tokens")
+    what = {"max_total_tokens": "cache holds", "context_length": "context is"}
+    limits = {key: config.rollout.sglang.get(key) for key in what}
     for section, length in longest_samples(config).items():
         if length > arch.max_positions:
             yield (
                 f"{section}: up to {length} tokens, but the model has {arch.max_positions} "
                 "positions"
             )
-        if cache is not None and length > cache:
-            yield (
-                f"{section}: up to {length} tokens, but an engine's cache holds {cache} "
-                "(rollout.sglang.max_total_tokens)"
-            )
+        for key, limit in limits.items():
+            if isinstance(limit, int) and length > limit:
+                yield (
+                    f"{section}: up to {length} tokens, but an engine's {what[key]} {limit} "
+                    f"(rollout.sglang.{key})"
+                )
 
 
 def _missing_files(config: ExperimentConfig) -> Iterator[str]:

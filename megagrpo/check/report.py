@@ -3,6 +3,7 @@
 import math
 import textwrap
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,11 +19,13 @@ from megagrpo.check.checkpoint_cost import checkpoint_cost
 from megagrpo.check.engine_memory import concurrency_report, host_cache_bytes
 from megagrpo.check.fitting import StepMemory, experiment_memory, fit_problems, with_model
 from megagrpo.check.hardware import gigabytes
+from megagrpo.check.libraries import library_problems
 from megagrpo.check.loading import LoadingTest, try_loading
 from megagrpo.check.problems import is_made, longest_samples, model_description, preflight
 from megagrpo.check.trainer_memory import trained_elements
 from megagrpo.config.layout import layout_problems, rank_coordinates
 from megagrpo.config.libraries import given_settings
+from megagrpo.config.load import located
 from megagrpo.config.placement import place, placement_problems
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.rows import read_rows
@@ -37,15 +40,43 @@ _OF_A_START = ("port", "node_rank", "dist_init_addr")  # chosen at each start of
 _DISK_GB_S = 10.0  # of a cluster's file system, all nodes together; 1e9 bytes
 
 
-def check_command(config: ExperimentConfig, hardware: str | None, everything: bool) -> int:
+def later_problems(config: ExperimentConfig) -> list[str]:
+    """Returns what the checks after reading find in the rest of an experiment with problems."""
+    found: list[str] = []
+    for check in (preflight, fit_problems, _loading_problems, _library_problems):
+        with suppress(Exception):  # it may rely on what is broken
+            found += check(config)
+    return found
+
+
+def _loading_problems(config: ExperimentConfig) -> list[str]:
+    return try_loading(config).problems
+
+
+def _library_problems(config: ExperimentConfig) -> list[str]:
+    found = library_problems(config, everything=True)
+    return [f"{'.'.join(map(str, keys))}: {text}" for keys, text in found]
+
+
+def check_command(
+    config: ExperimentConfig,
+    path: str,
+    overrides: Sequence[str],
+    hardware: str | None,
+    everything: bool,
+) -> int:
     """Prints the text of `megagrpo check`; test-loads tokenizer and data, imports torch. Returns
     the exit code.
 
-    hardware: see check/engine_memory.py. everything: see explain.
+    path, overrides: from which the experiment was read. hardware: see check/engine_memory.py.
+    everything: see explain.
     """
-    trial = try_loading(config)
-    problems = known_problems(config, trial)
-    at_once = concurrency_report(config, hardware) if problems == trial.problems else []
+    with ThreadPoolExecutor() as pool:  # libraries: seconds, in other processes
+        of_libraries = pool.submit(_library_problems, config)
+        trial = try_loading(config)
+        problems = [*known_problems(config, trial), *of_libraries.result()]
+    at_once = concurrency_report(config, hardware) if set(problems) <= set(trial.problems) else []
+    problems = located(path, overrides, problems)
     print(explain(config, trial, at_once, everything, problems))
     return 1 if problems else 0
 
@@ -73,7 +104,7 @@ def explain(
     described = with_model(config)
     hf = model_description(described)
     draft = config.actor.has_draft
-    arch = None if hf is None or model_problems(hf) else architecture_of(hf, draft)
+    arch = None if hf is None or model_problems(hf, draft) else architecture_of(hf, draft)
     cut = None if arch is None or layout_problems(arch, config.actor) else arch
     steps = _num_steps(config)
     verdict = (
@@ -102,6 +133,8 @@ def _advice(
 ) -> list[str]:
     """Returns what runs, but is probably not meant."""
     actor, rollout, weights = config.actor, config.rollout, config.weights
+    optimizer = actor.optimizer
+    updates = (_num_steps(config) or math.inf) * config.train.updates_of_step
     rounded = "bfloat16" in (actor.dtype, rollout.dtype)
     unplayed = arch is not None and arch.is_moe and actor.routing_replay is None and rounded
     ranks = rollout.num_engines * rollout.tp
@@ -118,6 +151,11 @@ def _advice(
         f"{rollout.num_engines} engines of tp {rollout.tp} are {ranks} ranks beside "
         f"{actor.world_size} trainer ranks: GPUs without an engine idle while samples are "
         "drawn": rollout.colocate and ranks != actor.world_size,
+        f"actor.optimizer.min_lr {optimizer.min_lr:g} has no effect with lr_schedule constant": (
+            optimizer.min_lr and optimizer.lr_schedule == "constant"
+        ),
+        f"actor.optimizer.warmup_steps {optimizer.warmup_steps} are not over after the run's "
+        f"{updates} updates: lr is never reached": optimizer.warmup_steps >= updates,
         "checkpoint.every 0: when a rank is lost, the run begins again at its first step": (
             not config.checkpoint.every
         ),

@@ -1,17 +1,20 @@
 """The `actor` section: layout, kernels, dtype and optimizer of the learner."""
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from pydantic import Field, field_validator
 
 from megagrpo.config.fields import (
     Dtype,
+    Fraction,
     LibrarySettings,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Processes,
     Rule,
+    Seconds,
     Section,
 )
 
@@ -95,17 +98,17 @@ class ParallelConfig(Section):
 class OptimizerConfig(Section):
     """Adam with decoupled weight decay, and the learning rate over time."""
 
-    lr: PositiveFloat = 1e-6
+    lr: Annotated[float, Field(gt=0, le=1)] = 1e-6
     """Learning rate after the warm-up."""
-    min_lr: NonNegativeFloat = 0.0
+    min_lr: Fraction = 0.0
     """Learning rate at the last update, for linear and cosine decay."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up: constant, or decaying to `min_lr` at the last update."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer updates of linear warm-up."""
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: Fraction = 0.0
     """Decoupled weight decay; norms and biases are spared."""
-    adam_beta2: float = 0.999
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     """Decay of Adam's second moment."""
     clip_grad: NonNegativeFloat = 1.0
     """Largest global gradient norm; 0: no clipping."""
@@ -116,13 +119,7 @@ class OptimizerConfig(Section):
     true`; what is set elsewhere in this file, or would break a promise, is refused."""
 
     def problems(self) -> list[Rule]:
-        unread = self.min_lr and self.lr_schedule == "constant"
         return [
-            Rule(
-                unread,
-                f"min_lr {self.min_lr:g} has no effect with lr_schedule constant",
-                "choose linear or cosine",
-            ),
             Rule(
                 self.min_lr > self.lr,
                 f"min_lr {self.min_lr:g} is above lr {self.lr:g}",
@@ -247,9 +244,9 @@ class ActorConfig(Section):
     40000000`; what is set elsewhere in this file, or would break a promise, is refused."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits exist at once: [chunk, vocab / tp] is the largest block ever held."""
-    threads: PositiveInt = 1
+    threads: Processes = 1
     """Threads of a rank's operators on a CPU."""
-    deadline_s: PositiveFloat = 1800.0
+    deadline_s: Seconds = 1800.0
     """Seconds that any collective may wait."""
     max_restarts: NonNegativeInt = 3
     """Times in a run that all ranks start again from the last checkpoint because one was lost."""
@@ -287,7 +284,7 @@ class ActorConfig(Section):
         Of a machine without it nothing is known here: actor/host.py's uses_transformer_engine
         decides there.
         """
-        by_itself = self.lora is None and self.dtype != "float32"
+        by_itself = self.lora is None and self.dtype != "float32" and self.device != "cpu"
         return self.transformer_engine is True or (self.transformer_engine == "auto" and by_itself)
 
     @property
@@ -299,10 +296,16 @@ class ActorConfig(Section):
         p = self.parallel
         with_lora = self.lora is not None
         frozen = "with lora all other weights stay, the routers'"
+        on_cpu = self.transformer_engine is True and self.device == "cpu"
         own_layers = "lora adds to Megatron's own linear layers, not Transformer Engine's"
         return [
             self._indivisible("tp x pp x cp", p.tp * p.pp * p.cp),
             self._indivisible("etp x ep x pp", p.etp * p.ep * p.pp),
+            Rule(
+                on_cpu,
+                "transformer_engine true with device cpu: it needs CUDA",
+                "set transformer_engine: false, or another device",
+            ),
             Rule(
                 with_lora and self.transformer_engine is True,
                 own_layers,

@@ -4,9 +4,15 @@ variant."""
 import math
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field
-
-from megagrpo.config.fields import Aggregation, PositiveFloat, Rule, Section, named
+from megagrpo.config.fields import (
+    Aggregation,
+    Number,
+    PositiveFloat,
+    PositiveInt,
+    Rule,
+    Section,
+    named,
+)
 from megagrpo.config.objective.correction import MismatchConfig
 from megagrpo.config.objective.estimators import AdvantageConfig, GrpoAdvantage
 from megagrpo.config.objective.kl import KL_ERROR_LIMIT, KlConfig
@@ -24,7 +30,7 @@ class DynamicSampling(Section):
     metric: Literal["reward", "shaped_reward"] = "reward"
     """In what the responses of a group must differ: the grader's reward, or that scaled and after
     overlong shaping."""
-    max_num_gen_batches: int = Field(default=10, ge=1)
+    max_num_gen_batches: PositiveInt = 10
     """Batches of prompts a step may generate before the run stops."""
 
 
@@ -41,7 +47,7 @@ class AlgorithmConfig(Section):
     """C of seq-mean-token-sum-norm, in tokens; null: sampling.max_response_tokens."""
     kl: KlConfig = KlConfig()
     """KL to the initial weights."""
-    entropy_coef: float = 0.0
+    entropy_coef: Number = 0.0
     """Coefficient of the entropy bonus; positive values keep the policy random."""
     reward: RewardShapingConfig = RewardShapingConfig()
     """Steps from the grader's reward to the advantage's input."""
@@ -72,9 +78,9 @@ class AlgorithmConfig(Section):
             ),
             Rule(
                 missed and advantage.needs_greedy_response,
-                f"{named(f'reward.{step}' for step in missed)}: changes the rewards but not "
-                f"{advantage.name}'s greedy baseline",
-                "leave it out",
+                f"{named(f'reward.{step}' for step in missed)} would change the rewards but not "
+                f"{advantage.name}'s greedy baseline, which only reward.scale and shift reach",
+                "remove what is named first",
             ),
             Rule(
                 twice,

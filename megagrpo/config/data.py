@@ -6,12 +6,12 @@ from pydantic import Field
 
 from megagrpo.config.fields import (
     LocalPath,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Rule,
     Section,
+    TopK,
     named,
 )
 
@@ -241,12 +241,12 @@ class EvalConfig(Section):
     """Steps between evaluations."""
     num_samples: PositiveInt = 1
     """Responses a prompt; with more than 1, pass@k is reported too."""
-    temperature: NonNegativeFloat = 0.0
+    temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
     """Sampling temperature; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus of probability sampled from; 1: all."""
-    top_k: int = -1
-    """Most probable tokens sampled from; -1: all."""
+    top_k: TopK = -1
+    """Most probable tokens sampled from; -1 or 0: all."""
     num_as_trained: NonNegativeInt = 0
     """Responses a prompt of a second evaluation, sampled at `sampling.temperature` as in training,
     with metrics eval_as_trained/...; 0: none."""

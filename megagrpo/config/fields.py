@@ -1,7 +1,7 @@
 """The base classes of configuration sections, shared types of fields, and walks over the schema."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import UnionType
 from typing import (
@@ -16,7 +16,15 @@ from typing import (
     get_origin,
 )
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    model_validator,
+)
 
 from megagrpo.system.errors import collected
 
@@ -30,16 +38,26 @@ def _expanded(path: object) -> object:
 
 LocalPath = Annotated[str, BeforeValidator(_expanded)]  # ~ and $VARIABLES are expanded
 Dtype = Literal["float32", "bfloat16"]
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
+MOST = 2**31 - 1  # of counts and sizes: libraries keep them in int32
+LARGEST = 1e9  # of other numbers, either way: float32 holds products of them
+PositiveInt = Annotated[int, Field(ge=1, le=MOST)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MOST)]
+Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
+PositiveFloat = Annotated[float, Field(gt=0, le=LARGEST)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=LARGEST)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Processes = Annotated[int, Field(ge=1, le=1024)]  # or threads, on one machine
+LONGEST_S = 2e6  # system calls wait less than 2^31 ms
+Seconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
+# -1, or 0 as other libraries write it: all tokens
+TopK = Annotated[int, Field(ge=-1, le=MOST), AfterValidator(lambda number: number or -1)]
 Aggregation = Literal[
     "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]
 LibrarySettings = dict[
     str, Any
 ]  # fields of a library by its own names; config/libraries checks their values
+RULES_LATER = {"rules": "later"}  # a context of validation in which broken_rules judges instead
 KeyPath = tuple[str | int, ...]  # of a value in an experiment: ("sampling", "stop", 0)
 
 
@@ -81,8 +99,8 @@ class Section(BaseModel):
         return []
 
     @model_validator(mode="after")
-    def _goes_together(self) -> Self:
-        for rule in self.problems():
+    def _goes_together(self, info: ValidationInfo) -> Self:
+        for rule in self.problems() if info.context is not RULES_LATER else []:
             if rule.when:
                 raise ValueError(rule.text)
         return self
@@ -101,6 +119,19 @@ class Variant(Section):
     )
 
     name: str
+
+
+def broken_rules(section: Section, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+    """Yields (path of a section, text) of each broken rule inside `section`."""
+    found: list[str] = []
+    with collected(found):  # a rule may ask a grader's own options, which refuse by themselves
+        found += [rule.text for rule in section.problems() if rule.when]
+    yield from ((path, text) for text in found)
+    for key, value in section:
+        several = isinstance(value, list)
+        for index, item in enumerate(value if several else [value]):
+            if isinstance(item, Section):
+                yield from broken_rules(item, (*path, key, index) if several else (*path, key))
 
 
 def named(names: Iterable[str]) -> str:

@@ -91,6 +91,13 @@ def _adapters(arch: Architecture, config: ActorConfig) -> Iterator[str]:
             "whose projections adapters cannot be cut like; tp may be "
             f"{divisors(arch.num_kv_heads, p.tp)}"
         )
+    if arch.is_moe and of_experts:
+        for name in ("overlap_grad_reduce", "overlap_param_gather"):
+            if config.ddp.get(name):
+                yield (
+                    f"actor.ddp.{name}: with actor.lora, replicas of experts' adapters are summed "
+                    "before the ranks' gradients are; remove it, or targets in experts"
+                )
     if not FAMILIES[arch.family].TAKES_ADAPTERS:
         yield (
             f"actor.lora is not supported with a {arch.family} model: train all weights, or "

@@ -224,6 +224,10 @@ _VALUES: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
+# The same, numbers: the smallest with which an engine starts.
+_AT_LEAST = {"page_size": 1, "context_length": 1, "max_total_tokens": 1, "max_prefill_tokens": 1}
+
+
 def _refused(ours: Mapping[str, str], reasons: Mapping[str, str]) -> dict[str, str]:
     """Returns pattern -> what it is instead of the user's: "set by" a key of ours, or refused."""
     said = {f"set by {key}": names for key, names in ours.items()}
@@ -269,6 +273,9 @@ def setting_problems(actor: ActorConfig, rollout: RolloutConfig) -> Iterator[tup
     for name, (right, why) in _VALUES.items():
         if (value := rollout.sglang.get(name, right[0])) not in right:
             yield (*SERVER, name), f"{value} is refused: {why}; it may be {', '.join(right)}"
+    for name, least in _AT_LEAST.items():
+        if isinstance(value := rollout.sglang.get(name, least), int) and value < least:
+            yield (*SERVER, name), f"must be at least {least}"
     for path, name, broken, text in (*_trainer_rules(actor), *_engine_rules(rollout)):
         if given[path].get(name) and broken:
             yield (*path, name), text
@@ -277,7 +284,14 @@ def setting_problems(actor: ActorConfig, rollout: RolloutConfig) -> Iterator[tup
 _Rules = list[tuple[Path, str, object, str]]  # a field that is set, what must not be so, and why
 # Megatron's checkpoint of these names what Transformer Engine defines, in fp8 or not
 _RECOMPUTED_BY_ENGINE = {"layernorm", "moe_act", "mla_up_proj"}
-_OF_ENGINE = ("fp8", "moe_permute_fusion", "moe_router_fusion", "apply_rope_fusion")
+_OF_ENGINE = (
+    "fp8",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "apply_rope_fusion",
+    "cpu_offloading",
+    "symmetric_ar_type",
+)
 
 
 def _trainer_rules(actor: ActorConfig) -> _Rules:
@@ -288,6 +302,7 @@ def _trainer_rules(actor: ActorConfig) -> _Rules:
     overlaps = model.get("overlap_p2p_comm")
     engine = "needs Transformer Engine's layers (actor.transformer_engine)"
     of_engine = _RECOMPUTED_BY_ENGINE.intersection(model.get("recompute_modules") or ())
+    hidden = "Megatron takes with its layers only (actor.transformer_engine)"
     virtual = "the schedule of virtual stages (actor.parallel.vpp of 2 or more)"
     kinds = {"modules": "selective", "method": "full", "num_layers": "full"}
     host = ("use_precision_aware_optimizer", "optimizer_cpu_offload")
@@ -351,15 +366,6 @@ def _trainer_rules(actor: ActorConfig) -> _Rules:
             p.vpp == 1,
             f"only {virtual} starts the gathers; in others each would be waited for",
         ),
-        *(
-            (
-                DDP,
-                name,
-                actor.lora,
-                "with lora, replicas of experts are summed before the ranks' gradients are",
-            )
-            for name in ("overlap_grad_reduce", "overlap_param_gather")
-        ),
         (
             DDP,
             "overlap_param_gather",
@@ -383,6 +389,10 @@ def _trainer_rules(actor: ActorConfig) -> _Rules:
                 actor.dtype != "bfloat16",
                 "keeps float32 copies of bfloat16 weights; with actor.dtype float32 there are none",
             )
+            for name in host
+        ),
+        *(
+            (OPTIMIZER, name, own_layers, "needs Transformer Engine's Adam, which " + hidden)
             for name in host
         ),
         (

@@ -6,30 +6,33 @@ file, overrides); validate with the schema; check the settings of libraries.
 Problems are reported in the words of the file.
 """
 
+import copy
 import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeAlias, cast
 
 import yaml
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
-from megagrpo.config.fields import KeyPath, all_paths, annotations_at, choices, sections
+from megagrpo.config.fields import (
+    RULES_LATER,
+    KeyPath,
+    broken_rules,
+)
 from megagrpo.config.libraries import setting_problems
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.config.wording import by_path, dotted, in_words, nearest, show, shown, value_at
 from megagrpo.system.run_folder import write_whole
-from megagrpo.system.user_function import did_you_mean
 
 PRESETS = Path(__file__).with_name("presets")
-_TOOLS = "megagrpo.tools"
 
 
 Plain: TypeAlias = "dict[str, Plain] | list[Plain] | str | int | float | bool | None"
+# of keys that have no default, while the rest is judged
+_STAND_INS: dict[str, Plain] = {"name": "-", "output_dir": "-", "model": {"path": "-"}, "data": {}}
 
 
 class ConfigError(ValueError):
@@ -50,16 +53,6 @@ class _Source:
         """Returns the location of the value at `path`, or of the nearest section around it."""
         around = (path[:length] for length in range(len(path), 0, -1))
         return next((self.locations[part] for part in around if part in self.locations), self.name)
-
-    def value(self, path: KeyPath) -> Plain:
-        """Returns the value at `path`; None if it is missing."""
-        value = self.data
-        for key in path:
-            if isinstance(value, dict):
-                value = value.get(str(key))
-            elif isinstance(value, list) and isinstance(key, int):
-                value = value[key]
-        return value
 
 
 class _Loader(yaml.SafeLoader):
@@ -98,13 +91,45 @@ def load_config(
     path: str | Path,
     overrides: Sequence[str] = (),
     judge: Callable[[ExperimentConfig], Iterable[tuple[KeyPath, str]]] = lambda config: (),
+    later: Callable[[ExperimentConfig], Iterable[str]] = lambda config: (),
 ) -> ExperimentConfig:
     """Reads an experiment file; `overrides` are "a.b=c" with c in YAML. `judge` returns (key path,
-    problem) of settings: check/libraries.py.
+    problem) of settings: check/libraries.py. `later` returns what other checks find; it is asked
+    if the file has problems, about the rest of it.
 
     Raises ConfigError naming every unknown key, wrong value and impossible combination, with file,
     line and remedy.
     """
+    source = _merged(path, overrides)
+    config, problems, refused = _validated(source)
+    if config is None:
+        _refuse(source, problems)
+    assert config is not None
+    found = [
+        f"{_places(source, text, keys)}: {dotted(keys)}{': ' if keys else ''}{text}"
+        for keys, text in broken_rules(config)
+        if not _inside(keys, refused)
+    ]
+    found += [
+        f"{source.location(keys)}: {shown(keys, value_at(source.data, keys))}: {text}"
+        for keys, text in (*setting_problems(config.actor, config.rollout), *judge(config))
+    ]
+    if problems or found:
+        found += located(path, overrides, later(config))
+    # what names a refused value may be a consequence of it
+    _refuse(source, [*problems, *(text for text in found if not _names_any(text, refused))])
+    return config
+
+
+def located(path: str | Path, overrides: Sequence[str], problems: Iterable[str]) -> list[str]:
+    """Returns problems, each behind the lines and overrides that wrote the keys which it names."""
+    source = _merged(path, overrides)
+    found = [(_places(source, text, ()), text) for text in problems]
+    return [text if where == source.name else f"{where}: {text}" for where, text in found]
+
+
+def _merged(path: str | Path, overrides: Sequence[str]) -> _Source:
+    """Returns what preset, file and overrides say together. Raises ConfigError."""
     source = _read_file(Path(path))
     _refuse(source, source.problems)
     # A preset and the choice of a variant come before what is set inside them, in any order on the
@@ -117,20 +142,67 @@ def load_config(
         if not _sets(text, "preset"):
             _override(source, text)
     _refuse(source, source.problems)
-    try:
-        config = ExperimentConfig.model_validate(source.data)
-    except ValidationError as exc:
-        _refuse(source, _explain_errors(exc, source))
-        raise
-    found = [*setting_problems(config.actor, config.rollout), *judge(config)]
-    _refuse(
-        source,
-        [
-            f"{source.location(keys)}: {_shown(keys, source.value(keys))}: {text}"
-            for keys, text in found
-        ],
-    )
-    return config
+    return source
+
+
+def _validated(source: _Source) -> tuple[ExperimentConfig | None, list[str], set[KeyPath]]:
+    """Returns the experiment without what its types refuse, the problems, and the paths of the
+    refused; None if a required value is left out. No rule is judged."""
+    data = copy.deepcopy(source.data)
+    problems: list[str] = []
+    refused: set[KeyPath] = set()
+    while True:
+        try:
+            config = ExperimentConfig.model_validate(data, context=RULES_LATER)
+        except ValidationError as exc:
+            errors = by_path(exc, data)
+        else:
+            return config, problems, refused
+        # what is missing now because it was refused is no problem of its own
+        fresh = {path: found for path, found in errors.items() if not _inside(path, refused)}
+        problems += [
+            f"{source.location(path)}: {text}" for path, text in in_words(fresh, source.data)
+        ]
+        again = {path[:-1] for path in errors.keys() - fresh.keys()}
+        for path in (*fresh, *again):
+            if not path or (not _left_out(data, path) and path in refused):
+                return None, problems, refused
+            refused.add(path)
+
+
+def _inside(path: KeyPath, refused: set[KeyPath]) -> bool:
+    return any(path[:length] in refused for length in range(1, len(path) + 1))
+
+
+def _left_out(data: Plain, path: KeyPath) -> bool:
+    """Takes the value at `path` out of the data, or puts a stand-in there. Returns whether that
+    changed anything."""
+    *around, key = next((path[:i] for i, key in enumerate(path) if isinstance(key, int)), path)
+    if [*around, key] == ["model", "path"]:
+        return _left_out(data, ("model",))
+    section = value_at(data, tuple(around))
+    if not isinstance(section, dict):
+        return False
+    there = section.pop(str(key), None)
+    if not around and key in _STAND_INS:
+        section[str(key)] = copy.copy(_STAND_INS[str(key)])
+        return there != _STAND_INS[str(key)]
+    return there is not None
+
+
+def _names_any(text: str, paths: Iterable[KeyPath]) -> bool:
+    """Returns whether a message names one of the keys, so that it may be a consequence of the
+    value there."""
+    keys = [re.escape(str(path[-1])) for path in paths if len(path) > 1]
+    return bool(keys) and re.search(rf"\b({'|'.join(keys)})\b", text) is not None
+
+
+def _places(source: _Source, text: str, path: KeyPath) -> str:
+    """Returns the locations of the keys that a message about the section at `path` names."""
+    words = re.findall(r"[a-z]\w*(?:\.\w+)*", text)
+    keys = [(*path, *word.split(".")) for word in words if path or "." in word]
+    found = [source.locations[key] for key in keys if key in source.locations]
+    return ", ".join(dict.fromkeys(found)) or source.location(path)
 
 
 def dump_config(config: ExperimentConfig, path: str | Path) -> None:
@@ -145,7 +217,9 @@ def dump_config(config: ExperimentConfig, path: str | Path) -> None:
 def _refuse(source: _Source, problems: list[str]) -> None:
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError("\n  ".join([f"{source.name}: {count}", *problems])) from None
+        raise ConfigError(
+            "\n  ".join([f"{source.name}: {count}", *dict.fromkeys(problems)])
+        ) from None
 
 
 def _read_file(path: Path) -> _Source:
@@ -200,7 +274,7 @@ def _build(loader: _Loader, node: yaml.Node, path: KeyPath, source: _Source) -> 
         if key in out:
             first = source.locations[here]
             source.problems.append(
-                f"{location}: {_dotted(here)} is written twice (first at {first}); remove one"
+                f"{location}: {dotted(here)} is written twice (first at {first}); remove one"
             )
         out[key] = _build(loader, child, here, source)
         source.locations[here] = location
@@ -216,9 +290,7 @@ def _lay_over_preset(source: _Source) -> None:
     known = sorted(path.stem for path in PRESETS.glob("*.yaml"))
     if name not in known:
         location = source.location(("preset",))
-        source.problems.append(
-            f"{location}: preset {name!r} is unknown{_nearest(str(name), known)}"
-        )
+        source.problems.append(f"{location}: preset {name!r} is unknown{nearest(str(name), known)}")
         return
     preset = _read_file(PRESETS / f"{name}.yaml")
     _refuse(source, preset.problems)
@@ -249,8 +321,8 @@ def _override(source: _Source, text: str) -> None:
     A section that gets another `name` is another variant and loses what was written for the old
     one, as in _merge.
     """
-    dotted, equals, value = text.partition("=")
-    keys = tuple(dotted.strip().split("."))
+    key_path, equals, value = text.partition("=")
+    keys = tuple(key_path.strip().split("."))
     location = f"--set {text}"
     if not equals or not all(keys):
         source.problems.append(f"{location}: should look like --set train.num_steps=20")
@@ -265,7 +337,7 @@ def _override(source: _Source, text: str) -> None:
         inner = section[key]
         if not isinstance(inner, dict):
             source.problems.append(
-                f"{location}: {_dotted(keys[:depth])} is {_show(inner)}, not a section"
+                f"{location}: {dotted(keys[:depth])} is {show(inner)}, not a section"
             )
             return
         section = inner
@@ -280,137 +352,3 @@ def _override(source: _Source, text: str) -> None:
     source.locations |= (
         {forgotten: location} | {(*keys, *k): location for k in parsed.locations} | {keys: location}
     )
-
-
-# ---- problems, in words
-# ------------------------------------------------------------------------------------------
-
-
-def _explain_errors(exc: ValidationError, source: _Source) -> list[str]:
-    """Returns one line for each problem. pydantic reports a union of scalar types once a member;
-    one line is enough."""
-    by_path: dict[KeyPath, list[ErrorDetails]] = {}
-    for error in exc.errors(include_url=False):
-        by_path.setdefault(_data_path(error["loc"], error["type"], source.data), []).append(error)
-    lines = []
-    for path, errors in by_path.items():
-        value = source.value(path)
-        if len(errors) > 1 and errors[0]["type"].endswith("_type"):
-            problems = [f"{_shown(path, value)}: should be a text, a number, true or false"]
-        else:
-            problems = list(dict.fromkeys(_describe(error, path, value) for error in errors))
-        lines += [f"{source.location(path)}: {problem}" for problem in problems]
-    return lines
-
-
-def _data_path(loc: KeyPath, kind: str, data: Plain) -> KeyPath:
-    """Returns pydantic's location without the union tags that it puts between keys."""
-    path: list[str | int] = []
-    for i, key in enumerate(loc):
-        if isinstance(data, dict) and key in data:
-            data = data[str(key)]
-        elif isinstance(data, list) and isinstance(key, int) and key < len(data):
-            data = data[key]
-        elif i < len(loc) - 1 or kind != "missing":
-            continue
-        path.append(key)
-    return tuple(path)
-
-
-def _describe(error: ErrorDetails, path: KeyPath, value: Plain) -> str:
-    kind = error["type"]
-    dotted = _dotted(path)
-    context = error.get("ctx", {})
-    match kind:
-        case "extra_forbidden":
-            hint = _foreign_hint("key_hint", dotted, value) or _remedy_unknown(path)
-            return f"{_shown(path, value)}: unknown key{hint}"
-        case "missing":
-            return f"{dotted} is missing; it has no default, write it"
-        case "value_error":
-            return f"{dotted + ': ' if dotted else ''}{context['error']}"
-        case "union_tag_not_found":
-            return f"{_shown(path, value)}: needs a 'name', one of {', '.join(_variants(path))}"
-        case "union_tag_invalid":
-            tag = str(context["tag"])
-            hint = _foreign_hint("value_hint", f"{dotted}.name", tag) or _nearest(
-                tag, _variants(path)
-            )
-            return f"{dotted}.name = {_show(tag)}: unknown{hint}"
-        case "literal_error":
-            allowed = choices(annotations_at(ExperimentConfig, path))
-            hint = _foreign_hint("value_hint", dotted, value) or _nearest(
-                str(value), allowed, context["expected"]
-            )
-            return f"{_shown(path, value)}: not a choice{hint}"
-        case "model_type" | "model_attributes_type":
-            return f"{_shown(path, value)}: should be a section with keys {', '.join(_keys(path))}"
-    message = re.sub(r"^Input should be", "should be", error["msg"])
-    return f"{_shown(path, value)}: {message}{_type_remedy(kind, path, value)}"
-
-
-def _foreign_hint(kind: str, key: str, value: object) -> str:
-    """Returns what `megagrpo convert` knows of a key or value of another framework; "" if that tool
-    is not installed."""
-    if find_spec(_TOOLS) is None:
-        return ""
-    return getattr(import_module(f"{_TOOLS}.convert.foreign"), kind)(key, value)
-
-
-def _type_remedy(kind: str, path: KeyPath, value: Plain) -> str:
-    if isinstance(value, bool) and path[-2:] in (("reward", "scale"), ("reward", "shift")):
-        return (
-            "; ROLL's reward_scale: true is algorithm.reward.std here, its reward_shift: true "
-            "algorithm.reward.mean"
-        )
-    if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str):
-        return "; write it without quotes" if re.fullmatch(r"[-+\d.eE_]+|true|false", value) else ""
-    if (
-        kind == "string_pattern_mismatch"
-        and path[-1] == "name"
-        and isinstance(value, str)
-        and "/" in value
-    ):
-        return "; the grader of a source of prompts is said by data.grader_by_source"
-    if kind == "string_type" and value is not None and not isinstance(value, dict | list):
-        return f"; write it in quotes: '{value}'"
-    if kind == "int_type" and isinstance(value, float) and value.is_integer():
-        return f"; write {int(value)}"
-    return f"; write [{value}]" if kind == "list_type" else ""
-
-
-def _keys(path: KeyPath) -> list[str]:
-    """Returns the keys of the section at `path`, over all of its variants."""
-    found = sections(annotations_at(ExperimentConfig, path))
-    return list(dict.fromkeys(name for section in found for name in section.model_fields))
-
-
-def _variants(path: KeyPath) -> list[str]:
-    return choices(annotations_at(ExperimentConfig, (*path, "name")))
-
-
-def _remedy_unknown(path: KeyPath) -> str:
-    key = str(path[-1])
-    siblings = _keys(path[:-1])
-    elsewhere = [known for known in all_paths(ExperimentConfig) if known.split(".")[-1] == key]
-    if elsewhere and not did_you_mean(key, siblings):
-        return f"; did you mean {' or '.join(elsewhere[:3])}?"
-    return _nearest(key, siblings)
-
-
-def _nearest(word: str, choices: list[str], fallback: str = "") -> str:
-    known = ", ".join(choices) or fallback
-    return did_you_mean(word, choices) or (f"; known: {known}" if known else "")
-
-
-def _show(value: Plain) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _shown(path: KeyPath, value: Plain) -> str:
-    return f"{_dotted(path)} = {_show(value)}"
-
-
-def _dotted(path: KeyPath) -> str:
-    return ".".join(str(key) for key in path)

@@ -8,11 +8,14 @@ from urllib.parse import urlsplit
 from pydantic import Field, ValidationError, field_validator
 
 from megagrpo.config.fields import (
+    MOST,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
+    Number,
     PositiveInt,
+    Processes,
     Rule,
+    Seconds,
     Section,
     named,
 )
@@ -31,17 +34,17 @@ class CodeOptions(Section):
 
     score: Literal["fraction", "all"] = "fraction"
     """Fraction of the tests that pass, or 1 if all do, else 0."""
-    test_s: PositiveFloat = 3.0
+    test_s: Seconds = 3.0
     """Seconds for one test; then it has failed."""
-    total_s: PositiveFloat = 8.0
+    total_s: Seconds = 8.0
     """Seconds for all tests of a response; those left then have failed."""
-    memory_mb: Annotated[int, Field(ge=64)] = 512
+    memory_mb: Annotated[int, Field(ge=64, le=MOST)] = 512
     """MiB: address space of each process, resident memory of all of a program's together."""
     output_kb: PositiveInt = 1024
     """KiB that a program may write to standard output."""
     disk_mb: PositiveInt = 16
     """MiB of files that a program may write."""
-    open_files: Annotated[int, Field(ge=8)] = 64
+    open_files: Annotated[int, Field(ge=8, le=MOST)] = 64
     """Files that one process may have open."""
     processes: PositiveInt = 8
     """Processes and threads of one program."""
@@ -57,7 +60,7 @@ class ServiceOptions(Section):
 
     url: str
     """URL of the POST requests; without user name or password."""
-    timeout_s: PositiveFloat = 60.0
+    timeout_s: Seconds = 60.0
     """Seconds for one request with its retries; then the outcome is a timeout."""
     retries: NonNegativeInt = 4
     """Further attempts after a lost connection, a status 429 or a status of 500 and above."""
@@ -105,7 +108,7 @@ class JudgeOptions(ServiceOptions):
     )
     """Regular expression whose last match in the judge's reply holds the score in its first
     group."""
-    scores: dict[str, float | int] = Field(default={})
+    scores: dict[str, Number | int] = Field(default={})
     """Words of the first group and their scores, such as {yes: 1, no: 0}; default: a number."""
     temperature: NonNegativeFloat = 0.0
     """The judge's sampling temperature."""
@@ -140,7 +143,7 @@ class GraderConfig(Section):
     """As `reward.grader`."""
     name: Annotated[str, Field(pattern=r"^[a-z0-9_]*$")] = ""
     """Its name in metrics, rollouts and `data.grader_key`; default: that of the grader."""
-    weight: float = 1.0
+    weight: Number = 1.0
     """Factor of its score in the reward, which is the sum."""
     args: GraderArgs = Field(default={})
     """Keyword arguments of the grader."""
@@ -170,9 +173,9 @@ class RewardConfig(Section):
     "package.module:function"; default: none."""
     group_args: dict[str, Scalar] = Field(default={})
     """Keyword arguments of the group grader."""
-    workers: PositiveInt = 2
+    workers: Processes = 2
     """Grader processes of each rank that samples."""
-    timeout_s: PositiveFloat = 10.0
+    timeout_s: Seconds = 10.0
     """Seconds for one response in a grader process; then its outcome is a timeout, which is never
     learned from. `http` and `judge` have their own."""
     shuffle: bool = False

@@ -9,10 +9,14 @@ from megagrpo.config.fields import (
     Dtype,
     LibrarySettings,
     NonNegativeInt,
+    Number,
     PositiveFloat,
     PositiveInt,
+    Processes,
     Rule,
+    Seconds,
     Section,
+    TopK,
 )
 
 if TYPE_CHECKING:
@@ -42,13 +46,13 @@ class EnvironmentConfig(Section):
     credit: Literal["rollout", "turn"] = "rollout"
     """Where the reward goes: to the whole rollout, or each step's to the turn before it, for
     estimators with returns (`reinforce`, `reinforce_plus_plus`)."""
-    workers: PositiveInt = 2
+    workers: Processes = 2
     """Processes of each rank that samples; each has many environments and answers one call at a
     time."""
-    timeout_s: PositiveFloat = 30.0
+    timeout_s: Seconds = 30.0
     """Seconds for one call; then the process is ended, and the rollout's outcome is a timeout,
     never a reward."""
-    episode_timeout_s: PositiveFloat | None = None
+    episode_timeout_s: Seconds | None = None
     """Seconds for all calls of a rollout together, after which its rewards so far count; not the
     time for which it waits for engines or for a process. Default: no limit but
     `rollout.step_timeout_s`."""
@@ -101,7 +105,7 @@ class AgentConfig(Section):
     credit: Literal["rollout", "turn"] = "rollout"
     """Where the reward goes: to the whole rollout, or `turn_rewards` to their turns, for estimators
     with returns (`reinforce`, `reinforce_plus_plus`)."""
-    truncated_reward: float | None = None
+    truncated_reward: Number | None = None
     """The reward if a limit of tokens or turns made the program fail; default: an error, which has
     no reward."""
     tool_parser: str = ""
@@ -109,9 +113,9 @@ class AgentConfig(Section):
     the message."""
     reasoning_parser: str = ""
     """SGLang's name of the parser of reasoning, such as qwen3."""
-    workers: PositiveInt = 2
+    workers: Processes = 2
     """Processes of each rank that samples; each runs many programs at once."""
-    timeout_s: PositiveFloat = 600.0
+    timeout_s: Seconds = 600.0
     """Seconds of a program, without those for which engines sample its turns; then it is ended, and
     the rollout's outcome is a timeout, never a reward."""
 
@@ -133,17 +137,17 @@ class AgentConfig(Section):
 class SamplingConfig(Section):
     """How responses are sampled."""
 
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     """Sampling temperature; log-probabilities are of the same distribution."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus of probability sampled from; 1: all."""
-    top_k: int = -1
-    """Most probable tokens sampled from; -1: all."""
+    top_k: TopK = -1
+    """Most probable tokens sampled from; -1 or 0: all."""
     max_response_tokens: PositiveInt = 512
     """Longest response in tokens."""
-    stop_token_ids: list[int] = Field(default=[])
+    stop_token_ids: list[NonNegativeInt] = Field(default=[])
     """Token ids that end a response, beside the model's own end of sequence."""
-    stop: list[str] = Field(default=[])
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
     """Texts that end a response."""
     skip_special_tokens: bool = False
     """Leave special tokens out of the text that graders, environments and tool parsers see; default:
@@ -275,15 +279,15 @@ class RolloutConfig(Section):
     """Fields of SGLang's ServerArgs, by their names there, such as `chunked_prefill_size: 8192`."""
     host: str = "127.0.0.1"
     """Address of services, or an interface of all machines: eth0."""
-    request_timeout_s: PositiveFloat = 600.0
+    request_timeout_s: Seconds = 600.0
     """Seconds for one request."""
-    step_timeout_s: PositiveFloat = 3600.0
+    step_timeout_s: Seconds = 3600.0
     """Seconds for all groups of a step, of each batch under dynamic sampling, or of an
     evaluation."""
-    start_timeout_s: PositiveFloat = 300.0
+    start_timeout_s: Seconds = 300.0
     """Seconds for an engine, or for Ray, to start; default with `quantization`, whose kernels are
     compiled at the first start on a node: 3600."""
-    health_timeout_s: PositiveFloat | None = None
+    health_timeout_s: Seconds | None = None
     """Seconds of silence after which an engine is started again; longer than the longest forward
     pass. Default: 300 on GPUs, where the first pass of a length compiles kernels; 60 on a CPU."""
     max_restarts: NonNegativeInt = 5
@@ -417,7 +421,7 @@ class WeightsConfig(Section):
     elements are the same."""
     bucket_mb: PositiveFloat = 512.0
     """MiB of weights that a rank holds beside its parameters during a transfer."""
-    timeout_s: PositiveFloat = 600.0
+    timeout_s: Seconds = 600.0
     """Seconds for one publish, restarted engines included; below `actor.deadline_s`."""
 
     @property

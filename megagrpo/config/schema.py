@@ -15,6 +15,7 @@ from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.data import DataConfig, EvalConfig, ModelConfig
 from megagrpo.config.fields import (
     Dtype,
+    Fraction,
     LocalPath,
     NonNegativeInt,
     PositiveFloat,
@@ -76,7 +77,7 @@ class TrainConfig(Section):
     non_finite: Literal["halt", "skip"] = "halt"
     """Reaction to an update whose loss or gradient is not finite; its batch is dumped either
     way."""
-    max_bad_fraction: Annotated[float, Field(ge=0, le=1)] = 0.5
+    max_bad_fraction: Fraction = 0.5
     """Fraction of reward errors and timeouts in a step above which the run stops."""
 
     @property
@@ -192,7 +193,7 @@ class ClusterConfig(Section):
 class SftOptimizerConfig(Section):
     """Adam in the warm-up: adam_beta2 is `actor.optimizer`'s, the rest has its defaults."""
 
-    lr: PositiveFloat = 1e-3
+    lr: Annotated[float, Field(gt=0, le=1)] = 1e-3
     """Learning rate after its warm-up."""
     warmup_steps: NonNegativeInt = 0
     """Updates of linear warm-up."""
@@ -228,7 +229,7 @@ class ExperimentConfig(Section):
     """Name of the experiment."""
     output_dir: LocalPath
     """Run folder; on a cluster, on a file system that all nodes see."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, le=2**53)] = 0
     """Seed of every random choice."""
     model: ModelConfig
     """The model to train."""

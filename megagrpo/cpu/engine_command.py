@@ -10,6 +10,8 @@ _MAX_THREADS = 4  # of a rank: a small model gets slower with more
 SETTINGS: dict[str, object] = {  # by field of SGLang's ServerArgs
     # SGLang would size the KV cache by free memory, which the trainer needs too
     "max_total_tokens": 20_000,
+    # nor by what a prefill may need, which on a small machine would leave nothing
+    "mem_fraction_static": 0.85,
     "sleep_on_idle": True,  # else the scheduler burns a core that the trainer needs
     "device": "cpu",
     "attention_backend": "torch_native",

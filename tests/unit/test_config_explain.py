@@ -112,6 +112,13 @@ def test_coordinates_of_ranks_are_megatrons(tp, cp, pp, ep, etp, world):
             "^data: up to 16 tokens, but an engine's cache holds 10",
         ),
         (
+            MOE,
+            ["rollout.sglang.context_length=8"],
+            "^data: up to 16 tokens, but an engine's context is 8 .rollout.sglang.context_length",
+        ),
+        (MOE, ["sampling.stop_token_ids=[1, 1000000]"], "stop_token_ids: 1000000 is no token"),
+        (MOE, ["rollout={tp: 2, ep: 2}", "actor.device=cuda"], "float32 on GPUs: torch's experts"),
+        (
             {"model_type": "gpt2"},
             [],
             "'gpt2' is not supported; supported: llama, qwen2, qwen3, qwen3_moe",

@@ -66,7 +66,9 @@ def test_scalars_hold_no_surprises(tmp_path):
     }
     for text, value in numbers.items():
         assert (
-            load(tmp_path, MINIMAL + f"actor: {{optimizer: {{lr: {text}}}}}\n").actor.optimizer.lr
+            load(
+                tmp_path, MINIMAL + f"algorithm: {{entropy_coef: {text}}}\n"
+            ).algorithm.entropy_coef
             == value
         )
     text = "name: no\noutput_dir: 2026-11-21\nmodel: {path: m}\ndata: {path: d, limit: 010}\n"
@@ -174,6 +176,11 @@ def test_all_problems_are_reported_at_once_with_line_value_and_remedy(tmp_path):
             "actor: {world_size: 4, parallel: {ep: 3}}\n",
             "world_size 4 is not a multiple of etp x ep x pp = 3; 6",
         ),
+        ("actor: {routing_replay: []}\n", "actor.routing_replay = []: not a choice"),
+        (
+            "actor: {device: cpu, transformer_engine: true}\n",
+            "transformer_engine true with device cpu: it needs CUDA",
+        ),
         ("actor: {parallel: {vpp: 2}}\n", "e.yaml:5: actor.parallel: vpp 2 needs pp > 1"),
         ("rollout: {tp: 3, ep: 2}\n", "e.yaml:5: rollout: tp 3 is not a multiple of ep 2"),
         (
@@ -181,10 +188,6 @@ def test_all_problems_are_reported_at_once_with_line_value_and_remedy(tmp_path):
             "sft: path names no file",
         ),
         ("eval: {data: {path: []}}\n", "eval.data: path names no file"),
-        (
-            "actor: {optimizer: {min_lr: 1e-7}}\n",
-            "min_lr 1e-07 has no effect with lr_schedule constant",
-        ),
         (
             "actor: {optimizer: {min_lr: 1, lr_schedule: linear}}\n",
             "actor.optimizer: min_lr 1 is above lr 1e-06",

@@ -37,6 +37,16 @@ def test_experts_cut_more_finely_than_the_rest_are_refused():
     )
 
 
+def test_reductions_overlap_without_replicas_of_experts_adapters():
+    def problems(arch, targets: list[str]) -> list[str]:
+        actor = {"lora": {"targets": targets}, "ddp": {"overlap_grad_reduce": True}}
+        return layout_problems(arch, ActorConfig.model_validate(actor))
+
+    assert problems(MOE, ["q_proj"]) == []
+    [problem] = problems(MOE, ["up_proj"])
+    assert "actor.ddp.overlap_grad_reduce: with actor.lora, replicas of experts" in problem
+
+
 def test_adapters_have_peft_names_and_shapes():
     tensors = {
         spec.name: spec.shape for spec in adapter_tensors(model_tensors(MOE), TARGETS, rank=4)

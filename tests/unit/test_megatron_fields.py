@@ -221,6 +221,8 @@ def test_bfloat16_is_for_cuda():
 
 
 VIRTUAL = ["actor.world_size=4", "actor.parallel.pp=2", "actor.parallel.vpp=2"]
+ON_CPU = ["actor.dtype=bfloat16", "actor.device=cpu"]
+LORA_ON_GPU = ["actor.dtype=bfloat16", "actor.device=cuda", "actor.lora.rank=4"]
 OWN_LAYERS = ["actor.transformer_engine=false", "actor.recompute=selective"]
 MESSAGES = [*VIRTUAL, "actor.megatron.overlap_p2p_comm=true"]
 
@@ -270,7 +272,9 @@ def test_megatron_itself_judges_names_and_values():
     given = [[key.split(".")[:-1], {key.split(".")[-1]: value}] for key, value, _ in jobs]
     # one process for all of them: a path may come twice
     printed = python(
-        "-W", "ignore", "-m", "megagrpo.check.libraries", cwd=ROOT, input=json.dumps(given)
+        *("-W", "ignore", "-m", "megagrpo.check.libraries"),
+        cwd=ROOT,
+        input=json.dumps(["megatron", given, None]),
     )
     found = json.loads(printed.splitlines()[-1])
     assert [".".join(path) for path, _ in found] == [key for key, _, right in jobs if not right]
@@ -315,9 +319,19 @@ def test_a_library_is_asked_only_if_it_is_there(missing, said, monkeypatch, caps
             "moe_act needs Transformer Engine's",
         ),
         ([*OWN_LAYERS, "actor.megatron.fp8=hybrid"], "needs Transformer Engine's layers"),
-        (
-            ["actor.lora.rank=4", "actor.ddp.overlap_grad_reduce=true"],
-            "with lora, replicas of experts",
+        *(
+            ([*ON_CPU, f"actor.megatron.{name}"], "needs Transformer Engine's layers")
+            for name in (
+                "moe_permute_fusion=true",
+                "cpu_offloading=true",
+                "symmetric_ar_type=two_shot",
+                "apply_rope_fusion=true",
+            )
+        ),
+        *(
+            ([*lead, f"actor.optimizer.megatron.{name}=true"], "needs Transformer Engine's Adam")
+            for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer")
+            for lead in (ON_CPU, [*OWN_LAYERS, "actor.dtype=bfloat16"], LORA_ON_GPU)
         ),
         (["actor.optimizer.distributed=false", "actor.ddp.overlap_param_gather=true"], "sharded"),
         (

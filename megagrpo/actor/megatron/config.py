@@ -3,6 +3,7 @@ packages."""
 
 import importlib.util
 import re
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar, get_type_hints
@@ -106,6 +107,12 @@ def transformer_config(
     return built
 
 
+def build_problems(arch: Architecture, config: ActorConfig) -> list[str]:
+    """Returns why Megatron's three configurations cannot be built in this process; [] if they
+    can."""
+    return complaints(lambda: megatron_configs(arch, config, checked_kernels(arch, config)))
+
+
 def _built(cls: type[C], fields: Mapping[str, object], path: tuple[str, ...]) -> C:
     try:
         build: Callable[..., C] = cls
@@ -116,8 +123,11 @@ def _built(cls: type[C], fields: Mapping[str, object], path: tuple[str, ...]) ->
             for name in fields
             if re.search(rf"\b{name}\b", str(exc)) and (why := refusal(path, name))
         )
+        # an assertion may have no text, and a comparison with nothing one that says nothing
+        line = traceback.extract_tb(exc.__traceback__)[-1].line
+        said = str(exc) if str(exc) and not isinstance(exc, TypeError) else f"{exc} in `{line}`"
         raise ValueError(
-            f"Megatron's {cls.__name__} refuses these settings: {exc}{ours}; what is not set by "
+            f"Megatron's {cls.__name__} refuses these settings: {said.strip()}{ours}; what is not set by "
             f"another key may be set in {'.'.join(path)}"
         ) from exc
 

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from megagrpo.config.fields import Aggregation, NonNegativeFloat, PositiveFloat, Variant
+from megagrpo.config.fields import LARGEST, Aggregation, NonNegativeFloat, PositiveFloat, Variant
 
 _LOW = "The probability ratio is clipped below at 1 - clip_ratio_low."
 _HIGH = "The probability ratio is clipped above at 1 + clip_ratio_high."
@@ -24,7 +24,7 @@ class PpoClipLoss(Variant):
     name: Literal["ppo_clip"] = "ppo_clip"
     clip_ratio_low: float = Field(default=0.2, gt=0, le=1, description=_LOW)
     clip_ratio_high: PositiveFloat = Field(default=0.2, description=_HIGH)
-    dual_clip: float | None = Field(default=None, gt=1)
+    dual_clip: float | None = Field(default=None, gt=1, le=LARGEST)
     """c of the dual clip: the loss of a negative advantage is at most c |A|. null: off."""
 
 

@@ -5,11 +5,17 @@ its function and its row in REWARD_STEPS of algo/reward_shaping.py, whose order 
 operations. A step without a row fails when that module is imported.
 """
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator
 
-from megagrpo.config.fields import NonNegativeFloat, PositiveFloat, Section
+from megagrpo.config.fields import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    Number,
+    PositiveFloat,
+    Section,
+)
 
 Scope = Literal["none", "group", "batch", "running"]
 
@@ -31,7 +37,7 @@ class OverlongShaping(Section):
     0 up to max_response_tokens - buffer_tokens, then linear down to -factor.
     """
 
-    buffer_tokens: int | None = Field(default=None, ge=0)
+    buffer_tokens: NonNegativeInt | None = None
     """Tokens before max_response_tokens over which the penalty grows. null: a fifth of
     max_response_tokens, as in the paper; 0: off."""
     factor: NonNegativeFloat = 1.0
@@ -50,8 +56,12 @@ class RewardScaling(RewardStep):
 
     scale: PositiveFloat = 1.0
     """Multiplies every reward, greedy baselines included."""
-    shift: float = 0.0
+    shift: Number = 0.0
     """Added to every reward after scale, greedy baselines included."""
+
+
+def _unless_off(overlong: OverlongShaping | None) -> OverlongShaping | None:
+    return overlong if overlong and overlong.factor and overlong.buffer_tokens != 0 else None
 
 
 class RewardOverlong(RewardStep):
@@ -59,7 +69,7 @@ class RewardOverlong(RewardStep):
 
     switches: ClassVar[tuple[str, ...]] = ("overlong",)
 
-    overlong: OverlongShaping | None = None
+    overlong: Annotated[OverlongShaping | None, AfterValidator(_unless_off)] = None
     """Penalty of responses near the length limit; null: off."""
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from sglang.srt.server_args import ServerArgs
 
 from megagrpo.config.fields import complaints
+from megagrpo.system.errors import explained
 from megagrpo.system.user_function import did_you_mean
 
 
@@ -33,6 +34,18 @@ def server_problems(settings: Mapping[str, object]) -> Iterator[tuple[str, str]]
             continue
         for text in complaints(_parse, parser, options[name], value):
             yield name, f"SGLang's ServerArgs refuses it: {text}"
+
+
+def resolve_here(words: list[str]) -> None:
+    """Has SGLang resolve an engine's command line, without the program, on this machine's CPU.
+    Raises ValueError if it does not."""
+    import sglang.srt.model_loader.loader  # noqa: F401  # imported by the resolution
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    with explained("SGLang does not resolve these arguments"):
+        load_plugins()
+        prepare_server_args(engine_words(words)).resolve_once()
 
 
 def _parse(parser: _Parser, action: argparse.Action, value: object) -> None:
