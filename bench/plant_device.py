@@ -11,13 +11,11 @@ import sys
 
 from plant import Fault, main
 
-UPDATE = ("hostcuda/test_waits.py",)
-DENSE = (
-    "hostcuda/test_waits.py::test_the_host_waits_where_it_is_documented_and_nowhere_else[qwen3]",
-)
+_WAITS = "hostcuda/test_waits.py::test_the_host_waits_where_it_is_documented_and_nowhere_else"
+_PUBLISH = "hostcuda/test_dist.py::test_a_publish_outlives_an_engine"
+UPDATE = (f"{_WAITS}[qwen3]",)
 LAYOUT = ("hostcuda/test_layouts.py",)
-SYNC = ("hostcuda/test_waits.py",)
-PUBLISH = ("hostcuda/test_dist.py::test_a_publish_outlives_an_engine",)
+RESHARD, IPC = (f"{_PUBLISH}[reshard]",), (f"{_PUBLISH}[ipc]",)
 OFFLOAD = ("hostcuda/test_dist.py::test_checkpoints_and_offload",)
 
 FAULTS = (
@@ -41,14 +39,14 @@ FAULTS = (
         "actor/layers/attention.py",
         "torch.arange(longest, device=query.device)",
         "torch.arange(longest)",
-        UPDATE,
+        LAYOUT,
     ),
     Fault(
         "index: a handle is opened on the first GPU",
         "weights/wire/shared_buffer.py",
         "torch.cuda.current_device() if device.index is None else device.index",
         "0",
-        PUBLISH,
+        IPC,
     ),
     # stream
     Fault(
@@ -56,21 +54,21 @@ FAULTS = (
         "weights/expected_digests.py",
         "self._stream.wait_stream(torch.cuda.default_stream())",
         "pass",
-        PUBLISH,
+        RESHARD,
     ),
     Fault(
         "stream: digests are read before they are computed",
         "weights/expected_digests.py",
         "self._stream.synchronize()",
         "pass",
-        PUBLISH,
+        RESHARD,
     ),
     Fault(
         "stream: multipliers of one stream are cached for all",
         "weights/digests/digest.py",
         "return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0",
         "return 0",
-        PUBLISH,
+        RESHARD,
     ),
     # pinned
     Fault(
@@ -78,7 +76,7 @@ FAULTS = (
         "types.py",
         "tensor.pin_memory().to(device, non_blocking=True)",
         "tensor.to(device, non_blocking=True)",
-        SYNC,
+        UPDATE,
     ),
     Fault(
         "pinned: half of a host buffer",
@@ -130,14 +128,14 @@ FAULTS = (
         "out[on_device(micro.places, out.device)] = values.detach().flatten()[micro.grid]",
         "float(values.sum()), out.index_put_((on_device(micro.places, out.device),), "
         "values.detach().flatten()[micro.grid])",
-        SYNC,
+        UPDATE,
     ),
     Fault(
         "sync: copies to the device wait",
         "types.py",
         "tensor.pin_memory().to(device, non_blocking=True)",
         "tensor.pin_memory().to(device)",
-        SYNC,
+        UPDATE,
     ),
     Fault(
         "sync: spans are read before the device has run them",
@@ -152,14 +150,14 @@ FAULTS = (
         "weights/wire/shared_buffer.py",
         "with _plain_segments(), torch.cuda.use_mem_pool(self._pool, device=device):",
         "with _plain_segments():",
-        PUBLISH,
+        IPC,
     ),
     Fault(
         "pool: a shared buffer in expandable segments",
         "weights/wire/shared_buffer.py",
         "with _plain_segments(), torch.cuda.use_mem_pool(self._pool, device=device):",
         "with torch.cuda.use_mem_pool(self._pool, device=device):",
-        PUBLISH,
+        IPC,
     ),
     # thread
     Fault(
@@ -167,21 +165,21 @@ FAULTS = (
         "weights/transports/reshard.py",
         "torch.cuda.set_device(device)  # each thread has its own",
         "pass",
-        PUBLISH,
+        RESHARD,
     ),
     Fault(
         "thread: ipc's thread computes on the first GPU",
         "weights/transports/ipc.py",
         "torch.cuda.set_device(device)  # each thread has its own",
         "pass",
-        PUBLISH,
+        IPC,
     ),
     Fault(
         "thread: the digests' stream is the first GPU's",
         "weights/expected_digests.py",
         "with torch.cuda.device(device):  # a new thread begins on the first one",
         "if True:",
-        PUBLISH,
+        RESHARD,
     ),
     # peer
     Fault(
@@ -189,21 +187,21 @@ FAULTS = (
         "weights/wire/group.py",
         "backend.abort()",
         "pass",
-        PUBLISH,
+        RESHARD,
     ),
     Fault(
         "peer: a wait does not see its deadline pass",
         "weights/wire/group.py",
         "if deadline.over:",
         "if False:",
-        PUBLISH,
+        RESHARD,
     ),
     Fault(
         "peer: messages of a batch are not one launch",
         "weights/wire/group.py",
         "backend._start_coalescing()",
         "pass",
-        PUBLISH,
+        RESHARD,
     ),
 )
 

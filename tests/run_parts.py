@@ -76,8 +76,7 @@ DIST_NUMERIC = {
 }
 # files of ranks that also pass on the device of tests/hostcuda, as they stand
 DIST_ON_DEVICE = (
-    *("actor_checkpoint", "actor_layouts", "actor_lora", "routing_replay", "statistics"),
-    *("weights_reshard",),
+    *("actor_checkpoint", "actor_lora", "overlap", "router_bias", "routing_replay", "statistics"),
 )
 SHORT = {"certify": "::test_every_fault_is_found_and_nothing_else"}
 UNIT_WORKERS = min(len(os.sched_getaffinity(0)), 8)
@@ -125,7 +124,7 @@ def parts_together(full: bool) -> dict[str, list[str]]:
     folders = {name: [str(TESTS / name)] for name in ("dist", "cluster", "gpu", "hostcuda")}
     if full:
         files = [str(TESTS / "dist" / f"test_{name}.py") for name in DIST_ON_DEVICE]
-        folders["hostcuda-dist"] = ["--hostcuda", *files]
+        folders["hostcuda-dist"] = ["--hostcuda", "-m", "not slow", *files]
     order = ["e2e-engines", "e2e-runs", "dist", "e2e-faults", "e2e-weights", "hostcuda"]
     order += ["cluster", "gpu", *folders.keys() & {"hostcuda-dist"}]
     return {name: (e2e | folders)[name] for name in order}

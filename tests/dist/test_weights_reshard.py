@@ -79,12 +79,13 @@ class ToyEngine(nn.Module):
                 parts[part].copy_(shard(tensor, 0))
 
 
-def engine_device(mesh: Mesh, engine: int, rank: int) -> torch.device:
-    """That of a trainer rank, as in a colocated run; all live in the main rank's process."""
-    trainer = (engine * ENGINE_TP + rank) % mesh.world_size
+def engine_device(mesh: Mesh, number: int, colocated: bool) -> torch.device:
+    """That of the engine rank of this number; all live in the main rank's process."""
     if mesh.device.type == "cpu":
         return mesh.device
-    return torch.device(mesh.device.type, mesh.device.index - mesh.rank + trainer)
+    first = mesh.device.index - mesh.rank
+    index = number % mesh.world_size if colocated else mesh.world_size + number
+    return torch.device(mesh.device.type, (first + index) % torch.cuda.device_count())
 
 
 def assert_filled(engines: list[FakeEngine], hf: dict[str, torch.Tensor]) -> None:
@@ -153,9 +154,11 @@ def publishing(
         return actor.live
 
     weights = ActorWeights(record_copies(actor.load, SPECS, actor.live), SPECS, live)
+    colocated = chosen["transport"] == "ipc"
+    devices = [engine_device(mesh, n, colocated) for n in range(number * ENGINE_TP)]
+    models = [ToyEngine(n % ENGINE_TP).to(device) for n, device in enumerate(devices)]
     engines = [
-        FakeEngine(models=[ToyEngine(r).to(engine_device(mesh, e, r)) for r in range(ENGINE_TP)])
-        for e in range(number)
+        FakeEngine(models=models[n : n + ENGINE_TP]) for n in range(0, len(models), ENGINE_TP)
     ]
     fleet = FakeFleet(engines)
     with ExitStack() as stack:

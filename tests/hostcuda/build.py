@@ -27,8 +27,6 @@ def library() -> Path:
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not made.exists():
-            for old in folder.glob("*.so"):
-                old.unlink()
             _compile(torch, made)
     return made
 

@@ -13,7 +13,8 @@ from tests.dist.test_actor_layouts import check, jobs_of, one_rank_jobs
 def one_of_each_layout() -> list[LayoutCase]:
     """The last case of each layout, so that models, batches and kinds of recompute change."""
     by_layout = {case.layout: case for case in CI if case.world == 2}
-    return list(by_layout.values())
+    packed = [case for case in CI if case.layout == "CP2" and case.batch == "packed"]
+    return list((by_layout | {"CP2": packed[0]}).values())
 
 
 def test_two_ranks(hf_models: Path, layout_figures: LayoutFigures):

@@ -103,7 +103,8 @@ def _router_differs_between_ranks() -> AbstractContextManager[None]:
                 for name, parameter in actor.parameters().items():
                     if name.endswith("router.weight"):
                         noise = torch.Generator().manual_seed(actor.mesh.rank)
-                        parameter += parameter.std() * torch.randn(parameter.shape, generator=noise)
+                        drawn = torch.randn(parameter.shape, generator=noise)
+                        parameter += parameter.std() * drawn.to(parameter.device)
 
     return _after_loading(change)
 
