@@ -41,6 +41,6 @@ say "compiling transformer_engine_torch $version for torch $("$python" -c 'impor
     --wheel-dir "$wheels" "transformer_engine_torch==$version"
 # with its requirements: it imports onnx and onnxscript, which nothing else brings
 "$python" -m pip install --no-compile "$wheels"/transformer_engine_torch-"$version"-*.whl
-"$python" -c 'import transformer_engine.pytorch' || { say "it is built, but its import fails (above: why)" >&2; exit 1; }
+"$python" -c 'import torch, transformer_engine.pytorch' || { say "it is built, but its import fails (above: why)" >&2; exit 1; }
 say "built in $((SECONDS - started)) s: $(du -h "$wheels"/transformer_engine_torch-"$version"-*.whl | tr '\t' ' ')"
 [ -n "$folder" ] || rm -r "$wheels"

@@ -284,8 +284,9 @@ def import_findings() -> list[Finding]:
 
 
 def import_problem(module: str) -> str:
-    """Returns the last line of what importing a module says, or "" if it can be imported."""
-    told = _run([sys.executable, "-c", f"import {module}; print('imported')"]).strip()
+    """Returns the last line of what importing a module says, or "" if it can be imported: after
+    torch, which brings the libraries of CUDA."""
+    told = _run([sys.executable, "-c", f"import torch, {module}; print('imported')"]).strip()
     return (
         "" if told.endswith("imported") else told.rpartition("\n")[2] or "it ended without a word"
     )

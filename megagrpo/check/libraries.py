@@ -41,8 +41,8 @@ def library_problems(
     """Returns (key path, problem) of each setting that its library does not take.
 
     everything: Megatron's configurations are built, where it computes as here, and SGLang resolves
-    the arguments of an engine, here or on the GPU that `cluster.gpu` names. Of a library that is not installed, as on a login node, it prints
-    that settings are not judged.
+    the arguments of an engine, here or on the GPU that `cluster.gpu` names. Of a library that is
+    not installed, as on a login node, it prints that settings are not judged.
     """
     given = given_settings(config.actor, config.rollout)
     of_engines = given.pop(SERVER)

@@ -272,6 +272,7 @@ def test_what_is_compiled_for_gpus_is_imported_in_another_process(
     folder = tmp_path.joinpath("modules", *module.split("."))
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text(source + "\n")
+    (tmp_path / "modules" / "torch.py").touch()  # imported first
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
     (finding,) = doctor.import_findings()
     assert (finding.what, finding.found) == (f"import {module}", found)

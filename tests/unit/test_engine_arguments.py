@@ -63,7 +63,7 @@ def test_sglang_takes_the_arguments_of_every_experiment(tmp_path):
             "ep_size": rollout.ep,
             "mem_fraction_static": rollout.mem_fraction,
             "max_running_requests": rollout.max_running_requests,
-            "chunked_prefill_size": 8192,
+            "chunked_prefill_size": 8192 // rollout.sglang.get("dp_size", 1),
             "attention_backend": "fa3" if half else "torch_native",
             "moe_runner_backend": "triton",
             "moe_a2a_backend": "none",
