@@ -16,7 +16,7 @@ from typing import Any
 from megagrpo.actor.megatron.fields import expected_kernels
 from megagrpo.check.hardware import Hardware, hardware_of
 from megagrpo.check.problems import describe_model, model_folder
-from megagrpo.config.fields import KeyPath, LibrarySettings, broken_rules, complaints
+from megagrpo.config.fields import KeyPath, LibrarySettings, broken_rules, complaints, complaints
 from megagrpo.config.libraries import SERVER, given_settings, setting_problems
 from megagrpo.config.placement import needs_gpus
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
@@ -66,11 +66,9 @@ def _gpu_problems(config: ExperimentConfig | None) -> list[tuple[KeyPath, str]]:
     """Returns why SGLang does not take the arguments of an experiment for GPUs on its kind."""
     if config is None or not needs_gpus(config) or find_spec("sglang") is None:
         return []
-    try:
-        resolve_all([config], (hardware_of(config.cluster.gpu), config.cluster.gpus_per_node))
-    except ValueError as exc:
-        return [(SERVER, f"on {config.cluster.gpu} {exc}")]
-    return []
+    gpu = hardware_of(config.cluster.gpu), config.cluster.gpus_per_node
+    said = complaints(resolve_all, [config], gpu)
+    return [(SERVER, f"on {config.cluster.gpu} {text}") for text in said]
 
 
 def _description(config: ExperimentConfig) -> dict[str, object] | None:
