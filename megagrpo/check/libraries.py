@@ -16,7 +16,7 @@ from typing import Any
 from megagrpo.actor.megatron.fields import expected_kernels
 from megagrpo.check.hardware import Hardware, hardware_of
 from megagrpo.check.problems import describe_model, model_folder
-from megagrpo.config.fields import KeyPath, LibrarySettings, broken_rules, complaints, complaints
+from megagrpo.config.fields import KeyPath, LibrarySettings, broken_rules, complaints
 from megagrpo.config.libraries import SERVER, given_settings, setting_problems
 from megagrpo.config.placement import needs_gpus
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
