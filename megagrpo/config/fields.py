@@ -88,6 +88,7 @@ class Section(BaseModel):
         validate_default=True,
         allow_inf_nan=False,
         use_attribute_docstrings=True,
+        hide_input_in_errors=True,  # which may hold a password
     )
 
     def problems(self) -> list[Rule]:

@@ -192,6 +192,7 @@ class RewardConfig(Section):
         return bool(self.graders) or self.group_grader is not None
 
     def problems(self) -> list[Rule]:
+        check_options(self.grader, self.args)
         names = [entry.short_name for entry in self.entries]
         twice = sorted({name for name in names if names.count(name) > 1})
         is_set = self.args or self.grader != type(self).model_fields["grader"].default

@@ -208,6 +208,7 @@ output_dir: run
 preset: dapo
 model: {path: model}
 data: {path: data/train.jsonl}
+actor: {device: cpu}
 """
 
 
