@@ -44,6 +44,7 @@ def write_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
         record = dict(vars(value))
         if isinstance(value, Prompt):
             record[_LOCATION] = record.pop("location")
+            record["extra"] = json.dumps(record["extra"])  # the data's, which may have NaN in it
         return record
 
     records = json_bytes(list(groups), plain)
@@ -78,13 +79,14 @@ def _group(record: Record) -> RolloutGroup:
     greedy_outcome = record["greedy_outcome"]
     prompt = record["prompt"]
     location = prompt.pop(_LOCATION, "")
+    extra = json.loads(prompt.pop("extra"))
     images = tuple(
         ImageRef(image["key"], image["start"], tuple(image["grid"]))
         for image in prompt.pop("images", ())
     )
     return RolloutGroup(
         group_id=record["group_id"],
-        prompt=Prompt(**prompt, location=location, images=images),
+        prompt=Prompt(**prompt, location=location, extra=extra, images=images),
         samples=tuple(map(_sample, record["samples"])),
         outcomes=tuple(map(_outcome, record["outcomes"])),
         greedy=None if greedy is None else _sample(greedy),

@@ -47,6 +47,12 @@ def test_groups_come_back_as_they_were(tmp_path):
     write_groups(tmp_path / "groups.npz", groups)
     found = read_groups(tmp_path / "groups.npz")
     assert found == groups
+    odd = replace(
+        prompt, extra={"value": float("nan"), "\0array": ["int32", 0, 1], "half": "\ud83d"}
+    )
+    write_groups(tmp_path / "odd.npz", [replace(groups[0], prompt=odd)])
+    (back,) = read_groups(tmp_path / "odd.npz")
+    assert repr(back.prompt.extra) == repr(odd.extra)
     assert found[0].samples[2].loss_mask.tolist() == [True, False, True]
     arrays = found[1].greedy.token_ids, found[1].greedy.logprobs, found[0].prompt.token_ids
     assert [array.dtype for array in arrays] == [np.int32, np.float32, np.int32]
