@@ -62,9 +62,9 @@ def print_status(run_dir: Path, as_json: bool) -> int:
     Raises ValueError for a folder without a run.
     """
     folder = RunFolder(run_dir)
-    if not folder.config.is_file():
+    if not (folder.config.is_file() or folder.service.is_file()):
         raise ValueError(f"{run_dir} holds no config.yaml, so it is no run folder")
-    if not as_json:
+    if folder.config.is_file() and not as_json:
         print("\n".join(_lines(folder)))
     try:
         control = find_service(run_dir)

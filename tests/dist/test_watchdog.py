@@ -56,7 +56,7 @@ def rank_main(rank: int, stuck, folder: Path) -> None:
 STUCK_IN = [
     pytest.param(stopped, marks=pytest.mark.slow),
     holds_the_interpreter,
-    sleeps_in_a_loader,
+    pytest.param(sleeps_in_a_loader, marks=pytest.mark.slow),
 ]
 
 

@@ -172,7 +172,8 @@ def test_the_same_seeds_give_the_same_samples_in_any_company(engines):
         assert np.array_equal(experts(answer), experts(read)[: len(experts(answer))])
 
 
-@pytest.mark.parametrize("temperature", [1.0, pytest.param(0.7, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_samples_have_the_distribution_of_the_model(engines, temperature):
     assert_distribution(engines["drafting"], temperature)
 

@@ -200,12 +200,17 @@ def test_services_listen_on_the_given_interface_only(trainer):
     service = trainer.service.process.pid
     others = ("gcs_server", "raylet", "ray::", "site-packages/ray/")
     schedulers = {scheduler_of(engine.pid) for engine in trainer.service.control.engines()}
-    found = {}
-    for process in set(process_tree(service)) - schedulers:
-        words = " ".join([process.name(), *process.cmdline()])
-        if not any(other in words for other in others):
-            found[f"{words[:200]} {process.pid}"] = elsewhere(process)
-    assert any("sglang" in name for name in found)
+
+    def ports() -> dict[str, list[int]] | None:
+        """By process; None while an engine's others are not seen below the service."""
+        found = {}
+        for process in set(process_tree(service)) - schedulers:
+            words = " ".join([process.name(), *process.cmdline()])
+            if not any(other in words for other in others):
+                found[f"{words[:200]} {process.pid}"] = elsewhere(process)
+        return found if any("sglang" in name for name in found) else None
+
+    found = until(ports, 60.0)
     rays_own = found.pop(next(name for name in found if name.endswith(f" {service}")))
     assert len(rays_own) == 1, "in `serve`"
     assert not {name: ports for name, ports in found.items() if ports} and not elsewhere(

@@ -95,6 +95,7 @@ def whole(experiments) -> Path:
     return folder
 
 
+@pytest.mark.slow  # in CI: unit/test_prompts.py, and the graders of rows in unit/test_rewards.py
 def test_every_step_has_the_ratios_and_each_source_its_grader(whole):
     assert_agrees(whole)
     for step, groups in rollouts(whole).items():
@@ -125,6 +126,7 @@ def test_every_step_has_the_ratios_and_each_source_its_grader(whole):
             assert entry[f"source/{name}_fraction"] == RATIOS[source] / PROMPTS
 
 
+@pytest.mark.slow
 def test_each_source_is_passed_in_its_own_order(whole):
     drawn = [group for _, groups in sorted(rollouts(whole).items()) for group in groups]
     of_a = [group["prompt"] for group in drawn if group["source"] == "a"]
