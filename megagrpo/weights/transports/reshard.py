@@ -195,7 +195,8 @@ class _TrainerEnd:
         device = weights.mesh.device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # each thread has its own
-        if self._group is None:
+        group = self._group  # also if it is aborted meanwhile: its next call then raises PeerLost
+        if group is None:
             store = link.open_store(link.limits.join_s)
             ready = [f"{link.name}/ready/{rank}" for rank in range(link.num_ranks)]
             flag = CutFlag(link, store)
@@ -205,15 +206,12 @@ class _TrainerEnd:
                 lambda: store.check(ready), Deadline(link.limits.join_s), f"{link.url} to join"
             )
             with turn() if device.type == "cuda" else nullcontext():
-                self._group = join_group(
-                    store, link.name, self._rank, size, device, here, link.limits
-                )
-                self._group.connect()
-            self._group.set_timeout(link.left_s)
+                group = join_group(store, link.name, self._rank, size, device, here, link.limits)
+                self._group = group
+                group.connect()
+            group.set_timeout(link.left_s)
         live = weights.parameters()
-        return send_batches(
-            self._group, self._batches, live, deadline, link.patience_s, turn, self._last
-        )
+        return send_batches(group, self._batches, live, deadline, link.patience_s, turn, self._last)
 
     def abort(self) -> None:
         """Ends the group, whatever state the others are in."""
