@@ -196,6 +196,7 @@ def sections(tmp_path_factory) -> dict:
     }
 
 
+@pytest.mark.slow  # in CI: engines (test_vision_publish) and trainers (dist/test_actor_vision)
 def test_a_run_on_pictures_that_come_again_and_text_beside_them(sections, tmp_path):
     """Features of older weights that an engine kept would show in the mismatch."""
     folder = tmp_path / "run"
