@@ -22,6 +22,7 @@ from typing import Any
 
 import psutil
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from rich.console import Console
 from rich.table import Table
 
@@ -73,13 +74,7 @@ def run_doctor() -> int:
     gpu = Path("/dev/nvidiactl").exists()
     answer = ask_torch()
     findings = [
-        _judge(
-            "python",
-            "3.11 to 3.13",
-            platform.python_version(),
-            (3, 11) <= sys.version_info[:2] <= (3, 13),
-            "3.12",
-        ),
+        *_python(),
         *package_findings(gpu),
         *judge_pip(_run([sys.executable, "-m", "pip", "check"]), gpu),
         _torch_build(answer, gpu),
@@ -99,6 +94,15 @@ def run_doctor() -> int:
     bad = [row.what for row in findings if row.status == "error"]
     console.print(f"[red]{len(bad)} to mend: {', '.join(bad)}[/]" if bad else "[green]ready[/]")
     return 1 if bad else 0
+
+
+def _python() -> list[Finding]:
+    """Judges Python itself by megagrpo's own metadata; nothing if that is not installed."""
+    if _version("megagrpo") is None:
+        return []
+    wanted = importlib.metadata.metadata("megagrpo")["Requires-Python"]
+    found = platform.python_version()
+    return [_judge("python", wanted, found, SpecifierSet(wanted).contains(found), "3.12")]
 
 
 def _judge(
@@ -273,23 +277,15 @@ def _transformer_engine() -> Finding:
 
 def import_findings() -> list[Finding]:
     """Returns whether those packages that are compiled for GPUs and installed here can be imported,
-    each in a process of its own."""
+    each in a process of its own, after torch, which brings the libraries of CUDA."""
     rows = []
     for name, module in _COMPILED.items():
         if _version(name) is not None:
-            why = import_problem(module)
+            told = _run([sys.executable, "-c", f"import torch, {module}; print('works')"])
+            found = told.strip().rpartition("\n")[2] or "it ended without a word"
             remedy = f"a run would go without it, or end: {_INSTALL}"
-            rows.append(_judge(f"import {module}", "works", why or "works", not why, remedy))
+            rows.append(_judge(f"import {module}", "works", found, found == "works", remedy))
     return rows
-
-
-def import_problem(module: str) -> str:
-    """Returns the last line of what importing a module says, or "" if it can be imported: after
-    torch, which brings the libraries of CUDA."""
-    told = _run([sys.executable, "-c", f"import torch, {module}; print('imported')"]).strip()
-    return (
-        "" if told.endswith("imported") else told.rpartition("\n")[2] or "it ended without a word"
-    )
 
 
 # ---- the machine -------------------------------------------------------------------------------

@@ -7,10 +7,10 @@ from megagrpo.config.fields import LibrarySettings
 from megagrpo.config.layout import divisors
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.families.architecture import Architecture
+from megagrpo.families.quantization import FP8_BLOCK
 from megagrpo.families.table import FAMILIES
 
 _CACHE_WIDTHS = {"bfloat16": 2, "bf16": 2, "fp8_e5m2": 1, "fp8_e4m3": 1}  # bytes of a value
-_FP8_BLOCK = 128  # rows and columns of a block with one scale
 _TRIED = (1, 2, 4, 8, 16, 32, 64)  # tp that a refusal may name
 
 
@@ -43,14 +43,15 @@ def server_of(rollout: RolloutConfig, resolved: LibrarySettings | None = None) -
     }
     tp = found["tp_size"]
     replicas = found.get("dp_size", 1) if found.get("enable_dp_attention") else 1
+    attention_tp = max(tp // replicas, 1)
     width = 2 if rollout.dtype == "bfloat16" else 4
     return Server(
         tp=tp,
         ep=rollout.ep,
-        attention_tp=max(tp // replicas, 1),
+        attention_tp=attention_tp,
         dense_tp=found.get("moe_dense_tp_size") or tp,
         shared_tp=tp if found.get("moe_a2a_backend", "none") == "none" else 1,
-        head_tp=max(tp // replicas, 1) if found.get("enable_dp_lm_head") else tp,
+        head_tp=attention_tp if found.get("enable_dp_lm_head") else tp,
         memory_fraction=found["mem_fraction_static"],
         running_requests=found["max_running_requests"],
         width=width,
@@ -72,7 +73,8 @@ def engine_layout_problems(rollout: RolloutConfig, arch: Architecture) -> list[s
 
 
 def _cuts(rollout: RolloutConfig, arch: Architecture) -> Iterator[str]:
-    tp, ep = server_of(rollout).attention_tp, rollout.ep
+    tp = server_of(rollout).attention_tp
+    ep = rollout.ep
     replicas = rollout.sglang.get("dp_size", 1)
     shared = rollout.sglang.get("enable_dp_attention")
     if shared and rollout.tp % replicas:
@@ -102,31 +104,29 @@ def _cuts(rollout: RolloutConfig, arch: Architecture) -> Iterator[str]:
 def _fp8_cuts(rollout: RolloutConfig, arch: Architecture) -> Iterator[str]:
     """Yields one reason with every part of a matrix that is no whole number of blocks."""
     server = server_of(rollout)
-    odd = _odd_parts(arch, server.tp, server)
+    odd = _odd_parts(arch, server)
     if not odd:
         return
-    replicas = server.tp // server.attention_tp
 
     def fits(tp: int) -> bool:
-        changed = server_of(
-            rollout.model_copy(update={"tp": tp, "ep": server.ep if tp % server.ep == 0 else tp})
-        )
-        return tp % replicas == 0 and not _odd_parts(arch, tp, changed)
+        ep = server.ep if tp % server.ep == 0 else tp
+        changed = rollout.model_copy(update={"tp": tp, "ep": ep})
+        return not any(_cuts(changed, arch)) and not _odd_parts(arch, server_of(changed))
 
-    may = [str(tp) for tp in _TRIED if arch.num_heads % tp == 0 and fits(tp)]
+    may = [str(tp) for tp in _TRIED if fits(tp)]
     if server.attention_tp < server.tp and all(name.startswith("MLP") for name in odd):
         may.append("the same with rollout.sglang.moe_dense_tp_size: 1")
     remedy = (
         f"tp may be {' or '.join(may)}" if may else "no tp gives whole ones: remove quantization"
     )
     yield (
-        f"rollout.quantization fp8: SGLang cuts matrices into blocks of {_FP8_BLOCK} x "
-        f"{_FP8_BLOCK}, and with rollout.tp = {server.tp}, ep = {server.ep} parts are left over: "
+        "rollout.quantization fp8: SGLang cuts matrices into blocks of "
+        f"{' x '.join(map(str, FP8_BLOCK))}, and with rollout.tp = {server.tp}, ep = {server.ep} parts are left over: "
         f"{', '.join(odd)}; {remedy}"
     )
 
 
-def _odd_parts(arch: Architecture, tp: int, server: Server) -> list[str]:
+def _odd_parts(arch: Architecture, server: Server) -> list[str]:
     """Names the parts that SGLang refuses: validate_block_quant_shapes and Fp8MoEMethod of its
     layers/quantization/fp8.py.
 
@@ -134,20 +134,19 @@ def _odd_parts(arch: Architecture, tp: int, server: Server) -> list[str]:
     ranks.
     """
     part = server.attention_tp
-    whole = part == tp > 1
+    whole = part == server.tp > 1
     sizes: dict[str, float] = {}
-    if arch.mla is not None:
-        mla = arch.mla
+    heads = arch.num_heads / part
+    if mla := arch.mla:
         if whole:
-            heads = arch.num_heads / part
             sizes["queries"] = heads * (mla.nope_dim + mla.rope_dim)
             sizes["keys and values"] = heads * (mla.nope_dim + mla.v_dim)
             sizes["attention's output"] = heads * mla.v_dim
     else:
-        sizes["queries"] = arch.num_heads / part * arch.head_dim
+        sizes["queries"] = heads * arch.head_dim
         sizes["keys"] = max(arch.num_kv_heads / part, 1) * arch.head_dim
     if not arch.is_moe or arch.dense_layers:
         sizes["MLP"] = arch.ffn_size / server.dense_tp
     if arch.is_moe:
-        sizes["expert"] = arch.expert_ffn_size / (tp / server.ep)
-    return [f"{name} {size:g}" for name, size in sizes.items() if size % _FP8_BLOCK]
+        sizes["expert"] = arch.expert_ffn_size / (server.tp / server.ep)
+    return [f"{name} {size:g}" for name, size in sizes.items() if size % FP8_BLOCK[0]]

@@ -18,13 +18,14 @@ from megagrpo.check.trainer_memory import RankMemory, TrainerSide
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.architecture import Architecture
+from megagrpo.families.quantization import FP8_BLOCK
 from megagrpo.families.vision import tower_tensors
 from megagrpo.monitor.rollouts import read_rollouts
 from megagrpo.rollout.admission import tokens_in_cache
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 from megagrpo.system.run_folder import RunFolder
 
-FP8_ITEM = 1 + 4 / 128**2  # bytes of an element in blocks of 128 x 128 with a float32 scale each
+FP8_ITEM = 1 + 4 / math.prod(FP8_BLOCK)  # bytes of an element: a block has one float32 scale
 _POINTS = 4096  # of a distribution that is given by numbers
 _MEDIAN = 0.3  # of the longest response, if nothing is known
 _SPREAD = math.log(1 / _MEDIAN) / NormalDist().inv_cdf(

@@ -80,8 +80,7 @@ def _description(config: ExperimentConfig) -> dict[str, object] | None:
 
 def _command_here(config: ExperimentConfig) -> list[str] | None:
     """Returns the command line of an engine on this machine's CPU; None if it would be on a GPU."""
-    by_itself = config.actor.device == "auto" and config.rollout.dtype == "float32"
-    if config.actor.device != "cpu" and (not by_itself or Path("/dev/nvidiactl").exists()):
+    if needs_gpus(config) or (config.actor.device == "auto" and Path("/dev/nvidiactl").exists()):
         return None
     folder = model_folder(config)
     here = config.model_copy(update={"model": config.model.model_copy(update={"path": folder})})

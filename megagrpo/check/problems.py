@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megagrpo.check.engine_layout import engine_layout_problems
-from megagrpo.checkpoint.folder import latest, layout_problem
+from megagrpo.checkpoint.folder import latest, layout_problem, step_of
 from megagrpo.config.fields import complaints
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.placement import Nodes, placement_problems
@@ -60,6 +60,21 @@ def model_folder(config: ExperimentConfig) -> str | None:
     without config.json in either."""
     folders = [config.model.path, *([config.sft.model] if config.sft is not None else [])]
     return next((folder for folder in folders if (Path(folder) / "config.json").is_file()), None)
+
+
+def finished(config: ExperimentConfig) -> str:
+    """Returns why nothing is left to do, or ""."""
+    steps = config.train.num_steps
+    last = latest(config.run_folder.checkpoints)
+    if steps is None or last is None or config.checkpoint.resume == "never":
+        return ""
+    done = step_of(last)
+    if done < steps:
+        return ""
+    return (
+        f"{done} of {steps} steps are done, in {config.run_folder.path}; raise train.num_steps, or "
+        "name another output_dir"
+    )
 
 
 def model_description(config: ExperimentConfig) -> dict[str, object] | None:

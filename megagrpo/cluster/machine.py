@@ -10,10 +10,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from megagrpo.checkpoint.folder import latest, step_of
 from megagrpo.cluster.supervise import ALONE, Child, Launch, torchrun
 from megagrpo.config.load import dump_config
 from megagrpo.config.placement import Nodes, place
@@ -32,6 +32,15 @@ _DEAD_LOCK_S = (
 _SERVICE_GRACE_S = 30.0  # for engines and Ray to end in order
 
 
+@dataclass(frozen=True)
+class Launcher:
+    """The process that trains into a run folder, as the lock of the folder records it."""
+
+    host: str
+    pid: int
+    job: str  # of Slurm; "" outside one
+
+
 def run(config: ExperimentConfig) -> int:
     """Serves and trains on this machine: `megagrpo run`. Returns the trainers' exit status; no
     process remains.
@@ -39,8 +48,7 @@ def run(config: ExperimentConfig) -> int:
     USR1, or the first INT: save after the current step and return STOPPED. TERM, USR2, a second
     INT: end at once. Raises ValueError before anything starts, with all known problems.
     """
-    if said := finished(config):
-        print(f"{config.name}: {said}")
+    if is_finished(config):
         return 0
     end = (signal.SIGTERM, signal.SIGUSR2)
     ask = (signal.SIGUSR1, signal.SIGINT)
@@ -62,19 +70,13 @@ def refuse_what_cannot_run(config: ExperimentConfig, nodes: Nodes) -> None:
         raise ValueError(f"missing: {config.model.path}; run `megagrpo sft` first")
 
 
-def finished(config: ExperimentConfig) -> str:
-    """Returns why nothing is left to do, or ""."""
-    steps = config.train.num_steps
-    last = latest(config.run_folder.checkpoints)
-    if steps is None or last is None or config.checkpoint.resume == "never":
-        return ""
-    done = step_of(last)
-    if done < steps:
-        return ""
-    return (
-        f"{done} of {steps} steps are done, in {config.run_folder.path}; raise train.num_steps, or "
-        "name another output_dir"
-    )
+def is_finished(config: ExperimentConfig) -> bool:
+    """Returns whether nothing is left to do, and then says so."""
+    from megagrpo.check.problems import finished
+
+    if said := finished(config):
+        print(f"{config.name}: {said}")
+    return bool(said)
 
 
 @contextmanager
@@ -95,8 +97,8 @@ def alone_in(folder: RunFolder) -> Iterator[None]:
                 )
             time.sleep(_POLL_S)
         file.truncate(0)
-        job = environment.get("SLURM_JOB_ID", "")
-        file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "job": job}))
+        own = Launcher(socket.gethostname(), os.getpid(), environment.get("SLURM_JOB_ID", ""))
+        file.write(json.dumps(asdict(own)))
         file.flush()
         yield
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from megagrpo.cluster.machine import (
     alone_in,
-    finished,
     interface_of_engines,
+    is_finished,
     refuse_what_cannot_run,
     trainer_variables,
     visible_gpus,
@@ -127,8 +127,7 @@ def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
     # torchrun alone would start all ranks here
     if node.number > 1 or 0 < gpus < config.actor.world_size:
         place(config, Nodes(gpus or None, node.number))
-    if said := finished(config):
-        print(f"{config.name}: {said}")
+    if is_finished(config):
         return 0
     with alone_in(folder) if node.rank == 0 else nullcontext():
         if node.rank == 0:

@@ -188,8 +188,8 @@ _SERVER_REFUSED = {
     _UNEXAMINED: """enable_page_major_kv_layout enable_unified_memory deepep_v2_mode enable_layernorm_sp
         enable_shared_experts_attn_tp shared_experts_tp_size enable_dense_mlp_attn_tp gated_launch_port
         enable_dp_attention_local_control_broadcast""",
-    "an engine that rejects what it is sent is asked again and again; "
-    "rollout.max_running_requests bounds what is sent": "max_queued_requests",
+    "an engine that rejects what it is sent is asked again at once, without end; set "
+    "rollout.max_running_requests instead": "max_queued_requests",
     "its value is a Python function": "custom_sigquit_handler stat_loggers",
     "it changes the engine's NCCL environment only, and trainers meet engines in one communicator": (
         "enable_nccl_nvls enable_symm_mem"

@@ -7,30 +7,16 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from megagrpo.checkpoint.folder import latest, step_of
+from megagrpo.cluster.machine import Launcher
 from megagrpo.config.load import load_config
 from megagrpo.monitor.record import read_metrics
 from megagrpo.rollout.control import ServiceUnreachable, find_service, print_engines
 from megagrpo.system.run_folder import RunFolder
 
 _RECENT = 10  # steps of which the mean is told
-
-
-@dataclass(frozen=True)
-class Launcher:
-    """The process that trains into a run folder, as machine.alone_in records it."""
-
-    host: str
-    pid: int
-    job: str  # of Slurm; "" outside one
-
-    @property
-    def place(self) -> str:
-        """Returns where it is, in words."""
-        return f"Slurm job {self.job}" if self.job else f"process {self.pid} on {self.host}"
 
 
 def launcher_of(folder: RunFolder) -> Launcher | None:
@@ -42,6 +28,13 @@ def launcher_of(folder: RunFolder) -> Launcher | None:
         except BlockingIOError:
             return launcher
     return None
+
+
+def words_for(launcher: Launcher) -> str:
+    """Returns where a launcher is, in words."""
+    if launcher.job:
+        return f"Slurm job {launcher.job}"
+    return f"process {launcher.pid} on {launcher.host}"
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -92,7 +85,7 @@ def _lines(folder: RunFolder) -> Iterator[str]:
         reward = recent[-1].get("reward/mean")
         said += "" if reward is None else f", reward {reward:.3g}"
     yield f"{config.name}: {said}"
-    yield f"runs as {launcher.place}" if launcher else "no process trains into this folder"
+    yield f"runs as {words_for(launcher)}" if launcher else "no process trains into this folder"
     last = latest(folder.checkpoints)
     if last is not None:
         age = time.time() - (last / "state.json").stat().st_mtime

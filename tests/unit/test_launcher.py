@@ -15,8 +15,9 @@ import psutil
 import pytest
 
 from megagrpo import cli
+from megagrpo.check.problems import finished
 from megagrpo.cluster import nodes
-from megagrpo.cluster.machine import _devices, alone_in, finished, run, write_experiment
+from megagrpo.cluster.machine import _devices, alone_in, run, write_experiment
 from megagrpo.cluster.supervise import Child, Launch
 from megagrpo.config.schema import CheckpointConfig, ExperimentConfig
 from megagrpo.system.environment import child_environment

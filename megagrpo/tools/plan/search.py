@@ -2,8 +2,9 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
+from operator import itemgetter
 from typing import TypeVar
 
 from megagrpo.check.engine_layout import engine_layout_problems, server_of
@@ -36,26 +37,28 @@ def best_layouts(config: ExperimentConfig, target: Target, nodes: int) -> list[P
     Raises ValueError if nothing fits.
     """
     found = [
-        *_best(_apart(config, target, nodes), lambda plan: plan.step, _parts, _PROPOSED),
-        *_best(_colocated(config, target, nodes), lambda plan: plan.step, _parts, _PROPOSED),
+        *_best(map(_rated, _apart(config, target, nodes)), _PROPOSED),
+        *_best(map(_rated, _colocated(config, target, nodes)), _PROPOSED),
     ]
     if not found:
         raise ValueError(
             f"--search {nodes}: no layout of {nodes} nodes of {target.gpus_per_node} fits the "
             "model; give more nodes, or GPUs with more memory (--hardware)"
         )
-    return _best(found, lambda plan: plan.step, _parts, len(found))
+    return _best(map(_rated, found), len(found))
 
 
-def _best(
-    found: Iterable[T], seconds: Callable[[T], float], parts: Callable[[T], int], count: int
-) -> list[T]:
-    """Returns the fastest, and among those within _TIE of the fastest the simplest first."""
-    ranked = sorted(found, key=seconds)
-    tied = [each for each in ranked if seconds(each) <= seconds(ranked[0]) * (1 + _TIE)]
-    return [*sorted(tied, key=lambda each: (parts(each), seconds(each))), *ranked[len(tied) :]][
-        :count
-    ]
+def _best(found: Iterable[tuple[float, int, T]], count: int) -> list[T]:
+    """Returns the values of (seconds, parts, value) with the fewest seconds, and of those within
+    _TIE of the fastest the simplest first."""
+    ranked = sorted(found, key=itemgetter(0))
+    tied = ranked[0][0] * (1 + _TIE) if ranked else 0.0
+    ranked.sort(key=lambda each: (each[1], each[0]) if each[0] <= tied else (math.inf, 0.0))
+    return [value for *_, value in ranked[:count]]
+
+
+def _rated(plan: Plan) -> tuple[float, int, Plan]:
+    return plan.step, _parts(plan), plan
 
 
 def _parts_of_trainers(actor: ActorConfig) -> int:
@@ -115,20 +118,15 @@ def _changed(
 
 
 def _best_trainers(config: ExperimentConfig, target: Target, nodes: int) -> list[ActorConfig]:
-    found: list[tuple[float, ActorConfig]] = []
+    found: list[tuple[float, int, ActorConfig]] = []
     for actor in _trainer_layouts(config.actor, target, nodes * target.gpus_per_node):
         changed = config.model_copy(update={"actor": actor})
         stages = trainer_stages(target.arch, actor, load_of(changed, target.arch))
         fullest = max(stage.memory("update", 0.0).total for stage in stages)
         if fullest <= usable_bytes(target.hardware):
             _, update = train_seconds(changed, target, tuple(stage.cost() for stage in stages))
-            found.append((sum(update.values()), actor))
-    return [
-        actor
-        for _, actor in _best(
-            found, lambda pair: pair[0], lambda pair: _parts_of_trainers(pair[1]), _KEPT
-        )
-    ]
+            found.append((sum(update.values()), _parts_of_trainers(actor), actor))
+    return _best(found, _KEPT)
 
 
 def _trainer_layouts(actor: ActorConfig, target: Target, world: int) -> Iterator[ActorConfig]:
@@ -163,7 +161,7 @@ def _pipelines(layers: int, pp: int) -> Iterator[dict[str, int]]:
 
 
 def _best_engines(config: ExperimentConfig, target: Target, nodes: int) -> list[RolloutConfig]:
-    found: list[tuple[float, RolloutConfig]] = []
+    found: list[tuple[float, int, RolloutConfig]] = []
     for rollout in _engine_layouts(config.rollout, target, nodes):
         changed = config.model_copy(update={"rollout": rollout})
         longest = load_of(changed, target.arch).longest
@@ -171,13 +169,9 @@ def _best_engines(config: ExperimentConfig, target: Target, nodes: int) -> list[
             target.work, server_of(rollout), target.lengths, longest, target.hardware
         )
         if not engine.problems:
-            found.append((sum(rollout_seconds(changed, target, engine).values()), rollout))
-    return [
-        rollout
-        for _, rollout in _best(
-            found, lambda pair: pair[0], lambda pair: _parts_of_engines(pair[1]), _KEPT
-        )
-    ]
+            seconds = sum(rollout_seconds(changed, target, engine).values())
+            found.append((seconds, _parts_of_engines(rollout), rollout))
+    return _best(found, _KEPT)
 
 
 def _engine_layouts(rollout: RolloutConfig, target: Target, nodes: int) -> Iterator[RolloutConfig]:
