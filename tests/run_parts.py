@@ -61,7 +61,7 @@ ARITHMETIC = {
 }
 UNIT_NUMERIC = (
     *("algo_advantage", "algo_logprob", "algo_loss", "algo_router_losses", "algo_statistics"),
-    *("golden_*", "batch", "weights_digest", "weights_digest_batches"),
+    *("golden_*", "batch"),
 )
 DIST_NUMERIC = {
     # float32 gradients of every layout to 1e-5; without --full SHORT alone
@@ -122,6 +122,9 @@ def parts_together(full: bool) -> dict[str, list[str]]:
         path for path in map(str, sorted((TESTS / "e2e").glob("test_*.py"))) if path not in named
     ]
     folders = {name: [str(TESTS / name)] for name in ("dist", "cluster", "gpu", "hostcuda")}
+    if not full:  # those repeat it, and nothing else of its file
+        again = [f"{TESTS}/dist/test_{name}.py{test}" for name, test in SHORT.items()]
+        folders["dist"] += [word for path in again for word in ("--deselect", path)]
     if full:
         files = [str(TESTS / "dist" / f"test_{name}.py") for name in DIST_ON_DEVICE]
         folders["hostcuda-dist"] = ["--hostcuda", "-m", "not slow", *files]

@@ -66,7 +66,7 @@ OWN_PARTS = [
     if CASES[run[0]].get("distributed") and run[1]
 ]
 EVERY_RUN = [
-    pytest.param(part, *run, marks=[pytest.mark.slow] * (part == "later"))
+    pytest.param(part, *run, marks=[pytest.mark.slow] * (part != "first"))
     for part, runs in SETS.items()
     for run in runs
 ]

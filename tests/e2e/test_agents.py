@@ -133,6 +133,7 @@ def trained_rollouts(folder: Path, step: int) -> list[list[tuple[float, list[dic
     return found
 
 
+@pytest.mark.slow
 def test_a_program_that_forks_and_compacts_is_trained_as_rollouts_on_what_was_sampled(experiments):
     """Whole runs: each sampled token is trained on once, in one branch, with the advantage of its
     rollout."""

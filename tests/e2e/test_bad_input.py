@@ -167,6 +167,7 @@ def test_a_damaged_checkpoint_is_not_resumed(long_run):
     assert (folder / "metrics.jsonl").read_text() == '{"step": 0}\n'
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_other_rows_is_not_resumed(long_run):
     folder = long_run[0].parent / "other_rows"
     checkpoint = "checkpoints/step_000010"

@@ -65,6 +65,7 @@ def test_the_watchdog_names_our_line_and_not_torchs(clone: Path):
     )
 
 
+@pytest.mark.slow
 def test_a_step_by_the_launch_scripts(clone: Path, experiments: Path):
     """rollout_node.sh and torchrun_node.sh: Ray, an engine, two ranks; all of them run the clone's
     files."""

@@ -47,9 +47,8 @@ def ask(url: str, model: Path) -> list[dict]:
     return found
 
 
-@pytest.mark.parametrize(
-    "family", ["deepseek_v3", pytest.param("qwen3_moe", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
 def test_keys_and_values_come_back_from_the_host_and_leave_with_the_weights(
     family: str, tmp_path: Path
 ):
