@@ -57,9 +57,11 @@ SECTIONS = {
     "updates": Section(f"{_KIT}.updates:updates", 60),
     "checkpoint": Section(f"{_KIT}.checkpoints:checkpoints", 60),
     "certificate": Section(f"{_KIT}.certificate:certificate", 60),
+    "certificate of two ranks": Section(f"{_KIT}.certificate:two_ranks", 90),
     "compile time": Section(f"{_KIT}.repeat:compile_time", 90),
     "repeated update": Section(f"{_KIT}.repeat:repeats", 90),
     "engine": Section(f"{_KIT}.engine:engine", 260),
+    "decode of a 1.7B": Section(f"{_KIT}.engine:decode", 200),
     "whole loop": Section(f"{_KIT}.engine:loop", 300),
 }
 _PREPARE_S = 2  # of a section that is still worth starting

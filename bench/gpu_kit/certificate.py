@@ -1,14 +1,18 @@
 """The certificate's cases of one rank: padding, packing, micro-batches and recomputing change
-nothing here."""
+nothing here; and of two, where there are two GPUs."""
 
 import json
 import math
+from pathlib import Path
 
-from bench.gpu_kit.figures import Figures, Setting
+import torch
+
+from bench.gpu_kit.figures import Figures, Setting, Unavailable
 from bench.gpu_kit.models import DEVICE
 from megagrpo.config.schema import ExperimentConfig, ParallelConfig
 from megagrpo.families.family import TinySizes
 from megagrpo.tools.certify.cases import LAYOUTS, grid
+from megagrpo.tools.certify.command import certify
 from megagrpo.tools.certify.measure import measure
 from megagrpo.tools.certify.report import (
     GRADIENT_BOUND,
@@ -20,6 +24,8 @@ from megagrpo.tools.certify.report import (
 from megagrpo.tools.certify.subject import make_models
 from megagrpo.tools.certify.tiny_model import hf_config
 
+# NCCL refuses two ranks on one GPU. Norms of experts under TP2xEP2: Megatron-LM issue 5916.
+_TWO_RANKS = ("DP2", "TP2+SP", "CP2", "EP2", "TP2xEP2", "PP2")
 _SMALL = ("padded, 4096 tokens", "packed, 48 tokens, recompute full")
 
 
@@ -27,17 +33,7 @@ def certificate(figures: Figures, setting: Setting) -> None:
     """Takes the worst of every figure over the cases, against the first one. Float32, with the
     certificate's bounds."""
     folder = setting.folder / "certificate"
-    config = ExperimentConfig.model_validate(
-        {
-            "name": "kit",
-            "output_dir": str(folder),
-            "model": {"path": str(folder / "real")},
-            "data": {"path": "none.jsonl"},
-            "algorithm": {"kl": {"loss_coef": 0.1}, "entropy_coef": 0.01},
-        }
-    )
-    (folder / "real").mkdir(parents=True, exist_ok=True)
-    (folder / "real" / "config.json").write_text(json.dumps(hf_config(TinySizes())))
+    config = ExperimentConfig.model_validate(_experiment(folder))
     make_models(folder, config, ParallelConfig(), config.seed)
     config = config.model_copy(
         update={"model": config.model.model_copy(update={"path": str(folder / "model")})}
@@ -49,6 +45,45 @@ def certificate(figures: Figures, setting: Setting) -> None:
         for number, case in enumerate(cases)
     ]
     figures.add("cases", len(results), "", "; ".join(case.variant for case in cases))
+    _add_worst(figures, results)
+
+
+def two_ranks(figures: Figures, setting: Setting) -> None:
+    """Runs `megagrpo certify` on two devices: layouts of two ranks against one."""
+    if setting.device == "cuda" and torch.cuda.device_count() < 2:
+        raise Unavailable("one GPU: NCCL refuses two ranks on it")
+    folder = setting.folder / "two_ranks"
+    folder.mkdir()
+    config = ExperimentConfig.model_validate(
+        _experiment(folder) | {"actor": {"device": setting.device}}
+    )
+    layouts = setting.of(_TWO_RANKS, ("TP2xEP2",))
+    certify(config, 2, layouts)
+    report = config.run_folder.certify / "report.json"
+    results = [
+        case
+        for case in json.loads(report.read_text())["cases"]
+        if case["case"]["layout"] in layouts
+    ]
+    figures.add("cases", len(results), "", ", ".join(layouts))
+    _add_worst(figures, results)
+
+
+def _experiment(folder: Path) -> dict:
+    """Returns an experiment, after the config.json of its model is made in `folder`."""
+    (folder / "real").mkdir(parents=True, exist_ok=True)
+    (folder / "real" / "config.json").write_text(json.dumps(hf_config(TinySizes())))
+    return {
+        "name": "kit",
+        "output_dir": str(folder),
+        "model": {"path": str(folder / "real")},
+        "data": {"path": "none.jsonl"},
+        "algorithm": {"kl": {"loss_coef": 0.1}, "entropy_coef": 0.01},
+    }
+
+
+def _add_worst(figures: Figures, results: list) -> None:
+    """Adds the worst of every figure over the cases."""
     for name, bound in (
         ("loss_error", LOSS_BOUND),
         ("norm_error", NORM_BOUND),

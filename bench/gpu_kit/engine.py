@@ -9,10 +9,15 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.gpu_kit.figures import Figures, Setting, Unavailable
+from bench.gpu_kit.models import QWEN3_1_7B, description
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
@@ -30,6 +35,11 @@ _READY_S, _ANSWER_S = (
     120.0,
     120.0,
 )  # two imports of SGLang and CUDA's start; a first request, which compiles kernels
+_PLAIN_KERNELS = (
+    *("--attention-backend", _BACKEND, "--sampling-backend", "pytorch"),
+    *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
+)
+_BATCH, _DECODED = 128, 256  # requests, and tokens of each
 _STEPS = 3
 _LAST_LINES = 15
 
@@ -46,13 +56,34 @@ def engine(figures: Figures, setting: Setting) -> None:
     )
     _make_model(config)
     try:
-        ready, first, tokens_s = _one_engine(config, setting, paths, variables, 30_010)
+        ready, first, tokens_s = _one_engine(config, setting, paths, variables)
     except (RuntimeError, OSError) as exc:
         figures.add("engine", None, note=str(exc))
         return
     figures.add("answers after", ready, "s")
     figures.add("first request", first, "s", "with compilation")
     figures.add("decodes", tokens_s, "tokens/s", "one request, tiny model")
+
+
+def decode(figures: Figures, setting: Setting) -> None:
+    """Decodes with a Qwen3-1.7B of random weights, by SGLang's own kernels where they are
+    installed."""
+    experiment = _experiment(setting)
+    folder = setting.folder / "decode"
+    experiment["model"] = {"path": str(folder)}
+    experiment["rollout"] |= {"load_format": "dummy", "mem_fraction": 0.8}
+    _require(setting, "sglang")
+    paths, variables = _without_kernels(setting)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(description("qwen3", QWEN3_1_7B)))
+    words = ["--skip-tokenizer-init", *(_PLAIN_KERNELS if paths else [])]
+    config = ExperimentConfig.model_validate(experiment)
+    with _server(config, setting, words, paths, variables) as port:
+        for num_requests in (1, _BATCH):
+            _seconds(port, num_requests, 8)  # what is compiled at a first batch
+            seconds = _seconds(port, num_requests, _DECODED)
+            speed = num_requests * _DECODED / seconds
+            figures.add(f"decodes, {num_requests} at once", speed, "tokens/s")
 
 
 def loop(figures: Figures, setting: Setting) -> None:
@@ -100,27 +131,40 @@ def loop(figures: Figures, setting: Setting) -> None:
 
 
 def _one_engine(
-    config: ExperimentConfig,
-    setting: Setting,
-    paths: list[str],
-    variables: dict[str, str],
-    port: int,
+    config: ExperimentConfig, setting: Setting, paths: list[str], variables: dict[str, str]
 ) -> tuple[float, float, float]:
     """Returns seconds until it answers and of a first request, and tokens/s of another.
 
     RuntimeError with its last lines when it dies.
     """
-    place = _place(port)
-    words = engine_command(config, place)
-    words += ["--attention-backend", _BACKEND, "--sampling-backend", "pytorch"]
-    words += ["--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"]
+    start = time.perf_counter()
+    with _server(config, setting, _PLAIN_KERNELS, paths, variables) as port:
+        ready = time.perf_counter() - start
+        first = _seconds(port, 1, 64)
+        return ready, first, 64 / _seconds(port, 1, 64)
+
+
+@contextmanager
+def _server(
+    config: ExperimentConfig,
+    setting: Setting,
+    more: Sequence[str],
+    paths: list[str],
+    variables: dict[str, str],
+) -> Iterator[int]:
+    """The port of an engine that answers; it is ended with the block. more: words of its command.
+
+    RuntimeError with its last lines when it dies.
+    """
+    place = _place(30_010)
     log = setting.folder / "engine.log"
     start = time.perf_counter()
     with log.open("w") as output:
         env = child_environment(engine_environment(config, place) | variables, paths)
+        words = [*engine_command(config, place), *more]
         server = subprocess.Popen(words, env=env, stdout=output, stderr=output)
     try:
-        while not _answers(port):
+        while not _answers(place.port):
             if server.poll() is not None or time.perf_counter() - start > _READY_S:
                 state = (
                     f"ended with {server.poll()}"
@@ -133,19 +177,25 @@ def _one_engine(
                 print("\n".join(last))
                 raise RuntimeError(f"{state}: {last[-1] if last else 'no output'}")
             time.sleep(0.5)
-        ready = time.perf_counter() - start
-        request = {
-            "input_ids": [5, 6, 7, 8],
-            "sampling_params": {"max_new_tokens": 64, "ignore_eos": True},
-        }
-        start = time.perf_counter()
-        _post(port, request)
-        first, start = time.perf_counter() - start, time.perf_counter()
-        _post(port, request)
-        return ready, first, 64 / (time.perf_counter() - start)
+        yield place.port
     finally:
         server.kill()
         server.wait()
+
+
+def _seconds(port: int, num_requests: int, tokens: int) -> float:
+    """Returns seconds of so many requests at once, each answered with so many tokens."""
+    requests = [
+        {
+            "input_ids": [5 + number, 6, 7, 8],
+            "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True},
+        }
+        for number in range(num_requests)
+    ]
+    start = time.perf_counter()
+    with ThreadPoolExecutor(num_requests) as pool:
+        list(pool.map(partial(_post, port), requests))
+    return time.perf_counter() - start
 
 
 def _without_kernels(setting: Setting) -> tuple[list[str], dict[str, str]]:

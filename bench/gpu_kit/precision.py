@@ -1,4 +1,4 @@
-"""The actor on the GPU, in float32 and in bfloat16, against itself in float32 on the CPU: four
+"""The actor on the GPU, in float32 and in bfloat16, against itself in float32 on the CPU: five
 families."""
 
 import math
@@ -18,6 +18,8 @@ from bench.gpu_kit.models import (
     random_batch,
 )
 from megagrpo.actor import step
+from megagrpo.actor.host import uses_transformer_engine
+from megagrpo.config.schema import ActorConfig
 from megagrpo.tools.certify.measure import whole
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.copies.record import record_copies
@@ -39,11 +41,32 @@ _EXPERTS = {
     "norm_topk_prob": True,
 }
 _EXPERTS |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+_LATENTS = {  # as DeepSeek-V3's heads: keys are longer than values (Megatron-LM issue 3003)
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "tie_word_embeddings": False,
+}
 FAMILIES = {
     "qwen3": _SIZES | _WIDE,
     "qwen3_moe": _SIZES | _WIDE | _EXPERTS,
     "qwen2": _SIZES | {"num_attention_heads": 4},
     "llama": _SIZES | {"num_attention_heads": 4, "hidden_size": 128},
+    "deepseek_v3": _SIZES | _LATENTS,
 }
 VARIANTS = {
     "packed": {"packing": True, "micro_batch_tokens": 64},
@@ -75,12 +98,14 @@ def actor(figures: Figures, setting: Setting) -> None:
     for family in _families(setting):
         exact = torch.load(_truth_file(setting, family))
         for dtype in ("float32", "bfloat16"):
+            with_te = uses_transformer_engine(ActorConfig(dtype=dtype))
+            layers = "Transformer Engine's" if with_te else "torch's"
             rows = [
                 differences(measure(family, dtype, setting.folder, VARIANTS[variant]), exact)
                 for variant in setting.of(tuple(VARIANTS), ("packed",))
             ]
             worst = {name: max((row[name] for row in rows), key=_nan_last) for name in rows[0]}
-            kind = "experts" if "num_experts" in FAMILIES[family] else "dense"
+            kind = "experts" if "num_experts_per_tok" in FAMILIES[family] else "dense"
             bounds = (FLOAT32_BOUND, FLOAT32_BOUND) if dtype == "float32" else BFLOAT16[kind]
             logprob = "logprob_max" if dtype == "float32" else "logprob_mean"
             which = "largest" if dtype == "float32" else "mean"
@@ -88,7 +113,12 @@ def actor(figures: Figures, setting: Setting) -> None:
                 f"largest {worst['logprob_max']:.2g}, loss {worst['loss']:.2g}, norm "
                 f"{worst['norm']:.2g}"
             )
-            figures.add(f"{family} {dtype}: loaded weights that differ", worst["wrong"], at_most=0)
+            figures.add(
+                f"{family} {dtype}: loaded weights that differ",
+                worst["wrong"],
+                note=f"{layers} layers",
+                at_most=0,
+            )
             figures.add(
                 f"{family} {dtype}: {which} log-prob difference",
                 worst[logprob],
@@ -121,7 +151,7 @@ def measure(family: str, dtype: str, folder: Path, variant: dict[str, Any]) -> d
         logprobs = step.token_logprobs(built, batch, 1.0)
         denominators = step.denominators_of(built, batch, rows, RICH, max(LENGTHS))
         loss = step.backward(built, batch, rows, RICH, 1.0, denominators)["loss/total"]
-        gradients = whole(weights, built.gradients(), built.mesh)
+        gradients = whole(built.trained_weights(weights), built.gradients(), built.mesh)
         norm = built.optimizer_step(loss)["optim/grad_norm"]
         gradients = {name: gradient.float().cpu() for name, gradient in gradients.items()}
     return {
@@ -174,7 +204,7 @@ def _nan_last(value: float) -> float:
 
 
 def _families(setting: Setting) -> Iterator[str]:
-    yield from setting.of(tuple(FAMILIES), ("qwen3", "qwen3_moe"))
+    yield from setting.of(tuple(FAMILIES), ("qwen3", "qwen3_moe", "deepseek_v3"))
 
 
 def _truth_file(setting: Setting, family: str) -> Path:

@@ -16,7 +16,7 @@ from tests.dist.workers.varlen_signatures import run_rank
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "dist" / "workers" / "bare_machine.py"
-NEEDS_A_GPU = {"engine", "whole loop"}  # they start SGLang
+NEEDS_A_GPU = {"engine", "decode of a 1.7B", "whole loop"}  # they start SGLang
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from bench.gpu_kit.figures import Setting
 from tests.hostcuda.build import environment
 
 CI = ("NCCL without its peer", "reshard end")
-NOT_HERE = ("engine", "whole loop")  # SGLang's kernels
+NOT_HERE = ("engine", "decode of a 1.7B", "whole loop")  # SGLang's kernels
 # small sizes leave nothing to save, and the device does not count what a kernel takes inside
 ABOUT_MEMORY = ("head", "memory of a step")
 
