@@ -8,7 +8,8 @@ megagrpo/train.py
 `<!-- tests/unit/NAME.py -->`     what its table() returns    `<!-- last-device -->`  where
 bench/gpu.py last ran
 
-Writes the generated pages of docs/reference, too: configuration, rules, metrics, names, cli.
+Writes the generated pages of docs/reference, too (configuration, rules, metrics, names, cli), and
+docs/picture.svg.
 
 python bench/readme.py
 """
@@ -41,8 +42,7 @@ _OTHER_FOLDERS = [
     ),
     (
         "tests/",
-        "unit/ (seconds), dist/ (gloo ranks), e2e/ (engines), cluster/ (Slurm, Ray, namespaces), "
-        "gpu/ (CUDA)",
+        "unit/ (seconds), dist/ (gloo ranks), e2e/ (engines), cluster/ (Slurm, hosts), gpu/ (CUDA)",
     ),
     ("bench/", "Programs that measure; results/ holds what they wrote"),
 ]
@@ -243,7 +243,10 @@ def last_device(results: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))  # for bench.describe
+    sys.path.insert(0, str(ROOT))  # for bench.describe and bench.picture
+    from bench.picture import svg
+
+    (ROOT / "docs" / "picture.svg").write_text(svg(), encoding="utf-8")
     for name, text in reference_pages().items():
         (ROOT / "docs" / "reference" / name).write_text(text, encoding="utf-8")
     for page in pages():

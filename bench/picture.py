@@ -1,0 +1,184 @@
+"""Draws docs/picture.svg: what runs where, and what flows between the parts of a run.
+
+`python bench/readme.py` writes it, and a test compares the two.
+"""
+
+from html import escape
+
+WIDTH, HEIGHT = 1000, 540
+_INK, _SOFT = "#1f2937", "#4b5563"
+_BLUE, _GREEN, _AMBER, _GREY = "#2563eb", "#15803d", "#b45309", "#64748b"
+_FILL = {_BLUE: "#eff6ff", _GREEN: "#f0fdf4", _AMBER: "#fffbeb", _GREY: "#f8fafc"}
+
+
+def text(
+    x: float,
+    y: float,
+    words: str,
+    *,
+    size: int = 14,
+    colour: str = _INK,
+    weight: str = "normal",
+    anchor: str = "start",
+) -> str:
+    """Returns one line of text, whose base line begins at (x, y)."""
+    return (
+        f'<text x="{x}" y="{y}" font-size="{size}" fill="{colour}" font-weight="{weight}" '
+        f'text-anchor="{anchor}">{escape(words)}</text>'
+    )
+
+
+def box(
+    x: float, y: float, width: float, height: float, colour: str, *, strong: bool = False
+) -> str:
+    """Returns a rounded rectangle; `strong` fills it with its line's colour."""
+    fill = colour if strong else _FILL[colour]
+    return (
+        f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="7" fill="{fill}" '
+        f'stroke="{colour}" stroke-width="1.5"/>'
+    )
+
+
+def arrow(
+    start: tuple[float, float], end: tuple[float, float], colour: str, *, both: bool = False
+) -> str:
+    """Returns a straight arrow; `both` gives it a head at each end."""
+    name = colour.lstrip("#")
+    begin = f' marker-start="url(#{name})"' if both else ""
+    return (
+        f'<line x1="{start[0]}" y1="{start[1]}" x2="{end[0]}" y2="{end[1]}" stroke="{colour}" '
+        f'stroke-width="2.2" marker-end="url(#{name})"{begin}/>'
+    )
+
+
+def replica(x: float, y: float, name: str) -> list[str]:
+    """Returns one data-parallel copy of the model: its leader and three more ranks."""
+    parts = [text(x, y - 8, name, size=13, colour=_SOFT)]
+    for number in range(4):
+        left = x + 62 * number
+        parts.append(box(left, y, 56, 44, _BLUE, strong=number == 0))
+        words = ("leader", "rank 1", "rank 2", "rank 3")[number]
+        colour = "white" if number == 0 else _INK
+        parts.append(text(left + 28, y + 27, words, size=12, colour=colour, anchor="middle"))
+    return parts
+
+
+def engine(x: float, y: float, name: str) -> list[str]:
+    """Returns one engine with its ranks."""
+    parts = [text(x, y - 8, name, size=13, colour=_SOFT)]
+    for number in range(4):
+        parts.append(box(x + 62 * number, y, 56, 44, _GREEN))
+        parts.append(text(x + 62 * number + 28, y + 27, f"tp {number}", size=12, anchor="middle"))
+    return parts
+
+
+def _trainers() -> list[str]:
+    return [
+        box(20, 130, 300, 262, _BLUE),
+        text(36, 156, "Trainers: Megatron-Core", size=17, colour=_BLUE, weight="bold"),
+        *replica(36, 190, "model copy 0"),
+        *replica(36, 304, "model copy 1"),
+        arrow((292, 226), (292, 312), _BLUE, both=True),
+        text(282, 260, "all-reduce: gradients,", size=12, colour=_SOFT, anchor="end"),
+        text(282, 275, "statistics of each group", size=12, colour=_SOFT, anchor="end"),
+        text(36, 380, "ranks of a copy: TP x PP x CP, experts by EP", size=12, colour=_SOFT),
+    ]
+
+
+def _engines() -> list[str]:
+    return [
+        box(680, 130, 300, 262, _GREEN),
+        text(696, 156, "Engines: SGLang", size=17, colour=_GREEN, weight="bold"),
+        *engine(696, 190, "engine 0"),
+        *engine(696, 270, "engine 1"),
+        text(696, 346, "a supervisor for each engine starts, watches", size=12, colour=_SOFT),
+        text(696, 362, "and restarts it, in a Ray actor", size=12, colour=_SOFT),
+        text(696, 378, "on GPUs of their own, or on the trainers'", size=12, colour=_SOFT),
+    ]
+
+
+def _between() -> list[str]:
+    middle = 500
+    rows = (
+        (186, "prompts (token ids)", (328, 672), _BLUE),
+        (230, "samples: token ids, log-probabilities", (672, 328), _GREEN),
+        (304, "new weights, from the rank that has them", (328, 672), _BLUE),
+        (348, "digests of the live weights", (672, 328), _GREEN),
+    )
+    parts = []
+    for y, words, (start, end), colour in rows:
+        parts.append(text(middle, y - 9, words, size=13, anchor="middle"))
+        parts.append(arrow((start, y), (end, y), colour))
+    parts.append(text(middle, 262, "each step", size=12, colour=_SOFT, anchor="middle"))
+    parts.append(
+        text(middle, 378, "if they differ, the run stops", size=12, colour=_SOFT, anchor="middle")
+    )
+    return parts
+
+
+def _graders() -> list[str]:
+    return [
+        box(360, 20, 320, 74, _AMBER),
+        text(376, 46, "Graders, environments, agents", size=15, colour=_AMBER, weight="bold"),
+        text(376, 66, "killable processes; a sandbox for programs", size=12, colour=_SOFT),
+        text(376, 82, "that the model writes; HTTP services", size=12, colour=_SOFT),
+        arrow((300, 126), (356, 84), _AMBER, both=True),
+        text(252, 76, "responses,", size=13, anchor="middle"),
+        text(252, 92, "rewards", size=13, anchor="middle"),
+    ]
+
+
+def _files() -> list[str]:
+    return [
+        box(20, 20, 160, 74, _GREY),
+        text(36, 46, "Model, data", size=15, colour=_GREY, weight="bold"),
+        text(36, 66, "Hugging Face folder,", size=12, colour=_SOFT),
+        text(36, 82, "rows of prompts", size=12, colour=_SOFT),
+        arrow((90, 98), (90, 126), _GREY),
+        box(20, 452, 300, 70, _GREY),
+        text(36, 478, "Run folder", size=15, colour=_GREY, weight="bold"),
+        text(36, 497, "checkpoints, metrics, every sample, logs;", size=12, colour=_SOFT),
+        text(36, 512, "the same command continues from it", size=12, colour=_SOFT),
+        arrow((170, 396), (170, 448), _GREY, both=True),
+        text(182, 428, "save, resume", size=13),
+        box(360, 452, 620, 70, _GREY),
+        text(376, 478, "Launcher", size=15, colour=_GREY, weight="bold"),
+        text(
+            376,
+            497,
+            "one command: on this machine, as a Slurm job, or on each node; starts lost ranks",
+            size=12,
+            colour=_SOFT,
+        ),
+        text(
+            376,
+            512,
+            "again from the last checkpoint; saves and ends on Ctrl-C, megagrpo stop, or the time limit",
+            size=12,
+            colour=_SOFT,
+        ),
+        arrow((830, 448), (830, 396), _GREY),
+        text(818, 428, "starts, ends", size=13, anchor="end"),
+        arrow((400, 448), (300, 396), _GREY),
+    ]
+
+
+def svg() -> str:
+    """Returns the picture, on white, so that it reads on a dark page too."""
+    heads = [
+        f'<marker id="{colour.lstrip("#")}" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="6.5" '
+        f'markerHeight="6.5" orient="auto-start-reverse"><path d="M0 0 L10 5 L0 10 z" fill="{colour}"/></marker>'
+        for colour in _FILL
+    ]
+    parts = [*_files(), *_graders(), *_trainers(), *_engines(), *_between()]
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+            'font-family="Helvetica, Arial, sans-serif">',
+            f'<rect width="{WIDTH}" height="{HEIGHT}" rx="10" fill="white"/>',
+            f"<defs>{''.join(heads)}</defs>",
+            *parts,
+            "</svg>",
+            "",
+        ]
+    )
