@@ -38,8 +38,8 @@ from megagrpo.system.environment import nccl_variables  # noqa: E402
 _KIT = "bench.gpu_kit"
 # In order of worth: what the time limit leaves out is at the end.
 SECTIONS = {
-    "surroundings": Section(f"{_KIT}.surroundings:surroundings", 60),
-    "float32 on the CPU": Section(f"{_KIT}.precision:truth", 60, hides_gpu=True),
+    "surroundings": Section(f"{_KIT}.surroundings:surroundings", 40),
+    "float32 on the CPU": Section(f"{_KIT}.precision:truth", 50, hides_gpu=True),
     "actor": Section(f"{_KIT}.precision:actor", 120),
     "log-probabilities": Section(f"{_KIT}.logprobs:logprobs", 90),
     "step, recompute full": Section(f"{_KIT}.training_step:with_recompute", 60),
