@@ -29,6 +29,9 @@ def dispatched(folder: Path) -> tuple[list[int], int]:
     return prompts, lag
 
 
-def not_once(prompts: list[int]) -> int:
-    """Groups that were trained on before. Of a run of less than an epoch."""
-    return len(prompts) - len(set(prompts))
+def not_once(prompts: list[int], epoch: int | None = None) -> int:
+    """Groups that were trained on before in the same epoch of so many prompts; None: the run is less
+    than one."""
+    epoch = epoch or len(prompts)
+    parts = [prompts[begin : begin + epoch] for begin in range(0, len(prompts), epoch)]
+    return sum(len(part) - len(set(part)) for part in parts)

@@ -7,8 +7,10 @@ Two trainer ranks, one engine, the tiny model, a deterministic engine, a checkpo
 One run is left alone; in the other, faults strike one after the other, each in a step of its own,
 from outside: signals by process id, at moments read from logs. For the moments inside an update and
 inside a transfer of weights, a file beside the experiment asks the rank to kill itself or the
-engine (bench/fault_moments.py). Writes bench/results/faults.{json,md}. Root is needed for the full
-disk (a small tmpfs is mounted).
+engine (bench/fault_moments.py). A launcher that is killed, or that ends because the disk of its
+checkpoints is full, is started again, as a user would. The network is slow when the engine's server
+is stopped for nine tenths of the time. Writes bench/results/faults.{json,md}. Root is needed for
+the full disk (a small tmpfs is mounted).
 
 With --max-staleness N the run samples ahead (weights.in_flight: drain). An engine that died then
 comes back with the weights of today, so that what it samples again is newer than in the other run:
@@ -26,8 +28,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +62,9 @@ STEPS_A_FAULT = 2
 _NAME_CHARACTERS = 15  # of a process, in Linux
 REWARD_TIMEOUT_S, HEALTH_TIMEOUT_S, LIMIT_S = 3.0, 20.0, 900.0
 RANDOM_S = 8.0  # a step and more
+SLOW_S = 15.0  # of a slow network, less than an engine may be silent
+STOPPED_S = 0.45, 0.05  # its server is stopped, and goes on
+DISK_MB = 256  # of checkpoints
 SETTINGS = {
     "rollout": {
         "deterministic": True,
@@ -77,10 +82,20 @@ SETTINGS = {
 
 @dataclass
 class Scene:
-    """A running experiment as its faults see it."""
+    """A running experiment as its faults see it; also a context manager that ends it."""
 
     job: Job
     folder: Path
+    _read: tuple[tuple[int, int], int] = ((0, 0), 0)  # the record's age and size, and its last step
+
+    def __enter__(self) -> "Scene":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.job.__exit__(*exc_info)
+
+    def start_again(self) -> None:
+        self.job = Job("run", self.folder.with_suffix(".yaml"))
 
     def log(self, name: str) -> Path:
         return self.folder / "logs" / f"{name}.log"
@@ -88,15 +103,17 @@ class Scene:
     def step(self) -> int:
         """Finished steps."""
         try:
-            return max(
-                (step for step, entry in metrics(self.folder).items() if "loss/total" in entry),
-                default=0,
-            )
+            state = (self.folder / "metrics.jsonl").stat()
+            now = state.st_mtime_ns, state.st_size
+            if now != self._read[0]:
+                steps = (s for s, entry in metrics(self.folder).items() if "loss/total" in entry)
+                self._read = now, max(steps, default=0)
+            return self._read[1]
         except (OSError, ValueError):  # being written anew
             return -1
 
-    def wait(self, ready, what: str):
-        return self.job.wait_for(ready, what, LIMIT_S, poll_s=0.005)
+    def wait(self, ready, what: str, poll_s: float = 0.05):
+        return self.job.wait_for(ready, what, LIMIT_S, poll_s)
 
     def when(
         self, now: Callable[[str], bool], pid: int, number: signal.Signals = signal.SIGKILL
@@ -110,7 +127,7 @@ class Scene:
 
         def struck() -> bool:
             def is_now() -> bool:
-                return now(log.read_bytes()[begin:].decode(errors="replace"))
+                return now(said_since(log, begin))
 
             if not is_now():
                 return False
@@ -122,7 +139,7 @@ class Scene:
             os.kill(pid, signal.SIGCONT)
             return False
 
-        self.wait(struck, now.__name__)
+        self.wait(struck, now.__name__, poll_s=0.005)
 
     def process(self, name: str) -> psutil.Process:
         """Of this run, by its name: the one that lives, not one that a fault has ended."""
@@ -138,6 +155,13 @@ class Scene:
             return None
 
         return self.wait(find, name)
+
+
+def said_since(log: Path, begin: int) -> str:
+    """What a log says from there on."""
+    with log.open("rb") as file:
+        file.seek(begin)
+        return file.read().decode(errors="replace")
 
 
 def idle(log: str) -> bool:
@@ -189,6 +213,56 @@ def kill_engine_in_transfer(scene: Scene) -> None:
     ask("die_in_transfer_1", str(engine_group(scene)))(scene)
 
 
+def kill_launcher(scene: Scene) -> float:
+    """In a rollout; found by all that it started, which ends. The user starts the run again."""
+    scene.when(prefill, scene.job.process.pid)
+    started = time.monotonic()
+    scene.job.kill()
+    ended_s = time.monotonic() - started
+    scene.start_again()
+    return ended_s
+
+
+def fill_disk(scene: Scene) -> float:
+    """The run ends with the reason. The user makes room and starts it again."""
+    filling = scene.folder / "checkpoints" / "filling"
+    started = time.monotonic()
+    with filling.open("ab", buffering=0) as file:
+        while scene.job.process.poll() is None:
+            with suppress(OSError):  # full: until an old checkpoint is removed
+                while True:
+                    file.write(bytes(4096))
+            assert time.monotonic() - started < LIMIT_S, "a full disk, and the run goes on"
+            time.sleep(0.02)
+    ended_s = time.monotonic() - started
+    done = scene.job.finish()
+    assert done.status == 1 and "could not write" in done.stderr, done
+    filling.unlink()
+    scene.start_again()
+    return ended_s
+
+
+def slow_network(scene: Scene) -> None:
+    """Each answer of the engine, and each request, comes late."""
+    pid = engine(scene.folder)["pid"]
+    for _ in range(int(SLOW_S / sum(STOPPED_S))):
+        for number, seconds in zip((signal.SIGSTOP, signal.SIGCONT), STOPPED_S, strict=True):
+            os.kill(pid, number)
+            time.sleep(seconds)
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """For the checkpoints of a run."""
+    folder.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(folder)]
+    subprocess.run(mount, check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
 def ask(file: str, content: str = "") -> Callable[[Scene], None]:
     """Returns when it has happened."""
 
@@ -197,16 +271,16 @@ def ask(file: str, content: str = "") -> Callable[[Scene], None]:
         written = asked.with_suffix(".new")
         written.write_text(content)
         written.rename(asked)
-        scene.wait(lambda: not asked.exists(), file)
+        scene.wait(lambda: not asked.exists(), file, poll_s=0.005)
 
     return strike
 
 
 @dataclass(frozen=True)
 class Fault:
-    strike: Callable[[Scene], None]
-    log: str  # where its discovery is written ...
-    sign: str  # ... in these words
+    strike: Callable[[Scene], float | None]  # seconds until it was found, where the strike knows
+    log: str = ""  # where its discovery is written ...
+    sign: str = ""  # ... in these words
     equal: bool = True  # whether the run stays the undisturbed one
 
 
@@ -225,11 +299,14 @@ FAULTS = {
     "trainer rank 0 killed in the backward": Fault(ask("die_in_backward_0"), *TRAINER),
     "trainer rank 1 killed in the optimiser": Fault(ask("die_in_optimiser_1"), *TRAINER),
     "trainer rank 0 killed in a checkpoint": Fault(ask("die_in_checkpoint_0"), *TRAINER),
+    "launcher killed in a rollout, started again": Fault(kill_launcher),
+    "disk full at a checkpoint, started again with room": Fault(fill_disk),
+    "network slow": Fault(slow_network),
     "reward worker hung": Fault(
-        ask("hang_in_reward"), "", "", equal=False
+        ask("hang_in_reward"), equal=False
     ),  # the last: what follows is another run
 }
-DISK, NODE = "disk full at a checkpoint", "Ray node killed in a rollout"
+NODE = "Ray node killed in a rollout"
 
 
 def strike(scene: Scene, name: str) -> dict:
@@ -238,18 +315,18 @@ def strike(scene: Scene, name: str) -> dict:
     fault, before = FAULTS[name], scene.step()
     log = scene.log(fault.log) if fault.log else None
     begin = log.stat().st_size if log else 0
-    fault.strike(scene)
-    started, before = (
-        time.monotonic(),
-        max(before, scene.step()),
-    )  # on a busy machine the moment may be missed in the first step
-    row = {"fault": name, "step": before + 1, "detected_s": REWARD_TIMEOUT_S}
+    detected_s = fault.strike(scene)
+    started = time.monotonic() - (detected_s or 0.0)
+    # on a busy machine the moment may be missed in the first step
+    before = max(before, scene.step())
     if log:
         scene.wait(
-            lambda: fault.sign in log.read_bytes()[begin:].decode(errors="replace"),
+            lambda: fault.sign in said_since(log, begin),
             f"{fault.sign} in {log.name}",
+            poll_s=0.005,
         )
-        row["detected_s"] = time.monotonic() - started
+        detected_s = time.monotonic() - started
+    row = {"fault": name, "step": before + 1, "detected_s": detected_s}
     scene.wait(lambda: scene.step() >= before + 1, f"the end of step {before + 1}")
     return row | {"recovered_s": time.monotonic() - started}
 
@@ -300,8 +377,11 @@ def matrix(root: Path, names: list[str]) -> list[dict]:
     )
     assert done.status == 0, done.stderr
     rows: list[dict] = []
-    with Job("run", write_experiment(folder, **SETTINGS, train={"num_steps": num_steps})) as job:
-        scene = Scene(job, folder)
+    config = write_experiment(folder, **SETTINGS, train={"num_steps": num_steps})
+    with (
+        small_disk(folder / "checkpoints"),
+        Scene(Job("run", config), folder) as scene,
+    ):
         for number, name in enumerate(names):
             scene.wait(
                 lambda step=STEPS_A_FAULT * number + 1: scene.step() >= step,
@@ -309,49 +389,13 @@ def matrix(root: Path, names: list[str]) -> list[dict]:
             )
             rows.append(strike(scene, name))
             print(json.dumps(rows[-1]), flush=True)
-        done = job.finish(LIMIT_S * 4)
+        done = scene.job.finish(LIMIT_S * 4)
     assert done.status == 0, done.stderr
     (prompts, lag), (expected, _) = dispatched(folder), dispatched(reference)
     assert prompts == expected and not not_once(prompts), "groups of another order, or twice"
     print(f"{len(prompts)} groups, each once, in their order; largest lag {lag}")
     assert lag <= ahead
     return [judge(row, folder, reference) for row in rows]
-
-
-def full_disk(root: Path) -> dict:
-    """The second checkpoint does not fit. The run ends and says so; with room again, the same
-    command goes on."""
-    reference, folder = root / "roomy", root / "full"
-    sections = SETTINGS | {"train": {"num_steps": 4}, "checkpoint": {"every": 2}}
-    assert megagrpo("run", write_experiment(reference, **sections), timeout_s=LIMIT_S).status == 0
-    size = sum(
-        f.stat().st_size
-        for f in (reference / "checkpoints" / "step_000002").rglob("*")
-        if f.is_file()
-    )
-    checkpoints = folder / "checkpoints"
-    checkpoints.mkdir(parents=True)
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={int(1.5 * size)}", "tmpfs", str(checkpoints)]
-    subprocess.run(mount, check=True)
-    try:
-        config = write_experiment(folder, **sections)
-        done = megagrpo("run", config, timeout_s=LIMIT_S)
-        assert done.status == 1 and "could not write" in done.stderr, done
-        last_step = max(path.stat().st_mtime for path in (folder / "rollouts").iterdir())
-        row = {
-            "fault": DISK,
-            "step": 4,
-            "detected_s": max(0.0, time.time() - last_step),
-            "samples_lost": 0,
-        }
-        started = time.monotonic()
-        subprocess.run(["mount", "-o", f"remount,size={10 * size}", str(checkpoints)], check=True)
-        assert megagrpo("run", config, timeout_s=LIMIT_S).status == 0
-        assert_same_run(folder, reference, 4)
-        equal = "yes; the run ends with the reason, and goes on when started again"
-        return row | {"recovered_s": time.monotonic() - started, "equal": equal}
-    finally:
-        subprocess.run(["umount", "-l", str(checkpoints)], check=True)
 
 
 def ray_node(root: Path) -> dict:
@@ -417,9 +461,7 @@ def _lose_node(scene: Scene, nodes: RayNodes) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--only", nargs="+", choices=[*FAULTS, NODE, DISK], default=[*FAULTS, NODE, DISK]
-    )
+    parser.add_argument("--only", nargs="+", choices=[*FAULTS, NODE], default=[*FAULTS, NODE])
     parser.add_argument("--max-staleness", type=int, default=0, help="versions")
     parser.add_argument(
         "--folder", type=lambda path: Path(path).resolve(), default=ROOT / "runs" / "faults"
@@ -435,11 +477,14 @@ def main() -> None:
     )
     if NODE in args.only:
         rows.append(ray_node(args.folder))
-    if DISK in args.only:
-        rows.append(full_disk(args.folder))
     header = ("fault", "detected in s", "recovered in s", "samples lost")
     lines = [
-        (r["fault"], f"{r['detected_s']:.1f}", f"{r['recovered_s']:.1f}", str(r["samples_lost"]))
+        (
+            r["fault"],
+            "-" if r["detected_s"] is None else f"{r['detected_s']:.1f}",
+            f"{r['recovered_s']:.1f}",
+            str(r["samples_lost"]),
+        )
         for r in rows
     ]
     if not args.max_staleness:

@@ -5,12 +5,12 @@
 A draw is one to nine values for keys of the schema, within their bounds and choices or, in every
 second draw, not; it is laid over the tests' tiny experiment. Each goes through `megagrpo check`, in
 this process, whose questions to Megatron-Core and SGLang are answered by one process each that
-stays. Draws that check accepts and that fit this machine are run: one or two steps, one rank or
-two, `megagrpo run` as a process of its own. Broken promises are a traceback of check, a problem
-that names neither key nor file, and a run that fails after check accepted it; each is minimised by
-leaving settings out as long as it stays broken, a run only while time is left. What has time
-limits in seconds gets generous ones: they are the machine's matter. Writes
-bench/results/fuzz.{json,md}.
+stays, as do graders' processes. Draws that check accepts and that fit this machine are run: one or
+two steps, one rank or two, `megagrpo run` as a process of its own. Broken promises are a traceback
+of check, a problem that names neither key nor file, and a run that fails after check accepted it;
+each is minimised by leaving settings out as long as it stays broken, a run only while time is left.
+What has time limits in seconds gets generous ones: they are the machine's matter. Writes
+bench/results/fuzz.{json,md}, beside what other seeds have found.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
-from common import ROOT, provenance, write_results
+from common import RESULTS, ROOT, provenance, write_results
 from pydantic_core import PydanticUndefined
 
 sys.path.insert(0, str(ROOT / "tests" / "e2e"))
@@ -39,7 +39,10 @@ from megagrpo import cli
 from megagrpo.check import libraries
 from megagrpo.config.fields import Section, all_paths, members, sections
 from megagrpo.config.load import load_config
+from megagrpo.config.reward import RewardConfig
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.rewards import trial_texts
+from megagrpo.rewards.pool import RewardPool
 
 RUN_LIMIT_S = 1200.0
 BASE: dict[str, dict] = {
@@ -225,6 +228,18 @@ class Asked:
         return said
 
 
+@contextlib.contextmanager
+def pool_of(config: RewardConfig, kept: dict[str, RewardPool]) -> Iterator[RewardPool]:
+    """Keeps the processes of the last graders for the next draw, which mostly has the same."""
+    key = config.model_dump_json()
+    if key not in kept:
+        for pool in kept.values():
+            pool.close()
+        kept.clear()
+        kept[key] = RewardPool(config)
+    yield kept[key]
+
+
 def answer() -> None:
     """The other side: answers a job a line until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
@@ -311,6 +326,8 @@ def main() -> None:
     plain = load_config(experiment)
     asked = {"megatron": Asked(None), "sglang": Asked(libraries._as_engine(plain))}
     libraries._answer = lambda module, job, environment, problem: asked[job[0]](job)
+    pools: dict[str, RewardPool] = {}
+    trial_texts.RewardPool = lambda config: pool_of(config, pools)
     rng = random.Random(args.seed)
     counts = dict.fromkeys(("accepted", "refused", "traceback", "no key"), 0)
     broken, runnable = [], []
@@ -352,6 +369,8 @@ def main() -> None:
             broken.append({"what": f"run ended with {status}", "settings": least, "said": said})
         _write(args, counts, checks_s, ended, broken)
     _write(args, counts, checks_s, ended, broken)
+    for pool in pools.values():
+        pool.close()
     for process in asked.values():
         process.process.stdin.close()
         process.process.wait()
@@ -360,19 +379,45 @@ def main() -> None:
 def _write(
     args: argparse.Namespace, counts: dict, checks_s: float, ended: list[dict], broken: list[dict]
 ) -> None:
-    failed = sum(run["status"] != 0 for run in ended)
+    """Beside what other seeds have found."""
+    file = RESULTS / "fuzz.json"
+    seeds = json.loads(file.read_text())["seeds"] if file.exists() else {}
+    seeds[str(args.seed)] = {
+        "counts": counts, "checks_s": checks_s, "runs": ended, "broken": broken,
+    }  # fmt: skip
     rows = [
-        ["draws checked", f"{sum(counts.values()):,} (seed {args.seed}), {checks_s:.0f} s"],
-        ["accepted", f"{counts['accepted']:,}"],
-        ["refused, each problem with a key or a file", f"{counts['refused']:,}"],
-        ["tracebacks of check", str(counts["traceback"])],
-        ["problems without a key", str(counts["no key"])],
-        ["accepted and run", f"{len(ended)}, {sum(run['seconds'] for run in ended) / 60:.0f} min"],
-        ["of those, failed", str(failed)],
-        *([f"broken: {item['what']}", f"`{' '.join(item['settings'])}`"] for item in broken),
+        _row(f"seed {seed}", [one]) for seed, one in sorted(seeds.items(), key=lambda s: int(s[0]))
     ]
-    data = {**provenance(), "counts": counts, "runs": ended, "broken": broken}
-    write_results("fuzz", data, ("what", "number"), rows)
+    rows.append(_row("all", list(seeds.values())))
+    for one in seeds.values():
+        rows += [
+            (f"broken: {item['what']}", f"`{' '.join(item['settings'])}`", *[""] * 5)
+            for item in one["broken"]
+        ]
+    write_results("fuzz", {**provenance(), "seeds": seeds}, HEADER, rows)
+
+
+HEADER = (
+    "", "draws checked", "accepted", "refused, each problem with a key or a file",
+    "tracebacks of check, problems without a key", "accepted and run", "of those, failed",
+)  # fmt: skip
+
+
+def _row(name: str, seeds: list[dict]) -> tuple[str, ...]:
+    def total(*kinds: str) -> int:
+        return sum(one["counts"][kind] for one in seeds for kind in kinds)
+
+    runs = [run for one in seeds for run in one["runs"]]
+    return (
+        name,
+        f"{total('accepted', 'refused', 'traceback', 'no key'):,}, "
+        f"{sum(one['checks_s'] for one in seeds):,.0f} s",
+        f"{total('accepted'):,}",
+        f"{total('refused'):,}",
+        str(total("traceback", "no key")),
+        f"{len(runs)}, {sum(run['seconds'] for run in runs) / 60:.0f} min",
+        str(sum(run["status"] != 0 for run in runs)),
+    )
 
 
 if __name__ == "__main__":

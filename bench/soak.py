@@ -4,16 +4,18 @@ leave nothing.
     python bench/soak.py [--steps 200] [--every 10] [--engines] [--seed 0] [--folder FOLDER]
                          [--answers grader|environment|agent]
 
-About every tenth step one fault of bench/faults.py, drawn by the seed, strikes at its moment.
-Resident memory and open files of every process of the run are sampled every step; a process that
-was started again begins anew. Writes bench/results/soak.{json,md}.
+About every tenth step one fault of bench/faults.py strikes at its moment: of an engine, a trainer,
+the launcher, the disk, the network, or what grades; the seed draws first which of these, then how.
+Each prompt must be trained on once an epoch. Resident memory and open files of every process of the
+run are sampled every step; a process that was started again begins anew. Writes
+bench/results/soak.{json,md,png}.
 
 With --answers environment or agent rewards come from one of two turns, which a fault may hang.
 Writes soak_environment or soak_agent.
 
 With --engines only engines are killed, in turn inside a transfer of weights and at any moment, and
 the samples, losses and rewards must be those of a run that nobody disturbed: weights that are not
-the step's would sample something else. Writes bench/results/soak_engines.{json,md}.
+the step's would sample something else. Writes bench/results/soak_engines.{json,md,png}.
 
 With --max-staleness N the run samples ahead (weights.in_flight: retract) and grades take a random
 time. Each group must be trained on once, in the order of an undisturbed run, by tokens within the
@@ -24,13 +26,14 @@ import argparse
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
-from common import provenance, write_results
-from dispatched import dispatched, sampling_ahead
+from common import RESULTS, provenance, write_results
+from dispatched import dispatched, not_once, sampling_ahead
 from faults import (
     FAULTS,
     LIMIT_S,
@@ -46,10 +49,12 @@ from faults import (
     metrics,
     prepare,
     rollouts,
+    small_disk,
     strike,
     write_experiment,
 )
 
+STEP_S = 60.0  # the most that a step may take, faults included, on a busy machine
 GROWTH = 1.1  # of a process's memory over the steps that it lived, after its first ten
 WARM_STEPS, END = 10, 0.2  # the first and the last fifth of the run are compared
 ENGINES_KILLED = ("engine killed in a weight update", "engine killed at a random moment")
@@ -94,8 +99,11 @@ def held(job: Job) -> dict[str, Held]:
     for process in job.tree():
         try:
             words = process.cmdline()
-            trains = "train" in words and "torch.distributed.run" not in words
-            kind = "trainer" if trains else process.name()[:_NAME_CHARACTERS]
+            kind = process.name()[:_NAME_CHARACTERS]
+            if process.pid == job.process.pid:
+                kind = "launcher"
+            elif "train" in words and "torch.distributed.run" not in words:
+                kind = "trainer"
             if is_live(process):
                 memory = process.memory_info().rss / 2**20
                 found[f"{kind} {process.pid}"] = Held(memory, process.num_fds())
@@ -113,27 +121,32 @@ def soak(
     """
     seen: list[dict[str, Held]] = []
     rows, started = [], time.monotonic()
-    with Job("run", write_experiment(folder, **settings_of(num_steps, answers))) as job:
-        scene = Scene(job, folder)
+    config = write_experiment(folder, **settings_of(num_steps, answers))
+    with (
+        small_disk(folder / "checkpoints"),
+        Scene(Job("run", config), folder) as scene,
+    ):
         for number, name in enumerate(names):
             scene.wait(
                 lambda step=every * (number + 1): watched(scene, seen) >= step,
                 f"the step before: {name}",
+                poll_s=0.25,
             )
             rows.append(strike(scene, name))
             print(json.dumps(rows[-1]), flush=True)
-        while job.process.poll() is None:
+        while scene.job.process.poll() is None:
             watched(scene, seen)
-            assert time.monotonic() - started < LIMIT_S * 8, "no end"
-            time.sleep(0.5)
+            assert time.monotonic() - started < LIMIT_S + STEP_S * num_steps, "no end"
+            time.sleep(0.25)
         watched(scene, seen)
-        done = job.finish(LIMIT_S * 8)  # fails when a process is left
+        done = scene.job.finish(LIMIT_S)  # fails when a process is left
     assert done.status == 0, done.stderr
     rewards = [metrics(folder)[step]["reward/mean"] for step in range(1, num_steps + 1)]
     part = max(1, int(END * num_steps))
     counts = [
         sum(len(group["samples"]) for group in groups) for groups in rollouts(folder).values()
     ]
+    rows_of_data = len((folder.parent / "data" / "train.jsonl").read_text().splitlines())
     return {
         "steps": num_steps,
         "faults": rows,
@@ -141,6 +154,7 @@ def soak(
         "reward_first": sum(rewards[:part]) / part,
         "reward_last": sum(rewards[-part:]) / part,
         "samples_lost": SAMPLES * num_steps - sum(counts),
+        "not_once": not_once(dispatched(folder)[0], rows_of_data),
         "growth": growth(seen, lambda each: each.memory),
         "files": growth(seen, lambda each: each.files),
         "memory": [{name: asdict(each) for name, each in step.items()} for step in seen],
@@ -166,6 +180,44 @@ def growth(seen: list[dict[str, Held]], of: Callable[[Held], float]) -> float:
     return max(ratios)
 
 
+def drawn(num_faults: int) -> list[str]:
+    """Names of faults: of what, then which."""
+    kinds: dict[str, list[str]] = {}
+    for name in FAULTS:
+        kinds.setdefault(kind_of(name), []).append(name)
+    return [random.choice(kinds[random.choice(list(kinds))]) for _ in range(num_faults)]
+
+
+def kind_of(name: str) -> str:
+    return name.split()[0].removesuffix("'s")
+
+
+def draw_picture(result: dict, target: Path) -> None:
+    """What every process held by step, from its start to its end; grey lines are faults."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    seen, colours = result["memory"], {}
+    figure, both = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6))
+    for axes, of, unit in zip(both, ("memory", "files"), ("MiB", "open files"), strict=True):
+        for name in sorted({name for sample in seen for name in sample}):
+            kind = name.rpartition(" ")[0]
+            life = [(i, held[name][of]) for i, held in enumerate(seen, 1) if name in held]
+            label = None if kind in colours and of == "memory" else kind
+            colour = colours.setdefault(kind, f"C{len(colours)}")
+            axes.plot(*zip(*life, strict=True), color=colour, linewidth=0.8, label=label)
+        for fault in result["faults"]:
+            axes.axvline(fault["step"], color="0.85", linewidth=0.5, zorder=0)
+        axes.set_ylabel(f"{unit} of a process")
+        axes.set_yscale("log")
+    both[0].legend(fontsize=6, ncol=4)
+    both[1].set_xlabel("step")
+    figure.tight_layout()
+    figure.savefig(target, dpi=80)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
@@ -188,10 +240,9 @@ def main() -> None:
     prepare(args.folder)
     random.seed(args.seed)
     steps = range(args.every, args.steps - 1, args.every)
+    names = drawn(len(steps))
     if args.engines:
         names = [ENGINES_KILLED[number % 2] for number in range(len(steps))]
-    else:
-        names = [random.choice(list(FAULTS)) for _ in steps]
     run = args.folder / "run"
     result = soak(run, args.steps, args.every, names, args.answers)
     lines = table(result)
@@ -200,7 +251,7 @@ def main() -> None:
         done = megagrpo(
             "run",
             write_experiment(alone, **settings_of(args.steps, args.answers)),
-            timeout_s=LIMIT_S * 4,
+            timeout_s=LIMIT_S + STEP_S * args.steps,
         )
         assert done.status == 0, done.stderr
         (prompts, lag), (expected, _) = dispatched(run), dispatched(alone)
@@ -222,14 +273,18 @@ def main() -> None:
     name = "soak" + "_engines" * args.engines + "_ahead" * bool(args.max_staleness)
     name += "" if args.answers == "grader" else f"_{args.answers}"
     write_results(name, data, ("what", "figure"), lines)
+    draw_picture(result, RESULTS / f"{name}.png")
     learned = result["reward_last"] > result["reward_first"]
     assert (
-        result["samples_lost"] == 0 and max(result["growth"], result["files"]) <= GROWTH and learned
+        result["samples_lost"] == result["not_once"] == 0
+        and max(result["growth"], result["files"]) <= GROWTH
+        and learned
     ), "see the table"
 
 
 def table(result: dict) -> list[tuple[str, str]]:
     slowest = max((row["recovered_s"] for row in result["faults"]), default=0.0)
+    kinds = Counter(kind_of(row["fault"]) for row in result["faults"])
     rise = result["reward_last"] - result["reward_first"]
     return [
         (
@@ -237,8 +292,10 @@ def table(result: dict) -> list[tuple[str, str]]:
             f"{result['steps']} steps, {len(result['faults'])} faults, {result['minutes']:.1f} "
             "minutes",
         ),
+        ("of these", ", ".join(f"{kind} {kinds[kind]}" for kind in sorted(kinds))),
         ("slowest recovery", f"{slowest:.1f} s"),
         ("samples lost", str(result["samples_lost"])),
+        ("prompts trained on more than once in an epoch", str(result["not_once"])),
         (
             "mean reward, first and last fifth",
             f"{result['reward_first']:.3f}, {result['reward_last']:.3f} ({rise:+.3f})",

@@ -229,10 +229,11 @@ def _memory(tensor: Tensor) -> int:
 
 @contextmanager
 def _failure_as_os_error() -> Iterator[None]:
-    """Raises OSError for a failed save: CheckpointException is not an Exception, most handlers
-    would miss it."""
+    """Raises OSError for a failed save, when no rank waits for this one: CheckpointException is not
+    an Exception, most handlers would miss it."""
     try:
-        yield
+        with internals_0_16.main_rank_fails_last():
+            yield
     except CheckpointException as exc:
         raise OSError(_first_failure(exc)) from exc
 

@@ -131,11 +131,18 @@ def test_disk_full_leaves_the_older_checkpoint(
         file.relative_to(older): file.read_bytes() for file in older.rglob("*") if file.is_file()
     }
     base = {"model": str(model), "do": "refusal"}
-    jobs = [{**base, "save": str(older.parent), "step": 2}]
-    result = run_ranks(2, tmp_path / "ranks", jobs)[0]
-    for message in result["messages"]:
+    save = {**base, "save": str(older.parent), "step": 2}
+    files = ("common.pt", ".metadata", "metadata.json")  # which rank 0 alone writes
+    jobs = [save, *({**save, "full": file, "save": str(tmp_path / file)} for file in files)]
+    first, *others = run_ranks(2, tmp_path / "ranks", jobs)
+    for message in first["messages"]:
         assert "step_000002: rank 0 could not write, 0 MiB are free there" in message, message
         assert "Traceback" not in message
+    for file, result in zip(files, others, strict=True):
+        assert len(set(result["messages"])) == 1, (file, result["messages"])
+        assert "rank 0 could not write" in result["messages"][0]
+        assert "No space left" in result["messages"][0]
+        assert not list((tmp_path / file).iterdir()), "no partial folder is left"
     assert [path.name for path in older.parent.iterdir()] == ["step_000001"], (
         "no partial folder is left"
     )

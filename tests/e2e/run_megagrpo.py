@@ -184,6 +184,7 @@ class Job:
             env=child_environment(env, [str(folder)]),
             cwd=folder,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            pipesize=2**20,  # nobody reads before the end: lines of a thousand steps
         )  # fmt: skip
 
     def __enter__(self) -> "Job":

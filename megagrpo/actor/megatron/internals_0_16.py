@@ -6,16 +6,18 @@ and ._postprocess (model.py), and the attribute `router_replay` of TopKRouter, w
 undocumented (routing/replay.py).
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from io import IOBase
 from queue import Queue
 
 import torch
 from megatron.core import __version__ as _installed
+from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -95,6 +97,34 @@ def expect_results_of_threads() -> None:
     that a rank has written of a save that failed on another rank.
     """
     filesystem_async._results_queue = Queue()
+
+
+@contextmanager
+def main_rank_fails_last() -> Iterator[None]:
+    """Inside, what the main rank alone writes of a checkpoint fails at the end, with OSError: before
+    that the other ranks wait for its messages."""
+    failures: list[Exception] = []
+
+    def tried(write: Callable) -> Callable:
+        def wrapped(*args: object) -> None:
+            try:
+                write(*args)
+            except (OSError, RuntimeError) as exc:  # torch's own of a full disk
+                failures.append(exc)
+
+        return wrapped
+
+    with ExitStack() as stack:
+        for owner, name in (
+            (TorchCommonSaveStrategy, "save_common"),
+            (filesystem_async.FileSystemWriterAsync, "finish"),
+            (serialization, "save_config"),
+        ):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, tried(getattr(owner, name)))
+        yield
+    if failures:
+        raise OSError(str(failures[0])) from failures[0]
 
 
 def put_results(request: AsyncRequest, results: dict[int, list]) -> None:

@@ -8,10 +8,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from megagrpo.actor import step
 from megagrpo.actor.layers.lora import InitialAdapters
@@ -303,7 +307,8 @@ def refusal_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: 
     message = ""
     try:
         if "save" in job:
-            save(actor, job, job["save"])
+            with FULL[job["full"]]() if "full" in job else nullcontext():
+                save(actor, job, job["save"])
         else:
             checkpoint.load(
                 Path(job["load"]), identity(job), lambda f: load_actor(actor, f), actor.mesh
@@ -316,6 +321,19 @@ def refusal_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: 
         "messages": messages,
         "untouched": all(torch.equal(p, before[name]) for name, p in actor.parameters().items()),
     }
+
+
+def disk_full(*args):
+    if dist.get_rank() == 0:
+        raise OSError(28, "No space left on device")
+
+
+# what only the main rank writes, by Megatron's file
+FULL = {
+    "common.pt": lambda: patch.object(TorchCommonSaveStrategy, "save_common", disk_full),
+    ".metadata": lambda: patch.object(FileSystemWriter, "finish", disk_full),
+    "metadata.json": lambda: patch.object(serialization, "save_config", disk_full),
+}
 
 
 @contextmanager
