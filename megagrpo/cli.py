@@ -4,6 +4,7 @@ them."""
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from megagrpo.cluster.machine import run, train_ranks
 from megagrpo.cluster.nodes import Node, run_node, serve_node, train_node
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.data.hub import with_local_files
 from megagrpo.system.arguments import positive
 from megagrpo.system.environment import under_torchrun
 from megagrpo.system.processes import raise_file_limit
@@ -74,6 +76,9 @@ _TOOLS = {
     ),
 }
 
+# Commands that read another section's weights than the model's.
+_WEIGHTS = {"check": "", "plan": "", "certify": "", "sft": "sft"}
+
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command and returns its exit status: 2, with one message, for an error that the user
@@ -134,16 +139,23 @@ class _Commands:
 
 
 def _load(args: argparse.Namespace) -> ExperimentConfig:
-    """Reads the experiment; before a run libraries judge what is set of theirs, in a check all."""
+    """Reads the experiment, and fetches what it names on the Hub; before a run libraries judge what
+    is set of theirs, in a check all."""
+    fetch = partial(
+        with_local_files,
+        weights=_WEIGHTS.get(args.command, "model"),
+        cached_only=under_torchrun(),  # the process that started the ranks has fetched it
+    )
+    load = partial(load_config, args.config, args.overrides, fetch=fetch)
     if args.command == "check":
         from megagrpo.check.report import later_problems
 
-        return load_config(args.config, args.overrides, later=later_problems)
+        return load(later=later_problems)
     if args.command != "train" or under_torchrun():
-        return load_config(args.config, args.overrides)
+        return load()
     from megagrpo.check.libraries import library_problems
 
-    return load_config(args.config, args.overrides, library_problems)
+    return load(judge=library_problems)
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:

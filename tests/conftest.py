@@ -23,6 +23,7 @@ GRACE_S = 60.0  # Ray and SGLang end in several steps
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks share few cores
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_HUB_OFFLINE"] = "1"  # a name of a model that a test makes up is asked nowhere
 IS_WORKER = (
     "PYTEST_XDIST_WORKER" in os.environ
 )  # of `pytest -n`, whose controller starts it and looks after it

@@ -1,7 +1,6 @@
 """Finds every problem of an experiment that is known before a start. Loads no torch."""
 
 import json
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -14,6 +13,7 @@ from megagrpo.config.fields import complaints
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.placement import Nodes, placement_problems
 from megagrpo.config.schema import DataConfig, ExperimentConfig, RewardConfig
+from megagrpo.data.hub import is_hub_name
 from megagrpo.data.rows import read_rows
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.quantization import load_format_problems
@@ -181,22 +181,22 @@ def _missing_files(config: ExperimentConfig) -> Iterator[str]:
     if config.checkpoint.load is not None and not any(config.run_folder.checkpoints.glob("step_*")):
         wanted.append(("checkpoint.load", config.checkpoint.load))
     for key, path in wanted:
-        if not Path(path).exists() and not is_made(config, path):
-            yield f"{key}: {path} does not exist{hub_hint(path) if 'model' in key else ''}"
+        if Path(path).exists() or is_made(config, path) or is_hub_name(path):
+            continue  # names on the Hub were judged as the experiment was read
+        yield f"{key}: {path} does not exist{hub_hint(path) if 'model' in key else ''}"
     model = config.model.path
     if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
         yield f"model.path: {model} holds no config.json, so it is no Hugging Face model folder"
 
 
 def hub_hint(path: str) -> str:
-    """Returns the command that fetches a model, if `path` is called like one on the Hugging Face
-    Hub."""
-    first, _, name = path.rpartition("/")
+    """Returns how to get a model whose folder is called like one on the Hugging Face Hub."""
+    name = path.rpartition("/")[2]
     owner = next((owner for start, owner in _OWNERS.items() if name.startswith(start)), "")
-    if first in _OWNERS.values() or (not owner and re.fullmatch(r"[\w.-]+/[\w.-]+", path)):
-        command = f"hf download {path} --local-dir models/{name}"
-        return f"; if it is a name on the Hugging Face Hub: `{command}`, and write models/{name}"
-    return f"; `hf download {owner}/{name} --local-dir {path}` fetches it" if owner else ""
+    hub_name = f"{owner}/{name}"
+    if not owner:
+        return ""
+    return f"; write {hub_name}, or fetch it: `hf download {hub_name} --local-dir {path}`"
 
 
 def _missing_packages(config: ExperimentConfig) -> Iterator[str]:

@@ -20,9 +20,10 @@ class ModelConfig(Section):
     """The model to train."""
 
     path: LocalPath
-    """Hugging Face folder with config.json, tokenizer files and safetensors."""
+    """Hugging Face folder with config.json, tokenizer files and safetensors, or a name on the Hub,
+    `Qwen/Qwen3-1.7B` or `Qwen/Qwen3-1.7B@REVISION`, which is fetched into its cache."""
     tokenizer: LocalPath | None = None
-    """Another Hugging Face folder with the tokenizer; default: `path`."""
+    """Another folder or name with the tokenizer; default: `path`."""
 
 
 class HeldOutConfig(Section):
@@ -74,8 +75,9 @@ class DataConfig(Section):
     """
 
     path: LocalPath | list[LocalPath] | None = None
-    """File that ends in .jsonl or .parquet, or a list of such files, which are read as one; or
-    `sources`."""
+    """File that ends in .jsonl, .json, .csv or .parquet, or a list of such files, which are read as
+    one; or `sources`. A data set on the Hub is `openai/gsm8k?config=main&split=train`, whose split
+    is by default train (of `eval.data`: test), or its files `hf://datasets/OWNER/NAME/FILE`."""
     sources: list[SourceConfig] = Field(default=[])
     """Instead of `path`: a mixture of sources with keys of their own."""
     prompt_key: str = "prompt"

@@ -31,6 +31,7 @@ PRESETS = Path(__file__).with_name("presets")
 
 
 Plain: TypeAlias = "dict[str, Plain] | list[Plain] | str | int | float | bool | None"
+Fetch: TypeAlias = Callable[[ExperimentConfig], tuple[ExperimentConfig, list[tuple[KeyPath, str]]]]
 # of keys that have no default, while the rest is judged
 _STAND_INS: dict[str, Plain] = {"name": "-", "output_dir": "-", "model": {"path": "-"}, "data": {}}
 
@@ -92,10 +93,12 @@ def load_config(
     overrides: Sequence[str] = (),
     judge: Callable[[ExperimentConfig], Iterable[tuple[KeyPath, str]]] = lambda config: (),
     later: Callable[[ExperimentConfig], Iterable[str]] = lambda config: (),
+    fetch: Fetch = lambda config: (config, []),
 ) -> ExperimentConfig:
     """Reads an experiment file; `overrides` are "a.b=c" with c in YAML. `judge` returns (key path,
     problem) of settings: check/libraries.py. `later` returns what other checks find; it is asked
-    if the file has problems, about the rest of it.
+    if the file has problems, about the rest of it. `fetch` replaces names of what is elsewhere:
+    data/hub.py.
 
     Raises ConfigError naming every unknown key, wrong value and impossible combination, with file,
     line and remedy.
@@ -105,6 +108,8 @@ def load_config(
     if config is None:
         _refuse(source, problems)
     assert config is not None
+    config, elsewhere = fetch(config)
+    problems += [f"{source.location(keys)}: {dotted(keys)}: {text}" for keys, text in elsewhere]
     found = [
         f"{_places(source, text, keys)}: {dotted(keys)}{': ' if keys else ''}{text}"
         for keys, text in broken_rules(config)

@@ -211,7 +211,7 @@ class SftConfig(Section):
     path: LocalPath | list[LocalPath]
     """Files with prompts and the answers to learn, read as `data` says."""
     model: LocalPath
-    """Hugging Face folder to start from."""
+    """Hugging Face folder, or name on the Hub, to start from."""
     num_steps: PositiveInt = 100
     """Most optimizer updates."""
     stop_at_loss: PositiveFloat | None = None

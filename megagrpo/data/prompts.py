@@ -134,6 +134,11 @@ def load_tokenizer(model: Model) -> "PreTrainedTokenizerBase":
             "folder"
         )
     _refuse_code(folder)
+    if not any(any(folder.glob(name)) for name in ("tokenizer.json", "vocab.*", "*.model")):
+        raise ValueError(  # transformers would make one without words
+            f"{folder} has no tokenizer.json, vocab.json or tokenizer.model, so no tokenizer; "
+            "name a folder that has one as model.tokenizer"
+        )
     with explained(
         f"{folder}: no tokenizer can be loaded from here", lambda exc: torchvision_problem()
     ):

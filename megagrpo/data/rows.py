@@ -1,6 +1,7 @@
 """Reads data files: one Row for each, with everything that its columns say, and every problem by
 file and line."""
 
+import csv
 import hashlib
 import json
 import re
@@ -206,10 +207,14 @@ def _rows(path: Path) -> Iterator[tuple[int, bytes | Values]]:
     match path.suffix:
         case ".jsonl":
             return _jsonl_lines(path)
+        case ".json":
+            return _json_rows(path)
+        case ".csv":
+            return _csv_rows(path)
         case ".parquet":
             return _parquet_rows(path)
     raise ValueError(
-        f"{path}: prompts are read from .jsonl or .parquet, not "
+        f"{path}: prompts are read from .jsonl, .json, .csv or .parquet, not "
         f"{path.suffix or 'a file without ending'}"
     )
 
@@ -217,6 +222,31 @@ def _rows(path: Path) -> Iterator[tuple[int, bytes | Values]]:
 def _jsonl_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     with path.open("rb") as file:
         yield from ((i, line) for i, line in enumerate(file) if line.strip())
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, bytes | Values]]:
+    """Yields the objects of a list; or lines, for many a .json file is a .jsonl one."""
+    with path.open("rb") as file:
+        is_list = file.read(256).lstrip().startswith(b"[")
+    if not is_list:
+        yield from _jsonl_lines(path)
+        return
+    with translated(f"{path}: not JSON", ValueError):
+        rows = json.loads(path.read_bytes())
+    for i, row in enumerate(rows):
+        yield i, row if isinstance(row, dict) else json.dumps(row).encode()
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[int, Values]]:
+    """Yields the records behind a line of names; all their values are texts."""
+    csv.field_size_limit(2**31 - 1)  # a prompt is longer than the default
+    with (
+        path.open(encoding="utf-8-sig", newline="") as file,
+        translated(f"{path}: not a readable .csv file", csv.Error, UnicodeDecodeError),
+    ):
+        reader = csv.DictReader(file, strict=True)
+        for row in reader:
+            yield reader.line_num - 1, row
 
 
 def _values(line: bytes, location: str) -> Values:

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import megagrpo
@@ -41,14 +41,13 @@ def num_trainer_nodes() -> int:
 def temporarily(name: str, value: str) -> Iterator[None]:
     """Sets a variable inside the block, for a library that reads it."""
     old = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         if old is None:
-            del os.environ[name]
+            stack.callback(os.environ.pop, name)
         else:
-            os.environ[name] = old
+            stack.callback(os.environ.update, {name: old})
+        os.environ[name] = value
+        yield
 
 
 def hide_gpus() -> None:

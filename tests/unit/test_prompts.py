@@ -78,6 +78,24 @@ def test_parquet_is_read_like_jsonl(tmp_path, tokenizer):
         load_prompts(DataConfig(path=str(path)), tokenizer)
 
 
+def test_json_and_csv_are_read_like_jsonl(tmp_path, tokenizer):
+    as_list = write(tmp_path / "a.json", ["[", *rows(("1+1=", 2)), ",", *rows(("2+2=", 4)), "]"])
+    as_lines = write(tmp_path / "b.json", rows(("1+1=", 2), ("2+2=", 4)))
+    table = write(tmp_path / "c.csv", ["\ufeffprompt,answer", '"1+1=",2', '"2+2\n=",4'])
+    for path, ids in ((as_list, [0, 1]), (as_lines, [0, 1]), (table, [1, 3])):
+        found = read_rows(DataConfig(path=path))
+        assert [(row.id, row.answer) for row in found] == list(zip(ids, "24", strict=True))
+    assert found[1].prompt == "2+2\n=" and found[1].location == f"{table}:4"
+    for name, lines, said in (
+        ("d.json", ["[1]"], r"d\.json:1: should be an object"),
+        ("e.json", ["[{]"], r"e\.json: not JSON"),
+        ("f.csv", ["prompt,answer", "1+1="], r"f\.csv:2: 'answer' should be a text or a number"),
+        ("g.csv", ["prompt,answer", '"1'], r"g\.csv: not a readable \.csv file"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            read_rows(DataConfig(path=write(tmp_path / name, lines)))
+
+
 def test_several_files_are_read_as_one(tmp_path, tokenizer):
     first = write(tmp_path / "a.jsonl", ["", *rows(("1+1=", 2), ("2+2=", 4))])
     second = write(tmp_path / "b.jsonl", [*rows(("3+3=", 6)), "", *rows(("4+4=", 8))])
@@ -133,8 +151,8 @@ def test_bad_lines_are_named_by_file_and_line(tmp_path, tokenizer, lines, said):
 def test_bad_files(tmp_path, tokenizer):
     with pytest.raises(ValueError, match=r"missing.jsonl: no such file"):
         load_prompts(DataConfig(path=str(tmp_path / "missing.jsonl")), tokenizer)
-    with pytest.raises(ValueError, match=r"jsonl or \.parquet, not \.csv"):
-        load_prompts(DataConfig(path=write(tmp_path / "a.csv", [])), tokenizer)
+    with pytest.raises(ValueError, match=r"csv or \.parquet, not \.tsv"):
+        load_prompts(DataConfig(path=write(tmp_path / "a.tsv", [])), tokenizer)
     with pytest.raises(ValueError, match="not a readable parquet file"):
         load_prompts(DataConfig(path=write(tmp_path / "a.parquet", ["x" * 100])), tokenizer)
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9", "answer": "1"}\n')

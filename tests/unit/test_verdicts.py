@@ -109,8 +109,7 @@ def test_three_commands_agree(tmp_path, capsys):
     [
         ("models/Qwen3-1.7B", "`hf download Qwen/Qwen3-1.7B --local-dir models/Qwen3-1.7B`"),
         ("/a b/DeepSeek-V3-0324", "`hf download deepseek-ai/DeepSeek-V3-0324 --local-dir"),
-        ("Qwen/Qwen2.5-7B", "`hf download Qwen/Qwen2.5-7B --local-dir models/Qwen2.5-7B`"),
-        ("HuggingFaceTB/SmolLM2-135M", "`hf download HuggingFaceTB/SmolLM2-135M --local-dir"),
+        ("models/Qwen2.5-7B", "write Qwen/Qwen2.5-7B"),
         ("/shared/mine", None),
         ("mine", None),
     ],

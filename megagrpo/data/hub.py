@@ -1,0 +1,224 @@
+"""Names on the Hugging Face Hub where an experiment may name folders and files: their snapshots in
+huggingface_hub's cache, fetched before anything starts."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+from typing import cast
+from urllib.parse import parse_qsl
+
+import yaml
+
+from megagrpo.config.fields import RULES_LATER, KeyPath
+from megagrpo.config.load import Plain
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.config.wording import value_at
+from megagrpo.system.errors import collected
+
+_NAME = r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?"
+_MODEL = re.compile(_NAME)
+_DATA = re.compile(_NAME + r"(?:\?(?P<query>[\w.=&-]*))?")
+_FILES = re.compile(r"hf://datasets/" + _NAME + r"/(?P<pattern>.+)")
+_ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
+_FOLDERS = {"models", "data", "runs", "configs", "checkpoints"}  # nobody's names on the Hub
+_DESCRIPTION = ["*.json", "*.txt", "*.model", "*.jinja"]
+_WEIGHTS = ["*.safetensors"]
+_IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
+# of which split a section reads, the first that there is
+_SPLITS = {"data": ("train",), "sft": ("train",), "eval": ("test", "validation")}
+
+
+def with_local_files(
+    config: ExperimentConfig, weights: str, cached_only: bool = False
+) -> tuple[ExperimentConfig, list[tuple[KeyPath, str]]]:
+    """Returns the experiment with local paths instead of names on the Hub, and (key path, problem)
+    of each name that leads nowhere.
+
+    weights: the section, `model` or `sft`, whose model comes with its weights; of the others only
+    what describes them. cached_only: nothing is fetched; else files that the cache lacks are, as
+    HF_HUB_OFFLINE, HF_HOME, HF_ENDPOINT and HF_TOKEN say.
+    """
+    values = config.model_dump()
+    problems: list[tuple[KeyPath, str]] = []
+    for keys in _places(values):
+        *around, key = map(str, keys)
+        section = cast(dict[str, Plain], value_at(values, keys[:-1]))
+        names = [section[key]] if isinstance(section[key], str) else section[key]
+        whole = around[0] == weights and key != "tokenizer"
+        resolve = partial(_local_folder, weights=whole)
+        if key == "path" and around[0] in _SPLITS:
+            resolve = partial(_local_files, splits=_SPLITS[around[0]])
+        said: list[str] = []
+        with collected(said):
+            found: list[Plain] = []
+            for name in cast(list[str], names):
+                found += resolve(name, cached_only=cached_only)
+            section[key] = found[0] if len(found) == 1 else found
+        problems += [(keys, text) for text in said]
+    if values != config.model_dump():
+        config = ExperimentConfig.model_validate(values, context=RULES_LATER)
+    return config, problems
+
+
+def _places(values: dict[str, Plain]) -> Iterator[KeyPath]:
+    """Yields the keys that may hold a name; not that of a model which the warm-up makes."""
+    keys: list[KeyPath] = [("model", "tokenizer"), ("sft", "model"), ("sft", "path")]
+    if values["sft"] is None:
+        keys.append(("model", "path"))
+    for section in (("data",), ("eval", "data")):
+        keys.append((*section, "path"))
+        sources = value_at(values, (*section, "sources"))
+        keys += [
+            (*section, "sources", number, "path")
+            for number, _ in enumerate(sources if isinstance(sources, list) else [])
+        ]
+    yield from (key for key in keys if value_at(values, key))
+
+
+def is_hub_name(path: str) -> bool:
+    """Returns whether a path that does not exist is called like a model or data set on the Hub."""
+    matched = _DATA.fullmatch(path)
+    if matched is None or path.endswith(_ENDINGS) or Path(path).exists():
+        return False
+    first = path.partition("/")[0]
+    return first.strip(".") != "" and first not in _FOLDERS and not Path(first).is_dir()
+
+
+# ---- models ------------------------------------------------------------------------------------
+
+
+def _local_folder(path: str, weights: bool, cached_only: bool) -> list[str]:
+    """Returns the one folder of a model. Raises ValueError."""
+    matched = _MODEL.fullmatch(path.removeprefix("hf://"))
+    if matched is None or not (path.startswith("hf://") or is_hub_name(path)):
+        return [path]
+    patterns = [*_DESCRIPTION, *(_WEIGHTS if weights else [])]
+    folder = _snapshot(matched, "model", patterns, cached_only, ignored=_IGNORED)
+    if weights and not any(folder.glob("*.safetensors")):
+        raise ValueError(f"{path} has no safetensors files, the only ones that are read")
+    return [str(folder)]
+
+
+# ---- data --------------------------------------------------------------------------------------
+
+
+def _local_files(path: str, splits: Sequence[str], cached_only: bool) -> list[str]:
+    """Returns the files of a `path` of data. Raises ValueError."""
+    if matched := _FILES.fullmatch(path):
+        patterns = [matched["pattern"]]
+        folder = _snapshot(matched, "dataset", patterns, cached_only)
+    else:
+        matched = _DATA.fullmatch(path.removeprefix("hf://datasets/"))
+        if matched is None or not (path.startswith("hf://") or is_hub_name(path)):
+            return [path]
+        folder = _snapshot(matched, "dataset", ["README.md"], cached_only)
+        patterns = _patterns(path, folder, dict(parse_qsl(matched["query"] or "")), splits)
+        folder = _snapshot(matched, "dataset", patterns, cached_only)
+    names = (str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if file.is_file())
+    files = [
+        str(folder / name)
+        for name in names
+        if name.endswith(_ENDINGS) and any(fnmatch(name, pattern) for pattern in patterns)
+    ]
+    if not files:
+        raise ValueError(
+            f"{path} has no file called {' or '.join(patterns)}; name one: "
+            f"hf://datasets/{matched['repo']}/FILE, which may have * in it"
+        )
+    return files
+
+
+def _patterns(
+    path: str, folder: Path, asked: Mapping[str, str], splits: Sequence[str]
+) -> list[str]:
+    """Returns the names of a data set's files, by the configurations that its README lists. Raises
+    ValueError if they do not say which.
+
+    asked: `config` and `split` of the name.
+    """
+    if unknown := sorted(asked.keys() - {"config", "split"}):
+        raise ValueError(f"{path}: {unknown[0]} is unknown; a name may end in ?config=C&split=S")
+    if "split" in asked:
+        splits = (asked["split"],)
+    configs = _configurations(folder / "README.md")
+    if not configs:  # by the names of files, as the Hub itself finds them
+        config = f"{asked['config']}*" if "config" in asked else ""
+        return [f"*{config}{splits[0]}*{ending}" for ending in _ENDINGS]
+    candidates = [name for name, (_, is_default) in configs.items() if is_default] or [*configs]
+    name = asked.get("config", candidates[0] if len(candidates) == 1 else "")
+    base = path.partition("?")[0]
+    if name not in configs:
+        choice = f"{base}?config={next(iter(configs))}"
+        raise ValueError(f"{path} has the configurations {', '.join(configs)}; write {choice}")
+    files, _ = configs[name]
+    split = next((split for split in splits if split in files), None)
+    if split is None:
+        choice = f"{base}?config={name}&split={next(iter(files), '...')}"
+        raise ValueError(
+            f"{path} has no split {' or '.join(splits)} but {', '.join(files)}; write {choice}"
+        )
+    return files[split]
+
+
+def _configurations(readme: Path) -> dict[str, tuple[dict[str, list[str]], bool]]:
+    """Returns the patterns of files of each split and whether it is the default, of each
+    configuration in the front matter of a data set's README; {}: it lists none."""
+    text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
+    front = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
+    listed = (yaml.safe_load(front[1]) or {}).get("configs") if front else None
+    found: dict[str, tuple[dict[str, list[str]], bool]] = {}
+    for config in listed or []:
+        files = config.get("data_files") or []
+        if isinstance(files, str) or (files and isinstance(files[0], str)):
+            files = [{"split": "train", "path": files}]
+        of_splits = {
+            each["split"]: [each["path"]] if isinstance(each["path"], str) else each["path"]
+            for each in files
+        }
+        name = config["config_name"]
+        found[name] = of_splits, bool(config.get("default")) or name == "default"
+    return {name: each for name, each in found.items() if each[0]}
+
+
+# ---- the cache ---------------------------------------------------------------------------------
+
+
+def _snapshot(
+    name: re.Match[str],
+    kind: str,
+    patterns: list[str],
+    cached_only: bool,
+    ignored: list[str] | None = None,
+) -> Path:
+    """Returns the folder of a repository's files in the cache. Raises ValueError."""
+    import httpx
+    from huggingface_hub import constants, errors, snapshot_download
+
+    repo = name["repo"]
+    try:
+        folder = snapshot_download(
+            repo,
+            repo_type=kind,
+            revision=name["revision"],
+            allow_patterns=patterns,
+            ignore_patterns=ignored,
+            local_files_only=cached_only or constants.HF_HUB_OFFLINE,  # not even to look
+        )
+    except errors.LocalEntryNotFoundError as exc:
+        option = "" if kind == "model" else f" --repo-type {kind}"
+        raise ValueError(
+            f"{repo} does not exist here, {constants.HF_HUB_CACHE} (HF_HOME) does not hold it, and "
+            f"{constants.ENDPOINT} was not reached; `hf download {repo}{option}` where there is a "
+            "network fills that folder"
+        ) from exc
+    except errors.RepositoryNotFoundError as exc:
+        what = "model" if kind == "model" else "data set"
+        raise ValueError(
+            f"{repo} is neither here nor a {what} on {constants.ENDPOINT} that this user may read "
+            "(a private or gated one needs HF_TOKEN)"
+        ) from exc
+    except (OSError, httpx.HTTPError, errors.HFValidationError) as exc:
+        raise ValueError(f"{repo}: {' '.join(str(exc).split()):.300}") from exc
+    return Path(folder)
