@@ -219,9 +219,31 @@ def decoder(
             token_ids = token_ids[:-1]
         if pieces is None:
             return decode_all(token_ids.tolist())
-        return b"".join(pieces[token_ids]).decode(errors="replace")
+        return pieces.joined(token_ids)
 
     return decode
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """Holds the bytes of each token; they are joined without an object for each."""
+
+    all_bytes: np.ndarray  # uint8, one token after the other
+    starts: np.ndarray  # [tokens] int32
+    sizes: np.ndarray  # [tokens] int32
+
+    @classmethod
+    def of(cls, pieces: Sequence[bytes]) -> "_Pieces":
+        sizes = np.array(list(map(len, pieces)), np.int32)
+        starts = sizes.cumsum(dtype=np.int32) - sizes
+        return cls(np.frombuffer(b"".join(pieces), np.uint8), starts, sizes)
+
+    def joined(self, token_ids: np.ndarray) -> str:
+        sizes = self.sizes[token_ids]
+        before = sizes.cumsum(dtype=np.int32) - sizes
+        places = np.repeat(self.starts[token_ids] - before, sizes)
+        places += np.arange(len(places), dtype=np.int32)
+        return self.all_bytes[places].tobytes().decode(errors="replace")
 
 
 def _pieces(
@@ -229,9 +251,9 @@ def _pieces(
     left_out: Set[int],
     skip_special_tokens: bool,
     decode: Callable[[list[int]], str],
-) -> np.ndarray | None:
-    """Returns the bytes of each token, [tokens] object, if a text is just those of its tokens one
-    after the other, as with byte-level tokenizers; None: it is not, or not known.
+) -> _Pieces | None:
+    """Returns the bytes of each token if a text is just those of its tokens one after the other, as
+    with byte-level tokenizers; None: it is not, or not known.
 
     They are joined in a tenth of the time in which the tokenizer decodes. left_out: tokens that are
     no part of a text. decode: what must come out.
@@ -243,7 +265,7 @@ def _pieces(
     if not isinstance(getattr(backend, "decoder", None), ByteLevel):
         return None
     byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
-    pieces = np.full(len(tokenizer), b"", object)
+    pieces = [b""] * len(tokenizer)
     for word, number in tokenizer.get_vocab().items():
         known = byte_of.keys() >= set(word)
         pieces[number] = bytes(byte_of[letter] for letter in word) if known else word.encode()
@@ -251,8 +273,9 @@ def _pieces(
     for number, token in added.items():
         if number in left_out or (skip_special_tokens and token.special):
             pieces[number] = b""
+    found = _Pieces.of(pieces)
     tried = [*random.Random(0).choices(range(len(pieces)), k=2000), *added]
-    return pieces if b"".join(pieces[tried]).decode(errors="replace") == decode(tried) else None
+    return found if found.joined(np.array(tried)) == decode(tried) else None
 
 
 def _end_ids(tokenizer: "PreTrainedTokenizerBase", model: Model) -> set[int]:
