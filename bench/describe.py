@@ -53,9 +53,10 @@ names the experiment's values, these are the defaults. What SGLang's and Megatro
 page of [all keys](configuration.md).
 """
 _REFUSED_HEAD = """\
-All other fields of Megatron's and SGLang's classes may be set by their own names; `*` stands for any characters.
-`megagrpo check` and `train` ask the library itself whether a name exists and its value has the right type; where it is
-not installed, as on a login node, they say in a line that they do not judge it.
+Fields that a key of the experiment sets (sizes, layout, dtypes, paths, ports) are refused with the name of that key,
+those of the table for its reason; `*` stands for any characters. All others may be set by their own names. `megagrpo
+check` and `train` ask the library itself whether a name exists and its value has the right type; if it is not
+installed, as on a login node, they say that they do not judge it.
 """
 _NAMES_HEAD = """# Names in verl, ROLL and TRL
 
@@ -98,10 +99,12 @@ def reference() -> str:
 
 
 def _refused_rows(path: str, refused: Mapping[str, str]) -> list[str]:
-    """Returns one row for each reason, with the names and patterns that it is given for."""
+    """Returns one row for each reason, with the names and patterns that it is given for; none for
+    what a key of the experiment sets, which the error names."""
     fields: dict[str, list[str]] = {}
     for name, why in refused.items():
-        fields.setdefault(why.removeprefix("refused: "), []).append(f"`{name}`")
+        if not why.startswith("set by"):
+            fields.setdefault(why.removeprefix("refused: "), []).append(f"`{name}`")
     return [f"| `{path}` | {reason} | {', '.join(names)} |" for reason, names in fields.items()]
 
 
@@ -263,13 +266,15 @@ def foreign_names() -> str:
         "",
         "## Without a counterpart",
         "",
+        "What is lost here; keys that change nothing are listed by `convert` with the reason.",
+        "",
         "| verl | ROLL | TRL | here |",
         "|---|---|---|---|",
     ]
     for entry in entries():
-        if not entry.to:
+        if not entry.to and entry.lacks:
             names = " | ".join(_names(entry, framework) for framework in FRAMEWORKS)
-            lines.append(f"| {names} | {entry.lacks or entry.free} |")
+            lines.append(f"| {names} | {entry.lacks} |")
     return "\n".join([*lines, ""])
 
 

@@ -232,7 +232,7 @@ def last_device(results: Path) -> str:
         return (
             "No figure here was measured on a GPU: none was at hand yet. `bench/gpu.py` measures "
             "them on one, see "
-            "[the GPU kit](#the-gpu-kit)."
+            "[the GPU kit](gpu-kit.md)."
         )
     commit, date, device, ended = max(reports, key=lambda report: report[1])
     return (
