@@ -1,17 +1,20 @@
-"""verl's and ROLL's own examples through `megagrpo convert`, and each result through the checks
+"""Other frameworks' own examples through `megagrpo convert`, and each result through the checks
 before a start.
 
-    python bench/convert_examples.py --verl VERL/examples --roll ROLL/examples [--out bench/results]
+    python bench/convert_examples.py --verl VERL/examples --roll ROLL/examples --slime SLIME --miles MILES
+        [--trl TRL] [--out bench/results]
 
-VERL and ROLL are checkouts, which this project does not contain. Of verl: every script that starts
-main_ppo, but for those of PPO (a critic) and of images (their models are refused); of ROLL: every
-RLVR experiment on text. A converted experiment is checked on the description of its model where
+Each is a checkout, which this project does not contain. Of verl: every script that starts main_ppo,
+but for those of PPO (a critic) and of images (their models are refused); of ROLL: every RLVR
+experiment on text; of slime and miles: every script that starts train.py; of TRL: every script and
+file of GRPO's trainer. A converted experiment is checked on the description of its model where
 configs/models has one of the same name, and on two rows of data as the framework writes them;
 missing files and packages count as no problem.
 """
 
 import argparse
 import json
+import os
 import re
 import sys
 import tempfile
@@ -39,60 +42,77 @@ STATUSES = ("translated", "as here", "not translated", "unknown")
 USER = [{"role": "user", "content": "What is 1 + 1?"}]
 
 
+VARIABLES = {  # which scripts of slime's and miles' want to be set
+    "BASE_DIR": "/data",
+    "BASE_FOLDER": "/data",
+    "MASTER_ADDR": "10.0.0.1",
+    "WANDB_KEY": "key",
+    "WANDB_API_KEY": "key",
+}
+_SCRIPTS = {  # ending, what is in the text, what is not in the path
+    "verl": (
+        ".sh",
+        "main_ppo|main_dapo",
+        r"ppo_trainer/|split_placement|_vl[-_]|glm41v|minicpmo|geo3k",
+    ),
+    "roll": (".yaml", "", r"-vl-|agentic|omni|vl_"),
+    "slime": (".sh", r"train(_async)?\.py", r"/tests/|/docs/|/docker/|^tests/"),
+    "miles": (".sh", r"train(_async)?\.py", r"/tests/|/docs/|/docker/|^tests/|\.claude"),
+    "trl": (".py", r"GRPOConfig\(|GRPOTrainer\(", r"(^|/)tests/|trl/trainer|experimental/"),
+}
+
+
 def scripts(framework: str, folder: Path) -> list[Path]:
     """The examples of a checkout."""
-    if framework == "verl":
-        found = [
-            path
-            for path in sorted(folder.rglob("*.sh"))
-            if re.search("main_ppo|main_dapo", path.read_text())
-        ]
-        return [
-            path
-            for path in found
-            if not re.search(
-                r"ppo_trainer/|split_placement|_vl[-_]|glm41v|minicpmo|geo3k", str(path)
-            )
-        ]
+    ending, text, left_out = _SCRIPTS[framework]
     found = [
         path
-        for path in sorted(folder.rglob("*.yaml"))
-        if re.search("rlvr|docs_examples", str(path))
+        for path in sorted(folder.rglob(f"*{ending}"))
+        if not re.search(left_out, str(path.relative_to(folder.parent)))
+        and re.search(text, path.read_text(encoding="utf-8", errors="replace"))
     ]
-    return [path for path in found if not re.search(r"-vl-|agentic|omni|vl_", str(path))]
+    if framework == "roll":
+        found = [path for path in found if re.search("rlvr|docs_examples", str(path))]
+    return found
 
 
-def write_rows(folder: Path, sources: list[str]) -> tuple[Path, Path]:
-    """Two rows as verl's data_preprocess and as ROLL write them."""
-    source = (sources or ["openai/gsm8k"])[0]
-    row = {
-        "data_source": source,
-        "prompt": USER,
-        "reward_model": {"ground_truth": "2"},
-        "extra_info": {"index": 0},
-    }
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row] * 2), folder / "verl.parquet")
-    line = json.dumps(
-        {"messages": json.dumps(USER), "prompt": "1 + 1", "ground_truth": "2", "tag": source}
-    )
-    (folder / "roll.jsonl").write_text(f"{line}\n" * 2)
-    return folder / "verl.parquet", folder / "roll.jsonl"
+def write_rows(draft: Translation, framework: str, folder: Path) -> Path:
+    """Two rows as verl's data_preprocess, as ROLL, or with the columns that the file names."""
+    graders = draft.values.get("data.grader_by_source")
+    source = next(iter(graders)) if isinstance(graders, dict) and graders else "openai/gsm8k"
+    if framework == "verl":
+        row = {
+            "data_source": source,
+            "prompt": USER,
+            "reward_model": {"ground_truth": "2"},
+            "extra_info": {"index": 0},
+        }
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row] * 2), folder / "verl.parquet")
+        return folder / "verl.parquet"
+    if framework == "roll":
+        row = {"messages": json.dumps(USER), "prompt": "1 + 1", "ground_truth": "2", "tag": source}
+    else:
+        row = {}
+        for section in ("data", "eval.data"):
+            chat = draft.values.get("data.chat_template")
+            prompt = draft.values.get(f"{section}.prompt_key", "prompt")
+            row[str(prompt)] = USER if chat else "1 + 1"
+            row[str(draft.values.get(f"{section}.answer_key", "answer"))] = "2"
+        row |= {str(draft.values[key]): [] for key in ("data.tools_key",) if key in draft.values}
+    (folder / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
+    return folder / "rows.jsonl"
 
 
 def check_problems(draft: Translation, framework: str, folder: Path) -> list[str]:
     """What loading and the checks before a start say of the converted file."""
     (folder / "mine.yaml").write_text(draft.yaml("converted"))
-    graders = draft.values.get("data.grader_by_source")
-    data = write_rows(folder, list(graders) if isinstance(graders, dict) else [])[
-        framework == "roll"
-    ]
-    model = ROOT / "configs" / "models" / str(draft.values.get("model.path")).rpartition("/")[2]
+    data = json.dumps(str(write_rows(draft, framework, folder)))
+    name = str(draft.values.get("model.path")).rstrip("/").rpartition("/")[2]
+    model = ROOT / "configs" / "models" / name
     known = [f"model.path={json.dumps(str(model))}"] if model.is_dir() else []
-    files = [
-        f"{key}={json.dumps(str(data))}"
-        for key in ("data.path", "eval.data.path")
-        if key in draft.values
-    ]
+    files = [f"{key}={data}" for key in ("data.path", "eval.data.path") if key in draft.values]
+    if "eval.data.sources" in draft.values:
+        files.append(f"eval.data.sources=[{{source: one, path: {data}}}]")
     try:
         config = load_config(folder / "mine.yaml", [*known, *files])
     except ConfigError as exc:
@@ -117,31 +137,42 @@ def submit_problems(config: ExperimentConfig) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for framework in ("verl", "roll"):
-        parser.add_argument(f"--{framework}", type=Path, required=True)
+    for framework in FRAMEWORKS:
+        parser.add_argument(f"--{framework}", type=Path)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
+    os.environ |= VARIABLES
     files, lines, reasons = [], [], Counter()
-    for framework in ("verl", "roll"):
-        root, total, whole, sound = getattr(args, framework), Counter(), 0, 0
-        found = scripts(framework, root)
-        for path in found:
-            draft = translate(framework, path)
+    for framework in FRAMEWORKS:
+        root = getattr(args, framework)
+        if root is None:
+            continue
+        found, total, whole, sound = 0, Counter(), 0, 0
+        for path in scripts(framework, root):
+            file = str(path.relative_to(root))
+            try:
+                draft = translate(framework, path)
+            except ValueError as exc:
+                reason = str(exc).removeprefix(f"{path}: ")
+                files.append({"framework": framework, "file": file, "not_read": reason})
+                continue
+            found += 1
             counts = Counter(each.status for each in draft.outcomes())
             with tempfile.TemporaryDirectory() as folder:
                 problems = draft.problems or check_problems(draft, framework, Path(folder))
+                problems = [problem.replace(folder, "") for problem in problems]
             lost = {each.key: each.text for each in draft.outcomes() if each.status in STATUSES[2:]}
             reasons.update(
                 (FRAMEWORKS[framework], re.sub(r"\d+", "N", text)) for text in set(lost.values())
             )
             files.append(
-                {"file": str(path.relative_to(root)), **counts, "lost": lost, "problems": problems}
+                {"framework": framework, "file": file, **counts, "lost": lost, "problems": problems}
             )
             total.update(counts)
             whole += not lost
             sound += not problems
         cells = [str(total[status]) for status in STATUSES]
-        lines.append([FRAMEWORKS[framework], str(len(found)), *cells, str(whole), str(sound)])
+        lines.append([FRAMEWORKS[framework], str(found), *cells, str(whole), str(sound)])
     header = [
         "examples of",
         "files",

@@ -26,6 +26,17 @@ def get_int(name: str, default: int) -> int:
     return int(os.environ.get(name, default))
 
 
+def for_a_bare_shell() -> dict[str, str]:
+    """Returns the variables of this process but for those by which bash finds programs, its own
+    functions, options and start files."""
+    own = ("PATH", "BASH_ENV", "ENV", "SHELLOPTS", "BASHOPTS", "BASH_COMPAT")
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in own and not name.startswith("BASH_FUNC_")
+    }
+
+
 def under_torchrun() -> bool:
     """Returns whether this process is a rank started by torchrun."""
     return "RANK" in os.environ and "MASTER_ADDR" in os.environ

@@ -11,18 +11,23 @@ from pydantic import ValidationError
 from megagrpo.config.libraries import setting_problems
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system.run_folder import write_whole
-from megagrpo.tools.convert import roll, trl, verl
+from megagrpo.tools.convert import roll, slime, trl, verl
 from megagrpo.tools.convert.foreign import FRAMEWORKS
-from megagrpo.tools.convert.source import read_source
+from megagrpo.tools.convert.source import Source, read_source
 from megagrpo.tools.convert.translation import Translation
 
-_RULES = {"verl": verl, "roll": roll, "trl": trl}
+_RULES = {"verl": verl, "roll": roll, "trl": trl, "slime": slime, "miles": slime}
 
 
 def translate(framework: str, path: Path) -> Translation:
     """Returns the draft of an experiment. Raises ValueError if the source cannot be read."""
+    return draft_of(framework, read_source(framework, path))
+
+
+def draft_of(framework: str, source: Source) -> Translation:
+    """Returns the draft of an experiment from what was read."""
     rules = _RULES[framework]
-    draft = Translation(framework, read_source(framework, path))
+    draft = Translation(framework, source.given, source.notes)
     draft.put_plain()
     draft.apply(rules.RULES)
     try:
@@ -51,6 +56,7 @@ def convert(framework: str, source: Path, output: Path | None, partial: bool) ->
         f"{source}: {len(draft.given)} keys of {FRAMEWORKS[framework]}: "
         + ", ".join(f"{n} {s}" for s, n in counts.items())
     ]
+    say += [f"  {note}" for note in draft.notes]
     say += [f"  {each.key} = {each.value!r}: {each.status}: {each.text}" for each in lost]
     say += [f"  the experiment as translated: {problem}" for problem in draft.problems]
     failed = bool(lost or draft.problems) and not partial
@@ -72,11 +78,12 @@ def convert(framework: str, source: Path, output: Path | None, partial: bool) ->
 def add_options(command: argparse.ArgumentParser) -> None:
     """Adds the options of the command line."""
     option = command.add_argument
-    option("framework", choices=("verl", "roll", "trl"))
+    option("framework", choices=tuple(FRAMEWORKS))
     option(
         "source",
         type=Path,
-        help="YAML file; verl: also a shell script with its command; trl: arguments as YAML",
+        help="verl: a shell script with its command, or YAML; slime, miles: a shell script; roll: "
+        "YAML; trl: arguments as YAML",
     )
     option(
         "-o",

@@ -1,5 +1,5 @@
-"""The options of verl, ROLL and TRL by their names there: foreign_names.yaml, and hints for keys
-that came from there.
+"""The options of other frameworks by their names there: foreign_names.yaml and slime_names.yaml,
+and hints for keys that came from there.
 """
 
 import re
@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 Scalar = str | int | float | bool | None
-FRAMEWORKS = {"verl": "verl", "roll": "ROLL", "trl": "TRL"}
-_FILE = Path(__file__).with_name("foreign_names.yaml")
+FRAMEWORKS = {"verl": "verl", "roll": "ROLL", "trl": "TRL", "slime": "slime", "miles": "miles"}
+_FOLDER = Path(__file__).parent
+_TABLES = ("foreign_names.yaml", "slime_names.yaml")
 _SHORT = re.compile(r"^(actor|rollout|model|ref)\.")  # of verl's names
 
 
@@ -33,29 +35,35 @@ class Entry:
 
 @cache
 def entries() -> tuple[Entry, ...]:
-    """Returns the table, in its order."""
-    return tuple(map(_entry, yaml.safe_load(_FILE.read_text(encoding="utf-8"))))
+    """Returns the tables, in their order."""
+    return tuple(_entry(each) for name in _TABLES for each in _read(name))
+
+
+def _read(name: str) -> Any:
+    return yaml.safe_load((_FOLDER / name).read_text(encoding="utf-8"))
 
 
 def _entry(given: dict) -> Entry:
-    keys = {}
+    keys: dict[str, tuple[str, ...]] = {}
     for framework in FRAMEWORKS:
         names = given.pop(framework, [])
         names = [names] if isinstance(names, str) else names
         keys[framework] = tuple(_whole(framework, name) for name in names)
+    keys["miles"] = (*keys["slime"], *keys["miles"])
     return Entry(keys=keys, **given | {"same": tuple(given.get("same", ()))})
 
 
 @cache
 def defaults(framework: str) -> dict[str, Scalar]:
     """Returns the defaults of foreign_defaults.yaml."""
-    found = yaml.safe_load(_FILE.with_name("foreign_defaults.yaml").read_text(encoding="utf-8"))[
-        framework
-    ]
-    return {_whole(framework, key): value for key, value in found.items()}
+    found = _read("foreign_defaults.yaml")
+    of_framework = found["slime"] | found["miles"] if framework == "miles" else found[framework]
+    return {_whole(framework, key): value for key, value in of_framework.items()}
 
 
 def _whole(framework: str, name: str) -> str:
+    if framework in ("slime", "miles"):
+        return name if name.endswith(".py") else f"--{name}"
     return _SHORT.sub(r"actor_rollout_ref.\1.", name) if framework == "verl" else name
 
 
@@ -103,7 +111,7 @@ def key_hint(key: str, value: object) -> str:
 
 
 def _is_here(framework: str, key: str) -> str:
-    if (entry := find(framework, key)) is None:
+    if (entry := find(framework, key) or find(framework, f"--{key.replace('_', '-')}")) is None:
         return ""
     return f"{entry.to} here" if entry.to else f"not here: {entry.lacks or entry.free}"
 

@@ -26,10 +26,12 @@ class KeyOutcome:
 
 
 class Translation:
-    """Takes values for our keys. given: their keys with values; null is as not given."""
+    """Takes values for our keys. given: their keys with values; null is as not given. notes: what
+    is to be said of them as a whole."""
 
-    def __init__(self, framework: str, given: Mapping[str, Plain]):
+    def __init__(self, framework: str, given: Mapping[str, Plain], notes: Sequence[str] = ()):
         self.framework = framework
+        self.notes = list(notes)
         self.given = dict(given)
         self._set = {key: value for key, value in given.items() if value is not None}
         self._all = defaults(framework) | self._set
@@ -186,7 +188,7 @@ class Translation:
         shown = FRAMEWORKS[self.framework]
         lines = [
             f"# {title}",
-            *(f"# {remark}" for remark in self.remarks),
+            *(f"# {remark}" for remark in [*self.notes, *self.remarks]),
             *self._yaml(self.nested(), "", "", shown),
         ]
         for status in ("as here", "not translated", "unknown"):
