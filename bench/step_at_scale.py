@@ -4,7 +4,7 @@
 
 The leader is the real one: sampler, selection, graders' dispatch, environments, batching, statistics,
 record, checkpoint of groups, over real HTTP. Played are the engines (one process that answers prepared
-ids and log-probabilities, drawn once, as SGLang 0.5.21 writes them: 2 million tokens a second), the
+ids and log-probabilities, drawn once, as SGLang 0.5.21 writes them: a million tokens a second), the
 actor (its log-probabilities are the engines'), the grader (the length of the text) and the environment
 (1,400 characters a turn).
 The service is the real endpoint with engines that no supervisor started.
@@ -49,7 +49,7 @@ KEY, STEP_S, GOAL_TOKENS, BYTES = "of a bench", 20 * 60.0, 2**26, 8
 SPECIAL = ("<unk>", "<bos>", "<eos>")
 PROMPT_TOKENS = 512
 QUEUE = 4096  # connections that wait to be accepted; more than the kernel allows count as that
-RATE = 2e6  # tokens a second of all engines, forty times those of 671B
+RATE = 1e6  # tokens a second of all engines, twenty times those of 671B
 VARIANTS = 4  # of a prepared answer
 
 

@@ -21,6 +21,7 @@ from megagrpo.algo.statistics import (
     exact_row_sums,
     group_statistics,
     moments,
+    of_tokens,
 )
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.types import AlgoState, Batch, Correction
@@ -43,8 +44,8 @@ def with_advantages(
     """
     whole = of_rollouts(batch)
     rewards = whole.rewards
-    sampled = whole.loss_mask & rewards.valid.repeat_interleave(whole.lengths)
-    metrics = _spread("reward", rewards.values[rewards.valid], reduce)
+    sampled = whole.loss_mask & of_tokens(rewards.valid, whole.lengths)
+    metrics = _spread("reward", rewards.values, reduce, rewards.valid)
     inputs = RewardInputs(
         response_lengths=longest_responses(batch),
         group_ids=whole.group_ids,
@@ -57,18 +58,18 @@ def with_advantages(
     kl_rewards, state, kl_metrics = _kl_in_reward(whole, sampled, algorithm, shaped.state, reduce)
     trained = sampled
     if algorithm.mask_truncated:
-        trained = sampled & ~whole.truncated.repeat_interleave(whole.lengths)
+        trained = sampled & ~of_tokens(whole.truncated, whole.lengths)
     batch, mismatch_metrics = _with_trained_mask(batch, trained, algorithm, reduce)
     to_estimate = _estimator_inputs(whole, sampled, inputs, shaped.values, kl_rewards, algorithm)
     advantages = estimate(to_estimate, algorithm.advantage)
     trained = batch.loss_mask
     if algorithm.whitens:
-        advantages = whiten(advantages, moments(advantages[trained], reduce))
-    advantages = advantages.masked_fill(~trained, 0.0)
+        advantages = whiten(advantages, moments(advantages, reduce, trained))
+    advantages.masked_fill_(~trained, 0.0)
     if algorithm.advantage_clip is not None:
-        advantages = advantages.clamp(-algorithm.advantage_clip, algorithm.advantage_clip)
+        advantages.clamp_(-algorithm.advantage_clip, algorithm.advantage_clip)
     metrics |= shaped.metrics | kl_metrics | mismatch_metrics | _group_metrics(to_estimate.stats)
-    metrics |= _spread("advantage", advantages[trained], reduce)
+    metrics |= _spread("advantage", advantages, reduce, trained)
     return replace(batch, advantages=advantages.float()), state, metrics
 
 
@@ -122,7 +123,7 @@ def _kl_in_reward(
         "see AlgorithmConfig.needs_old_logprobs"
     )
     kl = token_kl(batch.old_logprobs, batch.ref_logprobs, sampled, options)
-    mean = moments(kl[sampled], reduce).mean
+    mean = moments(kl, reduce, sampled).mean
     if options.adaptive is not None:
         num_responses = _total(batch.rewards.valid, reduce)
         state = replace(
@@ -165,7 +166,7 @@ def _with_trained_mask(
     if options.reject is None and options.weight is None:
         return replace(batch, loss_mask=trained), {}
     assert batch.old_logprobs is not None, "see AlgorithmConfig.needs_old_logprobs"
-    log_ratio = (batch.old_logprobs - batch.rollout_logprobs).double().masked_fill(~trained, 0.0)
+    log_ratio = (batch.old_logprobs - batch.rollout_logprobs).double().masked_fill_(~trained, 0.0)
     counted = trained
     weights = None
     metrics = {}
@@ -174,7 +175,7 @@ def _with_trained_mask(
     if options.reject is not None:
         # what the update's own mismatch metrics no longer see
         metrics["mismatch/logprob_abs_mean_before_rejection"] = moments(
-            log_ratio.abs()[trained], reduce
+            log_ratio.abs(), reduce, trained
         ).mean
         trained = kept(log_ratio, trained, batch.lengths, options.reject)
         share = _total(trained, reduce) / max(_total(counted, reduce), 1)
@@ -198,8 +199,8 @@ def _group_metrics(stats: GroupStatistics) -> dict[str, float]:
     }
 
 
-def _spread(name: str, values: Tensor, reduce: Reduce) -> dict[str, float]:
-    of = moments(values.double(), reduce)
+def _spread(name: str, values: Tensor, reduce: Reduce, mask: Tensor) -> dict[str, float]:
+    of = moments(values, reduce, mask)
     return {
         f"{name}/mean": of.mean,
         f"{name}/std": of.std,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.algo.kl import LOG_RATIO_LIMIT, kl_penalty, probability_ratio
-from megagrpo.algo.statistics import Reduce, exact_row_sums, moments, row_max, row_sums
+from megagrpo.algo.statistics import Reduce, exact_row_sums, moments, of_tokens, row_max, row_sums
 from megagrpo.config.objective.correction import Band, Rejection, TruncatedImportance
 
 
@@ -31,9 +31,9 @@ def policy_weights(
             value = log_ratio.masked_fill(~mask, 0.0)
             match options.over:
                 case "sequence":
-                    value = exact_row_sums(value, lengths).repeat_interleave(lengths)
+                    value = of_tokens(exact_row_sums(value, lengths), lengths)
                 case "geometric":
-                    value = _row_means(value, mask, lengths).repeat_interleave(lengths)
+                    value = of_tokens(_row_means(value, mask, lengths), lengths)
             weights = (
                 probability_ratio(value).clamp(options.floor, options.cap).masked_fill(~mask, 0.0)
             )
@@ -77,7 +77,7 @@ def kept(log_ratio: Tensor, mask: Tensor, lengths: Tensor, options: Rejection) -
     if options.measure == "ratio":
         value = value.exp()
     inside = ((value >= options.low) & (value <= options.high)).all(0)
-    return (inside if options.over == "token" else inside.repeat_interleave(lengths)) & mask
+    return (inside if options.over == "token" else of_tokens(inside, lengths)) & mask
 
 
 def _row_means(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
@@ -95,11 +95,12 @@ def staleness_metrics(
     counted. mismatch/logprob_abs_mean_lag_L is the mean of |log_ratio|; at lag 0 only numerics
     differ.
     """
-    of_all = moments(lags[mask].double(), reduce)
+    of_all = moments(lags, reduce, mask)
+    differences = log_ratio.abs()
     largest = max(int(of_all.max), 0) if of_all.count else 0
     metrics = {"lag/mean": of_all.mean, "lag/max": float(largest)}
     for lag in range(largest + 1):
-        found = moments(log_ratio.abs()[mask & (lags == lag)], reduce)
+        found = moments(differences, reduce, mask & (lags == lag))
         metrics[f"lag/fraction_{lag}"] = found.count / max(of_all.count, 1)
         if found.count:
             metrics[f"mismatch/logprob_abs_mean_lag_{lag}"] = found.mean

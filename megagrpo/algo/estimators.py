@@ -20,6 +20,7 @@ from megagrpo.algo.statistics import (
     Reduce,
     exact_group_sums,
     group_range,
+    of_tokens,
     row_sums,
 )
 from megagrpo.config.objective.estimators import (
@@ -134,9 +135,7 @@ def remax(inputs: EstimatorInputs, options: RemaxAdvantage) -> Tensor:
     Without token rewards that is r minus this reward. ReMax, arXiv 2310.10505.
     """
     assert inputs.greedy_rewards is not None, "remax needs greedy_rewards"
-    return discounted_returns(inputs, gamma=1.0) - inputs.greedy_rewards.repeat_interleave(
-        inputs.lengths
-    )
+    return discounted_returns(inputs, gamma=1.0) - of_tokens(inputs.greedy_rewards, inputs.lengths)
 
 
 def optimal_baseline(inputs: EstimatorInputs, options: OpoAdvantage) -> Tensor:
@@ -196,8 +195,8 @@ def estimate(inputs: EstimatorInputs, options: Estimator) -> Tensor:
     responses."""
     advantages = ESTIMATORS[type(options)](inputs, options)
     if len(advantages) == len(inputs.valid):
-        return advantages.masked_fill(~inputs.valid, 0.0).repeat_interleave(inputs.lengths)
-    return advantages.masked_fill(~inputs.valid.repeat_interleave(inputs.lengths), 0.0)
+        return of_tokens(advantages.masked_fill(~inputs.valid, 0.0), inputs.lengths)
+    return advantages.masked_fill(~of_tokens(inputs.valid, inputs.lengths), 0.0)
 
 
 def discounted_returns(inputs: EstimatorInputs, gamma: float) -> Tensor:

@@ -88,7 +88,7 @@ def charge_overlong(
     penalty = overlong_penalty(
         inputs.response_lengths, inputs.max_response_tokens, options.overlong
     )
-    mean = moments(penalty[inputs.valid], inputs.reduce).mean
+    mean = moments(penalty, inputs.reduce, inputs.valid).mean
     return replace(
         rewards,
         values=rewards.values + penalty,

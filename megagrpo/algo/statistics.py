@@ -7,9 +7,11 @@ all-reduced as int64, which is exact in any order. Bits more than 90 places belo
 largest magnitude are dropped, identically everywhere.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,30 +84,41 @@ def group_statistics(
     values = values.double()
     low, high = group_range(values, group_ids, num_groups, reduce)
     count = torch.bincount(group_ids, minlength=num_groups)
-    return _described([(values, group_ids)], count, low, high, reduce, std_ddof)
+    return _described(lambda: [(values, group_ids)], count, low, high, reduce, std_ddof)
 
 
-def moments(values: Tensor, reduce: Reduce, std_ddof: int = 1) -> Moments:
+def moments(
+    values: Tensor, reduce: Reduce, mask: Tensor | None = None, std_ddof: int = 1
+) -> Moments:
     """Collective. Returns exact moments of the float tensor `values` (any shape, finite) and those
     of other ranks.
 
-    The bits are those of group_statistics with one group; blocks of tokens stay in the processor's
-    cache.
+    mask: of the same shape, the values that count; None: all. The bits are those of
+    group_statistics with one group; blocks of tokens stay in the processor's cache.
     """
+    parts = values.reshape(-1).split(_BLOCK)
+    chosen = repeat(slice(None)) if mask is None else mask.reshape(-1).split(_BLOCK)
+    pairs = list(zip(parts, chosen, strict=False))
+
+    def blocks() -> Iterator[_Block]:
+        return ((part[of_part].double(), None) for part, of_part in pairs)
+
     ends = torch.full(
         (2, 1), torch.finfo(torch.float64).min, dtype=torch.float64, device=values.device
     )
-    if values.numel():
-        ends[:, 0] = torch.stack((-values.amin(), values.amax())).double()
+    count = torch.zeros(1, dtype=torch.int64, device=values.device)
+    for block, _ in blocks():
+        if block.numel():
+            count += block.numel()
+            own = torch.stack((-block.amin(), block.amax()))
+            ends[:, 0] = torch.maximum(ends[:, 0], own)
     low, high = _range_of_ends(ends, reduce)
-    blocks = [(block, None) for block in values.reshape(-1).split(_BLOCK)]
-    count = torch.tensor([values.numel()], device=values.device)
     of = _described(blocks, count, low, high, reduce, std_ddof)
     return Moments(int(of.count), float(of.mean), float(of.std), float(of.min), float(of.max))
 
 
 def _described(
-    blocks: Sequence[_Block],
+    blocks: Callable[[], Iterable[_Block]],
     count: Tensor,
     low: Tensor,
     high: Tensor,
@@ -117,7 +130,7 @@ def _described(
     # Relative to the group's magnitude from here on: squares can neither overflow nor vanish.
     magnitude = torch.maximum(high.abs(), low.abs())
     up, down = _powers_of_two(magnitude)
-    scaled = ((values.double() * _of_groups(down, ids), ids) for values, ids in blocks)
+    scaled = ((values * _of_groups(down, ids), ids) for values, ids in blocks())
     sums, count = _sums_of_scaled(scaled, count, reduce)
     assert bool((count < MAX_TERMS).all()), "too many values for the head-room of the integer sums"
     mean = sums / count.clamp(min=1)
@@ -125,11 +138,11 @@ def _described(
     spread_up, spread_down = _powers_of_two(torch.maximum(high * down - mean, mean - low * down))
 
     def squared(values: Tensor, ids: Tensor | None) -> Tensor:
-        deviations = values.double() * _of_groups(down, ids) - _of_groups(mean, ids)
+        deviations = values * _of_groups(down, ids) - _of_groups(mean, ids)
         return (deviations * _of_groups(spread_down, ids)).square()
 
     squares, _ = _sums_of_scaled(
-        ((squared(*block), block[1]) for block in blocks), torch.zeros_like(count), reduce
+        ((squared(*block), block[1]) for block in blocks()), torch.zeros_like(count), reduce
     )
     std = (squares / (count - std_ddof).clamp(min=1)).sqrt()
     return GroupStatistics(
@@ -207,6 +220,13 @@ def row_max(values: Tensor, lengths: Tensor) -> Tensor:
     """Returns the largest of 0 and the values [T] of each sample, [N]; lengths: [N], of the samples
     in tokens."""
     return values.new_zeros(len(lengths)).scatter_reduce_(0, _rows(lengths), values, "amax")
+
+
+def of_tokens(values: Tensor, lengths: Tensor) -> Tensor:
+    """Returns for each token [T] the value of its sample, from [N], on the host; lengths: [N], of the
+    samples in tokens."""
+    # torch's repeat_interleave makes 8 bytes for each token in addition
+    return torch.from_numpy(np.repeat(values.numpy(), lengths.numpy()))
 
 
 def _rows(lengths: Tensor) -> Tensor:
