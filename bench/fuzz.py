@@ -325,7 +325,14 @@ def main() -> None:
     os.environ["PYTHONPATH"] = f"{folder}:{ROOT}"  # graders, also for their processes
     plain = load_config(experiment)
     asked = {"megatron": Asked(None), "sglang": Asked(libraries._as_engine(plain))}
-    libraries._answer = lambda module, job, environment, problem: asked[job[0]](job)
+    in_a_process = libraries._answer
+
+    def answered(module: str, job: list | dict, environment: dict, problem: str) -> str:
+        if isinstance(job, dict):  # of an engine for GPUs, which are pretended once a process
+            return in_a_process(module, job, environment, problem)
+        return asked[job[0]](job)
+
+    libraries._answer = answered
     pools: dict[str, RewardPool] = {}
     trial_texts.RewardPool = lambda config: pool_of(config, pools)
     rng = random.Random(args.seed)

@@ -94,7 +94,7 @@ def fit_problems(config: ExperimentConfig, gpus_per_node: int | None = None) -> 
     """Returns why an experiment for GPUs does not fit into their memory, or that it does not say
     whether it is for GPUs; [] for a model that nothing describes."""
     hf = model_description(with_model(config))
-    if hf is None or model_problems(hf):
+    if hf is None or model_problems(hf, config.actor.has_draft):
         return []
     arch = architecture_of(hf, config.actor.has_draft)
     problems = []

@@ -25,7 +25,13 @@ from megagrpo.config.rollout import AgentConfig
 from megagrpo.config.schema import DataConfig, ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.messages import Message, render_messages
-from megagrpo.data.prompts import decoder, load_tokenizer, refuse_long, render_rows
+from megagrpo.data.prompts import (
+    decoder,
+    load_tokenizer,
+    refuse_long,
+    render_rows,
+    require_template,
+)
 from megagrpo.data.rows import fingerprint, read_rows
 from megagrpo.families.model import Model
 from megagrpo.rewards.trial_texts import first_of_each, grade_trial_texts
@@ -96,6 +102,7 @@ def _try_tokenizer(config: ExperimentConfig, folder: str, trial: LoadingTest) ->
     model = Model.read(folder, config.model.tokenizer)
     tokenizer = load_tokenizer(model)
     trial.loaded.append(f"the tokenizer of {config.model.tokenizer or folder}")
+    require_template(config.data, tokenizer)
     if config.sampling.several_turns:
         trial.problems.extend(complaints(make_answering, config, tokenizer))
         player = "environment" if config.sampling.agent is None else "agent"

@@ -462,14 +462,19 @@ def _templated(data: DataConfig, location: str, own: Sequence[Message]) -> list[
     return messages
 
 
+def require_template(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Raises ValueError if the tokenizer has no chat template where one is asked for."""
+    if data.chat_template and not tokenizer.chat_template:
+        raise ValueError("data.chat_template is true, but the tokenizer has no chat template")
+
+
 def _render(
     data: DataConfig, tokenizer: "PreTrainedTokenizerBase", row: Row, chat: list[Message]
 ) -> tuple[str, list[object]]:
     """Returns the text to tokenise, and the sources of its images."""
     if not data.chat_template:
         return str(chat[-1]["content"]), []
-    if not tokenizer.chat_template:
-        raise ValueError("data.chat_template is true, but the tokenizer has no chat template")
+    require_template(data, tokenizer)
     apart, sources = images_apart(chat, row.images, data.images_key is not None, row.location)
     messages = [dict(message) for message in apart]
     with explained(f"{row.location}: the chat template refuses this prompt"):

@@ -151,6 +151,17 @@ def test_megatrons_configurations_are_built():
         assert "actor.megatron" in problem and re.search(said, problem), problem
 
 
+def test_a_draft_of_a_model_without_one_is_a_problem_beside_others(prepared, monkeypatch, capsys):
+    monkeypatch.setattr(libraries, "find_spec", lambda name: None)
+    words = ("--set", "actor.draft={}", "--set", "rollout.sglang.nope=1")
+    assert cli.main(["check", str(QUICKSTART), *words]) == 1
+    said = capsys.readouterr().out
+    assert (
+        "--set actor.draft={}: model.path: actor.draft needs a model with one multi-token" in said
+    )
+    assert "--set rollout.sglang.nope=1: rollout.sglang.nope" in said
+
+
 def test_a_library_is_given_the_whole_experiment_only_if_it_is_sound(prepared, monkeypatch):
     asked = []
     monkeypatch.setattr(libraries, "_judged", lambda config, *job: asked.append(job) or [])

@@ -3,6 +3,7 @@ as trainers do."""
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -313,6 +314,18 @@ def test_a_first_row_that_the_trainers_would_refuse(tmp_path, model, data, said)
     assert preflight(config) == [] and said in trial.problems[0]
     assert [f":{row}: " in problem for row, problem in enumerate(trial.problems, 1)] == [True] * 2
     assert "PROBLEMS (2)" in explain(config, trial)
+
+
+def test_a_tokenizer_without_a_template_is_one_problem(tmp_path, model):
+    """Not one of each row, nor of the turns of an environment besides."""
+    bare = shutil.copytree(model, tmp_path / "bare")
+    (bare / "chat_template.jinja").unlink()
+    turns = "sampling.environment={function: calculator, rewards: false}"
+    for settings in ([], [turns]):
+        config = load_config(experiment(tmp_path, bare), settings)
+        assert try_loading(config).problems == [
+            "data.chat_template is true, but the tokenizer has no chat template"
+        ]
 
 
 def test_what_is_not_there_yet_is_not_tried(tmp_path, model):

@@ -127,7 +127,8 @@ class Renderer:
         return answered[len(asked + answer + end) :]
 
     def _render(self, messages: Sequence[Message], ready: bool = False, tools: Tools = None) -> str:
-        with explained("the chat template refuses the messages of an environment or agent"):
+        refused = "data.chat_template: it refuses the messages of an environment or agent"
+        with explained(refused):
             chat = [_for_template(message) for message in checked_messages(messages)]
             return render_messages(self._data, self._tokenizer, chat, ready, tools)
 
