@@ -55,7 +55,7 @@ def write_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
                     of_whole = header_data_from_array_1_0(found[0])
                     write_array_header_1_0(entry, of_whole | {"shape": (sum(map(len, found)),)})
-                    entry.writelines(found)
+                    entry.writelines(array.data for array in found)
         file.flush()
         os.fsync(file.fileno())
 
