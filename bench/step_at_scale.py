@@ -445,7 +445,8 @@ def lead(case: dict, folder: str, url: str) -> None:
     from megagrpo.batching.batch import build_batch
     from megagrpo.batching.updates import plan_updates
     from megagrpo.checkpoint.groups import write_groups
-    from megagrpo.data.prompts import PromptSet, decoder
+    from megagrpo.data.prompts import PromptSet
+    from megagrpo.data.texts import decoder
     from megagrpo.mesh import make_mesh
     from megagrpo.monitor.metrics import Metrics
     from megagrpo.monitor.rollouts import RolloutLog

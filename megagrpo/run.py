@@ -25,7 +25,8 @@ from megagrpo.checkpoint.save import Checkpointer, SaveSchedule
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
-from megagrpo.data.prompts import PromptSet, decoder, describe_dropped, load_prompts, load_tokenizer
+from megagrpo.data.prompts import PromptSet, describe_dropped, load_prompts, load_tokenizer
+from megagrpo.data.texts import decoder
 from megagrpo.families.model import Model
 from megagrpo.mesh import LeaderError, Mesh, RunStopped
 from megagrpo.monitor.alarms import MismatchAlarm

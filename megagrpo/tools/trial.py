@@ -14,7 +14,8 @@ from megagrpo.cluster.machine import ENDING, alone_in, start_service, with_one_e
 from megagrpo.cluster.supervise import Launch
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.images import ImageStore
-from megagrpo.data.prompts import decoder, load_prompts, load_tokenizer
+from megagrpo.data.prompts import load_prompts, load_tokenizer
+from megagrpo.data.texts import decoder
 from megagrpo.monitor.rollouts import Decode, turns_of
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.admission import BatchDeadline

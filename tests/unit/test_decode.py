@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megagrpo.data.prompts import decoder
+from megagrpo.data.texts import decoder
 from megagrpo.families.model import Model
 
 

@@ -10,7 +10,8 @@ import pytest
 from examples.laptop.model import character_tokenizer
 from megagrpo.config.data import DataConfig
 from megagrpo.data.messages import checked_messages
-from megagrpo.data.prompts import decoder, load_prompts
+from megagrpo.data.prompts import load_prompts
+from megagrpo.data.texts import decoder
 from megagrpo.families.model import Model
 from megagrpo.rollout.agents.renderer import Renderer
 

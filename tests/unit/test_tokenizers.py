@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from examples.laptop.model import character_tokenizer, make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.data.prompts import decoder, load_tokenizer
+from megagrpo.data.prompts import load_tokenizer
+from megagrpo.data.texts import decoder
 from megagrpo.families.model import Model
 
 ALPHABET = "0123456789+-*/=.()<># abcdefghijklmnopqrstuvwxyz"

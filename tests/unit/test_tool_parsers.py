@@ -15,7 +15,7 @@ from megagrpo.check import libraries, loading
 from megagrpo.check.loading import LoadingTest
 from megagrpo.config.data import DataConfig
 from megagrpo.data.messages import render_messages
-from megagrpo.data.prompts import decoder
+from megagrpo.data.texts import decoder
 from megagrpo.families.model import Model
 from megagrpo.families.table import FAMILIES
 from megagrpo.rollout.agents.parsers import EngineParsers

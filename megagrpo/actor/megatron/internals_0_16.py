@@ -193,10 +193,9 @@ def without_padding_mark(optimizer: DistributedOptimizer) -> Iterator[None]:
         whole(parameter, {name: value for name, value in state.items() if name != "padding"})
 
     optimizer._set_main_param_and_optimizer_states = of_tensors
-    try:
+    with ExitStack() as stack:
+        stack.callback(delattr, optimizer, whole.__name__)
         yield
-    finally:
-        del optimizer._set_main_param_and_optimizer_states
 
 
 def preloaded(request: AsyncRequest) -> list:
