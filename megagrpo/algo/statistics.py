@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import repeat
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -226,7 +225,7 @@ def of_tokens(values: Tensor, lengths: Tensor) -> Tensor:
     """Returns for each token [T] the value of its sample, from [N], on the host; lengths: [N], of the
     samples in tokens."""
     # torch's repeat_interleave makes 8 bytes for each token in addition
-    return torch.from_numpy(np.repeat(values.numpy(), lengths.numpy()))
+    return torch.from_numpy(values.numpy().repeat(lengths.numpy()))
 
 
 def _rows(lengths: Tensor) -> Tensor:
