@@ -26,13 +26,13 @@ from megagrpo.config.schema import DataConfig, ExperimentConfig
 from megagrpo.data.images import ImageStore
 from megagrpo.data.messages import Message, render_messages
 from megagrpo.data.prompts import (
-    decoder,
     load_tokenizer,
     refuse_long,
     render_rows,
     require_template,
 )
 from megagrpo.data.rows import fingerprint, read_rows
+from megagrpo.data.texts import decoder
 from megagrpo.families.model import Model
 from megagrpo.rewards.trial_texts import first_of_each, grade_trial_texts
 from megagrpo.rollout.agents.make import make_answering
