@@ -3,7 +3,7 @@ bytes read.
 
     python bench/checkpoints.py [--layers 8 | --compare-again]
 
-A random model of at least 500 MB in float32, with the distributed optimiser's state, is saved in
+A random model of at least 500 MB in float32, with the distributed optimizer's state, is saved in
 the background in both forms and resumed by fresh processes, under DP2, TP2xPP2 and (mixture of
 experts) EP2. Host memory: the peak of every rank's resident memory over what it had before the
 save, summed. Bytes read: of all reads of all ranks, from the start of the resume to its end, the
@@ -66,7 +66,7 @@ def model_of(family: str, layers: int, folder: Path) -> TinyModelConfig:
 
 
 def actor_of(world: int, parallel: dict[str, int]) -> ActorConfig:
-    """The actor of one case; its optimiser is distributed."""
+    """The actor of one case; its optimizer is distributed."""
     return ActorConfig.model_validate(
         {"world_size": world, "parallel": parallel, "deadline_s": 600.0}
     )

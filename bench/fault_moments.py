@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent
 MOMENTS = {  # a function that runs in it -> the moment
     ("megagrpo.actor.step", "objective"): "forward",
     ("megagrpo.actor.megatron_actor", "MegatronActor._reduce_gradients"): "backward",
-    ("megagrpo.actor.megatron_actor", "MegatronActor.optimizer_step"): "optimiser",
+    ("megagrpo.actor.megatron_actor", "MegatronActor.optimizer_step"): "optimizer",
     ("megagrpo.checkpoint.save", "PendingSave.finish"): "checkpoint",
     ("megagrpo.weights.transports.reshard", "send_batches"): "transfer",
 }

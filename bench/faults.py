@@ -297,7 +297,7 @@ FAULTS = {
     "trainer rank 0 killed in a publish": Fault(ask("die_in_transfer_0"), *TRAINER),
     "trainer rank 1 killed in the forward": Fault(ask("die_in_forward_1"), *TRAINER),
     "trainer rank 0 killed in the backward": Fault(ask("die_in_backward_0"), *TRAINER),
-    "trainer rank 1 killed in the optimiser": Fault(ask("die_in_optimiser_1"), *TRAINER),
+    "trainer rank 1 killed in the optimizer": Fault(ask("die_in_optimizer_1"), *TRAINER),
     "trainer rank 0 killed in a checkpoint": Fault(ask("die_in_checkpoint_0"), *TRAINER),
     "launcher killed in a rollout, started again": Fault(kill_launcher),
     "disk full at a checkpoint, started again with room": Fault(fill_disk),

@@ -93,7 +93,7 @@ def _engines() -> list[str]:
         *engine(696, 270, "engine 1"),
         text(696, 346, "a supervisor for each engine starts, watches", size=12, colour=_SOFT),
         text(696, 362, "and restarts it, in a Ray actor", size=12, colour=_SOFT),
-        text(696, 378, "on GPUs of their own, or on the trainers'", size=12, colour=_SOFT),
+        text(696, 378, "engines have their own GPUs, or the trainers'", size=12, colour=_SOFT),
     ]
 
 

@@ -72,7 +72,7 @@ class Run:
     extra: tuple[str, ...] = field(default=())
 
 
-_HOST = ("optimiser",)
+_HOST = ("optimizer",)
 RUNS = (
     Run("NeMo-RL Qwen3-30B-A3B", "Qwen3-30B-A3B", NEMO, "H100", (32, "tp=2 ep=8"), (8, 4), 64, 32, 4096, 3154,
         updates=4, recompute="none", memory_fraction=0.6, step_s=225),
@@ -245,7 +245,7 @@ def _line(run: Run, plan: Plan) -> list[str]:
     engines, tp = run.engines
     ranks, layout = run.trainers
     room, used = usable_bytes(plan.target.hardware), _trainer_bytes(run, plan)
-    host = " (optimiser on the host)" if run.off_host else ""
+    host = " (optimizer on the host)" if run.off_host else ""
     fits = "" if used <= room else " DOES NOT FIT"
     gpus = (
         f"{ranks} {run.hardware}, shared"

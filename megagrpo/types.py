@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # this file loads without torch
     import torch
     from torch import Tensor
 
-# ascending: the groups that one optimiser update trains on, as in Batch.group_ids
+# ascending: the groups that one optimizer update trains on, as in Batch.group_ids
 GroupIds = tuple[int, ...]
 Pass = tuple[GroupIds, ...]  # the updates of one pass over a step's groups
 Updates = tuple[Pass, ...]  # all updates of a step, over all ranks
@@ -305,7 +305,7 @@ class Batch:
 
     @property
     def num_updates(self) -> int:
-        """Number of optimiser updates of the step, in all its passes over the groups."""
+        """Number of optimizer updates of the step, in all its passes over the groups."""
         return sum(map(len, self.updates))
 
 
@@ -412,7 +412,7 @@ class AlgoState:
 
 @dataclass
 class TrainState:
-    """Everything in a checkpoint besides weights and optimiser."""
+    """Everything in a checkpoint besides weights and optimizer."""
 
     step: int = 0  # steps finished; also the version of the weights
     data_cursor: int = 0  # prompts consumed so far, over all epochs

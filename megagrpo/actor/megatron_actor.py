@@ -224,7 +224,7 @@ class MegatronActor:
         load_hf(self.chunks, self.arch, hf)
 
     def weights_loaded(self) -> None:
-        """Tells the optimiser that the parameters were written from outside."""
+        """Tells the optimizer that the parameters were written from outside."""
         self.optimizer.reload_model_params()
 
     def keep_reference(self) -> None:

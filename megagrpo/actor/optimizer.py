@@ -82,7 +82,7 @@ def _gather_output_weight(wrapper: DistributedDataParallel, chunk: HiddenStatesM
 def build_optimizer(
     model: list[DistributedDataParallel], settings: OptimizerConfig, with_adapters: bool
 ) -> ChainedOptimizer:
-    """Collective. Returns Megatron's optimiser of dense and expert parameters."""
+    """Collective. Returns Megatron's optimizer of dense and expert parameters."""
     # groups of their own: a field by which Megatron tells groups apart, and reads nowhere else
     groups = {
         **get_standard_config_overrides(settings),
@@ -91,14 +91,14 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(settings, model, config_overrides=groups)
     if (
         with_adapters
-    ):  # if only experts have adapters, the dense optimiser is a stub without a state
+    ):  # if only experts have adapters, the dense optimizer is a stub without a state
         parts = optimizer.chained_optimizers
         optimizer.chained_optimizers = [part for part in parts if not part.is_stub_optimizer]
     return optimizer
 
 
 def optimizer_tensors(optimizer: ChainedOptimizer) -> Iterator[Tensor]:
-    """Yields the parameters that an optimiser steps, and the tensors of its state."""
+    """Yields the parameters that an optimizer steps, and the tensors of its state."""
     for part in optimizer.chained_optimizers:
         if part.optimizer is not None:  # this rank has parameters of its kind
             yield from (
@@ -150,7 +150,7 @@ def draft_norm(optimizer: ChainedOptimizer) -> float:
 
 
 def _parameters(part: MegatronOptimizer, of_draft: bool) -> list[Tensor]:
-    """Returns the parameters that an optimiser steps, the model's or the draft's."""
+    """Returns the parameters that an optimizer steps, the model's or the draft's."""
     groups = [] if part.is_stub_optimizer else part.param_groups
     return [p for group in groups if group["is_decoupled_lr"] == of_draft for p in group["params"]]
 

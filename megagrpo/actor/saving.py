@@ -1,7 +1,7 @@
 """Saves and loads the actor's part of a checkpoint: model and optimizer by Megatron, and each
 rank's RNG states.
 
-Two forms of the distributed optimiser's state, which every checkpoint names in its own metadata:
+Two forms of the distributed optimizer's state, which every checkpoint names in its own metadata:
 
     dp_reshardable      every rank writes and reads the pieces that it holds, without messages; same
     layout only
@@ -71,7 +71,7 @@ def _kind_of_optimizer(actor: MegatronActor) -> dict[str, str]:
 
 
 def _check_kind_of_optimizer(actor: MegatronActor, metadata: dict, folder: Path) -> None:
-    """Raises ValueError when the state was saved by an optimiser of another kind."""
+    """Raises ValueError when the state was saved by an optimizer of another kind."""
     saved = metadata.get(_KIND, {})
     here = _kind_of_optimizer(actor)
     if saved != here:
@@ -207,7 +207,7 @@ def save_actor(
 
         def kept(tensor: Tensor) -> Tensor:
             """Returns a tensor of its own, which stays what it is when a step changes the actor's
-            or the optimiser's are moved."""
+            or the optimizer's are moved."""
             return tensor.clone() if _memory(tensor) in live else tensor.detach()
 
         buckets = [
@@ -357,7 +357,7 @@ def _sharded_state(
         f"model{i}": sharded_adapters(chunk) if adapted else chunk.sharded_state_dict(prefix="")
         for i, chunk in enumerate(actor.chunks)
     }
-    # one flat view for the optimiser, which looks parameters up across chunks
+    # one flat view for the optimizer, which looks parameters up across chunks
     merged = {
         f"{part}.{name}": value
         for part, tensors in model.items()
@@ -370,7 +370,7 @@ def _sharded_state(
     }
     rng = ShardedObject("rng", states, (actor.mesh.world_size,), (actor.mesh.rank,), replica_id=0)
     state = {**model, "updates_done": updates_done, "layout": actor.config.layout, "rng": rng}
-    # before the first update the optimiser has no state, and Megatron would ask for one when
+    # before the first update the optimizer has no state, and Megatron would ask for one when
     # loading
     if updates_done:
         state["optimizer"] = actor.optimizer.sharded_state_dict(
@@ -381,7 +381,7 @@ def _sharded_state(
 
 
 def _forget_classes(state: object) -> None:
-    """Removes classes, which torch reads from no file: of its parts' optimisers the hybrid one
+    """Removes classes, which torch reads from no file: of its parts' optimizers the hybrid one
     keeps the class."""
     match state:
         case list():

@@ -46,7 +46,7 @@ def token_logprobs(actor: MegatronActor, batch: Batch, temperature: float) -> Te
 
 
 class Updated(NamedTuple):
-    """The measurements of one step's optimiser updates."""
+    """The measurements of one step's optimizer updates."""
 
     metrics: dict[str, float]  # equal on all ranks
     # [T] float32, of the policy before the step; NaN for samples that no update trained on
@@ -146,7 +146,7 @@ def update(
     temperature: float,
     max_response_tokens: int,
 ) -> Updated:
-    """Collective. Makes the optimiser updates of `batch.updates`; returns metrics and, if the batch
+    """Collective. Makes the optimizer updates of `batch.updates`; returns metrics and, if the batch
     has no old_logprobs, the log-probabilities of the update's own forward (complete where
     `holds_token_values`).
 

@@ -19,10 +19,10 @@ from megagrpo.actor.optimizer import optimizer_tensors
 
 
 class UpdateState:
-    """Moves the optimiser's state, its float32 weights included, and frees the gradients, which are
+    """Moves the optimizer's state, its float32 weights included, and frees the gradients, which are
     0 before an update.
 
-    What the optimiser shares with the model, the weights themselves where these are float32, stays.
+    What the optimizer shares with the model, the weights themselves where these are float32, stays.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class UpdateState:
         self.away = False
 
     def offload(self) -> None:
-        """Copies the optimiser's state to the host, pinned, and gives its memory and that of the
+        """Copies the optimizer's state to the host, pinned, and gives its memory and that of the
         gradients back."""
         if self.away:
             return
@@ -81,7 +81,7 @@ class UpdateState:
 
     @contextmanager
     def readable(self) -> Iterator[None]:
-        """Lets the optimiser's tensors be those on the host inside, where they are away: for a
+        """Lets the optimizer's tensors be those on the host inside, where they are away: for a
         checkpoint."""
         swapped = []
         if self.away:
@@ -99,7 +99,7 @@ class UpdateState:
                 tensor.data = empty
 
     def _tensors(self) -> Iterator[Tensor]:
-        """Yields the optimiser's tensors on the device whose memory is not the model's."""
+        """Yields the optimizer's tensors on the device whose memory is not the model's."""
         of_model = {
             tensor.untyped_storage()._cdata
             for chunk in self._model

@@ -43,7 +43,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class Denominators:
-    """The divisors of one optimiser update's sums, counted over all data-parallel ranks and
+    """The divisors of one optimizer update's sums, counted over all data-parallel ranks and
     micro-batches.
 
     A sequence is a rollout, whatever the number of its samples.

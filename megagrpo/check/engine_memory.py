@@ -284,7 +284,7 @@ def gpu_phases(
     """Returns the bytes on the fullest trainer GPU by phase: with the engine's, where they share
     GPUs.
 
-    The optimiser and gradients are on the host while engines are awake, and until the first
+    The optimizer and gradients are on the host while engines are awake, and until the first
     backward of an update.
     """
     if not config.rollout.colocate:
@@ -297,7 +297,7 @@ def gpu_phases(
     phases = {}
     for name, rank in trainers.phases.items():
         stays = name in ("load", "resume", "update")
-        away = () if stays else ("gradients", "optimiser")
+        away = () if stays else ("gradients", "optimizer")
         held = {part: size for part, size in rank.parts.items() if part not in away}
         phases[name] = replace(rank, parts=held | asleep | awake.get(name, {}))
     return phases

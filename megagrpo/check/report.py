@@ -290,7 +290,7 @@ def _step(config: ExperimentConfig, num_steps: int | None) -> list[str]:
     packed = "packed" if actor.packing else "padded"
     run = "its length is known when the prompts are there"
     if num_steps is not None:
-        run = f"{num_steps * total} optimiser updates, {num_steps * samples:,} samples"
+        run = f"{num_steps * total} optimizer updates, {num_steps * samples:,} samples"
     return [
         f"a step     {prompts} prompts x {train.group_size} samples = {samples} samples, at most "
         f"{samples * longest:,} tokens",
@@ -359,11 +359,11 @@ def _memory(config: ExperimentConfig, arch: Architecture | None, everything: boo
             for name, rank in phases.items()
             if name != phase
         ]
-    on_host = memory.trainers.host_bytes["optimiser"]
+    on_host = memory.trainers.host_bytes["optimizer"]
     in_cache = host_cache_bytes(config.rollout, memory.engine)
     if on_host or in_cache:
         held = (
-            f"{gigabytes(on_host)} of optimiser state, {gigabytes(in_cache)} of an engine's cache"
+            f"{gigabytes(on_host)} of optimizer state, {gigabytes(in_cache)} of an engine's cache"
         )
         lines.append(f"  on a node's host: {held}")
     if config.actor.lora is not None:

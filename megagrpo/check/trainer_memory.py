@@ -112,7 +112,7 @@ def trainer_side(
     second_model = reference and actor.lora is None
     host = {
         "reference": max(stage.weights for stage in stages) * node if second_model else 0.0,
-        "optimiser": max(stage.shards for stage in stages) * optimizer_bytes(actor).host * node,
+        "optimizer": max(stage.shards for stage in stages) * optimizer_bytes(actor).host * node,
         "checkpoint": max(cost.save_host_bytes.values()),
         "resume": max(cost.resume_host_bytes.values()),
         "sent last": sent_bytes * node / actor.world_size,
@@ -245,7 +245,7 @@ class Stage:
         parts = {
             "parameters": self.weights,
             "gradients": (elements.trained_dense + elements.trained_expert) * each.gradient,
-            "optimiser": self.shards * each.state,
+            "optimizer": self.shards * each.state,
             "NCCL": self._communicators(),
         }
         if phase not in ("load", "resume") and self.actor.megatron.get(

@@ -94,7 +94,7 @@ def resume(
 ) -> TrainState:
     """Collective. Continues from find_checkpoint's choice.
 
-    `checkpoint.load` loads another run's weights and optimiser, not its steps, data cursor or
+    `checkpoint.load` loads another run's weights and optimizer, not its steps, data cursor or
     statistics. Raises ValueError on every rank if the checkpoint holds more waiting groups than a
     step takes now.
     """

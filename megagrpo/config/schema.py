@@ -241,7 +241,7 @@ class ExperimentConfig(Section):
     reward: RewardConfig = RewardConfig()
     """How responses are graded."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    """What is optimised."""
+    """What is optimized."""
     train: TrainConfig = TrainConfig()
     """Number and size of the steps."""
     eval: EvalConfig | None = None

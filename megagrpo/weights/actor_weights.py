@@ -41,7 +41,7 @@ class LoadableActor(Protocol):
         """Fills the parameters by slicing and copying only."""
 
     def weights_loaded(self) -> None:
-        """Brings everything derived from the parameters (the optimiser's copies) up to date."""
+        """Brings everything derived from the parameters (the optimizer's copies) up to date."""
 
     def parameters(self) -> Mapping[str, Tensor]:
         """Returns this rank's live parameters by name."""

@@ -2,7 +2,7 @@
 step.
 
 Ranks save, another world loads, saves again, and the first world loads that: 2 ranks, 1 rank, 2
-ranks. Where the optimiser is distributed they save in the other form too, which the same ranks load
+ranks. Where the optimizer is distributed they save in the other form too, which the same ranks load
 and other layouts refuse.
 """
 
@@ -37,7 +37,7 @@ CASES = {
         "distributed": True,
     },
 }
-# the optimiser has no state yet
+# the optimizer has no state yet
 BEFORE_THE_FIRST_STEP = ("DP2 distributed optimizer", "TP2", "EP2 distributed optimizer")
 RUNS = [(name, 2) for name in CASES] + [
     (name, 0) for name in BEFORE_THE_FIRST_STEP
@@ -174,7 +174,7 @@ def assert_identical(place: Path, kind: str) -> None:
             assert value == resumed[what], what
 
 
-def test_the_optimisers_own_weights_come_back_from_the_host_bit_by_bit(
+def test_the_optimizers_own_weights_come_back_from_the_host_bit_by_bit(
     hf_models: Path, tmp_path: Path
 ):
     """Under bfloat16 it has weights of its own, in float32."""

@@ -101,7 +101,7 @@ def test_every_layout_equals_one_rank(
 
 
 def memory_problems(case: Case, world: int, models: Path, result: dict) -> list[str]:
-    """The bytes of gradients and optimiser state that a rank really allocated against what
+    """The bytes of gradients and optimizer state that a rank really allocated against what
     `megagrpo check` says."""
     optimizer = {"distributed": "distributed" in case.options}
     config = ActorConfig.model_validate(
@@ -119,7 +119,7 @@ def memory_problems(case: Case, world: int, models: Path, result: dict) -> list[
     )
     figures = {
         "gradients": (result["gradient_bytes"], said["gradients"]),
-        "optimiser state": (result["state_bytes"], said["optimiser"]),
+        "optimizer state": (result["state_bytes"], said["optimizer"]),
     }
     allowed = 0.1 if "distributed" in case.options else 0.0  # its buffers and its shards are padded
     return [

@@ -79,7 +79,7 @@ def test_layouts(models: Path):
 
 
 def test_a_checkpoint_goes_on_in_another_layout(models: Path):
-    """The draft's optimiser state is part of it: bit-equal in the same layout, within a bound in
+    """The draft's optimizer state is part of it: bit-equal in the same layout, within a bound in
     others."""
     base = {
         "do": "checkpoint",

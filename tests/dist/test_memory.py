@@ -103,7 +103,7 @@ def test_closed_forms_are_what_real_ranks_take(models: Path, tmp_path: Path, wor
     assert not problems, "\n".join(problems)
 
 
-HELD_PARTS = ("parameters", "gradients", "optimiser")
+HELD_PARTS = ("parameters", "gradients", "optimizer")
 
 
 def _closed(arch: Architecture, actor: ActorConfig, rank: int) -> dict[str, float]:

@@ -35,7 +35,7 @@ NAMES = (
 @pytest.mark.slow
 def test_a_run_with_drafts_that_is_killed_goes_on_as_the_undisturbed_one(tmp_path):
     """Which tokens are sampled depends on the draft's weights: they are part of a checkpoint, as
-    its optimiser is."""
+    its optimizer is."""
     make_inputs(
         write_experiment(tmp_path / "prepared"), model={"family": "glm4_moe", "draft": True}
     )

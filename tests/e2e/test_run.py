@@ -153,7 +153,7 @@ def test_killed_and_run_again_it_is_the_same_run(long_run):
 
 
 def last_state(folder: Path) -> dict[str, torch.Tensor]:
-    """Weights and optimiser of the last checkpoint, by Megatron's name."""
+    """Weights and optimizer of the last checkpoint, by Megatron's name."""
     file = folder / "whole.pt"
     dcp_to_torch_save(latest(folder / "checkpoints") / "actor", file)
     return {

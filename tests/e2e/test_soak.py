@@ -20,7 +20,7 @@ def test_seven_steps_in_which_engines_and_a_trainer_are_killed(experiments, tmp_
     faults = [
         "engine killed in prefill",
         "engine killed in a weight update",
-        "trainer rank 1 killed in the optimiser",
+        "trainer rank 1 killed in the optimizer",
     ]
     result = soak(tmp_path / "soak" / "run", NUM_STEPS, EVERY, faults)
     assert result["samples_lost"] == 0 and len(result["memory"]) == NUM_STEPS

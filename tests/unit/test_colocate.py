@@ -98,7 +98,7 @@ def test_check_says_what_is_on_a_gpu_when(tmp_path):
     lines[name] = text.partition(" on a GPU, in ")[2].partition("\n")[0]
     assert sorted(lines) == ["logprobs", "publish", "rollout", "update"]
     assert all(
-        ("optimiser" in line and "gradients" in line) == (phase == "update")
+        ("optimizer" in line and "gradients" in line) == (phase == "update")
         for phase, line in lines.items()
     )
     awake = {phase for phase, line in lines.items() if "engine's weights" in line}

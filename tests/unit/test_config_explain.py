@@ -193,7 +193,7 @@ def test_explain_says_what_a_step_is(prepared):
         "12 prompts x 4 samples = 48 samples",
         "asked for by 2 data-parallel leaders, 6 prompts each",
         "updates    2 of 6 prompts = 24 samples",
-        "the run    10 optimiser updates, 240 samples",
+        "the run    10 optimizer updates, 240 samples",
         "no problems found",
     ):
         assert said in text, text
@@ -214,7 +214,7 @@ def test_explain_counts_the_steps_of_epochs_and_the_updates_of_passes(prepared):
     text = explain(load_config(QUICKSTART, settings))
     assert "quickstart: 6 steps into" in text, "66 prompts, 12 a step"
     assert "updates    2 of 6 prompts = 24 samples, 3 passes: 6 updates" in text
-    assert "the run    36 optimiser updates, 288 samples" in text and "no problems found" in text
+    assert "the run    36 optimizer updates, 288 samples" in text and "no problems found" in text
     Path("b.jsonl").unlink()
     text = explain(load_config(QUICKSTART, settings))
     assert (

@@ -59,7 +59,7 @@ def test_closed_forms_are_near_the_bytes_of_gpu_kernels(model, options, load, re
     ranks = [stage.memory("update", bucket_bytes=0.0) for stage in stages]
     assert [rank.rank for rank in ranks] == list(recorded)
     for rank, (*held, added) in zip(ranks, recorded.values(), strict=True):
-        names = ("parameters", "gradients", "optimiser")
+        names = ("parameters", "gradients", "optimizer")
         assert [rank.parts[name] / 1e6 for name in names] == pytest.approx(held, rel=1e-3)
         found = sum(rank.parts.get(part, 0.0) for part in ("activations", "head"))
         assert found / 1e6 == pytest.approx(added, rel=ALLOWED.get(model, 0.05))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megagrpo.types import MicroBatch
 
-OF_DRAFT = "of_draft"  # attribute of its parameters, by which the optimiser groups them
+OF_DRAFT = "of_draft"  # attribute of its parameters, by which the optimizer groups them
 
 
 class LayerModules(NamedTuple):
@@ -73,7 +73,7 @@ class DraftLayer(MegatronModule):
 
 
 def mark_parameters(draft: DraftLayer, trained: bool) -> None:
-    """Lets the optimiser tell a draft's parameters from the model's, whose gradient norm they are
+    """Lets the optimizer tell a draft's parameters from the model's, whose gradient norm they are
     no part of."""
     for parameter in draft.parameters():
         setattr(parameter, OF_DRAFT, True)

@@ -81,7 +81,7 @@ def kernels_here(config: ActorConfig) -> Kernels:
 def megatron_configs(
     arch: Architecture, config: ActorConfig, kernels: Kernels
 ) -> tuple[TransformerConfig, DistributedDataParallelConfig, MegatronOptimizerConfig]:
-    """Returns Megatron's configuration of model, gradient buffers and optimiser. Raises ValueError
+    """Returns Megatron's configuration of model, gradient buffers and optimizer. Raises ValueError
     if Megatron does."""
     return (
         transformer_config(arch, config, kernels),

@@ -239,7 +239,7 @@ def _expert_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> 
             "moe_router_score_function": "sigmoid",
             "moe_router_topk_scaling_factor": arch.routed_scale,
             "moe_router_enable_expert_bias": arch.router_bias,
-            # Megatron would move it after every step, though no optimiser holds it
+            # Megatron would move it after every step, though no optimizer holds it
             "moe_router_bias_update_rate": 0.0,
         }
     if arch.router_groups > 1:

@@ -92,7 +92,7 @@ def _mismatch(d: Translation) -> None:
 
 
 def _samples(d: Translation) -> tuple[int, int]:
-    """Returns the samples of a generation, and of an optimiser update."""
+    """Returns the samples of a generation, and of an optimizer update."""
     steps = "gradient_accumulation_steps"
     each = d.number("per_device_train_batch_size") * d.number("num_processes")
     samples = each * d.number("steps_per_generation", steps)
@@ -100,7 +100,7 @@ def _samples(d: Translation) -> tuple[int, int]:
 
 
 def _updates(d: Translation) -> int:
-    """Returns the optimiser updates between two generations, which are TRL's steps; ours are the
+    """Returns the optimizer updates between two generations, which are TRL's steps; ours are the
     generations."""
     samples, update = _samples(d)
     return max(samples // update, 1) * d.number("num_iterations")

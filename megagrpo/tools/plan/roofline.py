@@ -156,8 +156,8 @@ def plan_step(config: ExperimentConfig, target: Target) -> Plan:
         "update": update,
         "publish": publish_seconds(config, target, memory.engine),
     }
-    if config.rollout.colocate:  # the optimiser's state leaves for the engines and comes back
-        state = memory.trainers.phases["rollout"].parts.get("optimiser", 0.0)
+    if config.rollout.colocate:  # the optimizer's state leaves for the engines and comes back
+        state = memory.trainers.phases["rollout"].parts.get("optimizer", 0.0)
         parts["publish"]["state to the host"] = state / HOST_GB_S / 1e9
         parts["update"]["state from the host"] = state / HOST_GB_S / 1e9
     return Plan(

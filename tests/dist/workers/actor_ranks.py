@@ -37,7 +37,7 @@ from megagrpo.weights.actor_weights import (
 )
 from megagrpo.weights.hf_folder import HfFolder
 from tests.dist.workers.harness import over_ranks, with_actors
-from tests.dist.workers.held import gradient_buffers, offload, optimiser_state
+from tests.dist.workers.held import gradient_buffers, offload, optimizer_state
 from tests.dist.workers.recorded import recorded_logits
 from tests.dist.workers.samples import NUM_SAMPLES, VOCAB, samples
 from tests.padding import batch_of_rows, flat
@@ -179,7 +179,7 @@ def layout_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
         "weights": difference(whole(weights, actor.trained(), actor.mesh), reference["weights"]),
         "mlp_calls": len(calls),
         "gradient_bytes": sum(buffer.grad_data.nbytes for buffer in gradient_buffers(actor)),
-        "state_bytes": sum(values.nbytes for values in optimiser_state(actor)),
+        "state_bytes": sum(values.nbytes for values in optimizer_state(actor)),
     }
 
 

@@ -13,7 +13,7 @@ def gradient_buffers(actor: MegatronActor) -> list:
     ]
 
 
-def optimiser_state(actor: MegatronActor) -> list[torch.Tensor]:
+def optimizer_state(actor: MegatronActor) -> list[torch.Tensor]:
     """Adam's moments, without its counts of steps."""
     parts = getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])
     values = [
@@ -36,7 +36,7 @@ def offload(actor: MegatronActor) -> None:
         *actor.update_state._tensors(),
     ]
     of_model = {p.untyped_storage()._cdata for chunk in actor.chunks for p in chunk.parameters()}
-    assert {t.untyped_storage()._cdata for t in optimiser_state(actor)} <= {
+    assert {t.untyped_storage()._cdata for t in optimizer_state(actor)} <= {
         t.untyped_storage()._cdata for t in left
     }
     held = sum(

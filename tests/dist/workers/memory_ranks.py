@@ -103,7 +103,7 @@ def measure(actor: MegatronActor, lengths: list[int], allocator: bool) -> dict[s
     return {
         "parameters": sum(parameters.values()),
         "gradients": sum(storages(buffer.grad_data for buffer in gradient_buffers(actor)).values()),
-        "optimiser": sum(
+        "optimizer": sum(
             size
             for key, size in storages(state_of(actor.optimizer)).items()
             if key not in parameters

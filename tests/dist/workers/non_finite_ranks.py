@@ -114,7 +114,7 @@ def weights(actor: MegatronActor) -> dict:
 
 
 def reload(actor: MegatronActor, values: dict) -> None:
-    """The initial weights and an optimiser without history."""
+    """The initial weights and an optimizer without history."""
     with torch.no_grad():
         for name, p in actor.parameters().items():
             p.copy_(values[name])
