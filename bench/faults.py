@@ -71,6 +71,7 @@ SETTINGS = {
         # tells from outside where an engine is
         "sglang": {"log_level_http": "info", "decode_log_interval": 1},
         "health_timeout_s": HEALTH_TIMEOUT_S,
+        "start_timeout_s": LIMIT_S,  # of Ray and engines beside other programs
         "max_restarts": 1000,
     },
     "weights": {"bucket_mb": 0.02},

@@ -134,6 +134,8 @@ def soak(
             )
             rows.append(strike(scene, name))
             print(json.dumps(rows[-1]), flush=True)
+            kept = {"faults": rows, "memory": held_by_step(seen)}  # if it breaks
+            (folder.parent / "so_far.json").write_text(json.dumps(kept))
         while scene.job.process.poll() is None:
             watched(scene, seen)
             assert time.monotonic() - started < LIMIT_S + STEP_S * num_steps, "no end"
@@ -157,8 +159,12 @@ def soak(
         "not_once": not_once(dispatched(folder)[0], rows_of_data),
         "growth": growth(seen, lambda each: each.memory),
         "files": growth(seen, lambda each: each.files),
-        "memory": [{name: asdict(each) for name, each in step.items()} for step in seen],
+        "memory": held_by_step(seen),
     }
+
+
+def held_by_step(seen: list[dict[str, Held]]) -> list[dict]:
+    return [{name: asdict(each) for name, each in step.items()} for step in seen]
 
 
 def watched(scene: Scene, seen: list[dict[str, Held]]) -> int:
