@@ -2,12 +2,14 @@
 them."""
 
 import argparse
+import re
 import sys
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from megagrpo import __version__
 from megagrpo.cluster.machine import run, train_ranks
@@ -18,6 +20,7 @@ from megagrpo.data.hub import with_local_files
 from megagrpo.system.arguments import positive
 from megagrpo.system.environment import under_torchrun
 from megagrpo.system.processes import raise_file_limit
+from megagrpo.system.user_function import did_you_mean
 from megagrpo.tasks.ranks import export_main, replay_main, sft_main, train_main
 
 
@@ -31,6 +34,11 @@ class _Tool(NamedTuple):
 
 
 _TOOLS = {
+    "init": _Tool(
+        "megagrpo.tools.init.command",
+        "write an experiment for a model and a data file: columns, grader, layout, evaluation",
+        reads_experiment=False,
+    ),
     "convert": _Tool(
         "megagrpo.tools.convert.command",
         "an experiment of verl, ROLL or TRL as megagrpo's",
@@ -76,6 +84,20 @@ _TOOLS = {
     ),
 }
 
+_HELP_WIDTH = 92
+# What commands are for, an example, and the commands: the order of `megagrpo --help`.
+_GROUPS = {
+    "run": (
+        "megagrpo run mine.yaml --set train.num_steps=100",
+        ("run", "submit", "stop", "sft", "export", "serve", "train", "engines"),
+    ),
+    "look": ("megagrpo status runs/mine", ("status", "report", "view", "try")),
+    "plan": (
+        "megagrpo init models/Qwen3-1.7B train.jsonl --gpus 8",
+        ("init", "check", "plan", "convert", "doctor"),
+    ),
+    "prove": ("megagrpo certify mine.yaml --ranks 2", ("certify", "bisect", "replay")),
+}
 # Commands that read another section's weights than the model's.
 _WEIGHTS = {"check": "", "plan": "", "certify": "", "sft": "sft"}
 
@@ -84,7 +106,12 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command and returns its exit status: 2, with one message, for an error that the user
     can correct."""
     words = sys.argv[1:] if argv is None else argv
-    args = _parser(words).parse_args(words)
+    parser = _parser(words)
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        command = _parsers(parser)[args.command]
+        hint = did_you_mean(unknown[0], command.option_strings)
+        command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     # a leader has a connection for each request in flight, and login shells allow 1024 files
     raise_file_limit()
     try:
@@ -96,27 +123,44 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def command_parsers() -> dict[str, argparse.ArgumentParser]:
+def command_parsers() -> "dict[str, _Parser]":
     """Returns the parser of every command, for the reference in docs/."""
-    (action,) = (
-        action
-        for action in _parser(list(_TOOLS))._actions
-        if isinstance(action, argparse._SubParsersAction)
-    )
-    return dict(action.choices)
+    return _parsers(_parser(list(_TOOLS)))
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors name the nearest word that there is."""
+
+    @property
+    def option_strings(self) -> list[str]:
+        """Returns the options, as they are written."""
+        return list(self._option_string_actions)
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the usage and the message, and exits with 2."""
+        wrong = re.search(r"invalid choice: '([^']*)'", message)
+        commands = _parsers(self)
+        hint = did_you_mean(wrong[1], commands) if wrong and commands else ""
+        super().error(f"no command {wrong[1]!r}{hint}" if wrong and hint else message)
+
+
+def _parsers(parser: argparse.ArgumentParser) -> "dict[str, _Parser]":
+    """Returns the parsers of a parser's commands."""
+    actions = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return {name: command for action in actions for name, command in action.choices.items()}
 
 
 class _Commands:
     """Collects the commands of the parser."""
 
     def __init__(self, parser: argparse.ArgumentParser):
-        self._commands = parser.add_subparsers(dest="command", required=True)
+        self._commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(
         self, name: str, run: Callable[[argparse.Namespace], int], text: str
     ) -> argparse.ArgumentParser:
         """Adds a command; `text` is its help."""
-        command = self._commands.add_parser(name, help=text, description=text)
+        command = self._commands.add_parser(name, description=text)  # _help says it too
         command.set_defaults(run=run)
         return command
 
@@ -160,8 +204,10 @@ def _load(args: argparse.Namespace) -> ExperimentConfig:
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     """Returns the parser of a command line, which imports only the tools that `words` name."""
-    parser = argparse.ArgumentParser(
-        prog="megagrpo", description="GRPO with Megatron-Core actors and SGLang rollouts"
+    parser = _Parser(
+        prog="megagrpo",
+        description="GRPO with Megatron-Core actors and SGLang rollouts",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = _Commands(parser)
@@ -169,7 +215,21 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         add(commands)
     for name, tool in _TOOLS.items():
         _add_tool(commands, name, tool, imported=name in words)
+    parser.epilog = _help(_parsers(parser))
     return parser
+
+
+def _help(commands: Mapping[str, argparse.ArgumentParser]) -> str:
+    """Returns the commands by what they are for, each group with an example."""
+    width = max(map(len, commands))
+    lines: list[str] = []
+    for group, (example, names) in _GROUPS.items():
+        lines.append(f"{group}: {example}")
+        for name in names:
+            said = textwrap.wrap(str(commands[name].description), _HELP_WIDTH - width)
+            lines.append(f"  {name:<{width}}  {said[0]}")
+            lines += [f"  {'':<{width}}  {line}" for line in said[1:]]
+    return "\n".join([*lines, "", "`megagrpo COMMAND --help` has the options of each."])
 
 
 def _add_tool(commands: _Commands, name: str, tool: _Tool, imported: bool) -> None:

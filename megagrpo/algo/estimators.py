@@ -31,6 +31,7 @@ from megagrpo.config.objective.estimators import (
     GrpoAdvantage,
     GrpoPassKAdvantage,
     OpoAdvantage,
+    OwnAdvantage,
     ReinforceAdvantage,
     ReinforcePlusPlusAdvantage,
     ReinforcePlusPlusBaselineAdvantage,
@@ -170,6 +171,20 @@ def gpg(inputs: EstimatorInputs, options: GpgAdvantage) -> Tensor:
     return alpha * _within_groups(_centred(inputs), inputs, options.single_sample)
 
 
+def own_estimator(inputs: EstimatorInputs, options: OwnAdvantage) -> Tensor:
+    """Returns what a user's function makes of the inputs. Raises ValueError for anything but a
+    number for every response, or for every token."""
+    made = options.load()(inputs)
+    sizes = [[len(inputs.valid)], [int(inputs.lengths.sum())]]
+    shape = list(made.shape) if isinstance(made, Tensor) else None
+    if shape not in sizes:
+        raise ValueError(
+            f"algorithm.advantage {options.function} returned {type(made).__name__}, shape {shape};"
+            f" it should return a number for each response, {sizes[0]}, or token, {sizes[1]}"
+        )
+    return made.double()
+
+
 ESTIMATORS: dict[type[Estimator], EstimatorFunction] = {
     GrpoAdvantage: grpo,
     DrGrpoAdvantage: centred,
@@ -181,6 +196,7 @@ ESTIMATORS: dict[type[Estimator], EstimatorFunction] = {
     RemaxAdvantage: remax,
     OpoAdvantage: optimal_baseline,
     GpgAdvantage: gpg,
+    OwnAdvantage: own_estimator,
 }
 check_complete(
     ESTIMATORS,

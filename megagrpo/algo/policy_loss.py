@@ -19,6 +19,7 @@ from megagrpo.config.objective.policy_loss import (
     CispoLoss,
     GpgLoss,
     GspoLoss,
+    OwnLoss,
     PpoClipLoss,
     SapoLoss,
 )
@@ -112,12 +113,28 @@ def sapo(inputs: PolicyInputs, options: SapoLoss) -> TokenLoss:
     return TokenLoss(-torch.sigmoid(tau * (ratio - 1)) * (4 / tau) * advantages, {})
 
 
+def own_loss(inputs: PolicyInputs, options: OwnLoss) -> TokenLoss:
+    """Returns what a user's function makes of the inputs: a TokenLoss, or its values alone. Raises
+    ValueError for anything but a value for every token."""
+    made = options.load()(inputs)
+    loss = made if isinstance(made, TokenLoss) else TokenLoss(made, {})
+    shape = getattr(loss.value, "shape", None)
+    if shape != inputs.logprobs.shape:
+        returned = f"{type(made).__name__}, shape {None if shape is None else list(shape)}"
+        raise ValueError(
+            f"algorithm.loss {options.function} returned {returned}; it should return the loss of "
+            f"every token, a tensor [n, S], here {list(inputs.logprobs.shape)}"
+        )
+    return loss
+
+
 POLICY_LOSSES: dict[type[Variant], PolicyLossFunction] = {
     PpoClipLoss: ppo_clip,
     GspoLoss: gspo,
     CispoLoss: cispo,
     GpgLoss: gpg,
     SapoLoss: sapo,
+    OwnLoss: own_loss,
 }
 check_complete(
     POLICY_LOSSES,

@@ -6,10 +6,14 @@ narrower. Under LoRA it holds only the adapters; host bytes count them as cut li
 bench/checkpoints.py compares whole models with measured figures.
 """
 
+import os
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
+from megagrpo.check.hardware import gigabytes
 from megagrpo.config.layout import rank_coordinates
-from megagrpo.config.schema import ActorConfig, ParallelConfig
+from megagrpo.config.schema import ActorConfig, ExperimentConfig, ParallelConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import tensor_groups
 from megagrpo.families.tensors import TensorSpec
@@ -17,6 +21,7 @@ from megagrpo.families.tensors import TensorSpec
 # Megatron gathers moment by moment: at the peak these bytes exist in addition to the whole state of
 # 3 float32 a parameter (received pieces, their concatenation, and those of the moment before).
 _GATHER_BYTES = 3 * 4
+_DISK_GB_S = 10.0  # of a cluster's file system, all nodes together; 1e9 bytes
 
 
 @dataclass(frozen=True)
@@ -124,3 +129,70 @@ def stages_of(spec: TensorSpec, arch: Architecture, layers: list[int]) -> list[i
     if words[1] == "embed_tokens":
         return [first, last] if arch.tied and last else [first]
     return [last]
+
+
+def checkpoint_lines(
+    config: ExperimentConfig, arch: Architecture | None, everything: bool
+) -> list[str]:
+    """Returns when the run is saved and the costs of saving and resuming."""
+    c = config.checkpoint
+    when = f"every {c.every} steps and" if c.every else "only"
+    lines = [f"checkpoint {when} at the end, {c.keep} kept, resume {c.resume}"]
+    if c.dir is not None:
+        lines.append(f"  in         {c.dir}")
+    if arch is None:
+        return lines
+    per_node = min(config.actor.world_size, config.cluster.gpus_per_node)
+    cost = checkpoint_cost(arch, config.actor, per_node)
+    lines.append(
+        f"  on disk    up to {gigabytes(_most_on_disk(config, cost))}, while one is written"
+    )
+    if not everything:
+        return lines
+    forms = {True: "for any layout", False: "for this layout alone"}
+    last = (False, True) if c.every else (True,)
+    shown = {"last": last, "always": (True,), "never": (False,)}[c.reshardable]
+    lines += [
+        f"  a save {forms[reshardable]}: {gigabytes(cost.file_bytes)}, "
+        f"{_disk_seconds(cost.file_bytes)}; {gigabytes(cost.save_host_bytes[reshardable])} of host "
+        f"memory on the fullest node ({per_node} ranks)"
+        for reshardable in shown
+    ]
+    lines.append(
+        f"  on disk: up to {gigabytes(_most_on_disk(config, cost))}, while a save is written"
+    )
+    lines.append(
+        f"  a resume: reads {gigabytes(cost.read_bytes)} (checksums, then the state), "
+        f"{_disk_seconds(cost.read_bytes)}; {gigabytes(cost.resume_host_bytes[True])} of host "
+        "memory a node from one for any layout"
+    )
+    return lines
+
+
+def _most_on_disk(config: ExperimentConfig, cost: CheckpointCost) -> float:
+    """Returns the bytes of all checkpoints that are kept, and of one that is being written."""
+    return cost.file_bytes * (config.checkpoint.keep + 1)
+
+
+def disk_advice(config: ExperimentConfig, arch: Architecture | None) -> list[str]:
+    """Returns that the disk has no room for the checkpoints, as it is seen from here."""
+    if arch is None:
+        return []
+    place = Path(config.checkpoint.dir or config.output_dir).absolute()
+    folder = next(folder for folder in (place, *place.parents) if folder.exists())
+    if not os.access(folder, os.W_OK):
+        return [f"{folder} cannot be written by this user, who may not be the run's"]
+    free = shutil.disk_usage(folder).free
+    per_node = min(config.actor.world_size, config.cluster.gpus_per_node)
+    wanted = _most_on_disk(config, checkpoint_cost(arch, config.actor, per_node))
+    if wanted <= free:
+        return []
+    return [
+        f"checkpoints take up to {gigabytes(wanted)}, and {gigabytes(free)} are free at {folder} on "
+        "this machine: checkpoint.keep takes fewer, checkpoint.dir names another disk"
+    ]
+
+
+def _disk_seconds(size: float) -> str:
+    seconds = size / _DISK_GB_S / 1e9
+    return f"{seconds:{'.0f' if seconds >= 10 else '.2g'}} s at {_DISK_GB_S:g} GB/s"

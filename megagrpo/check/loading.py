@@ -130,6 +130,7 @@ def _try_tokenizer(config: ExperimentConfig, folder: str, trial: LoadingTest) ->
             trial.not_tried[:0] = [f"grader {name}" for name in graded.away]
             trial.first_row.extend(graded.lines)
             trial.problems.extend(graded.problems)
+            trial.advice.extend(graded.advice)
 
 
 # ---- rows --------------------------------------------------------------------------------------

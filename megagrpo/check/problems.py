@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megagrpo.check.engine_layout import engine_layout_problems
-from megagrpo.checkpoint.folder import latest, layout_problem, step_of
+from megagrpo.checkpoint.folder import latest, layout_problem, place_problem, step_of
 from megagrpo.config.fields import complaints
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.placement import Nodes, placement_problems
@@ -212,8 +212,11 @@ def _missing_packages(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _source_problems(config: ExperimentConfig) -> Iterator[str]:
-    """Yields why the checkpoint that the run would start from cannot be loaded in its layout."""
+    """Yields why the checkpoint that the run would start from cannot be loaded in its layout, or
+    its own not be written to their place."""
     load = config.checkpoint.load
+    if problem := place_problem(config.run_folder.checkpoints, config.checkpoint.dir):
+        yield problem
     source = latest(config.run_folder.checkpoints) or (Path(load) if load else None)
     with suppress(OSError, ValueError):  # of a damaged checkpoint, whose load gives the reason
         if source is not None and (problem := layout_problem(source, config.actor.layout)):
@@ -256,6 +259,8 @@ def _read_lines(data: DataConfig, reward: RewardConfig, problems: list[str]) -> 
 
 def _function_problems(config: ExperimentConfig) -> Iterator[str]:
     reward = config.reward
+    for load in config.algorithm.own_loaders:
+        yield from complaints(load)
     for entry in reward.entries:
         yield from complaints(check_grader, entry.grader, entry.args)
     if reward.group_grader is not None:

@@ -15,7 +15,7 @@ from megagrpo.actor.megatron.fields import (
     optimizer_fields,
     transformer_fields,
 )
-from megagrpo.check.checkpoint_cost import checkpoint_cost
+from megagrpo.check.checkpoint_cost import checkpoint_lines, disk_advice
 from megagrpo.check.engine_memory import concurrency_report, host_cache_bytes
 from megagrpo.check.fitting import StepMemory, experiment_memory, fit_problems, with_model
 from megagrpo.check.hardware import gigabytes
@@ -34,10 +34,12 @@ from megagrpo.families.table import architecture_of, left_out, model_problems, p
 from megagrpo.rewards.graders.table import SERVICES, machine_problem
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 
+_ASSUMED = "  responses"  # of which lengths check/engine_memory.py counts
+_MORE = "--all: ranks, micro-batches, memory by phase, costs of a save, fields handed to libraries"
+_ON_SCREEN = 4  # of what is named without --all: data files, parts of memory
 _MAX_ROWS = 32  # of a table of GPUs
 _WIDTH = 116
 _OF_A_START = ("port", "node_rank", "dist_init_addr")  # chosen at each start of an engine
-_DISK_GB_S = 10.0  # of a cluster's file system, all nodes together; 1e9 bytes
 
 
 def later_problems(config: ExperimentConfig) -> list[str]:
@@ -78,7 +80,7 @@ def check_command(
     at_once = concurrency_report(config, hardware) if set(problems) <= set(trial.problems) else []
     problems = located(path, overrides, problems)
     print(explain(config, trial, at_once, everything, problems))
-    return 1 if problems else 0
+    return 2 if problems else 0
 
 
 def known_problems(config: ExperimentConfig, trial: LoadingTest | None = None) -> list[str]:
@@ -112,26 +114,31 @@ def explain(
         if problems
         else ["no problems found"]
     )
+    verdict += [f"ADVICE   {text}" for text in _advice(config, arch, cut, trial)]
     parts = [
         [f"{config.name}: {steps or '?'} steps into {config.output_dir}, seed {config.seed}"],
-        [*verdict, *(f"ADVICE   {text}" for text in _advice(config, arch, trial))],
         _model(config, hf, arch),
         [*_layout(config, everything), *_routing(config, arch)],
-        _step(config, steps),
+        _step(config, steps, everything),
         _rollout(config),
-        at_once,
+        at_once if everything else [line for line in at_once if not line.startswith(_ASSUMED)],
         settings_report(arch, config, everything),
         _memory(config, cut, everything),
-        _checkpoints(config, cut),
-        _loaded(trial) if trial else [],
+        checkpoint_lines(config, cut, everything),
+        _loaded(trial, everything) if trial else [],
     ]
-    return "\n\n".join("\n".join(lines) for lines in parts if lines)
+    blocks = ["\n".join(lines) for lines in parts if lines]
+    facts = "\n\n".join(blocks) if everything else "\n".join([*blocks, _MORE])
+    return "\n".join(verdict) + f"\n\n{facts}"
 
 
 def _advice(
-    config: ExperimentConfig, arch: Architecture | None, trial: LoadingTest | None
+    config: ExperimentConfig,
+    arch: Architecture | None,
+    cut: Architecture | None,
+    trial: LoadingTest | None,
 ) -> list[str]:
-    """Returns what runs, but is probably not meant."""
+    """Returns what runs, but is probably not meant. cut: the model, if the layout can cut it."""
     actor, rollout, weights = config.actor, config.rollout, config.weights
     optimizer = actor.optimizer
     updates = (_num_steps(config) or math.inf) * config.train.updates_of_step
@@ -173,7 +180,8 @@ def _advice(
     ]
     loading = trial.advice if trial else []
     general = [text for text, given in told.items() if given]
-    return [*config.algorithm.advice, *general, *services, *not_here, *loading]
+    disk = disk_advice(config, cut)
+    return [*config.algorithm.advice, *general, *services, *not_here, *loading, *disk]
 
 
 def _model(
@@ -195,7 +203,7 @@ def _model(
     return [
         f"model      {path}: {(hf or {}).get('model_type', 'no config.json')}{size}{missing}",
         *(f"  left out {text}" for text in (left_out(hf, config.actor.has_draft) if hf else ())),
-        f"algorithm  {algorithm.advantage.name} advantages, {algorithm.loss.name} loss, "
+        f"algorithm  {algorithm.advantage.shown_name} advantages, {algorithm.loss.shown_name} loss, "
         f"{algorithm.aggregation}; {reference}",
         f"  loss     {algorithm.formula}",
     ]
@@ -276,7 +284,7 @@ def _num_steps(config: ExperimentConfig) -> int | None:
     return None
 
 
-def _step(config: ExperimentConfig, num_steps: int | None) -> list[str]:
+def _step(config: ExperimentConfig, num_steps: int | None, everything: bool) -> list[str]:
     train, actor = config.train, config.actor
     prompts = train.num_prompts_per_step
     updates = train.num_updates_per_step
@@ -291,12 +299,20 @@ def _step(config: ExperimentConfig, num_steps: int | None) -> list[str]:
     run = "its length is known when the prompts are there"
     if num_steps is not None:
         run = f"{num_steps * total} optimizer updates, {num_steps * samples:,} samples"
-    return [
+    head = (
         f"a step     {prompts} prompts x {train.group_size} samples = {samples} samples, at most "
-        f"{samples * longest:,} tokens",
-        f"  asked for by {dp} data-parallel leaders, {' or '.join(map(str, shares))} prompts each",
+        f"{samples * longest:,} tokens"
+    )
+    sample = (
         f"  sample     at most {config.data.max_prompt_tokens} prompt + "
-        f"{config.sampling.max_response_tokens} response = {longest} tokens",
+        f"{config.sampling.max_response_tokens} response = {longest} tokens"
+    )
+    if not everything:
+        return [head, sample, f"the run    {run}"]
+    return [
+        head,
+        f"  asked for by {dp} data-parallel leaders, {' or '.join(map(str, shares))} prompts each",
+        sample,
         f"  updates    {updates} of {prompts // updates} prompts = {samples // updates} samples"
         + (f", {train.num_epochs_per_step} passes: {total} updates" if total > updates else ""),
         f"  micro-batches  {actor.micro_batch_tokens} tokens {packed}, longer samples by themselves; "
@@ -349,13 +365,14 @@ def _memory(config: ExperimentConfig, arch: Architecture | None, everything: boo
     phase = max(phases, key=lambda name: phases[name].total)
     lines = [
         f"memory     at most  {gigabytes(phases[phase].total)} on a GPU, in {phase}, "
-        f"rank {phases[phase].rank} ({phases[phase].kind}): {_listed(memory, phase)}",
+        f"rank {phases[phase].rank} ({phases[phase].kind}): "
+        f"{_listed(memory, phase, None if everything else _ON_SCREEN)}",
         f"  an engine rank holds about {gigabytes(memory.engine.resident)} of weights, before its "
         "cache",
     ]
-    if everything or config.rollout.colocate:
+    if everything:
         lines += [
-            f"    {name:<10} {gigabytes(rank.total)}: {_listed(memory, name)}"
+            f"    {name:<10} {gigabytes(rank.total)}: {_listed(memory, name, None)}"
             for name, rank in phases.items()
             if name != phase
         ]
@@ -373,48 +390,23 @@ def _memory(config: ExperimentConfig, arch: Architecture | None, everything: boo
     return lines
 
 
-def _listed(memory: StepMemory, phase: str) -> str:
+def _listed(memory: StepMemory, phase: str, most: int | None) -> str:
+    """Returns the parts of a phase's memory; most: only the largest, this many."""
     parts = memory.phases[phase].parts.items()
-    return ", ".join(f"{name} {gigabytes(size)}" for name, size in parts)
+    shown = sorted(parts, key=lambda part: -part[1])[:most] if most else parts
+    return ", ".join(f"{name} {gigabytes(size)}" for name, size in shown)
 
 
-def _checkpoints(config: ExperimentConfig, arch: Architecture | None) -> list[str]:
-    """Returns when the run is saved and the costs of saving and resuming."""
-    c = config.checkpoint
-    when = f"every {c.every} steps and" if c.every else "only"
-    lines = [f"checkpoint {when} at the end, {c.keep} kept, resume {c.resume}"]
-    if arch is None:
-        return lines
-    per_node = min(config.actor.world_size, config.cluster.gpus_per_node)
-    cost = checkpoint_cost(arch, config.actor, per_node)
-    forms = {True: "for any layout", False: "for this layout alone"}
-    last = (False, True) if c.every else (True,)
-    shown = {"last": last, "always": (True,), "never": (False,)}[c.reshardable]
-    lines += [
-        f"  a save {forms[reshardable]}: {gigabytes(cost.file_bytes)}, "
-        f"{_disk_seconds(cost.file_bytes)}; {gigabytes(cost.save_host_bytes[reshardable])} of host "
-        f"memory on the fullest node ({per_node} ranks)"
-        for reshardable in shown
-    ]
-    lines.append(
-        f"  a resume: reads {gigabytes(cost.read_bytes)} (checksums, then the state), "
-        f"{_disk_seconds(cost.read_bytes)}; {gigabytes(cost.resume_host_bytes[True])} of host "
-        "memory a node from one for any layout"
-    )
-    return lines
-
-
-def _disk_seconds(size: float) -> str:
-    seconds = size / _DISK_GB_S / 1e9
-    return f"{seconds:{'.0f' if seconds >= 10 else '.2g'}} s at {_DISK_GB_S:g} GB/s"
-
-
-def _loaded(trial: LoadingTest) -> list[str]:
+def _loaded(trial: LoadingTest, everything: bool) -> list[str]:
+    loaded = trial.loaded if everything else trial.loaded[:_ON_SCREEN]
+    more = len(trial.loaded) - len(loaded)
+    row = trial.first_row if everything else trial.first_row[:_ON_SCREEN]
     return [
         "loaded     as the trainers will; graders and tools are imported too",
-        *(f"  {what}" for what in trial.loaded),
+        *(f"  {what}" for what in loaded),
+        *([f"  and {more} more"] if more else []),
         f"  not tried: {', '.join(trial.not_tried)}",
-        *(["  first row  " + "\n    ".join(trial.first_row)] if trial.first_row else []),
+        *(["  first row  " + "\n    ".join(row)] if row else []),
     ]
 
 

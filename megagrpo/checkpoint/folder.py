@@ -51,6 +51,36 @@ def restore_replaced(root: Path) -> None:
             os.replace(kept, target)
 
 
+def place_problem(root: Path, directory: str | None) -> str:
+    """Returns why the checkpoints of a run folder cannot be in `checkpoint.dir`; "" if they can."""
+    if directory is None or (root.is_symlink() and root.resolve() == Path(directory).resolve()):
+        return ""
+    if root.is_symlink() or root.exists():
+        return (
+            f"checkpoint.dir: {directory}, but this run's checkpoints are in {root.resolve()}: move "
+            f"them there and remove {root}, or remove checkpoint.dir"
+        )
+    if found := finished_checkpoints(Path(directory)):
+        return (
+            f"checkpoint.dir: {directory} has another run's {found[-1].name}; name an empty folder, "
+            f"or start from it by checkpoint.load: {found[-1]}"
+        )
+    return ""
+
+
+def put_in_place(root: Path, directory: str | None) -> None:
+    """Makes the checkpoints of a run folder a link to `checkpoint.dir`. Raises ValueError as
+    place_problem says."""
+    if problem := place_problem(root, directory):
+        raise ValueError(problem)
+    if directory is not None:
+        target = Path(directory).resolve()
+        target.mkdir(parents=True, exist_ok=True)
+        if not root.is_symlink():
+            root.parent.mkdir(parents=True, exist_ok=True)
+            root.symlink_to(target)
+
+
 def is_reshardable(folder: Path) -> bool:
     """Returns whether any layout can load a finished checkpoint. All were before this was
     recorded."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor
 from megagrpo.checkpoint import save as checkpoint
-from megagrpo.checkpoint.folder import OTHER_DATA, latest, restore_replaced
+from megagrpo.checkpoint.folder import OTHER_DATA, latest, put_in_place, restore_replaced
 from megagrpo.checkpoint.groups import deal_surplus
 from megagrpo.checkpoint.save import RunIdentity
 from megagrpo.config.schema import ExperimentConfig
@@ -78,6 +78,7 @@ def find_checkpoint(config: ExperimentConfig, mesh: Mesh) -> Path | None:
     """
     options = config.checkpoint
     root = config.run_folder.checkpoints
+    mesh.from_main(lambda: put_in_place(root, options.dir), f"put checkpoints into {options.dir}")
     mesh.from_main(lambda: restore_replaced(root), f"look for checkpoints in {root}")
     own = latest_checkpoint(config, mesh)
     again = environment.get_int("TORCHELASTIC_RESTART_COUNT", 0) or environment.get_int(

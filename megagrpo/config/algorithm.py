@@ -1,8 +1,12 @@
 """The `algorithm` section. Options of an estimator, a loss or a reward step are fields of its own
 variant."""
 
+import json
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, model_validator
 
 from megagrpo.config.fields import (
     Aggregation,
@@ -16,6 +20,13 @@ from megagrpo.config.fields import (
 from megagrpo.config.objective.correction import MismatchConfig
 from megagrpo.config.objective.estimators import AdvantageConfig, GrpoAdvantage
 from megagrpo.config.objective.kl import KL_ERROR_LIMIT, KlConfig
+from megagrpo.config.objective.own import (
+    FunctionName,
+    OwnArguments,
+    OwnFunction,
+    own_function,
+    with_names_of_functions,
+)
 from megagrpo.config.objective.policy_loss import PolicyLossConfig, PpoClipLoss
 from megagrpo.config.objective.reward_shaping import RewardShapingConfig
 
@@ -32,6 +43,30 @@ class DynamicSampling(Section):
     overlong shaping."""
     max_num_gen_batches: PositiveInt = 10
     """Batches of prompts a step may generate before the run stops."""
+    filter: FunctionName | None = None
+    """Instead of that: a function of yours, "mine.py:keep", called as keep(values, **args) with the
+    metric of a group's responses that have one; true: the group is trained on."""
+    args: OwnArguments = Field(default={})
+    """Keyword arguments of `filter`."""
+
+    def load_filter(self) -> Callable[[list[float]], object] | None:
+        """Returns the filter with its arguments, if there is one. Raises ValueError."""
+        if self.filter is None:
+            return None
+        key = "algorithm.dynamic_sampling"
+        return own_function(f"{key}.filter", self.filter, "values", json.dumps(self.args))
+
+    @property
+    def what_is_kept(self) -> str:
+        """Says of which groups a step is made."""
+        return (
+            f"{self.metric}s {self.filter} takes"
+            if self.filter
+            else f"responses differ in {self.metric}"
+        )
+
+    def problems(self) -> list[Rule]:
+        return [Rule(self.args and not self.filter, "args without filter", "name the filter")]
 
 
 class AlgorithmConfig(Section):
@@ -61,6 +96,12 @@ class AlgorithmConfig(Section):
     """Correction for engine and trainer giving the same token different probabilities."""
     dynamic_sampling: DynamicSampling | None = None
     """Trains only on groups whose responses differ; null: on all."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _functions_are_named(cls, given: object) -> object:
+        """Reads `{name: "mine.py:gmpo"}` as `{name: own, function: "mine.py:gmpo"}`."""
+        return with_names_of_functions(given)
 
     def problems(self) -> list[Rule]:
         advantage, reward = self.advantage, self.reward
@@ -158,6 +199,22 @@ class AlgorithmConfig(Section):
         ]
 
     @property
+    def own_functions(self) -> dict[str, str]:
+        """Returns the user's functions by the keys that name them."""
+        sections = (self.loss, self.advantage)
+        found = {each.key: each.function for each in sections if isinstance(each, OwnFunction)}
+        if self.dynamic_sampling is not None and self.dynamic_sampling.filter is not None:
+            found["algorithm.dynamic_sampling.filter"] = self.dynamic_sampling.filter
+        return found
+
+    @property
+    def own_loaders(self) -> list[Callable[[], object]]:
+        """Returns what loads the user's functions, each of which raises ValueError."""
+        found = [each.load for each in (self.loss, self.advantage) if isinstance(each, OwnFunction)]
+        groups = self.dynamic_sampling
+        return [*found, *([groups.load_filter] if groups is not None else [])]
+
+    @property
     def uses_reference(self) -> bool:
         """Returns whether a reference model is kept."""
         return self.kl.loss_coef > 0 or self.kl.reward_coef > 0
@@ -203,21 +260,20 @@ class AlgorithmConfig(Section):
         weight = self.mismatch.weight
         reject = self.mismatch.reject
         clip = self.advantage_clip
-        terms = [f"w {self.loss.formula}" if weight else self.loss.formula]
+        loss = self.loss.shown_formula
+        terms = [f"w {loss}" if weight else loss]
         if self.kl.loss_coef:
             terms.append(f"{self.kl.loss_coef:g} KL_{self.kl.estimator}")
         if self.entropy_coef:
             terms.append(f"({-self.entropy_coef:g}) H")
-        advantage = (
-            f"({self.advantage.formula})"
-            if self.whiten_advantages or clip
-            else self.advantage.formula
-        )
+        advantage = self.advantage.shown_formula
+        if self.whiten_advantages or clip:
+            advantage = f"({advantage})"
         advantage = f"whitened {advantage}" if self.whiten_advantages else advantage
         left_out = [
             "responses cut by length" if self.mask_truncated else "",
             reject.formula if reject else "",
-            f"groups of equal {self.dynamic_sampling.metric}" if self.dynamic_sampling else "",
+            _left_out_groups(self.dynamic_sampling) if self.dynamic_sampling else "",
         ]
         reward = f"r = {self.reward.formula}"
         if self.kl.reward_coef:
@@ -238,3 +294,8 @@ _AGGREGATION_FORMULAS: dict[Aggregation, str] = {
     "seq-mean-token-mean": "1/N_seq sum_i 1/T_i sum_t",
     "seq-mean-token-sum-norm": "1/(N_seq C) sum_it",
 }
+
+
+def _left_out_groups(options: DynamicSampling) -> str:
+    own = options.filter
+    return f"groups that {own} drops" if own else f"groups of equal {options.metric}"

@@ -121,6 +121,16 @@ class Variant(Section):
 
     name: str
 
+    @property
+    def shown_name(self) -> str:
+        """The choice, as `check` names it."""
+        return self.name
+
+    @property
+    def shown_formula(self) -> str:
+        """Its formula, as `check` prints it."""
+        return self.formula
+
 
 def broken_rules(section: Section, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
     """Yields (path of a section, text) of each broken rule inside `section`."""

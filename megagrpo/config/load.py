@@ -23,6 +23,7 @@ from megagrpo.config.fields import (
     broken_rules,
 )
 from megagrpo.config.libraries import setting_problems
+from megagrpo.config.objective.own import own_digest
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.config.wording import by_path, dotted, in_words, nearest, show, shown, value_at
 from megagrpo.system.run_folder import write_whole
@@ -213,10 +214,12 @@ def _places(source: _Source, text: str, path: KeyPath) -> str:
 def dump_config(config: ExperimentConfig, path: str | Path) -> None:
     """Writes the resolved experiment as YAML that load_config reads back to an equal config; whole
     file or nothing."""
+    functions = config.algorithm.own_functions.items()
+    record = "".join(f"# {own_digest(key, name)}\n" for key, name in functions)
     text = yaml.safe_dump(
         config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120
     )
-    write_whole(Path(path), text)
+    write_whole(Path(path), record + text)
 
 
 def _refuse(source: _Source, problems: list[str]) -> None:

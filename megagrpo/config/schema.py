@@ -123,8 +123,11 @@ class TrainConfig(Section):
 class CheckpointConfig(Section):
     """When the run is saved, and what it starts from."""
 
-    every: NonNegativeInt = 0
-    """Steps between checkpoints; 0: only at the end."""
+    every: NonNegativeInt = 25
+    """Steps between checkpoints; 0: only at the end, or when the run is asked to stop."""
+    dir: LocalPath | None = None
+    """Folder of this run's checkpoints, on another disk: `checkpoints` of the run folder becomes a
+    link to it; default: that folder itself."""
     reshardable: Literal["last", "always", "never"] = "last"
     """Saves that another layout can load too: the last one of a start (after its last step, or when
     it is asked to stop), all, or none. The others are faster and smaller in memory: every rank

@@ -81,7 +81,10 @@ def _describe(error: ErrorDetails, path: KeyPath, value: "Plain") -> str:
             return f"{shown(path, value)}: needs a 'name', one of {', '.join(_variants(path))}"
         case "union_tag_invalid":
             tag = str(context["tag"])
-            hint = _foreign_hint("value_hint", f"{key}.name", tag) or nearest(tag, _variants(path))
+            known = [name for name in _variants(path) if name != "own"]
+            hint = _foreign_hint("value_hint", f"{key}.name", tag) or nearest(tag, known)
+            if len(known) < len(_variants(path)):
+                hint += " (your own is written file.py:function)"
             return f"{key}.name = {show(tag)}: unknown{hint}"
         case "literal_error":
             allowed = choices(annotations_at(ExperimentConfig, path))

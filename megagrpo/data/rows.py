@@ -73,6 +73,12 @@ def iterate_rows(data: DataConfig, problems: list[str] | None = None) -> Iterato
     _refuse_sources(data, found)
 
 
+def raw_rows(path: Path) -> Iterator[Values]:
+    """Yields the rows of a file as they are written. Raises ValueError by file and line."""
+    for i, raw in _rows(path):
+        yield raw if isinstance(raw, dict) else _values(raw, f"{path}:{i + 1}")
+
+
 def _refuse_sources(data: DataConfig, found: set[str]) -> None:
     if len(found) > _MOST_SOURCES:
         raise ValueError(

@@ -21,6 +21,7 @@ class TrialScores:
 
     away: list[str]  # graders that cannot be asked from here
     lines: list[str] = field(default_factory=list)
+    advice: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
@@ -76,12 +77,14 @@ def _judge(prompt: Prompt, outcomes: Sequence[Outcome], found: TrialScores) -> N
         f"{_SENTENCE!r} {_score(sentence)}"
     )
     if failed:
-        found.lines.append(
-            f"  ADVICE {failed[-1]:.160}; such responses are no 0, they are left out, and too many "
-            "stop the run"
+        found.advice.append(
+            f"{prompt.location}: {failed[-1]:.160}; such a response is no 0, it is left out, and "
+            "too many stop the run: let the grader return 0.0"
         )
     if best.ok and max(empty.value, sentence.value) > best.value:
-        found.lines.append("  ADVICE a text that is no answer gets more than the answer")
+        found.advice.append(
+            f"{prompt.location}: a text that is no answer gets more than the answer itself"
+        )
 
 
 def _score(outcome: Outcome) -> str:

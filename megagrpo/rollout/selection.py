@@ -172,7 +172,9 @@ class GroupChoice:
         )
         metric, indices, valid = (tensor.to(mesh.device) for tensor in (metric, indices, valid))
         wanted = self.config.train.num_prompts_per_step
-        by_index = select_groups(metric, indices, len(all_ids), valid, wanted, mesh.reduce)
+        keeps = algorithm.dynamic_sampling.load_filter()
+        sizes = (len(all_ids), valid, wanted)
+        by_index = select_groups(metric, indices, *sizes, mesh.reduce, keeps)
         parts = (by_index.chosen, by_index.surplus, by_index.dropped)
         return Selection(*([all_ids[i] for i in part] for part in parts))
 
@@ -195,7 +197,7 @@ def _too_few_groups(
         f"dynamic sampling: {options.max_num_gen_batches} batches of {wanted} prompts "
         f"(algorithm.dynamic_sampling.max_num_gen_batches) gave {len(selection.chosen)} of "
         f"{wanted} groups whose "
-        f"responses differ in {options.metric}; {len(selection.dropped)} of {num_groups} groups "
+        f"{options.what_is_kept}; {len(selection.dropped)} of {num_groups} groups "
         "were dropped, and "
         f"{total - scored} of {total} responses could not be scored. The prompts are too easy or "
         "too hard for this "

@@ -2,7 +2,7 @@
 
 config.yaml     the resolved experiment          metrics.jsonl  tensorboard/  rollouts/  summary.md
 curve.png
-checkpoints/    step_000010/ ...                 dumps/         step_000012/ ...: batches for
+checkpoints/    step_000010/ ..., or a link       dumps/         step_000012/ ...: batches for
 `megagrpo replay`
 weights/        published by transport `disk`    sft/           metrics of the supervised warm-up
 images/         of the prompts, as engines and trainers see them: PNG files named after their

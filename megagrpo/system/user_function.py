@@ -7,8 +7,9 @@ A module may also be a file, `folder/file.py:function`.
 import difflib
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -45,6 +46,30 @@ def load_function(name: str, built_in: Mapping[str, str], key: str) -> Callable[
         hint = did_you_mean(function_name, vars(module))
         raise ValueError(f"{key} {name!r}: {module_name} has no function {function_name}{hint}")
     return function
+
+
+def check_arguments(
+    key: str,
+    name: str,
+    function: Callable[..., object],
+    inputs: Sequence[str],
+    args: Mapping[str, object],
+    named: Sequence[str] = (),
+) -> None:
+    """Raises ValueError if a function cannot be called with its inputs and the user's `args`.
+
+    inputs: names of what it gets by position. named: of what it gets by its names. key: that holds
+    `args`.
+    """
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*inputs, **dict.fromkeys(named), **args)
+    except TypeError as exc:
+        options = [word for word in signature.parameters if word not in (*inputs, *named)]
+        hints = [did_you_mean(arg, options) for arg in args if arg not in options]
+        called = f"{name}({', '.join([*inputs, *options])})"
+        hint = next(filter(None, hints), f"; it is called as {called}")
+        raise ValueError(f"{key} do not fit {name!r}: {exc}{hint}") from exc
 
 
 @cache

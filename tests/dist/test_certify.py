@@ -56,6 +56,12 @@ ALGORITHMS = {
         "advantage_clip": 2.0,
     },
 }
+OWN = Path(__file__).parents[1] / "own_algorithm.py"
+ALGORITHMS["a user's own"] = {
+    "loss": {"name": f"{OWN}:gmpo", "args": {"clip": 0.02}},
+    "advantage": {"name": f"{OWN}:mad"},
+    "aggregation": "seq-mean-token-mean",
+}
 FIRST = next(iter(ALGORITHMS))
 # two passes of two updates each, after the update whose gradients are compared
 SETTINGS = {

@@ -149,8 +149,11 @@ def test_advice_and_formula():
     assert "w = old / rollout if old / rollout in [0.5, 5], else 0" in banded.formula
     for advantage in ESTIMATOR_CONFIGS:
         for loss in POLICY_LOSS_CONFIGS:
-            names = (advantage.model_fields["name"].default, loss.model_fields["name"].default)
-            assert AlgorithmConfig(advantage={"name": names[0]}, loss={"name": names[1]}).formula
+            names = [
+                {"name": "m:f" if (name := each.model_fields["name"].default) == "own" else name}
+                for each in (advantage, loss)
+            ]
+            assert AlgorithmConfig(advantage=names[0], loss=names[1]).formula
 
 
 def test_presets_are_of_papers():

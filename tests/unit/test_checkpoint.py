@@ -17,7 +17,14 @@ from megagrpo.actor import start as starting
 from megagrpo.actor.start import steps_in_all
 from megagrpo.checkpoint import resume as beginning
 from megagrpo.checkpoint import save as checkpoint
-from megagrpo.checkpoint.folder import data_problem, is_reshardable, latest, restore_replaced
+from megagrpo.checkpoint.folder import (
+    data_problem,
+    is_reshardable,
+    latest,
+    place_problem,
+    put_in_place,
+    restore_replaced,
+)
 from megagrpo.checkpoint.save import Checkpointer, PendingSave, RunIdentity, SaveSchedule, load
 from megagrpo.config.schema import CheckpointConfig
 from megagrpo.mesh import LeaderError, make_mesh
@@ -452,3 +459,36 @@ def test_more_groups_than_a_step_takes_would_get_too_old(start, tmp_path, monkey
         ):
             start(sections=few | {"rollout": {"max_staleness": staleness}})
     assert len(start(sections=few | {"algorithm": {}})[0].surplus) == 3, "which no step takes"
+
+
+def test_checkpoints_on_another_disk_are_found_in_the_run_folder(tmp_path: Path):
+    root = tmp_path / "run" / "checkpoints"
+    other = tmp_path / "scratch" / "mine"
+    put_in_place(root, None)
+    assert not root.exists()
+    put_in_place(root, str(other))
+    (other / "step_000010").mkdir()
+    assert latest(root) == root / "step_000010"
+    for directory in (str(other), None):  # of a run that goes on, and of one that says no more
+        put_in_place(root, directory)
+        assert latest(root) == root / "step_000010"
+    with pytest.raises(
+        ValueError, match=r"this run's checkpoints are in .*scratch/mine: move them"
+    ):
+        put_in_place(root, str(tmp_path / "third"))
+    assert not (tmp_path / "third").exists()
+    new = tmp_path / "other run" / "checkpoints"
+    assert "has another run's step_000010; name an empty folder" in place_problem(new, str(other))
+    new.mkdir(parents=True)
+    assert "move them there and remove" in place_problem(new, str(tmp_path / "third"))
+
+
+def test_a_run_begins_where_checkpoint_dir_says(start, tmp_path):
+    scratch = tmp_path / "scratch"
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ValueError, match="checkpoint.dir"):
+        start(dir=str(scratch))
+    (tmp_path / "checkpoints").rmdir()
+    assert start(dir=str(scratch))[0] == TrainState()
+    (scratch / "step_000005").mkdir()
+    assert start(dir=str(scratch))[2] == [tmp_path / "checkpoints" / "step_000005"]

@@ -236,6 +236,22 @@ def test_filter_search_and_order(page):
         )
 
 
+def test_it_opens_with_a_sample_and_the_runs_curves(page):
+    assert page.value("document.querySelectorAll('#table tr.chosen').length") == 1
+    assert page.value("document.querySelectorAll('#detail pre').length") >= 3
+    drawn = "[...document.querySelectorAll('#curves figure')].map(e => e.textContent)"
+    assert any(text.startswith("reward/mean: ") for text in page.value(drawn))
+    lines = "document.querySelectorAll('#curves figure:first-child polyline').length"
+    assert page.value(lines) == 2, "one of each run"
+    page.click("#curves svg")  # its middle: the nearest step's samples
+    page.wait(f"{COUNT} === '24 of 288 samples'")
+    assert page.value("document.getElementById('step').value") in ("6", "7")
+    assert page.value("document.querySelector('#table tr.chosen td:nth-child(2)').textContent") in (
+        "6",
+        "7",
+    )
+
+
 def test_a_hostile_response_is_text(page):
     page.click("#search")
     page.type("taken over")

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 from pydantic import Field
 
 from megagrpo.config.fields import Aggregation, PositiveFloat, Variant
+from megagrpo.config.objective.own import OwnFunction
 
 
 class Estimator(Variant):
@@ -168,6 +169,17 @@ class GpgAdvantage(_ComparesResponses):
     with a reward other than 0, as verl does."""
 
 
+class OwnAdvantage(OwnFunction, Estimator):
+    """A function of yours, written `name: "mine.py:mad"`: it gets EstimatorInputs
+    (algo/estimators.py) and returns an advantage for each response, [N], or token, [T]. See
+    [extend](../extend.md)."""
+
+    formula = "own"
+    key = "algorithm.advantage"
+
+    name: Literal["own"] = "own"
+
+
 AdvantageConfig = Annotated[
     GrpoAdvantage
     | DrGrpoAdvantage
@@ -178,7 +190,8 @@ AdvantageConfig = Annotated[
     | ReinforcePlusPlusBaselineAdvantage
     | RemaxAdvantage
     | OpoAdvantage
-    | GpgAdvantage,
+    | GpgAdvantage
+    | OwnAdvantage,
     Field(discriminator="name"),
 ]
 ESTIMATOR_CONFIGS: tuple[type[Estimator], ...] = get_args(get_args(AdvantageConfig)[0])

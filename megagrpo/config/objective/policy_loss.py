@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 from pydantic import Field
 
 from megagrpo.config.fields import LARGEST, Aggregation, NonNegativeFloat, PositiveFloat, Variant
+from megagrpo.config.objective.own import OwnFunction
 
 _LOW = "The probability ratio is clipped below at 1 - clip_ratio_low."
 _HIGH = "The probability ratio is clipped above at 1 + clip_ratio_high."
@@ -77,8 +78,18 @@ class SapoLoss(Variant):
     """Steepness of the gate where the advantage is not positive."""
 
 
+class OwnLoss(OwnFunction, Variant):
+    """A function of yours, written `name: "mine.py:gmpo"`: it gets PolicyInputs (algo/policy_loss.py)
+    and returns the loss of every token, [n, S]. See [extend](../extend.md)."""
+
+    formula = "own"
+    key = "algorithm.loss"
+
+    name: Literal["own"] = "own"
+
+
 PolicyLossConfig = Annotated[
-    PpoClipLoss | GspoLoss | CispoLoss | GpgLoss | SapoLoss,
+    PpoClipLoss | GspoLoss | CispoLoss | GpgLoss | SapoLoss | OwnLoss,
     Field(discriminator="name"),
 ]
 POLICY_LOSS_CONFIGS: tuple[type[Variant], ...] = get_args(get_args(PolicyLossConfig)[0])

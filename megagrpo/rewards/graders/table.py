@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Sequence
 
 from megagrpo.config.reward import OPTIONS, GraderArgs, check_options
-from megagrpo.system.user_function import did_you_mean, load_function
+from megagrpo.system.user_function import check_arguments, load_function
 
 GraderFunction = Callable[..., object]  # (response text, answer of the data file, **reward.args)
 GroupFunction = Callable[..., list[float]]  # (texts, answer, scores, **reward.group_args)
@@ -45,7 +45,8 @@ def load_grader(name: str, args: GraderArgs) -> GraderFunction:
     if name in OPTIONS:
         check_options(name, args)
     else:
-        _check_args(name, function, args, "text, answer", "reward.args")
+        inputs = _inputs(inspect.signature(function), ["text", "answer"])
+        check_arguments("reward.args", f"grader {name}", function, inputs[0], args, inputs[1])
     return function
 
 
@@ -75,7 +76,8 @@ def _inputs(signature: inspect.Signature, positional: list[str]) -> tuple[list[s
 def load_group_grader(name: str, args: GraderArgs) -> GroupFunction:
     """Returns the group grader `name`; see load_grader."""
     function = load_function(name, GROUP_BUILT_IN, "reward.group_grader")
-    _check_args(name, function, args, "texts, answer, scores", "reward.group_args")
+    inputs = ["texts", "answer", "scores"]
+    check_arguments("reward.group_args", f"grader {name}", function, inputs, args)
     return function
 
 
@@ -105,19 +107,3 @@ def machine_problem(name: str, args: GraderArgs) -> str:
     if name not in _MACHINE_CHECKS:
         return ""
     return load_function(name, _MACHINE_CHECKS, "reward.grader")(args)
-
-
-def _check_args(
-    name: str, function: Callable[..., object], args: GraderArgs, inputs: str, key: str
-) -> None:
-    signature = inspect.signature(function)
-    positional, named = _inputs(signature, inputs.split(", "))
-    try:
-        signature.bind(*positional, **dict.fromkeys(named), **args)
-    except TypeError as exc:
-        options = [p for p in signature.parameters if p not in (*positional, *named)]
-        hints = [did_you_mean(arg, options) for arg in args if arg not in options]
-        hint = next(
-            filter(None, hints), f"; it is called as {name}({inputs}, {', '.join(options)})"
-        )
-        raise ValueError(f"{key} do not fit grader {name!r}: {exc}{hint}") from exc

@@ -304,7 +304,8 @@ def _run(d: Translation) -> None:
     wandb: dict[str, Plain] = {"project": d.text("trainer.project_name")}
     loggers = "trainer.logger"
     rules.trackers(d, d.get(loggers), loggers, wandb, "console tensorboard")
-    d.put("checkpoint.every", max(d.number("trainer.save_freq"), 0))
+    saves = "trainer.save_freq"  # by default never: ours saves
+    d.put("checkpoint.every", max(d.number(saves), 0) if saves in d.given else None)
     mode = "trainer.resume_mode"
     resume = {"": "auto", "auto": "auto", "disable": "never"}.get(d.text(mode))
     if resume is None:

@@ -17,7 +17,7 @@ from megagrpo.system.progress import Progress
 from megagrpo.tools.plan.roofline import Plan, plan_step, target_of
 from megagrpo.tools.plan.search import best_layouts, changes
 
-_TIGHT = 0.95  # share of a GPU's memory above which a proposal has no headroom
+TIGHT = 0.95  # share of a GPU's memory above which a proposal has no headroom
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -148,13 +148,13 @@ def _proposals(plans: Sequence[Plan], before: ExperimentConfig) -> list[str]:
         most = max(rank.total for rank in plan.phases.values())
         cache = f"{plan.engine.cache_tokens:,}"
         room = usable_bytes(plan.target.hardware)
-        tight |= most > _TIGHT * room
+        tight |= most > TIGHT * room
         rows.append([str(number), nodes, *seconds, f"{most / 1e9:.1f} ({most / room:.0%})", cache])
         settings = changes(before, plan.config)
         set_words = " ".join(f"--set {shlex.quote(word)}" for word in settings)
         words.append(f"{number}: {set_words or 'the experiment as it is'}")
     heading = "layouts with the best bound of a step; within 5 % the simplest first:"
-    margin = f"above {_TIGHT:.0%} of the memory an estimate that is 5 % off is out of memory"
+    margin = f"above {TIGHT:.0%} of the memory an estimate that is 5 % off is out of memory"
     return [heading, *table_lines(rows), *([margin] if tight else []), *words]
 
 

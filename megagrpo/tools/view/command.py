@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from megagrpo.system.run_folder import RunFolder, write_whole
-from megagrpo.tools.view.samples import read_samples
+from megagrpo.tools.view.samples import read_curves, read_samples
 
 
 def write_view(folders: list[RunFolder], sample_mb: float, output: Path | None) -> str:
@@ -28,7 +28,7 @@ def write_view(folders: list[RunFolder], sample_mb: float, output: Path | None) 
                 f"{folder.metrics}: no such file; a run folder has one after its first step"
             )
         samples, notes = read_samples(folder, sample_mb * 1e6)
-        runs.append({"name": name, **samples, "notes": notes})
+        runs.append({"name": name, **samples, "curves": read_curves(folder), "notes": notes})
         lines += [f"{name}: {note}" for note in notes]
     write_whole(output, _build_page({"runs": runs}, " | ".join(run["name"] for run in runs)))
     return "\n".join([f"page: {output} ({output.stat().st_size / 1e6:.1f} MB)", *lines])
@@ -41,8 +41,8 @@ def _names(folders: list[RunFolder]) -> list[str]:
 
 
 def _build_page(data: dict, title: str) -> str:
-    """Returns the HTML page of `data`, {"runs": [{"name", "groups", "pieces", "notes"}]}; see
-    `read_samples`.
+    """Returns the HTML page of `data`, {"runs": [{"name", "groups", "pieces", "curves",
+    "notes"}]}; see `read_samples` and `read_curves`.
 
     Its policy allows only its own script and style, by their hashes, whatever a response of the
     model contains.

@@ -4,12 +4,22 @@ import base64
 from collections.abc import Sequence
 from typing import TypeVar
 
+from megagrpo.monitor.record import read_metrics
 from megagrpo.monitor.rollouts import read_rollouts
 from megagrpo.monitor.step_lines import read_step_lines
 from megagrpo.system.run_folder import RunFolder
 
 T = TypeVar("T")
 _MAX_STEPS = 200
+_MAX_POINTS = 300  # of a curve
+CURVES = (
+    "reward/mean",
+    "eval/accuracy",
+    "response/length_mean",
+    "policy/entropy",
+    "mismatch/logprob_abs_mean",
+    "time/step_s",
+)
 _MAX_TEXT = 20_000  # characters of one prompt or response
 _TOKEN_BYTES = 12  # of a token in the page: its id and its difference
 
@@ -59,6 +69,20 @@ def read_samples(folder: RunFolder, max_bytes: float) -> tuple[dict, list[str]]:
     return shown | {
         "pieces": {str(token): pieces.get(str(token), f"[{token}]") for token in used_ids}
     }, notes
+
+
+def read_curves(folder: RunFolder) -> dict[str, list[tuple[int, float]]]:
+    """Returns (step, value) of the metrics that the page draws, by their names; at most _MAX_POINTS
+    each, evenly spread, and no metric that the run did not measure."""
+    entries = read_metrics(folder)
+    found = {
+        name: spread(
+            [(entry["step"], entry[name]) for entry in entries if entry.get(name) is not None],
+            _MAX_POINTS,
+        )
+        for name in CURVES
+    }
+    return {name: points for name, points in found.items() if points}
 
 
 def spread(items: Sequence[T], number: int) -> list[T]:

@@ -1,8 +1,8 @@
-// The table of samples, its filters, and one sample at a time with its tokens. Text reaches the page by textContent only.
+// The run's curves, the table of samples, its filters, and one sample at a time with its tokens. Text reaches the page by textContent only.
 
 const DATA = JSON.parse(byId("data").textContent);
 const ROWS_AT_ONCE = 100;
-const COLUMNS = [ // title, value of a row, how it is shown
+const COLUMNS = [ // title, value of a row, how it is shown, what it is
   ["run", (row) => row.run.name, null],
   ["step", (row) => row.group.step, null],
   ["prompt", (row) => row.group.prompt, null],
@@ -12,9 +12,13 @@ const COLUMNS = [ // title, value of a row, how it is shown
   ["advantage", (row) => row.sample.advantage, (value) => number(value, 3)],
   ["tokens", (row) => row.sample.num_tokens, (value) => number(value, 6)],
   ["finish", (row) => row.sample.finish_reason, null],
-  ["version", (row) => row.sample.weight_version, (value) => number(value, 9)],
-  ["max |\u0394|", (row) => largest(row.sample), (value) => number(value, 2)],
+  ["version", (row) => row.sample.weight_version, (value) => number(value, 9),
+    "steps after which the weights were published that sampled it"],
+  ["max |\u0394|", (row) => largest(row.sample), (value) => number(value, 2),
+    "the largest difference between the trainer's and the engine's log-probability of one of its tokens, in nats"],
 ];
+const WIDTH = 220, HEIGHT = 56, LEFT = 2; // of a curve, in pixels
+const COLOURS = ["#2f6fb3", "#c2571a", "#1d7a55", "#8a4fa3", "#b3372f", "#6b7280"]; // of runs
 const BINS = [1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1]; // nats: the limits of |difference| between the shades
 const SHADES = ["#ffffff", "#fffbe6", "#fff1c2", "#ffe08a", "#ffc267", "#f98e52", "#e2574c", "#b3202c"];
 
@@ -185,6 +189,52 @@ function tokensOf(run, { ids, difference }) {
   return pane;
 }
 
+function drawn(tag, attributes, text = "") {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.textContent = text;
+  return element;
+}
+
+/** Draws one metric of all runs; a click takes the samples of the nearest step that has some. */
+function curveOf(name) {
+  const points = DATA.runs.flatMap((run) => run.curves[name] ?? []);
+  const steps = points.map(([step]) => step), values = points.map(([, value]) => value);
+  const first = Math.min(...steps), last = Math.max(...steps), low = Math.min(...values), high = Math.max(...values);
+  const x = (step) => LEFT + (last > first ? (step - first) / (last - first) : 0.5) * (WIDTH - 2 * LEFT);
+  const y = (value) => 4 + (high > low ? (high - value) / (high - low) : 0.5) * (HEIGHT - 8);
+  const picture = drawn("svg", { width: WIDTH, height: HEIGHT });
+  DATA.runs.forEach((run, at) => {
+    const own = run.curves[name] ?? [], stroke = COLOURS[at % COLOURS.length];
+    picture.append(drawn("polyline", { stroke, points: own.map(([step, value]) => `${x(step)},${y(value)}`).join(" ") }));
+    for (const [step, value] of own) {
+      const point = drawn("circle", { cx: x(step), cy: y(value), r: own.length > 60 ? 1 : 2, fill: stroke });
+      point.append(drawn("title", {}, `${run.name}, step ${step}: ${number(value, 4)}`));
+      picture.append(point);
+    }
+  });
+  picture.addEventListener("click", (event) => {
+    const at = first + (event.offsetX - LEFT) / (WIDTH - 2 * LEFT) * (last - first);
+    const known = DATA.runs.flatMap((run) => run.groups.map((group) => group.step));
+    if (!known.length) return;
+    byId("step").value = known.reduce((a, b) => (Math.abs(b - at) < Math.abs(a - at) ? b : a));
+    filterSamples();
+    chooseFirst();
+  });
+  const figure = make("figure");
+  figure.append(make("figcaption", `${name}: ${number(low, 3)} to ${number(high, 3)}`), picture);
+  return figure;
+}
+
+function drawCurves() {
+  const names = new Set(DATA.runs.flatMap((run) => Object.keys(run.curves)));
+  byId("curves").replaceChildren(...[...names].map(curveOf));
+}
+
+function chooseFirst() {
+  if (rows.length) choose(rows[0], byId("table").tBodies[0].rows[0]);
+}
+
 function fillControls() {
   const groups = DATA.runs.flatMap((run) => run.groups);
   fillSelect("run", DATA.runs.map((run) => run.name));
@@ -192,9 +242,10 @@ function fillControls() {
   fillSelect("finish", groups.flatMap((group) => group.samples.map((sample) => sample.finish_reason)));
   const head = byId("table").tHead;
   head.replaceChildren(make("tr"));
-  COLUMNS.forEach(([title], column) => {
+  COLUMNS.forEach(([title, , , meaning], column) => {
     if (title === "run" && DATA.runs.length === 1) return;
     const cell = make("th", title);
+    cell.title = meaning ?? "";
     cell.addEventListener("click", () => {
       sortedBy = [column, sortedBy !== null && sortedBy[0] === column && !sortedBy[1]];
       filterSamples();
@@ -219,5 +270,7 @@ function listen() {
 }
 
 fillControls();
+drawCurves();
 listen();
 filterSamples();
+chooseFirst();

@@ -1,0 +1,127 @@
+"""`megagrpo init MODEL DATA`: writes an experiment that `check` accepts and `run` starts."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import yaml
+
+from megagrpo.check.fitting import with_model
+from megagrpo.check.hardware import usable_bytes
+from megagrpo.check.loading import try_loading
+from megagrpo.check.problems import describe_model
+from megagrpo.check.report import known_problems
+from megagrpo.cluster.machine import visible_gpus
+from megagrpo.config.load import Plain, load_config, plain_yaml
+from megagrpo.data.hub import with_local_files
+from megagrpo.families.table import architecture_of, parameter_counts
+from megagrpo.system.arguments import positive
+from megagrpo.system.progress import Progress
+from megagrpo.system.run_folder import write_whole
+from megagrpo.tools.init.experiment import Draft, draft_experiment
+from megagrpo.tools.plan.command import TIGHT
+from megagrpo.tools.plan.roofline import target_of
+from megagrpo.tools.plan.search import best_layouts, changes
+
+_START_S = 1800.0  # for engines that load a large model and capture graphs
+_WIDTH = 90
+_ORDER = ("name", "output_dir", "seed", "preset", "model", "data", "sampling", "reward", "train")
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Adds the options of the command line."""
+    option = command.add_argument
+    option("model", help="folder, or name on the Hugging Face Hub")
+    option("data", help="file with prompts and answers, or data set on the Hub")
+    option("--gpus", type=int, help="of every node; 0: a CPU; default: those of this machine")
+    option("--nodes", type=positive, default=1, help="default 1")
+    option("--hardware", default="H100", help="H100 (default), H200, H20, B200")
+    option("--prompt-key", metavar="COLUMN", help="default: found by the names of columns")
+    option("--answer-key", metavar="COLUMN", help="default: found by the names of columns")
+    option("-o", "--output", type=Path, default=Path("mine.yaml"), help="default mine.yaml")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns 1 if `check` finds problems in what it wrote."""
+    output: Path = args.output
+    draft = Draft(output)
+    draft.beside("{}" + output.suffix)
+    gpus = len(visible_gpus()) if args.gpus is None else args.gpus
+    draft.add("name", output.stem)
+    draft.add("output_dir", f"runs/{output.stem}")
+    draft.add("seed", 0)
+    draft.add("model", {"path": args.model})
+    draft.add("data", {"path": args.data})
+    with Progress(f"init {output}", stream=sys.stderr) as progress:
+        progress.enter("reads model and data")
+        draft_experiment(draft, not gpus, (args.prompt_key, args.answer_key))
+        if gpus:
+            progress.enter(f"searches layouts of {args.nodes} node(s) of {gpus} {args.hardware}")
+            _lay_out(draft, args.nodes, gpus, args.hardware)
+        else:
+            draft.add("rollout", {"num_engines": 1}, "for GPUs: megagrpo init ... --gpus 8")
+        write_whole(output, _text(draft))
+        progress.enter("checks it")
+        config, _ = with_local_files(load_config(output), weights="")
+        found = known_problems(config, try_loading(config))
+    print(output.read_text(encoding="utf-8"))
+    print("\n".join(found) or f"no problems found; `megagrpo check {output}` explains it")
+    print(f"next: megagrpo try {output}; megagrpo run {output}")
+    return 1 if found else 0
+
+
+def _lay_out(draft: Draft, nodes: int, gpus: int, hardware: str) -> None:
+    """Adds the layout with the best bound of a step. Raises ValueError if none fits."""
+    draft.add("cluster", {"gpus_per_node": gpus, "gpu": hardware})
+    moe = architecture_of(describe_model(draft.config())).is_moe
+    replay = {"routing_replay": "rollout"} if moe else {}
+    draft.add("actor", {"deadline_s": 4 * _START_S, **replay})
+    draft.add("rollout", {"start_timeout_s": _START_S})
+    draft.add("weights", {"timeout_s": 2 * _START_S})
+    config = with_model(draft.config())
+    target = target_of(config)
+    room = usable_bytes(target.hardware)
+    fullest = [
+        (plan, max(rank.total for rank in plan.phases.values()))
+        for plan in best_layouts(config, target, nodes)
+    ]
+    best, most = next((each for each in fullest if each[1] <= TIGHT * room), fullest[0])
+    for word in changes(config, best.config):
+        keys, _, value = word.partition("=")
+        *around, key = keys.split(".")
+        draft.keys(*around)[key] = plain_yaml(value, word)
+    search = f"`megagrpo plan {draft.file} --search {nodes}`"
+    draft.comments["actor"] = [
+        f"the layout is of {search}: a step takes at least {best.step:.3g} s,",
+        f"the fullest GPU holds {most / 1e9:.0f} of {room / 1e9:.0f} GB",
+    ]
+
+
+def _text(draft: Draft) -> str:
+    """Returns the experiment as YAML, each section below its comments."""
+    hf = describe_model(draft.config())
+    size = parameter_counts(architecture_of(hf)).total
+    blocks = [
+        f"# {draft.keys('model')['path']}: {hf['model_type']}, {size / 1e9:.3g} B parameters. "
+        "Written by `megagrpo init`;\n# every key is in docs/reference/configuration.md."
+    ]
+    names = [name for name in _ORDER if name in draft.sections]
+    names += [name for name in draft.sections if name not in _ORDER]
+    for name in names:
+        block = _section(name, draft.sections[name])
+        said = "".join(f"# {comment}\n" for comment in draft.comments.get(name, ()))
+        short = name in _ORDER[:4] and not said
+        blocks.append((said + block).rstrip() + ("" if short else "\n"))
+    return "\n".join(blocks)
+
+
+def _section(name: str, value: Plain) -> str:
+    """Returns a section in one line if it fits, else with a key a line."""
+    line = f"{name}: {_yaml(value, one_line=True)}" if isinstance(value, dict) else ""
+    return line if 0 < len(line) < _WIDTH else _yaml({name: value}, one_line=False)
+
+
+def _yaml(value: Plain, one_line: bool) -> str:
+    return yaml.safe_dump(
+        value, sort_keys=False, width=1000, allow_unicode=True, default_flow_style=one_line
+    )

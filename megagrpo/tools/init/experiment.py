@@ -1,0 +1,221 @@
+"""The sections of a new experiment, and the reason for each, which becomes its comment."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from megagrpo.check.problems import describe_model
+from megagrpo.config.fields import complaints
+from megagrpo.config.load import Plain
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.data.hub import with_local_files
+from megagrpo.data.prompts import load_tokenizer, render_rows
+from megagrpo.data.rows import Values, raw_rows, read_rows
+from megagrpo.families.architecture import Architecture
+from megagrpo.families.table import architecture_of
+from megagrpo.system.run_folder import write_json_lines, write_whole
+from megagrpo.tools.init.looks import (
+    LOOKED_AT,
+    Columns,
+    ProposedGrader,
+    columns_of,
+    file_beside,
+    first_rows,
+    is_plain,
+    proposed_grader,
+)
+
+if TYPE_CHECKING:  # seconds to import, and it pulls in torch
+    from transformers import PreTrainedTokenizerBase
+
+_HELD_OUT = 128  # rows of an evaluation, if no file has them
+_LONGER = 1.25  # prompts than the longest that was looked at
+_ROUND = 64  # a limit of prompts is a multiple of it
+_ON_CPU = 64  # tokens of a response, so that a step takes a minute
+_GRADER = '''"""The grader of {yaml}: change it to what is right, and run `pytest {test}`."""
+
+
+def grade(text: str, answer: str) -> float:
+    """Returns 1.0 if the response holds the answer, else 0.0.
+
+    What is wrong, or in the wrong form, is 0.0: an exception would count as an error, which is left
+    out of the statistics, and a step of which half are errors ends the run.
+    """
+    return float(bool(answer.strip()) and answer.strip().casefold() in text.casefold())
+'''
+_TEST = """from {module} import grade
+
+ANSWER = {answer!r}
+
+
+def test_the_answer_itself_is_right():
+    assert grade(ANSWER, ANSWER) == 1.0
+
+
+def test_what_is_no_answer_is_wrong_and_no_error():
+    for text in ("", "I do not know."):
+        assert grade(text, ANSWER) == 0.0
+"""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """An experiment that is being written."""
+
+    file: Path
+    sections: dict[str, Plain] = field(default_factory=dict)
+    comments: dict[str, list[str]] = field(default_factory=dict)  # by section
+
+    def add(self, section: str, value: Plain, *comments: str) -> None:
+        """Adds a section, or keys of one."""
+        if isinstance(value, dict):
+            self.keys(section).update(value)
+        else:
+            self.sections[section] = value
+        self.comments.setdefault(section, []).extend(comments)
+
+    def keys(self, *path: str) -> dict[str, Plain]:
+        """Returns the keys of a section, or of one inside it, which is made."""
+        found = self.sections
+        for key in path:
+            found = cast(dict[str, Plain], found.setdefault(key, {}))
+        return found
+
+    def config(self) -> ExperimentConfig:
+        """Returns it without its preset, with the local files of names on the Hub. Raises
+        ValueError."""
+        own = {name: value for name, value in self.sections.items() if name != "preset"}
+        config = ExperimentConfig.model_validate(own)
+        config, problems = with_local_files(config, weights="")
+        if problems:
+            raise ValueError("\n".join(f"{keys[0]}: {text}" for keys, text in problems))
+        return config
+
+    def beside(self, name: str) -> Path:
+        """Returns a file next to it. Raises ValueError if there is one: it is not overwritten."""
+        path = self.file.with_name(name.format(self.file.stem))
+        if path.exists():
+            raise ValueError(f"{path} exists, and nothing is overwritten; choose another name (-o)")
+        return path
+
+
+def draft_experiment(draft: Draft, on_cpu: bool, columns: Sequence[str | None]) -> None:
+    """Adds all sections but those of the layout to a draft that names model and data. columns: of
+    prompt and answer, as far as they are given. Raises ValueError."""
+    config = draft.config()
+    arch = architecture_of(describe_model(config))
+    tokenizer = load_tokenizer(config.read_model())
+    rows = first_rows(config.data.paths)
+    found = columns_of(rows, *columns)
+    chat = bool(tokenizer.chat_template)
+    keys: dict[str, Plain] = {
+        "prompt_key": found.prompt,
+        "answer_key": found.answer,
+        "chat_template": chat,
+    }
+    draft.add("data", keys, f"columns: {', '.join(found.names)}")
+    says = "has a chat template" if chat else "has no chat template: prompts are plain text"
+    draft.comments["data"].append(f"the tokenizer {says}")
+    if found.images is not None and config.read_model().sees_images:
+        draft.add("data", {"images_key": found.images})
+    looked = draft.config().data.model_copy(update={"limit": LOOKED_AT})
+    proposal = proposed_grader([row.answer for row in read_rows(looked)])
+    if proposal.template != "{prompt}":
+        draft.add("data", {"prompt_template": proposal.template})
+    response = _add_lengths(draft, arch, tokenizer, proposal, on_cpu)
+    _add_reward(draft, proposal, rows, found)
+    samples = {"num_prompts_per_step": 8 if on_cpu else 64, "group_size": 8}
+    draft.add("train", {"num_steps": 100, **samples}, "a step: prompts x responses to each")
+    _add_algorithm(draft, arch)
+    _add_evaluation(draft, rows)
+    draft.add("checkpoint", {"every": 20, "keep": 2}, "Ctrl-C, or `megagrpo stop`, saves too")
+    draft.add("actor", _actor(draft, response, on_cpu))
+
+
+def _actor(draft: Draft, response: int, on_cpu: bool) -> dict[str, Plain]:
+    tokens = max(4096, cast(int, draft.keys("data")["max_prompt_tokens"]) + response)
+    if on_cpu:
+        return {"device": "cpu", "optimizer": {"lr": 5e-6}, "micro_batch_tokens": tokens}
+    optimizer: dict[str, Plain] = {"lr": 1e-6, "warmup_steps": 10}
+    return {"dtype": "bfloat16", "optimizer": optimizer, "micro_batch_tokens": tokens}
+
+
+def _add_lengths(
+    draft: Draft,
+    arch: Architecture,
+    tokenizer: "PreTrainedTokenizerBase",
+    proposal: ProposedGrader,
+    on_cpu: bool,
+) -> int:
+    """Adds the longest prompt and response; returns the latter, in tokens."""
+    data = draft.config().data.model_copy(update={"limit": LOOKED_AT})
+    prompt = 1024
+    if data.images_key is None:
+        tokens = [len(each.token_ids) for each in render_rows(data, tokenizer, read_rows(data))]
+        longest = max(tokens)
+        draft.comments["data"].append(
+            f"the longest of the first {len(tokens)} prompts has {longest} tokens; longer ones than "
+            "max_prompt_tokens are dropped"
+        )
+        prompt = _ROUND * math.ceil(longest * _LONGER / _ROUND)
+    prompt = min(prompt, arch.max_positions // 2)
+    response = min(_ON_CPU if on_cpu else proposal.tokens, arch.max_positions - prompt)
+    draft.add("data", {"max_prompt_tokens": prompt})
+    draft.add("sampling", {"temperature": 1.0, "max_response_tokens": response})
+    return response
+
+
+def _add_reward(
+    draft: Draft, proposal: ProposedGrader, rows: Sequence[Values], columns: Columns
+) -> None:
+    reward: dict[str, Plain] = {"grader": proposal.name}
+    if proposal.args:
+        reward["args"] = dict(proposal.args)
+    draft.add("reward", reward, proposal.why)
+    if proposal.name:
+        return
+    grader = draft.beside("{}_grader.py")
+    test = draft.beside("test_{}_grader.py")
+    answer = next(iter(read_rows(draft.config().data.model_copy(update={"limit": 1})))).answer
+    write_whole(grader, _GRADER.format(yaml=draft.file.name, test=test))
+    write_whole(test, _TEST.format(module=grader.stem, answer=answer))
+    draft.add("reward", {"grader": f"{grader}:grade"}, f"a stub: write it, and {test} with it")
+
+
+def _add_algorithm(draft: Draft, arch: Architecture) -> None:
+    if arch.is_moe:
+        draft.add("preset", "gspo", "made for mixture-of-experts models")
+        return
+    loss: dict[str, Plain] = {"name": "ppo_clip", "clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
+    draft.add("algorithm", {"loss": loss}, "GRPO with DAPO's wider upper clip")
+
+
+def _add_evaluation(draft: Draft, rows: Sequence[Values]) -> None:
+    """Adds held-out prompts: the data set's own, those of the file beside, or the last rows."""
+    files = draft.config().data.paths
+    path: str | None = cast(str, draft.keys("data")["path"])
+    if files == [path]:
+        path = file_beside(Path(files[0]))
+    elif complaints(_evaluated, draft, path):
+        path = None
+    if path is not None:
+        draft.add("eval", {"data": {"path": path}, "every": 20})
+        return
+    total = sum(1 for file in files for _ in raw_rows(Path(file)))
+    number = min(_HELD_OUT, total // 10)
+    if not number or not all(map(is_plain, rows)):
+        draft.comments["data"].append("no evaluation: no file with held-out prompts was found")
+        return
+    held_out = draft.beside("{}_eval.jsonl")
+    every = (row for file in files for row in raw_rows(Path(file)))
+    write_json_lines(held_out, (row for i, row in enumerate(every) if i >= total - number))
+    draft.add("data", {"limit": total - number}, f"the other {number} rows are the evaluation's")
+    draft.add("eval", {"data": {"path": str(held_out)}, "every": 20}, "the last rows of the data")
+
+
+def _evaluated(draft: Draft, path: str) -> None:
+    """Raises ValueError if a data set on the Hub has no split for an evaluation."""
+    evaluation: dict[str, Plain] = {"eval": {"data": {"path": path}}}
+    Draft(draft.file, draft.sections | evaluation).config()

@@ -1,0 +1,145 @@
+"""`megagrpo init`: what it sees in data, and an experiment that check accepts."""
+
+import json
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from examples.laptop.model import character_tokenizer
+from examples.laptop.recipe import TinyModelConfig
+from megagrpo import cli
+from megagrpo.config.load import load_config
+from megagrpo.rewards.graders.table import load_grader
+from megagrpo.system.user_function import load_function
+from megagrpo.tools.certify.tiny_model import hf_config
+from megagrpo.tools.init.looks import columns_of, proposed_grader
+from tests.hub import cached
+
+ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A model's folder without weights: a tokenizer of characters with a chat template."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = character_tokenizer(ALPHABET)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    description = hf_config(TinyModelConfig()) | {"vocab_size": 128}
+    (folder / "config.json").write_text(json.dumps(description))
+    return folder
+
+
+def write_rows(path: str, rows: list[dict]) -> str:
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def sums(number: int) -> list[dict]:
+    return [{"question": f"{n} + 1 =", "answer": f"so\n#### {n + 1}"} for n in range(number)]
+
+
+@pytest.mark.parametrize(
+    "answers, name",
+    [
+        (["12", "-3.5", "1,000"], "gsm8k"),
+        (["7 and\n#### 8", "#### 9"], "gsm8k"),
+        (["A", "B", "A", "C", "B", "A"], "exact"),
+        (["yes", "no", "no", "yes"], "exact"),
+        ([r"\frac{1}{2}", "12", r"(3, \infty)", r"\text{east}", "x"], "math"),
+        ([r"We find that the sum is \boxed{3}."], "math"),
+        ([json.dumps({"inputs": ["1"], "outputs": ["2"]})], "code"),
+        (["a poem about rain", "a letter to the king"], ""),
+        (["Paris", "Rome", "Madrid"], ""),
+    ],
+)
+def test_the_grader_that_answers_propose(answers, name):
+    proposal = proposed_grader(answers)
+    assert proposal.name == name and "{prompt}" in proposal.template
+    if name not in ("", "code"):
+        grade = load_grader(name, dict(proposal.args))
+        form = r"\boxed{%s}" if name == "math" and "boxed" not in answers[0] else "%s"
+        assert all(grade(form % each, each, **proposal.args) == 1.0 for each in answers)
+
+
+@pytest.mark.parametrize(
+    "row, found",
+    [
+        ({"question": "q", "answer": "a"}, ("question", "answer")),
+        ({"problem": "q", "solution": "s", "answer": "a"}, ("problem", "answer")),
+        (
+            {"prompt": [], "reward_model": {"ground_truth": "a"}},
+            ("prompt", "reward_model.ground_truth"),
+        ),
+        (
+            {"messages": [{"role": "user"}, {"role": "assistant"}], "label": "x"},
+            ("messages", "messages.-1.content"),
+        ),
+    ],
+)
+def test_columns_are_found_by_their_names(row, found):
+    columns = columns_of([row], None, None)
+    assert (columns.prompt, columns.answer) == found
+    with pytest.raises(ValueError, match="say --answer-key COLUMN, one of a, b"):
+        columns_of([{"a": 1, "b": 2}], "a", None)
+
+
+def test_a_laptops_experiment_passes_check(model, capsys):
+    data = write_rows("train.jsonl", sums(30))
+    write_rows("test.jsonl", sums(3))
+    assert cli.main(["init", str(model), data, "--gpus", "0", "-o", "laptop.yaml"]) == 0
+    said = capsys.readouterr().out
+    config = load_config("laptop.yaml")
+    assert config.actor.device == "cpu" and config.checkpoint.every > 0
+    assert config.data.chat_template and config.data.prompt_key == "question"
+    assert config.eval_data.paths == ["test.jsonl"] and config.data.limit is None
+    assert config.reward.grader == "gsm8k" and "#### 1" not in said
+    assert Path("laptop.yaml").read_text().strip() in said
+    assert cli.main(["check", "laptop.yaml"]) == 0
+    assert "no problems found" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["init"])
+    before = Path("laptop.yaml").read_text()
+    assert cli.main(["init", str(model), data, "-o", "laptop.yaml"]) == 2
+    assert "laptop.yaml exists, and nothing is overwritten" in capsys.readouterr().err
+    assert Path("laptop.yaml").read_text() == before
+
+
+def test_a_nodes_experiment_has_the_layout_of_the_search(model, capsys):
+    rows = [{"prompt": f"{n}?", "answer": f"word {n} of many"} for n in range(40)]
+    data = write_rows("rows.jsonl", rows)
+    assert cli.main(["init", str(model), data, "--gpus", "8", "-o", "node.yaml"]) == 0
+    config = load_config("node.yaml")
+    assert config.actor.world_size == 8 and config.rollout.colocate
+    assert config.actor.dtype == config.rollout.dtype == "bfloat16"
+    assert "megagrpo plan node.yaml --search 1" in capsys.readouterr().out
+    # held out from the same file, whose other rows are trained on
+    assert config.data.limit == 36 and config.eval_data.paths == ["node_eval.jsonl"]
+    held_out = [json.loads(line) for line in Path("node_eval.jsonl").read_text().splitlines()]
+    assert held_out == rows[36:]
+
+
+def test_no_grader_of_the_package_means_a_stub_with_a_test(model, monkeypatch):
+    rows = [{"prompt": f"{n}?", "answer": f"word {n} of many"} for n in range(9)]
+    data = write_rows("rows.jsonl", rows)
+    assert cli.main(["init", str(model), data, "--gpus", "0"]) == 0
+    assert load_config("mine.yaml").reward.grader == "mine_grader.py:grade"
+    assert load_config("mine.yaml").eval is None  # nine rows are too few
+    monkeypatch.syspath_prepend(".")
+    for name in ("the_answer_itself_is_right", "what_is_no_answer_is_wrong_and_no_error"):
+        load_function(f"test_mine_grader.py:test_{name}", {}, "test")()
+
+
+def test_names_on_the_hub_stay_names(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    files = {"train.jsonl": "".join(json.dumps(row) + "\n" for row in sums(20))}
+    cached(tmp_path, "dataset", "me/sums", files | {"test.jsonl": files["train.jsonl"]})
+    described = {file.name: file.read_text() for file in model.iterdir()}
+    cached(tmp_path, "model", "me/tiny", described)
+    assert cli.main(["init", "me/tiny", "me/sums", "--gpus", "0"]) == 0
+    config = load_config("mine.yaml")
+    assert (config.model.path, config.data.path) == ("me/tiny", "me/sums")
+    assert config.eval_data.path == "me/sums"
+    assert cli.main(["init", "me/tony", "me/sums", "-o", "b.yaml"]) == 2
+    assert "me/tony does not exist here" in capsys.readouterr().err and not Path("b.yaml").exists()

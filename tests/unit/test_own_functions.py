@@ -1,0 +1,101 @@
+"""A loss, an estimator and a filter by import path: the same as the package's own, one message for
+each mistake, and recorded."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from megagrpo.algo.dynamic_sampling import select_groups
+from megagrpo.algo.policy_loss import PolicyInputs, token_loss
+from megagrpo.algo.statistics import alone
+from megagrpo.check.problems import preflight
+from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.load import ConfigError, dump_config, load_config
+from tests.experiments import experiment
+from tests.unit.algo_inputs import batch_of, with_advantages
+
+OWN = Path(__file__).parents[1] / "own_algorithm.py"
+
+
+def algorithm(**sections) -> AlgorithmConfig:
+    return AlgorithmConfig.model_validate(sections)
+
+
+def test_a_loss_is_called_with_its_arguments():
+    generator = torch.Generator().manual_seed(0)
+    logprobs, old, advantages = (torch.randn(3, 4, generator=generator) for _ in range(3))
+    inputs = PolicyInputs(logprobs, old, advantages, torch.ones(3, 4, dtype=torch.bool))
+    own = algorithm(loss={"name": f"{OWN}:plain", "args": {"weight": 2.0}})
+    wide = algorithm(loss={"name": "ppo_clip", "clip_ratio_low": 1.0, "clip_ratio_high": 1e6})
+    made = token_loss(inputs, own.loss)
+    assert torch.equal(made.value, 2 * token_loss(inputs, wide.loss).value)
+    assert made.clipped == {}
+    gmpo = token_loss(inputs, algorithm(loss={"name": f"{OWN}:gmpo"}).loss)
+    assert gmpo.value.shape == (3, 4) and set(gmpo.clipped) == {"low", "high"}
+    with pytest.raises(ValueError, match=r"wrong_shape returned Tensor, shape \[\]; .*\[3, 4\]"):
+        token_loss(inputs, algorithm(loss={"name": f"{OWN}:wrong_shape"}).loss)
+
+
+def test_an_estimator_sees_the_statistics_of_groups():
+    rewards = torch.tensor([1.0, 0.0, 0.0, 3.0, 1.0, 2.0])
+    own = algorithm(advantage={"name": f"{OWN}:mad", "args": {"eps": 1e-9}})
+    batch = batch_of(rewards, [0, 0, 0, 1, 1, 1], torch.ones(6, 2))
+    made = with_advantages(batch, own)[0].advantages
+    # of 1, 0, 0 the deviations are 2/3, 1/3, 1/3, their mean 4/9
+    expected = torch.tensor([1.5, -0.75, -0.75, 1.5, -1.5, 0.0])
+    torch.testing.assert_close(made, expected[:, None].expand(6, 2))
+
+
+def test_a_filter_chooses_the_groups():
+    own = algorithm(dynamic_sampling={"filter": f"{OWN}:mixed", "args": {"most": 0.5}})
+    metric = torch.tensor([0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0], dtype=torch.float64)
+    ids = torch.arange(8) // 2
+    valid = torch.tensor([True] * 7 + [False])
+    keeps = own.dynamic_sampling.load_filter()
+    selection = select_groups(metric, ids, 4, valid, 1, alone, keeps)
+    assert (selection.chosen, selection.surplus, selection.dropped) == ([1], [], [0, 2, 3])
+    assert f"without groups that {OWN}:mixed drops" in own.formula
+
+
+@pytest.mark.parametrize(
+    "sections, said",
+    [
+        ({"loss": {"name": "no_such_module:f"}}, "algorithm.loss 'no_such_module:f': importing"),
+        ({"loss": {"name": f"{OWN}:gmp"}}, "has no function gmp; did you mean 'gmpo'?"),
+        ({"loss": {"name": f"{OWN}:gmpo", "args": {"clp": 1}}}, "did you mean 'clip'?"),
+        ({"loss": {"name": f"{OWN}:plain"}}, "missing a required argument: 'weight'"),
+        ({"advantage": {"name": f"{OWN}:NUMBER"}}, "algorithm.advantage"),
+        (
+            {"dynamic_sampling": {"filter": f"{OWN}:mixed"}},
+            "algorithm.dynamic_sampling.filter.args do not fit",
+        ),
+    ],
+)
+def test_a_mistake_is_one_message(sections, said):
+    found = [text for text in preflight(experiment(algorithm=sections)) if "algorithm." in text]
+    assert len(found) == 1 and said in found[0], found
+
+
+def test_a_file_and_an_override_name_them_and_the_run_folder_records_them(tmp_path):
+    file = tmp_path / "own.yaml"
+    file.write_text(
+        "name: n\noutput_dir: o\nmodel: {path: m}\ndata: {path: d.jsonl}\n"
+        f"algorithm: {{loss: {{name: '{OWN}:gmpo', args: {{clip: 0.3}}}}}}\n"
+    )
+    config = load_config(file, [f"algorithm.advantage.name={OWN}:mad"])
+    assert config.algorithm.loss.args == {"clip": 0.3}
+    assert f"[{OWN}:gmpo], A = {OWN}:mad" in config.algorithm.formula
+    dump_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+    digest = hashlib.sha256(OWN.read_bytes()).hexdigest()
+    assert (
+        f"# algorithm.loss: {OWN}:gmpo, sha256 {digest}" in (tmp_path / "config.yaml").read_text()
+    )
+    with pytest.raises(ConfigError, match=r"own.yaml:5: algorithm.loss.args = 3"):
+        file.write_text(file.read_text().replace("{clip: 0.3}", "3"))
+        load_config(file)
+    with pytest.raises(ConfigError, match=r"unknown; did you mean 'gspo'\? \(your own is written"):
+        file.write_text(file.read_text().replace(f"'{OWN}:gmpo', args: 3", "gmpo"))
+        load_config(file)
