@@ -43,7 +43,10 @@ def load_function(name: str, built_in: Mapping[str, str], key: str) -> Callable[
         )
     function = vars(module).get(function_name)
     if not callable(function):
-        hint = did_you_mean(function_name, vars(module))
+        functions = [word for word, value in vars(module).items() if callable(value)]
+        hint = did_you_mean(function_name, functions)
+        if function is not None:
+            hint = f"; it is of type {type(function).__name__}{hint}"
         raise ValueError(f"{key} {name!r}: {module_name} has no function {function_name}{hint}")
     return function
 

@@ -41,7 +41,8 @@ def load_grader(name: str, args: GraderArgs) -> GraderFunction:
     Raises ValueError for an unknown name, a module that cannot be imported, or `args` that the
     function rejects.
     """
-    function = load_function(name, BUILT_IN, "reward.grader")
+    known = BUILT_IN | dict.fromkeys(SERVICES, "")  # which never come here
+    function = load_function(name, known, "reward.grader")
     if name in OPTIONS:
         check_options(name, args)
     else:

@@ -17,7 +17,7 @@ const COLUMNS = [ // title, value of a row, how it is shown, what it is
   ["max |\u0394|", (row) => largest(row.sample), (value) => number(value, 2),
     "the largest difference between the trainer's and the engine's log-probability of one of its tokens, in nats"],
 ];
-const WIDTH = 220, HEIGHT = 56, LEFT = 2; // of a curve, in pixels
+const WIDTH = 205, HEIGHT = 56, LEFT = 2; // of a curve, in pixels
 const COLOURS = ["#2f6fb3", "#c2571a", "#1d7a55", "#8a4fa3", "#b3372f", "#6b7280"]; // of runs
 const BINS = [1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1]; // nats: the limits of |difference| between the shades
 const SHADES = ["#ffffff", "#fffbe6", "#fff1c2", "#ffe08a", "#ffc267", "#f98e52", "#e2574c", "#b3202c"];
@@ -221,14 +221,21 @@ function curveOf(name) {
     filterSamples();
     chooseFirst();
   });
-  const figure = make("figure");
-  figure.append(make("figcaption", `${name}: ${number(low, 3)} to ${number(high, 3)}`), picture);
+  const figure = make("figure"), caption = make("figcaption", `${name}: ${number(low, 3)} to ${number(high, 3)}`);
+  caption.title = caption.textContent;
+  figure.append(caption, picture);
   return figure;
 }
 
 function drawCurves() {
   const names = new Set(DATA.runs.flatMap((run) => Object.keys(run.curves)));
   byId("curves").replaceChildren(...[...names].map(curveOf));
+  if (DATA.runs.length === 1) return;
+  DATA.runs.forEach((run, at) => {
+    const name = make("span", `\u2014 ${run.name}`);
+    name.style.color = COLOURS[at % COLOURS.length];
+    byId("curves").append(name);
+  });
 }
 
 function chooseFirst() {
