@@ -89,6 +89,7 @@ class Sampler:
         self._admission = AdmissionQueue()
         self.lengths = ResponseLengths(config.sampling.max_response_tokens)
         self._admitting = asyncio.Lock()
+        self._beginning = asyncio.Lock()
         self._engines = Engines.from_service(control)
         self._job_numbers = itertools.count()
         self.cache_use = CacheUse()
@@ -179,6 +180,8 @@ class Sampler:
         finished: dict[int, RolloutGroup],
         job_number: int,
     ) -> None:
+        async with self._beginning:
+            await asyncio.sleep(0)  # requests of groups before it leave, before its own are prepared
         order = (float(not job.is_urgent), float(job_number))
         affinities = self._affinities(job.num_samples)
         rollouts = [
