@@ -5,7 +5,10 @@ for name in NNODES NODE_RANK MASTER_ADDR MASTER_PORT NODE_ADDR; do
     option="--${name,,}"
     [ -z "${!name:-}" ] || place+=("${option//_/-}" "${!name}")
 done
-megagrpo=("${MEGAGRPO_VENV:-$root/.venv}/bin/python" -W ignore -m megagrpo.cli)
+# MEGAGRPO_NODE_PREFIX: a command before it, words as a shell reads them: `apptainer exec --nv image.sif`, or a program of yours
+# that loads modules and ends with `exec "$@"`. Signals must reach what it starts.
+eval "prefix=(${MEGAGRPO_NODE_PREFIX:-})"
+megagrpo=("${prefix[@]}" "${MEGAGRPO_VENV:-$root/.venv}/bin/python" -W ignore -m megagrpo.cli)
 
 # Before a command that starts trainers: torchrun numbers the ranks, not a launcher around it; USR1 waits until it can be obeyed.
 for_trainers() {

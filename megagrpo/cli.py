@@ -296,6 +296,14 @@ def _add_submit(commands: _Commands) -> None:
         metavar="OPTION",
         help="further option: --sbatch=--account=x",
     )
+    option(
+        "--srun",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="further option of every node's step: --srun=--container-image=image.sqsh; a command "
+        "before each node's is the variable MEGAGRPO_NODE_PREFIX",
+    )
     option("--dry-run", action="store_true", help="print the script and sbatch's command line")
 
 
@@ -392,7 +400,8 @@ def _submit(args: argparse.Namespace, config: ExperimentConfig) -> int:
         "partition",
         "grace_s",
     )
-    request = Request(**{name: getattr(args, name) for name in names}, options=tuple(args.sbatch))
+    given = {name: getattr(args, name) for name in names}
+    request = Request(**given, options=tuple(args.sbatch), srun_options=tuple(args.srun))
     args.config = str(Path(args.config).absolute())
     return submit(config, _experiment_words(args), request, args.dry_run)
 

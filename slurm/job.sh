@@ -20,7 +20,9 @@ first_node() {
 # Many hosts files give a machine's own name to its loopback: then that of its route to another node of the job.
 address_of() {
     local named found others
-    named="$(scontrol show node "$1" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')"
+    # inside an image of pyxis there is no scontrol: the node's name then
+    named="$(scontrol show node "$1" 2>/dev/null | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')" || true
+    named="${named:-$1}"
     found="$(first_address "$named")"
     if [[ "$found" == 127.* && "$found" != "$named" ]]; then
         others="$SLURM_JOB_NODELIST${SLURM_JOB_NODELIST_HET_GROUP_1:+,$SLURM_JOB_NODELIST_HET_GROUP_1}"
@@ -35,6 +37,9 @@ export -f address_of first_address
 # What is told to every node of a step. It becomes the launcher itself: signals to the step reach it.
 on_node='NODE_ADDR=$(address_of "$SLURMD_NODENAME") NODE_RANK=$SLURM_PROCID NNODES=$SLURM_NTASKS exec bash "$@"'
 
+# Further options of srun for every node's step, from `megagrpo submit --srun OPTION`: words as a shell reads them.
+eval "srun_options=(${MEGAGRPO_SRUN:-})"
+
 # start SCRIPT FIRST_NODE PORT SRUN_OPTION... -- EXPERIMENT...      leaves the process id of srun in $started
 start() {
     local script="$1" first port="$3" options=(--ntasks-per-node=1 --unbuffered --kill-on-bad-exit=0 --cpu-bind=none)
@@ -44,7 +49,7 @@ start() {
         options+=("$1")
         shift
     done
-    MASTER_ADDR="$first" MASTER_PORT="$port" srun "${options[@]}" bash -c "$on_node" on_node "$MEGAGRPO_ROOT/launch/$script" "${@:2}" &
+    MASTER_ADDR="$first" MASTER_PORT="$port" srun "${options[@]}" "${srun_options[@]}" bash -c "$on_node" on_node "$MEGAGRPO_ROOT/launch/$script" "${@:2}" &
     started=$!
 }
 

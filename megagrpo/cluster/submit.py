@@ -41,6 +41,7 @@ class Request:
         300  # before the time limit or pre-emption: for the rest of a step and a checkpoint
     )
     options: tuple[str, ...] = ()  # further options of sbatch, for every node
+    srun_options: tuple[str, ...] = ()  # and of every srun, such as --container-image=...
 
 
 def submit(config: ExperimentConfig, experiment: list[str], request: Request, dry_run: bool) -> int:
@@ -140,7 +141,8 @@ def job_variables(request: Request, script: Path) -> dict[str, str]:
     make Slurm load the login environment instead, and hold the job if it cannot.
     """
     root = {"MEGAGRPO_ROOT": str(script.parent.parent), "MEGAGRPO_VENV": sys.prefix}
-    return root | {"TRAINER_NODES": str(request.trainer_nodes)}
+    of_srun = {"MEGAGRPO_SRUN": shlex.join(request.srun_options)} if request.srun_options else {}
+    return root | {"TRAINER_NODES": str(request.trainer_nodes)} | of_srun
 
 
 def sbatch_command(

@@ -111,7 +111,8 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     async def _graded(self, entry: GraderConfig, prompt: Prompt, text: str) -> Graded:
         if entry.short_name in self._services:
             return await self._services[entry.short_name].outcome(prompt, text)
-        inputs = (text, prompt.answer, prompt.source, prompt.extra)
+        of_prompt = (prompt.question or prompt.text, bool(prompt.messages))
+        inputs = (text, prompt.answer, prompt.source, prompt.extra, *of_prompt)
         return await self._workers.grade(("grade", entry.grader, dict(entry.args)), inputs)
 
     async def _combined(

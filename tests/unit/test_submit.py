@@ -11,6 +11,7 @@ from megagrpo.cluster.submit import (
     SCRIPTS,
     Request,
     completed,
+    job_variables,
     misfits,
     nodes_of,
     sbatch_command,
@@ -216,3 +217,39 @@ def test_a_job_of_thousands_of_nodes_has_a_first_one_and_its_steps_a_whole_envir
     words = ["bash", "-c", f'set -euo pipefail; source "$0"; {shown}', str(ROOT / "slurm/job.sh")]
     done = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "p4d24xlarge-dy-1 ALL none none\n"
+
+
+@pytest.mark.parametrize("script", ["one_node.sbatch", "job.sh"])
+def test_options_of_srun_and_a_command_before_each_nodes(tmp_path: Path, script: str):
+    """As inside an image: without scontrol."""
+    programs = {
+        "bin/srun": 'while [ "$1" != bash ]; do echo "$1"; shift; done; exec "$@"',
+        "venv/bin/python": 'trap "" USR1; printf "%s\\n" "in $IMAGE" "$@"',
+        "enter an image": 'export IMAGE="$1"; shift; exec "$@"',
+        "bin/scontrol": "exit 1",
+    }
+    for name, body in programs.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    options = ("--container-image=a.sqsh", "--container-mounts=/a b:/c")
+    request = Request("one-node", 1, 0, srun_options=options)
+    env = job_variables(request, ROOT / "slurm" / SCRIPTS["one-node"]) | {
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+        "MEGAGRPO_VENV": f"{tmp_path}/venv",
+        "MEGAGRPO_NODE_PREFIX": f"'{tmp_path}/enter an image' image.sif",
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NODELIST": "127.0.0.1",
+        "SLURM_PROCID": "0",
+        "SLURMD_NODENAME": "127.0.0.1",
+    }
+    words = [str(ROOT / "slurm" / script), "x.yaml"]
+    if script == "job.sh":
+        start = "start torchrun_node.sh 127.0.0.1 30000 --nodes=1 -- x.yaml; wait $started"
+        words = ["-c", f'set -euo pipefail; source "$0"; {start}', words[0]]
+    done = subprocess.run(["bash", *words], env=env, capture_output=True, text=True, check=True)
+    said = done.stdout.splitlines()
+    assert [word for word in said if word.startswith("--container")] == list(options)
+    of_node = said[said.index("in image.sif") :]
+    assert of_node[1:5] == ["-W", "ignore", "-m", "megagrpo.cli"] and "x.yaml" in of_node
+    assert of_node[5] == ("train" if script == "job.sh" else "run")

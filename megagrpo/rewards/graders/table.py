@@ -3,7 +3,8 @@
 A grader is a function `grade(text, answer, **args)` that returns a score, (score, remark), or
 rewards of parts of the response (rewards/parts.py). If it has parameters `data_source` or
 `extra_info`, it gets the row's; verl's `compute_score(data_source, solution_str, ground_truth,
-extra_info)` is one, too. A group grader is a function `f(texts, answer, scores, **args)` that
+extra_info)` is one, too, and TRL's `f(completions, **columns)`, which gets lists of one and returns
+one. A group grader is a function `f(texts, answer, scores, **args)` that
 returns a list of scores.
 """
 
@@ -29,6 +30,7 @@ BUILT_IN = {  # named, not imported: only `math` should pay for sympy
 _ANSWER_CHECKS = {"code": "megagrpo.sandbox.test_cases:read_tests"}
 _MACHINE_CHECKS = {"code": "megagrpo.sandbox.sandbox:machine_problem"}
 SERVICES = ("http", "judge")  # the leader calls them over the network, see services.py
+_ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "target", "label")  # as data sets name it
 GROUP_BUILT_IN = {
     "distinct": "megagrpo.rewards.group:distinct",
     "rank": "megagrpo.rewards.group:rank",
@@ -45,7 +47,7 @@ def load_grader(name: str, args: GraderArgs) -> GraderFunction:
     function = load_function(name, known, "reward.grader")
     if name in OPTIONS:
         check_options(name, args)
-    else:
+    elif not _is_trls(function):
         inputs = _inputs(inspect.signature(function), ["text", "answer"])
         check_arguments("reward.args", f"grader {name}", function, inputs[0], args, inputs[1])
     return function
@@ -55,14 +57,60 @@ def call_grader(function: GraderFunction, args: GraderArgs, inputs: Sequence[obj
     """Returns what the grader says of a response.
 
     inputs: its text and answer; then the source and the extra values of its row, for graders that
-    name them.
+    name them; then the prompt's last message, and whether the prompt is a chat, for TRL's.
     """
+    if _is_trls(function):
+        return _from_trl(function(**_columns(function, args, inputs), **args))
     names = ("text", "answer", "data_source", "extra_info", "solution_str", "ground_truth")
-    values = dict(zip(names, (*inputs, *inputs[:2]), strict=True))
+    values = dict(zip(names, (*inputs[:4], *inputs[:2]), strict=True))
     positional, named = _inputs(inspect.signature(function), ["text", "answer"])
     return function(
         *(values[name] for name in positional), **{name: values[name] for name in named}, **args
     )
+
+
+def _is_trls(function: Callable[..., object]) -> bool:
+    return "completions" in inspect.signature(function).parameters
+
+
+def _columns(
+    function: Callable[..., object], args: GraderArgs, inputs: Sequence[object]
+) -> dict[str, list[object]]:
+    """Returns what TRL's trainer hands to a reward function, for one response: its text, or, after
+    a chat, its message; the row's columns by their names, of `data.extra_key` if that is an object
+    which has them, else the answer."""
+    text, answer, _, extra, *of_prompt = inputs
+    question, chat = of_prompt or ("", False)
+    spoken = [{"role": "assistant", "content": text}]
+    asked = [{"role": "user", "content": question}]
+    known: dict[str, object] = {
+        "completions": spoken if chat else text,
+        "prompts": asked if chat else question,
+    }
+    row = extra if isinstance(extra, dict) else {}
+    parameters = inspect.signature(function).parameters.values()
+    named = [
+        each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+    ]
+    wanted = [
+        each.name
+        for each in named
+        if each.default is each.empty or each.name in row or each.name in _ANSWER_COLUMNS
+    ]
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        wanted += ["prompts", *row]
+    return {
+        name: [known.get(name, row.get(name, answer))]
+        for name in dict.fromkeys(["completions", *wanted])
+        if name not in args
+    }
+
+
+def _from_trl(value: object) -> object:
+    """Returns the score of the one response; None, with which TRL leaves a row out of a sum, is 0."""
+    if not isinstance(value, list) or len(value) != 1:
+        raise ValueError(f"returned {value!r:.80}, not a list of one score for one completion")
+    return 0.0 if value[0] is None else value[0]
 
 
 def _inputs(signature: inspect.Signature, positional: list[str]) -> tuple[list[str], list[str]]:

@@ -19,9 +19,13 @@ from megagrpo.tools.convert.translation import Translation
 _RULES = {"verl": verl, "roll": roll, "trl": trl, "slime": slime, "miles": slime}
 
 
-def translate(framework: str, path: Path) -> Translation:
-    """Returns the draft of an experiment. Raises ValueError if the source cannot be read."""
-    return draft_of(framework, read_source(framework, path))
+def translate(framework: str, path: Path, num_processes: int | None = None) -> Translation:
+    """Returns the draft of an experiment. num_processes: of TRL's launcher, if the source does not
+    name it. Raises ValueError if the source cannot be read."""
+    source = read_source(framework, path)
+    if framework == "trl" and num_processes is not None:
+        source.given["num_processes"] = num_processes
+    return draft_of(framework, source)
 
 
 def draft_of(framework: str, source: Source) -> Translation:
@@ -30,6 +34,8 @@ def draft_of(framework: str, source: Source) -> Translation:
     draft = Translation(framework, source.given, source.notes)
     draft.put_plain()
     draft.apply(rules.RULES)
+    for key, text in source.unread.items():
+        draft.show_unread(key, text)
     try:
         experiment = ExperimentConfig.model_validate(draft.nested())
     except ValidationError as exc:
@@ -42,10 +48,10 @@ def draft_of(framework: str, source: Source) -> Translation:
     return draft
 
 
-def convert(framework: str, source: Path, output: Path | None, partial: bool) -> int:
+def convert(draft: Translation, source: Path, output: Path | None, partial: bool) -> int:
     """Writes the experiment and returns 0; 1, and nothing is written, if something is lost and
     `partial` is false."""
-    draft = translate(framework, source)
+    framework = draft.framework
     lost = [each for each in draft.outcomes() if each.status in ("not translated", "unknown")]
     title = (
         f"Converted from {source.name} by `megagrpo convert {framework}`; see "
@@ -57,7 +63,7 @@ def convert(framework: str, source: Path, output: Path | None, partial: bool) ->
         + ", ".join(f"{n} {s}" for s, n in counts.items())
     ]
     say += [f"  {note}" for note in draft.notes]
-    say += [f"  {each.key} = {each.value!r}: {each.status}: {each.text}" for each in lost]
+    say += [f"  {each.key} = {each.shown}: {each.status}: {each.text}" for each in lost]
     say += [f"  the experiment as translated: {problem}" for problem in draft.problems]
     failed = bool(lost or draft.problems) and not partial
     if failed:
@@ -83,7 +89,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "source",
         type=Path,
         help="verl: a shell script with its command, or YAML; slime, miles: a shell script; roll: "
-        "YAML; trl: arguments as YAML",
+        "YAML; trl: the Python script, the shell script that starts it, or arguments as YAML",
     )
     option(
         "-o",
@@ -92,9 +98,20 @@ def add_options(command: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="experiment to write; default: standard output",
     )
+    option(
+        "--num-processes",
+        type=int,
+        metavar="N",
+        help="trl: processes that accelerate starts, one on each GPU; default: those that the source "
+        "names, else one",
+    )
+    option("--overwrite", action="store_true", help="write over a file that is there")
     option("--partial", action="store_true", help="write it also if keys are lost")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
-    return convert(args.framework, args.source, args.output, args.partial)
+    if args.output is not None and args.output.exists() and not args.overwrite:
+        raise ValueError(f"{args.output} exists: name another file, or say --overwrite")
+    draft = translate(args.framework, args.source, args.num_processes)
+    return convert(draft, args.source, args.output, args.partial)

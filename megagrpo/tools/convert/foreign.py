@@ -134,3 +134,51 @@ def leaves_of(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
         return
     for key, inner in value.items():
         yield from leaves_of(inner, f"{prefix}.{key}" if prefix else str(key))
+
+
+# name -> what its files look like, and our keys for the first of theirs
+_OTHERS = {
+    "NeMo-RL": (
+        r"(?m)^grpo:\s*$[\s\S]*^policy:\s*$|^policy:\s*$[\s\S]*^grpo:\s*$|run_grpo\w*\.py|nemo_rl",
+        "policy.model_name is model.path, grpo.num_prompts_per_step is train.num_prompts_per_step, "
+        "grpo.num_generations_per_prompt is train.group_size, loss_fn.ratio_clip_min and _max are "
+        "algorithm.loss.clip_ratio_low and _high, loss_fn.reference_policy_kl_penalty is "
+        "algorithm.kl.loss_coef, policy.megatron_cfg's sizes are actor.parallel",
+    ),
+    "OpenRLHF": (
+        r"openrlhf\.cli|openrlhf\.trainer",
+        "--pretrain is model.path, --prompt_data is data.path, --rollout_batch_size is "
+        "train.num_prompts_per_step, --n_samples_per_prompt is train.group_size, "
+        "--eps_clip_low_high are algorithm.loss.clip_ratio_low and _high, --init_kl_coef is "
+        "algorithm.kl.loss_coef",
+    ),
+    "prime-rl": (
+        r"(?m)^\[(?:orchestrator|inference|trainer)[\].]|prime_rl|uv run rl @",
+        "model.name is model.path, orchestrator.rollouts_per_example is train.group_size, "
+        "orchestrator.batch_size counts samples: divided by the group it is "
+        "train.num_prompts_per_step, max_async_level is rollout.max_staleness, its environments "
+        "run as sampling.agent: {function: verifiers}",
+    ),
+    "ms-swift": (
+        r"swift\s+rlhf|megatron\s+rlhf|rlhf_type",
+        "--model is model.path, --dataset is data.path, --num_generations is train.group_size, "
+        "--reward_funcs is reward.graders, --beta is algorithm.kl.loss_coef; its GRPO options are "
+        "TRL's names: the TRL column of docs/reference/names.md",
+    ),
+}
+
+
+def whose(text: str, suffix: str) -> str:
+    """Returns the framework, of those that are not translated, whose file a text is; else ""."""
+    if suffix == ".py":
+        return ""
+    return next((name for name, (sight, _) in _OTHERS.items() if re.search(sight, text)), "")
+
+
+def where_to_look(name: str) -> str:
+    """Returns the answer to a file of a framework that is not translated."""
+    translated = ", ".join(FRAMEWORKS.values())
+    return (
+        f"this is {name}'s, which is not translated ({translated} are). Begin with `megagrpo init` "
+        f"or docs/train.md: {_OTHERS[name][1]}. docs/reference/configuration.md has all keys"
+    )

@@ -133,4 +133,5 @@ def engines_on_trainers(d: Translation, world: int, gpus: int, tp: int, *keys: s
     d.put("cluster.gpus_per_node", gpus, *keys)
     if world > gpus:
         d.put("rollout.host", "eth0", *keys)
+        d.remarks.append("rollout.host eth0 is a guess: name your nodes' interface.")
         d.remarks.append(f"Start with `megagrpo submit FILE --gpus-per-node {gpus}`.")

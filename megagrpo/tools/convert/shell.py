@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megagrpo.system.environment import for_a_bare_shell
@@ -56,13 +57,14 @@ exit() {
     builtin exit "$@"
 }
 command_not_found_handle() {
-    local line="$*"
-    for (( ; $#; )); do case $1 in TRAINERS)
+    local word
+    for word in "$@"; do case $word in TRAINERS)
         printf '\1command\0' >&3; printf '%s\0' "$@" >&3
         printf '\1unset\0' >&3
         for name in EVERY; do [[ ${!name+x} ]] || printf '%s\0' "$name" >&3; done
         return 0;;
-    esac; shift; done
+    esac; done
+    local line="$*"
     if [[ $MEGAGRPO_MARK ]]; then printf '\2%s\3' "${line//[[:space:]]/$'\4'}"; fi  # one word
 }
 """
@@ -77,9 +79,10 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Command:
-    """The words of a command line from the trainer's name on, and what is to be said of them."""
+    """The words of a command line, and what is to be said of them."""
 
-    words: list[str]
+    launcher: list[str]
+    words: list[str]  # from the trainer's name on
     notes: list[str] = field(default_factory=list)
 
 
@@ -93,6 +96,7 @@ def trainer_command(path: Path, trainers: str, example: str) -> Command:
     """
     text = path.read_text(encoding="utf-8")
     with_default = set(_HAS_DEFAULT.findall(text))
+    patterns = trainers.split("|")
     names = list(dict.fromkeys(_names(text)))
     plain = [name for name in names if name not in with_default]
     script = _Script(text, path, trainers, names)
@@ -111,16 +115,19 @@ def trainer_command(path: Path, trainers: str, example: str) -> Command:
         f"{name} could not be read; what it sets is missing"
         for name in dict.fromkeys(words[0] for kind, words in found if kind == "unread")
     ]
+    words = commands[0]
+    named = (n for n, word in enumerate(words) if any(fnmatchcase(word, p) for p in patterns))
+    start = next(named)
     if missing or "$(" in text or "`" in text:
         # once more, with a mark in the place of what is missing
         marked, _ = script.run(
             {name: f"\2${name}\3" for name in missing} | {"MEGAGRPO_MARK": "yes"}
         )
         again = next((words for kind, words in marked if kind == "command"), [])
-        notes += _expanded_to_nothing(text, again)
+        notes += _expanded_to_nothing(text, again[start:])
     if len(commands) > 1:
         notes.append(f"{len(commands)} commands start a trainer; this is the first")
-    return Command(commands[0], notes)
+    return Command(words[:start], words[start:], notes)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import cast
 
 from megagrpo.config.load import ConfigError, Plain, plain_yaml
-from megagrpo.tools.convert.foreign import leaves_of
+from megagrpo.tools.convert.foreign import leaves_of, where_to_look, whose
+from megagrpo.tools.convert.python_script import trl_arguments
 from megagrpo.tools.convert.shell import trainer_command
 
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,\s*([^{}]*))?\}")
@@ -30,6 +31,7 @@ _COMMANDS = {
     ),
     "slime": _Form("*train.py|*train_async.py", "python train.py --option value ..."),
     "miles": _Form("*train.py|*train_async.py", "python train.py --option value ..."),
+    "trl": _Form("*grpo*.py|trl", "trl grpo --option value ..."),
 }
 
 
@@ -39,6 +41,7 @@ class Source:
 
     given: dict[str, Plain]
     notes: list[str] = field(default_factory=list)
+    unread: dict[str, str] = field(default_factory=dict)  # key -> its text, of which a run knows
 
 
 def read_source(framework: str, path: Path) -> Source:
@@ -46,13 +49,26 @@ def read_source(framework: str, path: Path) -> Source:
     trainer."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
+    if another := whose(path.read_text(encoding="utf-8", errors="replace"), path.suffix):
+        raise ValueError(f"{path}: {where_to_look(another)}")
     form = _COMMANDS.get(framework)
     if path.suffix in (".yaml", ".yml") and framework not in ("slime", "miles"):
         return Source(_of_yaml(path))
+    if path.suffix == ".py" and framework == "trl":
+        found = trl_arguments(path)
+        leaves = (pair for key, value in found.given.items() for pair in leaves_of(value, key))
+        return Source({key: cast(Plain, value) for key, value in leaves}, [], found.unread)
     if form is None:
         raise ValueError(f"{path}: {framework} is read from YAML (.yaml)")
     command = trainer_command(path, form.trainers, form.example)
-    given = overrides(command.words) if framework == "verl" else options(command.words)
+    if framework == "verl":
+        return Source(overrides(command.words), command.notes)
+    given = options(command.words)
+    if framework == "trl":
+        given = options(["", *command.launcher]) | given
+        given = {
+            key.removeprefix("--"): value for key, value in given.items() if key.startswith("--")
+        }
     return Source(given, command.notes)
 
 
@@ -67,7 +83,8 @@ def _of_yaml(path: Path) -> dict[str, Plain]:
 def overrides(words: Sequence[str]) -> dict[str, Plain]:
     """Returns the values of Hydra's overrides: key=value."""
     found = [match for word in words if (match := _OVERRIDE.fullmatch(word)) and "." in match[1]]
-    given = {match[1]: plain_yaml(match[2], match[1]) for match in found}
+    read = ((match[1], plain_yaml(match[2], match[1])) for match in found)
+    given = {leaf: cast(Plain, one) for key, value in read for leaf, one in leaves_of(value, key)}
     for word, after in zip(words, [*words[1:], ""], strict=True):
         if match := _CONFIG_NAME.fullmatch(word):
             given["--config-name"] = after if match[1] is None else match[1]

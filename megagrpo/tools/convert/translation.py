@@ -3,6 +3,7 @@ of each of these."""
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,6 +13,13 @@ from megagrpo.config.load import Plain
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.convert.foreign import FRAMEWORKS, Entry, defaults, find
 
+_SECRET = re.compile(r"(?i)(?:^|[._-])(?:\w*key|\w*token|\w*secret|\w*password)$")
+_COLUMN = re.compile(  # whose keys are names of columns
+    r"(?i)(?:prompt|input|label|answer|source|reward|image|video|metadata|tool|data|fn|teacher)[_-]key$"
+)
+_SECRET_INSIDE = re.compile(  # as in a JSON text of variables: {"WANDB_API_KEY": "..."}
+    r"(?i)((?:api_?key|access_?key|token|secret|password)\w*[\\\"']*\s*[:=]\s*[\\\"']*)[^\s\\\"',}]+"
+)
 Status = Literal["translated", "as here", "not translated", "unknown"]
 
 
@@ -23,6 +31,18 @@ class KeyOutcome:
     value: Plain
     status: Status
     text: str  # our keys, or the reason
+
+    @property
+    def shown(self) -> str:
+        """The value as YAML, but for secrets: a key's own, and those inside a text."""
+        if self.status != "translated" and is_secret(self.key) and self.value is not None:
+            return '"..."'
+        return _SECRET_INSIDE.sub(r"\1...", _flow(self.value))
+
+
+def is_secret(key: str) -> bool:
+    """Returns whether a key's name says that its value is a secret."""
+    return bool(_SECRET.search(key)) and not _COLUMN.search(key)
 
 
 class Translation:
@@ -117,6 +137,16 @@ class Translation:
         """Records that what `key` says, or what it stands for by default, is not translated."""
         self._lacks[key] = reason
 
+    def show_unread(self, key: str, text: str) -> None:
+        """Records a key whose value, written as `text`, only a run of their program could tell."""
+        self.given[key] = text
+        self._set[key] = text
+        entry = find(self.framework, key)
+        if entry is None or entry.to:
+            self.lack(key, "not a literal, and nothing runs here: write it by hand")
+        elif entry.lacks:
+            self.lack(key, entry.lacks)
+
     def drop(self, ours: str, reason: str) -> None:
         """Takes back our key, which the experiment refuses."""
         self.values.pop(ours)
@@ -194,7 +224,7 @@ class Translation:
         for status in ("as here", "not translated", "unknown"):
             found = [each for each in self.outcomes() if each.status == status]
             lines += ["", f"# {shown}'s keys {status}:"] if found else []
-            lines += [f"#   {each.key} = {_flow(each.value)}: {each.text}" for each in found]
+            lines += [f"#   {each.key} = {each.shown}: {each.text}" for each in found]
         return "\n".join([*lines, ""])
 
     def _yaml(self, section: dict[str, Plain], path: str, indent: str, shown: str) -> list[str]:

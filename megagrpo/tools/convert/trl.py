@@ -1,6 +1,7 @@
 """TRL's GRPOTrainer and GRPOConfig arguments that depend on each other."""
 
 import math
+import re
 
 from megagrpo.config.load import Plain
 from megagrpo.tools.convert import rules
@@ -91,10 +92,16 @@ def _mismatch(d: Translation) -> None:
     d.put("algorithm.mismatch.weight", weight)
 
 
+def _processes(d: Translation) -> int:
+    """Returns the processes that the launcher starts; if it is not said, as few as an engine
+    takes."""
+    return max(d.number("num_processes"), d.number("vllm_tensor_parallel_size"))
+
+
 def _samples(d: Translation) -> tuple[int, int]:
     """Returns the samples of a generation, and of an optimizer update."""
     steps = "gradient_accumulation_steps"
-    each = d.number("per_device_train_batch_size") * d.number("num_processes")
+    each = d.number("per_device_train_batch_size") * _processes(d)
     samples = each * d.number("steps_per_generation", steps)
     return d.number("generation_batch_size", default=samples), each * d.number(steps)
 
@@ -155,24 +162,39 @@ def _data(d: Translation) -> None:
         d.put("eval.num_samples", d.number(*samples), *samples)
         d.put("eval.temperature", d.real("temperature"), "temperature")
         rules.truncated_sampling(d, "eval", "top_p", "top_k")
+    _rewards(d)
+
+
+def _rewards(d: Translation) -> None:
+    """Puts the graders; TRL's own form of a function is one here, too."""
     named = d.get("reward_funcs")
     weights = d.get("reward_weights")
     graders: list[Plain] = []
+    own = []
     for number, function in enumerate(named if isinstance(named, list) else [named]):
+        weight = weights[number] if isinstance(weights, list) else 1.0
+        path = re.sub(r"\.(\w+)$", r":\1", str(function)) if ":" not in str(function) else function
         if function in _REWARDS:
-            weight = weights[number] if isinstance(weights, list) else 1.0
             graders.append(_REWARDS[function] | {"weight": weight})
+        elif ":" in str(path):
+            graders.append({"grader": path, "weight": weight})
         else:
-            how = "write it as grade(text, answer): reward.grader: file.py:grade"
-            d.lack("reward_funcs", f"{function}: {how}")
+            own.append(str(function))
         if function == "accuracy_reward":
             d.remarks += _OF_ACCURACY
+    if own:
+        how = "put it into a file of its own, as it is: reward.graders: [{grader: file.py:name}]"
+        d.lack("reward_funcs", f"{', '.join(own)}: {how}")
     d.put("reward.graders", graders, "reward_funcs", "reward_weights")
 
 
 def _run(d: Translation) -> None:
     folder = d.text("output_dir")
-    world = d.number("num_processes")
+    engine = d.number("vllm_tensor_parallel_size")
+    world = _processes(d)
+    if d.get("num_processes") is None:
+        many = "1 process is" if world == 1 else f"{world} processes are"
+        d.notes.append(f"num_processes is not named: {many} assumed; say --num-processes N")
     name = folder.rstrip("/").rpartition("/")[2]
     d.put("name", d.text("run_name") or name, "output_dir")
     d.put("output_dir", folder)
@@ -186,7 +208,6 @@ def _run(d: Translation) -> None:
         if d.real("lora_dropout"):
             d.lack("lora_dropout", "adapters have no dropout; `lora_dropout: 0` says so")
     d.put("actor.recompute", "full" if d.get("gradient_checkpointing") else "none")
-    engine = d.number("vllm_tensor_parallel_size")
     rules.engines_on_trainers(d, world, world, engine, "num_processes")
     d.put("checkpoint.every", _every(d, "save_strategy", "save_steps"))
     reports = d.get("report_to")

@@ -2,7 +2,7 @@
 
 from megagrpo.config.load import Plain
 from megagrpo.tools.convert import rules
-from megagrpo.tools.convert.translation import Rule, Translation
+from megagrpo.tools.convert.translation import Rule, Translation, is_secret
 
 _A = "actor_rollout_ref.actor."
 _R = "actor_rollout_ref.rollout."
@@ -17,6 +17,7 @@ _OVERLONG = (  # of this version, of verl-recipe's DAPO, and of later ones
 # files of options whose values are foreign_defaults.yaml, or differ from it in nothing that is
 # translated
 _BASES = ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer")
+_NEVER = 1_000_000  # steps between evaluations, beyond any run's end
 _CORRECTION = "algorithm.rollout_correction."
 _SOURCES: dict[str, Plain] = {  # as verl's default_compute_score
     "openai/gsm8k": "gsm8k",
@@ -125,10 +126,19 @@ def _rewards(d: Translation) -> None:
     groups = "algorithm.filter_groups."
     if d.get(f"{groups}enable"):
         shaped = d.get(f"{groups}metric") == "seq_final_reward"
+        prompts = d.number(
+            "data.train_batch_size"
+        )  # of a batch here; theirs have a size of their own
+        most = d.number(f"{groups}max_num_gen_batches", default=0) or 1000
+        most = -(-most * d.number("data.gen_batch_size", default=prompts) // prompts)
         chosen: dict[str, Plain] = {
             "metric": "shaped_reward" if shaped else "reward",
-            "max_num_gen_batches": d.number(f"{groups}max_num_gen_batches", default=0) or 1000,
+            "max_num_gen_batches": most,
         }
+        if d.get(f"{groups}metric") == "acc":
+            d.remarks.append(
+                "filter_groups.metric acc is the grader's score here, bonuses included."
+            )
         d.put("algorithm.dynamic_sampling", chosen)
     for manager in (
         "reward_model.reward_manager",
@@ -148,7 +158,10 @@ def _rewards(d: Translation) -> None:
         d.put("data.extra_key", "extra_info", f"{custom}path")
         prefix = f"{custom}reward_kwargs."
         for name, value in d.below(prefix).items():
-            d.put(f"reward.args.{name}", value, prefix + name)
+            if is_secret(name):
+                d.lack(prefix + name, "a secret; the function should read a variable")
+            else:
+                d.put(f"reward.args.{name}", value, prefix + name)
     else:
         d.put("data.grader_by_source", _SOURCES, "data.reward_fn_key")
 
@@ -189,7 +202,11 @@ def _data(d: Translation) -> None:
         d.lack("data.truncation", reason)
     kwargs = f"{_R}val_kwargs."
     every = "trainer.test_freq"
-    if rules.evaluated_as_trained(d, "data.val_files", d.number(every), f"{kwargs}n", every):
+    steps = d.number(every)
+    if steps < 1 and d.get("trainer.val_before_train") is not False:
+        steps = _NEVER
+        d.remarks.append("test_freq names no steps: evaluated before the first and after the last.")
+    if rules.evaluated_as_trained(d, "data.val_files", steps, f"{kwargs}n", every):
         # do_sample's default is false, too, but then its engines read the temperature alone
         temperature = d.real(f"{kwargs}temperature")
         greedy = d.get(f"{kwargs}do_sample") is False

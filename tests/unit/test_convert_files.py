@@ -1,0 +1,87 @@
+"""What `megagrpo convert` says of files that are not translated, of secrets, and of what it would write over."""
+
+import pytest
+
+from megagrpo.cli import main
+from megagrpo.tools.convert.command import draft_of, translate
+from megagrpo.tools.convert.source import Source, overrides
+from tests.unit.test_convert import ROLL, YAML, lost, source
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "message"),
+    [
+        ("grpo:\n  num_prompts_per_step: 8\npolicy:\n  model_name: m\n", "a.yaml", "this is NeMo-RL's"),
+        ("python -m openrlhf.cli.train_ppo_ray --pretrain m", "run.sh", "OpenRLHF's, which is not translated"),
+        ("uv run rl @ x.toml", "run.sh", "this is prime-rl's"),
+        ("[orchestrator]\nbatch_size = 8\n", "rl.toml", "orchestrator.rollouts_per_example is train.group_size"),
+        ("swift rlhf --rlhf_type grpo --model m", "run.sh", "this is ms-swift's"),
+    ],
+)  # fmt: skip
+def test_a_file_of_another_framework_is_answered_with_where_to_look(
+    tmp_path, capsys, text, name, message
+):
+    assert main(["convert", "verl", str(source(tmp_path, text, name))]) != 0
+    assert message in capsys.readouterr().err
+
+
+def verl(*words: str):
+    return draft_of("verl", Source(overrides(["algorithm.adv_estimator=grpo", *words])))
+
+
+def test_secrets_are_not_written(tmp_path, capsys):
+    roll = "track_with: wandb\ntracker_kwargs: {api_key: SECRET-1, name: x}\n"
+    text = f"{ROLL}\n{roll}system_envs: {{HF_TOKEN: SECRET-2, NCCL_DEBUG: INFO}}\nnot_known_password: SECRET-3\n"
+    path = source(tmp_path, text, "run.yaml")
+    assert main(["convert", "roll", str(path), "--partial"]) == 0
+    out = capsys.readouterr()
+    assert "SECRET" not in out.out + out.err
+    assert '#   tracker_kwargs.api_key = "...":' in out.out and '"INFO"' in out.out
+    assert "W" in out.out and "the run on Weights & Biases has the experiment's name" in out.out
+
+
+def test_a_secret_of_a_reward_function_and_one_inside_a_text_are_not_written():
+    custom = "custom_reward_function."
+    draft = verl(
+        f"{custom}path=f.py",
+        f"{custom}reward_kwargs.api_key=SECRET-1",
+        'ray_kwargs.runtime_env=\'{"WANDB_API_KEY": "SECRET-2"}\'',
+        "data.prompt_key=question",
+    )
+    assert list(lost(draft)) == [f"{custom}reward_kwargs.api_key"]
+    assert "SECRET" not in draft.yaml("") and 'prompt_key: "question"' in draft.yaml("")
+
+
+def test_a_file_that_is_there_is_not_written_over_without_a_word(tmp_path, capsys):
+    path = source(tmp_path, YAML["trl"], "arguments.yaml")
+    out = source(tmp_path, "mine", "mine.yaml")
+    assert main(["convert", "trl", str(path), "-o", str(out)]) != 0
+    assert "mine.yaml exists: name another file, or say --overwrite" in capsys.readouterr().err
+    assert out.read_text() == "mine"
+    assert main(["convert", "trl", str(path), "-o", str(out), "--overwrite"]) == 0
+    assert out.read_text() != "mine"
+
+
+def test_files_to_evaluate_on_without_a_number_of_steps(tmp_path):
+    draft = verl("data.train_files=a.parquet", "data.val_files=b.parquet", "+trainer.extra={}")
+    assert lost(draft) == {}
+    assert draft.values["eval.every"] == 1_000_000 and draft.values["eval.data.path"] == "b.parquet"
+    draft = verl("data.val_files=b.parquet", "trainer.val_before_train=False")
+    assert list(lost(draft)) == ["data.val_files"]
+
+
+def test_batches_of_dynamic_sampling_have_the_size_of_a_step_here():
+    groups = "algorithm.filter_groups."
+    words = [f"{groups}enable=True", f"{groups}max_num_gen_batches=10", f"{groups}metric=acc"]
+    draft = verl(*words, "data.train_batch_size=256", "data.gen_batch_size=512")
+    assert draft.values["algorithm.dynamic_sampling"]["max_num_gen_batches"] == 20
+    assert "filter_groups.metric acc is the grader's score here" in draft.yaml("")
+
+
+def test_the_reasons_of_rolls_keys_are_theirs(tmp_path):
+    text = ROLL + "\ncheckpoint_config: {output_dir: /data/ckpts, type: file_system}\n"
+    draft = translate("roll", source(tmp_path, text, "roll.yaml"))
+    reasons = {each.key: each.text for each in draft.outcomes()}
+    strategy = "actor_train.strategy_args.strategy_name"
+    assert reasons[strategy] == "the trainer is Megatron-Core with a distributed optimizer"
+    assert "not there" in reasons["checkpoint_config.output_dir"]

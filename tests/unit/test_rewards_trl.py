@@ -1,0 +1,74 @@
+"""TRL's reward functions, f(completions, **columns) -> list, as graders."""
+
+import pytest
+
+from megagrpo.rewards.graders.table import call_grader, check_grader
+from megagrpo.rewards.worker import grade
+
+FUNCTIONS = """
+def exact(completions, solution, **kwargs):
+    return [float(c == s) for c, s in zip(completions, solution)]
+
+def spoken(completions, answer=None, prompts=None, **kwargs):
+    return [float(c[0]["content"] == a and c[0]["role"] == "assistant") for c, a in zip(completions, answer)]
+
+def of_the_row(prompts, completions, level, bonus=0.5):
+    return [level[0] + bonus + float("1 + 1" in prompts[0])]
+
+def all_columns(completions, **columns):
+    assert sorted(columns) == ["level", "prompts"]
+    return [columns["level"][0]]
+
+def none(completions, **kwargs):
+    return [None]
+
+def short(completions, **kwargs):
+    return [1.0, 2.0]
+
+def number(completions, **kwargs):
+    return 1.0
+
+def parts(text, answer):
+    return [1.0, 0.0]
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("trl") / "trl_rewards.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "chat", "score"),
+    [
+        ("exact", {}, False, 1.0),
+        ("spoken", {}, True, 1.0),
+        ("of_the_row", {}, False, 4.5),
+        ("of_the_row", {"bonus": 2}, False, 6.0),
+        ("all_columns", {}, False, 3.0),
+        ("none", {}, False, 0.0),
+    ],
+)
+def test_the_score_of_one_completion(file, name, args, chat, score):
+    check_grader(f"{file}:{name}", args)
+    inputs = ("2", "2", "source", {"level": 3}, "What is 1 + 1?", chat)
+    assert grade("grade", f"{file}:{name}", args, inputs).scores == (score,)
+
+
+@pytest.mark.parametrize(
+    ("name", "detail"), [("short", "[1.0, 2.0], not a list of one"), ("number", "1.0, not a list")]
+)
+def test_another_value_is_an_error(file, name, detail):
+    graded = grade("grade", f"{file}:{name}", {}, ("2", "2", "", {}))
+    assert graded.status == "error" and detail in graded.detail
+
+
+def test_a_list_of_another_grader_stays_rewards_of_its_tokens(file):
+    graded = grade("grade", f"{file}:parts", {}, ("2", "2", "", {}))
+    assert (graded.scores, graded.tokens) == ((0.0,), (1.0, 0.0))
+
+
+def test_without_a_prompt_the_function_still_gets_a_list():
+    assert call_grader(lambda completions, answer: [len(completions)], {}, ("a", "b", "", {})) == 1
