@@ -185,9 +185,10 @@ class _Commands:
 def _load(args: argparse.Namespace) -> ExperimentConfig:
     """Reads the experiment, and fetches what it names on the Hub; before a run libraries judge what
     is set of theirs, in a check all."""
+    starts = not getattr(args, "dry_run", False)
     fetch = partial(
         with_local_files,
-        weights=_WEIGHTS.get(args.command, "model"),
+        weights=_WEIGHTS.get(args.command, "model") if starts else "",
         cached_only=under_torchrun(),  # the process that started the ranks has fetched it
     )
     load = partial(load_config, args.config, args.overrides, fetch=fetch)

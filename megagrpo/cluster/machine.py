@@ -182,9 +182,13 @@ def with_one_engine(
         "colocate": False,
     }
     rollout = config.rollout.model_copy(update=alone | changes)
-    weights = config.weights.suited(colocate=False)
     return config.model_copy(
-        update={"output_dir": str(folder.path), "rollout": rollout, "weights": weights}
+        update={
+            "output_dir": str(folder.path),
+            "rollout": rollout,
+            "weights": config.weights.suited(colocate=False),
+            "checkpoint": config.checkpoint.model_copy(update={"dir": None}),  # the run's own
+        }
     )
 
 
