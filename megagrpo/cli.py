@@ -328,8 +328,11 @@ def _submit(args: argparse.Namespace, config: ExperimentConfig) -> int:
         "partition",
         "grace_s",
     )
-    further = {"options": tuple(args.sbatch), "srun_options": tuple(args.srun)}
-    request = Request(**{name: getattr(args, name) for name in names}, **further)
+    request = Request(
+        **{name: getattr(args, name) for name in names},
+        options=tuple(args.sbatch),
+        srun_options=tuple(args.srun),
+    )
     args.config = str(Path(args.config).absolute())
     return submit(config, _experiment_words(args), request, args.dry_run)
 
