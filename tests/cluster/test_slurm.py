@@ -3,6 +3,7 @@ run every time."""
 
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -69,8 +70,11 @@ def experiment(folder: Path, num_steps: int, **sections) -> Path:
     return write_experiment(folder, **SECTIONS, **sections, train={"num_steps": num_steps})
 
 
-def submit(slurm: SlurmCluster, config: Path, *options: str, limit: str = "20") -> int:
+def submit(
+    slurm: SlurmCluster, config: Path, *options: str, limit: str = "20", prefix: str = ""
+) -> int:
     env = slurm.env | {
+        "MEGAGRPO_NODE_PREFIX": prefix,
         "PYTHONPATH": f"{config.parent}:{slurm.env['PYTHONPATH']}",
         "OMP_NUM_THREADS": "1",
     }
@@ -162,6 +166,31 @@ def test_a_preempted_job_goes_back_into_the_queue_and_is_the_same_run(
     assert 1 <= step < NUM_STEPS, "the test was not there in time"
     assert f"continues after step {step}" in text and slurm.job(job)["Restarts"] == "1"
     assert_same_run(folder, undisturbed, NUM_STEPS)
+
+
+@pytest.mark.slow
+def test_nodes_run_inside_a_root_file_system(slurm, experiments, undisturbed, tmp_path):
+    """In place of an image: a folder with a file that the host has not, and the host's folders."""
+    rootfs = tmp_path / "rootfs"
+    rootfs.mkdir()
+    (rootfs / "image-name").write_text("of-a-test")
+    bound = []
+    for folder in sorted(Path("/").iterdir()):
+        if folder.is_symlink():
+            (rootfs / folder.name).symlink_to(folder.readlink())
+        elif folder.is_dir() and folder.name not in ("proc", "sys", "dev"):
+            bound.append(str(folder))
+    show = tmp_path / "show.sh"
+    show.write_text('#!/bin/bash\necho "inside $(cat /image-name)"\nexec "$@"\n')
+    show.chmod(0o755)
+    enter = Path(__file__).parents[2] / "launch" / "container" / "enter_rootfs.sh"
+    prefix = shlex.join([str(enter), str(rootfs), *bound, "--", str(show)])
+    run = experiments / "rootfs"
+    options = ("--trainer-nodes", "1", "--rollout-nodes", "1", "--srun=--label")
+    job = submit(slurm, experiment(run, 2), *options, prefix=prefix)
+    text = finish(slurm, job, run)
+    assert text.count("0: inside of-a-test") == 2, "both steps, and each line has its task's number"
+    assert_same_run(run, undisturbed, 2)
 
 
 @pytest.mark.slow

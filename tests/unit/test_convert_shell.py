@@ -82,7 +82,8 @@ def test_the_callers_variables_are_used_and_what_expands_to_nothing_is_noted(tmp
     name=run-$today-`hostname`; if [ -z "$UNUSED" ]; then :; fi
     echo $known
     python -m verl.trainer.main_ppo m.path=$OF_THE_CALLER/x m.name=$name a.known=$known "a.empty=$own" \\
-        data.files=$UNSET/a.parquet a.files=${UNSET}/b "a.first=$1" $@
+        data.files=$UNSET/a.parquet a.files=${UNSET}/b "a.first=$1" \\
+        a.nested=$(made of $UNSET) $UNSET.key=1 $@
     """
     read = read_source("verl", source(tmp_path, text))
     assert read.given == {
@@ -93,12 +94,14 @@ def test_the_callers_variables_are_used_and_what_expands_to_nothing_is_noted(tmp
         "data.files": "/a.parquet",
         "a.files": "/b",
         "a.first": None,
+        "a.nested": None,
     }
     assert sorted(read.notes) == [
         "expanded to nothing: $(date +%m%d) (line 2), in m.name",
         "expanded to nothing: $(hostname) (line 3), in m.name",
+        "expanded to nothing: $(made of $UNSET) (line 7), in a.nested",
         "expanded to nothing: $1 (line 6), in a.first",
-        "expanded to nothing: $UNSET (line 6), in data.files, a.files",
+        "expanded to nothing: $UNSET (line 6), in data.files, a.files, .key",
     ]
 
 

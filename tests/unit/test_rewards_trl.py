@@ -57,6 +57,11 @@ def test_the_score_of_one_completion(file, name, args, chat, score):
     assert grade("grade", f"{file}:{name}", args, inputs).scores == (score,)
 
 
+def test_arguments_that_it_does_not_take_are_named(file):
+    with pytest.raises(ValueError, match="do not fit grader .*of_the_row.*'level_of'"):
+        check_grader(f"{file}:of_the_row", {"level_of": 1})
+
+
 @pytest.mark.parametrize(
     ("name", "detail"), [("short", "[1.0, 2.0], not a list of one"), ("number", "1.0, not a list")]
 )

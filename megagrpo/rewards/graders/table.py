@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Sequence
 
 from megagrpo.config.reward import OPTIONS, GraderArgs, check_options
+from megagrpo.system.errors import translated
 from megagrpo.system.user_function import check_arguments, load_function
 
 GraderFunction = Callable[..., object]  # (response text, answer of the data file, **reward.args)
@@ -47,7 +48,10 @@ def load_grader(name: str, args: GraderArgs) -> GraderFunction:
     function = load_function(name, known, "reward.grader")
     if name in OPTIONS:
         check_options(name, args)
-    elif not _is_trls(function):
+    elif _is_trls(function):
+        with translated(f"reward.args do not fit grader {name!r}", TypeError):
+            inspect.signature(function).bind_partial(**args)
+    else:
         inputs = _inputs(inspect.signature(function), ["text", "answer"])
         check_arguments("reward.args", f"grader {name}", function, inputs[0], args, inputs[1])
     return function

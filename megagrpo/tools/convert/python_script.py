@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -116,14 +117,14 @@ class _Script:
 
     def put(self, found: Arguments, key: str, node: ast.expr) -> None:
         """Puts an argument where it belongs."""
-        try:
+        found.unread[key] = ast.unparse(node)
+        with suppress(_NotPlain):
             found.given[key] = (
                 [self._function(each) for each in self._listed(node)]
                 if key == "reward_funcs"
                 else self._plain(node)
             )
-        except _NotPlain:
-            found.unread[key] = ast.unparse(node)
+            del found.unread[key]
 
     def _plain(self, node: ast.expr, depth: int = 0) -> Plain:
         if depth > 8:
@@ -139,8 +140,8 @@ class _Script:
                 return dict(zip(names, plain, strict=True))
             case ast.Name(id=name) if name in self._assigned:
                 return self._plain(self._assigned[name], depth + 1)
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return self._plain(ast.BinOp(ast.Constant(0), ast.Sub(), operand), depth + 1)
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+                return -number
             case ast.BinOp(left=left, op=op, right=right):
                 sides = (self._plain(left, depth + 1), self._plain(right, depth + 1))
                 return self._calculated(type(op), *sides)

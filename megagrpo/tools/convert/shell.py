@@ -65,7 +65,8 @@ command_not_found_handle() {
         return 0;;
     esac; done
     local line="$*"
-    if [[ $MEGAGRPO_MARK ]]; then printf '\2%s\3' "${line//[[:space:]]/$'\4'}"; fi  # one word
+    line=${line//[$'\2\3']/} # its own arguments may have a mark; and it is one word
+    if [[ $MEGAGRPO_MARK ]]; then printf '\2%s\3' "${line//[[:space:]]/$'\4'}"; fi
 }
 """
 _NAME = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
@@ -210,9 +211,9 @@ def _expanded_to_nothing(text: str, words: Sequence[str]) -> Iterator[str]:
         # "$@" is more of the command, given when the script is started
         whole = re.fullmatch("\2\\$[1-9]\3", word)
         if word.startswith("--") or "=" in word:
-            option = word.partition("=")[0]
+            option = _MARK.sub("", word.partition("=")[0])
         for mark in () if whole and re.search(r"\$[@*]", text) else _MARK.findall(word):
-            keys.setdefault(mark.replace("\4", " "), []).append(option or word)
+            keys.setdefault(mark.replace("\4", " "), []).append(option or "its command")
     for mark, options in keys.items():
         what = mark if mark.startswith("$") else f"$({mark})"
         line = _line_of(text, mark)
