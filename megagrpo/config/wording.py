@@ -83,7 +83,7 @@ def _describe(error: ErrorDetails, path: KeyPath, value: "Plain") -> str:
             tag = str(context["tag"])
             known = [name for name in _variants(path) if name != "own"]
             hint = _foreign_hint("value_hint", f"{key}.name", tag) or nearest(tag, known)
-            if len(known) < len(_variants(path)):
+            if len(known) < len(_variants(path)) and hint.startswith("; known"):
                 hint += " (your own is written file.py:function)"
             return f"{key}.name = {show(tag)}: unknown{hint}"
         case "literal_error":

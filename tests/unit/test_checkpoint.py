@@ -486,7 +486,7 @@ def test_checkpoints_on_another_disk_are_found_in_the_run_folder(tmp_path: Path)
 def test_a_run_begins_where_checkpoint_dir_says(start, tmp_path):
     scratch = tmp_path / "scratch"
     (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(ValueError, match="checkpoint.dir"):
+    with pytest.raises(LeaderError, match="checkpoint.dir: .*: move them there"):
         start(dir=str(scratch))
     (tmp_path / "checkpoints").rmdir()
     assert start(dir=str(scratch))[0] == TrainState()

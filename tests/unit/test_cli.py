@@ -28,7 +28,7 @@ def test_help_has_every_command_in_one_group_with_an_example(capsys):
     for group in ("run: megagrpo run ", "look: megagrpo ", "plan: megagrpo ", "prove: megagrpo "):
         assert f"\n{group}" in text
     for line in text.splitlines():
-        if ": megagrpo " in line:  # an example is a command
+        if ": megagrpo " in line and not line.startswith("usage"):  # an example is a command
             words = line.partition(": megagrpo ")[2].split()
             cli._parser(words).parse_args(words)
 

@@ -96,6 +96,6 @@ def test_a_file_and_an_override_name_them_and_the_run_folder_records_them(tmp_pa
     with pytest.raises(ConfigError, match=r"own.yaml:5: algorithm.loss.args = 3"):
         file.write_text(file.read_text().replace("{clip: 0.3}", "3"))
         load_config(file)
-    with pytest.raises(ConfigError, match=r"unknown; did you mean 'gspo'\? \(your own is written"):
-        file.write_text(file.read_text().replace(f"'{OWN}:gmpo', args: 3", "gmpo"))
+    with pytest.raises(ConfigError, match=r"unknown; known: ppo_clip.* \(your own is written file"):
+        file.write_text(file.read_text().replace(f"'{OWN}:gmpo', args: 3", "zzz"))
         load_config(file)
