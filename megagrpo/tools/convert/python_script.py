@@ -145,15 +145,13 @@ class _Script:
                 sides = (self._plain(left, depth + 1), self._plain(right, depth + 1))
                 return self._calculated(type(op), *sides)
             case ast.JoinedStr(values=values):
-                return "".join(
-                    str(self._plain(each.value if isinstance(each, ast.FormattedValue) else each))
-                    for each in values
-                )
+                return "".join(str(self._plain(each, depth + 1)) for each in values)
             case ast.Attribute(value=ast.Name(id="torch"), attr=dtype):
                 return dtype
             case ast.Attribute(value=ast.Name(), attr=option) if option in self._options:
                 return self._plain(self._options[option], depth + 1)
-            case ast.Subscript(value=value):  # a split of a data set
+            # a split of a data set, a part of an f-string
+            case ast.Subscript(value=value) | ast.FormattedValue(value=value):
                 return self._plain(value, depth + 1)
             case ast.Call():
                 return self._named(node, depth)
