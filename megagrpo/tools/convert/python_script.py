@@ -141,9 +141,8 @@ class _Script:
                 return self._plain(self._assigned[name], depth + 1)
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return self._plain(ast.BinOp(ast.Constant(0), ast.Sub(), operand), depth + 1)
-            case ast.BinOp(left=left, op=op, right=right):
-                sides = (self._plain(left, depth + 1), self._plain(right, depth + 1))
-                return self._calculated(type(op), *sides)
+            case ast.BinOp():
+                return self._calculated(node, depth + 1)
             case ast.JoinedStr(values=values):
                 return "".join(str(self._plain(each, depth + 1)) for each in values)
             case ast.Attribute(value=ast.Name(id="torch"), attr=dtype):
@@ -157,7 +156,10 @@ class _Script:
                 return self._named(node, depth)
         raise _NotPlain
 
-    def _calculated(self, operation: type[ast.AST], left: Plain, right: Plain) -> Plain:
+    def _calculated(self, node: ast.BinOp, depth: int) -> Plain:
+        left = self._plain(node.left, depth)
+        right = self._plain(node.right, depth)
+        operation = type(node.op)
         numbers = all(isinstance(side, int | float) for side in (left, right))
         texts = isinstance(left, str) and isinstance(right, str) and operation is ast.Add
         if operation not in _OPERATIONS or not (numbers or texts) or right == 0:
