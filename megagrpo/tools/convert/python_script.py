@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -116,14 +117,13 @@ class _Script:
 
     def put(self, found: Arguments, key: str, node: ast.expr) -> None:
         """Puts an argument where it belongs."""
-        try:
-            found.given[key] = (
-                [self._function(each) for each in self._listed(node)]
-                if key == "reward_funcs"
-                else self._plain(node)
-            )
-        except _NotPlain:
-            found.unread[key] = ast.unparse(node)
+        found.unread[key] = ast.unparse(node)
+        with suppress(_NotPlain):
+            if key == "reward_funcs":
+                found.given[key] = [self._function(each) for each in self._listed(node)]
+            else:
+                found.given[key] = self._plain(node)
+            del found.unread[key]
 
     def _plain(self, node: ast.expr, depth: int = 0) -> Plain:
         if depth > 8:
