@@ -119,11 +119,10 @@ class _Script:
         """Puts an argument where it belongs."""
         found.unread[key] = ast.unparse(node)
         with suppress(_NotPlain):
-            found.given[key] = (
-                [self._function(each) for each in self._listed(node)]
-                if key == "reward_funcs"
-                else self._plain(node)
-            )
+            if key == "reward_funcs":
+                found.given[key] = [self._function(each) for each in self._listed(node)]
+            else:
+                found.given[key] = self._plain(node)
             del found.unread[key]
 
     def _plain(self, node: ast.expr, depth: int = 0) -> Plain:
@@ -140,27 +139,27 @@ class _Script:
                 return dict(zip(names, plain, strict=True))
             case ast.Name(id=name) if name in self._assigned:
                 return self._plain(self._assigned[name], depth + 1)
-            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
-                return -number
-            case ast.BinOp(left=left, op=op, right=right):
-                sides = (self._plain(left, depth + 1), self._plain(right, depth + 1))
-                return self._calculated(type(op), *sides)
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return self._plain(ast.BinOp(ast.Constant(0), ast.Sub(), operand), depth + 1)
+            case ast.BinOp():
+                return self._calculated(node, depth + 1)
             case ast.JoinedStr(values=values):
-                return "".join(
-                    str(self._plain(each.value if isinstance(each, ast.FormattedValue) else each))
-                    for each in values
-                )
+                return "".join(str(self._plain(each, depth + 1)) for each in values)
             case ast.Attribute(value=ast.Name(id="torch"), attr=dtype):
                 return dtype
             case ast.Attribute(value=ast.Name(), attr=option) if option in self._options:
                 return self._plain(self._options[option], depth + 1)
-            case ast.Subscript(value=value):  # a split of a data set
+            # a split of a data set, a part of an f-string
+            case ast.Subscript(value=value) | ast.FormattedValue(value=value):
                 return self._plain(value, depth + 1)
             case ast.Call():
                 return self._named(node, depth)
         raise _NotPlain
 
-    def _calculated(self, operation: type[ast.AST], left: Plain, right: Plain) -> Plain:
+    def _calculated(self, node: ast.BinOp, depth: int) -> Plain:
+        left = self._plain(node.left, depth)
+        right = self._plain(node.right, depth)
+        operation = type(node.op)
         numbers = all(isinstance(side, int | float) for side in (left, right))
         texts = isinstance(left, str) and isinstance(right, str) and operation is ast.Add
         if operation not in _OPERATIONS or not (numbers or texts) or right == 0:
