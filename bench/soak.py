@@ -5,7 +5,7 @@ leave nothing.
                          [--answers grader|environment|agent]
 
 About every tenth step one fault of bench/faults.py strikes at its moment: of an engine, a trainer,
-the launcher, the disk, the network, or what grades; the seed draws first which of these, then how.
+the launcher, the disk, the network, or what grades; the seed draws in which order, and how each.
 Each prompt must be trained on once an epoch. Resident memory and open files of every process of the
 run are sampled every step; a process that was started again begins anew. Writes
 bench/results/soak.{json,md,png}.
@@ -187,11 +187,14 @@ def growth(seen: list[dict[str, Held]], of: Callable[[Held], float]) -> float:
 
 
 def drawn(num_faults: int) -> list[str]:
-    """Names of faults: of what, then which."""
+    """Names of faults: each kind once a round, in any order, and one of its faults."""
     kinds: dict[str, list[str]] = {}
     for name in FAULTS:
         kinds.setdefault(kind_of(name), []).append(name)
-    return [random.choice(kinds[random.choice(list(kinds))]) for _ in range(num_faults)]
+    names: list[str] = []
+    while len(names) < num_faults:
+        names += [random.choice(kinds[kind]) for kind in random.sample(list(kinds), len(kinds))]
+    return names[:num_faults]
 
 
 def kind_of(name: str) -> str:
