@@ -5,7 +5,7 @@ leave nothing.
                          [--answers grader|environment|agent]
 
 About every tenth step one fault of bench/faults.py strikes at its moment: of an engine, a trainer,
-the launcher, the disk, the network, or what grades; the seed draws first which of these, then how.
+the launcher, the disk, the network, or what grades; the seed draws in which order, and how each.
 Each prompt must be trained on once an epoch. Resident memory and open files of every process of the
 run are sampled every step; a process that was started again begins anew. Writes
 bench/results/soak.{json,md,png}.
@@ -55,7 +55,7 @@ from faults import (
 )
 
 STEP_S = 60.0  # the most that a step may take, faults included, on a busy machine
-GROWTH = 1.1  # of a process's memory over the steps that it lived, after its first ten
+GROWTH = 1.1  # of what a process holds over the steps that it lived, after its first ten
 WARM_STEPS, END = 10, 0.2  # the first and the last fifth of the run are compared
 ENGINES_KILLED = ("engine killed in a weight update", "engine killed at a random moment")
 _NAME_CHARACTERS = 15  # of a process, in Linux
@@ -151,6 +151,7 @@ def soak(
     rows_of_data = len((folder.parent / "data" / "train.jsonl").read_text().splitlines())
     return {
         "steps": num_steps,
+        "answers": answers,
         "faults": rows,
         "minutes": (time.monotonic() - started) / 60,
         "reward_first": sum(rewards[:part]) / part,
@@ -176,22 +177,25 @@ def watched(scene: Scene, seen: list[dict[str, Held]]) -> int:
 
 
 def growth(seen: list[dict[str, Held]], of: Callable[[Held], float]) -> float:
-    """Largest ratio of what a process held last to that of its tenth step; 1 when none lived so
-    long."""
+    """Largest ratio of the least that a process held in its last ten steps, requests come and go, to
+    that of the ten after its first ten; 1 when none lived so long."""
     ratios = [1.0]
     for name in {name for sample in seen for name in sample}:
-        life = [of(sample[name]) for sample in seen if name in sample]
-        if len(life) > WARM_STEPS + 1:
-            ratios.append(life[-1] / max(life[WARM_STEPS], 1))
+        life = [of(sample[name]) for sample in seen if name in sample][WARM_STEPS:]
+        if len(life) > WARM_STEPS:
+            ratios.append(min(life[-WARM_STEPS:]) / max(min(life[:WARM_STEPS]), 1))
     return max(ratios)
 
 
 def drawn(num_faults: int) -> list[str]:
-    """Names of faults: of what, then which."""
+    """Names of faults: each kind once a round, in any order, and one of its faults."""
     kinds: dict[str, list[str]] = {}
     for name in FAULTS:
         kinds.setdefault(kind_of(name), []).append(name)
-    return [random.choice(kinds[random.choice(list(kinds))]) for _ in range(num_faults)]
+    names: list[str] = []
+    while len(names) < num_faults:
+        names += [random.choice(kinds[kind]) for kind in random.sample(list(kinds), len(kinds))]
+    return names[:num_faults]
 
 
 def kind_of(name: str) -> str:
@@ -205,23 +209,23 @@ def draw_picture(result: dict, target: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    seen, colours = result["memory"], {}
+    seen, colours, shades = result["memory"], {}, pyplot.get_cmap("tab20")
     figure, both = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6))
     for axes, of, unit in zip(both, ("memory", "files"), ("MiB", "open files"), strict=True):
         for name in sorted({name for sample in seen for name in sample}):
             kind = name.rpartition(" ")[0]
             life = [(i, held[name][of]) for i, held in enumerate(seen, 1) if name in held]
             label = None if kind in colours and of == "memory" else kind
-            colour = colours.setdefault(kind, f"C{len(colours)}")
+            colour = colours.setdefault(kind, shades(len(colours)))
             axes.plot(*zip(*life, strict=True), color=colour, linewidth=0.8, label=label)
         for fault in result["faults"]:
             axes.axvline(fault["step"], color="0.85", linewidth=0.5, zorder=0)
         axes.set_ylabel(f"{unit} of a process")
         axes.set_yscale("log")
-    both[0].legend(fontsize=6, ncol=4)
     both[1].set_xlabel("step")
-    figure.tight_layout()
-    figure.savefig(target, dpi=80)
+    figure.tight_layout(rect=(0, 0, 1, 0.94))
+    figure.legend(fontsize=6, ncol=7, loc="upper center")
+    figure.savefig(target, dpi=64)
 
 
 def main() -> None:
@@ -290,6 +294,7 @@ def main() -> None:
 
 def table(result: dict) -> list[tuple[str, str]]:
     slowest = max((row["recovered_s"] for row in result["faults"]), default=0.0)
+    names = {"reward": f"{result['answers']} hung", "network": "network slow", "disk": "disk full"}
     kinds = Counter(kind_of(row["fault"]) for row in result["faults"])
     rise = result["reward_last"] - result["reward_first"]
     return [
@@ -298,7 +303,7 @@ def table(result: dict) -> list[tuple[str, str]]:
             f"{result['steps']} steps, {len(result['faults'])} faults, {result['minutes']:.1f} "
             "minutes",
         ),
-        ("of these", ", ".join(f"{kind} {kinds[kind]}" for kind in sorted(kinds))),
+        ("of these", ", ".join(f"{names.get(kind, kind)} {kinds[kind]}" for kind in sorted(kinds))),
         ("slowest recovery", f"{slowest:.1f} s"),
         ("samples lost", str(result["samples_lost"])),
         ("prompts trained on more than once in an epoch", str(result["not_once"])),

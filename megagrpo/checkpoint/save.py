@@ -41,6 +41,7 @@ from megagrpo.checkpoint.folder import (
     restore_replaced,
 )
 from megagrpo.checkpoint.groups import read_groups, write_groups
+from megagrpo.config.fields import complaints
 from megagrpo.config.schema import CheckpointConfig
 from megagrpo.mesh import LeaderError, Mesh
 from megagrpo.system.errors import translated
@@ -305,12 +306,7 @@ def load(
     Raises LeaderError (a message naming the file) for a missing, half-written, corrupt or foreign
     checkpoint, and for one that only another layout can load.
     """
-    error = ""
-    try:
-        check(folder, identity, mesh)
-    except ValueError as exc:
-        error = str(exc)
-    mesh.raise_any(error)
+    mesh.raise_any("\n".join(complaints(check, folder, identity, mesh)))
     load_actor(folder / "actor")
     saved = json.loads((folder / "state.json").read_text())["train"]
     state = {name: value for name, value in saved.items() if name in _FIELDS}

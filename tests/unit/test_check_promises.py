@@ -153,13 +153,13 @@ def test_megatrons_configurations_are_built():
 
 def test_a_draft_of_a_model_without_one_is_a_problem_beside_others(prepared, monkeypatch, capsys):
     monkeypatch.setattr(libraries, "find_spec", lambda name: None)
-    words = ("--set", "actor.draft={}", "--set", "rollout.sglang.nope=1")
+    words = ("--set", "actor.draft={}", "--set", "data.path=nowhere.jsonl")
     assert cli.main(["check", str(QUICKSTART), *words]) == 1
     said = capsys.readouterr().out
     assert (
         "--set actor.draft={}: model.path: actor.draft needs a model with one multi-token" in said
     )
-    assert "--set rollout.sglang.nope=1: rollout.sglang.nope" in said
+    assert "--set data.path=nowhere.jsonl: data.path: nowhere.jsonl does not exist" in said
 
 
 def test_a_library_is_given_the_whole_experiment_only_if_it_is_sound(prepared, monkeypatch):
