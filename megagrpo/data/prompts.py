@@ -282,9 +282,11 @@ def refuse_long(data: DataConfig, lengths: Sequence[tuple[int, int]]) -> None:
         shortest = min(own, default=None)
         if shortest is not None and shortest <= most:
             continue
-        says = " in the file" if shortest is None else f"; the shortest has {shortest} tokens"
+        if shortest is None:
+            raise ValueError(f"{part.name}: no row")
         raise ValueError(
-            f"{part.name}: no prompt of at most {most} tokens (data.max_prompt_tokens){says}"
+            f"{part.name}: no prompt of at most {most} tokens (data.max_prompt_tokens); the "
+            f"shortest has {shortest} tokens"
         )
 
 

@@ -84,4 +84,4 @@ def test_the_reasons_of_rolls_keys_are_theirs(tmp_path):
     reasons = {each.key: each.text for each in draft.outcomes()}
     strategy = "actor_train.strategy_args.strategy_name"
     assert reasons[strategy] == "the trainer is Megatron-Core with a distributed optimizer"
-    assert "not there" in reasons["checkpoint_config.output_dir"]
+    assert draft.values["checkpoint.dir"] == "/data/ckpts"
