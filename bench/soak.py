@@ -245,7 +245,7 @@ def draw_picture(result: dict, target: Path) -> None:
         for name in sorted({name for sample in seen for name in sample}):
             kind = name.rpartition(" ")[0]
             life = [(i, held[name][of]) for i, held in enumerate(seen, 1) if name in held]
-            label = None if kind in colours and of == "memory" else kind
+            label = None if kind in colours else kind
             colour = colours.setdefault(kind, shades(len(colours)))
             axes.plot(*zip(*life, strict=True), color=colour, linewidth=0.8, label=label)
         for fault in result["faults"]:
