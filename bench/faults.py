@@ -383,9 +383,10 @@ def matrix(root: Path, names: list[str]) -> list[dict]:
         small_disk(folder / "checkpoints"),
         Scene(Job("run", config), folder) as scene,
     ):
-        for number, name in enumerate(names):
+        for name in names:
+            untouched = rows[-1]["step"] + STEPS_A_FAULT - 1 if rows else 1
             scene.wait(
-                lambda step=STEPS_A_FAULT * number + 1: scene.step() >= step,
+                lambda step=untouched: scene.step() >= step,
                 f"the step before: {name}",
             )
             rows.append(strike(scene, name))
