@@ -62,7 +62,7 @@ STEPS_A_FAULT = 2
 _NAME_CHARACTERS = 15  # of a process, in Linux
 REWARD_TIMEOUT_S, HEALTH_TIMEOUT_S, LIMIT_S = 3.0, 20.0, 900.0
 RANDOM_S = 8.0  # a step and more
-SLOW_S = 15.0  # of a slow network, less than an engine may be silent
+SLOW_S, SLOW_STEPS = 8.0, 8  # of a slow network, less than an engine may be silent; the most steps
 STOPPED_S = 0.45, 0.05  # its server is stopped, and goes on
 DISK_MB = 256  # of checkpoints
 SETTINGS = {
@@ -368,7 +368,7 @@ def prepare(root: Path, made: Path | None = None) -> None:
 def matrix(root: Path, names: list[str]) -> list[dict]:
     ahead = SETTINGS["rollout"].get("max_staleness", 0)
     num_steps = (
-        STEPS_A_FAULT * (len(names) + ahead) + 1
+        STEPS_A_FAULT * (len(names) + ahead) + SLOW_STEPS + 1
     )  # the last fault may find all grades of the steps ahead done
     reference, folder = root / "undisturbed", root / "disturbed"
     done = megagrpo(
@@ -383,9 +383,10 @@ def matrix(root: Path, names: list[str]) -> list[dict]:
         small_disk(folder / "checkpoints"),
         Scene(Job("run", config), folder) as scene,
     ):
-        for number, name in enumerate(names):
+        for name in names:
+            untouched = rows[-1]["step"] + STEPS_A_FAULT - 1 if rows else 1
             scene.wait(
-                lambda step=STEPS_A_FAULT * number + 1: scene.step() >= step,
+                lambda step=untouched: scene.step() >= step,
                 f"the step before: {name}",
             )
             rows.append(strike(scene, name))

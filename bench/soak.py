@@ -56,9 +56,13 @@ from faults import (
 
 STEP_S = 60.0  # the most that a step may take, faults included, on a busy machine
 GROWTH = 1.1  # of what a process holds over the steps that it lived, after its first ten
-WARM_STEPS, END = 10, 0.2  # the first and the last fifth of the run are compared
+WARM_STEPS, AT_REST = 10, 10
+# openai's client of each rollout: memory grows for 35 steps and then no more, also in a bare loop
+WARM_STEPS_OF_AGENTS = 40
+END = 0.2  # the first and the last fifth of the run are compared
 ENGINES_KILLED = ("engine killed in a weight update", "engine killed at a random moment")
 _NAME_CHARACTERS = 15  # of a process, in Linux
+RAYS_OWN = ("ray", "raylet", "gcs_server", "ray::DashboardA", "ray::RuntimeEnv")
 
 
 ANSWERS = {  # what answers the model, in the place of a grader
@@ -104,6 +108,8 @@ def held(job: Job) -> dict[str, Held]:
                 kind = "launcher"
             elif "train" in words and "torch.distributed.run" not in words:
                 kind = "trainer"
+            elif any("/ray/" in word for word in words):
+                kind = "ray"
             if is_live(process):
                 memory = process.memory_info().rss / 2**20
                 found[f"{kind} {process.pid}"] = Held(memory, process.num_fds())
@@ -158,9 +164,28 @@ def soak(
         "reward_last": sum(rewards[-part:]) / part,
         "samples_lost": SAMPLES * num_steps - sum(counts),
         "not_once": not_once(dispatched(folder)[0], rows_of_data),
-        "growth": growth(seen, lambda each: each.memory),
-        "files": growth(seen, lambda each: each.files),
         "memory": held_by_step(seen),
+        **growths(seen, answers),
+    }
+
+
+def growths(seen: list[dict[str, Held]], answers: str) -> dict[str, float]:
+    """Of this project's processes and SGLang's; and of Ray's own, which lives as long as the run:
+    its log monitor keeps two files of each worker that it has seen, 200 at most."""
+
+    def of(kinds: Callable[[str], bool]) -> tuple[float, float]:
+        warm = WARM_STEPS_OF_AGENTS if answers == "agent" else WARM_STEPS
+        return (
+            growth(seen, lambda each: each.memory, kinds, warm),
+            growth(seen, lambda each: each.files, kinds, warm),
+        )
+
+    ours, of_ray = of(lambda kind: kind not in RAYS_OWN), of(RAYS_OWN.__contains__)
+    return {
+        "growth": ours[0],
+        "files": ours[1],
+        "growth_of_ray": of_ray[0],
+        "files_of_ray": of_ray[1],
     }
 
 
@@ -176,14 +201,19 @@ def watched(scene: Scene, seen: list[dict[str, Held]]) -> int:
     return step
 
 
-def growth(seen: list[dict[str, Held]], of: Callable[[Held], float]) -> float:
+def growth(
+    seen: list[dict[str, Held]],
+    of: Callable[[Held], float],
+    kinds: Callable[[str], bool],
+    warm: int,
+) -> float:
     """Largest ratio of the least that a process held in its last ten steps, requests come and go, to
-    that of the ten after its first ten; 1 when none lived so long."""
+    that of ten after its first; 1 when none lived so long."""
     ratios = [1.0]
-    for name in {name for sample in seen for name in sample}:
-        life = [of(sample[name]) for sample in seen if name in sample][WARM_STEPS:]
-        if len(life) > WARM_STEPS:
-            ratios.append(min(life[-WARM_STEPS:]) / max(min(life[:WARM_STEPS]), 1))
+    for name in {name for sample in seen for name in sample if kinds(name.rpartition(" ")[0])}:
+        life = [of(sample[name]) for sample in seen if name in sample][warm:]
+        if len(life) > AT_REST:
+            ratios.append(min(life[-AT_REST:]) / max(min(life[:AT_REST]), 1))
     return max(ratios)
 
 
@@ -215,7 +245,7 @@ def draw_picture(result: dict, target: Path) -> None:
         for name in sorted({name for sample in seen for name in sample}):
             kind = name.rpartition(" ")[0]
             life = [(i, held[name][of]) for i, held in enumerate(seen, 1) if name in held]
-            label = None if kind in colours and of == "memory" else kind
+            label = None if kind in colours else kind
             colour = colours.setdefault(kind, shades(len(colours)))
             axes.plot(*zip(*life, strict=True), color=colour, linewidth=0.8, label=label)
         for fault in result["faults"]:
@@ -313,6 +343,10 @@ def table(result: dict) -> list[tuple[str, str]]:
         ),
         ("largest growth of a process's memory", f"{result['growth']:.3f} times"),
         ("largest growth of a process's open files", f"{result['files']:.3f} times"),
+        (
+            "of Ray's own processes: memory, open files",
+            f"{result['growth_of_ray']:.3f}, {result['files_of_ray']:.3f} times",
+        ),
         ("processes left", "0"),
     ]
 
