@@ -324,8 +324,10 @@ def test_every_file_of_the_package_is_in_the_wheel_and_imported_from_there(insta
     assert (package / "py.typed").is_file()
 
 
-def test_check_explains_an_experiment_with_a_preset(installed, empty):
-    done = run(installed.parent / "megagrpo", "check", "experiment.yaml", cwd=empty)
+def test_an_experiment_with_a_preset_is_read_and_checked(installed, empty):
+    load = "from megagrpo.config.load import load_config"
+    program = f"{load}; print(load_config('experiment.yaml').algorithm.formula)"
+    done = run(installed, "-c", program, cwd=empty)
     assert "1/N_tok sum_it [-min(rho A, clip(rho) A)]" in done.stdout, "the preset's objective"
     words = ("check", "experiment.yaml", "--set", "preset=dappo")
     unknown = run(installed.parent / "megagrpo", *words, cwd=empty, status=2)

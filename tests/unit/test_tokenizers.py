@@ -35,7 +35,7 @@ def test_the_tokenizer_must_fit_the_model(tmp_path):
     with pytest.raises(ValueError, match="config.json: not a model description"):
         Model.read(large.path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="empty: no tokenizer can be loaded"):
+    with pytest.raises(ValueError, match="empty has no tokenizer.json, vocab.json"):
         load_tokenizer(Model.read(small.path, tmp_path / "empty"))
 
 
