@@ -70,9 +70,9 @@ def check_arguments(
     except TypeError as exc:
         options = [word for word in signature.parameters if word not in (*inputs, *named)]
         hints = [did_you_mean(arg, options) for arg in args if arg not in options]
-        called = f"{name}({', '.join([*inputs, *options])})"
+        called = f"{name.split()[-1]}({', '.join([*inputs, *options])})"
         hint = next(filter(None, hints), f"; it is called as {called}")
-        raise ValueError(f"{key} do not fit {name!r}: {exc}{hint}") from exc
+        raise ValueError(f"{key} do not fit {name}: {exc}{hint}") from exc
 
 
 @cache
