@@ -17,7 +17,9 @@ def documented() -> dict[str, tuple[int, bool]]:
     """Operator and place -> how often a layer of one micro-batch waits there, and whether only one
     with experts."""
     [section] = re.findall(
-        r"^## Synchronisations that remain$(.*?)^## ", DOCS.read_text(), re.MULTILINE | re.DOTALL
+        r"^## Synchronisations that remain$(.*?)(?:^## |\Z)",
+        DOCS.read_text(),
+        re.MULTILINE | re.DOTALL,
     )
     rows = ROW.findall(section)
     return {f"{what} {place}": (int(n), bool(experts)) for what, place, n, experts in rows}
