@@ -29,6 +29,7 @@ def make_source(service, publish, grader: Grader) -> RolloutSource:
     )
 
 
+@pytest.mark.slow  # test_engines.py kills one of two
 def test_engine_killed_during_a_rollout(service):
     """It is started again, gets its weights by a publish, and every sample of the step arrives, as
     without the kill."""
