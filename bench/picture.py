@@ -3,11 +3,14 @@
 `python bench/readme.py` writes it, and a test compares the two.
 """
 
+from collections.abc import Sequence
 from html import escape
 
 WIDTH, HEIGHT = 1000, 540
 _INK, _SOFT = "#1f2937", "#4b5563"
 _BLUE, _GREEN, _AMBER, _GREY = "#2563eb", "#15803d", "#b45309", "#64748b"
+_TRAINERS = ("leader", "rank 1", "rank 2", "rank 3")  # of a copy of the model
+_ENGINES = ("tp 0", "tp 1", "tp 2", "tp 3")
 _FILL = {_BLUE: "#eff6ff", _GREEN: "#f0fdf4", _AMBER: "#fffbeb", _GREY: "#f8fafc"}
 
 
@@ -51,24 +54,15 @@ def arrow(
     )
 
 
-def replica(x: float, y: float, name: str) -> list[str]:
-    """Returns one data-parallel copy of the model: its leader and three more ranks."""
+def ranks(x: float, y: float, name: str, words: Sequence[str], colour: str) -> list[str]:
+    """Returns the ranks of a copy of the model, or of an engine; a leader is filled."""
     parts = [text(x, y - 8, name, size=13, colour=_SOFT)]
-    for number in range(4):
+    for number, word in enumerate(words):
+        leads = word == "leader"
         left = x + 62 * number
-        parts.append(box(left, y, 56, 44, _BLUE, strong=number == 0))
-        words = ("leader", "rank 1", "rank 2", "rank 3")[number]
-        colour = "white" if number == 0 else _INK
-        parts.append(text(left + 28, y + 27, words, size=12, colour=colour, anchor="middle"))
-    return parts
-
-
-def engine(x: float, y: float, name: str) -> list[str]:
-    """Returns one engine with its ranks."""
-    parts = [text(x, y - 8, name, size=13, colour=_SOFT)]
-    for number in range(4):
-        parts.append(box(x + 62 * number, y, 56, 44, _GREEN))
-        parts.append(text(x + 62 * number + 28, y + 27, f"tp {number}", size=12, anchor="middle"))
+        parts.append(box(left, y, 56, 44, colour, strong=leads))
+        ink = "white" if leads else _INK
+        parts.append(text(left + 28, y + 27, word, size=12, colour=ink, anchor="middle"))
     return parts
 
 
@@ -76,8 +70,8 @@ def _trainers() -> list[str]:
     return [
         box(20, 130, 300, 262, _BLUE),
         text(36, 156, "Trainers: Megatron-Core", size=17, colour=_BLUE, weight="bold"),
-        *replica(36, 190, "model copy 0"),
-        *replica(36, 304, "model copy 1"),
+        *ranks(36, 190, "model copy 0", _TRAINERS, _BLUE),
+        *ranks(36, 304, "model copy 1", _TRAINERS, _BLUE),
         arrow((292, 226), (292, 312), _BLUE, both=True),
         text(282, 260, "all-reduce: gradients,", size=12, colour=_SOFT, anchor="end"),
         text(282, 275, "statistics of each group", size=12, colour=_SOFT, anchor="end"),
@@ -89,8 +83,8 @@ def _engines() -> list[str]:
     return [
         box(680, 130, 300, 262, _GREEN),
         text(696, 156, "Engines: SGLang", size=17, colour=_GREEN, weight="bold"),
-        *engine(696, 190, "engine 0"),
-        *engine(696, 270, "engine 1"),
+        *ranks(696, 190, "engine 0", _ENGINES, _GREEN),
+        *ranks(696, 270, "engine 1", _ENGINES, _GREEN),
         text(696, 346, "a supervisor for each engine starts, watches", size=12, colour=_SOFT),
         text(696, 362, "and restarts it, in a Ray actor", size=12, colour=_SOFT),
         text(696, 378, "engines have their own GPUs, or the trainers'", size=12, colour=_SOFT),

@@ -142,8 +142,7 @@ def checkpoint_lines(
         lines.append(f"  in         {c.dir}")
     if arch is None:
         return lines
-    per_node = min(config.actor.world_size, config.cluster.gpus_per_node)
-    cost = checkpoint_cost(arch, config.actor, per_node)
+    per_node, cost = _per_node(config, arch)
     lines.append(
         f"  on disk    up to {gigabytes(_most_on_disk(config, cost))}, while one is written"
     )
@@ -159,14 +158,17 @@ def checkpoint_lines(
         for reshardable in shown
     ]
     lines.append(
-        f"  on disk: up to {gigabytes(_most_on_disk(config, cost))}, while a save is written"
-    )
-    lines.append(
         f"  a resume: reads {gigabytes(cost.read_bytes)} (checksums, then the state), "
         f"{_disk_seconds(cost.read_bytes)}; {gigabytes(cost.resume_host_bytes[True])} of host "
         "memory a node from one for any layout"
     )
     return lines
+
+
+def _per_node(config: ExperimentConfig, arch: Architecture) -> tuple[int, CheckpointCost]:
+    """Returns the trainer ranks of the fullest node, and the cost of checkpoints with so many."""
+    ranks = min(config.actor.world_size, config.cluster.gpus_per_node)
+    return ranks, checkpoint_cost(arch, config.actor, ranks)
 
 
 def _most_on_disk(config: ExperimentConfig, cost: CheckpointCost) -> float:
@@ -183,8 +185,8 @@ def disk_advice(config: ExperimentConfig, arch: Architecture | None) -> list[str
     if not os.access(folder, os.W_OK):
         return [f"{folder} cannot be written by this user, who may not be the run's"]
     free = shutil.disk_usage(folder).free
-    per_node = min(config.actor.world_size, config.cluster.gpus_per_node)
-    wanted = _most_on_disk(config, checkpoint_cost(arch, config.actor, per_node))
+    _, cost = _per_node(config, arch)
+    wanted = _most_on_disk(config, cost)
     if wanted <= free:
         return []
     return [

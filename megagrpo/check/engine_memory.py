@@ -329,13 +329,15 @@ def memory_problems(
     ]
 
 
-def concurrency_report(config: ExperimentConfig, hardware: str | None = None) -> list[str]:
+def concurrency_report(
+    config: ExperimentConfig, hardware: str | None = None, everything: bool = True
+) -> list[str]:
     """Returns the lines of `megagrpo check` about concurrent samples; [] for a model without
     config.json.
 
     hardware: kind of GPU on which SGLang resolves the engines' arguments, which takes some seconds.
     Without it the closed forms take the experiment's own. The arguments of engines on a CPU state
-    their cache.
+    their cache. everything: also of which lengths they are counted.
     """
     if model_description(config) is None:
         return []
@@ -348,10 +350,13 @@ def concurrency_report(config: ExperimentConfig, hardware: str | None = None) ->
     limit = (
         "its cache" if by_cache < rollout.max_running_requests else "rollout.max_running_requests"
     )
+    counted = (
+        f"  responses  {lengths.origin}; a running sample holds {lengths.running:,.0f} tokens on "
+        "average"
+    )
     lines = [
         f"cache      {tokens:,} tokens an engine, {how}",
-        f"  responses  {lengths.origin}; a running sample holds {lengths.running:,.0f} tokens on "
-        "average",
+        *([counted] if everything else []),
         f"  at once    {concurrent:,} samples an engine, by {limit}, of {samples:,.0f} that it "
         "gets a step; the others "
         "wait at the trainers, and leave as there is room",

@@ -193,9 +193,9 @@ def hub_hint(path: str) -> str:
     """Returns how to get a model whose folder is called like one on the Hugging Face Hub."""
     name = path.rpartition("/")[2]
     owner = next((owner for start, owner in _OWNERS.items() if name.startswith(start)), "")
-    hub_name = f"{owner}/{name}"
     if not owner:
         return ""
+    hub_name = f"{owner}/{name}"
     return f"; write {hub_name}, or fetch it: `hf download {hub_name} --local-dir {path}`"
 
 

@@ -34,7 +34,6 @@ from megagrpo.families.table import architecture_of, left_out, model_problems, p
 from megagrpo.rewards.graders.table import SERVICES, machine_problem
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 
-_ASSUMED = "  responses"  # of which lengths check/engine_memory.py counts
 _MORE = "--all: ranks, micro-batches, memory by phase, costs of a save, fields handed to libraries"
 _ON_SCREEN = 4  # of what is named without --all: data files, parts of memory
 _MAX_ROWS = 32  # of a table of GPUs
@@ -77,7 +76,9 @@ def check_command(
         of_libraries = pool.submit(_library_problems, config)
         trial = try_loading(config)
         problems = [*known_problems(config, trial), *of_libraries.result()]
-    at_once = concurrency_report(config, hardware) if set(problems) <= set(trial.problems) else []
+    at_once = []
+    if set(problems) <= set(trial.problems):
+        at_once = concurrency_report(config, hardware, everything)
     problems = located(path, overrides, problems)
     print(explain(config, trial, at_once, everything, problems))
     return 2 if problems else 0
@@ -121,7 +122,7 @@ def explain(
         [*_layout(config, everything), *_routing(config, arch)],
         _step(config, steps, everything),
         _rollout(config),
-        at_once if everything else [line for line in at_once if not line.startswith(_ASSUMED)],
+        at_once,
         settings_report(arch, config, everything),
         _memory(config, cut, everything),
         checkpoint_lines(config, cut, everything),

@@ -181,9 +181,8 @@ class Sampler:
         job_number: int,
     ) -> None:
         async with self._beginning:
-            await asyncio.sleep(
-                0
-            )  # requests of groups before it leave, before its own are prepared
+            # requests of groups before it leave, before its own are prepared
+            await asyncio.sleep(0)
         order = (float(not job.is_urgent), float(job_number))
         affinities = self._affinities(job.num_samples)
         rollouts = [

@@ -52,7 +52,7 @@ def load_function(name: str, built_in: Mapping[str, str], key: str) -> Callable[
 
 
 def check_arguments(
-    key: str,
+    misfit: str,
     name: str,
     function: Callable[..., object],
     inputs: Sequence[str],
@@ -61,8 +61,8 @@ def check_arguments(
 ) -> None:
     """Raises ValueError if a function cannot be called with its inputs and the user's `args`.
 
-    inputs: names of what it gets by position. named: of what it gets by its names. key: that holds
-    `args`.
+    misfit: how the message begins, before the function's name: "reward.args do not fit grader".
+    inputs: names of what it gets by position. named: of what it gets by its names.
     """
     signature = inspect.signature(function)
     try:
@@ -70,9 +70,9 @@ def check_arguments(
     except TypeError as exc:
         options = [word for word in signature.parameters if word not in (*inputs, *named)]
         hints = [did_you_mean(arg, options) for arg in args if arg not in options]
-        called = f"{name.split()[-1]}({', '.join([*inputs, *options])})"
+        called = f"{name}({', '.join([*inputs, *options])})"
         hint = next(filter(None, hints), f"; it is called as {called}")
-        raise ValueError(f"{key} do not fit {name}: {exc}{hint}") from exc
+        raise ValueError(f"{misfit} {name!r}: {exc}{hint}") from exc
 
 
 @cache

@@ -53,7 +53,7 @@ def test_check_fits_on_a_screen_and_begins_with_the_verdict(path: Path):
     config = load_config(path)
     trial = LoadingTest(loaded=["a file"] * 6, first_row=["a row"] * 12)
     whole = explain(config, trial, concurrency_report(config, None), True, [])
-    short = explain(config, trial, concurrency_report(config, None), False, [])
+    short = explain(config, trial, concurrency_report(config, None, False), False, [])
     assert short.startswith("no problems found\n") and len(short.splitlines()) <= SCREEN
     facts = short.splitlines()[:-1]  # the last line says what is left out
     assert short.splitlines()[-1].startswith("--all: ")

@@ -120,11 +120,22 @@ def main_rank_fails_last() -> Iterator[None]:
             (filesystem_async.FileSystemWriterAsync, "finish"),
             (serialization, "save_config"),
         ):
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, tried(getattr(owner, name)))
+            stack.enter_context(_replaced(owner, name, tried(getattr(owner, name))))
         yield
     if failures:
         raise OSError(str(failures[0])) from failures[0]
+
+
+@contextmanager
+def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """Gives a name of a module, a class or an object another value inside."""
+    with ExitStack() as stack:
+        if name in vars(owner):
+            stack.callback(setattr, owner, name, vars(owner)[name])
+        else:  # an object's, which its class has
+            stack.callback(delattr, owner, name)
+        setattr(owner, name, value)
+        yield
 
 
 def put_results(request: AsyncRequest, results: dict[int, list]) -> None:
@@ -192,9 +203,7 @@ def without_padding_mark(optimizer: DistributedOptimizer) -> Iterator[None]:
     def of_tensors(parameter: Tensor, state: dict[str, Tensor]) -> None:
         whole(parameter, {name: value for name, value in state.items() if name != "padding"})
 
-    optimizer._set_main_param_and_optimizer_states = of_tensors
-    with ExitStack() as stack:
-        stack.callback(delattr, optimizer, whole.__name__)
+    with _replaced(optimizer, whole.__name__, of_tensors):
         yield
 
 

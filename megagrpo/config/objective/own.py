@@ -50,7 +50,7 @@ def own_function(key: str, name: str, inputs: str, args: str) -> Callable[..., A
     """Returns a user's function with its keyword arguments (JSON). Raises ValueError as `load`."""
     function = load_function(name, {}, key)
     named = json.loads(args)
-    check_arguments(f"{key}.args", name, function, [inputs], named)
+    check_arguments(f"{key}.args do not fit", name, function, [inputs], named)
     return partial(function, **named)
 
 

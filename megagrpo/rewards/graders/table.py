@@ -46,14 +46,15 @@ def load_grader(name: str, args: GraderArgs) -> GraderFunction:
     """
     known = BUILT_IN | dict.fromkeys(SERVICES, "")  # which never come here
     function = load_function(name, known, "reward.grader")
+    misfit = "reward.args do not fit grader"
     if name in OPTIONS:
         check_options(name, args)
     elif _is_trls(function):
-        with translated(f"reward.args do not fit grader {name!r}", TypeError):
+        with translated(f"{misfit} {name!r}", TypeError):
             inspect.signature(function).bind_partial(**args)
     else:
         inputs = _inputs(inspect.signature(function), ["text", "answer"])
-        check_arguments("reward.args", f"grader {name}", function, inputs[0], args, inputs[1])
+        check_arguments(misfit, name, function, inputs[0], args, inputs[1])
     return function
 
 
@@ -130,7 +131,7 @@ def load_group_grader(name: str, args: GraderArgs) -> GroupFunction:
     """Returns the group grader `name`; see load_grader."""
     function = load_function(name, GROUP_BUILT_IN, "reward.group_grader")
     inputs = ["texts", "answer", "scores"]
-    check_arguments("reward.group_args", f"grader {name}", function, inputs, args)
+    check_arguments("reward.group_args do not fit grader", name, function, inputs, args)
     return function
 
 

@@ -25,12 +25,13 @@ class _Form:
     example: str
 
 
+_SLIME = _Form("*train.py|*train_async.py", "python train.py --option value ...")
 _COMMANDS = {
     "verl": _Form(
         "*main_ppo*|*main_dapo*|*main_*trainer*", "python -m verl.trainer.main_ppo key=value ..."
     ),
-    "slime": _Form("*train.py|*train_async.py", "python train.py --option value ..."),
-    "miles": _Form("*train.py|*train_async.py", "python train.py --option value ..."),
+    "slime": _SLIME,
+    "miles": _SLIME,
     "trl": _Form("*grpo*.py|trl", "trl grpo --option value ..."),
 }
 
@@ -51,13 +52,13 @@ def read_source(framework: str, path: Path) -> Source:
         raise ValueError(f"{path}: no such file")
     if another := whose(path.read_text(encoding="utf-8", errors="replace"), path.suffix):
         raise ValueError(f"{path}: {where_to_look(another)}")
-    form = _COMMANDS.get(framework)
     if path.suffix in (".yaml", ".yml") and framework not in ("slime", "miles"):
         return Source(_of_yaml(path))
     if path.suffix == ".py" and framework == "trl":
         found = trl_arguments(path)
         leaves = (pair for key, value in found.given.items() for pair in leaves_of(value, key))
         return Source({key: cast(Plain, value) for key, value in leaves}, [], found.unread)
+    form = _COMMANDS.get(framework)
     if form is None:
         raise ValueError(f"{path}: {framework} is read from YAML (.yaml)")
     command = trainer_command(path, form.trainers, form.example)

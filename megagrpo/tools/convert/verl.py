@@ -126,9 +126,8 @@ def _rewards(d: Translation) -> None:
     groups = "algorithm.filter_groups."
     if d.get(f"{groups}enable"):
         shaped = d.get(f"{groups}metric") == "seq_final_reward"
-        prompts = d.number(
-            "data.train_batch_size"
-        )  # of a batch here; theirs have a size of their own
+        # of a batch here; theirs have a size of their own
+        prompts = d.number("data.train_batch_size")
         most = d.number(f"{groups}max_num_gen_batches", default=0) or 1000
         most = -(-most * d.number("data.gen_batch_size", default=prompts) // prompts)
         chosen: dict[str, Plain] = {
