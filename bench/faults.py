@@ -394,7 +394,8 @@ def matrix(root: Path, names: list[str]) -> list[dict]:
         done = scene.job.finish(LIMIT_S * 4)
     assert done.status == 0, done.stderr
     (prompts, lag), (expected, _) = dispatched(folder), dispatched(reference)
-    assert prompts == expected and not not_once(prompts), "groups of another order, or twice"
+    epoch = (root / "data" / "train.jsonl").read_text().count("\n")
+    assert prompts == expected and not not_once(prompts, epoch), "groups of another order, or twice"
     print(f"{len(prompts)} groups, each once, in their order; largest lag {lag}")
     assert lag <= ahead
     return [judge(row, folder, reference) for row in rows]
