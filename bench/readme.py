@@ -7,6 +7,7 @@ megagrpo/train.py
 `<!-- modules -->`                the package by room      `<!-- presets -->`  the presets
 `<!-- tests/unit/NAME.py -->`     what its table() returns    `<!-- last-device -->`  where
 bench/gpu.py last ran
+`<!-- verified:SECTION -->`       what tests verify, by their marks (bench/verification.py)
 
 Writes the generated pages of docs/reference, too (configuration, rules, metrics, names, cli), and
 docs/picture.svg.
@@ -140,6 +141,10 @@ def _copied(source: str) -> str:
             return _presets()
         case "last-device":
             return last_device(ROOT / "bench" / "results")
+    if source.startswith("verified:"):
+        from bench.verification import table
+
+        return table(source.removeprefix("verified:"))
     if source.endswith(".py"):
         return str(runpy.run_path(str(ROOT / source))["table"]())
     return (ROOT / source).read_text(encoding="utf-8")

@@ -5,9 +5,20 @@ CI runs one case of each layout of two ranks, --full those of tests/dist by its 
 
 from pathlib import Path
 
+import pytest
+
 from tests.dist.cases import CI, LayoutCase
 from tests.dist.figures import LayoutFigures
 from tests.dist.test_actor_layouts import check, jobs_of, one_rank_jobs
+
+pytestmark = pytest.mark.verifies(
+    "actor",
+    "layouts, publishes, waits on a pretended CUDA device: CUDA's rules, the CPU's kernels",
+    "hostcuda/test_dist.py",
+    "hostcuda/test_kit.py",
+    "hostcuda/test_waits.py",
+    see="[list](pretended-device.md)",
+)
 
 
 def one_of_each_layout() -> list[LayoutCase]:

@@ -15,6 +15,16 @@ from megagrpo.tools.convert.command import translate
 from megagrpo.tools.convert.foreign import FRAMEWORKS, defaults, entries, find
 from megagrpo.tools.convert.source import read_source
 
+pytestmark = pytest.mark.verifies(
+    "algorithms",
+    "`megagrpo convert` from verl, ROLL, TRL, slime and miles: what each key becomes",
+    "unit/test_convert_files.py",
+    "unit/test_convert_shell.py",
+    "unit/test_convert_slime.py",
+    "unit/test_convert_trl.py",
+    see="[their examples](../coming.md)",
+)
+
 CASES = yaml.safe_load(Path(__file__).with_name("convert_cases.yaml").read_text())
 COMMAND = """#!/bin/bash
 set -xeuo pipefail

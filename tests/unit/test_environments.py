@@ -17,6 +17,10 @@ from megagrpo.system import environment, worker_process
 from megagrpo.system.run_folder import RunFolder
 from tests import experiments
 
+pytestmark = pytest.mark.verifies(
+    "runs", "every process has the environment of [the table](gpu.md#environment-of-every-process)"
+)
+
 DOCS = Path(__file__).parents[2] / "docs" / "evidence" / "gpu.md"
 HEADING = "## Environment of every process"
 KINDS = {

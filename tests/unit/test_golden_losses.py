@@ -15,6 +15,16 @@ from megagrpo.config.objective.kl import KlConfig
 from megagrpo.config.objective.policy_loss import CispoLoss, GpgLoss
 from tests.unit.golden_cases import cases, close, load, tensor
 
+pytestmark = pytest.mark.verifies(
+    "algorithms",
+    "losses, estimators, KL and corrections: closed forms, gradients, golden numbers of "
+    "verl's, ROLL's and TRL's own functions",
+    "unit/test_golden_advantages.py",
+    "unit/test_golden_rest.py",
+    "unit/test_algo_loss.py",
+    "unit/test_algo_advantage.py",
+)
+
 LOSSES, AGGREGATION, KL = "policy_losses.json", "agg_loss.json", "kl.json"
 
 
