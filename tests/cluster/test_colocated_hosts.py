@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.timeout(2400),
     pytest.mark.verifies(
         "runs",
-        "colocated engines over two hosts: the same bits, also killed in [four "
+        "colocated engines over two hosts: same bits, also killed in [four "
         "phases](faults.md#colocated-over-two-hosts)",
     ),
 ]

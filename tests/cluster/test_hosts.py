@@ -77,8 +77,7 @@ def assert_as_on_one_host(run: HostRun, experiments: Path, num_steps: int) -> No
 
 @pytest.mark.verifies(
     "runs",
-    "trainers on two hosts and engines on two others (network namespaces) compute what one host "
-    "does",
+    "trainers on two hosts, engines on two others (network namespaces) compute what one host does",
 )
 @pytest.mark.slow
 def test_four_hosts_compute_what_one_does(hosts, experiments):
@@ -96,7 +95,7 @@ def test_four_hosts_compute_what_one_does(hosts, experiments):
     assert served == {hosts[0].address(number) for number in ENGINES}
 
 
-@pytest.mark.verifies("runs", "a host's links cut for 20 s: the run ends as the undisturbed one")
+@pytest.mark.verifies("runs", "a host's links cut for 20 s: the undisturbed run")
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [4, 2], ids=["an-engine's", "a-trainer's"])
 def test_a_link_is_cut_and_healed(hosts, experiments, number):

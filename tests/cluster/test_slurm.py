@@ -34,8 +34,8 @@ pytestmark = [
     pytest.mark.timeout(1500),
     pytest.mark.verifies(
         "runs",
-        "Slurm's own daemons on four nodes: one-node job, scancel; pre-emption, time limit, "
-        "heterogeneous job, second submit, a lost node",
+        "Slurm's daemons on four nodes: one-node job, scancel; pre-emption, time limit, "
+        "heterogeneous job, second submit, lost node",
     ),
 ]
 

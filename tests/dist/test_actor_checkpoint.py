@@ -74,8 +74,8 @@ pytestmark = [
     pytest.mark.timeout(900),  # one fixture runs three launches for all tests
     pytest.mark.verifies(
         "actor",
-        "checkpoints: the same layout resumes bit by bit, another one with the same next "
-        "steps; optimizer state on the host and back, bit by bit",
+        "checkpoints: same layout bit by bit, another one the same next steps; optimizer "
+        "state to the host and back bit by bit",
     ),
 ]
 

@@ -37,14 +37,14 @@ pytestmark = [
     pytest.mark.timeout(900),  # one launch runs many checks
     pytest.mark.verifies(
         "actor",
-        "equals Hugging Face transformers: logits, gradients, HF -> actor -> HF bit by bit "
-        "(Llama, Qwen2, Qwen3, Qwen3-MoE, Mixtral, GLM-4.5, DeepSeek-V3, Moonlight)",
+        "equals transformers: logits, gradients, HF -> actor -> HF bit by bit (Llama, Qwen2, "
+        "Qwen3, Qwen3-MoE, Mixtral, GLM-4.5, DeepSeek-V3, Moonlight)",
         "dist/test_actor_families.py",
     ),
     pytest.mark.verifies(
         "actor",
         "losses and gradients of DP, TP+SP, PP, virtual PP, CP, EP, expert TP and mixtures "
-        "equal one rank's; packed and padded, each recompute",
+        "equal one rank's; packed, padded, each recompute",
         "dist/test_actor_families.py",
         see="[table](#layouts-x-families)",
     ),

@@ -19,8 +19,7 @@ pytestmark = [
     pytest.mark.timeout(900),  # one launch runs many checks
     pytest.mark.verifies(
         "actor",
-        "LoRA: gradients against dense effective weights, merged and PEFT exports, resume "
-        "bit for bit",
+        "LoRA: gradients of dense effective weights, merged and PEFT exports, resume bit by bit",
     ),
 ]
 LORA = {"rank": 4, "alpha": 8.0}

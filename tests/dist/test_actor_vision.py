@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.verifies(
         "actor",
-        "images (Qwen2.5-VL, Qwen3-VL, Qwen3-VL-MoE): logits, gradients, export, in every layout",
+        "images (Qwen2.5-VL, Qwen3-VL, Qwen3-VL-MoE): logits, gradients, export, every layout",
         see="[more](../vision.md#what-is-shown)",
     ),
 ]

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.verifies(
         "actor",
-        "drafts: loss and gradients of transformers' layers; the model's own bits unchanged",
+        "drafts: loss and gradients of transformers' layers; the model's bits unchanged",
     ),
 ]
 

@@ -97,7 +97,7 @@ def batch_of(actor):
 
 
 @pytest.mark.verifies(
-    "actor", "two passes of two updates equal a loop written by hand on transformers' model"
+    "actor", "two passes of two updates equal a handwritten loop on transformers' model"
 )
 def test_two_passes_of_two_updates_equal_a_loop_written_by_hand(made, tmp_path):
     model, batch, values, gradients, weights = made

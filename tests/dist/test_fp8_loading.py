@@ -49,7 +49,7 @@ def wanted_bytes(folder: Path) -> int:
 
 @pytest.mark.verifies(
     "weights",
-    "FP8 checkpoints are read as SGLang's own routine does, bit for bit",
+    "FP8 checkpoints are read as by SGLang's own routine, bit by bit",
     see="[bytes](../../bench/results/fp8_loading.md)",
 )
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])

@@ -14,7 +14,7 @@ from tests.dist.workers.launch import run_ranks
 from tests.dist.workers.samples import LENGTHS
 
 pytestmark = pytest.mark.verifies(
-    "actor", "router losses and biases equal plain autograd's and counts by hand, in 13 layouts"
+    "actor", "router losses and biases equal plain autograd's and counts by hand, 13 layouts"
 )
 
 RATE, LOSSES = 0.01, {"balance": 0.3, "z": 0.02}

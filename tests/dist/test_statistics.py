@@ -180,7 +180,7 @@ def results(tmp_path_factory) -> dict[int, list]:
 
 
 @pytest.mark.verifies(
-    "algorithms", "statistics of groups: the same bits for any placement and number of ranks"
+    "algorithms", "group statistics: same bits for any placement and number of ranks"
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_bit_identical_for_every_size_and_placement(results, kind):

@@ -11,7 +11,7 @@ from tests.dist.workers.launch import run_ranks
 
 pytestmark = pytest.mark.verifies(
     "actor",
-    "the host waits for the device in an update only where [the "
+    "an update waits for the device only where [the "
     "table](gpu.md#synchronisations-that-remain) says",
 )
 

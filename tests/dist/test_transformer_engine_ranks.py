@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.verifies(
         "actor",
-        "Transformer Engine's wrappers over a stand-in with its released classes and parameters",
+        "Transformer Engine's wrappers over a stand-in with its classes and parameters",
     ),
 ]
 # model, layout, batch, recompute, distributed optimizer

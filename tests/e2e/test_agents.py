@@ -26,8 +26,8 @@ from tests import games, tree_agent
 
 pytestmark = pytest.mark.verifies(
     "runs",
-    "environments and agents: log-probabilities of trainer and engine agree to 5e-6; "
-    "killed and run again, bit by bit",
+    "environments, agents: trainer's and engine's log-probabilities agree to 5e-6; killed "
+    "and run again bit by bit",
 )
 
 STEPS = 3

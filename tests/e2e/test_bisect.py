@@ -13,7 +13,7 @@ from transport_cases import ENGINES, FAMILIES, ListedEngines, make_model, runnin
 
 pytestmark = pytest.mark.verifies(
     "weights",
-    "`megagrpo bisect` names planted mistakes and passes healthy pairs; bfloat16 not run",
+    "`megagrpo bisect` names planted mistakes, passes healthy pairs; bfloat16 not run",
     see="[table](../bisect.md#planted-mistakes)",
 )
 

@@ -17,9 +17,7 @@ from run_megagrpo import (
     write_experiment,
 )
 
-pytestmark = pytest.mark.verifies(
-    "runs", "colocated engines: the run of engines beside the trainers, bit by bit"
-)
+pytestmark = pytest.mark.verifies("runs", "colocated engines: the run of engines apart, bit by bit")
 
 NUM_STEPS = (
     4  # of the session's ten undisturbed ones, whose engine has the other way of getting weights

@@ -17,7 +17,7 @@ OTHERS = sorted(
 
 @pytest.mark.verifies(
     "weights",
-    "FP8: every byte is what the engine's loader makes of an independent quantizer's checkpoint",
+    "FP8: each byte is what the engine's loader makes of an independent quantizer's checkpoint",
     "unit/test_fp8.py",
     "dist/test_fp8_engines.py",
 )

@@ -130,7 +130,7 @@ def test_a_dumped_step_is_replayed_from_the_checkpoint_before_it(long_run):
 
 @pytest.mark.verifies(
     "runs",
-    "a resumed run equals an undisturbed one, bit for bit (deterministic engine, same layout)",
+    "a resumed run equals an undisturbed one bit by bit (deterministic engine, same layout)",
     "e2e/test_restart.py",
 )
 def test_killed_and_run_again_it_is_the_same_run(long_run):

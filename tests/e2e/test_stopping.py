@@ -15,7 +15,7 @@ LIMIT_S = 500.0
 
 @pytest.mark.verifies(
     "runs",
-    "the first Ctrl-C and `megagrpo stop` save and end with 85 and 86; Slurm's requeue "
+    "the first Ctrl-C and `megagrpo stop` save, and end with 85 and 86; Slurm's requeue "
     "after 86 not run",
 )
 @pytest.mark.slow

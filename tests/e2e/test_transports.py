@@ -24,7 +24,7 @@ from transport_cases import (
 
 pytestmark = pytest.mark.verifies(
     "weights",
-    "`reshard`, `broadcast`, `disk`, `ipc`: every engine parameter has the same bits; "
+    "`reshard`, `broadcast`, `disk`, `ipc`: same bits in every engine parameter; "
     "`reshard` moves each element once",
     see="[table](../../bench/results/transports.md)",
 )

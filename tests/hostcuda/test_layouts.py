@@ -13,7 +13,7 @@ from tests.dist.test_actor_layouts import check, jobs_of, one_rank_jobs
 
 pytestmark = pytest.mark.verifies(
     "actor",
-    "layouts, publishes, waits on a pretended CUDA device: CUDA's rules, the CPU's kernels",
+    "layouts, publishes, waits on a pretended CUDA device: CUDA's rules, CPU kernels",
     "hostcuda/test_dist.py",
     "hostcuda/test_kit.py",
     "hostcuda/test_waits.py",

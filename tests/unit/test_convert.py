@@ -17,7 +17,7 @@ from megagrpo.tools.convert.source import read_source
 
 pytestmark = pytest.mark.verifies(
     "algorithms",
-    "`megagrpo convert` from verl, ROLL, TRL, slime and miles: what each key becomes",
+    "`megagrpo convert` from verl, ROLL, TRL, slime, miles: what each key becomes",
     "unit/test_convert_files.py",
     "unit/test_convert_shell.py",
     "unit/test_convert_slime.py",

@@ -18,7 +18,7 @@ from megagrpo.system.run_folder import RunFolder
 from tests import experiments
 
 pytestmark = pytest.mark.verifies(
-    "runs", "every process has the environment of [the table](gpu.md#environment-of-every-process)"
+    "runs", "each process has the environment of [the table](gpu.md#environment-of-every-process)"
 )
 
 DOCS = Path(__file__).parents[2] / "docs" / "evidence" / "gpu.md"

@@ -20,7 +20,7 @@ from megagrpo.tools.plan.command import placed_plan, report
 from tests.experiments import ROOT, python
 
 pytestmark = pytest.mark.verifies(
-    "runs", "published examples fit their models; the last trainer rank of each layout is built"
+    "runs", "published examples fit their models; each layout's last trainer rank is built"
 )
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -17,8 +17,8 @@ from tests.unit.golden_cases import cases, close, load, tensor
 
 pytestmark = pytest.mark.verifies(
     "algorithms",
-    "losses, estimators, KL and corrections: closed forms, gradients, golden numbers of "
-    "verl's, ROLL's and TRL's own functions",
+    "losses, estimators, KL, corrections: closed forms, gradients, golden numbers of "
+    "verl's, ROLL's and TRL's functions",
     "unit/test_golden_advantages.py",
     "unit/test_golden_rest.py",
     "unit/test_algo_loss.py",

@@ -238,7 +238,7 @@ print(json.dumps([[field.name for field in dataclasses.fields(kind)] for kind in
 
 @pytest.mark.verifies(
     "actor",
-    "every field of Megatron's and SGLang's classes is allowed, ours, or refused with its reason",
+    "each field of Megatron's and SGLang's classes is allowed, ours, or refused with a reason",
     "unit/test_engine_settings.py",
 )
 def test_every_refusal_fits_a_field_and_names_a_key():

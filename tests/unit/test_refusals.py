@@ -142,7 +142,7 @@ ROWS = [("quickstart", *row) for row in REFUSED] + [
 
 
 @pytest.mark.verifies(
-    "runs", "`check`, `plan` and `submit --dry-run` refuse the same with the same words"
+    "runs", "`check`, `plan`, `submit --dry-run` refuse the same in the same words"
 )
 @pytest.mark.parametrize(("config", "settings", "said"), ROWS)
 def test_settings_that_do_not_go_together(config: str, settings: list[str], said: str):

@@ -20,8 +20,7 @@ from tests.experiments import until
 
 pytestmark = pytest.mark.verifies(
     "runs",
-    "`max_staleness`: order, bound, nothing lost or twice; 0 is the run of before there "
-    "was the setting",
+    "`max_staleness`: order, bound, nothing lost or twice; 0 is the run without the setting",
     "e2e/test_async_run.py",
 )
 
