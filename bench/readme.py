@@ -142,9 +142,9 @@ def _copied(source: str) -> str:
         case "last-device":
             return last_device(ROOT / "bench" / "results")
     if source.startswith("verified:"):
-        from bench.verification import table
+        from bench.verification import lists
 
-        return table(source.removeprefix("verified:"))
+        return lists(source.removeprefix("verified:"))
     if source.endswith(".py"):
         return str(runpy.run_path(str(ROOT / source))["table"]())
     return (ROOT / source).read_text(encoding="utf-8")

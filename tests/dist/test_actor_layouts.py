@@ -37,7 +37,7 @@ pytestmark = [
     pytest.mark.timeout(900),  # one launch runs many checks
     pytest.mark.verifies(
         "actor",
-        "equals transformers: logits, gradients, HF -> actor -> HF bit by bit (Llama, Qwen2, "
+        "the actor equals transformers: logits, gradients, HF -> actor -> HF bit by bit (Llama, Qwen2, "
         "Qwen3, Qwen3-MoE, Mixtral, GLM-4.5, DeepSeek-V3, Moonlight)",
         "dist/test_actor_families.py",
     ),

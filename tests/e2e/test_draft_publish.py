@@ -14,7 +14,7 @@ from megagrpo.mesh import LeaderError
 
 pytestmark = [
     pytest.mark.timeout(900),
-    pytest.mark.verifies("weights", "drafts by every transport"),
+    pytest.mark.verifies("weights", "drafts arrive by every transport"),
 ]
 DRAFTS = 2
 DRAFT = "model.layers.2."  # the draft's HF tensors

@@ -64,7 +64,7 @@ def test_steps_agree_with_the_engine_and_are_exported(family, dtype, mismatch, t
     assert transformers_accepts(tmp_path / "exported") == {"wrong": [], "finite": True}
 
 
-@pytest.mark.verifies("weights", "engines with data-parallel attention")
+@pytest.mark.verifies("weights", "engines with data-parallel attention agree with the trainer")
 @pytest.mark.slow
 def test_an_engine_with_data_parallel_attention_agrees_and_its_experts_are_replayed(tmp_path: Path):
     """Both publishes between steps are into an engine that has sampled, whose ranks each have a

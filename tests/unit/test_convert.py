@@ -18,10 +18,7 @@ from megagrpo.tools.convert.source import read_source
 pytestmark = pytest.mark.verifies(
     "algorithms",
     "`megagrpo convert` from verl, ROLL, TRL, slime, miles: what each key becomes",
-    "unit/test_convert_files.py",
-    "unit/test_convert_shell.py",
-    "unit/test_convert_slime.py",
-    "unit/test_convert_trl.py",
+    "unit/test_convert*.py",
     see="[their examples](../coming.md)",
 )
 

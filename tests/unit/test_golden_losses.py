@@ -19,10 +19,8 @@ pytestmark = pytest.mark.verifies(
     "algorithms",
     "losses, estimators, KL, corrections: closed forms, gradients, golden numbers of "
     "verl's, ROLL's and TRL's functions",
-    "unit/test_golden_advantages.py",
-    "unit/test_golden_rest.py",
-    "unit/test_algo_loss.py",
-    "unit/test_algo_advantage.py",
+    "unit/test_golden_*.py",
+    "unit/test_algo_*.py",
 )
 
 LOSSES, AGGREGATION, KL = "policy_losses.json", "agg_loss.json", "kl.json"
