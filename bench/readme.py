@@ -7,10 +7,11 @@ megagrpo/train.py
 `<!-- modules -->`                the package by room      `<!-- presets -->`  the presets
 `<!-- tests/unit/NAME.py -->`     what its table() returns    `<!-- last-device -->`  where
 bench/gpu.py last ran
-`<!-- verified:SECTION -->`       what tests verify, by their marks (bench/verification.py)
 
 Writes the generated pages of docs/reference, too (configuration, rules, metrics, names, cli), and
 docs/picture.svg.
+
+`<!-- verified:SECTION -->` lists what tests verify, by their marks (bench/verification.py).
 
 python bench/readme.py
 """
