@@ -16,7 +16,10 @@ from run_megagrpo import assert_agrees, assert_same_run, prepared, run_experimen
 from megagrpo.cluster.supervise import ALONE, torchrun
 from megagrpo.system.environment import child_environment
 
-pytestmark = [pytest.mark.skipif(not available(), reason=NEEDED), pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.skipif(not available(), reason=NEEDED),
+    pytest.mark.timeout(1800),
+]
 TRAINERS, ENGINES = (1, 2), (3, 4)
 CUT_S = 20.0
 PARALLEL = {"tp": 2, "ep": 1}
@@ -72,6 +75,10 @@ def assert_as_on_one_host(run: HostRun, experiments: Path, num_steps: int) -> No
     assert_agrees(run.folder)
 
 
+@pytest.mark.verifies(
+    "runs",
+    "trainers on two hosts, engines on two others (network namespaces) compute what one host does",
+)
 @pytest.mark.slow
 def test_four_hosts_compute_what_one_does(hosts, experiments):
     """Same rewards, losses and gradients in the same bits, though tensors, prompts and weights
@@ -88,6 +95,7 @@ def test_four_hosts_compute_what_one_does(hosts, experiments):
     assert served == {hosts[0].address(number) for number in ENGINES}
 
 
+@pytest.mark.verifies("runs", "a host's links cut for 20 s: the undisturbed run")
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [4, 2], ids=["an-engine's", "a-trainer's"])
 def test_a_link_is_cut_and_healed(hosts, experiments, number):
