@@ -1,7 +1,7 @@
 """Costs of a decoder layer, an optimizer element and a token, from config.json: bytes, FLOPs, bytes
 sent. No torch.
 
-docs/planning.md states each formula. Layers are counted for CUDA, where attention keeps no scores.
+Layers are counted for CUDA, where attention keeps no scores.
 """
 
 from collections.abc import Mapping

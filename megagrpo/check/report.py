@@ -358,7 +358,7 @@ def _reward(config: ExperimentConfig) -> str:
 
 
 def _memory(config: ExperimentConfig, arch: Architecture | None, everything: bool) -> list[str]:
-    """Returns the bytes on the fullest ranks, by the closed forms of docs/planning.md."""
+    """Returns the bytes on the fullest ranks, by the closed forms of trainer_memory.py."""
     if arch is None:
         return ["memory     unknown without a config.json that the layout can cut"]
     memory = experiment_memory(config, arch)

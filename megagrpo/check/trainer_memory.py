@@ -1,7 +1,7 @@
 """Memory and work of the trainers, phase by phase, from config.json only: closed forms. Loads no
 torch.
 
-Bytes of one rank are given by part; docs/planning.md states the formula of each.
+Bytes of one rank are given by part.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """A roofline of one step: an upper bound on speed, no forecast. Products at the GPU's peak, bytes
 at the links' rates.
 
-Phases follow one another and nothing inside a phase overlaps. docs/planning.md states the formulas.
+Phases follow one another and nothing inside a phase overlaps. docs/planning.md states what counts.
 """
 
 import math
