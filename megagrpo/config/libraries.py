@@ -87,7 +87,8 @@ _OPTIMIZER_REFUSED = {
         optimizer decoupled_weight_decay sgd_* muon_*""",
     "gradients are not scaled: bfloat16 has float32's range": ("*loss_scale* hysteresis"),
     _FP8: "fp8_recipe reuse_grad_buf_for_mxfp8_param_ag",
-    "Transformer Engine copies them in float32 to step, save and resume: 14 bytes of an element at the peak, 10 for float32 moments with use_precision_aware_optimizer": "exp_avg_dtype exp_avg_sq_dtype "
+    "Transformer Engine copies them in float32 to step, save and resume: 14 bytes of an "
+    "element at the peak, 10 for float32 moments with use_precision_aware_optimizer": "exp_avg_dtype exp_avg_sq_dtype "
     "main_params_dtype",
     "finiteness is checked before any of an update": ("overlap_param_gather_with_optimizer_step"),
     _ACTOR: "barrier_with_L1_time timers",
