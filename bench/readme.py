@@ -88,7 +88,7 @@ def command_line() -> str:
 
 
 def _arguments(rows: list[str]) -> str:
-    return "\n".join(["| argument | meaning |", "|---|---|", *rows, ""])
+    return "\n".join([*rows, ""])
 
 
 def _argument(action: argparse.Action) -> str:
@@ -97,7 +97,8 @@ def _argument(action: argparse.Action) -> str:
         "" if action.nargs == 0 or not action.option_strings else action.dest.upper()
     )
     choices = f" ({', '.join(map(str, action.choices))})" if action.choices else ""
-    return f"| `{f'{word} {value}'.strip()}`{choices} | {action.help or ''} |"
+    meaning = f": {action.help}" if action.help else ""
+    return f"- `{f'{word} {value}'.strip()}`{choices}{meaning}"
 
 
 _METRICS = """\

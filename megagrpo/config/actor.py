@@ -165,8 +165,8 @@ class DraftConfig(Section):
     tokens to engines (`rollout.draft_tokens`)."""
 
     train: bool = True
-    """In every update towards the policy's own distribution of the token after next, on detached
-    inputs: the policy's gradients stay what they are."""
+    """In every update towards the policy's distribution of the token after next, on detached
+    inputs: the policy's gradients do not change."""
 
 
 class RouterLossConfig(Section):
@@ -206,7 +206,7 @@ class ActorConfig(Section):
     draft: DraftConfig | None = None
     router_bias_update: PositiveFloat | None = None
     """Move routers' biases by this after an update, up for experts with fewer tokens than the mean:
-    DeepSeek-V3's balance without an auxiliary loss, which took 0.001. Default: biases stay."""
+    DeepSeek-V3's balance, which took 0.001. Default: biases stay."""
     router_losses: RouterLossConfig | None = None
     routing_replay: Literal["rollout", "old"] | None = None
     """Experts that the actor's forwards take as given, with weights from its own routers: the
@@ -221,9 +221,8 @@ class ActorConfig(Section):
     """Activations recomputed in the backward pass: none, those of `megatron.recompute_modules`, or
     all, layer by layer."""
     transformer_engine: Literal["auto"] | bool = "auto"
-    """Its layers, attention and grouped experts; auto: on CUDA if it is installed, but not for
-    `lora`, whose adapters need Megatron's own layers, or float32, which it would multiply as
-    TF32."""
+    """Its layers, attention and grouped experts; auto: on CUDA if installed, but not for `lora`,
+    whose adapters need Megatron's layers, or float32, which it multiplies as TF32."""
     megatron: LibrarySettings = Field(default={})
     """Fields of Megatron's TransformerConfig, such as `moe_permute_fusion: true`; see [what is
     refused](#settings-of-libraries-that-are-refused)."""
@@ -316,7 +315,7 @@ class ActorConfig(Section):
             Rule(
                 self.routing_replay and self.megatron.get("moe_router_fusion"),
                 "routing_replay with megatron.moe_router_fusion: the fused kernel chooses "
-                "experts by itself, whatever it is given",
+                "experts by itself",
                 "remove one of them",
             ),
         ]
@@ -337,36 +336,34 @@ class ActorConfig(Section):
         return [
             Rule(
                 self.routing_replay == "old" and experiment.train.updates_of_step == 1,
-                "actor.routing_replay old changes nothing with one update a step: the "
-                "weights before it are those that choose the experts",
+                "actor.routing_replay old changes nothing with one update a step: the same "
+                "weights choose the experts",
                 "remove it, raise train.num_updates_per_step or num_epochs_per_step, or "
                 "set it to rollout",
             ),
             Rule(
                 unchunked,
                 "actor.routing_replay rollout with rollout.sglang.chunked_prefill_size "
-                f"{chunk}: SGLang keeps the experts of one chunk, and a longer prompt in "
-                "one piece would end the engine",
+                f"{chunk}: SGLang keeps the experts of one chunk; a longer prompt would end the engine",
                 "remove the latter",
             ),
             Rule(
                 by_engine and read > 1 and (held > (chunk or _CHUNK)),
-                "actor.routing_replay rollout with rollout.draft_tokens: a forward may "
-                f"read {held} tokens, max_running_requests times {read}, and SGLang keeps "
-                "the experts of one chunk",
+                "actor.routing_replay rollout with rollout.draft_tokens: a forward may read "
+                f"{held} tokens (max_running_requests x {read}), and SGLang keeps the experts of "
+                "one chunk",
                 f"lower the former, or set rollout.sglang: {{chunked_prefill_size: {held}}}",
             ),
             Rule(
                 by_engine and halves,
                 "actor.routing_replay rollout with SGLang's enable_two_batch_overlap, "
-                "which keeps the experts of a batch's second half where those of the first "
-                "are",
+                "which overwrites the experts of a batch's first half",
                 "remove one of them",
             ),
             Rule(
                 by_engine and rollout.sglang.get("enable_hierarchical_cache"),
-                "actor.routing_replay rollout with SGLang's enable_hierarchical_cache: for "
-                "what comes back from the host it returns another token's experts",
+                "actor.routing_replay rollout with SGLang's enable_hierarchical_cache: from the "
+                "host it returns another token's experts",
                 "remove one of them",
             ),
         ]

@@ -149,15 +149,13 @@ class AlgorithmConfig(Section):
             Rule(
                 apart,
                 f"algorithm.kl.estimator full, actor.parallel.cp {parallel.cp} and {updates} updates a step "
-                "need actor.packing: true; padded, the reference's positions would lie on other ranks than "
-                "the actor's",
+                "need actor.packing: true; padded, reference and actor have positions on different ranks",
                 "pack, or use another estimator",
             ),
             Rule(
                 endless,
-                "train.num_epochs with algorithm.dynamic_sampling: a step then takes as "
-                "many prompts as it must, so that passes over them do not say how many "
-                "steps there are",
+                "train.num_epochs with algorithm.dynamic_sampling: a step takes as many prompts "
+                "as it must, and passes do not say how many steps there are",
                 "give train.num_steps",
             ),
             Rule(

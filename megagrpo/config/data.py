@@ -240,9 +240,9 @@ class EvalConfig(Section):
     temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
     """0: greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus of probability; 1: all."""
+    """As in `sampling`."""
     top_k: TopK = -1
-    """Most probable tokens; -1 or 0: all."""
+    """As in `sampling`."""
     num_as_trained: NonNegativeInt = 0
     """Responses a prompt of a second evaluation, sampled as in training, with metrics
     eval_as_trained/..."""

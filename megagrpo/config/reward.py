@@ -175,8 +175,8 @@ class RewardConfig(Section):
     workers: Processes = 2
     """Grader processes of each sampling rank."""
     timeout_s: Seconds = 10.0
-    """Of one response in a grader process; then its outcome is a timeout, which is not trained on.
-    `http` and `judge` have their own."""
+    """Of one response in a grader process; then it is a timeout, which is not trained on. `http`
+    and `judge` have their own."""
     shuffle: bool = False
     """Control experiment: permute a step's rewards over its samples."""
 
@@ -220,7 +220,7 @@ class RewardConfig(Section):
             Rule(
                 total_s >= self.timeout_s,
                 f"timeout_s {self.timeout_s:g} must be some seconds above grader code's total_s {total_s:g}; "
-                "else a slow program is the grader's failure, not a wrong answer",
+                "else slow programs are grader failures, not wrong answers",
                 "raise the former, or lower the latter",
             ),
         ]
@@ -230,8 +230,7 @@ class RewardConfig(Section):
         return [
             Rule(
                 self.group_grader and advantage.needs_greedy_response,
-                f"reward.group_grader with advantage {advantage.name}: its greedy baseline "
-                "has no group, and cannot be compared with rewards that depend on the group",
+                f"reward.group_grader with advantage {advantage.name}: its greedy baseline has no group",
                 "remove the group grader, or take another estimator",
             ),
         ]

@@ -49,7 +49,7 @@ class EnvironmentConfig(Section):
     """Processes of each sampling rank; each holds many environments and answers one call at a
     time."""
     timeout_s: Seconds = 30.0
-    """Of one call; then the process is ended, and the outcome is a timeout, never a reward."""
+    """Of one call; then the process is ended: a timeout, never a reward."""
     episode_timeout_s: Seconds | None = None
     """Of all calls of a rollout, without waits for engines or processes; then the rewards so far
     count. Default: only `rollout.step_timeout_s`."""
@@ -86,15 +86,15 @@ class AgentConfig(Section):
     args: dict[str, str | int | float | bool] = Field(default={})
     """Its keyword arguments."""
     command: list[str] = Field(default=[])
-    """Instead of a function: a command that finds MEGAGRPO_BASE_URL and MEGAGRPO_KEY (also under
-    OpenAI's and Anthropic's names) in its environment and the row on standard input, and prints the
-    reward as its last line."""
+    """Instead of a function: a command with MEGAGRPO_BASE_URL and MEGAGRPO_KEY (also under OpenAI's
+    and Anthropic's names) in its environment and the row on standard input, which prints the reward
+    last."""
     fork: Literal["sample", "refuse"] = "sample"
-    """Messages that do not extend the last turn (a second request after the same messages, an
-    edited or summarized history) begin a sample of their own, or are refused."""
+    """Messages that do not extend the last turn (sent again, edited, summarized) begin a sample of
+    their own, or are refused."""
     history: Literal["all", "last"] = "all"
     """all: a turn continues the tokens before it. last: every turn is a sample of its own with all
-    messages rendered, for chat templates that cannot be continued."""
+    messages rendered, for chat templates that cannot continue."""
     max_turns: PositiveInt = 32
     """Turns of the model."""
     credit: Literal["rollout", "turn"] = "rollout"
@@ -111,8 +111,7 @@ class AgentConfig(Section):
     workers: Processes = 2
     """Processes of each sampling rank; each runs many programs."""
     timeout_s: Seconds = 600.0
-    """Of a program, without the engines' time; then it is ended, and the outcome is a timeout,
-    never a reward."""
+    """Of a program, without the engines' time; then it is ended: a timeout, never a reward."""
 
     def problems(self) -> list[Rule]:
         return [
@@ -145,8 +144,8 @@ class SamplingConfig(Section):
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
     """Texts that end a response."""
     skip_special_tokens: bool = False
-    """true: graders, environments and tool parsers see no special token; false: none for padding or
-    the begin and end of texts, nor the one that ended the response."""
+    """Hide all special tokens from graders, environments and tool parsers; false: only padding,
+    begin and end of texts, and the one that ended the response."""
     environment: EnvironmentConfig | None = None
     agent: AgentConfig | None = None
     allow_truncated_distribution: bool = False
@@ -157,8 +156,8 @@ class SamplingConfig(Section):
         return [
             Rule(
                 truncated and (not self.allow_truncated_distribution),
-                "top_p < 1 or top_k > 0 samples from another distribution than the "
-                "log-probs describe",
+                "top_p < 1 or top_k > 0 samples from another distribution than that of the "
+                "log-probabilities",
                 "set allow_truncated_distribution: true to accept that",
             ),
             Rule(
@@ -202,7 +201,7 @@ class SamplingConfig(Section):
             Rule(
                 self.rewarding and experiment.algorithm.needs_greedy_response,
                 f"{given_by} with advantage {advantage}: it needs a greedy response "
-                "to each prompt, and a greedy rollout would have other turns",
+                "to each prompt, which would have other turns",
                 "take another estimator",
             ),
             Rule(
@@ -227,16 +226,15 @@ class RolloutConfig(Section):
     """Engines at the start."""
     max_staleness: NonNegativeInt = 0
     """Versions that a token may be older than the weights that it trains. So many batches are
-    sampled ahead, and trained on in their order; none is thrown away. 0: sampling and training take
+    sampled ahead, and trained on in order; none is thrown away. 0: sampling and training take
     turns."""
     engine_choice: Literal["request", "group"] = "request"
-    """request: each goes to the engine with the fewest. group: those of a group go to one engine,
-    which reads their prompt once with `sglang: {schedule_policy: lpm}`. Later turns follow the
-    first."""
+    """request: each goes to the engine with the fewest. group: a group's go to one engine, which
+    reads their prompt once with `sglang: {schedule_policy: lpm}`. Later turns follow the first."""
     prefix_cache: Literal["flush", "by_version"] = "flush"
-    """At a publish: empty the engines' caches, and read open rollouts again (flush); or each
-    rollout keeps the cache of the weights that it began with, so that its tokens after a publish
-    rest on older keys and values (by_version)."""
+    """At a publish: empty the engines' caches and read open rollouts again, or (by_version) each
+    rollout keeps the cache of the weights that it began with, so that later tokens rest on older
+    keys and values."""
     tp: PositiveInt = 1
     """Tensor-parallel ranks of an engine."""
     ep: PositiveInt = 1
@@ -276,11 +274,11 @@ class RolloutConfig(Section):
     step_timeout_s: Seconds = 3600.0
     """Of all groups of a step, of each batch under dynamic sampling, or of an evaluation."""
     start_timeout_s: Seconds = 300.0
-    """For an engine, or Ray, to start; default with `quantization`: 3600, as kernels are compiled
-    at the first start on a node."""
+    """For an engine, or Ray, to start; default with `quantization`, whose kernels the first start
+    on a node compiles: 3600."""
     health_timeout_s: Seconds | None = None
     """Silence after which an engine is restarted; longer than the longest forward pass. Default:
-    300 on GPUs, where the first pass of a length compiles kernels; 60 on a CPU."""
+    300 on GPUs, which may compile kernels; 60 on a CPU."""
     max_restarts: NonNegativeInt = 5
     """Restarts of one engine over the run."""
     min_healthy_engines: PositiveInt = 1
@@ -314,8 +312,7 @@ class RolloutConfig(Section):
             ),
             Rule(
                 self.quantization and self.load_format == "model",
-                "quantization fp8 with load_format model: the trainers quantise, and the "
-                "model's files hold none of that",
+                "quantization fp8 with load_format model: the model's files are not quantized, trainers do it",
                 "take dummy",
             ),
             Rule(
@@ -365,15 +362,13 @@ class RolloutConfig(Section):
             ),
             Rule(
                 self.colocate and ahead,
-                f"rollout.max_staleness {ahead} with rollout.colocate: engines sleep while "
-                "the actor trains, and can sample nothing ahead",
+                f"rollout.max_staleness {ahead} with rollout.colocate: engines sleep while the actor trains",
                 "set one of them",
             ),
             Rule(
                 self.max_staleness == 1 and algorithm.dynamic_sampling,
-                "rollout.max_staleness 1 with algorithm.dynamic_sampling: groups that a "
-                "step leaves over are trained on one step later, so that nothing could be "
-                "sampled ahead within the bound",
+                "rollout.max_staleness 1 with algorithm.dynamic_sampling: surplus groups are "
+                "trained on one step later, which leaves nothing to sample ahead",
                 "take 2 or more, or 0",
             ),
             Rule(
@@ -383,8 +378,7 @@ class RolloutConfig(Section):
             ),
             Rule(
                 self.prefix_cache == "by_version" and (not ahead),
-                "rollout.prefix_cache by_version without max_staleness: no rollout "
-                "outlives a publish, and what is kept would be of no use",
+                "rollout.prefix_cache by_version without max_staleness: no rollout outlives a publish",
                 "take flush",
             ),
             Rule(
@@ -407,11 +401,11 @@ class WeightsConfig(Section):
 
     transport: Literal["disk", "broadcast", "reshard", "ipc"] = "reshard"
     """reshard: each engine rank receives its slices from the trainers that hold them. ipc: the same
-    through memory of a machine that they share, for `rollout.colocate`. broadcast: rank 0 sends
-    whole tensors to all. disk: a checkpoint on a disk that all share."""
+    through shared memory, for `rollout.colocate`. broadcast: rank 0 sends whole tensors. disk: a
+    checkpoint on a shared disk."""
     in_flight: Literal["drain", "retract"] = "retract"
-    """Responses in flight at a publish keep their tokens, which the new weights read again
-    (retract), or are waited for (drain): then a deterministic run repeats bit by bit."""
+    """Responses in flight at a publish keep their tokens, which the new weights read again, or
+    (drain) are waited for: then a deterministic run repeats bit by bit."""
 
     delta: bool = False
     """Send only the elements that changed since the last publish, if these are fewer bytes; every
@@ -478,8 +472,7 @@ class WeightsConfig(Section):
             Rule(
                 self.timeout_s >= deadline_s,
                 f"weights.timeout_s {self.timeout_s:g} must be below actor.deadline_s "
-                f"{deadline_s:g}: while rank 0 updates engines, the other ranks wait for it "
-                "in a collective",
+                f"{deadline_s:g}: other ranks wait in a collective while rank 0 updates engines",
                 "lower it, or raise the deadline",
             ),
         ]

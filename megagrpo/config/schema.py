@@ -73,8 +73,7 @@ class TrainConfig(Section):
     num_epochs_per_step: PositiveInt = 1
     """Passes over a step's samples; each later one splits the groups anew, at random."""
     non_finite: Literal["halt", "skip"] = "halt"
-    """On a loss or gradient that is not finite: stop the run, or skip the update; its batch is
-    dumped."""
+    """On a non-finite loss or gradient: stop the run, or skip the update; its batch is dumped."""
     max_bad_fraction: Fraction = 0.5
     """Fraction of a step's reward errors and timeouts above which the run stops."""
 
@@ -111,8 +110,7 @@ class TrainConfig(Section):
         return [
             Rule(
                 self.num_epochs and mixed,
-                "train.num_epochs with ratios in data.sources: small sources are passed "
-                "more often than large ones",
+                "train.num_epochs with ratios in data.sources: sources are not passed equally often",
                 "give train.num_steps",
             ),
         ]
@@ -127,8 +125,7 @@ class CheckpointConfig(Section):
     """Folder on another disk, to which `checkpoints` of the run folder becomes a link."""
     reshardable: Literal["last", "always", "never"] = "last"
     """Checkpoints that another layout can load: the last of a start (after its last step, or when
-    stopped), all, or none. The others are faster and need less memory: every rank writes its own
-    part."""
+    stopped), all, or none. The others are faster and need less memory."""
     keep: PositiveInt = 2
     """Newest checkpoints kept."""
     asynchronous: bool | Literal["auto"] = "auto"
@@ -138,7 +135,7 @@ class CheckpointConfig(Section):
     although the rows in use changed or are in another order."""
     load: LocalPath | None = None
     """Another run's checkpoint folder, whose weights and optimizer this run starts from. The KL's
-    reference stays `model.path`; to move it, name an export there."""
+    reference stays `model.path`: name an export there to move it."""
 
 
 class WandbConfig(Section):
@@ -173,7 +170,7 @@ class LogConfig(Section):
     dump_steps: list[PositiveInt] = Field(default=[])
     """Steps whose batch is kept for `megagrpo replay`."""
     tokens: NonNegativeInt = 4
-    """Groups of a step whose tokens are recorded, with the difference of trainer's and engine's
+    """Groups of a step whose tokens are recorded with trainer's and engine's difference of
     log-probabilities."""
 
 

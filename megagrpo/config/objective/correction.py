@@ -13,8 +13,7 @@ class TruncatedImportance(Section):
 
     name: Literal["tis"]
     over: Literal["token", "sequence", "geometric"] = "token"
-    """Ratio of a token, of a sequence (the product of its tokens'), or the geometric mean of a
-    sequence's."""
+    """Ratio of a token, or of a sequence: the product of its tokens', or their geometric mean."""
     cap: PositiveFloat = 2.0
     """Largest weight."""
     floor: NonNegativeFloat = 0.0
@@ -108,5 +107,6 @@ class MismatchConfig(Section):
     reject: Rejection | None = None
     alarm: PositiveFloat | None = 1.0
     """Factor of the bounds beyond which a start's first step prints an alarm of the difference
-    between trainer and engine; null: none. Bounds in nats of trained tokens: mean 0.001 in float32,
-    0.05 in bfloat16, there 0.1 if experts are not replayed; 99.9th percentile 0.1, 1, 4."""
+    between trainer and engine, in nats of trained tokens; null: none. Bounds: mean 0.001 in
+    float32, 0.05 in bfloat16, there 0.1 if experts are not replayed; 99.9th percentile 0.1, 1,
+    4."""

@@ -37,7 +37,7 @@ class _ComparesResponses(Estimator):
 
     name: str
     single_sample: Literal["zero", "raw"] = "zero"
-    """Advantage of a group with one valid response: 0, or its raw reward as in verl's loops."""
+    """Advantage of a group with one valid response: 0, or its raw reward as in verl."""
 
     @property
     def refuses_group_of_one(self) -> tuple[str, str] | None:
@@ -121,7 +121,7 @@ class ReinforcePlusPlusAdvantage(Estimator):
 
 class ReinforceAdvantage(Estimator):
     """Discounted return of every token. With `reward.mean` and `reward.std` of the group it is
-    ROLL's grpo, whose `reward_clip` and token-level KL come after the normalization."""
+    ROLL's grpo, whose `reward_clip` and token-level KL follow."""
 
     formula = "sum_k gamma^k R_(t+k)"
 
@@ -164,8 +164,8 @@ class GpgAdvantage(_ComparesResponses):
 
     name: Literal["gpg"] = "gpg"
     alpha: Literal["non_degenerate", "nonzero_reward"] = "non_degenerate"
-    """Responses that alpha divides by: those in groups whose rewards differ, or those with a reward
-    other than 0, as in verl."""
+    """Responses that alpha divides by: in groups whose rewards differ, or with a reward other than
+    0, as in verl."""
 
 
 class OwnAdvantage(OwnFunction, Estimator):
