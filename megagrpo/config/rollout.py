@@ -87,11 +87,11 @@ class AgentConfig(Section):
     """Its keyword arguments."""
     command: list[str] = Field(default=[])
     """Instead of a function: a command with MEGAGRPO_BASE_URL and MEGAGRPO_KEY (also under OpenAI's
-    and Anthropic's names) in its environment and the row on standard input, which prints the reward
-    last."""
+    and Anthropic's names) in its environment and the row on standard input; its last line is the
+    reward."""
     fork: Literal["sample", "refuse"] = "sample"
-    """Messages that do not extend the last turn (sent again, edited, summarized) begin a sample of
-    their own, or are refused."""
+    """Messages that do not extend the last turn (a second request after the same ones, an edited or
+    summarized history) begin a sample of their own, or are refused."""
     history: Literal["all", "last"] = "all"
     """all: a turn continues the tokens before it. last: every turn is a sample of its own with all
     messages rendered, for chat templates that cannot continue."""

@@ -12,8 +12,8 @@ KlEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+", "full"]
 
 
 class AdaptiveKl(Section):
-    """beta <- beta (1 + clip(KL / target - 1, +-0.2) responses / horizon) after every step, arXiv
-    1909.08593; a run that goes on keeps its beta."""
+    """Adapts the coefficient beta after every step: beta <- beta (1 + clip(KL / target - 1, +-0.2)
+    responses / horizon), arXiv 1909.08593. A run that goes on keeps its beta."""
 
     target: PositiveFloat
     """KL per sampled token to steer to, in nats."""

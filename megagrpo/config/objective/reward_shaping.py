@@ -92,9 +92,10 @@ class RewardClip(RewardStep):
     """Limits rewards to [-clip, clip]."""
 
 
+# pydantic lists the fields of the last base first
 class RewardShapingConfig(RewardClip, RewardNormalisation, RewardOverlong, RewardScaling):
-    """Steps from the grader's reward to the advantage's input, in this order; overlong after
-    shift."""
+    """Steps from the grader's reward to the advantage's input, in this order; `overlong` is after
+    `shift`."""
 
     @property
     def formula(self) -> str:
