@@ -108,7 +108,7 @@ class AlgorithmConfig(Section):
         return [
             Rule(
                 reward.normalises_by_group and advantage.normalises_by_group,
-                f"reward.mean/std: group with advantage {advantage.name} normalises by the "
+                f"reward.mean/std: group with advantage {advantage.name} normalizes by the "
                 "group twice",
                 "use batch, running or none",
             ),
