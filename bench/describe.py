@@ -111,45 +111,40 @@ def _refused(refused: Mapping[str, str]) -> list[str]:
 
 
 def _add_section(
-    lines: list[str], path: str, section: type[Section], seen: set[type[Section]], default: str = ""
+    lines: list[str], path: str, section: type[Section], seen: set[type[Section]], given: str = ""
 ) -> None:
     """Appends the table of `section` at `path`, then those of the sections inside it that are not
     `seen`."""
     if section in seen:
         return
     seen.add(section)
-    lines += [f"## {f'`{path}`' if path else 'Top level'}", "", default + _doc(section)]
+    lines += [f"## {f'`{path}`' if path else 'Top level'}", "", given + _doc(section)]
     lines += _table(_rows(section))
     for name, field in section.model_fields.items():
         inner, below = sections(members(field.annotation)), f"{path}.{name}".lstrip(".")
         of_list = sections(
             item for member in members(field.annotation) for item in elements(member)
         )
-        of_section = {"required": "Required. ", "": ""}.get(
-            found := _default(field), f"Default: {found}. "
-        )
+        given = {"required": "Required. ", "none": "Optional. "}.get(_default(field), "")
         if of_list:
             _add_section(lines, f"{below}.0", of_list[0], seen)
         elif len(inner) == 1:
-            _add_section(lines, below, inner[0], seen, of_section)
+            _add_section(lines, below, inner[0], seen, given)
         elif inner:
-            lines += [
-                f"## `{below}`",
-                "",
-                f"{field.description} `name` chooses one. {of_section}".strip(),
-                "",
-            ]
-            lines += _variants(inner)
+            lines += [f"## `{below}`", "", f"{given}{field.description} `name` chooses one.", ""]
+            lines += _variants(inner, _default(field))
 
 
-def _variants(variants: list[type[Section]]) -> list[str]:
-    """Returns a table of the variants, and one of their fields, each once with those that have
-    it."""
-    lines = ["| name | what it is |", "|---|---|"]
+def _variants(variants: list[type[Section]], default: str) -> list[str]:
+    """Returns a list of the variants, the default one in bold, and a table of their fields, each
+    once with those that have it."""
+    lines: list[str] = []
     fields: dict[tuple[str, str, str], dict[str, str]] = {}  # what it is -> variant -> its default
     for variant in variants:
         name = ", ".join(choices([variant.model_fields["name"].annotation]))
-        lines.append(f"| `{name.replace(', ', '`, `')}` | {_cell(_doc(variant)).strip()} |")
+        shown = f"`{name.replace(', ', '`, `')}`"
+        shown = f"**{shown}**" if f"name: {name}}}" in default else shown
+        lines.append(f"- {shown}: {_doc(variant).strip()}")
         for key, kind, default, meaning in _rows(variant, without="name"):
             fields.setdefault((key, kind, meaning), {})[name] = default
     lines += ["", "| key | of | value | meaning |", "|---|---|---|---|"]

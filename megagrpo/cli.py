@@ -41,7 +41,7 @@ _TOOLS = {
     ),
     "convert": _Tool(
         "megagrpo.tools.convert.command",
-        "an experiment of verl, ROLL, TRL, slime or miles as megagrpo's",
+        "translate an experiment of verl, ROLL, TRL, slime or miles",
         reads_experiment=False,
     ),
     "try": _Tool(
@@ -263,13 +263,13 @@ def _add_submit(commands: _Commands) -> None:
         "submit", _submit, "run the experiment as a Slurm job"
     ).add_argument
     kinds = (
-        "first nodes train, last sample; heterogeneous job; one node; engines on the "
+        "first nodes train, last ones sample; heterogeneous job; one node; engines on the "
         "trainers' nodes"
     )
     option(
         "--kind",
         choices=("one-job", "het", "one-node", "colocated"),
-        help=f"{kinds}. Default: what it takes",
+        help=f"{kinds}. Default: what the experiment takes",
     )
     option("--trainer-nodes", type=positive, help="default: as few as suffice")
     option(
@@ -298,8 +298,8 @@ def _add_submit(commands: _Commands) -> None:
         action="append",
         default=[],
         metavar="OPTION",
-        help="the same for every node's step: --srun=--container-image=image.sqsh; MEGAGRPO_NODE_PREFIX "
-        "is put before each node's command",
+        help="the same for every node's step: --srun=--container-image=image.sqsh; the variable "
+        "MEGAGRPO_NODE_PREFIX is put before each node's command",
     )
     option("--dry-run", action="store_true", help="print the script and sbatch's command line")
 
