@@ -111,31 +111,31 @@ def _refused(refused: Mapping[str, str]) -> list[str]:
 
 
 def _add_section(
-    lines: list[str], path: str, section: type[Section], seen: set[type[Section]], given: str = ""
+    lines: list[str], path: str, section: type[Section], seen: set[type[Section]], intro: str = ""
 ) -> None:
     """Appends the table of `section` at `path`, then those of the sections inside it that are not
     `seen`."""
     if section in seen:
         return
     seen.add(section)
-    lines += [f"## {f'`{path}`' if path else 'Top level'}", "", given + _doc(section)]
+    lines += [f"## {f'`{path}`' if path else 'Top level'}", "", intro + _doc(section)]
     lines += _table(_rows(section))
     for name, field in section.model_fields.items():
         inner, below = sections(members(field.annotation)), f"{path}.{name}".lstrip(".")
         of_list = sections(
             item for member in members(field.annotation) for item in elements(member)
         )
-        given = {"required": "Required. ", "none": "Optional. "}.get(_default(field), "")
+        intro = {"required": "Required. ", "none": "Optional. "}.get(_default(field), "")
         if of_list:
             _add_section(lines, f"{below}.0", of_list[0], seen)
         elif len(inner) == 1:
-            _add_section(lines, below, inner[0], seen, given)
+            _add_section(lines, below, inner[0], seen, intro)
         elif inner:
-            lines += [f"## `{below}`", "", f"{given}{field.description} `name` chooses one.", ""]
+            lines += [f"## `{below}`", "", f"{intro}{field.description} `name` chooses one.", ""]
             lines += _variants(inner, _default(field))
 
 
-def _variants(variants: list[type[Section]], default: str) -> list[str]:
+def _variants(variants: list[type[Section]], chosen: str) -> list[str]:
     """Returns a list of the variants, the default one in bold, and a table of their fields, each
     once with those that have it."""
     lines: list[str] = []
@@ -143,7 +143,7 @@ def _variants(variants: list[type[Section]], default: str) -> list[str]:
     for variant in variants:
         name = ", ".join(choices([variant.model_fields["name"].annotation]))
         shown = f"`{name.replace(', ', '`, `')}`"
-        shown = f"**{shown}**" if f"name: {name}}}" in default else shown
+        shown = f"**{shown}**" if f"name: {name}}}" in chosen else shown
         lines.append(f"- {shown}: {_doc(variant).strip()}")
         for key, kind, default, meaning in _rows(variant, without="name"):
             fields.setdefault((key, kind, meaning), {})[name] = default
@@ -225,9 +225,7 @@ def _type(field: FieldInfo) -> str:
         dict.fromkeys(_member(m) for m in members(field.annotation) if m is not type(None))
     )
     bounds = {
-        sign: f"{getattr(item, name):g}"
-        if isinstance(getattr(item, name), float)
-        else _whole(getattr(item, name))
+        sign: _bound(getattr(item, name))
         for item in [*field.metadata, *_inner_metadata(field.annotation)]
         for name, sign in _SIGNS
         if hasattr(item, name) and abs(getattr(item, name)) not in (MOST, LARGEST, LONGEST_S)
@@ -235,15 +233,13 @@ def _type(field: FieldInfo) -> str:
     if len(bounds) == 2:
         (low, least), (high, most) = bounds.items()
         return f"{kind} in {'[' if '=' in low else '('}{least}, {most}{']' if '=' in high else ')'}"
-    return (
-        f"{kind} {' '.join(f'{sign} {bound}' for sign, bound in bounds.items())}".strip().replace(
-            "integer >= 1", "count"
-        )
-    )
+    bounded = " ".join([kind, *(f"{sign} {bound}" for sign, bound in bounds.items())])
+    return bounded.replace("integer >= 1", "count")
 
 
-def _whole(number: int) -> str:
-    return f"2^{number.bit_length() - 1}" if number > MOST else str(number)
+def _bound(number: float) -> str:
+    large = isinstance(number, int) and number > MOST
+    return f"2^{number.bit_length() - 1}" if large else f"{number:g}"
 
 
 def _member(member: object) -> str:
