@@ -41,7 +41,7 @@ _TOOLS = {
     ),
     "convert": _Tool(
         "megagrpo.tools.convert.command",
-        "an experiment of verl, ROLL or TRL as megagrpo's",
+        "translate an experiment of verl, ROLL, TRL, slime or miles",
         reads_experiment=False,
     ),
     "try": _Tool(
@@ -51,7 +51,7 @@ _TOOLS = {
     ),
     "certify": _Tool(
         "megagrpo.tools.certify.command",
-        "prove on a tiny model of this architecture that no layout changes loss or gradients",
+        "verify on a tiny model of this architecture that no layout changes loss or gradients",
     ),
     "bisect": _Tool(
         "megagrpo.tools.bisect.command",
@@ -59,8 +59,7 @@ _TOOLS = {
     ),
     "plan": _Tool(
         "megagrpo.tools.plan.command",
-        "memory of both sides and a roofline of a step on the cluster, from the model's "
-        "config.json only",
+        "memory of both sides and a roofline of a step, from the model's config.json",
     ),
     "report": _Tool(
         "megagrpo.tools.report",
@@ -74,7 +73,7 @@ _TOOLS = {
     ),
     "stop": _Tool(
         "megagrpo.tools.stop",
-        "save a run after its present step and end it; a Slurm job is not put back into the queue",
+        "save a run after its present step and end it; a Slurm job is not requeued",
         reads_experiment=False,
     ),
     "view": _Tool(
@@ -246,8 +245,7 @@ def _add_tool(commands: _Commands, name: str, tool: _Tool, imported: bool) -> No
 def _add_training(commands: _Commands) -> None:
     text = (
         "serve and train on this machine, and clean up; with --master-addr, this node's part "
-        "of "
-        "a colocated run"
+        "of a colocated run"
     )
     _add_node(commands.add_with_config("run", _run, text), "", 30000)
     text = "start the rollout service and watch over it; with --master-addr, this node's part of it"
@@ -256,9 +254,7 @@ def _add_training(commands: _Commands) -> None:
     _add_node(serve, "rollout ", 30000)
     text = "the trainer ranks of one node, against a running service (under torchrun: one rank)"
     train = commands.add_with_config("train", _train, text)
-    train.add_argument(
-        "--service", help="URL of the service; default: as it stands in the run folder"
-    )
+    train.add_argument("--service", help="URL of the service; default: that in the run folder")
     _add_node(train, "trainer ", 29500)
 
 
@@ -267,43 +263,43 @@ def _add_submit(commands: _Commands) -> None:
         "submit", _submit, "run the experiment as a Slurm job"
     ).add_argument
     kinds = (
-        "first nodes train, last sample | heterogeneous job | one node | engines on the "
+        "first nodes train, last ones sample; heterogeneous job; one node; engines on the "
         "trainers' nodes"
     )
     option(
         "--kind",
         choices=("one-job", "het", "one-node", "colocated"),
-        help=f"{kinds}; default: what it takes",
+        help=f"{kinds}. Default: what the experiment takes",
     )
-    option("--trainer-nodes", type=positive, help="default: as few as have room")
+    option("--trainer-nodes", type=positive, help="default: as few as suffice")
     option(
         "--rollout-nodes",
         type=int,
-        help="nodes that have only engines; default: as few as have room",
+        help="nodes with engines only; default: as few as suffice",
     )
     gpus = (
-        "of every node, 0: the job requests none; default: cluster.gpus_per_node, if the "
+        "of every node; 0: the job requests none; default: cluster.gpus_per_node, if the "
         "experiment needs GPUs"
     )
     option("--gpus-per-node", type=int, help=gpus)
-    option("--time", help="time limit, as sbatch takes it")
-    option("--partition")
-    rest = "seconds for the rest of a step and a checkpoint before the limit"
+    option("--time", help="time limit, in sbatch's format")
+    option("--partition", help="where the job runs")
+    rest = "seconds before the limit for the rest of a step and a checkpoint (default 300)"
     option("--grace-s", type=int, default=300, help=rest)
     option(
         "--sbatch",
         action="append",
         default=[],
         metavar="OPTION",
-        help="further option: --sbatch=--account=x",
+        help="further option of the job: --sbatch=--account=x",
     )
     option(
         "--srun",
         action="append",
         default=[],
         metavar="OPTION",
-        help="further option of every node's step: --srun=--container-image=image.sqsh; a command "
-        "before each node's is the variable MEGAGRPO_NODE_PREFIX",
+        help="the same for every node's step: --srun=--container-image=image.sqsh; the variable "
+        "MEGAGRPO_NODE_PREFIX is put before each node's command",
     )
     option("--dry-run", action="store_true", help="print the script and sbatch's command line")
 
@@ -316,11 +312,11 @@ def _add_preparation(commands: _Commands) -> None:
     check.add_argument(
         "--all",
         action="store_true",
-        help="also every rank, and every setting of Megatron and SGLang",
+        help="also all ranks, and all settings of Megatron and SGLang",
     )
     check.add_argument(
         "--hardware",
-        help="GPUs on which SGLang resolves the engines' arguments, such as H100; seconds",
+        help="GPUs for which SGLang resolves the engines' arguments, such as H100; takes seconds",
     )
 
 
@@ -330,7 +326,7 @@ def _add_checkpoints(commands: _Commands) -> None:
     option("output", help="folder to create")
     option("--lora", action="store_true", help="only the adapters, in PEFT's format")
     option("--checkpoint", help="checkpoint folder; default: the latest of the run")
-    text = "update once more on a dumped batch: of a step that was not finite, or of log.dump_steps"
+    text = "update once more on a dumped batch: a step that was not finite, or in log.dump_steps"
     replay = commands.add_with_config("replay", _replay, text)
     replay.add_argument("dump", help="folder dumps/step_N of a run")
 
@@ -340,21 +336,19 @@ def _add_inspection(commands: _Commands) -> None:
         "engines", _engines, "add an engine to a running service, or drain one"
     ).add_argument
     option("action", choices=["add", "drain"])
-    option("run_dir")
-    option("engine", nargs="?", help="drain: its name, as in `megagrpo status`")
+    option("run_dir", help="run folder")
+    option("engine", nargs="?", help="to drain, by its name in `megagrpo status`")
     commands.add("doctor", _doctor, "versions, what is missing or clashes, and the remedy")
 
 
 def _add_node(command: argparse.ArgumentParser, kind: str, port: int) -> None:
     option = command.add_argument
-    option("--nnodes", type=positive, default=1, help=f"how many {kind}nodes there are (default 1)")
-    option("--node-rank", type=int, default=0, help=f"this {kind}node's number, from 0")
-    option("--master-addr", help=f"address of {kind}node 0")
-    meeting = f"port of {kind}node 0 where the nodes meet (default {port})"
+    option("--nnodes", type=positive, default=1, help=f"number of {kind}nodes (default 1)")
+    option("--node-rank", type=int, default=0, help="this node's number among them, from 0")
+    option("--master-addr", help="address of node 0")
+    meeting = f"port of node 0 on which the nodes meet (default {port})"
     option("--master-port", type=int, default=port, help=meeting)
-    option(
-        "--node-addr", help="this node's own address; default: that of the interface towards node 0"
-    )
+    option("--node-addr", help="this node's address; default: of its interface towards node 0")
 
 
 def _node(args: argparse.Namespace) -> Node:

@@ -26,15 +26,15 @@ _CHUNK = 2048  # SGLang's smallest default of chunked_prefill_size, tokens
 
 
 class ParallelConfig(Section):
-    """Megatron's layout. Data parallel: world_size / (tp pp cp) ranks; sequence parallelism is on
-    when tp > 1."""
+    """Megatron's layout: world_size / (tp pp cp) ranks are data-parallel; sequence parallelism is
+    on when tp > 1."""
 
     tp: PositiveInt = 1
     """Tensor-parallel ranks."""
     pp: PositiveInt = 1
     """Pipeline stages."""
     vpp: PositiveInt = 1
-    """Virtual pipeline stages of each rank; more than 1 needs pp > 1."""
+    """Virtual stages of each rank; more than 1 needs pp > 1."""
     cp: PositiveInt = 1
     """Context-parallel ranks, which share one sequence."""
     ep: PositiveInt = 1
@@ -42,9 +42,9 @@ class ParallelConfig(Section):
     etp: PositiveInt = 1
     """Tensor-parallel ranks of each expert."""
     first_stage_layers: PositiveInt | None = None
-    """Layers of the first pipeline stage; default: stages that are not given are equal."""
+    """Layers of that pipeline stage; default: stages that are not given are equal."""
     last_stage_layers: PositiveInt | None = None
-    """Layers of the last pipeline stage; default: stages that are not given are equal."""
+    """Layers of that pipeline stage; default: stages that are not given are equal."""
 
     def problems(self) -> list[Rule]:
         one_stage = "needs pp > 1: without a pipeline one stage has all layers"
@@ -96,18 +96,18 @@ class ParallelConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """Adam with decoupled weight decay, and the learning rate over time."""
+    """Adam with decoupled weight decay."""
 
     lr: Annotated[float, Field(gt=0, le=1)] = 1e-6
     """Learning rate after the warm-up."""
     min_lr: Fraction = 0.0
-    """Learning rate at the last update, for linear and cosine decay."""
+    """Learning rate at the last update, if the schedule decays."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up: constant, or decaying to `min_lr` at the last update."""
+    """After the warm-up: constant, or decaying to `min_lr`."""
     warmup_steps: NonNegativeInt = 0
-    """Optimizer updates of linear warm-up."""
+    """Updates of linear warm-up."""
     weight_decay: Fraction = 0.0
-    """Decoupled weight decay; norms and biases are spared."""
+    """Norms and biases are spared."""
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     """Decay of Adam's second moment."""
     clip_grad: NonNegativeFloat = 1.0
@@ -115,8 +115,7 @@ class OptimizerConfig(Section):
     distributed: bool = True
     """Shard the optimizer's state over data-parallel ranks."""
     megatron: LibrarySettings = Field(default={})
-    """Fields of Megatron's OptimizerConfig by their own names, such as `optimizer_cpu_offload:
-    true`; what is set elsewhere in this file, or would break a promise, is refused."""
+    """Fields of Megatron's OptimizerConfig, such as `optimizer_cpu_offload: true`."""
 
     def problems(self) -> list[Rule]:
         return [
@@ -132,16 +131,14 @@ Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 
 
 class LoraConfig(Section):
-    """Low-rank adapters: y = W x + alpha / rank * B (A x). W is frozen, A and B of every target are
-    trained."""
+    """Low-rank adapters instead of all weights: y = W x + alpha / rank * B (A x), W frozen."""
 
     rank: PositiveInt = 16
-    """Rows of A and columns of B."""
+    """Rows of A, columns of B."""
     alpha: PositiveFloat = 32.0
-    """What the adapters add is multiplied by alpha / rank."""
+    """Adapters are multiplied by alpha / rank."""
     targets: list[Projection] = Field(default=list(get_args(Projection)), min_length=1)
-    """Projections with adapters, by their Hugging Face names; of a model with experts, its
-    experts'."""
+    """Projections with adapters; of a model with experts, its experts'."""
 
     @field_validator("targets")
     @classmethod
@@ -157,32 +154,31 @@ class LoraConfig(Section):
 
 
 class VisionConfig(Section):
-    """The vision tower of a vision-language model."""
+    """The vision tower of a vision-language model; by default all of it is trained."""
 
     train: Literal["none", "projector", "all"] = "all"
-    """What of the tower is trained: nothing; its projector, the mergers that make features of
-    patches; or all."""
+    """What is trained; projector: the mergers that make features of patches."""
 
 
 class DraftConfig(Section):
-    """The model's multi-token-prediction layer, which proposes tokens to engines
-    (rollout.draft_tokens)."""
+    """Load, train, publish and export the model's multi-token-prediction layer, which proposes
+    tokens to engines (`rollout.draft_tokens`)."""
 
     train: bool = True
-    """Train it in every update towards the policy's own distribution of the token after next, on
-    detached inputs: the policy's gradients stay what they are."""
+    """In every update towards the policy's distribution of the token after next, on detached
+    inputs: the policy's gradients do not change."""
 
 
 class RouterLossConfig(Section):
-    """Losses of the routers, only of real tokens, divided by counts over the whole update on all
+    """Auxiliary losses of routers, over real tokens, divided by counts of the whole update on all
     ranks."""
 
     balance: NonNegativeFloat = 0.0
-    """Coefficient of the balance loss of single sequences (DeepSeek-V3's; 1 is balanced): the mean
-    over the update's samples, summed over layers; 0: none. DeepSeek-V3 took 0.0001."""
+    """Coefficient of DeepSeek-V3's balance loss of single sequences (1 is balanced), the mean over
+    the update's samples, summed over layers; it took 0.0001."""
     z: NonNegativeFloat = 0.0
-    """Coefficient of the z-loss: the squared log-sum-exp of a token's router logits, the mean over
-    the update's tokens, summed over layers; 0: none. ST-MoE took 0.001."""
+    """Coefficient of the z-loss: squared log-sum-exp of a token's router logits, the mean over the
+    update's tokens, summed over layers; ST-MoE took 0.001."""
 
     def problems(self) -> list[Rule]:
         return [
@@ -198,58 +194,48 @@ class ActorConfig(Section):
     """The Megatron-Core learner."""
 
     world_size: PositiveInt = 1
-    """Trainer ranks, over all nodes."""
+    """Trainer ranks over all nodes."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Device of trainers; auto: CUDA if a GPU is visible, else the CPU, on which bfloat16 is then
-    refused."""
+    """auto: CUDA if a GPU is visible, else the CPU, and then bfloat16 is refused."""
     dtype: Dtype = "float32"
-    """Type of weights and activations; sums and optimizer state are float32."""
+    """Of weights and activations; sums and optimizer state are float32."""
     parallel: ParallelConfig = ParallelConfig()
-    """How model and samples are cut over the ranks."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """Adam and its learning rate."""
     lora: LoraConfig | None = None
-    """Train low-rank adapters instead of all weights; default: all weights."""
     vision: VisionConfig | None = None
-    """Which parameters of the vision tower are trained; default: all of them."""
     draft: DraftConfig | None = None
-    """Load, train, publish and export the multi-token-prediction layer; default: it is left out."""
     router_bias_update: PositiveFloat | None = None
-    """Move each bias of a router by this after an update, up where its expert got fewer tokens than
-    the mean: DeepSeek-V3's balance without an auxiliary loss, which took 0.001 for most of its
-    training; default: biases stay as they are."""
+    """Move routers' biases by this after an update, up for experts with fewer tokens than the mean:
+    DeepSeek-V3's balance, which took 0.001. Default: biases stay."""
     router_losses: RouterLossConfig | None = None
-    """Auxiliary losses of the routers of a model with experts; default: none."""
     routing_replay: Literal["rollout", "old"] | None = None
-    """Experts that the actor's forwards take as given, with weights from its own routers: those
-    that the engine chose (rollout; R3, arXiv 2510.11370), or those of the log-probabilities before
-    a step's first update (old; R2, arXiv 2507.18071). The reference's forward routes for itself.
-    Default: routers choose."""
+    """Experts that the actor's forwards take as given, with weights from its own routers: the
+    engine's (rollout; R3, arXiv 2510.11370), or those of the log-probabilities before a step's
+    first update (old; R2, arXiv 2507.18071). The reference routes for itself. Default: routers
+    choose."""
     micro_batch_tokens: PositiveInt = 4096
-    """Most tokens in one forward pass, padding included."""
+    """Most tokens of a forward pass, padding included."""
     packing: bool = True
-    """Lay several sequences into one row, without padding between them."""
+    """Several sequences in one row, without padding."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in the backward pass: none; those of `megatron.recompute_modules`;
-    or all, layer by layer."""
+    """Activations recomputed in the backward pass: none, those of `megatron.recompute_modules`, or
+    all, layer by layer."""
     transformer_engine: Literal["auto"] | bool = "auto"
-    """Use Transformer Engine's layers, attention and grouped experts; auto: on CUDA if it is
-    installed, except for `lora`, whose adapters are added to Megatron's own layers, and for
-    float32, which it would multiply as TF32."""
+    """Its layers, attention and grouped experts; auto: on CUDA if installed, but not for `lora`,
+    whose adapters need Megatron's layers, or float32, which it multiplies as TF32."""
     megatron: LibrarySettings = Field(default={})
-    """Fields of Megatron's TransformerConfig by their own names, such as `moe_permute_fusion:
-    true`; what is set elsewhere in this file, or would break a promise, is refused."""
+    """Fields of Megatron's TransformerConfig, such as `moe_permute_fusion: true`; see [what is
+    refused](#settings-of-libraries-that-are-refused)."""
     ddp: LibrarySettings = Field(default={})
-    """Fields of Megatron's DistributedDataParallelConfig by their own names, such as `bucket_size:
-    40000000`; what is set elsewhere in this file, or would break a promise, is refused."""
+    """Fields of Megatron's DistributedDataParallelConfig, such as `bucket_size: 40000000`."""
     logprob_chunk_tokens: PositiveInt = 1024
-    """Tokens whose logits exist at once: [chunk, vocab / tp] is the largest block ever held."""
+    """Tokens whose logits exist at once, a block of [chunk, vocab / tp]."""
     threads: Processes = 1
     """Threads of a rank's operators on a CPU."""
     deadline_s: Seconds = 1800.0
-    """Seconds that any collective may wait."""
+    """Longest wait in a collective."""
     max_restarts: NonNegativeInt = 3
-    """Times in a run that all ranks start again from the last checkpoint because one was lost."""
+    """Restarts of all ranks over the run, from the last checkpoint, because one was lost."""
 
     @property
     def dp(self) -> int:
@@ -329,7 +315,7 @@ class ActorConfig(Section):
             Rule(
                 self.routing_replay and self.megatron.get("moe_router_fusion"),
                 "routing_replay with megatron.moe_router_fusion: the fused kernel chooses "
-                "experts by itself, whatever it is given",
+                "experts by itself",
                 "remove one of them",
             ),
         ]
@@ -350,36 +336,34 @@ class ActorConfig(Section):
         return [
             Rule(
                 self.routing_replay == "old" and experiment.train.updates_of_step == 1,
-                "actor.routing_replay old changes nothing with one update a step: the "
-                "weights before it are those that choose the experts",
+                "actor.routing_replay old changes nothing with one update a step: the same "
+                "weights choose the experts",
                 "remove it, raise train.num_updates_per_step or num_epochs_per_step, or "
                 "set it to rollout",
             ),
             Rule(
                 unchunked,
                 "actor.routing_replay rollout with rollout.sglang.chunked_prefill_size "
-                f"{chunk}: SGLang keeps the experts of one chunk, and a longer prompt in "
-                "one piece would end the engine",
+                f"{chunk}: SGLang keeps the experts of one chunk; a longer prompt would end the engine",
                 "remove the latter",
             ),
             Rule(
                 by_engine and read > 1 and (held > (chunk or _CHUNK)),
-                "actor.routing_replay rollout with rollout.draft_tokens: a forward may "
-                f"read {held} tokens, max_running_requests times {read}, and SGLang keeps "
-                "the experts of one chunk",
+                "actor.routing_replay rollout with rollout.draft_tokens: a forward may read "
+                f"{held} tokens (max_running_requests x {read}), and SGLang keeps the experts of "
+                "one chunk",
                 f"lower the former, or set rollout.sglang: {{chunked_prefill_size: {held}}}",
             ),
             Rule(
                 by_engine and halves,
                 "actor.routing_replay rollout with SGLang's enable_two_batch_overlap, "
-                "which keeps the experts of a batch's second half where those of the first "
-                "are",
+                "which overwrites the experts of a batch's first half",
                 "remove one of them",
             ),
             Rule(
                 by_engine and rollout.sglang.get("enable_hierarchical_cache"),
-                "actor.routing_replay rollout with SGLang's enable_hierarchical_cache: for "
-                "what comes back from the host it returns another token's experts",
+                "actor.routing_replay rollout with SGLang's enable_hierarchical_cache: from the "
+                "host it returns another token's experts",
                 "remove one of them",
             ),
         ]

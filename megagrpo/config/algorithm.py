@@ -35,19 +35,18 @@ if TYPE_CHECKING:
 
 
 class DynamicSampling(Section):
-    """DAPO: keep only groups that differ in the metric, ask for more until the batch is full. arXiv
-    2503.14476."""
+    """Train only on groups whose responses differ in the metric, and sample until the batch is
+    full. DAPO, arXiv 2503.14476."""
 
     metric: Literal["reward", "shaped_reward"] = "reward"
-    """In what the responses of a group must differ: the grader's reward, or that scaled and after
-    overlong shaping."""
+    """The grader's reward, or that after scaling and overlong shaping."""
     max_num_gen_batches: PositiveInt = 10
-    """Batches of prompts a step may generate before the run stops."""
+    """Batches of prompts that a step may sample before the run stops."""
     filter: FunctionName | None = None
-    """Instead of that: a function of yours, "mine.py:keep", called as keep(values, **args) with the
-    metric of a group's responses that have one; true: the group is trained on."""
+    """Instead: a function of yours, "mine.py:keep", called as keep(values, **args) with the metric
+    of a group's responses that have one; true keeps the group."""
     args: OwnArguments = Field(default={})
-    """Keyword arguments of `filter`."""
+    """Its keyword arguments."""
 
     def load_filter(self) -> Callable[[list[float]], object] | None:
         """Returns the filter with its arguments, if there is one. Raises ValueError."""
@@ -70,32 +69,28 @@ class DynamicSampling(Section):
 
 
 class AlgorithmConfig(Section):
-    """Everything that decides what one step computes from its rewards and log-probabilities."""
+    """What a step computes from rewards and log-probabilities."""
 
     advantage: AdvantageConfig = GrpoAdvantage()
     """Advantage estimator."""
     loss: PolicyLossConfig = PpoClipLoss()
     """Policy loss of a token."""
     aggregation: Aggregation = "token-mean"
-    """How the losses of tokens become one number; divided once, over all ranks."""
+    """How token losses become one number; denominators are over all ranks."""
     loss_scale_factor: PositiveFloat | None = None
-    """C of seq-mean-token-sum-norm, in tokens; null: sampling.max_response_tokens."""
+    """C of seq-mean-token-sum-norm, in tokens; default: `sampling.max_response_tokens`."""
     kl: KlConfig = KlConfig()
-    """KL to the initial weights."""
     entropy_coef: Number = 0.0
-    """Coefficient of the entropy bonus; positive values keep the policy random."""
+    """Coefficient of the entropy bonus; above 0 it keeps the policy random."""
     reward: RewardShapingConfig = RewardShapingConfig()
-    """Steps from the grader's reward to the advantage's input."""
     whiten_advantages: bool = False
-    """Shifts and scales advantages to mean 0 and variance 1 over the step's tokens."""
+    """Scale advantages to mean 0 and variance 1 over the step's tokens."""
     advantage_clip: PositiveFloat | None = None
-    """Limits advantages to [-advantage_clip, advantage_clip]; null: off."""
+    """Limit advantages to [-advantage_clip, advantage_clip]."""
     mask_truncated: bool = False
-    """Leaves responses that ended by length out of the loss, not out of the statistics."""
+    """Leave responses that ended by length out of the loss, not out of the statistics."""
     mismatch: MismatchConfig = MismatchConfig()
-    """Correction for engine and trainer giving the same token different probabilities."""
     dynamic_sampling: DynamicSampling | None = None
-    """Trains only on groups whose responses differ; null: on all."""
 
     @model_validator(mode="before")
     @classmethod
@@ -113,7 +108,7 @@ class AlgorithmConfig(Section):
         return [
             Rule(
                 reward.normalises_by_group and advantage.normalises_by_group,
-                f"reward.mean/std: group with advantage {advantage.name} normalises by the "
+                f"reward.mean/std: group with advantage {advantage.name} normalizes by the "
                 "group twice",
                 "use batch, running or none",
             ),
@@ -154,15 +149,13 @@ class AlgorithmConfig(Section):
             Rule(
                 apart,
                 f"algorithm.kl.estimator full, actor.parallel.cp {parallel.cp} and {updates} updates a step "
-                "need actor.packing: true; padded, the reference's positions would lie on other ranks than "
-                "the actor's",
+                "need actor.packing: true; padded, reference and actor have positions on different ranks",
                 "pack, or use another estimator",
             ),
             Rule(
                 endless,
-                "train.num_epochs with algorithm.dynamic_sampling: a step then takes as "
-                "many prompts as it must, so that passes over them do not say how many "
-                "steps there are",
+                "train.num_epochs with algorithm.dynamic_sampling: a step takes as many prompts "
+                "as it must, and passes do not say how many steps there are",
                 "give train.num_steps",
             ),
             Rule(

@@ -20,103 +20,98 @@ class ModelConfig(Section):
     """The model to train."""
 
     path: LocalPath
-    """Hugging Face folder with config.json, tokenizer files and safetensors, or a name on the Hub,
-    `Qwen/Qwen3-1.7B` or `Qwen/Qwen3-1.7B@REVISION`, which is fetched into its cache."""
+    """Folder with config.json, tokenizer and safetensors in Hugging Face's format, or a name on the
+    Hub: `Qwen/Qwen3-1.7B`, `Qwen/Qwen3-1.7B@REVISION`."""
     tokenizer: LocalPath | None = None
-    """Another folder or name with the tokenizer; default: `path`."""
+    """Folder or name with the tokenizer; default: `path`."""
 
 
 class HeldOutConfig(Section):
-    """Held-out prompts. A key that is left out, or is not here, is that of `data`; all rows are
-    read."""
+    """Held-out prompts. Other keys, and what is left out, are as in `data`; all rows are read."""
 
     path: LocalPath | list[LocalPath] | None = None
-    """As `data.path`."""
+    """As in `data`."""
     sources: "list[SourceConfig]" = Field(default=[])
-    """As `data.sources`."""
+    """As in `data`."""
     prompt_key: str | None = None
-    """As `data.prompt_key`."""
+    """As in `data`."""
     answer_key: str | None = None
-    """As `data.answer_key`."""
+    """As in `data`."""
 
 
 class SourceConfig(Section):
-    """One source of a mixture. A key that is left out, or null, is that of `data`."""
+    """One source of a mixture. What it leaves out is as in `data`."""
 
     source: str
     """Its name in metrics and rollouts."""
     path: LocalPath | list[LocalPath]
-    """As `data.path`."""
+    """As in `data`."""
     ratio: PositiveFloat | None = None
-    """Its share of the prompts, relative to the other sources'; default, for all of them: by their
-    sizes."""
+    """Its share of the prompts, relative to the others'; default, for all: by their sizes."""
     prompt_key: str | None = None
-    """As `data.prompt_key`."""
+    """As in `data`."""
     answer_key: str | None = None
-    """As `data.answer_key`."""
+    """As in `data`."""
     grader: str | None = None
     """Grader of its rows, as a column names it."""
     grader_key: str | None = None
-    """As `data.grader_key`."""
+    """As in `data`."""
     extra_key: str | None = None
-    """As `data.extra_key`."""
+    """As in `data`."""
     system_prompt: str | None = None
-    """As `data.system_prompt`."""
+    """As in `data`."""
     prompt_template: str | None = None
-    """As `data.prompt_template`."""
+    """As in `data`."""
     limit: PositiveInt | None = None
-    """As `data.limit`."""
+    """As in `data`."""
 
 
 class DataConfig(Section):
-    """Prompts and answers, one object a row of one file or several.
-
-    A key of a row may lead into it by dots: `reward_model.ground_truth`, `messages.-1.content`.
-    """
+    """Prompts and answers, one object a row. A key may lead into a row by dots:
+    `reward_model.ground_truth`, `messages.-1.content`."""
 
     path: LocalPath | list[LocalPath] | None = None
-    """File that ends in .jsonl, .json, .csv or .parquet, or a list of such files, which are read as
-    one; or `sources`. A data set on the Hub is `openai/gsm8k?config=main&split=train`, whose split
-    is by default train (of `eval.data`: test), or its files `hf://datasets/OWNER/NAME/FILE`."""
+    """.jsonl, .json, .csv or .parquet file, or several; or a data set on the Hub,
+    `openai/gsm8k?config=main&split=train` (default split: train, of `eval.data` test), or its
+    files, `hf://datasets/OWNER/NAME/FILE`."""
     sources: list[SourceConfig] = Field(default=[])
     """Instead of `path`: a mixture of sources with keys of their own."""
     prompt_key: str = "prompt"
-    """Column with the prompt: a text, or chat messages with `chat_template`."""
+    """Column of the prompt: a text, or chat messages with `chat_template`."""
     answer_key: str = "answer"
-    """Column with the answer that the grader compares with."""
+    """Column of the answer that graders get."""
     source_key: str | None = None
-    """Column that names the source of each row, for metrics by source and `grader_by_source`."""
+    """Column of a row's source, for metrics by source and `grader_by_source`."""
     grader_key: str | None = None
-    """Column that names a grader for each row: one of `reward.graders` by its name, or any without
-    args; default: `reward`'s."""
+    """Column that names a row's grader: one of `reward.graders`, or any without args; default:
+    `reward`'s."""
     grader_by_source: dict[str, str] = Field(default={})
-    """Grader for each value of `source_key`, such as `{openai/gsm8k: gsm8k, lighteval/MATH: math}`.
-    `aime*` is every other value that begins so."""
+    """Grader for each value of `source_key`: `{openai/gsm8k: gsm8k, lighteval/MATH: math}`. `aime*`
+    fits every other value that begins so."""
     extra_key: str | None = None
-    """Column that graders with a parameter `extra_info` receive, as verl's compute_score does."""
+    """Column for graders with a parameter `extra_info`, such as verl's compute_score."""
     images_key: str | None = None
-    """Column with the images of a prompt, whose text has `<image>` for each: paths, bytes or
-    {bytes, path}; needs `chat_template`. A row without images is text. See
-    [vision](../vision.md)."""
+    """Column of a prompt's images (paths, bytes or {bytes, path}), if it has any; its text has
+    `<image>` for each. Needs `chat_template`. See [vision](../vision.md)."""
     tools_key: str | None = None
-    """Column with the tools that a row offers, a list of {type, function} or its JSON, for the chat
-    template; needs `chat_template`."""
+    """Column of a row's tools for the chat template, a list of {type, function} or its JSON. Needs
+    `chat_template`."""
     chat_template: bool = False
     """Render prompts with the tokenizer's chat template."""
     chat_template_args: dict[str, str | int | float | bool] = Field(default={})
-    """Arguments of the chat template, such as `enable_thinking: false` for Qwen3."""
+    """Its arguments, such as `enable_thinking: false` for Qwen3."""
     system_prompt: str | None = None
-    """System message before every prompt that has none of its own; needs `chat_template`."""
+    """System message of prompts that have none. Needs `chat_template`."""
     prompt_template: str = "{prompt}"
-    """Text around `{prompt}`, applied before the chat template; of messages, to the user's last."""
+    """Text around `{prompt}`, before the chat template; of messages, in the user's last."""
     add_bos: bool = False
     """Begin prompts with the tokenizer's <bos>; not with `chat_template`."""
     max_prompt_tokens: PositiveInt = 1024
-    """Longest prompt in tokens; longer ones are dropped and counted."""
+    """Longer prompts are dropped and counted."""
     shuffle: bool = True
-    """Draw the prompts in a new random order each epoch instead of file order."""
+    """New random order each epoch, instead of file order."""
     limit: PositiveInt | None = None
-    """Use only the first rows, this many over all files; default: all."""
+    """Rows used, from the start of all files; default: all."""
 
     @property
     def parts(self) -> "list[DataPart]":
@@ -235,22 +230,21 @@ class DataPart(DataConfig):
 
 
 class EvalConfig(Section):
-    """Held-out evaluation: before the first step, every `every` steps, and after the last."""
+    """Held-out evaluation before the first step, every `every` steps, and after the last."""
 
     data: HeldOutConfig
-    """Held-out prompts."""
     every: PositiveInt = 10
     """Steps between evaluations."""
     num_samples: PositiveInt = 1
-    """Responses a prompt; with more than 1, pass@k is reported too."""
+    """Responses a prompt; above 1, pass@k is reported too."""
     temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
-    """Sampling temperature; 0 is greedy."""
+    """0: greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus of probability sampled from; 1: all."""
+    """As in `sampling`."""
     top_k: TopK = -1
-    """Most probable tokens sampled from; -1 or 0: all."""
+    """As in `sampling`."""
     num_as_trained: NonNegativeInt = 0
-    """Responses a prompt of a second evaluation, sampled at `sampling.temperature` as in training,
-    with metrics eval_as_trained/...; 0: none."""
+    """Responses a prompt of a second evaluation, sampled as in training, with metrics
+    eval_as_trained/..."""
     max_response_tokens: PositiveInt | None = None
-    """Longest response in tokens; default: `sampling.max_response_tokens`."""
+    """Longest response; default: `sampling.max_response_tokens`."""

@@ -46,41 +46,30 @@ _TRANSFORMER_OURS = {
     "actor.megatron.moe_flex_dispatcher_backend": "moe_enable_deepep",
 }
 _ACTOR = "the actor sets it, as Megatron's training loop would"
-_FP8 = (
-    "digests compare parameters in actor.dtype with the engines'; fp8 is for products, not for "
-    "parameters"
-)
-_OUTPUT = "everything that a run writes goes into its output_dir"
-_SPLIT = (
-    "it requires Megatron's own forward and loss, cut into pieces; the head and the losses "
-    "here are others"
-)
+_FP8 = "digests compare parameters in actor.dtype; fp8 is for products only"
+_OUTPUT = "a run writes into its output_dir only"
+_SPLIT = "it requires Megatron's own forward and loss, cut into pieces"
 _TRANSFORMER_REFUSED = {
-    "losses are divided by global denominators, so that Megatron must only sum": "calculate_per_token_loss",
+    "losses have global denominators: Megatron must only sum": "calculate_per_token_loss",
     _ACTOR: """timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func
         barrier_with_L1_time variable_seq_lengths num_microbatches_with_partial_activation_checkpoints""",
-    "random noise in a forward would enter every ratio of new to old probabilities": """
+    "noise would enter every ratio of new to old probabilities": """
         *_dropout moe_input_jitter_eps moe_router_force_load_balancing""",
-    "weights always come from a Hugging Face folder or a checkpoint": """perform_initialization init_method*
+    "weights come from a Hugging Face folder or a checkpoint": """perform_initialization init_method*
         output_layer_init_method embedding_init_method* init_model_with_meta_device""",
-    "engines drop no token: the two sides would compute probabilities of different models": """
+    "engines drop no token: the models would differ": """
         moe_token_drop* moe_expert_capacity_factor moe_pad_expert_input_to_capacity""",
-    "expert loads and router biases count every routed token, and would count the padding": (
-        "moe_router_padding_for_*"
-    ),
+    "expert loads and router biases would count the padding": ("moe_router_padding_for_*"),
     _FP8: "fp8_param fp4*",
-    "a graph replays one shape, and the shape of micro-batches changes from step to step": (
-        "*cuda_graph* use_te_rng_tracker"
-    ),
-    "the buffers of this overlap have one shape, and the shape of micro-batches changes from step "
-    "to step": "tp_comm_*",
+    "a graph replays one shape; those of micro-batches change": ("*cuda_graph* use_te_rng_tracker"),
+    "its buffers have one shape; those of micro-batches change": "tp_comm_*",
     _SPLIT: """overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release
         defer_embedding_wgrad_compute wgrad_deferral_limit""",
     "its process groups or its transport are not created here": """hierarchical_context_parallel_sizes
         max_seqlen_per_dp_cp_rank hybrid_context_parallel pipeline_model_parallel_comm_backend use_ring_exchange_p2p""",
-    "it changes what is computed in a way that no engine computes": """
+    "no engine computes so": """
         fp32_residual_connection qk_clip* log_max_attention_logit test_mode *kitchen* quant_recipe""",
-    "parameters stay where publishing, digests and checkpoints read them": "cpu_offloading_weights",
+    "publishing, digests and checkpoints read parameters in place": "cpu_offloading_weights",
     _OUTPUT: "config_logger_dir",
 }
 _OPTIMIZER_OURS = {
@@ -96,15 +85,12 @@ _OPTIMIZER_OURS = {
 _OPTIMIZER_REFUSED = {
     "the optimizer is Adam with decoupled weight decay, whose state checkpoints know": """
         optimizer decoupled_weight_decay sgd_* muon_*""",
-    "gradients are not scaled: bfloat16 has float32's range, and losses are divided by global "
-    "denominators": ("*loss_scale* hysteresis"),
+    "gradients are not scaled: bfloat16 has float32's range": ("*loss_scale* hysteresis"),
     _FP8: "fp8_recipe reuse_grad_buf_for_mxfp8_param_ag",
-    "Transformer Engine copies all of them in float32 to step, save and resume, 14 bytes of an "
-    "element at the peak; "
-    "float32 moments with use_precision_aware_optimizer take 10": "exp_avg_dtype exp_avg_sq_dtype "
+    "Transformer Engine copies them in float32 to step, save and resume: 14 bytes of an "
+    "element at the peak, 10 for float32 moments with use_precision_aware_optimizer": "exp_avg_dtype exp_avg_sq_dtype "
     "main_params_dtype",
-    "an update with a non-finite gradient is undone, which requires the whole step to come after "
-    "the check": ("overlap_param_gather_with_optimizer_step"),
+    "finiteness is checked before any of an update": ("overlap_param_gather_with_optimizer_step"),
     _ACTOR: "barrier_with_L1_time timers",
     _OUTPUT: "config_logger_dir",
 }
@@ -113,12 +99,13 @@ _DDP_OURS = {
     "actor.optimizer.megatron.main_grads_dtype": "grad_reduce_in_fp32",
 }
 _DDP_REFUSED = {
-    "gradients are sums: losses are divided by global denominators already": (
+    "gradients are sums: losses have global denominators": (
         "average_in_collective gradient_reduce_div_fusion"
     ),
     "its process groups are not created here": "num_distributed_optimizer_instances",
-    "a rank that fails by itself leaves the others waiting; the actor checks finiteness on all "
-    "ranks together": ("check_for_*"),
+    "a rank that fails leaves the others waiting; the actor checks all ranks together": (
+        "check_for_*"
+    ),
     _FP8: "fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag keep_fp8_transpose_cache",
     "publishing and checkpoints read whole parameters, which FSDP shards": """*fsdp* preserve_fp32_weights
         data_parallel_sharding_strategy suggested_communication_unit_size outer_dp_sharding_strategy""",
@@ -162,13 +149,12 @@ _RANKS = "an engine's ranks are rollout.tp; a publish would not reach the others
 _LOGPROBS = "log-probabilities would be of another distribution than the actor's"
 _UNEXAMINED = "no test shows that a publish into live parameters holds with it"
 _SERVER_REFUSED = {
-    "rollout.quantization says in which format engines keep weights; with fewer bits they would "
-    "not be the published "
+    "rollout.quantization is the format of engines' weights; fewer bits would not be the published "
     "ones": """quantization*
         modelopt_* quantize_and_serve rl_quant_profile enable_tf32_matmul enable_w4a4_* flashinfer_mxfp4_*
         flashinfer_a2a_dispatch_type deepep_dispatcher_output_dtype enable_quant_* *_fp4_allgather
         prefill_kv_cache_dequant_dtype fp4_gemm_runner_backend""",
-    "experts would leave the ranks for which the publish has planned their slices": """*eplb* ep_num_redundant_experts
+    "experts would leave the ranks that a publish planned for": """*eplb* ep_num_redundant_experts
         ep_dispatch_algorithm init_expert_location *elastic_ep* enable_elastic_expert_backup mooncake_ib_device
         enable_waterfill ep_join_* max_ep_size kt_*""",
     _RANKS: """dcp_* pp_* attn_cp_size moe_dp_size dwdp_size enable_prefill_cp cp_strategy enable_cp_decode_attn_tp
@@ -183,21 +169,21 @@ _SERVER_REFUSED = {
         checkpoint_engine_wait_weights_before_ready""",
     _LOGPROBS: """json_model_override_args rl_on_policy_target enable_custom_logit_processor forward_hooks
         debug_tensor_dump_input_file allow_auto_truncate enable_strict_thinking""",
-    "trainers, router and supervisor speak plain HTTP/1.1 to the one server process of an engine": """ssl_* *grpc*
+    "an engine is one server process, spoken to in plain HTTP/1.1": """ssl_* *grpc*
         sidecar* *http2* enable_ssl_refresh fastapi_root_path *tokenizer_worker_num skip_tokenizer_init smg_*""",
     _UNEXAMINED: """enable_page_major_kv_layout enable_unified_memory deepep_v2_mode enable_layernorm_sp
         enable_shared_experts_attn_tp shared_experts_tp_size enable_dense_mlp_attn_tp gated_launch_port
         enable_dp_attention_local_control_broadcast""",
-    "an engine that rejects what it is sent is asked again at once, without end; set "
-    "rollout.max_running_requests instead": "max_queued_requests",
+    "rejected requests are sent again at once, without end; set rollout.max_running_requests "
+    "instead": "max_queued_requests",
     "its value is a Python function": "custom_sigquit_handler stat_loggers",
-    "it changes the engine's NCCL environment only, and trainers meet engines in one communicator": (
+    "it changes NCCL in engines only, and trainers share their communicators": (
         "enable_nccl_nvls enable_symm_mem"
     ),
     "rollout.draft_tokens speculates with the model's own layer; a publish reaches no other "
     "draft": "speculative_* _speculative_* uno_lora_path enable_multi_layer_eagle spec_trace_dir",
     "engines receive whole weights, with the actor's adapters added (actor.lora)": "*lora*",
-    "an engine answers whole requests; router and publish handle no other kind": """decoupled_spec_* disaggregation_*
+    "router and publish handle only engines that answer whole requests": """decoupled_spec_* disaggregation_*
         num_reserved_decode_tokens enable_pd_role_switch optimistic_prefill_attempts encoder_* language_*
         enable_adaptive_dispatch_to_encoder *pdmux* sm_group_num""",
     "images come with the trainers' requests, as these have read them": """mm_* enable_mm_* *_mm_inputs_*
@@ -205,7 +191,7 @@ _SERVER_REFUSED = {
         image_processor_backend disable_fast_image_processor""",
     "diffusion models are not trained": "dllm_*",
     "models with recurrent layers are not trained": "*mamba* linear_attn_* *linear_replayssm*",
-    "a publish writes into the parameters of a rank, which offloading replaces": (
+    "a publish writes into a rank's parameters, which offloading replaces": (
         "cpu_offload_gb offload_* ple_offload_*"
     ),
 }  # fmt: skip

@@ -33,41 +33,41 @@ class CodeOptions(Section):
     [rewards](../data-and-rewards.md)."""
 
     score: Literal["fraction", "all"] = "fraction"
-    """Fraction of the tests that pass, or 1 if all do, else 0."""
+    """Fraction of tests passed, or 1 if all pass, else 0."""
     test_s: Seconds = 3.0
-    """Seconds for one test; then it has failed."""
+    """Of one test; then it has failed."""
     total_s: Seconds = 8.0
-    """Seconds for all tests of a response; those left then have failed."""
+    """Of all tests of a response; those left have failed."""
     memory_mb: Annotated[int, Field(ge=64, le=MOST)] = 512
-    """MiB: address space of each process, resident memory of all of a program's together."""
+    """Address space of each process, and resident memory of all of a program's together."""
     output_kb: PositiveInt = 1024
-    """KiB that a program may write to standard output."""
+    """Standard output of a program."""
     disk_mb: PositiveInt = 16
-    """MiB of files that a program may write."""
+    """Files that a program may write."""
     open_files: Annotated[int, Field(ge=8, le=MOST)] = 64
-    """Files that one process may have open."""
+    """Open files of one process."""
     processes: PositiveInt = 8
-    """Processes and threads of one program."""
+    """Processes and threads of a program."""
     tolerance: NonNegativeFloat = 0.0
-    """Largest absolute or relative difference of numbers that are equal."""
+    """Largest absolute or relative difference of equal numbers."""
     isolation: Literal["required", "off"] = "required"
-    """Namespaces of a program's own, without which nothing starts; off: limits only, and network
-    and readable files stay in reach."""
+    """Run in namespaces, or not at all; off: only limits, with network and readable files in
+    reach."""
 
 
 class ServiceOptions(Section):
     """Fields that all graders over HTTP share."""
 
     url: str
-    """URL of the POST requests; without user name or password."""
+    """Of the POST requests; without user name or password."""
     timeout_s: Seconds = 60.0
-    """Seconds for one request with its retries; then the outcome is a timeout."""
+    """Of a request with its retries; then the outcome is a timeout."""
     retries: NonNegativeInt = 4
-    """Further attempts after a lost connection, a status 429 or a status of 500 and above."""
+    """After a lost connection, a status 429 or a status of 500 and above."""
     concurrency: PositiveInt = 16
-    """Requests in flight at once, of each leader."""
+    """Requests in flight, of each leader."""
     api_key_env: str | None = None
-    """Environment variable of the trainers with the key, sent as a bearer token."""
+    """Environment variable of the trainers with the key, a bearer token."""
 
     @field_validator("url")
     @classmethod
@@ -87,9 +87,9 @@ class HttpOptions(ServiceOptions):
     [rewards](../data-and-rewards.md)."""
 
     batch_size: PositiveInt = 32
-    """Most responses in one request."""
+    """Most responses of a request."""
     batch_wait_s: NonNegativeFloat = 0.05
-    """Seconds that a response waits for others to share its request."""
+    """Longest wait of a response for others to share its request."""
 
 
 class JudgeOptions(ServiceOptions):
@@ -97,23 +97,22 @@ class JudgeOptions(ServiceOptions):
     [rewards](../data-and-rewards.md)."""
 
     model: str
-    """Name of the model, as the endpoint knows it."""
+    """As the endpoint names it."""
     prompt_file: str
-    """File with the judge's prompt: {prompt}, {response} and {answer} are put in."""
+    """File with the judge's prompt, into which {prompt}, {response} and {answer} are put."""
     system: str | None = None
-    """System message before it; default: none."""
+    """System message before it."""
     pattern: str = (
         r"(?i)(?<!max )(?<!maximum )\bscore[\s*_)\]]*[:：][\s*_(\[]*"
         r"([-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?:e[-+]?\d+)?)"
     )
-    """Regular expression whose last match in the judge's reply holds the score in its first
-    group."""
+    """Regular expression; the first group of its last match in the reply is the score."""
     scores: dict[str, Number | int] = Field(default={})
-    """Words of the first group and their scores, such as {yes: 1, no: 0}; default: a number."""
+    """Scores of that group's words, such as {yes: 1, no: 0}; default: a number."""
     temperature: NonNegativeFloat = 0.0
-    """The judge's sampling temperature."""
+    """The judge's."""
     max_tokens: PositiveInt = 1024
-    """Longest reply of the judge in tokens."""
+    """Longest reply."""
     body: dict[str, Scalar] = Field(default={})
     """Further fields of the request, such as {top_p: 0.9}."""
 
@@ -137,16 +136,16 @@ OPTIONS: dict[str, type[Section]] = {
 
 
 class GraderConfig(Section):
-    """One of several graders, and what its score counts."""
+    """One of several graders."""
 
     grader: str
     """As `reward.grader`."""
     name: Annotated[str, Field(pattern=r"^[a-z0-9_]*$")] = ""
-    """Its name in metrics, rollouts and `data.grader_key`; default: that of the grader."""
+    """In metrics, rollouts and `data.grader_key`; default: that of the grader."""
     weight: Number = 1.0
-    """Factor of its score in the reward, which is the sum."""
+    """Factor of its score in the reward, a sum."""
     args: GraderArgs = Field(default={})
-    """Keyword arguments of the grader."""
+    """Its keyword arguments."""
 
     @property
     def short_name(self) -> str:
@@ -162,24 +161,24 @@ class RewardConfig(Section):
     """How responses are graded: by one grader (`grader`, `args`), or by several (`graders`)."""
 
     grader: str = "gsm8k"
-    """`exact`, `format`, `gsm8k`, `math`, `math_dapo`, `code`, `http`, `judge`, or your own as
+    """`exact`, `format`, `gsm8k`, `math`, `math_dapo`, `code`, `http`, `judge`, or yours,
     "package.module:function"."""
     args: GraderArgs = Field(default={})
-    """Keyword arguments of the grader."""
+    """Its keyword arguments."""
     graders: list[GraderConfig] = Field(default=[])
-    """Several graders instead of one: the reward is the weighted sum of their scores."""
+    """Several instead; the reward is the weighted sum of their scores."""
     group_grader: str | None = None
-    """Makes the rewards of a whole group from its scores: `rank`, `distinct`, or your own as
-    "package.module:function"; default: none."""
+    """Turns the scores of a group into rewards: `rank`, `distinct`, or yours,
+    "package.module:function"."""
     group_args: dict[str, Scalar] = Field(default={})
-    """Keyword arguments of the group grader."""
+    """Keyword arguments of `group_grader`."""
     workers: Processes = 2
-    """Grader processes of each rank that samples."""
+    """Grader processes of each sampling rank."""
     timeout_s: Seconds = 10.0
-    """Seconds for one response in a grader process; then its outcome is a timeout, which is never
-    learned from. `http` and `judge` have their own."""
+    """Of one response in a grader process; then it is a timeout, which is not trained on. `http`
+    and `judge` have their own."""
     shuffle: bool = False
-    """Control experiment: permute the rewards over the step's samples, so that they say nothing."""
+    """Control experiment: permute a step's rewards over its samples."""
 
     @property
     def entries(self) -> Sequence[GraderConfig]:
@@ -221,7 +220,7 @@ class RewardConfig(Section):
             Rule(
                 total_s >= self.timeout_s,
                 f"timeout_s {self.timeout_s:g} must be some seconds above grader code's total_s {total_s:g}; "
-                "else a slow program is the grader's failure, not a wrong answer",
+                "else slow programs are grader failures, not wrong answers",
                 "raise the former, or lower the latter",
             ),
         ]
@@ -231,8 +230,7 @@ class RewardConfig(Section):
         return [
             Rule(
                 self.group_grader and advantage.needs_greedy_response,
-                f"reward.group_grader with advantage {advantage.name}: its greedy baseline "
-                "has no group, and cannot be compared with rewards that depend on the group",
+                f"reward.group_grader with advantage {advantage.name}: its greedy baseline has no group",
                 "remove the group grader, or take another estimator",
             ),
         ]

@@ -31,31 +31,28 @@ class EnvironmentConfig(Section):
     [agents](../agents.md)."""
 
     function: str
-    """"package.module:function", called as function(row, seed, **args) for every rollout; the
-    rollouts of a group get the same row and seed."""
+    """"package.module:function", called for every rollout as function(row, seed, **args); a group
+    shares row and seed."""
     args: dict[str, str | int | float | bool] = Field(default={})
     """Its keyword arguments."""
     history: Literal["all", "last"] = "all"
-    """What a turn sees: everything before it, so that a rollout is one sample, or the environment's
-    last message alone, so that every turn is a sample of its own."""
+    """What a turn sees: all before it (one sample a rollout), or the environment's last message
+    (one sample a turn)."""
     max_turns: PositiveInt = 8
-    """Turns of the model; the rewards so far count then."""
+    """Turns of the model; then the rewards so far count."""
     rewards: bool = True
-    """Whether its steps give the reward; false: the graders of `reward` score the text of the whole
-    rollout."""
+    """Its steps give the reward; false: the graders of `reward` score the rollout's text."""
     credit: Literal["rollout", "turn"] = "rollout"
-    """Where the reward goes: to the whole rollout, or each step's to the turn before it, for
-    estimators with returns (`reinforce`, `reinforce_plus_plus`)."""
+    """The reward goes to the whole rollout, or each step's to the turn before it, for estimators
+    with returns (`reinforce`, `reinforce_plus_plus`)."""
     workers: Processes = 2
-    """Processes of each rank that samples; each has many environments and answers one call at a
+    """Processes of each sampling rank; each holds many environments and answers one call at a
     time."""
     timeout_s: Seconds = 30.0
-    """Seconds for one call; then the process is ended, and the rollout's outcome is a timeout,
-    never a reward."""
+    """Of one call; then the process is ended: a timeout, never a reward."""
     episode_timeout_s: Seconds | None = None
-    """Seconds for all calls of a rollout together, after which its rewards so far count; not the
-    time for which it waits for engines or for a process. Default: no limit but
-    `rollout.step_timeout_s`."""
+    """Of all calls of a rollout, without waits for engines or processes; then the rewards so far
+    count. Default: only `rollout.step_timeout_s`."""
 
     def problems(self) -> list[Rule]:
         whole = self.episode_timeout_s
@@ -84,40 +81,37 @@ class AgentConfig(Section):
     [agents](../agents.md)."""
 
     function: str | None = None
-    """"package.module:function", async or not, called as function(base_url, key, row, **args) for
-    every rollout, or verifiers, an environment of that library."""
+    """"package.module:function", async or not, called for every rollout as function(base_url, key,
+    row, **args); or verifiers, an environment of that library."""
     args: dict[str, str | int | float | bool] = Field(default={})
     """Its keyword arguments."""
     command: list[str] = Field(default=[])
-    """Instead of a function: a command that finds MEGAGRPO_BASE_URL and MEGAGRPO_KEY (and OpenAI's
-    and Anthropic's names for them) in its environment and the row on its standard input, and prints
-    the reward as its last line."""
+    """Instead of a function: a command with MEGAGRPO_BASE_URL and MEGAGRPO_KEY (also under OpenAI's
+    and Anthropic's names) in its environment and the row on standard input; its last line is the
+    reward."""
     fork: Literal["sample", "refuse"] = "sample"
-    """What becomes of messages that do not extend the last turn, such as a second request after the
-    same messages, or a history that was edited or summarised: they begin a sample of their own, or
-    the request is refused."""
+    """Messages that do not extend the last turn (a second request after the same ones, an edited or
+    summarized history) begin a sample of their own, or are refused."""
     history: Literal["all", "last"] = "all"
-    """A turn continues the tokens of those before it, so that a rollout that does not fork is one
-    sample; or every turn is a sample of its own, for which all messages are rendered: for chat
-    templates that cannot be continued."""
+    """all: a turn continues the tokens before it. last: every turn is a sample of its own with all
+    messages rendered, for chat templates that cannot continue."""
     max_turns: PositiveInt = 32
     """Turns of the model."""
     credit: Literal["rollout", "turn"] = "rollout"
-    """Where the reward goes: to the whole rollout, or `turn_rewards` to their turns, for estimators
-    with returns (`reinforce`, `reinforce_plus_plus`)."""
+    """The reward goes to the whole rollout, or `turn_rewards` to their turns, for estimators with
+    returns."""
     truncated_reward: Number | None = None
-    """The reward if a limit of tokens or turns made the program fail; default: an error, which has
-    no reward."""
+    """Reward if a limit of tokens or turns made the program fail; default: an error, without a
+    reward."""
     tool_parser: str = ""
-    """SGLang's name of the parser of the model's tool calls, such as qwen25; default: its text is
-    the message."""
+    """SGLang's parser of the model's tool calls, such as qwen25; default: its text is the
+    message."""
     reasoning_parser: str = ""
-    """SGLang's name of the parser of reasoning, such as qwen3."""
+    """SGLang's parser of reasoning, such as qwen3."""
     workers: Processes = 2
-    """Processes of each rank that samples; each runs many programs at once."""
+    """Processes of each sampling rank; each runs many programs."""
     timeout_s: Seconds = 600.0
-    """Seconds of a program, without those for which engines sample its turns; then it is ended, and
-    the rollout's outcome is a timeout, never a reward."""
+    """Of a program, without the engines' time; then it is ended: a timeout, never a reward."""
 
     def problems(self) -> list[Rule]:
         return [
@@ -138,34 +132,32 @@ class SamplingConfig(Section):
     """How responses are sampled."""
 
     temperature: Annotated[float, Field(ge=0.01, le=100)] = 1.0
-    """Sampling temperature; log-probabilities are of the same distribution."""
+    """Log-probabilities are of the same distribution."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus of probability sampled from; 1: all."""
+    """Nucleus of probability; 1: all."""
     top_k: TopK = -1
-    """Most probable tokens sampled from; -1 or 0: all."""
+    """Most probable tokens; -1 or 0: all."""
     max_response_tokens: PositiveInt = 512
-    """Longest response in tokens."""
+    """Longest response."""
     stop_token_ids: list[NonNegativeInt] = Field(default=[])
-    """Token ids that end a response, beside the model's own end of sequence."""
+    """Token ids that end a response, besides the model's end of sequence."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[])
     """Texts that end a response."""
     skip_special_tokens: bool = False
-    """Leave special tokens out of the text that graders, environments and tool parsers see; default:
-    only those for padding and the begin and end of texts, and the one that ended the response."""
+    """Hide all special tokens from graders, environments and tool parsers; false: only padding,
+    begin and end of texts, and the one that ended the response."""
     environment: EnvironmentConfig | None = None
-    """What answers the model; default: nothing."""
     agent: AgentConfig | None = None
-    """The program that talks to the model; default: none."""
     allow_truncated_distribution: bool = False
-    """Accept top_p < 1 or top_k > 0, for which log-probabilities are not renormalised."""
+    """Accept top_p < 1 or top_k > 0, for which log-probabilities are not renormalized."""
 
     def problems(self) -> list[Rule]:
         truncated = self.top_p < 1 or self.top_k > 0
         return [
             Rule(
                 truncated and (not self.allow_truncated_distribution),
-                "top_p < 1 or top_k > 0 samples from another distribution than the "
-                "log-probs describe",
+                "top_p < 1 or top_k > 0 samples from another distribution than that of the "
+                "log-probabilities",
                 "set allow_truncated_distribution: true to accept that",
             ),
             Rule(
@@ -209,7 +201,7 @@ class SamplingConfig(Section):
             Rule(
                 self.rewarding and experiment.algorithm.needs_greedy_response,
                 f"{given_by} with advantage {advantage}: it needs a greedy response "
-                "to each prompt, and a greedy rollout would have other turns",
+                "to each prompt, which would have other turns",
                 "take another estimator",
             ),
             Rule(
@@ -228,73 +220,69 @@ class SamplingConfig(Section):
 
 
 class RolloutConfig(Section):
-    """The SGLang service: its engines, their size, and what is waited for how long."""
+    """The SGLang service: engines, their size, limits of time."""
 
     num_engines: PositiveInt = 1
     """Engines at the start."""
     max_staleness: NonNegativeInt = 0
-    """How many versions of the weights a token may be older than those that it trains. So many
-    batches ahead are sampled while earlier ones are trained on, and are trained on in their order:
-    nothing is thrown away. 0: sampling and training take turns."""
+    """Versions that a token may be older than the weights that it trains. So many batches are
+    sampled ahead, and trained on in order; none is thrown away. 0: sampling and training take
+    turns."""
     engine_choice: Literal["request", "group"] = "request"
-    """Which requests an engine gets together: each goes to the engine with the fewest (request), or
-    those of a group go to one engine (group), which reads their prompt once if
-    `sglang: {schedule_policy: lpm}`. Later turns always follow the first."""
+    """request: each goes to the engine with the fewest. group: a group's go to one engine, which
+    reads their prompt once with `sglang: {schedule_policy: lpm}`. Later turns follow the first."""
     prefix_cache: Literal["flush", "by_version"] = "flush"
-    """What a publish does to the engines' prefix caches: it empties them, so that open rollouts are
-    read again; or each rollout has the cache of the weights with which it began, whose tokens after
-    a publish rest on keys and values of older weights."""
+    """At a publish: empty the engines' caches and read open rollouts again, or (by_version) each
+    rollout keeps the cache of the weights that it began with, so that later tokens rest on older
+    keys and values."""
     tp: PositiveInt = 1
-    """Tensor-parallel ranks of one engine."""
+    """Tensor-parallel ranks of an engine."""
     ep: PositiveInt = 1
-    """Expert-parallel ranks of one engine; divides `tp`."""
+    """Expert-parallel ranks of an engine; divides `tp`."""
     nodes_per_engine: PositiveInt = 1
-    """Nodes that one engine spans; divides `tp`."""
+    """Nodes of an engine; divides `tp`."""
     dtype: Dtype = "float32"
-    """Type of the engines' weights and activations; default: `actor.dtype`."""
+    """Of the engines' weights and activations; default: `actor.dtype`."""
     quantization: Literal["fp8"] | None = None
-    """Format of the engines' linear layers and experts, if not `dtype`: E4M3 in blocks of 128 x 128
-    with a float32 scale each. Trainers quantise what they publish; embeddings, output layer, norms
-    and routers stay in `dtype`. See [FP8 engines](../fp8.md)."""
+    """Linear layers and experts in E4M3, in blocks of 128 x 128 with a float32 scale each; trainers
+    quantize what they publish. Embeddings, output layer, norms and routers stay in `dtype`. See
+    [FP8 engines](../fp8.md)."""
     draft_tokens: PositiveInt | None = None
-    """Tokens that a draft (`actor.draft`) proposes for a forward of the model; samples stay the
-    model's. Default: 0."""
+    """Tokens that the draft (`actor.draft`) proposes for a forward; samples stay the model's."""
     load_format: Literal["dummy", "model"] = "dummy"
-    """Engines start with random weights, which the first publish fills and proves (dummy), or read
+    """Start with random weights, which the first publish replaces and verifies (dummy), or read
     `model.path`."""
     deterministic: bool = False
-    """Batch-invariant kernels, one seed a sample, deterministic algorithms in trainers: a run can
-    be repeated bit by bit, unless caches overflow. On a GPU torch warns of an operator that has no
-    such algorithm."""
+    """Batch-invariant kernels, one seed a sample, deterministic algorithms in trainers: a run
+    repeats bit by bit unless caches overflow. On a GPU torch warns of operators without such an
+    algorithm."""
     max_running_requests: PositiveInt = 128
-    """Requests that one engine works on at once."""
+    """Concurrent requests of an engine."""
     mem_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.85
-    """Fraction of GPU memory for weights and KV cache; default under `colocate`: 0.6, for the
-    actor's weights stay there while engines sample."""
+    """Of GPU memory, for weights and KV cache; default under `colocate`: 0.6, as the actor's
+    weights stay."""
     colocate: bool = False
-    """Engines on the trainers' GPUs, on one node or many, rank for rank: they release their memory
-    while the actor trains, and its optimizer's state and gradients go to the host while they
-    sample; wants `weights.transport: ipc`."""
+    """Engines on the trainers' GPUs, rank for rank: they release their memory while the actor
+    trains; its optimizer state and gradients go to the host while they sample. Needs
+    `weights.transport: ipc`, or `disk`."""
     sglang: LibrarySettings = Field(default={})
-    """Fields of SGLang's ServerArgs, by their names there, such as `chunked_prefill_size: 8192`."""
+    """Fields of SGLang's ServerArgs, such as `chunked_prefill_size: 8192`."""
     host: str = "127.0.0.1"
     """Address of services, or an interface of all machines: eth0."""
     request_timeout_s: Seconds = 600.0
-    """Seconds for one request."""
+    """Of one request."""
     step_timeout_s: Seconds = 3600.0
-    """Seconds for all groups of a step, of each batch under dynamic sampling, or of an
-    evaluation."""
+    """Of all groups of a step, of each batch under dynamic sampling, or of an evaluation."""
     start_timeout_s: Seconds = 300.0
-    """Seconds for an engine, or for Ray, to start; default with `quantization`, whose kernels are
-    compiled at the first start on a node: 3600."""
+    """For an engine, or Ray, to start; default with `quantization`, whose kernels the first start
+    on a node compiles: 3600."""
     health_timeout_s: Seconds | None = None
-    """Seconds of silence after which an engine is started again; longer than the longest forward
-    pass. Default: 300 on GPUs, where the first pass of a length compiles kernels; 60 on a CPU."""
+    """Silence after which an engine is restarted; longer than the longest forward pass. Default:
+    300 on GPUs, which may compile kernels; 60 on a CPU."""
     max_restarts: NonNegativeInt = 5
     """Restarts of one engine over the run."""
     min_healthy_engines: PositiveInt = 1
-    """Engines that must hold the new weights for a publish to return without waiting for the
-    others."""
+    """Engines that must hold the new weights before a publish stops waiting for the others."""
 
     def patience_s(self, cuda: bool) -> float:
         """Returns health_timeout_s, in seconds, of engines on GPUs or on a CPU."""
@@ -324,8 +312,7 @@ class RolloutConfig(Section):
             ),
             Rule(
                 self.quantization and self.load_format == "model",
-                "quantization fp8 with load_format model: the trainers quantise, and the "
-                "model's files hold none of that",
+                "quantization fp8 with load_format model: the model's files are not quantized, trainers do it",
                 "take dummy",
             ),
             Rule(
@@ -375,15 +362,13 @@ class RolloutConfig(Section):
             ),
             Rule(
                 self.colocate and ahead,
-                f"rollout.max_staleness {ahead} with rollout.colocate: engines sleep while "
-                "the actor trains, and can sample nothing ahead",
+                f"rollout.max_staleness {ahead} with rollout.colocate: engines sleep while the actor trains",
                 "set one of them",
             ),
             Rule(
                 self.max_staleness == 1 and algorithm.dynamic_sampling,
-                "rollout.max_staleness 1 with algorithm.dynamic_sampling: groups that a "
-                "step leaves over are trained on one step later, so that nothing could be "
-                "sampled ahead within the bound",
+                "rollout.max_staleness 1 with algorithm.dynamic_sampling: surplus groups are "
+                "trained on one step later, which leaves nothing to sample ahead",
                 "take 2 or more, or 0",
             ),
             Rule(
@@ -393,8 +378,7 @@ class RolloutConfig(Section):
             ),
             Rule(
                 self.prefix_cache == "by_version" and (not ahead),
-                "rollout.prefix_cache by_version without max_staleness: no rollout "
-                "outlives a publish, and what is kept would be of no use",
+                "rollout.prefix_cache by_version without max_staleness: no rollout outlives a publish",
                 "take flush",
             ),
             Rule(
@@ -413,25 +397,23 @@ def engine_number(engine: str) -> int:
 
 
 class WeightsConfig(Section):
-    """How the actor's weights reach the engines after every step."""
+    """How weights reach the engines after every step."""
 
     transport: Literal["disk", "broadcast", "reshard", "ipc"] = "reshard"
-    """Each engine rank its own slices from the trainers that hold them; or whole tensors by rank 0
-    to all; or a checkpoint on a disk that engines and trainers share; or slices through memory of a
-    machine that they share, as `rollout.colocate` needs (`ipc`)."""
+    """reshard: each engine rank receives its slices from the trainers that hold them. ipc: the same
+    through shared memory, for `rollout.colocate`. broadcast: rank 0 sends whole tensors. disk: a
+    checkpoint on a shared disk."""
     in_flight: Literal["drain", "retract"] = "retract"
-    """Treatment of responses in flight at a publish (rollout.max_staleness): they keep their tokens
-    and go on with the new weights, which read them again (retract), or are waited for (drain): then
-    a deterministic run repeats bit by bit."""
+    """Responses in flight at a publish keep their tokens, which the new weights read again, or
+    (drain) are waited for: then a deterministic run repeats bit by bit."""
 
     delta: bool = False
-    """Send only the elements that have changed since the last publish, wherever these are fewer
-    bytes; every rank keeps what it has sent in host memory. After a step of GRPO in bfloat16 most
-    elements are the same."""
+    """Send only the elements that changed since the last publish, if these are fewer bytes; every
+    rank keeps what it has sent in host memory."""
     bucket_mb: PositiveFloat = 512.0
-    """MiB of weights that a rank holds beside its parameters during a transfer."""
+    """Weights that a rank holds beside its parameters during a transfer."""
     timeout_s: Seconds = 600.0
-    """Seconds for one publish, restarted engines included; below `actor.deadline_s`."""
+    """Of one publish, restarted engines included; below `actor.deadline_s`."""
 
     @property
     def connect_timeout_s(self) -> float:
@@ -490,8 +472,7 @@ class WeightsConfig(Section):
             Rule(
                 self.timeout_s >= deadline_s,
                 f"weights.timeout_s {self.timeout_s:g} must be below actor.deadline_s "
-                f"{deadline_s:g}: while rank 0 updates engines, the other ranks wait for it "
-                "in a collective",
+                f"{deadline_s:g}: other ranks wait in a collective while rank 0 updates engines",
                 "lower it, or raise the deadline",
             ),
         ]

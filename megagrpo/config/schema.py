@@ -55,30 +55,27 @@ DEFAULT_STEPS = 100
 
 
 class TrainConfig(Section):
-    """How many steps there are, and how large one is."""
+    """Number and size of the steps."""
 
     num_steps: PositiveInt | None = Field(
         default=None,
-        description=f"Steps of the run: sample, update, publish; default: {DEFAULT_STEPS}, or what "
-        "`num_epochs` makes.",
+        description=f"Steps (sample, update, publish); default: {DEFAULT_STEPS}, or as `num_epochs` "
+        "says.",
     )
     num_epochs: PositiveInt | None = None
-    """Passes over the prompts, instead of `num_steps`: as many steps as take them that often, the
-    last one whole."""
+    """Instead of `num_steps`: passes over the prompts; the last step is whole."""
     num_prompts_per_step: PositiveInt = 64
     """Prompts (groups) of a step."""
     group_size: PositiveInt = 8
     """Responses to each prompt."""
     num_updates_per_step: PositiveInt = 1
-    """Optimizer updates of each pass over a step's samples; its groups are split between them."""
+    """Optimizer updates of each pass; its groups are split between them."""
     num_epochs_per_step: PositiveInt = 1
-    """Passes over a step's samples; each later one splits the groups between its updates again, at
-    random."""
+    """Passes over a step's samples; each later one splits the groups anew, at random."""
     non_finite: Literal["halt", "skip"] = "halt"
-    """Reaction to an update whose loss or gradient is not finite; its batch is dumped either
-    way."""
+    """On a non-finite loss or gradient: stop the run, or skip the update; its batch is dumped."""
     max_bad_fraction: Fraction = 0.5
-    """Fraction of reward errors and timeouts in a step above which the run stops."""
+    """Fraction of a step's reward errors and timeouts above which the run stops."""
 
     @property
     def updates_of_step(self) -> int:
@@ -113,8 +110,7 @@ class TrainConfig(Section):
         return [
             Rule(
                 self.num_epochs and mixed,
-                "train.num_epochs with ratios in data.sources: small sources are passed "
-                "more often than large ones",
+                "train.num_epochs with ratios in data.sources: sources are not passed equally often",
                 "give train.num_steps",
             ),
         ]
@@ -124,34 +120,31 @@ class CheckpointConfig(Section):
     """When the run is saved, and what it starts from."""
 
     every: NonNegativeInt = 25
-    """Steps between checkpoints; 0: only at the end, or when the run is asked to stop."""
+    """Steps between checkpoints; 0: only at the end or when the run is stopped."""
     dir: LocalPath | None = None
-    """Folder of this run's checkpoints, on another disk: `checkpoints` of the run folder becomes a
-    link to it; default: that folder itself."""
+    """Folder on another disk, to which `checkpoints` of the run folder becomes a link."""
     reshardable: Literal["last", "always", "never"] = "last"
-    """Saves that another layout can load too: the last one of a start (after its last step, or when
-    it is asked to stop), all, or none. The others are faster and smaller in memory: every rank
-    writes its own part."""
+    """Checkpoints that another layout can load: the last of a start (after its last step, or when
+    stopped), all, or none. The others are faster and need less memory."""
     keep: PositiveInt = 2
     """Newest checkpoints kept."""
     asynchronous: bool | Literal["auto"] = "auto"
-    """Copy to host memory, write while training goes on, finish after a later step; auto: from two
-    trainer nodes on."""
+    """Copy to host memory, and write while training goes on; auto: from two trainer nodes on."""
     resume: Literal["auto", "never", "other_data"] = "auto"
-    """Continue from the run folder's last checkpoint, or refuse a folder that has one; other_data:
-    continue although the rows of `data` in use are others than then, or in another order."""
+    """Continue from the last checkpoint, or refuse a folder that has one. other_data: continue
+    although the rows in use changed or are in another order."""
     load: LocalPath | None = None
-    """Another run's checkpoint folder, whose weights and optimizer this run starts from. The
-    reference of a KL stays `model.path`; export the checkpoint and name that to have it move."""
+    """Another run's checkpoint folder, whose weights and optimizer this run starts from. The KL's
+    reference stays `model.path`: name an export there to move it."""
 
 
 class WandbConfig(Section):
-    """The run on Weights & Biases, by the experiment's name; wandb reads the rest from its own
-    variables: WANDB_API_KEY (or `wandb login`), WANDB_MODE, WANDB_ENTITY, WANDB_RUN_GROUP,
-    WANDB_TAGS."""
+    """Metrics on Weights & Biases (extra `wandb`), under the experiment's name. wandb reads the
+    rest from its variables: WANDB_API_KEY (or `wandb login`), WANDB_MODE, WANDB_ENTITY,
+    WANDB_RUN_GROUP, WANDB_TAGS."""
 
     project: str
-    """Project that the run belongs to."""
+    """Project of the run."""
 
 
 HealthAlarm = Literal[
@@ -167,31 +160,27 @@ HealthAlarm = Literal[
 
 
 class LogConfig(Section):
-    """Files and services that get metrics besides metrics.jsonl."""
+    """What is recorded besides metrics.jsonl."""
 
     tensorboard: bool = True
     """Write TensorBoard files."""
     wandb: WandbConfig | None = None
-    """Send the same metrics to Weights & Biases (extra `wandb`); default: none."""
     alarms: list[HealthAlarm] = Field(default=list(get_args(HealthAlarm)))
-    """Warnings of a run's health that it prints with a remedy, each once in a start; see
-    [warnings](../train.md#warnings). []: none."""
+    """[Warnings](../train.md#warnings) that the run prints with a remedy, each once in a start."""
     dump_steps: list[PositiveInt] = Field(default=[])
     """Steps whose batch is kept for `megagrpo replay`."""
     tokens: NonNegativeInt = 4
-    """Groups of a step whose tokens are recorded with the difference between trainer's and engine's
-    log-probability; 0: none."""
+    """Groups of a step whose tokens are recorded with trainer's and engine's difference of
+    log-probabilities."""
 
 
 class ClusterConfig(Section):
-    """The nodes that the experiment is for, as `check`, `plan` and `submit` place its ranks and
-    count their memory."""
+    """The nodes for which `check`, `plan` and `submit` place ranks and count memory."""
 
     gpus_per_node: PositiveInt = 8
     """GPUs of every node."""
     gpu: Literal["H100", "H200", "H20", "B200"] = "H100"
-    """Kind of the GPUs, into whose memory the experiment must fit; for another kind, the one with
-    no more memory."""
+    """Their kind; for another, the one with no more memory."""
 
 
 class SftOptimizerConfig(Section):
@@ -212,22 +201,20 @@ class SftConfig(Section):
     `model.path`."""
 
     path: LocalPath | list[LocalPath]
-    """Files with prompts and the answers to learn, read as `data` says."""
+    """Files, read as `data` says."""
     model: LocalPath
     """Hugging Face folder, or name on the Hub, to start from."""
     num_steps: PositiveInt = 100
     """Most optimizer updates."""
     stop_at_loss: PositiveFloat | None = None
-    """End as soon as the running mean of the loss is below this; default: never."""
+    """End when the running mean of the loss is below this."""
     batch_size: PositiveInt = 64
-    """Rows of one update."""
+    """Rows of an update."""
     optimizer: SftOptimizerConfig = SftOptimizerConfig()
-    """Adam and its learning rate."""
 
 
 class ExperimentConfig(Section):
-    """One experiment: one YAML file. `preset: NAME` at its top level lays a published algorithm
-    under it."""
+    """One experiment, read from one YAML file."""
 
     name: str
     """Name of the experiment."""
@@ -236,33 +223,19 @@ class ExperimentConfig(Section):
     seed: Annotated[int, Field(ge=0, le=2**53)] = 0
     """Seed of every random choice."""
     model: ModelConfig
-    """The model to train."""
     data: DataConfig
-    """Prompts to train on."""
     sampling: SamplingConfig = SamplingConfig()
-    """How responses are sampled."""
     reward: RewardConfig = RewardConfig()
-    """How responses are graded."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    """What is optimized."""
     train: TrainConfig = TrainConfig()
-    """Number and size of the steps."""
     eval: EvalConfig | None = None
-    """Held-out evaluation; default: none."""
     actor: ActorConfig = ActorConfig()
-    """The learner: ranks, layout, optimizer."""
     rollout: RolloutConfig = RolloutConfig()
-    """The service that samples."""
     weights: WeightsConfig = WeightsConfig()
-    """From the learner to the engines."""
     cluster: ClusterConfig = ClusterConfig()
-    """The nodes that it is planned for."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """Saving and resuming."""
     log: LogConfig = LogConfig()
-    """What is recorded."""
     sft: SftConfig | None = None
-    """Supervised warm-up; default: none."""
 
     @model_validator(mode="before")
     @classmethod

@@ -140,7 +140,7 @@ def _draw(entries: list[dict], path: Path, title: str) -> None:
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Adds the options of the command line."""
-    command.add_argument("run_dir")
+    command.add_argument("run_dir", help="run folder")
 
 
 def run(args: argparse.Namespace) -> int:

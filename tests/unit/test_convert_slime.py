@@ -189,7 +189,7 @@ def test_engines_on_gpus_of_their_own(words, train, more, becomes):
         ("--rollout-function-path slime.rollout.sft_rollout.f", "--rollout-function-path", "`megagrpo sft`"),
         ("--custom-advantage-function-path a.b", "--custom-advantage-function-path", "a function of one's own"),
         ("--use-rollout-logprobs", "--use-rollout-logprobs", "always the trainer's"),
-        ("--sglang-dp-size 8", "--sglang-dp-size", "attention by data"),
+        ("--sglang-dp-size 8", "--sglang-dp-size", "data-parallel attention"),
         ("--attention-dropout 0.1", "--attention-dropout", "there is no dropout"),
         ("--optimizer muon", "--optimizer", "the optimizer is AdamW"),
         ("--hf-checkpoint /m/x-int4", "--hf-checkpoint", "name the model in bfloat16"),

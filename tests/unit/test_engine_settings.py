@@ -91,11 +91,11 @@ def test_sglang_itself_judges_names_and_values():
     "given, said",
     [
         ({"lora_paths": []}, "is refused: engines receive whole weights"),
-        ({"max_queued_requests": 8}, "is refused: an engine that rejects what it is sent"),
+        ({"max_queued_requests": 8}, "is refused: rejected requests are sent again"),
         ({"mm_process_config": {}}, "is refused: images come with the trainers' requests"),
         ({"tp_size": 8}, "rollout.sglang.tp_size: is set by rollout.tp"),
         ({"speculative_algorithm": "EAGLE"}, "is set by rollout.draft_tokens"),
-        ({"quantization": "fp8"}, "is refused: rollout.quantization says in which format"),
+        ({"quantization": "fp8"}, "is refused: rollout.quantization is the format"),
         ({"moe_runner_backend": "flashinfer_trtllm"}, "digests would stop the run; it may be "
                                                       "triton, deep_gemm"),
         ({"moe_runner_backend": "auto"}, "digests would stop the run"),

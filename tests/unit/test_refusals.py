@@ -59,7 +59,7 @@ REFUSED = [  # settings over configs/quickstart.yaml, part of the reason
     ),
     (
         [REPLAY, "rollout.sglang={enable_two_batch_overlap: true}"],
-        "enable_two_batch_overlap, which keeps the",
+        "enable_two_batch_overlap, which overwrites the",
     ),
     (
         [REPLAY, "rollout.sglang={enable_hierarchical_cache: true, hicache_size: 8}"],

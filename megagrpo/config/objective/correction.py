@@ -9,19 +9,17 @@ from megagrpo.config.fields import NonNegativeFloat, PositiveFloat, Rule, Sectio
 
 
 class TruncatedImportance(Section):
-    """min(old / rollout, cap): of the token, of the whole sequence (product), or its geometric
-    mean."""
+    """min(old / rollout, cap)."""
 
     name: Literal["tis"]
     over: Literal["token", "sequence", "geometric"] = "token"
-    """Unit of the ratio: a token, a sequence (the product of its tokens' ratios), or the geometric
-    mean of a sequence's ratios."""
+    """Ratio of a token, or of a sequence: the product of its tokens', or their geometric mean."""
     cap: PositiveFloat = 2.0
     """Largest weight."""
     floor: NonNegativeFloat = 0.0
     """Smallest weight."""
     self_normalise: bool = False
-    """Divides by the mean weight of the step's tokens, or sequences."""
+    """Divide by the mean weight of the step's tokens, or sequences."""
 
     @property
     def formula(self) -> str:
@@ -40,14 +38,14 @@ class TruncatedImportance(Section):
 
 
 class Band(Section):
-    """icepop: the ratio where it lies in [low, high], else 0. mis_mask: 1 there, else 0."""
+    """icepop: the ratio if it is in [low, high], else 0. mis_mask: 1 there, else 0."""
 
     name: Literal["icepop", "mis_mask"]
     """Weight inside the band: the ratio (icepop) or 1 (mis_mask)."""
     low: NonNegativeFloat = 0.5
-    """Smallest ratio old / rollout that is not given weight 0."""
+    """Smallest ratio old / rollout with a weight."""
     high: PositiveFloat = 5.0
-    """Largest ratio old / rollout that is not given weight 0."""
+    """Largest."""
 
     @property
     def formula(self) -> str:
@@ -66,20 +64,19 @@ class Band(Section):
 
 
 class Rejection(Section):
-    """Responses on which trainer and engine disagree too much leave the loss mask before anything
-    is counted."""
+    """Responses on which trainer and engine disagree too much leave the loss mask."""
 
     measure: Literal["ratio", "k2", "k3"] = "ratio"
-    """The limited quantity: old / rollout, or a KL estimate of it, in nats."""
+    """What is limited: old / rollout, or a KL estimate of it, in nats."""
     over: Literal["mean", "sum", "max", "token"] = "mean"
-    """How a sequence is judged: by the mean over its tokens (of the log-ratio: the geometric mean
-    of the ratio), the sum or the extremes. token: every token for itself."""
+    """A sequence's mean (of the ratio: the geometric one), sum or extremes; token: every token by
+    itself."""
     low: NonNegativeFloat = 0.0
-    """Smallest ratio that is kept; a KL estimate has an upper limit only."""
+    """Smallest ratio that is kept; a KL estimate has only an upper limit."""
     high: PositiveFloat
     """Largest ratio, or KL estimate, that is kept."""
     keep_denominator: bool = False
-    """Counts rejected tokens and sequences in the denominators all the same."""
+    """Count what is rejected in the denominators all the same."""
 
     @property
     def formula(self) -> str:
@@ -106,10 +103,10 @@ class MismatchConfig(Section):
     """Corrects for engine and trainer giving the same token different probabilities."""
 
     weight: Annotated[TruncatedImportance | Band, Field(discriminator="name")] | None = None
-    """Weight of the policy term of every token; null: 1."""
+    """Weight of a token's policy term."""
     reject: Rejection | None = None
-    """Which responses are not trained on; null: none."""
     alarm: PositiveFloat | None = 1.0
-    """Factor of the bounds beyond which the first step of a start prints an alarm of the difference
-    between trainer and engine, in nats of trained tokens; null: none. Of the mean: 0.001 in float32,
-    0.05 in bfloat16, there 0.1 if experts are not replayed; of the 99.9th percentile: 0.1, 1, 4."""
+    """Factor of the bounds beyond which a start's first step prints an alarm of the difference
+    between trainer and engine, in nats of trained tokens; null: none. Bounds: mean 0.001 in
+    float32, 0.05 in bfloat16, there 0.1 if experts are not replayed; 99.9th percentile 0.1, 1,
+    4."""

@@ -37,7 +37,7 @@ class _ComparesResponses(Estimator):
 
     name: str
     single_sample: Literal["zero", "raw"] = "zero"
-    """Advantage of a group with one valid response: 0, or its raw reward as in verl's loops."""
+    """Advantage of a group with one valid response: 0, or its raw reward as in verl."""
 
     @property
     def refuses_group_of_one(self) -> tuple[str, str] | None:
@@ -50,7 +50,7 @@ class _ComparesResponses(Estimator):
         )
 
 
-_EPS = "Added to the group's standard deviation, in units of the reward."
+_EPS = "Added to the standard deviation, in units of the reward."
 
 
 class GrpoAdvantage(_ComparesResponses):
@@ -80,7 +80,7 @@ class DrGrpoAdvantage(_ComparesResponses):
 
 
 class GrpoPassKAdvantage(Estimator):
-    """Best response alone: best - second best, over (std + eps) when normalised. arXiv
+    """Only the best response: best - second best, over (std + eps) if `normalise`. arXiv
     2503.19595."""
 
     formula = "r_best - r_second for the best response, else 0"
@@ -88,7 +88,7 @@ class GrpoPassKAdvantage(Estimator):
 
     name: Literal["grpo_passk"] = "grpo_passk"
     normalise: bool = True
-    """Whether to divide by the group's standard deviation plus eps."""
+    """Divide by the group's standard deviation plus eps."""
     eps: PositiveFloat = Field(default=1e-6, description=_EPS)
 
     @property
@@ -116,19 +116,18 @@ class ReinforcePlusPlusAdvantage(Estimator):
 
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount factor per sampled token."""
+    """Discount per sampled token."""
 
 
 class ReinforceAdvantage(Estimator):
-    """Discounted return of every token, as it is. With rewards normalised by the group
-    (`reward.mean`, `reward.std`), this is ROLL's grpo: its `reward_clip` and token-level KL come
-    after the normalisation."""
+    """Discounted return of every token. With `reward.mean` and `reward.std` of the group it is
+    ROLL's grpo, whose `reward_clip` and token-level KL follow."""
 
     formula = "sum_k gamma^k R_(t+k)"
 
     name: Literal["reinforce"] = "reinforce"
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount factor per sampled token."""
+    """Discount per sampled token."""
 
 
 class ReinforcePlusPlusBaselineAdvantage(_ComparesResponses):
@@ -165,14 +164,13 @@ class GpgAdvantage(_ComparesResponses):
 
     name: Literal["gpg"] = "gpg"
     alpha: Literal["non_degenerate", "nonzero_reward"] = "non_degenerate"
-    """Divisor of the number of responses in alpha: those in groups whose rewards differ, or those
-    with a reward other than 0, as verl does."""
+    """Responses that alpha divides by: in groups whose rewards differ, or with a reward other than
+    0, as in verl."""
 
 
 class OwnAdvantage(OwnFunction, Estimator):
-    """A function of yours, written `name: "mine.py:mad"`: it gets EstimatorInputs
-    (algo/estimators.py) and returns an advantage for each response, [N], or token, [T]. See
-    [extend](../extend.md)."""
+    """Your function, `name: "mine.py:mad"`: it gets EstimatorInputs (algo/estimators.py) and
+    returns an advantage for each response, [N], or token, [T]. See [extend](../extend.md)."""
 
     formula = "own"
     key = "algorithm.advantage"

@@ -12,10 +12,11 @@ KlEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+", "full"]
 
 
 class AdaptiveKl(Section):
-    """beta <- beta (1 + clip(KL / target - 1, +-0.2) responses / horizon). arXiv 1909.08593."""
+    """Adapts the coefficient beta after every step: beta <- beta (1 + clip(KL / target - 1, +-0.2)
+    responses / horizon), arXiv 1909.08593. A run that goes on keeps its beta."""
 
     target: PositiveFloat
-    """KL per sampled token that the coefficient steers to, in nats."""
+    """KL per sampled token to steer to, in nats."""
     horizon: PositiveFloat
     """Responses over which the coefficient adapts."""
 
@@ -24,19 +25,17 @@ class KlConfig(Section):
     """KL to the reference, the initial weights. Both coefficients 0: no reference is kept."""
 
     loss_coef: NonNegativeFloat = 0.0
-    """Coefficient of the KL as a term of the loss."""
+    """Coefficient of the KL in the loss."""
     reward_coef: NonNegativeFloat = 0.0
     """Coefficient of the KL that is subtracted from the reward, token by token."""
     estimator: KlEstimator = "k3"
-    """Estimate from the sampled tokens; with + it has the gradient of k2. full: exact, over the
-    whole vocabulary."""
+    """Estimate from the sampled tokens; +: with the gradient of k2. full: exact, over the
+    vocabulary."""
     value_clamp: PositiveFloat | None = None
-    """Largest value of k3 for a token, in nats (verl: 10); null: no limit."""
+    """Largest k3 of a token, in nats (verl: 10)."""
     importance: bool = False
-    """Multiplies the "+" estimators by the probability ratio, detached: right off-policy too."""
+    """Multiply the "+" estimators by the detached probability ratio: right off-policy too."""
     adaptive: AdaptiveKl | None = None
-    """Adapts the coefficient to a target KL after every step; null: fixed. A run that goes on keeps
-    the coefficient that it has reached, whatever `loss_coef` and `reward_coef` say then."""
 
     @property
     def value_estimator(self) -> KlEstimator:

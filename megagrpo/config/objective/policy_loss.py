@@ -12,8 +12,8 @@ from pydantic import Field
 from megagrpo.config.fields import LARGEST, Aggregation, NonNegativeFloat, PositiveFloat, Variant
 from megagrpo.config.objective.own import OwnFunction
 
-_LOW = "The probability ratio is clipped below at 1 - clip_ratio_low."
-_HIGH = "The probability ratio is clipped above at 1 + clip_ratio_high."
+_LOW = "The ratio is clipped below at 1 - clip_ratio_low."
+_HIGH = "The ratio is clipped above at 1 + clip_ratio_high."
 
 
 class PpoClipLoss(Variant):
@@ -26,7 +26,7 @@ class PpoClipLoss(Variant):
     clip_ratio_low: float = Field(default=0.2, gt=0, le=1, description=_LOW)
     clip_ratio_high: PositiveFloat = Field(default=0.2, description=_HIGH)
     dual_clip: float | None = Field(default=None, gt=1, le=LARGEST)
-    """c of the dual clip: the loss of a negative advantage is at most c |A|. null: off."""
+    """c of the dual clip: the loss of a negative advantage is at most c |A|."""
 
 
 class GspoLoss(Variant):
@@ -73,14 +73,14 @@ class SapoLoss(Variant):
 
     name: Literal["sapo"] = "sapo"
     tau_positive: PositiveFloat = 1.0
-    """Steepness of the gate where the advantage is positive."""
+    """Steepness of the gate for positive advantages."""
     tau_negative: PositiveFloat = 1.05
-    """Steepness of the gate where the advantage is not positive."""
+    """Steepness for the others."""
 
 
 class OwnLoss(OwnFunction, Variant):
-    """A function of yours, written `name: "mine.py:gmpo"`: it gets PolicyInputs (algo/policy_loss.py)
-    and returns the loss of every token, [n, S]. See [extend](../extend.md)."""
+    """Your function, `name: "mine.py:gmpo"`: it gets PolicyInputs (algo/policy_loss.py) and returns
+    the loss of every token, [n, S]. See [extend](../extend.md)."""
 
     formula = "own"
     key = "algorithm.loss"

@@ -32,14 +32,12 @@ class RewardStep(Section):
 
 
 class OverlongShaping(Section):
-    """DAPO's soft length penalty, arXiv 2503.14476.
-
-    0 up to max_response_tokens - buffer_tokens, then linear down to -factor.
-    """
+    """DAPO's soft length penalty, arXiv 2503.14476: 0 up to max_response_tokens - buffer_tokens,
+    then linear down to -factor."""
 
     buffer_tokens: NonNegativeInt | None = None
-    """Tokens before max_response_tokens over which the penalty grows. null: a fifth of
-    max_response_tokens, as in the paper; 0: off."""
+    """Tokens over which it grows; default: a fifth of max_response_tokens, as in the paper; 0:
+    off."""
     factor: NonNegativeFloat = 1.0
     """Penalty of the longest response, in units of the reward."""
 
@@ -55,9 +53,9 @@ class RewardScaling(RewardStep):
     switches: ClassVar[tuple[str, ...]] = ("scale", "shift")
 
     scale: PositiveFloat = 1.0
-    """Multiplies every reward, greedy baselines included."""
+    """Multiplies every reward, greedy baselines too."""
     shift: Number = 0.0
-    """Added to every reward after scale, greedy baselines included."""
+    """Added after scale, to greedy baselines too."""
 
 
 def _unless_off(overlong: OverlongShaping | None) -> OverlongShaping | None:
@@ -70,7 +68,6 @@ class RewardOverlong(RewardStep):
     switches: ClassVar[tuple[str, ...]] = ("overlong",)
 
     overlong: Annotated[OverlongShaping | None, AfterValidator(_unless_off)] = None
-    """Penalty of responses near the length limit; null: off."""
 
 
 class RewardNormalisation(RewardStep):
@@ -79,11 +76,11 @@ class RewardNormalisation(RewardStep):
     switches: ClassVar[tuple[str, ...]] = ("mean", "std")
 
     mean: Scope = "none"
-    """Responses whose mean reward is subtracted."""
+    """Responses whose mean is subtracted."""
     std: Scope = "none"
-    """Responses by whose standard deviation, about their own mean, the reward is divided."""
+    """Responses whose standard deviation, about their own mean, divides."""
     eps: PositiveFloat = 1e-6
-    """Added to that standard deviation, in units of the reward."""
+    """Added to it, in units of the reward."""
 
 
 class RewardClip(RewardStep):
@@ -92,12 +89,13 @@ class RewardClip(RewardStep):
     switches: ClassVar[tuple[str, ...]] = ("clip",)
 
     clip: PositiveFloat | None = None
-    """Limits rewards to [-clip, clip]; null: off."""
+    """Limits rewards to [-clip, clip]."""
 
 
+# pydantic lists the fields of the last base first
 class RewardShapingConfig(RewardClip, RewardNormalisation, RewardOverlong, RewardScaling):
-    """Steps from the grader's reward to the advantage's input. pydantic lists the fields of the
-    last base first."""
+    """Steps from the grader's reward to the advantage's input, in this order; `overlong` is after
+    `shift`."""
 
     @property
     def formula(self) -> str:

@@ -88,8 +88,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
     option(
         "source",
         type=Path,
-        help="verl: a shell script with its command, or YAML; slime, miles: a shell script; roll: "
-        "YAML; trl: the Python script, the shell script that starts it, or arguments as YAML",
+        help="shell script with the command (verl, slime, miles), YAML (verl, roll), or Python "
+        "script, shell script that starts it, or arguments as YAML (trl)",
     )
     option(
         "-o",

@@ -24,7 +24,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     """Adds the options of the command line."""
     option = command.add_argument
     option("--lengths", help="of responses in tokens: their mean, or a file with one number a line")
-    nodes = "also layouts of as many nodes by their bound"
+    nodes = "also layouts of this many nodes, by their bound"
     option("--search", type=positive, metavar="NODES", help=nodes)
     option("--gpus-per-node", type=positive, help="of every node; default: cluster.gpus_per_node")
     option("--hardware", help="H100, H200, H20, B200; default: cluster.gpu")
