@@ -4,7 +4,7 @@ end -->`.
 `<!-- bench/results/NAME.md -->`  a measured table      `<!-- loop -->`    the loop of
 megagrpo/train.py
 `<!-- rooms -->`                  the tree by folder    `<!-- layers -->`  what may import what
-`<!-- modules -->`                the package by room      `<!-- presets -->`  the presets
+`<!-- modules -->`                the package's own files    `<!-- presets -->`  the presets
 `<!-- tests/unit/NAME.py -->`     what its table() returns    `<!-- last-device -->`  where
 bench/gpu.py last ran
 
@@ -133,7 +133,7 @@ def _copied(source: str) -> str:
                 [*((name, _shortened(text)) for name, text in _folders()), *_OTHER_FOLDERS]
             )
         case "modules":
-            return _tree([*_folders(), *_modules()])
+            return _tree(_modules())
         case "layers":
             return _layers()
         case "presets":
