@@ -93,7 +93,7 @@ def rows(columns: int) -> dict[str, list[str]]:
     return {name[1]: row[2:] for row, name in named if name}
 
 
-PUBLISHED = rows(4)
+PUBLISHED = rows(3)
 
 
 def submitted(name: str) -> tuple[ExperimentConfig, Request]:
@@ -197,11 +197,8 @@ def test_check_plan_and_submit_say_the_same(path, change):
 def quoted(config: ExperimentConfig) -> list[str]:
     """What the table says of an experiment."""
     rollout = config.rollout
-    return [
-        f"{config.train.num_prompts_per_step} x {config.train.group_size}",
-        f"{config.actor.world_size} "
-        f"{'shared' if rollout.colocate else f'+ {rollout.num_engines * rollout.tp}'}",
-    ]
+    sampling = "shared" if rollout.colocate else f"+ {rollout.num_engines * rollout.tp}"
+    return [f"{config.actor.world_size} {sampling}"]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
