@@ -4,9 +4,8 @@ end -->`.
 `<!-- bench/results/NAME.md -->`  a measured table      `<!-- loop -->`    the loop of
 megagrpo/train.py
 `<!-- rooms -->`                  the tree by folder    `<!-- layers -->`  what may import what
-`<!-- modules -->`                the package by room      `<!-- presets -->`  the presets
-`<!-- tests/unit/NAME.py -->`     what its table() returns    `<!-- last-device -->`  where
-bench/gpu.py last ran
+`<!-- presets -->`                the presets           `<!-- last-device -->`  the last bench/gpu.py
+`<!-- tests/unit/NAME.py -->`     what its table() returns
 
 Writes the generated pages of docs/reference, too (configuration, rules, metrics, names, cli), and
 docs/picture.svg.
@@ -159,8 +158,6 @@ def _copied(source: str) -> str:
             return _tree(
                 [*((name, _shortened(text)) for name, text in _folders()), *_OTHER_FOLDERS]
             )
-        case "modules":
-            return _tree([*_folders(), *_modules()])
         case "layers":
             return _layers()
         case "presets":
@@ -203,10 +200,6 @@ def _folders() -> list[tuple[str, str]]:
         (f"megagrpo/{path.parent.name}/", _summary(path))
         for path in sorted(PACKAGE.glob("*/__init__.py"))
     ]
-
-
-def _modules() -> list[tuple[str, str]]:
-    return [(f"megagrpo/{path.name}", _summary(path)) for path in sorted(PACKAGE.glob("[a-z]*.py"))]
 
 
 def _shortened(text: str) -> str:
