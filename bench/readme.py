@@ -11,6 +11,8 @@ bench/gpu.py last ran
 Writes the generated pages of docs/reference, too (configuration, rules, metrics, names, cli), and
 docs/picture.svg.
 
+`<!-- verified:SECTION -->` lists what tests verify, by their marks (bench/verification.py).
+
 python bench/readme.py
 """
 
@@ -140,6 +142,10 @@ def _copied(source: str) -> str:
             return _presets()
         case "last-device":
             return last_device(ROOT / "bench" / "results")
+    if source.startswith("verified:"):
+        from bench.verification import lists
+
+        return lists(source.removeprefix("verified:"))
     if source.endswith(".py"):
         return str(runpy.run_path(str(ROOT / source))["table"]())
     return (ROOT / source).read_text(encoding="utf-8")

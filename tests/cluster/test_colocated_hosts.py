@@ -25,7 +25,15 @@ from run_megagrpo import (
 
 from tests.experiments import until
 
-pytestmark = [pytest.mark.skipif(not available(), reason=NEEDED), pytest.mark.timeout(2400)]
+pytestmark = [
+    pytest.mark.skipif(not available(), reason=NEEDED),
+    pytest.mark.timeout(2400),
+    pytest.mark.verifies(
+        "runs",
+        "colocated engines over two hosts: same bits, also killed in [four "
+        "phases](faults.md#colocated-over-two-hosts)",
+    ),
+]
 PARALLEL = {
     "tp": 2,
     "pp": 2,

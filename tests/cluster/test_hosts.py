@@ -19,7 +19,10 @@ from megagrpo.system.environment import child_environment
 from megagrpo.system.stop_request import ENDED, STOPPED
 from megagrpo.tools.stop import stop
 
-pytestmark = [pytest.mark.skipif(not available(), reason=NEEDED), pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.skipif(not available(), reason=NEEDED),
+    pytest.mark.timeout(1800),
+]
 TRAINERS, ENGINES = (1, 2), (3, 4)
 CUT_S = 20.0
 PARALLEL = {"tp": 2, "ep": 1}
@@ -79,6 +82,10 @@ def assert_as_on_one_host(run: HostRun, experiments: Path, num_steps: int) -> No
     assert_agrees(run.folder)
 
 
+@pytest.mark.verifies(
+    "runs",
+    "trainers on two hosts, engines on two others (network namespaces) compute what one host does",
+)
 @pytest.mark.slow
 def test_four_hosts_compute_what_one_does(hosts, experiments):
     """Same rewards, losses and gradients in the same bits, though tensors, prompts and weights
@@ -95,6 +102,7 @@ def test_four_hosts_compute_what_one_does(hosts, experiments):
     assert served == {hosts[0].address(number) for number in ENGINES}
 
 
+@pytest.mark.verifies("runs", "a host's links cut for 20 s: the undisturbed run")
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [4, 2], ids=["an-engine's", "a-trainer's"])
 def test_a_link_is_cut_and_healed(hosts, experiments, number):

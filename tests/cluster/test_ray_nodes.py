@@ -12,7 +12,11 @@ from running_service import RunningService, running_service
 from test_engines import Trainer, experiment, states, wait_until
 from tiny_model import make_tiny_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.verifies("runs", "a Ray node lost and joined; an engine over two nodes"),
+]
 
 
 @pytest.fixture

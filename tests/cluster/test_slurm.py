@@ -34,6 +34,11 @@ from tests.experiments import until
 pytestmark = [
     pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
     pytest.mark.timeout(1500),
+    pytest.mark.verifies(
+        "runs",
+        "Slurm's daemons on four nodes: one-node job, scancel; pre-emption, time limit, "
+        "heterogeneous job, second submit, lost node",
+    ),
 ]
 
 NUM_STEPS = 8  # of the undisturbed run

@@ -70,7 +70,14 @@ EVERY_RUN = [
     for part, runs in SETS.items()
     for run in runs
 ]
-pytestmark = pytest.mark.timeout(900)  # one fixture runs three launches for all tests
+pytestmark = [
+    pytest.mark.timeout(900),  # one fixture runs three launches for all tests
+    pytest.mark.verifies(
+        "actor",
+        "checkpoints: same layout bit by bit, another one the same next steps; optimizer "
+        "state to the host and back bit by bit",
+    ),
+]
 
 
 def key(name: str, warm: int) -> str:

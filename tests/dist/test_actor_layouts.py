@@ -33,7 +33,22 @@ from tests.dist.workers.samples import LENGTHS
 # A loss is a mean of terms of size 1 whose log-probabilities round apart by some 1e-6: it has no
 # better bound itself.
 LOGIT_BOUND, LOSS_BOUND, GRADIENT_BOUND, WEIGHT_BOUND = 1e-4, 4e-6, 1e-5, 1e-6
-pytestmark = pytest.mark.timeout(900)  # one launch runs many checks
+pytestmark = [
+    pytest.mark.timeout(900),  # one launch runs many checks
+    pytest.mark.verifies(
+        "actor",
+        "the actor equals transformers: logits, gradients, HF -> actor -> HF bit by bit (Llama, Qwen2, "
+        "Qwen3, Qwen3-MoE, Mixtral, GLM-4.5, DeepSeek-V3, Moonlight)",
+        "dist/test_actor_families.py",
+    ),
+    pytest.mark.verifies(
+        "actor",
+        "losses and gradients of DP, TP+SP, PP, virtual PP, CP, EP, expert TP and mixtures "
+        "equal one rank's; packed, padded, each recompute",
+        "dist/test_actor_families.py",
+        see="[table](#layouts-x-families)",
+    ),
+]
 JobKey = tuple[str, str, str]  # model, layout, what is done
 
 

@@ -15,7 +15,13 @@ from tests.dist.test_actor_layouts import problems_of
 from tests.dist.workers.launch import run_ranks, run_transformers
 
 LOGIT_BOUND, LOSS_BOUND, GRADIENT_BOUND = 1e-5, 4e-6, 1e-5
-pytestmark = pytest.mark.timeout(900)  # one launch runs many checks
+pytestmark = [
+    pytest.mark.timeout(900),  # one launch runs many checks
+    pytest.mark.verifies(
+        "actor",
+        "LoRA: gradients of dense effective weights, merged and PEFT exports, resume bit by bit",
+    ),
+]
 LORA = {"rank": 4, "alpha": 8.0}
 PARTLY = LORA | {"targets": ["q_proj", "v_proj", "o_proj", "up_proj"]}
 EXPERTS = LORA | {"targets": ["down_proj", "gate_proj"]}

@@ -15,7 +15,14 @@ from tests.dist.workers.launch import run_ranks, run_transformers
 from tests.dist.workers.vision_samples import samples
 from tests.tiny_vlm import FAMILIES
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.verifies(
+        "actor",
+        "images (Qwen2.5-VL, Qwen3-VL, Qwen3-VL-MoE): logits, gradients, export, every layout",
+        see="[more](../vision.md#what-is-shown)",
+    ),
+]
 BOUNDS = {
     "logits": 1e-5,
     "logprobs": 5e-6,

@@ -16,7 +16,13 @@ from tests.dist.workers.launch import TRANSFORMER_ENGINE_POOL, run_ranks, run_tr
 
 BOUND = 1e-5  # of each parameter's largest gradient
 MODELS = ("glm4_moe", "deepseek_v3")
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.verifies(
+        "actor",
+        "drafts: loss and gradients of transformers' layers; the model's bits unchanged",
+    ),
+]
 
 
 @pytest.fixture(scope="module")

@@ -96,6 +96,9 @@ def batch_of(actor):
     )
 
 
+@pytest.mark.verifies(
+    "actor", "two passes of two updates equal a handwritten loop on transformers' model"
+)
 def test_two_passes_of_two_updates_equal_a_loop_written_by_hand(made, tmp_path):
     model, batch, values, gradients, weights = made
     rows = {

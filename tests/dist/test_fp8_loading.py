@@ -47,6 +47,11 @@ def wanted_bytes(folder: Path) -> int:
     )
 
 
+@pytest.mark.verifies(
+    "weights",
+    "FP8 checkpoints are read as by SGLang's own routine, bit by bit",
+    see="[bytes](../../bench/results/fp8_loading.md)",
+)
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_every_rank_holds_the_twins_bits(family, tmp_path):
     write_models(tmp_path, family)

@@ -36,6 +36,7 @@ SAME_ARITHMETIC = 1e-2  # share of bfloat16 weights that may differ
 FURTHEST = 2 * 2 * 1e-3 + 2**-8
 
 
+@pytest.mark.verifies("actor", "Adam in fewer bits, and on the host: trained, saved, resumed")
 @pytest.mark.timeout(300)
 def test_kinds_of_adam_train_and_resume(tmp_path: Path):
     model = str(write_random_model(tmp_path / "tiny", SIZES | EXPERTS))

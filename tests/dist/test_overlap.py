@@ -14,6 +14,8 @@ from megagrpo.config.actor import ActorConfig
 from megagrpo.families.model import Model
 from tests.dist.workers.launch import run_ranks
 
+pytestmark = pytest.mark.verifies("actor", "overlapped reduction and gathering change no bit")
+
 CUDA = Kernels(cuda=True, transformer_engine=False, fused_weight_gradient=False)
 ONE, MANY = {"bucket_size": 10**9}, {"bucket_size": 3000}
 GRADIENTS = {"overlap_grad_reduce": True}

@@ -13,6 +13,10 @@ from tests.dist.random_models import write_model
 from tests.dist.workers.launch import run_ranks
 from tests.dist.workers.samples import LENGTHS
 
+pytestmark = pytest.mark.verifies(
+    "actor", "router losses and biases equal plain autograd's and counts by hand, 13 layouts"
+)
+
 RATE, LOSSES = 0.01, {"balance": 0.3, "z": 0.02}
 VALUE_BOUND, GRADIENT_BOUND = 1e-5, 1e-5
 # deepseek_v3: sigmoid routers with biases and groups; its first layer is dense. qwen3_moe: softmax

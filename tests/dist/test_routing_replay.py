@@ -14,6 +14,11 @@ from tests.dist import cases
 from tests.dist.random_models import write_model
 from tests.dist.workers.launch import run_ranks
 
+pytestmark = pytest.mark.verifies(
+    "actor",
+    "routing replay: a router's own choice changes no bit; planted experts are used",
+)
+
 GRADIENT_BOUND, LOGPROB_BOUND, LOSS_BOUND = 1e-5, 1e-5, 1e-6
 RECOMPUTE_EXPERTS = {"recompute": "selective", "megatron": {"recompute_modules": ["moe"]}}
 # deepseek_v3: sigmoid routers with biases and groups, its first layer dense; qwen3_moe: softmax

@@ -179,6 +179,9 @@ def results(tmp_path_factory) -> dict[int, list]:
     return {world: run_meshes(world, folder, of_rank)[0] for world in WORLDS}
 
 
+@pytest.mark.verifies(
+    "algorithms", "group statistics: same bits for any placement and number of ranks"
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_bit_identical_for_every_size_and_placement(results, kind):
     everywhere = [merged for world in WORLDS for k, merged in results[world] if k == kind]

@@ -9,6 +9,12 @@ import pytest
 from tests.dist.random_models import write_model
 from tests.dist.workers.launch import run_ranks
 
+pytestmark = pytest.mark.verifies(
+    "actor",
+    "an update waits for the device only where [the "
+    "table](gpu.md#synchronisations-that-remain) says",
+)
+
 DOCS = Path(__file__).parents[2] / "docs" / "evidence" / "gpu.md"
 ROW = re.compile(r"^\| `(\w+)` in `([\w.:]+)` \| (\d+) a layer( with experts)? \|", re.MULTILINE)
 

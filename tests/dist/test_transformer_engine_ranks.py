@@ -26,7 +26,13 @@ from tests.dist.test_certify import ALGORITHMS, CONFIG, FIRST, SPOILED, case, ce
 from tests.dist.workers.launch import TRANSFORMER_ENGINE_POOL, run_ranks
 from tests.dist.workers.pool import STAND_INS
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.verifies(
+        "actor",
+        "Transformer Engine's wrappers over a stand-in with its classes and parameters",
+    ),
+]
 # model, layout, batch, recompute, distributed optimizer
 CI = (
     ("qwen3", "CP2", "packed", "none", False),

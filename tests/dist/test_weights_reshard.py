@@ -366,6 +366,7 @@ def delta_rank(mesh: Mesh, tp: int, pp: int, dtype: str, folder: Path) -> list[t
     return found
 
 
+@pytest.mark.verifies("weights", "changes only (`weights.delta`): the bits of a whole publish")
 @pytest.mark.parametrize(
     ("world", "tp", "pp", "dtype"),
     [(1, 1, 1, "float32"), (3, 1, 3, "float32"), (4, 2, 2, "float32"), (4, 2, 1, "bfloat16")],
@@ -449,6 +450,7 @@ def ordered_rank(mesh: Mesh, folder: Path) -> list[str]:
     return queue.begun
 
 
+@pytest.mark.verifies("weights", "two trainers start batches to two engines in one order")
 def test_links_start_in_one_order_on_every_rank(tmp_path):
     """One hardware queue: two ranks with opposite orders wait for each other."""
     write_checkpoint(tmp_path / "initial", hf_tensors())
@@ -494,6 +496,9 @@ def failing_rank(mesh: Mesh, kind: type[Exception], folder: Path) -> dict[str, t
     return found
 
 
+@pytest.mark.verifies(
+    "weights", "a failure in any thread of a publish ends all ranks with one message in under 30 s"
+)
 @pytest.mark.parametrize(
     "kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])]
 )

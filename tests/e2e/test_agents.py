@@ -24,6 +24,12 @@ from run_megagrpo import (
 
 from tests import games, tree_agent
 
+pytestmark = pytest.mark.verifies(
+    "runs",
+    "environments, agents: trainer's and engine's log-probabilities agree to 5e-6; killed "
+    "and run again bit by bit",
+)
+
 STEPS = 3
 LEARNS = {"num_steps": STEPS, "num_prompts_per_step": 4, "group_size": 4}
 

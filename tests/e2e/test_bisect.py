@@ -11,6 +11,12 @@ from run_megagrpo import make_inputs, succeed, write_experiment
 from tiny_model import make_tiny_model
 from transport_cases import ENGINES, FAMILIES, ListedEngines, make_model, running_engines
 
+pytestmark = pytest.mark.verifies(
+    "weights",
+    "`megagrpo bisect` names planted mistakes, passes healthy pairs; bfloat16 not run",
+    see="[table](../bisect.md#planted-mistakes)",
+)
+
 PROJECTION = "model.layers.1.self_attn.o_proj.weight"
 
 

@@ -17,6 +17,8 @@ from run_megagrpo import (
     write_experiment,
 )
 
+pytestmark = pytest.mark.verifies("runs", "colocated engines: the run of engines apart, bit by bit")
+
 NUM_STEPS = (
     4  # of the session's ten undisturbed ones, whose engine has the other way of getting weights
 )

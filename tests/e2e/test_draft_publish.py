@@ -12,7 +12,10 @@ from tiny_model import make_drafting_model
 
 from megagrpo.mesh import LeaderError
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.verifies("weights", "drafts arrive by every transport"),
+]
 DRAFTS = 2
 DRAFT = "model.layers.2."  # the draft's HF tensors
 LAYOUTS = {"glm4_moe": {"tp": 2, "ep": 2}, "deepseek_v3": {}}

@@ -28,7 +28,12 @@ from megagrpo.weights.exchange import Exchange
 from tests import experiments
 from tests.experiments import until
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [
+    pytest.mark.timeout(1200),
+    pytest.mark.verifies(
+        "runs", "engines killed, hung, added and drained", "e2e/test_service_failures.py"
+    ),
+]
 MESH = make_mesh(0, 1, torch.device("cpu"), 60.0)
 PROMPTS = [Prompt(i, "", (1, *range(40 + 3 * i, 60 + 4 * i)), "") for i in range(12)]
 

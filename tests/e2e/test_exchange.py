@@ -137,6 +137,10 @@ def test_every_transport_puts_weights_into_a_moe_that_started_with_random_ones(
     assert not (tmp_path / "weights" / "v1").exists()
 
 
+@pytest.mark.verifies(
+    "weights",
+    "a response cut by a publish: old log-probabilities before, new after, within 1e-5",
+)
 def test_a_response_that_outlives_a_publish_is_of_the_old_weights_and_then_of_the_new_ones(
     moe_engine, moe_models, tmp_path
 ):

@@ -15,6 +15,12 @@ OTHERS = sorted(
 )
 
 
+@pytest.mark.verifies(
+    "weights",
+    "FP8: each byte is what the engine's loader makes of an independent quantizer's checkpoint",
+    "unit/test_fp8.py",
+    "dist/test_fp8_engines.py",
+)
 @pytest.mark.parametrize(
     "family", ["qwen3_moe", *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)]
 )

@@ -47,6 +47,7 @@ def ask(url: str, model: Path) -> list[dict]:
     return found
 
 
+@pytest.mark.verifies("weights", "hierarchical cache: found on the host, empty after a publish")
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
 def test_keys_and_values_come_back_from_the_host_and_leave_with_the_weights(

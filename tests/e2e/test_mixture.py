@@ -25,6 +25,10 @@ from run_megagrpo import (
 
 from megagrpo.rewards.graders.format import exact
 
+pytestmark = pytest.mark.verifies(
+    "algorithms", "mixture of sources: ratios in every step; killed and run again bit by bit"
+)
+
 STEPS, PROMPTS, RATIOS = 4, 8, {"a": 4.0, "b": 3.0, "openai/c": 1.0}
 GRADERS = '''
 def low_digits(text, answer):

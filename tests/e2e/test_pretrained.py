@@ -33,6 +33,9 @@ def short_form(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.verifies(
+    "runs", "a pretrained model (SmolLM2-135M, if installed): trainer and engine within 2e-5"
+)
 @pytest.mark.slow
 def test_two_steps_of_a_real_pretrained_model(tmp_path):
     try:

@@ -128,6 +128,11 @@ def test_a_dumped_step_is_replayed_from_the_checkpoint_before_it(long_run):
         assert then[name] == now[name] == repr(metrics(folder)[4][name]), name
 
 
+@pytest.mark.verifies(
+    "runs",
+    "a resumed run equals an undisturbed one bit by bit (deterministic engine, same layout)",
+    "e2e/test_restart.py",
+)
 def test_killed_and_run_again_it_is_the_same_run(long_run):
     """The launcher dies without a chance to clean up; `megagrpo run` again goes on from the last
     checkpoint.

@@ -19,6 +19,12 @@ from run_megagrpo import (
 
 from megagrpo.weights.hf_folder import HfFolder
 
+pytestmark = pytest.mark.verifies(
+    "weights",
+    "new families in a real engine: log-probabilities within 1e-5 of transformers' after a publish",
+    see="[table](../../bench/results/engine_families.md)",
+)
+
 BIAS = "e_score_correction_bias"
 NUM_STEPS = 2
 
@@ -58,6 +64,7 @@ def test_steps_agree_with_the_engine_and_are_exported(family, dtype, mismatch, t
     assert transformers_accepts(tmp_path / "exported") == {"wrong": [], "finite": True}
 
 
+@pytest.mark.verifies("weights", "engines with data-parallel attention agree with the trainer")
 @pytest.mark.slow
 def test_an_engine_with_data_parallel_attention_agrees_and_its_experts_are_replayed(tmp_path: Path):
     """Both publishes between steps are into an engine that has sampled, whose ranks each have a

@@ -13,6 +13,11 @@ NUM_STEPS = LONG_RUN["train"]["num_steps"]
 LIMIT_S = 500.0
 
 
+@pytest.mark.verifies(
+    "runs",
+    "the first Ctrl-C and `megagrpo stop` save, and end with 85 and 86; Slurm's requeue "
+    "after 86 not run",
+)
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_ctrl_c_then_stop_then_to_the_end(long_run):

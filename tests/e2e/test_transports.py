@@ -22,6 +22,13 @@ from transport_cases import (
     run_engine_cases,
 )
 
+pytestmark = pytest.mark.verifies(
+    "weights",
+    "`reshard`, `broadcast`, `disk`, `ipc`: same bits in every engine parameter; "
+    "`reshard` moves each element once",
+    see="[table](../../bench/results/transports.md)",
+)
+
 CASES = {  # (family, engines) -> trainers: an engine start each
     ("qwen3_moe", "TP2xEP2"): ("TP2xEP2", "EP2", "TP2xPP2"),
     ("llama", "two engines"): ("DP2", "TP2+SP"),

@@ -22,6 +22,8 @@ from megagrpo.mesh import LeaderError
 from megagrpo.weights.hf_folder import HfFolder
 from tests.tiny_vlm import VOCABULARY, make_tiny_vlm
 
+pytestmark = pytest.mark.verifies("weights", "vision towers arrive by every transport")
+
 PAD = VOCABULARY["<|image_pad|>"]
 
 

@@ -5,9 +5,18 @@ CI runs one case of each layout of two ranks, --full those of tests/dist by its 
 
 from pathlib import Path
 
+import pytest
+
 from tests.dist.cases import CI, LayoutCase
 from tests.dist.figures import LayoutFigures
 from tests.dist.test_actor_layouts import check, jobs_of, one_rank_jobs
+
+pytestmark = pytest.mark.verifies(
+    "actor",
+    "layouts, publishes, waits on a pretended CUDA device: CUDA's rules, CPU kernels",
+    "hostcuda/test_*.py",
+    see="[list](pretended-device.md)",
+)
 
 
 def one_of_each_layout() -> list[LayoutCase]:

@@ -15,6 +15,13 @@ from megagrpo.tools.convert.command import translate
 from megagrpo.tools.convert.foreign import FRAMEWORKS, defaults, entries, find
 from megagrpo.tools.convert.source import read_source
 
+pytestmark = pytest.mark.verifies(
+    "algorithms",
+    "`megagrpo convert` from verl, ROLL, TRL, slime, miles: what each key becomes",
+    "unit/test_convert*.py",
+    see="[their examples](../coming.md)",
+)
+
 CASES = yaml.safe_load(Path(__file__).with_name("convert_cases.yaml").read_text())
 COMMAND = """#!/bin/bash
 set -xeuo pipefail

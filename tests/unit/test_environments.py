@@ -17,6 +17,10 @@ from megagrpo.system import environment, worker_process
 from megagrpo.system.run_folder import RunFolder
 from tests import experiments
 
+pytestmark = pytest.mark.verifies(
+    "runs", "each process has the environment of [the table](gpu.md#environment-of-every-process)"
+)
+
 DOCS = Path(__file__).parents[2] / "docs" / "evidence" / "gpu.md"
 HEADING = "## Environment of every process"
 KINDS = {
@@ -141,18 +145,19 @@ def told(found: dict[str, str]) -> str:
 
 
 def table() -> dict[tuple[str, str], str]:
-    """(process, kind) -> the cell of the table in docs/evidence/gpu.md, its variables in order."""
+    """(process, kind) -> the variables of its rows in docs/evidence/gpu.md, in order."""
     text = DOCS.read_text().split(HEADING)[1].split("\n## ")[0]
     rows = [
         re.split(r"\s*\|\s*", line.strip("| \n"))
         for line in text.splitlines()
         if line.startswith("|")
     ]
-    return {
-        (row[0], kind): " ".join(sorted(row[2].split()))
-        for row in rows[2:]
-        for kind in row[1].split(", ")
-    }
+    found: dict[tuple[str, str], list[str]] = {}
+    for processes, kinds, variables in rows[2:]:
+        for process in processes.split(", "):
+            for kind in KINDS if kinds == "all" else kinds.split(", "):
+                found.setdefault((process, kind), []).extend(variables.split())
+    return {key: " ".join(sorted(variables)) for key, variables in found.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -19,6 +19,10 @@ from megagrpo.families.table import architecture_of
 from megagrpo.tools.plan.command import placed_plan, report
 from tests.experiments import ROOT, python
 
+pytestmark = pytest.mark.verifies(
+    "runs", "published examples fit their models; each layout's last trainer rank is built"
+)
+
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 MODELS = ROOT / "configs" / "models"
 LARGE = {

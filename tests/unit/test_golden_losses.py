@@ -15,6 +15,14 @@ from megagrpo.config.objective.kl import KlConfig
 from megagrpo.config.objective.policy_loss import CispoLoss, GpgLoss
 from tests.unit.golden_cases import cases, close, load, tensor
 
+pytestmark = pytest.mark.verifies(
+    "algorithms",
+    "losses, estimators, KL, corrections: closed forms, gradients, golden numbers of "
+    "verl's, ROLL's and TRL's functions",
+    "unit/test_golden_*.py",
+    "unit/test_algo_*.py",
+)
+
 LOSSES, AGGREGATION, KL = "policy_losses.json", "agg_loss.json", "kl.json"
 
 

@@ -236,6 +236,11 @@ print(json.dumps([[field.name for field in dataclasses.fields(kind)] for kind in
 """
 
 
+@pytest.mark.verifies(
+    "actor",
+    "each field of Megatron's and SGLang's classes is allowed, ours, or refused with a reason",
+    "unit/test_engine_settings.py",
+)
 def test_every_refusal_fits_a_field_and_names_a_key():
     maps = [path for path in REFUSED if path != SERVER]
     for path, fields in zip(maps, json.loads(python("-c", FIELDS, cwd=ROOT)), strict=True):

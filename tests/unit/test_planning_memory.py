@@ -16,6 +16,12 @@ from megagrpo.families.table import architecture_of, parameter_counts
 from megagrpo.tools.certify.tiny_model import hf_config
 from tests.experiments import QUICKSTART
 
+pytestmark = pytest.mark.verifies(
+    "runs",
+    "`plan`: memory against real ranks and recorded bytes; no seconds",
+    "dist/test_memory.py",
+)
+
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 ALLOWED = {
     "DeepSeek-V3-0324": 0.16

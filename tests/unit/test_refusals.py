@@ -141,6 +141,9 @@ ROWS = [("quickstart", *row) for row in REFUSED] + [
 ]
 
 
+@pytest.mark.verifies(
+    "runs", "`check`, `plan`, `submit --dry-run` refuse the same in the same words"
+)
 @pytest.mark.parametrize(("config", "settings", "said"), ROWS)
 def test_settings_that_do_not_go_together(config: str, settings: list[str], said: str):
     with pytest.raises(ConfigError, match=re.escape(said)):

@@ -58,6 +58,12 @@ def survivors(folder: str) -> list[psutil.Process]:
     ]
 
 
+@pytest.mark.verifies(
+    "algorithms",
+    "hostile programs and services",
+    "unit/test_rewards_services.py",
+    see="[tables](hostile.md)",
+)
 @isolated
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_whatever_a_program_does_is_its_outcome_and_leaves_nothing(name, scratch):

@@ -22,6 +22,12 @@ from megagrpo.types import AlgoState, Batch
 from tests.padding import padded
 from tests.rollout_groups import GROUP_SIZE, NUM_GROUPS, joined, split_groups
 
+pytestmark = pytest.mark.verifies(
+    "algorithms",
+    "rollouts of one to five samples: ten algorithms bit by bit as with one",
+    "dist/test_rollouts_ranks.py",
+)
+
 ALONE = Mesh(0, 1, 0, 1, None, None, 0, torch.device("cpu"))
 
 

@@ -18,6 +18,12 @@ from megagrpo.rollout.generation import sample_seed
 from megagrpo.types import RolloutGroup, Sample, TrainState
 from tests.experiments import until
 
+pytestmark = pytest.mark.verifies(
+    "runs",
+    "`max_staleness`: order, bound, nothing lost or twice; 0 is the run without the setting",
+    "e2e/test_async_run.py",
+)
+
 WANTED, GROUP_SIZE, STEPS = 2, 2, 6
 
 

@@ -20,6 +20,8 @@ from megagrpo.tools.view.command import write_view
 from megagrpo.tools.view.samples import read_samples, spread
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
+pytestmark = pytest.mark.verifies("runs", "`view` in headless Chromium")
+
 
 class Scripts(HTMLParser):
     """The script elements of a page as a browser finds them: [(type, text)], and every tag."""

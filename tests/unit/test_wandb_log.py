@@ -17,6 +17,8 @@ from megagrpo.system.environment import child_environment
 from megagrpo.system.run_folder import RunFolder
 from tests.experiments import QUICKSTART, python
 
+pytestmark = pytest.mark.verifies("runs", "W&B's offline mode")
+
 PROJECT = "log.wandb={project: tests}"
 OFFLINE = {"WANDB_MODE": "offline"}
 TWO_STARTS = """

@@ -32,6 +32,10 @@ from megagrpo.weights.exchange import TRANSPORTS
 from megagrpo.weights.hf_folder import HfFolder
 from megagrpo.weights.transports.gather_plan import make_gather_plan, published_specs
 
+pytestmark = pytest.mark.verifies(
+    "weights", "a wrong element, a rounded router bias, stale w_kc and w_vc are found and named"
+)
+
 EXPERTS, FFN, HIDDEN, VOCAB = 3, 6, 4, 10
 HEADS, NOPE, V, RANK, ROPE, Q_RANK = 2, 3, 4, 5, 2, 6
 Q_A, KV_A, KV_B, BIAS = (
