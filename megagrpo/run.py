@@ -317,11 +317,13 @@ class Run:
     def stopping(self) -> bool:
         """Collective. Returns whether a node received a stop request (pre-emption, time limit), and
         then saves."""
-        if not self.mesh.any_true(self.stop_request is not None and self.stop_request.made()):
+        request = self.stop_request
+        if not self.mesh.any_true(request is not None and request.made()):
             return False
         self.checkpointer.save_now(self.state)
-        if self.stop_request is not None:
-            self.stop_request.grant(self.state.step)
+        final = self.mesh.any_true(request is not None and request.final())
+        if request is not None:
+            request.grant(self.state.step, final)
         self.recording.note(
             f"stops after step {self.state.step}, as asked; the next start goes on from there"
         )

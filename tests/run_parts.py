@@ -50,14 +50,14 @@ E2E = {
 # slow"` all of DIST_NUMERIC in each.
 ARITHMETIC = {
     "arithmetic-default": {
-        "ATEN_CPU_CAPABILITY": "default"
-    },  # no vector instructions in torch's own kernels
-    "arithmetic-avx2": {"ATEN_CPU_CAPABILITY": "avx2"},
-    "arithmetic-onednn": {
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "ATEN_CPU_CAPABILITY": "default",  # no vector instructions in torch's own kernels
+        "OMP_NUM_THREADS": "2",  # of unit tests: ranks set actor.threads
+    },
+    "arithmetic-avx2": {
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",  # matrix products, bfloat16 too
         "MKL_CBWR": "COMPATIBLE",
-    },  # matrix products; bfloat16 too
-    "arithmetic-threads": {"OMP_NUM_THREADS": "2"},  # of unit tests: ranks set actor.threads
+    },
 }
 UNIT_NUMERIC = (
     *("algo_advantage", "algo_logprob", "algo_loss", "algo_router_losses", "algo_statistics"),
@@ -67,7 +67,7 @@ DIST_NUMERIC = {
     # float32 gradients of every layout to 1e-5; without --full SHORT alone
     "certify": "arithmetic-avx2",
     "logprob_ranks": "arithmetic-default",  # logarithms and exponentials, torch's own kernels
-    "shared_kv_heads": "arithmetic-onednn",  # gradients of attention, by matrix products
+    "shared_kv_heads": "arithmetic-avx2",  # gradients of attention, by matrix products
     "actor_layouts": None,
     "full_kl": None,
     "optimizer_variants": None,
@@ -96,12 +96,7 @@ def parts_of_arithmetic(full: bool) -> dict[str, list[str]]:
     ]
     parts = {}
     for part in ARITHMETIC:
-        dist = [
-            name
-            for name, own in DIST_NUMERIC.items()
-            if part == own or (full and part != "arithmetic-threads")
-        ]
-        ranks = ["arithmetic", *dist] if dist else []
+        ranks = ["arithmetic", *(name for name, own in DIST_NUMERIC.items() if full or part == own)]
         files = [
             str(TESTS / "dist" / f"test_{name}.py") + ("" if full else SHORT.get(name, ""))
             for name in ranks

@@ -119,8 +119,8 @@ def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
     """Runs this node's ranks under torchrun, which starts each with `arguments`: `megagrpo train`
     outside torchrun.
 
-    USR1, or the first TERM: all nodes save after the current step and return STOPPED. INT, USR2, a
-    second TERM: end at once. Raises ValueError if there is no place for the ranks.
+    USR1, or the first TERM or INT: all nodes save after the current step and return STOPPED. USR2,
+    a second TERM or INT: end at once. Raises ValueError if there is no place for the ranks.
     """
     folder = config.run_folder
     gpus = len(_gpus(config))
@@ -163,10 +163,9 @@ def _gpus(config: ExperimentConfig) -> list[str]:
 def _launch_of_trainers(
     folder: RunFolder, command: str, node: Node, grace_s: float = 5.0
 ) -> Launch:
-    end = (signal.SIGINT, signal.SIGUSR2)
-    ask = (signal.SIGUSR1, signal.SIGTERM)
+    ask = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
     name = f"trainer-{node.rank}" if node.number > 1 else "trainer"
-    return Launch(folder, command, end=end, ask=ask, ranks=name, grace_s=grace_s)
+    return Launch(folder, command, end=(signal.SIGUSR2,), ask=ask, ranks=name, grace_s=grace_s)
 
 
 def _start_trainers(

@@ -1,10 +1,10 @@
 """The stop request of a node: save at the next safe point and exit; the next start resumes.
 
 It is a file on every trainer node, not a signal to the ranks: a starting rank has no handler yet,
-and torchrun ends its ranks at a signal. The node's launcher creates the file at USR1 (or TERM,
-`megagrpo train`; or INT, `megagrpo run`), `megagrpo stop` that of the first node; between two steps
-the ranks agree whether any node has one, save, and write the last step into it; the launcher then
-exits with STOPPED, or for `megagrpo stop` with ENDED.
+and torchrun ends its ranks at a signal. The node's launcher creates the file at USR1 or INT (or
+TERM, `megagrpo train`), `megagrpo stop` that of the first node; between two steps the ranks agree
+whether any node has one, save, and write the last step into each node's; the launchers then exit
+with STOPPED, or for `megagrpo stop` with ENDED.
 """
 
 from pathlib import Path
@@ -34,9 +34,12 @@ class StopRequest:
         """Returns whether the file exists."""
         return self._path.exists()
 
-    def grant(self, step: int) -> None:
+    def final(self) -> bool:
+        """Returns whether the file exists and the run is not to go on by itself."""
+        return self.made() and self._path.read_text().startswith(_FINAL)
+
+    def grant(self, step: int, final: bool) -> None:
         """Records that the run is saved after `step` and its ranks exit."""
-        final = self.made() and self._path.read_text().startswith(_FINAL)
         kind = _FINAL if final else ""
         self._path.write_text(f"{kind}saved after step {step}")
 

@@ -1,5 +1,6 @@
 """A run whose processes are on the hosts that netns_hosts.py makes of this machine."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -65,9 +66,13 @@ class HostRun:
         path = self.folder / "rollouts" / f"step_{step:06}.replica_0.jsonl"
         self.wait_for(path.exists, f"step {step}", poll_s=0.1)
 
-    def finish(self, timeout_s: float = 900.0) -> None:
+    def interrupt(self, name: str) -> None:
+        """Ctrl-C at a launcher."""
+        self._children[name].send_signal(signal.SIGINT)
+
+    def finish(self, timeout_s: float = 900.0, status: int = 0) -> None:
         until(lambda: None not in self.statuses(), timeout_s, self.end, 0.2)
-        assert not any(self.statuses()), self.end()
+        assert set(self.statuses()) == {status}, self.end()
 
     def end(self) -> str:
         """The last lines of every log."""

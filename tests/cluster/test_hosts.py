@@ -13,8 +13,11 @@ from netns_hosts import NEEDED, Hosts, available
 from ray_nodes import RayNodes
 from run_megagrpo import assert_agrees, assert_same_run, prepared, run_experiment, write_experiment
 
+from megagrpo.checkpoint.folder import latest, step_of
 from megagrpo.cluster.supervise import ALONE, torchrun
 from megagrpo.system.environment import child_environment
+from megagrpo.system.stop_request import ENDED, STOPPED
+from megagrpo.tools.stop import stop
 
 pytestmark = [
     pytest.mark.skipif(not available(), reason=NEEDED),
@@ -33,14 +36,18 @@ def started(hosts: Hosts, nodes: RayNodes, config: Path) -> HostRun:
     for number in ENGINES:
         nodes.start(number)
     run.start(SERVICE, 3, ["serve", str(config), "--ray-address", nodes.address])
+    start_trainers(run)
+    return run
+
+
+def start_trainers(run: HostRun) -> None:
     for number in TRAINERS:
-        command = ["train", str(config), "--nnodes=2", f"--node-rank={number - 1}"]
+        command = ["train", str(run.config), "--nnodes=2", f"--node-rank={number - 1}"]
         run.start(
             f"trainer-{number}",
             number,
-            [*command, f"--master-addr={hosts.address(1)}", "--master-port=29500"],
+            [*command, f"--master-addr={run.hosts.address(1)}", "--master-port=29500"],
         )
-    return run
 
 
 @pytest.fixture
@@ -110,6 +117,32 @@ def test_a_link_is_cut_and_healed(hosts, experiments, number):
         hosts[0].cut(number)
         time.sleep(CUT_S)
         hosts[0].heal(number)
+        run.finish()
+    assert_as_on_one_host(run, experiments, steps)
+
+
+@pytest.mark.slow
+def test_ctrl_c_on_one_host_and_stop_save_on_both(hosts, experiments):
+    """What goes on is the run that nobody stopped; nothing but the stops is saved."""
+    steps, folder = 8, experiments / "stopped"
+    config = write_experiment(
+        folder,
+        actor={"parallel": PARALLEL},
+        rollout=ROLLOUT,
+        train={"num_steps": steps},
+        checkpoint={"every": 0},
+    )
+    with started(*hosts, config) as run:
+        stops = (
+            (lambda: run.interrupt("trainer-2"), STOPPED),
+            (lambda: stop(folder, now=False), ENDED),
+        )
+        for asks, status in stops:
+            saved = latest(folder / "checkpoints")
+            run.wait_for_step(1 if saved is None else step_of(saved) + 1)
+            asks()
+            run.finish(status=status)
+            start_trainers(run)
         run.finish()
     assert_as_on_one_host(run, experiments, steps)
 

@@ -23,10 +23,12 @@ from run_megagrpo import (
 )
 from slurm_cluster import SlurmCluster, why_not
 
+from megagrpo.checkpoint.folder import latest, step_of
 from megagrpo.rollout.control import ServiceControl
 from megagrpo.system.environment import API_KEY, child_environment
 from megagrpo.system.run_folder import RunFolder
-from megagrpo.system.stop_request import STOPPED
+from megagrpo.system.stop_request import ENDED, STOPPED
+from megagrpo.tools.stop import stop
 from tests.experiments import until
 
 pytestmark = [
@@ -132,8 +134,8 @@ def wait_for(ready, what: str, folder: Path, timeout_s: float = END_S, poll_s: f
     until(ready, timeout_s, lambda: f"no {what} in {timeout_s} s\n{output(folder)}", poll_s)
 
 
-def step_done(folder: Path) -> bool:
-    return (folder / "rollouts" / "step_000001.replica_0.jsonl").exists()
+def step_done(folder: Path, step: int = 1) -> bool:
+    return (folder / "rollouts" / f"step_{step:06}.replica_0.jsonl").exists()
 
 
 def saved_step(text: str) -> int:
@@ -231,12 +233,41 @@ def test_the_time_limit(slurm, experiments, undisturbed):
         assert ours[step]["loss/total"] == theirs[step]["loss/total"]
 
 
-def test_scancel_leaves_nothing_behind(slurm, experiments):
+def on_login_node(slurm: SlurmCluster, *words: str) -> str:
+    """What a megagrpo command prints where the job's own variables are unknown."""
+    command = [sys.executable, "-m", "megagrpo.cli", *words]
+    done = subprocess.run(command, env=slurm.env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_job_that_is_stopped_is_saved_and_not_started_again(slurm, experiments, undisturbed):
+    """Two nodes train, one samples; submitted again it is the same run."""
+    folder, slow = experiments / "stopped", experiments / "slow"
+    slow.touch()
+    job = submit(slurm, experiment(folder, 500), "--trainer-nodes", "2")
+    wait_for(lambda: step_done(folder), "step 1", folder)
+    said = on_login_node(slurm, "status", str(folder))
+    assert f"runs as Slurm job {job}" in said and " of 500, " in said, said
+    said = on_login_node(slurm, "stop", str(folder))
+    assert f"Slurm job {job} saves after its step and ends" in said, said
+    step = saved_step(finish(slurm, job, folder, "FAILED"))
+    ended = slurm.job(job)
+    assert (ended["ExitCode"], ended["Restarts"]) == (f"{ENDED}:0", "0")
+    slow.unlink()
+    again = submit(slurm, experiment(folder, NUM_STEPS), "--trainer-nodes", "2")
+    assert f"continues after step {step}" in finish(slurm, again, folder)
+    assert_same_run(folder, undisturbed, NUM_STEPS)
+    assert "no process trains into this folder" in on_login_node(slurm, "status", str(folder))
+
+
+def test_a_job_that_is_stopped_at_once_leaves_nothing_behind(slurm, experiments):
     folder = experiments / "cancelled"
     job = submit(slurm, experiment(folder, 500), "--trainer-nodes", "2")
     wait_for(lambda: step_done(folder), "step 1", folder)
     assert len(processes_of(job)) > 10
-    slurm.cancel(job)
+    on_login_node(slurm, "stop", "--now", str(folder))  # by scancel
     finish(slurm, job, folder, "CANCELLED")
 
 
@@ -328,27 +359,36 @@ def wait_for_engine(folder: Path, job: int, phase: str) -> None:
 
 @pytest.mark.slow
 def test_the_same_launchers_without_slurm(experiments, undisturbed):
-    """Two trainer nodes and a rollout node by hand; TERM to one trainer node stops both, started
-    again they go on."""
+    """Two trainer nodes and a rollout node by hand; TERM or Ctrl-C at one of them and `megagrpo
+    stop` elsewhere stop both, started again they go on."""
+    stops = [
+        (lambda folder, second: second.process.send_signal(signal.SIGTERM), STOPPED),
+        (lambda folder, second: second.process.send_signal(signal.SIGINT), STOPPED),
+        (lambda folder, second: stop(folder, now=False), ENDED),
+        (None, 0),
+    ]
     folder, slow = experiments / "by_hand", experiments / "slow"
     slow.touch()
     with Node("rollout", experiment(folder, 500), "127.0.0.9", {"MASTER_PORT": "31500"}):
-        for number, again in enumerate((False, True)):
+        for number, (asks, status) in enumerate(stops):
             first_node = {
                 "MASTER_ADDR": "127.0.0.7",
                 "NNODES": "2",
                 "MASTER_PORT": str(31700 + number),
             }
-            config = experiment(folder, NUM_STEPS if again else 500)
+            saved = latest(folder / "checkpoints")
+            met = 1 if saved is None else step_of(saved) + 1
+            if asks is None:
+                slow.unlink()
+            config = experiment(folder, NUM_STEPS if asks is None else 500)
             first = Node("torchrun", config, "127.0.0.7", first_node, 0)
             with first, Node("torchrun", config, "127.0.0.8", first_node, 1) as second:
-                if not again:
-                    wait_for(lambda: step_done(folder), "step 1", folder)
-                    second.process.send_signal(signal.SIGTERM)
+                if asks is not None:
+                    wait_for(partial(step_done, folder, met), f"step {met}", folder)
+                    asks(folder, second)
                 ended = [node.process.wait(END_S) for node in (first, second)]
                 logs = first.log.read_text() + second.log.read_text()
-                assert ended == ([0, 0] if again else [STOPPED, STOPPED]), logs
-            slow.unlink(missing_ok=True)
+                assert ended == [status, status], logs
     assert_same_run(folder, undisturbed, NUM_STEPS)
 
 

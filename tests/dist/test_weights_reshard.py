@@ -269,6 +269,7 @@ def without_memory(mesh: Mesh, folder: Path) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_a_rank_without_memory_for_an_engine_is_named_on_every_rank(tmp_path):
     write_checkpoint(tmp_path / "initial", hf_tensors())
     for said in run_meshes(2, tmp_path, without_memory, tmp_path, replicas=1):

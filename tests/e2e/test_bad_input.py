@@ -126,6 +126,7 @@ def trainers_alone(config: Path, *settings: str) -> tuple[Finished, list[str]]:
     ]
 
 
+@pytest.mark.slow
 def test_a_service_that_is_not_there(experiments):
     """Prompts that are too long are reported on the way: counted, with the limit."""
     sections = {"data": {"max_prompt_tokens": 5}, "rollout": {"start_timeout_s": 5.0}}

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from run_megagrpo import Job, engine, metrics, rollouts, write_experiment
 
 SAMPLES = 32  # of a step
@@ -54,6 +55,7 @@ def kill_engine(job: Job, folder: Path, now: Callable[[str], bool]) -> dict:
     return victim
 
 
+@pytest.mark.slow
 def test_rewards_that_fail_are_no_zeros_and_too_many_end_the_run(experiments):
     """The grader raises, hangs, returns NaN or scores 5, by the response; later it always
     raises."""

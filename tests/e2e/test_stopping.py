@@ -15,8 +15,10 @@ LIMIT_S = 500.0
 
 @pytest.mark.verifies(
     "runs",
-    "the first Ctrl-C and `megagrpo stop` save, and end with 85 and 86; Slurm's requeue "
-    "after 86 not run",
+    "the first Ctrl-C and `megagrpo stop` save, and end with 85 and 86; on one machine, two hosts, "
+    "under Slurm (no requeue after 86); what goes on is the undisturbed run",
+    "cluster/test_hosts.py",
+    "cluster/test_slurm.py",
 )
 @pytest.mark.slow
 @pytest.mark.timeout(1500)

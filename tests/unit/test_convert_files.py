@@ -14,7 +14,7 @@ from tests.unit.test_convert import ROLL, YAML, lost, source
         ("grpo:\n  num_prompts_per_step: 8\npolicy:\n  model_name: m\n", "a.yaml", "this is NeMo-RL's"),
         ("python -m openrlhf.cli.train_ppo_ray --pretrain m", "run.sh", "OpenRLHF's, which is not translated"),
         ("uv run rl @ x.toml", "run.sh", "this is prime-rl's"),
-        ("[orchestrator]\nbatch_size = 8\n", "rl.toml", "orchestrator.rollouts_per_example is train.group_size"),
+        ("[orchestrator]\nbatch_size = 8\n", "rl.toml", "group_size (once rollouts_per_example) is train.group_size"),
         ("swift rlhf --rlhf_type grpo --model m", "run.sh", "this is ms-swift's"),
     ],
 )  # fmt: skip

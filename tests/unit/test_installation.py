@@ -269,6 +269,21 @@ def test_a_users_settings_of_pip_do_not_lead_out_of_the_environment():
     assert done.stdout == "0 none none none\n"
 
 
+def test_a_python_that_fits_is_found_beside_a_newer_one(tmp_path):
+    for name, status in (("python3", 1), ("python3.12", 0)):  # 1: of version 3.14
+        fake = tmp_path / name
+        fake.write_text(f"#!/bin/sh\nexit {status}\n")
+        fake.chmod(0o755)
+    script = (ROOT / "launch" / "install.sh").read_text()
+    function = re.search(r"^find_python\(\) \{.*?^\}", script, re.MULTILINE | re.DOTALL).group()
+    words = ["/bin/bash", "-euc", f"say() {{ echo $*; }}\n{function}\nfind_python"]
+    found = subprocess.run(words, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert found.stdout == f"{tmp_path}/python3.12\n"
+    (tmp_path / "python3.12").unlink()
+    none = subprocess.run(words, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert none.returncode == 1 and "no Python from 3.11 to 3.13 found" in none.stderr
+
+
 def test_a_machine_with_many_gpus_has_one(tmp_path):
     """A reader that ends at the first line ends nvidia-smi by SIGPIPE, which pipefail reports."""
     fake = tmp_path / "nvidia-smi"

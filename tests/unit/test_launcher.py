@@ -187,7 +187,9 @@ def test_a_signal_ends_with_the_status_that_shells_know(number, status, tmp_path
     assert capsys.readouterr().err == f"megagrpo run: {number.name}; stopping\n"
 
 
-def test_a_stop_request_lets_ranks_finish_and_a_second_term_ends(tmp_path, capsys):
+@pytest.mark.parametrize("final, status", [(False, STOPPED), (True, ENDED)])
+def test_a_stop_request_lets_ranks_finish_and_a_second_term_ends(final, status, tmp_path, capsys):
+    """final: `megagrpo stop` wrote it on another node."""
     folder = RunFolder(tmp_path)
     request = StopRequest(folder.stop_request("trainer"))
     for times in (1, 2):
@@ -195,10 +197,10 @@ def test_a_stop_request_lets_ranks_finish_and_a_second_term_ends(tmp_path, capsy
             assert not request.made(), "that of an earlier launch is withdrawn"
             child = launch.spawn(["true"], tmp_path / "log", {})
             signal.raise_signal(signal.SIGTERM)
-            request.grant(3)
+            request.grant(3, final)
             if times == 2:
                 signal.raise_signal(signal.SIGTERM)
-            assert launch.watch(child) == STOPPED
+            assert launch.watch(child) == status
             assert "stopped as requested, saved after step 3" in capsys.readouterr().err
     assert launch.status == 143
 
@@ -250,7 +252,7 @@ def test_what_a_run_folder_says_and_how_it_is_stopped(tmp_path, capsys):
         with Launch(folder, "run", end=(signal.SIGTERM,), ask=(signal.SIGINT,)) as launch:
             child = launch.spawn(["true"], tmp_path / "log", {})
             assert stop(folder.path, now=False).startswith(f"{place} saves after its step")
-            StopRequest(folder.stop_request("trainer")).grant(5)
+            StopRequest(folder.stop_request("trainer")).grant(5, final=True)
             assert launch.watch(child) == ENDED
         assert "stopped as requested, saved after step 5" in capsys.readouterr().err
         assert StopRequest(folder.stop_request("trainer-0")).made()

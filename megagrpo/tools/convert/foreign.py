@@ -147,17 +147,18 @@ _OTHERS = {
     ),
     "OpenRLHF": (
         r"openrlhf\.cli|openrlhf\.trainer",
-        "--pretrain is model.path, --prompt_data is data.path, --rollout_batch_size is "
-        "train.num_prompts_per_step, --n_samples_per_prompt is train.group_size, "
-        "--eps_clip_low_high are algorithm.loss.clip_ratio_low and _high, --init_kl_coef is "
+        "--actor.model_name_or_path (before 2026 --pretrain) is model.path, --data.prompt_dataset "
+        "(--prompt_data) is data.path, --rollout.batch_size is train.num_prompts_per_step, "
+        "--rollout.n_samples_per_prompt is train.group_size, --actor.eps_clip_low_high are "
+        "algorithm.loss.clip_ratio_low and _high, --algo.kl.init_coef with --algo.kl.use_loss is "
         "algorithm.kl.loss_coef",
     ),
     "prime-rl": (
         r"(?m)^\[(?:orchestrator|inference|trainer)[\].]|prime_rl|uv run rl @",
-        "model.name is model.path, orchestrator.rollouts_per_example is train.group_size, "
+        "model.name is model.path, group_size (once rollouts_per_example) is train.group_size, "
         "orchestrator.batch_size counts samples: divided by the group it is "
-        "train.num_prompts_per_step, max_async_level is rollout.max_staleness, its environments "
-        "run as sampling.agent: {function: verifiers}",
+        "train.num_prompts_per_step, max_off_policy_steps is rollout.max_staleness, its "
+        "environments run as sampling.agent: {function: verifiers}",
     ),
     "ms-swift": (
         r"swift\s+rlhf|megatron\s+rlhf|rlhf_type",
