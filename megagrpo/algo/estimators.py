@@ -30,6 +30,7 @@ from megagrpo.config.objective.estimators import (
     GpgAdvantage,
     GrpoAdvantage,
     GrpoPassKAdvantage,
+    MaxRlAdvantage,
     OpoAdvantage,
     OwnAdvantage,
     ReinforceAdvantage,
@@ -99,6 +100,18 @@ def leave_one_out(inputs: EstimatorInputs, options: RlooAdvantage) -> Tensor:
     """Returns r - mean of the others = n / (n - 1) (r - mean) [N]. RLOO, arXiv 2402.14740."""
     factor = inputs.stats.count / (inputs.stats.count - 1).clamp(min=1)
     return _within_groups(inputs.of_group(factor) * _centred(inputs), inputs, options.single_sample)
+
+
+def maximum_likelihood(inputs: EstimatorInputs, options: MaxRlAdvantage) -> Tensor:
+    """Returns (r - mean) / mean, 0 where the mean is not positive [N]. MaxRL, arXiv 2602.02710.
+
+    Limited to the number of responses, which only groups with rewards below 0 can exceed.
+    """
+    mean = inputs.stats.mean
+    largest = inputs.of_group(inputs.stats.count.double())
+    advantages = _centred(inputs) / inputs.of_group(torch.where(mean > 0, mean, torch.inf))
+    advantages = torch.minimum(torch.maximum(advantages, -largest), largest)
+    return _within_groups(advantages, inputs, options.single_sample)
 
 
 def grpo_passk(inputs: EstimatorInputs, options: GrpoPassKAdvantage) -> Tensor:
@@ -190,6 +203,7 @@ ESTIMATORS: dict[type[Estimator], EstimatorFunction] = {
     DrGrpoAdvantage: centred,
     GrpoPassKAdvantage: grpo_passk,
     RlooAdvantage: leave_one_out,
+    MaxRlAdvantage: maximum_likelihood,
     ReinforceAdvantage: reinforce,
     ReinforcePlusPlusAdvantage: reinforce,
     ReinforcePlusPlusBaselineAdvantage: centred,

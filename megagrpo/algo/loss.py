@@ -77,7 +77,9 @@ def objective(
     """
     mask = inputs.loss_mask > 0
     inputs = _without_masked(inputs, mask)
-    policy_inputs = PolicyInputs(inputs.logprobs, inputs.old_logprobs, inputs.advantages, mask)
+    policy_inputs = PolicyInputs(
+        inputs.logprobs, inputs.old_logprobs, inputs.advantages, mask, inputs.rollout_logprobs
+    )
     policy = token_loss(policy_inputs, algorithm.loss)
     value = policy.value if inputs.policy_weights is None else policy.value * inputs.policy_weights
     terms = {"policy": value}

@@ -17,6 +17,8 @@ from megagrpo.config.fields import Variant
 from megagrpo.config.objective.policy_loss import (
     POLICY_LOSS_CONFIGS,
     CispoLoss,
+    DppoLoss,
+    GmpoLoss,
     GpgLoss,
     GspoLoss,
     OwnLoss,
@@ -26,6 +28,7 @@ from megagrpo.config.objective.policy_loss import (
 from megagrpo.config.objective.table import check_complete
 
 GSPO_VERL_LIMIT = 10.0
+_KL_EPS = 1e-8  # as in verl
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class PolicyInputs:
     advantages: Tensor  # float
     # bool, the tokens that are trained on; delimits the sequences of sequence-level losses
     mask: Tensor
+    rollout_logprobs: Tensor | None = None  # float, of the engine
 
     @property
     def ratio(self) -> Tensor:
@@ -90,6 +94,46 @@ def gspo(inputs: PolicyInputs, options: GspoLoss) -> TokenLoss:
     )
 
 
+def gmpo(inputs: PolicyInputs, options: GmpoLoss) -> TokenLoss:
+    """Returns -A exp(mean_t s min(s log rho, s clip(log rho))) on every token, s the sign of A, A its
+    mean over the sequence. arXiv 2507.20673, eq. 4."""
+    mask, advantages = inputs.mask, inputs.advantages
+    log_ratio = (inputs.logprobs - inputs.old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    low, high = -options.clip_ratio_low, options.clip_ratio_high
+    sign = advantages.sign()
+    chosen = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(low, high))
+    counts = mask.sum(1).clamp(min=1)
+    ratio = ((chosen * mask).sum(1) / counts).exp()
+    value = -(advantages * mask).sum(1) / counts * ratio
+    clipped = {"low": (sign < 0) & (log_ratio < low), "high": (sign > 0) & (log_ratio > high)}
+    return TokenLoss(value[:, None].expand_as(log_ratio), clipped)
+
+
+def dppo(inputs: PolicyInputs, options: DppoLoss) -> TokenLoss:
+    """Returns -A sg[min(rho, c)] log p, 0 where p has left the trust region around q and A pushes it
+    further. arXiv 2602.04879.
+
+    tv: |p - q|; kl: q log(q / p) + (1 - q) log((1 - q) / (1 - p)).
+    """
+    reference = inputs.old_logprobs if options.against == "old" else inputs.rollout_logprobs
+    assert reference is not None, "against: rollout needs PolicyInputs.rollout_logprobs"
+    logprobs = inputs.logprobs.detach()
+    p, q = logprobs.exp(), reference.exp()
+    if options.divergence == "tv":
+        distance = (p - q).abs()
+    else:
+        no_p, no_q = ((1 - each).clamp(min=0) + _KL_EPS for each in (p, q))
+        distance = q * (reference - logprobs) + (1 - q) * (no_q / no_p).log()
+    up = inputs.advantages > 0
+    beyond = {
+        "low": ~up & (p < q) & (distance > options.low),
+        "high": up & (p > q) & (distance > options.high),
+    }
+    weight = probability_ratio(logprobs - reference).clamp(max=options.ratio_limit)
+    value = -inputs.advantages * weight * inputs.logprobs
+    return TokenLoss(value.masked_fill(beyond["low"] | beyond["high"], 0.0), beyond)
+
+
 def cispo(inputs: PolicyInputs, options: CispoLoss) -> TokenLoss:
     """Returns -sg[clip(rho)] A log p: every token keeps its gradient. arXiv 2506.13585."""
     weight = inputs.ratio.detach()
@@ -131,6 +175,8 @@ def own_loss(inputs: PolicyInputs, options: OwnLoss) -> TokenLoss:
 POLICY_LOSSES: dict[type[Variant], PolicyLossFunction] = {
     PpoClipLoss: ppo_clip,
     GspoLoss: gspo,
+    GmpoLoss: gmpo,
+    DppoLoss: dppo,
     CispoLoss: cispo,
     GpgLoss: gpg,
     SapoLoss: sapo,

@@ -27,7 +27,7 @@ from megagrpo.config.objective.own import (
     own_function,
     with_names_of_functions,
 )
-from megagrpo.config.objective.policy_loss import PolicyLossConfig, PpoClipLoss
+from megagrpo.config.objective.policy_loss import DppoLoss, PolicyLossConfig, PpoClipLoss
 from megagrpo.config.objective.reward_shaping import RewardShapingConfig
 
 if TYPE_CHECKING:
@@ -105,7 +105,14 @@ class AlgorithmConfig(Section):
             self.loss_scale_factor is not None and self.aggregation != "seq-mean-token-sum-norm"
         )
         twice = self.whiten_advantages and advantage.whitens
+        against_engine = isinstance(self.loss, DppoLoss) and self.loss.against == "rollout"
         return [
+            Rule(
+                against_engine and self.mismatch.weight is not None,
+                "loss dppo against rollout weighs tokens by actor / engine, and so does "
+                "mismatch.weight",
+                "remove mismatch.weight, or write against: old",
+            ),
             Rule(
                 reward.normalises_by_group and advantage.normalises_by_group,
                 f"reward.mean/std: group with advantage {advantage.name} normalizes by the "

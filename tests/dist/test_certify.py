@@ -56,6 +56,14 @@ ALGORITHMS = {
         "advantage_clip": 2.0,
     },
 }
+ALGORITHMS["maxrl, dppo"] = {
+    "advantage": {"name": "maxrl"},
+    "loss": {"name": "dppo", "divergence": "kl", "low": 0.001, "high": 0.001},
+}
+ALGORITHMS["gmpo"] = {
+    "loss": {"name": "gmpo", "clip_ratio_low": 0.02, "clip_ratio_high": 0.02},
+    "aggregation": "seq-mean-token-mean",
+}
 OWN = Path(__file__).parents[1] / "own_algorithm.py"
 ALGORITHMS["a user's own"] = {
     "loss": {"name": f"{OWN}:gmpo", "args": {"clip": 0.02}},

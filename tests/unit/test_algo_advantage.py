@@ -47,6 +47,8 @@ CLOSED = [  # options of the estimator, advantages
     ({"name": "grpo_passk"}, [0, 0, 4 / STD, 0, 0, 0]),
     ({"name": "rloo"}, [1 - 4, 2 - 3.5, 6 - 1.5, 0, 0, 0]),
     ({"name": "rloo", "single_sample": "raw"}, [1 - 4, 2 - 3.5, 6 - 1.5, 0, 0, 3]),
+    ({"name": "maxrl"}, [-2 / 3, -1 / 3, 1, 0, 0, 0]),
+    ({"name": "maxrl", "single_sample": "raw"}, [-2 / 3, -1 / 3, 1, 0, 0, 3]),
     ({"name": "opo"}, [-2, -1, 3, 0, 0, 0]),  # one token each: the plain mean
     ({"name": "opo", "single_sample": "raw"}, [-2, -1, 3, 0, 0, 3]),
     (
@@ -60,6 +62,12 @@ CLOSED = [  # options of the estimator, advantages
 def test_closed_form(advantage, expected):
     advantages, _ = solve(batch_of(R, G), advantage=advantage)
     assert advantages[:, 0].tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_maxrl_without_a_positive_mean_is_0_and_never_beyond_the_group():
+    batch = batch_of([-1.0, 1.0, 0.0, -1.0, -1e9, 1e9 + 1], [0, 0, 1, 1, 2, 2])
+    advantages, _ = solve(batch, advantage={"name": "maxrl"})
+    assert advantages[:, 0].tolist() == [0, 0, 0, 0, -2, 2]
 
 
 def test_pass_at_k_ties_and_invalid():
@@ -249,6 +257,7 @@ NAMES = (
     "reinforce_plus_plus_baseline",
     "opo",
     "gpg",
+    "maxrl",
 )
 REWARD = st.one_of(
     st.sampled_from([0.0, 1.0, 0.7, 1e-4, 1e30]), st.floats(-1e30, 1e30), st.floats(-2.0, 2.0)

@@ -67,7 +67,8 @@ def problems(options: dict, max_response_tokens: int = 512, **train) -> str:
 
 RAW = {"advantage": {"name": "grpo", "single_sample": "raw"}}
 REINFORCE, REMAX = ({"advantage": {"name": name}} for name in ("reinforce_plus_plus", "remax"))
-COMPARING = ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
+COMPARING = ("grpo", "dr_grpo", "grpo_passk", "rloo", "maxrl", "opo", "gpg")
+COMPARING += ("reinforce_plus_plus_baseline",)
 
 
 @pytest.mark.parametrize(
@@ -161,9 +162,12 @@ def test_presets_are_of_papers():
     assert set(papers) == {
         "cispo",
         "dapo",
+        "dppo",
         "dr_grpo",
+        "gmpo",
         "gspo",
         "grpo",
+        "maxrl",
         "reinforce_pp",
         "remax",
         "rloo",

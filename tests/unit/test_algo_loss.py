@@ -16,6 +16,8 @@ from megagrpo.algo.statistics import alone
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.objective.policy_loss import (
     CispoLoss,
+    DppoLoss,
+    GmpoLoss,
     GpgLoss,
     GspoLoss,
     PpoClipLoss,
@@ -53,6 +55,8 @@ def gate(ratio: float, tau: float) -> float:
 CLIP = PpoClipLoss(clip_ratio_low=0.2, clip_ratio_high=0.3)
 DUAL = PpoClipLoss(clip_ratio_low=0.2, clip_ratio_high=0.3, dual_clip=3.0)
 GSPO = GspoLoss(clip_ratio_low=0.2, clip_ratio_high=0.3)
+GMPO = GmpoLoss(clip_ratio_low=0.2, clip_ratio_high=0.3)
+TV = DppoLoss(against="old", low=0.1, high=0.2, ratio_limit=1.4)
 CISPO = CispoLoss(clip_ratio_low=0.2, clip_ratio_high=0.3)
 CASES = [  # options, ratio, advantage, value, gradient
     (CLIP, 1.1, 2.0, -2.2, -2.2),
@@ -66,6 +70,16 @@ CASES = [  # options, ratio, advantage, value, gradient
     (GSPO, 1.1, 2.0, -2.2, -2.2),
     (GSPO, 1.5, 2.0, -2.6, 0.0),
     (GSPO, 0.5, -2.0, 1.6, 0.0),
+    (GMPO, 1.1, 2.0, -2.2, -2.2),
+    (GMPO, 1.5, 2.0, -2.0 * math.exp(0.3), 0.0),  # log 1.5 > 0.3
+    (GMPO, 0.5, 2.0, -1.0, -1.0),
+    (GMPO, 0.5, -2.0, 2.0 * math.exp(-0.2), 0.0),
+    (TV, 1.1, 2.0, -1.1 * 2.0 * logp_of(1.1), -2.2),
+    (TV, 1.5, 2.0, -1.4 * 2.0 * logp_of(1.5), -2.8),  # the weight is limited, the gradient alive
+    (TV, 1.6, 2.0, 0.0, 0.0),  # p is 0.22 above q
+    (TV, 0.5, 2.0, -0.5 * 2.0 * logp_of(0.5), -1.0),  # far below, and A pulls back up
+    (TV, 0.5, -2.0, 0.0, 0.0),
+    (TV, 1.6, -2.0, 1.4 * 2.0 * logp_of(1.6), 2.8),
     (CISPO, 1.1, 2.0, -1.1 * 2.0 * logp_of(1.1), -2.2),
     (CISPO, 1.5, 2.0, -1.3 * 2.0 * logp_of(1.5), -2.6),  # clipped weight, gradient alive
     (CISPO, 0.5, -2.0, 0.8 * 2.0 * logp_of(0.5), 1.6),
@@ -250,7 +264,16 @@ def test_rejected_tokens_may_stay_in_every_denominator():
 
 # Properties of the whole objective
 
-LOSSES = [PpoClipLoss(dual_clip=3.0), GspoLoss(), CispoLoss(), GpgLoss(), SapoLoss()]
+LOSSES = [
+    PpoClipLoss(dual_clip=3.0),
+    GspoLoss(),
+    GmpoLoss(),
+    DppoLoss(),
+    DppoLoss(divergence="kl", against="old", low=0.02, high=0.02),
+    CispoLoss(),
+    GpgLoss(),
+    SapoLoss(),
+]
 
 
 def algorithm_of(loss, aggregation) -> AlgorithmConfig:

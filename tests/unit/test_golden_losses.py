@@ -82,25 +82,37 @@ def verl_loss(case: dict) -> dict:
         }
     if kind == "vanilla":
         return {**clip(params, "ppo_clip"), "dual_clip": float(params["clip_ratio_c"])}
+    if kind.startswith("dppo"):
+        return {
+            "name": "dppo",
+            "against": "old",
+            "divergence": kind.removeprefix("dppo_"),
+            "low": params["clip_ratio_low"],
+            "high": params["clip_ratio_high"],
+            "ratio_limit": params["clip_ratio_c"],
+        }
+    if kind == "geo_mean":
+        return clip(params, "gmpo")
     more = {"gspo": {"clamp": "above"}}.get(kind, {})
     return {"name": "gpg"} if kind == "gpg" else clip(params, kind) | more
 
 
+BY_SEQUENCE = ("gspo", "geo_mean")  # whatever verl's aggregation
+
+
 def is_verl(case):
-    offered = (
-        "vanilla",
-        "gspo",
-        "cispo",
-        "gpg",
-        "sapo",
-    )  # geo_mean is a convention that is not offered
+    offered = ("vanilla", "gspo", "cispo", "gpg", "sapo", "dppo_tv", "dppo_kl")
+    if case["source"].endswith("geo_mean"):
+        # its weights are geometric means too, an empty row counts, ratios have no limit
+        conventions = ("is_weights", "one_empty_row", "extreme_ratios")
+        return not any(name in case["case"] for name in conventions)
     return case["source"].startswith("verl") and case["source"].endswith(offered)
 
 
 @pytest.mark.parametrize("case", cases(LOSSES, ("reference", "convention"), is_verl))
 def test_verl(case):
     problem = Problem(case)
-    ignores_aggregation = case["source"].endswith("gspo")
+    ignores_aggregation = case["source"].endswith(BY_SEQUENCE)
     value, sums = problem.objective(
         verl_loss(case), "seq-mean-token-mean" if ignores_aggregation else None
     )
@@ -195,7 +207,7 @@ def test_masked_tokens_have_no_gradient(case):
     assert problem.mask.all() or theirs[~problem.mask].abs().max() > 0, "no defect to show"
 
 
-@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "gpg", "sapo"])
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "gmpo", "dppo", "cispo", "gpg", "sapo"])
 def test_every_case_is_finite_whatever_the_ratios(loss):
     """N10: extreme ratios and empty rows give infinities elsewhere."""
     for case in load(LOSSES):

@@ -2,6 +2,7 @@
 each mistake, and recorded."""
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,9 @@ def test_a_loss_is_called_with_its_arguments():
     assert made.clipped == {}
     gmpo = token_loss(inputs, algorithm(loss={"name": f"{OWN}:gmpo"}).loss)
     assert gmpo.value.shape == (3, 4) and set(gmpo.clipped) == {"low", "high"}
+    inputs = replace(inputs, advantages=advantages[:, :1].expand(3, 4))  # one for each sequence
+    both = (algorithm(loss={"name": name}).loss for name in (f"{OWN}:gmpo", "gmpo"))
+    torch.testing.assert_close(*(token_loss(inputs, loss).value for loss in both))
     with pytest.raises(ValueError, match=r"wrong_shape returned Tensor, shape \[\]; .*\[3, 4\]"):
         token_loss(inputs, algorithm(loss={"name": f"{OWN}:wrong_shape"}).loss)
 

@@ -105,6 +105,7 @@ ALGORITHMS = {
     "passk": {"advantage": {"name": "grpo_passk"}},
     "rloo": {"advantage": {"name": "rloo"}},
     "opo": {"advantage": {"name": "opo"}},
+    "maxrl": {"advantage": {"name": "maxrl"}},
     "gpg": {"advantage": {"name": "gpg"}},
     "reinforce": {
         "advantage": {"name": "reinforce", "gamma": 0.9},

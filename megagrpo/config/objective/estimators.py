@@ -108,6 +108,16 @@ class RlooAdvantage(_ComparesResponses):
     name: Literal["rloo"] = "rloo"
 
 
+class MaxRlAdvantage(_ComparesResponses):
+    """(r - mean) / mean, 0 if the mean is not positive; for rewards of 0 and 1, or none below 0.
+    arXiv 2602.02710."""
+
+    formula = "(r - mean) / mean"
+    normalises_by_group = True
+
+    name: Literal["maxrl"] = "maxrl"
+
+
 class ReinforcePlusPlusAdvantage(Estimator):
     """Discounted return of every token, whitened over the batch. arXiv 2501.03262."""
 
@@ -183,6 +193,7 @@ AdvantageConfig = Annotated[
     | DrGrpoAdvantage
     | GrpoPassKAdvantage
     | RlooAdvantage
+    | MaxRlAdvantage
     | ReinforceAdvantage
     | ReinforcePlusPlusAdvantage
     | ReinforcePlusPlusBaselineAdvantage

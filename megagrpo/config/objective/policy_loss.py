@@ -48,6 +48,43 @@ class GspoLoss(Variant):
     (above)."""
 
 
+class GmpoLoss(Variant):
+    """The geometric mean of a sequence's ratios, each clipped. arXiv 2507.20673."""
+
+    formula = "-A exp(mean s min(s log rho, s clip(log rho))), s = sign A"
+    aggregations: ClassVar[tuple[Aggregation, ...] | None] = ("seq-mean-token-mean",)
+    aggregation_advice = (
+        "gmpo is the paper's objective with aggregation seq-mean-token-mean only; here it is "
+        "{aggregation}"
+    )
+
+    name: Literal["gmpo"] = "gmpo"
+    clip_ratio_low: PositiveFloat = 0.4
+    """log rho is clipped below at -clip_ratio_low."""
+    clip_ratio_high: PositiveFloat = 0.4
+    """log rho is clipped above at clip_ratio_high."""
+
+
+class DppoLoss(Variant):
+    """A trust region of probabilities instead of ratios: what leaves it outward has no gradient.
+    arXiv 2602.04879."""
+
+    formula = "-A sg[min(rho, c)] log p inside the trust region"
+
+    name: Literal["dppo"] = "dppo"
+    against: Literal["rollout", "old"] = "rollout"
+    """rho and the region are relative to the engine's probabilities, as in the paper, or to the
+    actor's before the step, as in verl."""
+    divergence: Literal["tv", "kl"] = "tv"
+    """Of the sampled token against all others: total variation, or KL."""
+    low: PositiveFloat = 0.2
+    """Largest divergence with a negative advantage."""
+    high: PositiveFloat = 0.2
+    """Largest divergence with a positive advantage."""
+    ratio_limit: PositiveFloat = 20.0
+    """c, the largest weight of a token."""
+
+
 class CispoLoss(Variant):
     """Clipped importance weights, every token keeps its gradient. arXiv 2506.13585."""
 
@@ -89,7 +126,7 @@ class OwnLoss(OwnFunction, Variant):
 
 
 PolicyLossConfig = Annotated[
-    PpoClipLoss | GspoLoss | CispoLoss | GpgLoss | SapoLoss | OwnLoss,
+    PpoClipLoss | GspoLoss | GmpoLoss | DppoLoss | CispoLoss | GpgLoss | SapoLoss | OwnLoss,
     Field(discriminator="name"),
 ]
 POLICY_LOSS_CONFIGS: tuple[type[Variant], ...] = get_args(get_args(PolicyLossConfig)[0])

@@ -1,5 +1,7 @@
 """verl's options that depend on each other."""
 
+import math
+
 from megagrpo.config.load import Plain
 from megagrpo.tools.convert import rules
 from megagrpo.tools.convert.translation import Rule, Translation, is_secret
@@ -17,6 +19,13 @@ _OVERLONG = (  # of this version, of verl-recipe's DAPO, and of later ones
 # files of options whose values are foreign_defaults.yaml, or differ from it in nothing that is
 # translated
 _BASES = ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer")
+_LOSSES = {
+    **{name: name for name in ("gspo", "cispo", "gpg", "sapo")},
+    "vanilla": "ppo_clip",
+    "geo_mean": "gmpo",
+    "dppo_tv": "dppo",
+    "dppo_kl": "dppo",
+}
 _NEVER = 1_000_000  # steps between evaluations, beyond any run's end
 _CORRECTION = "algorithm.rollout_correction."
 _SOURCES: dict[str, Plain] = {  # as verl's default_compute_score
@@ -86,31 +95,39 @@ def _kl(d: Translation) -> None:
 
 def _loss(d: Translation) -> None:
     mode = f"{_A}policy_loss.loss_mode"
-    name = d.text(mode).replace("vanilla", "ppo_clip")
-    if name not in ("ppo_clip", "gspo", "cispo", "gpg", "sapo"):
-        d.lack(mode, f"no loss {name}; there are ppo_clip (vanilla), gspo, cispo, gpg and sapo")
+    given = d.text(mode)
+    name = _LOSSES.get(given)
+    if name is None:
+        d.lack(mode, f"no loss {given}; there are {', '.join(_LOSSES)}")
         return
     d.put("algorithm.loss.name", name, mode)
-    if name in ("ppo_clip", "gspo", "cispo"):
-        _clip_ratios(d)
+    if name in ("ppo_clip", "gspo", "gmpo", "cispo"):
+        _clip_ratios(d, "clip_ratio_", limit=math.inf if name == "gmpo" else 1.0)
+    if name == "dppo":
+        d.put("algorithm.loss.against", "old", mode)
+        d.put("algorithm.loss.divergence", given.removeprefix("dppo_"), mode)
+        _clip_ratios(d, "", limit=math.inf)
+        d.put("algorithm.loss.ratio_limit", d.real(f"{_A}clip_ratio_c"))
     if name == "ppo_clip":
         d.put("algorithm.loss.dual_clip", d.real(f"{_A}clip_ratio_c"))
     elif name == "gspo":
         d.put("algorithm.loss.clamp", "above", mode)
-    # verl's gspo and sapo take no other aggregation
+    # verl's gspo, geo_mean and sapo take no other aggregation
+    by_sequence = name in ("gspo", "gmpo", "sapo")
     means = d.get(f"{_A}loss_agg_mode")
-    d.put("algorithm.aggregation", "seq-mean-token-mean" if name in ("gspo", "sapo") else means)
+    d.put("algorithm.aggregation", "seq-mean-token-mean" if by_sequence else means)
 
 
-def _clip_ratios(d: Translation) -> None:
+def _clip_ratios(d: Translation, to: str, limit: float) -> None:
+    """Fields `to`low and `to`high of the loss; the lower is at most `limit`."""
     both = f"{_A}clip_ratio"
     sides = {"low": f"{both}_low", "high": f"{both}_high"}
     for side, key in sides.items():
         # null, and not left out: then verl has a default for the side
         read = both if d.given.get(key, 0) is None else key
         # verl's cispo says 10 for no lower bound
-        ratio = min(d.real(read), 1.0) if side == "low" else d.real(read)
-        d.put(f"algorithm.loss.clip_ratio_{side}", ratio, read)
+        ratio = min(d.real(read), limit) if side == "low" else d.real(read)
+        d.put(f"algorithm.loss.{to}{side}", ratio, read)
     if d.given.get(both) is not None and all(d.get(key) is not None for key in sides.values()):
         d.remarks.append(
             f"verl reads clip_ratio {d.get(both)} only where clip_ratio_low or clip_ratio_high is "
