@@ -41,7 +41,7 @@ _TOOLS = {
     ),
     "convert": _Tool(
         "megagrpo.tools.convert.command",
-        "an experiment of verl, ROLL or TRL as megagrpo's",
+        "an experiment of verl, ROLL, TRL, slime or miles as megagrpo's",
         reads_experiment=False,
     ),
     "try": _Tool(
