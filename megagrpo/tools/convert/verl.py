@@ -88,7 +88,9 @@ def _loss(d: Translation) -> None:
     mode = f"{_A}policy_loss.loss_mode"
     name = d.text(mode).replace("vanilla", "ppo_clip")
     if name not in ("ppo_clip", "gspo", "cispo", "gpg", "sapo"):
-        d.lack(mode, f"no loss {name}; there are ppo_clip (vanilla), gspo, cispo, gpg and sapo")
+        known = "ppo_clip (vanilla), gspo, cispo, gpg and sapo"
+        own = "or one of yours: docs/extend.md, whose example is GMPO (geo_mean)"
+        d.lack(mode, f"no loss {name}; there are {known}, {own}")
         return
     d.put("algorithm.loss.name", name, mode)
     if name in ("ppo_clip", "gspo", "cispo"):
