@@ -14,6 +14,8 @@ started=$SECONDS
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_USER=0 # a venv has no user site
 unset PIP_TARGET PIP_PREFIX PYTHONHOME
 
+use_it="\`source $venv/bin/activate\` puts megagrpo on the PATH"
+
 say() { printf '[install] %s\n' "$*"; }
 
 find_python() {
@@ -116,7 +118,7 @@ wanted="$kind $(cat pyproject.toml launch/install.sh launch/build_te.sh | sha256
 stamp="$venv/.megagrpo-installed"
 if [ $repair = no ] && [ -x "$venv/bin/megagrpo" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
     install_more
-    say "$venv is up to date"
+    say "$venv is up to date; $use_it"
     exit 0
 fi
 rm -f "$stamp"
@@ -129,4 +131,4 @@ find "$venv"/lib -path '*/site-packages/*.dist-info' -prune ! -exec test -e '{}/
 printf '%s\n' "$wanted" >"$stamp.new"
 install_more
 mv "$stamp.new" "$stamp" # last: an interrupted installation leaves no stamp and is taken up again
-say "done in $((SECONDS - started)) s"
+say "done in $((SECONDS - started)) s; $use_it"

@@ -357,9 +357,8 @@ def concurrency_report(
     lines = [
         f"cache      {tokens:,} tokens an engine, {how}",
         *([counted] if everything else []),
-        f"  at once    {concurrent:,} samples an engine, by {limit}, of {samples:,.0f} that it "
-        "gets a step; the others "
-        "wait at the trainers, and leave as there is room",
+        f"  at once    {concurrent:,} samples an engine, by {limit}, of {samples:,.0f} a step; the "
+        "others wait at the trainers",
     ]
     longest = longest_samples(config)["data"]
     if tokens < longest:

@@ -167,6 +167,8 @@ def _try_rows(
             print(f"check: {data.name}: {done}", file=sys.stderr, flush=True)
     trial.problems.extend(named_first(problems))
     if not first:
+        if not rows and not unread:
+            refuse_long(data, [])
         return []
     _say_first_row(data, tokenizer, first, trial)
     template = ", by the chat template" if data.chat_template else ""

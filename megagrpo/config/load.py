@@ -50,6 +50,7 @@ class _Source:
     data: Plain = None
     locations: dict[KeyPath, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    preset_problems: list[str] = field(default_factory=list)  # the nearest preset stands in
 
     def location(self, path: KeyPath) -> str:
         """Returns the location of the value at `path`, or of the nearest section around it."""
@@ -155,7 +156,7 @@ def _validated(source: _Source) -> tuple[ExperimentConfig | None, list[str], set
     """Returns the experiment without what its types refuse, the problems, and the paths of the
     refused; None if a required value is left out. No rule is judged."""
     data = copy.deepcopy(source.data)
-    problems: list[str] = []
+    problems = list(source.preset_problems)
     refused: set[KeyPath] = set()
     while True:
         try:
@@ -224,10 +225,9 @@ def dump_config(config: ExperimentConfig, path: str | Path) -> None:
 
 def _refuse(source: _Source, problems: list[str]) -> None:
     if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise ConfigError(
-            "\n  ".join([f"{source.name}: {count}", *dict.fromkeys(problems)])
-        ) from None
+        different = list(dict.fromkeys(problems))
+        count = "1 problem" if len(different) == 1 else f"{len(different)} problems"
+        raise ConfigError("\n  ".join([f"{source.name}: {count}", *different])) from None
 
 
 def _read_file(path: Path) -> _Source:
@@ -298,8 +298,13 @@ def _lay_over_preset(source: _Source) -> None:
     known = sorted(path.stem for path in PRESETS.glob("*.yaml"))
     if name not in known:
         location = source.location(("preset",))
-        source.problems.append(f"{location}: preset {name!r} is unknown{nearest(str(name), known)}")
-        return
+        problem = f"{location}: preset {name!r} is unknown{nearest(str(name), known)}"
+        near = difflib.get_close_matches(str(name), known, n=1)
+        if not near:
+            source.problems.append(problem)
+            return
+        source.preset_problems.append(problem)
+        name = near[0]
     preset = _read_file(PRESETS / f"{name}.yaml")
     _refuse(source, preset.problems)
     source.data = _merge(preset.data, own, ())

@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megagrpo.config.fields import KeyPath, all_paths, annotations_at, choices, sections
@@ -71,7 +71,7 @@ def _describe(error: ErrorDetails, path: KeyPath, value: "Plain") -> str:
     context = error.get("ctx", {})
     match kind:
         case "extra_forbidden":
-            hint = _foreign_hint("key_hint", key, value) or _remedy_unknown(path)
+            hint = _foreign_hint("key_hint", key, value) or _remedy_unknown(path, error["loc"])
             return f"{shown(path, value)}: unknown key{hint}"
         case "missing":
             return f"{key} is missing; it has no default, write it"
@@ -129,20 +129,29 @@ def _type_remedy(kind: str, path: KeyPath, value: "Plain") -> str:
     return f"; write [{value}]" if kind == "list_type" else ""
 
 
-def _keys(path: KeyPath) -> list[str]:
-    """Returns the keys of the section at `path`, over all of its variants."""
+def _keys(path: KeyPath, loc: KeyPath = ()) -> list[str]:
+    """Returns the keys of the section at `path`: of the variant that pydantic's location names,
+    else of all."""
     found = sections(annotations_at(ExperimentConfig, path))
-    return list(dict.fromkeys(name for section in found for name in section.model_fields))
+    named = [each for each in found if _names_of(each) & set(loc)]
+    return list(dict.fromkeys(name for each in named or found for name in each.model_fields))
+
+
+def _names_of(section: type[BaseModel]) -> set[object]:
+    field = section.model_fields.get("name")
+    return set() if field is None else set(get_args(field.annotation))
 
 
 def _variants(path: KeyPath) -> list[str]:
     return choices(annotations_at(ExperimentConfig, (*path, "name")))
 
 
-def _remedy_unknown(path: KeyPath) -> str:
+def _remedy_unknown(path: KeyPath, loc: KeyPath) -> str:
     key = str(path[-1])
-    siblings = _keys(path[:-1])
+    siblings = _keys(path[:-1], loc)
     elsewhere = [known for known in all_paths(ExperimentConfig) if known.split(".")[-1] == key]
+    if dotted(path) in elsewhere:  # of another variant
+        return f"; known: {', '.join(siblings)}"
     if elsewhere and not did_you_mean(key, siblings):
         return f"; did you mean {' or '.join(elsewhere[:3])}?"
     return nearest(key, siblings)

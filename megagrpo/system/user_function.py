@@ -34,6 +34,8 @@ def load_function(name: str, built_in: Mapping[str, str], key: str) -> Callable[
             "file.py:function)"
         )
     path_hint = "; is its folder on PYTHONPATH?"
+    if Path(f"{module_name}.py").is_file():
+        path_hint = f"; write {module_name}.py:{function_name}"
     failed = f"{key} {name!r}: importing {module_name} failed"
     with explained(failed, lambda exc: path_hint if isinstance(exc, ModuleNotFoundError) else ""):
         module = (

@@ -75,6 +75,11 @@ def test_what_changes_nothing_is_no_problem(prepared):
     assert "ADVICE   actor.optimizer.min_lr 1e-05 has no effect with lr_schedule constant" in text
     assert "warmup_steps 4 are not over after the run's 4 updates" in text
     assert "warmup_steps" not in explain(load_config(QUICKSTART, slow[:1]))
+    idle = (
+        "ADVICE   3 of the 8 GPUs of a node (cluster.gpus_per_node) are used: `megagrpo plan CONFIG"
+    )
+    assert idle in explain(load_config(QUICKSTART, ["actor.dtype=bfloat16"]))
+    assert "cluster.gpus_per_node" not in text
 
 
 def test_problems_of_all_stages_come_at_once_with_their_places(prepared, monkeypatch, capsys):

@@ -90,6 +90,11 @@ def test_rows_that_are_too_long_are_counted_and_a_problem_if_all_are(tried):
     assert ["the shortest has 20 tokens" in problem for problem in trial.problems] == [True]
 
 
+def test_a_file_without_rows_is_a_problem(tried):
+    trial, _ = tried([])
+    assert named(trial.problems) == ["a.jsonl: no row"]
+
+
 def test_of_a_huge_file_a_stated_sample_is_rendered_and_progress_is_said(
     tried, monkeypatch, capsys
 ):

@@ -157,6 +157,10 @@ def test_all_problems_are_reported_at_once_with_line_value_and_remedy(tmp_path):
             "algorithm: {advantage: {name: dr_grpo, eps: 0.5}}\n",
             "algorithm.advantage.eps = 0.5: unknown key",
         ),
+        (
+            "algorithm: {loss: {name: sapo, clip_ratio_low: 0.1}}\n",
+            "clip_ratio_low = 0.1: unknown key; known: name, tau_positive, tau_negative",
+        ),
         ("train: [1]\n", "e.yaml:5: train = [1]: should be a section with keys num_steps"),
         ("train:\n", "e.yaml:5: train = None: should be a section with keys num_steps"),
         ("seed: true\n", "e.yaml:5: seed = True: should be a valid integer"),
@@ -305,7 +309,10 @@ def test_presets_lie_under_the_files_own_values(tmp_path, monkeypatch):
         "presets/mine.yaml:4: train.group_sise = 3: unknown key; did you mean 'group_size'?"
     ]
     found = problems(tmp_path, MINIMAL + "preset: mime\n")
-    assert found == ["e.yaml:5: preset 'mime' is unknown; did you mean 'mine'?"]
+    assert found == [
+        "e.yaml:5: preset 'mime' is unknown; did you mean 'mine'?",
+        "presets/mine.yaml:4: train.group_sise = 3: unknown key; did you mean 'group_size'?",
+    ], "the nearest preset stands in, so that it hides nothing"
 
 
 def test_bad_files(tmp_path):

@@ -174,6 +174,7 @@ def test_engines_on_gpus_of_their_own(words, train, more, becomes):
     becomes |= {"rollout.num_engines": 4, "rollout.colocate": None, "rollout.host": "eth0"}
     assert {key: draft.values.get(key) for key in becomes} == becomes
     assert (lost(draft), draft.problems) == ({}, [])
+    assert "rollout.host eth0 is a guess: name your nodes' interface." in draft.remarks
 
 
 @pytest.mark.parametrize(

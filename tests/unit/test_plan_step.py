@@ -321,7 +321,7 @@ def test_the_plan_as_text_names_the_search_if_it_does_not_fit():
         hardware_of("A100")
     large = shipped("qwen3_8b_gsm8k", "actor.micro_batch_tokens=200000", "actor.recompute=none")
     text = "\n".join(report(placed_plan(large)))
-    assert "trainers do not fit: in update rank" in text and "--search 2 proposes layouts" in text
+    assert "trainers do not fit: in update rank" in text and "--search 1 proposes layouts" in text
 
 
 def test_the_command_prints_plan_and_proposals(capsys):

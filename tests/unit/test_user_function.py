@@ -63,6 +63,14 @@ def test_a_wrong_name_is_explained(own, name, said):
         load_function(name, BUILT_IN, "a.key")
 
 
+def test_a_module_that_is_a_file_here_is_named_as_one(tmp_path, monkeypatch):
+    (tmp_path / "my_graders.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    with pytest.raises(ValueError, match=r"'my_graders'; write my_graders.py:length$"):
+        load_function("my_graders:length", {}, "a.key")
+
+
 def test_naming_functions_imports_nothing_heavy():
     modules = "megagrpo.system.user_function, megagrpo.rewards.graders.table"
     assert (

@@ -103,7 +103,8 @@ def key_hint(key: str, value: object) -> str:
     for framework, shown in FRAMEWORKS.items():
         for entry in entries():
             for name in entry.keys[framework]:
-                if name.rpartition(".")[2] == last and entry.to and "*" not in name:
+                named = name.rpartition(".")[2] == last and "*" not in name
+                if named and entry.to not in ("", key):
                     return f"; {shown}'s {name} is {entry.to} here" + (
                         f": {entry.note}" if entry.note else ""
                     )

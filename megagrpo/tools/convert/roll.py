@@ -164,7 +164,7 @@ def _layout(d: Translation) -> None:
         d.lack(_ENGINES, f"{len(both)} GPUs train and sample: {own}")
     d.put("cluster.gpus_per_node", gpus)
     if len(trainers) + len(engines) > gpus:
-        d.put("rollout.host", "eth0", _ENGINES)
+        rules.several_nodes(d, _ENGINES)
 
 
 def _batch(d: Translation) -> None:

@@ -124,6 +124,12 @@ def balance(d: Translation, key: str) -> None:
         d.lack(key, f"Megatron's is of a micro-batch; {ours}")
 
 
+def several_nodes(d: Translation, *keys: str) -> None:
+    """Puts the interface between nodes, which no key of theirs names."""
+    d.put("rollout.host", "eth0", *keys)
+    d.remarks.append("rollout.host eth0 is a guess: name your nodes' interface.")
+
+
 def engines_on_trainers(d: Translation, world: int, gpus: int, tp: int, *keys: str) -> None:
     """Puts engines on the trainers' GPUs. world: GPUs of trainers; gpus: of a node."""
     d.put("rollout.num_engines", max(world // tp, 1), *keys)
@@ -132,6 +138,5 @@ def engines_on_trainers(d: Translation, world: int, gpus: int, tp: int, *keys: s
     d.put("weights.transport", "ipc", *keys)
     d.put("cluster.gpus_per_node", gpus, *keys)
     if world > gpus:
-        d.put("rollout.host", "eth0", *keys)
-        d.remarks.append("rollout.host eth0 is a guess: name your nodes' interface.")
+        several_nodes(d, *keys)
         d.remarks.append(f"Start with `megagrpo submit FILE --gpus-per-node {gpus}`.")

@@ -323,7 +323,7 @@ def _layout(d: Translation) -> None:
     if d.get(transport) == "disk" and d.get("--update-weight-mode") != "delta":
         d.put("weights.transport", "disk", transport)
     if world + engines > gpus:
-        d.put("rollout.host", "eth0", nodes, "--rollout-num-gpus")
+        rules.several_nodes(d, nodes, "--rollout-num-gpus")
 
 
 def _virtual_stages(d: Translation) -> None:

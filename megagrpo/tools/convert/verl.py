@@ -98,7 +98,8 @@ def _loss(d: Translation) -> None:
     given = d.text(mode)
     name = _LOSSES.get(given)
     if name is None:
-        d.lack(mode, f"no loss {given}; there are {', '.join(_LOSSES)}")
+        own = "or one of yours: docs/extend.md"
+        d.lack(mode, f"no loss {given}; there are {', '.join(_LOSSES)}, {own}")
         return
     d.put("algorithm.loss.name", name, mode)
     if name in ("ppo_clip", "gspo", "gmpo", "cispo"):

@@ -67,8 +67,10 @@ def report(plan: Plan) -> list[str]:
     actor = plan.config.actor
     rollout = plan.config.rollout
     trainer_nodes = -(-actor.world_size // target.gpus_per_node)
-    engine_nodes = -(-rollout.num_engines * rollout.tp // target.gpus_per_node)
-    where = "the same nodes" if rollout.colocate else f"{engine_nodes} nodes"
+    engine_ranks = rollout.num_engines * rollout.tp
+    engine_nodes = -(-engine_ranks // target.gpus_per_node)
+    shared = rollout.colocate or actor.world_size + engine_ranks <= target.gpus_per_node
+    where = "the same nodes" if shared else f"{engine_nodes} nodes"
     room = usable_bytes(target.hardware)
     rows = [["trainers", "fullest rank", "GB", f"of {room / 1e9:.1f}", "parts in GB"]]
     for phase, rank in plan.phases.items():
@@ -97,7 +99,7 @@ def report(plan: Plan) -> list[str]:
         *_step_lines(plan),
     ]
     if plan.problems:
-        nodes = trainer_nodes + (0 if rollout.colocate else engine_nodes)
+        nodes = trainer_nodes + (0 if shared else engine_nodes)
         search = f"  --search {nodes} proposes layouts of as many nodes that fit"
         lines += ["", "DOES NOT FIT", *(f"  {problem}" for problem in plan.problems), search]
     return lines

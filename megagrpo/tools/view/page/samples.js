@@ -135,7 +135,7 @@ function showSample({ run, group, sample }) {
     return image;
   }));
   for (const turn of sample.turns ?? [{ by: "model", text: sample.text }]) pane.append(turnOf(turn));
-  if (sample.tokens) pane.append(make("h2", "tokens, coloured by |trainer \u2212 rollout| log-probability"), legend(),
+  if (sample.tokens) pane.append(make("h2", "tokens, colored by |trainer \u2212 rollout| log-probability"), legend(),
     tokensOf(run, sample.tokens));
   else pane.append(make("h2", "its tokens were not recorded (log.tokens: groups of a step)"));
   pane.append(make("h2", "the group"));
