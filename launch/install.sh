@@ -32,7 +32,10 @@ find_python() {
 }
 
 make_venv() {
-    "$venv/bin/python" -m pip --version >/dev/null 2>&1 && return
+    if "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+        renew_pip
+        return
+    fi
     local python
     python="$(find_python)"
     say "making $venv with $("$python" --version)"
@@ -41,6 +44,15 @@ make_venv() {
         "$python" -m venv --without-pip "$venv" # not --clear: the lock lies in it
         "$python" -m pip --python "$venv/bin/python" install pip
     }
+}
+
+# An environment that was there may have a pip from before 21.3, which installs nothing editable by pyproject.toml alone.
+renew_pip() {
+    local version
+    version="$("$venv/bin/python" -c 'import pip; print(pip.__version__)')"
+    [ "$(printf '%s\n' 21.3 "$version" | sort -V | tail -n 1)" = "$version" ] && return
+    say "pip $version is too old: a newer one"
+    "$venv/bin/python" -m pip install --upgrade 'pip>=21.3'
 }
 
 # No pipe into `grep -q`: that ends at the first GPU, and nvidia-smi with SIGPIPE, which pipefail takes for no GPU.

@@ -284,6 +284,21 @@ def test_a_python_that_fits_is_found_beside_a_newer_one(tmp_path):
     assert none.returncode == 1 and "no Python from 3.11 to 3.13 found" in none.stderr
 
 
+@pytest.mark.parametrize(
+    ("version", "renewed"), [("21.2.4", True), ("9.0.3", True), ("21.3", False), ("26.1b1", False)]
+)
+def test_a_pip_that_is_too_old_is_renewed(tmp_path, version, renewed):
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\ncase "$*" in *import*) echo {version};; *) echo "$@";; esac\n')
+    python.chmod(0o755)
+    script = (ROOT / "launch" / "install.sh").read_text()
+    function = re.search(r"^renew_pip\(\) \{.*?^\}", script, re.MULTILINE | re.DOTALL).group()
+    words = ["bash", "-euc", f"say() {{ :; }}\nvenv={tmp_path}\n{function}\nrenew_pip"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout == ("-m pip install --upgrade pip>=21.3\n" if renewed else "")
+
+
 def test_a_machine_with_many_gpus_has_one(tmp_path):
     """A reader that ends at the first line ends nvidia-smi by SIGPIPE, which pipefail reports."""
     fake = tmp_path / "nvidia-smi"
