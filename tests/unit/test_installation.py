@@ -359,7 +359,7 @@ def test_an_experiment_with_a_preset_is_read_and_checked(installed, empty):
     program = f"{load}; print(load_config('experiment.yaml').algorithm.formula)"
     done = run(installed, "-c", program, cwd=empty)
     assert "1/N_tok sum_it [-min(rho A, clip(rho) A)]" in done.stdout, "the preset's objective"
-    words = ("check", "experiment.yaml", "--set", "preset=dappo")
+    words = ("check", "experiment.yaml", "--set", "preset=dapoo")
     unknown = run(installed.parent / "megagrpo", *words, cwd=empty, status=2)
     assert unknown.stdout == "" and "Traceback" not in unknown.stderr
     assert "did you mean 'dapo'?" in unknown.stderr
