@@ -1,6 +1,7 @@
-"""SGLang on the device: the kernels that it imports as soon as CUDA is there, from the stand-ins of megagrpo/cpu.
+"""SGLang on the device: packages of kernels that it imports where there is CUDA, and torch in the place of those that
+a float32 engine without graphs calls. site/sitecustomize.py calls `install` before the first import of sglang.
 
-site/sitecustomize.py calls `install` before the first import of sglang.
+Triton and sgl_kernel are the stand-ins of an engine on a CPU. Whatever else is called raises.
 """
 
 import importlib.abc
@@ -8,16 +9,31 @@ import importlib.machinery
 import os
 import sys
 import types
-from pathlib import Path
 
-STAND_INS = Path(__file__).parents[2] / "megagrpo" / "cpu" / "engine"  # triton, sgl_kernel
-ABSENT = ("flashinfer", "sgl_kernel.", "deep_gemm", "triton_kernels")
-# of megagrpo/cpu/engine/sitecustomize.py
-REPAIRS = ("torchvision.extension",)
+import torch
+from torch import Tensor
+
+from megagrpo.cpu.engine import sitecustomize as on_a_cpu
+from megagrpo.cpu.engine_command import FOLDER
+
+ABSENT = ("flashinfer.", "sgl_kernel.", "deep_gemm.", "triton_kernels.")
+# kernels of FlashInfer and DeepGEMM are not chosen; versions of what is stood in are not compared
+VARIABLES = {
+    "SGLANG_IS_FLASHINFER_AVAILABLE": "0",
+    "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
+    "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
+}
+# what an experiment's rollout.sglang says for such an engine
+SETTINGS = {
+    "sampling_backend": "pytorch",
+    "cuda_graph_backend_decode": "disabled",
+    "cuda_graph_backend_prefill": "disabled",
+    "max_total_tokens": 20_000,  # else most of 80 GiB, which the host has not
+}
 
 
 class _Absent(types.ModuleType):
-    """A module of kernels, or a name in it, which raises when it is called."""
+    """A package of kernels, or a name in it, which raises when it is called."""
 
     def __getattr__(self, name: str):
         if name.startswith("__"):
@@ -32,9 +48,9 @@ class _Absent(types.ModuleType):
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name, path=None, target=None):
-        if not any(name == absent or name.startswith(absent.rstrip(".") + ".") for absent in ABSENT):
-            return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        if f"{name}.".startswith(ABSENT) and name != "sgl_kernel":
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
 
     def create_module(self, spec):
         return _Absent(spec.name)
@@ -43,15 +59,52 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def install() -> None:
-    """Puts the stand-ins on the path of this process."""
-    os.environ |= {
-        "SGLANG_IS_FLASHINFER_AVAILABLE": "0",
-        "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
-    }
-    sys.path.insert(0, str(STAND_INS))
-    sys.meta_path.append(_Finder())
-    from megagrpo.cpu.engine import sitecustomize as on_a_cpu
+def cache_by_index(module) -> None:
+    """Keys and values are written by torch's indices, as SGLang does for rows that its kernel refuses."""
+    module.can_use_store_cache = lambda *_, **__: False
 
-    for name in set(on_a_cpu.REPAIRS) - set(REPAIRS):
-        del on_a_cpu.REPAIRS[name]
+
+def copies_one_by_one(module) -> None:
+    """A batch goes to its buffers by torch's copies, as SGLang does for tensors that its kernel refuses."""
+    module.try_small_copy = lambda *_: False
+
+
+def sums_of_rows(module) -> None:
+    """The normaliser of a prompt's log-probabilities, by SGLang's formula for other devices."""
+
+    def row_logsumexp(x: Tensor) -> tuple[Tensor, Tensor]:
+        largest = x.float().amax(-1)
+        return largest, (x.float() - largest[:, None]).logsumexp(-1)
+
+    module.row_logsumexp = row_logsumexp
+
+
+def ordered_start(module) -> None:
+    """What an engine makes at its start in the default stream, its scheduler uses in another and nothing orders them:
+    on a GPU seconds lie between. The list of free slots is made there too, and freed while its last reader may run."""
+    loop = module.dispatch_event_loop
+
+    def dispatch_event_loop(scheduler) -> None:
+        torch.cuda.synchronize()
+        scheduler.token_to_kv_pool_allocator.clear()
+        loop(scheduler)
+
+    module.dispatch_event_loop = dispatch_event_loop
+
+
+REPAIRS = {
+    "torchvision.extension": on_a_cpu.torchvision_operators,
+    "sglang.srt.mem_cache.memory_pool": cache_by_index,
+    "sglang.kernels.ops.memory.small_copy": copies_one_by_one,
+    "sglang.srt.layers.logsumexp": sums_of_rows,
+    "sglang.srt.managers.scheduler": ordered_start,
+}
+
+
+def install() -> None:
+    """Gives this process, and those that it starts, the stand-ins."""
+    os.environ.update(VARIABLES)
+    sys.path.insert(0, str(FOLDER))
+    sys.meta_path.append(_Finder())
+    on_a_cpu.REPAIRS.clear()
+    on_a_cpu.REPAIRS.update(REPAIRS)  # its finder makes them
