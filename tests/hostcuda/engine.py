@@ -23,13 +23,6 @@ VARIABLES = {
     "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
     "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
 }
-# what an experiment's rollout.sglang says for such an engine
-SETTINGS = {
-    "sampling_backend": "pytorch",
-    "cuda_graph_backend_decode": "disabled",
-    "cuda_graph_backend_prefill": "disabled",
-    "max_total_tokens": 20_000,  # else most of 80 GiB, which the host has not
-}
 
 
 class _Absent(types.ModuleType):
