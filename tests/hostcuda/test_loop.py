@@ -3,32 +3,36 @@
 from pathlib import Path
 
 import pytest
-
-from tests.hostcuda.build import environment
-
 from run_megagrpo import assert_agrees, metrics, prepared, run_experiment
 
+from megagrpo.system.run_folder import RunFolder
+from tests.hostcuda.build import environment
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
-# of a float32 engine whose kernels are not CUDA's, and whose cache fits the host
-ENGINE = {
+SETTINGS = {  # of an engine without CUDA's kernels, whose cache fits the host
     "sampling_backend": "pytorch",
     "cuda_graph_backend_decode": "disabled",
     "cuda_graph_backend_prefill": "disabled",
     "max_total_tokens": 20_000,
 }
-PATIENCE = {"start_timeout_s": 900, "step_timeout_s": 600}
+STEPS = 3
 
 
-def test_three_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = prepared(tmp_path) / "run"
     for variable, value in environment().items():
         monkeypatch.setenv(variable, value)
     sections = {
-        "train": {"num_steps": 3},
+        "train": {"num_steps": STEPS},
         "actor": {"device": "cuda"},
-        "rollout": {"sglang": ENGINE, **PATIENCE},
+        "rollout": {"sglang": SETTINGS, "start_timeout_s": 900, "step_timeout_s": 600},
     }
     run_experiment(folder, 2000, **sections)
-    steps = metrics(folder)
-    assert sorted(steps)[-1] == 3
     assert_agrees(folder)
+    steps = metrics(folder)
+    assert max(steps) == STEPS
+    for step in range(1, STEPS + 1):
+        assert steps[step]["publish/verify"] > 0, "digests of what the engine holds"
+        assert steps[step]["publish/wire_bytes"] == steps[step]["publish/bytes"] > 0
+    (log,) = RunFolder(folder).path.glob("logs/engine-*.log")
+    assert "'device': 'cuda'" in log.read_text(errors="replace")
