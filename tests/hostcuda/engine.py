@@ -72,6 +72,11 @@ def sums_of_rows(module) -> None:
     module.row_logsumexp = row_logsumexp
 
 
+def embedding_by_mask(module) -> None:
+    """A vocabulary in parts is read by masked indices, as SGLang does for dtypes that its kernel refuses."""
+    module.VocabParallelEmbedding._use_triton_embedding = lambda *_: False
+
+
 def ordered_start(module) -> None:
     """What an engine makes at its start in the default stream, its scheduler uses in another and nothing orders them:
     on a GPU seconds lie between. The list of free slots is made there too, and freed while its last reader may run."""
@@ -90,6 +95,7 @@ REPAIRS = {
     "sglang.srt.mem_cache.memory_pool": cache_by_index,
     "sglang.kernels.ops.memory.small_copy": copies_one_by_one,
     "sglang.srt.layers.logsumexp": sums_of_rows,
+    "sglang.srt.layers.vocab_parallel_embedding": embedding_by_mask,
     "sglang.srt.managers.scheduler": ordered_start,
 }
 
