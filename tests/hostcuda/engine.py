@@ -72,6 +72,11 @@ def sums_of_rows(module) -> None:
     module.row_logsumexp = row_logsumexp
 
 
+def cache_after_rotation(module) -> None:
+    """In bfloat16 a kernel rotates keys and writes them; torch's rotation refuses to."""
+    module.enable_fused_set_kv_buffer = lambda *_: False
+
+
 def embedding_by_mask(module) -> None:
     """A vocabulary in parts is read by masked indices, as SGLang does for dtypes that its kernel refuses."""
     module.VocabParallelEmbedding._use_triton_embedding = lambda *_: False
@@ -95,6 +100,7 @@ REPAIRS = {
     "sglang.srt.mem_cache.memory_pool": cache_by_index,
     "sglang.kernels.ops.memory.small_copy": copies_one_by_one,
     "sglang.srt.layers.logsumexp": sums_of_rows,
+    "sglang.srt.models.utils": cache_after_rotation,
     "sglang.srt.layers.vocab_parallel_embedding": embedding_by_mask,
     "sglang.srt.managers.scheduler": ordered_start,
 }
