@@ -52,11 +52,6 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def cache_by_index(module) -> None:
-    """Keys and values are written by torch's indices, as SGLang does for rows that its kernel refuses."""
-    module.can_use_store_cache = lambda *_, **__: False
-
-
 def copies_one_by_one(module) -> None:
     """A batch goes to its buffers by torch's copies, as SGLang does for tensors that its kernel refuses."""
     module.try_small_copy = lambda *_: False
@@ -97,7 +92,6 @@ def ordered_start(module) -> None:
 
 REPAIRS = {
     "torchvision.extension": on_a_cpu.torchvision_operators,
-    "sglang.srt.mem_cache.memory_pool": cache_by_index,
     "sglang.kernels.ops.memory.small_copy": copies_one_by_one,
     "sglang.srt.layers.logsumexp": sums_of_rows,
     "sglang.srt.models.utils": cache_after_rotation,
