@@ -8,5 +8,6 @@ ranks on one device; Triton, Transformer Engine, compiled code and graphs are ab
 list: docs/evidence/pretended-device.md.
 
 device/: C++, one file a concern, compiled by build.py; site/: loads it before torch; cuda.py: the
-names of torch._C; storages.py, nccl.py, kernels.py: the rest of a build for CUDA.
+names of torch._C; storages.py, nccl.py, kernels.py: the rest of a build for CUDA; engine.py: what
+SGLang needs beside it.
 """

@@ -24,12 +24,12 @@ def host():
     return module
 
 
-def visible() -> int:
-    """Returns how many devices CUDA_VISIBLE_DEVICES leaves."""
+def visible() -> list[int]:
+    """Returns the numbers of the devices that CUDA_VISIBLE_DEVICES leaves."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is None:
-        return host().device_count
-    return len([name for name in named.split(",") if name.strip() not in ("", "-1")])
+        return list(range(host().device_count))
+    return [int(name) for name in named.split(",") if name.strip() not in ("", "-1")]
 
 
 class Properties:
@@ -51,8 +51,9 @@ class Properties:
     gcnArchName = ""  # noqa: N815  torch's name
 
     def __init__(self, index: int):
-        self.uuid = uuid.UUID(int=index + 1)
-        self.pci_bus_id = index
+        number = visible()[index]  # the same in every process
+        self.uuid = uuid.UUID(int=number + 1)
+        self.pci_bus_id = number
 
 
 class Stream(torch.Stream):
@@ -219,7 +220,7 @@ def install() -> None:
 
     functions = {
         "cuda_init": init,
-        "cuda_getDeviceCount": visible,
+        "cuda_getDeviceCount": lambda: len(visible()),
         "cuda_setDevice": device.set_device,
         "cuda_getDevice": device.get_device,
         "cuda_exchangeDevice": _exchange,

@@ -53,6 +53,7 @@ def install() -> None:
     """Makes torch.distributed find NCCL."""
     host().register_nccl()
     host().Nccl._set_default_timeout = _set_default_timeout
+    host().Nccl._group_start = host().Nccl._group_end = lambda self: None  # around aborts
     c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = ProcessGroupNCCL
     c10d._NCCL_AVAILABLE = True
     c10d.is_nccl_available = dist.is_nccl_available = lambda: True
