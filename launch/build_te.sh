@@ -36,6 +36,7 @@ CPATH="$(IFS=:; printf '%s' "${includes[*]}")${CPATH:+:$CPATH}"
 MAX_JOBS="${MAX_JOBS:-$(nproc)}"
 export CPATH MAX_JOBS
 wheels="${folder:-$(mktemp -d)}"
+[ -n "$folder" ] || trap 'rm -r "$wheels"' EXIT
 say "compiling transformer_engine_torch $version for torch $("$python" -c 'import torch; print(torch.__version__)')"
 "$python" -m pip wheel --no-deps --no-build-isolation --no-binary transformer_engine_torch \
     --wheel-dir "$wheels" "transformer_engine_torch==$version"
@@ -43,4 +44,3 @@ say "compiling transformer_engine_torch $version for torch $("$python" -c 'impor
 "$python" -m pip install --no-compile "$wheels"/transformer_engine_torch-"$version"-*.whl
 "$python" -c 'import torch, transformer_engine.pytorch' || { say "it is built, but its import fails (above: why)" >&2; exit 1; }
 say "built in $((SECONDS - started)) s: $(du -h "$wheels"/transformer_engine_torch-"$version"-*.whl | tr '\t' ' ')"
-[ -n "$folder" ] || rm -r "$wheels"

@@ -47,7 +47,7 @@ def in_this_process(command: str, config: Path, *words: str, timeout_s: float) -
         ),
         (
             "weights.timeout_s=700",
-            "weights.timeout_s 700 must be below actor.deadline_s 600: while rank 0",
+            "weights.timeout_s 700 must be below actor.deadline_s 600: other ranks wait",
         ),
         ("actor.world_size=3", "world_size 3 is not a multiple of etp x ep x pp = 2; 4 would be"),
         (

@@ -212,13 +212,15 @@ actor: {device: cpu}
 """
 
 
-def run(*words, cwd: Path, status: int = 0) -> subprocess.CompletedProcess:
+def run(*words, cwd: Path, status: int = 0, timeout_s: float = 300) -> subprocess.CompletedProcess:
     """Runs a command that sees neither this checkout nor the caller's Python settings, to an end
     with `status`."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    # bytecode is kept: without it a command that imports all of SGLang compiles for 20 s
+    settings = {key for key in os.environ if key.startswith("PYTHON")} - {"PYTHONPYCACHEPREFIX"}
+    environment = {key: value for key, value in os.environ.items() if key not in settings}
     command = [str(word) for word in words]
     done = subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout_s
     )
     assert done.returncode == status, done.stdout + done.stderr
     return done
@@ -257,6 +259,29 @@ def installed(tmp_path_factory) -> Path:
     (site,) = environment.glob("lib/python*/site-packages")
     (site / "requirements.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return python
+
+
+TE_WHEELS = os.environ.get("MEGAGRPO_TE_WHEELS")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(
+    TE_WHEELS is None, reason="MEGAGRPO_TE_WHEELS names no folder of launch/build_te.sh"
+)
+def test_transformer_engine_is_imported_without_a_gpu(tmp_path):
+    """What launch/build_te.sh has built, in a fresh environment with torch for CUDA."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [
+        *(word for word in project["dependencies"] if word.startswith(("torch", "megatron-core"))),
+        *project["optional-dependencies"]["te"],
+    ]
+    run(sys.executable, "-m", "venv", "environment", cwd=tmp_path)
+    python = tmp_path / "environment" / "bin" / "python"
+    pip = (python, "-m", "pip", "install", "--quiet", "--no-compile", "--only-binary=:all:")
+    run(*pip, "--find-links", TE_WHEELS, *wanted, cwd=tmp_path, timeout_s=3000)
+    layers = "from megatron.core.extensions.transformer_engine import TEColumnParallelLinear"
+    run(python, "-c", f"import torch, transformer_engine.pytorch; {layers}", cwd=tmp_path)
 
 
 def test_a_users_settings_of_pip_do_not_lead_out_of_the_environment():
