@@ -76,7 +76,8 @@ DIST_NUMERIC = {
 }
 # files of ranks that also pass on the device of tests/hostcuda, as they stand
 DIST_ON_DEVICE = (
-    *("actor_checkpoint", "actor_lora", "overlap", "router_bias", "routing_replay", "statistics"),
+    *("actor_checkpoint", "actor_lora", "actor_vision", "certify", "draft", "overlap"),
+    *("router_bias", "routing_replay", "statistics"),
 )
 SHORT = {"certify": "::test_every_fault_is_found_and_nothing_else"}
 UNIT_WORKERS = min(len(os.sched_getaffinity(0)), 8)

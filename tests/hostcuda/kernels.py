@@ -106,11 +106,17 @@ def _attention_backward(
     return tuple(gradients)
 
 
+def _convolution_backward(g, x, weight, *options) -> tuple[Tensor | None, ...]:
+    found = torch.ops.aten.convolution_backward(*map(host().as_host, (g, x, weight)), *options)
+    return tuple(None if t is None else t.to(g.device) for t in found)
+
+
 def install() -> None:
     """Registers the kernels."""
     library = torch.library.Library("aten", "IMPL", "CUDA")
     library.impl("_flash_attention_forward", _attention)
     library.impl("_flash_attention_backward", _attention_backward)
+    library.impl("convolution_backward", _convolution_backward)
     library.impl("mm.dtype", _mm)
     library.impl("mm.dtype_out", _mm_out)
     _library.append(library)

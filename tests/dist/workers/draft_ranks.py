@@ -14,6 +14,10 @@ from tests.dist.workers.actor_ranks import RICH, batch_of, exported
 from tests.dist.workers.harness import with_actors
 
 
+def on_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+
 def measure(actor: MegatronActor, job: dict, folder: Path) -> dict:
     """The draft's loss and gradients against transformers', and what the model alone gives, for a
     job without a draft.
@@ -25,10 +29,10 @@ def measure(actor: MegatronActor, job: dict, folder: Path) -> dict:
     batch = batch_of(actor.mesh)
     denominators = step.denominators_of(actor, batch, range(len(batch.lengths)), RICH, 32)
     sums = step.backward(actor, batch, range(len(batch.lengths)), RICH, 1.0, denominators)
-    found = whole(trained, actor.gradients(), actor.mesh)
+    found = on_cpu(whole(trained, actor.gradients(), actor.mesh))
     mine = actor.optimizer_step()
     state = {"loss": sums["loss/total"], "norm": mine["optim/grad_norm"], "gradients": found}
-    state["weights"] = whole(trained, actor.trained(), actor.mesh)
+    state["weights"] = on_cpu(whole(trained, actor.trained(), actor.mesh))
     if "draft" not in job:
         if actor.mesh.is_main:
             torch.save(state, job["alone"])
