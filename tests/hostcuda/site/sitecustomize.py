@@ -2,6 +2,7 @@
 imported in this process. Tells Ray of the device, and gives SGLang the stand-ins of its kernels."""
 
 import ctypes
+import functools
 import importlib.abc
 import importlib.util
 import os
@@ -34,7 +35,7 @@ def _ray(module, run) -> None:
 
 def _digests(module, run) -> None:
     run(module)  # an engine's stand-in for Triton runs nothing
-    module._has_triton = lambda: False
+    module._has_triton = functools.cache(lambda: False)
 
 
 def _sglang(module, run) -> None:
