@@ -91,7 +91,7 @@ def reference() -> str:
         rows = _rows(options)
         again = ", ".join(f"`{row[0]}`" for row in rows if row in shown)
         lines += [f"## `reward.args` of grader `{grader}`", "", _doc(options)]
-        lines += [f"Also {again}, as above." if again else "", ""][not again :]
+        lines += [f"Also {again}, as above.", ""] if again else [""]
         lines += _table([row for row in rows if row not in shown])
         shown.update(rows)
     lines += ["## Settings of libraries that are refused", "", _REFUSED_HEAD]
@@ -149,8 +149,8 @@ def _variants(variants: list[type[Section]], chosen: str) -> list[str]:
             fields.setdefault((key, kind, meaning), {})[name] = default
     lines += ["", "| key | of | value | meaning |", "|---|---|---|---|"]
     for (key, kind, meaning), of in fields.items():
-        same = len(set(of.values())) == 1
-        defaults = ", ".join([*of.values()][: 1 if same else None])
+        values = [*of.values()]
+        defaults = values[0] if len(set(values)) == 1 else ", ".join(values)
         lines.append(f"| `{key}` | {', '.join(of)} | {_shown(kind, defaults)} | {meaning} |")
     return [*lines, ""]
 

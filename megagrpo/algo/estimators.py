@@ -110,8 +110,7 @@ def maximum_likelihood(inputs: EstimatorInputs, options: MaxRlAdvantage) -> Tens
     mean = inputs.stats.mean
     largest = inputs.of_group(inputs.stats.count.double())
     advantages = _centred(inputs) / inputs.of_group(torch.where(mean > 0, mean, torch.inf))
-    advantages = torch.minimum(torch.maximum(advantages, -largest), largest)
-    return _within_groups(advantages, inputs, options.single_sample)
+    return _within_groups(advantages.clamp(-largest, largest), inputs, options.single_sample)
 
 
 def grpo_passk(inputs: EstimatorInputs, options: GrpoPassKAdvantage) -> Tensor:

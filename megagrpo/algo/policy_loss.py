@@ -82,8 +82,7 @@ def gspo(inputs: PolicyInputs, options: GspoLoss) -> TokenLoss:
     The value of s is the sequence's ratio, its gradient is the token's, and 0 where s is clamped.
     """
     log_ratio = inputs.logprobs - inputs.old_logprobs
-    mask = inputs.mask
-    mean = (log_ratio.detach() * mask).sum(1) / mask.sum(1).clamp(min=1)
+    mean = _mean_of_sequences(log_ratio.detach(), inputs.mask)
     lowest, highest = (
         (-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) if options.clamp == "both" else (None, GSPO_VERL_LIMIT)
     )
@@ -97,14 +96,13 @@ def gspo(inputs: PolicyInputs, options: GspoLoss) -> TokenLoss:
 def gmpo(inputs: PolicyInputs, options: GmpoLoss) -> TokenLoss:
     """Returns -A exp(mean_t s min(s log rho, s clip(log rho))) on every token, s the sign of A, A its
     mean over the sequence. arXiv 2507.20673, eq. 4."""
-    mask, advantages = inputs.mask, inputs.advantages
+    mask = inputs.mask
     log_ratio = (inputs.logprobs - inputs.old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     low, high = -options.clip_ratio_low, options.clip_ratio_high
-    sign = advantages.sign()
+    sign = inputs.advantages.sign()
     chosen = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(low, high))
-    counts = mask.sum(1).clamp(min=1)
-    ratio = ((chosen * mask).sum(1) / counts).exp()
-    value = -(advantages * mask).sum(1) / counts * ratio
+    ratio = _mean_of_sequences(chosen, mask).exp()
+    value = -_mean_of_sequences(inputs.advantages, mask) * ratio
     clipped = {"low": (sign < 0) & (log_ratio < low), "high": (sign > 0) & (log_ratio > high)}
     return TokenLoss(value[:, None].expand_as(log_ratio), clipped)
 
@@ -193,6 +191,11 @@ check_complete(
 def token_loss(inputs: PolicyInputs, options: Variant) -> TokenLoss:
     """Returns the policy loss of every token [n, S]."""
     return POLICY_LOSSES[type(options)](inputs, options)
+
+
+def _mean_of_sequences(values: Tensor, mask: Tensor) -> Tensor:
+    """Returns the mean over each sequence's trained tokens [n], 0 where it has none."""
+    return (values * mask).sum(1) / mask.sum(1).clamp(min=1)
 
 
 def _clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> TokenLoss:

@@ -166,7 +166,7 @@ def checkpoint_lines(
 
 
 def _per_node(config: ExperimentConfig, arch: Architecture) -> tuple[int, CheckpointCost]:
-    """Returns the trainer ranks of the fullest node, and the cost of checkpoints with so many."""
+    """Returns how many trainer ranks the fullest node has, and what a checkpoint then costs."""
     ranks = min(config.actor.world_size, config.cluster.gpus_per_node)
     return ranks, checkpoint_cost(arch, config.actor, ranks)
 

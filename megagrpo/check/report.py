@@ -26,7 +26,7 @@ from megagrpo.check.trainer_memory import trained_elements
 from megagrpo.config.layout import layout_problems, rank_coordinates
 from megagrpo.config.libraries import given_settings
 from megagrpo.config.load import located
-from megagrpo.config.placement import needs_gpus, place, placement_problems
+from megagrpo.config.placement import needs_gpus, occupied_gpus, place, placement_problems
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.rows import read_rows
 from megagrpo.families.architecture import Architecture
@@ -146,7 +146,7 @@ def _advice(
     rounded = "bfloat16" in (actor.dtype, rollout.dtype)
     unplayed = arch is not None and arch.is_moe and actor.routing_replay is None and rounded
     ranks = rollout.num_engines * rollout.tp
-    used = actor.world_size + (0 if rollout.colocate else ranks)
+    used = occupied_gpus(config)
     gpus = config.cluster.gpus_per_node
     told = {
         f"{used} of the {gpus} GPUs of a node (cluster.gpus_per_node) are used: `megagrpo plan CONFIG "

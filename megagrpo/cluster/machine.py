@@ -16,7 +16,7 @@ from typing import IO
 
 from megagrpo.cluster.supervise import ALONE, Child, Launch, torchrun
 from megagrpo.config.load import dump_config
-from megagrpo.config.placement import Nodes, place
+from megagrpo.config.placement import Nodes, occupied_gpus, place
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service.addresses import interface_of, own_address
 from megagrpo.rollout.service.engine_command import on_gpus
@@ -142,10 +142,7 @@ def _beside_service(
     with alone_in(folder), launch:
         service = start_service(launch, config, service_env)
         options = [*torchrun(config.actor.world_size, max_restarts), *ALONE]
-        engine_ranks = (
-            0 if config.rollout.colocate else config.rollout.num_engines * config.rollout.tp
-        )
-        on_gpus = config.actor.world_size + engine_ranks if trainer_env else 0
+        on_gpus = occupied_gpus(config) if trainer_env else 0
         env = trainer_variables(config, on_gpus, interface_of_engines(config)) | trainer_env
         ranks = launch.start_ranks(command, options, env)
         logs = f"{service.log} and {ranks.log}"

@@ -246,7 +246,11 @@ class AlgorithmConfig(Section):
     def advice(self) -> list[str]:
         """Combinations that run but are probably not meant."""
         out = [
-            variant.aggregation_advice.format(aggregation=self.aggregation)
+            variant.aggregation_advice.format(
+                name=variant.name,
+                papers=" or ".join(variant.aggregations),
+                aggregation=self.aggregation,
+            )
             for variant in (self.loss, self.advantage)
             if variant.aggregations is not None and self.aggregation not in variant.aggregations
         ]

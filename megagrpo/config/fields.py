@@ -115,8 +115,9 @@ class Variant(Section):
     aggregations: ClassVar[tuple[Aggregation, ...] | None] = (
         None  # those the paper's objective needs; None: any
     )
+    # given for another aggregation, with its name, the variant's and those that are the paper's
     aggregation_advice: ClassVar[str] = (
-        ""  # given for another aggregation; {aggregation} is its name
+        "{name} is the paper's objective with aggregation {papers} only; here it is {aggregation}"
     )
 
     name: str

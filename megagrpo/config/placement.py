@@ -62,6 +62,12 @@ def needs_gpus(config: ExperimentConfig) -> bool:
     )
 
 
+def occupied_gpus(config: ExperimentConfig) -> int:
+    """Counts the GPUs that trainers and engines have, shared ones once."""
+    rollout = config.rollout
+    return config.actor.world_size + (0 if rollout.colocate else rollout.num_engines * rollout.tp)
+
+
 class _Fit:
     """The sizes that decide where ranks go. On a CPU a node has room for any number of them."""
 

@@ -11,9 +11,15 @@ import pytest
 from host_run import SERVICE, HostRun
 from netns_hosts import NEEDED, Hosts, available
 from ray_nodes import RayNodes
-from run_megagrpo import assert_agrees, assert_same_run, prepared, run_experiment, write_experiment
+from run_megagrpo import (
+    assert_agrees,
+    assert_same_run,
+    prepared,
+    run_experiment,
+    step_after_saved,
+    write_experiment,
+)
 
-from megagrpo.checkpoint.folder import latest, step_of
 from megagrpo.cluster.supervise import ALONE, torchrun
 from megagrpo.system.environment import child_environment
 from megagrpo.system.stop_request import ENDED, STOPPED
@@ -138,8 +144,7 @@ def test_ctrl_c_on_one_host_and_stop_save_on_both(hosts, experiments):
             (lambda: stop(folder, now=False), ENDED),
         )
         for asks, status in stops:
-            saved = latest(folder / "checkpoints")
-            run.wait_for_step(1 if saved is None else step_of(saved) + 1)
+            run.wait_for_step(step_after_saved(folder))
             asks()
             run.finish(status=status)
             start_trainers(run)

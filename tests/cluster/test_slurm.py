@@ -19,11 +19,11 @@ from run_megagrpo import (
     assert_same_run,
     metrics,
     prepared,
+    step_after_saved,
     write_experiment,
 )
 from slurm_cluster import SlurmCluster, why_not
 
-from megagrpo.checkpoint.folder import latest, step_of
 from megagrpo.rollout.control import ServiceControl
 from megagrpo.system.environment import API_KEY, child_environment
 from megagrpo.system.run_folder import RunFolder
@@ -85,21 +85,16 @@ def submit(
         "PYTHONPATH": f"{config.parent}:{slurm.env['PYTHONPATH']}",
         "OMP_NUM_THREADS": "1",
     }
-    command = [
-        sys.executable,
-        "-m",
-        "megagrpo.cli",
-        "submit",
-        str(config),
-        "--time",
-        limit,
-        *options,
-    ]
-    done = subprocess.run(
-        command, env=env, cwd=config.parent, capture_output=True, text=True, timeout=120
-    )
+    words = ("submit", str(config), "--time", limit, *options)
+    return int(on_login_node(env, *words, cwd=config.parent).split(";")[0])
+
+
+def on_login_node(env: dict[str, str], *words: str, cwd: Path | None = None) -> str:
+    """What a megagrpo command prints where a job's own variables are unknown."""
+    command = [sys.executable, "-m", "megagrpo.cli", *words]
+    done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    return int(done.stdout.split(";")[0])
+    return done.stdout
 
 
 def output(folder: Path) -> str:
@@ -233,14 +228,6 @@ def test_the_time_limit(slurm, experiments, undisturbed):
         assert ours[step]["loss/total"] == theirs[step]["loss/total"]
 
 
-def on_login_node(slurm: SlurmCluster, *words: str) -> str:
-    """What a megagrpo command prints where the job's own variables are unknown."""
-    command = [sys.executable, "-m", "megagrpo.cli", *words]
-    done = subprocess.run(command, env=slurm.env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.slow
 def test_a_job_that_is_stopped_is_saved_and_not_started_again(slurm, experiments, undisturbed):
     """Two nodes train, one samples; submitted again it is the same run."""
@@ -248,9 +235,9 @@ def test_a_job_that_is_stopped_is_saved_and_not_started_again(slurm, experiments
     slow.touch()
     job = submit(slurm, experiment(folder, 500), "--trainer-nodes", "2")
     wait_for(lambda: step_done(folder), "step 1", folder)
-    said = on_login_node(slurm, "status", str(folder))
+    said = on_login_node(slurm.env, "status", str(folder))
     assert f"runs as Slurm job {job}" in said and " of 500, " in said, said
-    said = on_login_node(slurm, "stop", str(folder))
+    said = on_login_node(slurm.env, "stop", str(folder))
     assert f"Slurm job {job} saves after its step and ends" in said, said
     step = saved_step(finish(slurm, job, folder, "FAILED"))
     ended = slurm.job(job)
@@ -259,7 +246,7 @@ def test_a_job_that_is_stopped_is_saved_and_not_started_again(slurm, experiments
     again = submit(slurm, experiment(folder, NUM_STEPS), "--trainer-nodes", "2")
     assert f"continues after step {step}" in finish(slurm, again, folder)
     assert_same_run(folder, undisturbed, NUM_STEPS)
-    assert "no process trains into this folder" in on_login_node(slurm, "status", str(folder))
+    assert "no process trains into this folder" in on_login_node(slurm.env, "status", str(folder))
 
 
 def test_a_job_that_is_stopped_at_once_leaves_nothing_behind(slurm, experiments):
@@ -267,7 +254,7 @@ def test_a_job_that_is_stopped_at_once_leaves_nothing_behind(slurm, experiments)
     job = submit(slurm, experiment(folder, 500), "--trainer-nodes", "2")
     wait_for(lambda: step_done(folder), "step 1", folder)
     assert len(processes_of(job)) > 10
-    on_login_node(slurm, "stop", "--now", str(folder))  # by scancel
+    on_login_node(slurm.env, "stop", "--now", str(folder))  # by scancel
     finish(slurm, job, folder, "CANCELLED")
 
 
@@ -376,8 +363,7 @@ def test_the_same_launchers_without_slurm(experiments, undisturbed):
                 "NNODES": "2",
                 "MASTER_PORT": str(31700 + number),
             }
-            saved = latest(folder / "checkpoints")
-            met = 1 if saved is None else step_of(saved) + 1
+            met = step_after_saved(folder)
             if asks is None:
                 slow.unlink()
             config = experiment(folder, NUM_STEPS if asks is None else 500)

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import yaml
 
-from megagrpo.checkpoint.folder import latest
+from megagrpo.checkpoint.folder import latest, step_of
 from megagrpo.monitor.record import read_metrics
 from megagrpo.monitor.rollouts import read_rollouts
 from megagrpo.rollout.control import ServiceUnreachable, find_service
@@ -333,6 +333,12 @@ def assert_agrees(folder: Path) -> None:
         for step, entry in metrics(folder).items()
         if step
     )
+
+
+def step_after_saved(folder: Path) -> int:
+    """The first step that the run's latest checkpoint does not have."""
+    saved = latest(folder / "checkpoints")
+    return 1 if saved is None else step_of(saved) + 1
 
 
 def assert_same_run(folder: Path, reference: Path, num_steps: int) -> None:

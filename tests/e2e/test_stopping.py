@@ -4,9 +4,16 @@ run that nobody stopped."""
 import signal
 
 import pytest
-from run_megagrpo import LONG_RUN, Job, assert_same_run, megagrpo, write_experiment
+from run_megagrpo import (
+    LONG_RUN,
+    Job,
+    assert_same_run,
+    megagrpo,
+    step_after_saved,
+    write_experiment,
+)
 
-from megagrpo.checkpoint.folder import finished_checkpoints, latest, step_of
+from megagrpo.checkpoint.folder import finished_checkpoints
 from megagrpo.system.stop_request import ENDED, STOPPED
 
 NUM_STEPS = LONG_RUN["train"]["num_steps"]
@@ -33,9 +40,9 @@ def test_ctrl_c_then_stop_then_to_the_end(long_run):
             (lambda: job.process.send_signal(signal.SIGINT), STOPPED),
         )
     ):
-        saved = latest(folder / "checkpoints")
+        met = step_after_saved(folder)
         with Job("run", config) as job:
-            job.wait_for_step(1 if saved is None else step_of(saved) + 1, LIMIT_S)
+            job.wait_for_step(met, LIMIT_S)
             asks()
             done = job.finish(LIMIT_S)
         assert done.status == status and "saved after step" in done.stderr, done

@@ -294,13 +294,18 @@ def test_a_users_settings_of_pip_do_not_lead_out_of_the_environment():
     assert done.stdout == "0 none none none\n"
 
 
+def of_install(pattern: str) -> str:
+    """The part of launch/install.sh that begins a line and fits the pattern."""
+    script = (ROOT / "launch" / "install.sh").read_text()
+    return re.search(f"^{pattern}", script, re.MULTILINE).group()
+
+
 def test_a_python_that_fits_is_found_beside_a_newer_one(tmp_path):
     for name, status in (("python3", 1), ("python3.12", 0)):  # 1: of version 3.14
         fake = tmp_path / name
         fake.write_text(f"#!/bin/sh\nexit {status}\n")
         fake.chmod(0o755)
-    script = (ROOT / "launch" / "install.sh").read_text()
-    function = re.search(r"^find_python\(\) \{.*?^\}", script, re.MULTILINE | re.DOTALL).group()
+    function = of_install(r"find_python\(\) \{[\s\S]*?^\}")
     words = ["/bin/bash", "-euc", f"say() {{ echo $*; }}\n{function}\nfind_python"]
     found = subprocess.run(words, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
     assert found.stdout == f"{tmp_path}/python3.12\n"
@@ -317,8 +322,7 @@ def test_a_pip_that_is_too_old_is_renewed(tmp_path, version, renewed):
     python.parent.mkdir()
     python.write_text(f'#!/bin/sh\ncase "$*" in *import*) echo {version};; *) echo "$@";; esac\n')
     python.chmod(0o755)
-    script = (ROOT / "launch" / "install.sh").read_text()
-    function = re.search(r"^renew_pip\(\) \{.*?^\}", script, re.MULTILINE | re.DOTALL).group()
+    function = of_install(r"renew_pip\(\) \{[\s\S]*?^\}")
     words = ["bash", "-euc", f"say() {{ :; }}\nvenv={tmp_path}\n{function}\nrenew_pip"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert done.stdout == ("-m pip install --upgrade pip>=21.3\n" if renewed else "")
@@ -329,8 +333,7 @@ def test_a_machine_with_many_gpus_has_one(tmp_path):
     fake = tmp_path / "nvidia-smi"
     fake.write_text('#!/bin/sh\nfor n in 0 1 2; do echo "GPU $n: H100"; sleep 0.2; done\n')
     fake.chmod(0o755)
-    script = (ROOT / "launch" / "install.sh").read_text()
-    function = re.search(r"^has_gpu\(\).*", script, re.MULTILINE).group()
+    function = of_install(r"has_gpu\(\).*")
     words = ["bash", "-c", f"set -euo pipefail\n{function}\nhas_gpu"]
     subprocess.run(words, check=True, env={"PATH": f"{tmp_path}:/usr/bin:/bin"})
 
@@ -347,8 +350,7 @@ def test_what_pip_was_cut_short_in_is_removed_and_nothing_of_others(tmp_path):
         (packages / f"{name}.dist-info").mkdir(parents=True)
         for file, text in files.items():
             (packages / f"{name}.dist-info" / file).write_text(text)
-    script = (ROOT / "launch" / "install.sh").read_text()
-    step = re.search(r"^find .*(?:\n    .*)*", script, re.MULTILINE).group()
+    step = of_install(r"find .*(?:\n    .*)*")
     subprocess.run(["bash", "-ec", f'venv="{tmp_path}"\n{step}'], check=True)
     left = {path.name.partition("-")[0] for path in packages.iterdir()}
     assert left == {"whole", "of_conda"}

@@ -34,11 +34,6 @@ class GspoLoss(Variant):
 
     formula = "-min(s A, clip(s) A), s = exp(mean log rho)"
     aggregations: ClassVar[tuple[Aggregation, ...] | None] = ("seq-mean-token-mean",)
-    aggregation_advice = (
-        "gspo is the paper's objective with aggregation seq-mean-token-mean "
-        "only; "
-        "here it is {aggregation}"
-    )
 
     name: Literal["gspo"] = "gspo"
     clip_ratio_low: float = Field(default=3e-4, gt=0, le=1, description=_LOW)
@@ -53,10 +48,6 @@ class GmpoLoss(Variant):
 
     formula = "-A exp(mean s min(s log rho, s clip(log rho))), s = sign A"
     aggregations: ClassVar[tuple[Aggregation, ...] | None] = ("seq-mean-token-mean",)
-    aggregation_advice = (
-        "gmpo is the paper's objective with aggregation seq-mean-token-mean only; here it is "
-        "{aggregation}"
-    )
 
     name: Literal["gmpo"] = "gmpo"
     clip_ratio_low: PositiveFloat = 0.4

@@ -104,15 +104,16 @@ def _loss(d: Translation) -> None:
     d.put("algorithm.loss.name", name, mode)
     if name in ("ppo_clip", "gspo", "gmpo", "cispo"):
         _clip_ratios(d, "clip_ratio_", limit=math.inf if name == "gmpo" else 1.0)
-    if name == "dppo":
-        d.put("algorithm.loss.against", "old", mode)
-        d.put("algorithm.loss.divergence", given.removeprefix("dppo_"), mode)
-        _clip_ratios(d, "", limit=math.inf)
-        d.put("algorithm.loss.ratio_limit", d.real(f"{_A}clip_ratio_c"))
-    if name == "ppo_clip":
-        d.put("algorithm.loss.dual_clip", d.real(f"{_A}clip_ratio_c"))
-    elif name == "gspo":
-        d.put("algorithm.loss.clamp", "above", mode)
+    match name:
+        case "ppo_clip":
+            d.put("algorithm.loss.dual_clip", d.real(f"{_A}clip_ratio_c"))
+        case "gspo":
+            d.put("algorithm.loss.clamp", "above", mode)
+        case "dppo":
+            d.put("algorithm.loss.against", "old", mode)
+            d.put("algorithm.loss.divergence", given.removeprefix("dppo_"), mode)
+            _clip_ratios(d, "", limit=math.inf)
+            d.put("algorithm.loss.ratio_limit", d.real(f"{_A}clip_ratio_c"))
     # verl's gspo, geo_mean and sapo take no other aggregation
     by_sequence = name in ("gspo", "gmpo", "sapo")
     means = d.get(f"{_A}loss_agg_mode")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from megagrpo.check.fitting import with_model
 from megagrpo.check.hardware import usable_bytes
 from megagrpo.config.actor import ActorConfig
-from megagrpo.config.placement import Nodes, placement_problems
+from megagrpo.config.placement import Nodes, occupied_gpus, placement_problems
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.table import parameter_counts
 from megagrpo.system.arguments import positive
@@ -67,9 +67,8 @@ def report(plan: Plan) -> list[str]:
     actor = plan.config.actor
     rollout = plan.config.rollout
     trainer_nodes = -(-actor.world_size // target.gpus_per_node)
-    engine_ranks = rollout.num_engines * rollout.tp
-    engine_nodes = -(-engine_ranks // target.gpus_per_node)
-    shared = rollout.colocate or actor.world_size + engine_ranks <= target.gpus_per_node
+    engine_nodes = -(-rollout.num_engines * rollout.tp // target.gpus_per_node)
+    shared = rollout.colocate or occupied_gpus(plan.config) <= target.gpus_per_node
     where = "the same nodes" if shared else f"{engine_nodes} nodes"
     room = usable_bytes(target.hardware)
     rows = [["trainers", "fullest rank", "GB", f"of {room / 1e9:.1f}", "parts in GB"]]
