@@ -8,5 +8,5 @@ for tag in manylinux_2_28 manylinux_2_27 manylinux_2_24 manylinux_2_17 manylinux
     platforms+=(--platform "${tag}_x86_64")
 done
 python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp "${platforms[@]}" \
-    -d "$folder" megatron-core==0.16.1 pydantic==2.12.5 pydantic-core==2.41.5 annotated-types typing-inspection orjson
+    -d "$folder" megatron-core==0.19.2 pydantic==2.12.5 pydantic-core==2.41.5 annotated-types typing-inspection orjson
 ls "$folder"

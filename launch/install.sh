@@ -18,17 +18,23 @@ use_it="\`source $venv/bin/activate\` puts megagrpo on the PATH"
 
 say() { printf '[install] %s\n' "$*"; }
 
+# 3.12 first, for which Megatron-Core is published; on 3.11 it runs too. Not above 3.13: Megatron-Core has no wheel for it.
 find_python() {
     local candidate
-    for candidate in python3 python3.13 python3.12 python3.11; do
-        # not above 3.13: Megatron-Core 0.16.1 has no wheel for it
+    for candidate in python3.12 "$(uv python find --no-project 3.12 2>/dev/null)" "$(newest_of_pyenv 3.12)" \
+        python3.13 python3 python3.11 "$(newest_of_pyenv 3.11)"; do
         if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
             command -v "$candidate"
             return
         fi
     done
-    say "no Python from 3.11 to 3.13 found as python3, python3.13, python3.12 or python3.11" >&2
+    say "no Python from 3.11 to 3.13 found: as python3, python3.13, python3.12 or python3.11, uv's or pyenv's" >&2
     return 1
+}
+
+# Its shims stand on the PATH for every version, and fail for all but the chosen one.
+newest_of_pyenv() {
+    printf '%s\n' "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python | sort -V | tail -n 1
 }
 
 make_venv() {
@@ -66,8 +72,15 @@ with open("pyproject.toml", "rb") as file:
 }
 
 # --no-compile: bytecode is made when a module is first imported, which is for a fraction of the files and saves half a minute.
+# Megatron-Core's metadata ask for Python 3.12; its wheels, 3.11's among them, and its code do not.
+install_megatron() {
+    "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info >= (3, 12))' || return 0
+    "$venv/bin/python" -m pip install --no-compile --no-deps --ignore-requires-python "$(grep -o 'megatron-core==[0-9.]*' pyproject.toml)"
+}
+
 install_cpu() {
     say "1/2 megagrpo, torch, Megatron-Core, Ray and the engine's light requirements"
+    install_megatron
     "$venv/bin/python" -m pip install --no-compile --editable '.[cpu,test,lint]'
     say "2/2 SGLang without its CUDA requirements"
     extra cpu-engine | "$venv/bin/python" -m pip install --no-compile --no-deps --requirement /dev/stdin
@@ -75,6 +88,7 @@ install_cpu() {
 
 install_gpu() {
     say "1/2 megagrpo, torch, Megatron-Core, Ray and SGLang with its CUDA packages"
+    install_megatron
     "$venv/bin/python" -m pip install --no-compile --editable '.[gpu,test,lint]' || {
         say "pip could not (above: why). If it stops at cuda-tile, which only fetches NVIDIA's own wheel when it is built:" >&2
         say "PIP_EXTRA_INDEX_URL=https://pypi.nvidia.com, or a folder with that wheel as PIP_FIND_LINKS" >&2

@@ -115,9 +115,9 @@ def prepare_host(
 
 
 def _internals() -> ModuleType:
-    from megagrpo.actor.megatron import internals_0_16  # imports Megatron
+    from megagrpo.actor.megatron import internals_0_19  # imports Megatron
 
-    return internals_0_16
+    return internals_0_19
 
 
 def _hide_transformer_engine() -> None:

@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megagrpo.actor.layers.lora import sharded_adapters
-from megagrpo.actor.megatron import internals_0_16
+from megagrpo.actor.megatron import internals_0_19
 from megagrpo.actor.megatron.model import HiddenStatesModel
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.optimizer import optimizer_tensors
@@ -138,7 +138,7 @@ class ActorSave:
             try:
                 with open(path, "wb") as file:
                     stream = _Checksummed(file)
-                    results[index] = internals_0_16.write_items(
+                    results[index] = internals_0_19.write_items(
                         self.request, stream, key, [*blobs, *tensors]
                     )
                     file.flush()
@@ -151,7 +151,7 @@ class ActorSave:
                     first = first.__context__
                 raise first from None
             written[Path(path)] = stream.size, stream.crc
-        internals_0_16.put_results(self.request, results)
+        internals_0_19.put_results(self.request, results)
         return written
 
     def finish(self) -> None:
@@ -182,7 +182,7 @@ def save_actor(
         "distrib_optim_fully_reshardable_mem_efficient": True,
         "chained_optim_avoid_prefix": True,
     }
-    internals_0_16.expect_results_of_threads()
+    internals_0_19.expect_results_of_threads()
     with actor.update_state.readable():
         state = _sharded_state(actor, actor.updates_done, metadata, is_loading=False)
         with _failure_as_os_error():
@@ -197,7 +197,7 @@ def save_actor(
             )
         # on the host: copies of GPU tensors, and tensors that lie there already, except for views
         # that Megatron had to copy
-        buckets = internals_0_16.preloaded(request) if request.preload_fn else []
+        buckets = internals_0_19.preloaded(request) if request.preload_fn else []
         of_model = (
             tensor for chunk in actor.chunks for tensor in (*chunk.parameters(), *chunk.buffers())
         )
@@ -250,8 +250,8 @@ def load_actor(actor: MegatronActor, folder: Path, with_optimizer: bool = True) 
             for part in actor.optimizer.chained_optimizers:
                 if isinstance(part, DistributedOptimizer):
                     if not part.optimizer.state:
-                        internals_0_16.allocate_state(part)
-                    internals_0_16.load_in_place(part)
+                        internals_0_19.allocate_state(part)
+                    internals_0_19.load_in_place(part)
         wanted = _sharded_state(actor, updates_done, metadata, is_loading=True)
         if common["layout"] != wanted["layout"]:
             del wanted["rng"]
@@ -322,10 +322,10 @@ def _load_optimizer_state(actor: MegatronActor, state: dict, form: str) -> None:
             parameter: values.pop("step") for parameter, values in inner.items() if "step" in values
         }
         if form == _OWN_PARTS:
-            with internals_0_16.without_padding_mark(part):
+            with internals_0_19.without_padding_mark(part):
                 part.load_parameter_state_from_dp_reshardable(own["param_state"])
             if isinstance(part.optimizer, HybridDeviceOptimizer):
-                internals_0_16.sync_hybrid_state(part)
+                internals_0_19.sync_hybrid_state(part)
         else:
             part.load_parameter_state_from_fully_reshardable(own["param_state"])
         for parameter, step in steps.items():

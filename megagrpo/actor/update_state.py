@@ -14,7 +14,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from torch import Tensor, UntypedStorage
 
 from megagrpo.actor.host_buffer import HostBuffer
-from megagrpo.actor.megatron import internals_0_16
+from megagrpo.actor.megatron import internals_0_19
 from megagrpo.actor.optimizer import optimizer_tensors
 
 
@@ -63,7 +63,7 @@ class UpdateState:
             storage.resize_(0)
         for chunk in self._model:
             chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
-            internals_0_16.forget_fp8_weights(chunk)
+            internals_0_19.forget_fp8_weights(chunk)
         self.away = True
         torch.cuda.empty_cache()
 

@@ -7,6 +7,9 @@ Megatron's mathematics is replaced. actor/host.py calls this module by its name.
 """
 
 import contextlib
+import sys
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,6 +17,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
+_TRITON_KERNELS = "megatron.core.transformer.moe.ops.paged_stash"
+_NAMES_OF_KERNELS = ("GLOBAL_BLOCK_SIZE", "paged_stash_copy_kernel", "paged_stash_pop_kernel")
 
 
 class _InOrder:
@@ -92,6 +97,10 @@ def replace_cuda() -> None:
     called before Megatron is imported."""
     _install_cuda_names()
     _OnCpu().__enter__()
+    if find_spec("triton") is None:
+        kernels = ModuleType(_TRITON_KERNELS)  # imported by every model, for `moe_paged_stash` alone
+        vars(kernels).update(dict.fromkeys(_NAMES_OF_KERNELS))
+        sys.modules[_TRITON_KERNELS] = kernels
 
 
 def replace_in_megatron() -> None:

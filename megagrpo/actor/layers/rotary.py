@@ -21,7 +21,7 @@ def rotate(
     t: Tensor,
     freqs: Tensor,
     rotary_interleaved: bool = False,
-    multi_latent_attention: bool = False,
+    mla_rotary_interleaved: bool = False,
     mscale: float = 1.0,
 ) -> Tensor:
     """Rotates t [s, b, heads, d] by angles freqs [s, 1, 1, d'], d' <= d, as RoFormer does (Su et
@@ -31,7 +31,7 @@ def rotate(
     them apart.
     """
     assert not rotary_interleaved, "no family has it"
-    return _rotated(t, torch.cos(freqs) * mscale, torch.sin(freqs) * mscale, multi_latent_attention)
+    return _rotated(t, torch.cos(freqs) * mscale, torch.sin(freqs) * mscale, mla_rotary_interleaved)
 
 
 def rotate_packed(
@@ -39,7 +39,7 @@ def rotate_packed(
     cu_seqlens: Tensor,
     freqs: Tensor,
     rotary_interleaved: bool = False,
-    multi_latent_attention: bool = False,
+    mla_rotary_interleaved: bool = False,
     mscale: float = 1.0,
     cp_group: torch.distributed.ProcessGroup | None = None,
 ) -> Tensor:
@@ -61,7 +61,7 @@ def rotate_packed(
         known = (freqs, mscale, torch.cos(angles) * mscale, torch.sin(angles) * mscale)
         _of_packed[cu_seqlens] = known
     _, _, cos, sin = known
-    return _rotated(t.unsqueeze(1), cos, sin, multi_latent_attention).squeeze(1)
+    return _rotated(t.unsqueeze(1), cos, sin, mla_rotary_interleaved).squeeze(1)
 
 
 def section_angles(

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from pydantic import ConfigDict, TypeAdapter
 
 from megagrpo.actor.host import slow_attention, uses_transformer_engine
-from megagrpo.actor.megatron import internals_0_16
+from megagrpo.actor.megatron import internals_0_19
 from megagrpo.actor.megatron.fields import Kernels, ddp_fields, optimizer_fields, transformer_fields
 from megagrpo.config.fields import complaints
 from megagrpo.config.layout import context_problem, layout_problems
@@ -104,7 +104,7 @@ def transformer_config(
                 f"(actor.transformer_engine) or Apex's extension {_APEX_KERNEL}, and neither is "
                 "here"
             )
-        internals_0_16.admit_fused_weight_gradient()
+        internals_0_19.admit_fused_weight_gradient()
     return built
 
 

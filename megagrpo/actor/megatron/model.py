@@ -24,7 +24,7 @@ from torch import Tensor
 from megagrpo.actor.layers.draft import DraftLayer, Following, embed, mark_parameters
 from megagrpo.actor.layers.lora import add_adapters, is_adapter
 from megagrpo.actor.layers.specs import block_spec, layer_modules
-from megagrpo.actor.megatron import internals_0_16
+from megagrpo.actor.megatron import internals_0_19
 from megagrpo.actor.megatron.fields import Kernels
 from megagrpo.actor.megatron.vision import SeeingLayer, Sight, Tower
 from megagrpo.config.actor import ActorConfig
@@ -215,7 +215,7 @@ def _in_bfloat16(chunk: HiddenStatesModel) -> HiddenStatesModel:
         *routers([chunk]).values(),
         *(mlp.router for mlp in drafts if isinstance(mlp, MoELayer)),
     ]:
-        internals_0_16.keep_float32_bias(router)
+        internals_0_19.keep_float32_bias(router)
     return chunk
 
 

@@ -10,7 +10,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from megagrpo.actor.megatron import internals_0_16
+from megagrpo.actor.megatron import internals_0_19
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor, save_actor
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
@@ -19,7 +19,7 @@ from tests.dist.workers import harness
 from tests.dist.workers.actor_ranks import RICH, batch_of, gradient
 
 _DIVIDE = HybridDeviceOptimizer._get_sub_optimizer_param_groups
-_LOAD_IN_PLACE = internals_0_16.load_in_place
+_LOAD_IN_PLACE = internals_0_19.load_in_place
 
 
 class OnGpu(TorchFunctionMode):
@@ -63,7 +63,7 @@ def measure(actor: MegatronActor, job: dict) -> dict:
             _LOAD_IN_PLACE(part)
 
         try:
-            with patch.object(internals_0_16, "load_in_place", note):
+            with patch.object(internals_0_19, "load_in_place", note):
                 load_actor(actor, checkpoint)
         except ValueError as exc:
             return {"refused": str(exc)}

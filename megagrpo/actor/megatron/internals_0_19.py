@@ -1,4 +1,4 @@
-"""Every use of a private name of Megatron-Core 0.16, each with its reason; a new version of
+"""Every use of a private name of Megatron-Core 0.19, each with its reason; a new version of
 Megatron means a new file.
 
 Three private names stay elsewhere because a subclass overrides them: HiddenStatesModel._preprocess
@@ -32,12 +32,12 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_
 from megagrpo.actor.layers import combine, rotary
 from megagrpo.actor.layers.whole_linear import WholeLinear
 
-_VERSION = "0.16."
+_VERSION = "0.19."
 if not _installed.startswith(_VERSION):
     raise ImportError(
         f"megatron-core {_installed} is installed, but megagrpo uses private functions of "
         f"{_VERSION}x: "
-        "pip install 'megatron-core>=0.16,<0.17'"
+        "pip install 'megatron-core>=0.19,<0.20'"
     )
 
 
