@@ -17,7 +17,6 @@ from megatron.core import __version__ as _installed
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -116,7 +115,6 @@ def main_rank_fails_last() -> Iterator[None]:
 
     with ExitStack() as stack:
         for owner, name in (
-            (TorchCommonSaveStrategy, "save_common"),
             (filesystem_async.FileSystemWriterAsync, "finish"),
             (serialization, "save_config"),
         ):
