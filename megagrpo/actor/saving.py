@@ -232,7 +232,7 @@ def _failure_as_os_error() -> Iterator[None]:
     """Raises OSError for a failed save, when no rank waits for this one: CheckpointException is not
     an Exception, most handlers would miss it."""
     try:
-        with internals_0_16.main_rank_fails_last():
+        with internals_0_19.main_rank_fails_last():
             yield
     except CheckpointException as exc:
         raise OSError(_first_failure(exc)) from exc
