@@ -17,6 +17,7 @@ from megagrpo.families.architecture import Architecture, HfConfig
 from megagrpo.families.family import Family
 from megagrpo.families.models.deepseek_v3 import DeepseekV3
 from megagrpo.families.models.dense import Llama, Qwen2, Qwen3
+from megagrpo.families.models.minimax_m2 import MiniMaxM2
 from megagrpo.families.models.sigmoid_moe import Glm4Moe
 from megagrpo.families.models.softmax_moe import Mixtral, Qwen3Moe
 from megagrpo.families.models.vision_language import Qwen3VL, Qwen3VLMoe, Qwen25VL
@@ -37,6 +38,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2_5_vl": Qwen25VL(),
     "qwen3_vl": Qwen3VL(),
     "qwen3_vl_moe": Qwen3VLMoe(),
+    "minimax_m2": MiniMaxM2(),
 }
 _PREDICTION_LAYERS = "num_nextn_predict_layers"
 
@@ -216,4 +218,5 @@ def is_left_out(arch: Architecture, tensor: str) -> bool:
 
 def exported_config(hf: HfConfig, draft: bool = False) -> dict[str, object]:
     """Returns the config.json for export and publish: without quantisation and ignored layers."""
-    return {**dequantised_config(hf), **({_PREDICTION_LAYERS: 0} if left_out(hf, draft) else {})}
+    plain = FAMILIES[hf["model_type"]].exported_config(dequantised_config(hf))
+    return {**plain, **({_PREDICTION_LAYERS: 0} if left_out(hf, draft) else {})}

@@ -1,6 +1,7 @@
 """Layer specs for Megatron: torch's or Transformer Engine's modules, dense or with experts."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -28,6 +29,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from megagrpo.actor.layers.attention import CausalAttention
 from megagrpo.actor.layers.draft import LayerModules
+from megagrpo.actor.layers.norm_over_heads import NormOverHeads
 from megagrpo.actor.layers.whole_linear import WholeLinear
 
 
@@ -47,9 +49,22 @@ def block_spec(
     vp_stage: int | None,
     transformer_engine: bool,
     layer: type[TransformerLayer],
+    norm_over_heads: bool = False,
 ) -> TransformerBlockSubmodules:
-    """Returns this stage's layers, of a class `layer`, of torch or of Transformer Engine."""
+    """Returns this stage's layers, of a class `layer`, of torch or of Transformer Engine.
+
+    norm_over_heads: of the Architecture.
+    """
     spec, one_mlp, norm, _ = layer_modules(config, transformer_engine, layer)
+    if norm_over_heads:
+        attention = spec.submodules.self_attention
+        norms = replace(
+            attention.submodules,
+            q_layernorm=partial(NormOverHeads, heads=config.num_attention_heads),
+            k_layernorm=partial(NormOverHeads, heads=config.num_query_groups),
+        )
+        attention = replace(attention, submodules=norms)
+        spec = replace(spec, submodules=replace(spec.submodules, self_attention=attention))
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     layers = [spec] * count
     if isinstance(config.moe_layer_freq, list):  # by layer of the whole model: 0 without experts
