@@ -23,6 +23,7 @@ class NormOverHeads(torch.nn.Module):
         super().__init__()
         self.eps, self.heads = eps, heads
         self.tp = config.tensor_model_parallel_size
+        self.first = mpu.get_tensor_model_parallel_rank() * heads // self.tp  # of this rank's heads
         self.weight = torch.nn.Parameter(
             torch.empty(
                 heads * hidden_size,
@@ -42,6 +43,5 @@ class NormOverHeads(torch.nn.Module):
         if self.tp > 1:  # the sum over ranks, forward and backward
             squares = reduce_from_tensor_model_parallel_region(squares)
             squares = copy_to_tensor_model_parallel_region(squares) / self.tp
-        first = mpu.get_tensor_model_parallel_rank() * self.heads // self.tp
-        weight = self.weight.view(self.heads, -1)[first : first + x.shape[-2]]
+        weight = self.weight.view(self.heads, -1)[self.first : self.first + x.shape[-2]]
         return (values * torch.rsqrt(squares + self.eps) * weight.float()).to(x.dtype)

@@ -134,7 +134,8 @@ def _attention(arch: Architecture) -> list[_Row]:
     ]
     return [
         ("qkv", "projection to queries, keys and values", "qkv_proj", "linear_qkv", "qkv"),
-        *(norms if arch.qk_norm else []),
+        # over all heads together, engines compute them in no module
+        *(norms if arch.qk_norm and not arch.norm_over_heads else []),
         # as attention gets them
         ("q_rotary", "queries with positions", (attn, "in", 0), (core, "in", 0), "heads"),
         ("k_rotary", "keys with positions", (attn, "in", 1), (core, "in", 1), "heads"),
