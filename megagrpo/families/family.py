@@ -66,6 +66,7 @@ class Family:
     LOADS_ATTENTION_BIAS: ClassVar[bool] = False
     FP8_REFUSAL: ClassVar[str] = ""  # why engines cannot have weights of such a model in FP8
     TAKES_ADAPTERS: ClassVar[bool] = True  # whether actor/layers/lora.py knows its layers
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ()  # begin names of tensors that are not loaded
     EXPERT_SIZE_KEY: ClassVar[str] = "moe_intermediate_size"  # of config.json: an expert's width
     ROUTING_REFUSAL: ClassVar[str] = ""  # why experts that engines chose cannot be replayed
 
@@ -168,6 +169,10 @@ class Family:
 
     def text_part(self, hf: HfConfig) -> HfConfig:
         """Returns the keys of config.json as a text-only model has them."""
+        return hf
+
+    def description(self, hf: HfConfig) -> HfConfig:
+        """Returns a config.json in the form that this family reads."""
         return hf
 
     def exported_config(self, hf: HfConfig) -> HfConfig:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
 from megagrpo.families.model import write_description
-from megagrpo.families.quantization import fp8_block, load_format_problems
-from megagrpo.families.table import read_description
+from megagrpo.families.quantization import quantization_problems
+from megagrpo.families.table import load_format_problems, read_description, stored_otherwise
 from megagrpo.system.run_folder import RunFolder
 
 
@@ -25,9 +25,9 @@ def as_engines_see_it(config: ExperimentConfig, folder: RunFolder) -> Experiment
     description = model / "config.json"
     hf = read_description(description) if description.is_file() else {}
     quantised = config.rollout.quantization is not None
-    if fp8_block(hf) is None and not quantised:
+    if stored_otherwise(hf) is None and not quantised:
         return config
-    problems = load_format_problems(hf, config.rollout.load_format)
+    problems = quantization_problems(hf) + load_format_problems(hf, config.rollout.load_format)
     if problems:
         raise ValueError("; ".join(problems))
     write_description(model, folder.engine_model, fp8=quantised, draft=config.actor.has_draft)
