@@ -26,6 +26,7 @@ class MiniMaxM2(Family):
     """Grouped-query attention with Mixtral's names of experts."""
 
     TAKES_ADAPTERS = False
+    ROUTING_REFUSAL = "SGLang's MiniMax-M2 does not say which layer chose experts"
     EXPERT_SIZE_KEY = "intermediate_size"
     HF_CLASS = "MiniMaxM2ForCausalLM"
     REQUIRED_KEYS = ("num_local_experts", "num_experts_per_tok", "rotary_dim", *_EXPECTED)
