@@ -95,7 +95,7 @@ def transformer_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels)
         "activation_func": "silu",
         "add_bias_linear": False,
         "add_qkv_bias": arch.qkv_bias,
-        "qk_layernorm": arch.qk_norm or arch.mla is not None,
+        "qk_layernorm": arch.qk_norm,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": p.tp,

@@ -6,6 +6,7 @@ and ._postprocess (model.py), and the attribute `router_replay` of TopKRouter, w
 undocumented (routing/replay.py).
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -25,6 +26,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
@@ -40,6 +42,14 @@ if not _installed.startswith(_VERSION):
         "pip install 'megatron-core>=0.19,<0.20'"
     )
 
+# modules that warn every run of classes and forms which a later version will replace
+_ADVISORS = (
+    "models.gpt.gpt_model",
+    "transformer.transformer_layer",
+    "distributed.distributed_data_parallel",
+    "dist_checkpointing.strategies.torch",
+)
+
 
 def install() -> None:
     """Replaces what has to differ on every machine, once, before a model is built."""
@@ -53,6 +63,8 @@ def install() -> None:
     multi_latent_attention.Linear = WholeLinear
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False
+    # It would refuse a norm of the keys' latent beside queries without one, as Moonlight has.
+    multi_latent_attention.MLASelfAttention._resolve_qk_norm_config = _as_specified
     token_dispatcher.unpermute = combine.unpermute
     # Megatron replaces the function that a pickled tensor names. Engines, which have no Megatron and
     # unpickle only what they know, would end themselves at the first publish.
@@ -61,6 +73,13 @@ def install() -> None:
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:  # without Transformer Engine and Apex
         clip_grads.l2_norm_impl = _norm_of_tensors
     share_angles()
+    for name in _ADVISORS:
+        logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
+
+
+def _as_specified(_: object, submodules: MLASelfAttentionSubmodules) -> dict:
+    """Returns the modules of latent attention by their names."""
+    return vars(submodules)
 
 
 def _norm_of_tensors(
