@@ -45,7 +45,7 @@ PARAMETERS = {  # in billions: all, and active without the input embedding
     "Kimi-K2-Instruct": (1026.4, 31.7),
     "Moonlight-16B-A3B": (16.0, 2.6),
     "Mixtral-8x7B": (46.7, 12.7),
-    "MiniMax-M2": (228.7, 9.2),
+    "MiniMax-M2": (228.7, 10.4),
     "Kimi-K2.5": (1026.4, 31.7),
 }
 PUBLISHED = {name: MIXTRAL if name == "Mixtral-8x7B" else described(name) for name in PARAMETERS}
