@@ -200,7 +200,7 @@ def left_out(hf: HfConfig, draft: bool = False) -> list[str]:
     return [
         *found,
         f"{layers} multi-token-prediction layer{'s' if layers > 1 else ''} ({names}), which only "
-        "speculate"
+        "speculate",
     ]
 
 

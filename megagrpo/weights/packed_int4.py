@@ -1,8 +1,8 @@
 """INT4 as Kimi-K2.5 publishes its experts: compressed-tensors' pack-quantized format, symmetric.
 
-    X.weight_packed [n, m / 8] int32: column 8 j + i is in bits 4 i to 4 i + 3 of word j, plus 8
-    X.weight_scale [n, m / group]: one for each group of columns
-    weight = bfloat16((value - 8) * scale)
+X.weight_packed [n, m / 8] int32: column 8 j + i is in bits 4 i to 4 i + 3 of word j, plus 8
+X.weight_scale [n, m / group]: one for each group of columns
+weight = bfloat16((value - 8) * scale)
 """
 
 import torch

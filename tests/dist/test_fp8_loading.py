@@ -16,7 +16,13 @@ BLOCK = (24, 40)  # divides neither the tensors below nor a rank's part of them
 LAYOUT = {"tp": 2, "ep": 2}
 
 
-TWICE = ("norm", "mlp.gate.", "moe.gate.", "q_a_proj", "kv_a_proj")  # what both ranks of the layout hold whole
+TWICE = (
+    "norm",
+    "mlp.gate.",
+    "moe.gate.",
+    "q_a_proj",
+    "kv_a_proj",
+)  # what both ranks of the layout hold whole
 
 
 def write_models(folder: Path, family: str) -> None:

@@ -98,7 +98,10 @@ REFUSED = [
     (M2, {"num_experts_per_tok": 1}, "num_experts_per_tok 1"),
     (M2, {"rope_scaling": YARN}, "yarn"),
     # what transformers 5 does not write
-    *((M2, {key: None}, f"lacks {key}") for key in ("rotary_dim", "use_qk_norm", "use_routing_bias")),
+    *(
+        (M2, {key: None}, f"lacks {key}")
+        for key in ("rotary_dim", "use_qk_norm", "use_routing_bias")
+    ),
 ]
 
 

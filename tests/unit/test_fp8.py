@@ -171,7 +171,10 @@ def test_damage_is_named(stored, tmp_path):
         ({"quant_method": "mxfp4"}, r"'mxfp4' is not read"),
         ({"quant_method": "fp8"}, r"weight_block_size is None"),
         (FP8 | {"weight_block_size": [128]}, r"weight_block_size is \[128\]"),
-        (INT4 | {"format": "nvfp4"}, r"'compressed-tensors' \(4-bit weights\) is not read, only FP8"),
+        (
+            INT4 | {"format": "nvfp4"},
+            r"'compressed-tensors' \(4-bit weights\) is not read, only FP8",
+        ),
         (FP8 | {"fmt": "e5m2"}, r"fmt 'e5m2' is not read; supported: e4m3"),
         (FP8 | {"activation_scheme": "static"}, r"activation_scheme 'static'"),
     ],
@@ -229,7 +232,9 @@ def test_engines_start_from_the_model_in_bfloat16(stored, tmp_path):
     ):
         as_engines_see_it(experiment(folder, load_format="model"), run)
     write(tmp_path / "int4", {"x": torch.zeros(1)}, INT4)
-    with pytest.raises(ValueError, match=r"pack-quantized weights in 1 config_groups with .* not read"):
+    with pytest.raises(
+        ValueError, match=r"pack-quantized weights in 1 config_groups with .* not read"
+    ):
         as_engines_see_it(experiment(tmp_path / "int4"), run)
 
 

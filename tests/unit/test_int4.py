@@ -25,7 +25,8 @@ from megagrpo.weights.hf_folder import HfFolder
 from tests.int4_checkpoint import GROUP, QUANTIZATION, pack_folder, packed, quantised
 
 pytestmark = pytest.mark.verifies(
-    "weights", "INT4 checkpoints (Kimi-K2.5, K2-Thinking) are read to the bits of compressed-tensors"
+    "weights",
+    "INT4 checkpoints (Kimi-K2.5, K2-Thinking) are read to the bits of compressed-tensors",
 )
 GROUPED = QUANTIZATION["config_groups"]["group_0"]["weights"]
 
