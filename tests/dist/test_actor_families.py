@@ -1,4 +1,4 @@
-"""Mixtral, GLM-4.5, DeepSeek-V3 and Moonlight in the actor, as test_actor_layouts.py does for the
+"""Mixtral, GLM-4.5, DeepSeek-V3, Moonlight and MiniMax-M2 in the actor, as test_actor_layouts.py does for the
 smaller families."""
 
 import json
@@ -85,10 +85,17 @@ def test_every_layout(hf_families: Path, layout_figures: LayoutFigures, model: s
     check(hf_families, 2, jobs_of(cases, 2, hf_families), layout_figures)
 
 
-def test_biases_of_routers_stay_and_travel(one_rank: Path):
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [
+        ("deepseek_v3", [1, 2, 3]),
+        pytest.param("minimax_m2", [0, 1, 2, 3], marks=pytest.mark.slow),
+    ],
+)
+def test_biases_of_routers_stay_and_travel(one_rank: Path, family: str, layers: list[int]):
     """In bfloat16 they are float32 still, no update moves them, and a checkpoint brings them to
     another layout."""
-    model, saved = str(one_rank / "deepseek_v3"), one_rank / "checkpoints"
+    model, saved = str(one_rank / family), one_rank / f"checkpoints_{family}"
     once = {"do": "checkpoint", "model": model, "distributed": True, "warm": 1}
     once |= {"then": str(one_rank / "one.pt"), "save": str(saved)}
     run_ranks(1, one_rank / "save", [once])
@@ -114,10 +121,10 @@ def test_biases_of_routers_stay_and_travel(one_rank: Path):
     assert (
         found["float32"]
         and found["unmoved"]
-        and found["layers"] == [1, 2, 3]
+        and found["layers"] == layers
         and found["trained"] == []
     )
-    assert found["busy"] == 3 and found["imbalance_off"] < 1e-6
+    assert found["busy"] == len(layers) and found["imbalance_off"] < 1e-6
 
 
 def test_layers_that_only_speculate_are_not_loaded(one_rank: Path):
