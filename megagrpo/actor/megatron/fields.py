@@ -50,7 +50,7 @@ def transformer_defaults(arch: Architecture, actor: ActorConfig, kernels: Kernel
     | overlap_p2p_comm | CUDA with virtual stages, the only schedule that has it |
     | deallocate_pipeline_outputs | CUDA with pipeline stages, if messages do not overlap |
 
-    The last two exclude each other: Megatron-Core 0.16.1 frees an output that it is still sending.
+    The last two exclude each other: an output is freed when its message was waited for.
     """
     engine = kernels.transformer_engine
     p = actor.parallel
