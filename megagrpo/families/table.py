@@ -17,11 +17,12 @@ from megagrpo.families.architecture import Architecture, HfConfig
 from megagrpo.families.family import Family
 from megagrpo.families.models.deepseek_v3 import DeepseekV3
 from megagrpo.families.models.dense import Llama, Qwen2, Qwen3
+from megagrpo.families.models.qwen3_5 import Qwen35, Qwen35Moe
 from megagrpo.families.models.sigmoid_moe import Glm4Moe
 from megagrpo.families.models.softmax_moe import Mixtral, Qwen3Moe
 from megagrpo.families.models.vision_language import Qwen3VL, Qwen3VLMoe, Qwen25VL
 from megagrpo.families.quantization import dequantised_config, quantization_problems
-from megagrpo.families.tensors import TensorSpec, adapter_tensors, draft_norms
+from megagrpo.families.tensors import TensorSpec, adapter_tensors, draft_norms, norm_tensor
 from megagrpo.families.vision import tower_tensors
 
 # model_type of config.json -> the family's module
@@ -37,6 +38,10 @@ FAMILIES: dict[str, Family] = {
     "qwen2_5_vl": Qwen25VL(),
     "qwen3_vl": Qwen3VL(),
     "qwen3_vl_moe": Qwen3VLMoe(),
+    "qwen3_5_moe": Qwen35Moe("language_model."),
+    "qwen3_5_moe_text": Qwen35Moe(),
+    "qwen3_5": Qwen35("language_model."),
+    "qwen3_5_text": Qwen35(),
 }
 _PREDICTION_LAYERS = "num_nextn_predict_layers"
 
@@ -63,7 +68,9 @@ def model_problems(hf: HfConfig, draft: bool = False) -> list[str]:
         return [f"model_type {name!r} is not supported; supported: {', '.join(FAMILIES)}"]
     problems = [*quantization_problems(hf), *FAMILIES[name].refusals(hf)]
     layers = hf.get(_PREDICTION_LAYERS) or 0
-    if draft and layers != 1:
+    if draft and (why := FAMILIES[name].DRAFT_REFUSAL):
+        problems.append(f"actor.draft is not supported with a {name} model: {why}")
+    elif draft and layers != 1:
         found = f"{_PREDICTION_LAYERS} is {layers} here"
         problems.append(f"actor.draft needs a model with one multi-token-prediction layer; {found}")
     return problems
@@ -105,7 +112,7 @@ def text_tensors(arch: Architecture) -> Iterator[TensorSpec]:
     yield TensorSpec("model.embed_tokens.weight", vocabulary, "matrix")
     for index in range(arch.num_layers):
         yield from FAMILIES[arch.family].layer_tensors(arch, index)
-    yield TensorSpec("model.norm.weight", (arch.hidden_size,), "norm")
+    yield norm_tensor(arch, "model.norm.weight", arch.hidden_size)
     if not arch.tied:
         yield TensorSpec("lm_head.weight", vocabulary, "matrix")
     if arch.draft:
@@ -182,6 +189,8 @@ def left_out(hf: HfConfig, draft: bool = False) -> list[str]:
     draft: whether actor.draft asks for the multi-token-prediction layer.
     """
     layers = hf.get(_PREDICTION_LAYERS) or 0
+    if names := FAMILIES[hf["model_type"]].LEFT_OUT:
+        return [f"{', '.join(f'{name}*' for name in names)}, if the files have them"]
     if not layers or draft:
         return []
     first = hf["num_hidden_layers"]
@@ -208,6 +217,8 @@ def is_left_out(arch: Architecture, tensor: str) -> bool:
         return True
     if tensor == "lm_head.weight" and arch.tied:
         return True
+    if tensor.startswith(FAMILIES[arch.family].LEFT_OUT):
+        return True
     layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", tensor)
     if layer is None or int(layer[1]) < arch.num_layers:
         return False
@@ -216,4 +227,4 @@ def is_left_out(arch: Architecture, tensor: str) -> bool:
 
 def exported_config(hf: HfConfig, draft: bool = False) -> dict[str, object]:
     """Returns the config.json for export and publish: without quantisation and ignored layers."""
-    return {**dequantised_config(hf), **({_PREDICTION_LAYERS: 0} if left_out(hf, draft) else {})}
+    return {**dequantised_config(hf), **({_PREDICTION_LAYERS: 0} if hf.get(_PREDICTION_LAYERS) and not draft else {})}

@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3_5MoeTextConfig,
     Qwen3MoeConfig,
 )
 
@@ -60,6 +61,12 @@ _GLM = (
     | _NO_GROUPS
     | {"head_dim": 32, "rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.5}}
 )
+_QWEN35 = SIZES | {
+    "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+}  # fmt: skip
 CONFIGS = {
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=32),
     "qwen3_tied": lambda: Qwen3Config(**(SIZES | {"tie_word_embeddings": True}), head_dim=32),
@@ -78,6 +85,7 @@ CONFIGS = {
         **(_MLA | {"q_lora_rank": None}), **(_ROUTED | {"n_shared_experts": 2}), **_NO_GROUPS, rms_norm_eps=1e-6,
         rope_parameters=_PLAIN,
     ),
+    "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(**_QWEN35),
 }  # fmt: skip
 
 
