@@ -15,13 +15,13 @@ from typing import Any
 from megagrpo.config.libraries import setting_problems
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.families.table import read_description
+from megagrpo.families.table import architecture_of, model_problems, read_description
 from megagrpo.system.environment import WEIGHT_LOADER, get, without_expandable_segments
 
 _INTERLEAVES = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
 
 _STATES = 3  # of a running request
-_STATES_ON_CUDA = 5  # likewise, with overlapping schedules, which SGLang has on GPUs
+_STATES_ON_CUDA = 5  # likewise, if schedules overlap
 
 Settings = dict[str, Any]  # by field of SGLang's ServerArgs
 
@@ -118,8 +118,7 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
         settings["enable_return_routed_experts"] = True
     settings |= _on_cuda(rollout) if place.cuda else _stand_ins().SETTINGS
     if is_recurrent(config.model.path):
-        slots = state_slots(rollout, place.cuda)
-        settings |= {"max_mamba_cache_size": slots}
+        settings["max_mamba_cache_size"] = num_states(rollout, place.cuda)
         settings |= {} if place.cuda else _stand_ins().RECURRENT
     return settings | rollout.sglang
 
@@ -129,20 +128,20 @@ def is_recurrent(model: str) -> bool:
     values."""
     file = Path(model) / "config.json"
     hf = read_description(file) if file.is_file() else {}
-    return "linear_attention" in (hf.get("text_config", hf).get("layer_types") or ())
+    return not model_problems(hf) and architecture_of(hf).linear is not None
 
 
-def state_slots(rollout: RolloutConfig, cuda: bool) -> int:
-    """Returns the states that an engine with recurrent layers has room for; SGLang would size them
-    by free memory.
+def num_states(rollout: RolloutConfig, cuda: bool) -> int:
+    """Returns the states that an engine with recurrent layers holds; SGLang would take what memory
+    is free.
 
-    A running request needs one, and beside a prefix cache more, while it is read, kept or copied:
-    SGLang runs fewer requests if these do not fit (_calculate_mamba_ratio of its
-    mem_cache/kv_cache_configurator.py).
+    Beside a prefix cache a running request needs several: its own, and those kept for others
+    (_calculate_mamba_ratio of SGLang's mem_cache/kv_cache_configurator.py). With fewer states fewer
+    requests would run.
     """
     beside_cache = _STATES_ON_CUDA if cuda else _STATES
     each = 1 if rollout.sglang.get("disable_radix_cache") else beside_cache
-    return rollout.sglang.get("max_mamba_cache_size", each * rollout.max_running_requests)
+    return each * rollout.max_running_requests
 
 
 def _on_cuda(rollout: RolloutConfig) -> Settings:
