@@ -95,7 +95,7 @@ def random_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def stir(model: PreTrainedModel) -> None:
-    """Norms of one and biases of zero would hide a mistake."""
+    """Norms of one, biases of zero and states that last for a token would hide a mistake."""
     biases = [
         buffer for key, buffer in model.named_buffers() if key.endswith("e_score_correction_bias")
     ]
@@ -103,6 +103,9 @@ def stir(model: PreTrainedModel) -> None:
         for tensor in [*model.parameters(), *biases]:
             if tensor.dim() == 1:
                 tensor += 0.2 * torch.randn_like(tensor)
+        for name, tensor in model.named_parameters():
+            if name.endswith("A_log"):
+                tensor.uniform_(-5.0, -1.0)
 
 
 def write_model(folder: Path, name: str, config: PretrainedConfig) -> None:
