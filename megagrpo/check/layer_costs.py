@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megagrpo.config.actor import ActorConfig
-from megagrpo.families.architecture import Architecture, LatentAttention
+from megagrpo.families.architecture import Architecture, LatentAttention, LinearAttention
 from megagrpo.families.table import text_tensors
 
 ITEM = 2  # bytes of a bf16 value
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1}
 _FP32 = 4
+_CHUNK = 64  # tokens that a gated delta net's kernel computes at once
 HOST_ADAM_BYTES = 16  # of an element on the host: float32 weight, gradient and both moments
 
 
@@ -36,17 +37,22 @@ class _Tokens:
 
 
 def layer_cost(
-    arch: Architecture, actor: ActorConfig, tokens: float, moe: bool, imbalance: float
+    arch: Architecture, actor: ActorConfig, tokens: float, layer: int, imbalance: float
 ) -> LayerCost:
-    """Returns the cost of one layer of a micro-batch of `tokens`.
+    """Returns the cost of layer `layer`, counted from 0, of a micro-batch of `tokens`.
 
     imbalance: tokens that the fullest expert rank gets, over the mean.
     """
     p = actor.parallel
     at = _Tokens(tokens / p.cp, tokens / p.cp / p.tp, 2 if actor.dtype == "bfloat16" else 4)
-    attention = _attention(arch, actor, at)
+    if arch.linear is not None and arch.is_linear(layer):
+        attention = _linear_attention(arch, arch.linear, actor, at)
+    else:
+        attention = _attention(arch, actor, at)
     feed_forward = (
-        _experts(arch, actor, at, imbalance) if moe else _mlp(arch, actor, at, arch.ffn_size)
+        _experts(arch, actor, at, imbalance)
+        if arch.has_experts(layer)
+        else _mlp(arch, actor, at, arch.ffn_size)
     )
     norms = 4 * arch.hidden_size * at.part * at.width  # input and output of both
     sent = {
@@ -72,12 +78,16 @@ def _attention(arch: Architecture, actor: ActorConfig, at: _Tokens) -> LayerCost
     )  # then every rank gathers the whole projection, and has one key/value head
     heads = arch.num_heads / p.tp
     groups = max(arch.num_kv_heads / p.tp, 1)
-    qkv = (arch.num_heads + 2 * arch.num_kv_heads) / p.tp * dim
+    gates = arch.num_heads * arch.output_gate
+    qkv = (arch.num_heads + gates + 2 * arch.num_kv_heads) / p.tp * dim
     held = qkv * p.tp if shared else qkv
     # the projection; queries before their norm; queries and keys turned; attention's output and its
-    # log-sum-exp
+    # log-sum-exp; with a gate its sigmoid and their product
     kept = (
-        held + heads * dim * arch.qk_norm + (heads + groups) * dim + heads * dim
+        held
+        + heads * dim * arch.qk_norm
+        + (heads + groups) * dim
+        + heads * dim * (1 + 2 * arch.output_gate)
     ) * at.width + heads * _FP32
     return LayerCost(
         kept=kept * at.whole,
@@ -87,6 +97,33 @@ def _attention(arch: Architecture, actor: ActorConfig, at: _Tokens) -> LayerCost
         sent={
             "tp": _gathers(arch, actor, at, 2),
             "cp": 2 * groups * dim * at.whole * at.width * (p.cp - 1),
+        },
+    )
+
+
+def _linear_attention(
+    arch: Architecture, linear: LinearAttention, actor: ActorConfig, at: _Tokens
+) -> LayerCost:
+    """Returns the cost of a gated delta net, as flash-linear-attention's kernels compute it."""
+    p = actor.parallel
+    heads = linear.value_heads / p.tp
+    values = heads * linear.value_dim
+    keys = heads * linear.key_dim  # each is repeated for the value heads that share it
+    rows = linear.channels / p.tp + values + 2 * heads
+    # input of the convolution; queries, keys and values, each in one piece; the system of a chunk;
+    # the rule's output, gates and their product; decay and beta, and sums of them
+    kept = (linear.channels / p.tp + 2 * keys + 4 * values + heads * _CHUNK) * at.width
+    kept += 4 * heads * _FP32
+    # of a token: products in its chunk; the state is read twice and written
+    rule = 2 * _CHUNK * (3 * keys + 2 * values) + 6 * keys * linear.value_dim
+    return LayerCost(
+        kept=kept * at.whole,
+        transient=(2 * rows * at.width + 5 * values * _FP32) * at.whole + _gathered(arch, actor, at),
+        flops=(2 * arch.hidden_size * (rows + values) + rule) * at.whole,
+        pair_flops=0.0,
+        sent={
+            "tp": _gathers(arch, actor, at, 2),
+            "cp": (rows + values) * at.whole * at.width * (p.cp - 1) / p.cp,
         },
     )
 

@@ -122,6 +122,11 @@ class Architecture:
         """Tells whether layer `index`, counted from 0, has experts."""
         return self.is_moe and index >= self.dense_layers
 
+    @property
+    def attention_layers(self) -> int:
+        """Counts the layers whose cost grows with the square of a sequence."""
+        return self.num_layers - (sum(self.linear.layers) if self.linear else 0)
+
     def is_linear(self, index: int) -> bool:
         """Tells whether layer `index`, counted from 0, has linear attention."""
         return self.linear is not None and self.linear.layers[index]

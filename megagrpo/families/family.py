@@ -70,6 +70,7 @@ class Family:
     DRAFT_REFUSAL: ClassVar[str] = ""  # why actor.draft is not supported
     TAKES_ADAPTERS: ClassVar[bool] = True  # whether actor/layers/lora.py knows its layers
     EXPERT_SIZE_KEY: ClassVar[str] = "moe_intermediate_size"  # of config.json: an expert's width
+    SHARED_SIZE: ClassVar[str] = "n_shared_experts x moe_intermediate_size"  # of config.json
     ROUTING_REFUSAL: ClassVar[str] = ""  # why experts that engines chose cannot be replayed
 
     def refusals(self, hf: HfConfig) -> list[str]:

@@ -174,7 +174,7 @@ def attention_length(arch: Architecture) -> int:
     # of a token at the end of a sequence of n: heads * n multiply-adds, twice, and half of that on
     # average
     heads = arch.num_heads * (arch.head_dim + (arch.mla.v_dim if arch.mla else arch.head_dim)) // 2
-    return max(_products(arch) // arch.num_layers // heads, 1)
+    return max(_products(arch) // max(arch.attention_layers, 1) // heads, 1)
 
 
 def patch_cost(arch: Architecture) -> float:

@@ -25,6 +25,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 
 from megagrpo.actor.layers.attention import PackedSequences, zigzag_position
 
@@ -133,9 +134,13 @@ class GatedDelta(MegatronModule):
         a_log, dt_bias = (self._own(p, heads * self.values) for p in (self.A_log, self.dt_bias))
         decay = -a_log.exp() * F.softplus(alpha.flatten(2).float() + dt_bias.float())
         out = rule(query, key, value, decay, beta.flatten(2).float().sigmoid(), borders)
-        out = F.rms_norm(out.float(), (self.value_dim,), None, self.config.layernorm_epsilon)
-        out = out * self.norm.float() * F.silu(gate.float())
-        return out.to(mixed.dtype).flatten(2).unflatten(2, (heads, -1))
+        out = checkpoint(self._gated_norm, out, gate, use_reentrant=False, preserve_rng_state=False)
+        return out.flatten(2).unflatten(2, (heads, -1))
+
+    def _gated_norm(self, out: Tensor, gate: Tensor) -> Tensor:
+        """Computes in float32, of which nothing is kept: the backward computes it again."""
+        normed = F.rms_norm(out.float(), (self.value_dim,), None, self.config.layernorm_epsilon)
+        return (normed * self.norm.float() * F.silu(gate.float())).to(gate.dtype)
 
     def _own(self, parameter: Tensor, count: int) -> Tensor:
         """Returns the `count` rows of this context rank's heads."""

@@ -162,6 +162,7 @@ class Qwen35Moe(Qwen35):
     )
     SIZE_KEYS = Qwen35.SIZE_KEYS | {*REQUIRED_KEYS[5:]}
     SHARED_MLP = "shared_expert."
+    SHARED_SIZE = "shared_expert_intermediate_size"
 
     def text_part(self, hf: HfConfig) -> HfConfig:
         text = super().text_part(hf)  # its class has no intermediate_size: no layer is dense
