@@ -264,11 +264,6 @@ class ModelWork:
         return self.arch.num_layers + self.arch.draft
 
     @property
-    def linear_layers(self) -> int:
-        """Counts the layers that keep a state of a request in place of keys and values."""
-        return sum(self.arch.linear.layers) if self.arch.linear else 0
-
-    @property
     def token_flops(self) -> float:
         """Returns the FLOPs of one token without attention's own products, head included."""
         return 2.0 * self.dense + 2.0 * self.expert * self.share + 2.0 * self.vocabulary
@@ -302,7 +297,7 @@ class ModelWork:
         arch = self.arch
         mla = self.arch.mla
         heads = 2 * max(1, arch.num_kv_heads // attention_tp) * arch.head_dim
-        layers = self.layers - self.linear_layers
+        layers = arch.attention_layers + arch.draft
         return layers * (mla.kv_lora_rank + mla.rope_dim if mla else heads) * width
 
     def state_bytes(self, attention_tp: int, width: int = ITEM) -> int:
@@ -313,7 +308,7 @@ class ModelWork:
             return 0
         inputs = linear.channels * (linear.kernel - 1) * width
         state = linear.value_heads * linear.value_dim * linear.key_dim * _FP32
-        return self.linear_layers * (inputs + state) // attention_tp
+        return sum(linear.layers) * (inputs + state) // attention_tp
 
 
 def model_work(arch: Architecture) -> ModelWork:

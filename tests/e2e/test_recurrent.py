@@ -7,14 +7,22 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from engine_logprobs import PROMPTS, logprobs_by, sampled
+from engine_logprobs import PROMPTS, logprob_difference, logprobs_by, sampled
 from engine_process import OneEngine, started_engines
 from test_exchange import KEY, NUM_PROMPT_TOKENS, PlainSource, exchange_for, experiment
 from transport_cases import make_model
 
+from examples.laptop.model import write_model
+from megagrpo.check.layer_costs import model_work
+from megagrpo.cpu import engine_command as stand_ins
+from megagrpo.families.model import Model
+from megagrpo.families.table import read_description
+from megagrpo.rollout.service.engine_command import num_states
+from megagrpo.rollout.service.engine_model import as_engines_see_it
+from megagrpo.system.run_folder import RunFolder
 from megagrpo.weights.engines.client import EngineConnection
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
-from tests.experiments import until
+from tests.experiments import ROOT, until
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,6 +34,7 @@ pytestmark = [
 FAMILY = "qwen3_5_moe_text"
 BOUND, DIFFERS = 1e-4, 1e-2  # of log-probabilities: of the same weights, of others
 NEW_TOKENS = 12
+SEEING = ROOT / "configs" / "models" / "Qwen3.5-397B-A17B"
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +54,8 @@ def models(tmp_path_factory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def engine(models, tmp_path_factory) -> Iterator[OneEngine]:
     config = experiment(models[0], "reshard", {"max_running_requests": 8})
-    with started_engines(config, tmp_path_factory.mktemp("engine")) as (engine,):
+    folder, own_modules = tmp_path_factory.mktemp("engine"), [str(Path(__file__).parent)]
+    with started_engines(config, folder, own_modules) as (engine,):
         yield engine
 
 
@@ -139,6 +149,57 @@ def test_a_cache_by_version_keeps_states_apart(engine, models, tmp_path):
     assert distance(new, longer, goes_on) > DIFFERS
     engine.config = whole
     publisher.exchange.close()
+
+
+@pytest.mark.verifies("planning", "recurrent states: planned bytes are those of a real engine")
+def test_planned_states_are_what_an_engine_allocates(engine, models, publisher):
+    publisher.publish(models[0])
+    (connection,) = publisher.exchange._fleet.alive
+    (found,) = connection.ask("bytes", [{"module": "pool_bytes"}])
+    connection.resume(publisher.version)
+    work = model_work(Model.read(models[0]).arch)
+    slots = num_states(engine.config.rollout, cuda=False) + 1
+    assert found["states"] == slots * work.state_bytes(1, width=4) > 0
+    tokens = stand_ins.SETTINGS["max_total_tokens"] + 1
+    assert found["keys and values"] == tokens * work.cache_bytes(1, width=4)
+
+
+def make_seeing_model(folder: Path, text: Path) -> Path:
+    """The same weights as published files have them: beside a tower (without its tensors), the
+    experts of a layer in two tensors."""
+    hf, part = (read_description(path / "config.json") for path in (SEEING, text))
+    hf |= {"text_config": part} | {key: part[key] for key in part if key.endswith("token_id")}
+    tensors, experts = {}, {}
+    for name, tensor in HfFolder(text).items():
+        layer, found, rest = name.replace("model.", "model.language_model.", 1).partition(".experts.")
+        if found:
+            number, kind, _ = rest.split(".")
+            experts.setdefault(f"{layer}.experts.", {})[int(number), kind] = tensor
+        else:
+            tensors[layer] = tensor
+    for prefix, parts in experts.items():
+        numbers = range(part["num_experts"])
+        both = [torch.cat([parts[n, "gate_proj"], parts[n, "up_proj"]]) for n in numbers]
+        tensors[prefix + "gate_up_proj"] = torch.stack(both)
+        tensors[prefix + "down_proj"] = torch.stack([parts[n, "down_proj"] for n in numbers])
+    write_model(folder, hf | {"pad_token_id": 0}, tensors, "0123456789")
+    return folder
+
+
+@pytest.mark.parametrize("load_format", ["dummy", "model"])
+def test_engines_load_the_text_part_of_a_vision_language_model(load_format, models, tmp_path):
+    model = make_seeing_model(tmp_path / "seeing", models[0])
+    config = experiment(model, "reshard", {"load_format": load_format, "max_running_requests": 8})
+    config = as_engines_see_it(config, RunFolder(tmp_path))
+    source = PlainSource(model)
+    with started_engines(config, tmp_path) as (engine,):
+        if load_format == "model":
+            assert logprob_difference(engine.info.url, models[0]).largest <= BOUND
+        for version, transport in enumerate(("reshard", "broadcast", "disk"), 1):
+            exchange = exchange_for(engine, source.load(model), transport, tmp_path)
+            exchange.publish(version)
+            exchange.close()
+            assert logprob_difference(engine.info.url, models[0], version).largest <= BOUND
 
 
 def test_a_response_that_outlives_a_publish_is_read_again_by_the_new_weights(

@@ -189,8 +189,7 @@ def rollout_seconds(
     decode = decode_seconds(target, server, running, held)
     parts = {name: float(steps @ seconds) for name, seconds in decode.items()}
     parts["communication"] += samples * lengths.prompt * _all_reduce_seconds(target, server)
-    layers = target.arch.num_layers - target.work.linear_layers
-    pairs = lengths.prompt**2 / 2 * target.work.attention_flops * layers
+    pairs = lengths.prompt**2 / 2 * target.work.attention_flops * target.arch.attention_layers
     flops = (lengths.prompt * target.work.token_flops + pairs) / server.tp
     prefill = flops / target.peak(server.width)
     return {**parts, "prefill": samples * prefill}
@@ -215,8 +214,8 @@ def decode_seconds(
     states = 2 * running_here * work.state_bytes(server.attention_tp, server.width)
     cells = context * work.cache_bytes(server.attention_tp, server.cache_width)
     cache = (cells + states) / target.memory
-    layers = target.arch.num_layers - work.linear_layers
-    scores = context * work.decode_attention_flops * layers / server.attention_tp
+    scores = context * work.decode_attention_flops * work.arch.attention_layers
+    scores /= server.attention_tp
     flops = running * work.token_flops / server.tp + scores
     products = flops / target.peak(server.width)
     return {
