@@ -151,7 +151,7 @@ def test_a_cache_by_version_keeps_states_apart(engine, models, tmp_path):
     publisher.exchange.close()
 
 
-@pytest.mark.verifies("planning", "recurrent states: planned bytes are those of a real engine")
+@pytest.mark.verifies("runs", "recurrent states: planned bytes are those of a real engine")
 def test_planned_states_are_what_an_engine_allocates(engine, models, publisher):
     publisher.publish(models[0])
     (connection,) = publisher.exchange._fleet.alive

@@ -24,7 +24,8 @@ def causal_conv1d_fn_cpu(
     """
     out = torch.empty_like(x)
     starts = query_start_loc.tolist()
-    past = conv_states[cache_indices] * has_initial_state[:, None, None]
+    # other slots hold what earlier requests left
+    past = conv_states[cache_indices].where(has_initial_state[:, None, None], 0)
     kept = past.clone()
     for i, (start, stop) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
         inputs = torch.cat([past[i].to(x.dtype), x[:, start:stop]], 1)
@@ -49,8 +50,9 @@ def _convolved(inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: 
     assert activation in ("silu", "swish"), activation
     taps = weight.shape[1]
     tokens = inputs.shape[-1] - taps + 1
-    out = sum(inputs[..., i : i + tokens] * weight[:, i, None] for i in range(taps))
-    return F.silu(out if bias is None else out + bias[:, None])
+    parts = (inputs[..., i : i + tokens].float() * weight[:, i, None] for i in range(taps))
+    out = sum(parts, torch.zeros(()) if bias is None else bias[:, None].float())
+    return F.silu(out).to(inputs.dtype)
 
 
 def fused_gdn_gating_cpu(A_log, a, b, dt_bias) -> tuple[Tensor, Tensor]:
@@ -86,9 +88,9 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     """Returns the outputs [1, batch, heads, v] of one more token of each sequence."""
     if settings.get("disable_state_update"):
         raise NotImplementedError("drafts for a model with recurrent layers on a CPU")
-    g, beta = fused_gdn_gating_cpu(A_log, a, b, dt_bias)
+    g, _ = fused_gdn_gating_cpu(A_log, a, b, dt_bias)
     states = initial_state_source[initial_state_indices].float()
-    states, out = _advanced(states, q[0], k[0], v[0], g[0], beta[0])
+    states, out = _advanced(states, q[0], k[0], v[0], g[0], b.float().sigmoid())
     _keep(initial_state_source, initial_state_indices, states)
     return out[None]
 
