@@ -66,6 +66,7 @@ class Family:
     PARTIAL_ROTARY: ClassVar[bool] = False  # rotary embedding may apply to part of a head
     LOADS_ATTENTION_BIAS: ClassVar[bool] = False
     FP8_REFUSAL: ClassVar[str] = ""  # why engines cannot have weights of such a model in FP8
+    ENGINE_ATTENTION: ClassVar[str] = "self_attn"  # SGLang's module of it in a layer; "": the layer
     LEFT_OUT: ClassVar[tuple[str, ...]] = ()  # begin the names of tensors that are not loaded
     DRAFT_REFUSAL: ClassVar[str] = ""  # why actor.draft is not supported
     TAKES_ADAPTERS: ClassVar[bool] = True  # whether actor/layers/lora.py knows its layers

@@ -28,7 +28,7 @@ MODELS = ROOT / "configs" / "models"
 LARGE = {
     *("qwen3_30b_a3b", "qwen3_235b_a22b", "qwen3_235b_a22b_8k"),
     *("glm45_355b", "glm45_air_106b", "kimi_k2_1t", "deepseek_v3_671b"),
-    *("qwen3_vl_30b_a3b", "qwen3_vl_235b_a22b"),
+    *("qwen3_vl_30b_a3b", "qwen3_vl_235b_a22b", "qwen35_397b_a17b"),
 }
 # not published elsewhere; nor are those of examples/laptop
 HYBRID = {"qwen3_235b_hybrid", "deepseek_v3_671b_hybrid"}

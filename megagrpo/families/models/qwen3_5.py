@@ -50,6 +50,7 @@ class Qwen35(Family):
     ROPE_SCALING_REFUSALS = staticmethod(every_scaling_refused)
     PARTIAL_ROTARY = True
     TAKES_ADAPTERS = False
+    ENGINE_ATTENTION = ""
     DRAFT_REFUSAL = "its multi-token-prediction layers (mtp.*) are not loaded"
     LEFT_OUT = ("model.visual.", "mtp.")
     FP8_REFUSAL = "not for models with gated delta nets"
