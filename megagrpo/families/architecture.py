@@ -93,6 +93,7 @@ class Architecture:
     tied: bool  # the output layer is the input embedding
     qkv_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head of queries and keys
+    norm_over_heads: bool = False  # that one is over all heads of a token together
     num_experts: int = 0  # 0: dense
     experts_per_token: int = 0
     expert_ffn_size: int = 0

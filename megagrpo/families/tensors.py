@@ -111,8 +111,9 @@ def attention_tensors(arch: Architecture, attention: str) -> Iterator[TensorSpec
         for name, rows in outputs.items():
             yield TensorSpec(f"{attention}{name}.bias", (rows,), "bias")
     if arch.qk_norm:
-        for name in ("q_norm", "k_norm"):
-            yield norm_tensor(arch, f"{attention}{name}.weight", dim)
+        for name, heads in (("q_norm", arch.num_heads), ("k_norm", arch.num_kv_heads)):
+            width = dim * heads if arch.norm_over_heads else dim
+            yield norm_tensor(arch, f"{attention}{name}.weight", width)
 
 
 def norm_tensor(arch: Architecture, name: str, size: int) -> TensorSpec:

@@ -103,7 +103,7 @@ REST = [
 
 # the large families, whose tests are test_actor_families.py: in CI every layout, and every two
 # other choices
-FAMILIES = ("mixtral", "glm4_moe", "deepseek_v3", "moonlight", "qwen3_5_moe")
+FAMILIES = ("mixtral", "glm4_moe", "deepseek_v3", "moonlight", "qwen3_5_moe", "minimax_m2")
 MORE_FAMILIES = ("glm4_moe_air", "deepseek_v3_plain")  # by --full
 FAMILY_LAYOUTS = ("TP2+SP", "PP2xVPP2", "TP2xEP2", "CP2", "PP2", "TP2xETP2", "EP2")
 _OTHER_CHOICES = {"model": FAMILIES, "batch": tuple(BATCHES), "recompute": RECOMPUTE}

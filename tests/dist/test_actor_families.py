@@ -67,8 +67,8 @@ def test_choices_meet():
     rows = FAMILIES_CI
     assert {case.layout for case in rows} == set(FAMILY_LAYOUTS)
     for one, other, count in (
-        ("model", "batch", 8),
-        ("model", "recompute", 12),
+        ("model", "batch", 2 * len(FAMILIES)),
+        ("model", "recompute", 3 * len(FAMILIES)),
         ("batch", "recompute", 6),
     ):
         assert len({(getattr(case, one), getattr(case, other)) for case in rows}) == count
@@ -78,6 +78,8 @@ def test_choices_meet():
 @pytest.mark.slow
 @pytest.mark.parametrize("model", FAMILIES + MORE_FAMILIES)
 def test_every_layout(hf_families: Path, layout_figures: LayoutFigures, model: str):
+    if model in MORE_FAMILIES:
+        run_transformers(hf_families, "hf_reference.py", model)
     check(hf_families, 1, one_rank_jobs(hf_families, model), layout_figures)
     cases = [case for case in FAMILIES_FULL if case.model == model]
     check(hf_families, 2, jobs_of(cases, 2, hf_families), layout_figures)
@@ -90,9 +92,7 @@ def resumed_elsewhere(folder: Path, model: str, layouts: tuple[str, ...], last: 
     once = {**common, "warm": 1, "then": f"{folder}/one.pt", "save": f"{folder}/checkpoints"}
     run_ranks(1, folder / "save", [once])
     load = {**common, "load": f"{folder}/checkpoints/step_000001"}
-    jobs = [
-        {**load, "parallel": LAYOUTS[name], "then": f"{folder}/{name}.pt"} for name in layouts
-    ]
+    jobs = [{**load, "parallel": LAYOUTS[name], "then": f"{folder}/{name}.pt"} for name in layouts]
     *_, found = run_ranks(2, folder / "load", [*jobs, last])
     one = torch.load(folder / "one.pt", map_location="cpu")
     for name, number in product(layouts, (10, 11)):

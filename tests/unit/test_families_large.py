@@ -19,6 +19,7 @@ from megagrpo.families.table import (
     model_problems,
     model_tensors,
     parameter_counts,
+    read_description,
 )
 from megagrpo.tools.certify.tiny_model import hf_config
 from tests.experiments import QUICKSTART, ROOT, python
@@ -26,7 +27,7 @@ from tests.experiments import QUICKSTART, ROOT, python
 
 def described(name: str) -> dict:
     """config.json as it was published."""
-    return json.loads((ROOT / "configs" / "models" / name / "config.json").read_text())
+    return read_description(ROOT / "configs" / "models" / name / "config.json")
 
 
 MIXTRAL = {
@@ -44,12 +45,15 @@ PARAMETERS = {  # in billions: all, and active without the input embedding
     "Kimi-K2-Instruct": (1026.4, 31.7),
     "Moonlight-16B-A3B": (16.0, 2.6),
     "Mixtral-8x7B": (46.7, 12.7),
+    "MiniMax-M2": (228.7, 10.4),
+    "Kimi-K2.5": (1026.4, 31.7),
 }
 PUBLISHED = {name: MIXTRAL if name == "Mixtral-8x7B" else described(name) for name in PARAMETERS}
 V3, K2, MOONLIGHT = (
     PUBLISHED[name] for name in ("DeepSeek-V3-0324", "Kimi-K2-Instruct", "Moonlight-16B-A3B")
 )
 GLM, AIR, YARN = PUBLISHED["GLM-4.5"], PUBLISHED["GLM-4.5-Air"], V3["rope_scaling"]
+M2, K25 = PUBLISHED["MiniMax-M2"], PUBLISHED["Kimi-K2.5"]
 # config.json, what of it would be computed wrongly, what names it
 REFUSED = [
     (V3, {"scoring_func": "softmax"}, "scoring_func"),
@@ -82,6 +86,22 @@ REFUSED = [
         for key in ("n_group", "first_k_dense_replace", "routed_scaling_factor")
     ),
     (MIXTRAL, {"sliding_window": 4096}, "sliding_window 4096"),
+    (K25, {"scoring_func": "softmax"}, "scoring_func"),
+    (M2, {"use_qk_norm": False}, "use_qk_norm"),
+    (M2, {"qk_norm_type": "per_head"}, "qk_norm_type"),
+    (M2, {"scoring_func": "softmax"}, "scoring_func"),
+    (M2, {"use_routing_bias": False}, "use_routing_bias"),
+    (M2, {"rotary_dim": 130}, "rotary_dim 130"),
+    (M2, {"partial_rotary_factor": 1.0}, "transformers reads the one, engines the other"),
+    (M2, {"attn_type_list": [1] * 61 + [0]}, "attn_type_list"),
+    (M2, {"shared_intermediate_size": 1536}, "shared_intermediate_size"),
+    (M2, {"num_experts_per_tok": 1}, "num_experts_per_tok 1"),
+    (M2, {"rope_scaling": YARN}, "yarn"),
+    # what transformers 5 does not write
+    *(
+        (M2, {key: None}, f"lacks {key}")
+        for key in ("rotary_dim", "use_qk_norm", "use_routing_bias")
+    ),
 ]
 
 
@@ -235,11 +255,28 @@ def test_check_says_what_is_left_out(tmp_path):
     assert "  left out 1 multi-token-prediction layer (model.layers.4)" in explain(config)
 
 
-@pytest.mark.parametrize("hf", [V3, K2, GLM, MIXTRAL])
+@pytest.mark.parametrize("hf", [V3, K2, GLM, MIXTRAL, M2, K25])
 def test_adapters_are_refused(hf):
     actor = load_config(QUICKSTART, ["actor.parallel={}", "actor.lora={rank: 4}"]).actor
     [problem] = layout_problems(architecture_of(hf), actor)
     assert problem.startswith(f"actor.lora is not supported with a {hf['model_type']} model")
+
+
+def test_what_engines_and_transformers_read_is_exported():
+    """MiniMax-M2's rotary_dim, and the fraction that transformers reads in its place; of Kimi-K2.5
+    the text model."""
+    plain = {key: value for key, value in M2.items() if key != "quantization_config"}
+    assert exported_config(M2) == plain | {"partial_rotary_factor": 0.5}
+    assert model_problems(exported_config(M2)) == [] == model_problems(exported_config(K25))
+    text = exported_config(K25)
+    assert (text["model_type"], text["architectures"]) == ("deepseek_v3", ["DeepseekV3ForCausalLM"])
+    assert [line.split("*")[0] for line in left_out(K25)] == ["vision_tower.", "mm_projector."]
+
+
+def test_experts_that_engines_do_not_tell_are_not_replayed():
+    actor = load_config(QUICKSTART, ["actor.routing_replay=rollout", "actor.parallel={}"]).actor
+    (problem,) = layout_problems(architecture_of(M2), actor)
+    assert "does not say which layer chose experts; take old" in problem
 
 
 def test_a_bias_is_moved_only_where_there_is_one():

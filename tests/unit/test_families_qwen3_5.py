@@ -118,7 +118,11 @@ def test_the_text_part_of_a_vision_language_model():
 def test_decays_are_float32_and_gates_whole():
     kept = {spec.name for spec in model_tensors(architecture_of(LARGE)) if spec.dtype is not None}
     assert len(kept) == 45 and all(name.endswith(".linear_attn.A_log") for name in kept)
-    whole = {spec.name.split(".", 4)[4] for spec in model_tensors(architecture_of(LARGE)) if spec.whole and ".layers." in spec.name}
+    whole = {
+        spec.name.split(".", 4)[4]
+        for spec in model_tensors(architecture_of(LARGE))
+        if spec.whole and ".layers." in spec.name
+    }
     assert whole == {
         *("input_layernorm.weight", "post_attention_layernorm.weight", "linear_attn.norm.weight"),
         *("self_attn.q_norm.weight", "self_attn.k_norm.weight"),

@@ -129,6 +129,7 @@ def build_chunk(
             vp_stage,
             transformer_engine,
             TransformerLayer if arch.vision is None else SeeingLayer,
+            arch.norm_over_heads,
         ),
         vocab_size=-(-arch.vocab_size // tp) * tp,
         max_sequence_length=arch.max_positions,

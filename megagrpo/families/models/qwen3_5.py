@@ -88,7 +88,9 @@ class Qwen35(Family):
             problems.append("linear_num_key_heads must divide linear_num_value_heads")
         turning = decoder_architecture(hf).head_dim * rotary_fraction(hf, _ROTARY_FRACTION)
         if turning % 2:
-            problems.append(f"partial_rotary_factor turns {turning:g} of a head; rotary turns pairs")
+            problems.append(
+                f"partial_rotary_factor turns {turning:g} of a head; rotary turns pairs"
+            )
         return problems
 
     def architecture(self, hf: HfConfig) -> Architecture:
@@ -134,7 +136,9 @@ class Qwen35(Family):
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
         rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
-        kinds = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(sizes.num_layers)]
+        kinds = [
+            "full_attention" if i % 4 == 3 else "linear_attention" for i in range(sizes.num_layers)
+        ]
         return {
             "rope_parameters": rope,
             "linear_num_key_heads": sizes.num_heads,

@@ -12,8 +12,15 @@ from pathlib import Path
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
 from megagrpo.families.architecture import HfConfig
 from megagrpo.families.model import write_description
-from megagrpo.families.quantization import fp8_block, load_format_problems
-from megagrpo.families.table import architecture_of, model_problems, read_description
+from megagrpo.families.quantization import quantization_problems
+from megagrpo.families.table import (
+    architecture_of,
+    exported_config,
+    load_format_problems,
+    model_problems,
+    read_description,
+    stored_otherwise,
+)
 from megagrpo.system.run_folder import RunFolder
 
 # SGLang's key of config.json (configs/model_config.py). Its option --language-model-only is refused
@@ -32,10 +39,10 @@ def as_engines_see_it(config: ExperimentConfig, folder: RunFolder) -> Experiment
     description = model / "config.json"
     hf = read_description(description) if description.is_file() else {}
     quantised = config.rollout.quantization is not None
-    text_only = _loads_text_only(hf)
-    if fp8_block(hf) is None and not quantised and not text_only:
+    text_only = _loads_text_only(exported_config(hf))
+    if stored_otherwise(hf) is None and not quantised and not text_only:
         return config
-    problems = load_format_problems(hf, config.rollout.load_format)
+    problems = quantization_problems(hf) + load_format_problems(hf, config.rollout.load_format)
     if problems:
         raise ValueError("; ".join(problems))
     write_description(model, folder.engine_model, fp8=quantised, draft=config.actor.has_draft)

@@ -13,6 +13,7 @@ from transformers import (
     DeepseekV3Config,
     Glm4MoeConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MixtralConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -67,6 +68,12 @@ _QWEN35 = SIZES | {
     "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1], "mrope_interleaved": True},
 }  # fmt: skip
+# what published files have and engines ask for, and transformers drops
+DROPPED = {
+    "deepseek_v3": {"moe_layer_freq": 1},
+    "minimax_m2": {"rotary_dim": 16, "use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid",
+                   "use_routing_bias": True},
+}  # fmt: skip
 CONFIGS = {
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=32),
     "qwen3_tied": lambda: Qwen3Config(**(SIZES | {"tie_word_embeddings": True}), head_dim=32),
@@ -79,6 +86,10 @@ CONFIGS = {
     "glm4_moe_air": lambda: Glm4MoeConfig(**_GLM, use_qk_norm=False, attention_bias=True),
     "deepseek_v3": lambda: DeepseekV3Config(**_MLA, **_ROUTED, **_GROUPS, rope_parameters=_YARN),
     "deepseek_v3_plain": lambda: DeepseekV3Config(**_MLA, **_ROUTED, **_GROUPS, rope_parameters=_PLAIN),
+    "minimax_m2": lambda: MiniMaxM2Config(
+        **SIZES, head_dim=32, num_local_experts=8, num_experts_per_tok=3,
+        rope_parameters={**_PLAIN, "partial_rotary_factor": 0.5},
+    ),
     # no low rank of queries, no groups, no YaRN; transformers gives the latents' norms an epsilon
     # of 1e-6 always
     "moonlight": lambda: DeepseekV3Config(
@@ -122,11 +133,9 @@ def write_model(folder: Path, name: str, config: PretrainedConfig) -> None:
         chosen = row.log_softmax(-1)[torch.arange(length - 1), tokens[1:]]
         loss = loss - (chosen * batch["advantages"][i, 1:length]).sum() / batch["mask"].sum()
     loss.backward()
-    if (
-        config.model_type == "deepseek_v3"
-    ):  # published files have it, engines ask for it, transformers drops it
+    if more := DROPPED.get(config.model_type):
         file = folder / name / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"moe_layer_freq": 1}))
+        file.write_text(json.dumps(json.loads(file.read_text()) | more))
     torch.save({"logits": logits, "loss": float(loss)}, folder / f"{name}.pt")
     # written by the model's own saver, gradients get the checkpoint's names and shapes
     for parameter in model.parameters():
