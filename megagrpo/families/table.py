@@ -19,6 +19,7 @@ from megagrpo.families.models.deepseek_v3 import DeepseekV3
 from megagrpo.families.models.dense import Llama, Qwen2, Qwen3
 from megagrpo.families.models.sigmoid_moe import Glm4Moe
 from megagrpo.families.models.softmax_moe import Mixtral, Qwen3Moe
+from megagrpo.families.models.sparse_attention import DeepseekV32, GlmMoeDsa
 from megagrpo.families.models.vision_language import Qwen3VL, Qwen3VLMoe, Qwen25VL
 from megagrpo.families.quantization import dequantised_config, quantization_problems
 from megagrpo.families.tensors import TensorSpec, adapter_tensors, draft_norms
@@ -37,6 +38,8 @@ FAMILIES: dict[str, Family] = {
     "qwen2_5_vl": Qwen25VL(),
     "qwen3_vl": Qwen3VL(),
     "qwen3_vl_moe": Qwen3VLMoe(),
+    "deepseek_v32": DeepseekV32(),
+    "glm_moe_dsa": GlmMoeDsa(),
 }
 _PREDICTION_LAYERS = "num_nextn_predict_layers"
 

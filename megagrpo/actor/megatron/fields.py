@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megagrpo.config.actor import ActorConfig, OptimizerConfig
-from megagrpo.families.architecture import Architecture, LatentAttention
+from megagrpo.families.architecture import Architecture, LatentAttention, LightningIndexer
 from megagrpo.families.models.deepseek_v3 import YARN_KEYS
 
 Fields = dict[str, Any]  # of one of Megatron's classes, by its names
@@ -122,6 +122,7 @@ def transformer_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels)
         **base,
         **(_expert_fields(arch, actor, kernels) if arch.is_moe else {}),
         **({} if arch.mla is None else _latent_fields(arch, arch.mla)),
+        **({} if arch.indexer is None else _indexer_fields(arch.indexer, actor)),
         **_recompute_fields(arch, actor, kernels),
         **transformer_defaults(arch, actor, kernels),
         **actor.megatron,
@@ -217,6 +218,21 @@ def _latent_fields(arch: Architecture, mla: LatentAttention) -> Fields:
         "rotary_scaling_factor": scaling["factor"] if scaling else 1.0,
         **yarn,
     }
+
+
+def _indexer_fields(indexer: LightningIndexer, actor: ActorConfig) -> Fields:
+    """Returns the fields of sparse attention; without dsa_indexer_loss_coeff its indexer is not
+    trained."""
+    fields: Fields = {
+        "experimental_attention_variant": "dsa",
+        "dsa_indexer_n_heads": indexer.heads,
+        "dsa_indexer_head_dim": indexer.head_dim,
+        "dsa_indexer_topk": indexer.topk,
+        "dsa_indexer_rope_interleaved": indexer.in_pairs,
+    }
+    if actor.parallel.cp > 1:  # the only exchange of its keys that Megatron has
+        fields["cp_comm_type"] = "allgather"
+    return fields
 
 
 def _expert_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:

@@ -11,7 +11,9 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    DeepseekV32Config,
     Glm4MoeConfig,
+    GlmMoeDsaConfig,
     LlamaConfig,
     MixtralConfig,
     PretrainedConfig,
@@ -60,6 +62,10 @@ _GLM = (
     | _NO_GROUPS
     | {"head_dim": 32, "rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.5}}
 )
+# 16 of up to 40 tokens: sparse. A head whose products are all negative scores 0; with many heads no
+# two keys tie
+_SPARSE = _MLA | _ROUTED | {"index_n_heads": 8, "index_head_dim": 16, "index_topk": 16}
+_DENSE = {"index_topk": 64}
 CONFIGS = {
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=32),
     "qwen3_tied": lambda: Qwen3Config(**(SIZES | {"tie_word_embeddings": True}), head_dim=32),
@@ -78,6 +84,13 @@ CONFIGS = {
         **(_MLA | {"q_lora_rank": None}), **(_ROUTED | {"n_shared_experts": 2}), **_NO_GROUPS, rms_norm_eps=1e-6,
         rope_parameters=_PLAIN,
     ),
+    "glm_moe_dsa": lambda: GlmMoeDsaConfig(
+        **_SPARSE, **_NO_GROUPS, rms_norm_eps=1e-6, rope_parameters=_PLAIN
+    ),
+    "glm_moe_dsa_dense": lambda: GlmMoeDsaConfig(
+        **(_SPARSE | _DENSE), **_NO_GROUPS, rms_norm_eps=1e-6, rope_parameters=_PLAIN
+    ),
+    "deepseek_v32": lambda: DeepseekV32Config(**_SPARSE, **_GROUPS, rope_parameters=_YARN),
 }  # fmt: skip
 
 
@@ -111,15 +124,18 @@ def write_model(folder: Path, name: str, config: PretrainedConfig) -> None:
         chosen = row.log_softmax(-1)[torch.arange(length - 1), tokens[1:]]
         loss = loss - (chosen * batch["advantages"][i, 1:length]).sum() / batch["mask"].sum()
     loss.backward()
-    if (
-        config.model_type == "deepseek_v3"
+    if config.model_type in (
+        "deepseek_v3",
+        "deepseek_v32",
+        "glm_moe_dsa",
     ):  # published files have it, engines ask for it, transformers drops it
         file = folder / name / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"moe_layer_freq": 1}))
     torch.save({"logits": logits, "loss": float(loss)}, folder / f"{name}.pt")
     # written by the model's own saver, gradients get the checkpoint's names and shapes
     for parameter in model.parameters():
-        parameter.data = parameter.grad
+        frozen = parameter.grad is None  # an indexer's
+        parameter.data = torch.zeros_like(parameter) if frozen else parameter.grad
     model.save_pretrained(folder / f"{name}.gradients")
 
 
