@@ -193,6 +193,7 @@ def save_actor(
                     get_default_save_sharded_strategy(), _copies_group()
                 ),
                 async_sharded_save=True,
+                async_strategy="mcore",  # by this process: the other needs NVIDIA's resiliency package
                 content_metadata=metadata,
             )
         # on the host: copies of GPU tensors, and tensors that lie there already, except for views

@@ -45,7 +45,7 @@ def cut_short(folder: Path) -> str:
 
 
 def lose_a_file(folder: Path) -> str:
-    file = folder / "actor" / "common.pt"
+    file = folder / "actor" / "metadata.json"
     file.unlink()
     return f"checkpoint file {file} is missing"
 
@@ -132,7 +132,7 @@ def test_disk_full_leaves_the_older_checkpoint(
     }
     base = {"model": str(model), "do": "refusal"}
     save = {**base, "save": str(older.parent), "step": 2}
-    files = ("common.pt", ".metadata", "metadata.json")  # which rank 0 alone writes
+    files = (".metadata", "metadata.json")  # which rank 0 alone writes
     jobs = [save, *({**save, "full": file, "save": str(tmp_path / file)} for file in files)]
     first, *others = run_ranks(2, tmp_path / "ranks", jobs)
     for message in first["messages"]:

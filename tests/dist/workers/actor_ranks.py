@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from megagrpo.actor import step
@@ -330,7 +329,6 @@ def disk_full(*args):
 
 # what only the main rank writes, by Megatron's file
 FULL = {
-    "common.pt": lambda: patch.object(TorchCommonSaveStrategy, "save_common", disk_full),
     ".metadata": lambda: patch.object(FileSystemWriter, "finish", disk_full),
     "metadata.json": lambda: patch.object(serialization, "save_config", disk_full),
 }
