@@ -90,7 +90,9 @@ CONFIGS = {
     "glm_moe_dsa_dense": lambda: GlmMoeDsaConfig(
         **(_SPARSE | _DENSE), **_NO_GROUPS, rms_norm_eps=1e-6, rope_parameters=_PLAIN
     ),
-    "deepseek_v32": lambda: DeepseekV32Config(**_SPARSE, **_GROUPS, rope_parameters=_YARN),
+    "deepseek_v32": lambda: DeepseekV32Config(
+        **_SPARSE, **_GROUPS, num_experts=8, rope_parameters=_YARN
+    ),
 }  # fmt: skip
 
 
