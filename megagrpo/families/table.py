@@ -170,6 +170,8 @@ def attention_length(arch: Architecture) -> int:
     # of a token at the end of a sequence of n: heads * n multiply-adds, twice, and half of that on
     # average
     heads = arch.num_heads * (arch.head_dim + (arch.mla.v_dim if arch.mla else arch.head_dim)) // 2
+    if arch.indexer:  # the keys that a query then sees are as many in long sequences
+        heads = arch.indexer.heads * arch.indexer.head_dim // 2
     return max(_products(arch) // arch.num_layers // heads, 1)
 
 

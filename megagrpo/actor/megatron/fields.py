@@ -122,7 +122,7 @@ def transformer_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels)
         **base,
         **(_expert_fields(arch, actor, kernels) if arch.is_moe else {}),
         **({} if arch.mla is None else _latent_fields(arch, arch.mla)),
-        **({} if arch.indexer is None else _indexer_fields(arch.indexer, actor)),
+        **({} if arch.indexer is None else _indexer_fields(arch.indexer, actor, kernels)),
         **_recompute_fields(arch, actor, kernels),
         **transformer_defaults(arch, actor, kernels),
         **actor.megatron,
@@ -220,9 +220,12 @@ def _latent_fields(arch: Architecture, mla: LatentAttention) -> Fields:
     }
 
 
-def _indexer_fields(indexer: LightningIndexer, actor: ActorConfig) -> Fields:
+def _indexer_fields(indexer: LightningIndexer, actor: ActorConfig, kernels: Kernels) -> Fields:
     """Returns the fields of sparse attention; without dsa_indexer_loss_coeff its indexer is not
-    trained."""
+    trained.
+
+    Without kernels Megatron's core would hold float32 scores of every query and key.
+    """
     fields: Fields = {
         "experimental_attention_variant": "dsa",
         "dsa_indexer_n_heads": indexer.heads,
@@ -230,6 +233,8 @@ def _indexer_fields(indexer: LightningIndexer, actor: ActorConfig) -> Fields:
         "dsa_indexer_topk": indexer.topk,
         "dsa_indexer_rope_interleaved": indexer.in_pairs,
     }
+    if kernels.cuda and kernels.transformer_engine:
+        fields["dsa_kernel_backend"] = "tilelang"
     if actor.parallel.cp > 1:  # the only exchange of its keys that Megatron has
         fields["cp_comm_type"] = "allgather"
     return fields

@@ -102,13 +102,24 @@ class DeepseekV32(DeepseekV3):
         yield from _indexer_tensors(arch, prefix + "indexer.")
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
-        """A tiny model's samples are a few hundred tokens: it chooses 64, and is sparse."""
+        """16 keys: samples of a certificate are longer, those of the smallest runs are not."""
         return {
             **super().tiny_options(sizes),
             "index_n_heads": 8,
             "index_head_dim": sizes.head_dim,
-            "index_topk": 64,
+            "index_topk": 16,
         }
+
+
+def dense_config(hf: HfConfig) -> dict[str, object]:
+    """Returns config.json of the same model without its indexer, as a DeepSeek-V3: the same model
+    for sequences of at most index_topk tokens."""
+    kept = {
+        key: value
+        for key, value in hf.items()
+        if not key.startswith("index") and key not in ("layer_types", "mlp_layer_types")
+    }
+    return kept | {"architectures": [DeepseekV3.HF_CLASS], "model_type": "deepseek_v3"}
 
 
 def _indexer_tensors(arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
