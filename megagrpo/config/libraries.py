@@ -18,8 +18,8 @@ _MODEL = """
     beta_fast beta_slow mscale* num_moe_experts moe_router_topk* moe_ffn_hidden_size moe_latent_size moe_layer_freq
     moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_num_groups moe_router_group_topk
     moe_router_pre_softmax moe_router_score_function moe_router_enable_expert_bias moe_apply_probs_on_input
-    use_fused_weighted_squared_relu mtp_* experimental_attention_variant dsa_indexer_[!lu]* linear_* is_hybrid_model mamba_*
-    use_mamba_mem_eff_path het*"""
+    use_fused_weighted_squared_relu mtp_* experimental_attention_variant dsa_indexer_[!lu]* linear_* is_hybrid_model
+    mamba_* use_mamba_mem_eff_path het*"""
 # our key -> the fields that say the same
 _TRANSFORMER_OURS = {
     "model.path": _MODEL,

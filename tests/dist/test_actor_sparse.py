@@ -6,12 +6,15 @@ tests/dist/cases.py lists the layouts that CI runs; `--full` runs every one, in 
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from megagrpo.families.models.sparse_attention import dense_config
 from tests.dist.cases import BATCHES, LAYOUTS, SPARSE_CI
 from tests.dist.figures import LayoutFigures
 from tests.dist.test_actor_families import one_rank_jobs
@@ -58,20 +61,51 @@ def test_planted_mistakes_are_seen_and_an_update_leaves_indexers_alone(one_rank:
     assert trained == right | {"unmoved": False}
 
 
-def test_dense_up_to_topk_tokens(one_rank: Path):
-    """An engine on a CPU is started as DeepSeek-V3: without an indexer the same model computes the
-    same, if no sequence is longer than index_topk."""
-    source, folder = one_rank / "glm_moe_dsa_dense", one_rank / "as_deepseek_v3"
+def rewritten(
+    source: Path, name: str, description: Callable, tensor: Callable[[str, Tensor], Tensor | None]
+) -> Path:
+    """A model beside `source` that must compute the same, by other tensors (None: without it)."""
+    folder = source.with_name(name)
     for kind in ("", ".gradients"):
         shutil.copytree(f"{source}{kind}", f"{folder}{kind}")
         file = Path(f"{folder}{kind}") / "model.safetensors"
-        save_file({k: v for k, v in load_file(file).items() if ".indexer." not in k}, file)
+        found = {key: tensor(key, value) for key, value in load_file(file).items()}
+        save_file({key: value for key, value in found.items() if value is not None}, file)
     shutil.copy(f"{source}.pt", f"{folder}.pt")
-    hf = json.loads((folder / "config.json").read_text())
-    hf = {k: v for k, v in hf.items() if not k.startswith("index")} | {"model_type": "deepseek_v3"}
-    (folder / "config.json").write_text(json.dumps(hf))
-    jobs = [{"do": "forward", "model": str(model)} for model in (source, folder)]
-    for result in run_ranks(1, one_rank / "dense", jobs):
+    file = folder / "config.json"
+    file.write_text(json.dumps(description(json.loads(file.read_text()))))
+    return folder
+
+
+def in_pairs(name: str, tensor: Tensor) -> Tensor:
+    """Rows of an indexer for rotary embedding of neighbours: 8 of 16 numbers turn, in halves in
+    `tensor`."""
+    order = [place + late for place in range(4) for late in (0, 4)] + list(range(8, 16))
+    if ".indexer.wq_b." in name:
+        return tensor.unflatten(0, (8, 16))[:, order].flatten(0, 1).contiguous()
+    turned = ".indexer.wk." in name or ".indexer.k_norm." in name
+    return tensor[order].contiguous() if turned else tensor
+
+
+def test_dense_up_to_topk_tokens_and_the_rotary_form_of_published_indexers(one_rank: Path):
+    """An engine on a CPU is started as DeepSeek-V3: without an indexer the same model computes the
+    same, if no sequence is longer than index_topk. GLM-5's indexers turn neighbours, which
+    transformers does not know."""
+    dense = one_rank / "glm_moe_dsa_dense"
+    models = [
+        dense,
+        rewritten(
+            dense,
+            "as_deepseek_v3",
+            dense_config,
+            lambda name, tensor: None if ".indexer." in name else tensor,
+        ),
+        rewritten(
+            one_rank / MODEL, "pairs", lambda hf: hf | {"indexer_rope_interleave": True}, in_pairs
+        ),
+    ]
+    jobs = [{"do": "forward", "model": str(model)} for model in models]
+    for result in run_ranks(1, one_rank / "rewritten", jobs):
         assert result["logits"] < LOGIT_BOUND and result["export"]
         assert max(result["gradients"].values()) < GRADIENT_BOUND
 

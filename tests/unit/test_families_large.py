@@ -1,4 +1,4 @@
-"""Mixtral, GLM-4.5, DeepSeek-V3, Kimi-K2, Moonlight: published sizes, refusals by name, what is
+"""Mixtral, GLM-4.5, GLM-5, DeepSeek-V3 and V3.2, Kimi-K2, Moonlight: published sizes, refusals by name, what is
 left out."""
 
 import json
@@ -44,12 +44,22 @@ PARAMETERS = {  # in billions: all, and active without the input embedding
     "Kimi-K2-Instruct": (1026.4, 31.7),
     "Moonlight-16B-A3B": (16.0, 2.6),
     "Mixtral-8x7B": (46.7, 12.7),
+    "GLM-5": (743.9, 40.8),
+    "DeepSeek-V3.2": (671.9, 37.5),
 }
-PUBLISHED = {name: MIXTRAL if name == "Mixtral-8x7B" else described(name) for name in PARAMETERS}
+V32 = {
+    "model_type": "deepseek_v32",
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+}  # what it has besides V3's
+OTHERS = {"Mixtral-8x7B": MIXTRAL, "DeepSeek-V3.2": described("DeepSeek-V3-0324") | V32}
+PUBLISHED = {name: OTHERS.get(name) or described(name) for name in PARAMETERS}
 V3, K2, MOONLIGHT = (
     PUBLISHED[name] for name in ("DeepSeek-V3-0324", "Kimi-K2-Instruct", "Moonlight-16B-A3B")
 )
 GLM, AIR, YARN = PUBLISHED["GLM-4.5"], PUBLISHED["GLM-4.5-Air"], V3["rope_scaling"]
+GLM5 = PUBLISHED["GLM-5"]
 # config.json, what of it would be computed wrongly, what names it
 REFUSED = [
     (V3, {"scoring_func": "softmax"}, "scoring_func"),
@@ -82,6 +92,13 @@ REFUSED = [
         for key in ("n_group", "first_k_dense_replace", "routed_scaling_factor")
     ),
     (MIXTRAL, {"sliding_window": 4096}, "sliding_window 4096"),
+    (GLM5, {"index_topk_freq": 4}, "index_topk_freq 4"),
+    (GLM5, {"indexer_types": ["full", "shared"] * 39}, "(GLM-5.2)"),
+    (GLM5, {"index_kpool": 4}, "index_kpool 4"),
+    (GLM5, {"q_lora_rank": None}, "lacks q_lora_rank"),
+    (GLM5, {"index_head_dim": 32}, "index_head_dim 32 is less than qk_rope_head_dim 64"),
+    (GLM5, {"mlp_layer_types": ["sparse"] * 78}, "mlp_layer_types"),
+    (PUBLISHED["DeepSeek-V3.2"], {"index_topk": None}, "lacks index_topk"),
 ]
 
 

@@ -28,7 +28,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
-from megagrpo.actor.layers.attention import CausalAttention, PackedSequences
+from megagrpo.actor.layers.attention import CausalAttention
 from megagrpo.actor.layers.whole_linear import WholeLinear
 
 _NORM_EPSILON = 1e-6  # of the published code and of engines, whatever the model's norms have
@@ -86,7 +86,9 @@ class Indexer(torch.nn.Module):
         mixed = torch.cat(parts, -1)
         if config.sequence_parallel:
             mixed = gather_from_sequence_parallel_region(
-                mixed, tensor_parallel_output_grad=False, group=mpu.get_tensor_model_parallel_group()
+                mixed,
+                tensor_parallel_output_grad=False,
+                group=mpu.get_tensor_model_parallel_group(),
             )
         queries, keys, weights = mixed.split([part.shape[-1] for part in parts], -1)
         length = self._rotary.get_rotary_seq_len(None, None, x, config, packed_seq_params)
@@ -144,8 +146,8 @@ class SparseAttention(CausalAttention):
         attention_mask,
         /,
         *,
-        x,
-        qr,
+        x=None,
+        qr=None,
         attn_mask_type=None,
         attention_bias=None,
         packed_seq_params=None,
