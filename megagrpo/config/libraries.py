@@ -336,7 +336,7 @@ def _trainer_rules(actor: ActorConfig) -> _Rules:
             TRANSFORMER,
             "deallocate_pipeline_outputs",
             overlaps,
-            "with overlap_p2p_comm Megatron-Core 0.16.1 frees an output that it is still sending",
+            "with overlap_p2p_comm each message would be waited for before its output is freed",
         ),
         (
             TRANSFORMER,

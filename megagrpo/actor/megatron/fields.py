@@ -50,7 +50,7 @@ def transformer_defaults(arch: Architecture, actor: ActorConfig, kernels: Kernel
     | overlap_p2p_comm | CUDA with virtual stages, the only schedule that has it |
     | deallocate_pipeline_outputs | CUDA with pipeline stages, if messages do not overlap |
 
-    The last two exclude each other: Megatron-Core 0.16.1 frees an output that it is still sending.
+    The last two exclude each other: an output is freed when its message was waited for.
     """
     engine = kernels.transformer_engine
     p = actor.parallel
@@ -95,7 +95,7 @@ def transformer_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels)
         "activation_func": "silu",
         "add_bias_linear": False,
         "add_qkv_bias": arch.qkv_bias,
-        "qk_layernorm": arch.qk_norm or arch.mla is not None,
+        "qk_layernorm": arch.qk_norm,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": p.tp,

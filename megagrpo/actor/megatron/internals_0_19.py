@@ -6,6 +6,7 @@ and ._postprocess (model.py), and the attribute `router_replay` of TopKRouter, w
 undocumented (routing/replay.py).
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -20,15 +21,18 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.safe_globals import safe_load_from_bytes
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 
 from megagrpo.actor.layers import combine, rotary
+from megagrpo.actor.layers.attention import CausalAttention
 from megagrpo.actor.layers.whole_linear import WholeLinear
 
 _VERSION = "0.19."
@@ -38,6 +42,14 @@ if not _installed.startswith(_VERSION):
         f"{_VERSION}x: "
         "pip install 'megatron-core>=0.19,<0.20'"
     )
+
+# modules that warn every run of classes and forms which a later version will replace
+_ADVISORS = (
+    "models.gpt.gpt_model",
+    "transformer.transformer_layer",
+    "distributed.distributed_data_parallel",
+    "dist_checkpointing.strategies.torch",
+)
 
 
 def install() -> None:
@@ -52,10 +64,36 @@ def install() -> None:
     multi_latent_attention.Linear = WholeLinear
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False
+    # It would refuse a norm of the keys' latent beside queries without one, as Moonlight has.
+    multi_latent_attention.MLASelfAttention._resolve_qk_norm_config = _as_specified
+    multi_latent_attention._prepare_mla_core_attention_value = partial(
+        _padded_for_kernels, multi_latent_attention._prepare_mla_core_attention_value
+    )
     token_dispatcher.unpermute = combine.unpermute
+    # Megatron replaces the function that a pickled tensor names. Engines, which have no Megatron and
+    # unpickle only what they know, would end themselves at the first publish.
+    safe_load_from_bytes.__module__ = torch.storage.__name__
+    safe_load_from_bytes.__qualname__ = safe_load_from_bytes.__name__ = "_load_from_bytes"
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:  # without Transformer Engine and Apex
         clip_grads.l2_norm_impl = _norm_of_tensors
     share_angles()
+    for name in _ADVISORS:
+        logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
+
+
+def _as_specified(_: object, submodules: MLASelfAttentionSubmodules) -> dict:
+    """Returns the modules of latent attention by their names."""
+    return vars(submodules)
+
+
+def _padded_for_kernels(
+    pad: Callable, attention: torch.nn.Module, query: Tensor, value: Tensor, packed: object
+) -> tuple:
+    """Pads packed values of latent attention to the queries' width for Transformer Engine alone; our
+    attention takes both."""
+    if isinstance(attention.core_attention, CausalAttention):
+        return value, False, value.shape[-1], value.shape[-1]
+    return pad(attention, query, value, packed)
 
 
 def _norm_of_tensors(
