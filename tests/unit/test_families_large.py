@@ -240,6 +240,8 @@ def test_the_length_at_which_attention_costs_as_much_as_the_rest(name):
                 spec.size * arch.experts_per_token // arch.num_experts if spec.expert else spec.size
             )
     heads = arch.num_heads * (arch.head_dim + (arch.mla.v_dim if arch.mla else arch.head_dim)) / 2
+    if arch.indexer is not None:  # it alone meets every key
+        heads = arch.indexer.heads * arch.indexer.head_dim / 2
     assert attention_length(arch) == pytest.approx(elements / arch.num_layers / heads, abs=2)
 
 

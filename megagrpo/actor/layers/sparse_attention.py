@@ -146,11 +146,10 @@ class SparseAttention(CausalAttention):
         attention_mask,
         /,
         *,
+        packed_seq_params=None,
         x=None,
         qr=None,
-        attn_mask_type=None,
-        attention_bias=None,
-        packed_seq_params=None,
+        **_,
     ):
         """As CausalAttention's; x, qr: what the indexer reads. Sequences of at most topk tokens are
         dense."""
