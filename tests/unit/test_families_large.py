@@ -45,21 +45,16 @@ PARAMETERS = {  # in billions: all, and active without the input embedding
     "Moonlight-16B-A3B": (16.0, 2.6),
     "Mixtral-8x7B": (46.7, 12.7),
     "GLM-5": (743.9, 40.8),
-    "DeepSeek-V3.2": (671.9, 37.5),
 }
-V32 = {
-    "model_type": "deepseek_v32",
-    "index_n_heads": 64,
-    "index_head_dim": 128,
-    "index_topk": 2048,
-}  # what it has besides V3's
-OTHERS = {"Mixtral-8x7B": MIXTRAL, "DeepSeek-V3.2": described("DeepSeek-V3-0324") | V32}
-PUBLISHED = {name: OTHERS.get(name) or described(name) for name in PARAMETERS}
+PUBLISHED = {name: MIXTRAL if name == "Mixtral-8x7B" else described(name) for name in PARAMETERS}
 V3, K2, MOONLIGHT = (
     PUBLISHED[name] for name in ("DeepSeek-V3-0324", "Kimi-K2-Instruct", "Moonlight-16B-A3B")
 )
 GLM, AIR, YARN = PUBLISHED["GLM-4.5"], PUBLISHED["GLM-4.5-Air"], V3["rope_scaling"]
 GLM5 = PUBLISHED["GLM-5"]
+# its config.json is V3's with these
+V32 = V3 | {"model_type": "deepseek_v32", "index_n_heads": 64, "index_head_dim": 128}
+V32 |= {"index_topk": 2048}
 # config.json, what of it would be computed wrongly, what names it
 REFUSED = [
     (V3, {"scoring_func": "softmax"}, "scoring_func"),
@@ -98,7 +93,7 @@ REFUSED = [
     (GLM5, {"q_lora_rank": None}, "lacks q_lora_rank"),
     (GLM5, {"index_head_dim": 32}, "index_head_dim 32 is less than qk_rope_head_dim 64"),
     (GLM5, {"mlp_layer_types": ["sparse"] * 78}, "mlp_layer_types"),
-    (PUBLISHED["DeepSeek-V3.2"], {"index_topk": None}, "lacks index_topk"),
+    (V32, {"index_topk": None}, "lacks index_topk"),
 ]
 
 
@@ -151,6 +146,13 @@ def test_what_would_be_computed_wrongly_is_refused_by_name(hf, change, said):
     }
     (problem,) = model_problems(changed)
     assert said in problem
+
+
+def test_deepseek_v32_is_v3_with_indexers():
+    more = (
+        parameter_counts(architecture_of(V32)).dense - parameter_counts(architecture_of(V3)).dense
+    )
+    assert more == 61 * (64 * 128 * 1536 + (128 + 64) * 7168 + 2 * 128)
 
 
 def test_groups_score_their_best_two():
