@@ -18,8 +18,8 @@ _MODEL = """
     beta_fast beta_slow mscale* num_moe_experts moe_router_topk* moe_ffn_hidden_size moe_latent_size moe_layer_freq
     moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_num_groups moe_router_group_topk
     moe_router_pre_softmax moe_router_score_function moe_router_enable_expert_bias moe_apply_probs_on_input
-    use_fused_weighted_squared_relu mtp_* experimental_attention_variant dsa_* linear_* is_hybrid_model mamba_*
-    use_mamba_mem_eff_path het*"""
+    use_fused_weighted_squared_relu mtp_* experimental_attention_variant dsa_indexer_[!lu]* linear_* is_hybrid_model
+    mamba_* use_mamba_mem_eff_path het*"""
 # our key -> the fields that say the same
 _TRANSFORMER_OURS = {
     "model.path": _MODEL,
@@ -70,6 +70,9 @@ _TRANSFORMER_REFUSED = {
     "its process groups or its transport are not created here": """hierarchical_context_parallel_sizes
         max_seqlen_per_dp_cp_rank hybrid_context_parallel pipeline_model_parallel_comm_backend use_ring_exchange_p2p
         *gtp_weight_remat_size *tensor_parallel_num_weight_shards""",
+    # GLM-5 (arXiv 2602.15763) freezes it in reinforcement learning, too
+    "the indexer is frozen: a choice of keys has no gradient, and a loss of its own would move it "
+    "away from the one that sampled": "dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss",
     "no engine computes so": """
         fp32_residual_connection qk_clip* log_max_attention_logit test_mode *kitchen* quant_recipe
         use_mup mup_* moe_router_quantile_balancing_ema""",

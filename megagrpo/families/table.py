@@ -21,6 +21,7 @@ from megagrpo.families.models.minimax_m2 import MiniMaxM2
 from megagrpo.families.models.qwen3_5 import Qwen35, Qwen35Moe
 from megagrpo.families.models.sigmoid_moe import Glm4Moe
 from megagrpo.families.models.softmax_moe import Mixtral, Qwen3Moe
+from megagrpo.families.models.sparse_attention import DeepseekV32, GlmMoeDsa
 from megagrpo.families.models.vision_language import Qwen3VL, Qwen3VLMoe, Qwen25VL
 from megagrpo.families.quantization import (
     dequantised_config,
@@ -49,6 +50,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_text": Qwen35(),
     "minimax_m2": MiniMaxM2(),
     "kimi_k25": KimiK25(),
+    "deepseek_v32": DeepseekV32(),
+    "glm_moe_dsa": GlmMoeDsa(),
 }
 _PREDICTION_LAYERS = "num_nextn_predict_layers"
 
@@ -183,6 +186,8 @@ def attention_length(arch: Architecture) -> int:
     # of a token at the end of a sequence of n: heads * n multiply-adds, twice, and half of that on
     # average
     heads = arch.num_heads * (arch.head_dim + (arch.mla.v_dim if arch.mla else arch.head_dim)) // 2
+    if arch.indexer:  # the keys that a query then sees are as many in long sequences
+        heads = arch.indexer.heads * arch.indexer.head_dim // 2
     return max(_products(arch) // max(arch.attention_layers, 1) // heads, 1)
 
 

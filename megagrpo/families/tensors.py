@@ -10,8 +10,18 @@ from typing import Literal, NamedTuple
 
 from megagrpo.families.architecture import Architecture
 
-# a router, what latent attention projects down, and a draft's projection
-_WHOLE = ("gate", "q_a_proj", "kv_a_proj_with_mqa", "eh_proj", "shared_expert_gate")
+# a router, what latent attention projects down, a draft's projection, and an indexer
+_WHOLE = (
+    "gate",
+    "shared_expert_gate",
+    "q_a_proj",
+    "kv_a_proj_with_mqa",
+    "eh_proj",
+    "wq_b",
+    "wk",
+    "weights_proj",
+    "k_norm",
+)
 
 
 @dataclass(frozen=True)

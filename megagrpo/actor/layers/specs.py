@@ -32,6 +32,7 @@ from megagrpo.actor.layers.attention import CausalAttention
 from megagrpo.actor.layers.draft import LayerModules
 from megagrpo.actor.layers.gated_delta import gated_delta_spec
 from megagrpo.actor.layers.norm_over_heads import NormOverHeads
+from megagrpo.actor.layers.sparse_attention import sparse_attention
 from megagrpo.actor.layers.whole_linear import WholeLinear
 
 
@@ -118,7 +119,10 @@ def layer_modules(
         attention = CausalAttention
         whole_linear = WholeLinear
     if config.multi_latent_attention:
-        attention_spec = _latent_attention(backend, norm, attention, whole_linear)
+        latent: type = MLASelfAttention
+        if config.experimental_attention_variant == "dsa":
+            latent, attention = sparse_attention(transformer_engine)
+        attention_spec = _latent_attention(backend, norm, latent, attention, whole_linear)
     else:
         attention_spec = _grouped_attention(
             backend, norm if config.qk_layernorm else IdentityOp, attention
@@ -164,11 +168,15 @@ def _grouped_attention(
 
 
 def _latent_attention(
-    backend: BackendSpecProvider, norm: type, attention: type, whole_linear: type
+    backend: BackendSpecProvider,
+    norm: type,
+    latent: type,
+    attention: type | ModuleSpec,
+    whole_linear: type,
 ) -> ModuleSpec:
     column = backend.column_parallel_linear()
     return ModuleSpec(
-        module=MLASelfAttention,
+        module=latent,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=column,

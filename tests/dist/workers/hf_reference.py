@@ -11,15 +11,17 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    DeepseekV32Config,
     Glm4MoeConfig,
+    GlmMoeDsaConfig,
     LlamaConfig,
     MiniMaxM2Config,
     MixtralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
-    Qwen3Config,
     Qwen3_5MoeTextConfig,
+    Qwen3Config,
     Qwen3MoeConfig,
 )
 
@@ -70,10 +72,14 @@ _QWEN35 = SIZES | {
 }  # fmt: skip
 # what published files have and engines ask for, and transformers drops
 DROPPED = {
-    "deepseek_v3": {"moe_layer_freq": 1},
+    **{name: {"moe_layer_freq": 1} for name in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")},
     "minimax_m2": {"rotary_dim": 16, "use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid",
                    "use_routing_bias": True},
 }  # fmt: skip
+# 16 of up to 40 tokens: sparse. A head whose products are all negative scores 0; with many heads no
+# two keys tie
+_SPARSE = _MLA | _ROUTED | {"index_n_heads": 8, "index_head_dim": 16, "index_topk": 16}
+_DENSE = {"index_topk": 64}
 CONFIGS = {
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=32),
     "qwen3_tied": lambda: Qwen3Config(**(SIZES | {"tie_word_embeddings": True}), head_dim=32),
@@ -97,6 +103,15 @@ CONFIGS = {
         rope_parameters=_PLAIN,
     ),
     "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(**_QWEN35),
+    "glm_moe_dsa": lambda: GlmMoeDsaConfig(
+        **_SPARSE, **_NO_GROUPS, rms_norm_eps=1e-6, rope_parameters=_PLAIN
+    ),
+    "glm_moe_dsa_dense": lambda: GlmMoeDsaConfig(
+        **(_SPARSE | _DENSE), **_NO_GROUPS, rms_norm_eps=1e-6, rope_parameters=_PLAIN
+    ),
+    "deepseek_v32": lambda: DeepseekV32Config(
+        **_SPARSE, **_GROUPS, num_experts=8, rope_parameters=_YARN
+    ),
 }  # fmt: skip
 
 
@@ -139,7 +154,8 @@ def write_model(folder: Path, name: str, config: PretrainedConfig) -> None:
     torch.save({"logits": logits, "loss": float(loss)}, folder / f"{name}.pt")
     # written by the model's own saver, gradients get the checkpoint's names and shapes
     for parameter in model.parameters():
-        parameter.data = parameter.grad
+        frozen = parameter.grad is None  # an indexer's
+        parameter.data = torch.zeros_like(parameter) if frozen else parameter.grad
     model.save_pretrained(folder / f"{name}.gradients")
 
 
