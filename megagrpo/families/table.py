@@ -18,15 +18,17 @@ from megagrpo.families.family import Family
 from megagrpo.families.models.deepseek_v3 import DeepseekV3, KimiK25
 from megagrpo.families.models.dense import Llama, Qwen2, Qwen3
 from megagrpo.families.models.minimax_m2 import MiniMaxM2
+from megagrpo.families.models.qwen3_5 import Qwen35, Qwen35Moe
 from megagrpo.families.models.sigmoid_moe import Glm4Moe
 from megagrpo.families.models.softmax_moe import Mixtral, Qwen3Moe
+from megagrpo.families.models.sparse_attention import DeepseekV32, GlmMoeDsa
 from megagrpo.families.models.vision_language import Qwen3VL, Qwen3VLMoe, Qwen25VL
 from megagrpo.families.quantization import (
     dequantised_config,
     quantization_problems,
     stored_form,
 )
-from megagrpo.families.tensors import TensorSpec, adapter_tensors, draft_norms
+from megagrpo.families.tensors import TensorSpec, adapter_tensors, draft_norms, norm_tensor
 from megagrpo.families.vision import tower_tensors
 
 # model_type of config.json -> the family's module
@@ -42,8 +44,14 @@ FAMILIES: dict[str, Family] = {
     "qwen2_5_vl": Qwen25VL(),
     "qwen3_vl": Qwen3VL(),
     "qwen3_vl_moe": Qwen3VLMoe(),
+    "qwen3_5_moe": Qwen35Moe("language_model."),
+    "qwen3_5_moe_text": Qwen35Moe(),
+    "qwen3_5": Qwen35("language_model."),
+    "qwen3_5_text": Qwen35(),
     "minimax_m2": MiniMaxM2(),
     "kimi_k25": KimiK25(),
+    "deepseek_v32": DeepseekV32(),
+    "glm_moe_dsa": GlmMoeDsa(),
 }
 _PREDICTION_LAYERS = "num_nextn_predict_layers"
 
@@ -70,7 +78,9 @@ def model_problems(hf: HfConfig, draft: bool = False) -> list[str]:
         return [f"model_type {name!r} is not supported; supported: {', '.join(FAMILIES)}"]
     problems = [*quantization_problems(hf), *FAMILIES[name].refusals(hf)]
     layers = hf.get(_PREDICTION_LAYERS) or 0
-    if draft and layers != 1:
+    if draft and (why := FAMILIES[name].DRAFT_REFUSAL):
+        problems.append(f"actor.draft is not supported with a {name} model: {why}")
+    elif draft and layers != 1:
         found = f"{_PREDICTION_LAYERS} is {layers} here"
         problems.append(f"actor.draft needs a model with one multi-token-prediction layer; {found}")
     return problems
@@ -114,7 +124,7 @@ def text_tensors(arch: Architecture) -> Iterator[TensorSpec]:
     yield TensorSpec("model.embed_tokens.weight", vocabulary, "matrix")
     for index in range(arch.num_layers):
         yield from FAMILIES[arch.family].layer_tensors(arch, index)
-    yield TensorSpec("model.norm.weight", (arch.hidden_size,), "norm")
+    yield norm_tensor(arch, "model.norm.weight", arch.hidden_size)
     if not arch.tied:
         yield TensorSpec("lm_head.weight", vocabulary, "matrix")
     if arch.draft:
@@ -176,7 +186,9 @@ def attention_length(arch: Architecture) -> int:
     # of a token at the end of a sequence of n: heads * n multiply-adds, twice, and half of that on
     # average
     heads = arch.num_heads * (arch.head_dim + (arch.mla.v_dim if arch.mla else arch.head_dim)) // 2
-    return max(_products(arch) // arch.num_layers // heads, 1)
+    if arch.indexer:  # the keys that a query then sees are as many in long sequences
+        heads = arch.indexer.heads * arch.indexer.head_dim // 2
+    return max(_products(arch) // max(arch.attention_layers, 1) // heads, 1)
 
 
 def patch_cost(arch: Architecture) -> float:

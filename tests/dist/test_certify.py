@@ -227,6 +227,21 @@ def test_latent_attention_is_certified_and_its_fault_found(subject, tmp_path: Pa
     )
 
 
+def test_gated_delta_nets_are_certified_and_their_faults_found(subject, tmp_path: Path):
+    right = [case("CP2"), case("TP2+SP")]
+    faults = ("state-kept-over-borders", "inner-norm-centered", "norms-not-centered")
+    jobs = [*right, *(case("DP2", fault) for fault in faults)]
+    common = subject(family="qwen3_5_moe_text")
+    _, found = measured(tmp_path, [common | each for each in jobs])
+    assert found[:2] == [[], []]
+    for fault, problems in zip(faults, found[2:], strict=True):
+        assert any("gradient of" in problem for problem in problems), fault
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", ["qwen3_5_moe", "qwen3_5_text", "mixtral", "glm4_moe", "deepseek_v3", "kimi_k2"]
+)
 def test_norms_over_all_heads_are_certified_and_their_fault_found(subject, tmp_path: Path):
     cases = [case("TP2+SP"), case("TP2+SP", "head-norms-cut-over-tp")]
     results, found = measured(tmp_path, [subject(family="minimax_m2") | each for each in cases])

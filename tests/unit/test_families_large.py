@@ -1,4 +1,4 @@
-"""Mixtral, GLM-4.5, DeepSeek-V3, Kimi-K2, Moonlight: published sizes, refusals by name, what is
+"""Mixtral, GLM-4.5, GLM-5, DeepSeek-V3 and V3.2, Kimi-K2, Moonlight: published sizes, refusals by name, what is
 left out."""
 
 import json
@@ -47,6 +47,7 @@ PARAMETERS = {  # in billions: all, and active without the input embedding
     "Mixtral-8x7B": (46.7, 12.7),
     "MiniMax-M2": (228.7, 10.4),
     "Kimi-K2.5": (1026.4, 31.7),
+    "GLM-5": (743.9, 40.8),
 }
 PUBLISHED = {name: MIXTRAL if name == "Mixtral-8x7B" else described(name) for name in PARAMETERS}
 V3, K2, MOONLIGHT = (
@@ -54,6 +55,10 @@ V3, K2, MOONLIGHT = (
 )
 GLM, AIR, YARN = PUBLISHED["GLM-4.5"], PUBLISHED["GLM-4.5-Air"], V3["rope_scaling"]
 M2, K25 = PUBLISHED["MiniMax-M2"], PUBLISHED["Kimi-K2.5"]
+GLM5 = PUBLISHED["GLM-5"]
+# its config.json is V3's with these
+V32 = V3 | {"model_type": "deepseek_v32", "index_n_heads": 64, "index_head_dim": 128}
+V32 |= {"index_topk": 2048}
 # config.json, what of it would be computed wrongly, what names it
 REFUSED = [
     (V3, {"scoring_func": "softmax"}, "scoring_func"),
@@ -102,6 +107,13 @@ REFUSED = [
         (M2, {key: None}, f"lacks {key}")
         for key in ("rotary_dim", "use_qk_norm", "use_routing_bias")
     ),
+    (GLM5, {"index_topk_freq": 4}, "index_topk_freq 4"),
+    (GLM5, {"indexer_types": ["full", "shared"] * 39}, "(GLM-5.2)"),
+    (GLM5, {"index_kpool": 4}, "index_kpool 4"),
+    (GLM5, {"q_lora_rank": None}, "lacks q_lora_rank"),
+    (GLM5, {"index_head_dim": 32}, "index_head_dim 32 is less than qk_rope_head_dim 64"),
+    (GLM5, {"mlp_layer_types": ["sparse"] * 78}, "mlp_layer_types"),
+    (V32, {"index_topk": None}, "lacks index_topk"),
 ]
 
 
@@ -154,6 +166,13 @@ def test_what_would_be_computed_wrongly_is_refused_by_name(hf, change, said):
     }
     (problem,) = model_problems(changed)
     assert said in problem
+
+
+def test_deepseek_v32_is_v3_with_indexers():
+    more = (
+        parameter_counts(architecture_of(V32)).dense - parameter_counts(architecture_of(V3)).dense
+    )
+    assert more == 61 * (64 * 128 * 1536 + (128 + 64) * 7168 + 2 * 128)
 
 
 def test_groups_score_their_best_two():
@@ -243,6 +262,8 @@ def test_the_length_at_which_attention_costs_as_much_as_the_rest(name):
                 spec.size * arch.experts_per_token // arch.num_experts if spec.expert else spec.size
             )
     heads = arch.num_heads * (arch.head_dim + (arch.mla.v_dim if arch.mla else arch.head_dim)) / 2
+    if arch.indexer is not None:  # it alone meets every key
+        heads = arch.indexer.heads * arch.indexer.head_dim / 2
     assert attention_length(arch) == pytest.approx(elements / arch.num_layers / heads, abs=2)
 
 

@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 
 from megagrpo.actor.layers import combine, rotary
+from megagrpo.actor.layers.attention import CausalAttention
 from megagrpo.actor.layers.whole_linear import WholeLinear
 
 _VERSION = "0.19."
@@ -65,6 +66,9 @@ def install() -> None:
         multi_latent_attention.HAVE_TE = False
     # It would refuse a norm of the keys' latent beside queries without one, as Moonlight has.
     multi_latent_attention.MLASelfAttention._resolve_qk_norm_config = _as_specified
+    multi_latent_attention._prepare_mla_core_attention_value = partial(
+        _padded_for_kernels, multi_latent_attention._prepare_mla_core_attention_value
+    )
     token_dispatcher.unpermute = combine.unpermute
     # Megatron replaces the function that a pickled tensor names. Engines, which have no Megatron and
     # unpickle only what they know, would end themselves at the first publish.
@@ -80,6 +84,16 @@ def install() -> None:
 def _as_specified(_: object, submodules: MLASelfAttentionSubmodules) -> dict:
     """Returns the modules of latent attention by their names."""
     return vars(submodules)
+
+
+def _padded_for_kernels(
+    pad: Callable, attention: torch.nn.Module, query: Tensor, value: Tensor, packed: object
+) -> tuple:
+    """Pads packed values of latent attention to the queries' width for Transformer Engine alone; our
+    attention takes both."""
+    if isinstance(attention.core_attention, CausalAttention):
+        return value, False, value.shape[-1], value.shape[-1]
+    return pad(attention, query, value, packed)
 
 
 def _norm_of_tensors(

@@ -22,7 +22,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megagrpo.actor.layers.draft import DraftLayer, Following, embed, mark_parameters
+from megagrpo.actor.layers.gated_delta import GatedDelta
 from megagrpo.actor.layers.lora import add_adapters, is_adapter
+from megagrpo.actor.layers.sparse_attention import Indexer
 from megagrpo.actor.layers.specs import block_spec, layer_modules
 from megagrpo.actor.megatron import internals_0_19
 from megagrpo.actor.megatron.fields import Kernels
@@ -207,10 +209,17 @@ def build_chunks(
 
 
 def _in_bfloat16(chunk: HiddenStatesModel) -> HiddenStatesModel:
-    """Casts a chunk except the biases of its routers and the frequencies of its tower."""
+    """Casts a chunk except the biases of its routers, the norms of its indexers and the frequencies
+    of its tower."""
     chunk.bfloat16()
+    for module in chunk.modules():
+        if isinstance(module, Indexer):
+            module.k_norm.float()
     if isinstance(getattr(chunk, "visual", None), Tower):
         chunk.visual.keep_float32_angles()
+    for module in chunk.modules():
+        if isinstance(module, GatedDelta):
+            module.keep_float32()
     drafts = [] if chunk.draft is None else [chunk.draft.layer.mlp]
     for router in [
         *routers([chunk]).values(),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megagrpo.actor import schedule, step
 from megagrpo.actor.layers import specs as layer_specs
+from megagrpo.actor.layers.gated_delta import GatedDelta
 from megagrpo.actor.layers.norm_over_heads import NormOverHeads
 from megagrpo.actor.megatron import model
 from megagrpo.actor.megatron.model import build_chunk
@@ -158,6 +159,27 @@ def _latent_projections_cut_over_tp() -> Iterator[None]:
         yield
 
 
+def _state_kept_over_borders() -> AbstractContextManager[None]:
+    """State and convolution of a gated delta net go on from one packed sequence to the next."""
+    mix = GatedDelta._mix
+    return patch.multiple(GatedDelta, _mix=lambda layer, mixed, borders: mix(layer, mixed, None))
+
+
+def _inner_norm_centered() -> AbstractContextManager[None]:
+    """The norm inside gated delta nets multiplies by 1 + weight, as the model's others do."""
+    norm = GatedDelta._gated_norm
+
+    def centered(layer, out, gate):
+        return norm(layer, out, gate) * (1.0 + layer.norm) / layer.norm
+
+    return patch.multiple(GatedDelta, _gated_norm=centered)
+
+
+def _norms_not_centered() -> AbstractContextManager[None]:
+    """The model's norms multiply by their weights, as other families' do."""
+    return patch.multiple(layer_specs.RmsNorm, forward=torch.nn.RMSNorm.forward)
+
+
 class _NormOfOwnHeads(NormOverHeads):
     """Has the weight of this rank's heads only."""
 
@@ -201,5 +223,8 @@ FAULTS = {
     "router-differs-between-ranks": _router_differs_between_ranks,
     "experts-of-token-before": _experts_of_token_before,
     "latent-projections-cut-over-tp": _latent_projections_cut_over_tp,
+    "state-kept-over-borders": _state_kept_over_borders,
+    "inner-norm-centered": _inner_norm_centered,
+    "norms-not-centered": _norms_not_centered,
     "head-norms-cut-over-tp": _head_norms_cut_over_tp,
 }

@@ -11,13 +11,16 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    DeepseekV32Config,
     Glm4MoeConfig,
+    GlmMoeDsaConfig,
     LlamaConfig,
     MiniMaxM2Config,
     MixtralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -61,12 +64,22 @@ _GLM = (
     | _NO_GROUPS
     | {"head_dim": 32, "rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.5}}
 )
+_QWEN35 = SIZES | {
+    "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+}  # fmt: skip
 # what published files have and engines ask for, and transformers drops
 DROPPED = {
-    "deepseek_v3": {"moe_layer_freq": 1},
+    **{name: {"moe_layer_freq": 1} for name in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")},
     "minimax_m2": {"rotary_dim": 16, "use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid",
                    "use_routing_bias": True},
 }  # fmt: skip
+# 16 of up to 40 tokens: sparse. A head whose products are all negative scores 0; with many heads no
+# two keys tie
+_SPARSE = _MLA | _ROUTED | {"index_n_heads": 8, "index_head_dim": 16, "index_topk": 16}
+_DENSE = {"index_topk": 64}
 CONFIGS = {
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=32),
     "qwen3_tied": lambda: Qwen3Config(**(SIZES | {"tie_word_embeddings": True}), head_dim=32),
@@ -89,6 +102,16 @@ CONFIGS = {
         **(_MLA | {"q_lora_rank": None}), **(_ROUTED | {"n_shared_experts": 2}), **_NO_GROUPS, rms_norm_eps=1e-6,
         rope_parameters=_PLAIN,
     ),
+    "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(**_QWEN35),
+    "glm_moe_dsa": lambda: GlmMoeDsaConfig(
+        **_SPARSE, **_NO_GROUPS, rms_norm_eps=1e-6, rope_parameters=_PLAIN
+    ),
+    "glm_moe_dsa_dense": lambda: GlmMoeDsaConfig(
+        **(_SPARSE | _DENSE), **_NO_GROUPS, rms_norm_eps=1e-6, rope_parameters=_PLAIN
+    ),
+    "deepseek_v32": lambda: DeepseekV32Config(
+        **_SPARSE, **_GROUPS, num_experts=8, rope_parameters=_YARN
+    ),
 }  # fmt: skip
 
 
@@ -98,7 +121,7 @@ def random_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def stir(model: PreTrainedModel) -> None:
-    """Norms of one and biases of zero would hide a mistake."""
+    """Norms of one, biases of zero and states that last for a token would hide a mistake."""
     biases = [
         buffer for key, buffer in model.named_buffers() if key.endswith("e_score_correction_bias")
     ]
@@ -106,6 +129,9 @@ def stir(model: PreTrainedModel) -> None:
         for tensor in [*model.parameters(), *biases]:
             if tensor.dim() == 1:
                 tensor += 0.2 * torch.randn_like(tensor)
+        for name, tensor in model.named_parameters():
+            if name.endswith("A_log"):
+                tensor.uniform_(-5.0, -1.0)
 
 
 def write_model(folder: Path, name: str, config: PretrainedConfig) -> None:
@@ -128,7 +154,8 @@ def write_model(folder: Path, name: str, config: PretrainedConfig) -> None:
     torch.save({"logits": logits, "loss": float(loss)}, folder / f"{name}.pt")
     # written by the model's own saver, gradients get the checkpoint's names and shapes
     for parameter in model.parameters():
-        parameter.data = parameter.grad
+        frozen = parameter.grad is None  # an indexer's
+        parameter.data = torch.zeros_like(parameter) if frozen else parameter.grad
     model.save_pretrained(folder / f"{name}.gradients")
 
 
