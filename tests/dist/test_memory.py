@@ -24,6 +24,7 @@ MODELS = {
     "tied": {"family": "qwen3", "tie_embeddings": True},
     "moe": {"family": "qwen3_moe"},
     "latent": {"family": "deepseek_v3"},
+    "norm over heads": {"family": "minimax_m2"},
 }
 CASES = {
     1: [
@@ -32,6 +33,8 @@ CASES = {
         ("tied", {}, {"recompute": "full"}),
         ("moe", {}, {"recompute": "none"}),
         ("latent", {}, {"recompute": "full", "optimizer": {"distributed": False}}),
+        ("norm over heads", {}, {}),
+        ("norm over heads", {}, {"dtype": "bfloat16"}),
     ],
     2: [
         ("dense", {"cp": 2}, {}),
