@@ -189,15 +189,16 @@ def left_out(hf: HfConfig, draft: bool = False) -> list[str]:
     draft: whether actor.draft asks for the multi-token-prediction layer.
     """
     layers = hf.get(_PREDICTION_LAYERS) or 0
-    if names := FAMILIES[hf["model_type"]].LEFT_OUT:
-        return [f"{', '.join(f'{name}*' for name in names)}, if the files have them"]
+    family = FAMILIES.get(str(hf.get("model_type")))
+    found = [f"{name}*: only texts are trained" for name in (family.LEFT_OUT if family else ())]
     if not layers or draft:
-        return []
+        return found
     first = hf["num_hidden_layers"]
     names = f"model.layers.{first}" + (f" to {first + layers - 1}" if layers > 1 else "")
     return [
+        *found,
         f"{layers} multi-token-prediction layer{'s' if layers > 1 else ''} ({names}), which only "
-        "speculate"
+        "speculate",
     ]
 
 
@@ -227,4 +228,7 @@ def is_left_out(arch: Architecture, tensor: str) -> bool:
 
 def exported_config(hf: HfConfig, draft: bool = False) -> dict[str, object]:
     """Returns the config.json for export and publish: without quantisation and ignored layers."""
-    return {**dequantised_config(hf), **({_PREDICTION_LAYERS: 0} if hf.get(_PREDICTION_LAYERS) and not draft else {})}
+    return {
+        **dequantised_config(hf),
+        **({_PREDICTION_LAYERS: 0} if hf.get(_PREDICTION_LAYERS) and not draft else {}),
+    }

@@ -210,49 +210,51 @@ def _rule_fla(
     )[0]
 
 
-def _convolve(x: Tensor, weight: Tensor, borders: None) -> Tensor:
+def _convolve(x: Tensor, weight: Tensor, borders: Tensor | None) -> Tensor:
     """Convolves each channel of x [b, s, channels] with its weight [channels, 1, kernel]."""
+    assert borders is None, "sequences are rows here"
     past = F.pad(x.transpose(1, 2), (weight.shape[-1] - 1, 0))
     return F.silu(F.conv1d(past, weight, groups=len(weight))).transpose(1, 2)
 
 
 def _rule(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, borders: None
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, borders: Tensor | None
 ) -> Tensor:
     """Computes the rule for query, key [b, s, heads, d], value [b, s, heads, e], decay and beta [b,
     s, heads] in float32.
 
     Inside a chunk its recurrence is one triangular system (Yang et al., arXiv 2406.06484, 3).
     """
+    assert borders is None, "sequences are rows here"
     length = query.shape[1]
 
     def chunks(t: Tensor) -> Tensor:
         """Lays [b, s, heads, ...] out as [b, heads, chunks, places, ...]."""
         t = t.float().transpose(1, 2)
-        padded = F.pad(t.flatten(3), (0, 0, 0, -length % _CHUNK)) if t.dim() > 3 else None
-        padded = F.pad(t, (0, -length % _CHUNK)) if padded is None else padded
-        return padded.unflatten(2, (-1, _CHUNK))
+        after = (0, 0) * (t.dim() - 3) + (0, -length % _CHUNK)
+        return F.pad(t, after).unflatten(2, (-1, _CHUNK))
 
     def unit(t: Tensor) -> Tensor:
         return t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6)
 
     query, key, value, decay, beta = (chunks(t) for t in (query, key, value, decay, beta))
     query, key = unit(query) * query.shape[-1] ** -0.5, unit(key)
-    total = decay.cumsum(-1)
+    total = decay.double().cumsum(-1)  # its rounding would be one of exponents
     past = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool).tril()
-    between = (total[..., :, None] - total[..., None, :]).masked_fill(~past, -torch.inf).exp()
+    between = (total[..., :, None] - total[..., None, :]).masked_fill(~past, -torch.inf)
+    between = between.exp().float()
     written = key * beta[..., None]
     system = (written @ key.mT * between).tril(-1) + torch.eye(_CHUNK)
-    right = torch.cat((value * beta[..., None], written * total.exp()[..., None]), -1)
+    from_start, to_end = total.exp().float(), (total[..., -1:] - total).exp().float()
+    right = torch.cat((value * beta[..., None], written * from_start[..., None]), -1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     new, erased = solved.split((value.shape[-1], key.shape[-1]), -1)
     seen = query @ key.mT * between
-    from_state = query * total.exp()[..., None]
-    to_state = key * (total[..., -1:] - total).exp()[..., None]
+    from_state, to_state = query * from_start[..., None], key * to_end[..., None]
     state = query.new_zeros(*query.shape[:2], key.shape[-1], value.shape[-1])
     outputs = []
     for i in range(query.shape[2]):
         values = new[:, :, i] - erased[:, :, i] @ state
         outputs.append(from_state[:, :, i] @ state + seen[:, :, i] @ values)
-        state = state * total[:, :, i, -1:, None].exp() + to_state[:, :, i].mT @ values
+        state = state * from_start[:, :, i, -1:, None] + to_state[:, :, i].mT @ values
     return torch.cat(outputs, 2)[:, :, :length].transpose(1, 2)

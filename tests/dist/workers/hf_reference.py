@@ -17,8 +17,8 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
-    Qwen3Config,
     Qwen3_5MoeTextConfig,
+    Qwen3Config,
     Qwen3MoeConfig,
 )
 
