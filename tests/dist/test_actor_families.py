@@ -120,7 +120,7 @@ def test_decays_of_gated_delta_nets_are_float32_and_travel(one_rank: Path):
     net's parameters to ranks that hold other heads."""
     model = str(one_rank / "qwen3_5_moe")
     decays = {"do": "decays", "model": model, "dtype": "bfloat16", "distributed": True}
-    layouts = ("TP2xEP2", "CP2", "PP2xVPP2")
+    layouts = ("TP2xEP2", "PP2xVPP2")
     found = resumed_elsewhere(
         one_rank / "decays", model, layouts, decays | {"parallel": LAYOUTS["TP2+SP"]}
     )
