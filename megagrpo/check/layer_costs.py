@@ -244,7 +244,7 @@ class ModelWork:
     # MLP
     dense: int
     expert: int  # weights of all routed experts
-    attention: int  # of the last layer's weights, projections that attention's heads divide
+    attention: float  # of a layer's weights, the mean of those that attention's heads divide
     whole: int  # of the last layer's weights, those that every tensor-parallel rank holds whole
     shared: int  # weights of the experts that every token meets, of all layers
 
@@ -298,7 +298,18 @@ class ModelWork:
         arch = self.arch
         mla = self.arch.mla
         heads = 2 * max(1, arch.num_kv_heads // attention_tp) * arch.head_dim
-        return self.layers * (mla.kv_lora_rank + mla.rope_dim if mla else heads) * width
+        layers = arch.attention_layers + arch.draft
+        return layers * (mla.kv_lora_rank + mla.rope_dim if mla else heads) * width
+
+    def state_bytes(self, attention_tp: int, width: int = ITEM) -> int:
+        """Returns the bytes of one request's recurrent state in one rank: the last inputs of each
+        convolution, and the state in float32."""
+        linear = self.arch.linear
+        if linear is None:
+            return 0
+        inputs = linear.channels * (linear.kernel - 1) * width
+        state = linear.value_heads * linear.value_dim * linear.key_dim * _FP32
+        return sum(linear.layers) * (inputs + state) // attention_tp
 
 
 def model_work(arch: Architecture) -> ModelWork:
@@ -313,7 +324,8 @@ def model_work(arch: Architecture) -> ModelWork:
             continue
         dense += spec.size
         shared += spec.size * (words[4].startswith("shared_expert") and not spec.whole)
+        attention += spec.size * (words[3].endswith("_attn") and not spec.whole)
         if int(words[2]) == arch.num_layers - 1:
             whole += spec.size * spec.whole
-            attention += spec.size * (words[3] == "self_attn" and not spec.whole)
-    return ModelWork(arch, dense, expert, attention, whole, shared)
+    layers = arch.num_layers + arch.draft
+    return ModelWork(arch, dense, expert, attention / layers, whole, shared)

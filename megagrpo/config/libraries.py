@@ -125,7 +125,8 @@ _SERVER_OURS = {
     "the publish, which counts the actor's updates": "weight_version",
     "rollout.deterministic": "enable_deterministic_inference",
     "rollout.mem_fraction": "mem_fraction_static",
-    "rollout.max_running_requests": "max_running_requests",
+    "rollout.max_running_requests": "max_running_requests max_mamba_cache_size "
+    "mamba_full_memory_ratio",
     "rollout.tp": "tp_size",
     "rollout.ep": "ep_size",
     "rollout.nodes_per_engine": "nnodes",
@@ -168,12 +169,14 @@ _SERVER_REFUSED = {
         download_dir model_checksum delete_ckpt_after_loading decrypted_* weight_cache_* *_weights_cpu_backup
         checkpoint_engine_wait_weights_before_ready""",
     _LOGPROBS: """json_model_override_args rl_on_policy_target enable_custom_logit_processor forward_hooks
-        debug_tensor_dump_input_file allow_auto_truncate enable_strict_thinking""",
+        debug_tensor_dump_input_file allow_auto_truncate enable_strict_thinking mamba_ssm_dtype
+        enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds *int8_mamba_*""",
     "an engine is one server process, spoken to in plain HTTP/1.1": """ssl_* *grpc*
         sidecar* *http2* enable_ssl_refresh fastapi_root_path *tokenizer_worker_num skip_tokenizer_init smg_*""",
     _UNEXAMINED: """enable_page_major_kv_layout enable_unified_memory deepep_v2_mode enable_layernorm_sp
         enable_shared_experts_attn_tp shared_experts_tp_size enable_dense_mlp_attn_tp gated_launch_port
-        enable_dp_attention_local_control_broadcast""",
+        enable_dp_attention_local_control_broadcast mamba_backend *linear_replayssm*
+        linear_attn_verify_backend""",
     "rejected requests are sent again at once, without end; set rollout.max_running_requests "
     "instead": "max_queued_requests",
     "its value is a Python function": "custom_sigquit_handler stat_loggers",
@@ -190,7 +193,6 @@ _SERVER_REFUSED = {
         *prefix_mm_cache trust_mm_* limit_mm_* enable_multimodal allowed_media_domains media_url_*
         image_processor_backend disable_fast_image_processor""",
     "diffusion models are not trained": "dllm_*",
-    "models with recurrent layers are not trained": "*mamba* linear_attn_* *linear_replayssm*",
     "a publish writes into a rank's parameters, which offloading replaces": (
         "cpu_offload_gb offload_* ple_offload_*"
     ),

@@ -124,7 +124,8 @@ class Architecture:
 
     @property
     def attention_layers(self) -> int:
-        """Counts the layers whose cost grows with the square of a sequence."""
+        """Counts the layers whose cost grows with the square of a sequence, which keep keys and
+        values."""
         return self.num_layers - (sum(self.linear.layers) if self.linear else 0)
 
     def is_linear(self, index: int) -> bool:

@@ -189,7 +189,7 @@ def rollout_seconds(
     decode = decode_seconds(target, server, running, held)
     parts = {name: float(steps @ seconds) for name, seconds in decode.items()}
     parts["communication"] += samples * lengths.prompt * _all_reduce_seconds(target, server)
-    pairs = lengths.prompt**2 / 2 * target.work.attention_flops * target.arch.num_layers
+    pairs = lengths.prompt**2 / 2 * target.work.attention_flops * target.arch.attention_layers
     flops = (lengths.prompt * target.work.token_flops + pairs) / server.tp
     prefill = flops / target.peak(server.width)
     return {**parts, "prefill": samples * prefill}
@@ -201,7 +201,7 @@ def decode_seconds(
     """Returns the seconds of decode steps by part, float64 [steps]: of `running` samples with
     `held` tokens each.
 
-    Weights and cache are read once; "compute" is what the products take beyond that.
+    Weights and cache are read once, and recurrent states also written; "compute" is what the products take beyond that.
     """
     work = target.work
     experts = expert_bytes(work, server)
@@ -209,9 +209,13 @@ def decode_seconds(
     if not work.arch.tied:  # only few rows of the embedding are read
         dense -= work.vocabulary / server.attention_tp * server.width
     weights = (dense + experts * (1.0 - (1.0 - work.share) ** running)) / target.memory
-    context = running * held * server.attention_tp / server.tp  # of one attention replica
-    cache = context * work.cache_bytes(server.attention_tp, server.cache_width) / target.memory
-    scores = context * work.decode_attention_flops * target.arch.num_layers / server.attention_tp
+    running_here = running * server.attention_tp / server.tp  # of one attention replica
+    context = running_here * held
+    states = 2 * running_here * work.state_bytes(server.attention_tp, server.width)
+    cells = context * work.cache_bytes(server.attention_tp, server.cache_width)
+    cache = (cells + states) / target.memory
+    scores = context * work.decode_attention_flops * work.arch.attention_layers
+    scores /= server.attention_tp
     flops = running * work.token_flops / server.tp + scores
     products = flops / target.peak(server.width)
     return {
