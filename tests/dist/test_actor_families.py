@@ -130,6 +130,22 @@ def test_decays_of_gated_delta_nets_are_float32_and_travel(one_rank: Path):
     assert found["others"] == ["torch.bfloat16"]
 
 
+def test_an_optimizer_of_two_dtypes_is_resumed(one_rank: Path):
+    """bfloat16 weights and float32 decays in one sharded optimizer: the next updates are those of a
+    run that went on, bit by bit."""
+    folder = one_rank / "two_dtypes"
+    common = {"do": "checkpoint", "model": str(one_rank / "qwen3_5_moe"), "distributed": True}
+    common |= {"dtype": "bfloat16"}
+    once = {**common, "warm": 1, "then": f"{folder}/on.pt", "save": f"{folder}/checkpoints"}
+    again = {**common, "then": f"{folder}/again.pt", "load": f"{folder}/checkpoints/step_000001"}
+    run_ranks(1, folder, [once, again])
+    on, resumed = (torch.load(folder / f"{name}.pt") for name in ("on", "again"))
+    for number in (10, 11):
+        assert on[f"loss{number}"] == resumed[f"loss{number}"]
+        weights = resumed[f"weights{number}"]
+        assert all(torch.equal(weights[name], w) for name, w in on[f"weights{number}"].items())
+
+
 def test_layers_that_only_speculate_are_not_loaded(one_rank: Path):
     """A folder that has them, as published, is read, computed, and exported without them."""
     source, folder = one_rank / "deepseek_v3", one_rank / "speculating"
