@@ -240,9 +240,28 @@ def test_gated_delta_nets_are_certified_and_their_faults_found(subject, tmp_path
         assert any("gradient of" in problem for problem in problems), fault
 
 
+def test_norms_over_all_heads_are_certified_and_their_fault_found(subject, tmp_path: Path):
+    cases = [case("TP2+SP"), case("TP2+SP", "head-norms-cut-over-tp")]
+    results, found = measured(tmp_path, [subject(family="minimax_m2") | each for each in cases])
+    assert found[0] == []
+    assert results[1]["loss_error"] < 1e-6, "a loss that agrees proves nothing"
+    spoiled = {name for name, ratio in results[1]["gradients"].items() if ratio > 1e-5}
+    assert len(spoiled) == 8 and all(name[:-7].endswith(("q_norm", "k_norm")) for name in spoiled)
+    assert min(results[1]["gradients"][name] for name in spoiled) > 0.1, "not a rounding"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", ["qwen3_5_moe", "qwen3_5_text", "mixtral", "glm4_moe", "deepseek_v3", "kimi_k2"]
+    "family",
+    [
+        "mixtral",
+        "glm4_moe",
+        "deepseek_v3",
+        "kimi_k2",
+        "minimax_m2",
+        "qwen3_5_moe",
+        "qwen3_5_text",
+    ],
 )
 def test_large_families_are_certified(subject, tmp_path: Path, family: str):
     """Every layout of two ranks, and the faults of every family."""
