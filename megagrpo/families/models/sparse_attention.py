@@ -37,8 +37,11 @@ class DeepseekV32(DeepseekV3):
 
     HF_CLASS = "DeepseekV32ForCausalLM"
     REQUIRED_KEYS = (*_INDEXER_KEYS, *DeepseekV3.REQUIRED_KEYS)
-    # a smaller model has fewer sizes, and chooses as many or fewer keys
-    SIZE_KEYS = DeepseekV3.SIZE_KEYS | {*_INDEXER_KEYS, "mlp_layer_types", "indexer_types"}
+    # a smaller model chooses fewer keys, in every layer: shared choices have no padded batches
+    SIZE_KEYS = DeepseekV3.SIZE_KEYS | {
+        *_INDEXER_KEYS,
+        *("index_topk_freq", "index_skip_topk_offset", "indexer_types", "mlp_layer_types"),
+    }
     FP8_REFUSAL = "SGLang keeps part of the indexer in bfloat16, which no test has published"
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
