@@ -118,7 +118,8 @@ def _linear_attention(
     rule = 2 * _CHUNK * (3 * keys + 2 * values) + 6 * keys * linear.value_dim
     return LayerCost(
         kept=kept * at.whole,
-        transient=(2 * rows * at.width + 5 * values * _FP32) * at.whole + _gathered(arch, actor, at),
+        transient=(2 * rows * at.width + 5 * values * _FP32) * at.whole
+        + _gathered(arch, actor, at),
         flops=(2 * arch.hidden_size * (rows + values) + rule) * at.whole,
         pair_flops=0.0,
         sent={

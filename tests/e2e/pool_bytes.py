@@ -10,7 +10,9 @@ def _bytes(model, request) -> dict[str, int]:
     held = {MambaPool: 0, MHATokenToKVPool: 0}
     for pool in [thing for thing in gc.get_objects() if isinstance(thing, tuple(held))]:
         if isinstance(pool, MambaPool):
-            held[MambaPool] += sum(t.nbytes for t in [*pool.mamba_cache.conv, pool.mamba_cache.temporal])
+            held[MambaPool] += sum(
+                t.nbytes for t in [*pool.mamba_cache.conv, pool.mamba_cache.temporal]
+            )
         else:
             held[MHATokenToKVPool] += sum(t.nbytes for t in [*pool.k_buffer, *pool.v_buffer])
     return {"states": held[MambaPool], "keys and values": held[MHATokenToKVPool]}

@@ -171,7 +171,9 @@ def make_seeing_model(folder: Path, text: Path) -> Path:
     hf |= {"text_config": part} | {key: part[key] for key in part if key.endswith("token_id")}
     tensors, experts = {}, {}
     for name, tensor in HfFolder(text).items():
-        layer, found, rest = name.replace("model.", "model.language_model.", 1).partition(".experts.")
+        layer, found, rest = name.replace("model.", "model.language_model.", 1).partition(
+            ".experts."
+        )
         if found:
             number, kind, _ = rest.split(".")
             experts.setdefault(f"{layer}.experts.", {})[int(number), kind] = tensor
@@ -211,8 +213,10 @@ def test_a_response_that_outlives_a_publish_is_read_again_by_the_new_weights(
         asked = pool.submit(sampled, engine.info.url, 300)
         loads = f"{engine.info.url}/v1/loads"
         until(
-            lambda: httpx.get(loads, headers=KEY).json()["loads"][0]["num_used_tokens"]
-            >= 2 * NUM_PROMPT_TOKENS,
+            lambda: (
+                httpx.get(loads, headers=KEY).json()["loads"][0]["num_used_tokens"]
+                >= 2 * NUM_PROMPT_TOKENS
+            ),
             60,
             poll_s=0,
         )

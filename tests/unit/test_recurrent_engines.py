@@ -141,7 +141,9 @@ def test_a_sequence_has_the_same_bits_alone_in_a_batch_and_in_pieces():
     assert not together[1].any() and not together[3].any(), "slots of others"
     alone = torch.zeros(4, HEADS, V, K)
     for start, stop in ((3, 7), (7, 10)):
-        piece = read({name: x[:, start:stop] for name, x in of.items()}, alone, [0, stop - start], [0])
+        piece = read(
+            {name: x[:, start:stop] for name, x in of.items()}, alone, [0, stop - start], [0]
+        )
         assert torch.equal(piece, out[:, start:stop])
     assert torch.equal(alone[0], together[0])
 

@@ -123,7 +123,13 @@ def _attention(arch: Architecture, layer: int) -> list[_Row]:
         says = "gated delta net"
         return [("attention_out", says, "linear_attn.out_proj", "self_attention.out_proj", "whole")]
     inside = FAMILIES[arch.family].ENGINE_ATTENTION
-    output: _Row = ("attention_out", "output projection of attention", "o_proj", "linear_proj", "whole")
+    output: _Row = (
+        "attention_out",
+        "output projection of attention",
+        "o_proj",
+        "linear_proj",
+        "whole",
+    )
     return [
         (name, says, _under(inside, engine), _under("self_attention", trainer), layout)
         for name, says, engine, trainer, layout in [*_inner_attention(arch), output]
