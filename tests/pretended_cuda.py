@@ -14,6 +14,8 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megagrpo.cpu.trainer import without_triton
+
 NUM_GPUS = 8
 _thread = threading.local()
 
@@ -66,6 +68,7 @@ def _exchange(index: int) -> int:
 def pretended() -> Iterator[None]:
     """Makes torch.cuda find NUM_GPUS devices in this process; forget no thread that still computes
     at the end."""
+    without_triton()
     in_c = {"_cuda_setDevice": _set, "_cuda_getDevice": current}
     names = {
         "is_available": lambda: True,

@@ -7,14 +7,23 @@ Layers are counted for CUDA, where attention keeps no scores.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from megagrpo.config.actor import ActorConfig
-from megagrpo.families.architecture import Architecture, LatentAttention, LinearAttention
+from megagrpo.families.architecture import (
+    Architecture,
+    LatentAttention,
+    LightningIndexer,
+    LinearAttention,
+)
 from megagrpo.families.table import text_tensors
 
 ITEM = 2  # bytes of a bf16 value
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1}
 _FP32 = 4
 _CHUNK = 64  # tokens that a gated delta net's kernel computes at once
+_SCORED_ROWS = 8192  # queries that Megatron's sparse attention scores at a time
+_INDEX_BLOCK = 128  # numbers of an engine's indexer key with one scale
 HOST_ADAM_BYTES = 16  # of an element on the host: float32 weight, gradient and both moments
 
 
@@ -27,6 +36,7 @@ class LayerCost:
     flops: float  # of a forward, without attention's scores
     pair_flops: float  # of a forward, for each query and key that it sees
     sent: Mapping[str, float]  # bytes in a forward, by "tp", "cp", "ep"
+    chosen_flops: float = 0.0  # of a forward, for each query and key that an indexer chose for it
 
 
 @dataclass(frozen=True)
@@ -65,12 +75,16 @@ def layer_cost(
         flops=attention.flops + feed_forward.flops,
         pair_flops=attention.pair_flops,
         sent=sent,
+        chosen_flops=attention.chosen_flops,
     )
 
 
 def _attention(arch: Architecture, actor: ActorConfig, at: _Tokens) -> LayerCost:
     if arch.mla is not None:
-        return _latent_attention(arch, arch.mla, actor, at)
+        latent = _latent_attention(arch, arch.mla, actor, at)
+        if arch.indexer is None:
+            return latent
+        return _sparse_attention(arch, arch.mla, arch.indexer, actor, at, latent)
     p = actor.parallel
     dim = arch.head_dim
     shared = (
@@ -157,6 +171,39 @@ def _latent_attention(
             ),
             "cp": heads * (dim + mla.v_dim) * at.whole * at.width * (p.cp - 1),
         },
+    )
+
+
+def _sparse_attention(
+    arch: Architecture,
+    mla: LatentAttention,
+    indexer: LightningIndexer,
+    actor: ActorConfig,
+    at: _Tokens,
+    dense: LayerCost,
+) -> LayerCost:
+    """Returns the cost with an indexer, which every tensor-parallel rank has whole, and of absorbed
+    attention: with one key of all heads, the latent, whose first part is the value."""
+    p = actor.parallel
+    heads = arch.num_heads / p.tp
+    key = mla.kv_lora_rank + mla.rope_dim
+    queries = mla.q_lora_rank or 0
+    expanded = mla.nope_dim + mla.v_dim + 4 * (mla.nope_dim + mla.rope_dim)
+    # queries before and after their turn, latent output, values; without keys and values of heads
+    absorbed = heads * (2 * key + mla.kv_lora_rank + mla.v_dim - expanded) * at.width
+    scores = min(at.whole, _SCORED_ROWS) * at.whole * p.cp * _FP32
+    index = indexer.heads * indexer.head_dim
+    projections = queries * index + arch.hidden_size * (indexer.head_dim + indexer.heads)
+    return LayerCost(
+        kept=dense.kept + (absorbed + indexer.topk * _FP32) * at.whole,  # numbers of keys: int32
+        transient=dense.transient + scores,
+        flops=dense.flops + 2 * projections * at.part,
+        pair_flops=2 * index,
+        sent={
+            "tp": dense.sent["tp"] + index * at.part * (p.tp - 1) * at.width,
+            "cp": (key + indexer.head_dim) * at.whole * at.width * (p.cp - 1),
+        },
+        chosen_flops=2 * heads * (key + mla.kv_lora_rank),
     )
 
 
@@ -289,17 +336,39 @@ class ModelWork:
             else self.attention_flops
         )
 
+    def seen(self, tokens: np.ndarray | float) -> np.ndarray | float:
+        """Returns how many of so many earlier tokens attention reads: all, or what an indexer
+        chooses."""
+        return tokens if self.arch.indexer is None else np.minimum(tokens, self.arch.indexer.topk)
+
+    @property
+    def index_flops(self) -> float:
+        """Returns the FLOPs of the indexer for one token with one earlier token, of one layer; each
+        rank does all of them."""
+        indexer = self.arch.indexer
+        return 2.0 * indexer.heads * indexer.head_dim if indexer else 0.0
+
+    @property
+    def index_bytes(self) -> int:
+        """Returns the bytes of one token in one rank's cache that an indexer reads: a key in FP8
+        with its scales (SGLang's mem_cache/memory_pool.py, DSATokenToKVPool)."""
+        if self.arch.indexer is None:
+            return 0
+        dim = self.arch.indexer.head_dim
+        return self.layers * (dim + dim // _INDEX_BLOCK * _FP32)
+
     def cache_bytes(self, attention_tp: int, width: int = ITEM) -> int:
         """Returns the bytes of one token in one rank's cache.
 
         Heads are divided over the ranks and repeated if there are fewer than ranks; a latent is on
-        every rank.
+        every rank, and an indexer's key.
         """
         arch = self.arch
         mla = self.arch.mla
         heads = 2 * max(1, arch.num_kv_heads // attention_tp) * arch.head_dim
         layers = arch.attention_layers + arch.draft
-        return layers * (mla.kv_lora_rank + mla.rope_dim if mla else heads) * width
+        of_layer = mla.kv_lora_rank + mla.rope_dim if mla else heads
+        return layers * of_layer * width + self.index_bytes
 
     def state_bytes(self, attention_tp: int, width: int = ITEM) -> int:
         """Returns the bytes of one request's recurrent state in one rank: the last inputs of each

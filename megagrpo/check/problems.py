@@ -7,6 +7,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
+from megagrpo.actor.megatron.fields import expected_kernels
 from megagrpo.check.engine_layout import engine_layout_problems
 from megagrpo.checkpoint.folder import latest, layout_problem, place_problem, step_of
 from megagrpo.config.fields import complaints
@@ -16,8 +17,12 @@ from megagrpo.config.schema import DataConfig, ExperimentConfig, RewardConfig
 from megagrpo.data.hub import is_hub_name
 from megagrpo.data.rows import read_rows
 from megagrpo.families.architecture import Architecture
-from megagrpo.families.quantization import load_format_problems
-from megagrpo.families.table import architecture_of, model_problems, read_description
+from megagrpo.families.table import (
+    architecture_of,
+    load_format_problems,
+    model_problems,
+    read_description,
+)
 from megagrpo.rewards.graders.table import check_answer, check_grader, load_group_grader
 from megagrpo.rollout.agents.environments import load_environment
 from megagrpo.rollout.agents.program_worker import load_program
@@ -119,6 +124,7 @@ def check_against_model(
     problems += _engine_problems(config, arch)
     problems += load_format_problems(hf, config.rollout.load_format)
     problems += _length_problems(config, arch)
+    problems += _sparse_problems(config, arch)
     if (largest_id := max(config.sampling.stop_token_ids, default=0)) >= arch.vocab_size:
         problems.append(
             f"sampling.stop_token_ids: {largest_id} is no token of the model, which has "
@@ -168,6 +174,32 @@ def _length_problems(config: ExperimentConfig, arch: Architecture) -> Iterator[s
                     f"{section}: up to {length} tokens, but an engine's {what[key]} {limit} "
                     f"(rollout.sglang.{key})"
                 )
+
+
+def _sparse_problems(config: ExperimentConfig, arch: Architecture) -> Iterator[str]:
+    """Yields why samples longer than index_topk, of which some keys are left out, cannot be computed
+    there."""
+    longest = max(longest_samples(config).values())
+    if arch.indexer is None or longest <= arch.indexer.topk:
+        return
+    sparse = f"samples of up to {longest} tokens are sparse (the model's index_topk is {arch.indexer.topk})"
+    kernels = expected_kernels(config.actor)
+    if not kernels.cuda:
+        yield (
+            f"data: {sparse}, which engines on a CPU cannot compute: let max_prompt_tokens and "
+            f"max_response_tokens be at most {arch.indexer.topk} together, or run on GPUs "
+            "(actor.dtype: bfloat16)"
+        )
+    elif not kernels.transformer_engine:
+        yield (
+            f"actor.transformer_engine: {sparse}, and torch's layers would hold masks as large as "
+            "the square of that; remove it, or set it to true"
+        )
+    elif config.actor.megatron.get("dsa_kernel_backend") == "none":
+        yield (
+            f"actor.megatron.dsa_kernel_backend none: {sparse}, and Megatron would hold float32 "
+            "scores of every query and key; remove it, or set cudnn"
+        )
 
 
 def _missing_files(config: ExperimentConfig) -> Iterator[str]:

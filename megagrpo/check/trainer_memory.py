@@ -70,6 +70,7 @@ class StageCost:
     flops: float  # of a forward without attention's scores; a backward is twice as many
     # of a forward, for each query and key that it sees: a sequence of n has n^2 / 2 / cp on a rank
     pair_flops: float
+    chosen_flops: float  # the same for each key that an indexer chose for a query
     sent: Mapping[
         str, float
     ]  # bytes in a forward: "tp", "cp", "ep", "pp"; a backward sends as many
@@ -343,6 +344,7 @@ class Stage:
             tokens=self.load.tokens,
             flops=sum(layer.flops for layer in self.layers) + head,
             pair_flops=sum(layer.pair_flops for layer in self.layers),
+            chosen_flops=sum(layer.chosen_flops for layer in self.layers),
             sent=sent,
             recomputed=float(actor.recompute == "full"),
             gradient_bytes={

@@ -14,7 +14,7 @@ def layout_problems(arch: Architecture, config: ActorConfig) -> list[str]:
 
     Rules between the sizes themselves (world_size, vpp) are the schema's.
     """
-    rules = (_sizes, _stages, _routers, _adapters, _vision)
+    rules = (_sizes, _stages, _routers, _adapters, _vision, _indexers)
     problems = [problem for rule in rules for problem in rule(arch, config)]
     gpu = config.device == "cuda" or (config.device == "auto" and config.dtype == "bfloat16")
     if gpu and (problem := context_problem(config, config.expects_transformer_engine)):
@@ -130,6 +130,14 @@ def _vision(arch: Architecture, config: ActorConfig) -> Iterator[str]:
                 "fewer stages, or raise "
                 "first_stage_layers"
             )
+
+
+def _indexers(arch: Architecture, config: ActorConfig) -> Iterator[str]:
+    if arch.indexer is not None and config.has_draft:
+        yield (
+            f"actor.draft is not supported with a {arch.family} model: engines let its draft see "
+            "keys that the model chose; remove it"
+        )
 
 
 def _experts(arch: Architecture, config: ActorConfig) -> Iterator[str]:

@@ -18,8 +18,8 @@ _MODEL = """
     beta_fast beta_slow mscale* num_moe_experts moe_router_topk* moe_ffn_hidden_size moe_latent_size moe_layer_freq
     moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_num_groups moe_router_group_topk
     moe_router_pre_softmax moe_router_score_function moe_router_enable_expert_bias moe_apply_probs_on_input
-    use_fused_weighted_squared_relu mtp_* experimental_attention_variant dsa_* linear_* is_hybrid_model mamba_*
-    use_mamba_mem_eff_path het*"""
+    use_fused_weighted_squared_relu mtp_* experimental_attention_variant dsa_indexer_[!lu]* linear_* is_hybrid_model
+    mamba_* use_mamba_mem_eff_path het*"""
 # our key -> the fields that say the same
 _TRANSFORMER_OURS = {
     "model.path": _MODEL,
@@ -28,7 +28,7 @@ _TRANSFORMER_OURS = {
     "actor.parallel.vpp": "virtual_pipeline_model_parallel_size",
     "actor.parallel.cp": "context_parallel_size",
     "actor.parallel.ep": "expert_model_parallel_size",
-    "actor.parallel.etp": "expert_tensor_parallel_size moe_extended_tp",
+    "actor.parallel.etp": "expert_tensor_parallel_size",
     "actor.parallel.first_stage_layers": "num_layers_in_first_pipeline_stage "
     "pipeline_model_parallel_layout",
     "actor.parallel.last_stage_layers": "num_layers_in_last_pipeline_stage "
@@ -51,25 +51,35 @@ _OUTPUT = "a run writes into its output_dir only"
 _SPLIT = "it requires Megatron's own forward and loss, cut into pieces"
 _TRANSFORMER_REFUSED = {
     "losses have global denominators: Megatron must only sum": "calculate_per_token_loss",
-    _ACTOR: """timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func
+    _ACTOR: """timers finalize_model_grads_func *grad_scale_func no_sync_func grad_sync_func param_sync_func
         barrier_with_L1_time variable_seq_lengths num_microbatches_with_partial_activation_checkpoints""",
     "noise would enter every ratio of new to old probabilities": """
-        *_dropout moe_input_jitter_eps moe_router_force_load_balancing""",
+        *_dropout moe_input_jitter_eps moe_router_force_*""",
     "weights come from a Hugging Face folder or a checkpoint": """perform_initialization init_method*
         output_layer_init_method embedding_init_method* init_model_with_meta_device""",
     "engines drop no token: the models would differ": """
-        moe_token_drop* moe_expert_capacity_factor moe_pad_expert_input_to_capacity""",
+        moe_token_drop* moe_expert_capacity_factor moe_expert_rank_capacity_factor moe_paged_stash*
+        moe_pad_expert_input_to_capacity""",
     "expert loads and router biases would count the padding": ("moe_router_padding_for_*"),
     _FP8: "fp8_param fp4*",
     "a graph replays one shape; those of micro-batches change": ("*cuda_graph* use_te_rng_tracker"),
     "its buffers have one shape; those of micro-batches change": "tp_comm_*",
-    _SPLIT: """overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release
+    _SPLIT: """overlap_moe_expert_parallel_comm overlap_dispatch_backward_with_experts_wgrad delay_wgrad_compute
+        ep_overlap_early_attn_memory_release
         defer_embedding_wgrad_compute wgrad_deferral_limit""",
     "its process groups or its transport are not created here": """hierarchical_context_parallel_sizes
-        max_seqlen_per_dp_cp_rank hybrid_context_parallel pipeline_model_parallel_comm_backend use_ring_exchange_p2p""",
+        max_seqlen_per_dp_cp_rank hybrid_context_parallel pipeline_model_parallel_comm_backend use_ring_exchange_p2p
+        *gtp_weight_remat_size *tensor_parallel_num_weight_shards""",
+    # GLM-5 (arXiv 2602.15763) freezes it in reinforcement learning, too
+    "the indexer is frozen: a choice of keys has no gradient, and a loss of its own would move it "
+    "away from the one that sampled": "dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss",
     "no engine computes so": """
-        fp32_residual_connection qk_clip* log_max_attention_logit test_mode *kitchen* quant_recipe""",
-    "publishing, digests and checkpoints read parameters in place": "cpu_offloading_weights",
+        fp32_residual_connection qk_clip* log_max_attention_logit test_mode *kitchen* quant_recipe
+        use_mup mup_* moe_router_quantile_balancing_ema""",
+    "publishing, digests and checkpoints read parameters in place, by their names": """
+        cpu_offloading_weights mla_down_proj_fusion *glu_interleave_size moe_single_grouped_*""",
+    "only Megatron's own specifications of layers, or its output layer, read it": """
+        use_transformer_engine_op_fuser use_grouped_gemm_for_* fused_residual_rmsnorm fp8_output_proj""",
     _OUTPUT: "config_logger_dir",
 }
 _OPTIMIZER_OURS = {
@@ -84,13 +94,15 @@ _OPTIMIZER_OURS = {
 }
 _OPTIMIZER_REFUSED = {
     "the optimizer is Adam with decoupled weight decay, whose state checkpoints know": """
-        optimizer decoupled_weight_decay sgd_* muon_*""",
+        optimizer decoupled_weight_decay sgd_* *muon_* lion_* soap_* use_layer_wise_distributed_optimizer""",
     "gradients are not scaled: bfloat16 has float32's range": ("*loss_scale* hysteresis"),
     _FP8: "fp8_recipe reuse_grad_buf_for_mxfp8_param_ag",
     "Transformer Engine copies them in float32 to step, save and resume: 14 bytes of an "
     "element at the peak, 10 for float32 moments with use_precision_aware_optimizer": "exp_avg_dtype exp_avg_sq_dtype "
     "main_params_dtype",
     "finiteness is checked before any of an update": ("overlap_param_gather_with_optimizer_step"),
+    "an update that is left out would count as one": "grad_norm_skip_threshold",
+    "a graph repeats one learning rate": "optimizer_cuda_graph",
     _ACTOR: "barrier_with_L1_time timers",
     _OUTPUT: "config_logger_dir",
 }
@@ -106,8 +118,8 @@ _DDP_REFUSED = {
     "a rank that fails leaves the others waiting; the actor checks all ranks together": (
         "check_for_*"
     ),
-    _FP8: "fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag keep_fp8_transpose_cache",
-    "publishing and checkpoints read whole parameters, which FSDP shards": """*fsdp* preserve_fp32_weights
+    _FP8: "fp*_param_gather reuse_grad_buf_for_mxfp8_param_ag keep_fp8_transpose_cache",
+    "publishing and checkpoints read whole parameters, which FSDP shards": """*fsdp*
         data_parallel_sharding_strategy suggested_communication_unit_size outer_dp_sharding_strategy""",
     "Megatron refuses it with expandable_segments, with which trainers are started": (
         "nccl_ub disable_symmetric_registration"

@@ -97,8 +97,14 @@ def replace_cuda() -> None:
     called before Megatron is imported."""
     _install_cuda_names()
     _OnCpu().__enter__()
+    without_triton()
+
+
+def without_triton() -> None:
+    """Lets Megatron be imported where Triton is not installed: every model imports kernels that
+    `moe_paged_stash` alone calls."""
     if find_spec("triton") is None:
-        kernels = ModuleType(_TRITON_KERNELS)  # imported by every model, for `moe_paged_stash` alone
+        kernels = ModuleType(_TRITON_KERNELS)
         vars(kernels).update(dict.fromkeys(_NAMES_OF_KERNELS))
         sys.modules[_TRITON_KERNELS] = kernels
 

@@ -74,6 +74,17 @@ class LinearAttention:
 
 
 @dataclass(frozen=True)
+class LightningIndexer:
+    """Holds the sizes of what chooses keys in DeepSeek sparse attention (DeepSeek-V3.2, arXiv
+    2512.02556, 2.1)."""
+
+    heads: int
+    head_dim: int
+    topk: int  # keys that each query sees; sequences of as many tokens are dense
+    in_pairs: bool  # its rotary embedding turns neighbours; else, as usual, halves
+
+
+@dataclass(frozen=True)
 class Architecture:
     """Holds the numbers of one HF config.json that the actor needs, with the family's defaults
     filled in."""
@@ -93,6 +104,7 @@ class Architecture:
     tied: bool  # the output layer is the input embedding
     qkv_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head of queries and keys
+    norm_over_heads: bool = False  # that one is over all heads of a token together
     num_experts: int = 0  # 0: dense
     experts_per_token: int = 0
     expert_ffn_size: int = 0
@@ -112,6 +124,7 @@ class Architecture:
     linear: LinearAttention | None = None  # None: attention in every layer
     vision: Vision | None = None  # None: a text-only model
     draft: bool = False  # with the multi-token-prediction layer, which proposes tokens to engines
+    indexer: LightningIndexer | None = None  # None: a query sees every key before it
 
     @property
     def is_moe(self) -> bool:

@@ -61,6 +61,7 @@ class Family:
     )
     MLP: ClassVar[str] = "mlp."  # begins the names of an MLP, or of router and experts, in a layer
     SHARED_MLP: ClassVar[str] = "shared_experts."  # of the experts that every token meets
+    ROUTER_BIAS: ClassVar[str] = "gate.e_score_correction_bias"  # after MLP
     PROJECTIONS: ClassVar[GatedNames] = GATED_NAMES  # of MLPs and experts
     ROPE_SCALING_REFUSALS = staticmethod(llama3_refusals)
     PARTIAL_ROTARY: ClassVar[bool] = False  # rotary embedding may apply to part of a head
@@ -70,6 +71,8 @@ class Family:
     LEFT_OUT: ClassVar[tuple[str, ...]] = ()  # begin the names of tensors that are not loaded
     DRAFT_REFUSAL: ClassVar[str] = ""  # why actor.draft is not supported
     TAKES_ADAPTERS: ClassVar[bool] = True  # whether actor/layers/lora.py knows its layers
+    # times the certificate's bounds, where layers amplify what float32 rounds
+    ROUNDING: ClassVar[int] = 1
     EXPERT_SIZE_KEY: ClassVar[str] = "moe_intermediate_size"  # of config.json: an expert's width
     SHARED_SIZE: ClassVar[str] = "n_shared_experts x moe_intermediate_size"  # of config.json
     ROUTING_REFUSAL: ClassVar[str] = ""  # why experts that engines chose cannot be replayed
@@ -136,7 +139,7 @@ class Family:
             return
         mlp.router.weight.copy_(hf[prefix + "gate.weight"])
         if arch.router_bias:
-            mlp.router.expert_bias.copy_(hf[prefix + "gate.e_score_correction_bias"])
+            mlp.router.expert_bias.copy_(hf[prefix + self.ROUTER_BIAS])
         if arch.shared_ffn_size:
             load_mlp(*mlp_weights(mlp.shared_experts), hf, prefix + self.SHARED_MLP, place.tensor)
         if arch.shared_gate:
@@ -163,7 +166,7 @@ class Family:
             return
         yield TensorSpec(prefix + "gate.weight", (arch.num_experts, hidden), "matrix")
         if arch.router_bias:
-            bias = prefix + "gate.e_score_correction_bias"
+            bias = prefix + self.ROUTER_BIAS
             yield TensorSpec(bias, (arch.num_experts,), "bias", dtype="float32", trained=False)
         if arch.shared_ffn_size:
             yield from mlp_tensors(hidden, arch.shared_ffn_size, prefix + self.SHARED_MLP)
@@ -178,6 +181,14 @@ class Family:
 
     def text_part(self, hf: HfConfig) -> HfConfig:
         """Returns the keys of config.json as a text-only model has them."""
+        return hf
+
+    def description(self, hf: HfConfig) -> HfConfig:
+        """Returns a config.json in the form that this family reads."""
+        return hf
+
+    def exported_config(self, hf: HfConfig) -> HfConfig:
+        """Returns the config.json of what is exported and published, quantisation left out."""
         return hf
 
     def stored_name(self, name: str) -> str:

@@ -10,8 +10,18 @@ from typing import Literal, NamedTuple
 
 from megagrpo.families.architecture import Architecture
 
-# a router, what latent attention projects down, and a draft's projection
-_WHOLE = ("gate", "q_a_proj", "kv_a_proj_with_mqa", "eh_proj", "shared_expert_gate")
+# a router, what latent attention projects down, a draft's projection, and an indexer
+_WHOLE = (
+    "gate",
+    "shared_expert_gate",
+    "q_a_proj",
+    "kv_a_proj_with_mqa",
+    "eh_proj",
+    "wq_b",
+    "wk",
+    "weights_proj",
+    "k_norm",
+)
 
 
 @dataclass(frozen=True)
@@ -111,8 +121,9 @@ def attention_tensors(arch: Architecture, attention: str) -> Iterator[TensorSpec
         for name, rows in outputs.items():
             yield TensorSpec(f"{attention}{name}.bias", (rows,), "bias")
     if arch.qk_norm:
-        for name in ("q_norm", "k_norm"):
-            yield norm_tensor(arch, f"{attention}{name}.weight", dim)
+        for name, heads in (("q_norm", arch.num_heads), ("k_norm", arch.num_kv_heads)):
+            width = dim * heads if arch.norm_over_heads else dim
+            yield norm_tensor(arch, f"{attention}{name}.weight", width)
 
 
 def norm_tensor(arch: Architecture, name: str, size: int) -> TensorSpec:

@@ -7,7 +7,7 @@ checkpoints/    step_000010/ ..., or a link       dumps/         step_000012/ ..
 weights/        published by transport `disk`    sft/           metrics of the supervised warm-up
 images/         of the prompts, as engines and trainers see them: PNG files named after their
 content; JSON files say which of them an image of the data became
-engine_model/   bfloat16 model description from which engines start if model.path is quantised
+engine_model/   model description from which engines start if model.path is quantised, or sparse on a CPU
 trained/        samples of every replica as the update saw them
 view.html                                        written by `megagrpo view`
 service.json    address of the rollout service   service.key    its key: readable by its owner,

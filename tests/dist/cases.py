@@ -103,8 +103,14 @@ REST = [
 
 # the large families, whose tests are test_actor_families.py: in CI every layout, and every two
 # other choices
-FAMILIES = ("mixtral", "glm4_moe", "deepseek_v3", "moonlight", "qwen3_5_moe")
-MORE_FAMILIES = ("glm4_moe_air", "deepseek_v3_plain")  # by --full
+FAMILIES = ("mixtral", "glm4_moe", "deepseek_v3", "moonlight", "qwen3_5_moe", "minimax_m2")
+MORE_FAMILIES = (  # by --full
+    "glm4_moe_air",
+    "deepseek_v3_plain",
+    "glm_moe_dsa",
+    "deepseek_v32",
+    "qwen3_5",
+)
 FAMILY_LAYOUTS = ("TP2+SP", "PP2xVPP2", "TP2xEP2", "CP2", "PP2", "TP2xETP2", "EP2")
 _OTHER_CHOICES = {"model": FAMILIES, "batch": tuple(BATCHES), "recompute": RECOMPUTE}
 FAMILIES_CI = [
@@ -119,5 +125,13 @@ FAMILIES_CI.append(LayoutCase("qwen3_5_moe", "CP2", "packed", "none"))
 FAMILIES_FULL = [
     LayoutCase(model, layout, batch, recompute)
     for model, layout in product(FAMILIES + MORE_FAMILIES, FAMILY_LAYOUTS)
+    if model != "qwen3_5" or has(model, layout)  # it is dense
     for batch, recompute in (("packed", "none"), ("padded", "selective"), ("packed", "full"))
+]
+
+# of test_actor_sparse.py: where a choice of keys may go wrong
+SPARSE_CI = [
+    LayoutCase("glm_moe_dsa", "CP2", "packed", "none"),
+    LayoutCase("glm_moe_dsa", "CP2", "padded", "full"),
+    LayoutCase("glm_moe_dsa", "TP2xEP2", "packed", "selective"),
 ]

@@ -30,7 +30,15 @@ from tests import experiments
 from tests.dist.workers.pool import RankPool
 
 DENSE = ("qwen3", "qwen2", "llama")
-MOE = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "moonlight", "qwen3_5_moe_text")
+MOE = (
+    "qwen3_moe",
+    "mixtral",
+    "glm4_moe",
+    "deepseek_v3",
+    "moonlight",
+    "qwen3_5_moe_text",
+    "minimax_m2",
+)
 FAMILIES, TIED = DENSE + MOE, ("llama",)
 # A name that is no family -> the family, and what its config.json has otherwise. transformers gives
 # the norms of latents an epsilon of 1e-6 always, Megatron and SGLang that of config.json, which is
@@ -84,6 +92,9 @@ COMPUTED = {
     ("qwen3_5_moe_text", "DP attention"): ("EP2",),
     ("qwen3_5_moe_text", "TP1"): ("1", "TP2xPP2"),
     ("qwen3_5_moe_text", "TP2xEP2"): ("PP2", "EP2"),
+    ("minimax_m2", "TP1"): ("1", "TP2xEP2"),
+    ("minimax_m2", "TP2xEP2"): ("TP2+SP", "TP2xPP2"),
+    ("minimax_m2", "TP2"): ("PP2",),
 }
 # after a transport's name: weights.delta, and a publish after which a fiftieth has changed
 CHANGES = ", changes"

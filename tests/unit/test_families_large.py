@@ -1,4 +1,4 @@
-"""Mixtral, GLM-4.5, DeepSeek-V3, Kimi-K2, Moonlight: published sizes, refusals by name, what is
+"""Mixtral, GLM-4.5, GLM-5, DeepSeek-V3 and V3.2, Kimi-K2, Moonlight: published sizes, refusals by name, what is
 left out."""
 
 import json
@@ -19,6 +19,7 @@ from megagrpo.families.table import (
     model_problems,
     model_tensors,
     parameter_counts,
+    read_description,
 )
 from megagrpo.tools.certify.tiny_model import hf_config
 from tests.experiments import QUICKSTART, ROOT, python
@@ -26,7 +27,7 @@ from tests.experiments import QUICKSTART, ROOT, python
 
 def described(name: str) -> dict:
     """config.json as it was published."""
-    return json.loads((ROOT / "configs" / "models" / name / "config.json").read_text())
+    return read_description(ROOT / "configs" / "models" / name / "config.json")
 
 
 MIXTRAL = {
@@ -44,12 +45,20 @@ PARAMETERS = {  # in billions: all, and active without the input embedding
     "Kimi-K2-Instruct": (1026.4, 31.7),
     "Moonlight-16B-A3B": (16.0, 2.6),
     "Mixtral-8x7B": (46.7, 12.7),
+    "MiniMax-M2": (228.7, 10.4),
+    "Kimi-K2.5": (1026.4, 31.7),
+    "GLM-5": (743.9, 40.8),
 }
 PUBLISHED = {name: MIXTRAL if name == "Mixtral-8x7B" else described(name) for name in PARAMETERS}
 V3, K2, MOONLIGHT = (
     PUBLISHED[name] for name in ("DeepSeek-V3-0324", "Kimi-K2-Instruct", "Moonlight-16B-A3B")
 )
 GLM, AIR, YARN = PUBLISHED["GLM-4.5"], PUBLISHED["GLM-4.5-Air"], V3["rope_scaling"]
+M2, K25 = PUBLISHED["MiniMax-M2"], PUBLISHED["Kimi-K2.5"]
+GLM5 = PUBLISHED["GLM-5"]
+# its config.json is V3's with these
+V32 = V3 | {"model_type": "deepseek_v32", "index_n_heads": 64, "index_head_dim": 128}
+V32 |= {"index_topk": 2048}
 # config.json, what of it would be computed wrongly, what names it
 REFUSED = [
     (V3, {"scoring_func": "softmax"}, "scoring_func"),
@@ -82,6 +91,29 @@ REFUSED = [
         for key in ("n_group", "first_k_dense_replace", "routed_scaling_factor")
     ),
     (MIXTRAL, {"sliding_window": 4096}, "sliding_window 4096"),
+    (K25, {"scoring_func": "softmax"}, "scoring_func"),
+    (M2, {"use_qk_norm": False}, "use_qk_norm"),
+    (M2, {"qk_norm_type": "per_head"}, "qk_norm_type"),
+    (M2, {"scoring_func": "softmax"}, "scoring_func"),
+    (M2, {"use_routing_bias": False}, "use_routing_bias"),
+    (M2, {"rotary_dim": 130}, "rotary_dim 130"),
+    (M2, {"partial_rotary_factor": 1.0}, "transformers reads the one, engines the other"),
+    (M2, {"attn_type_list": [1] * 61 + [0]}, "attn_type_list"),
+    (M2, {"shared_intermediate_size": 1536}, "shared_intermediate_size"),
+    (M2, {"num_experts_per_tok": 1}, "num_experts_per_tok 1"),
+    (M2, {"rope_scaling": YARN}, "yarn"),
+    # what transformers 5 does not write
+    *(
+        (M2, {key: None}, f"lacks {key}")
+        for key in ("rotary_dim", "use_qk_norm", "use_routing_bias")
+    ),
+    (GLM5, {"index_topk_freq": 4}, "index_topk_freq 4"),
+    (GLM5, {"indexer_types": ["full", "shared"] * 39}, "(GLM-5.2)"),
+    (GLM5, {"index_kpool": 4}, "index_kpool 4"),
+    (GLM5, {"q_lora_rank": None}, "lacks q_lora_rank"),
+    (GLM5, {"index_head_dim": 32}, "index_head_dim 32 is less than qk_rope_head_dim 64"),
+    (GLM5, {"mlp_layer_types": ["sparse"] * 78}, "mlp_layer_types"),
+    (V32, {"index_topk": None}, "lacks index_topk"),
 ]
 
 
@@ -134,6 +166,13 @@ def test_what_would_be_computed_wrongly_is_refused_by_name(hf, change, said):
     }
     (problem,) = model_problems(changed)
     assert said in problem
+
+
+def test_deepseek_v32_is_v3_with_indexers():
+    more = (
+        parameter_counts(architecture_of(V32)).dense - parameter_counts(architecture_of(V3)).dense
+    )
+    assert more == 61 * (64 * 128 * 1536 + (128 + 64) * 7168 + 2 * 128)
 
 
 def test_groups_score_their_best_two():
@@ -223,6 +262,8 @@ def test_the_length_at_which_attention_costs_as_much_as_the_rest(name):
                 spec.size * arch.experts_per_token // arch.num_experts if spec.expert else spec.size
             )
     heads = arch.num_heads * (arch.head_dim + (arch.mla.v_dim if arch.mla else arch.head_dim)) / 2
+    if arch.indexer is not None:  # it alone meets every key
+        heads = arch.indexer.heads * arch.indexer.head_dim / 2
     assert attention_length(arch) == pytest.approx(elements / arch.num_layers / heads, abs=2)
 
 
@@ -235,11 +276,28 @@ def test_check_says_what_is_left_out(tmp_path):
     assert "  left out 1 multi-token-prediction layer (model.layers.4)" in explain(config)
 
 
-@pytest.mark.parametrize("hf", [V3, K2, GLM, MIXTRAL])
+@pytest.mark.parametrize("hf", [V3, K2, GLM, MIXTRAL, M2, K25])
 def test_adapters_are_refused(hf):
     actor = load_config(QUICKSTART, ["actor.parallel={}", "actor.lora={rank: 4}"]).actor
     [problem] = layout_problems(architecture_of(hf), actor)
     assert problem.startswith(f"actor.lora is not supported with a {hf['model_type']} model")
+
+
+def test_what_engines_and_transformers_read_is_exported():
+    """MiniMax-M2's rotary_dim, and the fraction that transformers reads in its place; of Kimi-K2.5
+    the text model."""
+    plain = {key: value for key, value in M2.items() if key != "quantization_config"}
+    assert exported_config(M2) == plain | {"partial_rotary_factor": 0.5}
+    assert model_problems(exported_config(M2)) == [] == model_problems(exported_config(K25))
+    text = exported_config(K25)
+    assert (text["model_type"], text["architectures"]) == ("deepseek_v3", ["DeepseekV3ForCausalLM"])
+    assert [line.split("*")[0] for line in left_out(K25)] == ["vision_tower.", "mm_projector."]
+
+
+def test_experts_that_engines_do_not_tell_are_not_replayed():
+    actor = load_config(QUICKSTART, ["actor.routing_replay=rollout", "actor.parallel={}"]).actor
+    (problem,) = layout_problems(architecture_of(M2), actor)
+    assert "does not say which layer chose experts; take old" in problem
 
 
 def test_a_bias_is_moved_only_where_there_is_one():

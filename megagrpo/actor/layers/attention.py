@@ -150,22 +150,27 @@ class CausalAttention(torch.nn.Module):
         e is d except in latent attention. s, packed T, are this context rank's. Padding is at the
         right, so the causal mask alone keeps it away from real tokens.
         """
-        if self.cp_size > 1:
-            key, value = (
-                gather_from_sequence_parallel_region(t, group=mpu.get_context_parallel_group())
-                for t in (key, value)
-            )
+        key, value = self._of_all_ranks(key), self._of_all_ranks(value)
         if packed_seq_params is None:
             return self._padded(query, key, value)
         if self.cp_size == 1 and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
             return self._varlen(query, key, value, packed_seq_params)
         return self._packed(query, key, value, packed_seq_params)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def _of_all_ranks(self, keys: Tensor) -> Tensor:
+        """Returns the keys, or what goes with them, of all context ranks, rank after rank."""
+        if self.cp_size == 1:
+            return keys
+        return gather_from_sequence_parallel_region(keys, group=mpu.get_context_parallel_group())
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *_: Tensor
+    ) -> Tensor:
         """Attends from query [b, heads, places, d] to key [b, groups, places, d] and value [b,
         groups, places, e].
 
-        mask: [b, 1, queries, keys], True where a query sees a key; None: a plain causal one.
+        mask: [b, 1, queries, keys], True where a query sees a key; None: a plain causal one. A
+        subclass may have more tensors of queries and of keys, see `_padded`.
         """
         repeat = query.shape[1] // key.shape[1]
         if repeat > 1:  # written out: the grouped form has no fused kernel on every device
@@ -174,7 +179,11 @@ class CausalAttention(torch.nn.Module):
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale
         )
 
-    def _padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _padded(
+        self, query: Tensor, key: Tensor, value: Tensor, *more: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Lays out the arguments of `_attend`; `more` has its further tensors, in pairs of queries'
+        and keys'."""
         mask = None
         if self.cp_size > 1:
             place = torch.arange(len(query), device=query.device)
@@ -186,10 +195,18 @@ class CausalAttention(torch.nn.Module):
                 None, None
             ]
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        out = self._attend(query, key, value, mask)
+        rest = (t.permute(1, 2, 0, 3) for pair in more for t in pair)
+        out = self._attend(query, key, value, mask, *rest)
         return out.permute(2, 0, 1, 3).flatten(2)
 
-    def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+    def _packed(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        packed: PackedSequences,
+        *more: tuple[Tensor, Tensor],
+    ) -> Tensor:
         sequences = len(packed.cu_seqlens_q) - 1
         longest = packed.max_seqlen_q
         grids = packed.grids(len(query))
@@ -207,10 +224,18 @@ class CausalAttention(torch.nn.Module):
             mask = (grids.query_position[:, :, None] >= torch.arange(longest, device=query.device))[
                 :, None
             ]
-        keys, values = (grid(t, longest, grids.key_at) for t in (key, value))
-        out = self._attend(
-            grid(query, longest // self.cp_size, grids.query_at), keys, values, mask
-        ).transpose(1, 2)
+        places = longest // self.cp_size
+        rest = (
+            laid
+            for of_query, of_key in ((query, key), *more)
+            for laid in (
+                grid(of_query, places, grids.query_at),
+                grid(of_key, longest, grids.key_at),
+            )
+        )
+        queries, keys = next(rest), next(rest)
+        values = grid(value, longest, grids.key_at)
+        out = self._attend(queries, keys, values, mask, *rest).transpose(1, 2)
         return out[grids.query_at].flatten(1)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:

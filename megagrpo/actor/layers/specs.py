@@ -1,6 +1,7 @@
 """Layer specs for Megatron: torch's or Transformer Engine's modules, dense or with experts."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -30,6 +31,8 @@ from torch import Tensor
 from megagrpo.actor.layers.attention import CausalAttention
 from megagrpo.actor.layers.draft import LayerModules
 from megagrpo.actor.layers.gated_delta import gated_delta_spec
+from megagrpo.actor.layers.norm_over_heads import NormOverHeads
+from megagrpo.actor.layers.sparse_attention import sparse_attention
 from megagrpo.actor.layers.whole_linear import WholeLinear
 
 
@@ -58,9 +61,15 @@ def block_spec(
     vp_stage: int | None,
     transformer_engine: bool,
     layer: type[TransformerLayer],
+    norm_over_heads: bool = False,
 ) -> TransformerBlockSubmodules:
-    """Returns this stage's layers, of a class `layer`, of torch or of Transformer Engine."""
+    """Returns this stage's layers, of a class `layer`, of torch or of Transformer Engine.
+
+    norm_over_heads: of the Architecture.
+    """
     modules = layer_modules(config, transformer_engine, layer)
+    if norm_over_heads:
+        modules = modules._replace(layer=_with_norms_over_heads(modules.layer, config))
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     own = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     layers = [_of_layer(modules, config, index) for index in own]
@@ -76,6 +85,17 @@ def _of_layer(modules: LayerModules, config: TransformerConfig, index: int) -> M
     if isinstance(config.linear_attention_freq, list) and config.linear_attention_freq[index]:
         parts = replace(parts, self_attention=modules.linear_attention)
     return replace(modules.layer, submodules=parts)
+
+
+def _with_norms_over_heads(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
+    attention = layer.submodules.self_attention
+    norms = replace(
+        attention.submodules,
+        q_layernorm=partial(NormOverHeads, heads=config.num_attention_heads),
+        k_layernorm=partial(NormOverHeads, heads=config.num_query_groups),
+    )
+    attention = replace(attention, submodules=norms)
+    return replace(layer, submodules=replace(layer.submodules, self_attention=attention))
 
 
 def layer_modules(
@@ -99,7 +119,10 @@ def layer_modules(
         attention = CausalAttention
         whole_linear = WholeLinear
     if config.multi_latent_attention:
-        attention_spec = _latent_attention(backend, norm, attention, whole_linear)
+        latent: type = MLASelfAttention
+        if config.experimental_attention_variant == "dsa":
+            latent, attention = sparse_attention(transformer_engine)
+        attention_spec = _latent_attention(backend, norm, latent, attention, whole_linear)
     else:
         attention_spec = _grouped_attention(
             backend, norm if config.qk_layernorm else IdentityOp, attention
@@ -145,11 +168,15 @@ def _grouped_attention(
 
 
 def _latent_attention(
-    backend: BackendSpecProvider, norm: type, attention: type, whole_linear: type
+    backend: BackendSpecProvider,
+    norm: type,
+    latent: type,
+    attention: type | ModuleSpec,
+    whole_linear: type,
 ) -> ModuleSpec:
     column = backend.column_parallel_linear()
     return ModuleSpec(
-        module=MLASelfAttention,
+        module=latent,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=column,

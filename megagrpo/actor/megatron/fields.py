@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megagrpo.config.actor import ActorConfig, OptimizerConfig
-from megagrpo.families.architecture import Architecture, LatentAttention, LinearAttention
+from megagrpo.families.architecture import (
+    Architecture,
+    LatentAttention,
+    LightningIndexer,
+    LinearAttention,
+)
 from megagrpo.families.models.deepseek_v3 import YARN_KEYS
 
 Fields = dict[str, Any]  # of one of Megatron's classes, by its names
@@ -125,6 +130,7 @@ def transformer_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels)
         **(_expert_fields(arch, actor, kernels) if arch.is_moe else {}),
         **({} if arch.mla is None else _latent_fields(arch, arch.mla)),
         **({} if arch.linear is None else _linear_fields(arch.linear)),
+        **({} if arch.indexer is None else _indexer_fields(arch.indexer, actor, kernels)),
         **_recompute_fields(arch, actor, kernels),
         **transformer_defaults(arch, actor, kernels),
         **actor.megatron,
@@ -231,6 +237,27 @@ def _linear_fields(linear: LinearAttention) -> Fields:
         "linear_value_head_dim": linear.value_dim,
         "linear_conv_kernel_dim": linear.kernel,
     }
+
+
+def _indexer_fields(indexer: LightningIndexer, actor: ActorConfig, kernels: Kernels) -> Fields:
+    """Returns the fields of sparse attention; without dsa_indexer_loss_coeff its indexer is not
+    trained.
+
+    Without kernels Megatron's core would hold float32 scores of every query and key.
+    """
+    fields: Fields = {
+        "experimental_attention_variant": "dsa",
+        "dsa_indexer_n_heads": indexer.heads,
+        "dsa_indexer_head_dim": indexer.head_dim,
+        "dsa_indexer_topk": indexer.topk,
+        "dsa_indexer_rope_interleaved": indexer.in_pairs,
+        "qk_layernorm": True,  # absorbed attention has norms of latents only if it says so
+    }
+    if kernels.cuda and kernels.transformer_engine:
+        fields["dsa_kernel_backend"] = "tilelang"
+    if actor.parallel.cp > 1:  # the only exchange of its keys that Megatron has
+        fields["cp_comm_type"] = "allgather"
+    return fields
 
 
 def _expert_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> Fields:

@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.optimizer import ChainedOptimizer, clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.safe_globals import safe_load_from_bytes
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -69,6 +70,10 @@ def install() -> None:
         _padded_for_kernels, multi_latent_attention._prepare_mla_core_attention_value
     )
     token_dispatcher.unpermute = combine.unpermute
+    # Megatron replaces the function that a pickled tensor names. Engines, which have no Megatron and
+    # unpickle only what they know, would end themselves at the first publish.
+    safe_load_from_bytes.__module__ = torch.storage.__name__
+    safe_load_from_bytes.__qualname__ = safe_load_from_bytes.__name__ = "_load_from_bytes"
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:  # without Transformer Engine and Apex
         clip_grads.l2_norm_impl = _norm_of_tensors
     share_angles()

@@ -24,6 +24,7 @@ from torch import Tensor
 from megagrpo.actor.layers.draft import DraftLayer, Following, embed, mark_parameters
 from megagrpo.actor.layers.gated_delta import GatedDelta
 from megagrpo.actor.layers.lora import add_adapters, is_adapter
+from megagrpo.actor.layers.sparse_attention import Indexer
 from megagrpo.actor.layers.specs import block_spec, layer_modules
 from megagrpo.actor.megatron import internals_0_19
 from megagrpo.actor.megatron.fields import Kernels
@@ -129,6 +130,7 @@ def build_chunk(
             vp_stage,
             transformer_engine,
             TransformerLayer if arch.vision is None else SeeingLayer,
+            arch.norm_over_heads,
         ),
         vocab_size=-(-arch.vocab_size // tp) * tp,
         max_sequence_length=arch.max_positions,
@@ -207,8 +209,12 @@ def build_chunks(
 
 
 def _in_bfloat16(chunk: HiddenStatesModel) -> HiddenStatesModel:
-    """Casts a chunk except the biases of its routers and the frequencies of its tower."""
+    """Casts a chunk except the biases of its routers, the norms of its indexers and the frequencies
+    of its tower."""
     chunk.bfloat16()
+    for module in chunk.modules():
+        if isinstance(module, Indexer):
+            module.k_norm.float()
     if isinstance(getattr(chunk, "visual", None), Tower):
         chunk.visual.keep_float32_angles()
     for module in chunk.modules():

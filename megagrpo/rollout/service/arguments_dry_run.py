@@ -61,6 +61,8 @@ def resolve_servers(servers: Sequence[list[str]], device: Device) -> Iterator[di
     Raises ValueError if SGLang rejects the arguments.
     """
     load_plugins()
+    # queried on a CPU as well, for models with sparse attention
+    _replace_answers({"get_device_capability": device.capability})
     for words in servers[:1]:
         model = words[words.index("--model-path") + 1]
         prepare_server_args(
@@ -92,8 +94,7 @@ def _replace_device(device: Device) -> None:
         "get_device_properties": properties,
         "mem_get_info": (device.memory_mib * 2**20,) * 2,
     }
-    for name, answer in answers.items():
-        setattr(torch.cuda, name, functools.partial(_answer, answer))
+    _replace_answers(answers)
     torch.version.cuda = _CUDA_VERSION
     for module in [module for name, module in sys.modules.items() if name.startswith("sglang")]:
         for function in list(vars(module).values()):
@@ -102,6 +103,11 @@ def _replace_device(device: Device) -> None:
             ):  # its cache holds answers for the CPU
                 function.cache_clear()
     common.get_nvgpu_memory_capacity = functools.partial(_answer, device.memory_mib)
+
+
+def _replace_answers(answers: dict[str, object]) -> None:
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, functools.partial(_answer, answer))
 
 
 def _answer(value: object, *_: object, **__: object) -> object:

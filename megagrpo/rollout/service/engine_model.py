@@ -3,7 +3,7 @@ that differs.
 
 A quantization_config makes SGLang build FP8 layers, whose parameters only a publish of FP8 weights
 fills. A vision_config makes it build a tower, which no publish fills if trainers load the text part
-only.
+only. On a CPU SGLang has no sparse attention.
 """
 
 import json
@@ -12,8 +12,16 @@ from pathlib import Path
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
 from megagrpo.families.architecture import HfConfig
 from megagrpo.families.model import write_description
-from megagrpo.families.quantization import fp8_block, load_format_problems
-from megagrpo.families.table import architecture_of, model_problems, read_description
+from megagrpo.families.models.sparse_attention import dense_config
+from megagrpo.families.quantization import quantization_problems
+from megagrpo.families.table import (
+    architecture_of,
+    exported_config,
+    load_format_problems,
+    model_problems,
+    read_description,
+    stored_otherwise,
+)
 from megagrpo.system.run_folder import RunFolder
 
 # SGLang's key of config.json (configs/model_config.py). Its option --language-model-only is refused
@@ -21,27 +29,39 @@ from megagrpo.system.run_folder import RunFolder
 _TEXT_ONLY = {"language_model_only": True}
 
 
-def as_engines_see_it(config: ExperimentConfig, folder: RunFolder) -> ExperimentConfig:
+def as_engines_see_it(
+    config: ExperimentConfig, folder: RunFolder, cuda: bool = True
+) -> ExperimentConfig:
     """Returns the experiment with model.path set to the folder for engines, which is written if
     formats differ.
 
     All nodes must see the run folder. Raises ValueError if engines would read quantised weights
-    themselves.
+    themselves. Without CUDA a model with sparse attention is a dense one, the same up to index_topk
+    tokens (check/problems.py refuses longer samples), which ignores indexers in a publish.
     """
     model = Path(config.model.path)
     description = model / "config.json"
     hf = read_description(description) if description.is_file() else {}
     quantised = config.rollout.quantization is not None
-    text_only = _loads_text_only(hf)
-    if fp8_block(hf) is None and not quantised and not text_only:
+    text_only = _loads_text_only(exported_config(hf))
+    dense = not cuda and "index_topk" in hf
+    if stored_otherwise(hf) is None and not (quantised or text_only or dense):
         return config
-    problems = load_format_problems(hf, config.rollout.load_format)
+    problems = quantization_problems(hf) + load_format_problems(hf, config.rollout.load_format)
     if problems:
         raise ValueError("; ".join(problems))
+    if dense and config.rollout.load_format == "model":
+        raise ValueError(
+            "rollout.load_format = model, but without a GPU engines start from another description "
+            "of a model with sparse attention, without its files; use dummy, the first publish "
+            "fills them"
+        )
     write_description(model, folder.engine_model, fp8=quantised, draft=config.actor.has_draft)
+    written = folder.engine_model / "config.json"
     if text_only:
-        file = folder.engine_model / "config.json"
-        file.write_text(json.dumps(read_description(file) | _TEXT_ONLY, indent=2) + "\n")
+        written.write_text(json.dumps(read_description(written) | _TEXT_ONLY, indent=2) + "\n")
+    if dense:
+        written.write_text(json.dumps(dense_config(read_description(written)), indent=2) + "\n")
     if text_only and config.rollout.load_format == "model":
         for weights in model.glob("*.safetensors*"):
             (folder.engine_model / weights.name).unlink(missing_ok=True)

@@ -70,7 +70,7 @@ def serve(config: ExperimentConfig, run_dir: Path, ray_address: str | None = Non
             cuda = on_gpus(config, ray.cluster_resources().get("GPU", 0))
             return asyncio.run(
                 _Service(
-                    as_engines_see_it(config, folder), folder, cuda=cuda, api_key=api_key
+                    as_engines_see_it(config, folder, cuda), folder, cuda=cuda, api_key=api_key
                 ).run()
             )
     except RayNotStarted as exc:

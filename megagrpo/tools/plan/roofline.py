@@ -189,8 +189,10 @@ def rollout_seconds(
     decode = decode_seconds(target, server, running, held)
     parts = {name: float(steps @ seconds) for name, seconds in decode.items()}
     parts["communication"] += samples * lengths.prompt * _all_reduce_seconds(target, server)
-    pairs = lengths.prompt**2 / 2 * target.work.attention_flops * target.arch.attention_layers
-    flops = (lengths.prompt * target.work.token_flops + pairs) / server.tp
+    work = target.work
+    pairs = float(_chosen_pairs(target, np.array(lengths.prompt))) * work.attention_flops
+    pairs += lengths.prompt**2 / 2 * work.index_flops * server.tp
+    flops = (lengths.prompt * work.token_flops + pairs * target.arch.attention_layers) / server.tp
     prefill = flops / target.peak(server.width)
     return {**parts, "prefill": samples * prefill}
 
@@ -209,13 +211,14 @@ def decode_seconds(
     if not work.arch.tied:  # only few rows of the embedding are read
         dense -= work.vocabulary / server.attention_tp * server.width
     weights = (dense + experts * (1.0 - (1.0 - work.share) ** running)) / target.memory
-    running_here = running * server.attention_tp / server.tp  # of one attention replica
-    context = running_here * held
-    states = 2 * running_here * work.state_bytes(server.attention_tp, server.width)
-    cells = context * work.cache_bytes(server.attention_tp, server.cache_width)
-    cache = (cells + states) / target.memory
-    scores = context * work.decode_attention_flops * work.arch.attention_layers
-    scores /= server.attention_tp
+    samples = running * server.attention_tp / server.tp  # of one attention replica
+    context = samples * held
+    chosen = samples * work.seen(held)
+    states = 2 * samples * work.state_bytes(server.attention_tp, server.width)
+    latents = work.cache_bytes(server.attention_tp, server.cache_width) - work.index_bytes
+    cache = (chosen * latents + context * work.index_bytes + states) / target.memory
+    attention = chosen * work.decode_attention_flops / server.attention_tp
+    scores = (attention + context * work.index_flops) * target.arch.attention_layers
     flops = running * work.token_flops / server.tp + scores
     products = flops / target.peak(server.width)
     return {
@@ -224,6 +227,13 @@ def decode_seconds(
         "compute": np.maximum(0.0, products - weights - cache),
         "communication": running * _all_reduce_seconds(target, server),
     }
+
+
+def _chosen_pairs(target: Target, sizes: np.ndarray) -> np.ndarray:
+    """Returns, for sequences of these lengths, how many pairs of a query and a key attention
+    computes."""
+    seen = target.work.seen(sizes)
+    return seen * sizes - seen**2 / 2
 
 
 def _all_reduce_seconds(target: Target, server: Server) -> float:
@@ -248,8 +258,12 @@ def train_seconds(
     samples /= config.actor.dp
     tokens = samples * float(sizes.mean())
     pairs = samples * float((sizes**2).mean()) / 2
+    chosen = samples * float(_chosen_pairs(target, sizes).mean())
     count = max(1, math.ceil(tokens / config.actor.micro_batch_tokens))
-    forwards = [_forward(config, target, each, tokens / count, pairs / count) for each in stages]
+    forwards = [
+        _forward(config, target, each, tokens / count, pairs / count, chosen / count)
+        for each in stages
+    ]
     # a backward sends as much as a forward, and has twice the products
     passes = [2 + stage.recomputed for stage in stages]
     whole = [
@@ -275,12 +289,18 @@ def train_seconds(
 
 
 def _forward(
-    config: ExperimentConfig, target: Target, cost: StageCost, tokens: float, pairs: float
+    config: ExperimentConfig,
+    target: Target,
+    cost: StageCost,
+    tokens: float,
+    pairs: float,
+    chosen: float,
 ) -> dict[str, float]:
     """Returns the seconds of one stage's forward of one micro-batch, by part."""
     parallel = config.actor.parallel
     scale = tokens / cost.tokens
-    flops = cost.flops * scale + cost.pair_flops * pairs / parallel.cp
+    attention = cost.pair_flops * pairs + cost.chosen_flops * chosen
+    flops = cost.flops * scale + attention / parallel.cp
     width = 2 if config.actor.dtype == "bfloat16" else 4
     parts = {"compute": flops / target.peak(width)}
     # consecutive ranks with the group in them

@@ -409,7 +409,9 @@ def decays_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
     gradient(actor, batch_of(actor.mesh), RICH)
     actor.optimizer_step()
     moved = [
-        not torch.equal(copy.view(live), read[copy.hf]) for copy in weights.copies if copy.hf in read
+        not torch.equal(copy.view(live), read[copy.hf])
+        for copy in weights.copies
+        if copy.hf in read
     ]
     export_hf(folder / "exported", weights, actor.mesh, like=job["model"], dtype=job["dtype"])
     exported = HfFolder(folder / "exported").specs if actor.mesh.is_main else {}

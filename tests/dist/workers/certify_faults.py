@@ -15,6 +15,7 @@ from torch import Tensor
 from megagrpo.actor import schedule, step
 from megagrpo.actor.layers import specs as layer_specs
 from megagrpo.actor.layers.gated_delta import GatedDelta
+from megagrpo.actor.layers.norm_over_heads import NormOverHeads
 from megagrpo.actor.megatron import model
 from megagrpo.actor.megatron.model import build_chunk
 from megagrpo.actor.megatron_actor import MegatronActor
@@ -25,6 +26,7 @@ from megagrpo.batching import microbatch
 from megagrpo.batching.microbatch import plan_micro_batches, targets
 from megagrpo.families.loading import Shard
 from megagrpo.families.models.deepseek_v3 import DeepseekV3
+from megagrpo.families.models.minimax_m2 import MiniMaxM2
 from megagrpo.tools.certify import measure
 
 
@@ -125,14 +127,14 @@ def _label_of_local_neighbour() -> AbstractContextManager[None]:
     return patch.multiple(microbatch, targets=local_targets)
 
 
-class _CutDownProjections(UserDict[str, Tensor]):
-    """A checkpoint whose down projections of latent attention have only this rank's rows."""
+class _CutTensors(UserDict[str, Tensor]):
+    """A checkpoint that has only this rank's rows of the tensors whose names end so."""
 
-    def __init__(self, whole: Mapping[str, Tensor], shard: Shard):
-        self.data, self._shard = whole, shard
+    def __init__(self, whole: Mapping[str, Tensor], shard: Shard, *ends: str):
+        self.data, self._shard, self._ends = whole, shard, ends
 
     def __getitem__(self, name: str) -> Tensor:
-        cut = name.endswith(("q_a_proj.weight", "kv_a_proj_with_mqa.weight"))
+        cut = name.endswith(self._ends)
         return self._shard.rows(self.data[name]) if cut else self.data[name]
 
 
@@ -147,7 +149,8 @@ def _latent_projections_cut_over_tp() -> Iterator[None]:
     megatrons = vars(model)["ColumnParallelLinear"]  # only actor/ imports Megatron
 
     def load_cut(attention, arch, hf, prefix, shard):
-        load(attention, arch, _CutDownProjections(hf, shard), prefix, shard)
+        cut = _CutTensors(hf, shard, "q_a_proj.weight", "kv_a_proj_with_mqa.weight")
+        load(attention, arch, cut, prefix, shard)
 
     with (
         patch.multiple(layer_specs, WholeLinear=megatrons),
@@ -177,6 +180,31 @@ def _norms_not_centered() -> AbstractContextManager[None]:
     return patch.multiple(layer_specs.RmsNorm, forward=torch.nn.RMSNorm.forward)
 
 
+class _NormOfOwnHeads(NormOverHeads):
+    """Has the weight of this rank's heads only."""
+
+    def __init__(self, config, hidden_size, eps, *, heads):
+        super().__init__(config, hidden_size, eps, heads=heads // config.tensor_model_parallel_size)
+        self.first = 0
+
+
+@contextmanager
+def _head_norms_cut_over_tp() -> Iterator[None]:
+    """The norm over all heads is cut over ranks, as its heads are: Megatron adds other heads'
+    gradients to a rank's."""
+    load = MiniMaxM2.load_attention
+
+    def load_cut(attention, arch, hf, prefix, shard):
+        cut = _CutTensors(hf, shard, "q_norm.weight", "k_norm.weight")
+        load(attention, arch, cut, prefix, shard)
+
+    with (
+        patch.multiple(layer_specs, NormOverHeads=_NormOfOwnHeads),
+        patch.multiple(MiniMaxM2, load_attention=staticmethod(load_cut)),
+    ):
+        yield
+
+
 def _experts_of_token_before() -> AbstractContextManager[None]:
     """Each token replays the experts of the token before it: off by one."""
 
@@ -198,4 +226,5 @@ FAULTS = {
     "state-kept-over-borders": _state_kept_over_borders,
     "inner-norm-centered": _inner_norm_centered,
     "norms-not-centered": _norms_not_centered,
+    "head-norms-cut-over-tp": _head_norms_cut_over_tp,
 }

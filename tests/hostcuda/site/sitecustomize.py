@@ -19,6 +19,9 @@ def _torch(module, run) -> None:
     from tests.hostcuda import cuda
 
     cuda.complete()
+    from megagrpo.cpu.trainer import without_triton
+
+    without_triton()
 
 
 def _torch_cuda(module, run) -> None:

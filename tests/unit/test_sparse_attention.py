@@ -1,0 +1,105 @@
+"""Sparse attention outside the actor: what is refused, what engines on a CPU start from, what an
+indexer costs."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megagrpo.check.layer_costs import layer_cost, model_work
+from megagrpo.check.problems import check_against_model
+from megagrpo.config.libraries import setting_problems
+from megagrpo.config.schema import ActorConfig, ExperimentConfig
+from megagrpo.families.models.sparse_attention import dense_config
+from megagrpo.families.table import architecture_of, attention_length, model_problems
+from megagrpo.rollout.service.engine_model import as_engines_see_it
+from megagrpo.system.run_folder import RunFolder
+from tests.experiments import ROOT, experiment
+
+FOLDER = ROOT / "configs" / "models" / "GLM-5"
+GLM5 = json.loads((FOLDER / "config.json").read_text())
+TOPK = 2048
+
+
+def lengths(prompt: int, response: int, **sections) -> ExperimentConfig:
+    data = {"path": "d", "max_prompt_tokens": prompt}
+    return experiment(data=data, sampling={"max_response_tokens": response}, **sections)
+
+
+@pytest.mark.parametrize(
+    ("actor", "said"),
+    [
+        (
+            {"device": "cpu"},
+            "2049 tokens are sparse (the model's index_topk is 2048), which engines",
+        ),
+        ({"dtype": "bfloat16", "transformer_engine": False}, "actor.transformer_engine: samples"),
+        (
+            {"dtype": "bfloat16", "megatron": {"dsa_kernel_backend": "none"}},
+            "actor.megatron.dsa_kernel_backend none",
+        ),
+        ({"dtype": "bfloat16"}, None),
+    ],
+)
+def test_longer_samples_need_a_gpu_and_kernels(actor, said):
+    found = check_against_model(lengths(49, TOPK - 48, actor=actor), GLM5)
+    assert [said in problem for problem in found] == ([True] if said else [])
+    assert check_against_model(lengths(49, TOPK - 49, actor=actor), GLM5) == []
+
+
+def test_an_indexer_is_not_trained_and_a_draft_and_adapters_are_refused():
+    for name in ("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"):
+        actor = ActorConfig(megatron={name: 1})
+        (_, problem), *_ = setting_problems(actor, lengths(1, 1).rollout)
+        assert "the indexer is frozen: a choice of keys has no gradient" in problem
+    actor = ActorConfig(megatron={"dsa_indexer_topk": 1, "dsa_kernel_backend": "cudnn"})
+    ((path, problem),) = setting_problems(actor, lengths(1, 1).rollout)
+    assert path[-1] == "dsa_indexer_topk" and "set by model.path" in problem
+    draft = {"draft": {}}
+    (problem,) = check_against_model(lengths(8, 8, actor=draft), GLM5)
+    assert "actor.draft is not supported with a glm_moe_dsa model" in problem
+    (problem,) = check_against_model(lengths(8, 8, actor={"lora": {"rank": 4}}), GLM5)
+    assert "actor.lora" in problem
+
+
+def test_engines_on_a_cpu_start_from_a_dense_description(tmp_path: Path):
+    run = RunFolder(tmp_path)
+    config = experiment(model={"path": str(FOLDER)}, output_dir=str(tmp_path))
+    assert as_engines_see_it(config, run) is config, "on GPUs the model's own"
+    seen = as_engines_see_it(config, run, cuda=False)
+    assert seen.model.path == str(run.engine_model) and seen.model.tokenizer == str(FOLDER)
+    found = json.loads((run.engine_model / "config.json").read_text())
+    assert found == dense_config(GLM5) | {"num_nextn_predict_layers": 0}
+    assert found["model_type"] == "deepseek_v3" and model_problems(found) == []
+    assert not [key for key in found if key.startswith("index")]
+    with_files = config.model_copy(
+        update={"rollout": config.rollout.model_copy(update={"load_format": "model"})}
+    )
+    with pytest.raises(ValueError, match="load_format = model, but without a GPU"):
+        as_engines_see_it(with_files, run, cuda=False)
+
+
+def test_an_indexer_costs_its_projections_scores_and_keys():
+    arch = architecture_of(GLM5)
+    dense = architecture_of(dense_config(GLM5))
+    assert arch.indexer is not None and arch.indexer.in_pairs and dense.indexer is None
+    work, without = model_work(arch), model_work(dense)
+    # 128 numbers in FP8 with one scale, beside a latent of 512 + 64 in bfloat16
+    assert work.cache_bytes(8) - without.cache_bytes(8) == 78 * (128 + 4) == work.index_bytes
+    own = 32 * 128 * 2048 + (128 + 32) * 6144 + 2 * 128  # numbers of an indexer
+    assert work.dense - without.dense == 78 * own and work.whole - without.whole == own
+    assert list(work.seen(np.array([100, TOPK, 10_000]))) == [100, TOPK, TOPK]
+    assert without.seen(10_000) == 10_000
+    assert attention_length(arch) > 4 * attention_length(dense), "long samples cost less"
+    for tp in (1, 8):
+        actor = ActorConfig(world_size=tp, parallel={"tp": tp}, dtype="bfloat16")
+        tokens = 4096
+        sparse, plain = (layer_cost(of, actor, tokens, True, 1.0) for of in (arch, dense))
+        assert sparse.pair_flops == 2 * 32 * 128, "every tensor-parallel rank scores every key"
+        assert sparse.chosen_flops == 2 * 64 / tp * (512 + 64 + 512)
+        assert sparse.flops - plain.flops == 2 * (own - 256) * tokens / tp
+        # of a head: the query before and after its turn, the latent output and the value, for keys
+        # and values of its own; and the numbers of the keys
+        head = 2 * 576 + 512 + 256 - (192 + 256 + 4 * 256)
+        assert sparse.kept - plain.kept == (64 / tp * head * 2 + TOPK * 4) * tokens
