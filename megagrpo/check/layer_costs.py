@@ -103,6 +103,8 @@ def _attention(arch: Architecture, actor: ActorConfig, at: _Tokens) -> LayerCost
         + (heads + groups) * dim
         + heads * dim * (1 + 2 * arch.output_gate)
     ) * at.width + heads * _FP32
+    if arch.norm_over_heads:  # of plain torch: its input in float32, and divided by the root
+        kept += (heads + groups) * dim * _FP32 * (1 + (at.width < _FP32))
     return LayerCost(
         kept=kept * at.whole,
         transient=2 * held * at.whole * at.width + _gathered(arch, actor, at),

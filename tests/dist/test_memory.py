@@ -25,6 +25,7 @@ MODELS = {
     "moe": {"family": "qwen3_moe"},
     "latent": {"family": "deepseek_v3"},
     "sparse": {"family": "glm_moe_dsa"},  # frozen indexers have neither gradients nor moments
+    "norm over heads": {"family": "minimax_m2"},
 }
 CASES = {
     1: [
@@ -35,6 +36,8 @@ CASES = {
         ("latent", {}, {"recompute": "full", "optimizer": {"distributed": False}}),
         ("sparse", {}, {"recompute": "full"}),
         ("sparse", {}, {"recompute": "full", "dtype": "bfloat16"}),
+        ("norm over heads", {}, {}),
+        ("norm over heads", {}, {"dtype": "bfloat16"}),
     ],
     2: [
         ("dense", {"cp": 2}, {}),
