@@ -18,11 +18,11 @@ use_it="\`source $venv/bin/activate\` puts megagrpo on the PATH"
 
 say() { printf '[install] %s\n' "$*"; }
 
-# 3.12 first, for which Megatron-Core is published; on 3.11 it runs too. Not above 3.13: Megatron-Core has no wheel for it.
+# Not above 3.13: Megatron-Core has no wheel for it. uv's and pyenv's are last: they may be others' environments.
 find_python() {
     local candidate
-    for candidate in python3.12 "$(uv python find --no-project 3.12 2>/dev/null)" "$(newest_of_pyenv 3.12)" \
-        python3.13 python3 python3.11 "$(newest_of_pyenv 3.11)"; do
+    for candidate in python3 python3.13 python3.12 python3.11 "$(uv python find --no-project 3.12 2>/dev/null)" \
+        "$(newest_of_pyenv 3.12)" "$(newest_of_pyenv 3.11)"; do
         if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
             command -v "$candidate"
             return
@@ -34,7 +34,7 @@ find_python() {
 
 # Its shims stand on the PATH for every version, and fail for all but the chosen one.
 newest_of_pyenv() {
-    printf '%s\n' "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python | sort -V | tail -n 1
+    printf '%s\n' "${PYENV_ROOT:-${HOME:-}/.pyenv}/versions/$1".*/bin/python | sort -V | tail -n 1
 }
 
 make_venv() {
@@ -75,7 +75,8 @@ with open("pyproject.toml", "rb") as file:
 # Megatron-Core's metadata ask for Python 3.12; its wheels, 3.11's among them, and its code do not.
 install_megatron() {
     "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info >= (3, 12))' || return 0
-    "$venv/bin/python" -m pip install --no-compile --no-deps --ignore-requires-python "$(grep -o 'megatron-core==[0-9.]*' pyproject.toml)"
+    "$venv/bin/python" -m pip install --no-compile --no-deps --ignore-requires-python \
+        "$(grep -o 'megatron-core==[0-9.]*' pyproject.toml)"
 }
 
 install_cpu() {

@@ -16,7 +16,7 @@ import torch
 from megagrpo.config.actor import ActorConfig
 from megagrpo.system import environment
 
-_TRANSFORMER_ENGINE_BELOW = (2, 12)  # megatron-core 0.16.1's own bound
+_TRANSFORMER_ENGINE_BELOW = (2, 12)  # the newest whose signatures were compared
 
 
 def uses_transformer_engine(config: ActorConfig) -> bool:

@@ -9,6 +9,7 @@ from megagrpo.config.rollout import RolloutConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.quantization import FP8_BLOCK
 from megagrpo.families.table import FAMILIES
+from megagrpo.rollout.service.engine_command import num_states
 
 _CACHE_WIDTHS = {"bfloat16": 2, "bf16": 2, "fp8_e5m2": 1, "fp8_e4m3": 1}  # bytes of a value
 _TRIED = (1, 2, 4, 8, 16, 32, 64)  # tp that a refusal may name
@@ -29,6 +30,7 @@ class Server:
     width: int  # bytes of a value that is not quantised
     cache_width: int  # bytes of a value in the cache
     max_tokens: int | None
+    states: int  # of recurrent layers, in one replica of the attention
     fp8: bool = False  # rollout.quantization
 
 
@@ -57,6 +59,7 @@ def server_of(rollout: RolloutConfig, resolved: LibrarySettings | None = None) -
         width=width,
         cache_width=_CACHE_WIDTHS.get(found.get("kv_cache_dtype", "auto"), width),
         max_tokens=found.get("max_total_tokens"),
+        states=num_states(rollout, cuda=True) // replicas,
         fp8=rollout.quantization == "fp8",
     )
 
@@ -65,6 +68,11 @@ def engine_layout_problems(rollout: RolloutConfig, arch: Architecture) -> list[s
     """Returns why SGLang cannot cut the model over an engine's ranks, each reason with what may
     be."""
     problems = list(_cuts(rollout, arch))
+    if arch.linear is not None and rollout.sglang.get("enable_hierarchical_cache"):
+        problems.append(
+            "rollout.sglang.enable_hierarchical_cache with recurrent layers is refused: no test "
+            "shows that a publish reaches states on the host; remove it"
+        )
     if rollout.quantization and (reason := FAMILIES[arch.family].FP8_REFUSAL):
         problems.append(f"rollout.quantization {rollout.quantization}: {reason}; remove it")
     elif rollout.quantization and not problems:
@@ -85,10 +93,13 @@ def _cuts(rollout: RolloutConfig, arch: Architecture) -> Iterator[str]:
         return
     cut = f"tp = {rollout.tp} / sglang.dp_size {replicas} = {tp}" if shared else f"tp = {tp}"
     kv_heads = arch.num_kv_heads
-    for key, by, what, number in (
+    divided = [
         (cut, tp, "num_attention_heads", arch.num_heads),
         (f"ep = {ep}", ep, "num_experts", arch.num_experts),
-    ):
+    ]
+    if arch.linear is not None:
+        divided.append((cut, tp, "linear_num_key_heads", arch.linear.key_heads))
+    for key, by, what, number in divided:
         if number % by:
             its = f"the model's {what} = {number}; it may be {divisors(number, by)}"
             yield f"rollout.{key} does not divide {its}"

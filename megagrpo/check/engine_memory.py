@@ -243,14 +243,16 @@ def engine_side(
     resident = weights + absorbed
     cell = work.cache_bytes(server.attention_tp, server.cache_width)
     replicas = server.tp // server.attention_tp  # each with a cache of its own
-    budget = free * server.memory_fraction - resident
+    states = (server.states + 1) * work.state_bytes(server.attention_tp, server.width)
+    budget = free * server.memory_fraction - resident - states
     tokens = max(0, int(budget / cell))
     tokens = tokens if server.max_tokens is None else min(tokens, server.max_tokens)
     concurrent = min(server.running_requests, int(replicas * tokens / lengths.running))
     problems = []
-    if resident > free * server.memory_fraction:
+    if budget < 0:
+        of_states = f" and recurrent states {states / 1e9:.1f} GB" if states else ""
         problems.append(
-            f"an engine rank's weights are {resident / 1e9:.1f} GB, but "
+            f"an engine rank's weights are {resident / 1e9:.1f} GB{of_states}, but "
             "rollout.mem_fraction "
             f"{server.memory_fraction:g} leaves {free * server.memory_fraction / 1e9:.1f} GB for "
             "weights and cache"
@@ -260,6 +262,8 @@ def engine_side(
             f"an engine's cache holds {tokens:,} tokens, but a sample may have {longest:,}"
         )
     parts = {"weights": weights, "absorbed weights": absorbed, "cache": float(tokens * cell)}
+    if states:
+        parts["recurrent states"] = states
     parts["context"] = CONTEXT_BYTES
     parts["graphs and activations"] = free * (1 - server.memory_fraction)
     return EngineSide(
@@ -292,7 +296,8 @@ def gpu_phases(
     asleep = {"engine's context": engine.parts["context"]}
     weights = {"engine's weights": engine.resident}
     workspace = _GRAPH_BYTES + _PREFILL_TOKENS * _PREFILL_WIDTH * ITEM * hidden_size
-    sampling = weights | {"engine's cache": engine.parts["cache"], "engine's workspace": workspace}
+    cache = engine.parts["cache"] + engine.parts.get("recurrent states", 0.0)
+    sampling = weights | {"engine's cache": cache, "engine's workspace": workspace}
     awake = {"rollout": sampling, "checkpoint": sampling, "publish": weights}
     phases = {}
     for name, rank in trainers.phases.items():

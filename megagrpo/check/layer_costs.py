@@ -10,12 +10,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from megagrpo.config.actor import ActorConfig
-from megagrpo.families.architecture import Architecture, LatentAttention, LightningIndexer
+from megagrpo.families.architecture import (
+    Architecture,
+    LatentAttention,
+    LightningIndexer,
+    LinearAttention,
+)
 from megagrpo.families.table import text_tensors
 
 ITEM = 2  # bytes of a bf16 value
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1}
 _FP32 = 4
+_CHUNK = 64  # tokens that a gated delta net's kernel computes at once
 _SCORED_ROWS = 8192  # queries that Megatron's sparse attention scores at a time
 _INDEX_BLOCK = 128  # numbers of an engine's indexer key with one scale
 HOST_ADAM_BYTES = 16  # of an element on the host: float32 weight, gradient and both moments
@@ -41,17 +47,22 @@ class _Tokens:
 
 
 def layer_cost(
-    arch: Architecture, actor: ActorConfig, tokens: float, moe: bool, imbalance: float
+    arch: Architecture, actor: ActorConfig, tokens: float, layer: int, imbalance: float
 ) -> LayerCost:
-    """Returns the cost of one layer of a micro-batch of `tokens`.
+    """Returns the cost of layer `layer`, counted from 0, of a micro-batch of `tokens`.
 
     imbalance: tokens that the fullest expert rank gets, over the mean.
     """
     p = actor.parallel
     at = _Tokens(tokens / p.cp, tokens / p.cp / p.tp, 2 if actor.dtype == "bfloat16" else 4)
-    attention = _attention(arch, actor, at)
+    if arch.linear is not None and arch.is_linear(layer):
+        attention = _linear_attention(arch, arch.linear, actor, at)
+    else:
+        attention = _attention(arch, actor, at)
     feed_forward = (
-        _experts(arch, actor, at, imbalance) if moe else _mlp(arch, actor, at, arch.ffn_size)
+        _experts(arch, actor, at, imbalance)
+        if arch.has_experts(layer)
+        else _mlp(arch, actor, at, arch.ffn_size)
     )
     norms = 4 * arch.hidden_size * at.part * at.width  # input and output of both
     sent = {
@@ -81,12 +92,16 @@ def _attention(arch: Architecture, actor: ActorConfig, at: _Tokens) -> LayerCost
     )  # then every rank gathers the whole projection, and has one key/value head
     heads = arch.num_heads / p.tp
     groups = max(arch.num_kv_heads / p.tp, 1)
-    qkv = (arch.num_heads + 2 * arch.num_kv_heads) / p.tp * dim
+    gates = arch.num_heads * arch.output_gate
+    qkv = (arch.num_heads + gates + 2 * arch.num_kv_heads) / p.tp * dim
     held = qkv * p.tp if shared else qkv
     # the projection; queries before their norm; queries and keys turned; attention's output and its
-    # log-sum-exp
+    # log-sum-exp; with a gate its sigmoid and their product
     kept = (
-        held + heads * dim * arch.qk_norm + (heads + groups) * dim + heads * dim
+        held
+        + heads * dim * arch.qk_norm
+        + (heads + groups) * dim
+        + heads * dim * (1 + 2 * arch.output_gate)
     ) * at.width + heads * _FP32
     return LayerCost(
         kept=kept * at.whole,
@@ -96,6 +111,34 @@ def _attention(arch: Architecture, actor: ActorConfig, at: _Tokens) -> LayerCost
         sent={
             "tp": _gathers(arch, actor, at, 2),
             "cp": 2 * groups * dim * at.whole * at.width * (p.cp - 1),
+        },
+    )
+
+
+def _linear_attention(
+    arch: Architecture, linear: LinearAttention, actor: ActorConfig, at: _Tokens
+) -> LayerCost:
+    """Returns the cost of a gated delta net, as flash-linear-attention's kernels compute it."""
+    p = actor.parallel
+    heads = linear.value_heads / p.tp
+    values = heads * linear.value_dim
+    keys = heads * linear.key_dim  # each is repeated for the value heads that share it
+    rows = linear.channels / p.tp + values + 2 * heads
+    # input of the convolution; queries, keys and values, each in one piece; the system of a chunk;
+    # the rule's output, gates and their product; decay and beta, and sums of them
+    kept = (linear.channels / p.tp + 2 * keys + 4 * values + heads * _CHUNK) * at.width
+    kept += 4 * heads * _FP32
+    # of a token: products in its chunk; the state is read twice and written
+    rule = 2 * _CHUNK * (3 * keys + 2 * values) + 6 * keys * linear.value_dim
+    return LayerCost(
+        kept=kept * at.whole,
+        transient=(2 * rows * at.width + 5 * values * _FP32) * at.whole
+        + _gathered(arch, actor, at),
+        flops=(2 * arch.hidden_size * (rows + values) + rule) * at.whole,
+        pair_flops=0.0,
+        sent={
+            "tp": _gathers(arch, actor, at, 2),
+            "cp": (rows + values) * at.whole * at.width * (p.cp - 1) / p.cp,
         },
     )
 
@@ -248,7 +291,7 @@ class ModelWork:
     # MLP
     dense: int
     expert: int  # weights of all routed experts
-    attention: int  # of the last layer's weights, projections that attention's heads divide
+    attention: float  # of a layer's weights, the mean of those that attention's heads divide
     whole: int  # of the last layer's weights, those that every tensor-parallel rank holds whole
     shared: int  # weights of the experts that every token meets, of all layers
 
@@ -323,8 +366,19 @@ class ModelWork:
         arch = self.arch
         mla = self.arch.mla
         heads = 2 * max(1, arch.num_kv_heads // attention_tp) * arch.head_dim
+        layers = arch.attention_layers + arch.draft
         of_layer = mla.kv_lora_rank + mla.rope_dim if mla else heads
-        return self.layers * of_layer * width + self.index_bytes
+        return layers * of_layer * width + self.index_bytes
+
+    def state_bytes(self, attention_tp: int, width: int = ITEM) -> int:
+        """Returns the bytes of one request's recurrent state in one rank: the last inputs of each
+        convolution, and the state in float32."""
+        linear = self.arch.linear
+        if linear is None:
+            return 0
+        inputs = linear.channels * (linear.kernel - 1) * width
+        state = linear.value_heads * linear.value_dim * linear.key_dim * _FP32
+        return sum(linear.layers) * (inputs + state) // attention_tp
 
 
 def model_work(arch: Architecture) -> ModelWork:
@@ -339,7 +393,8 @@ def model_work(arch: Architecture) -> ModelWork:
             continue
         dense += spec.size
         shared += spec.size * (words[4].startswith("shared_expert") and not spec.whole)
+        attention += spec.size * (words[3].endswith("_attn") and not spec.whole)
         if int(words[2]) == arch.num_layers - 1:
             whole += spec.size * spec.whole
-            attention += spec.size * (words[3] == "self_attn" and not spec.whole)
-    return ModelWork(arch, dense, expert, attention, whole, shared)
+    layers = arch.num_layers + arch.draft
+    return ModelWork(arch, dense, expert, attention / layers, whole, shared)

@@ -17,8 +17,12 @@ from megagrpo.config.schema import DataConfig, ExperimentConfig, RewardConfig
 from megagrpo.data.hub import is_hub_name
 from megagrpo.data.rows import read_rows
 from megagrpo.families.architecture import Architecture
-from megagrpo.families.quantization import load_format_problems
-from megagrpo.families.table import architecture_of, model_problems, read_description
+from megagrpo.families.table import (
+    architecture_of,
+    load_format_problems,
+    model_problems,
+    read_description,
+)
 from megagrpo.rewards.graders.table import check_answer, check_grader, load_group_grader
 from megagrpo.rollout.agents.environments import load_environment
 from megagrpo.rollout.agents.program_worker import load_program

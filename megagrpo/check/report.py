@@ -30,7 +30,13 @@ from megagrpo.config.placement import needs_gpus, occupied_gpus, place, placemen
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.rows import read_rows
 from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import architecture_of, left_out, model_problems, parameter_counts
+from megagrpo.families.table import (
+    FAMILIES,
+    architecture_of,
+    left_out,
+    model_problems,
+    parameter_counts,
+)
 from megagrpo.rewards.graders.table import SERVICES, machine_problem
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 
@@ -145,6 +151,7 @@ def _advice(
     updates = (_num_steps(config) or math.inf) * config.train.updates_of_step
     rounded = "bfloat16" in (actor.dtype, rollout.dtype)
     unplayed = arch is not None and arch.is_moe and actor.routing_replay is None and rounded
+    unplayed = unplayed and arch is not None and not FAMILIES[arch.family].ROUTING_REFUSAL
     ranks = rollout.num_engines * rollout.tp
     used = occupied_gpus(config)
     gpus = config.cluster.gpus_per_node

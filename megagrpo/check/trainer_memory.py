@@ -231,7 +231,7 @@ class Stage:
                 arch,
                 actor,
                 load.tokens,
-                arch.is_moe and layer >= arch.dense_layers,
+                layer,
                 load.expert_imbalance,
             )
             for layer, stage in enumerate(stage_of_layer(arch, p))

@@ -34,7 +34,10 @@ def _sizes(arch: Architecture, config: ActorConfig) -> Iterator[str]:
             (FAMILIES[arch.family].EXPERT_SIZE_KEY, arch.expert_ffn_size, "etp", p.etp),
         ]
     if arch.shared_ffn_size:
-        sizes.append(("n_shared_experts x moe_intermediate_size", arch.shared_ffn_size, "tp", p.tp))
+        sizes.append((FAMILIES[arch.family].SHARED_SIZE, arch.shared_ffn_size, "tp", p.tp))
+    if arch.linear is not None:
+        heads = arch.linear.key_heads
+        sizes.append(("linear_num_key_heads", heads, "tp x cp", p.tp * p.cp))
     if not arch.is_moe or arch.dense_layers:
         sizes.append(("intermediate_size", arch.ffn_size, "tp", p.tp))
     for what, number, key, by in sizes:

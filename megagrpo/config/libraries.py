@@ -28,7 +28,7 @@ _TRANSFORMER_OURS = {
     "actor.parallel.vpp": "virtual_pipeline_model_parallel_size",
     "actor.parallel.cp": "context_parallel_size",
     "actor.parallel.ep": "expert_model_parallel_size",
-    "actor.parallel.etp": "expert_tensor_parallel_size moe_extended_tp",
+    "actor.parallel.etp": "expert_tensor_parallel_size",
     "actor.parallel.first_stage_layers": "num_layers_in_first_pipeline_stage "
     "pipeline_model_parallel_layout",
     "actor.parallel.last_stage_layers": "num_layers_in_last_pipeline_stage "
@@ -51,28 +51,35 @@ _OUTPUT = "a run writes into its output_dir only"
 _SPLIT = "it requires Megatron's own forward and loss, cut into pieces"
 _TRANSFORMER_REFUSED = {
     "losses have global denominators: Megatron must only sum": "calculate_per_token_loss",
-    _ACTOR: """timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func
+    _ACTOR: """timers finalize_model_grads_func *grad_scale_func no_sync_func grad_sync_func param_sync_func
         barrier_with_L1_time variable_seq_lengths num_microbatches_with_partial_activation_checkpoints""",
     "noise would enter every ratio of new to old probabilities": """
-        *_dropout moe_input_jitter_eps moe_router_force_load_balancing""",
+        *_dropout moe_input_jitter_eps moe_router_force_*""",
     "weights come from a Hugging Face folder or a checkpoint": """perform_initialization init_method*
         output_layer_init_method embedding_init_method* init_model_with_meta_device""",
     "engines drop no token: the models would differ": """
-        moe_token_drop* moe_expert_capacity_factor moe_pad_expert_input_to_capacity""",
+        moe_token_drop* moe_expert_capacity_factor moe_expert_rank_capacity_factor moe_paged_stash*
+        moe_pad_expert_input_to_capacity""",
     "expert loads and router biases would count the padding": ("moe_router_padding_for_*"),
     _FP8: "fp8_param fp4*",
     "a graph replays one shape; those of micro-batches change": ("*cuda_graph* use_te_rng_tracker"),
     "its buffers have one shape; those of micro-batches change": "tp_comm_*",
-    _SPLIT: """overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release
+    _SPLIT: """overlap_moe_expert_parallel_comm overlap_dispatch_backward_with_experts_wgrad delay_wgrad_compute
+        ep_overlap_early_attn_memory_release
         defer_embedding_wgrad_compute wgrad_deferral_limit""",
     "its process groups or its transport are not created here": """hierarchical_context_parallel_sizes
-        max_seqlen_per_dp_cp_rank hybrid_context_parallel pipeline_model_parallel_comm_backend use_ring_exchange_p2p""",
+        max_seqlen_per_dp_cp_rank hybrid_context_parallel pipeline_model_parallel_comm_backend use_ring_exchange_p2p
+        *gtp_weight_remat_size *tensor_parallel_num_weight_shards""",
     # GLM-5 (arXiv 2602.15763) freezes it in reinforcement learning, too
     "the indexer is frozen: a choice of keys has no gradient, and a loss of its own would move it "
     "away from the one that sampled": "dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss",
     "no engine computes so": """
-        fp32_residual_connection qk_clip* log_max_attention_logit test_mode *kitchen* quant_recipe""",
-    "publishing, digests and checkpoints read parameters in place": "cpu_offloading_weights",
+        fp32_residual_connection qk_clip* log_max_attention_logit test_mode *kitchen* quant_recipe
+        use_mup mup_* moe_router_quantile_balancing_ema""",
+    "publishing, digests and checkpoints read parameters in place, by their names": """
+        cpu_offloading_weights mla_down_proj_fusion *glu_interleave_size moe_single_grouped_*""",
+    "only Megatron's own specifications of layers, or its output layer, read it": """
+        use_transformer_engine_op_fuser use_grouped_gemm_for_* fused_residual_rmsnorm fp8_output_proj""",
     _OUTPUT: "config_logger_dir",
 }
 _OPTIMIZER_OURS = {
@@ -87,13 +94,15 @@ _OPTIMIZER_OURS = {
 }
 _OPTIMIZER_REFUSED = {
     "the optimizer is Adam with decoupled weight decay, whose state checkpoints know": """
-        optimizer decoupled_weight_decay sgd_* muon_*""",
+        optimizer decoupled_weight_decay sgd_* *muon_* lion_* soap_* use_layer_wise_distributed_optimizer""",
     "gradients are not scaled: bfloat16 has float32's range": ("*loss_scale* hysteresis"),
     _FP8: "fp8_recipe reuse_grad_buf_for_mxfp8_param_ag",
     "Transformer Engine copies them in float32 to step, save and resume: 14 bytes of an "
     "element at the peak, 10 for float32 moments with use_precision_aware_optimizer": "exp_avg_dtype exp_avg_sq_dtype "
     "main_params_dtype",
     "finiteness is checked before any of an update": ("overlap_param_gather_with_optimizer_step"),
+    "an update that is left out would count as one": "grad_norm_skip_threshold",
+    "a graph repeats one learning rate": "optimizer_cuda_graph",
     _ACTOR: "barrier_with_L1_time timers",
     _OUTPUT: "config_logger_dir",
 }
@@ -109,8 +118,8 @@ _DDP_REFUSED = {
     "a rank that fails leaves the others waiting; the actor checks all ranks together": (
         "check_for_*"
     ),
-    _FP8: "fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag keep_fp8_transpose_cache",
-    "publishing and checkpoints read whole parameters, which FSDP shards": """*fsdp* preserve_fp32_weights
+    _FP8: "fp*_param_gather reuse_grad_buf_for_mxfp8_param_ag keep_fp8_transpose_cache",
+    "publishing and checkpoints read whole parameters, which FSDP shards": """*fsdp*
         data_parallel_sharding_strategy suggested_communication_unit_size outer_dp_sharding_strategy""",
     "Megatron refuses it with expandable_segments, with which trainers are started": (
         "nccl_ub disable_symmetric_registration"
@@ -128,7 +137,8 @@ _SERVER_OURS = {
     "the publish, which counts the actor's updates": "weight_version",
     "rollout.deterministic": "enable_deterministic_inference",
     "rollout.mem_fraction": "mem_fraction_static",
-    "rollout.max_running_requests": "max_running_requests",
+    "rollout.max_running_requests": "max_running_requests max_mamba_cache_size "
+    "mamba_full_memory_ratio",
     "rollout.tp": "tp_size",
     "rollout.ep": "ep_size",
     "rollout.nodes_per_engine": "nnodes",
@@ -171,12 +181,14 @@ _SERVER_REFUSED = {
         download_dir model_checksum delete_ckpt_after_loading decrypted_* weight_cache_* *_weights_cpu_backup
         checkpoint_engine_wait_weights_before_ready""",
     _LOGPROBS: """json_model_override_args rl_on_policy_target enable_custom_logit_processor forward_hooks
-        debug_tensor_dump_input_file allow_auto_truncate enable_strict_thinking""",
+        debug_tensor_dump_input_file allow_auto_truncate enable_strict_thinking mamba_ssm_dtype
+        enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds *int8_mamba_*""",
     "an engine is one server process, spoken to in plain HTTP/1.1": """ssl_* *grpc*
         sidecar* *http2* enable_ssl_refresh fastapi_root_path *tokenizer_worker_num skip_tokenizer_init smg_*""",
     _UNEXAMINED: """enable_page_major_kv_layout enable_unified_memory deepep_v2_mode enable_layernorm_sp
         enable_shared_experts_attn_tp shared_experts_tp_size enable_dense_mlp_attn_tp gated_launch_port
-        enable_dp_attention_local_control_broadcast""",
+        enable_dp_attention_local_control_broadcast mamba_backend *linear_replayssm*
+        linear_attn_verify_backend""",
     "rejected requests are sent again at once, without end; set rollout.max_running_requests "
     "instead": "max_queued_requests",
     "its value is a Python function": "custom_sigquit_handler stat_loggers",
@@ -193,7 +205,6 @@ _SERVER_REFUSED = {
         *prefix_mm_cache trust_mm_* limit_mm_* enable_multimodal allowed_media_domains media_url_*
         image_processor_backend disable_fast_image_processor""",
     "diffusion models are not trained": "dllm_*",
-    "models with recurrent layers are not trained": "*mamba* linear_attn_* *linear_replayssm*",
     "a publish writes into a rank's parameters, which offloading replaces": (
         "cpu_offload_gb offload_* ple_offload_*"
     ),

@@ -23,6 +23,12 @@ SETTINGS: dict[str, object] = {  # by field of SGLang's ServerArgs
     "hicache_mem_layout": "layer_first",
 }
 
+RECURRENT: dict[str, object] = {  # more, for a model with recurrent layers
+    # the other strategy and overlapping schedules copy states by Triton kernels
+    "mamba_radix_cache_strategy": "no_buffer",
+    "disable_overlap_schedule": True,
+}
+
 
 def environment(rollout: RolloutConfig, num_cores: int) -> dict[str, str]:
     """Returns the variables of a server process that has `num_cores` cores."""

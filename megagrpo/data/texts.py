@@ -103,7 +103,7 @@ def _end_ids(tokenizer: "PreTrainedTokenizerBase", model: Model) -> set[int]:
     file = model.folder / "generation_config.json"
     generation = read_description(file) if file.is_file() else {}
     found = {tokenizer.eos_token_id}
-    for described in (generation, model.description):
+    for described in (generation, model.description, model.description.get("text_config", {})):
         ends = described.get("eos_token_id")
         found.update(ends if isinstance(ends, list) else [ends])
     return found - {None}

@@ -56,6 +56,24 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class LinearAttention:
+    """Holds the sizes of gated delta nets (arXiv 2412.06464) and the layers that have one in place
+    of attention."""
+
+    key_heads: int
+    value_heads: int  # a multiple
+    key_dim: int  # of a head; of queries, too
+    value_dim: int
+    kernel: int  # tokens of the convolution
+    layers: tuple[bool, ...]
+
+    @property
+    def channels(self) -> int:
+        """Counts what the convolution mixes along the sequence: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
 class LightningIndexer:
     """Holds the sizes of what chooses keys in DeepSeek sparse attention (DeepSeek-V3.2, arXiv
     2512.02556, 2.1)."""
@@ -94,6 +112,7 @@ class Architecture:
     tied: bool  # the output layer is the input embedding
     qkv_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head of queries and keys
+    norm_over_heads: bool = False  # that one is over all heads of a token together
     num_experts: int = 0  # 0: dense
     experts_per_token: int = 0
     expert_ffn_size: int = 0
@@ -107,6 +126,10 @@ class Architecture:
     routed_scale: float = 1.0  # times the output of routed experts
     dense_layers: int = 0  # first layers, which have one MLP and no experts
     shared_ffn_size: int = 0  # of the experts that every token meets, together; 0: none
+    shared_gate: bool = False  # times a sigmoid of the token
+    output_gate: bool = False  # attention's output is multiplied by a sigmoid of the token
+    centered_norms: bool = False  # RMSNorms multiply by 1 + weight
+    linear: LinearAttention | None = None  # None: attention in every layer
     vision: Vision | None = None  # None: a text-only model
     draft: bool = False  # with the multi-token-prediction layer, which proposes tokens to engines
     indexer: LightningIndexer | None = None  # None: a query sees every key before it
@@ -119,6 +142,16 @@ class Architecture:
     def has_experts(self, index: int) -> bool:
         """Tells whether layer `index`, counted from 0, has experts."""
         return self.is_moe and index >= self.dense_layers
+
+    @property
+    def attention_layers(self) -> int:
+        """Counts the layers whose cost grows with the square of a sequence, which keep keys and
+        values."""
+        return self.num_layers - (sum(self.linear.layers) if self.linear else 0)
+
+    def is_linear(self, index: int) -> bool:
+        """Tells whether layer `index`, counted from 0, has linear attention."""
+        return self.linear is not None and self.linear.layers[index]
 
     @property
     def expert_id_type(self) -> str:

@@ -25,6 +25,7 @@ from megagrpo.families.tensors import (
     attention_tensors,
     layer_prefix,
     mlp_tensors,
+    norm_tensor,
 )
 
 if TYPE_CHECKING:
@@ -59,13 +60,21 @@ class Family:
         COMMON_SIZE_KEYS  # keys that a smaller model of the same kind changes
     )
     MLP: ClassVar[str] = "mlp."  # begins the names of an MLP, or of router and experts, in a layer
+    SHARED_MLP: ClassVar[str] = "shared_experts."  # of the experts that every token meets
+    ROUTER_BIAS: ClassVar[str] = "gate.e_score_correction_bias"  # after MLP
     PROJECTIONS: ClassVar[GatedNames] = GATED_NAMES  # of MLPs and experts
     ROPE_SCALING_REFUSALS = staticmethod(llama3_refusals)
     PARTIAL_ROTARY: ClassVar[bool] = False  # rotary embedding may apply to part of a head
     LOADS_ATTENTION_BIAS: ClassVar[bool] = False
     FP8_REFUSAL: ClassVar[str] = ""  # why engines cannot have weights of such a model in FP8
+    ENGINE_ATTENTION: ClassVar[str] = "self_attn"  # SGLang's module of it in a layer; "": the layer
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ()  # begin the names of tensors that are not loaded
+    DRAFT_REFUSAL: ClassVar[str] = ""  # why actor.draft is not supported
     TAKES_ADAPTERS: ClassVar[bool] = True  # whether actor/layers/lora.py knows its layers
+    # times the certificate's bounds, where layers amplify what float32 rounds
+    ROUNDING: ClassVar[int] = 1
     EXPERT_SIZE_KEY: ClassVar[str] = "moe_intermediate_size"  # of config.json: an expert's width
+    SHARED_SIZE: ClassVar[str] = "n_shared_experts x moe_intermediate_size"  # of config.json
     ROUTING_REFUSAL: ClassVar[str] = ""  # why experts that engines chose cannot be replayed
 
     def refusals(self, hf: HfConfig) -> list[str]:
@@ -130,9 +139,12 @@ class Family:
             return
         mlp.router.weight.copy_(hf[prefix + "gate.weight"])
         if arch.router_bias:
-            mlp.router.expert_bias.copy_(hf[prefix + "gate.e_score_correction_bias"])
+            mlp.router.expert_bias.copy_(hf[prefix + self.ROUTER_BIAS])
         if arch.shared_ffn_size:
-            load_mlp(*mlp_weights(mlp.shared_experts), hf, prefix + "shared_experts.", place.tensor)
+            load_mlp(*mlp_weights(mlp.shared_experts), hf, prefix + self.SHARED_MLP, place.tensor)
+        if arch.shared_gate:
+            gate = hf[prefix + "shared_expert_gate.weight"]
+            mlp.shared_experts.gate_weight.copy_(gate)
         for local, expert in enumerate(mlp.local_expert_indices):
             weights = mlp_weights(mlp.experts, local)
             load_mlp(*weights, hf, f"{prefix}experts.{expert}.", place.expert, self.PROJECTIONS)
@@ -147,17 +159,19 @@ class Family:
         names = self.PROJECTIONS
         yield from self.attention_tensors(arch, prefix + "self_attn.")
         for name in ("input_layernorm", "post_attention_layernorm"):
-            yield TensorSpec(f"{prefix}{name}.weight", (hidden,), "norm")
+            yield norm_tensor(arch, f"{prefix}{name}.weight", hidden)
         prefix += self.MLP
         if not arch.has_experts(index):
             yield from mlp_tensors(hidden, arch.ffn_size, prefix, False, names)
             return
         yield TensorSpec(prefix + "gate.weight", (arch.num_experts, hidden), "matrix")
         if arch.router_bias:
-            bias = prefix + "gate.e_score_correction_bias"
+            bias = prefix + self.ROUTER_BIAS
             yield TensorSpec(bias, (arch.num_experts,), "bias", dtype="float32", trained=False)
         if arch.shared_ffn_size:
-            yield from mlp_tensors(hidden, arch.shared_ffn_size, prefix + "shared_experts.")
+            yield from mlp_tensors(hidden, arch.shared_ffn_size, prefix + self.SHARED_MLP)
+        if arch.shared_gate:
+            yield TensorSpec(prefix + "shared_expert_gate.weight", (1, hidden), "matrix")
         for expert in range(arch.num_experts):
             yield from mlp_tensors(
                 hidden, arch.expert_ffn_size, f"{prefix}experts.{expert}.", True, names
@@ -167,6 +181,14 @@ class Family:
 
     def text_part(self, hf: HfConfig) -> HfConfig:
         """Returns the keys of config.json as a text-only model has them."""
+        return hf
+
+    def description(self, hf: HfConfig) -> HfConfig:
+        """Returns a config.json in the form that this family reads."""
+        return hf
+
+    def exported_config(self, hf: HfConfig) -> HfConfig:
+        """Returns the config.json of what is exported and published, quantisation left out."""
         return hf
 
     def stored_name(self, name: str) -> str:

@@ -53,8 +53,9 @@ class Model:
 
     @property
     def sees_images(self) -> bool:
-        """Tells whether it is a vision-language model."""
-        return "vision_config" in self.description
+        """Tells whether it is a vision-language model, of which more than the text part is
+        loaded."""
+        return "vision_config" in self.description and self.arch.vision is not None
 
 
 def write_description(

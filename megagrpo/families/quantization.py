@@ -1,5 +1,5 @@
-"""The quantisation of a checkpoint by its config.json: FP8 in blocks, which is read as bfloat16, or
-rejected.
+"""The quantisation of a checkpoint by its config.json: FP8 in blocks and INT4 in groups, which are
+read as bfloat16, or rejected.
 
 Engines may have their weights in FP8, too: in the blocks of DeepSeek-V3.
 """
@@ -9,25 +9,28 @@ from megagrpo.families.architecture import HfConfig
 _KEY = "quantization_config"
 FP8_BLOCK = (128, 128)  # rows and columns with one scale, in engines
 SCALES = "_scale_inv"  # after a tensor's name: the name of its blocks' scales
+_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True}
+_WORD = 8  # columns of INT4 in one int32
 
 
 def quantization_problems(hf: HfConfig) -> list[str]:
-    """Returns why a checkpoint with this config.json cannot be read; [] for none and for FP8 in
-    blocks."""
+    """Returns why a checkpoint with this config.json cannot be read; [] for none, for FP8 in blocks
+    and for INT4 in groups."""
     described = hf.get(_KEY)
     if not described:
         return []
     method = described.get("quant_method")
+    if method == "compressed-tensors" and described.get("format") == "pack-quantized":
+        return _packed_problems(described)
     if method != "fp8":
         bits = sorted(
             {int(group["num_bits"]) for group in _weight_groups(described) if "num_bits" in group}
         )
         width = f" ({' and '.join(map(str, bits))}-bit weights)" if bits else ""
         return [
-            f"{_KEY}: quant_method {method!r}{width} is not read, only FP8 in blocks is; training "
-            "starts from the "
-            "weights themselves, so name a release of the model in bfloat16 or block FP8, or "
-            "convert it first"
+            f"{_KEY}: quant_method {method!r}{width} is not read, only FP8 in blocks and "
+            "INT4 in groups are; training starts from the weights themselves, so name a release of "
+            "the model in bfloat16, or convert it first"
         ]
     block = described.get("weight_block_size")
     problems = []
@@ -41,7 +44,7 @@ def quantization_problems(hf: HfConfig) -> list[str]:
             "columns] with one scale "
             "each (as [128, 128] of DeepSeek-V3)"
         )
-    if described.get("fmt", "e4m3") != "e4m3":
+    if described.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         problems.append(f"{_KEY}: fmt {described['fmt']!r} is not read; supported: e4m3")
     if described.get("activation_scheme", "dynamic") != "dynamic":
         problems.append(
@@ -53,16 +56,43 @@ def quantization_problems(hf: HfConfig) -> list[str]:
 
 
 def fp8_block(hf: HfConfig) -> tuple[int, int] | None:
-    """Returns rows and columns of a block with one scale; None for a checkpoint that is not
-    quantised.
+    """Returns rows and columns of a block with one scale; None for a checkpoint that is not in FP8.
 
     Raises ValueError with every problem of a quantisation that is not read.
     """
-    problems = quantization_problems(hf)
-    if problems:
-        raise ValueError("; ".join(problems))
-    rows, columns = hf[_KEY]["weight_block_size"] if hf.get(_KEY) else (0, 0)
+    rows, columns = _read(hf).get("weight_block_size", (0, 0))
     return (rows, columns) if rows else None
+
+
+def int4_group(hf: HfConfig) -> int | None:
+    """Returns the columns of a group with one scale; None for a checkpoint that is not in INT4.
+
+    Raises ValueError with every problem of a quantisation that is not read.
+    """
+    described = _read(hf)
+    return _weight_groups(described)[0]["group_size"] if "config_groups" in described else None
+
+
+def _read(hf: HfConfig) -> HfConfig:
+    if problems := quantization_problems(hf):
+        raise ValueError("; ".join(problems))
+    return hf.get(_KEY) or {}
+
+
+def _packed_problems(described: HfConfig) -> list[str]:
+    """Returns what is not Kimi-K2.5's in compressed-tensors' pack-quantized format."""
+    groups = _weight_groups(described)
+    found = groups[0] if len(groups) == 1 else {}
+    wrong = [key for key, value in _INT4.items() if found.get(key) != value]
+    size = found.get("group_size")
+    if not isinstance(size, int) or size <= 0 or size % _WORD:
+        wrong.append("group_size")
+    wrong += [key for key in ("actorder", "dynamic", "zp_dtype") if found.get(key)]
+    given = ", ".join(f"{key} {found.get(key)!r}" for key in wrong)
+    return wrong and [
+        f"{_KEY}: pack-quantized weights in {len(groups)} config_groups with {given} are not read; "
+        f"supported: one group with {_INT4} and a group_size that {_WORD} divides"
+    ]
 
 
 def dequantised_config(hf: HfConfig) -> dict[str, object]:
@@ -81,16 +111,11 @@ def fp8_config(hf: HfConfig) -> dict[str, object]:
     return {**dequantised_config(hf), _KEY: method | {"weight_block_size": list(FP8_BLOCK)}}
 
 
-def load_format_problems(hf: HfConfig, load_format: str) -> list[str]:
-    """Returns why engines cannot start with `load_format`: they would read FP8 as if it were
-    bfloat16."""
-    if load_format == "dummy" or not hf.get(_KEY):
-        return []
-    return [
-        f"rollout.load_format = {load_format}, but the model is stored in FP8: engines run it in "
-        "bfloat16, as it is "
-        "trained, and do not read its files; use dummy, the first publish fills them"
-    ]
+def stored_form(hf: HfConfig) -> str | None:
+    """Returns "FP8" or "INT4"; None for a checkpoint that is not quantised."""
+    if not hf.get(_KEY):
+        return None
+    return "FP8" if hf[_KEY].get("quant_method") == "fp8" else "INT4"
 
 
 def _weight_groups(described: HfConfig) -> list[HfConfig]:

@@ -15,14 +15,20 @@ from typing import Any
 
 from megagrpo.families.architecture import Architecture, HfConfig
 from megagrpo.families.family import Family
-from megagrpo.families.models.deepseek_v3 import DeepseekV3
+from megagrpo.families.models.deepseek_v3 import DeepseekV3, KimiK25
 from megagrpo.families.models.dense import Llama, Qwen2, Qwen3
+from megagrpo.families.models.minimax_m2 import MiniMaxM2
+from megagrpo.families.models.qwen3_5 import Qwen35, Qwen35Moe
 from megagrpo.families.models.sigmoid_moe import Glm4Moe
 from megagrpo.families.models.softmax_moe import Mixtral, Qwen3Moe
 from megagrpo.families.models.sparse_attention import DeepseekV32, GlmMoeDsa
 from megagrpo.families.models.vision_language import Qwen3VL, Qwen3VLMoe, Qwen25VL
-from megagrpo.families.quantization import dequantised_config, quantization_problems
-from megagrpo.families.tensors import TensorSpec, adapter_tensors, draft_norms
+from megagrpo.families.quantization import (
+    dequantised_config,
+    quantization_problems,
+    stored_form,
+)
+from megagrpo.families.tensors import TensorSpec, adapter_tensors, draft_norms, norm_tensor
 from megagrpo.families.vision import tower_tensors
 
 # model_type of config.json -> the family's module
@@ -38,6 +44,12 @@ FAMILIES: dict[str, Family] = {
     "qwen2_5_vl": Qwen25VL(),
     "qwen3_vl": Qwen3VL(),
     "qwen3_vl_moe": Qwen3VLMoe(),
+    "qwen3_5_moe": Qwen35Moe("language_model."),
+    "qwen3_5_moe_text": Qwen35Moe(),
+    "qwen3_5": Qwen35("language_model."),
+    "qwen3_5_text": Qwen35(),
+    "minimax_m2": MiniMaxM2(),
+    "kimi_k25": KimiK25(),
     "deepseek_v32": DeepseekV32(),
     "glm_moe_dsa": GlmMoeDsa(),
 }
@@ -66,7 +78,9 @@ def model_problems(hf: HfConfig, draft: bool = False) -> list[str]:
         return [f"model_type {name!r} is not supported; supported: {', '.join(FAMILIES)}"]
     problems = [*quantization_problems(hf), *FAMILIES[name].refusals(hf)]
     layers = hf.get(_PREDICTION_LAYERS) or 0
-    if draft and layers != 1:
+    if draft and (why := FAMILIES[name].DRAFT_REFUSAL):
+        problems.append(f"actor.draft is not supported with a {name} model: {why}")
+    elif draft and layers != 1:
         found = f"{_PREDICTION_LAYERS} is {layers} here"
         problems.append(f"actor.draft needs a model with one multi-token-prediction layer; {found}")
     return problems
@@ -84,10 +98,12 @@ def architecture_of(hf: HfConfig, draft: bool = False, where: str = "") -> Archi
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """Returns the values of an existing config.json. Raises ValueError, naming the file, when it is
-    not JSON."""
+    """Returns the values of an existing config.json, as its family reads them. Raises ValueError,
+    naming the file, when it is not JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        hf = json.loads(path.read_text(encoding="utf-8"))
+        family = FAMILIES.get(hf.get("model_type"))
+        return dict(family.description(hf)) if family else hf
     except (json.JSONDecodeError, UnicodeDecodeError) as exc:
         raise ValueError(f"{path}: not a model description: {exc}") from exc
 
@@ -108,7 +124,7 @@ def text_tensors(arch: Architecture) -> Iterator[TensorSpec]:
     yield TensorSpec("model.embed_tokens.weight", vocabulary, "matrix")
     for index in range(arch.num_layers):
         yield from FAMILIES[arch.family].layer_tensors(arch, index)
-    yield TensorSpec("model.norm.weight", (arch.hidden_size,), "norm")
+    yield norm_tensor(arch, "model.norm.weight", arch.hidden_size)
     if not arch.tied:
         yield TensorSpec("lm_head.weight", vocabulary, "matrix")
     if arch.draft:
@@ -172,7 +188,7 @@ def attention_length(arch: Architecture) -> int:
     heads = arch.num_heads * (arch.head_dim + (arch.mla.v_dim if arch.mla else arch.head_dim)) // 2
     if arch.indexer:  # the keys that a query then sees are as many in long sequences
         heads = arch.indexer.heads * arch.indexer.head_dim // 2
-    return max(_products(arch) // arch.num_layers // heads, 1)
+    return max(_products(arch) // max(arch.attention_layers, 1) // heads, 1)
 
 
 def patch_cost(arch: Architecture) -> float:
@@ -187,13 +203,16 @@ def left_out(hf: HfConfig, draft: bool = False) -> list[str]:
     draft: whether actor.draft asks for the multi-token-prediction layer.
     """
     layers = hf.get(_PREDICTION_LAYERS) or 0
+    family = FAMILIES.get(str(hf.get("model_type")))
+    found = [f"{name}*: only texts are trained" for name in (family.LEFT_OUT if family else ())]
     if not layers or draft:
-        return []
+        return found
     first = hf["num_hidden_layers"]
     names = f"model.layers.{first}" + (f" to {first + layers - 1}" if layers > 1 else "")
     return [
+        *found,
         f"{layers} multi-token-prediction layer{'s' if layers > 1 else ''} ({names}), which only "
-        "speculate"
+        "speculate",
     ]
 
 
@@ -211,6 +230,8 @@ def is_left_out(arch: Architecture, tensor: str) -> bool:
     """
     if tensor.endswith("rotary_emb.inv_freq"):
         return True
+    if tensor.startswith(FAMILIES[arch.family].LEFT_OUT):
+        return True
     if tensor == "lm_head.weight" and arch.tied:
         return True
     layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", tensor)
@@ -221,4 +242,29 @@ def is_left_out(arch: Architecture, tensor: str) -> bool:
 
 def exported_config(hf: HfConfig, draft: bool = False) -> dict[str, object]:
     """Returns the config.json for export and publish: without quantisation and ignored layers."""
-    return {**dequantised_config(hf), **({_PREDICTION_LAYERS: 0} if left_out(hf, draft) else {})}
+    plain = dequantised_config(hf)
+    family = FAMILIES.get(str(hf.get("model_type")))
+    plain = dict(family.exported_config(plain)) if family else plain
+    speculating = hf.get(_PREDICTION_LAYERS) and not draft
+    return {**plain, **({_PREDICTION_LAYERS: 0} if speculating else {})}
+
+
+def stored_otherwise(hf: HfConfig) -> str | None:
+    """Returns in words how a model's folder differs from what engines run; None if it does not."""
+    if form := stored_form(hf):
+        return f"in {form}"
+    same = exported_config(hf).get("model_type") == hf.get("model_type")
+    return None if same else f"as a part of a {hf['model_type']} model"
+
+
+def load_format_problems(hf: HfConfig, load_format: str) -> list[str]:
+    """Returns why engines cannot start with `load_format`: they would not read the files as they
+    are meant."""
+    stored = stored_otherwise(hf)
+    if load_format == "dummy" or stored is None:
+        return []
+    return [
+        f"rollout.load_format = {load_format}, but the model is stored {stored}: engines run it in "
+        "bfloat16, as it is trained, and do not read its files; use dummy, the first publish fills "
+        "them"
+    ]

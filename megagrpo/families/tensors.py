@@ -13,6 +13,7 @@ from megagrpo.families.architecture import Architecture
 # a router, what latent attention projects down, a draft's projection, and an indexer
 _WHOLE = (
     "gate",
+    "shared_expert_gate",
     "q_a_proj",
     "kv_a_proj_with_mqa",
     "eh_proj",
@@ -29,7 +30,8 @@ class TensorSpec:
 
     name: str
     shape: tuple[int, ...]  # a matrix: (outputs, inputs)
-    kind: Literal["matrix", "norm", "bias"]  # begins random, 1 and 0
+    # begins random, 1, 0 (multiplies by 1 + itself) and 0
+    kind: Literal["matrix", "norm", "centered norm", "bias"]
     expert: bool = False  # one of a layer's routed experts, of which a token sees some
     dtype: str | None = None  # that it keeps whatever the model's is
     trained: bool = True  # it has a gradient
@@ -42,7 +44,7 @@ class TensorSpec:
     @property
     def whole(self) -> bool:
         """Tells whether every tensor-parallel rank, of trainers and of engines, holds all of it."""
-        return self.kind == "norm" or self.name.split(".")[-2] in _WHOLE
+        return self.kind.endswith("norm") or self.name.split(".")[-2] in _WHOLE
 
     @property
     def is_adapter(self) -> bool:
@@ -108,7 +110,7 @@ def attention_tensors(arch: Architecture, attention: str) -> Iterator[TensorSpec
     hidden = arch.hidden_size
     dim = arch.head_dim
     outputs = {
-        "q_proj": arch.num_heads * dim,
+        "q_proj": arch.num_heads * dim * (2 if arch.output_gate else 1),
         "k_proj": arch.num_kv_heads * dim,
         "v_proj": arch.num_kv_heads * dim,
     }
@@ -119,8 +121,14 @@ def attention_tensors(arch: Architecture, attention: str) -> Iterator[TensorSpec
         for name, rows in outputs.items():
             yield TensorSpec(f"{attention}{name}.bias", (rows,), "bias")
     if arch.qk_norm:
-        for name in ("q_norm", "k_norm"):
-            yield TensorSpec(f"{attention}{name}.weight", (dim,), "norm")
+        for name, heads in (("q_norm", arch.num_heads), ("k_norm", arch.num_kv_heads)):
+            width = dim * heads if arch.norm_over_heads else dim
+            yield norm_tensor(arch, f"{attention}{name}.weight", width)
+
+
+def norm_tensor(arch: Architecture, name: str, size: int) -> TensorSpec:
+    """Returns the weight of one of the model's norms."""
+    return TensorSpec(name, (size,), "centered norm" if arch.centered_norms else "norm")
 
 
 def mlp_tensors(

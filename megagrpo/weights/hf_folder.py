@@ -2,16 +2,18 @@
 index or not.
 
 An FP8 tensor X has block scales in `X_scale_inv`; it is read as the bfloat16 tensor of the
-products.
+products. So is an INT4 tensor, see packed_int4.py. A language model that is a part of another has
+the names of one that is not.
 """
 
 import hashlib
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,15 +21,19 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from megagrpo.families.architecture import HfConfig
 from megagrpo.families.model import write_description
-from megagrpo.families.quantization import SCALES, fp8_block
+from megagrpo.families.quantization import SCALES, fp8_block, int4_group
 from megagrpo.families.table import has_draft, read_description
 from megagrpo.system.errors import translated
 from megagrpo.system.run_folder import whole_folder
 from megagrpo.weights.copies.views import Box
+from megagrpo.weights.packed_int4 import PACKED, SCALE, SHAPE, WORD, dequantise
 
+Size = TypeVar("Size")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_TEXT_PART = "language_model."  # begins the names of Kimi-K2.5's
 _TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -59,16 +65,23 @@ class HfFolder(Mapping[str, Tensor]):
         # name -> shape and dtype, from the headers
         self.specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self.bytes_read = 0  # by `read_into`, of the files
-        # by the names of the tensors; those of one file share a handle
-        self._handles: dict[str, safe_open] = {}
+        # by the names of the tensors, with those in the files; tensors of a file share a handle
+        self._handles: dict[str, tuple[safe_open, str]] = {}
         for file, names in self._names_by_file().items():
             self._read_header(self.path / file, names)
         self._fp8 = {
             name for name, (_, dtype) in self.specs.items() if dtype == torch.float8_e4m3fn
         }
-        self._block = self._fp8_block() if self._fp8 else (1, 1)  # rows and columns with one scale
+        self._block = (1, 1)  # rows and columns with one scale
+        if self._fp8:
+            self._block = self._described(fp8_block, min(self._fp8), "FP8")
         for name in self._fp8:
             self._show_dequantised(name)
+        packed = [name for name in self.specs if name.endswith(".weight" + PACKED)]
+        self._int4 = {name.removesuffix(PACKED) for name in packed}
+        group = self._described(int4_group, min(packed), "INT4") if packed else 1
+        for name in self._int4:
+            self._show_unpacked(name, group)
 
     def _names_by_file(self) -> dict[str, list[str]]:
         """Returns the tensors that the index lists in each file; an empty list means all of the
@@ -103,18 +116,19 @@ class HfFolder(Mapping[str, Tensor]):
             )
         for name in names or handle.keys():
             tensor = handle.get_tensor(name)  # of the memory map: nothing is read
-            self.specs[name] = (tuple(tensor.shape), tensor.dtype)
-            self._handles[name] = handle
+            shown = name.removeprefix(_TEXT_PART)
+            self.specs[shown] = (tuple(tensor.shape), tensor.dtype)
+            self._handles[shown] = handle, name
 
-    def _fp8_block(self) -> tuple[int, int]:
+    def _described(self, read: Callable[[HfConfig], Size | None], tensor: str, form: str) -> Size:
+        """Returns what config.json says about the elements that share a scale."""
         description = self.path / "config.json"
         with translated(str(description), ValueError):
-            if block := fp8_block(read_description(description)) if description.is_file() else None:
-                return block
+            if size := read(read_description(description)) if description.is_file() else None:
+                return size
         raise ValueError(
-            f"{self.path}: tensor {min(self._fp8)} is in FP8, but config.json has no "
-            "quantization_config, which names "
-            "the elements that share a scale"
+            f"{self.path}: tensor {tensor} is in {form}, but config.json has no "
+            "quantization_config for it, which names the elements that share a scale"
         )
 
     def _show_dequantised(self, name: str) -> None:
@@ -130,11 +144,24 @@ class HfFolder(Mapping[str, Tensor]):
             )
         self.specs[name] = (shape, torch.bfloat16)
 
+    def _show_unpacked(self, name: str, group: int) -> None:
+        """Shows an INT4 tensor as that of its products, and hides its words and scales."""
+        (rows, words), _ = self.specs.pop(name + PACKED)
+        scales, _ = self.specs.pop(name + SCALE, ((), None))
+        self.specs.pop(name + SHAPE, None)
+        if scales != (rows, words * WORD // group) or words * WORD % group:
+            raise ValueError(
+                f"{self.path}: tensor {name} [{rows}, {words * WORD}] in INT4 needs a scale for "
+                f"each {group} columns in {name}{SCALE}; the files have {scales or 'none'}"
+            )
+        self.specs[name] = ((rows, words * WORD), torch.bfloat16)
+        self._handles[name] = self._handles[name + PACKED]
+
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._fp8:
+        if name not in self._fp8 and name not in self._int4:
             return self._stored(name)
         whole = torch.empty(self.specs[name][0], dtype=torch.bfloat16)
-        self._dequantise(whole, name, (0, 0))
+        self.read_into(whole, name, (0, 0))
         return whole
 
     def read_into(self, target: Tensor, name: str, start: tuple[int, ...]) -> None:
@@ -142,12 +169,19 @@ class HfFolder(Mapping[str, Tensor]):
         in float32 more."""
         if name in self._fp8:
             self._dequantise(target, name, start)
+        elif name in self._int4:
+            rows = slice(start[0], start[0] + len(target))
+            words, scales = self._stored(name)[rows], self._stored(name + SCALE)[rows]
+            dequantise(target, words, scales, start[1])
+            self.bytes_read += target.numel() // 2
         else:
             target.copy_(self._stored(name)[Box(start, tuple(target.shape)).slices])
             self.bytes_read += target.numel() * self.specs[name][1].itemsize
 
     def stored_bytes(self, name: str, size: tuple[int, ...]) -> int:
         """Returns the bytes of a box of a tensor in the files, without scales."""
+        if name in self._int4:
+            return prod(size) // 2
         return prod(size) * (1 if name in self._fp8 else self.specs[name][1].itemsize)
 
     def _dequantise(self, target: Tensor, name: str, start: tuple[int, ...]) -> None:
@@ -171,14 +205,16 @@ class HfFolder(Mapping[str, Tensor]):
             target[rows.start - top : rows.stop - top].copy_(values.bfloat16())
 
     def _stored(self, name: str) -> Tensor:
-        return self._handles[name].get_tensor(name)
+        handle, stored = self._handles[name]
+        return handle.get_tensor(stored)
 
     def fingerprint(self) -> str:
         """Returns a digest of names, shapes, dtypes, and of the first elements of every tensor."""
         digest = hashlib.sha256()
         for name, (shape, dtype) in sorted(self.specs.items()):
             # a matrix's first row
-            part = self._handles[name].get_slice(name)[: 1 if len(shape) > 1 else None]
+            handle, stored = self._handles[name]
+            part = handle.get_slice(stored)[: 1 if len(shape) > 1 else None]
             digest.update(
                 f"{name} {shape} {dtype}".encode()
                 + part.contiguous().view(torch.uint8).numpy().tobytes()

@@ -103,12 +103,13 @@ REST = [
 
 # the large families, whose tests are test_actor_families.py: in CI every layout, and every two
 # other choices
-FAMILIES = ("mixtral", "glm4_moe", "deepseek_v3", "moonlight")
+FAMILIES = ("mixtral", "glm4_moe", "deepseek_v3", "moonlight", "qwen3_5_moe", "minimax_m2")
 MORE_FAMILIES = (  # by --full
     "glm4_moe_air",
     "deepseek_v3_plain",
     "glm_moe_dsa",
     "deepseek_v32",
+    "qwen3_5",
 )
 FAMILY_LAYOUTS = ("TP2+SP", "PP2xVPP2", "TP2xEP2", "CP2", "PP2", "TP2xETP2", "EP2")
 _OTHER_CHOICES = {"model": FAMILIES, "batch": tuple(BATCHES), "recompute": RECOMPUTE}
@@ -118,10 +119,13 @@ FAMILIES_CI = [
         cycle(FAMILY_LAYOUTS), pairwise(_OTHER_CHOICES, lambda **_: True), strict=False
     )
 ]
+# whole sequences of some heads, exchanged for parts of sequences of all
+FAMILIES_CI.append(LayoutCase("qwen3_5_moe", "CP2", "packed", "none"))
 # every layout with every batch, and with every recompute
 FAMILIES_FULL = [
     LayoutCase(model, layout, batch, recompute)
     for model, layout in product(FAMILIES + MORE_FAMILIES, FAMILY_LAYOUTS)
+    if model != "qwen3_5" or has(model, layout)  # it is dense
     for batch, recompute in (("packed", "none"), ("padded", "selective"), ("packed", "full"))
 ]
 

@@ -1,5 +1,5 @@
-"""Mixtral, GLM-4.5, DeepSeek-V3 and Moonlight in the actor, as test_actor_layouts.py does for the
-smaller families."""
+"""Mixtral, GLM-4.5, DeepSeek-V3, Moonlight, Qwen3.5 and MiniMax-M2 in the actor, as test_actor_layouts.py
+does for the smaller families."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ from tests.dist.cases import (
     RECOMPUTE,
 )
 from tests.dist.figures import LayoutFigures
-from tests.dist.test_actor_layouts import LOGIT_BOUND, check, jobs_of
+from tests.dist.test_actor_layouts import GRADIENT_BOUNDS, LOGIT_BOUND, check, jobs_of
 from tests.dist.workers.launch import run_ranks, run_transformers
 
 pytestmark = pytest.mark.timeout(900)
@@ -67,8 +67,8 @@ def test_choices_meet():
     rows = FAMILIES_CI
     assert {case.layout for case in rows} == set(FAMILY_LAYOUTS)
     for one, other, count in (
-        ("model", "batch", 8),
-        ("model", "recompute", 12),
+        ("model", "batch", 2 * len(FAMILIES)),
+        ("model", "recompute", 3 * len(FAMILIES)),
         ("batch", "recompute", 6),
     ):
         assert len({(getattr(case, one), getattr(case, other)) for case in rows}) == count
@@ -85,39 +85,74 @@ def test_every_layout(hf_families: Path, layout_figures: LayoutFigures, model: s
     check(hf_families, 2, jobs_of(cases, 2, hf_families), layout_figures)
 
 
-def test_biases_of_routers_stay_and_travel(one_rank: Path):
+def resumed_elsewhere(folder: Path, model: str, layouts: tuple[str, ...], last: dict) -> dict:
+    """A checkpoint of one rank goes on in each layout as it does there; returns the result of a
+    `last` job on two ranks."""
+    common = {"do": "checkpoint", "model": model, "distributed": True}
+    once = {**common, "warm": 1, "then": f"{folder}/one.pt", "save": f"{folder}/checkpoints"}
+    run_ranks(1, folder / "save", [once])
+    load = {**common, "load": f"{folder}/checkpoints/step_000001"}
+    jobs = [{**load, "parallel": LAYOUTS[name], "then": f"{folder}/{name}.pt"} for name in layouts]
+    *_, found = run_ranks(2, folder / "load", [*jobs, last])
+    one = torch.load(folder / "one.pt", map_location="cpu")
+    for name, number in product(layouts, (10, 11)):
+        other = torch.load(folder / f"{name}.pt", map_location="cpu")
+        assert abs(other[f"loss{number}"] - one[f"loss{number}"]) < 2e-6, name
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [
+        ("deepseek_v3", [1, 2, 3]),
+        pytest.param("minimax_m2", [0, 1, 2, 3], marks=pytest.mark.slow),
+    ],
+)
+def test_biases_of_routers_stay_and_travel(one_rank: Path, family: str, layers: list[int]):
     """In bfloat16 they are float32 still, no update moves them, and a checkpoint brings them to
     another layout."""
-    model, saved = str(one_rank / "deepseek_v3"), one_rank / "checkpoints"
-    once = {"do": "checkpoint", "model": model, "distributed": True, "warm": 1}
-    once |= {"then": str(one_rank / "one.pt"), "save": str(saved)}
-    run_ranks(1, one_rank / "save", [once])
-    layouts = {name: {"model": model, "parallel": LAYOUTS[name]} for name in ("TP2xEP2", "PP2")}
-    load = {"do": "checkpoint", "distributed": True, "load": str(saved / "step_000001")}
-    jobs = [
-        {**load, **layout, "then": str(one_rank / f"{name}.pt")} for name, layout in layouts.items()
-    ]
-    *_, found = run_ranks(
-        2, one_rank / "load", [*jobs, {"do": "biases", **layouts["TP2xEP2"], "dtype": "bfloat16"}]
-    )
-    one = torch.load(one_rank / "one.pt", map_location="cpu")
-    for name, number in product(
-        layouts, (10, 11)
-    ):  # with biases of 0, as before loading, tokens would go elsewhere
-        assert (
-            abs(
-                torch.load(one_rank / f"{name}.pt", map_location="cpu")[f"loss{number}"]
-                - one[f"loss{number}"]
-            )
-            < 2e-6
-        )
+    model = str(one_rank / family)
+    biases = {"do": "biases", "model": model, "parallel": LAYOUTS["TP2xEP2"], "dtype": "bfloat16"}
+    # with biases of 0, as before loading, tokens would go elsewhere
+    found = resumed_elsewhere(one_rank / f"biases_{family}", model, ("TP2xEP2", "PP2"), biases)
     assert (
         found["float32"]
         and found["unmoved"]
-        and found["layers"] == [1, 2, 3]
+        and found["layers"] == layers
         and found["trained"] == []
     )
-    assert found["busy"] == 3 and found["imbalance_off"] < 1e-6
+    assert found["busy"] == len(layers) and found["imbalance_off"] < 1e-6
+
+
+def test_decays_of_gated_delta_nets_are_float32_and_travel(one_rank: Path):
+    """In bfloat16 they are read, trained and exported in float32; a checkpoint brings a gated delta
+    net's parameters to ranks that hold other heads."""
+    model = str(one_rank / "qwen3_5_moe")
+    decays = {"do": "decays", "model": model, "dtype": "bfloat16", "distributed": True}
+    layouts = ("TP2xEP2", "PP2xVPP2")
+    found = resumed_elsewhere(
+        one_rank / "decays", model, layouts, decays | {"parallel": LAYOUTS["TP2+SP"]}
+    )
+    names = [f"model.layers.{layer}.linear_attn.A_log" for layer in range(3)]
+    assert found["names"] == names and found["equal"] and found["moved"]
+    assert found["live"] == found["exported"] == ["torch.float32"]
+    assert found["others"] == ["torch.bfloat16"]
+
+
+def test_an_optimizer_of_two_dtypes_is_resumed(one_rank: Path):
+    """bfloat16 weights and float32 decays in one sharded optimizer: the next updates are those of a
+    run that went on, bit by bit."""
+    folder = one_rank / "two_dtypes"
+    common = {"do": "checkpoint", "model": str(one_rank / "qwen3_5_moe"), "distributed": True}
+    common |= {"dtype": "bfloat16"}
+    once = {**common, "warm": 1, "then": f"{folder}/on.pt", "save": f"{folder}/checkpoints"}
+    again = {**common, "then": f"{folder}/again.pt", "load": f"{folder}/checkpoints/step_000001"}
+    run_ranks(1, folder, [once, again])
+    on, resumed = (torch.load(folder / f"{name}.pt") for name in ("on", "again"))
+    for number in (10, 11):
+        assert on[f"loss{number}"] == resumed[f"loss{number}"]
+        weights = resumed[f"weights{number}"]
+        assert all(torch.equal(weights[name], w) for name, w in on[f"weights{number}"].items())
 
 
 def test_layers_that_only_speculate_are_not_loaded(one_rank: Path):
@@ -141,3 +176,47 @@ def test_layers_that_only_speculate_are_not_loaded(one_rank: Path):
     [result] = run_ranks(1, one_rank / "speculate", [{"do": "forward", "model": str(folder)}])
     assert result["logits"] < LOGIT_BOUND and not result["export"], "it lacks what the source has"
     assert HfFolder(one_rank / "speculate" / "exported").keys() == HfFolder(source).keys()
+
+
+def as_published(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of a text model as files of Qwen3.5 have them: a layer's experts in two tensors."""
+    fused: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        stored = name.replace("model.", "model.language_model.", 1)
+        if ".experts." not in stored:
+            fused[stored] = tensor
+        elif ".experts.0.down_proj." in stored:
+            layer = name.partition("0.down_proj")[0]
+            down, gate, up = (
+                [tensors[f"{layer}{expert}.{part}_proj.weight"] for expert in range(8)]
+                for part in ("down", "gate", "up")
+            )
+            prefix = stored.partition("0.down_proj")[0]
+            fused[prefix + "down_proj"] = torch.stack(down)
+            both = [torch.cat(pair) for pair in zip(gate, up, strict=True)]
+            fused[prefix + "gate_up_proj"] = torch.stack(both)
+    return fused
+
+
+def test_the_text_part_of_a_vision_language_file_is_loaded(one_rank: Path):
+    """As published: nested config.json, other names, experts together, a tower and layers that
+    speculate beside them."""
+    source, folder = one_rank / "qwen3_5_moe", one_rank / "published"
+    text = json.loads((source / "config.json").read_text())
+    kind = {"model_type": "qwen3_5_moe", "architectures": ["Qwen3_5MoeForConditionalGeneration"]}
+    others = {"model.visual.pos_embed.weight": torch.zeros(4, 8), "mtp.fc.weight": torch.zeros(2)}
+    for suffix, more in (("", others), (".gradients", {})):
+        target = Path(f"{folder}{suffix}")
+        target.mkdir()
+        stored = as_published(load_file(Path(f"{source}{suffix}") / "model.safetensors"))
+        save_file({**stored, **more}, target / "model.safetensors")
+        (target / "config.json").write_text(json.dumps({**kind, "text_config": text}))
+    shutil.copy(f"{source}.pt", f"{folder}.pt")
+    job = {"do": "forward", "model": str(folder), "parallel": LAYOUTS["TP2xEP2"]}
+    [result] = run_ranks(2, one_rank / "publish", [job])
+    assert result["logits"] < LOGIT_BOUND
+    assert max(result["gradients"].values()) < GRADIENT_BOUNDS["qwen3_5_moe"]
+    stored = as_published(load_file(source / "model.safetensors"))
+    exported = load_file(one_rank / "publish" / "exported" / "model.safetensors")
+    assert exported.keys() == stored.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in stored.items())

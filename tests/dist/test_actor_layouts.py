@@ -33,12 +33,15 @@ from tests.dist.workers.samples import LENGTHS
 # A loss is a mean of terms of size 1 whose log-probabilities round apart by some 1e-6: it has no
 # better bound itself.
 LOGIT_BOUND, LOSS_BOUND, GRADIENT_BOUND, WEIGHT_BOUND = 1e-4, 4e-6, 1e-5, 1e-6
+# The gradients of transformers' own Qwen3.5 are 3.9e-5 off those that it computes in float64: unit
+# queries and keys, and norms of small outputs, amplify rounding.
+GRADIENT_BOUNDS = {"qwen3_5_moe": 5e-5, "qwen3_5": 5e-5}
 pytestmark = [
     pytest.mark.timeout(900),  # one launch runs many checks
     pytest.mark.verifies(
         "actor",
         "the actor equals transformers: logits, gradients, HF -> actor -> HF bit by bit (Llama, Qwen2, "
-        "Qwen3, Qwen3-MoE, Mixtral, GLM-4.5, DeepSeek-V3, Moonlight)",
+        "Qwen3, Qwen3-MoE, Mixtral, GLM-4.5, DeepSeek-V3, Moonlight, MiniMax-M2)",
         "dist/test_actor_families.py",
     ),
     pytest.mark.verifies(
@@ -119,9 +122,9 @@ def check(
     """Run the jobs, keep their figures, fail with every problem; returns the results, which of a
     job that does several things are by their names."""
     first = "-".join(next(iter(jobs))).replace(" ", "_")
-    found = run_ranks(world, folder / f"world{world}_{first}", list(jobs.values()))
+    measured = run_ranks(world, folder / f"world{world}_{first}", list(jobs.values()))
     results = {}
-    for (model, layout, what), job, result in zip(jobs, jobs.values(), found, strict=True):
+    for (model, layout, what), job, result in zip(jobs, jobs.values(), measured, strict=True):
         if isinstance(job["do"], str):
             results[model, layout, what] = result
         else:
@@ -129,21 +132,20 @@ def check(
             results[model, layout, f"update {what}"] = result["layout"]
     problems = []
     for (model, layout, what), result in results.items():
-        problems += [
-            f"{model}, {layout}, {what}: {problem}" for problem in problems_of(what, result)
-        ]
+        found = problems_of(what, result, GRADIENT_BOUNDS.get(model, GRADIENT_BOUND))
+        problems += [f"{model}, {layout}, {what}: {problem}" for problem in found]
         if result:  # the jobs that write references have none
             figures.add(model, layout, what, result)
     assert not problems, "\n".join(problems)
     return results
 
 
-def problems_of(what: str, result: dict) -> list[str]:
+def problems_of(what: str, result: dict, gradient_bound: float = GRADIENT_BOUND) -> list[str]:
     forward = what.startswith("forward")
     bounds = {
         "logits": LOGIT_BOUND,
         "logprobs": LOGIT_BOUND,
-        "norm": GRADIENT_BOUND,
+        "norm": gradient_bound,
         "weights": WEIGHT_BOUND,
     }
     bounds |= {"loss": 1e-5 if forward else LOSS_BOUND, "seen_logprobs": LOGIT_BOUND}
@@ -156,7 +158,7 @@ def problems_of(what: str, result: dict) -> list[str]:
     found += [
         f"gradient of {name} off by {value:.2g}"
         for name, value in gradients
-        if not value <= GRADIENT_BOUND
+        if not value <= gradient_bound
     ]
     if forward and not result["export"]:
         found.append("HF -> actor -> HF is not bit-equal")

@@ -152,7 +152,7 @@ def pretended_engine(server: ServerArgs) -> Iterator[ModelConfig]:
 
 def main(folder: Path, family: str) -> dict:
     latent = {"hidden_size": 512, "num_kv_heads": 4, "head_dim": 32}  # whole blocks
-    own = latent if family in ("deepseek_v3", "kimi_k2") else {}
+    own = latent if family in ("deepseek_v3", "kimi_k2", "kimi_k25") else {}
     sizes = TinyModelConfig(
         path=str(folder / "model"), family=family, expert_ffn_size=128, **(SIZES | own)
     )

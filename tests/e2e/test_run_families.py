@@ -1,5 +1,5 @@
-"""`megagrpo run` and `export` with Mixtral, GLM-4.5, GLM-5 and DeepSeek-V3, in float32, and in bfloat16
-with exact biases.
+"""`megagrpo run` and `export` with Mixtral, GLM-4.5, GLM-5, DeepSeek-V3 and MiniMax-M2, in float32,
+and in bfloat16 with exact biases; and with an INT4 release.
 
 And a run whose engine has data-parallel attention.
 """
@@ -18,6 +18,7 @@ from run_megagrpo import (
 )
 
 from megagrpo.weights.hf_folder import HfFolder
+from tests.int4_checkpoint import pack_folder
 
 pytestmark = pytest.mark.verifies(
     "weights",
@@ -26,6 +27,8 @@ pytestmark = pytest.mark.verifies(
 )
 
 BIAS = "e_score_correction_bias"
+IN_FLOAT32 = (BIAS, "A_log")
+NUM_LAYERS = {"qwen3_5_moe_text": 4}  # one of attention; of the others 2
 NUM_STEPS = 2
 
 
@@ -33,8 +36,14 @@ NUM_STEPS = 2
 @pytest.mark.parametrize(
     ("family", "dtype", "mismatch"),  # the largest mean of |trainer - rollout| log-probabilities
     [
-        *((family, "float32", 1e-5) for family in ("deepseek_v3", "glm4_moe", "mixtral")),
+        *(
+            (family, "float32", 1e-5)
+            for family in ("deepseek_v3", "glm4_moe", "mixtral", "minimax_m2")
+        ),
+        ("qwen3_5_moe_text", "float32", 1e-5),
         ("glm_moe_dsa", "float32", 1e-5),  # dense, as samples have no more than index_topk tokens
+        # routers are in float32 in this engine, with the values that the actor has in bfloat16
+        ("minimax_m2", "bfloat16", 0.05),
         (
             "deepseek_v3",
             "bfloat16",
@@ -49,7 +58,7 @@ def test_steps_agree_with_the_engine_and_are_exported(family, dtype, mismatch, t
     }
     sections |= {"train": {"num_steps": NUM_STEPS}, "checkpoint": {"every": NUM_STEPS}}
     config = write_experiment(tmp_path / family, **sections)
-    make_inputs(config, model={"family": family})
+    make_inputs(config, model={"family": family, "num_layers": NUM_LAYERS.get(family, 2)})
     succeed("run", config, timeout_s=900)
     entries = metrics(tmp_path / family)
     for step in range(1, NUM_STEPS + 1):
@@ -58,11 +67,34 @@ def test_steps_agree_with_the_engine_and_are_exported(family, dtype, mismatch, t
     succeed("export", config, tmp_path / "exported")
     exported = HfFolder(tmp_path / "exported")
     for name, (_, found) in exported.specs.items():
-        assert found == (torch.float32 if name.endswith(BIAS) else getattr(torch, dtype)), name
+        assert found == (
+            torch.float32 if name.endswith(IN_FLOAT32) else getattr(torch, dtype)
+        ), name
     before = HfFolder(tmp_path / "model")
     assert before.keys() == exported.keys()
     frozen = [name for name in before if name.endswith(BIAS) or ".indexer." in name]
     assert all(torch.equal(before[name], exported[name]) for name in frozen)
+    assert transformers_accepts(tmp_path / "exported") == {"wrong": [], "finite": True}
+
+
+@pytest.mark.verifies(
+    "weights", "Kimi-K2.5's INT4 release is trained: engines agree, the export is its text model"
+)
+@pytest.mark.slow
+def test_an_int4_release_of_another_models_part_is_trained_and_exported(tmp_path: Path):
+    """Engines start from the description of the text model, and get it in the dtype of the run."""
+    config = write_experiment(tmp_path / "run", checkpoint={"every": NUM_STEPS})
+    make_inputs(config, model={"family": "kimi_k25", "expert_ffn_size": 32})
+    (tmp_path / "model").rename(tmp_path / "float32")
+    pack_folder(tmp_path / "float32", tmp_path / "model", tmp_path / "twin")
+    succeed("run", config, timeout_s=900)
+    entries = metrics(tmp_path / "run")
+    for step in range(1, NUM_STEPS + 1):
+        assert entries[step]["mismatch/logprob_abs_mean"] <= 1e-5
+        assert entries[step]["optim/grad_norm"] > 0, "nothing was learned, so nothing was tested"
+    succeed("export", config, tmp_path / "exported")
+    before, exported = HfFolder(tmp_path / "twin"), HfFolder(tmp_path / "exported")
+    assert before.keys() == exported.keys()
     assert transformers_accepts(tmp_path / "exported") == {"wrong": [], "finite": True}
 
 

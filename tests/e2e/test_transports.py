@@ -35,6 +35,7 @@ CASES = {  # (family, engines) -> trainers: an engine start each
     ("qwen2", "two nodes"): ("TP2xPP2", "1"),
     ("qwen3", "TP2"): ("PP2", "DP2"),
     ("qwen3_moe", "DP attention"): ("TP2+SP", "EP2"),
+    ("qwen3_5_moe_text", "TP2"): ("TP2+SP", "TP2xEP2"),
 }
 
 IN_EVERY_RUN = ("deepseek_v3", "TP2")

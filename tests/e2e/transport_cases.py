@@ -30,7 +30,15 @@ from tests import experiments
 from tests.dist.workers.pool import RankPool
 
 DENSE = ("qwen3", "qwen2", "llama")
-MOE = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "moonlight")
+MOE = (
+    "qwen3_moe",
+    "mixtral",
+    "glm4_moe",
+    "deepseek_v3",
+    "moonlight",
+    "qwen3_5_moe_text",
+    "minimax_m2",
+)
 FAMILIES, TIED = DENSE + MOE, ("llama",)
 # A name that is no family -> the family, and what its config.json has otherwise. transformers gives
 # the norms of latents an epsilon of 1e-6 always, Megatron and SGLang that of config.json, which is
@@ -39,6 +47,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "moonlight": (
         "deepseek_v3",
         {"q_lora_rank": None, "rope_scaling": None, "n_group": 1, "topk_group": 1},
+    ),
+    "qwen3_5_moe_text": (  # in two layers, of which every fourth would have attention
+        "qwen3_5_moe_text",
+        {"layer_types": ["linear_attention", "full_attention"], "full_attention_interval": 2},
     ),
 }
 TRAINERS: dict[str, tuple[int, dict[str, int]]] = {  # ranks, layout
@@ -77,6 +89,12 @@ COMPUTED = {
     ("glm4_moe", "TP2xEP2"): ("TP2xPP2",),
     ("mixtral", "TP1"): ("TP2+SP",),
     ("mixtral", "TP2"): ("TP2xEP2", "PP2"),
+    ("qwen3_5_moe_text", "DP attention"): ("EP2",),
+    ("qwen3_5_moe_text", "TP1"): ("1", "TP2xPP2"),
+    ("qwen3_5_moe_text", "TP2xEP2"): ("PP2", "EP2"),
+    ("minimax_m2", "TP1"): ("1", "TP2xEP2"),
+    ("minimax_m2", "TP2xEP2"): ("TP2+SP", "TP2xPP2"),
+    ("minimax_m2", "TP2"): ("PP2",),
 }
 # after a transport's name: weights.delta, and a publish after which a fiftieth has changed
 CHANGES = ", changes"
@@ -118,6 +136,8 @@ def make_model(folder: Path, family: str) -> Path:
     for tensor in tensors.values():
         if tensor.dim() == 1:  # norms are ones and biases zeros
             tensor += 0.2 * torch.randn(tensor.shape, generator=generator)
+    for name in (name for name in tensors if name.endswith("A_log")):
+        tensors[name] -= 4.0  # states that last
     write_model(folder, hf, tensors, sizes.alphabet)
     return folder
 

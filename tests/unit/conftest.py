@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from megagrpo.cpu.trainer import without_triton
+
+without_triton()  # some tests import the actor's modules, hence Megatron, outside a trainer
+
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path_factory, monkeypatch) -> None:

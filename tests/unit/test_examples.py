@@ -15,7 +15,7 @@ from megagrpo.cluster.submit import Request, misfits, nodes_of, submit
 from megagrpo.config.load import load_config
 from megagrpo.config.placement import placement_problems
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.families.table import architecture_of
+from megagrpo.families.table import FAMILIES, architecture_of
 from megagrpo.tools.plan.command import placed_plan, report
 from tests.experiments import ROOT, python
 
@@ -28,7 +28,9 @@ MODELS = ROOT / "configs" / "models"
 LARGE = {
     *("qwen3_30b_a3b", "qwen3_235b_a22b", "qwen3_235b_a22b_8k"),
     *("glm45_355b", "glm45_air_106b", "glm5_744b", "kimi_k2_1t", "deepseek_v3_671b"),
+    *("qwen3_vl_30b_a3b", "qwen3_vl_235b_a22b", "qwen35_397b_a17b"),
     *("qwen3_vl_30b_a3b", "qwen3_vl_235b_a22b"),
+    *("minimax_m2_230b", "kimi_k25_1t"),
 }
 # not published elsewhere; nor are those of examples/laptop
 HYBRID = {"qwen3_235b_hybrid", "deepseek_v3_671b_hybrid"}
@@ -70,7 +72,9 @@ def test_every_experiment_fits_its_model_and_is_explained(path):
     assert (hf is None) == (path.stem in {"gsm8k", *LAPTOP}), "described in configs/models"
     text = explain(config)
     if hf is not None:
-        assert (architecture_of(hf).num_experts > 0) == (config.actor.routing_replay == "rollout")
+        arch = architecture_of(hf)
+        replays = "old" if FAMILIES[arch.family].ROUTING_REFUSAL else "rollout"
+        assert config.actor.routing_replay == (replays if arch.num_experts else None)
         assert check_against_model(config, hf) == [] and config.algorithm.advice == []
         assert " on a GPU, in " in text and "a save for" in text
         unreplayed = config.model_copy(

@@ -40,15 +40,15 @@ DIGESTS = {
     ("qwen3_vl_moe", False): "901941073f111c1c",
     ("deepseek_v32", False): "5a838abb4acc3aa4",
     ("glm_moe_dsa", False): "5a838abb4acc3aa4",
+    ("minimax_m2", False): "13cd063bc1176d99",
+    ("kimi_k25", False): "b5cab126e366b585",
 }
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
-UNSCALED = (
-    *("glm4_moe", "deepseek_v3", "kimi_k2", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
-    *("deepseek_v32", "glm_moe_dsa"),
-)
+UNSCALED = ("glm4_moe", "deepseek_v3", "kimi_k2", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+UNSCALED += ("minimax_m2", "kimi_k25", "deepseek_v32", "glm_moe_dsa")
 TOY = '''
 """A family whose MLP has Mixtral's names."""
 

@@ -20,6 +20,7 @@ from megagrpo.families.table import (
     model_problems,
     model_tensors,
     parameter_counts,
+    read_description,
 )
 from megagrpo.tools.certify.tiny_model import hf_config
 from tests.experiments import QUICKSTART, ROOT, python
@@ -27,7 +28,7 @@ from tests.experiments import QUICKSTART, ROOT, python
 
 def described(name: str) -> dict:
     """config.json as it was published."""
-    return json.loads((ROOT / "configs" / "models" / name / "config.json").read_text())
+    return read_description(ROOT / "configs" / "models" / name / "config.json")
 
 
 MIXTRAL = {
@@ -45,6 +46,8 @@ PARAMETERS = {  # in billions: all, and active without the input embedding
     "Kimi-K2-Instruct": (1026.4, 31.7),
     "Moonlight-16B-A3B": (16.0, 2.6),
     "Mixtral-8x7B": (46.7, 12.7),
+    "MiniMax-M2": (228.7, 10.4),
+    "Kimi-K2.5": (1026.4, 31.7),
     "GLM-5": (743.9, 40.8),
 }
 PUBLISHED = {name: MIXTRAL if name == "Mixtral-8x7B" else described(name) for name in PARAMETERS}
@@ -52,6 +55,7 @@ V3, K2, MOONLIGHT = (
     PUBLISHED[name] for name in ("DeepSeek-V3-0324", "Kimi-K2-Instruct", "Moonlight-16B-A3B")
 )
 GLM, AIR, YARN = PUBLISHED["GLM-4.5"], PUBLISHED["GLM-4.5-Air"], V3["rope_scaling"]
+M2, K25 = PUBLISHED["MiniMax-M2"], PUBLISHED["Kimi-K2.5"]
 GLM5 = PUBLISHED["GLM-5"]
 # its config.json is V3's with these
 V32 = V3 | {"model_type": "deepseek_v32", "index_n_heads": 64, "index_head_dim": 128}
@@ -90,6 +94,22 @@ REFUSED = [
     (MIXTRAL, {"sliding_window": 4096}, "sliding_window 4096"),
     (GLM5, {"index_topk_pattern": "FS" * 39}, "index_topk_pattern 'FSFS"),
     (GLM5, {"indexer_types": ["full", "shared"] * 39}, "not what index_topk_freq 1 and"),
+    (K25, {"scoring_func": "softmax"}, "scoring_func"),
+    (M2, {"use_qk_norm": False}, "use_qk_norm"),
+    (M2, {"qk_norm_type": "per_head"}, "qk_norm_type"),
+    (M2, {"scoring_func": "softmax"}, "scoring_func"),
+    (M2, {"use_routing_bias": False}, "use_routing_bias"),
+    (M2, {"rotary_dim": 130}, "rotary_dim 130"),
+    (M2, {"partial_rotary_factor": 1.0}, "transformers reads the one, engines the other"),
+    (M2, {"attn_type_list": [1] * 61 + [0]}, "attn_type_list"),
+    (M2, {"shared_intermediate_size": 1536}, "shared_intermediate_size"),
+    (M2, {"num_experts_per_tok": 1}, "num_experts_per_tok 1"),
+    (M2, {"rope_scaling": YARN}, "yarn"),
+    # what transformers 5 does not write
+    *(
+        (M2, {key: None}, f"lacks {key}")
+        for key in ("rotary_dim", "use_qk_norm", "use_routing_bias")
+    ),
     (GLM5, {"index_kpool": 4}, "index_kpool 4"),
     (GLM5, {"q_lora_rank": None}, "lacks q_lora_rank"),
     (GLM5, {"index_head_dim": 32}, "index_head_dim 32 is less than qk_rope_head_dim 64"),
@@ -288,11 +308,28 @@ def test_check_says_what_is_left_out(tmp_path):
     assert "  left out 1 multi-token-prediction layer (model.layers.4)" in explain(config)
 
 
-@pytest.mark.parametrize("hf", [V3, K2, GLM, MIXTRAL])
+@pytest.mark.parametrize("hf", [V3, K2, GLM, MIXTRAL, M2, K25])
 def test_adapters_are_refused(hf):
     actor = load_config(QUICKSTART, ["actor.parallel={}", "actor.lora={rank: 4}"]).actor
     [problem] = layout_problems(architecture_of(hf), actor)
     assert problem.startswith(f"actor.lora is not supported with a {hf['model_type']} model")
+
+
+def test_what_engines_and_transformers_read_is_exported():
+    """MiniMax-M2's rotary_dim, and the fraction that transformers reads in its place; of Kimi-K2.5
+    the text model."""
+    plain = {key: value for key, value in M2.items() if key != "quantization_config"}
+    assert exported_config(M2) == plain | {"partial_rotary_factor": 0.5}
+    assert model_problems(exported_config(M2)) == [] == model_problems(exported_config(K25))
+    text = exported_config(K25)
+    assert (text["model_type"], text["architectures"]) == ("deepseek_v3", ["DeepseekV3ForCausalLM"])
+    assert [line.split("*")[0] for line in left_out(K25)] == ["vision_tower.", "mm_projector."]
+
+
+def test_experts_that_engines_do_not_tell_are_not_replayed():
+    actor = load_config(QUICKSTART, ["actor.routing_replay=rollout", "actor.parallel={}"]).actor
+    (problem,) = layout_problems(architecture_of(M2), actor)
+    assert "does not say which layer chose experts; take old" in problem
 
 
 def test_a_bias_is_moved_only_where_there_is_one():

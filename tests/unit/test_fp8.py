@@ -154,7 +154,7 @@ def test_damage_is_named(stored, tmp_path):
             write(tmp_path, {"a.weight": weight, "a.weight_scale_inv": scales[:4].contiguous()})
         )
     with pytest.raises(
-        ValueError, match=r"config.json: quantization_config: quant_method 'compressed-tensors'"
+        ValueError, match=r"config.json: quantization_config: pack-quantized weights"
     ):
         HfFolder(write(tmp_path, {"a.weight": weight, "a.weight_scale_inv": scales}, INT4))
 
@@ -164,13 +164,17 @@ def test_damage_is_named(stored, tmp_path):
     [
         (
             INT4,
-            r"quant_method 'compressed-tensors' \(4-bit weights\) is not read, only FP8 in blocks "
-            r"is; .* bfloat16",
+            r"pack-quantized weights in 1 config_groups with strategy None, symmetric None, "
+            r"group_size None are not read",
         ),
         ({"quant_method": "gptq", "bits": 4}, r"'gptq' \(4-bit weights\)"),
         ({"quant_method": "mxfp4"}, r"'mxfp4' is not read"),
         ({"quant_method": "fp8"}, r"weight_block_size is None"),
         (FP8 | {"weight_block_size": [128]}, r"weight_block_size is \[128\]"),
+        (
+            INT4 | {"format": "nvfp4"},
+            r"'compressed-tensors' \(4-bit weights\) is not read, only FP8",
+        ),
         (FP8 | {"fmt": "e5m2"}, r"fmt 'e5m2' is not read; supported: e4m3"),
         (FP8 | {"activation_scheme": "static"}, r"activation_scheme 'static'"),
     ],
@@ -228,14 +232,16 @@ def test_engines_start_from_the_model_in_bfloat16(stored, tmp_path):
     ):
         as_engines_see_it(experiment(folder, load_format="model"), run)
     write(tmp_path / "int4", {"x": torch.zeros(1)}, INT4)
-    with pytest.raises(ValueError, match=r"'compressed-tensors' \(4-bit weights\) is not read"):
+    with pytest.raises(
+        ValueError, match=r"pack-quantized weights in 1 config_groups with .* not read"
+    ):
         as_engines_see_it(experiment(tmp_path / "int4"), run)
 
 
 @pytest.mark.parametrize(
     ("overrides", "quantization", "reason"),
     [
-        ([], INT4, "4-bit weights"),
+        ([], INT4, "pack-quantized weights"),
         (["rollout.load_format=model"], FP8, "rollout.load_format = model, but"),
     ],
 )

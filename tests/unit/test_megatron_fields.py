@@ -253,7 +253,12 @@ def test_every_refusal_fits_a_field_and_names_a_key():
 
 
 WRONG = [  # key, right, wrong, message
-    ("actor.megatron.moe_deepep_num_sms", [5], [5.0, True, "5", None], "declares it as .*int"),
+    (
+        "actor.megatron.moe_hybridep_num_sms_preprocessing",
+        [5],
+        [5.0, True, "5", None],
+        "declares it as .*int",
+    ),
     ("actor.megatron.apply_rope_fusion", [True], [1, "true", None], "valid boolean"),
     ("actor.megatron.fp8", ["hybrid", None], [3], "'e4m3' or 'hybrid'"),
     ("actor.megatron.attention_backend", ["flash"], ["flsh", 2], "flash, fused, unfused, local"),
@@ -346,7 +351,7 @@ def test_a_library_is_asked_only_if_it_is_there(missing, said, monkeypatch, caps
         (["actor.ddp.align_param_gather=true"], "in others each would be waited for"),
         (
             [*MESSAGES, "actor.megatron.deallocate_pipeline_outputs=true"],
-            "frees an output that it is still sending",
+            "waited for before its output is freed",
         ),
         (
             [*MESSAGES, "actor.megatron.batch_p2p_comm=true"],
@@ -376,7 +381,7 @@ def test_a_wrong_setting_is_refused_by_its_key(overrides, message):
 
 
 def test_problems_of_all_maps_come_with_their_lines(tmp_path):
-    actor = "actor:\n  megatron:\n    moe_deepep_num_sms: x\n    tp: 2\n  ddp: {bucket_size: x}\n"
+    actor = "actor:\n  megatron:\n    moe_hybridep_num_sms_preprocessing: x\n    tp: 2\n  ddp: {bucket_size: x}\n"
     text = QUICKSTART.read_text().replace("actor:\n", actor, 1)
     text = re.sub(
         r"^rollout: .*$",

@@ -61,13 +61,26 @@ for expert in range(EXPERTS):
 KEPT = {BIAS: torch.float32}
 
 
+class ShiftedNorm(nn.Module):
+    """Keeps its weight plus 1 too, which its loader computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(HIDDEN, dtype=torch.bfloat16), requires_grad=False)
+        self.register_buffer("gemma_weight", torch.ones_like(self.weight), persistent=False)
+
+    def load(self, weight: Tensor) -> None:
+        self.weight.data.copy_(weight)
+        torch.add(self.weight.data, 1.0, out=self.gemma_weight)
+
+
 class Model(nn.Module):
     """Experts in two parameters; of the two down projections it forgets one that comes without the
     other."""
 
     def __init__(self):
         super().__init__()
-        sizes = {"embed": (VOCAB, HIDDEN), "norm": (HIDDEN,), "q_b_proj": LATENT["q_b_proj"]}
+        sizes = {"embed": (VOCAB, HIDDEN), "q_b_proj": LATENT["q_b_proj"]}
         sizes |= {"w13": (EXPERTS, 2 * FFN, HIDDEN), "w2": (EXPERTS, HIDDEN, FFN)}
         sizes |= {"fused_qkv_a": (Q_RANK + RANK + ROPE, HIDDEN)}
         for name, shape in sizes.items():
@@ -76,6 +89,7 @@ class Model(nn.Module):
                 name,
                 nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16), requires_grad=False),
             )
+        self.norm = ShiftedNorm()
         self.bias = nn.Parameter(torch.zeros(EXPERTS), requires_grad=False)
         self.kv_b_proj = nn.Linear(
             RANK, HEADS * (NOPE + V), bias=False, dtype=torch.bfloat16
@@ -85,13 +99,15 @@ class Model(nn.Module):
 
     def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
         targets = {BIAS: self.bias.data, KV_B: self.kv_b_proj.weight.data}
-        targets |= {name: getattr(self, name).data for name in ("embed", "norm", "q_b_proj")}
+        targets |= {name: getattr(self, name).data for name in ("embed", "q_b_proj")}
         for e in range(EXPERTS):
             gate, up = self.w13.data[e].chunk(2)
             targets |= {f"{e}.gate": gate, f"{e}.up": up, f"{e}.down": self.w2.data[e]}
-        down = {name: tensor for name, tensor in weights if name not in targets}
+        down = {name: tensor for name, tensor in weights if name in (Q_A, KV_A)}
         for name, tensor in weights:
-            if name in targets:
+            if name == "norm":
+                self.norm.load(tensor)
+            elif name in targets:
                 targets[name].copy_(tensor)
         if len(down) == 2:
             self.fused_qkv_a.data.copy_(torch.cat([down[Q_A], down[KV_A]]))
@@ -105,7 +121,12 @@ class Model(nn.Module):
     def state(self) -> dict[str, Tensor]:
         return {
             name: t.clone()
-            for name, t in [*self.named_parameters(), ("w_kc", self.w_kc), ("w_vc", self.w_vc)]
+            for name, t in [
+                *self.named_parameters(),
+                *self.named_buffers(),
+                ("w_kc", self.w_kc),
+                ("w_vc", self.w_vc),
+            ]
         }
 
 
@@ -149,6 +170,10 @@ KINDS: dict[str, tuple[Callable[[Model, dict[str, Tensor]], object], list[str]]]
         )
         for name in ("w_kc", "w_vc")
     },
+    "a stale shifted norm": (
+        lambda new, old: new.norm.gemma_weight.copy_(old["norm.gemma_weight"]),
+        ["norm.gemma_weight: not what the live weight gives"],
+    ),
 }
 
 

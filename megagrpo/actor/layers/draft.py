@@ -31,6 +31,7 @@ class LayerModules(NamedTuple):
 
     layer: ModuleSpec  # with experts if the model has any
     one_mlp: ModuleSpec  # in place of the experts
+    linear_attention: ModuleSpec  # in place of attention
     norm: Callable[..., torch.nn.Module]
     whole_linear: type
 

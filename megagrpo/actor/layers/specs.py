@@ -1,6 +1,7 @@
 """Layer specs for Megatron: torch's or Transformer Engine's modules, dense or with experts."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -25,9 +26,12 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
+from torch import Tensor
 
 from megagrpo.actor.layers.attention import CausalAttention
 from megagrpo.actor.layers.draft import LayerModules
+from megagrpo.actor.layers.gated_delta import gated_delta_spec
+from megagrpo.actor.layers.norm_over_heads import NormOverHeads
 from megagrpo.actor.layers.sparse_attention import sparse_attention
 from megagrpo.actor.layers.whole_linear import WholeLinear
 
@@ -41,6 +45,15 @@ class RmsNorm(torch.nn.RMSNorm):
             hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device()
         )
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # read by Megatron
+        self._centered = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As torch's; a zero-centered weight is added to 1, in float32 as engines do."""
+        if not self._centered:
+            return super().forward(x)
+        weight = 1.0 + self.weight.float()
+        normed = torch.nn.functional.rms_norm(x.float(), self.normalized_shape, weight, self.eps)
+        return normed.to(x.dtype)
 
 
 def block_spec(
@@ -48,18 +61,41 @@ def block_spec(
     vp_stage: int | None,
     transformer_engine: bool,
     layer: type[TransformerLayer],
+    norm_over_heads: bool = False,
 ) -> TransformerBlockSubmodules:
-    """Returns this stage's layers, of a class `layer`, of torch or of Transformer Engine."""
-    spec, one_mlp, norm, _ = layer_modules(config, transformer_engine, layer)
-    count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    layers = [spec] * count
-    if isinstance(config.moe_layer_freq, list):  # by layer of the whole model: 0 without experts
-        first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-        dense = replace(spec, submodules=replace(spec.submodules, mlp=one_mlp))
-        layers = [
-            spec if experts else dense for experts in config.moe_layer_freq[first : first + count]
-        ]
-    return TransformerBlockSubmodules(layers, layer_norm=norm)
+    """Returns this stage's layers, of a class `layer`, of torch or of Transformer Engine.
+
+    norm_over_heads: of the Architecture.
+    """
+    modules = layer_modules(config, transformer_engine, layer)
+    if norm_over_heads:
+        modules = modules._replace(layer=_with_norms_over_heads(modules.layer, config))
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    own = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    layers = [_of_layer(modules, config, index) for index in own]
+    return TransformerBlockSubmodules(layers, layer_norm=modules.norm)
+
+
+def _of_layer(modules: LayerModules, config: TransformerConfig, index: int) -> ModuleSpec:
+    """Returns the specification of a layer of the whole model, which lists of the configuration
+    describe by layer."""
+    parts = modules.layer.submodules
+    if isinstance(config.moe_layer_freq, list) and not config.moe_layer_freq[index]:
+        parts = replace(parts, mlp=modules.one_mlp)
+    if isinstance(config.linear_attention_freq, list) and config.linear_attention_freq[index]:
+        parts = replace(parts, self_attention=modules.linear_attention)
+    return replace(modules.layer, submodules=parts)
+
+
+def _with_norms_over_heads(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
+    attention = layer.submodules.self_attention
+    norms = replace(
+        attention.submodules,
+        q_layernorm=partial(NormOverHeads, heads=config.num_attention_heads),
+        k_layernorm=partial(NormOverHeads, heads=config.num_query_groups),
+    )
+    attention = replace(attention, submodules=norms)
+    return replace(layer, submodules=replace(layer.submodules, self_attention=attention))
 
 
 def layer_modules(
@@ -111,7 +147,8 @@ def layer_modules(
             mlp_bda=get_bias_dropout_add,
         ),
     )
-    return LayerModules(spec, one_mlp, norm, whole_linear)
+    linear = gated_delta_spec(backend.column_parallel_linear(), backend.row_parallel_linear())
+    return LayerModules(spec, one_mlp, linear, norm, whole_linear)
 
 
 def _grouped_attention(

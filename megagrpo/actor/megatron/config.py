@@ -49,6 +49,11 @@ def checked_kernels(arch: Architecture, config: ActorConfig) -> Kernels:
     kernels = kernels_here(config)
     if kernels.cuda and (problem := context_problem(config, kernels.transformer_engine)):
         raise ValueError(problem)
+    if kernels.cuda and arch.linear is not None and importlib.util.find_spec("fla") is None:
+        raise ValueError(
+            f"a {arch.family} model's gated delta nets need flash-linear-attention on a GPU (the "
+            "package fla), which is not installed here: pip install flash-linear-attention"
+        )
     if (
         config.megatron.get("moe_token_dispatcher_type") == "flex"
         and importlib.util.find_spec("deep_ep") is None

@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megagrpo.config.actor import ActorConfig, OptimizerConfig
-from megagrpo.families.architecture import Architecture, LatentAttention, LightningIndexer
+from megagrpo.families.architecture import (
+    Architecture,
+    LatentAttention,
+    LightningIndexer,
+    LinearAttention,
+)
 from megagrpo.families.models.deepseek_v3 import YARN_KEYS
 
 Fields = dict[str, Any]  # of one of Megatron's classes, by its names
@@ -96,6 +101,8 @@ def transformer_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels)
         "add_bias_linear": False,
         "add_qkv_bias": arch.qkv_bias,
         "qk_layernorm": arch.qk_norm,
+        "layernorm_zero_centered_gamma": arch.centered_norms,
+        "attention_output_gate": arch.output_gate,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": p.tp,
@@ -122,6 +129,7 @@ def transformer_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels)
         **base,
         **(_expert_fields(arch, actor, kernels) if arch.is_moe else {}),
         **({} if arch.mla is None else _latent_fields(arch, arch.mla)),
+        **({} if arch.linear is None else _linear_fields(arch.linear)),
         **({} if arch.indexer is None else _indexer_fields(arch.indexer, actor, kernels)),
         **_recompute_fields(arch, actor, kernels),
         **transformer_defaults(arch, actor, kernels),
@@ -220,6 +228,17 @@ def _latent_fields(arch: Architecture, mla: LatentAttention) -> Fields:
     }
 
 
+def _linear_fields(linear: LinearAttention) -> Fields:
+    return {
+        "linear_attention_freq": [int(layer) for layer in linear.layers],
+        "linear_num_key_heads": linear.key_heads,
+        "linear_num_value_heads": linear.value_heads,
+        "linear_key_head_dim": linear.key_dim,
+        "linear_value_head_dim": linear.value_dim,
+        "linear_conv_kernel_dim": linear.kernel,
+    }
+
+
 def _indexer_fields(indexer: LightningIndexer, actor: ActorConfig, kernels: Kernels) -> Fields:
     """Returns the fields of sparse attention; without dsa_indexer_loss_coeff its indexer is not
     trained.
@@ -254,6 +273,7 @@ def _expert_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> 
         "moe_router_pre_softmax": not arch.norm_topk_prob,
         "moe_router_dtype": "fp32" if actor.dtype != "float32" else None,
         "moe_shared_expert_intermediate_size": arch.shared_ffn_size or None,
+        "moe_shared_expert_gate": arch.shared_gate,
     }
     if arch.dense_layers:
         with_experts = arch.num_layers - arch.dense_layers

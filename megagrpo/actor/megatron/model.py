@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megagrpo.actor.layers.draft import DraftLayer, Following, embed, mark_parameters
+from megagrpo.actor.layers.gated_delta import GatedDelta
 from megagrpo.actor.layers.lora import add_adapters, is_adapter
 from megagrpo.actor.layers.sparse_attention import Indexer
 from megagrpo.actor.layers.specs import block_spec, layer_modules
@@ -129,6 +130,7 @@ def build_chunk(
             vp_stage,
             transformer_engine,
             TransformerLayer if arch.vision is None else SeeingLayer,
+            arch.norm_over_heads,
         ),
         vocab_size=-(-arch.vocab_size // tp) * tp,
         max_sequence_length=arch.max_positions,
@@ -215,6 +217,9 @@ def _in_bfloat16(chunk: HiddenStatesModel) -> HiddenStatesModel:
             module.k_norm.float()
     if isinstance(getattr(chunk, "visual", None), Tower):
         chunk.visual.keep_float32_angles()
+    for module in chunk.modules():
+        if isinstance(module, GatedDelta):
+            module.keep_float32()
     drafts = [] if chunk.draft is None else [chunk.draft.layer.mlp]
     for router in [
         *routers([chunk]).values(),

@@ -264,6 +264,9 @@ REPAIRS = {
     "sglang.srt.models.deepseek_common.deepseek_weight_loader": latents_as_on_a_gpu,
     "sglang.srt.models.deepseek_common.attention_backend_handler": absorb_latent_attention,
     "sglang.srt.batch_invariant_ops.batch_invariant_ops": batch_invariant_products,
+    "sglang.kernels.ops.attention.fla.layernorm_gated": repair_of("gated_delta", "norm_then_gate"),
+    "sglang.kernels.ops.elementwise.elementwise": repair_of("gated_delta", "gate_shared_experts"),
+    "sglang.srt.models.minimax_m2": repair_of("head_norms", "install"),
     "sglang.srt.speculative.draft_utils": repair_of("draft_attention", "draft_with_torch_native"),
     "sglang.srt.speculative.eagle_utils": repair_of("draft_attention", "sample_drafts"),
 }

@@ -1,4 +1,4 @@
-"""DeepSeek-V3, R1, Kimi-K2 and Moonlight: multi-head latent attention, experts as in
+"""DeepSeek-V3, R1, Kimi-K2, Kimi-K2.5 and Moonlight: multi-head latent attention, experts as in
 sigmoid_moe.py."""
 
 from __future__ import annotations
@@ -161,5 +161,27 @@ class DeepseekV3(SigmoidMoe):
             "moe_layer_freq": 1,
             "topk_method": "noaux_tc",
             "scoring_func": "sigmoid",
-            **tiny_moe_options(sizes, groups=sizes.family != "kimi_k2"),
+            **tiny_moe_options(sizes, groups=sizes.family == "deepseek_v3"),
         }
+
+
+# of a vision-language model, beside the text part
+_OF_THE_WHOLE = ("dtype", "torch_dtype", "quantization_config")
+
+
+class KimiK25(DeepseekV3):
+    """The text part of Kimi-K2.5 and 2.6, which is exported, and runs in engines, as the model of
+    DeepSeek-V3's architecture that it is."""
+
+    LEFT_OUT = ("vision_tower.", "mm_projector.")
+
+    def description(self, hf: HfConfig) -> HfConfig:
+        """Returns text_config with what is beside it; a flat description as it is."""
+        if "text_config" not in hf:
+            return hf
+        whole = {key: hf[key] for key in _OF_THE_WHOLE if key in hf}
+        return {**whole, **hf["text_config"], "model_type": hf["model_type"]}
+
+    def exported_config(self, hf: HfConfig) -> HfConfig:
+        own = {key: value for key, value in hf.items() if key != "auto_map"}
+        return {**own, "model_type": "deepseek_v3", "architectures": [self.HF_CLASS]}

@@ -31,6 +31,9 @@ _ON_CPU = (
     "torch_native",
     "--sampling-backend",
     "pytorch",
+    "--mamba-radix-cache-strategy",
+    "no_buffer",
+    "--disable-overlap-schedule",
 )
 _KEPT = (
     "tp_size", "ep_size", "dp_size", "enable_dp_attention", "mem_fraction_static", "chunked_prefill_size",

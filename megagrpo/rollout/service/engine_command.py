@@ -8,15 +8,20 @@ import importlib
 import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from megagrpo.config.libraries import setting_problems
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.families.table import architecture_of, model_problems, read_description
 from megagrpo.system.environment import WEIGHT_LOADER, get, without_expandable_segments
 
 _INTERLEAVES = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
+
+_STATES = 3  # of a running request
+_STATES_ON_CUDA = 5  # likewise, if schedules overlap
 
 Settings = dict[str, Any]  # by field of SGLang's ServerArgs
 
@@ -112,7 +117,31 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
     if config.actor.routing_replay == "rollout":
         settings["enable_return_routed_experts"] = True
     settings |= _on_cuda(rollout) if place.cuda else _stand_ins().SETTINGS
+    if is_recurrent(config.model.path):
+        settings["max_mamba_cache_size"] = num_states(rollout, place.cuda)
+        settings |= {} if place.cuda else _stand_ins().RECURRENT
     return settings | rollout.sglang
+
+
+def is_recurrent(model: str) -> bool:
+    """Returns whether layers of a model folder keep a state of each request, beside keys and
+    values."""
+    file = Path(model) / "config.json"
+    hf = read_description(file) if file.is_file() else {}
+    return not model_problems(hf) and architecture_of(hf).linear is not None
+
+
+def num_states(rollout: RolloutConfig, cuda: bool) -> int:
+    """Returns the states that an engine with recurrent layers holds; SGLang would take what memory
+    is free.
+
+    Beside a prefix cache a running request needs several: its own, and those kept for others
+    (_calculate_mamba_ratio of SGLang's mem_cache/kv_cache_configurator.py). With fewer states fewer
+    requests would run.
+    """
+    beside_cache = _STATES_ON_CUDA if cuda else _STATES
+    each = 1 if rollout.sglang.get("disable_radix_cache") else beside_cache
+    return each * rollout.max_running_requests
 
 
 def _on_cuda(rollout: RolloutConfig) -> Settings:
@@ -158,6 +187,10 @@ def engine_environment(config: ExperimentConfig, place: ServerPlace) -> dict[str
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if is_recurrent(config.model.path):
+        # Else the last inputs of convolutions are rounded to bfloat16, whatever the dtype: decoded
+        # log-probabilities were off by 2.9 within 24 tokens.
+        env["SGLANG_MAMBA_CONV_DTYPE"] = config.rollout.dtype
     if place.cuda:
         if get(_INTERLEAVES, "").lower() in ("1", "true", "yes", "y"):
             raise ValueError(

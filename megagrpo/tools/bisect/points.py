@@ -117,7 +117,26 @@ def final_norm(arch: Architecture) -> Point:
 _Row = tuple[str, str, _At, _At, Layout]
 
 
-def _attention(arch: Architecture) -> list[_Row]:
+def _attention(arch: Architecture, layer: int) -> list[_Row]:
+    """Returns attention's parts and its output projection, or a gated delta net in its place."""
+    if arch.is_linear(layer):
+        says = "gated delta net"
+        return [("attention_out", says, "linear_attn.out_proj", "self_attention.out_proj", "whole")]
+    inside = FAMILIES[arch.family].ENGINE_ATTENTION
+    output: _Row = (
+        "attention_out",
+        "output projection of attention",
+        "o_proj",
+        "linear_proj",
+        "whole",
+    )
+    return [
+        (name, says, _under(inside, engine), _under("self_attention", trainer), layout)
+        for name, says, engine, trainer, layout in [*_inner_attention(arch), output]
+    ]
+
+
+def _inner_attention(arch: Architecture) -> list[_Row]:
     """Returns what goes into attention's output projection."""
     if arch.mla is not None:
         says = "normed latent of"
@@ -132,9 +151,11 @@ def _attention(arch: Architecture) -> list[_Row]:
         ("q_norm", "normed queries", "q_norm", "q_layernorm", "heads"),
         ("k_norm", "normed keys", "k_norm", "k_layernorm", "heads"),
     ]
+    qkv: _Row = ("qkv", "projection to queries, keys and values", "qkv_proj", "linear_qkv", "qkv")
+    # with gates among the queries the sides differ in their order, and an engine fuses the norms
+    before = [] if arch.output_gate else [qkv, *(norms if arch.qk_norm else [])]
     return [
-        ("qkv", "projection to queries, keys and values", "qkv_proj", "linear_qkv", "qkv"),
-        *(norms if arch.qk_norm else []),
+        *before,
         # as attention gets them
         ("q_rotary", "queries with positions", (attn, "in", 0), (core, "in", 0), "heads"),
         ("k_rotary", "keys with positions", (attn, "in", 1), (core, "in", 1), "heads"),
@@ -146,19 +167,9 @@ def layer_points(arch: Architecture, layer: int) -> list[Point]:
     """Returns the points inside one layer, including the residual stream after attention and at its
     end."""
     mlp = FAMILIES[arch.family].MLP.removesuffix(".")
-    output: _Row = (
-        "attention_out",
-        "output projection of attention",
-        "o_proj",
-        "linear_proj",
-        "whole",
-    )
     rows: list[_Row] = [
         ("input_norm", "norm before attention", "input_layernorm", "input_layernorm", "whole"),
-        *(
-            (name, says, _under("self_attn", engine), _under("self_attention", trainer), layout)
-            for name, says, engine, trainer, layout in [*_attention(arch), output]
-        ),
+        *_attention(arch, layer),
         (
             "after_attention",
             "residual stream after attention",
@@ -219,4 +230,6 @@ def _routing(mlp: str) -> list[_Row]:
 
 
 def _under(path: str, at: _At) -> _At:
+    if not path:
+        return at
     return f"{path}.{at}" if isinstance(at, str) else (f"{path}.{at[0]}", *at[1:])

@@ -66,5 +66,5 @@ def _initial(spec: TensorSpec, generator: torch.Generator) -> Tensor:
             return torch.randn(spec.shape, generator=generator) * inputs**-0.5
         case "norm":
             return torch.ones(spec.shape)
-        case "bias":
+        case "bias" | "centered norm":
             return torch.zeros(spec.shape)

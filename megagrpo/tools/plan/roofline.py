@@ -192,7 +192,7 @@ def rollout_seconds(
     work = target.work
     pairs = float(_chosen_pairs(target, np.array(lengths.prompt))) * work.attention_flops
     pairs += lengths.prompt**2 / 2 * work.index_flops * server.tp
-    flops = (lengths.prompt * work.token_flops + pairs * target.arch.num_layers) / server.tp
+    flops = (lengths.prompt * work.token_flops + pairs * target.arch.attention_layers) / server.tp
     prefill = flops / target.peak(server.width)
     return {**parts, "prefill": samples * prefill}
 
@@ -203,7 +203,7 @@ def decode_seconds(
     """Returns the seconds of decode steps by part, float64 [steps]: of `running` samples with
     `held` tokens each.
 
-    Weights and cache are read once; "compute" is what the products take beyond that.
+    Weights and cache are read once, and recurrent states also written; "compute" is what the products take beyond that.
     """
     work = target.work
     experts = expert_bytes(work, server)
@@ -214,10 +214,11 @@ def decode_seconds(
     samples = running * server.attention_tp / server.tp  # of one attention replica
     context = samples * held
     chosen = samples * work.seen(held)
+    states = 2 * samples * work.state_bytes(server.attention_tp, server.width)
     latents = work.cache_bytes(server.attention_tp, server.cache_width) - work.index_bytes
-    cache = (chosen * latents + context * work.index_bytes) / target.memory
+    cache = (chosen * latents + context * work.index_bytes + states) / target.memory
     attention = chosen * work.decode_attention_flops / server.attention_tp
-    scores = (attention + context * work.index_flops) * target.arch.num_layers
+    scores = (attention + context * work.index_flops) * target.arch.attention_layers
     flops = running * work.token_flops / server.tp + scores
     products = flops / target.peak(server.width)
     return {

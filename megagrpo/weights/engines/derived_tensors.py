@@ -112,3 +112,16 @@ def absorbed_matrices(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Ten
         if heads.shape[1] == nope + v:
             yield f"{path}.w_kc", keys, heads[:, :nope]
             yield f"{path}.w_vc", values, heads[:, nope:].transpose(1, 2)
+
+
+def shifted_norms(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yields name, live values and expected values of the buffers that hold a norm's weight plus 1,
+    for norms whose weights are distances from 1.
+
+    SGLang's fused kernels read them (GemmaRMSNorm of its layers/layernorm.py). Its loader computes
+    them; a transport that writes past the loader leaves them old.
+    """
+    for path, module in model.named_modules():
+        shifted = getattr(module, "gemma_weight", None)
+        if shifted is not None:
+            yield f"{path}.gemma_weight", shifted, module.weight.detach() + 1.0  # type: ignore[union-attr, operator]  # torch takes it for a Module, too

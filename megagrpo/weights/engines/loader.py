@@ -35,6 +35,7 @@ from megagrpo.weights.engines.derived_tensors import (
     live_tensors,
     random_buffers,
     random_cache_scales,
+    shifted_norms,
 )
 from megagrpo.weights.engines.formats import format_problems
 from megagrpo.weights.wire.clock import Deadline
@@ -201,6 +202,8 @@ class EngineEnd:
         # an engine's parameters may start with any values
         for fill in self.recorded.recording.fills:
             fill.view(live).fill_(fill.value)
+        for _, shifted, expected in shifted_norms(self._model):
+            shifted.copy_(expected)
         if hasattr(self._model, "post_load_weights"):
             self._model.post_load_weights()  # type: ignore[operator]  # torch takes it for a Tensor or a Module
         return {"lost": "", "staging_bytes": staging_bytes}
@@ -221,9 +224,13 @@ class EngineEnd:
         fills = recorded.recording.fills
         with torch.no_grad():
             changed = [(fill.view(live) != fill.value).any() for fill in fills]
-            absorbed = {
-                name: (has != expected).any()
-                for name, has, expected in absorbed_matrices(self._model)
+            derived = {
+                f"{name}: not what the live {source} gives": (has != expected).any()
+                for source, found in (
+                    ("kv_b_proj.weight", absorbed_matrices(self._model)),
+                    ("weight", shifted_norms(self._model)),
+                )
+                for name, has, expected in found
             }
         problems += [
             f"parameter {fill.parameter}: elements that the loader sets to {fill.value} hold "
@@ -233,11 +240,7 @@ class EngineEnd:
             )
             if differs
         ]
-        problems += [
-            f"{name}: not what the live kv_b_proj.weight gives"
-            for name, bad in absorbed.items()
-            if bad
-        ]
+        problems += [text for text, bad in derived.items() if bad]
         problems += [
             f"parameter {name}: not what the loader has computed of the weights that it was sent "
             "last"

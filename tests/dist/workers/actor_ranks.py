@@ -395,6 +395,36 @@ def biases_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
     }
 
 
+def decays_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
+    """Decays of gated delta nets before and after a step of a model in another dtype, live and
+    exported."""
+    hf = HfFolder(job["model"])
+    live = actor.parameters()
+    read = {copy.hf: copy.view(live).clone() for copy in weights.copies if copy.hf in weights.kept}
+    equal = all(
+        torch.equal(values, hf[copy.hf][copy.start[0] : copy.start[0] + copy.size[0]])
+        for copy in weights.copies
+        if (values := read.get(copy.hf)) is not None
+    )
+    gradient(actor, batch_of(actor.mesh), RICH)
+    actor.optimizer_step()
+    moved = [
+        not torch.equal(copy.view(live), read[copy.hf])
+        for copy in weights.copies
+        if copy.hf in read
+    ]
+    export_hf(folder / "exported", weights, actor.mesh, like=job["model"], dtype=job["dtype"])
+    exported = HfFolder(folder / "exported").specs if actor.mesh.is_main else {}
+    return {
+        "names": sorted(read),
+        "equal": equal,
+        "moved": all(moved),
+        "live": sorted({str(values.dtype) for values in read.values()}),
+        "exported": sorted({str(dtype) for name, (_, dtype) in exported.items() if name in read}),
+        "others": sorted({str(d) for name, (_, d) in exported.items() if name not in weights.kept}),
+    }
+
+
 JOBS = {
     "forward": forward_job,
     "layout": layout_job,
@@ -403,6 +433,7 @@ JOBS = {
     "refusal": refusal_job,
     "adapters": adapters_job,
     "biases": biases_job,
+    "decays": decays_job,
     "export": exported,
 }
 

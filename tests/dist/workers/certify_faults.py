@@ -14,6 +14,8 @@ from torch import Tensor
 
 from megagrpo.actor import schedule, step
 from megagrpo.actor.layers import specs as layer_specs
+from megagrpo.actor.layers.gated_delta import GatedDelta
+from megagrpo.actor.layers.norm_over_heads import NormOverHeads
 from megagrpo.actor.megatron import model
 from megagrpo.actor.megatron.model import build_chunk
 from megagrpo.actor.megatron_actor import MegatronActor
@@ -24,6 +26,7 @@ from megagrpo.batching import microbatch
 from megagrpo.batching.microbatch import plan_micro_batches, targets
 from megagrpo.families.loading import Shard
 from megagrpo.families.models.deepseek_v3 import DeepseekV3
+from megagrpo.families.models.minimax_m2 import MiniMaxM2
 from megagrpo.tools.certify import measure
 
 
@@ -124,14 +127,14 @@ def _label_of_local_neighbour() -> AbstractContextManager[None]:
     return patch.multiple(microbatch, targets=local_targets)
 
 
-class _CutDownProjections(UserDict[str, Tensor]):
-    """A checkpoint whose down projections of latent attention have only this rank's rows."""
+class _CutTensors(UserDict[str, Tensor]):
+    """A checkpoint that has only this rank's rows of the tensors whose names end so."""
 
-    def __init__(self, whole: Mapping[str, Tensor], shard: Shard):
-        self.data, self._shard = whole, shard
+    def __init__(self, whole: Mapping[str, Tensor], shard: Shard, *ends: str):
+        self.data, self._shard, self._ends = whole, shard, ends
 
     def __getitem__(self, name: str) -> Tensor:
-        cut = name.endswith(("q_a_proj.weight", "kv_a_proj_with_mqa.weight"))
+        cut = name.endswith(self._ends)
         return self._shard.rows(self.data[name]) if cut else self.data[name]
 
 
@@ -146,11 +149,58 @@ def _latent_projections_cut_over_tp() -> Iterator[None]:
     megatrons = vars(model)["ColumnParallelLinear"]  # only actor/ imports Megatron
 
     def load_cut(attention, arch, hf, prefix, shard):
-        load(attention, arch, _CutDownProjections(hf, shard), prefix, shard)
+        cut = _CutTensors(hf, shard, "q_a_proj.weight", "kv_a_proj_with_mqa.weight")
+        load(attention, arch, cut, prefix, shard)
 
     with (
         patch.multiple(layer_specs, WholeLinear=megatrons),
         patch.multiple(DeepseekV3, load_attention=staticmethod(load_cut)),
+    ):
+        yield
+
+
+def _state_kept_over_borders() -> AbstractContextManager[None]:
+    """State and convolution of a gated delta net go on from one packed sequence to the next."""
+    mix = GatedDelta._mix
+    return patch.multiple(GatedDelta, _mix=lambda layer, mixed, borders: mix(layer, mixed, None))
+
+
+def _inner_norm_centered() -> AbstractContextManager[None]:
+    """The norm inside gated delta nets multiplies by 1 + weight, as the model's others do."""
+    norm = GatedDelta._gated_norm
+
+    def centered(layer, out, gate):
+        return norm(layer, out, gate) * (1.0 + layer.norm) / layer.norm
+
+    return patch.multiple(GatedDelta, _gated_norm=centered)
+
+
+def _norms_not_centered() -> AbstractContextManager[None]:
+    """The model's norms multiply by their weights, as other families' do."""
+    return patch.multiple(layer_specs.RmsNorm, forward=torch.nn.RMSNorm.forward)
+
+
+class _NormOfOwnHeads(NormOverHeads):
+    """Has the weight of this rank's heads only."""
+
+    def __init__(self, config, hidden_size, eps, *, heads):
+        super().__init__(config, hidden_size, eps, heads=heads // config.tensor_model_parallel_size)
+        self.first = 0
+
+
+@contextmanager
+def _head_norms_cut_over_tp() -> Iterator[None]:
+    """The norm over all heads is cut over ranks, as its heads are: Megatron adds other heads'
+    gradients to a rank's."""
+    load = MiniMaxM2.load_attention
+
+    def load_cut(attention, arch, hf, prefix, shard):
+        cut = _CutTensors(hf, shard, "q_norm.weight", "k_norm.weight")
+        load(attention, arch, cut, prefix, shard)
+
+    with (
+        patch.multiple(layer_specs, NormOverHeads=_NormOfOwnHeads),
+        patch.multiple(MiniMaxM2, load_attention=staticmethod(load_cut)),
     ):
         yield
 
@@ -173,4 +223,8 @@ FAULTS = {
     "router-differs-between-ranks": _router_differs_between_ranks,
     "experts-of-token-before": _experts_of_token_before,
     "latent-projections-cut-over-tp": _latent_projections_cut_over_tp,
+    "state-kept-over-borders": _state_kept_over_borders,
+    "inner-norm-centered": _inner_norm_centered,
+    "norms-not-centered": _norms_not_centered,
+    "head-norms-cut-over-tp": _head_norms_cut_over_tp,
 }

@@ -15,10 +15,13 @@ from transformers import (
     Glm4MoeConfig,
     GlmMoeDsaConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MixtralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -62,6 +65,20 @@ _GLM = (
     | _NO_GROUPS
     | {"head_dim": 32, "rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.5}}
 )
+_QWEN35 = SIZES | {
+    "head_dim": 32, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+}  # fmt: skip
+_QWEN35_MOE = {
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48,
+}  # fmt: skip
+# what published files have and engines ask for, and transformers drops
+DROPPED = {
+    **{name: {"moe_layer_freq": 1} for name in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")},
+    "minimax_m2": {"rotary_dim": 16, "use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid",
+                   "use_routing_bias": True},
+}  # fmt: skip
 # 16 of up to 40 tokens: sparse. A head whose products are all negative scores 0; with many heads no
 # two keys tie
 _SPARSE = _MLA | _ROUTED | {"index_n_heads": 8, "index_head_dim": 16, "index_topk": 16}
@@ -78,12 +95,18 @@ CONFIGS = {
     "glm4_moe_air": lambda: Glm4MoeConfig(**_GLM, use_qk_norm=False, attention_bias=True),
     "deepseek_v3": lambda: DeepseekV3Config(**_MLA, **_ROUTED, **_GROUPS, rope_parameters=_YARN),
     "deepseek_v3_plain": lambda: DeepseekV3Config(**_MLA, **_ROUTED, **_GROUPS, rope_parameters=_PLAIN),
+    "minimax_m2": lambda: MiniMaxM2Config(
+        **SIZES, head_dim=32, num_local_experts=8, num_experts_per_tok=3,
+        rope_parameters={**_PLAIN, "partial_rotary_factor": 0.5},
+    ),
     # no low rank of queries, no groups, no YaRN; transformers gives the latents' norms an epsilon
     # of 1e-6 always
     "moonlight": lambda: DeepseekV3Config(
         **(_MLA | {"q_lora_rank": None}), **(_ROUTED | {"n_shared_experts": 2}), **_NO_GROUPS, rms_norm_eps=1e-6,
         rope_parameters=_PLAIN,
     ),
+    "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(**_QWEN35, **_QWEN35_MOE),
+    "qwen3_5": lambda: Qwen3_5TextConfig(**(_QWEN35 | {"tie_word_embeddings": True})),
     "glm_moe_dsa": lambda: GlmMoeDsaConfig(
         **_SPARSE, **_NO_GROUPS, rms_norm_eps=1e-6, rope_parameters=_PLAIN
     ),
@@ -107,7 +130,7 @@ def random_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def stir(model: PreTrainedModel) -> None:
-    """Norms of one and biases of zero would hide a mistake."""
+    """Norms of one, biases of zero and states that last for a token would hide a mistake."""
     biases = [
         buffer for key, buffer in model.named_buffers() if key.endswith("e_score_correction_bias")
     ]
@@ -115,6 +138,9 @@ def stir(model: PreTrainedModel) -> None:
         for tensor in [*model.parameters(), *biases]:
             if tensor.dim() == 1:
                 tensor += 0.2 * torch.randn_like(tensor)
+        for name, tensor in model.named_parameters():
+            if name.endswith("A_log"):
+                tensor.uniform_(-5.0, -1.0)
 
 
 def write_model(folder: Path, name: str, config: PretrainedConfig) -> None:
@@ -131,13 +157,9 @@ def write_model(folder: Path, name: str, config: PretrainedConfig) -> None:
         chosen = row.log_softmax(-1)[torch.arange(length - 1), tokens[1:]]
         loss = loss - (chosen * batch["advantages"][i, 1:length]).sum() / batch["mask"].sum()
     loss.backward()
-    if config.model_type in (
-        "deepseek_v3",
-        "deepseek_v32",
-        "glm_moe_dsa",
-    ):  # published files have it, engines ask for it, transformers drops it
+    if more := DROPPED.get(config.model_type):
         file = folder / name / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"moe_layer_freq": 1}))
+        file.write_text(json.dumps(json.loads(file.read_text()) | more))
     torch.save({"logits": logits, "loss": float(loss)}, folder / f"{name}.pt")
     # written by the model's own saver, gradients get the checkpoint's names and shapes
     for parameter in model.parameters():

@@ -2,13 +2,13 @@
 
 SGLang imports names from here at load time and, on a CPU without AMX, calls none of them: every
 name is a function that raises. Called, and so real, in plain torch, are the hash behind per-request
-sampling seeds and the functions of speculative decoding. Some operators are only declared: SGLang's
-file for Qwen3.5, which its image processors import, looks them up.
+sampling seeds and the functions of speculative decoding and of gated delta nets. Some operators are
+only declared: SGLang's file for Qwen3.5, which its image processors import, looks them up.
 """
 
 import torch
 
-from megagrpo.cpu.engine import drafts
+from megagrpo.cpu.engine import drafts, gated_delta
 
 __version__ = "0.0.0+cpu"
 _U32 = 0xFFFFFFFF
@@ -65,16 +65,13 @@ def murmur_hash32(
 _library = torch.library.Library("sgl_kernel", "FRAGMENT")
 _library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
 _library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
+# Found by name as SGLang's files look them up, and called as they are, without a schema.
+for _name in dir(gated_delta):
+    if _name.endswith("_cpu"):
+        setattr(torch.ops.sgl_kernel, _name, getattr(gated_delta, _name))
 for _name in (
     "causal_conv1d_fwd_cpu",
-    "causal_conv1d_update_cpu",
-    "chunk_gated_delta_rule_cpu",
-    "fused_gdn_gating_cpu",
     "fused_qk_gemma_rmsnorm_cpu",
-    "fused_qk_gemma_rmsnorm_with_gate_cpu",
-    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
     "fused_qkvzba_split_reshape_cat_cpu",
-    "fused_sigmoid_gating_delta_rule_update_cpu",
-    "fused_sigmoid_mul_cpu",
 ):
     _library.define(f"{_name}(Tensor x, Tensor y) -> Tensor")

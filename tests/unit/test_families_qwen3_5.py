@@ -1,0 +1,156 @@
+"""Qwen3.5: sizes as published, refusals by name, names in files of vision-language models, costs of
+its layers."""
+
+import json
+
+import pytest
+
+from examples.laptop.recipe import TinyModelConfig
+from megagrpo.check.layer_costs import layer_cost
+from megagrpo.check.trainer_memory import stage_parameters
+from megagrpo.config.actor import ActorConfig
+from megagrpo.config.layout import layout_problems
+from megagrpo.config.load import load_config
+from megagrpo.families.model import Model
+from megagrpo.families.table import (
+    FAMILIES,
+    architecture_of,
+    attention_length,
+    exported_config,
+    is_left_out,
+    left_out,
+    model_problems,
+    model_tensors,
+    parameter_counts,
+)
+from megagrpo.tools.certify.tiny_model import hf_config
+from tests.experiments import QUICKSTART, ROOT
+
+FOLDER = ROOT / "configs" / "models" / "Qwen3.5-397B-A17B"
+LARGE = json.loads((FOLDER / "config.json").read_text())
+
+
+def published(**changes: object) -> dict:
+    """config.json with other values in its text part."""
+    return LARGE | {"text_config": LARGE["text_config"] | changes}
+
+
+FEWER = {"num_experts": 256, "num_experts_per_tok": 8}
+A122 = published(hidden_size=3072, num_hidden_layers=48, **FEWER)
+A35 = published(
+    hidden_size=2048, num_hidden_layers=40, num_attention_heads=16, linear_num_value_heads=32,
+    moe_intermediate_size=512, shared_expert_intermediate_size=512, **FEWER,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("hf", "total", "active"), [(LARGE, 396.3, 16.3), (A122, 122.1, 9.0), (A35, 34.7, 2.9)]
+)
+def test_published_sizes(hf: dict, total: float, active: float):
+    """Without vision tower and multi-token-prediction layer."""
+    counts = parameter_counts(architecture_of(hf))
+    assert (round(counts.total / 1e9, 1), round(counts.active / 1e9, 1)) == (total, active)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"layer_types": ["linear_attention"] * 59 + ["sliding_attention"]}, "layer_types"),
+        ({"layer_types": ["linear_attention"] * 59}, "layer_types"),
+        ({"attn_output_gate": False}, "attn_output_gate False"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid'"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ({"linear_num_value_heads": 40}, "linear_num_key_heads"),
+        ({"head_dim": 252}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"attention_bias": True}, "attention_bias"),
+    ],
+)
+def test_what_would_be_wrong_is_refused(changes: dict, named: str):
+    [problem] = model_problems(published(**changes))
+    assert named in problem
+
+
+@pytest.mark.parametrize("key", FAMILIES["qwen3_5_moe"].REQUIRED_KEYS)
+def test_a_size_that_is_missing_is_named(key: str):
+    text = {name: value for name, value in LARGE["text_config"].items() if name != key}
+    assert f"config.json lacks {key}" in model_problems(LARGE | {"text_config": text})
+
+
+def test_drafts_and_adapters_are_refused():
+    [problem] = model_problems(LARGE, draft=True)
+    assert problem.startswith("actor.draft is not supported with a qwen3_5_moe model")
+    actor = load_config(QUICKSTART, ["actor.parallel={}", "actor.lora={rank: 4}"]).actor
+    [problem] = layout_problems(architecture_of(LARGE), actor)
+    assert problem.startswith("actor.lora is not supported with a qwen3_5_moe model")
+
+
+def test_heads_are_divided_by_tensor_and_context_ranks():
+    arch = architecture_of(LARGE)
+    many = {"world_size": 32, "dtype": "bfloat16", "parallel": {"tp": 4, "cp": 8}}
+    [problem] = layout_problems(arch, ActorConfig.model_validate(many))
+    assert problem == (
+        "actor.parallel.tp x cp = 32 does not divide the model's linear_num_key_heads = 16; it may "
+        "be 16"
+    )
+    many |= {"parallel": {"tp": 4, "cp": 4, "ep": 2}}
+    assert layout_problems(arch, ActorConfig.model_validate(many)) == []
+
+
+def test_the_text_part_of_a_vision_language_model():
+    arch = architecture_of(LARGE)
+    names = [spec.name for spec in model_tensors(arch)]
+    assert all(name.startswith("model.language_model.") for name in names[:-1])
+    assert names[-1] == "lm_head.weight"
+    experts = {spec.name: spec.shape for spec in model_tensors(arch) if spec.expert}
+    prefix = "model.language_model.layers.59.mlp.experts."
+    assert experts[prefix + "gate_up_proj"] == (512, 2048, 4096)
+    assert experts[prefix + "down_proj"] == (512, 4096, 1024) and len(experts) == 120
+    for name in ("model.visual.blocks.0.attn.qkv.weight", "mtp.fc.weight"):
+        assert is_left_out(arch, name)
+    assert not any(is_left_out(arch, name) for name in names)
+    assert [text.split(":")[0] for text in left_out(LARGE)] == ["model.visual.*", "mtp.*"]
+    assert exported_config(LARGE) == LARGE
+    assert not Model.read(FOLDER).sees_images
+
+
+def test_decays_are_float32_and_gates_whole():
+    tensors = list(model_tensors(architecture_of(LARGE)))
+    kept = {spec.name for spec in tensors if spec.dtype is not None}
+    assert len(kept) == 45 and all(name.endswith(".linear_attn.A_log") for name in kept)
+    of_layers = (spec for spec in tensors if spec.whole and ".layers." in spec.name)
+    whole = {spec.name.split(".", 4)[4] for spec in of_layers}
+    assert whole == {
+        *("input_layernorm.weight", "post_attention_layernorm.weight", "linear_attn.norm.weight"),
+        *("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
+        *("mlp.gate.weight", "mlp.shared_expert_gate.weight"),
+    }
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "qwen3_5_text"])
+def test_tiny_models_have_both_kinds_of_layers(family: str):
+    arch = architecture_of(hf_config(TinyModelConfig(path="x", family=family)))
+    assert [arch.is_linear(index) for index in range(4)] == [True, True, True, False]
+    assert arch.is_moe == family.startswith("qwen3_5_moe") == arch.shared_gate
+
+
+def test_costs_of_both_kinds_of_layers():
+    """Attention's grow with pairs of tokens in every fourth layer only; a gated delta net sends its
+    heads once, attention its keys and values to every context rank."""
+    arch = architecture_of(LARGE)
+    settings = {"world_size": 32, "dtype": "bfloat16", "parallel": {"tp": 4, "cp": 4, "ep": 8}}
+    actor = ActorConfig.model_validate(settings)
+    linear, full = (layer_cost(arch, actor, 32768, layer, 1.0) for layer in (58, 59))
+    assert linear.pair_flops == 0 < full.pair_flops
+    assert linear.flops > full.flops
+    tokens, heads = 32768 / 4, 64 / 4
+    exchanged = tokens * (12288 / 4 + 2 * heads * 128 + 2 * heads) * 2 * 3 / 4
+    assert linear.sent["cp"] == exchanged
+    assert linear.sent["tp"] == full.sent["tp"] and linear.sent["ep"] == full.sent["ep"]
+    whole = parameter_counts(arch)
+    alone = ActorConfig.model_validate({"dtype": "bfloat16"})
+    [stage] = stage_parameters(arch, alone)
+    assert (stage.dense, stage.expert) == (whole.dense, whole.expert)
+    short = architecture_of(published(layer_types=["full_attention"] * 60))
+    assert attention_length(arch) == pytest.approx(4 * attention_length(short), rel=0.05)

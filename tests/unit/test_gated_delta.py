@@ -1,0 +1,109 @@
+"""The gated delta rule in chunks is its recurrence, token by token; and so are its gradients."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megagrpo.actor.host import prepare_host
+
+prepare_host("cpu")
+
+from megagrpo.actor.layers import gated_delta  # noqa: E402  Megatron needs a prepared host
+
+SEQUENCES, LENGTH, HEADS, KEYS, VALUES = 2, 150, 3, 16, 8  # more than four chunks
+
+
+def inputs() -> list[Tensor]:
+    """Queries, keys, values, decay and beta: states that last for tens of tokens."""
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(SEQUENCES, LENGTH, HEADS, *shape, generator=draw)
+
+    decay = -0.1 * torch.rand(SEQUENCES, LENGTH, HEADS, generator=draw)
+    tensors = [normal(KEYS), normal(KEYS), normal(VALUES), decay, normal().sigmoid()]
+    return [t.requires_grad_() for t in tensors]
+
+
+def by_token(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """The recurrence of arXiv 2412.06464, equation 10, with unit queries and keys."""
+
+    def unit(t: Tensor) -> Tensor:
+        return t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+    query, key = unit(query) * KEYS**-0.5, unit(key)
+    state = torch.zeros(SEQUENCES, HEADS, VALUES, KEYS, dtype=query.dtype)
+    outputs = []
+    for t in range(LENGTH):
+        k, strength = key[:, t, :, None], beta[:, t, :, None, None]
+        state = decay[:, t, :, None, None].exp() * state
+        state = state + strength * (value[:, t, ..., None] - state @ k.mT) @ k
+        outputs.append((state @ query[:, t, ..., None])[..., 0])
+    return torch.stack(outputs, 1)
+
+
+def test_chunks_are_the_recurrence():
+    exact = [t.detach().double().requires_grad_() for t in inputs()]
+    expected = by_token(*exact)
+    found_inputs = inputs()
+    found = gated_delta._rule(*found_inputs, None)
+    assert found.shape == expected.shape
+    assert torch.allclose(found.double(), expected, atol=2e-6)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for one, other in zip(found_inputs, exact, strict=True):
+        assert one.grad is not None and other.grad is not None
+        off = (one.grad - other.grad).abs().max() / other.grad.abs().max()
+        assert off < 1e-5, float(off)
+
+
+@pytest.mark.parametrize("length", [1, 32, 33])
+def test_a_token_sees_no_later_one(length: int):
+    tensors = [t.detach() for t in inputs()]
+    whole = gated_delta._rule(*tensors, None)
+    start = gated_delta._rule(*(t[:, :length] for t in tensors), None)
+    assert torch.allclose(start, whole[:, :length], atol=1e-6)
+
+
+def causal_conv1d(
+    x, weight=None, bias=None, residual=None, initial_state=None, output_final_state=False,
+    activation=None, backend="triton", cu_seqlens=None, **kwargs,
+):  # fmt: skip
+    """Takes what flash-linear-attention's takes: x [1, T, channels], weight [channels, kernel]."""
+    assert activation == "silu" and x.is_contiguous() and not kwargs
+    parts = x.split(cu_seqlens.diff().tolist(), 1)
+    return torch.cat([gated_delta._convolve(p, weight[:, None], None) for p in parts], 1), None
+
+
+def chunk_gated_delta_rule(
+    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=False, cu_seqlens=None, **kwargs,
+):  # fmt: skip
+    """Likewise: q, k, v [1, T, heads, ...], g and beta [1, T, heads]."""
+    assert use_qk_l2norm_in_kernel and scale is None and not kwargs
+    parts = zip(*(t.split(cu_seqlens.diff().tolist(), 1) for t in (q, k, v, g, beta)), strict=True)
+    return torch.cat([gated_delta._rule(*part, None) for part in parts], 1), None
+
+
+def test_kernels_of_gpus_get_the_borders(monkeypatch):
+    """Which a CPU does not have: functions of their signatures that start anew at borders."""
+    for name, function in (
+        ("fla.modules.convolution", causal_conv1d),
+        ("fla.ops.gated_delta_rule", chunk_gated_delta_rule),
+    ):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**{function.__name__: function}))
+    tensors = [t.detach()[:1] for t in inputs()]
+    borders = torch.tensor([0, 40, 41, LENGTH], dtype=torch.int32)
+    x, weight = tensors[0].flatten(2), torch.rand(HEADS * KEYS, 1, 4)
+    convolved = gated_delta._convolve_fla(x, weight, borders)
+    found = gated_delta._rule_fla(*tensors, borders)
+    for start, end in ((0, 40), (40, 41), (41, LENGTH)):
+        part = slice(None), slice(start, end)
+        assert torch.equal(convolved[part], gated_delta._convolve(x[part], weight, None))
+        assert torch.equal(found[part], gated_delta._rule(*(t[part] for t in tensors), None))
+    kept = gated_delta._rule(*tensors, None)
+    assert not torch.allclose(found[:, 41:], kept[:, 41:], atol=1e-3), "else borders hide nothing"
