@@ -19,7 +19,13 @@ from examples.laptop.model import make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.families.model import Model, write_description
 from megagrpo.families.quantization import int4_group, quantization_problems
-from megagrpo.families.table import architecture_of, left_out, model_tensors
+from megagrpo.families.table import (
+    architecture_of,
+    left_out,
+    model_problems,
+    model_tensors,
+    read_description,
+)
 from megagrpo.weights import packed_int4
 from megagrpo.weights.hf_folder import HfFolder
 from tests.int4_checkpoint import GROUP, QUANTIZATION, pack_folder, packed, quantised
@@ -28,6 +34,7 @@ pytestmark = pytest.mark.verifies(
     "weights",
     "INT4 checkpoints (Kimi-K2.5, K2-Thinking) are read to the bits of compressed-tensors",
 )
+MODELS = Path(__file__).parents[2] / "configs" / "models"
 GROUPED = QUANTIZATION["config_groups"]["group_0"]["weights"]
 
 
@@ -120,6 +127,11 @@ def test_damage_and_other_formats_are_named(tmp_path):
         [problem] = quantization_problems({"quantization_config": with_weights(**{key: value})})
         assert f"{key} {value!r}" in problem and "pack-quantized" in problem
     assert int4_group({"quantization_config": QUANTIZATION}) == GROUP and int4_group({}) is None
+    k2 = read_description(MODELS / "Kimi-K2-Instruct" / "config.json")
+    assert model_problems(k2 | {"quantization_config": QUANTIZATION}) == [], "K2-Thinking's"
+    described = read_description(MODELS / "Kimi-K2.5" / "config.json")
+    weights = described["quantization_config"]["config_groups"]["group_0"]["weights"]
+    assert {key: weights[key] for key in GROUPED} == GROUPED
 
 
 @pytest.fixture(scope="module")

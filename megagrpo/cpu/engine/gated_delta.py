@@ -4,8 +4,11 @@
 A state [heads, v, k] takes one token after the other (Yang et al., arXiv:2412.06464, equation 10):
 S <- exp(g) S + beta (v - exp(g) S k) k^T, output S q / sqrt(k), with q and k of length 1. All
 sequences of a batch take their t-th token together. Products are sums of elements, and exponentials
-rounded from float64: their bits do not depend on the rest of the batch. Names and arguments are those of SGLang 0.5.21's files that call them.
+rounded from float64: their bits do not depend on the rest of the batch. Names and arguments are
+those with which SGLang 0.5.21 calls its kernels.
 """
+
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +30,7 @@ def causal_conv1d_fn_cpu(
     # other slots hold what earlier requests left
     past = conv_states[cache_indices].where(has_initial_state[:, None, None], 0)
     kept = past.clone()
-    for i, (start, stop) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+    for i, (start, stop) in enumerate(pairwise(starts)):
         inputs = torch.cat([past[i].to(x.dtype), x[:, start:stop]], 1)
         out[:, start:stop] = _convolved(inputs, weight, bias, activation)
         kept[i] = inputs[:, inputs.shape[1] - past.shape[2] :]
@@ -59,9 +62,9 @@ def _silu(x: Tensor) -> Tensor:
     return F.silu(x.double()).float()
 
 
-def fused_gdn_gating_cpu(A_log, a, b, dt_bias) -> tuple[Tensor, Tensor]:
+def fused_gdn_gating_cpu(a_log, a, b, dt_bias) -> tuple[Tensor, Tensor]:
     """Returns the logarithm of the decay, float32, and the step beta, both [1, tokens, heads]."""
-    decay = -A_log.double().exp() * F.softplus(a.double() + dt_bias.double())
+    decay = -a_log.double().exp() * F.softplus(a.double() + dt_bias.double())
     return decay.float()[None], _sigmoid(b).to(b.dtype)[None]
 
 
@@ -91,7 +94,17 @@ def chunk_gated_delta_rule_cpu(
 
 
 def fused_sigmoid_gating_delta_rule_update_cpu(
-    A_log, dt_bias, q, k, v, a, b, *, initial_state_source, initial_state_indices, **settings
+    A_log,  # noqa: N803  # SGLang's name
+    dt_bias,
+    q,
+    k,
+    v,
+    a,
+    b,
+    *,
+    initial_state_source,
+    initial_state_indices,
+    **settings,
 ) -> Tensor:
     """Returns the outputs [1, batch, heads, v] of one more token of each sequence."""
     if settings.get("disable_state_update"):
