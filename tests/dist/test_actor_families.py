@@ -124,6 +124,12 @@ def test_biases_of_routers_stay_and_travel(one_rank: Path, family: str, layers: 
     assert found["busy"] == len(layers) and found["imbalance_off"] < 1e-6
 
 
+@pytest.mark.verifies(
+    "actor",
+    "Qwen3.5's gated delta nets equal transformers; a state kept over a packed border is found; decays "
+    "are float32 live, trained, exported and resumed",
+    "dist/test_certify.py",
+)
 def test_decays_of_gated_delta_nets_are_float32_and_travel(one_rank: Path):
     """In bfloat16 they are read, trained and exported in float32; a checkpoint brings a gated delta
     net's parameters to ranks that hold other heads."""
