@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megagrpo.actor.layers.draft import OF_DRAFT
+from megagrpo.actor.megatron.internals_0_19 import find_by_dtype
 from megagrpo.actor.megatron.model import HiddenStatesModel
 
 
@@ -89,6 +90,7 @@ def build_optimizer(
         ParamKey(attr=OF_DRAFT): {"is_decoupled_lr": True},
     }
     optimizer = get_megatron_optimizer(settings, model, config_overrides=groups)
+    find_by_dtype(optimizer)
     if (
         with_adapters
     ):  # if only experts have adapters, the dense optimizer is a stub without a state

@@ -68,6 +68,11 @@ def engine_layout_problems(rollout: RolloutConfig, arch: Architecture) -> list[s
     """Returns why SGLang cannot cut the model over an engine's ranks, each reason with what may
     be."""
     problems = list(_cuts(rollout, arch))
+    if arch.linear is not None and rollout.sglang.get("enable_hierarchical_cache"):
+        problems.append(
+            "rollout.sglang.enable_hierarchical_cache with recurrent layers is refused: no test "
+            "shows that a publish reaches states on the host; remove it"
+        )
     if rollout.quantization and (reason := FAMILIES[arch.family].FP8_REFUSAL):
         problems.append(f"rollout.quantization {rollout.quantization}: {reason}; remove it")
     elif rollout.quantization and not problems:

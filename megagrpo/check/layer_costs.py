@@ -199,8 +199,8 @@ def _sparse_attention(
     return LayerCost(
         kept=dense.kept + (absorbed + indexer.topk * _FP32) * at.whole,  # numbers of keys: int32
         transient=dense.transient + scores,
-        flops=dense.flops + 2 * projections * at.part,
-        pair_flops=2 * index,
+        flops=dense.flops + 2 * projections * at.part / indexer.freq,
+        pair_flops=2 * index / indexer.freq,  # the mean of layers that share a choice
         sent={
             "tp": dense.sent["tp"] + index * at.part * (p.tp - 1) * at.width,
             "cp": (key + indexer.head_dim) * at.whole * at.width * (p.cp - 1),
@@ -348,7 +348,7 @@ class ModelWork:
         """Returns the FLOPs of the indexer for one token with one earlier token, of one layer; each
         rank does all of them."""
         indexer = self.arch.indexer
-        return 2.0 * indexer.heads * indexer.head_dim if indexer else 0.0
+        return 2.0 * indexer.heads * indexer.head_dim / indexer.freq if indexer else 0.0
 
     @property
     def index_bytes(self) -> int:

@@ -375,12 +375,14 @@ def _memory(config: ExperimentConfig, arch: Architecture | None, everything: boo
     memory = experiment_memory(config, arch)
     phases = memory.phases
     phase = max(phases, key=lambda name: phases[name].total)
+    states = memory.engine.parts.get("recurrent states", 0.0)
+    of_states = f" and {gigabytes(states)} of recurrent states" if states else ""
     lines = [
         f"memory     at most  {gigabytes(phases[phase].total)} on a GPU, in {phase}, "
         f"rank {phases[phase].rank} ({phases[phase].kind}): "
         f"{_listed(memory, phase, None if everything else _ON_SCREEN)}",
-        f"  an engine rank holds about {gigabytes(memory.engine.resident)} of weights, before its "
-        "cache",
+        f"  an engine rank holds about {gigabytes(memory.engine.resident)} of weights{of_states}, "
+        "before its cache",
     ]
     if everything:
         lines += [

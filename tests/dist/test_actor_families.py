@@ -124,12 +124,18 @@ def test_biases_of_routers_stay_and_travel(one_rank: Path, family: str, layers: 
     assert found["busy"] == len(layers) and found["imbalance_off"] < 1e-6
 
 
+@pytest.mark.verifies(
+    "actor",
+    "Qwen3.5's gated delta nets equal transformers; a state kept over a packed border is found; decays "
+    "are float32 live, trained, exported and resumed",
+    "dist/test_certify.py",
+)
 def test_decays_of_gated_delta_nets_are_float32_and_travel(one_rank: Path):
     """In bfloat16 they are read, trained and exported in float32; a checkpoint brings a gated delta
     net's parameters to ranks that hold other heads."""
     model = str(one_rank / "qwen3_5_moe")
     decays = {"do": "decays", "model": model, "dtype": "bfloat16", "distributed": True}
-    layouts = ("TP2xEP2", "CP2", "PP2xVPP2")
+    layouts = ("TP2xEP2", "PP2xVPP2")
     found = resumed_elsewhere(
         one_rank / "decays", model, layouts, decays | {"parallel": LAYOUTS["TP2+SP"]}
     )
@@ -137,6 +143,22 @@ def test_decays_of_gated_delta_nets_are_float32_and_travel(one_rank: Path):
     assert found["names"] == names and found["equal"] and found["moved"]
     assert found["live"] == found["exported"] == ["torch.float32"]
     assert found["others"] == ["torch.bfloat16"]
+
+
+def test_an_optimizer_of_two_dtypes_is_resumed(one_rank: Path):
+    """bfloat16 weights and float32 decays in one sharded optimizer: the next updates are those of a
+    run that went on, bit by bit."""
+    folder = one_rank / "two_dtypes"
+    common = {"do": "checkpoint", "model": str(one_rank / "qwen3_5_moe"), "distributed": True}
+    common |= {"dtype": "bfloat16"}
+    once = {**common, "warm": 1, "then": f"{folder}/on.pt", "save": f"{folder}/checkpoints"}
+    again = {**common, "then": f"{folder}/again.pt", "load": f"{folder}/checkpoints/step_000001"}
+    run_ranks(1, folder, [once, again])
+    on, resumed = (torch.load(folder / f"{name}.pt") for name in ("on", "again"))
+    for number in (10, 11):
+        assert on[f"loss{number}"] == resumed[f"loss{number}"]
+        weights = resumed[f"weights{number}"]
+        assert all(torch.equal(weights[name], w) for name, w in on[f"weights{number}"].items())
 
 
 def test_layers_that_only_speculate_are_not_loaded(one_rank: Path):

@@ -42,7 +42,10 @@ LAYOUTS: dict[str, list[dict]] = {  # of two ranks; the first of a family are wh
     "family",
     [
         "qwen3_moe",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "deepseek_v3", "minimax_m2")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("qwen2", "deepseek_v3", "minimax_m2")
+        ),
     ],
 )
 def test_every_layout_shows_what_one_rank_shows(family: str, tmp_path: Path):

@@ -27,6 +27,8 @@ pytestmark = pytest.mark.verifies(
 )
 
 BIAS = "e_score_correction_bias"
+IN_FLOAT32 = (BIAS, "A_log")
+NUM_LAYERS = {"qwen3_5_moe_text": 4}  # one of attention; of the others 2
 NUM_STEPS = 2
 
 
@@ -38,6 +40,8 @@ NUM_STEPS = 2
             (family, "float32", 1e-5)
             for family in ("deepseek_v3", "glm4_moe", "mixtral", "minimax_m2")
         ),
+        ("qwen3_5_moe_text", "float32", 1e-5),
+        ("qwen3_5_moe_text", "bfloat16", 0.1),  # four layers, and decays kept in float32
         ("glm_moe_dsa", "float32", 1e-5),  # dense, as samples have no more than index_topk tokens
         # routers are in float32 in this engine, with the values that the actor has in bfloat16
         ("minimax_m2", "bfloat16", 0.05),
@@ -55,7 +59,7 @@ def test_steps_agree_with_the_engine_and_are_exported(family, dtype, mismatch, t
     }
     sections |= {"train": {"num_steps": NUM_STEPS}, "checkpoint": {"every": NUM_STEPS}}
     config = write_experiment(tmp_path / family, **sections)
-    make_inputs(config, model={"family": family})
+    make_inputs(config, model={"family": family, "num_layers": NUM_LAYERS.get(family, 2)})
     succeed("run", config, timeout_s=900)
     entries = metrics(tmp_path / family)
     for step in range(1, NUM_STEPS + 1):
@@ -64,7 +68,9 @@ def test_steps_agree_with_the_engine_and_are_exported(family, dtype, mismatch, t
     succeed("export", config, tmp_path / "exported")
     exported = HfFolder(tmp_path / "exported")
     for name, (_, found) in exported.specs.items():
-        assert found == (torch.float32 if name.endswith(BIAS) else getattr(torch, dtype)), name
+        assert found == (torch.float32 if name.endswith(IN_FLOAT32) else getattr(torch, dtype)), (
+            name
+        )
     before = HfFolder(tmp_path / "model")
     assert before.keys() == exported.keys()
     frozen = [name for name in before if name.endswith(BIAS) or ".indexer." in name]

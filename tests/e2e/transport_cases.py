@@ -89,6 +89,7 @@ COMPUTED = {
     ("glm4_moe", "TP2xEP2"): ("TP2xPP2",),
     ("mixtral", "TP1"): ("TP2+SP",),
     ("mixtral", "TP2"): ("TP2xEP2", "PP2"),
+    ("qwen3_5_moe_text", "DP attention"): ("EP2",),
     ("qwen3_5_moe_text", "TP1"): ("1", "TP2xPP2"),
     ("qwen3_5_moe_text", "TP2xEP2"): ("PP2", "EP2"),
     ("minimax_m2", "TP1"): ("1", "TP2xEP2"),

@@ -1,5 +1,8 @@
 """The gated delta rule in chunks is its recurrence, token by token; and so are its gradients."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -64,3 +67,43 @@ def test_a_token_sees_no_later_one(length: int):
     whole = gated_delta._rule(*tensors, None)
     start = gated_delta._rule(*(t[:, :length] for t in tensors), None)
     assert torch.allclose(start, whole[:, :length], atol=1e-6)
+
+
+def causal_conv1d(
+    x, weight=None, bias=None, residual=None, initial_state=None, output_final_state=False,
+    activation=None, backend="triton", cu_seqlens=None, **kwargs,
+):  # fmt: skip
+    """Takes what flash-linear-attention's takes: x [1, T, channels], weight [channels, kernel]."""
+    assert activation == "silu" and x.is_contiguous() and not kwargs
+    parts = x.split(cu_seqlens.diff().tolist(), 1)
+    return torch.cat([gated_delta._convolve(p, weight[:, None], None) for p in parts], 1), None
+
+
+def chunk_gated_delta_rule(
+    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=False, cu_seqlens=None, **kwargs,
+):  # fmt: skip
+    """Likewise: q, k, v [1, T, heads, ...], g and beta [1, T, heads]."""
+    assert use_qk_l2norm_in_kernel and scale is None and not kwargs
+    parts = zip(*(t.split(cu_seqlens.diff().tolist(), 1) for t in (q, k, v, g, beta)), strict=True)
+    return torch.cat([gated_delta._rule(*part, None) for part in parts], 1), None
+
+
+def test_kernels_of_gpus_get_the_borders(monkeypatch):
+    """Which a CPU does not have: functions of their signatures that start anew at borders."""
+    for name, function in (
+        ("fla.modules.convolution", causal_conv1d),
+        ("fla.ops.gated_delta_rule", chunk_gated_delta_rule),
+    ):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**{function.__name__: function}))
+    tensors = [t.detach()[:1] for t in inputs()]
+    borders = torch.tensor([0, 40, 41, LENGTH], dtype=torch.int32)
+    x, weight = tensors[0].flatten(2), torch.rand(HEADS * KEYS, 1, 4)
+    convolved = gated_delta._convolve_fla(x, weight, borders)
+    found = gated_delta._rule_fla(*tensors, borders)
+    for start, end in ((0, 40), (40, 41), (41, LENGTH)):
+        part = slice(None), slice(start, end)
+        assert torch.equal(convolved[part], gated_delta._convolve(x[part], weight, None))
+        assert torch.equal(found[part], gated_delta._rule(*(t[part] for t in tensors), None))
+    kept = gated_delta._rule(*tensors, None)
+    assert not torch.allclose(found[:, 41:], kept[:, 41:], atol=1e-3), "else borders hide nothing"

@@ -80,9 +80,19 @@ def test_states_and_keys_of_the_397b_are_counted():
     assert any("and recurrent states 120.1 GB" in problem for problem in side.problems)
 
 
-def test_heads_of_keys_are_divided_by_the_ranks():
-    (problem,) = engine_layout_problems(config(tp=32).rollout, Model.read(MODEL).arch)
-    assert "tp = 32 does not divide the model's linear_num_key_heads = 16" in problem
+@pytest.mark.parametrize(
+    ("rollout", "said"),
+    [
+        ({"tp": 32}, "tp = 32 does not divide the model's linear_num_key_heads = 16"),
+        (
+            {"tp": 16, "sglang": {"enable_hierarchical_cache": True, "hicache_ratio": 2.0}},
+            "enable_hierarchical_cache with recurrent layers is refused",
+        ),
+    ],
+)
+def test_refused(rollout, said):
+    (problem,) = engine_layout_problems(config(**rollout).rollout, Model.read(MODEL).arch)
+    assert said in problem
 
 
 def inputs(tokens: int, seed: int = 0) -> dict[str, torch.Tensor]:

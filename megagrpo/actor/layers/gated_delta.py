@@ -9,8 +9,6 @@ torch. State and convolution start anew with every sequence. Under context paral
 exchange tokens for heads, so that each has whole sequences of some heads.
 """
 
-from typing import NamedTuple
-
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import all_to_all
@@ -32,13 +30,6 @@ from megagrpo.actor.layers.attention import PackedSequences, zigzag_position
 _CHUNK = 32  # tokens that torch computes at once; more are wasted on short sequences
 
 
-class Projections(NamedTuple):
-    """The linear layers that a gated delta net is built of."""
-
-    in_proj: type
-    out_proj: type
-
-
 class GatedDelta(MegatronModule):
     """Takes the place of Megatron's SelfAttention.
 
@@ -48,8 +39,14 @@ class GatedDelta(MegatronModule):
     """
 
     def __init__(
-        self, config: TransformerConfig, submodules: Projections, layer_number: int, **_: object
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        in_proj: type,
+        out_proj: type,
+        **_: object,
     ):
+        """in_proj, out_proj: column- and row-parallel linear layers."""
         super().__init__(config)
         self.layer_number = layer_number
         tp = config.tensor_model_parallel_size
@@ -62,10 +59,10 @@ class GatedDelta(MegatronModule):
         linear |= {"is_expert": False, "skip_bias_add": False}
         width = heads * self.values * self.value_dim
         self.in_proj = build_module(
-            submodules.in_proj, config.hidden_size, heads * self.rows, gather_output=False, **linear
+            in_proj, config.hidden_size, heads * self.rows, gather_output=False, **linear
         )
         self.out_proj = build_module(
-            submodules.out_proj, width, config.hidden_size, input_is_parallel=True, **linear
+            out_proj, width, config.hidden_size, input_is_parallel=True, **linear
         )
 
         def cut(*shape: int, dtype: torch.dtype = config.params_dtype) -> torch.nn.Parameter:
@@ -126,12 +123,16 @@ class GatedDelta(MegatronModule):
         of_values = (values, self.values, self.values)
         qkv, gate, beta, alpha = mixed.split((self.channels, *of_values), -1)
         convolve, rule = (_convolve_fla, _rule_fla) if mixed.is_cuda else (_convolve, _rule)
-        qkv = convolve(qkv.flatten(2), self._own(self.conv1d, heads * self.channels), borders)
+        # under context parallelism the rows of this rank's heads
+        conv1d, a_log, dt_bias = (
+            p.chunk(self.config.context_parallel_size)[mpu.get_context_parallel_rank()]
+            for p in (self.conv1d, self.A_log, self.dt_bias)
+        )
+        qkv = convolve(qkv.flatten(2), conv1d, borders)
         qkv = qkv.unflatten(2, (heads, -1))
         query, key, value = qkv.split((self.key_dim, self.key_dim, values), -1)
         query, key = (t.repeat_interleave(self.values, 2) for t in (query, key))
         value, gate = (t.unflatten(3, (self.values, -1)).flatten(2, 3) for t in (value, gate))
-        a_log, dt_bias = (self._own(p, heads * self.values) for p in (self.A_log, self.dt_bias))
         decay = -a_log.exp() * F.softplus(alpha.flatten(2).float() + dt_bias.float())
         out = rule(query, key, value, decay, beta.flatten(2).float().sigmoid(), borders)
         out = checkpoint(self._gated_norm, out, gate, use_reentrant=False, preserve_rng_state=False)
@@ -141,11 +142,6 @@ class GatedDelta(MegatronModule):
         """Computes in float32, of which nothing is kept: the backward computes it again."""
         normed = F.rms_norm(out.float(), (self.value_dim,), None, self.config.layernorm_epsilon)
         return (normed * self.norm.float() * F.silu(gate.float())).to(gate.dtype)
-
-    def _own(self, parameter: Tensor, count: int) -> Tensor:
-        """Returns the `count` rows of this context rank's heads."""
-        first = mpu.get_context_parallel_rank() * count if count < len(parameter) else 0
-        return parameter[first : first + count]
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -171,7 +167,7 @@ class GatedDelta(MegatronModule):
 
 def gated_delta_spec(in_proj: type, out_proj: type) -> ModuleSpec:
     """Returns the specification of a gated delta net with these linear layers."""
-    return ModuleSpec(module=GatedDelta, submodules=Projections(in_proj, out_proj))
+    return ModuleSpec(module=GatedDelta, params={"in_proj": in_proj, "out_proj": out_proj})
 
 
 def _places(count: int, packed: PackedSequences | None) -> Tensor:
@@ -210,49 +206,61 @@ def _rule_fla(
     )[0]
 
 
-def _convolve(x: Tensor, weight: Tensor, borders: None) -> Tensor:
+def _convolve(x: Tensor, weight: Tensor, borders: Tensor | None) -> Tensor:
     """Convolves each channel of x [b, s, channels] with its weight [channels, 1, kernel]."""
+    assert borders is None, "sequences are rows here"
     past = F.pad(x.transpose(1, 2), (weight.shape[-1] - 1, 0))
     return F.silu(F.conv1d(past, weight, groups=len(weight))).transpose(1, 2)
 
 
 def _rule(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, borders: None
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, borders: Tensor | None
 ) -> Tensor:
     """Computes the rule for query, key [b, s, heads, d], value [b, s, heads, e], decay and beta [b,
-    s, heads] in float32.
-
-    Inside a chunk its recurrence is one triangular system (Yang et al., arXiv 2406.06484, 3).
-    """
+    s, heads] in float32: [b, s, heads, e]."""
+    assert borders is None, "sequences are rows here"
     length = query.shape[1]
-
-    def chunks(t: Tensor) -> Tensor:
-        """Lays [b, s, heads, ...] out as [b, heads, chunks, places, ...]."""
-        t = t.float().transpose(1, 2)
-        padded = F.pad(t.flatten(3), (0, 0, 0, -length % _CHUNK)) if t.dim() > 3 else None
-        padded = F.pad(t, (0, -length % _CHUNK)) if padded is None else padded
-        return padded.unflatten(2, (-1, _CHUNK))
-
-    def unit(t: Tensor) -> Tensor:
-        return t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6)
-
-    query, key, value, decay, beta = (chunks(t) for t in (query, key, value, decay, beta))
-    query, key = unit(query) * query.shape[-1] ** -0.5, unit(key)
-    total = decay.cumsum(-1)
-    past = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool).tril()
-    between = (total[..., :, None] - total[..., None, :]).masked_fill(~past, -torch.inf).exp()
-    written = key * beta[..., None]
-    system = (written @ key.mT * between).tril(-1) + torch.eye(_CHUNK)
-    right = torch.cat((value * beta[..., None], written * total.exp()[..., None]), -1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    new, erased = solved.split((value.shape[-1], key.shape[-1]), -1)
-    seen = query @ key.mT * between
-    from_state = query * total.exp()[..., None]
-    to_state = key * (total[..., -1:] - total).exp()[..., None]
+    query, key, value, decay, beta = (_in_chunks(t) for t in (query, key, value, decay, beta))
+    query, key = _unit(query) * query.shape[-1] ** -0.5, _unit(key)
+    total = decay.double().cumsum(-1)  # rounded, it would be a rounded exponent
+    new, erased, inside = _inside_chunks(query, key, value, total, beta)
+    from_start, to_end = total.exp().float(), (total[..., -1:] - total).exp().float()
+    from_state, to_state = query * from_start[..., None], key * to_end[..., None]
     state = query.new_zeros(*query.shape[:2], key.shape[-1], value.shape[-1])
     outputs = []
     for i in range(query.shape[2]):
         values = new[:, :, i] - erased[:, :, i] @ state
-        outputs.append(from_state[:, :, i] @ state + seen[:, :, i] @ values)
-        state = state * total[:, :, i, -1:, None].exp() + to_state[:, :, i].mT @ values
+        outputs.append(from_state[:, :, i] @ state + inside[:, :, i] @ values)
+        state = state * from_start[:, :, i, -1:, None] + to_state[:, :, i].mT @ values
     return torch.cat(outputs, 2)[:, :, :length].transpose(1, 2)
+
+
+def _in_chunks(t: Tensor) -> Tensor:
+    """Lays [b, s, heads, ...] out as [b, heads, chunks, places, ...] in float32, 0 at the end."""
+    t = t.float().transpose(1, 2)
+    after = (0, 0) * (t.dim() - 3) + (0, -t.shape[2] % _CHUNK)
+    return F.pad(t, after).unflatten(2, (-1, _CHUNK))
+
+
+def _unit(t: Tensor) -> Tensor:
+    return t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def _inside_chunks(
+    query: Tensor, key: Tensor, value: Tensor, total: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns of each chunk the values that it writes if its first state is 0, the keys at which
+    that state is erased, and the weights of its queries on values.
+
+    Its recurrence is one triangular system (Yang et al., arXiv 2406.06484, 3). total: sums of decays
+    from the chunk's start.
+    """
+    past = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool).tril()
+    between = (total[..., :, None] - total[..., None, :]).masked_fill(~past, -torch.inf)
+    between = between.exp().float()
+    written = key * beta[..., None]
+    system = (written @ key.mT * between).tril(-1) + torch.eye(_CHUNK)
+    right = torch.cat((value * beta[..., None], written * total.exp().float()[..., None]), -1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    new, erased = solved.split((value.shape[-1], key.shape[-1]), -1)
+    return new, erased, query @ key.mT * between

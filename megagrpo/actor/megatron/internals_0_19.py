@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.models.common.embeddings import rope_utils
-from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer import ChainedOptimizer, clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.safe_globals import safe_load_from_bytes
 from megatron.core.tensor_parallel import layers
@@ -252,3 +252,15 @@ def preloaded(request: AsyncRequest) -> list:
     preload = request.preload_fn
     assert isinstance(preload, partial), "preload_tensors of buckets, pinned"
     return preload.func(preload.args[0], non_blocking=False)
+
+
+def find_by_dtype(optimizer: ChainedOptimizer) -> None:
+    """Corrects where Megatron's checkpoints find a parameter in a group of two dtypes: its sharded
+    optimizer puts the float32 ones first after it has counted all in the model's order."""
+    for part in optimizer.chained_optimizers:
+        if not isinstance(part, DistributedOptimizer) or part.is_stub_optimizer:
+            continue
+        by_group = zip(part.model_fp32_groups, part.model_float16_groups, strict=True)
+        for group, (float32, others) in enumerate(by_group):
+            for place, parameter in enumerate([*float32, *others]):
+                part.model_param_group_index_map[parameter] = group, place

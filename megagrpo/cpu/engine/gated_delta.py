@@ -3,9 +3,12 @@
 
 A state [heads, v, k] takes one token after the other (Yang et al., arXiv:2412.06464, equation 10):
 S <- exp(g) S + beta (v - exp(g) S k) k^T, output S q / sqrt(k), with q and k of length 1. All
-sequences of a batch take their t-th token together. Products are sums of elements, whose bits do
-not depend on the batch. Names and arguments are those of SGLang 0.5.21's files that call them.
+sequences of a batch take their t-th token together. Products are sums of elements, and exponentials
+rounded from float64: their bits do not depend on the rest of the batch. Names and arguments are
+those with which SGLang 0.5.21 calls its kernels.
 """
+
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +30,7 @@ def causal_conv1d_fn_cpu(
     # other slots hold what earlier requests left
     past = conv_states[cache_indices].where(has_initial_state[:, None, None], 0)
     kept = past.clone()
-    for i, (start, stop) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+    for i, (start, stop) in enumerate(pairwise(starts)):
         inputs = torch.cat([past[i].to(x.dtype), x[:, start:stop]], 1)
         out[:, start:stop] = _convolved(inputs, weight, bias, activation)
         kept[i] = inputs[:, inputs.shape[1] - past.shape[2] :]
@@ -52,13 +55,21 @@ def _convolved(inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: 
     tokens = inputs.shape[-1] - taps + 1
     parts = (inputs[..., i : i + tokens].float() * weight[:, i, None] for i in range(taps))
     out = sum(parts, torch.zeros(()) if bias is None else bias[:, None].float())
-    return F.silu(out).to(inputs.dtype)
+    return _silu(out).to(inputs.dtype)
 
 
-def fused_gdn_gating_cpu(A_log, a, b, dt_bias) -> tuple[Tensor, Tensor]:
+def _silu(x: Tensor) -> Tensor:
+    return F.silu(x.double()).float()
+
+
+def fused_gdn_gating_cpu(a_log, a, b, dt_bias) -> tuple[Tensor, Tensor]:
     """Returns the logarithm of the decay, float32, and the step beta, both [1, tokens, heads]."""
-    decay = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
-    return decay[None], b.float().sigmoid().to(b.dtype)[None]
+    decay = -a_log.double().exp() * F.softplus(a.double() + dt_bias.double())
+    return decay.float()[None], _sigmoid(b).to(b.dtype)[None]
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return x.double().sigmoid().float()
 
 
 def chunk_gated_delta_rule_cpu(
@@ -83,14 +94,24 @@ def chunk_gated_delta_rule_cpu(
 
 
 def fused_sigmoid_gating_delta_rule_update_cpu(
-    A_log, dt_bias, q, k, v, a, b, *, initial_state_source, initial_state_indices, **settings
+    A_log,  # noqa: N803  # SGLang's name
+    dt_bias,
+    q,
+    k,
+    v,
+    a,
+    b,
+    *,
+    initial_state_source,
+    initial_state_indices,
+    **settings,
 ) -> Tensor:
     """Returns the outputs [1, batch, heads, v] of one more token of each sequence."""
     if settings.get("disable_state_update"):
         raise NotImplementedError("drafts for a model with recurrent layers on a CPU")
     g, _ = fused_gdn_gating_cpu(A_log, a, b, dt_bias)
     states = initial_state_source[initial_state_indices].float()
-    states, out = _advanced(states, q[0], k[0], v[0], g[0], b.float().sigmoid())
+    states, out = _advanced(states, q[0], k[0], v[0], g[0], _sigmoid(b))
     _keep(initial_state_source, initial_state_indices, states)
     return out[None]
 
@@ -109,7 +130,7 @@ def _advanced(
     v]."""
     repeats = v.shape[1] // k.shape[1]  # heads of values over heads of keys
     q, k = (_unit(x).repeat_interleave(repeats, 1)[:, :, None] for x in (q, k))
-    states = states * g.exp()[..., None, None]
+    states = states * g.double().exp().float()[..., None, None]
     error = (v.float() - (states * k).sum(-1)) * beta.float()[..., None]
     states = states + error[..., None] * k
     return states, ((states * q).sum(-1) * q.shape[-1] ** -0.5).to(v.dtype)
@@ -144,7 +165,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def fused_sigmoid_mul_cpu(x, gate) -> None:
     """Multiplies attention's output by its gate, in place."""
-    x.mul_(gate.reshape(x.shape).float().sigmoid().to(x.dtype))
+    x.mul_(_sigmoid(gate.reshape(x.shape)).to(x.dtype))
 
 
 def norm_then_gate(module) -> None:
@@ -153,7 +174,7 @@ def norm_then_gate(module) -> None:
 
     def forward(self, x, z):
         assert self.norm_before_gate and self.group_size is None, "Qwen3.5's"
-        gate = z.float().sigmoid() if self.activation == "sigmoid" else F.silu(z.float())
+        gate = _sigmoid(z) if self.activation == "sigmoid" else _silu(z)
         return (_norm(x.float(), self.weight.float(), self.eps) * gate).to(x.dtype)
 
     module.RMSNorm.forward = forward
@@ -164,6 +185,6 @@ def gate_shared_experts(module) -> None:
     their gate."""
 
     def add(hidden, gate, shared, out):
-        out += (hidden.float() * gate.float()).sum(-1, keepdim=True).sigmoid() * shared
+        out += _sigmoid((hidden.float() * gate.float()).sum(-1, keepdim=True)) * shared
 
     module.fused_gate_sigmoid_mul_add = add

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from megagrpo import __version__
+from megagrpo.families.table import FAMILIES
 
 LOSS_BOUND = 1e-6
 NORM_BOUND = 1e-5
@@ -32,19 +33,21 @@ class CaseResult(CaseFigures):
     variant: str
 
 
-def failures(result: CaseFigures) -> list[str]:
-    """Returns a message with the figure for each error above its bound. NaN is above every
-    bound."""
+def failures(result: CaseFigures, rounding: int = 1) -> list[str]:
+    """Returns a message with the figure for each error above its bound, which is `rounding` times
+    the usual one. NaN is above every bound."""
     messages = []
-    if not result["loss_error"] <= LOSS_BOUND:
+    if not result["loss_error"] <= LOSS_BOUND * rounding:
         messages.append(f"loss off by {result['loss_error']:.2g}")
-    if not result["norm_error"] <= NORM_BOUND:
+    if not result["norm_error"] <= NORM_BOUND * rounding:
         messages.append(f"gradient norm off by {result['norm_error']:.2g} of it")
     name, worst = worst_gradient(result)
-    if not worst <= GRADIENT_BOUND:
-        wrong = sum(not value <= GRADIENT_BOUND for value in result["gradients"].values())
+    if not worst <= GRADIENT_BOUND * rounding:
+        wrong = sum(
+            not value <= GRADIENT_BOUND * rounding for value in result["gradients"].values()
+        )
         messages.append(f"gradient of {wrong} parameters, worst {name}: {worst:.2g} of its largest")
-    if not result["weights"] <= WEIGHT_BOUND:
+    if not result["weights"] <= WEIGHT_BOUND * rounding:
         messages.append(f"updated weights off by {result['weights']:.2g}")
     return messages
 
@@ -64,12 +67,13 @@ def write_certificate(
 ) -> tuple[str, bool]:
     """Writes both files; returns the text of report.md and whether every case is within the
     bounds."""
-    passed = all(not failures(result) for result in results)
+    rounding = FAMILIES[family].ROUNDING
+    passed = all(not failures(result, rounding) for result in results)
     lines = [
         f"# Certificate of {name} ({family}): {'passed' if passed else 'FAILED'}",
         "",
         "Same batch, same weights, float32, against one rank (padded, one micro-batch). "
-        f"Bounds: loss {LOSS_BOUND:g}, per parameter",
+        f"Bounds{f', times {rounding}' if rounding > 1 else ''}: loss {LOSS_BOUND:g}, per parameter",
         f"max|g - g1| / max|g1| {GRADIENT_BOUND:g}, gradient norm {NORM_BOUND:g} of it, "
         f"weights after the updates {WEIGHT_BOUND:g}",
         "of the largest.",
@@ -79,7 +83,7 @@ def write_certificate(
     ]
     for result in results:
         case = result["case"]
-        wrong = failures(result)
+        wrong = failures(result, rounding)
         gradient = f"{worst_gradient(result)[1]:.1e}" if result["gradients"] else "(sharded)"
         lines.append(
             f"| {case['layout']} | {result['variant']} | {result['loss']:.7f} | "
@@ -95,7 +99,8 @@ def write_certificate(
         "gradient": GRADIENT_BOUND,
         "weights": WEIGHT_BOUND,
     }
-    cases = [{**result, "failures": failures(result)} for result in results]
+    bounds = {what: bound * rounding for what, bound in bounds.items()}
+    cases = [{**result, "failures": failures(result, rounding)} for result in results]
     report = {
         "experiment": name,
         "family": family,

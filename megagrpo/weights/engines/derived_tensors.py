@@ -124,4 +124,4 @@ def shifted_norms(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Tensor]
     for path, module in model.named_modules():
         shifted = getattr(module, "gemma_weight", None)
         if shifted is not None:
-            yield f"{path}.gemma_weight", shifted, module.weight.detach() + 1.0  # type: ignore[union-attr, operator]  # torch takes it for a Module, too
+            yield f"{path}.gemma_weight", shifted, module.weight.detach() + 1.0

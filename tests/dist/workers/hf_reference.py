@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -65,10 +66,12 @@ _GLM = (
     | {"head_dim": 32, "rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.5}}
 )
 _QWEN35 = SIZES | {
-    "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
-    "shared_expert_intermediate_size": 48, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+    "head_dim": 32, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+}  # fmt: skip
+_QWEN35_MOE = {
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48,
 }  # fmt: skip
 # what published files have and engines ask for, and transformers drops
 DROPPED = {
@@ -102,12 +105,18 @@ CONFIGS = {
         **(_MLA | {"q_lora_rank": None}), **(_ROUTED | {"n_shared_experts": 2}), **_NO_GROUPS, rms_norm_eps=1e-6,
         rope_parameters=_PLAIN,
     ),
-    "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(**_QWEN35),
+    "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(**_QWEN35, **_QWEN35_MOE),
+    "qwen3_5": lambda: Qwen3_5TextConfig(**(_QWEN35 | {"tie_word_embeddings": True})),
     "glm_moe_dsa": lambda: GlmMoeDsaConfig(
         **_SPARSE, **_NO_GROUPS, rms_norm_eps=1e-6, rope_parameters=_PLAIN
     ),
     "glm_moe_dsa_dense": lambda: GlmMoeDsaConfig(
         **(_SPARSE | _DENSE), **_NO_GROUPS, rms_norm_eps=1e-6, rope_parameters=_PLAIN
+    ),
+    # layers 1 and 3 see the keys that 0 and 2 have chosen
+    "glm_moe_dsa_shared": lambda: GlmMoeDsaConfig(
+        **_SPARSE, **_NO_GROUPS, rms_norm_eps=1e-6, rope_parameters=_PLAIN, index_topk_freq=2,
+        index_skip_topk_offset=1,
     ),
     "deepseek_v32": lambda: DeepseekV32Config(
         **_SPARSE, **_GROUPS, num_experts=8, rope_parameters=_YARN
