@@ -96,9 +96,9 @@ def test_the_scale_of_a_neighbouring_group_would_be_seen(tmp_path, monkeypatch):
     values, scales = quantised(torch.randn(4, 96))
     tensors = {"a.weight_packed": packed(values), "a.weight_scale": scales}
     folder = folder_of(tmp_path / "int4", tensors)
-    right, real = HfFolder(folder)["a.weight"], packed_int4.dequantise
+    right, real = HfFolder(folder)["a.weight"], packed_int4.unpack_into
     monkeypatch.setattr(
-        "megagrpo.weights.hf_folder.dequantise",
+        "megagrpo.weights.hf_folder.unpack_into",
         lambda target, words, scales, left: real(target, words, scales.roll(1, 1), left),
     )
     wrong = HfFolder(folder)["a.weight"]

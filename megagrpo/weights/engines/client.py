@@ -290,8 +290,4 @@ def _pickled(request: dict) -> str:
     # Plain pickle carries the bytes; torch's own ForkingPickler would pass a shared-memory handle
     # of this host.
     tensor = torch.frombuffer(bytearray(encode(request)), dtype=torch.uint8)
-    # Megatron-Core puts a function of its own here, by whose name pickle would call it; engines
-    # unpickle what has torch's.
-    load = torch.storage._load_from_bytes
-    load.__module__, load.__qualname__ = "torch.storage", "_load_from_bytes"
     return base64.b64encode(pickle.dumps([("request", tensor)])).decode()
