@@ -22,7 +22,10 @@ from megagrpo.weights.hf_folder import write_hf_folder
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")  # ids 0..3; the alphabet follows
 _NO_HEAD_DIM = ("llama", "qwen2")  # families whose heads fill hidden_size
 # half of a head turns, in pairs
-_HALF_ROTARY = ("glm4_moe", "deepseek_v3", "kimi_k2", "deepseek_v32", "glm_moe_dsa")
+_HALF_ROTARY: tuple[str, ...] = (
+    *("glm4_moe", "deepseek_v3", "kimi_k2", "deepseek_v32", "glm_moe_dsa", "kimi_k25"),
+    "minimax_m2",
+)
 
 
 def make_tiny_model(config: TinyModelConfig, seed: int) -> int:

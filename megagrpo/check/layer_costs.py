@@ -103,6 +103,8 @@ def _attention(arch: Architecture, actor: ActorConfig, at: _Tokens) -> LayerCost
         + (heads + groups) * dim
         + heads * dim * (1 + 2 * arch.output_gate)
     ) * at.width + heads * _FP32
+    if arch.norm_over_heads:  # of plain torch: its input in float32, and divided by the root
+        kept += (heads + groups) * dim * _FP32 * (1 + (at.width < _FP32))
     return LayerCost(
         kept=kept * at.whole,
         transient=2 * held * at.whole * at.width + _gathered(arch, actor, at),
@@ -197,8 +199,8 @@ def _sparse_attention(
     return LayerCost(
         kept=dense.kept + (absorbed + indexer.topk * _FP32) * at.whole,  # numbers of keys: int32
         transient=dense.transient + scores,
-        flops=dense.flops + 2 * projections * at.part,
-        pair_flops=2 * index,
+        flops=dense.flops + 2 * projections * at.part / indexer.freq,
+        pair_flops=2 * index / indexer.freq,  # the mean of layers that share a choice
         sent={
             "tp": dense.sent["tp"] + index * at.part * (p.tp - 1) * at.width,
             "cp": (key + indexer.head_dim) * at.whole * at.width * (p.cp - 1),
@@ -346,7 +348,7 @@ class ModelWork:
         """Returns the FLOPs of the indexer for one token with one earlier token, of one layer; each
         rank does all of them."""
         indexer = self.arch.indexer
-        return 2.0 * indexer.heads * indexer.head_dim if indexer else 0.0
+        return 2.0 * indexer.heads * indexer.head_dim / indexer.freq if indexer else 0.0
 
     @property
     def index_bytes(self) -> int:

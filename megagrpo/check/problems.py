@@ -177,13 +177,17 @@ def _length_problems(config: ExperimentConfig, arch: Architecture) -> Iterator[s
 
 
 def _sparse_problems(config: ExperimentConfig, arch: Architecture) -> Iterator[str]:
-    """Yields why samples longer than index_topk, of which some keys are left out, cannot be computed
-    there."""
+    """Yields why sparse attention cannot be computed there: of samples longer than index_topk some
+    keys are left out."""
+    if arch.indexer is None:
+        return
+    kernels = expected_kernels(config.actor)
+    if kernels.cuda and config.rollout.dtype == "float32":
+        yield "rollout.dtype float32: SGLang's sparse attention on GPUs is of bfloat16; set that"
     longest = max(longest_samples(config).values())
-    if arch.indexer is None or longest <= arch.indexer.topk:
+    if longest <= arch.indexer.topk:
         return
     sparse = f"samples of up to {longest} tokens are sparse (the model's index_topk is {arch.indexer.topk})"
-    kernels = expected_kernels(config.actor)
     if not kernels.cuda:
         yield (
             f"data: {sparse}, which engines on a CPU cannot compute: let max_prompt_tokens and "

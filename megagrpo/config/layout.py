@@ -1,6 +1,7 @@
 """Coordinates of each rank, and whether a model can be sharded by a layout."""
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.config.fields import complaints
@@ -138,6 +139,22 @@ def _indexers(arch: Architecture, config: ActorConfig) -> Iterator[str]:
             f"actor.draft is not supported with a {arch.family} model: engines let its draft see "
             "keys that the model chose; remove it"
         )
+    if arch.indexer is None or arch.indexer.freq == 1:
+        return
+    p = config.parallel
+    if not config.packing:
+        yield "actor.packing false: layers share a choice of keys in packed batches only; remove it"
+    if p.vpp > 1:
+        yield "actor.parallel.vpp: layers share a choice of keys, which stages do not send; remove it"
+    if p.pp > 1 and not complaints(p.stage_layers, arch.num_layers):
+        firsts = accumulate(p.stage_layers(arch.num_layers)[:-1])
+        wrong = [first for first in firsts if arch.indexer.source(first) != first]
+        if wrong:
+            yield (
+                f"actor.parallel: a stage begins at layer {wrong[0]}, which sees the keys that layer "
+                f"{arch.indexer.source(wrong[0])} of the stage before has chosen; let stages begin at "
+                f"layers that choose: every {arch.indexer.freq}-th from {arch.indexer.offset - 1} on"
+            )
 
 
 def _experts(arch: Architecture, config: ActorConfig) -> Iterator[str]:

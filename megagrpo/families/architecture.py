@@ -82,6 +82,14 @@ class LightningIndexer:
     head_dim: int
     topk: int  # keys that each query sees; sequences of as many tokens are dense
     in_pairs: bool  # its rotary embedding turns neighbours; else, as usual, halves
+    # Layers from `offset` on choose every `freq`-th time, and share that choice until the next
+    # (IndexShare, arXiv 2603.12201); both count from 1.
+    freq: int = 1
+    offset: int = 1
+
+    def source(self, index: int) -> int:
+        """Returns the layer, counted from 0, whose choice layer `index` sees: itself, or one before."""
+        return index - max(index + 1 - self.offset, 0) % self.freq
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ class TensorSpec:
 
     name: str
     shape: tuple[int, ...]  # a matrix: (outputs, inputs)
-    # begins random, 1, 0 (multiplies by 1 + itself) and 0
-    kind: Literal["matrix", "norm", "centered norm", "bias"]
+    # begins random, 1, 0 (multiplies by 1 + itself), 0 and small
+    kind: Literal["matrix", "norm", "centered norm", "bias", "convolution"]
     expert: bool = False  # one of a layer's routed experts, of which a token sees some
     dtype: str | None = None  # that it keeps whatever the model's is
     trained: bool = True  # it has a gradient

@@ -28,7 +28,7 @@ from megagrpo.families.table import has_draft, read_description
 from megagrpo.system.errors import translated
 from megagrpo.system.run_folder import whole_folder
 from megagrpo.weights.copies.views import Box
-from megagrpo.weights.packed_int4 import PACKED, SCALE, SHAPE, WORD, dequantise
+from megagrpo.weights.packed_int4 import PACKED, SCALE, SHAPE, WORD, unpack_into
 
 Size = TypeVar("Size")
 INDEX = "model.safetensors.index.json"
@@ -172,7 +172,7 @@ class HfFolder(Mapping[str, Tensor]):
         elif name in self._int4:
             rows = slice(start[0], start[0] + len(target))
             words, scales = self._stored(name)[rows], self._stored(name + SCALE)[rows]
-            dequantise(target, words, scales, start[1])
+            unpack_into(target, words, scales, start[1])
             self.bytes_read += target.numel() // 2
         else:
             target.copy_(self._stored(name)[Box(start, tuple(target.shape)).slices])

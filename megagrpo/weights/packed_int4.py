@@ -18,7 +18,7 @@ def unpacked(words: Tensor) -> Tensor:
     return ((words[:, :, None] >> shifts) & 15).flatten(1) - 8
 
 
-def dequantise(target: Tensor, words: Tensor, scales: Tensor, left: int) -> None:
+def unpack_into(target: Tensor, words: Tensor, scales: Tensor, left: int) -> None:
     """Fills a box of a weight that begins at column `left`.
 
     words, scales: of the box's rows, and of all columns.

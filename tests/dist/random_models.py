@@ -48,6 +48,6 @@ def write_model(folder: Path, family: str, num_kv_heads: int = 2) -> Path:
     def change(name: str, tensor: Tensor, generator: Generator) -> Tensor:
         if name.endswith("e_score_correction_bias"):
             return 0.05 * torch.randn(tensor.shape, generator=generator)
-        return tensor * 5.0 if name.endswith("mlp.gate.weight") else tensor
+        return tensor * 5.0 if name.endswith(".gate.weight") else tensor
 
     return write_random_model(folder, {**sizes, "ffn_size": 96, "expert_ffn_size": 48}, change)

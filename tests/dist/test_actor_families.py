@@ -1,5 +1,5 @@
-"""Mixtral, GLM-4.5, DeepSeek-V3, Moonlight and Qwen3.5 in the actor, as test_actor_layouts.py does for the
-smaller families."""
+"""Mixtral, GLM-4.5, DeepSeek-V3, Moonlight, Qwen3.5 and MiniMax-M2 in the actor, as test_actor_layouts.py
+does for the smaller families."""
 
 import json
 import shutil
@@ -101,22 +101,35 @@ def resumed_elsewhere(folder: Path, model: str, layouts: tuple[str, ...], last: 
     return found
 
 
-def test_biases_of_routers_stay_and_travel(one_rank: Path):
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [
+        ("deepseek_v3", [1, 2, 3]),
+        pytest.param("minimax_m2", [0, 1, 2, 3], marks=pytest.mark.slow),
+    ],
+)
+def test_biases_of_routers_stay_and_travel(one_rank: Path, family: str, layers: list[int]):
     """In bfloat16 they are float32 still, no update moves them, and a checkpoint brings them to
     another layout."""
-    model = str(one_rank / "deepseek_v3")
+    model = str(one_rank / family)
     biases = {"do": "biases", "model": model, "parallel": LAYOUTS["TP2xEP2"], "dtype": "bfloat16"}
     # with biases of 0, as before loading, tokens would go elsewhere
-    found = resumed_elsewhere(one_rank / "biases", model, ("TP2xEP2", "PP2"), biases)
+    found = resumed_elsewhere(one_rank / f"biases_{family}", model, ("TP2xEP2", "PP2"), biases)
     assert (
         found["float32"]
         and found["unmoved"]
-        and found["layers"] == [1, 2, 3]
+        and found["layers"] == layers
         and found["trained"] == []
     )
-    assert found["busy"] == 3 and found["imbalance_off"] < 1e-6
+    assert found["busy"] == len(layers) and found["imbalance_off"] < 1e-6
 
 
+@pytest.mark.verifies(
+    "actor",
+    "Qwen3.5's gated delta nets equal transformers; a state kept over a packed border is found; decays "
+    "are float32 live, trained, exported and resumed",
+    "dist/test_certify.py",
+)
 def test_decays_of_gated_delta_nets_are_float32_and_travel(one_rank: Path):
     """In bfloat16 they are read, trained and exported in float32; a checkpoint brings a gated delta
     net's parameters to ranks that hold other heads."""

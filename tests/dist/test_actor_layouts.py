@@ -41,7 +41,7 @@ pytestmark = [
     pytest.mark.verifies(
         "actor",
         "the actor equals transformers: logits, gradients, HF -> actor -> HF bit by bit (Llama, Qwen2, "
-        "Qwen3, Qwen3-MoE, Mixtral, GLM-4.5, DeepSeek-V3, Moonlight)",
+        "Qwen3, Qwen3-MoE, Mixtral, GLM-4.5, DeepSeek-V3, Moonlight, MiniMax-M2)",
         "dist/test_actor_families.py",
     ),
     pytest.mark.verifies(

@@ -30,6 +30,7 @@ pytestmark = [
     ),
 ]
 MODEL = "glm_moe_dsa"
+SHARED = "glm_moe_dsa_shared"
 FAULTS = ("other rotary form", "next key", "no choice", "norm without bias")
 
 
@@ -124,16 +125,22 @@ def test_checkpoints_bring_indexers_to_another_layout(one_rank: Path):
 
 
 @pytest.mark.slow
-def test_megatrons_own_core_chooses_the_same_keys(one_rank: Path):
+def test_megatrons_own_core_chooses_the_same_keys_and_layers_share_choices(one_rank: Path):
     """With Transformer Engine's layers, here the stand-in's: Megatron's absorbed attention over our
-    indexer, by its plain code. Its kernels need CUDA."""
-    base = {"do": "forward", "model": str(one_rank / MODEL), "transformer_engine": True}
-    jobs = [
+    indexer, by its plain code. Its kernels need CUDA. As in GLM-5.2, every second layer sees the
+    keys of the one before, also when layers are computed again."""
+    run_transformers(one_rank, "hf_reference.py", SHARED)
+    base = {"do": "forward", "model": str(one_rank / MODEL)}
+    megatrons = [
         {**base, "parallel": LAYOUTS[layout], **BATCHES[batch]}
         for layout in ("TP2+SP", "CP2", "TP2xEP2")
         for batch in BATCHES
     ]
-    found = run_ranks(2, one_rank / "megatrons", jobs, pool=TRANSFORMER_ENGINE_POOL)
+    base = {**base, "model": str(one_rank / SHARED), "recompute": "full", **BATCHES["packed"]}
+    shared = [{**base, "parallel": LAYOUTS[layout]} for layout in ("PP2", "CP2", "TP2+SP")]
+    engine = [{**job, "transformer_engine": True} for job in (*megatrons, *shared)]
+    found = run_ranks(2, one_rank / "shared", shared)
+    found += run_ranks(2, one_rank / "megatrons", engine, pool=TRANSFORMER_ENGINE_POOL)
     for result in found:
         assert result["logits"] < LOGIT_BOUND and result["export"]
         assert max(result["gradients"].values()) < GRADIENT_BOUND

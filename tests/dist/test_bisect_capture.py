@@ -31,6 +31,10 @@ LAYOUTS: dict[str, list[dict]] = {  # of two ranks; the first of a family are wh
         {"parallel": {"tp": 2, "ep": 2}, "packing": False},
         {"parallel": {"cp": 2}, "packing": True},
     ],
+    "minimax_m2": [
+        {"parallel": {"tp": 2}, "packing": True},
+        {"parallel": {"pp": 2}, "packing": False, "recompute": "full"},
+    ],
 }
 
 
@@ -38,7 +42,10 @@ LAYOUTS: dict[str, list[dict]] = {  # of two ranks; the first of a family are wh
     "family",
     [
         "qwen3_moe",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "deepseek_v3")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("qwen2", "deepseek_v3", "minimax_m2")
+        ),
     ],
 )
 def test_every_layout_shows_what_one_rank_shows(family: str, tmp_path: Path):

@@ -24,6 +24,8 @@ MODELS = {
     "tied": {"family": "qwen3", "tie_embeddings": True},
     "moe": {"family": "qwen3_moe"},
     "latent": {"family": "deepseek_v3"},
+    "sparse": {"family": "glm_moe_dsa"},  # frozen indexers have neither gradients nor moments
+    "norm over heads": {"family": "minimax_m2"},
 }
 CASES = {
     1: [
@@ -32,6 +34,10 @@ CASES = {
         ("tied", {}, {"recompute": "full"}),
         ("moe", {}, {"recompute": "none"}),
         ("latent", {}, {"recompute": "full", "optimizer": {"distributed": False}}),
+        ("sparse", {}, {"recompute": "full"}),
+        ("sparse", {}, {"recompute": "full", "dtype": "bfloat16"}),
+        ("norm over heads", {}, {}),
+        ("norm over heads", {}, {"dtype": "bfloat16"}),
     ],
     2: [
         ("dense", {"cp": 2}, {}),
@@ -49,7 +55,7 @@ CASES = {
 def measured_on_a_cpu(model: str, parallel: dict) -> bool:
     """A CPU's kernels keep attention's scores for latent attention, and whole masks under context
     parallelism."""
-    return model != "latent" and "cp" not in parallel
+    return model not in ("latent", "sparse") and "cp" not in parallel
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ CASES = {
         "packing": True,
         "budget": 64,
     },  # norms of heads, whose gradients several ranks have a part of
+    "minimax_m2": {"packing": False, "budget": 64},  # the norm over all heads counts each once
     "qwen2": {"packing": False, "budget": 200, "recompute": "full"},  # biases of projections
 }
 

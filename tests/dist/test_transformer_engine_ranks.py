@@ -141,7 +141,9 @@ def test_latent_attention_is_certified_and_a_fault_found(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "glm4_moe", "mixtral", "kimi_k2"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "qwen3_moe", "glm4_moe", "mixtral", "kimi_k2", "minimax_m2"]
+)
 def test_families_are_certified(tmp_path: Path, family: str):
     left_out = {"ep", "etp"} if family == "qwen3" else set()
     names = [

@@ -40,13 +40,22 @@ DIGESTS = {
     ("qwen3_vl_moe", False): "901941073f111c1c",
     ("minimax_m2", False): "13cd063bc1176d99",
     ("kimi_k25", False): "b5cab126e366b585",
+    ("deepseek_v32", False): "5a838abb4acc3aa4",
+    ("glm_moe_dsa", False): "5a838abb4acc3aa4",
+    ("qwen3_5_moe", False): "558646bf1d290da5",
+    ("qwen3_5_moe_text", False): "2a64814d01ca9867",
+    ("qwen3_5", False): "00013358f466fa28",
+    ("qwen3_5_text", False): "7de967c1d0873760",
 }
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
-UNSCALED = ("glm4_moe", "deepseek_v3", "kimi_k2", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-UNSCALED += ("minimax_m2", "kimi_k25")
+UNSCALED = (
+    *("glm4_moe", "deepseek_v3", "kimi_k2", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+    *("minimax_m2", "kimi_k25", "deepseek_v32", "glm_moe_dsa"),
+    *("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_text"),
+)
 TOY = '''
 """A family whose MLP has Mixtral's names."""
 
@@ -129,7 +138,9 @@ def test_what_would_be_silently_wrong_is_refused_by_name(family, tmp_path):
     assert bool(model_problems(hf | {"attention_bias": True})) == (
         family not in ("qwen2", "glm4_moe", "qwen2_5_vl")
     )
-    assert bool(model_problems(hf | {"partial_rotary_factor": 0.25})) == (family != "glm4_moe")
+    assert bool(model_problems(hf | {"partial_rotary_factor": 0.25})) == (
+        family != "glm4_moe" and not family.startswith("qwen3_5")
+    )
     assert bool(model_problems(hf | {"rope_scaling": LLAMA3})) == (family in UNSCALED)
     del hf["rms_norm_eps"]
     (tmp_path / "config.json").write_text(json.dumps(hf))

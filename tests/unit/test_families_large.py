@@ -8,6 +8,7 @@ import pytest
 
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.check.report import explain
+from megagrpo.config.actor import ActorConfig
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.families.table import (
@@ -107,8 +108,8 @@ REFUSED = [
         (M2, {key: None}, f"lacks {key}")
         for key in ("rotary_dim", "use_qk_norm", "use_routing_bias")
     ),
-    (GLM5, {"index_topk_freq": 4}, "index_topk_freq 4"),
-    (GLM5, {"indexer_types": ["full", "shared"] * 39}, "(GLM-5.2)"),
+    (GLM5, {"index_topk_pattern": "FS" * 39}, "index_topk_pattern 'FSFS"),
+    (GLM5, {"indexer_types": ["full", "shared"] * 39}, "not what index_topk_freq 1 and"),
     (GLM5, {"index_kpool": 4}, "index_kpool 4"),
     (GLM5, {"q_lora_rank": None}, "lacks q_lora_rank"),
     (GLM5, {"index_head_dim": 32}, "index_head_dim 32 is less than qk_rope_head_dim 64"),
@@ -166,6 +167,37 @@ def test_what_would_be_computed_wrongly_is_refused_by_name(hf, change, said):
     }
     (problem,) = model_problems(changed)
     assert said in problem
+
+
+def test_layers_of_glm_5_2_share_choices():
+    """Its config.json has both forms."""
+    full = {0, 1, 2, *range(6, 78, 4)}
+    kinds = ["full" if layer in full else "shared" for layer in range(78)]
+    shared = {"index_topk_freq": 4, "index_skip_topk_offset": 3}
+    hf = GLM5 | shared | {"indexer_types": kinds}
+    assert model_problems(hf) == model_problems(GLM5 | shared) == []
+    names = {spec.name for spec in model_tensors(architecture_of(hf))}
+    assert {
+        layer for layer in range(78) if f"model.layers.{layer}.self_attn.indexer.wk.weight" in names
+    } == full
+
+    def problems(**actor) -> list[str]:
+        return layout_problems(architecture_of(hf), ActorConfig(**actor))
+
+    stages = {"world_size": 3, "parallel": {"pp": 3}}
+    assert (
+        problems(
+            **stages | {"parallel": {"pp": 3, "first_stage_layers": 26, "last_stage_layers": 24}}
+        )
+        == []
+    )
+    (wrong,) = problems(
+        **stages | {"parallel": {"pp": 3, "first_stage_layers": 28, "last_stage_layers": 24}}
+    )
+    assert "a stage begins at layer 28, which sees the keys that layer 26 of" in wrong
+    assert "in packed batches only" in problems(packing=False)[0]
+    virtual = problems(world_size=2, parallel={"pp": 2, "vpp": 3})
+    assert any("actor.parallel.vpp: layers share" in problem for problem in virtual)
 
 
 def test_deepseek_v32_is_v3_with_indexers():

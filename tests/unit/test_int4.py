@@ -19,7 +19,13 @@ from examples.laptop.model import make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.families.model import Model, write_description
 from megagrpo.families.quantization import int4_group, quantization_problems
-from megagrpo.families.table import architecture_of, left_out, model_tensors
+from megagrpo.families.table import (
+    architecture_of,
+    left_out,
+    model_problems,
+    model_tensors,
+    read_description,
+)
 from megagrpo.weights import packed_int4
 from megagrpo.weights.hf_folder import HfFolder
 from tests.int4_checkpoint import GROUP, QUANTIZATION, pack_folder, packed, quantised
@@ -28,6 +34,7 @@ pytestmark = pytest.mark.verifies(
     "weights",
     "INT4 checkpoints (Kimi-K2.5, K2-Thinking) are read to the bits of compressed-tensors",
 )
+MODELS = Path(__file__).parents[2] / "configs" / "models"
 GROUPED = QUANTIZATION["config_groups"]["group_0"]["weights"]
 
 
@@ -89,9 +96,9 @@ def test_the_scale_of_a_neighbouring_group_would_be_seen(tmp_path, monkeypatch):
     values, scales = quantised(torch.randn(4, 96))
     tensors = {"a.weight_packed": packed(values), "a.weight_scale": scales}
     folder = folder_of(tmp_path / "int4", tensors)
-    right, real = HfFolder(folder)["a.weight"], packed_int4.dequantise
+    right, real = HfFolder(folder)["a.weight"], packed_int4.unpack_into
     monkeypatch.setattr(
-        "megagrpo.weights.hf_folder.dequantise",
+        "megagrpo.weights.hf_folder.unpack_into",
         lambda target, words, scales, left: real(target, words, scales.roll(1, 1), left),
     )
     wrong = HfFolder(folder)["a.weight"]
@@ -120,6 +127,11 @@ def test_damage_and_other_formats_are_named(tmp_path):
         [problem] = quantization_problems({"quantization_config": with_weights(**{key: value})})
         assert f"{key} {value!r}" in problem and "pack-quantized" in problem
     assert int4_group({"quantization_config": QUANTIZATION}) == GROUP and int4_group({}) is None
+    k2 = read_description(MODELS / "Kimi-K2-Instruct" / "config.json")
+    assert model_problems(k2 | {"quantization_config": QUANTIZATION}) == [], "K2-Thinking's"
+    described = read_description(MODELS / "Kimi-K2.5" / "config.json")
+    weights = described["quantization_config"]["config_groups"]["group_0"]["weights"]
+    assert {key: weights[key] for key in GROUPED} == GROUPED
 
 
 @pytest.fixture(scope="module")

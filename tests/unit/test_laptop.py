@@ -52,7 +52,7 @@ REMEDY = "`bash launch/install.sh --with smollm2` installs what is needed"
 
 TIED_OR_NOT, UNTIED = (
     ("qwen2", "qwen3", "qwen3_moe", "llama"),
-    ("mixtral", "glm4_moe", "deepseek_v3"),
+    ("mixtral", "glm4_moe", "deepseek_v3", "minimax_m2"),
 )
 
 

@@ -43,6 +43,9 @@ def lengths(prompt: int, response: int, **sections) -> ExperimentConfig:
     ],
 )
 def test_longer_samples_need_a_gpu_and_kernels(actor, said):
+    float32 = lengths(49, 49, actor={"device": "cuda", "dtype": "float32"})
+    (problem,) = check_against_model(float32, GLM5)
+    assert "rollout.dtype float32: SGLang's sparse attention" in problem
     found = check_against_model(lengths(49, TOPK - 48, actor=actor), GLM5)
     assert [said in problem for problem in found] == ([True] if said else [])
     assert check_against_model(lengths(49, TOPK - 49, actor=actor), GLM5) == []

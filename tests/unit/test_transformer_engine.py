@@ -108,6 +108,7 @@ cases = (
     ("qwen3_moe", {"tp": 2, "etp": 2}),
     ("deepseek_v3", {"tp": 2, "ep": 2}),
     ("glm4_moe", {"ep": 2}),
+    ("minimax_m2", {"tp": 2}),
 )
 for family, parallel in cases:
     arch = architecture_of(hf_config(TinyModelConfig(path="x", family=family)))

@@ -8,7 +8,7 @@ sequence (zigzag) and gathers the keys and values of all ranks.
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -35,6 +35,8 @@ class PackedSequences(PackedSeqParams):
     them."""
 
     _grids: _PaddedGrids | None = None
+    # masks of the keys that layers have chosen, by layer, for those that share a choice
+    chosen: dict[int, Tensor] = field(default_factory=dict)
 
     @staticmethod
     def make(cu_seqlens: Tensor, max_seqlen: int) -> "PackedSequences":

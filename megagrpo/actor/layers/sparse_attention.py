@@ -22,13 +22,14 @@ from megatron.core.transformer.experimental_attention_variant.absorbed_mla impor
 from megatron.core.transformer.experimental_attention_variant.dsa import (
     DSAttention,
     DSAttentionSubmodules,
+    source_dsa_compute_layer,
 )
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
-from megagrpo.actor.layers.attention import CausalAttention
+from megagrpo.actor.layers.attention import CausalAttention, PackedSequences
 from megagrpo.actor.layers.whole_linear import WholeLinear
 
 _NORM_EPSILON = 1e-6  # of the published code and of engines, whatever the model's norms have
@@ -48,7 +49,6 @@ class Indexer(torch.nn.Module):
         super().__init__()
         heads, dim = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
         assert heads and dim and config.dsa_indexer_topk and config.q_lora_rank
-        self.topk = config.dsa_indexer_topk
         self._heads = heads
         self._config = config
         self.wq_b = WholeLinear(config.q_lora_rank, heads * dim, config=config)
@@ -134,9 +134,16 @@ class SparseAttention(CausalAttention):
 
     requires_dsa_inputs = True  # latent attention then passes x and qr
 
-    def __init__(self, config: MLATransformerConfig, *args, **kwargs):
-        super().__init__(config, *args, **kwargs)
-        self.indexer = Indexer(config)
+    def __init__(self, config: MLATransformerConfig, layer_number: int, *args, **kwargs):
+        super().__init__(config, layer_number, *args, **kwargs)
+        assert config.dsa_indexer_topk
+        self._topk = config.dsa_indexer_topk
+        shares = config.dsa_indexer_skip_topk_offset, config.dsa_indexer_topk_freq
+        self._number = layer_number
+        self._source = source_dsa_compute_layer(layer_number, *shares)
+        self._shared = config.dsa_indexer_topk_freq > 1
+        self._choices: dict[int, Tensor] = {}  # of the forward under way
+        self.indexer = Indexer(config) if self._source == layer_number else None
 
     def forward(
         self,
@@ -154,27 +161,38 @@ class SparseAttention(CausalAttention):
         """As CausalAttention's; x, qr: what the indexer reads. Sequences of at most topk tokens are
         dense."""
         packed = packed_seq_params
+        assert packed is not None or not self._shared, "config/layout.py refuses it"
+        self._choices = {} if packed is None else packed.chosen
         longest = len(query) * self.cp_size if packed is None else packed.max_seqlen_q
-        if longest <= self.indexer.topk:
+        if longest <= self._topk:
             return super().forward(query, key, value, attention_mask, packed_seq_params=packed)
-        queries, keys, weights = self.indexer.forward_before_topk(x, qr, packed)
-        # a head's weight goes with its query
-        index = torch.cat((queries.float(), weights[..., None]), -1), keys.float()[:, :, None]
-        if packed is not None:
-            index = index[0].squeeze(1), index[1].squeeze(1)
-        whole = (self._of_all_ranks(t) for t in (key, value, index[1]))
-        key, value, index_keys = whole
+        index = () if self.indexer is None else (self._index(self.indexer, x, qr, packed),)
+        key, value = self._of_all_ranks(key), self._of_all_ranks(value)
         if packed is None:
-            return self._padded(query, key, value, (index[0], index_keys))
-        return self._packed(query, key, value, packed, (index[0], index_keys))
+            return self._padded(query, key, value, *index)
+        return self._packed(query, key, value, packed, *index)
+
+    def _index(
+        self, indexer: Indexer, x: Tensor, qr: Tensor, packed: PackedSequences | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the indexer's queries [s, b, index heads, d + 1], with the weight of the head
+        behind each, and keys [s cp, b, 1, d], float32; packed: without b."""
+        queries, keys, weights = indexer.forward_before_topk(x, qr, packed)
+        weighted = torch.cat((queries.float(), weights[..., None]), -1)
+        keys = self._of_all_ranks(keys.float()[:, :, None])
+        return (weighted, keys) if packed is None else (weighted.squeeze(1), keys.squeeze(1))
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *index: Tensor
     ) -> Tensor:
-        """index: weighted queries [b, index heads, queries, d + 1] and keys [b, 1, keys, d]; none
-        if attention is dense."""
+        """index: as of `_index`, [b, heads, places, d]; none in a layer that sees the choice of
+        another, and if attention is dense."""
         if index:
             mask = self._chosen(mask, *index)
+            if self._shared:
+                self._choices[self._number] = mask
+        else:
+            mask = self._choices.get(self._source, mask)
         return super()._attend(query, key, value, mask)
 
     @torch.no_grad()
@@ -187,7 +205,7 @@ class SparseAttention(CausalAttention):
         queries, weights = queries[..., :-1], queries[..., -1:]
         products = torch.relu(queries @ keys.transpose(-1, -2))
         scores = (products * weights).sum(1, keepdim=True).masked_fill(~mask, -torch.inf)
-        best = scores.topk(self.indexer.topk, -1).indices
+        best = scores.topk(self._topk, -1).indices
         return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & mask
 
 

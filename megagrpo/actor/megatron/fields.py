@@ -251,6 +251,8 @@ def _indexer_fields(indexer: LightningIndexer, actor: ActorConfig, kernels: Kern
         "dsa_indexer_head_dim": indexer.head_dim,
         "dsa_indexer_topk": indexer.topk,
         "dsa_indexer_rope_interleaved": indexer.in_pairs,
+        "dsa_indexer_topk_freq": indexer.freq,
+        "dsa_indexer_skip_topk_offset": indexer.offset,
         "qk_layernorm": True,  # absorbed attention has norms of latents only if it says so
     }
     if kernels.cuda and kernels.transformer_engine:

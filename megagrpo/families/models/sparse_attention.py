@@ -15,7 +15,7 @@ from megagrpo.families.architecture import Architecture, HfConfig, LightningInde
 from megagrpo.families.family import TinySizes
 from megagrpo.families.loading import Shard
 from megagrpo.families.models.deepseek_v3 import DeepseekV3
-from megagrpo.families.tensors import TensorSpec
+from megagrpo.families.tensors import TensorSpec, layer_prefix
 
 if TYPE_CHECKING:
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 _INDEXER_KEYS = ("index_n_heads", "index_head_dim", "index_topk")
 # keys of config.json that change how keys are chosen, with the values that mean: as here
-_ONE_CHOICE_A_LAYER = {
-    "index_topk_freq": 1,
+_PLAIN_CHOICE = {
     "index_topk_pattern": None,
     "index_kpool": 1,
     "index_k_norm_type": "layer",
@@ -38,22 +37,30 @@ class DeepseekV32(DeepseekV3):
 
     HF_CLASS = "DeepseekV32ForCausalLM"
     REQUIRED_KEYS = (*_INDEXER_KEYS, *DeepseekV3.REQUIRED_KEYS)
-    # a smaller model has fewer sizes, and chooses as many or fewer keys
-    SIZE_KEYS = DeepseekV3.SIZE_KEYS | {*_INDEXER_KEYS, "mlp_layer_types", "indexer_types"}
+    # a smaller model chooses fewer keys, in every layer: shared choices have no padded batches
+    SIZE_KEYS = DeepseekV3.SIZE_KEYS | {
+        *_INDEXER_KEYS,
+        *("index_topk_freq", "index_skip_topk_offset", "indexer_types", "mlp_layer_types"),
+    }
     FP8_REFUSAL = "SGLang keeps part of the indexer in bfloat16, which no test has published"
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
         problems = super().own_refusals(hf)
         problems += [
-            f"{key} {hf[key]!r} is not supported: every layer chooses {hf['index_topk']} keys by an "
-            f"indexer of its own; supported: {value!r}"
-            for key, value in _ONE_CHOICE_A_LAYER.items()
+            f"{key} {hf[key]!r} is not supported: it chooses keys in another way; supported: "
+            f"{value!r}"
+            for key, value in _PLAIN_CHOICE.items()
             if hf.get(key) not in (None, value)
         ]
-        if "shared" in (hf.get("indexer_types") or ()):
+        indexer = _indexer(hf)
+        kinds = [
+            "full" if indexer.source(index) == index else "shared"
+            for index in range(hf["num_hidden_layers"])
+        ]
+        if hf.get("indexer_types") not in (None, kinds):
             problems.append(
-                "indexer_types has 'shared' layers, which see the keys of an earlier layer "
-                "(GLM-5.2); supported: 'full' only (GLM-5, GLM-5.1)"
+                f"indexer_types is not what index_topk_freq {indexer.freq} and "
+                f"index_skip_topk_offset {indexer.offset} give, by which Megatron-Core shares choices"
             )
         if hf["q_lora_rank"] is None:
             problems.append("q_lora_rank null is not supported: the indexer reads queries' latent")
@@ -73,13 +80,7 @@ class DeepseekV32(DeepseekV3):
 
     def architecture(self, hf: HfConfig) -> Architecture:
         """Reads a config.json that has no refusals."""
-        indexer = LightningIndexer(
-            heads=hf["index_n_heads"],
-            head_dim=hf["index_head_dim"],
-            topk=hf["index_topk"],
-            in_pairs=bool(hf.get("indexer_rope_interleave")),
-        )
-        return replace(super().architecture(hf), indexer=indexer)
+        return replace(super().architecture(hf), indexer=_indexer(hf))
 
     @staticmethod
     def load_attention(
@@ -89,17 +90,18 @@ class DeepseekV32(DeepseekV3):
         prefix: str,
         shard: Shard,
     ) -> None:
-        """Loads latent attention, and the indexer whole."""
+        """Loads latent attention, and the indexer whole, if the layer has one."""
         DeepseekV3.load_attention(attention, arch, hf, prefix, shard)
-        indexer = dict(attention.core_attention.indexer.named_parameters())
-        for spec in _indexer_tensors(arch, ""):
-            indexer[spec.name].copy_(hf[f"{prefix}indexer.{spec.name}"])
+        if (indexer := attention.core_attention.indexer) is not None:
+            for name, parameter in indexer.named_parameters():
+                parameter.copy_(hf[f"{prefix}indexer.{name}"])
 
-    @staticmethod
-    def attention_tensors(arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
-        """Yields the tensors of latent attention and of the indexer."""
-        yield from DeepseekV3.attention_tensors(arch, prefix)
-        yield from _indexer_tensors(arch, prefix + "indexer.")
+    def layer_tensors(self, arch: Architecture, index: int) -> Iterator[TensorSpec]:
+        """Yields a layer's tensors, the indexer's at the end."""
+        yield from super().layer_tensors(arch, index)
+        assert arch.indexer is not None
+        if arch.indexer.source(index) == index:
+            yield from _indexer_tensors(arch, layer_prefix(index) + "self_attn.indexer.")
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
         """16 keys: samples of a certificate are longer, those of the smallest runs are not."""
@@ -109,6 +111,19 @@ class DeepseekV32(DeepseekV3):
             "index_head_dim": sizes.head_dim,
             "index_topk": 16,
         }
+
+
+def _indexer(hf: HfConfig) -> LightningIndexer:
+    freq = hf.get("index_topk_freq") or 1
+    return LightningIndexer(
+        heads=hf["index_n_heads"],
+        head_dim=hf["index_head_dim"],
+        topk=hf["index_topk"],
+        in_pairs=bool(hf.get("indexer_rope_interleave")),
+        freq=freq,
+        # transformers' and SGLang's default; without sharing nothing depends on it
+        offset=(hf.get("index_skip_topk_offset") or 2) if freq > 1 else 1,
+    )
 
 
 def dense_config(hf: HfConfig) -> dict[str, object]:
@@ -139,7 +154,7 @@ def _indexer_tensors(arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
 
 
 class GlmMoeDsa(DeepseekV32):
-    """GLM-5 and GLM-5.1: no groups of experts, no YaRN."""
+    """GLM-5, 5.1 and 5.2: no groups of experts, no YaRN."""
 
     HF_CLASS = "GlmMoeDsaForCausalLM"
 

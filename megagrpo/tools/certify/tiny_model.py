@@ -68,3 +68,5 @@ def _initial(spec: TensorSpec, generator: torch.Generator) -> Tensor:
             return torch.ones(spec.shape)
         case "bias" | "centered norm":
             return torch.zeros(spec.shape)
+        case "convolution":  # larger values would sharpen the norm behind a gated delta rule
+            return torch.randn(spec.shape, generator=generator) * 0.1

@@ -113,6 +113,11 @@ CONFIGS = {
     "glm_moe_dsa_dense": lambda: GlmMoeDsaConfig(
         **(_SPARSE | _DENSE), **_NO_GROUPS, rms_norm_eps=1e-6, rope_parameters=_PLAIN
     ),
+    # layers 1 and 3 see the keys that 0 and 2 have chosen
+    "glm_moe_dsa_shared": lambda: GlmMoeDsaConfig(
+        **_SPARSE, **_NO_GROUPS, rms_norm_eps=1e-6, rope_parameters=_PLAIN, index_topk_freq=2,
+        index_skip_topk_offset=1,
+    ),
     "deepseek_v32": lambda: DeepseekV32Config(
         **_SPARSE, **_GROUPS, num_experts=8, rope_parameters=_YARN
     ),
