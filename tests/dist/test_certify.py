@@ -230,6 +230,7 @@ def test_latent_attention_is_certified_and_its_fault_found(subject, tmp_path: Pa
     )
 
 
+@pytest.mark.slow
 def test_gated_delta_nets_are_certified_and_their_faults_found(subject, tmp_path: Path):
     faults = ("state-kept-over-borders", "inner-norm-centered", "norms-not-centered")
     jobs = [case("TP2+SP"), *(case("DP2", fault) for fault in faults)]
