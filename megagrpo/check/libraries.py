@@ -20,7 +20,7 @@ from megagrpo.config.fields import KeyPath, LibrarySettings, broken_rules, compl
 from megagrpo.config.libraries import SERVER, given_settings, setting_problems
 from megagrpo.config.placement import needs_gpus
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
-from megagrpo.families.table import architecture_of
+from megagrpo.families.table import architecture_of, exported_config
 from megagrpo.rollout.service.engine_command import (
     ServerPlace,
     engine_command,
@@ -153,7 +153,8 @@ def resolve_all(
         for number, config in enumerate(configs):
             model = Path(name) / str(number)
             model.mkdir()
-            (model / "config.json").write_text(json.dumps(describe_model(config)))
+            seen = exported_config(describe_model(config), config.actor.has_draft)
+            (model / "config.json").write_text(json.dumps(seen))
             here = config.model_copy(update={"model": ModelConfig(path=str(model))})
             servers.append(engine_command(here, _ON_GPU)[3:])  # without the program
         device = {

@@ -72,6 +72,8 @@ def test_sglang_takes_the_arguments_of_every_experiment(tmp_path):
             "enable_memory_saver": rollout.colocate,
             "enable_deterministic_inference": rollout.deterministic,
         }
+        if "index_topk" in (model_description(experiments[names[0]]) or ()):
+            wanted |= {"attention_backend": "dsa", "kv_cache_dtype": "bfloat16"}
         wanted |= {name: value for name, value in rollout.sglang.items() if name in found}
         print(", ".join(names), found)
         assert {name: found[name] for name in wanted} == wanted, names

@@ -42,10 +42,10 @@ DIGESTS = {
     ("kimi_k25", False): "b5cab126e366b585",
     ("deepseek_v32", False): "5a838abb4acc3aa4",
     ("glm_moe_dsa", False): "5a838abb4acc3aa4",
-    ("qwen3_5_moe", False): "558646bf1d290da5",
-    ("qwen3_5_moe_text", False): "2a64814d01ca9867",
-    ("qwen3_5", False): "00013358f466fa28",
-    ("qwen3_5_text", False): "7de967c1d0873760",
+    ("qwen3_5_moe", False): "7dc3ed828c7be285",
+    ("qwen3_5_moe_text", False): "a99c3a5bbd35aa75",
+    ("qwen3_5", False): "1cf43c388982de8b",
+    ("qwen3_5_text", False): "b16f53c19f6d225f",
 }
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

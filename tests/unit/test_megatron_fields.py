@@ -43,6 +43,12 @@ from megagrpo.actor.megatron.config import megatron_configs
 from megagrpo.config.actor import ActorConfig
 from megagrpo.families.table import architecture_of
 from megagrpo.actor.megatron.fields import expected_kernels
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
+from megatron.core.transformer import transformer_config
+# kernels of sparse attention and gated delta nets, which are not here
+transformer_config._validate_dsa_kernel_backend_dependencies = lambda backend: None
+sys.modules["fla"] = module_from_spec(ModuleSpec("fla", None))
 *jobs, refused = json.load(sys.stdin)
 for name, description, actor in jobs:
     actor = ActorConfig.model_validate(actor)

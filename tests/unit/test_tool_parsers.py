@@ -114,6 +114,9 @@ OF_FAMILY = {
     "qwen2_5_vl": "Qwen2.5", "qwen3_vl": "Qwen3", "qwen3_vl_moe": "Qwen3",
     "minimax_m2": "MiniMax-M2", "kimi_k25": "Kimi-K2",
 }  # fmt: skip
+# whose published templates were not tried
+UNTRIED = {"deepseek_v32", "glm_moe_dsa"}
+UNTRIED |= {"qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_text"}
 REASONING = {  # name -> SGLang's parser of reasoning
     "Qwen3": "qwen3", "DeepSeek-V3": "deepseek-r1", "GLM-4.5": "glm45",
 }  # fmt: skip
@@ -217,8 +220,8 @@ def parsed(tmp_path_factory):
     return dict(zip([*calls, *thoughts], [*of_calls, *of_thoughts], strict=True))
 
 
-def test_every_family_has_a_template_here():
-    assert set(OF_FAMILY) == set(FAMILIES) and set(OF_FAMILY.values()) <= set(MODELS)
+def test_every_family_has_a_template_here_or_is_known_not_to():
+    assert set(OF_FAMILY) | UNTRIED == set(FAMILIES) and set(OF_FAMILY.values()) <= set(MODELS)
 
 
 @pytest.mark.parametrize("name", MODELS)
