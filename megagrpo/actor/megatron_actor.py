@@ -100,8 +100,10 @@ def leave_distributed(actor: "MegatronActor | None") -> None:
     # Its groups' threads would pile up by the thousand. Megatron keeps pieces of the last autograd
     # graph in its modules, and the hooks in that graph keep the modules, which no garbage collector
     # sees through: cut here.
-    for wrapper in actor.model if actor is not None else []:
-        vars(wrapper).clear()
+    if actor is not None:
+        for wrapper in actor.model:
+            vars(wrapper).clear()
+        vars(actor).clear()  # its caller holds it while this collects
     mpu.destroy_model_parallel()
     dist.destroy_process_group()
     gc.collect()
