@@ -6,6 +6,7 @@ and what was done.
 """
 
 import shutil
+import tempfile
 from collections.abc import Iterable
 from itertools import combinations, product
 from pathlib import Path
@@ -122,7 +123,9 @@ def check(
     """Run the jobs, keep their figures, fail with every problem; returns the results, which of a
     job that does several things are by their names."""
     first = "-".join(next(iter(jobs))).replace(" ", "_")
-    measured = run_ranks(world, folder / f"world{world}_{first}", list(jobs.values()))
+    # two tests may begin with the same job; ranks that found another's stores would not meet
+    place = Path(tempfile.mkdtemp(prefix=f"world{world}_{first}-", dir=folder))
+    measured = run_ranks(world, place, list(jobs.values()))
     results = {}
     for (model, layout, what), job, result in zip(jobs, jobs.values(), measured, strict=True):
         if isinstance(job["do"], str):
