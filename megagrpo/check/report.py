@@ -150,8 +150,13 @@ def _advice(
     optimizer = actor.optimizer
     updates = (_num_steps(config) or math.inf) * config.train.updates_of_step
     rounded = "bfloat16" in (actor.dtype, rollout.dtype)
-    unplayed = arch is not None and arch.is_moe and actor.routing_replay is None and rounded
-    unplayed = unplayed and arch is not None and not FAMILIES[arch.family].ROUTING_REFUSAL
+    unplayed = (
+        arch is not None
+        and arch.is_moe
+        and not FAMILIES[arch.family].ROUTING_REFUSAL
+        and actor.routing_replay is None
+        and rounded
+    )
     ranks = rollout.num_engines * rollout.tp
     used = occupied_gpus(config)
     gpus = config.cluster.gpus_per_node

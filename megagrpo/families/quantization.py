@@ -10,7 +10,7 @@ _KEY = "quantization_config"
 FP8_BLOCK = (128, 128)  # rows and columns with one scale, in engines
 SCALES = "_scale_inv"  # after a tensor's name: the name of its blocks' scales
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True}
-_WORD = 8  # columns of INT4 in one int32
+INT4_WORD = 8  # columns of INT4 in one int32
 
 
 def quantization_problems(hf: HfConfig) -> list[str]:
@@ -85,13 +85,13 @@ def _packed_problems(described: HfConfig) -> list[str]:
     found = groups[0] if len(groups) == 1 else {}
     wrong = [key for key, value in _INT4.items() if found.get(key) != value]
     size = found.get("group_size")
-    if not isinstance(size, int) or size <= 0 or size % _WORD:
+    if not isinstance(size, int) or size <= 0 or size % INT4_WORD:
         wrong.append("group_size")
     wrong += [key for key in ("actorder", "dynamic", "zp_dtype") if found.get(key)]
     given = ", ".join(f"{key} {found.get(key)!r}" for key in wrong)
     return wrong and [
         f"{_KEY}: pack-quantized weights in {len(groups)} config_groups with {given} are not read; "
-        f"supported: one group with {_INT4} and a group_size that {_WORD} divides"
+        f"supported: one group with {_INT4} and a group_size that {INT4_WORD} divides"
     ]
 
 

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from megagrpo.families.architecture import HfConfig
 from megagrpo.families.model import write_description
-from megagrpo.families.quantization import SCALES, fp8_block, int4_group
+from megagrpo.families.quantization import INT4_WORD, SCALES, fp8_block, int4_group
 from megagrpo.families.table import has_draft, read_description
 from megagrpo.system.errors import translated
 from megagrpo.system.run_folder import whole_folder
 from megagrpo.weights.copies.views import Box
-from megagrpo.weights.packed_int4 import PACKED, SCALE, SHAPE, WORD, unpack_into
+from megagrpo.weights.packed_int4 import PACKED, SCALE, SHAPE, unpack_into
 
 Size = TypeVar("Size")
 INDEX = "model.safetensors.index.json"
@@ -149,12 +149,12 @@ class HfFolder(Mapping[str, Tensor]):
         (rows, words), _ = self.specs.pop(name + PACKED)
         scales, _ = self.specs.pop(name + SCALE, ((), None))
         self.specs.pop(name + SHAPE, None)
-        if scales != (rows, words * WORD // group) or words * WORD % group:
+        if scales != (rows, words * INT4_WORD // group) or words * INT4_WORD % group:
             raise ValueError(
-                f"{self.path}: tensor {name} [{rows}, {words * WORD}] in INT4 needs a scale for "
+                f"{self.path}: tensor {name} [{rows}, {words * INT4_WORD}] in INT4 needs a scale for "
                 f"each {group} columns in {name}{SCALE}; the files have {scales or 'none'}"
             )
-        self.specs[name] = ((rows, words * WORD), torch.bfloat16)
+        self.specs[name] = ((rows, words * INT4_WORD), torch.bfloat16)
         self._handles[name] = self._handles[name + PACKED]
 
     def __getitem__(self, name: str) -> Tensor:

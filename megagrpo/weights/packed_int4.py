@@ -8,8 +8,9 @@ weight = bfloat16((value - 8) * scale)
 import torch
 from torch import Tensor
 
+from megagrpo.families.quantization import INT4_WORD
+
 PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"  # after the name of a weight
-WORD = 8  # columns of an int32
 
 
 def unpacked(words: Tensor) -> Tensor:
@@ -24,9 +25,9 @@ def unpack_into(target: Tensor, words: Tensor, scales: Tensor, left: int) -> Non
     words, scales: of the box's rows, and of all columns.
     """
     right = left + target.shape[1]
-    group = words.shape[1] * WORD // scales.shape[1]
-    near = words[:, left // WORD : -(-right // WORD)].to(target.device)
-    values = unpacked(near)[:, left % WORD :][:, : right - left].float()
+    group = words.shape[1] * INT4_WORD // scales.shape[1]
+    near = words[:, left // INT4_WORD : -(-right // INT4_WORD)].to(target.device)
+    values = unpacked(near)[:, left % INT4_WORD :][:, : right - left].float()
     of_column = torch.arange(left, right, device=target.device) // group
     values *= scales.to(target.device, torch.float32)[:, of_column]
     target.copy_(values.bfloat16())

@@ -1,10 +1,7 @@
 """FP8 checkpoints are the bfloat16 tensors that SGLang's own routine makes of them, part by part in
 bounded memory."""
 
-import ast
 import json
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,6 +17,7 @@ from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
 from tests.fp8_checkpoint import dequantised, quantised
+from tests.installed import installed_function
 
 ROOT = Path(__file__).parents[2]
 BLOCK = (128, 128)
@@ -42,19 +40,9 @@ def qwen():
     return json.loads((ROOT / "configs/models/Qwen3-235B-A22B/config.json").read_text())
 
 
-@cache
 def sglangs():
-    """SGLang's block_quant_dequant, compiled from its installed source: the module imports half of
-    SGLang."""
-    spec = find_spec("sglang")
-    if spec is None:
-        pytest.skip("SGLang is not installed")
-    path = Path(spec.submodule_search_locations[0]) / "srt/layers/quantization/fp8_utils.py"
-    tree = ast.parse(path.read_text())
-    tree.body = [node for node in tree.body if getattr(node, "name", "") == "block_quant_dequant"]
-    found = {"torch": torch, "List": list}
-    exec(compile(tree, path, "exec"), found)
-    return found["block_quant_dequant"]
+    file = "srt/layers/quantization/fp8_utils.py"
+    return installed_function("sglang", file, "block_quant_dequant")
 
 
 def write(folder, tensors, quantization=FP8):

@@ -1,15 +1,10 @@
 """INT4 checkpoints and Kimi-K2.5's text part: unpacked as the format says, a part as its whole, refused
 by name."""
 
-import ast
 import json
-import math
 from dataclasses import replace
-from functools import cache
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
@@ -28,6 +23,7 @@ from megagrpo.families.table import (
 )
 from megagrpo.weights import packed_int4
 from megagrpo.weights.hf_folder import HfFolder
+from tests.installed import installed_function
 from tests.int4_checkpoint import GROUP, QUANTIZATION, pack_folder, packed, quantised
 
 pytestmark = pytest.mark.verifies(
@@ -50,20 +46,6 @@ def folder_of(path, tensors, quantization=QUANTIZATION):
     return path
 
 
-@cache
-def compressed_tensors():
-    """Its unpack_from_int32, compiled from the installed source: the package imports models."""
-    spec = find_spec("compressed_tensors")
-    if spec is None:
-        pytest.skip("SGLang is not installed")
-    path = Path(spec.submodule_search_locations[0]) / "compressors/pack_quantized/helpers.py"
-    tree = ast.parse(path.read_text())
-    tree.body = [node for node in tree.body if getattr(node, "name", "") == "unpack_from_int32"]
-    found = {"torch": torch, "math": math, "Literal": Literal}
-    exec(compile(tree, path, "exec"), found)
-    return found["unpack_from_int32"]
-
-
 def test_a_word_holds_eight_columns_from_its_low_end():
     """By hand: 0x0123CDEF is, from the right, 15 14 13 12 3 2 1 0, each less 8; its sign is a bit."""
     words = torch.tensor([[0x0123CDEF, -1, -(1 << 31)]], dtype=torch.int32)
@@ -82,7 +64,9 @@ def test_every_part_is_what_compressed_tensors_reads(tmp_path):
     tensors["a.weight_shape"] = torch.tensor([6, 96], dtype=torch.int32)
     hf = HfFolder(folder_of(tmp_path / "int4", tensors))
     assert hf.specs == {"a.weight": ((6, 96), torch.bfloat16)}
-    theirs = compressed_tensors()(tensors["a.weight_packed"], 4, torch.Size((6, 96)))
+    file = "compressors/pack_quantized/helpers.py"
+    unpack = installed_function("compressed_tensors", file, "unpack_from_int32")
+    theirs = unpack(tensors["a.weight_packed"], 4, torch.Size((6, 96)))
     wanted = theirs.to(torch.bfloat16) * scales.repeat_interleave(GROUP, 1)
     assert torch.equal(theirs.int(), values) and torch.equal(hf["a.weight"], wanted)
     for top, left, size in product((0, 2), (0, 5, 32, 61), ((1, 1), (3, 35), (4, 30))):

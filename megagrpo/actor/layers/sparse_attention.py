@@ -67,6 +67,10 @@ class Indexer(torch.nn.Module):
             **scaling,
         )
 
+    def keep_float32(self) -> None:
+        """Restores float32 of the keys' norm after a cast, as engines compute it."""
+        self.k_norm.float()
+
     @torch.no_grad()
     def forward_before_topk(
         self, x: Tensor, qr: Tensor, packed_seq_params: PackedSeqParams | None = None

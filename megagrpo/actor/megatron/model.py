@@ -209,17 +209,14 @@ def build_chunks(
 
 
 def _in_bfloat16(chunk: HiddenStatesModel) -> HiddenStatesModel:
-    """Casts a chunk except the biases of its routers, the norms of its indexers and the frequencies
-    of its tower."""
+    """Casts a chunk except the biases of its routers, the norms of its indexers, the decays of its
+    gated delta nets and the frequencies of its tower."""
     chunk.bfloat16()
     for module in chunk.modules():
-        if isinstance(module, Indexer):
-            module.k_norm.float()
+        if isinstance(module, Indexer | GatedDelta):
+            module.keep_float32()
     if isinstance(getattr(chunk, "visual", None), Tower):
         chunk.visual.keep_float32_angles()
-    for module in chunk.modules():
-        if isinstance(module, GatedDelta):
-            module.keep_float32()
     drafts = [] if chunk.draft is None else [chunk.draft.layer.mlp]
     for router in [
         *routers([chunk]).values(),

@@ -24,6 +24,7 @@ from megagrpo.actor.routing.tokens import own_places
 from megagrpo.algo.loss import objective
 from megagrpo.batching import microbatch
 from megagrpo.batching.microbatch import plan_micro_batches, targets
+from megagrpo.families.family import Family
 from megagrpo.families.loading import Shard
 from megagrpo.families.models.deepseek_v3 import DeepseekV3
 from megagrpo.families.models.minimax_m2 import MiniMaxM2
@@ -138,6 +139,16 @@ class _CutTensors(UserDict[str, Tensor]):
         return self._shard.rows(self.data[name]) if cut else self.data[name]
 
 
+def _loaded_cut(family: type[Family], *ends: str) -> AbstractContextManager[None]:
+    """Attention of a family is loaded with this rank's rows of the tensors whose names end so."""
+    load = family.load_attention
+
+    def load_cut(attention, arch, hf, prefix, shard):
+        load(attention, arch, _CutTensors(hf, shard, *ends), prefix, shard)
+
+    return patch.multiple(family, load_attention=staticmethod(load_cut))
+
+
 @contextmanager
 def _latent_projections_cut_over_tp() -> Iterator[None]:
     """Latent attention's down projections are cut over ranks, as Megatron's local layers do.
@@ -145,16 +156,10 @@ def _latent_projections_cut_over_tp() -> Iterator[None]:
     The gradient of the rotary part of keys is then split where it has to be summed; the loss is
     right.
     """
-    load = DeepseekV3.load_attention
     megatrons = vars(model)["ColumnParallelLinear"]  # only actor/ imports Megatron
-
-    def load_cut(attention, arch, hf, prefix, shard):
-        cut = _CutTensors(hf, shard, "q_a_proj.weight", "kv_a_proj_with_mqa.weight")
-        load(attention, arch, cut, prefix, shard)
-
     with (
         patch.multiple(layer_specs, WholeLinear=megatrons),
-        patch.multiple(DeepseekV3, load_attention=staticmethod(load_cut)),
+        _loaded_cut(DeepseekV3, "q_a_proj.weight", "kv_a_proj_with_mqa.weight"),
     ):
         yield
 
@@ -192,15 +197,9 @@ class _NormOfOwnHeads(NormOverHeads):
 def _head_norms_cut_over_tp() -> Iterator[None]:
     """The norm over all heads is cut over ranks, as its heads are: Megatron adds other heads'
     gradients to a rank's."""
-    load = MiniMaxM2.load_attention
-
-    def load_cut(attention, arch, hf, prefix, shard):
-        cut = _CutTensors(hf, shard, "q_norm.weight", "k_norm.weight")
-        load(attention, arch, cut, prefix, shard)
-
     with (
         patch.multiple(layer_specs, NormOverHeads=_NormOfOwnHeads),
-        patch.multiple(MiniMaxM2, load_attention=staticmethod(load_cut)),
+        _loaded_cut(MiniMaxM2, "q_norm.weight", "k_norm.weight"),
     ):
         yield
 
