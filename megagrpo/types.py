@@ -58,7 +58,11 @@ class ImageRef:
 class Prompt(WithArrays):
     """One problem of a data file, with its reference answer and grader."""
 
-    _types: ClassVar[dict[str, type]] = {"token_ids": np.int32, "short_ids": np.int32}
+    _types: ClassVar[dict[str, type]] = {
+        "token_ids": np.int32,
+        "short_ids": np.int32,
+        "demonstration": np.int32,
+    }
 
     id: int  # line in the data file, from 0; numbered over all files if there are several
     text: str  # as tokenised, chat template included
@@ -75,6 +79,31 @@ class Prompt(WithArrays):
     )
     messages: list[dict] = field(default_factory=list)  # of `text`; []: it has no chat template
     question: str = ""  # what environments and judges get: the last message, before the template
+    # names and weights (they sum to 1) of the teachers that score its responses
+    teachers: tuple[tuple[str, float], ...] = ()
+    # by component of the loss: factors of the weights of its tokens; a component left out has 1
+    weights: dict[str, float] = field(default_factory=dict)
+    demonstration: np.ndarray | None = None  # [T] int32, a response to learn; None: it has none
+
+
+@dataclass(frozen=True, eq=False)
+class TeacherScores(WithArrays):
+    """A response under its row's teachers, at the temperature it was sampled with: of T tokens.
+
+    Of several teachers the mixture: log sum_i w_i p_i.
+    """
+
+    _types: ClassVar[dict[str, type]] = {
+        "logprobs": np.float32,
+        "top_ids": np.int32,
+        "top_logprobs": np.float32,
+    }
+
+    logprobs: np.ndarray  # [T] float32, of the sampled tokens; 0 for a tool's
+    # [T, k] int32, tokens that distillation compares: the most probable ones of the policy, or of
+    # the teacher; None for reverse_kl
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None  # [T, k] float32, of these under the teachers
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +141,7 @@ class Sample(WithArrays):
         None  # index of its rollout within the group; None: its own index, one sample a rollout
     )
     prompt_ids: np.ndarray | None = None  # int32, what it continues; None: the group's prompt
+    teacher: TeacherScores | None = None  # None: its row has no teacher
 
     @property
     def of_rollout(self) -> int:

@@ -29,6 +29,7 @@ from megagrpo.config.objective.own import (
 )
 from megagrpo.config.objective.policy_loss import DppoLoss, PolicyLossConfig, PpoClipLoss
 from megagrpo.config.objective.reward_shaping import RewardShapingConfig
+from megagrpo.config.objective.streams import DistillationConfig, StreamConfig
 
 if TYPE_CHECKING:
     from megagrpo.config.schema import ExperimentConfig
@@ -91,6 +92,10 @@ class AlgorithmConfig(Section):
     """Leave responses that ended by length out of the loss, not out of the statistics."""
     mismatch: MismatchConfig = MismatchConfig()
     dynamic_sampling: DynamicSampling | None = None
+    distillation: DistillationConfig | None = None
+    streams: list[StreamConfig] = Field(default=[])
+    """Components of the loss beside rl, and the tokens of each. Before the first entry rl and, where
+    `distillation` is there, distillation have weight 1 on all tokens that the policy sampled."""
 
     @model_validator(mode="before")
     @classmethod

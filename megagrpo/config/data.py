@@ -96,6 +96,14 @@ class DataConfig(Section):
     tools_key: str | None = None
     """Column of a row's tools for the chat template, a list of {type, function} or its JSON. Needs
     `chat_template`."""
+    teacher_key: str | None = None
+    """Column that names a row's teacher, one of `teachers`, or several with weights, `{math: 0.7,
+    code: 0.3}`; empty: none. Default: the only teacher."""
+    weight_key: str | None = None
+    """Column of a row's weights by component of the loss, `{rl: 0, cross_entropy: 1}`; they multiply
+    those of `algorithm.streams`."""
+    demonstration_key: str | None = None
+    """Column of a response to learn, for streams that are written by data."""
     chat_template: bool = False
     """Render prompts with the tokenizer's chat template."""
     chat_template_args: dict[str, str | int | float | bool] = Field(default={})

@@ -25,6 +25,7 @@ from megagrpo.config.fields import (
 )
 from megagrpo.config.reward import GraderConfig, RewardConfig
 from megagrpo.config.rollout import RolloutConfig, SamplingConfig, WeightsConfig
+from megagrpo.config.teachers import TeacherConfig
 from megagrpo.families.model import Model
 from megagrpo.system.run_folder import RunFolder
 
@@ -232,6 +233,8 @@ class ExperimentConfig(Section):
     actor: ActorConfig = ActorConfig()
     rollout: RolloutConfig = RolloutConfig()
     weights: WeightsConfig = WeightsConfig()
+    teachers: dict[str, TeacherConfig] = Field(default={})
+    """Teachers of `algorithm.distillation`, by names of your own."""
     cluster: ClusterConfig = ClusterConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()

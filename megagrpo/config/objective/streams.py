@@ -1,0 +1,73 @@
+"""The `algorithm.streams` and `algorithm.distillation` sections: which tokens each component of the
+loss is made of."""
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from megagrpo.config.fields import NonNegativeFloat, Number, PositiveFloat, Rule, Section, named
+
+if TYPE_CHECKING:
+    from megagrpo.config.schema import ExperimentConfig
+
+Component = Literal["rl", "distillation", "cross_entropy", "reference_kl"]
+Writer = Literal["policy", "tool", "data"]
+LOGPROB_MIN = -10.0  # verl's log_prob_min_clamp
+
+
+class DistillationConfig(Section):
+    """On-policy distillation from `teachers`: a component of the loss on the tokens of rows that
+    have one."""
+
+    loss: Literal["reverse_kl", "student_topk", "teacher_topk"] = "reverse_kl"
+    """reverse_kl: the policy loss with A = log p_teacher - log p_old of the sampled token.
+    student_topk: sum of p (log p - log p_teacher) over the policy's top_k most probable tokens.
+    teacher_topk: sum of p_teacher (log p_teacher - log p) over the teacher's."""
+    top_k: int = Field(default=16, ge=1, le=256)
+    """Tokens of each position that the two others compare."""
+    logprob_min: Number = LOGPROB_MIN
+    """Smallest log-probability that they see."""
+    loss_max: PositiveFloat | None = None
+    """Largest loss of a token, and largest advantage of reverse_kl, either way."""
+
+    @property
+    def num_candidates(self) -> int:
+        """Tokens of each position that teachers score beside the sampled one."""
+        return 0 if self.loss == "reverse_kl" else self.top_k
+
+    @property
+    def formula(self) -> str:
+        """The loss of a token, as AlgorithmConfig.formula writes it."""
+        return {
+            "reverse_kl": "policy loss of A = log p_T - log p_old",
+            "student_topk": f"sum_top{self.top_k} p (log p - log p_T)",
+            "teacher_topk": f"sum_top{self.top_k} p_T (log p_T - log p)",
+        }[self.loss]
+
+
+class StreamConfig(Section):
+    """Tokens that a component of the loss is made of. Of several entries that fit a token the last
+    one counts. A component is divided by the number of its tokens in the update, over all ranks."""
+
+    component: Component
+    """rl: the loss of `loss`, `advantage`, `kl` and `entropy_coef`. distillation: that of
+    `distillation`. cross_entropy: -log p. reference_kl: `kl.estimator` of the initial weights."""
+    weight: NonNegativeFloat = 1.0
+    """Of these tokens; 0 leaves them out. A row multiplies it by its own, of `data.weight_key`."""
+    written_by: list[Writer] = Field(default=["policy"], min_length=1)
+    """Who wrote them: the policy, a tool between its turns, or the data: a demonstration, of
+    `data.demonstration_key`."""
+    sources: list[str] = Field(default=[])
+    """Sources of their rows; default: all."""
+
+    def problems(self) -> list[Rule]:
+        sampled_only = self.component in ("rl", "distillation")
+        others = [writer for writer in self.written_by if writer != "policy"]
+        return [
+            Rule(
+                sampled_only and others,
+                f"component {self.component} is of tokens that the policy sampled, and "
+                f"written_by names {named(others)}",
+                "use cross_entropy for those",
+            )
+        ]

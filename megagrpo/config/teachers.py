@@ -1,0 +1,30 @@
+"""The `teachers` section: models that score responses for on-policy distillation."""
+
+from megagrpo.config.fields import LocalPath, PositiveInt, Rule, Section
+
+
+class TeacherConfig(Section):
+    """One teacher: engines of the rollout service that get no weights, or a server that runs
+    elsewhere."""
+
+    path: LocalPath | None = None
+    """Folder in Hugging Face's format, or name on the Hub. It has the tokenizer of `model`."""
+    url: str | None = None
+    """Instead: a SGLang server that runs elsewhere with the teacher's weights."""
+    num_engines: PositiveInt = 1
+    """As in `rollout`, whose other keys its engines share, as all below."""
+    tp: PositiveInt = 1
+    """As in `rollout`."""
+    ep: PositiveInt = 1
+    """As in `rollout`."""
+    nodes_per_engine: PositiveInt = 1
+    """As in `rollout`."""
+
+    def problems(self) -> list[Rule]:
+        return [
+            Rule(
+                (self.path is None) == (self.url is None),
+                "a teacher has a path or a url, one of them",
+                "write path for engines that this run starts, url for a server that runs already",
+            )
+        ]
