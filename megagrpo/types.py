@@ -294,6 +294,18 @@ class Correction:
 
 
 @dataclass(frozen=True)
+class Streams:
+    """The tokens of each component of the loss, and their teachers' scores; algorithm.streams."""
+
+    # by component, rl included: [T] float32, 0 on tokens that are not of it
+    weights: "dict[str, Tensor]"
+    # of distillation; see TeacherScores: [T], [T, k] and [T, k], 0 without a teacher
+    teacher_logprobs: "Tensor | None" = None
+    top_ids: "Tensor | None" = None
+    top_logprobs: "Tensor | None" = None
+
+
+@dataclass(frozen=True)
 class Batch:
     """This data-parallel rank's samples of one step, on the host; each MicroBatch copies its own to
     the device."""
@@ -322,6 +334,7 @@ class Batch:
     reference: ReferenceStates | None = None  # KL estimator "full", instead of ref_logprobs
     correction: Correction = Correction()
     routing: Routing | None = None
+    streams: Streams | None = None  # None: rl alone, on all tokens that the policy sampled
     updates: Updates = ()  # (): for forwards only
     # [M] int64, samples of each rollout, which are neighbours; None: one each. Read by
     # algo/rollouts.py
@@ -332,6 +345,23 @@ class Batch:
     def starts(self) -> "Tensor":
         """Index of each sample's first token, [N] int64."""
         return self.lengths.cumsum(0) - self.lengths
+
+    @property
+    def rl_mask(self) -> "Tensor":
+        """The tokens of the component rl, [T] bool."""
+        return self.loss_mask if self.streams is None else self.loss_mask & self._of("rl")
+
+    @property
+    def trained_mask(self) -> "Tensor":
+        """The tokens of any component, and all others of the loss mask, [T] bool."""
+        mask = self.loss_mask
+        for component in self.streams.weights if self.streams else ():
+            mask = mask | self._of(component) if component != "rl" else mask
+        return mask
+
+    def _of(self, component: str) -> "Tensor":
+        assert self.streams is not None
+        return self.streams.weights[component] != 0
 
     @property
     def num_updates(self) -> int:
@@ -346,8 +376,8 @@ def on_device(tensor: "Tensor", device: "torch.device") -> "Tensor":
 
 @dataclass(frozen=True)
 class Targets:
-    """The R positions of a micro-batch whose next token the policy sampled, and the indices of
-    those tokens.
+    """The R positions of a micro-batch whose next token is trained on, mostly one that the policy
+    sampled, and the indices of those tokens.
 
     Under context parallelism only those in this rank's part.
     """
@@ -411,13 +441,14 @@ class MicroBatch:
         )
 
     def padded(self, values: "Tensor") -> "Tensor":
-        """Returns values [T] of the Batch's tokens for the samples in it: [n, S] on its device, 0
-        beyond their ends."""
+        """Returns values [T, ...] of the Batch's tokens for the samples in it: [n, S, ...] on its
+        device, 0 beyond their ends."""
         mine = on_device(values[self.places], self.grid.device)
+        rest = values.shape[1:]
         return (
-            mine.new_zeros(len(self.members) * self.longest)
+            mine.new_zeros(len(self.members) * self.longest, *rest)
             .index_copy(0, self.grid, mine)
-            .view(-1, self.longest)
+            .view(-1, self.longest, *rest)
         )
 
 

@@ -27,12 +27,14 @@ Loss = tuple[Tensor, dict[str, Tensor]]  # scalar, metric sums
 
 @dataclass(frozen=True)
 class TokenValues:
-    """Holds the model's values of a micro-batch's n samples: [n, S] each, 0 off the loss mask, with
-    gradients."""
+    """Holds the model's values of a micro-batch's n samples: [n, S] each, 0 off the trained tokens,
+    with gradients."""
 
     logprobs: Tensor
     entropy: Tensor
     full_kl: Tensor | None  # where batch.reference is there
+    # [n, S, k], where batch.streams has them: log-probabilities of its top_ids
+    top_logprobs: Tensor | None = None
 
 
 # Computes the loss of one micro-batch from the values of its sampled tokens.
@@ -51,12 +53,18 @@ def over_tokens(
     def from_hidden(micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor) -> Loss:
         flat = micro.targets.flat
         places = micro.target_grid
-        tokens = micro.padded(batch.tokens).flatten()[places].long()
+        tokens = micro.padded(batch.tokens).flatten()[places].long()[:, None]
+        candidates = None if batch.streams is None else batch.streams.top_ids
+        if candidates is not None:
+            of_all = micro.padded(candidates).flatten(0, 1)
+            tokens = torch.cat((tokens, of_all[places].long()), dim=1)
         logprobs, entropy = token_values(actor, chunk, hidden, flat, tokens, temperature)
 
         def grid(by_token: Tensor) -> Tensor:
-            empty = by_token.new_zeros(len(micro.members) * micro.longest)
-            return _all_context_ranks(empty.index_put((places,), by_token).view(-1, micro.longest))
+            rest = by_token.shape[1:]
+            empty = by_token.new_zeros(len(micro.members) * micro.longest, *rest)
+            whole = empty.index_put((places,), by_token).view(-1, micro.longest, *rest)
+            return _all_context_ranks(whole)
 
         full_kl = None
         if (reference := batch.reference) is not None:
@@ -75,7 +83,8 @@ def over_tokens(
             full_kl = grid(
                 chunked_full_kl(of_policy, weight, *of_reference, temperature, rows, shard)
             )
-        return token_loss(micro, TokenValues(grid(logprobs), grid(entropy), full_kl))
+        top = None if candidates is None else grid(logprobs[:, 1:])
+        return token_loss(micro, TokenValues(grid(logprobs[:, 0]), grid(entropy), full_kl, top))
 
     return from_hidden
 
@@ -115,8 +124,8 @@ def token_values(
     tokens: Tensor,
     temperature: float,
 ) -> tuple[Tensor, Tensor]:
-    """Returns log-probability and entropy [T] of `tokens` [T], predicted at flat positions of
-    hidden [s / tp, b, h]."""
+    """Returns log-probabilities of `tokens` [T] or [T, k], and entropy [T], predicted at flat
+    positions of hidden [s / tp, b, h]."""
     weight = chunk.output_weight()
     rows = actor.config.logprob_chunk_tokens
     shard = _vocabulary(actor, weight)

@@ -19,11 +19,17 @@ from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.actor.schedule import from_last_stage, run_schedule, sum_over_ranks
 from megagrpo.algo.loss import Denominators, LossInputs, count_denominators, objective
 from megagrpo.algo.rollouts import counted_tokens, of_samples, rollouts_of
+from megagrpo.algo.streams import StreamInputs, count_streams, stream_losses
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.types import Batch, MicroBatch, ReferenceStates, on_device
 
 _COUNTS = ("updates", "padded", "real", "tokens")  # sums of a pass that are no metrics
-_DIVIDED = ("loss/", "router/", "draft/")  # of an update, by its denominators; others are sums
+_DIVIDED = (
+    "loss/",
+    "router/",
+    "draft/",
+    "stream/",
+)  # of an update, by its denominators; others are sums
 
 
 def token_logprobs(actor: MegatronActor, batch: Batch, temperature: float) -> Tensor:
@@ -169,7 +175,7 @@ def update(
         for groups in map(frozenset, updates):
             rows = [row for row, group in enumerate(group_ids) if group in groups]
             denominators = denominators_of(actor, batch, rows, algorithm, max_response_tokens)
-            if denominators.num_tokens == 0:
+            if denominators.nothing:
                 skipped += 1
                 continue
             of_update = seen if batch.old_logprobs is None else None
@@ -180,7 +186,10 @@ def update(
                 print(exc, flush=True)
                 non_finite += 1
                 continue
-            passes[-1].append({"updates": 1.0, **sums})
+            tokens = {
+                f"stream/{name}_tokens": float(n) for name, n in denominators.of_streams.items()
+            }
+            passes[-1].append({"updates": 1.0, **sums, **tokens})
     actor.gather_parameters()
     of_passes = list(map(_added, passes))
     whole = _added(of_passes)
@@ -244,10 +253,11 @@ def denominators_of(
 ) -> Denominators:
     """Collective over data-parallel ranks. Counts what the loss of these rows' update is divided
     by."""
-    counts = counted_tokens(batch)[rollouts_of(torch.tensor(rows, dtype=torch.int64), batch)]
-    return count_denominators(
-        counts, actor.mesh.reduce, scale=algorithm.loss_scale_factor or max_response_tokens
-    )
+    samples = torch.tensor(rows, dtype=torch.int64)
+    counts = counted_tokens(batch)[rollouts_of(samples, batch)]
+    reduce = actor.mesh.reduce
+    of_rl = count_denominators(counts, reduce, algorithm.loss_scale_factor or max_response_tokens)
+    return replace(of_rl, of_streams=count_streams(batch, samples, reduce))
 
 
 def backward(
@@ -268,7 +278,12 @@ def backward(
     def token_loss(micro: MicroBatch, values: TokenValues) -> Loss:
         if seen is not None:
             put_tokens(seen, micro, values.logprobs)
-        loss, sums = objective(_loss_inputs(batch, micro, values, counted), algorithm, denominators)
+        inputs = _loss_inputs(batch, micro, values, counted)
+        loss, sums = objective(inputs, algorithm, denominators)
+        if denominators.of_streams:
+            streams = _stream_inputs(batch, micro, values)
+            more, of_streams = stream_losses(inputs, streams, algorithm, denominators.of_streams)
+            loss, sums = loss + more.to(loss.dtype), sums | of_streams
         return loss, {"loss/total": loss.detach(), **sums}
 
     counted = of_samples(counted_tokens(batch), batch)
@@ -321,7 +336,23 @@ def _loss_inputs(
         ref_logprobs=padded(batch.ref_logprobs),
         full_kl=values.full_kl,
         policy_weights=padded(batch.correction.weights),
+        rl_weights=padded(None if batch.streams is None else batch.streams.weights["rl"]),
         counted_tokens=on_device(counted[micro.members], values.logprobs.device),
+    )
+
+
+def _stream_inputs(batch: Batch, micro: MicroBatch, values: TokenValues) -> StreamInputs:
+    streams = batch.streams
+    assert streams is not None
+
+    def padded(field: Tensor | None) -> Tensor | None:
+        return None if field is None else micro.padded(field)
+
+    return StreamInputs(
+        weights={name: micro.padded(of_one) for name, of_one in streams.weights.items()},
+        teacher_logprobs=padded(streams.teacher_logprobs),
+        top_logprobs=values.top_logprobs,
+        top_teacher=padded(streams.top_logprobs),
     )
 
 

@@ -62,7 +62,7 @@ def with_advantages(
     batch, mismatch_metrics = _with_trained_mask(batch, trained, algorithm, reduce)
     to_estimate = _estimator_inputs(whole, sampled, inputs, shaped.values, kl_rewards, algorithm)
     advantages = estimate(to_estimate, algorithm.advantage)
-    trained = batch.loss_mask
+    trained = batch.rl_mask
     if algorithm.whitens:
         advantages = whiten(advantages, moments(advantages, reduce, trained))
     advantages.masked_fill_(~trained, 0.0)
@@ -186,7 +186,18 @@ def _with_trained_mask(
     if options.reject is not None:
         of_denominators = counted if options.reject.keep_denominator else None
         correction = Correction(weights, of_denominators, before_rejection=counted)
-    return replace(batch, loss_mask=trained, correction=correction), metrics
+    return _without_rejected(replace(batch, loss_mask=trained, correction=correction)), metrics
+
+
+def _without_rejected(batch: Batch) -> Batch:
+    """Returns the batch with no rejected token in distillation: the policy did not sample it."""
+    before, streams = batch.correction.before_rejection, batch.streams
+    if before is None or streams is None or "distillation" not in streams.weights:
+        return batch
+    weights = streams.weights["distillation"].masked_fill(before & ~batch.loss_mask, 0.0)
+    return replace(
+        batch, streams=replace(streams, weights=streams.weights | {"distillation": weights})
+    )
 
 
 def _group_metrics(stats: GroupStatistics) -> dict[str, float]:

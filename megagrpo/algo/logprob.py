@@ -48,16 +48,21 @@ def chunked_logprobs(
     chunk_tokens: int,
     shard: VocabularyShard = WHOLE_VOCABULARY,
 ) -> tuple[Tensor, Tensor]:
-    """Collective over tensor-parallel ranks. Returns log-probabilities of the targets and
-    entropies, float32 [T] each.
+    """Collective over tensor-parallel ranks. Returns log-probabilities of the targets, float32 in
+    their shape, and entropies [T].
 
     Of softmax(hidden weight^T / temperature), in nats. hidden [T, H]; weight [V_local, H]; targets
-    [T] int64, ids in the whole vocabulary, -1 for positions whose outputs are 0. chunk_tokens: rows
-    of a tile. The gradient of hidden is this rank's PARTIAL sum over its columns, for the caller to
-    all-reduce or reduce-scatter; that of weight is whole.
+    [T] or, several of each position, [T, k] int64: ids in the whole vocabulary, -1 where the output
+    is 0, as the entropy where the first is. chunk_tokens: rows of a tile. The gradient of hidden is
+    this rank's PARTIAL sum over its columns, for the caller to all-reduce or reduce-scatter; that
+    of weight is whole.
     """
     options = (temperature, chunk_tokens, shard.columns(weight), shard.reduce)
-    return _LogProbs.apply(hidden, weight, targets - shard.start, targets < 0, *options)
+    several = targets if targets.dim() > 1 else targets[:, None]
+    logprobs, entropy = _LogProbs.apply(
+        hidden, weight, several - shard.start, several < 0, *options
+    )
+    return logprobs.view(targets.shape), entropy
 
 
 class _LogProbs(torch.autograd.Function):
@@ -66,10 +71,11 @@ class _LogProbs(torch.autograd.Function):
         ctx, hidden, weight, local_targets, ignored, temperature, chunk_tokens, columns, reduce
     ):
         top = hidden.new_full(hidden.shape[:1], torch.finfo(torch.float32).min, dtype=torch.float32)
-        mass, moment, chosen = (torch.zeros_like(top) for _ in range(3))
+        mass, moment = (torch.zeros_like(top) for _ in range(2))
+        chosen = torch.zeros_like(local_targets, dtype=torch.float32)  # [T, k]
         for rows, cols, logits in _tiles(hidden, weight, temperature, chunk_tokens, columns):
             inside, index = _targets_in(local_targets[rows], cols)
-            chosen[rows] += logits.gather(1, index).squeeze(1).masked_fill_(~inside, 0.0)
+            chosen[rows] += logits.gather(1, index).masked_fill_(~inside, 0.0)
             tile_top = logits.amax(1)
             logits -= tile_top[:, None]
             shifted = logits.clone()
@@ -84,30 +90,32 @@ class _LogProbs(torch.autograd.Function):
         if reduce is not None:
             whole_top = reduce(top.clone(), "max")
             shift = top - whole_top
-            local = torch.stack((mass, moment + shift * mass, chosen))
+            local = torch.stack((mass, moment + shift * mass, *chosen.unbind(1)))
             local[:2] *= shift.exp()
             top = whole_top
-            mass, moment, chosen = reduce(local, "sum")
+            summed = reduce(local, "sum")
+            mass, moment, chosen = summed[0], summed[1], summed[2:].t()
         log_mass = mass.log()
         log_z = top + log_mass
-        entropy = (log_mass - moment / mass).masked_fill(ignored, 0.0)
+        entropy = (log_mass - moment / mass).masked_fill(ignored[:, 0], 0.0)
         ctx.save_for_backward(hidden, weight, local_targets, ignored, log_z, entropy)
         ctx.options = (temperature, chunk_tokens, columns)
         ctx.set_materialize_grads(
             False
         )  # what the loss does not use has no gradient, and costs nothing in backward
-        return (chosen - log_z).masked_fill(ignored, 0.0), entropy
+        return (chosen - log_z[:, None]).masked_fill(ignored, 0.0), entropy
 
     @staticmethod
     def backward(ctx, grad_logprob, grad_entropy):
         hidden, weight, local_targets, ignored, log_z, entropy = ctx.saved_tensors
         temperature, chunk_tokens, columns = ctx.options
-        scale_logprob, scale_entropy = (
-            None if grad is None else (grad / temperature).masked_fill(ignored, 0.0)
-            for grad in (grad_logprob, grad_entropy)
+        scale_targets, scale_entropy = (
+            None if grad is None else (grad / temperature).masked_fill(where, 0.0)
+            for grad, where in ((grad_logprob, ignored), (grad_entropy, ignored[:, 0]))
         )
-        if scale_logprob is None:
-            scale_logprob = torch.zeros_like(log_z)
+        if scale_targets is None:
+            scale_targets = torch.zeros_like(ignored, dtype=torch.float32)
+        scale_logprob = scale_targets.sum(1)
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         # frozen under adapters: then its gradient, as large as the largest weight, is not computed
         grad_weight = (
@@ -126,7 +134,7 @@ class _LogProbs(torch.autograd.Function):
             else:
                 grad = logits.exp_().mul_(-scale_logprob[rows, None])
             inside, index = _targets_in(local_targets[rows], cols)
-            grad.scatter_add_(1, index, (scale_logprob[rows] * inside)[:, None])
+            grad.scatter_add_(1, index, scale_targets[rows] * inside)
             _accumulate(grad_hidden[rows], grad, weight[cols])
             if grad_weight is not None:
                 _accumulate(grad_weight[cols], grad.t(), hidden[rows])
@@ -313,10 +321,10 @@ def _accumulate(total: Tensor, grad: Tensor, other: Tensor) -> None:
 
 
 def _targets_in(local_targets: Tensor, cols: slice) -> tuple[Tensor, Tensor]:
-    """Returns which targets [t] lie in these columns, [t] bool, and their places there, [t, 1] (0
-    for the others)."""
+    """Returns which targets [t, k] lie in these columns, bool, and their places there (0 for the
+    others)."""
     inside = (local_targets >= cols.start) & (local_targets < cols.stop)
-    return inside, (local_targets - cols.start).masked_fill(~inside, 0)[:, None]
+    return inside, (local_targets - cols.start).masked_fill(~inside, 0)
 
 
 def _join(top: Tensor, mass: Tensor, moment: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,7 +5,7 @@ denominator of the WHOLE update, counted over all ranks before the micro-batch l
 simply add up over micro-batches and ranks.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ class LossInputs:
     policy_weights: Tensor | None = (
         None  # correction of the trainer/rollout mismatch, see correction.py
     )
+    rl_weights: Tensor | None = None  # of the component rl, see streams.py; 0: not of it; None: 1
     # [n] int64, tokens of the row's rollout that denominators count: more than those of the row if
     # the rollout has other rows, or if rejected tokens stay in them
     counted_tokens: Tensor | None = None
@@ -49,9 +50,16 @@ class Denominators:
     A sequence is a rollout, whatever the number of its samples.
     """
 
-    num_tokens: int  # unmasked tokens, and rejected ones that stay in the denominators
+    num_tokens: int  # unmasked tokens of rl, and rejected ones that stay in the denominators
     num_sequences: int  # sequences with at least one of them
     scale: float  # C of seq-mean-token-sum-norm, in tokens
+    # tokens of each other component of the loss, see streams.py
+    of_streams: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def nothing(self) -> bool:
+        """Returns whether there is no token to train on."""
+        return not self.num_tokens and not any(self.of_streams.values())
 
 
 def count_denominators(counts: Tensor, reduce: Reduce, scale: float) -> Denominators:
@@ -71,9 +79,10 @@ def objective(
     """Returns the share of the loss (scalar, with gradient) and metric sums (float64) of one
     micro-batch.
 
-    loss = aggregate(weights * policy + kl.loss_coef * KL - entropy_coef * entropy). Metric sums
-    added up over micro-batches and ranks are divided by the sum `tokens`, those trained on;
-    `loss/...` are shares of the loss and only added up.
+    loss = aggregate(weights * policy + kl.loss_coef * KL - entropy_coef * entropy): the component
+    rl, whose tokens may be fewer than those of the loss mask. Metric sums added up over micro-
+    batches and ranks are divided by the sum `tokens`, those trained on; `loss/...` are shares of
+    the loss and only added up.
     """
     mask = inputs.loss_mask > 0
     inputs = _without_masked(inputs, mask)
@@ -91,8 +100,12 @@ def objective(
     if kl is not None and algorithm.kl.loss_coef:
         terms["kl"] = algorithm.kl.loss_coef * kl
     counted = inputs.counted_tokens
+    of_rl = mask
+    if inputs.rl_weights is not None:
+        of_rl = mask & (inputs.rl_weights != 0)
+        terms = {name: term * inputs.rl_weights for name, term in terms.items()}
     shares = {
-        name: aggregate(term, mask, algorithm.aggregation, denominators, counted)
+        name: aggregate(term, of_rl, algorithm.aggregation, denominators, counted)
         for name, term in terms.items()
     }
     loss = sum(shares.values(), start=torch.zeros((), dtype=torch.float64, device=mask.device))

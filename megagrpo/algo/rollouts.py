@@ -59,10 +59,12 @@ def of_samples(values: Tensor, batch: Batch) -> Tensor:
 
 
 def counted_tokens(batch: Batch) -> Tensor:
-    """Returns the tokens of each rollout that denominators count, [M] int64: those that are trained
-    on, and more if rejected ones stay in the denominators.
+    """Returns the tokens of each rollout that rl's denominators count, [M] int64: those that it is
+    trained on, and more if rejected ones stay in the denominators.
     """
     counted = batch.loss_mask if batch.correction.counted is None else batch.correction.counted
+    if batch.streams is not None:
+        counted = counted & (batch.streams.weights["rl"] != 0)
     return row_sums(counted.long(), of_rollouts(batch).lengths)
 
 

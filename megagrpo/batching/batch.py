@@ -11,10 +11,26 @@ import torch
 
 from megagrpo.algo.rollouts import of_rollouts, of_samples
 from megagrpo.batching.balance import balanced_parts, sample_cost
+from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.objective.streams import Writer
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import attention_length, patch_cost
 from megagrpo.mesh import Mesh
-from megagrpo.types import Batch, ImageRef, Rewards, RolloutGroup, Routing, Updates
+from megagrpo.types import (
+    Batch,
+    ImageRef,
+    Outcome,
+    Prompt,
+    Rewards,
+    RolloutGroup,
+    Routing,
+    Sample,
+    Streams,
+    TeacherScores,
+    Updates,
+)
+
+_DEMONSTRATION = "demonstration"  # status of a rollout that the data has written
 
 
 @dataclass(frozen=True)
@@ -30,7 +46,7 @@ class _Row:
     logprobs: np.ndarray  # [T] float32, by the engine
     versions: (
         np.ndarray | None
-    )  # [T] int32, of the weights that sampled; None if nothing reads them
+    )  # [T] int32, of the weights that sampled; None if nothing reads them, or nothing was sampled
     reward: float  # of its rollout
     valid: bool
     truncated: bool
@@ -40,6 +56,8 @@ class _Row:
         np.ndarray | None
     )  # of this rank's layers, as in Sample; None if unknown or never read
     images: tuple[ImageRef, ...]  # of its prompt
+    weights: dict[str, np.ndarray]  # by component of the loss: [T] float32; {}: rl alone
+    teacher: TeacherScores | None
 
     @property
     def length(self) -> int:
@@ -54,6 +72,7 @@ def build_batch(
     arch: Architecture | None = None,
     trained_version: int | None = None,
     routed_layers: Sequence[int] | None = None,
+    algorithm: AlgorithmConfig | None = None,
 ) -> Batch:
     """Collective. Returns this replica's share of all samples, from the groups that each replica
     sampled.
@@ -63,8 +82,10 @@ def build_batch(
     arch: of the model, whose attention and vision tower then count as cost. trained_version:
     version of the weights that the step trains, if the sampling weights may be older.
     routed_layers: this rank's layers with experts, whose routed experts the replica's leader sends.
-    Rows are ordered by sample id.
+    algorithm: has the components of the loss; None: rl alone. Rows are ordered by sample id.
     """
+    if algorithm is not None and algorithm.components:
+        groups = list(map(_with_demonstration, groups))
     most = max((len(g.samples) for g in groups), default=0)
     most = max(mesh.gather_dp(most))
     experts = _cut_experts(groups, None)
@@ -73,7 +94,7 @@ def build_batch(
     mine = [
         row
         for group, of_group in zip(groups, experts, strict=True)
-        for row in _rows(group, most, trained_version is not None, of_group)
+        for row in _rows(group, most, trained_version is not None, of_group, algorithm)
     ]
     own = [(r.sample_id, r.rollout_id, r.group_id, _cost(r, arch)) for r in mine]
     sizes = sorted(of_sample for part in mesh.gather_dp(own) for of_sample in part)
@@ -91,6 +112,8 @@ def build_batch(
     has_greedy = any(mesh.gather_dp(has_greedy))
     in_order = sorted(received, key=lambda r: r.sample_id)
     batch = _to_tensors(in_order, dense, updates, has_greedy, trained_version)
+    if algorithm is not None and algorithm.components:
+        batch = replace(batch, streams=_streams(in_order, algorithm))
     if routed_layers is not None:
         batch = _with_routed_experts(batch, in_order, len(routed_layers))
     return batch
@@ -119,8 +142,73 @@ def _cost(row: _Row, arch: Architecture | None) -> int:
     return sample_cost(row.length, attention_length(arch)) + round(patches * patch_cost(arch))
 
 
+def _with_demonstration(group: RolloutGroup) -> RolloutGroup:
+    """Returns the group with its row's demonstration as one more rollout: no reward, no statistic,
+    and no token of rl counts it."""
+    ids = group.prompt.demonstration
+    if ids is None:
+        return group
+    sample = Sample(
+        index=len(group.samples),
+        rollout=len(group.outcomes),
+        token_ids=ids,
+        logprobs=np.zeros(len(ids)),
+        finish_reason="stop",
+        weight_version=0,
+        text="",
+        loss_mask=np.zeros(len(ids)),
+    )
+    outcomes = (*group.outcomes, Outcome(_DEMONSTRATION))
+    return replace(group, samples=(*group.samples, sample), outcomes=outcomes)
+
+
+def _weights(
+    prompt: Prompt, sample: Sample, other: Writer, algorithm: AlgorithmConfig | None
+) -> dict[str, np.ndarray]:
+    """Returns the weights of a sample's tokens by component, [T] float32 each. other: who wrote the
+    tokens that the policy did not sample."""
+    found: dict[str, np.ndarray] = {}
+    if algorithm is None:
+        return found
+    for component in algorithm.components:
+        of_policy, of_other = (
+            algorithm.weight_of(component, writer, prompt.source) for writer in ("policy", other)
+        )
+        known = component != "distillation" or sample.teacher is not None
+        factor = prompt.weights.get(component, 1.0) if known else 0.0
+        sampled = True if sample.loss_mask is None else sample.loss_mask
+        weights = np.full(len(sample.token_ids), factor, np.float32)
+        found[component] = weights * np.where(sampled, of_policy, of_other).astype(np.float32)
+    return found
+
+
+def _streams(rows: Sequence[_Row], algorithm: AlgorithmConfig) -> Streams:
+    weights = {
+        name: _of_responses(rows, (row.weights[name] for row in rows), np.float32)
+        for name in algorithm.components
+    }
+    if algorithm.distillation is None:
+        return Streams(weights)
+    scores = [row.teacher for row in rows]
+    logprobs = (None if score is None else score.logprobs for score in scores)
+    streams = Streams(weights, _of_responses(rows, logprobs, np.float32))
+    if not (width := algorithm.distillation.num_candidates):
+        return streams
+    ids = (None if score is None else score.top_ids for score in scores)
+    candidates = (None if score is None else score.top_logprobs for score in scores)
+    return replace(
+        streams,
+        top_ids=_of_responses(rows, ids, np.int32, width=width),
+        top_logprobs=_of_responses(rows, candidates, np.float32, width=width),
+    )
+
+
 def _rows(
-    group: RolloutGroup, most: int, with_versions: bool, experts: Sequence[np.ndarray | None]
+    group: RolloutGroup,
+    most: int,
+    with_versions: bool,
+    experts: Sequence[np.ndarray | None],
+    algorithm: AlgorithmConfig | None,
 ) -> list[_Row]:
     greedy = group.greedy_outcome
     comparable = greedy is None or greedy.ok
@@ -128,6 +216,7 @@ def _rows(
     assert order == sorted(order), "samples come one rollout after the other"
     rows = []
     for number, (samples, outcome) in enumerate(zip(group.rollouts, group.outcomes, strict=True)):
+        is_sampled = outcome.status != _DEMONSTRATION
         start = 0  # among the response tokens of the rollout
         for sample in samples:
             end = start + len(sample.token_ids)
@@ -145,7 +234,7 @@ def _rows(
                 response=sample.token_ids,
                 response_mask=sample.loss_mask,
                 logprobs=sample.logprobs,
-                versions=sample.token_versions() if with_versions else None,
+                versions=sample.token_versions() if with_versions and is_sampled else None,
                 reward=outcome.value if outcome.ok else 0.0,
                 valid=outcome.ok and comparable,
                 truncated=sample.finish_reason == "length",
@@ -153,6 +242,8 @@ def _rows(
                 token_rewards=tuple(inside) if outcome.ok else (),
                 routed_experts=experts[sample.index],
                 images=group.prompt.images,
+                weights=_weights(group.prompt, sample, "tool" if is_sampled else "data", algorithm),
+                teacher=sample.teacher,
             )
             rows.append(row)
             start = end
@@ -169,8 +260,9 @@ def _to_tensors(
     sizes = list(Counter(row.rollout_id for row in rows).values())  # in order: rows are
     lags = None
     if trained_version is not None:
-        versions = [row.versions for row in rows if row.versions is not None]
-        lags = _of_responses(rows, (trained_version - each for each in versions), np.int32)
+        versions = (row.versions for row in rows)
+        of_rows = (None if each is None else trained_version - each for each in versions)
+        lags = _of_responses(rows, of_rows, np.int32, default=0)
     parts = (part for row in rows for part in (row.prompt, row.response))
     return Batch(
         sample_ids=torch.tensor([row.sample_id for row in rows], dtype=torch.int64),
@@ -194,11 +286,13 @@ def _of_responses(
     rows: Sequence[_Row],
     values: Iterable[np.ndarray | None],
     kind: type[np.generic],
-    default: object = None,
+    default: object = 0,
+    width: int | None = None,
 ) -> torch.Tensor:
-    """Returns values of responses as those of all tokens, 0 on prompts; of a response without, the
-    default."""
-    flat = np.zeros(sum(row.length for row in rows), kind)
+    """Returns values of responses, [T] or [T, width], as those of all tokens, 0 on prompts; of a
+    response without, the default."""
+    of_token = () if width is None else (width,)
+    flat = np.zeros((sum(row.length for row in rows), *of_token), kind)
     start = 0
     for row, of_row in zip(rows, values, strict=True):
         end = start + row.length

@@ -154,7 +154,7 @@ def _micro_batch(
     """
     rows, positions = _layout(batch, samples, sizes, packed, context)
     columns = torch.where(rows >= 0, positions, -1)
-    found = targets(rows, columns, batch.lengths, batch.loss_mask)
+    found = targets(rows, columns, batch.lengths, batch.trained_mask)
     starts = batch.starts
     tokens = torch.zeros_like(rows)
     if len(batch.tokens):
@@ -211,17 +211,17 @@ def _context_part(bounds: list[int], cp_rank: int, cp_size: int) -> Tensor:
     return torch.cat(kept)
 
 
-def targets(rows: Tensor, columns: Tensor, lengths: Tensor, sampled: Tensor) -> Targets:
-    """Returns the positions whose next token the policy sampled: the one place that shifts.
+def targets(rows: Tensor, columns: Tensor, lengths: Tensor, trained: Tensor) -> Targets:
+    """Returns the positions whose next token is trained on: the one place that shifts.
 
     rows, columns: [b, s] int64, of samples and inside them, -1 padding. lengths: [N] of the Batch.
-    sampled: [T] bool.
+    trained: [T] bool.
     """
     rows, columns = rows.flatten(), columns.flatten()
     found = rows >= 0
     if len(lengths):
         owner = rows.clamp(min=0)
-        following = ((lengths.cumsum(0) - lengths)[owner] + columns + 1).clamp(max=len(sampled) - 1)
-        found = found & (columns + 1 < lengths[owner]) & sampled[following]
+        following = ((lengths.cumsum(0) - lengths)[owner] + columns + 1).clamp(max=len(trained) - 1)
+        found = found & (columns + 1 < lengths[owner]) & trained[following]
     flat = torch.nonzero(found).flatten()
     return Targets(flat, rows[flat], columns[flat] + 1)

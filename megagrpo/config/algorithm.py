@@ -29,7 +29,11 @@ from megagrpo.config.objective.own import (
 )
 from megagrpo.config.objective.policy_loss import DppoLoss, PolicyLossConfig, PpoClipLoss
 from megagrpo.config.objective.reward_shaping import RewardShapingConfig
-from megagrpo.config.objective.streams import DistillationConfig, StreamConfig
+from megagrpo.config.objective.streams import (
+    DistillationConfig,
+    StreamConfig,
+    Writer,
+)
 
 if TYPE_CHECKING:
     from megagrpo.config.schema import ExperimentConfig
@@ -111,7 +115,20 @@ class AlgorithmConfig(Section):
         )
         twice = self.whiten_advantages and advantage.whitens
         against_engine = isinstance(self.loss, DppoLoss) and self.loss.against == "rollout"
+        named_ones = {stream.component for stream in self.streams if stream.weight}
+        in_loss = "reference_kl" in named_ones
         return [
+            Rule(
+                "distillation" in named_ones and self.distillation is None,
+                "streams names distillation, and there is no distillation section",
+                "add distillation: {}, or remove the stream",
+            ),
+            Rule(
+                in_loss and (self.kl.coef or self.kl.estimator == "full"),
+                "a stream of reference_kl beside kl.loss_coef, kl.reward_coef or estimator full: the "
+                "KL is of one of them",
+                "set the coefficients to 0 and an estimator of sampled tokens, or remove the stream",
+            ),
             Rule(
                 against_engine and self.mismatch.weight is not None,
                 "loss dppo against rollout weighs tokens by actor / engine, and so does "
@@ -157,7 +174,33 @@ class AlgorithmConfig(Section):
         alone = train.group_size == 1
         all_zero = alone and self.reward.normalises_by_group
         all_equal = alone and self.dynamic_sampling
+        data, teachers = experiment.data, experiment.teachers
+        by_data = any("data" in stream.written_by and stream.weight for stream in self.streams)
+        drafted = experiment.actor.has_draft and any(
+            stream.component == "rl" for stream in self.streams
+        )
         return [
+            Rule(
+                bool(teachers) != (self.distillation is not None),
+                "teachers and algorithm.distillation belong together, and one of them is missing",
+                "write both: teachers: {math: {path: ...}} and algorithm: {distillation: {}}",
+            ),
+            Rule(
+                by_data != (data.demonstration_key is not None),
+                "data.demonstration_key and a stream in algorithm.streams that is written_by data "
+                "belong together, and one of them is missing",
+                "write both, or none",
+            ),
+            Rule(
+                data.weight_key and not self.streams,
+                "data.weight_key has weights of components, and there is no stream to multiply",
+                "name them in algorithm.streams, or remove weight_key",
+            ),
+            Rule(
+                drafted,
+                "a trained draft learns from rl's tokens, which algorithm.streams leaves some out of",
+                "remove the stream of component rl, or do not train the draft",
+            ),
             Rule(
                 apart,
                 f"algorithm.kl.estimator full, actor.parallel.cp {parallel.cp} and {updates} updates a step "
@@ -220,9 +263,28 @@ class AlgorithmConfig(Section):
         return [*found, *([groups.load_filter] if groups is not None else [])]
 
     @property
+    def components(self) -> tuple[str, ...]:
+        """The components that have tokens, rl first; none if that is rl alone, on every token."""
+        if not self.streams and self.distillation is None:
+            return ()
+        found = ["rl"] + ["distillation"] * (self.distillation is not None)
+        found += [stream.component for stream in self.streams if stream.weight]
+        return tuple(dict.fromkeys(found))
+
+    def weight_of(self, component: str, writer: Writer, source: str) -> float:
+        """Returns the weight of a token of this writer in a row of this source, before the row's
+        own."""
+        by_default = component == "rl" or (component == "distillation" and self.distillation)
+        weight = float(writer == "policy" and bool(by_default))
+        for stream in self.streams:
+            if stream.component == component and stream.fits(writer, source):
+                weight = stream.weight
+        return weight
+
+    @property
     def uses_reference(self) -> bool:
         """Returns whether a reference model is kept."""
-        return self.kl.loss_coef > 0 or self.kl.reward_coef > 0
+        return self.kl.coef > 0 or "reference_kl" in self.components
 
     @property
     def measures_kl_before_update(self) -> bool:
@@ -293,6 +355,8 @@ class AlgorithmConfig(Section):
             f"A = {advantage}" + (f" in [-{clip:g}, {clip:g}]" if clip else ""),
             reward,
             f"without {', '.join(filter(None, left_out))}" if any(left_out) else "",
+            f"distillation = {self.distillation.formula}" if self.distillation else "",
+            *(stream.formula for stream in self.streams),
         ]
         return ", ".join(filter(None, parts))
 

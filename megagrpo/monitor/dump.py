@@ -21,13 +21,13 @@ from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.mesh import Mesh
 from megagrpo.system.errors import translated
 from megagrpo.system.run_folder import whole_file, write_whole
-from megagrpo.types import Batch, Correction, ImageRef, Rewards, Routing
+from megagrpo.types import Batch, Correction, ImageRef, Rewards, Routing, Streams
 
 _DESCRIPTION = "step.json"
 # Hidden states of a whole model, of one layout: a replay computes them again. Experts are in files
 # of their own.
 _LEFT_OUT = ("reference", "routing")
-_PARTS = {"rewards": Rewards, "correction": Correction}
+_PARTS = {"rewards": Rewards, "correction": Correction, "streams": Streams}
 
 
 def write_dump(
@@ -48,7 +48,7 @@ def write_dump(
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         parts = {name: value for name, value in vars(batch).items() if name not in _LEFT_OUT}
-        parts |= {name: vars(parts[name]) for name in _PARTS}
+        parts |= {name: vars(parts[name]) for name in _PARTS if parts[name] is not None}
         # torch.load reads it
         parts["images"] = [[tuple(vars(ref).values()) for ref in refs] for refs in batch.images]
         parts["routed_lengths"] = None if batch.routing is None else batch.routing.lengths
@@ -103,7 +103,7 @@ class Dump:
             )
         parts = torch.load(self.folder / f"dp_{mesh.dp_rank}.pt", weights_only=True)
         lengths = parts.pop("routed_lengths")
-        parts |= {name: kind(**parts[name]) for name, kind in _PARTS.items()}
+        parts |= {name: kind(**parts[name]) for name, kind in _PARTS.items() if parts.get(name)}
         parts["images"] = tuple(tuple(ImageRef(*ref) for ref in refs) for refs in parts["images"])
         files = sorted(self.folder.glob(f"dp_{mesh.dp_rank}_experts_*.pt"))
         if not files or not layers:

@@ -1,14 +1,11 @@
 """The `algorithm.streams` and `algorithm.distillation` sections: which tokens each component of the
 loss is made of."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from megagrpo.config.fields import NonNegativeFloat, Number, PositiveFloat, Rule, Section, named
-
-if TYPE_CHECKING:
-    from megagrpo.config.schema import ExperimentConfig
 
 Component = Literal["rl", "distillation", "cross_entropy", "reference_kl"]
 Writer = Literal["policy", "tool", "data"]
@@ -59,6 +56,16 @@ class StreamConfig(Section):
     `data.demonstration_key`."""
     sources: list[str] = Field(default=[])
     """Sources of their rows; default: all."""
+
+    def fits(self, writer: Writer, source: str) -> bool:
+        """Returns whether a token of this writer in a row of this source is one of its own."""
+        return writer in self.written_by and (not self.sources or source in self.sources)
+
+    @property
+    def formula(self) -> str:
+        """Its tokens and their weight, as AlgorithmConfig.formula writes them."""
+        where = ", ".join([*self.written_by, *self.sources])
+        return f"{self.component} {self.weight:g} on {where}"
 
     def problems(self) -> list[Rule]:
         sampled_only = self.component in ("rl", "distillation")
