@@ -310,8 +310,8 @@ class Batch:
     """This data-parallel rank's samples of one step, on the host; each MicroBatch copies its own to
     the device."""
 
-    # [N] int64, RolloutGroup.group_id * (most samples of a group) + index: an order that no layout
-    # changes
+    # [N] int64, RolloutGroup.group_id * (most samples of a group) + index, of a demonstration
+    # -1 - group_id: an order that no layout changes
     sample_ids: "Tensor"
     # [N] int64, dense: the order of the groups among those of the step, 0 .. num_groups - 1
     group_ids: "Tensor"

@@ -4,6 +4,7 @@ L = rl + sum over components of (sum_t w_t l_t) / N, N the tokens of the compone
 the whole update, over all ranks: shares add up as those of rl do.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -89,10 +90,10 @@ def _distillation(
     """
     options = algorithm.distillation
     assert options is not None, "the component has tokens only where it is configured"
-    most = options.loss_max
+    most = math.inf if options.loss_max is None else options.loss_max
     if options.loss == "reverse_kl":
         old, teacher = (_of(x, mask) for x in (inputs.old_logprobs, streams.teacher_logprobs))
-        advantages = (teacher - old).clamp(*(None, None) if most is None else (-most, most))
+        advantages = (teacher - old).clamp(-most, most)
         logprobs, rollout = (_of(x, mask) for x in (inputs.logprobs, inputs.rollout_logprobs))
         policy_inputs = PolicyInputs(logprobs, old, advantages, mask, rollout)
         value = token_loss(policy_inputs, algorithm.loss).value
@@ -107,7 +108,7 @@ def _distillation(
     )
     ahead, behind = (policy, teacher) if options.loss == "student_topk" else (teacher, policy)
     value = (ahead.exp() * (ahead - behind)).sum(-1)
-    return value if most is None else value.clamp(-most, most)
+    return value.clamp(-most, most)
 
 
 def _of(values: Tensor | None, mask: Tensor) -> Tensor:

@@ -84,10 +84,10 @@ def build_batch(
     routed_layers: this rank's layers with experts, whose routed experts the replica's leader sends.
     algorithm: has the components of the loss; None: rl alone. Rows are ordered by sample id.
     """
-    if algorithm is not None and algorithm.components:
-        groups = list(map(_with_demonstration, groups))
     most = max((len(g.samples) for g in groups), default=0)
     most = max(mesh.gather_dp(most))
+    if algorithm is not None and algorithm.components:
+        groups = list(map(_with_demonstration, groups))
     experts = _cut_experts(groups, None)
     if routed_layers is not None:
         experts = mesh.cut_by_leader(tuple(routed_layers), partial(_cut_experts, groups))
@@ -217,6 +217,7 @@ def _rows(
     rows = []
     for number, (samples, outcome) in enumerate(zip(group.rollouts, group.outcomes, strict=True)):
         is_sampled = outcome.status != _DEMONSTRATION
+        first = group.group_id * most
         start = 0  # among the response tokens of the rollout
         for sample in samples:
             end = start + len(sample.token_ids)
@@ -227,8 +228,9 @@ def _rows(
                 if start <= index < end
             ]
             row = _Row(
-                sample_id=group.group_id * most + sample.index,
-                rollout_id=group.group_id * most + number,
+                # samples have the same with demonstrations as without
+                sample_id=first + sample.index if is_sampled else -1 - group.group_id,
+                rollout_id=first + number if is_sampled else -1 - group.group_id,
                 group_id=group.group_id,
                 prompt=prompt,
                 response=sample.token_ids,

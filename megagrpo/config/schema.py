@@ -53,6 +53,7 @@ __all__ = [
 
 
 DEFAULT_STEPS = 100
+_OF_TRAINING = ("teacher_key", "weight_key", "demonstration_key")  # keys of `data` alone
 
 
 class TrainConfig(Section):
@@ -267,7 +268,8 @@ class ExperimentConfig(Section):
         """The prompts of the evaluation, with the keys of `data` that it leaves out."""
         if self.eval is None:
             return None
-        return self.data.reading(self.eval.data, path=self.eval.data.path, limit=None)
+        none = dict.fromkeys(_OF_TRAINING)
+        return self.data.reading(self.eval.data, path=self.eval.data.path, limit=None, **none)
 
     @property
     def sft_data(self) -> DataConfig | None:
@@ -275,7 +277,7 @@ class ExperimentConfig(Section):
         if self.sft is None:
             return None
         files: dict[str, object] = {"sources": [], "path": self.sft.path, "grader_by_source": {}}
-        none = dict.fromkeys(("extra_key", "grader_key", "source_key", "limit"))
+        none = dict.fromkeys(("extra_key", "grader_key", "source_key", "limit", *_OF_TRAINING))
         return self.data.model_copy(update=files | none)
 
     @property

@@ -252,11 +252,32 @@ def render_rows(
             # checkpoint should.
             messages = chat if parts[row.of].chat_template and not images else None
             of_row = (row.answer, row.grader, row.location, row.source, row.extra)
-            prompt = Prompt(row.id, text, ids, *of_row, question=words_of(chat[-1]))
+            prompt = Prompt(
+                row.id,
+                text,
+                ids,
+                *of_row,
+                question=words_of(chat[-1]),
+                weights=row.weights,
+                demonstration=_demonstrated(tokenizer, row),
+            )
             found.append(
                 (prompt if messages is None else replace(prompt, messages=messages), images)
             )
     return _with_images(store, found, problems)
+
+
+def _demonstrated(tokenizer: "PreTrainedTokenizerBase", row: Row) -> np.ndarray | None:
+    """Returns the tokens of a row's demonstration and that which ends a text, [T] int32."""
+    if not (text := row.demonstration):
+        return None
+    (ids,) = tokenize(tokenizer, [text])
+    if tokenizer.eos_token_id is None or has_unknown(tokenizer, text, ids):
+        raise ValueError(
+            f"{row.location}: the tokenizer does not know every character of the demonstration "
+            f"{text!r:.80}, or has no end-of-sequence token, with which it should end"
+        )
+    return np.append(ids, np.int32(tokenizer.eos_token_id))
 
 
 def _refuse_tokens(

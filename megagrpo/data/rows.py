@@ -7,14 +7,16 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
+from typing import get_args
 
 import pyarrow
 import pyarrow.parquet
 
 from megagrpo.config.data import DataConfig, DataPart
+from megagrpo.config.objective.streams import Component
 from megagrpo.data.messages import checked_messages, without_nulls
 from megagrpo.system.errors import collected, explained, translated
 
@@ -37,6 +39,9 @@ class Row:
     of: int  # the part of the section that it is of: an index into DataConfig.parts
     images: tuple[object, ...] = ()  # of data.images_key, as the file has them
     tools: tuple[Values, ...] = ()  # of data.tools_key
+    # of data.weight_key and data.demonstration_key, as in Prompt
+    weights: dict[str, float] = field(default_factory=dict)
+    demonstration: str = ""
 
 
 def read_rows(data: DataConfig, problems: list[str] | None = None) -> list[Row]:
@@ -106,6 +111,8 @@ def fingerprint(rows: Iterable[Row]) -> list[list[str | int]]:
     for row in rows:
         path = row.location.rpartition(":")[0]
         spelled = repr((row.prompt, row.answer, row.tools, row.images))
+        if row.weights or row.demonstration:  # else as before there were any
+            spelled += repr((row.weights, row.demonstration))
         files.setdefault(path, hashlib.blake2b(digest_size=16)).update(spelled.encode())
         sizes[path] += 1
     return [[path, sizes[path], digest.hexdigest()] for path, digest in files.items()]
@@ -140,7 +147,45 @@ def _row(data: DataPart, of: int, row_id: int, location: str, values: Values) ->
         images = []
     elif not isinstance(images, list):
         images = [images]
-    return Row(row_id, location, prompt, answer, source, grader, extra, of, tuple(images), tools)
+    return Row(
+        row_id,
+        location,
+        prompt,
+        answer,
+        source,
+        grader,
+        extra,
+        of,
+        tuple(images),
+        tools,
+        _weights(values, data, location),
+        _demonstration(values, data, location),
+    )
+
+
+def _weights(values: Values, data: DataConfig, location: str) -> dict[str, float]:
+    """Returns a row's weights by component of the loss."""
+    if (key := data.weight_key) is None:
+        return {}
+    found = _field(values, key, location)
+    names = get_args(Component)
+    if not isinstance(found, dict) or not all(
+        name in names and type(weight) in (int, float) and weight >= 0
+        for name, weight in found.items()
+        if weight is not None  # in a parquet file every row has every name
+    ):
+        raise ValueError(
+            f"{location}: {key!r} should be weights of components, {{rl: 0, cross_entropy: 1}}, "
+            f"numbers from 0 on for some of {', '.join(names)}; is {found!r:.80}"
+        )
+    return {name: float(weight) for name, weight in found.items() if weight is not None}
+
+
+def _demonstration(values: Values, data: DataConfig, location: str) -> str:
+    """Returns a row's demonstration, "" if it has none."""
+    key = data.demonstration_key
+    found = None if key is None else _field(values, key, location)
+    return "" if key is None or found is None else _text(found, key, location)
 
 
 def _tools(values: Values, data: DataConfig, location: str) -> tuple[Values, ...]:

@@ -65,6 +65,19 @@ ALGORITHMS["gmpo"] = {
     "loss": {"name": "gmpo", "clip_ratio_low": 0.02, "clip_ratio_high": 0.02},
     "aggregation": "seq-mean-token-mean",
 }
+ALGORITHMS["streams, student's top-k"] = {
+    "distillation": {"loss": "student_topk", "top_k": 5, "logprob_min": -6.0},
+    "streams": [
+        {"component": "rl", "weight": 0.5},
+        {"component": "cross_entropy", "weight": 0.3, "written_by": ["tool", "data"]},
+        {"component": "reference_kl", "weight": 0.2, "written_by": ["policy", "data"]},
+    ],
+}
+ALGORITHMS["distillation alone, rejection"] = {
+    "distillation": {"loss_max": 2.0},
+    "streams": [{"component": "rl", "weight": 0.0}],
+    "mismatch": {"weight": {"name": "tis"}, "reject": {"high": 1.02}},
+}
 OWN = Path(__file__).parents[1] / "own_algorithm.py"
 ALGORITHMS["a user's own"] = {
     "loss": {"name": f"{OWN}:gmpo", "args": {"clip": 0.02}},
@@ -165,6 +178,20 @@ def test_other_algorithms_are_certified_too(subject, tmp_path: Path, layouts: in
         assert result["grad_norm"] > 1e-3 and len(result["gradients"]) > 20, (
             "there was something to compare"
         )
+
+
+def test_components_of_the_loss_are_certified(subject, tmp_path: Path):
+    """Tokens of the policy, of a tool and of demonstrations, with a teacher's scores of candidates;
+    and a component divided by one rank's tokens."""
+    common = subject(algorithm="streams, student's top-k")
+    cases = [case(name) for name in ("DP2", "TP2+SP", "PP2", "CP2", "EP2")]
+    wrong = case("DP2", "components-counted-on-each-rank")
+    results, found = measured(tmp_path, [common | each for each in [*cases, wrong]])
+    assert found[: len(cases)] == [[]] * len(cases)
+    assert any("gradient of" in problem for problem in found[-1])
+    alone = subject(algorithm="distillation alone, rejection")
+    _, found = measured(tmp_path, [alone | case("DP2"), alone | case("CP2")])
+    assert found == [[]] * 2
 
 
 @pytest.mark.parametrize(

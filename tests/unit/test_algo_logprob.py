@@ -60,6 +60,26 @@ def test_values_and_gradients(problem, monkeypatch, tile, chunk, a, b):
     assert (mine[1][VOCAB:] == 0).all() and (mine[0][targets < 0] == 0).all()
 
 
+@pytest.mark.parametrize("tile", [5, 8192])
+def test_several_targets_of_a_position(problem, monkeypatch, tile):
+    """A target twice, one that is left out; the first alone has the bits of a call with one."""
+    monkeypatch.setattr(logprob, "TILE_COLUMNS", tile)
+    hidden, weight, targets = problem
+    more = torch.randint(0, VOCAB, (TOKENS, 3))
+    more[:, 0], more[3, 1], more[5, 2] = targets, targets[3], -1
+    logprobs, entropy = chunked_logprobs(hidden, weight, more, 0.7, 4, REAL)
+    logp = ((hidden @ weight[:VOCAB].T) / 0.7).log_softmax(-1)
+    right = logp.gather(1, more.clamp(min=0)) * (more >= 0)
+    torch.testing.assert_close(logprobs, right, rtol=1e-5, atol=1e-5)
+    coefficients = torch.randn(TOKENS, 3)
+    mine = gradients((logprobs * coefficients).sum(), hidden, weight)
+    torch.testing.assert_close(
+        mine, gradients((right * coefficients).sum(), hidden, weight), rtol=1e-4, atol=1e-5
+    )
+    first, of_first = chunked_logprobs(hidden, weight, targets, 0.7, 4, REAL)
+    assert torch.equal(first, logprobs[:, 0]) and torch.equal(of_first, entropy)
+
+
 def test_no_tokens_keep_the_graph(problem):
     hidden, weight, targets = problem
     logprobs, entropy = chunked_logprobs(hidden[:0], weight, targets[:0], 1.0, 4, REAL)

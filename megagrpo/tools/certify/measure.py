@@ -193,7 +193,9 @@ def measure(
         updates = plan_updates(train, config.seed, step=0)
         mine = groups[actor.mesh.dp_rank :: actor.mesh.dp_size]
         layers = actor.routing.layers if actor.routing is not None else None
-        batch = build_batch(mine, updates, actor.mesh, routed_layers=layers)
+        batch = build_batch(
+            mine, updates, actor.mesh, routed_layers=layers, algorithm=config.algorithm
+        )
         return _figures(config, actor, weights, batch, folder / "reference.pt", case == REFERENCE)
 
 
@@ -244,7 +246,9 @@ def _figures(
     reference = {} if is_reference else torch.load(file)
     if is_reference:
         reference["base"] = torch.zeros(len(batch.lengths), MAX_PROMPT + MAX_RESPONSE)
-        reference["base"][_inside(batch)] = token_logprobs(actor, batch, temperature)
+        base = torch.zeros_like(reference["base"])
+        base[_inside(batch)] = token_logprobs(actor, batch, temperature)
+        reference["base"][batch.sample_ids] = base  # demonstrations, below 0, come last
     batch = _prepared(config, actor, batch, reference["base"])
 
     def errors(values: Mapping[str, Tensor], name: str) -> dict[str, float]:

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from megagrpo.check.problems import model_description
+from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig, ParallelConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.family import TinySizes
 from megagrpo.families.table import FAMILIES, architecture_of
 from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
-from megagrpo.types import ImageRef, Outcome, Prompt, RolloutGroup, Sample
+from megagrpo.types import ImageRef, Outcome, Prompt, RolloutGroup, Sample, TeacherScores
 from megagrpo.weights.hf_folder import write_hf_folder
 
 VOCAB = 131  # no tensor-parallel size divides it: padded vocabularies are part of every certificate
@@ -106,7 +107,8 @@ def make_groups(config: ExperimentConfig, seed: int, arch: Architecture) -> list
 
     Lengths are 1 to MAX_RESPONSE; there are a group of equal rewards, a failed grader, a truncated
     response, a masked hole. With actor.routing_replay rollout every token has experts, drawn at
-    random.
+    random; with several components of the loss all groups but one have a teacher, and a
+    demonstration.
     """
     generator = torch.Generator().manual_seed(seed)
     size = min(max(config.train.group_size, 2), 4)
@@ -124,8 +126,11 @@ def make_groups(config: ExperimentConfig, seed: int, arch: Architecture) -> list
         tokens = _tokens(_number(shortest, MAX_PROMPT, generator), generator)
         prompt = Prompt(g, "", tokens, "", images=images)
         groups.append(RolloutGroup(g, prompt, samples, outcomes, *baseline))
-    replays = config.actor.routing_replay == "rollout"
-    return [_with_experts(group, arch, generator) for group in groups] if replays else groups
+    if config.actor.routing_replay == "rollout":
+        groups = [_with_experts(group, arch, generator) for group in groups]
+    if config.algorithm.components:
+        groups = [_with_streams(group, config.algorithm, generator) for group in groups]
+    return groups
 
 
 def _number(low: int, high: int, generator: torch.Generator) -> int:
@@ -165,6 +170,31 @@ def _with_experts(
         return replace(sample, routed_experts=experts.astype(arch.expert_id_type))
 
     return replace(group, samples=tuple(map(drawn, group.samples)))
+
+
+def _with_streams(
+    group: RolloutGroup, algorithm: AlgorithmConfig, generator: torch.Generator
+) -> RolloutGroup:
+    """Returns the group with the scores of a teacher, which are close to a random model's, and a
+    demonstration."""
+    if group.group_id == 0:
+        return group
+    options = algorithm.distillation
+
+    def scores(*shape: int) -> np.ndarray:
+        return (torch.rand(shape, generator=generator) - 1 - math.log(VOCAB)).numpy()
+
+    def scored(sample: Sample) -> Sample:
+        length = len(sample.token_ids)
+        found = TeacherScores(scores(length))
+        if options is not None and (k := options.num_candidates):
+            drawn = torch.rand(length, VOCAB, generator=generator).topk(k).indices
+            found = replace(found, top_ids=drawn.numpy(), top_logprobs=scores(length, k))
+        return replace(sample, teacher=found if options is not None else None)
+
+    shown = _tokens(_number(1, MAX_RESPONSE, generator), generator)
+    prompt = replace(group.prompt, demonstration=shown)
+    return replace(group, prompt=prompt, samples=tuple(map(scored, group.samples)))
 
 
 def pixels(key: str, arch: Architecture) -> Tensor:

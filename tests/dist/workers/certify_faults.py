@@ -22,6 +22,7 @@ from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.routing import tokens as routed_tokens
 from megagrpo.actor.routing.tokens import own_places
 from megagrpo.algo.loss import objective
+from megagrpo.algo.streams import count_streams
 from megagrpo.batching import microbatch
 from megagrpo.batching.microbatch import plan_micro_batches, targets
 from megagrpo.families.family import Family
@@ -214,6 +215,15 @@ def _experts_of_token_before() -> AbstractContextManager[None]:
     return patch.multiple(routed_tokens, own_places=places_before)
 
 
+def _components_counted_on_each_rank() -> AbstractContextManager[None]:
+    """A component of the loss is divided by this rank's tokens of it."""
+
+    def of_rank(batch, rows, reduce):
+        return count_streams(batch, rows, lambda tensor, op: tensor)
+
+    return patch.multiple(step, count_streams=of_rank)
+
+
 FAULTS = {
     "experts-not-reduced-over-tp": _experts_not_reduced_over_tp,
     "no-data-parallel-reduction": _no_data_parallel_reduction,
@@ -226,4 +236,5 @@ FAULTS = {
     "inner-norm-centered": _inner_norm_centered,
     "norms-not-centered": _norms_not_centered,
     "head-norms-cut-over-tp": _head_norms_cut_over_tp,
+    "components-counted-on-each-rank": _components_counted_on_each_rank,
 }

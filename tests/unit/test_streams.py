@@ -1,0 +1,245 @@
+"""Components of the loss: which tokens each has, its value and gradient, and their sum."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megagrpo.algo.loss import Denominators, LossInputs, objective
+from megagrpo.algo.rollouts import counted_tokens
+from megagrpo.algo.statistics import alone
+from megagrpo.algo.streams import StreamInputs, count_streams, stream_losses
+from megagrpo.batching.batch import build_batch
+from megagrpo.batching.updates import one_pass
+from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TeacherScores
+from tests.unit.test_batch import ALONE
+
+DISTILLED = [{"component": "rl", "weight": 0.0}]
+
+
+def algorithm_of(**section) -> AlgorithmConfig:
+    return AlgorithmConfig.model_validate(section)
+
+
+def row(*values: float) -> torch.Tensor:
+    return torch.tensor([values], dtype=torch.float64)
+
+
+def inputs_of(logprobs: torch.Tensor, old: torch.Tensor, mask: torch.Tensor) -> LossInputs:
+    return LossInputs(
+        logprobs=logprobs,
+        entropy=torch.zeros_like(old),
+        loss_mask=mask,
+        advantages=row(1.0, -0.5, 2.0),
+        old_logprobs=old,
+        rollout_logprobs=old,
+        ref_logprobs=row(-1.2, -0.2, -3.0),
+    )
+
+
+def share_of(inputs, streams, algorithm, counts) -> tuple[float, torch.Tensor, dict]:
+    """Value of the components but rl, its gradient by the log-probabilities, metrics."""
+    loss, sums = stream_losses(inputs, streams, algorithm, counts)
+    (gradient,) = torch.autograd.grad(loss, inputs.logprobs)
+    return float(loss), gradient[0], sums
+
+
+def test_reverse_kl_is_the_policy_loss_of_the_teachers_lead():
+    """On-policy the gradient is -(log p_T - log p) w / N, on its own tokens alone."""
+    logprobs = row(-1.0, -0.5, -2.0).requires_grad_()
+    inputs = inputs_of(logprobs, logprobs.detach(), row(1, 1, 1))
+    teacher = row(-0.25, -3.5, math.nan)
+    streams = StreamInputs({"distillation": row(1.0, 0.5, 0.0)}, teacher)
+    value, gradient, sums = share_of(
+        inputs, streams, algorithm_of(distillation={}), {"distillation": 2}
+    )
+    assert value == pytest.approx(-(0.75 - 0.5 * 3.0) / 2)
+    assert gradient.tolist() == pytest.approx([-0.75 / 2, 0.5 * 3.0 / 2, 0.0])
+    assert float(sums["stream/distillation_kl"]) == pytest.approx(-(0.75 - 3.0) / 2)
+    limited = algorithm_of(distillation={"loss_max": 1.0})
+    assert share_of(inputs, streams, limited, {"distillation": 2})[1].tolist() == pytest.approx(
+        [-0.75 / 2, 0.5 / 2, 0.0]
+    )
+
+
+@pytest.mark.parametrize("loss", ["student_topk", "teacher_topk"])
+def test_candidates_are_compared_as_distributions_are(loss: str):
+    """Over the whole vocabulary the sums are the two KL divergences, whose gradients by the logits
+    are known: p (log p / q - KL), and p - q."""
+    logits = torch.tensor([0.3, -1.0, 0.5, 0.0], dtype=torch.float64, requires_grad=True)
+    policy = logits.log_softmax(0)
+    teacher = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64).log()
+    chosen = policy[0].view(1, 1)
+    inputs = replace(
+        inputs_of(chosen, chosen.detach(), torch.ones(1, 1)), ref_logprobs=None, advantages=chosen
+    )
+    streams = StreamInputs(
+        {"distillation": torch.full((1, 1), 3.0)},
+        teacher[0].view(1, 1),
+        policy.view(1, 1, 4),
+        teacher.view(1, 1, 4),
+    )
+    algorithm = algorithm_of(distillation={"loss": loss, "top_k": 4})
+    total, _ = stream_losses(inputs, streams, algorithm, {"distillation": 2})
+    (gradient,) = torch.autograd.grad(total, logits)
+    p, q = policy.detach().exp(), teacher.exp()
+    gap = p.log() - teacher
+    if loss == "student_topk":
+        kl, by_logits = (p * gap).sum(), p * (gap - (p * gap).sum())
+    else:
+        kl, by_logits = -(q * gap).sum(), p - q
+    assert float(total) == pytest.approx(1.5 * float(kl))
+    torch.testing.assert_close(gradient, 1.5 * by_logits)
+
+
+def test_candidates_are_limited():
+    """An improbable candidate counts as one of logprob_min, and a token as at most loss_max."""
+    policy = torch.tensor([[[-0.1, -50.0]]], dtype=torch.float64, requires_grad=True)
+    teacher = torch.tensor([[[-9.0, -0.2]]], dtype=torch.float64)
+    chosen = policy[..., 0]
+    inputs = replace(
+        inputs_of(chosen, chosen.detach(), torch.ones(1, 1)), ref_logprobs=None, advantages=chosen
+    )
+    streams = StreamInputs({"distillation": torch.ones(1, 1)}, chosen, policy, teacher)
+    options = {"loss": "teacher_topk", "top_k": 2, "logprob_min": -4.0}
+    right = math.exp(-4) * (-4 + 0.1) + math.exp(-0.2) * (-0.2 + 4)
+    for limit, value in ((None, right), (1.5, 1.5)):
+        algorithm = algorithm_of(distillation=options | {"loss_max": limit})
+        loss, _ = stream_losses(inputs, streams, algorithm, {"distillation": 1})
+        assert float(loss) == pytest.approx(value)
+
+
+def test_a_mixture_is_the_sum_of_its_components():
+    """Three components in one batch, each alone, and by hand; nothing leaks from where a component
+    has no token."""
+    weights = {
+        "rl": row(0.5, 1.0, 0.0),
+        "cross_entropy": row(0.0, 2.0, 1.0),
+        "reference_kl": row(0.25, 0.0, 0.0),
+    }
+    logprobs = row(-1.0, -0.5, -2.0).requires_grad_()
+    inputs = replace(
+        inputs_of(logprobs, row(-1.1, -0.4, math.inf), row(1, 1, 0)),
+        rl_weights=weights["rl"],
+        ref_logprobs=row(-1.2, math.nan, math.nan),
+    )
+    algorithm = algorithm_of(kl={"estimator": "k2"}, streams=[])
+    counts = {"cross_entropy": 4, "reference_kl": 2}
+    value, gradient, sums = share_of(inputs, StreamInputs(weights), algorithm, counts)
+    of_each = [
+        share_of(inputs, StreamInputs(weights), algorithm, {name: number})
+        for name, number in counts.items()
+    ]
+    assert value == pytest.approx(sum(each[0] for each in of_each))
+    torch.testing.assert_close(gradient, sum(each[1] for each in of_each))
+    assert gradient.tolist() == pytest.approx([0.25 * 0.2 / 2, -2.0 / 4, -1.0 / 4])
+    assert float(sums["loss/cross_entropy"]) == pytest.approx((2 * 0.5 + 2.0) / 4)
+    assert float(sums["loss/reference_kl"]) == pytest.approx(0.25 * 0.02 / 2)
+    rl, _ = objective(inputs, algorithm, Denominators(5, 2, 100.0))
+    (of_rl,) = torch.autograd.grad(rl, logprobs)
+    ratio = [math.exp(0.1), math.exp(-0.1)]
+    assert float(rl) == pytest.approx(-(0.5 * ratio[0] - 0.5 * ratio[1]) / 5)
+    assert of_rl[0].tolist() == pytest.approx([-0.5 * ratio[0] / 5, 0.5 * ratio[1] / 5, 0.0])
+
+
+def group_of(**prompt) -> RolloutGroup:
+    """Three responses to a prompt of two tokens: one with a tool's tokens, one without a score."""
+    scores = TeacherScores(np.array([-0.1, -0.2, -0.3, -0.4]))
+    with_tool = Sample(0, [5, 6, 7, 8], [-1] * 4, "stop", 0, "", [1, 0, 0, 1], teacher=scores)
+    plain = Sample(1, [9, 9], [-2] * 2, "stop", 0, "", teacher=TeacherScores([-0.5, -0.6]))
+    failed = Sample(2, [4], [-3], "stop", 0, "", teacher=TeacherScores([-0.7]))
+    outcomes = (Outcome("score", 1.0), Outcome("score", 0.0), Outcome("timeout"))
+    prompt = Prompt(3, "", [1, 2], "", source="math", **prompt)
+    return RolloutGroup(0, prompt, (with_tool, plain, failed), outcomes)
+
+
+def streams_of(algorithm: AlgorithmConfig, **prompt):
+    batch = build_batch([group_of(**prompt)], one_pass(1), ALONE, None, 0, None, algorithm)
+    return batch, {name: w.tolist() for name, w in batch.streams.weights.items()}
+
+
+def test_tokens_of_each_component():
+    """By who wrote them, by source, by the row; the last entry that fits counts."""
+    algorithm = algorithm_of(
+        distillation={},
+        streams=[
+            {"component": "cross_entropy", "weight": 0.1, "written_by": ["tool", "data"]},
+            {"component": "cross_entropy", "weight": 0.2, "written_by": ["data"]},
+            {"component": "rl", "weight": 0.5, "sources": ["code"]},
+            {"component": "reference_kl", "weight": 3.0, "sources": ["math"]},
+        ],
+    )
+    batch, weights = streams_of(algorithm, demonstration=[7, 7, 2], weights={"distillation": 0.5})
+    # the demonstration comes first: then responses of 4, 2 and 1 tokens, each after its prompt
+    assert batch.sample_ids.tolist() == [-1, 0, 1, 2]
+    policy = [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1, 0, 0, 1, 1, 0, 0, 1]
+    tool = [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0]
+    shown = [0, 0, 1, 1, 1] + [0] * 13
+    assert batch.tokens.tolist()[:5] == [1, 2, 7, 7, 2]
+    assert weights["rl"] == policy
+    assert weights["distillation"] == [0.5 * each for each in policy]
+    assert weights["reference_kl"] == [3.0 * each for each in policy]
+    right = [0.1 * a + 0.2 * b for a, b in zip(tool, shown, strict=True)]
+    assert weights["cross_entropy"] == pytest.approx(right)
+    assert batch.loss_mask.int().tolist() == policy
+    assert batch.trained_mask.tolist() == [
+        a + b + c > 0 for a, b, c in zip(policy, tool, shown, strict=True)
+    ]
+    assert batch.rewards.valid.tolist() == [False, True, True, False]
+    assert batch.lags.sum() == 0
+    teacher = batch.streams.teacher_logprobs
+    assert teacher[7:11].tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.4])
+    counts = count_streams(batch, torch.tensor([0, 1]), alone)
+    assert counts == {"distillation": 2, "cross_entropy": 5, "reference_kl": 2}
+    assert counted_tokens(batch).tolist() == [0, 2, 2, 1]
+
+
+def test_distillation_alone_leaves_rl_no_token():
+    batch, weights = streams_of(algorithm_of(distillation={}, streams=DISTILLED))
+    assert not any(weights["rl"]) and sum(weights["distillation"]) == 5
+    assert not batch.rl_mask.any() and not counted_tokens(batch).any()
+    assert not Denominators(0, 0, 1.0, {"distillation": 5}).nothing
+    assert Denominators(0, 0, 1.0, {"distillation": 0}).nothing
+
+
+def test_a_row_without_a_teacher_is_not_distilled():
+    group = group_of()
+    bare = replace(
+        group, group_id=1, samples=tuple(replace(s, teacher=None) for s in group.samples)
+    )
+    algorithm = algorithm_of(distillation={"loss": "teacher_topk", "top_k": 2})
+    ids, scores = np.arange(8).reshape(4, 2), -np.arange(8.0).reshape(4, 2)
+    first = replace(
+        group.samples[0],
+        teacher=replace(group.samples[0].teacher, top_ids=ids, top_logprobs=scores),
+    )
+    group = replace(group, samples=(first, *group.samples[1:]))
+    batch = build_batch([group, bare], one_pass(2), ALONE, algorithm=algorithm)
+    of_bare = batch.group_ids.repeat_interleave(batch.lengths) == 1
+    assert batch.streams.weights["distillation"][of_bare].abs().sum() == 0
+    assert batch.streams.weights["distillation"].sum() == 5
+    assert batch.streams.top_ids[2:6].tolist() == ids.tolist()
+    assert batch.streams.top_logprobs[2:6].tolist() == scores.tolist()
+    assert batch.streams.top_ids[6:].abs().sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"streams": [{"component": "distillation"}]}, "there is no distillation section"),
+        (
+            {"streams": [{"component": "rl", "written_by": ["tool"]}]},
+            "component rl is of tokens that the policy sampled",
+        ),
+        (
+            {"streams": [{"component": "reference_kl"}], "kl": {"loss_coef": 0.1}},
+            "a stream of reference_kl beside kl.loss_coef",
+        ),
+    ],
+)
+def test_what_does_not_go_together(section: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        algorithm_of(**section)
