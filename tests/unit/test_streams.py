@@ -14,7 +14,9 @@ from megagrpo.algo.streams import StreamInputs, count_streams, stream_losses
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
 from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.monitor.dump import read_dump, write_dump
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TeacherScores
+from tests.unit.golden_cases import cases, close, tensor
 from tests.unit.test_batch import ALONE
 
 DISTILLED = [{"component": "rl", "weight": 0.0}]
@@ -93,6 +95,31 @@ def test_candidates_are_compared_as_distributions_are(loss: str):
         kl, by_logits = -(q * gap).sum(), p - q
     assert float(total) == pytest.approx(1.5 * float(kl))
     torch.testing.assert_close(gradient, 1.5 * by_logits)
+
+
+@pytest.mark.parametrize("case", cases("distillation.json"))
+def test_candidates_as_verl_compares_them(case: dict):
+    student = tensor(case["inputs"]["student_topk"])[None].requires_grad_()
+    teacher = tensor(case["inputs"]["teacher_topk"])[None]
+    chosen = student[..., 0]
+    inputs = replace(
+        inputs_of(chosen, chosen.detach(), torch.ones(chosen.shape)),
+        ref_logprobs=None,
+        advantages=chosen.detach(),
+    )
+    params = case["params"]
+    algorithm = algorithm_of(
+        distillation={
+            "loss": "teacher_topk" if params["loss_mode"] == "forward" else "student_topk",
+            "top_k": student.shape[-1],
+            "logprob_min": params["log_prob_min"],
+        }
+    )
+    streams = StreamInputs({"distillation": torch.ones(chosen.shape)}, chosen, student, teacher)
+    total, _ = stream_losses(inputs, streams, algorithm, {"distillation": 1})
+    (gradient,) = torch.autograd.grad(total, student)
+    close(total, sum(case["outputs"]["losses"]))
+    close(gradient[0], case["outputs"]["grad_student_topk"])
 
 
 def test_candidates_are_limited():
@@ -195,6 +222,18 @@ def test_tokens_of_each_component():
     counts = count_streams(batch, torch.tensor([0, 1]), alone)
     assert counts == {"distillation": 2, "cross_entropy": 5, "reference_kl": 2}
     assert counted_tokens(batch).tolist() == [0, 2, 2, 1]
+
+
+def test_a_dumped_step_has_its_streams(tmp_path):
+    algorithm = algorithm_of(distillation={}, streams=[{"component": "reference_kl"}])
+    batch, _ = streams_of(algorithm)
+    write_dump(tmp_path / "step", batch, algorithm, 0, {}, ALONE, [])
+    dump = read_dump(tmp_path / "step")
+    read = dump.batch(ALONE, [])
+    assert dump.algorithm == algorithm and read.streams.top_ids is None
+    for name, weights in batch.streams.weights.items():
+        assert torch.equal(read.streams.weights[name], weights)
+    assert torch.equal(read.streams.teacher_logprobs, batch.streams.teacher_logprobs)
 
 
 def test_distillation_alone_leaves_rl_no_token():
