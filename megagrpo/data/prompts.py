@@ -252,7 +252,8 @@ def render_rows(
             # checkpoint should.
             messages = chat if parts[row.of].chat_template and not images else None
             of_row = (row.answer, row.grader, row.location, row.source, row.extra)
-            prompt = Prompt(row.id, text, ids, *of_row, question=words_of(chat[-1]))
+            words = words_of(chat[-1])
+            prompt = Prompt(row.id, text, ids, *of_row, question=words, teachers=row.teachers)
             found.append(
                 (prompt if messages is None else replace(prompt, messages=messages), images)
             )
