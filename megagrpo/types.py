@@ -237,6 +237,7 @@ class EngineInfo:
     # whether it gets requests: from the first weights that were verified in this incarnation, also
     # while newer ones are written, until it sleeps, is drained or ends
     serves: bool = False
+    teacher: str = ""  # that it scores for; "": it samples
 
     @property
     def alive(self) -> bool:

@@ -250,8 +250,8 @@ def _layout(config: ExperimentConfig, everything: bool) -> list[str]:
         return lines
     trainers = {gpu: rank for rank, gpu in enumerate(found.trainers)}
     engines = {
-        gpu: f"{engine} rank {rank}"
-        for engine, ranks in enumerate(found.engines)
+        gpu: f"{name} rank {rank}"
+        for name, ranks in zip(found.names, found.engines, strict=True)
         for rank, gpu in enumerate(ranks)
     }
     axes = ("dp", "pp", "cp", "tp", "ep", "edp")

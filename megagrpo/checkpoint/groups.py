@@ -13,7 +13,7 @@ from numpy.lib.format import header_data_from_array_1_0, write_array_header_1_0
 
 from megagrpo.mesh import Mesh
 from megagrpo.system.run_folder import json_bytes
-from megagrpo.types import ImageRef, Outcome, Prompt, RolloutGroup, Sample
+from megagrpo.types import ImageRef, Outcome, Prompt, RolloutGroup, Sample, TeacherScores
 
 Record = dict[str, Any]  # JSON
 # in the file: the JSON text; in addition one flat array per type, named after the type
@@ -84,9 +84,10 @@ def _group(record: Record) -> RolloutGroup:
         ImageRef(image["key"], image["start"], tuple(image["grid"]))
         for image in prompt.pop("images", ())
     )
+    teachers = tuple((name, weight) for name, weight in prompt.pop("teachers", ()))
     return RolloutGroup(
         group_id=record["group_id"],
-        prompt=Prompt(**prompt, location=location, extra=extra, images=images),
+        prompt=Prompt(**prompt, location=location, extra=extra, images=images, teachers=teachers),
         samples=tuple(map(_sample, record["samples"])),
         outcomes=tuple(map(_outcome, record["outcomes"])),
         greedy=None if greedy is None else _sample(greedy),
@@ -95,7 +96,9 @@ def _group(record: Record) -> RolloutGroup:
 
 
 def _sample(record: Record) -> Sample:
-    return Sample(**{**record, "newer": tuple(map(tuple, record["newer"]))})
+    scores = record.pop("teacher", None)  # there is none in older checkpoints
+    teacher = None if scores is None else TeacherScores(**scores)
+    return Sample(**{**record, "newer": tuple(map(tuple, record["newer"])), "teacher": teacher})
 
 
 def _outcome(record: Record) -> Outcome:

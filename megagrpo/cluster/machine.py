@@ -16,7 +16,7 @@ from typing import IO
 
 from megagrpo.cluster.supervise import ALONE, Child, Launch, torchrun
 from megagrpo.config.load import dump_config
-from megagrpo.config.placement import Nodes, occupied_gpus, place
+from megagrpo.config.placement import Nodes, engine_ranks, occupied_gpus, place
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service.addresses import interface_of, own_address
 from megagrpo.rollout.service.engine_command import on_gpus
@@ -185,6 +185,9 @@ def with_one_engine(
             "rollout": rollout,
             "weights": config.weights.suited(colocate=False),
             "checkpoint": config.checkpoint.model_copy(update={"dir": None}),  # the run's own
+            "teachers": {},
+            "algorithm": config.algorithm.model_copy(update={"distillation": None, "streams": []}),
+            "data": config.data.model_copy(update={"teacher_key": None}),
         }
     )
 
@@ -225,7 +228,7 @@ def _this_node(config: ExperimentConfig, visible: list[str]) -> Nodes:
     """Returns this machine as the only node. Raises ValueError for engines that need GPUs if there
     are none."""
     weights = config.weights
-    ranks = config.actor.world_size + config.rollout.num_engines * config.rollout.tp
+    ranks = config.actor.world_size + engine_ranks(config)
     if not on_gpus(config, len(visible)):
         return Nodes(ranks, 1, 0)
     may_share = not (weights.uses_groups or weights.needs_colocation)

@@ -59,6 +59,7 @@ LibrarySettings = dict[
 ]  # fields of a library by its own names; config/libraries checks their values
 RULES_LATER = {"rules": "later"}  # a context of validation in which broken_rules judges instead
 KeyPath = tuple[str | int, ...]  # of a value in an experiment: ("sampling", "stop", 0)
+KeyItems = list[tuple[KeyPath, object]]
 
 
 @dataclass(frozen=True)
@@ -140,10 +141,14 @@ def broken_rules(section: Section, path: KeyPath = ()) -> Iterator[tuple[KeyPath
         found += [rule.text for rule in section.problems() if rule.when]
     yield from ((path, text) for text in found)
     for key, value in section:
-        several = isinstance(value, list)
-        for index, item in enumerate(value if several else [value]):
+        inside: KeyItems = [((key,), value)]
+        if isinstance(value, list):
+            inside = [((key, index), item) for index, item in enumerate(value)]
+        elif isinstance(value, dict):
+            inside = [((key, name), item) for name, item in value.items()]
+        for keys, item in inside:
             if isinstance(item, Section):
-                yield from broken_rules(item, (*path, key, index) if several else (*path, key))
+                yield from broken_rules(item, (*path, *keys))
 
 
 def named(names: Iterable[str]) -> str:

@@ -3,6 +3,7 @@ launchers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count, islice
 from typing import NamedTuple
 
 from megagrpo.config.schema import ExperimentConfig
@@ -26,7 +27,8 @@ class Placement:
     trainer_nodes: int
     rollout_nodes: int
     trainers: tuple[Gpu, ...]  # by rank
-    engines: tuple[tuple[Gpu, ...], ...]  # by engine and rank
+    engines: tuple[tuple[Gpu, ...], ...]  # by engine and rank, teachers' after the run's own
+    names: tuple[str, ...] = ()  # of these: "0", or a teacher's, "math 0"
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,12 @@ def needs_gpus(config: ExperimentConfig) -> bool:
 
 def occupied_gpus(config: ExperimentConfig) -> int:
     """Counts the GPUs that trainers and engines have, shared ones once."""
-    rollout = config.rollout
-    return config.actor.world_size + (0 if rollout.colocate else rollout.num_engines * rollout.tp)
+    return config.actor.world_size + (0 if config.rollout.colocate else engine_ranks(config))
+
+
+def engine_ranks(config: ExperimentConfig) -> int:
+    """Counts the ranks of all engines that the run starts."""
+    return sum(of.num_engines * of.tp for of in config.engine_sizes.values())
 
 
 class _Fit:
@@ -74,10 +80,10 @@ class _Fit:
     def __init__(self, config: ExperimentConfig, nodes: Nodes):
         rollout = config.rollout
         self.world = config.actor.world_size
-        self.engine_ranks = rollout.num_engines * rollout.tp
+        self.engine_ranks = engine_ranks(config)
+        self.sizes = config.engine_sizes
         self.rollout = rollout
         self.nodes = nodes
-        self.part = rollout.tp // rollout.nodes_per_engine  # ranks of an engine on one node
         everything = self.world + self.engine_ranks
         self.gpus = nodes.gpus or (
             config.cluster.gpus_per_node if needs_gpus(config) else everything
@@ -95,22 +101,38 @@ class _Fit:
         )
 
     @property
-    def engines_on_a_node(self) -> int:
-        """Counts the engines that have a part on each of their nodes."""
-        colocated = self.rollout.colocate
-        room = self.world // self.trainer_nodes if colocated else self.gpus
-        return room // self.part
+    def room(self) -> int:
+        """Counts the GPUs of a node that engines may have."""
+        return self.world // self.trainer_nodes if self.rollout.colocate else self.gpus
+
+    def engines(self) -> Iterator[tuple[str, list[Gpu]]]:
+        """Yields the name of each engine and the GPUs of its ranks, on the engines' nodes from 0:
+        on the first ones that have room."""
+        taken: list[int] = []  # GPUs, of each node
+        for teacher, of in self.sizes.items():
+            part = of.tp // of.nodes_per_engine
+            for number in range(of.num_engines):
+                free = (node for node, used in enumerate(taken) if used + part <= self.room)
+                nodes = list(islice(free, of.nodes_per_engine))
+                new = range(len(taken), len(taken) + of.nodes_per_engine - len(nodes))
+                taken += [0] * len(new)
+                nodes += new
+                gpus = [Gpu(node, taken[node] + i) for node in nodes for i in range(part)]
+                yield f"{teacher} {number}".strip(), gpus
+                for node in nodes:
+                    taken[node] += part
 
     @property
     def nodes_filled(self) -> int:
         """Counts the nodes that the engines fill."""
-        groups = -(-self.rollout.num_engines // self.engines_on_a_node)
-        return self.rollout.nodes_per_engine * groups
+        return 1 + max(gpus[-1].node for _, gpus in self.engines())
 
     def problems(self) -> Iterator[str]:
         """Yields what has no place."""
         trainers = f"{self.world} trainer ranks (actor.world_size)"
-        both = f"{trainers} and {self.engine_ranks} engine ranks (rollout.num_engines x tp)"
+        and_teachers = ", with teachers'" if len(self.sizes) > 1 else ""
+        ranks = f"{self.engine_ranks} engine ranks (rollout.num_engines x tp{and_teachers})"
+        both = f"{trainers} and {ranks}"
         if self.rollout.colocate and self.engine_ranks > self.world:
             yield (
                 f"rollout.colocate: {both}: each of these needs a trainer rank beside it; lower "
@@ -152,13 +174,14 @@ class _Fit:
             )
 
     def _problems_beside(self) -> Iterator[str]:
-        per_node = self.engines_on_a_node
-        ranks = self.world // self.trainer_nodes
-        engines = f"{self.rollout.num_engines} engine(s) over {self.rollout.nodes_per_engine} node(s) each"
-        if per_node == 0:
-            yield self._too_large(f"{ranks} trainer ranks")
+        ranks = self.room
+        rollout = self.rollout
+        part = rollout.tp // rollout.nodes_per_engine
+        engines = f"{rollout.num_engines} engine(s) over {rollout.nodes_per_engine} node(s) each"
+        if part > ranks:
+            yield self._too_large(part, f"{ranks} trainer ranks")
         elif self.nodes_filled > self.trainer_nodes:
-            room = f"{per_node} have room on a node of {ranks} trainers"
+            room = f"{ranks // part} have room on a node of {ranks} trainers"
             yield (
                 f"rollout.colocate: {engines}, but {room}, and there are {self.trainer_nodes}: "
                 "lower num_engines"
@@ -170,46 +193,43 @@ class _Fit:
             )
 
     def _problems_apart(self) -> Iterator[str]:
-        number, over = self.rollout.num_engines, self.rollout.nodes_per_engine
-        if self.engines_on_a_node == 0:
-            yield self._too_large(f"{self.gpus} GPUs")
+        sizes = self.sizes.values()
+        part = max(of.tp // of.nodes_per_engine for of in sizes)
+        if part > self.room:
+            yield self._too_large(part, f"{self.gpus} GPUs")
         elif (nodes := self.nodes.rollout) is not None:
             least = self.nodes_filled
-            most = number * over
+            most = sum(of.num_engines * of.nodes_per_engine for of in sizes)
             if not least <= nodes <= most:
-                engines = f"{number} engine(s) over {over} node(s) each"
+                engines = " and ".join(
+                    f"{of.num_engines} engine(s) over {of.nodes_per_engine} node(s) each"
+                    for of in sizes
+                )
                 yield f"{nodes} rollout nodes: {engines}, so it may be {least} to {most}"
 
-    def _too_large(self, room: str) -> str:
+    def _too_large(self, part: int, room: str) -> str:
         return (
-            f"an engine has {self.part} ranks a node, but a node {room}: raise "
-            "rollout.nodes_per_engine"
+            f"an engine has {part} ranks a node, but a node {room}: raise "
+            f"{'its' if len(self.sizes) > 1 else 'rollout.'}nodes_per_engine"
         )
 
     def placement(self) -> Placement:
         """Returns the GPUs of all ranks: trainers in order; engine after engine, each on
         nodes_per_engine nodes."""
         ranks = self.world // self.trainer_nodes
-        tp = self.rollout.tp
+        first = 0 if self.rollout.colocate else self.trainer_nodes
+        beside = count(self.world)  # numbers of GPUs on the one node
 
-        def gpu(engine: int, rank: int) -> Gpu:
-            if self.one_node:
-                return Gpu(0, self.world + engine * tp + rank)
-            group, position = divmod(engine, self.engines_on_a_node)
-            part, number = divmod(rank, self.part)
-            first = 0 if self.rollout.colocate else self.trainer_nodes
-            return Gpu(
-                first + group * self.rollout.nodes_per_engine + part, position * self.part + number
-            )
+        def placed(gpu: Gpu) -> Gpu:
+            return Gpu(0, next(beside)) if self.one_node else Gpu(first + gpu.node, gpu.number)
 
+        engines = {name: tuple(map(placed, gpus)) for name, gpus in self.engines()}
         own_nodes = not self.rollout.colocate and not self.one_node
         return Placement(
             gpus_per_node=self.gpus,
             trainer_nodes=self.trainer_nodes,
             rollout_nodes=(self.nodes.rollout or self.nodes_filled) if own_nodes else 0,
             trainers=tuple(Gpu(rank // ranks, rank % ranks) for rank in range(self.world)),
-            engines=tuple(
-                tuple(gpu(engine, rank) for rank in range(tp))
-                for engine in range(self.rollout.num_engines)
-            ),
+            engines=tuple(engines.values()),
+            names=tuple(engines),
         )

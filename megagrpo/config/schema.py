@@ -25,7 +25,7 @@ from megagrpo.config.fields import (
 )
 from megagrpo.config.reward import GraderConfig, RewardConfig
 from megagrpo.config.rollout import RolloutConfig, SamplingConfig, WeightsConfig
-from megagrpo.config.teachers import TeacherConfig
+from megagrpo.config.teachers import TeacherConfig, teacher_rules
 from megagrpo.families.model import Model
 from megagrpo.system.run_folder import RunFolder
 
@@ -263,6 +263,41 @@ class ExperimentConfig(Section):
         """Reads the model folder's config.json. Raises ValueError if it is missing or not JSON."""
         return Model.read(self.model.path, self.model.tokenizer, self.actor.has_draft)
 
+    def of_teacher(self, name: str) -> "ExperimentConfig":
+        """Returns the experiment whose engines are those of a teacher with a path: with weights of
+        its files, no publish, on GPUs of their own."""
+        teacher = self.teachers[name]
+        assert teacher.path is not None, "the engines of a url are started elsewhere"
+        sizes = {key: getattr(teacher, key) for key in ("num_engines", "tp", "ep")}
+        rollout: dict[str, object] = {
+            "nodes_per_engine": teacher.nodes_per_engine,
+            "min_healthy_engines": 1,
+            "load_format": "model",
+            "quantization": None,
+            "draft_tokens": None,
+        }
+        actor = self.actor.model_copy(update={"draft": None, "routing_replay": None})
+        return self.model_copy(
+            update={
+                "model": ModelConfig(path=teacher.path),
+                "rollout": self.rollout.model_copy(update=sizes | rollout),
+                "actor": actor,
+                "teachers": {},
+            }
+        )
+
+    @property
+    def engine_sizes(self) -> "dict[str, RolloutConfig | TeacherConfig]":
+        """Numbers and ranks of the engines that the run starts: its own under "", those of
+        teachers under their names."""
+        theirs = {name: teacher for name, teacher in self.teachers.items() if teacher.path}
+        return {"": self.rollout, **theirs}
+
+    @property
+    def num_servers(self) -> int:
+        """Server processes of all engines that the run starts: one on each of their nodes."""
+        return sum(of.num_engines * of.nodes_per_engine for of in self.engine_sizes.values())
+
     @property
     def eval_data(self) -> DataConfig | None:
         """The prompts of the evaluation, with the keys of `data` that it leaves out."""
@@ -302,4 +337,5 @@ class ExperimentConfig(Section):
             if data is not self.data
             for rule in data.problems()
         ]
-        return [*of_files, *(rule for section in sections for rule in section.excludes(self))]
+        between = [rule for section in sections for rule in section.excludes(self)]
+        return [*of_files, *between, *teacher_rules(self)]

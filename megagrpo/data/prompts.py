@@ -258,6 +258,7 @@ def render_rows(
                 ids,
                 *of_row,
                 question=words_of(chat[-1]),
+                teachers=row.teachers,
                 weights=row.weights,
                 demonstration=_demonstrated(tokenizer, row),
             )

@@ -4,6 +4,7 @@ file and line."""
 import csv
 import hashlib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -39,6 +40,7 @@ class Row:
     of: int  # the part of the section that it is of: an index into DataConfig.parts
     images: tuple[object, ...] = ()  # of data.images_key, as the file has them
     tools: tuple[Values, ...] = ()  # of data.tools_key
+    teachers: tuple[tuple[str, float], ...] = ()  # of data.teacher_key, weights sum to 1
     # of data.weight_key and data.demonstration_key, as in Prompt
     weights: dict[str, float] = field(default_factory=dict)
     demonstration: str = ""
@@ -111,8 +113,8 @@ def fingerprint(rows: Iterable[Row]) -> list[list[str | int]]:
     for row in rows:
         path = row.location.rpartition(":")[0]
         spelled = repr((row.prompt, row.answer, row.tools, row.images))
-        if row.weights or row.demonstration:  # else as before there were any
-            spelled += repr((row.weights, row.demonstration))
+        of_training = tuple(filter(None, (row.teachers, row.weights, row.demonstration)))
+        spelled += repr(of_training) if of_training else ""  # else as before there were any
         files.setdefault(path, hashlib.blake2b(digest_size=16)).update(spelled.encode())
         sizes[path] += 1
     return [[path, sizes[path], digest.hexdigest()] for path, digest in files.items()]
@@ -141,26 +143,39 @@ def _row(data: DataPart, of: int, row_id: int, location: str, values: Values) ->
         extra = value if isinstance(value, dict) else {data.extra_key: value}
         extra = json.loads(json.dumps(extra, default=str))  # a parquet file has dates, and bytes
     tools = _tools(values, data, location)
+    teachers = _teachers(values, data.teacher_key, location)
     # a text row may lack the column
     images = None if data.images_key is None else values.get(data.images_key)
     if images is None:
         images = []
     elif not isinstance(images, list):
         images = [images]
+    of_row = (source, grader, extra, of, tuple(images), tools, teachers)
+    weights = _weights(values, data, location)
     return Row(
-        row_id,
-        location,
-        prompt,
-        answer,
-        source,
-        grader,
-        extra,
-        of,
-        tuple(images),
-        tools,
-        _weights(values, data, location),
-        _demonstration(values, data, location),
+        row_id, location, prompt, answer, *of_row, weights, _demonstration(values, data, location)
     )
+
+
+def _teachers(values: Values, key: str | None, location: str) -> tuple[tuple[str, float], ...]:
+    """Returns the teachers of a row and their weights, which sum to 1: one name, or weights by
+    name, also as JSON."""
+    found = None if key is None else _field(values, key, location)
+    if isinstance(found, str) and found.startswith("{"):
+        with translated(f"{location}: {key!r} is not JSON", json.JSONDecodeError):
+            found = json.loads(found)
+    weights = {found: 1.0} if isinstance(found, str) and found else found or {}
+    if isinstance(weights, dict):  # a parquet file has every name in every row
+        weights = {name: weight for name, weight in weights.items() if weight is not None}
+    if not isinstance(weights, dict) or not all(
+        type(weight) in (int, float) and 0 < weight < math.inf for weight in weights.values()
+    ):
+        raise ValueError(
+            f"{location}: {key!r} should be the name of a teacher, or names with positive weights, "
+            f"is {found!r:.80}"
+        )
+    total = sum(weights.values())
+    return tuple((name, weight / total) for name, weight in weights.items())
 
 
 def _weights(values: Values, data: DataConfig, location: str) -> dict[str, float]:

@@ -36,6 +36,10 @@ class ServiceStatus:
     failed: str | None  # why the service failed; None while it runs
     engines: tuple[EngineInfo, ...]
 
+    def engines_of(self, teacher: str) -> list[EngineInfo]:
+        """Returns the engines of a teacher; of "" those that sample."""
+        return [engine for engine in self.engines if engine.teacher == teacher]
+
 
 class ServiceControl:
     """Talks to the control endpoint of a running service. Every call raises ServiceUnreachable
@@ -64,8 +68,9 @@ class ServiceControl:
         return status
 
     def engines(self) -> list[EngineInfo]:
-        """Returns every engine's state. Raises ServiceFailed if the service has failed."""
-        return list(self.healthy_status().engines)
+        """Returns the state of every engine that samples. Raises ServiceFailed if the service has
+        failed."""
+        return self.healthy_status().engines_of("")
 
     def begin_update(self, engine_id: str, incarnation: int) -> bool:
         """Announces an update of an engine's weights, during which a late answer does not count as
@@ -228,6 +233,7 @@ def print_engines(control: ServiceControl, as_json: bool = False) -> int:
         weights = (
             "not verified" if engine.weight_version is None else f"version {engine.weight_version}"
         )
+        weights = "its teacher's" if engine.teacher else weights
         load = (
             f", at most {engine.load['kv_use']:.0%} of its cache in use since"
             if engine.load

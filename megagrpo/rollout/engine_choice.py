@@ -47,9 +47,9 @@ class Engines:
         self._random = random.Random()
 
     @classmethod
-    def from_service(cls, control: ServiceControl) -> "Engines":
-        """Returns the engines of a service."""
-        return cls(lambda: control.status().engines, control.api_key)
+    def from_service(cls, control: ServiceControl, teacher: str = "") -> "Engines":
+        """Returns the engines of a service that sample, or those of a teacher."""
+        return cls(lambda: control.status().engines_of(teacher), control.api_key)
 
     async def look(self, older_than_s: float = 0.0) -> None:
         """Reads the service's status, unless the last look is younger; concurrent calls share one.

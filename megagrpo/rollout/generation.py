@@ -6,10 +6,10 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Generic, Literal, Protocol, TypeVar
 
 import aiohttp
 import msgspec
@@ -22,7 +22,7 @@ from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.control import bearer
 from megagrpo.rollout.engine_choice import Affinity, Engines
 from megagrpo.rollout.logprob_pairs import read_pairs
-from megagrpo.rollout.response import Answer, Response, version_number
+from megagrpo.rollout.response import Answer, Meta, Response, TokenList, version_number
 from megagrpo.rollout.routed_experts import WrongExperts, read_experts
 from megagrpo.system.errors import translated
 from megagrpo.types import EngineInfo
@@ -129,6 +129,31 @@ class SampleRequest:
     cache_key: Callable[[], str] | None = (
         None  # asked when it leaves: only requests with the same one share prefixes
     )
+    top_k: int = 0  # most probable tokens of each position that are returned
+    wanted: ClassVar[str] = "sample"
+    no_engine: ClassVar[str] = "no engine has verified weights"
+
+    def body(self) -> dict[str, object]:
+        """Returns the request as SGLang takes it."""
+        body: dict[str, object] = {
+            "input_ids": self.images.short_ids if self.images else np.asarray(self.prompt),
+            "sampling_params": self.params.body(self.seed),
+            "return_logprob": True,
+        }
+        if self.experts_from is not None:
+            body["return_routed_experts"] = True
+        if self.cache_key is not None:
+            body["extra_key"] = self.cache_key()
+        if self.top_k:
+            body["top_logprobs_num"] = self.top_k
+        if self.images is not None:
+            body["image_data"] = self.images.uris
+            body["return_prompt_token_ids"] = True
+        return body
+
+    def read(self, text: bytes, arch: Architecture | None) -> Response:
+        """Returns the response of an answer's text. Raises as EngineRequest says."""
+        return _read(text, self, np.asarray(self.prompt), arch)
 
     def accepts(self, version: int) -> bool:
         """Returns whether weights of this version may sample the response."""
@@ -169,8 +194,42 @@ class RetryPolicy:
         return min(self.cap_s, self.base_s * 2**attempt) * random.uniform(0.5, 1.0)
 
 
-class _Refused(Exception):
-    """Raised by an attempt that gave no usable sample."""
+class Refused(Exception):
+    """Raised by an attempt that gave no usable answer."""
+
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class EngineRequest(Protocol[T_co]):
+    """A request to /generate of an engine, any of those that may answer it."""
+
+    @property
+    def order(self) -> tuple[float, ...]:
+        """See AdmissionQueue."""
+
+    @property
+    def tokens(self) -> Callable[[], float]:
+        """See AdmissionQueue."""
+
+    @property
+    def affinity(self) -> Affinity | None:
+        """Of requests that go to the same engine."""
+
+    @property
+    def wanted(self) -> str:
+        """What is asked for, in messages."""
+
+    @property
+    def no_engine(self) -> str:
+        """Why no engine can be asked, in messages."""
+
+    def body(self) -> dict[str, object]:
+        """Returns the request as SGLang takes it; called when it leaves."""
+
+    def read(self, text: bytes, arch: Architecture | None) -> T_co:
+        """Reads an answer. Raises Refused and WrongExperts if another one may be better,
+        GenerationFailed if none."""
 
 
 class GenerationClient:
@@ -212,8 +271,8 @@ class GenerationClient:
         self.readers.shutdown(wait=False, cancel_futures=True)
         await self.http.close()
 
-    async def generate(self, request: SampleRequest) -> Response:
-        """Returns one response, after as many attempts as it takes. Raises GenerationFailed.
+    async def generate(self, request: EngineRequest[T_co]) -> T_co:
+        """Returns what is asked for, after as many attempts as it takes. Raises GenerationFailed.
 
         An attempt that found no engine is repeated without limit; the caller has the deadline.
         """
@@ -221,7 +280,7 @@ class GenerationClient:
         failed = ""  # URL of the engine of the last attempt
         async with self._admission.admitted(request.order, request.tokens):
             while True:
-                outcome, problem = "wait", "no engine has verified weights"
+                outcome, problem = "wait", request.no_engine
                 engine = await self.engines.choose(request.affinity, avoid=failed)
                 if engine is not None:
                     failed = engine.url
@@ -242,17 +301,17 @@ class GenerationClient:
                     pause_s = self.retry.wait_s(failures)
                 if failures > self.retry.retries:
                     raise GenerationFailed(
-                        f"engines gave no sample in {failures} tries of at most "
+                        f"engines gave no {request.wanted} in {failures} tries of at most "
                         f"{self.retry.request_timeout_s:.0f} s (rollout.request_timeout_s); the "
                         f"last problem: {self.last_problem}"
                     )
                 await asyncio.sleep(pause_s)
 
 
-class Attempt:
+class Attempt(Generic[T_co]):
     """One HTTP request for a response."""
 
-    def __init__(self, client: GenerationClient, engine: EngineInfo, request: SampleRequest):
+    def __init__(self, client: GenerationClient, engine: EngineInfo, request: EngineRequest[T_co]):
         self._client, self._engine, self._request = client, engine, request
         self._limit = asyncio.timeout(None)
         # Of an attempt without a response; wait: the engine did not get the request.
@@ -264,13 +323,13 @@ class Attempt:
         if not self._limit.expired():
             self._limit.reschedule(0.0)
 
-    async def run(self) -> Response | None:
+    async def run(self) -> T_co | None:
         """Sends the request. Returns None and sets `outcome` if there is no response. Raises
         GenerationFailed for a request that is itself wrong."""
         try:
             async with self._limit:
                 return await self._response()
-        except (_Refused, WrongExperts) as exc:
+        except (Refused, WrongExperts) as exc:
             self.problem = str(exc)
         except (aiohttp.ClientError, TimeoutError) as exc:
             lost = self._limit.expired()
@@ -281,11 +340,9 @@ class Attempt:
             )
         return None
 
-    async def _response(self) -> Response:
+    async def _response(self) -> T_co:
         request, client = self._request, self._client
-        ids = np.asarray(request.prompt)
-        sent = request.images.short_ids if request.images else ids
-        data = orjson.dumps(self._body(sent), option=orjson.OPT_SERIALIZE_NUMPY)
+        data = orjson.dumps(request.body(), option=orjson.OPT_SERIALIZE_NUMPY)
         url = f"{self._engine.url}/generate"
         async with client.http.post(url, data=data, headers=_JSON) as answer:
             if answer.status != 200:
@@ -294,36 +351,20 @@ class Attempt:
                     answer.status == 400
                 ):  # the request itself is wrong: another attempt would fail alike
                     raise GenerationFailed(f"{url} refused a request: {why[:1000]}")
-                raise _Refused(f"status {answer.status}: {why[:500]}")
+                raise Refused(f"status {answer.status}: {why[:500]}")
             text = await answer.read()
-        read = partial(_read, text, request, ids, client.experts)
+        read = partial(request.read, text, client.experts)
         if len(text) < _LONG:
             return read()
         return await asyncio.get_running_loop().run_in_executor(client.readers, read)
-
-    def _body(self, ids: np.ndarray) -> dict[str, object]:
-        sampling = self._request.params.body(self._request.seed)
-        body: dict[str, object] = {
-            "input_ids": ids,
-            "sampling_params": sampling,
-            "return_logprob": True,
-        }
-        if self._request.experts_from is not None:
-            body["return_routed_experts"] = True
-        if self._request.cache_key is not None:
-            body["extra_key"] = self._request.cache_key()
-        if self._request.images is not None:
-            body["image_data"] = self._request.images.uris
-            body["return_prompt_token_ids"] = True
-        return body
 
 
 def _read(
     text: bytes, request: SampleRequest, ids: np.ndarray, arch: Architecture | None
 ) -> Response:
     """Returns the response of an answer's text; ids: of the prompt. Raises GenerationFailed,
-    WrongExperts, and _Refused, also for a proxy's page and a truncated answer."""
-    with translated(f"in its answer {text[:200]!r}", *_NO_ANSWER, raised=_Refused):
+    WrongExperts, and Refused, also for a proxy's page and a truncated answer."""
+    with unreadable(text):
         answer = _ANSWERS.decode(text)
         response = _checked(answer, request)
     _check_images(answer, request.images, ids)
@@ -334,6 +375,12 @@ def _read(
     encoded = None if quoted is None else memoryview(quoted)[1:-1]
     experts = read_experts(arch, encoded, len(ids) + len(response.token_ids) - 1)
     return replace(response, routed_experts=experts[request.experts_from :])
+
+
+def unreadable(text: bytes) -> AbstractContextManager[None]:
+    """Raises Refused for what is raised inside the block, in reading what is no answer of
+    /generate."""
+    return translated(f"in its answer {text[:200]!r}", *_NO_ANSWER, raised=Refused)
 
 
 def _check_images(answer: Answer, images: SentImages | None, ids: np.ndarray) -> None:
@@ -351,15 +398,10 @@ def _check_images(answer: Answer, images: SentImages | None, ids: np.ndarray) ->
 
 
 def _checked(answer: Answer, request: SampleRequest) -> Response:
-    """Returns the response of an /generate answer. Raises _Refused if it is cut off or sampled by
+    """Returns the response of an /generate answer. Raises Refused if it is cut off or sampled by
     other weights."""
     meta = answer["meta_info"]
-    reason = meta["finish_reason"]
-    if reason is None or reason["type"] not in (
-        "stop",
-        "length",
-    ):  # "abort": the engine was paused or is ending
-        raise _Refused(f"the engine ended the request: {reason}")
+    reason = end_of_request(meta)
     texts = [(span["start"], span["version"]) for span in meta.get("weight_versions") or ()]
     texts = texts or [(0, meta["weight_version"])]
     spans = [(start, version_number(text)) for start, text in texts]
@@ -367,10 +409,34 @@ def _checked(answer: Answer, request: SampleRequest) -> Response:
     if not all(map(request.accepts, versions)):
         found = sorted({text for _, text in texts} | {meta["weight_version"]})
         needed = f"{request.version}{' or newer' if request.or_newer else ''}"
-        raise _Refused(f"sampled by weights of version {found}, wanted {needed}")
+        raise Refused(f"sampled by weights of version {found}, wanted {needed}")
     token_ids, logprobs = read_pairs(meta.get("output_token_logprobs", b"[]"))
     newer, num_cached = tuple(spans[1:]), meta.get("cached_tokens", 0)
     accepted = tuple(meta.get("spec_correct_drafts_histogram") or ())
+    top_ids = None
+    if request.top_k:
+        top_ids = read_lists(meta.get("output_top_logprobs", []), request.top_k)[0]
+        if len(top_ids) != len(token_ids):
+            raise Refused(f"top tokens of {len(top_ids)} positions for {len(token_ids)} tokens")
     return Response(
-        token_ids, logprobs, reason["type"], spans[0][1], newer, None, num_cached, accepted
+        token_ids, logprobs, reason, spans[0][1], newer, None, num_cached, accepted, top_ids
     )
+
+
+def end_of_request(meta: Meta) -> str:
+    """Returns what ended a request, stop or length. Raises Refused for anything else: the engine
+    was paused or is ending."""
+    reason = meta["finish_reason"]
+    if reason is None or reason["type"] not in ("stop", "length"):
+        raise Refused(f"the engine ended the request: {reason}")
+    return str(reason["type"])
+
+
+def read_lists(lists: Sequence[TokenList | None], k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns ids [T, k] int32 and log-probabilities [T, k] float32 of lists [logprob, id, text],
+    k for each position. Raises ValueError for other lists."""
+    if any(one is None or len(one) != k for one in lists):
+        raise ValueError(f"not {k} tokens for every position")
+    pairs = [(entry[1], entry[0]) for one in lists if one is not None for entry in one]
+    ids, logprobs = np.array(pairs, np.float64).reshape(len(lists), k, 2).transpose(2, 0, 1)
+    return ids.astype(np.int32), logprobs.astype(np.float32)

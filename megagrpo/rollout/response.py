@@ -23,7 +23,11 @@ if TYPE_CHECKING:  # it pulls in torch
 class Response(WithArrays):
     """Holds T token ids as sampled, the one that ended the response included."""
 
-    _types: ClassVar[dict[str, type]] = {"token_ids": np.int32, "logprobs": np.float32}
+    _types: ClassVar[dict[str, type]] = {
+        "token_ids": np.int32,
+        "logprobs": np.float32,
+        "top_ids": np.int32,
+    }
 
     token_ids: np.ndarray  # [T] int32
     logprobs: np.ndarray  # [T] float32, the engine's, of each token, in nats, after temperature
@@ -35,6 +39,7 @@ class Response(WithArrays):
     num_cached: int = 0  # tokens before it that the engine found in its prefix cache
     # How many forwards accepted 0, 1, ... tokens of a draft; () without one.
     accepted: tuple[int, ...] = ()
+    top_ids: np.ndarray | None = None  # [T, k] int32, the most probable tokens; 0 for a tool's
 
     @property
     def newest_version(self) -> int:
@@ -56,7 +61,17 @@ class Response(WithArrays):
             np.concatenate(experts) if experts else None,
             self.num_cached + rest.num_cached,
             tuple(map(sum, zip_longest(self.accepted, rest.accepted, fillvalue=0))),
+            _joined_top_ids(self, rest),
         )
+
+
+def _joined_top_ids(*parts: Response) -> np.ndarray | None:
+    k = next((part.top_ids.shape[1] for part in parts if part.top_ids is not None), None)
+    if k is None:
+        return None
+    none = [np.zeros((len(part.token_ids), k), np.int32) for part in parts]
+    found = [part.top_ids for part in parts]
+    return np.concatenate([a if a is not None else b for a, b in zip(found, none, strict=True)])
 
 
 UNVERIFIED = -1  # the version of weights that no trainer has verified, older than every other
@@ -67,6 +82,9 @@ class VersionSpan(TypedDict):
 
     start: int
     version: str
+
+
+TokenList = list[tuple[float, int, str | None]]  # log-probability, id and text of tokens
 
 
 class Meta(TypedDict):
@@ -81,6 +99,11 @@ class Meta(TypedDict):
     cached_tokens: NotRequired[int]  # of the prompt
     # Forwards by the number of a draft's tokens that they accepted.
     spec_correct_drafts_histogram: NotRequired[list[int] | None]
+    output_top_logprobs: NotRequired[list[TokenList | None]]
+    # Of the prompt from its logprob_start_len-th token on; None for that one.
+    input_token_logprobs: NotRequired[list[tuple[float | None, int, str | None]]]
+    input_top_logprobs: NotRequired[list[TokenList | None]]
+    input_token_ids_logprobs: NotRequired[list[TokenList | None]]
 
 
 class Answer(TypedDict):

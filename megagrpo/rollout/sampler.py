@@ -28,6 +28,7 @@ from megagrpo.rollout.generation import (
 )
 from megagrpo.rollout.jobs import NumberedPrompt, SamplingJob
 from megagrpo.rollout.response import CacheKey, CacheUse, Response, SampleTurn
+from megagrpo.rollout.teachers import OpenTeachers, Teachers
 from megagrpo.system.background import end_tasks
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
@@ -49,6 +50,7 @@ class _Rollout:
     index: int  # within its group
     order: tuple[float, ...]  # see AdmissionQueue
     affinity: Affinity | None
+    teachers: OpenTeachers
 
     @property
     def purpose(self) -> str:
@@ -97,6 +99,7 @@ class Sampler:
             None  # of a vision-language model; set before the first request
         )
         self.arch: Architecture | None = None  # set if the experts of each token are recorded
+        self.teachers = Teachers(config, num_leaders, control)
 
     def waiting(self) -> str:
         """Returns what this rank's samples wait for, or "". May be called from any thread."""
@@ -127,14 +130,15 @@ class Sampler:
         ):  # one job after the other, so that requests of the first leave first
             while not await self._answer():
                 await asyncio.sleep(_LOOK_S)
-        async with GenerationClient(
-            self._engines,
-            self._retry,
-            self._admission,
-            self.arch,
-        ) as client:
+        async with (
+            GenerationClient(self._engines, self._retry, self._admission, self.arch) as client,
+            self.teachers.opened() as teachers,
+        ):
             waited_for: list[str] = []
-            groups = [self._sample_group(client, job, each, finished, job_number) for each in share]
+            clients = (client, teachers)
+            groups = [
+                self._sample_group(clients, job, each, finished, job_number) for each in share
+            ]
             try:
                 async with deadline:
                     await all_of(groups, lambda: waited_for.append(self.waiting()))
@@ -146,7 +150,7 @@ class Sampler:
                     f"{len(late)} of {len(share)} groups did not come within {limit_s:.0f} s "
                     f"(rollout.step_timeout_s): prompts {late[:10]}; they wait for "
                     f"{''.join(waited_for)}; {client.num_retries} retries, "
-                    f"the last because of: {client.last_problem or 'nothing'}"
+                    f"the last because of: {client.last_problem or 'nothing'}{teachers.problems()}"
                 ) from None
 
     async def count_engines(self) -> None:
@@ -174,7 +178,7 @@ class Sampler:
 
     async def _sample_group(
         self,
-        client: GenerationClient,
+        clients: tuple[GenerationClient, OpenTeachers],
         job: SamplingJob,
         of: NumberedPrompt,
         finished: dict[int, RolloutGroup],
@@ -185,8 +189,9 @@ class Sampler:
             await asyncio.sleep(0)
         order = (float(not job.is_urgent), float(job_number))
         affinities = self._affinities(job.num_samples)
+        client, teachers = clients
         rollouts = [
-            _Rollout(client, job, of, index, order, affinity)
+            _Rollout(client, job, of, index, order, affinity, teachers)
             for index, affinity in enumerate(affinities)
         ]
         answers = await all_of([self._sample(rollout) for rollout in rollouts])
@@ -209,13 +214,37 @@ class Sampler:
             self._pending[key] = self._answering.waited_for
             parts, outcome = await self._answering.rollout(self._task(rollout))
             samples = [await self._sample_of(rollout, part) for part in parts]
-            if outcome is None:
-                (sample,) = samples
-                self._pending[key] = "the grader"
-                tokens = ResponseTokens(sample.token_ids, sample.loss_mask, self._decode)
-                grading = self._grader.submit(prompt, sample.text, tokens)
-                outcome = await asyncio.wrap_future(grading)
-            return samples, outcome
+            scoring = asyncio.create_task(self._scored(rollout, samples, parts))
+            try:
+                if outcome is None:
+                    (sample,) = samples
+                    self._pending[key] = "the grader"
+                    tokens = ResponseTokens(sample.token_ids, sample.loss_mask, self._decode)
+                    grading = self._grader.submit(prompt, sample.text, tokens)
+                    outcome = await asyncio.wrap_future(grading)
+                self._pending[key] = "its teachers"
+                return await scoring, outcome
+            finally:
+                await end_tasks([scoring])
+
+    async def _scored(
+        self, rollout: _Rollout, samples: list[Sample], parts: Sequence[SamplePart]
+    ) -> list[Sample]:
+        """Returns samples to train on with their teachers' scores; 0 for a tool's tokens."""
+        prompt = rollout.of.prompt
+        if rollout.job.is_urgent or not self.teachers.of(prompt):
+            return samples
+
+        async def scored(sample: Sample, part: SamplePart) -> Sample:
+            context = prompt.token_ids if sample.prompt_ids is None else sample.prompt_ids
+            top_ids = part.response.top_ids
+            scores = await rollout.teachers.score(prompt, context, sample.token_ids, top_ids)
+            mask = sample.loss_mask
+            if mask is not None:
+                scores = replace(scores, logprobs=np.where(mask, scores.logprobs, 0))
+            return replace(sample, teacher=scores)
+
+        return await all_of([scored(*pair) for pair in zip(samples, parts, strict=True)])
 
     def _task(self, rollout: _Rollout) -> RolloutTask:
         job, of = rollout.job, rollout.of
@@ -267,6 +296,7 @@ class Sampler:
                 images=self._sent_images(prompt),
                 affinity=rollout.affinity,
                 cache_key=key,
+                top_k=0 if job.is_urgent else self.teachers.num_given,
             )
             response = await rollout.client.generate(request)
             self.cache_use.count(len(context), response, key)

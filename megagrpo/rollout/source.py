@@ -20,6 +20,7 @@ from megagrpo.rollout.jobs import SampledBatch, SamplingJob, numbered_prompts
 from megagrpo.rollout.response import CacheUse
 from megagrpo.rollout.routed_experts import for_other_ranks
 from megagrpo.rollout.sampler import Sampler
+from megagrpo.rollout.teachers import ScoringUse
 from megagrpo.system.background import BackgroundLoop
 from megagrpo.types import LOADS, Prompt, RolloutGroup
 
@@ -63,6 +64,7 @@ class RolloutSource:
         self._awaited: Sequence[SampledBatch] = []
         self._loads: list[dict[str, float]] = []  # of engines, on the main rank
         self._outdated: list[str] = []  # engines that need weights, on the main rank
+        self._restarts = 0  # of teachers' engines, on the main rank
         self._background = BackgroundLoop("rollout")
         # Batches sampled ahead, by number, until a step has started with them.
         self._batches: dict[int, SampledBatch] = {}
@@ -192,6 +194,10 @@ class RolloutSource:
         sampler = self._sampler
         of_engines = CacheUse() if sampler is None else sampler.cache_use
         of_engines.add_metrics(metrics, self._config.rollout.draft_tokens or 0)
+        if self._config.teachers:
+            of_teachers = ScoringUse() if sampler is None else sampler.teachers.use
+            of_teachers.add_metrics(metrics)
+            metrics.add_max("teachers/restarts", self._restarts)
         for name in LOADS:
             metrics.add_max(
                 f"engines/{name}_max",
@@ -323,12 +329,14 @@ class RolloutSource:
         except ServiceFailed as exc:
             return str(exc), False
         self._last_answer = time.monotonic()
-        self._loads = [engine.load for engine in status.engines]
+        engines = status.engines_of("")
+        self._restarts = sum(engine.restarts for engine in status.engines if engine.teacher)
+        self._loads = [engine.load for engine in engines]
         if version is None:
-            return "", all(engine.state != "ready" for engine in status.engines)
+            return "", all(engine.state != "ready" for engine in engines)
         self._outdated = [
             engine.id
-            for engine in status.engines
+            for engine in engines
             if engine.alive and (engine.state == "stale" or engine.weight_version != version)
         ]
         return "", bool(self._outdated)

@@ -9,6 +9,7 @@ from pathlib import Path
 import megagrpo
 
 API_KEY = "MEGAGRPO_API_KEY"  # of service and engines; `serve` generates one if it is not set
+SCORES_AT = "MEGAGRPO_SCORES_AT"  # of a teacher's engine: the temperature of its scores
 WEIGHT_LOADER = "megagrpo.weights.engines.loader.run"  # every engine's custom weight loader
 
 _ALLOCATOR = (

@@ -83,7 +83,7 @@ class EngineParsers:
         restart."""
         with suppress(ServiceUnreachable):
             status = await asyncio.to_thread(self._control.status)
-            for engine in status.engines:
+            for engine in status.engines_of(""):
                 if engine.state == "ready":
                     return engine.url
         await asyncio.sleep(_PAUSE_S)

@@ -16,7 +16,12 @@ from megagrpo.config.libraries import setting_problems
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.table import architecture_of, model_problems, read_description
-from megagrpo.system.environment import WEIGHT_LOADER, get, without_expandable_segments
+from megagrpo.system.environment import (
+    SCORES_AT,
+    WEIGHT_LOADER,
+    get,
+    without_expandable_segments,
+)
 
 _INTERLEAVES = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
 
@@ -37,6 +42,7 @@ class ServerPlace:
     cuda: bool
     num_cores: int  # CPU cores for this server process
     engine: str = ""  # its id
+    scores: bool = False  # whether it is a teacher's
 
 
 def on_gpus(config: ExperimentConfig, num_gpus: float) -> bool:
@@ -187,6 +193,8 @@ def engine_environment(config: ExperimentConfig, place: ServerPlace) -> dict[str
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if place.scores:
+        env[SCORES_AT] = str(config.sampling.temperature)
     if is_recurrent(config.model.path):
         # Else the last inputs of convolutions are rounded to bfloat16, whatever the dtype: decoded
         # log-probabilities were off by 2.9 within 24 tokens.

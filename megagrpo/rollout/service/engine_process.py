@@ -43,6 +43,11 @@ if __name__ == "__mp_main__":
     if os.getppid() == 1:
         os._exit(1)
 
+    if temperature := environment.get(environment.SCORES_AT):
+        from megagrpo.rollout.service import scoring
+
+        scoring.prepare(float(temperature))
+
 
 if __name__ == "__main__":
     from sglang.launch_server import run_server

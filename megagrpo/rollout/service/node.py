@@ -62,8 +62,8 @@ class EngineNode:
     """Runs one server process of one incarnation of an engine; the process ends with this actor,
     however it ends.
 
-    engine: its id. cores_share: server processes that share the CPU cores of this machine. Ray
-    assigns its GPUs.
+    engine: its id. cores_share: server processes that share the CPU cores of this machine. scores:
+    whether it is a teacher's. Ray assigns its GPUs.
     """
 
     def __init__(
@@ -75,12 +75,14 @@ class EngineNode:
         cuda: bool,
         cores_share: int,
         api_key: str,
+        scores: bool = False,
     ):
         self.config = config
         self.engine = engine
         self.node_rank = node_rank
         self.cuda = cuda
         self.api_key = api_key
+        self.scores = scores
         self.bind_address = own_address(config.rollout.host)
         self.num_cores = max(1, len(os.sched_getaffinity(0)) // cores_share)
         self.process: Popen[bytes] | None = None
@@ -114,6 +116,7 @@ class EngineNode:
             cuda=self.cuda,
             num_cores=self.num_cores,
             engine=self.engine,
+            scores=self.scores,
         )
         interface = interface_of(self.bind_address)
         # Between the ranks of an engine, and between them and the trainer, on the same interface as

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import ray
 
-from megagrpo.config.schema import RolloutConfig
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system.errors import explained
 from megagrpo.system.processes import stop_tree
 
@@ -30,7 +30,7 @@ class RayNotStarted(RuntimeError):
 
 
 @contextmanager
-def in_ray_cluster(rollout: RolloutConfig, address: str | None) -> Iterator[None]:
+def in_ray_cluster(config: ExperimentConfig, address: str | None) -> Iterator[None]:
     """Connects this process to Ray inside the block; a private cluster ends with it.
 
     address: "host:port" of a running cluster, None for a private one. Raises RayNotStarted.
@@ -48,11 +48,11 @@ def in_ray_cluster(rollout: RolloutConfig, address: str | None) -> Iterator[None
                 prefix="mgr-", dir="/tmp", ignore_cleanup_errors=True
             )
             folder = stack.enter_context(short)
-            options |= _private_cluster(rollout.num_engines * rollout.nodes_per_engine, folder)
+            options |= _private_cluster(config.num_servers, folder)
         else:
             options["address"] = address
         stack.callback(ray.shutdown)
-        _connect(options, rollout.start_timeout_s)
+        _connect(options, config.rollout.start_timeout_s)
         yield
 
 

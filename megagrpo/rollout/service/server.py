@@ -66,7 +66,7 @@ def serve(config: ExperimentConfig, run_dir: Path, ray_address: str | None = Non
     api_key = make_key(folder.service_key)
     write_whole(folder.service_progress, "Ray starts")
     try:
-        with in_ray_cluster(config.rollout, ray_address):
+        with in_ray_cluster(config, ray_address):
             cuda = on_gpus(config, ray.cluster_resources().get("GPU", 0))
             return asyncio.run(
                 _Service(
@@ -127,8 +127,9 @@ class _Service:
             )
             runner = web.AppRunner(self._application())
             stack.push_async_callback(self._end, runner)
-            for _ in range(self._config.rollout.num_engines):
-                self._add_engine()
+            for teacher, of in self._config.engine_sizes.items():
+                for index in range(of.num_engines):
+                    self._add_engine(index, teacher)
             self._tasks["watch"] = asyncio.create_task(self._watch())
             await self._open(runner)
             await self._stop.wait()
@@ -141,16 +142,17 @@ class _Service:
         await asyncio.gather(*(engine.stop() for engine in self._engines.values()))
         await runner.cleanup()
 
-    def _add_engine(self) -> SupervisedEngine:
+    def _add_engine(self, index: int, teacher: str = "") -> SupervisedEngine:
         engine = SupervisedEngine(
-            self._num_added,
+            index,
             self._config,
             cuda=self._cuda,
             api_key=self._api_key,
             log_dir=self._folder.logs,
             may_start=self._may_start,
+            teacher=teacher,
         )
-        self._num_added += 1
+        self._num_added += not teacher
         self._engines[engine.id] = engine
         self._tasks[engine.id] = engine.begin(self._http)
         return engine
@@ -167,7 +169,7 @@ class _Service:
             number = len(self._engines)
             if (
                 line := f"{number - starting} of {number} engines answer; "
-                f"{self._folder.logs}/engine-*.log"
+                f"{self._folder.logs}/*.node-*.log"
             ) != said:
                 write_whole(self._folder.service_progress, said := line)
             await asyncio.sleep(0.1)
@@ -182,27 +184,37 @@ class _Service:
 
     async def _watch(self) -> None:
         """Sets the failure if too few engines are left or a task of the service raised."""
-        least = self._config.rollout.min_healthy_engines
         while not self._failed:
             await asyncio.sleep(0.1)
             ended = [task for task in self._tasks.values() if task.done() and not task.cancelled()]
             broken = [exc for task in ended if (exc := task.exception()) is not None]
             if broken:
                 self._failed = "; ".join(f"{type(exc).__name__}: {exc}" for exc in broken)
-            gone = [engine for engine in self._engines.values() if engine.gave_up]
-            if self._num_left() < least:
+            few = [of for of in self._config.engine_sizes if self._num_left(of) < self._least(of)]
+            if few:
                 reasons = "\n".join(
-                    f"{e.id} after {e.restarts} restart(s): {e.reason}" for e in gone
+                    f"{engine.id} after {engine.restarts} restart(s): {engine.reason}"
+                    for engine in self._engines.values()
+                    if engine.gave_up and engine.teacher == few[0]
                 )
-                self._failed = f"fewer than rollout.min_healthy_engines {least} are left. {reasons}"
+                self._failed = f"{self._too_few(few[0])} are left. {reasons}"
         if self._folder.service.exists():
             await asyncio.sleep(_FAILED_LINGER_S)
         self._stop.set()
 
-    def _num_left(self) -> int:
+    def _num_left(self, teacher: str) -> int:
         return sum(
-            not engine.gave_up and engine.state != "draining" for engine in self._engines.values()
+            not engine.gave_up and engine.state != "draining"
+            for engine in self._engines.values()
+            if engine.teacher == teacher
         )
+
+    def _least(self, teacher: str) -> int:
+        return 1 if teacher else self._config.rollout.min_healthy_engines
+
+    def _too_few(self, teacher: str) -> str:
+        of = f"1 engine of teacher {teacher}" if teacher else "rollout.min_healthy_engines"
+        return f"fewer than {of} {'' if teacher else self._least(teacher)}".strip()
 
     def _application(self) -> web.Application:
         app = web.Application(middlewares=[self._demand_key, _answer_refusals])
@@ -236,16 +248,15 @@ class _Service:
             raise web.HTTPBadRequest(
                 text="rollout.colocate: no GPU of the trainers is left for one more engine"
             )
-        return web.json_response({"id": self._add_engine().id})
+        return web.json_response({"id": self._add_engine(self._num_added).id})
 
     async def _on_drain(self, request: web.Request) -> web.Response:
-        engine, least = self._engine(request), self._config.rollout.min_healthy_engines
+        engine = self._engine(request)
+        teacher = engine.teacher
         if engine.state == "draining":
             return web.json_response({})
-        if not engine.gave_up and self._num_left() - 1 < least:
-            raise web.HTTPConflict(
-                text=f"fewer than rollout.min_healthy_engines {least} would be left"
-            )
+        if not engine.gave_up and self._num_left(teacher) - 1 < self._least(teacher):
+            raise web.HTTPConflict(text=f"{self._too_few(teacher)} would be left")
         self._tasks[engine.id] = asyncio.create_task(self._drain(engine))
         await asyncio.sleep(0)  # so that it is marked as draining before the answer is sent
         return web.json_response({})

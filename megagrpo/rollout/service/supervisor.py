@@ -6,8 +6,9 @@
                   then
 
 `stale`: it answers, but its weights are not verified: it has just started, or a trainer is writing
-into it. It serves requests from the first report of verified weights (`mark_ready`) on. Every start
-is a new incarnation, so a late report about the previous one is ignored.
+into it. It serves requests from the first report of verified weights (`mark_ready`) on; a teacher's,
+which has the weights of its files, is ready as soon as it answers. Every start is a new incarnation,
+so a late report about the previous one is ignored.
 
 Two probes detect a hang, each with a timeout of `rollout.health_timeout_s`. The HTTP process
 answers /health at once, whatever the engine does. /server_info passes through the scheduler,
@@ -64,7 +65,8 @@ class SupervisedEngine:
     """Keeps one engine running. `begin` starts it; the other methods serve trainers and the command
     line.
 
-    `state`, `url`, `incarnation` etc.: see EngineInfo. `gave_up`: its restart budget is spent;
+    config: the experiment; of its teachers' engines too, which `teacher` names. `state`, `url`,
+    `incarnation` etc.: see EngineInfo. `gave_up`: its restart budget is spent;
     `reason` is the last failure. may_start: cleared while engines on the trainers' GPUs sleep,
     because a starting one allocates memory there.
     """
@@ -78,8 +80,12 @@ class SupervisedEngine:
         api_key: str,
         log_dir: Path,
         may_start: asyncio.Event,
+        teacher: str = "",
     ):
-        self.id, self._index, self._may_start = f"engine-{index}", index, may_start
+        self.id = f"teacher-{teacher}-{index}" if teacher else f"engine-{index}"
+        self.teacher, self._may_start = teacher, may_start
+        self._num_servers = config.num_servers
+        config = config.of_teacher(teacher) if teacher else config
         self.state, self.url, self.pid, self.reason = "starting", "", 0, ""
         self.incarnation = self.restarts = 0
         self.serves = False
@@ -113,6 +119,7 @@ class SupervisedEngine:
             load_now=self.load_now,
             cache_tokens=self._cache_tokens,
             serves=self.serves,
+            teacher=self.teacher,
         )
 
     @property
@@ -281,7 +288,8 @@ class SupervisedEngine:
         info = await self._fetch(http, url + "/server_info")
         self._cache_tokens = None if info is None else _tokens_of_caches(json.loads(info))
         self._memory = EngineMemory(url, self._api_key, self._patience_s)
-        self.url, self.state, self._was_up = url, "stale", True
+        self.url, self.state, self._was_up = url, "ready" if self.teacher else "stale", True
+        self.serves = bool(self.teacher)
         print(
             f"{self.id} is up at {url} (incarnation {self.incarnation}, pid {self.pid})", flush=True
         )
@@ -385,8 +393,9 @@ class SupervisedEngine:
             cuda=self._cuda,
             # On a CPU all engines of the experiment may share one machine; its cores are divided
             # among them.
-            cores_share=rollout.num_engines * rollout.nodes_per_engine,
+            cores_share=self._num_servers,
             api_key=self._api_key,
+            scores=bool(self.teacher),
         )
 
     def _log(self, rank: int) -> Path:

@@ -1,0 +1,245 @@
+"""Scores of responses by their rows' teachers: requests of prompt and response, log-probabilities of
+the response back."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
+import numpy as np
+
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.families.architecture import Architecture
+from megagrpo.rollout.admission import AdmissionQueue
+from megagrpo.rollout.control import ServiceControl
+from megagrpo.rollout.engine_choice import Affinity, Engines
+from megagrpo.rollout.generation import (
+    GenerationClient,
+    Refused,
+    RetryPolicy,
+    end_of_request,
+    read_lists,
+    unreadable,
+)
+from megagrpo.rollout.response import Answer
+from megagrpo.system import environment
+from megagrpo.types import EngineInfo, Prompt, TeacherScores
+
+if TYPE_CHECKING:  # it pulls in torch
+    from megagrpo.monitor.metrics import Metrics
+
+_ANSWERS = msgspec.json.Decoder(Answer)
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """A request for the log-probabilities of a response, T tokens, and of k more at each."""
+
+    teacher: str
+    ids: np.ndarray  # of prompt and response
+    length: int  # T
+    top_k: int = 0  # most probable tokens of the teacher
+    candidates: np.ndarray | None = None  # [T, k] int32, the tokens instead
+    order: ClassVar[tuple[float, ...]] = ()
+    affinity: ClassVar[Affinity | None] = None
+
+    @property
+    def tokens(self) -> Callable[[], float]:
+        """See AdmissionQueue."""
+        return lambda: float(len(self.ids))
+
+    @property
+    def wanted(self) -> str:
+        """What is asked for, in messages."""
+        return f"scores of teacher {self.teacher}"
+
+    @property
+    def no_engine(self) -> str:
+        """Why no engine can be asked, in messages."""
+        return f"no engine of teacher {self.teacher} is up"
+
+    def body(self) -> dict[str, object]:
+        """Returns the request as SGLang takes it."""
+        body: dict[str, object] = {
+            "input_ids": self.ids,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": len(self.ids) - self.length - 1,
+        }
+        if self.candidates is not None:  # see service/scoring.py
+            body["token_ids_logprob"] = self.candidates.reshape(-1)
+        elif self.top_k:
+            body["top_logprobs_num"] = self.top_k
+        return body
+
+    def read(self, text: bytes, arch: Architecture | None) -> TeacherScores:
+        """Returns the scores of an answer's text. Raises Refused if they are not of the
+        response."""
+        with unreadable(text):
+            meta = _ANSWERS.decode(text)["meta_info"]
+            end_of_request(meta)
+            found = meta.get("input_token_logprobs", [])[1:]
+            logprobs = np.array([logprob for logprob, *_ in found], np.float32)
+            ids = top = None
+            if self.candidates is not None:
+                k = self.candidates.shape[1]
+                _, top = read_lists(meta.get("input_token_ids_logprobs", [])[1:], k)
+                ids = self.candidates
+            elif self.top_k:
+                ids, top = read_lists(meta.get("input_top_logprobs", [])[1:], self.top_k)
+            lengths = {len(array) for array in (logprobs, ids, top) if array is not None}
+            if lengths != {self.length} or not np.isfinite(logprobs).all():
+                raise Refused(f"log-probabilities of {lengths} tokens, or none, of {self.length}")
+        return TeacherScores(logprobs, ids, top)
+
+
+class Teachers:
+    """The teachers of an experiment as a leader asks them. Coroutines are of one loop.
+
+    num_leaders: that share the engines.
+    """
+
+    def __init__(self, config: ExperimentConfig, num_leaders: int, control: ServiceControl):
+        self._config = config
+        self._retry = RetryPolicy.of(config)
+        distillation = config.algorithm.distillation
+        top_k = 0 if distillation is None else distillation.num_candidates
+        given = distillation is not None and distillation.loss == "student_topk"
+        # tokens of each position, of the policy or of the teacher, that are scored besides
+        self.num_given, self.top_k = (top_k, 0) if given else (0, top_k)
+        self._engines: dict[str, Engines] = {}
+        self._admission: dict[str, AdmissionQueue] = {}
+        for name, teacher in config.teachers.items():
+            self._engines[name] = Engines.from_service(control, name)
+            if teacher.url is not None:
+                key = environment.get(environment.API_KEY, "")
+                self._engines[name] = Engines(partial(_elsewhere, name, teacher.url), key)
+            at_once = teacher.num_engines * config.rollout.max_running_requests // num_leaders
+            self._admission[name] = AdmissionQueue(max(1, at_once))
+        self.use = ScoringUse()  # since the last step
+
+    def of(self, prompt: Prompt) -> Sequence[tuple[str, float]]:
+        """Returns names and weights of the teachers that score responses to a prompt."""
+        if self._config.data.teacher_key is not None:
+            return prompt.teachers
+        return [(name, 1.0) for name in self._config.teachers]
+
+    def opened(self) -> "OpenTeachers":
+        """Returns them with connections, as an async context manager."""
+        clients = {
+            name: GenerationClient(engines, self._retry, self._admission[name])
+            for name, engines in self._engines.items()
+        }
+        return OpenTeachers(self, clients)
+
+
+class OpenTeachers:
+    """Connections to all teachers. An async context manager."""
+
+    def __init__(self, teachers: Teachers, clients: dict[str, GenerationClient]):
+        self._teachers, self._clients = teachers, clients
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> "OpenTeachers":
+        for client in self._clients.values():
+            await self._stack.enter_async_context(client)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._teachers.use.retries += sum(client.num_retries for client in self._clients.values())
+        await self._stack.aclose()
+
+    def problems(self) -> str:
+        """Returns the last problem of each teacher that had one."""
+        return "".join(
+            f"; teacher {name}: {client.num_retries} retries, the last because of: "
+            f"{client.last_problem}"
+            for name, client in self._clients.items()
+            if client.last_problem
+        )
+
+    async def score(
+        self, prompt: Prompt, context: np.ndarray, ids: np.ndarray, top_ids: np.ndarray | None
+    ) -> TeacherScores:
+        """Returns the scores of a response `ids` [T] to `context`; top_ids: the policy's most
+        probable tokens, [T, k]. Raises GenerationFailed."""
+        teachers = self._teachers
+        if not len(ids):
+            k = max(teachers.num_given, teachers.top_k)
+            none = (np.zeros((0, k)), np.zeros((0, k))) if k else (None, None)
+            return TeacherScores(np.zeros(0), *none)
+        weights = teachers.of(prompt)
+        whole = np.concatenate([context, ids])
+        began = time.monotonic()
+        scores = await asyncio.gather(
+            *(
+                self._clients[name].generate(
+                    ScoreRequest(name, whole, len(ids), teachers.top_k, top_ids)
+                )
+                for name, _ in weights
+            )
+        )
+        teachers.use.count(time.monotonic() - began, len(ids))
+        return mixture([weight for _, weight in weights], scores)
+
+
+def mixture(weights: Sequence[float], scores: Sequence[TeacherScores]) -> TeacherScores:
+    """Returns log sum_i w_i p_i of the sampled tokens, and of candidates that all have scored."""
+    if len(scores) == 1:
+        return scores[0]
+    top = [score.top_logprobs for score in scores if score.top_logprobs is not None]
+    return TeacherScores(
+        _mixed(weights, [score.logprobs for score in scores]),
+        scores[0].top_ids,
+        _mixed(weights, top) if top else None,
+    )
+
+
+def _mixed(weights: Sequence[float], logprobs: Sequence[np.ndarray]) -> np.ndarray:
+    terms = [np.log(w) + each.astype(np.float64) for w, each in zip(weights, logprobs, strict=True)]
+    return np.logaddexp.reduce(terms).astype(np.float32)
+
+
+@dataclass
+class ScoringUse:
+    """Counts requests since the last `add_metrics`."""
+
+    seconds: float = 0.0
+    samples: int = 0
+    tokens: int = 0  # of their responses
+    retries: int = 0
+
+    def count(self, seconds: float, tokens: int) -> None:
+        """Counts a response and the seconds that its scores took."""
+        self.seconds += seconds
+        self.samples += 1
+        self.tokens += tokens
+
+    def add_metrics(self, metrics: "Metrics") -> None:
+        """Adds what was counted, and begins to count anew."""
+        metrics.add_mean("teachers/score_s_mean", self.seconds, self.samples)
+        metrics.add_sum("teachers/score_s_sum", self.seconds)
+        metrics.add_sum("teachers/tokens", self.tokens)
+        metrics.add_sum("teachers/retries", self.retries)
+        self.seconds, self.samples, self.tokens, self.retries = 0.0, 0, 0, 0
+
+
+def _elsewhere(teacher: str, url: str) -> list[EngineInfo]:
+    """Returns the one server of a teacher that the service did not start."""
+    server = EngineInfo(
+        id=f"teacher-{teacher}",
+        url=url.rstrip("/"),
+        state="ready",
+        weight_version=None,
+        incarnation=0,
+        restarts=0,
+        pid=0,
+        reason="",
+        serves=True,
+        teacher=teacher,
+    )
+    return [server]

@@ -1,0 +1,130 @@
+"""Teachers: their scores beside those of transformers, and engines of theirs that die."""
+
+import asyncio
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from engine_logprobs import logits_by
+from running_service import START_S, running_service
+from tiny_model import make_tiny_model
+
+from megagrpo.rollout.teachers import Teachers
+from megagrpo.system.environment import API_KEY
+from megagrpo.types import Prompt, TeacherScores
+from tests.experiments import experiment, until
+
+CONTEXT = np.array([1, *range(40, 60)], np.int32)
+RESPONSES = [np.array([*range(60, 60 + n), 2], np.int32) for n in (1, 30, 200)]
+LOSSES = ("reverse_kl", "teacher_topk", "student_topk")
+K = 5
+
+
+def distilled(service, loss: str, **sections) -> dict[str, object]:
+    """The sections of a service's experiment, with a loss that its teachers score for."""
+    said = service.config.model_dump() | {"algorithm": {"distillation": {"loss": loss, "top_k": K}}}
+    return experiment(**(said | sections))
+
+
+def scores_of(
+    teachers: Teachers, given: list[np.ndarray | None], prompt=None
+) -> list[TeacherScores]:
+    """Of all responses at once."""
+
+    async def run():
+        prompted = prompt or Prompt(0, "", CONTEXT, "")
+        async with teachers.opened() as opened:
+            pairs = zip(RESPONSES, given, strict=True)
+            return await asyncio.gather(
+                *(opened.score(prompted, CONTEXT, ids, top) for ids, top in pairs)
+            )
+
+    return asyncio.run(run())
+
+
+def expected(model, ids: np.ndarray, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probabilities of the whole vocabulary at the positions of a response, by transformers."""
+    whole = torch.tensor(np.concatenate([CONTEXT, ids]).astype(np.int64))
+    logits = logits_by(model, whole[None])[0, len(CONTEXT) - 1 : -1] / temperature
+    return logits.log_softmax(-1)
+
+
+def assert_equal(scores, by_position: torch.Tensor, ids: np.ndarray, top: bool) -> None:
+    own = by_position.gather(1, torch.tensor(ids.astype(np.int64))[:, None])[:, 0]
+    assert (torch.tensor(scores.logprobs) - own).abs().max() <= 1e-5
+    assert (scores.top_ids is None) == (not top)
+    if top:
+        rows = torch.tensor(scores.top_ids.astype(np.int64))
+        assert (torch.tensor(scores.top_logprobs) - by_position.gather(1, rows)).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("loss", LOSSES[:2])
+def test_a_server_that_runs_elsewhere_scores_as_transformers(service, monkeypatch, loss):
+    """Any SGLang server; here the session's own engine."""
+    url = service.wait_alive().url
+    monkeypatch.setenv(API_KEY, service.control.api_key)
+    config = distilled(service, loss, teachers={"math": {"url": url}})
+    teachers = Teachers(config, 1, service.control)
+    for scores, ids in zip(scores_of(teachers, [None] * 3), RESPONSES, strict=True):
+        by_position = expected(service.config.model.path, ids)
+        assert_equal(scores, by_position, ids, loss == "teacher_topk")
+        if loss == "teacher_topk":
+            assert np.array_equal(scores.top_ids, by_position.topk(K).indices)
+    assert teachers.use.samples == 3 and teachers.use.tokens == sum(map(len, RESPONSES))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_engines_of_teachers(tiny_model, tmp_path, deterministic):
+    """At the temperature of samples, for every loss, alone and as a mixture; a killed one comes
+    back, and scores are waited for."""
+    other = make_tiny_model(tmp_path / "other", 1)
+    temperature = 0.7
+    rollout = {"start_timeout_s": START_S, "load_format": "model", "deterministic": deterministic}
+    # so that the longest response comes in parts
+    rollout["sglang"] = {"chunked_prefill_size": 64, "max_prefill_tokens": 64}
+    sections = {
+        "model": {"path": str(tiny_model)},
+        "data": {"path": "d", "teacher_key": "teacher"},
+        "rollout": rollout,
+        "sampling": {"max_response_tokens": 24, "temperature": temperature},
+        "teachers": {"math": {"path": str(other)}, "code": {"path": str(tiny_model)}},
+        "algorithm": {"distillation": {}},
+    }
+    config = experiment(output_dir=str(tmp_path), **sections)
+    with running_service(config, tmp_path / "run") as service:
+        status = service.control.status()
+        assert [e.id for e in status.engines] == ["engine-0", "teacher-math-0", "teacher-code-0"]
+        assert [e.serves for e in status.engines] == [False, True, True]
+        assert [e.id for e in service.control.engines()] == ["engine-0"]
+        of_math = [expected(other, ids, temperature) for ids in RESPONSES]
+        of_code = [expected(tiny_model, ids, temperature) for ids in RESPONSES]
+        mixed = [
+            torch.logaddexp(a + np.log(0.3), b + np.log(0.7))
+            for a, b in zip(of_math, of_code, strict=True)
+        ]
+        chance = np.random.default_rng(0)
+        given = [chance.integers(0, 320, (len(ids), K)).astype(np.int32) for ids in RESPONSES]
+        cases = {"math": of_math, "code": of_code, "both": mixed}
+        weights = {"both": (("math", 0.3), ("code", 0.7))}
+        for loss in LOSSES:
+            teachers = Teachers(distilled(service, loss), 1, service.control)
+            candidates = given if loss == "student_topk" else [None] * 3
+            for name, by_position in cases.items():
+                if (loss, name) == ("teacher_topk", "both"):
+                    continue
+                prompt = Prompt(0, "", CONTEXT, "", teachers=weights.get(name, ((name, 1.0),)))
+                found = scores_of(teachers, candidates, prompt)
+                for scores, rows, ids in zip(found, by_position, RESPONSES, strict=True):
+                    assert_equal(scores, rows, ids, loss != "reverse_kl")
+
+        prompt = Prompt(0, "", CONTEXT, "", teachers=(("math", 1.0),))
+        os.kill(service.control.status().engines[1].pid, signal.SIGKILL)
+        again = scores_of(
+            Teachers(distilled(service, "reverse_kl"), 1, service.control), [None] * 3, prompt
+        )
+        for scores, rows, ids in zip(again, of_math, RESPONSES, strict=True):
+            assert_equal(scores, rows, ids, False)
+        until(lambda: service.control.status().engines[1].restarts == 1, 60)
