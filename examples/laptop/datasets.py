@@ -68,7 +68,7 @@ def make_dataset(config: DatasetConfig, seed: int) -> dict[str, int]:
 def _arithmetic(config: DatasetConfig, seed: int) -> tuple[dict[str, list[Row]], dict[str, int]]:
     """Returns sums and differences of 0..max_operand, and products with 0..12, drawn by index."""
     side = config.max_operand + 1
-    factors = min(side, _MAX_FACTOR + 1)
+    factors = 0 if config.by_operation else min(side, _MAX_FACTOR + 1)
     total = side * side * 2 + side * factors
     wanted = config.num_sft + config.num_train + config.num_eval
     if wanted > total:
@@ -88,6 +88,13 @@ def _arithmetic(config: DatasetConfig, seed: int) -> tuple[dict[str, list[Row]],
         ],
         "train": rows[config.num_eval + config.num_sft :],
     }
+    if config.by_operation:
+        for row in rows:
+            row["operation"] = "addition" if "+" in row["prompt"] else "subtraction"
+        files |= {
+            f"sft_{name}": [row for row in files["sft"] if row["operation"] == name]
+            for name in ("addition", "subtraction")
+        }
     return files, {"different problems": total}
 
 

@@ -46,6 +46,8 @@ class DatasetConfig:
     num_train: int = 4000
     num_eval: int = 256  # held out
     max_operand: int = 99  # arithmetic, word_problems
+    # arithmetic: no products; rows name their operation, and each has a warm-up file of its own
+    by_operation: bool = False
     calculator: bool = False  # arithmetic: warm-up answers call the tool, as in "<37+48>85=85"
     max_expression: int = 16  # gsm8k_calc: characters; longer ones are left out
     max_answer: int = 6  # gsm8k_calc: characters

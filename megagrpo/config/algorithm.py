@@ -174,17 +174,12 @@ class AlgorithmConfig(Section):
         alone = train.group_size == 1
         all_zero = alone and self.reward.normalises_by_group
         all_equal = alone and self.dynamic_sampling
-        data, teachers = experiment.data, experiment.teachers
+        data = experiment.data
         by_data = any("data" in stream.written_by and stream.weight for stream in self.streams)
         drafted = experiment.actor.has_draft and any(
             stream.component == "rl" for stream in self.streams
         )
         return [
-            Rule(
-                bool(teachers) != (self.distillation is not None),
-                "teachers and algorithm.distillation belong together, and one of them is missing",
-                "write both: teachers: {math: {path: ...}} and algorithm: {distillation: {}}",
-            ),
             Rule(
                 by_data != (data.demonstration_key is not None),
                 "data.demonstration_key and a stream in algorithm.streams that is written_by data "
