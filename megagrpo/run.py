@@ -262,7 +262,8 @@ class Run:
         may differ."""
         version = self.state.step if self.config.rollout.max_staleness else None
         layers = self.actor.routed_layers if self.config.actor.routing_replay == "rollout" else None
-        return build_batch(groups, updates, self.mesh, self.actor.arch, version, layers)
+        graders = self.config.graders_apart
+        return build_batch(groups, updates, self.mesh, self.actor.arch, version, layers, graders)
 
     def evaluation_groups(self, as_trained: bool = False) -> list[RolloutGroup]:
         """Collective. Returns this rank's groups of the evaluation, or of the one that samples as

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,7 +14,7 @@ from megagrpo.batching.balance import balanced_parts, sample_cost
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import attention_length, patch_cost
 from megagrpo.mesh import Mesh
-from megagrpo.types import Batch, ImageRef, Rewards, RolloutGroup, Routing, Updates
+from megagrpo.types import Batch, ImageRef, Outcome, Rewards, RolloutGroup, Routing, Updates
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class _Row:
     truncated: bool
     greedy_reward: float  # of the group's greedy response; NaN where there is none
     token_rewards: tuple[tuple[int, float], ...]  # as in Outcome, of its own tokens
+    parts: tuple[float, ...]  # scores of its rollout, by grader
     routed_experts: (
         np.ndarray | None
     )  # of this rank's layers, as in Sample; None if unknown or never read
@@ -54,6 +55,7 @@ def build_batch(
     arch: Architecture | None = None,
     trained_version: int | None = None,
     routed_layers: Sequence[int] | None = None,
+    graders: Mapping[str, float] | None = None,
 ) -> Batch:
     """Collective. Returns this replica's share of all samples, from the groups that each replica
     sampled.
@@ -63,8 +65,10 @@ def build_batch(
     arch: of the model, whose attention and vision tower then count as cost. trained_version:
     version of the weights that the step trains, if the sampling weights may be older.
     routed_layers: this rank's layers with experts, whose routed experts the replica's leader sends.
-    Rows are ordered by sample id.
+    graders: weights of the graders whose scores the estimator reads one by one. Rows are ordered by
+    sample id. Raises ValueError if a scored response has no score of one of `graders`.
     """
+    graders = graders or {}
     most = max((len(g.samples) for g in groups), default=0)
     most = max(mesh.gather_dp(most))
     experts = _cut_experts(groups, None)
@@ -73,7 +77,7 @@ def build_batch(
     mine = [
         row
         for group, of_group in zip(groups, experts, strict=True)
-        for row in _rows(group, most, trained_version is not None, of_group)
+        for row in _rows(group, most, trained_version is not None, of_group, tuple(graders))
     ]
     own = [(r.sample_id, r.rollout_id, r.group_id, _cost(r, arch)) for r in mine]
     sizes = sorted(of_sample for part in mesh.gather_dp(own) for of_sample in part)
@@ -91,6 +95,8 @@ def build_batch(
     has_greedy = any(mesh.gather_dp(has_greedy))
     in_order = sorted(received, key=lambda r: r.sample_id)
     batch = _to_tensors(in_order, dense, updates, has_greedy, trained_version)
+    if graders:
+        batch = replace(batch, rewards=_with_scores(batch.rewards, in_order, graders))
     if routed_layers is not None:
         batch = _with_routed_experts(batch, in_order, len(routed_layers))
     return batch
@@ -120,7 +126,11 @@ def _cost(row: _Row, arch: Architecture | None) -> int:
 
 
 def _rows(
-    group: RolloutGroup, most: int, with_versions: bool, experts: Sequence[np.ndarray | None]
+    group: RolloutGroup,
+    most: int,
+    with_versions: bool,
+    experts: Sequence[np.ndarray | None],
+    graders: Sequence[str],
 ) -> list[_Row]:
     greedy = group.greedy_outcome
     comparable = greedy is None or greedy.ok
@@ -151,12 +161,25 @@ def _rows(
                 truncated=sample.finish_reason == "length",
                 greedy_reward=greedy.value if greedy is not None and greedy.ok else math.nan,
                 token_rewards=tuple(inside) if outcome.ok else (),
+                parts=_scores(outcome, graders),
                 routed_experts=experts[sample.index],
                 images=group.prompt.images,
             )
             rows.append(row)
             start = end
     return rows
+
+
+def _scores(outcome: Outcome, graders: Sequence[str]) -> tuple[float, ...]:
+    """Returns the score of each grader; zeros of a response without a score."""
+    if not outcome.ok:
+        return (0.0,) * len(graders)
+    if missing := [name for name in graders if name not in outcome.parts]:
+        raise ValueError(
+            f"a group has no score of {', '.join(missing)}: it was sampled before reward.graders "
+            "changed; resume with the graders of its checkpoint"
+        )
+    return tuple(outcome.parts[name].value for name in graders)
 
 
 def _to_tensors(
@@ -220,6 +243,13 @@ def _rewards(rows: Sequence[_Row], has_greedy: bool) -> Rewards:
     )
 
 
+def _with_scores(rewards: Rewards, rows: Sequence[_Row], graders: Mapping[str, float]) -> Rewards:
+    """Returns the rewards with the scores of each grader and its weight."""
+    parts = torch.tensor([row.parts for row in rows], dtype=torch.float64)
+    weights = torch.tensor(list(graders.values()), dtype=torch.float64)
+    return replace(rewards, parts=parts.view(len(rows), len(weights)), weights=weights)
+
+
 def _token_rewards(row: _Row) -> np.ndarray:
     """Returns the rewards of the response's tokens, [T] float64."""
     out = np.zeros(len(row.response))
@@ -272,21 +302,22 @@ def shuffle_rewards(batch: Batch, seed: int, step: int, mesh: Mesh) -> Batch:
     The order of sample ids decides, so that every layout shuffles alike.
     """
     whole = of_rollouts(batch)
-    rows = zip(
-        whole.sample_ids.tolist(),
-        whole.rewards.values.tolist(),
-        whole.rewards.valid.tolist(),
-        strict=True,
-    )
+    rewards = whole.rewards
+    # a reward, and the scores that it is made of
+    both = rewards.values[:, None]
+    if rewards.parts is not None:
+        both = torch.cat((both, rewards.parts), 1)
+    ids = whole.sample_ids.tolist()
+    rows = zip(ids, both.tolist(), rewards.valid.tolist(), strict=True)
     scored = [(sample_id, reward) for sample_id, reward, valid in rows if valid]
     everyone = sorted(pair for part in mesh.gather_dp(scored) for pair in part)
     order = torch.randperm(
         len(everyone), generator=torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
     ).tolist()
     moved = {everyone[i][0]: everyone[j][1] for i, j in enumerate(order)}
-    values = torch.tensor(
-        [moved.get(i, 0.0) for i in whole.sample_ids.tolist()], dtype=torch.float64
-    )
-    return replace(
-        batch, rewards=replace(batch.rewards, values=of_samples(values, batch), tokens=None)
-    )
+    none = [0.0] * both.shape[1]
+    both = torch.tensor([moved.get(i, none) for i in ids], dtype=torch.float64).view(both.shape)
+    both = of_samples(both, batch)
+    parts = None if rewards.parts is None else both[:, 1:].clone()
+    rewards = replace(batch.rewards, values=both[:, 0].clone(), tokens=None, parts=parts)
+    return replace(batch, rewards=rewards)

@@ -260,6 +260,12 @@ class ExperimentConfig(Section):
         return Model.read(self.model.path, self.model.tokenizer, self.actor.has_draft)
 
     @property
+    def graders_apart(self) -> dict[str, float]:
+        """The weights, by name, of the graders whose scores the estimator reads one by one."""
+        reads = self.algorithm.advantage.reads_parts
+        return {each.short_name: each.weight for each in self.reward.graders if reads}
+
+    @property
     def eval_data(self) -> DataConfig | None:
         """The prompts of the evaluation, with the keys of `data` that it leaves out."""
         if self.eval is None:

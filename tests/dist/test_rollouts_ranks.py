@@ -14,12 +14,13 @@ from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.mesh import Mesh, make_mesh
 from megagrpo.types import AlgoState
 from tests.dist.workers.launch import run_meshes
-from tests.rollout_groups import NUM_GROUPS, split_groups
+from tests.rollout_groups import GRADERS, NUM_GROUPS, split_groups
 
 ALGORITHMS = [
     {},
     {"advantage": {"name": "opo"}},
     {"advantage": {"name": "reinforce_plus_plus", "gamma": 0.9}},
+    {"advantage": {"name": "gdpo"}},
 ]
 Found = dict[
     int, tuple[int, list[tuple[float, ...]]]
@@ -28,7 +29,7 @@ Found = dict[
 
 def advantages(mesh: Mesh, shuffle: bool) -> Found:
     mine = split_groups()[mesh.dp_rank :: mesh.dp_size]
-    batch = build_batch(mine, one_pass(NUM_GROUPS, 2), mesh)
+    batch = build_batch(mine, one_pass(NUM_GROUPS, 2), mesh, graders=GRADERS)
     if shuffle:
         batch = shuffle_rewards(batch, 1, 3, mesh)
     reduce = alone if mesh.dp_size == 1 else mesh.reduce

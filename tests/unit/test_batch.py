@@ -148,6 +148,26 @@ def test_greedy_rewards_are_kept_where_there_are_any():
     assert not batch.rewards.valid[2:].any(), "without the greedy response there is no advantage"
 
 
+def test_scores_of_graders_are_kept_if_the_estimator_reads_them():
+    groups = groups_of([(2, [3, 3]), (2, [3, 3])])
+    parts = {"b": Outcome("score", 0.5), "a": Outcome("score", 2.0), "other": Outcome("score", 9.0)}
+    failed = Outcome("timeout", parts={"a": Outcome("score", 2.0), "b": Outcome("timeout")})
+    groups[0] = replace(groups[0], outcomes=(Outcome("score", 3.0, parts=parts), failed))
+    outcomes = tuple(Outcome("score", 1.0, parts=parts) for _ in range(2))
+    groups[1] = replace(groups[1], outcomes=outcomes)
+    rewards = build_batch(groups, one_pass(2), ALONE, graders={"a": 1.0, "b": 0.1}).rewards
+    assert rewards.parts.tolist() == [[2.0, 0.5], [0.0, 0.0], [2.0, 0.5], [2.0, 0.5]]
+    assert rewards.weights.tolist() == [1.0, 0.1] and rewards.valid.tolist() == [1, 0, 1, 1]
+    assert rewards.parts.dtype == rewards.weights.dtype == torch.float64
+    assert build_batch(groups, one_pass(2), ALONE).rewards.parts is None
+    with pytest.raises(ValueError, match="no score of c: it was sampled before"):
+        build_batch(groups, one_pass(2), ALONE, graders={"a": 1.0, "c": 1.0})
+    none = build_batch([], ((()),), ALONE, graders={"a": 1.0, "b": 0.1})
+    assert (
+        none.rewards.parts.shape == (0, 2) == shuffle_rewards(none, 0, 0, ALONE).rewards.parts.shape
+    )
+
+
 @given(SHAPES, st.integers(0, 3), st.integers(0, 3))
 def test_shuffled_rewards_are_a_permutation_that_seed_and_step_decide(shapes, seed: int, step: int):
     batch = batch_of(shapes)

@@ -193,7 +193,8 @@ def measure(
         updates = plan_updates(train, config.seed, step=0)
         mine = groups[actor.mesh.dp_rank :: actor.mesh.dp_size]
         layers = actor.routing.layers if actor.routing is not None else None
-        batch = build_batch(mine, updates, actor.mesh, routed_layers=layers)
+        graders = config.graders_apart
+        batch = build_batch(mine, updates, actor.mesh, routed_layers=layers, graders=graders)
         return _figures(config, actor, weights, batch, folder / "reference.pt", case == REFERENCE)
 
 
