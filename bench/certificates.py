@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from common import prepare, provenance, write_results
+from common import prepare, provenance, quickstart_under, write_results
 
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
 
@@ -65,12 +65,7 @@ def _certify(preset: str, family: str, args: argparse.Namespace) -> dict:
     folder = args.folder.resolve() / f"{preset}-{family}"
     folder.mkdir(parents=True, exist_ok=True)
     start = args.folder.resolve() / family
-    text = (ROOT / "configs" / "quickstart.yaml").read_text()
-    text, found = re.subn(r"(?m)^algorithm:\n(?: .*\n)+", f"preset: {preset}\n", text)
-    assert found == 1, "quickstart.yaml has one algorithm section"
-    text = text.replace("output_dir: runs/quickstart", f"output_dir: {folder}").replace(
-        "runs/quickstart", str(start)
-    )
+    text = quickstart_under(preset, folder, start)
     text = text.replace("path: " + str(start / "model"), f"path: {start / 'random'}")
     if family == "qwen3":
         text, found = re.subn(r"parallel: \{ep: 2\}", "parallel: {tp: 2}", text)

@@ -4,6 +4,7 @@ and how they run megagrpo."""
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -60,6 +61,20 @@ def write_config(name: str, target: Path, replace: dict[str, str]) -> None:
         text = text.replace(old, new)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text)
+
+
+def quickstart_under(preset: str, folder: Path, start: Path) -> str:
+    """The quickstart experiment whose algorithm section is a preset, as YAML. folder: of the run;
+    start: with model and data."""
+    text = (ROOT / "configs" / "quickstart.yaml").read_text()
+    text, found = re.subn(r"(?m)^algorithm:\n(?: .*\n)+", f"preset: {preset}\n", text)
+    assert found == 1, "quickstart.yaml has one algorithm section"
+    if preset == "gdpo":  # of several graders: a second one for answers that are numbers
+        graders = '[{grader: exact}, {grader: format, args: {pattern: "[0-9]+"}}]'
+        text = text.replace("grader: exact,", f"graders: {graders},")
+    return text.replace("output_dir: runs/quickstart", f"output_dir: {folder}").replace(
+        "runs/quickstart", str(start)
+    )
 
 
 def prepare(config: Path, recipe: str | Path, overrides: Sequence[str]) -> None:

@@ -12,12 +12,19 @@ stay, each with its own commit.
 
 import argparse
 import json
-import re
 import shutil
 import time
 from pathlib import Path
 
-from common import RESULTS, ROOT, call_megagrpo, prepare, provenance, write_results
+from common import (
+    RESULTS,
+    ROOT,
+    call_megagrpo,
+    prepare,
+    provenance,
+    quickstart_under,
+    write_results,
+)
 
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
 from megagrpo.config.load import load_config
@@ -83,15 +90,9 @@ def main() -> None:
 def _experiment(folder: Path, start: Path, preset: str) -> Path:
     """Writes the quickstart experiment under a preset as a YAML beside its run folder; model and
     data are `start`'s."""
-    text = (ROOT / "configs" / "quickstart.yaml").read_text()
-    text, found = re.subn(r"(?m)^algorithm:\n(?: .*\n)+", f"preset: {preset}\n", text)
-    assert found == 1, "quickstart.yaml has one algorithm section"
-    text = text.replace("output_dir: runs/quickstart", f"output_dir: {folder}").replace(
-        "runs/quickstart", str(start)
-    )
     config = folder.with_suffix(".yaml")
     config.parent.mkdir(parents=True, exist_ok=True)
-    config.write_text(text)
+    config.write_text(quickstart_under(preset, folder, start))
     return config
 
 

@@ -14,7 +14,7 @@ from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.actor.saving import save_actor
 from megagrpo.actor.start import initial_weights, make_actor, steps_in_all
 from megagrpo.actor.step import holds_token_values
-from megagrpo.batching.batch import build_batch
+from megagrpo.batching.batch import LossNeeds, build_batch
 from megagrpo.checkpoint.groups import gather_surplus
 from megagrpo.checkpoint.resume import (
     find_checkpoint,
@@ -262,8 +262,8 @@ class Run:
         may differ."""
         version = self.state.step if self.config.rollout.max_staleness else None
         layers = self.actor.routed_layers if self.config.actor.routing_replay == "rollout" else None
-        algorithm = self.config.algorithm
-        return build_batch(groups, updates, self.mesh, self.actor.arch, version, layers, algorithm)
+        needs = LossNeeds(self.config.algorithm, self.config.graders_apart)
+        return build_batch(groups, updates, self.mesh, self.actor.arch, version, layers, needs)
 
     def evaluation_groups(self, as_trained: bool = False) -> list[RolloutGroup]:
         """Collective. Returns this rank's groups of the evaluation, or of the one that samples as

@@ -272,6 +272,9 @@ class Rewards:
     tokens: "Tensor | None" = (
         None  # [T] float64, shares of the values that belong to tokens; None: graders gave none
     )
+    # [N, K] float64, the scores of K graders, and their weights [K]; None: nothing reads them
+    parts: "Tensor | None" = None
+    weights: "Tensor | None" = None
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ def padded(values: Tensor, lengths: Tensor) -> Tensor:
 
 def batch_of_rows(**given: Any) -> Batch:
     """The batch whose values of tokens are given as [N, S]."""
+    of_graders = given.pop("parts", None), given.pop("weights", None)
     lengths, types = given["lengths"], {"tokens": torch.int32, "loss_mask": torch.bool}
     rows = {name: v for name, v in given.items() if isinstance(v, Tensor) and v.dim() > 1}
     given |= {name: flat(v, lengths).to(types.get(name, v.dtype)) for name, v in rows.items()}
@@ -34,6 +35,7 @@ def batch_of_rows(**given: Any) -> Batch:
         given.pop("valid"),
         given.pop("greedy_rewards", None),
         given.pop("token_scores", None),
+        *of_graders,
     )
     return Batch(**given, rewards=rewards)
 

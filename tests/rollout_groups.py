@@ -1,11 +1,14 @@
 """Groups whose rollouts have one to five samples, and the same ones with a single sample for each
 rollout."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
 NUM_GROUPS, GROUP_SIZE = 5, 4
+GRADERS = {"fine": 1.0, "even": -0.5}  # of the outcomes' parts, with their weights
 
 
 def split_groups() -> list[RolloutGroup]:
@@ -33,9 +36,9 @@ def split_groups() -> list[RolloutGroup]:
                 )
                 samples.append(sample)
                 total += length
-            scored = Outcome(
-                "score", round(float(chance.random()), 3), token_rewards=((total - 1, 0.25),)
-            )
+            score = round(float(chance.random()), 3)
+            parts = {"even": Outcome("score", total % 2), "fine": Outcome("score", score)}
+            scored = Outcome("score", score, parts=parts, token_rewards=((total - 1, 0.25),))
             outcomes.append(Outcome("error") if (g, rollout) == (2, 1) else scored)
         prompt = Prompt(g, "", chance.integers(0, 90, 1 + g), "")
         made.append(RolloutGroup(g, prompt, tuple(samples), tuple(outcomes)))
@@ -66,8 +69,5 @@ def joined(group: RolloutGroup) -> RolloutGroup:
         )
         samples.append(Sample(number, *whole))
     last = [len(s.token_ids) - 1 for s in samples]  # the reward of a token was that of the last one
-    outcomes = [
-        Outcome(o.status, o.value, token_rewards=((last[n], 0.25),))
-        for n, o in enumerate(group.outcomes)
-    ]
+    outcomes = [replace(o, token_rewards=((last[n], 0.25),)) for n, o in enumerate(group.outcomes)]
     return RolloutGroup(group.group_id, group.prompt, tuple(samples), tuple(outcomes))

@@ -102,6 +102,8 @@ def _estimator_inputs(
         token_rewards=token_rewards,
         totals=totals,
         greedy_rewards=greedy,
+        parts=batch.rewards.parts,
+        weights=batch.rewards.weights,
         group_ids=batch.group_ids,
         valid=inputs.valid,
         lengths=batch.lengths,

@@ -8,7 +8,7 @@ ESTIMATORS.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,8 @@ from megagrpo.algo.statistics import (
     Reduce,
     exact_group_sums,
     group_range,
+    group_statistics,
+    moments,
     of_tokens,
     row_sums,
 )
@@ -27,6 +29,7 @@ from megagrpo.config.objective.estimators import (
     ESTIMATOR_CONFIGS,
     DrGrpoAdvantage,
     Estimator,
+    GdpoAdvantage,
     GpgAdvantage,
     GrpoAdvantage,
     GrpoPassKAdvantage,
@@ -62,6 +65,9 @@ class EstimatorInputs:
     greedy_rewards: (
         Tensor | None
     )  # [N] float64, of the greedy response to the same prompt; see needs_greedy_response
+    # [N, K] float64, the scores of K graders, and [K], their weights; see reads_parts
+    parts: Tensor | None
+    weights: Tensor | None
     group_ids: Tensor  # [N] int64 in 0..G-1
     valid: Tensor  # [N] bool, the response has a reward
     # [N] int64, tokens of prompt and response: values of tokens are one response after the other
@@ -82,7 +88,7 @@ class EstimatorInputs:
 EstimatorFunction = Callable[[EstimatorInputs, Any], Tensor]
 
 
-def grpo(inputs: EstimatorInputs, options: GrpoAdvantage) -> Tensor:
+def grpo(inputs: EstimatorInputs, options: GrpoAdvantage | GdpoAdvantage) -> Tensor:
     """Returns (r - mean) / (std + eps) [N]. DeepSeekMath, arXiv 2402.03300."""
     advantages = _centred(inputs) / inputs.of_group(inputs.stats.std + options.eps)
     return _within_groups(advantages, inputs, options.single_sample)
@@ -172,6 +178,23 @@ def optimal_baseline(inputs: EstimatorInputs, options: OpoAdvantage) -> Tensor:
     )
 
 
+def gdpo(inputs: EstimatorInputs, options: GdpoAdvantage) -> Tensor:
+    """Collective. Returns sum_k w_k (r_k - mean_k) / (std_k + eps) [N], whitened if over responses.
+
+    r_k, w_k: score and weight of grader k; a grader that scores a group's responses alike adds
+    exactly 0. GDPO, arXiv 2601.05242.
+    """
+    assert inputs.parts is not None and inputs.weights is not None, "gdpo needs parts"
+    advantages = torch.zeros_like(inputs.totals)
+    groups = (inputs.group_ids, len(inputs.stats.count), inputs.valid, inputs.reduce)
+    for scores, weight in zip(inputs.parts.unbind(1), inputs.weights, strict=True):
+        of_grader = replace(inputs, totals=scores, stats=group_statistics(scores, *groups))
+        advantages += weight * grpo(of_grader, options)
+    if options.whitens_tokens:
+        return advantages
+    return whiten(advantages, moments(advantages, inputs.reduce, inputs.valid))
+
+
 def gpg(inputs: EstimatorInputs, options: GpgAdvantage) -> Tensor:
     """Returns alpha (r - mean) [N], alpha = B / the responses that count. arXiv 2504.02546."""
     stats = inputs.stats
@@ -208,6 +231,7 @@ ESTIMATORS: dict[type[Estimator], EstimatorFunction] = {
     ReinforcePlusPlusBaselineAdvantage: centred,
     RemaxAdvantage: remax,
     OpoAdvantage: optimal_baseline,
+    GdpoAdvantage: gdpo,
     GpgAdvantage: gpg,
     OwnAdvantage: own_estimator,
 }

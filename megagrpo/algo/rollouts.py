@@ -27,12 +27,13 @@ def of_rollouts(batch: Batch) -> Batch:
     if sizes is None:
         return batch
     first = sizes.cumsum(0) - sizes
-    greedy = batch.rewards.greedy
+    greedy, parts = batch.rewards.greedy, batch.rewards.parts
     rewards = replace(
         batch.rewards,
         values=batch.rewards.values[first],
         valid=batch.rewards.valid[first],
         greedy=None if greedy is None else greedy[first],
+        parts=None if parts is None else parts[first],
     )
     return replace(
         batch,
@@ -54,8 +55,9 @@ def longest_responses(batch: Batch) -> Tensor:
 
 
 def of_samples(values: Tensor, batch: Batch) -> Tensor:
-    """Returns for each sample [N] the value of its rollout, from [M]."""
-    return values if batch.rollout_sizes is None else values.repeat_interleave(batch.rollout_sizes)
+    """Returns for each sample [N, ...] the value of its rollout, from [M, ...]."""
+    sizes = batch.rollout_sizes
+    return values if sizes is None else values.repeat_interleave(sizes, 0)
 
 
 def counted_tokens(batch: Batch) -> Tensor:

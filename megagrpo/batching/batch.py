@@ -2,9 +2,10 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +34,16 @@ from megagrpo.types import (
 _DEMONSTRATION = "demonstration"  # status of a rollout that the data has written
 
 
+class LossNeeds(NamedTuple):
+    """What decides which parts of a batch the experiment's loss needs."""
+
+    algorithm: AlgorithmConfig = AlgorithmConfig()  # its components
+    graders: Mapping[str, float] = {}  # weights of those whose scores the estimator reads
+
+
+NO_NEEDS = LossNeeds()
+
+
 @dataclass(frozen=True)
 class _Row:
     """Holds one sample on its way to the rank that trains on it. T response tokens."""
@@ -52,6 +63,7 @@ class _Row:
     truncated: bool
     greedy_reward: float  # of the group's greedy response; NaN where there is none
     token_rewards: tuple[tuple[int, float], ...]  # as in Outcome, of its own tokens
+    parts: tuple[float, ...]  # scores of its rollout, by grader
     routed_experts: (
         np.ndarray | None
     )  # of this rank's layers, as in Sample; None if unknown or never read
@@ -72,7 +84,7 @@ def build_batch(
     arch: Architecture | None = None,
     trained_version: int | None = None,
     routed_layers: Sequence[int] | None = None,
-    algorithm: AlgorithmConfig | None = None,
+    needs: LossNeeds = NO_NEEDS,
 ) -> Batch:
     """Collective. Returns this replica's share of all samples, from the groups that each replica
     sampled.
@@ -82,11 +94,12 @@ def build_batch(
     arch: of the model, whose attention and vision tower then count as cost. trained_version:
     version of the weights that the step trains, if the sampling weights may be older.
     routed_layers: this rank's layers with experts, whose routed experts the replica's leader sends.
-    algorithm: has the components of the loss; None: rl alone. Rows are ordered by sample id.
+    needs: of the experiment's loss. Rows are ordered by sample id. Raises ValueError if a scored
+    response has no score of one of `needs.graders`.
     """
     most = max((len(g.samples) for g in groups), default=0)
     most = max(mesh.gather_dp(most))
-    if algorithm is not None and algorithm.components:
+    if needs.algorithm.components:
         groups = list(map(_with_demonstration, groups))
     experts = _cut_experts(groups, None)
     if routed_layers is not None:
@@ -94,7 +107,7 @@ def build_batch(
     mine = [
         row
         for group, of_group in zip(groups, experts, strict=True)
-        for row in _rows(group, most, trained_version is not None, of_group, algorithm)
+        for row in _rows(group, most, trained_version is not None, of_group, needs)
     ]
     own = [(r.sample_id, r.rollout_id, r.group_id, _cost(r, arch)) for r in mine]
     sizes = sorted(of_sample for part in mesh.gather_dp(own) for of_sample in part)
@@ -112,8 +125,10 @@ def build_batch(
     has_greedy = any(mesh.gather_dp(has_greedy))
     in_order = sorted(received, key=lambda r: r.sample_id)
     batch = _to_tensors(in_order, dense, updates, has_greedy, trained_version)
-    if algorithm is not None and algorithm.components:
-        batch = replace(batch, streams=_streams(in_order, algorithm))
+    if needs.algorithm.components:
+        batch = replace(batch, streams=_streams(in_order, needs.algorithm))
+    if needs.graders:
+        batch = replace(batch, rewards=_with_scores(batch.rewards, in_order, needs.graders))
     if routed_layers is not None:
         batch = _with_routed_experts(batch, in_order, len(routed_layers))
     return batch
@@ -163,13 +178,11 @@ def _with_demonstration(group: RolloutGroup) -> RolloutGroup:
 
 
 def _weights(
-    prompt: Prompt, sample: Sample, other: Writer, algorithm: AlgorithmConfig | None
+    prompt: Prompt, sample: Sample, other: Writer, algorithm: AlgorithmConfig
 ) -> dict[str, np.ndarray]:
     """Returns the weights of a sample's tokens by component, [T] float32 each. other: who wrote the
     tokens that the policy did not sample."""
     found: dict[str, np.ndarray] = {}
-    if algorithm is None:
-        return found
     for component in algorithm.components:
         of_policy, of_other = (
             algorithm.weight_of(component, writer, prompt.source) for writer in ("policy", other)
@@ -208,7 +221,7 @@ def _rows(
     most: int,
     with_versions: bool,
     experts: Sequence[np.ndarray | None],
-    algorithm: AlgorithmConfig | None,
+    needs: LossNeeds,
 ) -> list[_Row]:
     greedy = group.greedy_outcome
     comparable = greedy is None or greedy.ok
@@ -217,6 +230,7 @@ def _rows(
     rows = []
     for number, (samples, outcome) in enumerate(zip(group.rollouts, group.outcomes, strict=True)):
         is_sampled = outcome.status != _DEMONSTRATION
+        other: Writer = "tool" if is_sampled else "data"
         first = group.group_id * most
         start = 0  # among the response tokens of the rollout
         for sample in samples:
@@ -242,14 +256,27 @@ def _rows(
                 truncated=sample.finish_reason == "length",
                 greedy_reward=greedy.value if greedy is not None and greedy.ok else math.nan,
                 token_rewards=tuple(inside) if outcome.ok else (),
+                parts=_scores(outcome, tuple(needs.graders)),
                 routed_experts=experts[sample.index],
                 images=group.prompt.images,
-                weights=_weights(group.prompt, sample, "tool" if is_sampled else "data", algorithm),
+                weights=_weights(group.prompt, sample, other, needs.algorithm),
                 teacher=sample.teacher,
             )
             rows.append(row)
             start = end
     return rows
+
+
+def _scores(outcome: Outcome, graders: Sequence[str]) -> tuple[float, ...]:
+    """Returns the score of each grader; zeros of a response without a score."""
+    if not outcome.ok:
+        return (0.0,) * len(graders)
+    if missing := [name for name in graders if name not in outcome.parts]:
+        raise ValueError(
+            f"a group has no score of {', '.join(missing)}: it was sampled before reward.graders "
+            "changed; resume with the graders of its checkpoint"
+        )
+    return tuple(outcome.parts[name].value for name in graders)
 
 
 def _to_tensors(
@@ -316,6 +343,13 @@ def _rewards(rows: Sequence[_Row], has_greedy: bool) -> Rewards:
     )
 
 
+def _with_scores(rewards: Rewards, rows: Sequence[_Row], graders: Mapping[str, float]) -> Rewards:
+    """Returns the rewards with the scores of each grader and its weight."""
+    parts = torch.tensor([row.parts for row in rows], dtype=torch.float64)
+    weights = torch.tensor(list(graders.values()), dtype=torch.float64)
+    return replace(rewards, parts=parts.view(len(rows), len(weights)), weights=weights)
+
+
 def _token_rewards(row: _Row) -> np.ndarray:
     """Returns the rewards of the response's tokens, [T] float64."""
     out = np.zeros(len(row.response))
@@ -368,21 +402,22 @@ def shuffle_rewards(batch: Batch, seed: int, step: int, mesh: Mesh) -> Batch:
     The order of sample ids decides, so that every layout shuffles alike.
     """
     whole = of_rollouts(batch)
-    rows = zip(
-        whole.sample_ids.tolist(),
-        whole.rewards.values.tolist(),
-        whole.rewards.valid.tolist(),
-        strict=True,
-    )
+    rewards = whole.rewards
+    # a reward, and the scores that it is made of
+    both = rewards.values[:, None]
+    if rewards.parts is not None:
+        both = torch.cat((both, rewards.parts), 1)
+    ids = whole.sample_ids.tolist()
+    rows = zip(ids, both.tolist(), rewards.valid.tolist(), strict=True)
     scored = [(sample_id, reward) for sample_id, reward, valid in rows if valid]
     everyone = sorted(pair for part in mesh.gather_dp(scored) for pair in part)
     order = torch.randperm(
         len(everyone), generator=torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
     ).tolist()
     moved = {everyone[i][0]: everyone[j][1] for i, j in enumerate(order)}
-    values = torch.tensor(
-        [moved.get(i, 0.0) for i in whole.sample_ids.tolist()], dtype=torch.float64
-    )
-    return replace(
-        batch, rewards=replace(batch.rewards, values=of_samples(values, batch), tokens=None)
-    )
+    none = [0.0] * both.shape[1]
+    both = torch.tensor([moved.get(i, none) for i in ids], dtype=torch.float64).view(both.shape)
+    both = of_samples(both, batch)
+    parts = None if rewards.parts is None else both[:, 1:].clone()
+    rewards = replace(batch.rewards, values=both[:, 0].clone(), tokens=None, parts=parts)
+    return replace(batch, rewards=rewards)

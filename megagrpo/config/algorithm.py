@@ -109,7 +109,9 @@ class AlgorithmConfig(Section):
 
     def problems(self) -> list[Rule]:
         advantage, reward = self.advantage, self.reward
-        missed = reward.missed_by_greedy_baseline
+        missed = reward.turned_on(besides_greedy=True)
+        of_sum = [f"reward.{step}" for step in reward.turned_on()]
+        of_sum += ["kl.reward_coef"] if self.kl.reward_coef else []
         unread = (
             self.loss_scale_factor is not None and self.aggregation != "seq-mean-token-sum-norm"
         )
@@ -145,6 +147,12 @@ class AlgorithmConfig(Section):
                 missed and advantage.needs_greedy_response,
                 f"{named(f'reward.{step}' for step in missed)} would change the rewards but not "
                 f"{advantage.name}'s greedy baseline, which only reward.scale and shift reach",
+                "remove what is named first",
+            ),
+            Rule(
+                of_sum and advantage.reads_parts,
+                f"{named(of_sum)} would change the sum of the graders' scores, but advantage "
+                f"{advantage.name} normalizes each score by itself",
                 "remove what is named first",
             ),
             Rule(
@@ -302,7 +310,7 @@ class AlgorithmConfig(Section):
     def whitens(self) -> bool:
         """Returns whether advantages are shifted and scaled to mean 0 and variance 1 over the
         step's tokens."""
-        return self.whiten_advantages or self.advantage.whitens
+        return self.whiten_advantages or self.advantage.whitens_tokens
 
     @property
     def advice(self) -> list[str]:
@@ -318,6 +326,11 @@ class AlgorithmConfig(Section):
         ]
         if self.kl.loss_coef and self.kl.estimator == "k1":
             out.append("the gradient of k1 as a loss is 0 in expectation; use k2, k3 or k1+")
+        if self.dynamic_sampling and self.advantage.reads_parts:
+            out.append(
+                "dynamic_sampling leaves out groups whose sums are equal, of which "
+                f"{self.advantage.name} learns if single scores differ"
+            )
         return out
 
     @property
@@ -342,6 +355,8 @@ class AlgorithmConfig(Section):
             _left_out_groups(self.dynamic_sampling) if self.dynamic_sampling else "",
         ]
         reward = f"r = {self.reward.formula}"
+        if self.advantage.reads_parts:
+            reward = "r_k, w_k = score and weight of grader k"
         if self.kl.reward_coef:
             reward += f" - {self.kl.reward_coef:g} sum_t KL_{self.kl.estimator}"
         parts = [

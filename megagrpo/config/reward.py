@@ -227,7 +227,18 @@ class RewardConfig(Section):
 
     def excludes(self, experiment: "ExperimentConfig") -> list[Rule]:
         advantage = experiment.algorithm.advantage
+        by_row = any(
+            part.grader or part.grader_key or part.grader_by_source
+            for part in experiment.data.parts
+        )
+        several = len(self.graders) > 1 and not by_row and self.group_grader is None
         return [
+            Rule(
+                advantage.reads_parts and not several,
+                f"advantage {advantage.name} normalizes the scores of several graders one by one",
+                "name two or more in reward.graders, all of which score every row: without "
+                "group_grader, data.grader_key, grader_by_source and graders of sources",
+            ),
             Rule(
                 self.group_grader and advantage.needs_greedy_response,
                 f"reward.group_grader with advantage {advantage.name}: its greedy baseline has no group",

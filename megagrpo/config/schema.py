@@ -299,6 +299,12 @@ class ExperimentConfig(Section):
         return sum(of.num_engines * of.nodes_per_engine for of in self.engine_sizes.values())
 
     @property
+    def graders_apart(self) -> dict[str, float]:
+        """The weights, by name, of the graders whose scores the estimator reads one by one."""
+        reads = self.algorithm.advantage.reads_parts
+        return {each.short_name: each.weight for each in self.reward.graders if reads}
+
+    @property
     def eval_data(self) -> DataConfig | None:
         """The prompts of the evaluation, with the keys of `data` that it leaves out."""
         if self.eval is None:

@@ -8,18 +8,19 @@ import torch
 
 from megagrpo.algo.advantage import with_advantages
 from megagrpo.algo.statistics import alone
-from megagrpo.batching.batch import build_batch, shuffle_rewards
+from megagrpo.batching.batch import LossNeeds, build_batch, shuffle_rewards
 from megagrpo.batching.updates import one_pass
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.mesh import Mesh, make_mesh
 from megagrpo.types import AlgoState
 from tests.dist.workers.launch import run_meshes
-from tests.rollout_groups import NUM_GROUPS, split_groups
+from tests.rollout_groups import GRADERS, NUM_GROUPS, split_groups
 
 ALGORITHMS = [
     {},
     {"advantage": {"name": "opo"}},
     {"advantage": {"name": "reinforce_plus_plus", "gamma": 0.9}},
+    {"advantage": {"name": "gdpo"}},
 ]
 Found = dict[
     int, tuple[int, list[tuple[float, ...]]]
@@ -28,7 +29,9 @@ Found = dict[
 
 def advantages(mesh: Mesh, shuffle: bool) -> Found:
     mine = split_groups()[mesh.dp_rank :: mesh.dp_size]
-    batch = build_batch(mine, one_pass(NUM_GROUPS, 2), mesh)
+    batch = build_batch(
+        mine, one_pass(NUM_GROUPS, 2), mesh, needs=LossNeeds(needs=LossNeeds(graders=GRADERS))
+    )
     if shuffle:
         batch = shuffle_rewards(batch, 1, 3, mesh)
     reduce = alone if mesh.dp_size == 1 else mesh.reduce

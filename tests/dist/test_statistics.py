@@ -61,6 +61,8 @@ ALGORITHMS = {
         "kl": {"reward_coef": 0.1, "estimator": "k1"},
     },
     "opo": {"advantage": {"name": "opo"}, "mask_truncated": True},
+    "gdpo": {"advantage": {"name": "gdpo", "whiten_over": "responses"}},
+    "gdpo over tokens": {"advantage": {"name": "gdpo"}, "mask_truncated": True},
     "gpg": {
         "advantage": {"name": "gpg"},
         "mismatch": {
@@ -93,6 +95,8 @@ def whole_batch(kind: str) -> Batch:
         rewards=rewards_of(kind, generator),
         valid=torch.rand(n, generator=generator) > 0.1,
         truncated=torch.rand(n, generator=generator) > 0.8,
+        parts=torch.stack([rewards_of(each, generator) for each in (kind, KINDS[0])], 1),
+        weights=torch.tensor([1.0, -0.3], dtype=torch.float64),
         greedy_rewards=torch.rand(n, generator=generator, dtype=torch.float64),
         token_scores=torch.randn(n, WIDTH, generator=generator, dtype=torch.float64),
         old_logprobs=logprobs(),
@@ -111,7 +115,9 @@ def share(batch: Batch, owner: torch.Tensor, rank: int, seed: int) -> Batch:
 
     def taken(part):
         values = {
-            name: value for name, value in vars(part).items() if isinstance(value, torch.Tensor)
+            name: value
+            for name, value in vars(part).items()
+            if isinstance(value, torch.Tensor) and name != "weights"
         }
         return replace(
             part,

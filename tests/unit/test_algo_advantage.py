@@ -70,6 +70,58 @@ def test_maxrl_without_a_positive_mean_is_0_and_never_beyond_the_group():
     assert advantages[:, 0].tolist() == [0, 0, 0, 0, -2, 2]
 
 
+def of_graders(scores: list[list[float]], weights: list[float]) -> dict:
+    return {
+        "parts": torch.tensor(scores, dtype=torch.float64),
+        "weights": torch.tensor(weights, dtype=torch.float64),
+    }
+
+
+def test_gdpo_normalizes_each_grader_by_itself():
+    """Groups: equal sums of unequal scores; one grader without a difference; one left of two."""
+    scores = [[1, 0], [0, 10], [0, 0], [1, 7], [0, 7], [3, 3], [9, 9]]
+    valid = torch.tensor([True] * 6 + [False])
+    mask = [[1, 1], [1, 0], [1, 0], [1, 1], [1, 0], [1, 0], [1, 1]]
+    third, half = 1 / 3**0.5, 1 / 2**0.5  # a score over the standard deviation of 3 and of 2
+    z = torch.tensor([2 - 0.5, -1 + 1.0, -1 - 0.5, 0, 0, 0]).double() * third
+    z[3:5] = torch.tensor([1.0, -1.0]) * half
+    groups = [0, 0, 0, 1, 1, 2, 2]
+    more = of_graders(scores, [1.0, 0.5])
+    batch = batch_of([0.0] * 7, groups, mask, valid=valid, **more)
+    for over, counts in (("tokens", [2, 1, 1, 2, 1, 1]), ("responses", [1] * 6)):
+        options = {"name": "gdpo", "whiten_over": over, "eps": 1e-12}
+        advantages, _ = solve(batch, advantage=options)
+        counted = z.repeat_interleave(torch.tensor(counts))
+        white = (z - counted.mean()) / counted.std()
+        assert advantages[:6, 0].tolist() == pytest.approx(white.tolist(), rel=1e-5, abs=1e-6)
+        assert (advantages[torch.tensor(mask) == 0] == 0).all() and (advantages[6] == 0).all()
+    raw, _ = solve(batch, advantage={"name": "gdpo", "single_sample": "raw"})
+    assert raw[5, 0] > 1.5, "3 + 0.5 * 3, as in verl"
+    plain = of_graders([[one, one] for one, _ in scores], [2.0, -1.0])
+    batch = batch_of([0.0] * 7, groups, mask, valid=valid, **plain)
+    rewards = batch_of([float(one) for one, _ in scores], groups, mask, valid=valid)
+    whitened, _ = solve(rewards, advantage={"name": "grpo"}, whiten_advantages=True)
+    twice, _ = solve(batch, advantage={"name": "gdpo"})
+    assert torch.allclose(twice, whitened, atol=1e-6), "2 - 1 times the same grader is grpo"
+
+
+def test_gdpo_does_not_see_a_graders_scale_or_one_that_says_nothing():
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randint(0, 5, (12, 2), generator=generator).double()
+
+    def advantages(scores: torch.Tensor, weights: list[float]) -> torch.Tensor:
+        more = of_graders(scores.tolist(), weights)
+        batch = batch_of([0.0] * 12, [g for g in range(3) for _ in range(4)], **more)
+        return solve(batch, advantage={"name": "gdpo", "eps": 1e-12})[0]
+
+    plain = advantages(scores, [1.0, 0.5])
+    scaled = advantages(scores * torch.tensor([1000.0, 1.0]) + 7, [1.0, 0.5])
+    assert torch.allclose(plain, scaled, atol=1e-6)
+    silent = torch.cat((scores, torch.full((12, 1), 0.7)), 1)
+    assert torch.equal(plain, advantages(silent, [1.0, 0.5, 100.0])), "exactly 0, whatever it is"
+    assert not torch.allclose(plain, advantages(scores, [1.0, 1.0]), atol=0.1)
+
+
 def test_pass_at_k_ties_and_invalid():
     batch = batch_of([4.0, 4.0, 1.0, 3.0, 1.0, 0.0], [0, 0, 0, 1, 1, 1])
     advantages, _ = solve(batch, advantage={"name": "grpo_passk", "normalise": False})
@@ -258,6 +310,7 @@ NAMES = (
     "opo",
     "gpg",
     "maxrl",
+    "gdpo",
 )
 REWARD = st.one_of(
     st.sampled_from([0.0, 1.0, 0.7, 1e-4, 1e30]), st.floats(-1e30, 1e30), st.floats(-2.0, 2.0)
@@ -280,7 +333,8 @@ def test_properties(samples, name, seed):
     mask = [[int(t < length) for t in range(3)] for length in lengths]
 
     def advantages_of(rewards: list, groups: list, mask: list | None, valid: list) -> torch.Tensor:
-        batch = batch_of(rewards, groups, mask, valid=torch.tensor(valid), num_groups=3)
+        more = of_graders([[r, r < 0.5] for r in rewards], [1.0, 0.3]) if name == "gdpo" else {}
+        batch = batch_of(rewards, groups, mask, valid=torch.tensor(valid), num_groups=3, **more)
         return solve(batch, advantage={"name": name})[0]
 
     advantages = advantages_of(rewards, groups, mask, valid)

@@ -18,6 +18,17 @@ REFUSED = [  # options, part of the reason
     ({"advantage": {"name": "remax"}, "reward": {"mean": "batch"}}, "greedy baseline"),
     ({"advantage": {"name": "remax"}, "reward": {"clip": 1.0}}, "greedy baseline"),
     ({"advantage": {"name": "remax"}, "reward": {"overlong": {}}}, "greedy baseline"),
+    *(
+        ({"advantage": {"name": "gdpo"}, section: options}, f"{section}.{key} would change the sum")
+        for section, key, options in (
+            ("reward", "scale", {"scale": 2.0}),
+            ("reward", "overlong", {"overlong": {}}),
+            ("reward", "mean", {"mean": "group"}),
+            ("reward", "clip", {"clip": 1.0}),
+            ("kl", "reward_coef", {"reward_coef": 0.1}),
+        )
+    ),
+    ({"advantage": {"name": "gdpo"}, "whiten_advantages": True}, "whitened already"),
     ({"mismatch": {"weight": {"name": "tis", "floor": 2.0}}}, "not below cap"),
     ({"loss_scale_factor": 100.0}, "seq-mean-token-sum-norm"),
     ({"kl": {"loss_coef": 0.1, "reward_coef": 0.1}}, "charged twice"),
@@ -103,6 +114,41 @@ def test_overlong_buffer_must_fit_and_is_a_fifth_of_the_longest_response_by_defa
     assert not problems({"reward": {"overlong": {}}}, 4)
 
 
+TWO = {"graders": [{"grader": "math"}, {"grader": "format", "weight": 0.5}]}
+
+
+def test_gdpo_needs_the_scores_of_several_graders_for_every_row():
+    def of(data: dict | None = None, reward: dict = TWO, **train) -> str:
+        sections = {"algorithm": {"advantage": {"name": "gdpo"}}, "reward": reward, "train": train}
+        try:
+            config = experiment(data={"path": "d"} | (data or {}), **sections)
+        except ValueError as exc:
+            return str(exc)
+        assert config.graders_apart == {"math": 1.0, "format": 0.5}
+        return ""
+
+    assert not of()
+    by_source = {"source_key": "s", "grader_by_source": {"a": "math"}}
+    own = {"path": None, "sources": [{"source": "a", "path": "d", "grader": "math"}]}
+    for data in ({"grader_key": "g"}, by_source, own):
+        assert "all of which score every row" in of(data)
+    one = {"graders": TWO["graders"][:1]}
+    for reward in ({}, one, TWO | {"group_grader": "rank"}):
+        assert "name two or more in reward.graders" in of(reward=reward)
+    assert "group_size" in of(group_size=1)
+
+
+def test_gdpos_formula_and_advice():
+    gdpo = AlgorithmConfig(advantage={"name": "gdpo", "whiten_over": "responses"})
+    assert gdpo.formula.endswith(
+        "A = whiten(sum_k w_k (r_k - mean_k) / (std_k + eps)) over responses, r_k, w_k = score "
+        "and weight of grader k"
+    )
+    assert gdpo.advice == [] and not gdpo.whitens
+    (advice,) = AlgorithmConfig(advantage={"name": "gdpo"}, dynamic_sampling={}).advice
+    assert "sums are equal" in advice
+
+
 def test_what_must_be_computed_before_the_advantages():
     assert not AlgorithmConfig().needs_old_logprobs and not AlgorithmConfig().uses_reference
     with_kl = AlgorithmConfig(kl={"loss_coef": 0.1})
@@ -164,6 +210,7 @@ def test_presets_are_of_papers():
         "dapo",
         "dppo",
         "dr_grpo",
+        "gdpo",
         "gmpo",
         "gspo",
         "grpo",

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megagrpo.batching.batch import build_batch, shuffle_rewards
+from megagrpo.batching.batch import LossNeeds, build_batch, shuffle_rewards
 from megagrpo.batching.microbatch import MicroBatchSize, _context_part, plan_micro_batches
 from megagrpo.batching.updates import one_pass, plan_updates
 from megagrpo.config.schema import ParallelConfig, TrainConfig
@@ -146,6 +146,28 @@ def test_greedy_rewards_are_kept_where_there_are_any():
     batch = build_batch(groups, one_pass(2), ALONE)
     assert batch.rewards.greedy[:2].tolist() == [0.25, 0.25]
     assert not batch.rewards.valid[2:].any(), "without the greedy response there is no advantage"
+
+
+def test_scores_of_graders_are_kept_if_the_estimator_reads_them():
+    groups = groups_of([(2, [3, 3]), (2, [3, 3])])
+    parts = {"b": Outcome("score", 0.5), "a": Outcome("score", 2.0), "other": Outcome("score", 9.0)}
+    failed = Outcome("timeout", parts={"a": Outcome("score", 2.0), "b": Outcome("timeout")})
+    groups[0] = replace(groups[0], outcomes=(Outcome("score", 3.0, parts=parts), failed))
+    outcomes = tuple(Outcome("score", 1.0, parts=parts) for _ in range(2))
+    groups[1] = replace(groups[1], outcomes=outcomes)
+    rewards = build_batch(
+        groups, one_pass(2), ALONE, needs=LossNeeds(graders={"a": 1.0, "b": 0.1})
+    ).rewards
+    assert rewards.parts.tolist() == [[2.0, 0.5], [0.0, 0.0], [2.0, 0.5], [2.0, 0.5]]
+    assert rewards.weights.tolist() == [1.0, 0.1] and rewards.valid.tolist() == [1, 0, 1, 1]
+    assert rewards.parts.dtype == rewards.weights.dtype == torch.float64
+    assert build_batch(groups, one_pass(2), ALONE).rewards.parts is None
+    with pytest.raises(ValueError, match="no score of c: it was sampled before"):
+        build_batch(groups, one_pass(2), ALONE, needs=LossNeeds(graders={"a": 1.0, "c": 1.0}))
+    none = build_batch([], ((()),), ALONE, needs=LossNeeds(graders={"a": 1.0, "b": 0.1}))
+    assert (
+        none.rewards.parts.shape == (0, 2) == shuffle_rewards(none, 0, 0, ALONE).rewards.parts.shape
+    )
 
 
 @given(SHAPES, st.integers(0, 3), st.integers(0, 3))

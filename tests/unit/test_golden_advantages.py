@@ -187,6 +187,22 @@ def test_groups_are_never_merged(case):
     close(of_tokens(case["inputs"], **ADVANTAGES["grpo"])[:, 0], expected)
 
 
+@pytest.mark.parametrize("case", cases("gdpo.json", ("reference", "convention")))
+def test_gdpo(case):
+    """verl whitens over tokens and keeps the scores of groups of one; NeMo-RL and TRL whiten over
+    responses."""
+    inputs, weights, outputs = case["inputs"], case["params"]["weights"], case["outputs"]
+    parts, mask = tensor(inputs["parts"]), tensor(inputs["response_mask"]) > 0
+    advantage = {"name": "gdpo", "whiten_over": "responses", "eps": case["params"].get("eps", 1e-6)}
+    if case["source"].startswith("verl"):
+        advantage |= {"whiten_over": "tokens", **RAW}
+    more = {"parts": parts, "weights": tensor(weights or [1.0] * parts.shape[1])}
+    mine = estimated(parts.sum(1), mask, inputs["index"], advantage, **more)
+    rtol = 2e-4 if case["source"].startswith("trl") else 1e-5  # see its notes
+    close(mine[:, 0], outputs["advantage_per_response_f64"], rtol=rtol)
+    assert (mine == mine[:, :1] * mask).all()
+
+
 # Reward normalisation and plain per-response rewards of the other frameworks.
 
 

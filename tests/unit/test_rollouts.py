@@ -11,7 +11,7 @@ from megagrpo.algo.advantage import with_advantages
 from megagrpo.algo.loss import LossInputs, count_denominators, objective
 from megagrpo.algo.rollouts import counted_tokens, of_rollouts, of_samples, rollouts_of
 from megagrpo.algo.statistics import alone
-from megagrpo.batching.batch import build_batch, shuffle_rewards
+from megagrpo.batching.batch import LossNeeds, build_batch, shuffle_rewards
 from megagrpo.batching.updates import one_pass
 from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.config.algorithm import AlgorithmConfig
@@ -20,11 +20,11 @@ from megagrpo.mesh import Mesh
 from megagrpo.monitor.rollouts import _record
 from megagrpo.types import AlgoState, Batch
 from tests.padding import padded
-from tests.rollout_groups import GROUP_SIZE, NUM_GROUPS, joined, split_groups
+from tests.rollout_groups import GRADERS, GROUP_SIZE, NUM_GROUPS, joined, split_groups
 
 pytestmark = pytest.mark.verifies(
     "algorithms",
-    "rollouts of one to five samples: ten algorithms bit by bit as with one",
+    "rollouts of one to five samples: eleven algorithms bit by bit as with one",
     "dist/test_rollouts_ranks.py",
 )
 
@@ -36,7 +36,7 @@ def both(**more) -> tuple[Batch, Batch]:
     same places."""
     groups = split_groups()
     split, whole = (
-        build_batch(found, one_pass(NUM_GROUPS), ALONE)
+        build_batch(found, one_pass(NUM_GROUPS), ALONE, needs=LossNeeds(graders=GRADERS))
         for found in (groups, list(map(joined, groups)))
     )
     assert torch.equal(split.tokens, whole.tokens) and torch.equal(split.loss_mask, whole.loss_mask)
@@ -107,6 +107,7 @@ ALGORITHMS = {
     "opo": {"advantage": {"name": "opo"}},
     "maxrl": {"advantage": {"name": "maxrl"}},
     "gpg": {"advantage": {"name": "gpg"}},
+    "gdpo": {"advantage": {"name": "gdpo", "whiten_over": "responses"}},
     "reinforce": {
         "advantage": {"name": "reinforce", "gamma": 0.9},
         "reward": {"mean": "group", "std": "batch"},
@@ -184,6 +185,12 @@ def test_shuffled_rewards_are_of_rollouts():
     )
     assert sorted(moved.tolist()) == sorted(before.tolist()) and moved.tolist() != before.tolist()
     assert torch.equal(moved, whole.rewards.values), "the order of ids decides"
+    scores = of_rollouts(split).rewards.parts
+    assert torch.equal(scores[:, 0], moved) and torch.equal(scores, whole.rewards.parts), (
+        "a reward's scores move with it"
+    )
+    evens = dict(zip(before.tolist(), both()[1].rewards.parts[:, 1].tolist(), strict=True))
+    assert scores[:, 1].tolist() == [evens[value] for value in moved.tolist()]
 
 
 def test_records_and_checkpoints_keep_rollouts(tmp_path):

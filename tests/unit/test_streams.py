@@ -11,7 +11,7 @@ from megagrpo.algo.loss import Denominators, LossInputs, objective
 from megagrpo.algo.rollouts import counted_tokens
 from megagrpo.algo.statistics import alone
 from megagrpo.algo.streams import StreamInputs, count_streams, stream_losses
-from megagrpo.batching.batch import build_batch
+from megagrpo.batching.batch import LossNeeds, build_batch
 from megagrpo.batching.updates import one_pass
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.monitor.dump import read_dump, write_dump
@@ -184,7 +184,9 @@ def group_of(**prompt) -> RolloutGroup:
 
 
 def streams_of(algorithm: AlgorithmConfig, **prompt):
-    batch = build_batch([group_of(**prompt)], one_pass(1), ALONE, None, 0, None, algorithm)
+    batch = build_batch(
+        [group_of(**prompt)], one_pass(1), ALONE, None, 0, None, LossNeeds(algorithm)
+    )
     return batch, {name: w.tolist() for name, w in batch.streams.weights.items()}
 
 
@@ -256,7 +258,7 @@ def test_a_row_without_a_teacher_is_not_distilled():
         teacher=replace(group.samples[0].teacher, top_ids=ids, top_logprobs=scores),
     )
     group = replace(group, samples=(first, *group.samples[1:]))
-    batch = build_batch([group, bare], one_pass(2), ALONE, algorithm=algorithm)
+    batch = build_batch([group, bare], one_pass(2), ALONE, needs=LossNeeds(algorithm))
     of_bare = batch.group_ids.repeat_interleave(batch.lengths) == 1
     assert batch.streams.weights["distillation"][of_bare].abs().sum() == 0
     assert batch.streams.weights["distillation"].sum() == 5

@@ -24,6 +24,14 @@ class Estimator(Variant):
     needs_greedy_response: ClassVar[bool] = (
         False  # refuses reward steps that its greedy baseline does not get
     )
+    reads_parts: ClassVar[bool] = (
+        False  # the scores of several graders, one by one; refuses what changes only their sum
+    )
+
+    @property
+    def whitens_tokens(self) -> bool:
+        """Returns whether its values are whitened over the step's tokens afterwards."""
+        return self.whitens
 
     @property
     def refuses_group_of_one(self) -> tuple[str, str] | None:
@@ -167,6 +175,29 @@ class OpoAdvantage(_ComparesResponses):
     name: Literal["opo"] = "opo"
 
 
+class GdpoAdvantage(_ComparesResponses):
+    """The score of each of several graders normalized by its group, their sum by `reward.graders`'
+    weights, whitened over the step. arXiv 2601.05242."""
+
+    formula = "whiten(sum_k w_k (r_k - mean_k) / (std_k + eps))"
+    whitens = True
+    reads_parts = True
+
+    name: Literal["gdpo"] = "gdpo"
+    eps: PositiveFloat = Field(default=1e-6, description=_EPS)
+    whiten_over: Literal["tokens", "responses"] = "tokens"
+    """What mean and standard deviation of the step are of: trained tokens, as in verl, or
+    responses, as in the paper, TRL and NeMo-RL."""
+
+    @property
+    def whitens_tokens(self) -> bool:
+        return self.whiten_over == "tokens"
+
+    @property
+    def shown_formula(self) -> str:
+        return f"{self.formula} over {self.whiten_over}"
+
+
 class GpgAdvantage(_ComparesResponses):
     """alpha (r - mean), alpha = B / responses in non-degenerate groups. arXiv 2504.02546."""
 
@@ -199,6 +230,7 @@ AdvantageConfig = Annotated[
     | ReinforcePlusPlusBaselineAdvantage
     | RemaxAdvantage
     | OpoAdvantage
+    | GdpoAdvantage
     | GpgAdvantage
     | OwnAdvantage,
     Field(discriminator="name"),

@@ -118,13 +118,13 @@ class RewardShapingConfig(RewardClip, RewardNormalisation, RewardOverlong, Rewar
         """Returns whether the group's mean or standard deviation enters the rewards."""
         return "group" in (self.mean, self.std)
 
-    @property
-    def missed_by_greedy_baseline(self) -> list[str]:
-        """The fields, turned on, whose step remax's greedy rewards do not take."""
+    def turned_on(self, besides_greedy: bool = False) -> list[str]:
+        """The fields that turn a step on; besides_greedy: of steps that remax's greedy rewards do
+        not take."""
         return [
             name
             for step in REWARD_STEP_CONFIGS
-            if not step.reaches_greedy_baseline
+            if not (besides_greedy and step.reaches_greedy_baseline)
             for name in step.switches
             if getattr(self, name) != step.model_fields[name].default
         ]

@@ -23,7 +23,7 @@ from megagrpo.actor.step import (
     with_reference,
 )
 from megagrpo.algo.advantage import with_advantages
-from megagrpo.batching.batch import build_batch
+from megagrpo.batching.batch import LossNeeds, build_batch
 from megagrpo.batching.updates import plan_updates
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
 from megagrpo.families.model import Model
@@ -193,9 +193,8 @@ def measure(
         updates = plan_updates(train, config.seed, step=0)
         mine = groups[actor.mesh.dp_rank :: actor.mesh.dp_size]
         layers = actor.routing.layers if actor.routing is not None else None
-        batch = build_batch(
-            mine, updates, actor.mesh, routed_layers=layers, algorithm=config.algorithm
-        )
+        needs = LossNeeds(config.algorithm, config.graders_apart)
+        batch = build_batch(mine, updates, actor.mesh, routed_layers=layers, needs=needs)
         return _figures(config, actor, weights, batch, folder / "reference.pt", case == REFERENCE)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,6 +127,8 @@ def make_groups(config: ExperimentConfig, seed: int, arch: Architecture) -> list
         tokens = _tokens(_number(shortest, MAX_PROMPT, generator), generator)
         prompt = Prompt(g, "", tokens, "", images=images)
         groups.append(RolloutGroup(g, prompt, samples, outcomes, *baseline))
+    if config.graders_apart:
+        groups = [_graded_apart(group, list(config.graders_apart), generator) for group in groups]
     if config.actor.routing_replay == "rollout":
         groups = [_with_experts(group, arch, generator) for group in groups]
     if config.algorithm.components:
@@ -153,6 +156,18 @@ def _drawn_sample(g: int, index: int, generator: torch.Generator) -> tuple[Sampl
     if (g, index) == (3, 1):
         return sample, Outcome("error", detail="planted")
     return sample, Outcome("score", reward, token_rewards=((0, reward / 2),))
+
+
+def _graded_apart(
+    group: RolloutGroup, graders: Sequence[str], generator: torch.Generator
+) -> RolloutGroup:
+    """Returns the group with a score of each grader for its responses."""
+
+    def drawn(outcome: Outcome) -> Outcome:
+        scores = [Outcome("score", _number(0, 4, generator) / 4) for _ in graders]
+        return replace(outcome, parts=dict(zip(graders, scores, strict=True)))
+
+    return replace(group, outcomes=tuple(map(drawn, group.outcomes)))
 
 
 def _with_experts(

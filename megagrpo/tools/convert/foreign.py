@@ -144,7 +144,9 @@ _OTHERS = {
         "policy.model_name is model.path, grpo.num_prompts_per_step is train.num_prompts_per_step, "
         "grpo.num_generations_per_prompt is train.group_size, loss_fn.ratio_clip_min and _max are "
         "algorithm.loss.clip_ratio_low and _high, loss_fn.reference_policy_kl_penalty is "
-        "algorithm.kl.loss_coef, policy.megatron_cfg's sizes are actor.parallel",
+        "algorithm.kl.loss_coef, policy.megatron_cfg's sizes are actor.parallel, "
+        "grpo.adv_estimator's gdpo is algorithm.advantage: {name: gdpo, whiten_over: responses} "
+        "with its reward_weights in reward.graders",
     ),
     "OpenRLHF": (
         r"openrlhf\.cli|openrlhf\.trainer",

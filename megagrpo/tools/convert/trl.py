@@ -37,6 +37,10 @@ def _advantage(d: Translation) -> None:
     key = "scale_rewards"
     scale = {"True": "group", "False": "none"}.get(d.text(key), d.text(key))
     name = {"group": "grpo", "none": "dr_grpo", "batch": "reinforce"}.get(scale)
+    several = "multi_objective_aggregation"
+    if d.get(several) == "normalize_then_sum":  # which reads no scale
+        name, scale = "gdpo", "group"
+        d.put("algorithm.advantage.whiten_over", "responses", several)
     if name is None:
         d.lack(key, f"no scale {scale}; there are group, batch and none")
         return

@@ -66,6 +66,8 @@ def _advantage(d: Translation) -> None:
     match name:
         case "grpo_passk":
             d.copy("algorithm.advantage.normalise", flag)
+        case "gdpo" if not d.get(flag):
+            d.lack(flag, "gdpo divides by the standard deviation")
         case "gpg":
             d.put("algorithm.advantage.alpha", "nonzero_reward", key)
         case "reinforce_plus_plus":
@@ -163,7 +165,7 @@ def _rewards(d: Translation) -> None:
         "reward.reward_manager.name",
         "reward_manager.name",
     ):
-        if d.get(manager) not in (None, "naive", "dapo", "batch", "prime"):
+        if d.get(manager) not in (None, "naive", "dapo", "batch", "prime", "gdpo"):
             reason = "no such reward manager; rewards of a whole group are reward.group_grader"
             d.lack(manager, reason)
     custom = "custom_reward_function."
