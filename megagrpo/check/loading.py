@@ -23,9 +23,11 @@ from megagrpo.checkpoint.folder import data_problem, latest
 from megagrpo.config.fields import complaints
 from megagrpo.config.rollout import AgentConfig
 from megagrpo.config.schema import DataConfig, ExperimentConfig
+from megagrpo.data.curriculum import Curriculum
 from megagrpo.data.images import ImageStore
 from megagrpo.data.messages import Message, render_messages
 from megagrpo.data.prompts import (
+    PromptSet,
     load_tokenizer,
     refuse_long,
     render_rows,
@@ -39,6 +41,7 @@ from megagrpo.rollout.agents.make import make_answering
 from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.system.errors import collected, translated
 from megagrpo.system.worker_process import WorkerError
+from megagrpo.types import Prompt
 
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
     from transformers import PreTrainedTokenizerBase
@@ -182,6 +185,13 @@ def _try_rows(
     trial.loaded.append(f"{which} of {data.name}: {len(lengths):,} rows, {longest}")
     if len(lengths) == len(rows) and not unread:
         refuse_long(data, [(row.of, lengths[row.id]) for row in rows])
+        if data == config.data:
+            in_order = (
+                Prompt(row.id, "", (), "", location=row.location, source=row.source)
+                for row in rows
+                if row.id in kept
+            )
+            Curriculum.of(config, PromptSet(tuple(in_order), 0, data.shuffle))
         source = latest(config.run_folder.checkpoints) if data == config.data else None
         if source is not None and config.checkpoint.resume == "auto":
             in_use = fingerprint(row for row in rows if row.id in kept)
