@@ -113,10 +113,11 @@ def take(
     steps_left: int = 6,
     of: PromptSet | None = None,
     metrics=None,
+    mesh: Mesh = MESH,
 ) -> StepGroups:
     """The groups of a step, with the state after it."""
     prompts = of or prompt_set()
-    choice = GroupChoice(source, prompts, config, MESH, Curriculum.of(config, prompts))
+    choice = GroupChoice(source, prompts, config, mesh, Curriculum.of(config, prompts))
     taken = choice.next_groups(state, metrics or Metrics(), steps_left)
     state.data_cursor, state.surplus = taken.data_cursor, taken.surplus
     state.curriculum = taken.curriculum

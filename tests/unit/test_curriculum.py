@@ -4,45 +4,27 @@ and the steps of a loop."""
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from fake_service import FakeService, running
-from sampling import MESH, digits, experiment, source_of, take
+from sampling import MESH, experiment, source_of, take
 
-from megagrpo.checkpoint import resume as resuming
-from megagrpo.checkpoint import save as checkpoint
-from megagrpo.checkpoint.save import PendingSave, RunIdentity
-from megagrpo.config.schema import CheckpointConfig, CurriculumConfig, DataConfig
+from megagrpo.config.schema import CurriculumConfig, DataConfig
 from megagrpo.data.curriculum import Curriculum, describe_curriculum, load_curriculum
 from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import LeaderError
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.types import Outcome, Prompt, RolloutGroup, RowResults, TrainState
+from tests.curricula import Steps, assert_left_out, continued, prompt_set, section
 
 pytestmark = pytest.mark.verifies(
     "runs",
     "`data.curriculum`: weights in closed form, the same rows after a resume and on any ranks",
-    "dist/test_selection.py",
+    "dist/test_curriculum_ranks.py",
 )
-
-ANY = RunIdentity({}, {})
-
-
-def prompt_set(number: int, **of) -> PromptSet:
-    prompts = [
-        Prompt(3 * i, "", (1, 100 + i), "", location=f"rows.jsonl:{i + 1}") for i in range(number)
-    ]
-    return PromptSet(tuple(prompts), 0, True, **of)
-
 
 def curriculum(number: int = 6, seed: int = 0, of: PromptSet | None = None, **options) -> Curriculum:
     return Curriculum(CurriculumConfig(**options), of or prompt_set(number), seed)
-
-
-def section(**options) -> dict:
-    return {"path": "rows.jsonl", "curriculum": options}
 
 
 def results(pass_rates: list[float | None], last_step: int = 4) -> RowResults:
@@ -75,10 +57,10 @@ def test_solved_rows_are_left_out_and_come_back(step, left_out):
 def test_rows_are_drawn_in_proportion_and_never_twice_in_a_batch():
     made = curriculum(4, name="pools", args={"hard": 1.0, "medium": 3.0, "easy": 0.0})
     of = results([0.0, 0.5, 1.0, 0.0])
-    first = Counter(made.draw(of, 5, place, 1)[0] for place in range(4000))
+    first = Counter(made.draw(of, 5, place, 1)[0] for place in range(2000))
     assert first[2] == 0
-    # 1/5, 3/5, 1/5 of 4000, five standard deviations
-    assert abs(first[1] - 2400) < 155 and abs(first[0] - 800) < 127
+    # 1/5, 3/5, 1/5 of 2000, five standard deviations
+    assert abs(first[1] - 1200) < 110 and abs(first[0] - 400) < 90
     batches = [made.draw(of, 5, place, 3) for place in range(100)]
     assert all(sorted(batch) == [0, 1, 3] for batch in batches)
     assert len({tuple(batch) for batch in batches}) > 1
@@ -224,51 +206,61 @@ def test_check_says_the_formula():
 STEPS = 6
 
 
-class NoActor:
-    """The plan of a checkpoint that holds no weights."""
-
-    reshardable = True
-
-    def write(self) -> dict:
-        return {}
-
-    def finish(self) -> None:
-        pass
-
-
-def saved_and_loaded(folder: Path, state: TrainState, source) -> TrainState:
-    whole = replace(state, ahead=source.finished())
-    saved = PendingSave(folder, whole, ANY, CheckpointConfig(), lambda _: NoActor(), MESH).finish()
-    return checkpoint.load(saved, ANY, lambda _: None, MESH)
-
-
-def rows_of_steps(folder: Path, config, stop_after: int = STEPS) -> list[list[int]]:
-    """The rows of every step; after `stop_after` the state is saved, and another source goes on."""
-    prompts, steps, state = prompt_set(12), [], TrainState()
-    while state.step < STEPS:
-        end = stop_after if state.step < stop_after else STEPS
-        with running(FakeService(version=state.step)) as service:
-            source = source_of(service.control, config, decode=lambda ids: f"{ids[-1] % 2}")
-            source.restore(state.ahead)
-            while state.step < end:
-                # a run that was to end at `end` samples nothing for the steps after it
-                taken = take(source, config, state, end - state.step, of=prompts)
-                steps.append([each.prompt.id // 3 for each in taken.groups])
-                source.drain()
-                service.version = state.step
-            if end < STEPS:
-                state = saved_and_loaded(folder, state, source)
-            source.close()
-    return steps
+def steps_of(folder: Path, staleness: int, *ends: int) -> Steps:
+    """The steps of a run that stops, is saved and goes on after each of `ends`."""
+    with running(FakeService()) as service:
+        parts = [continued(MESH, service.url, folder, staleness, end) for end in ends]
+    return [step for part in parts for step in part]
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
-def test_a_resumed_run_draws_the_same_rows(tmp_path, staleness):
-    config = experiment(
-        data=section(name="drop_solved", args={"return_after": 3}),
-        rollout={"max_staleness": staleness},
-        algorithm={"mismatch": {"weight": {"name": "tis"}} if staleness else {}},
-    )
-    whole = rows_of_steps(tmp_path, config)
+def test_solved_rows_are_not_drawn_and_a_resumed_run_draws_the_same(tmp_path, staleness):
+    whole = steps_of(tmp_path / "whole", staleness, STEPS)
+    assert_left_out(whole, staleness)
     for stop_after in (1, 4):
-        assert rows_of_steps(tmp_path / str(stop_after), config, stop_after) == whole
+        assert steps_of(tmp_path / str(stop_after), staleness, stop_after, STEPS) == whole
+
+
+def test_a_used_up_curriculum_stops_the_run_and_its_state_is_kept():
+    config = experiment(data=section(name="drop_solved"))
+    state = TrainState()
+    with running(FakeService()) as service:
+        source = source_of(service.control, config, decode=lambda ids: "1")
+        for step in range(2):
+            take(source, config, state, of=prompt_set(5))
+            service.version = step + 1
+        before = replace(state)
+        said = "draw rows: ValueError: data.curriculum drop_solved: 1 of 5 rows .* lower return_after"
+        with pytest.raises(LeaderError, match=said):
+            take(source, config, state, of=prompt_set(5))
+        source.close()
+    assert state == before and state.curriculum.times_seen.sum() == 4
+
+
+def test_metrics_by_pool():
+    config = experiment(data=section(name="pools"))
+    state = TrainState()
+    with running(FakeService()) as service:
+        source = source_of(service.control, config, decode=lambda ids: f"{ids[-1] % 2}")
+        numbers = []
+        for step in range(STEPS):
+            metrics = Metrics()
+            results = state.curriculum
+            groups = take(source, config, state, of=prompt_set(3), metrics=metrics).groups
+            numbers.append(metrics.reduced(MESH.reduce))
+            service.version = step + 1
+        source.close()
+    first, last = numbers[0], numbers[-1]
+    assert (first["curriculum/unseen_rows"], first["curriculum/unseen_fraction"]) == (3, 1)
+    for pool, fits in {
+        "unseen": lambda row: results.times_seen[row] == 0,
+        "hard": lambda row: results.times_seen[row] and results.pass_rate[row] == 0,
+        "medium": lambda row: 0 < results.pass_rate[row] < 1,
+        "easy": lambda row: results.pass_rate[row] == 1,
+    }.items():
+        of_pool = [g for g in groups if fits(g.prompt.id // 3)]
+        assert last[f"curriculum/{pool}_rows"] == sum(map(bool, map(fits, range(3))))
+        assert last[f"curriculum/{pool}_fraction"] == len(of_pool) / 2
+        scores = [o.value for g in of_pool for o in g.outcomes]
+        if scores:
+            assert last[f"curriculum/{pool}_reward_mean"] == sum(scores) / len(scores)
