@@ -95,7 +95,7 @@ class Inputs:
             eval_prompts=eval_prompts,
             answering=make_answering(config, tokenizer),
             images=images,
-            curriculum=Curriculum.of(config, prompts),
+            curriculum=Curriculum.of(config, prompts.prompts, prompts.mixture),
         )
 
     def close(self) -> None:

@@ -34,12 +34,12 @@ def section(**options) -> dict:
     return {"path": "rows.jsonl", "curriculum": options}
 
 
-def dropping(staleness: int) -> ExperimentConfig:
+def dropping(staleness: int, **algorithm) -> ExperimentConfig:
     """Leaves solved rows out."""
     return experiment(
         data=section(name="drop_solved", args={"return_after": RETURN_AFTER}),
         rollout={"max_staleness": staleness},
-        algorithm={"mismatch": {"weight": {"name": "tis"}} if staleness else {}},
+        algorithm={"mismatch": {"weight": {"name": "tis"}} if staleness else {}, **algorithm},
     )
 
 
@@ -74,12 +74,12 @@ class NoActor:
         pass
 
 
-def continued(mesh: Mesh, url: str, folder: Path, staleness: int, end: int) -> Steps:
+def continued(mesh: Mesh, url: str, folder: Path, config: ExperimentConfig, end: int) -> Steps:
     """The steps of a run up to step `end`, from the last checkpoint in `folder`; saves one.
 
     The service is a fake one, whose engine answers by the seed of a request.
     """
-    control, config, prompts = ServiceControl(url, "key"), dropping(staleness), prompt_set()
+    control, prompts = ServiceControl(url, "key"), prompt_set()
     state, steps = TrainState(), []
     if found := latest(folder):
         state = checkpoint.load(found, ANY, lambda _: None, mesh)
@@ -93,7 +93,7 @@ def continued(mesh: Mesh, url: str, folder: Path, staleness: int, end: int) -> S
         )
         steps.append([group for part in parts for group in part])
         source.drain()
-        mesh.from_main(lambda: control.mark_ready("engine-0", 1, state.step), "publish")  # noqa: B023
+        mesh.from_main(lambda: control.mark_ready("engine-0", 1, state.step), "publish")
     whole = replace(state, ahead=gather_surplus(source.finished(), mesh))
     PendingSave(folder, whole, ANY, CheckpointConfig(), lambda _: NoActor(), mesh).finish()
     source.close()

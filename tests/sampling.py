@@ -117,7 +117,9 @@ def take(
 ) -> StepGroups:
     """The groups of a step, with the state after it."""
     prompts = of or prompt_set()
-    choice = GroupChoice(source, prompts, config, mesh, Curriculum.of(config, prompts))
+    choice = GroupChoice(
+        source, prompts, config, mesh, Curriculum.of(config, prompts.prompts, prompts.mixture)
+    )
     taken = choice.next_groups(state, metrics or Metrics(), steps_left)
     state.data_cursor, state.surplus = taken.data_cursor, taken.surplus
     state.curriculum = taken.curriculum

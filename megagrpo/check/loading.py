@@ -27,7 +27,6 @@ from megagrpo.data.curriculum import Curriculum
 from megagrpo.data.images import ImageStore
 from megagrpo.data.messages import Message, render_messages
 from megagrpo.data.prompts import (
-    PromptSet,
     load_tokenizer,
     refuse_long,
     render_rows,
@@ -41,7 +40,6 @@ from megagrpo.rollout.agents.make import make_answering
 from megagrpo.rollout.agents.renderer import Renderer
 from megagrpo.system.errors import collected, translated
 from megagrpo.system.worker_process import WorkerError
-from megagrpo.types import Prompt
 
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
     from transformers import PreTrainedTokenizerBase
@@ -186,17 +184,12 @@ def _try_rows(
     if len(lengths) == len(rows) and not unread:
         refuse_long(data, [(row.of, lengths[row.id]) for row in rows])
         if data == config.data:
-            in_order = (
-                Prompt(row.id, "", (), "", location=row.location, source=row.source)
-                for row in rows
-                if row.id in kept
-            )
-            Curriculum.of(config, PromptSet(tuple(in_order), 0, data.shuffle))
-        source = latest(config.run_folder.checkpoints) if data == config.data else None
-        if source is not None and config.checkpoint.resume == "auto":
-            in_use = fingerprint(row for row in rows if row.id in kept)
-            with suppress(OSError):  # of a damaged checkpoint, whose load gives the reason
-                trial.problems.extend(filter(None, [data_problem(source, in_use)]))
+            in_use = [row for row in rows if row.id in kept]
+            Curriculum.of(config, in_use)
+            source = latest(config.run_folder.checkpoints)
+            if source is not None and config.checkpoint.resume == "auto":
+                with suppress(OSError):  # of a damaged checkpoint, whose load gives the reason
+                    trial.problems += filter(None, [data_problem(source, fingerprint(in_use))])
     return list(first_of_each(first))
 
 

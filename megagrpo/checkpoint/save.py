@@ -187,9 +187,8 @@ class PendingSave:
         self._groups = {name: getattr(state, name) for name in _GROUPS}
         self._curriculum = state.curriculum
         without = asdict(replace(state, surplus=[], ahead=[], curriculum=None))
-        apart = (*_GROUPS, "curriculum")
         self._description = {
-            "train": {name: value for name, value in without.items() if name not in apart},
+            "train": {name: value for name, value in without.items() if name not in _GROUPS},
             "identity": identity.model,
             "layout": dict(identity.layout),
             "rows": list(identity.rows),

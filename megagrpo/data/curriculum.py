@@ -10,20 +10,28 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from megagrpo.config.schema import CurriculumConfig, ExperimentConfig
-from megagrpo.data.prompts import PromptSet, interleaved
+from megagrpo.data.prompts import Mixture, interleaved
+from megagrpo.data.rows import Row
 from megagrpo.system.errors import explained
 from megagrpo.system.user_function import check_arguments, load_function
-from megagrpo.types import RolloutGroup, RowResults
+from megagrpo.types import Prompt, RolloutGroup, RowResults
 
 POOLS = ("unseen", "hard", "medium", "easy")
 _BUILT_IN = {name: f"{__name__}:{name}" for name in ("pools", "drop_solved")}
 
-# (id of a group, its pass rate, its mean reward)
-GroupResult = tuple[int, float, float]
+
+class GroupResult(NamedTuple):
+    """What one group showed of its row."""
+
+    group_id: int
+    row: int  # its place in the data, not its id
+    pass_rate: float
+    reward_mean: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,9 +49,9 @@ class CurriculumRows(RowResults):
 
 def pools(
     rows: CurriculumRows,
-    unseen: float = 1.0,
+    unseen: float = 1,
     hard: float = 0.5,
-    medium: float = 1.0,
+    medium: float = 1,
     easy: float = 0.1,
 ) -> np.ndarray:
     """Returns the weight of each row's pool."""
@@ -70,32 +78,34 @@ def describe_curriculum(options: CurriculumConfig) -> str:
     _, *parameters = inspect.signature(load_curriculum(options)).parameters.values()
     args = ", ".join(f"{each.name} {each.default}" for each in parameters)
     return (
-        f"drawn by {options.name}({args}); pass rate p of a row's last group: rewards >= "
-        f"{options.pass_reward:g}; hard: p <= {options.hard_at_most:g}, easy: p >= "
-        f"{options.easy_at_least:g}"
+        f"by {options.name}({args}), p = fraction of rewards >= {options.pass_reward:g}; "
+        f"hard p <= {options.hard_at_most:g}, easy p >= {options.easy_at_least:g}"
     )
 
 
 @dataclass(frozen=True)
 class Curriculum:
-    """Draws rows of `prompts`, and keeps what their groups show."""
+    """Draws from the R rows in use, and keeps what their groups show."""
 
     options: CurriculumConfig
-    prompts: PromptSet
     seed: int
+    rows: Sequence[Prompt | Row]
+    mixture: Mixture = ()
 
     @classmethod
-    def of(cls, config: ExperimentConfig, prompts: PromptSet) -> "Curriculum | None":
+    def of(
+        cls, config: ExperimentConfig, rows: Sequence[Prompt | Row], mixture: Mixture = ()
+    ) -> "Curriculum | None":
         """Returns that of an experiment, if it has one. Raises ValueError as its first draw."""
         if config.data.curriculum is None:
             return None
-        made = cls(config.data.curriculum, prompts, config.seed)
+        made = cls(config.data.curriculum, config.seed, rows, mixture)
         made.draw(made.unseen(), 1, 0, config.train.num_prompts_per_step)
         return made
 
     def unseen(self) -> RowResults:
         """Returns the state before the first step."""
-        none = np.zeros(len(self.prompts))
+        none = np.zeros(len(self.rows))
         return RowResults(none, none, none, none, drawn=none[:0])
 
     def pools(self, results: RowResults) -> np.ndarray:
@@ -115,18 +125,16 @@ class Curriculum:
         returns no weights, or too few rows have one.
         """
         weights = self._weights(results, step)
-        prompts = self.prompts
-        ratios, sizes = zip(*(prompts.mixture or [(1.0, len(prompts))]), strict=True)
+        ratios, sizes = zip(*(self.mixture or [(1.0, len(self.rows))]), strict=True)
         sources = np.array([k for k, _ in interleaved(ratios, place, count)])
         drawn = np.zeros(count, np.int64)
         generator = np.random.Generator(np.random.Philox([self.seed, place]))
-        end = 0
+        start = 0
         for source, size in enumerate(sizes):
-            start, end = end, end + size
             places = np.flatnonzero(sources == source)
-            own = weights[start:end]
+            own = weights[start : start + size]
             if (positive := np.count_nonzero(own)) < len(places):
-                of_source = f" of source {prompts.prompts[start].source}" * (len(sizes) > 1)
+                of_source = f" of source {self.rows[start].source}" if self.mixture else ""
                 raise ValueError(
                     f"data.curriculum {self.options.name}: {positive} of {size} rows{of_source} "
                     f"have a weight above 0, step {step} draws {len(places)}; change "
@@ -134,43 +142,45 @@ class Curriculum:
                     "lower train.num_prompts_per_step"
                 )
             if len(places):
-                share = own / own.max()
-                share /= share.sum()
-                drawn[places] = start + generator.choice(size, len(places), False, share)
+                drawn[places] = start + generator.choice(
+                    size, len(places), replace=False, p=own / own.sum()
+                )
+            start += size
         return drawn.tolist()
 
-    def recorded(
-        self,
-        results: RowResults,
-        of_groups: Sequence[GroupResult],
-        step: int,
-        cursor: int,
-        consumed: int,
-    ) -> RowResults:
-        """Returns the state after a step that consumed the first `consumed` of the rows drawn from
-        `cursor` on, given what its groups showed."""
-        arrays = {name: array.copy() for name, array in vars(results).items()}
-        for group_id, pass_rate, reward_mean in sorted(of_groups):
-            row = results.drawn[group_id - cursor]
-            arrays["last_step"][row] = step
-            arrays["times_seen"][row] += 1
-            arrays["pass_rate"][row] = pass_rate
-            arrays["reward_mean"][row] = reward_mean
-        return RowResults(**arrays | {"drawn": results.drawn[consumed:]})
-
-    def results_of(self, groups: Sequence[RolloutGroup]) -> list[GroupResult]:
-        """Returns what the groups show; one without a scored response shows nothing."""
+    def shown(
+        self, results: RowResults, cursor: int, groups: Sequence[RolloutGroup]
+    ) -> list[GroupResult]:
+        """Returns what groups show; one without a scored response shows nothing. cursor: the id of
+        the group of the first row drawn."""
         scored = [(g.group_id, [o.value for o in g.outcomes if o.ok]) for g in groups]
         limit = self.options.pass_reward
         return [
-            (group_id, sum(r >= limit for r in rewards) / len(rewards), sum(rewards) / len(rewards))
+            GroupResult(
+                group_id,
+                int(results.drawn[group_id - cursor]),
+                sum(reward >= limit for reward in rewards) / len(rewards),
+                sum(rewards) / len(rewards),
+            )
             for group_id, rewards in scored
             if rewards
         ]
 
+    def recorded(
+        self, results: RowResults, shown: Sequence[GroupResult], step: int, consumed: int
+    ) -> RowResults:
+        """Returns the state after a step that consumed the first `consumed` of the rows drawn."""
+        arrays = {name: array.copy() for name, array in vars(results).items()}
+        for of in sorted(shown):  # a row may have several groups: the last counts
+            arrays["last_step"][of.row] = step
+            arrays["times_seen"][of.row] += 1
+            arrays["pass_rate"][of.row] = of.pass_rate
+            arrays["reward_mean"][of.row] = of.reward_mean
+        return RowResults(**arrays | {"drawn": results.drawn[consumed:]})
+
     def _weights(self, results: RowResults, step: int) -> np.ndarray:
         """Returns the weight of each row, [R] float64. Raises ValueError naming the function."""
-        prompts = self.prompts.prompts
+        rows = self.rows
         # copies: a function may write into what it gets
         arrays = {name: array.copy() for name, array in vars(results).items()}
         for name in ("pass_rate", "reward_mean"):
@@ -178,20 +188,21 @@ class Curriculum:
         given = CurriculumRows(
             **arrays,
             step=step,
-            ids=np.array([prompt.id for prompt in prompts]),
-            sources=np.array([prompt.source for prompt in prompts]),
+            ids=np.array([row.id for row in rows]),
+            sources=np.array([row.source for row in rows]),
             pools=self.pools(results),
         )
         what = f"data.curriculum.name {self.options.name!r}"
-        wanted = f"{what} returns a weight for each row in use, [{len(prompts)}]"
+        wanted = f"{what} returns a weight for each row in use, [{len(rows)}]"
+        function = load_curriculum(self.options)
         with explained(f"{wanted}; it failed"):
-            found = np.asarray(load_curriculum(self.options)(given), np.float64)
-        if found.shape != (len(prompts),):
+            found = np.asarray(function(given), np.float64)
+        if found.shape != (len(rows),):
             raise ValueError(f"{wanted}; it returned {list(found.shape)}")
         if (wrong := ~(np.isfinite(found) & (found >= 0))).any():
-            row = int(wrong.argmax())
+            first = int(wrong.argmax())
             raise ValueError(
-                f"{what} returned {found[row]} for {prompts[row].location} (step {step}); weights "
+                f"{what} returned {found[first]} for {rows[first].location} (step {step}); weights "
                 "are finite and at least 0, and pass_rate is NaN until a row has a group"
             )
         return found

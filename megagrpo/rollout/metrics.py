@@ -7,12 +7,12 @@ import numpy as np
 
 from megagrpo.algo.dynamic_sampling import Selection
 from megagrpo.config.schema import RewardConfig, TrainConfig
-from megagrpo.data.curriculum import POOLS, Curriculum
+from megagrpo.data.curriculum import POOLS, GroupResult
 from megagrpo.data.rows import metric_name
 from megagrpo.mesh import Mesh, RunStopped
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout.agents.environments import ENDS
-from megagrpo.types import Outcome, RolloutGroup, RowResults, Sample
+from megagrpo.types import Outcome, RolloutGroup, Sample
 
 
 def selection_metrics(
@@ -80,26 +80,17 @@ def source_metrics(
         metrics.add_mean(f"source/{name}_length_mean", sum(lengths), len(lengths))
 
 
-def curriculum_metrics(
-    metrics: Metrics,
-    groups: Sequence[RolloutGroup],
-    curriculum: Curriculum,
-    results: RowResults,
-    cursor: int,
-) -> None:
-    """Adds, for each pool of rows before the step, their number, its share of the groups generated,
-    and their mean score.
+def curriculum_metrics(metrics: Metrics, shown: Sequence[GroupResult], pools: np.ndarray) -> None:
+    """Adds, for each pool of rows, their number, and the share and mean score of the groups of its
+    rows that were sampled for this step.
 
-    results: see TrainState; cursor: its data_cursor.
+    shown: this rank's. pools: of each row before the step.
     """
-    pools = curriculum.pools(results)
-    of_groups = [pools[results.drawn[group.group_id - cursor]] for group in groups]
     for number, pool in enumerate(POOLS):
-        own = [group for group, of in zip(groups, of_groups, strict=True) if of == number]
-        scores = [outcome.value for group in own for outcome in group.outcomes if outcome.ok]
+        rewards = [of.reward_mean for of in shown if pools[of.row] == number]
         metrics.add_max(f"curriculum/{pool}_rows", int((pools == number).sum()))
-        metrics.add_mean(f"curriculum/{pool}_fraction", len(own), len(groups))
-        metrics.add_mean(f"curriculum/{pool}_reward_mean", sum(scores), len(scores))
+        metrics.add_mean(f"curriculum/{pool}_fraction", len(rewards), len(shown))
+        metrics.add_mean(f"curriculum/{pool}_reward_mean", sum(rewards), len(rewards))
 
 
 def rollout_metrics(

@@ -59,9 +59,6 @@ class GroupChoice:
         cursor = state.data_cursor
         ahead = self._num_ahead
         generated: list[RolloutGroup] = []
-        # All batches sampled ahead, also those after the last step, which are not: rows do not
-        # depend on when a run was meant to end.
-        self._prompts(state, ahead)
 
         def generate(attempt: int) -> list[RolloutGroup]:
             prompts = self._prompts(state, attempt)
@@ -130,12 +127,10 @@ class GroupChoice:
         curriculum, results = self.curriculum, state.curriculum
         if curriculum is None or results is None:
             return None
-        curriculum_metrics(metrics, generated, curriculum, results, state.data_cursor)
-        parts = self.mesh.gather_dp(curriculum.results_of(generated))
-        of_groups = [result for part in parts for result in part]
-        return curriculum.recorded(
-            results, of_groups, state.step + 1, state.data_cursor, consumed
-        )
+        own = curriculum.shown(results, state.data_cursor, generated)
+        curriculum_metrics(metrics, own, curriculum.pools(results))
+        shown = [result for part in self.mesh.gather_dp(own) for result in part]
+        return curriculum.recorded(results, shown, state.step + 1, consumed)
 
     def _start(self, state: TrainState, later: int, oldest: int) -> None:
         """Starts a batch. They are counted over the run: which step will consume one is not known
@@ -148,6 +143,9 @@ class GroupChoice:
 
     def _start_ahead(self, state: TrainState, first: int, steps_left: int) -> None:
         """Starts the batches to be sampled ahead, beginning `first` batches from now."""
+        # A curriculum draws also those after the last step: rows do not depend on when a run was
+        # meant to end.
+        self._prompts(state, first + self._num_ahead - 1)
         for number in range(min(self._num_ahead, steps_left - 1)):
             self._start(state, first + number, state.step + 1 + number - self._num_ahead)
 

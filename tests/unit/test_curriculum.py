@@ -9,13 +9,13 @@ import pytest
 from fake_service import FakeService, running
 from sampling import MESH, experiment, source_of, take
 
-from megagrpo.config.schema import CurriculumConfig, DataConfig
+from megagrpo.config.schema import CurriculumConfig, DataConfig, ExperimentConfig
 from megagrpo.data.curriculum import Curriculum, describe_curriculum, load_curriculum
 from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import LeaderError
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.types import Outcome, Prompt, RolloutGroup, RowResults, TrainState
-from tests.curricula import Steps, assert_left_out, continued, prompt_set, section
+from tests.curricula import Steps, assert_left_out, continued, dropping, prompt_set, section
 
 pytestmark = pytest.mark.verifies(
     "runs",
@@ -23,8 +23,12 @@ pytestmark = pytest.mark.verifies(
     "dist/test_curriculum_ranks.py",
 )
 
-def curriculum(number: int = 6, seed: int = 0, of: PromptSet | None = None, **options) -> Curriculum:
-    return Curriculum(CurriculumConfig(**options), of or prompt_set(number), seed)
+
+def curriculum(
+    number: int = 6, seed: int = 0, of: PromptSet | None = None, **options
+) -> Curriculum:
+    of = of or prompt_set(number)
+    return Curriculum(CurriculumConfig(**options), seed, of.prompts, of.mixture)
 
 
 def results(pass_rates: list[float | None], last_step: int = 4) -> RowResults:
@@ -104,7 +108,7 @@ def test_what_groups_show_is_kept_by_row():
         group(11, Outcome("error")),  # shows nothing
         group(13, score(0.5), score(-1.0), score(0.5)),
     ]
-    after = made.recorded(of, made.results_of(groups), 7, 10, 4)
+    after = made.recorded(of, made.shown(of, 10, groups), 7, 4)
     assert after == RowResults(
         last_step=[0, 7, 7, 0],
         times_seen=[0, 1, 2, 0],
@@ -160,16 +164,22 @@ def test_an_own_function_gets_ids_sources_and_results(own):
     [
         ("short", r"mine.py:short' returns a weight for each row in use, \[6\]; it returned \[1\]"),
         ("negative", "mine.py:negative' returned -1.0 for rows.jsonl:3 .*at least 0"),
-        ("unseen_is_nan", "returned nan for rows.jsonl:1 .*pass_rate is NaN until a row has a group"),
+        (
+            "unseen_is_nan",
+            "returned nan for rows.jsonl:1 .*pass_rate is NaN until a row has a group",
+        ),
         ("words", r"returns a weight for each row in use, \[6\]; it failed: ValueError: could not"),
         ("raises", "it failed: AttributeError: .*pas_rate"),
-        ("nothing", "0 of 6 rows have a weight above 0, step 1 draws 2; change data.curriculum.args"),
+        (
+            "nothing",
+            "0 of 6 rows have a weight above 0, step 1 draws 2; change data.curriculum.args",
+        ),
     ],
 )
 def test_a_wrong_function_is_one_message_before_the_first_step(own, name, said):
     config = experiment(data=section(name=f"{own}:{name}"))
     with pytest.raises(ValueError, match=rf"data.curriculum.*{said}"):
-        Curriculum.of(config, prompt_set(6))
+        Curriculum.of(config, prompt_set(6).prompts)
 
 
 @pytest.mark.parametrize(
@@ -196,8 +206,8 @@ def test_what_cannot_be_combined_is_refused():
 def test_check_says_the_formula():
     options = CurriculumConfig(name="pools", args={"easy": 0.0}, easy_at_least=0.75)
     assert describe_curriculum(options) == (
-        "drawn by pools(unseen 1.0, hard 0.5, medium 1.0, easy 0.0); pass rate p of a row's last "
-        "group: rewards >= 1; hard: p <= 0, easy: p >= 0.75"
+        "by pools(unseen 1, hard 0.5, medium 1, easy 0.0), p = fraction of rewards >= 1; hard p <= "
+        "0, easy p >= 0.75"
     )
 
 
@@ -206,19 +216,28 @@ def test_check_says_the_formula():
 STEPS = 6
 
 
-def steps_of(folder: Path, staleness: int, *ends: int) -> Steps:
+def steps_of(folder: Path, config: ExperimentConfig, *ends: int) -> Steps:
     """The steps of a run that stops, is saved and goes on after each of `ends`."""
     with running(FakeService()) as service:
-        parts = [continued(MESH, service.url, folder, staleness, end) for end in ends]
+        parts = [continued(MESH, service.url, folder, config, end) for end in ends]
     return [step for part in parts for step in part]
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_solved_rows_are_not_drawn_and_a_resumed_run_draws_the_same(tmp_path, staleness):
-    whole = steps_of(tmp_path / "whole", staleness, STEPS)
+    whole = steps_of(tmp_path / "whole", dropping(staleness), STEPS)
     assert_left_out(whole, staleness)
     for stop_after in (1, 4):
-        assert steps_of(tmp_path / str(stop_after), staleness, stop_after, STEPS) == whole
+        assert steps_of(tmp_path / str(stop_after), dropping(staleness), stop_after, STEPS) == whole
+
+
+def test_batches_of_dynamic_sampling_and_of_remax_are_drawn_the_same_after_a_resume(tmp_path):
+    """A step takes several batches, and starts the later ones when it has taken its own."""
+    config = dropping(2, dynamic_sampling={}, advantage={"name": "remax"})
+    whole = steps_of(tmp_path / "whole", config, STEPS)
+    assert not any(solved for step in whole for _, solved in step)
+    for stop_after in range(1, STEPS):
+        assert steps_of(tmp_path / str(stop_after), config, stop_after, STEPS) == whole
 
 
 def test_a_used_up_curriculum_stops_the_run_and_its_state_is_kept():
@@ -230,7 +249,9 @@ def test_a_used_up_curriculum_stops_the_run_and_its_state_is_kept():
             take(source, config, state, of=prompt_set(5))
             service.version = step + 1
         before = replace(state)
-        said = "draw rows: ValueError: data.curriculum drop_solved: 1 of 5 rows .* lower return_after"
+        said = (
+            "draw rows: ValueError: data.curriculum drop_solved: 1 of 5 rows .* lower return_after"
+        )
         with pytest.raises(LeaderError, match=said):
             take(source, config, state, of=prompt_set(5))
         source.close()
