@@ -24,6 +24,7 @@ from megagrpo.checkpoint.resume import (
 from megagrpo.checkpoint.save import Checkpointer, SaveSchedule
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.data.curriculum import Curriculum
 from megagrpo.data.images import ImageStore
 from megagrpo.data.prompts import PromptSet, describe_dropped, load_prompts, load_tokenizer
 from megagrpo.data.texts import decoder
@@ -74,6 +75,7 @@ class Inputs:
     eval_prompts: PromptSet | None
     answering: Answering
     images: ImageStore | None  # of a vision-language model
+    curriculum: Curriculum | None
 
     @classmethod
     def load(cls, config: ExperimentConfig) -> "Inputs":
@@ -93,6 +95,7 @@ class Inputs:
             eval_prompts=eval_prompts,
             answering=make_answering(config, tokenizer),
             images=images,
+            curriculum=Curriculum.of(config, prompts.prompts, prompts.mixture),
         )
 
     def close(self) -> None:
@@ -156,7 +159,7 @@ class Sampling:
         every rank."""
         config = self._config
         inputs = self._inputs
-        choice = GroupChoice(self.source, inputs.prompts, config, self._mesh)
+        choice = GroupChoice(self.source, inputs.prompts, config, self._mesh, inputs.curriculum)
         step = choice.next_groups(state, metrics, steps_left)
         grader_metrics(metrics, step.groups, config.reward)
         source_metrics(metrics, step.groups, inputs.prompts.sources)
@@ -254,6 +257,7 @@ class Run:
         # groups.
         state.data_cursor = chosen.data_cursor
         state.surplus = chosen.surplus
+        state.curriculum = chosen.curriculum
         self.sampling.source.drop_consumed()
         return chosen.groups
 

@@ -475,6 +475,26 @@ class AlgoState:
     kl_coef: float | None = None  # the adaptive KL coefficient; None before the first step
 
 
+@dataclass(frozen=True, eq=False)
+class RowResults(WithArrays):
+    """What the last group of each of the data's R rows showed, and rows drawn ahead;
+    data.curriculum. 24 bytes a row."""
+
+    _types: ClassVar[dict[str, type]] = {
+        "last_step": np.int32,
+        "times_seen": np.int32,
+        "pass_rate": np.float64,  # 1/10 is the 0.1 of a limit; in float32 it is more
+        "reward_mean": np.float64,
+        "drawn": np.int32,
+    }
+
+    last_step: np.ndarray  # [R] int32, the step that consumed it, from 1; 0: the row had none yet
+    times_seen: np.ndarray  # [R] int32, groups of the row so far
+    pass_rate: np.ndarray  # [R] float64, the fraction of its scored responses that passed
+    reward_mean: np.ndarray  # [R] float64, of its scored responses
+    drawn: np.ndarray  # [D] int32, rows of the groups TrainState.data_cursor, + 1, ...
+
+
 @dataclass
 class TrainState:
     """Everything in a checkpoint besides weights and optimizer."""
@@ -487,3 +507,4 @@ class TrainState:
     # rollout.max_staleness: finished groups that no step has consumed, of all ranks. Only in a
     # checkpoint: while a run goes on its source has them
     ahead: list[RolloutGroup] = field(default_factory=list)
+    curriculum: RowResults | None = None  # data.curriculum; None: none, or before its first step

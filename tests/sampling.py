@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 import torch
 
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.data.curriculum import Curriculum
 from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import Mesh, make_mesh
 from megagrpo.monitor.metrics import Metrics
@@ -112,11 +113,16 @@ def take(
     steps_left: int = 6,
     of: PromptSet | None = None,
     metrics=None,
+    mesh: Mesh = MESH,
 ) -> StepGroups:
     """The groups of a step, with the state after it."""
-    choice = GroupChoice(source, of or prompt_set(), config, MESH)
+    prompts = of or prompt_set()
+    choice = GroupChoice(
+        source, prompts, config, mesh, Curriculum.of(config, prompts.prompts, prompts.mixture)
+    )
     taken = choice.next_groups(state, metrics or Metrics(), steps_left)
     state.data_cursor, state.surplus = taken.data_cursor, taken.surplus
+    state.curriculum = taken.curriculum
     source.drop_consumed()
     state.step += 1
     return taken

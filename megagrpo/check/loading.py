@@ -23,6 +23,7 @@ from megagrpo.checkpoint.folder import data_problem, latest
 from megagrpo.config.fields import complaints
 from megagrpo.config.rollout import AgentConfig
 from megagrpo.config.schema import DataConfig, ExperimentConfig
+from megagrpo.data.curriculum import Curriculum
 from megagrpo.data.images import ImageStore
 from megagrpo.data.messages import Message, render_messages
 from megagrpo.data.prompts import (
@@ -182,11 +183,13 @@ def _try_rows(
     trial.loaded.append(f"{which} of {data.name}: {len(lengths):,} rows, {longest}")
     if len(lengths) == len(rows) and not unread:
         refuse_long(data, [(row.of, lengths[row.id]) for row in rows])
-        source = latest(config.run_folder.checkpoints) if data == config.data else None
-        if source is not None and config.checkpoint.resume == "auto":
-            in_use = fingerprint(row for row in rows if row.id in kept)
-            with suppress(OSError):  # of a damaged checkpoint, whose load gives the reason
-                trial.problems.extend(filter(None, [data_problem(source, in_use)]))
+        if data == config.data:
+            in_use = [row for row in rows if row.id in kept]
+            Curriculum.of(config, in_use)
+            source = latest(config.run_folder.checkpoints)
+            if source is not None and config.checkpoint.resume == "auto":
+                with suppress(OSError):  # of a damaged checkpoint, whose load gives the reason
+                    trial.problems += filter(None, [data_problem(source, fingerprint(in_use))])
     return list(first_of_each(first))
 
 

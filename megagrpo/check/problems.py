@@ -14,6 +14,7 @@ from megagrpo.config.fields import complaints
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.placement import Nodes, placement_problems
 from megagrpo.config.schema import DataConfig, ExperimentConfig, RewardConfig
+from megagrpo.data.curriculum import load_curriculum
 from megagrpo.data.hub import is_hub_name
 from megagrpo.data.rows import read_rows
 from megagrpo.families.architecture import Architecture
@@ -297,6 +298,8 @@ def _function_problems(config: ExperimentConfig) -> Iterator[str]:
     reward = config.reward
     for load in config.algorithm.own_loaders:
         yield from complaints(load)
+    if config.data.curriculum is not None:
+        yield from complaints(load_curriculum, config.data.curriculum)
     for entry in reward.entries:
         yield from complaints(check_grader, entry.grader, entry.args)
     if reward.group_grader is not None:

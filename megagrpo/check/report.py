@@ -28,6 +28,7 @@ from megagrpo.config.libraries import given_settings
 from megagrpo.config.load import located
 from megagrpo.config.placement import needs_gpus, occupied_gpus, place, placement_problems
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.data.curriculum import describe_curriculum
 from megagrpo.data.rows import read_rows
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import (
@@ -324,10 +325,15 @@ def _step(config: ExperimentConfig, num_steps: int | None, everything: bool) -> 
         f"  sample     at most {config.data.max_prompt_tokens} prompt + "
         f"{config.sampling.max_response_tokens} response = {longest} tokens"
     )
+    curriculum = []
+    with suppress(ValueError):  # among the problems
+        if config.data.curriculum is not None:
+            curriculum = [f"  rows       {describe_curriculum(config.data.curriculum)}"]
     if not everything:
-        return [head, sample, f"the run    {run}"]
+        return [head, *curriculum, sample, f"the run    {run}"]
     return [
         head,
+        *curriculum,
         f"  asked for by {dp} data-parallel leaders, {' or '.join(map(str, shares))} prompts each",
         sample,
         f"  updates    {updates} of {prompts // updates} prompts = {samples // updates} samples"

@@ -8,7 +8,13 @@ from pathlib import Path
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor
 from megagrpo.checkpoint import save as checkpoint
-from megagrpo.checkpoint.folder import OTHER_DATA, latest, put_in_place, restore_replaced
+from megagrpo.checkpoint.folder import (
+    OTHER_DATA,
+    data_problem,
+    latest,
+    put_in_place,
+    restore_replaced,
+)
 from megagrpo.checkpoint.groups import deal_surplus
 from megagrpo.checkpoint.save import RunIdentity
 from megagrpo.config.schema import ExperimentConfig
@@ -107,6 +113,10 @@ def resume(
     if not own:
         actor.updates_done = 0  # the learning-rate schedule is this run's
         return TrainState()
+    if state.curriculum is not None and data_problem(source, rows):  # and resume is other_data
+        state.curriculum = None
+        if actor.mesh.is_main:
+            print("data.curriculum begins anew: what it knows is of other rows", flush=True)
     # Without max_staleness too, a surplus is one version old.
     oldest = state.step - max(config.rollout.max_staleness, 1)
     young = [group for group in state.surplus if group.is_of(oldest)]

@@ -5,6 +5,7 @@
         actor/         Megatron dist_checkpointing
         surplus.npz    groups that the next step consumes first, if any
         ahead.npz      groups already sampled for later steps, if any
+        curriculum.npz what data.curriculum knows about each row, if there is one
         state.json     the rest of TrainState, model identity, layout, whether another layout can
         load it, digests of the data's rows, version
         manifest.json  size and CRC-32 of every file, written last
@@ -26,6 +27,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 from pydantic import TypeAdapter
 
 from megagrpo import __version__
@@ -46,13 +48,14 @@ from megagrpo.config.schema import CheckpointConfig
 from megagrpo.mesh import LeaderError, Mesh
 from megagrpo.system.errors import translated
 from megagrpo.system.run_folder import sync
-from megagrpo.types import AlgoState, TrainState
+from megagrpo.types import AlgoState, RowResults, TrainState
 
 if TYPE_CHECKING:  # it pulls in Megatron
     from megagrpo.actor.saving import ActorSave
 
 _WRITER = re.compile(r"/__(\d+)_\d+\.distcp$")  # torch's name of a rank's file
 _GROUPS = ("surplus", "ahead")  # of TrainState, in files of their own
+_CURRICULUM = "curriculum.npz"
 _FIELDS = {each.name for each in fields(TrainState)}
 T = TypeVar("T")
 SizeAndCrc = tuple[int, int]  # bytes, CRC-32
@@ -182,7 +185,8 @@ class PendingSave:
         self.target = checkpoint_folder(root, state.step)
         self.partial = self.target.with_name(self.target.name + PARTIAL)
         self._groups = {name: getattr(state, name) for name in _GROUPS}
-        without = asdict(replace(state, surplus=[], ahead=[]))
+        self._curriculum = state.curriculum
+        without = asdict(replace(state, surplus=[], ahead=[], curriculum=None))
         self._description = {
             "train": {name: value for name, value in without.items() if name not in _GROUPS},
             "identity": identity.model,
@@ -233,6 +237,8 @@ class PendingSave:
         for name, groups in self._groups.items():
             if groups:
                 write_groups(self.partial / f"{name}.npz", groups)
+        if self._curriculum is not None:
+            np.savez(self.partial / _CURRICULUM, **vars(self._curriculum))
         _write_json(
             self.partial / "state.json", self._description | {"reshardable": self._plan.reshardable}
         )
@@ -315,6 +321,9 @@ def load(
         file = folder / f"{name}.npz"
         wanted = name != "ahead" or mesh.is_leader  # gigabytes, and only leaders sample
         state[name] = read_groups(file) if wanted and file.exists() else []
+    if (file := folder / _CURRICULUM).exists():
+        with np.load(file) as arrays:
+            state["curriculum"] = RowResults(**arrays)
     return TrainState(**state, algo_state=algo_state)
 
 

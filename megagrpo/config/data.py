@@ -5,8 +5,10 @@ from typing import Annotated
 from pydantic import Field
 
 from megagrpo.config.fields import (
+    Fraction,
     LocalPath,
     NonNegativeInt,
+    Number,
     PositiveFloat,
     PositiveInt,
     Rule,
@@ -14,6 +16,7 @@ from megagrpo.config.fields import (
     TopK,
     named,
 )
+from megagrpo.config.objective.own import OwnArguments
 
 
 class ModelConfig(Section):
@@ -37,6 +40,32 @@ class HeldOutConfig(Section):
     """As in `data`."""
     answer_key: str | None = None
     """As in `data`."""
+
+
+class CurriculumConfig(Section):
+    """Rows chosen by what their last groups showed, instead of in passes over the data. See
+    [curricula](../data-and-rewards.md#a-curriculum)."""
+
+    name: str
+    """`pools`, `drop_solved`, or your own `mine.py:weights`, called as f(rows, **args)."""
+    args: OwnArguments = Field(default={})
+    """Its keyword arguments."""
+    pass_reward: Number = 1.0
+    """Reward from which a response passes."""
+    hard_at_most: Fraction = 0.0
+    """Highest pass rate of a row in the pool `hard`."""
+    easy_at_least: Fraction = 1.0
+    """Lowest pass rate of a row in the pool `easy`; between them is `medium`."""
+
+    def problems(self) -> list[Rule]:
+        hard, easy = self.hard_at_most, self.easy_at_least
+        return [
+            Rule(
+                hard >= easy,
+                f"hard_at_most {hard:g} is not below easy_at_least {easy:g}",
+                "leave pass rates between them for the pool medium",
+            )
+        ]
 
 
 class SourceConfig(Section):
@@ -120,6 +149,7 @@ class DataConfig(Section):
     """New random order each epoch, instead of file order."""
     limit: PositiveInt | None = None
     """Rows used, from the start of all files; default: all."""
+    curriculum: CurriculumConfig | None = None
 
     @property
     def parts(self) -> "list[DataPart]":
@@ -225,6 +255,11 @@ class DataConfig(Section):
             Rule(
                 self.grader_by_source and self.grader_key,
                 "grader_key and grader_by_source both choose a row's grader",
+                "remove one",
+            ),
+            Rule(
+                self.curriculum and not self.shuffle,
+                "curriculum draws rows by chance, shuffle: false takes them in file order",
                 "remove one",
             ),
         ]

@@ -215,8 +215,10 @@ def _places(source: _Source, text: str, path: KeyPath) -> str:
 def dump_config(config: ExperimentConfig, path: str | Path) -> None:
     """Writes the resolved experiment as YAML that load_config reads back to an equal config; whole
     file or nothing."""
-    functions = config.algorithm.own_functions.items()
-    record = "".join(f"# {own_digest(key, name)}\n" for key, name in functions)
+    functions = config.algorithm.own_functions
+    if (curriculum := config.data.curriculum) is not None and ":" in curriculum.name:
+        functions["data.curriculum.name"] = curriculum.name
+    record = "".join(f"# {own_digest(key, name)}\n" for key, name in functions.items())
     text = yaml.safe_dump(
         config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120
     )

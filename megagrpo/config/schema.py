@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from megagrpo.config.actor import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.config.algorithm import AlgorithmConfig
-from megagrpo.config.data import DataConfig, EvalConfig, ModelConfig
+from megagrpo.config.data import CurriculumConfig, DataConfig, EvalConfig, ModelConfig
 from megagrpo.config.fields import (
     Dtype,
     Fraction,
@@ -34,6 +34,7 @@ __all__ = [
     "AlgorithmConfig",
     "CheckpointConfig",
     "ClusterConfig",
+    "CurriculumConfig",
     "DataConfig",
     "EvalConfig",
     "ExperimentConfig",
@@ -113,6 +114,11 @@ class TrainConfig(Section):
             Rule(
                 self.num_epochs and mixed,
                 "train.num_epochs with ratios in data.sources: sources are not passed equally often",
+                "give train.num_steps",
+            ),
+            Rule(
+                self.num_epochs and experiment.data.curriculum,
+                "train.num_epochs with data.curriculum: rows are not passed equally often",
                 "give train.num_steps",
             ),
         ]

@@ -37,6 +37,8 @@ if TYPE_CHECKING:  # seconds to import, and it pulls in torch
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _BLOCK = 512  # texts that are tokenised at once
+# ratio and number of the prompts of each source; (): all are one
+Mixture = tuple[tuple[float, int], ...]
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,7 @@ class PromptSet:
     prompts: tuple[Prompt, ...]
     num_too_long: int  # dropped: longer than data.max_prompt_tokens
     shuffle: bool
-    mixture: tuple[
-        tuple[float, int], ...
-    ] = ()  # ratio and number of the prompts of each source; (): all are one
+    mixture: Mixture = ()
     rows: Sequence[list[str | int]] = ()  # fingerprint of the rows in use, see data/rows.py
 
     def __len__(self) -> int:

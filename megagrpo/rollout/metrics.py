@@ -7,6 +7,7 @@ import numpy as np
 
 from megagrpo.algo.dynamic_sampling import Selection
 from megagrpo.config.schema import RewardConfig, TrainConfig
+from megagrpo.data.curriculum import POOLS, GroupResult
 from megagrpo.data.rows import metric_name
 from megagrpo.mesh import Mesh, RunStopped
 from megagrpo.monitor.metrics import Metrics
@@ -77,6 +78,19 @@ def source_metrics(
         metrics.add_mean(f"source/{name}_fraction", len(of_source), len(groups))
         metrics.add_mean(f"source/{name}_reward_mean", sum(scores), len(scores))
         metrics.add_mean(f"source/{name}_length_mean", sum(lengths), len(lengths))
+
+
+def curriculum_metrics(metrics: Metrics, shown: Sequence[GroupResult], pools: np.ndarray) -> None:
+    """Adds, for each pool of rows, their number, and the share and mean score of the groups of its
+    rows that were sampled for this step.
+
+    shown: this rank's. pools: of each row before the step.
+    """
+    for number, pool in enumerate(POOLS):
+        rewards = [of.reward_mean for of in shown if pools[of.row] == number]
+        metrics.add_max(f"curriculum/{pool}_rows", int((pools == number).sum()))
+        metrics.add_mean(f"curriculum/{pool}_fraction", len(rewards), len(shown))
+        metrics.add_mean(f"curriculum/{pool}_reward_mean", sum(rewards), len(rewards))
 
 
 def rollout_metrics(

@@ -7,19 +7,22 @@ corrections see. Every decision is on all-reduced values.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
+import numpy as np
 import torch
 
 from megagrpo.algo.dynamic_sampling import Selection, select_groups
 from megagrpo.algo.reward_shaping import overlong_penalty
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.data.curriculum import Curriculum
 from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import Mesh, RunStopped
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.rollout.metrics import selection_metrics
+from megagrpo.rollout.metrics import curriculum_metrics, selection_metrics
 from megagrpo.rollout.source import RolloutSource
-from megagrpo.types import Prompt, RolloutGroup, TrainState
+from megagrpo.types import Prompt, RolloutGroup, RowResults, TrainState
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class StepGroups:
     groups: list[RolloutGroup]  # this rank's
     data_cursor: int  # prompts consumed so far, over all epochs
     surplus: list[RolloutGroup]  # this rank's groups for the next step
+    curriculum: RowResults | None = None  # of the next step
 
 
 @dataclass(frozen=True)
@@ -39,9 +43,11 @@ class GroupChoice:
     prompts: PromptSet
     config: ExperimentConfig
     mesh: Mesh
+    curriculum: Curriculum | None = None
 
     def next_groups(self, state: TrainState, metrics: Metrics, steps_left: int = 1) -> StepGroups:
-        """Collective. Returns this rank's groups of the step after `state`, which stays as it is.
+        """Collective. Returns this rank's groups of the step after `state`, which stays as it is;
+        only rows drawn by a curriculum are added to it.
 
         With rollout.max_staleness it first starts the batches of coming steps; steps_left: this
         step included. Raises RunStopped on every rank when max_num_gen_batches batches hold too few
@@ -52,14 +58,18 @@ class GroupChoice:
         wanted = self.config.train.num_prompts_per_step
         cursor = state.data_cursor
         ahead = self._num_ahead
+        generated: list[RolloutGroup] = []
 
         def generate(attempt: int) -> list[RolloutGroup]:
             prompts = self._prompts(state, attempt)
             first_id = cursor + attempt * wanted
-            if not ahead:
-                return source.next(state.step, prompts, state.step, first_id, attempt)
-            self._start(state, attempt, oldest=state.step - ahead)
-            return source.next(cursor // wanted + attempt, prompts, state.step, first_id)
+            if ahead:
+                self._start(state, attempt, oldest=state.step - ahead)
+                found = source.next(cursor // wanted + attempt, prompts, state.step, first_id)
+            else:
+                found = source.next(state.step, prompts, state.step, first_id, attempt)
+            generated.extend(found)
+            return found
 
         # Before it waits for the first batch: engines are never empty. But greedy requests would
         # change what others draw in the same engine.
@@ -75,7 +85,9 @@ class GroupChoice:
         if algorithm.needs_greedy_response:
             self._start_ahead(state, num_consumed, steps_left)
         source.add_metrics(metrics)
-        return StepGroups(groups, cursor + num_consumed * wanted, surplus)
+        consumed = num_consumed * wanted
+        results = self._recorded(state, generated, consumed, metrics)
+        return StepGroups(groups, cursor + consumed, surplus, results)
 
     @property
     def _num_ahead(self) -> int:
@@ -90,9 +102,35 @@ class GroupChoice:
         return max(staleness - carries_surplus, 0)
 
     def _prompts(self, state: TrainState, later: int) -> list[Prompt]:
-        """Returns the prompts of the batch `later` batches from now."""
+        """Collective. Returns the prompts of the batch `later` batches from now."""
         wanted = self.config.train.num_prompts_per_step
-        return self.prompts.batch(state.data_cursor + later * wanted, wanted, self.config.seed)
+        first = later * wanted
+        curriculum = self.curriculum
+        if curriculum is None:
+            return self.prompts.batch(state.data_cursor + first, wanted, self.config.seed)
+        results = state.curriculum or curriculum.unseen()
+        while (known := len(results.drawn)) < first + wanted:
+            # by the main rank: a user's function, and arithmetic that may differ between machines
+            draw = partial(
+                curriculum.draw, results, state.step + 1, state.data_cursor + known, wanted
+            )
+            drawn = self.mesh.from_main(draw, "draw rows")
+            results = replace(results, drawn=np.append(results.drawn, drawn))
+        state.curriculum = results
+        return [self.prompts.prompts[row] for row in results.drawn[first : first + wanted]]
+
+    def _recorded(
+        self, state: TrainState, generated: Sequence[RolloutGroup], consumed: int, metrics: Metrics
+    ) -> RowResults | None:
+        """Collective over data-parallel ranks. Returns the curriculum's state after the step, in
+        which all ranks generated these groups."""
+        curriculum, results = self.curriculum, state.curriculum
+        if curriculum is None or results is None:
+            return None
+        own = curriculum.shown(results, state.data_cursor, generated)
+        curriculum_metrics(metrics, own, curriculum.pools(results))
+        shown = [result for part in self.mesh.gather_dp(own) for result in part]
+        return curriculum.recorded(results, shown, state.step + 1, consumed)
 
     def _start(self, state: TrainState, later: int, oldest: int) -> None:
         """Starts a batch. They are counted over the run: which step will consume one is not known
@@ -105,6 +143,9 @@ class GroupChoice:
 
     def _start_ahead(self, state: TrainState, first: int, steps_left: int) -> None:
         """Starts the batches to be sampled ahead, beginning `first` batches from now."""
+        # A curriculum draws also those after the last step: rows do not depend on when a run was
+        # meant to end.
+        self._prompts(state, first + self._num_ahead - 1)
         for number in range(min(self._num_ahead, steps_left - 1)):
             self._start(state, first + number, state.step + 1 + number - self._num_ahead)
 

@@ -1,0 +1,208 @@
+"""Rows drawn by what their last groups showed: `data.curriculum`.
+
+A function gets the results of all rows and returns a weight for each; the rows of a batch are drawn
+by them, without replacement. A batch is drawn in the step that first requests it, from the groups of
+all steps before that: so the rows are the same on any ranks and after a resume, and those of
+batches sampled ahead are part of the state.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from megagrpo.config.schema import CurriculumConfig, ExperimentConfig
+from megagrpo.data.prompts import Mixture, interleaved
+from megagrpo.data.rows import Row
+from megagrpo.system.errors import explained
+from megagrpo.system.user_function import check_arguments, load_function
+from megagrpo.types import Prompt, RolloutGroup, RowResults
+
+POOLS = ("unseen", "hard", "medium", "easy")
+_BUILT_IN = {name: f"{__name__}:{name}" for name in ("pools", "drop_solved")}
+
+
+class GroupResult(NamedTuple):
+    """What one group showed of its row."""
+
+    group_id: int
+    row: int  # its place in the data, not its id
+    pass_rate: float
+    reward_mean: float
+
+
+@dataclass(frozen=True, eq=False)
+class CurriculumRows(RowResults):
+    """What a curriculum's function gets: the R rows in use, in the order of the data.
+
+    Of an unseen row pass_rate and reward_mean are NaN.
+    """
+
+    step: int  # the step that draws, from 1
+    ids: np.ndarray  # [R] int64, Prompt.id: lines before the row, over all files
+    sources: np.ndarray  # [R], names
+    pools: np.ndarray  # [R] int64, indices into POOLS
+
+
+def pools(
+    rows: CurriculumRows,
+    unseen: float = 1,
+    hard: float = 0.5,
+    medium: float = 1,
+    easy: float = 0.1,
+) -> np.ndarray:
+    """Returns the weight of each row's pool."""
+    return np.array([unseen, hard, medium, easy])[rows.pools]
+
+
+def drop_solved(rows: CurriculumRows, return_after: int = 20) -> np.ndarray:
+    """Returns 0 for easy rows whose last group is less than `return_after` steps old, else 1."""
+    solved = rows.pools == POOLS.index("easy")
+    return ~(solved & (rows.step - rows.last_step < return_after))
+
+
+def load_curriculum(options: CurriculumConfig) -> Callable[[CurriculumRows], object]:
+    """Returns the function with its arguments. Raises ValueError if it cannot be loaded or does not
+    take them."""
+    function = load_function(options.name, _BUILT_IN, "data.curriculum.name")
+    misfit = "data.curriculum.args do not fit"
+    check_arguments(misfit, options.name, function, ["rows"], options.args)
+    return partial(function, **options.args)
+
+
+def describe_curriculum(options: CurriculumConfig) -> str:
+    """Returns the formula of a row's weight. Raises ValueError as load_curriculum."""
+    _, *parameters = inspect.signature(load_curriculum(options)).parameters.values()
+    args = ", ".join(f"{each.name} {each.default}" for each in parameters)
+    return (
+        f"by {options.name}({args}), p = fraction of rewards >= {options.pass_reward:g}; "
+        f"hard p <= {options.hard_at_most:g}, easy p >= {options.easy_at_least:g}"
+    )
+
+
+@dataclass(frozen=True)
+class Curriculum:
+    """Draws from the R rows in use, and keeps what their groups show."""
+
+    options: CurriculumConfig
+    seed: int
+    rows: Sequence[Prompt | Row]
+    mixture: Mixture = ()
+
+    @classmethod
+    def of(
+        cls, config: ExperimentConfig, rows: Sequence[Prompt | Row], mixture: Mixture = ()
+    ) -> "Curriculum | None":
+        """Returns that of an experiment, if it has one. Raises ValueError as its first draw."""
+        if config.data.curriculum is None:
+            return None
+        made = cls(config.data.curriculum, config.seed, rows, mixture)
+        made.draw(made.unseen(), 1, 0, config.train.num_prompts_per_step)
+        return made
+
+    def unseen(self) -> RowResults:
+        """Returns the state before the first step."""
+        none = np.zeros(len(self.rows))
+        return RowResults(none, none, none, none, drawn=none[:0])
+
+    def pools(self, results: RowResults) -> np.ndarray:
+        """Returns the pool of each row, [R] int64: an index into POOLS."""
+        rate, options = results.pass_rate, self.options
+        conditions = [
+            results.times_seen == 0,
+            rate <= options.hard_at_most,
+            rate >= options.easy_at_least,
+        ]
+        return np.select(conditions, [0, 1, 3], 2)
+
+    def draw(self, results: RowResults, step: int, place: int, count: int) -> list[int]:
+        """Returns the rows of the groups place .. place + count - 1, all different; `step` draws.
+
+        Sources with ratios have them as without a curriculum. Raises ValueError if the function
+        returns no weights, or too few rows have one.
+        """
+        weights = self._weights(results, step)
+        ratios, sizes = zip(*(self.mixture or [(1.0, len(self.rows))]), strict=True)
+        sources = np.array([k for k, _ in interleaved(ratios, place, count)])
+        drawn = np.zeros(count, np.int64)
+        generator = np.random.Generator(np.random.Philox([self.seed, place]))
+        start = 0
+        for source, size in enumerate(sizes):
+            places = np.flatnonzero(sources == source)
+            own = weights[start : start + size]
+            if (positive := np.count_nonzero(own)) < len(places):
+                of_source = f" of source {self.rows[start].source}" if self.mixture else ""
+                raise ValueError(
+                    f"data.curriculum {self.options.name}: {positive} of {size} rows{of_source} "
+                    f"have a weight above 0, step {step} draws {len(places)}; change "
+                    "data.curriculum.args (drop_solved: lower return_after), take more rows, or "
+                    "lower train.num_prompts_per_step"
+                )
+            if len(places):
+                drawn[places] = start + generator.choice(
+                    size, len(places), replace=False, p=own / own.sum()
+                )
+            start += size
+        return drawn.tolist()
+
+    def shown(
+        self, results: RowResults, cursor: int, groups: Sequence[RolloutGroup]
+    ) -> list[GroupResult]:
+        """Returns what groups show; one without a scored response shows nothing. cursor: the id of
+        the group of the first row drawn."""
+        scored = [(g.group_id, [o.value for o in g.outcomes if o.ok]) for g in groups]
+        limit = self.options.pass_reward
+        return [
+            GroupResult(
+                group_id,
+                int(results.drawn[group_id - cursor]),
+                sum(reward >= limit for reward in rewards) / len(rewards),
+                sum(rewards) / len(rewards),
+            )
+            for group_id, rewards in scored
+            if rewards
+        ]
+
+    def recorded(
+        self, results: RowResults, shown: Sequence[GroupResult], step: int, consumed: int
+    ) -> RowResults:
+        """Returns the state after a step that consumed the first `consumed` of the rows drawn."""
+        arrays = {name: array.copy() for name, array in vars(results).items()}
+        for of in sorted(shown):  # a row may have several groups: the last counts
+            arrays["last_step"][of.row] = step
+            arrays["times_seen"][of.row] += 1
+            arrays["pass_rate"][of.row] = of.pass_rate
+            arrays["reward_mean"][of.row] = of.reward_mean
+        return RowResults(**arrays | {"drawn": results.drawn[consumed:]})
+
+    def _weights(self, results: RowResults, step: int) -> np.ndarray:
+        """Returns the weight of each row, [R] float64. Raises ValueError naming the function."""
+        rows = self.rows
+        # copies: a function may write into what it gets
+        arrays = {name: array.copy() for name, array in vars(results).items()}
+        for name in ("pass_rate", "reward_mean"):
+            arrays[name][results.times_seen == 0] = np.nan
+        given = CurriculumRows(
+            **arrays,
+            step=step,
+            ids=np.array([row.id for row in rows]),
+            sources=np.array([row.source for row in rows]),
+            pools=self.pools(results),
+        )
+        what = f"data.curriculum.name {self.options.name!r}"
+        wanted = f"{what} returns a weight for each row in use, [{len(rows)}]"
+        function = load_curriculum(self.options)
+        with explained(f"{wanted}; it failed"):
+            found = np.asarray(function(given), np.float64)
+        if found.shape != (len(rows),):
+            raise ValueError(f"{wanted}; it returned {list(found.shape)}")
+        if (wrong := ~(np.isfinite(found) & (found >= 0))).any():
+            first = int(wrong.argmax())
+            raise ValueError(
+                f"{what} returned {found[first]} for {rows[first].location} (step {step}); weights "
+                "are finite and at least 0, and pass_rate is NaN until a row has a group"
+            )
+        return found
