@@ -353,11 +353,13 @@ class ModelWork:
     @property
     def index_bytes(self) -> int:
         """Returns the bytes of one token in one rank's cache that an indexer reads: a key in FP8
-        with its scales (SGLang's mem_cache/memory_pool.py, DSATokenToKVPool)."""
-        if self.arch.indexer is None:
+        with its scales, of each layer that chooses (SGLang's mem_cache/memory_pool.py,
+        DSATokenToKVPool)."""
+        indexer = self.arch.indexer
+        if indexer is None:
             return 0
-        dim = self.arch.indexer.head_dim
-        return self.layers * (dim + dim // _INDEX_BLOCK * _FP32)
+        choosing = sum(indexer.source(i) == i for i in range(self.arch.num_layers))
+        return choosing * (indexer.head_dim + indexer.head_dim // _INDEX_BLOCK * _FP32)
 
     def cache_bytes(self, attention_tp: int, width: int = ITEM) -> int:
         """Returns the bytes of one token in one rank's cache.

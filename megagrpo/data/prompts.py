@@ -26,6 +26,7 @@ from megagrpo.data.messages import (
     words_of,
 )
 from megagrpo.data.rows import Row, fingerprint, iterate_rows
+from megagrpo.families.architecture import text_part
 from megagrpo.families.model import Model
 from megagrpo.families.table import read_description
 from megagrpo.system import environment
@@ -145,8 +146,7 @@ def load_tokenizer(model: Model) -> "PreTrainedTokenizerBase":
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         if isinstance(tokenizer, PreTrainedTokenizerFast):
             _restore_parts(tokenizer, folder / "tokenizer.json")
-    config = model.description
-    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    size = text_part(model.description)["vocab_size"]
     largest = max(tokenizer.get_vocab().values())
     if largest >= size:
         raise ValueError(
@@ -161,7 +161,7 @@ def _refuse_code(folder: Path) -> None:
     """Raises ValueError if the tokenizer is Python code; transformers 5 silently builds another one
     for some models."""
     settings = folder / "tokenizer_config.json"
-    if (folder / "tokenizer.json").is_file() or not settings.is_file():
+    if (folder / "tokenizer.json").is_file():
         return
     if "AutoTokenizer" in (read_description(settings).get("auto_map") or ()):
         raise ValueError(

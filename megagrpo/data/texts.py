@@ -100,8 +100,7 @@ def _pieces(
 
 def _end_ids(tokenizer: "PreTrainedTokenizerBase", model: Model) -> set[int]:
     """Returns the ids at which an engine ends a response of the model by itself."""
-    file = model.folder / "generation_config.json"
-    generation = read_description(file) if file.is_file() else {}
+    generation = read_description(model.folder / "generation_config.json")
     found = {tokenizer.eos_token_id}
     for described in (generation, model.description, model.description.get("text_config", {})):
         ends = described.get("eos_token_id")

@@ -28,6 +28,8 @@ _REQUIRED_KEYS = (
     "max_position_embeddings",
     "rms_norm_eps",
 )
+# keys beside text_config that count when it has them, too
+_OF_THE_WHOLE = ("model_type", "tie_word_embeddings")
 # Keys of config.json that say how large a model is, not how it computes; a smaller model of the
 # kind changes them alone.
 COMMON_SIZE_KEYS = frozenset(_REQUIRED_KEYS) - {"rms_norm_eps"} | {
@@ -209,8 +211,22 @@ def rotary_fraction(hf: HfConfig, default: float = 1.0) -> float:
 
 
 def rope_scaling(hf: HfConfig) -> HfConfig | None:
-    """Returns the scaling of rotary embedding, None if there is none."""
-    rope = hf.get("rope_parameters") or {}
-    return hf.get("rope_scaling") or (
-        rope if rope.get("rope_type", "default") != "default" else None
-    )
+    """Returns the scaling of rotary embedding, None if there is none.
+
+    Sections of M-RoPE are none: they change nothing where the positions in time, height and width
+    are equal.
+    """
+    given = hf.get("rope_scaling")
+    scaling = given or hf.get("rope_parameters") or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    is_plain = kind == "default" and not given
+    is_sections = kind in ("default", "mrope") and "mrope_section" in scaling
+    return None if is_plain or is_sections else scaling
+
+
+def text_part(hf: HfConfig) -> dict[str, Any]:
+    """Returns the keys of a config.json as a text-only model has them, wherever they stand."""
+    whole = {key: hf[key] for key in _OF_THE_WHOLE if key in hf}
+    text = {**hf, **(hf.get("text_config") or {}), **whole}
+    text.pop("text_config", None)
+    return text

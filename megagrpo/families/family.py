@@ -179,14 +179,6 @@ class Family:
 
     attention_tensors = staticmethod(attention_tensors)
 
-    def text_part(self, hf: HfConfig) -> HfConfig:
-        """Returns the keys of config.json as a text-only model has them."""
-        return hf
-
-    def description(self, hf: HfConfig) -> HfConfig:
-        """Returns a config.json in the form that this family reads."""
-        return hf
-
     def exported_config(self, hf: HfConfig) -> HfConfig:
         """Returns the config.json of what is exported and published, quantisation left out."""
         return hf

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from megagrpo.families.architecture import Architecture, HfConfig
+from megagrpo.families.architecture import Architecture, HfConfig, text_part
 from megagrpo.families.family import Family
 from megagrpo.families.models.deepseek_v3 import DeepseekV3, KimiK25
 from megagrpo.families.models.dense import Llama, Qwen2, Qwen3
@@ -76,6 +76,7 @@ def model_problems(hf: HfConfig, draft: bool = False) -> list[str]:
     name = hf.get("model_type")
     if name not in FAMILIES:
         return [f"model_type {name!r} is not supported; supported: {', '.join(FAMILIES)}"]
+    hf = text_part(hf)
     problems = [*quantization_problems(hf), *FAMILIES[name].refusals(hf)]
     layers = hf.get(_PREDICTION_LAYERS) or 0
     if draft and (why := FAMILIES[name].DRAFT_REFUSAL):
@@ -94,16 +95,16 @@ def architecture_of(hf: HfConfig, draft: bool = False, where: str = "") -> Archi
     """
     if problems := model_problems(hf, draft):
         raise ValueError(where + "; ".join(problems))
-    return replace(FAMILIES[hf["model_type"]].architecture(hf), draft=draft)
+    return replace(FAMILIES[hf["model_type"]].architecture(text_part(hf)), draft=draft)
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """Returns the values of an existing config.json, as its family reads them. Raises ValueError,
-    naming the file, when it is not JSON."""
+    """Returns the values of a model folder's config.json or its like; {} if there is no such file.
+
+    Raises ValueError, naming the file, when it is not JSON.
+    """
     try:
-        hf = json.loads(path.read_text(encoding="utf-8"))
-        family = FAMILIES.get(hf.get("model_type"))
-        return dict(family.description(hf)) if family else hf
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (json.JSONDecodeError, UnicodeDecodeError) as exc:
         raise ValueError(f"{path}: not a model description: {exc}") from exc
 
@@ -202,6 +203,7 @@ def left_out(hf: HfConfig, draft: bool = False) -> list[str]:
 
     draft: whether actor.draft asks for the multi-token-prediction layer.
     """
+    hf = text_part(hf)
     layers = hf.get(_PREDICTION_LAYERS) or 0
     family = FAMILIES.get(str(hf.get("model_type")))
     found = [f"{name}*: only texts are trained" for name in (family.LEFT_OUT if family else ())]
@@ -242,16 +244,15 @@ def is_left_out(arch: Architecture, tensor: str) -> bool:
 
 def exported_config(hf: HfConfig, draft: bool = False) -> dict[str, object]:
     """Returns the config.json for export and publish: without quantisation and ignored layers."""
-    plain = dequantised_config(hf)
     family = FAMILIES.get(str(hf.get("model_type")))
-    plain = dict(family.exported_config(plain)) if family else plain
-    speculating = hf.get(_PREDICTION_LAYERS) and not draft
+    plain = dequantised_config(family.exported_config(hf) if family else hf)
+    speculating = plain.get(_PREDICTION_LAYERS) and not draft
     return {**plain, **({_PREDICTION_LAYERS: 0} if speculating else {})}
 
 
 def stored_otherwise(hf: HfConfig) -> str | None:
     """Returns in words how a model's folder differs from what engines run; None if it does not."""
-    if form := stored_form(hf):
+    if form := stored_form(text_part(hf)):
         return f"in {form}"
     same = exported_config(hf).get("model_type") == hf.get("model_type")
     return None if same else f"as a part of a {hf['model_type']} model"

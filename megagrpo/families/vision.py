@@ -108,20 +108,19 @@ class Vision:
         return trained == "projector" and "merger" in name.removeprefix(self.prefix).split(".")[0]
 
 
-def vision_refusals(hf: HfConfig, text: HfConfig, kind: str) -> list[str]:
-    """Returns what of a config.json keeps its vision part from being computed; text: the text
-    part's keys."""
+def vision_refusals(hf: HfConfig, kind: str) -> list[str]:
+    """Returns what of a config.json keeps its vision part from being computed."""
     if not isinstance(hf.get("vision_config"), Mapping):
         return ["config.json lacks vision_config"]
     tower = {**_DEFAULTS[kind], **hf["vision_config"]}
     problems = [f"config.json lacks {key}" for key in _ID_KEYS if key not in hf]
-    section = mrope_of(text).get("mrope_section", ())
+    section = _mrope_of(hf).get("mrope_section", ())
     if not section:
         problems.append("config.json lacks mrope_section in its rope_scaling or rope_parameters")
     if problems:
         return problems
-    width = text["hidden_size"]
-    half = (text.get("head_dim") or width // text["num_attention_heads"]) // 2
+    width = hf["hidden_size"]
+    half = (hf.get("head_dim") or width // hf["num_attention_heads"]) // 2
     if len(section) != 3 or sum(section) != half:
         problems.append(
             f"mrope_section {section} must be three numbers with the sum {half}, half a head"
@@ -133,18 +132,18 @@ def vision_refusals(hf: HfConfig, text: HfConfig, kind: str) -> list[str]:
     return problems
 
 
-def mrope_of(text: HfConfig) -> dict:
+def _mrope_of(hf: HfConfig) -> dict:
     """Returns the settings of rotary embedding that name sections; {} without any."""
-    found = [text.get(key) for key in ("rope_scaling", "rope_parameters")]
+    found = [hf.get(key) for key in ("rope_scaling", "rope_parameters")]
     return next(
         (dict(rope) for rope in found if isinstance(rope, Mapping) and "mrope_section" in rope), {}
     )
 
 
-def read_vision(hf: HfConfig, text: HfConfig, kind: Literal["qwen2_5_vl", "qwen3_vl"]) -> Vision:
+def read_vision(hf: HfConfig, kind: Literal["qwen2_5_vl", "qwen3_vl"]) -> Vision:
     """Reads a config.json without refusals."""
     tower: HfConfig = {**_DEFAULTS[kind], **hf["vision_config"]}
-    rope = mrope_of(text)
+    rope = _mrope_of(hf)
     return Vision(
         kind=kind,
         prefix="visual." if kind == "qwen2_5_vl" else "model.visual.",

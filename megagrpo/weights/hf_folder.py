@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from megagrpo.families.architecture import HfConfig
+from megagrpo.families.architecture import HfConfig, text_part
 from megagrpo.families.model import write_description
 from megagrpo.families.quantization import INT4_WORD, SCALES, fp8_block, int4_group
 from megagrpo.families.table import has_draft, read_description
@@ -124,7 +124,7 @@ class HfFolder(Mapping[str, Tensor]):
         """Returns what config.json says about the elements that share a scale."""
         description = self.path / "config.json"
         with translated(str(description), ValueError):
-            if size := read(read_description(description)) if description.is_file() else None:
+            if size := read(text_part(read_description(description))):
                 return size
         raise ValueError(
             f"{self.path}: tensor {tensor} is in {form}, but config.json has no "

@@ -22,6 +22,8 @@ from examples.laptop.recipe import TinyModelConfig
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
 from megagrpo.families.table import architecture_of
 from megagrpo.rollout.control import bearer
+from megagrpo.rollout.service.engine_model import as_engines_see_it
+from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
 from megagrpo.types import EngineInfo
 from megagrpo.weights.exchange import Exchange
@@ -38,6 +40,7 @@ MOE = (
     "moonlight",
     "qwen3_5_moe_text",
     "minimax_m2",
+    "glm_moe_dsa",
 )
 FAMILIES, TIED = DENSE + MOE, ("llama",)
 # A name that is no family -> the family, and what its config.json has otherwise. transformers gives
@@ -48,6 +51,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {"q_lora_rank": None, "rope_scaling": None, "n_group": 1, "topk_group": 1},
     ),
+    # as many keys as prompt and response have tokens: a CPU's engines are dense
+    "glm_moe_dsa": ("glm_moe_dsa", {"index_topk": 80}),
     "qwen3_5_moe_text": (  # in two layers, of which every fourth would have attention
         "qwen3_5_moe_text",
         {"layer_types": ["linear_attention", "full_attention"], "full_attention_interval": 2},
@@ -95,6 +100,9 @@ COMPUTED = {
     ("minimax_m2", "TP1"): ("1", "TP2xEP2"),
     ("minimax_m2", "TP2xEP2"): ("TP2+SP", "TP2xPP2"),
     ("minimax_m2", "TP2"): ("PP2",),
+    ("glm_moe_dsa", "TP1"): ("1", "TP2xPP2"),
+    ("glm_moe_dsa", "TP2"): ("TP2xEP2", "PP2"),
+    ("glm_moe_dsa", "TP2xEP2"): ("TP2+SP", "EP2"),
 }
 # after a transport's name: weights.delta, and a publish after which a fiftieth has changed
 CHANGES = ", changes"
@@ -163,8 +171,10 @@ def experiment(
 def running_engines(
     model: Path, engines: str, folder: Path, dtype: str = "float32"
 ) -> Iterator[list[EngineInfo]]:
-    """All engines of a layout, which start together."""
-    with started_engines(experiment(model, engines, "disk", dtype), folder) as started:
+    """All engines of a layout, which start together, from the folder that engines are given."""
+    config = experiment(model, engines, "disk", dtype)
+    config = as_engines_see_it(config, RunFolder(folder), cuda=False)
+    with started_engines(config, folder) as started:
         yield [engine.info for engine in started]
 
 

@@ -11,6 +11,7 @@ from megagrpo.check.report import explain
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
+from megagrpo.families.architecture import text_part
 from megagrpo.families.table import (
     architecture_of,
     attention_length,
@@ -28,7 +29,7 @@ from tests.experiments import QUICKSTART, ROOT, python
 
 def described(name: str) -> dict:
     """config.json as it was published."""
-    return read_description(ROOT / "configs" / "models" / name / "config.json")
+    return text_part(read_description(ROOT / "configs" / "models" / name / "config.json"))
 
 
 MIXTRAL = {

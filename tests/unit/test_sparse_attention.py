@@ -90,6 +90,8 @@ def test_an_indexer_costs_its_projections_scores_and_keys():
     work, without = model_work(arch), model_work(dense)
     # 128 numbers in FP8 with one scale, beside a latent of 512 + 64 in bfloat16
     assert work.cache_bytes(8) - without.cache_bytes(8) == 78 * (128 + 4) == work.index_bytes
+    shared = GLM5 | {"index_topk_freq": 4, "index_skip_topk_offset": 3}
+    assert model_work(architecture_of(shared)).index_bytes == 21 * (128 + 4)
     own = 32 * 128 * 2048 + (128 + 32) * 6144 + 2 * 128  # numbers of an indexer
     assert work.dense - without.dense == 78 * own and work.whole - without.whole == own
     assert list(work.seen(np.array([100, TOPK, 10_000]))) == [100, TOPK, TOPK]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megagrpo.families.architecture import Architecture, HfConfig, LatentAttention
+from megagrpo.families.architecture import Architecture, HfConfig, LatentAttention, text_part
 from megagrpo.families.family import TinySizes
 from megagrpo.families.loading import Shard
 from megagrpo.families.models.sigmoid_moe import SigmoidMoe, tiny_moe_options
@@ -165,23 +165,14 @@ class DeepseekV3(SigmoidMoe):
         }
 
 
-# of a vision-language model, beside the text part
-_OF_THE_WHOLE = ("dtype", "torch_dtype", "quantization_config")
-
-
 class KimiK25(DeepseekV3):
     """The text part of Kimi-K2.5 and 2.6, which is exported, and runs in engines, as the model of
     DeepSeek-V3's architecture that it is."""
 
     LEFT_OUT = ("vision_tower.", "mm_projector.")
 
-    def description(self, hf: HfConfig) -> HfConfig:
-        """Returns text_config with what is beside it; a flat description as it is."""
-        if "text_config" not in hf:
-            return hf
-        whole = {key: hf[key] for key in _OF_THE_WHOLE if key in hf}
-        return {**whole, **hf["text_config"], "model_type": hf["model_type"]}
-
     def exported_config(self, hf: HfConfig) -> HfConfig:
-        own = {key: value for key, value in hf.items() if key != "auto_map"}
+        own = text_part(hf)
+        for key in ("auto_map", "vision_config"):
+            own.pop(key, None)
         return {**own, "model_type": "deepseek_v3", "architectures": [self.HF_CLASS]}

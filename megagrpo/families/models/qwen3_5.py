@@ -62,14 +62,6 @@ class Qwen35(Family):
         """part: what files of a vision-language model put before the names of the text part."""
         self._part = part
 
-    def text_part(self, hf: HfConfig) -> HfConfig:
-        text = {**hf.get("text_config", hf)}
-        tied = hf.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-        return {**text, "model_type": hf["model_type"], "tie_word_embeddings": tied}
-
-    def refusals(self, hf: HfConfig) -> list[str]:
-        return super().refusals(self.text_part(hf))
-
     def own_refusals(self, hf: HfConfig) -> list[str]:
         expected: dict[str, tuple[object, ...]] = {
             "attn_output_gate": (True,),
@@ -97,7 +89,6 @@ class Qwen35(Family):
         return problems
 
     def architecture(self, hf: HfConfig) -> Architecture:
-        hf = self.text_part(hf)
         layers = tuple(_KINDS[kind] for kind in _layer_types(hf))
         return replace(
             decoder_architecture(hf),
@@ -179,18 +170,16 @@ class Qwen35Moe(Qwen35):
     SHARED_MLP = "shared_expert."
     SHARED_SIZE = "shared_expert_intermediate_size"
 
-    def text_part(self, hf: HfConfig) -> HfConfig:
-        text = super().text_part(hf)  # its class has no intermediate_size: no layer is dense
-        return {"intermediate_size": text.get("moe_intermediate_size"), **text}
+    def refusals(self, hf: HfConfig) -> list[str]:
+        return super().refusals(_with_dense_width(hf))
 
     def architecture(self, hf: HfConfig) -> Architecture:
-        text = self.text_part(hf)
         return replace(
-            super().architecture(hf),
-            num_experts=text["num_experts"],
-            experts_per_token=text["num_experts_per_tok"],
-            expert_ffn_size=text["moe_intermediate_size"],
-            shared_ffn_size=text["shared_expert_intermediate_size"],
+            super().architecture(_with_dense_width(hf)),
+            num_experts=hf["num_experts"],
+            experts_per_token=hf["num_experts_per_tok"],
+            expert_ffn_size=hf["moe_intermediate_size"],
+            shared_ffn_size=hf["shared_expert_intermediate_size"],
             shared_gate=True,
         )
 
@@ -224,6 +213,11 @@ class Qwen35Moe(Qwen35):
             "shared_expert_intermediate_size": sizes.expert_ffn_size,
             "router_aux_loss_coef": 0.0,
         }
+
+
+def _with_dense_width(hf: HfConfig) -> HfConfig:
+    """Adds what transformers' class does not write where every layer has experts."""
+    return {"intermediate_size": hf.get("moe_intermediate_size"), **hf}
 
 
 def _layer_types(hf: HfConfig) -> list[str]:

@@ -17,7 +17,7 @@ from megagrpo.families.family import Family, TinySizes
 from megagrpo.families.models.dense import Qwen2, Qwen3
 from megagrpo.families.models.softmax_moe import Qwen3Moe
 from megagrpo.families.tensors import TensorSpec
-from megagrpo.families.vision import mrope_of, read_vision, vision_refusals
+from megagrpo.families.vision import read_vision, vision_refusals
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,8 +36,7 @@ _SIZE_KEYS |= {"vision_start_token_id", "vision_end_token_id"}
 
 
 class Seeing(Family):
-    """Reads a config.json whose text part stands in text_config, or beside vision_config as older
-    ones have it."""
+    """Reads the vision_config beside a text part."""
 
     TAKES_ADAPTERS = False
     KIND: ClassVar[Literal["qwen2_5_vl", "qwen3_vl"]]
@@ -45,25 +44,6 @@ class Seeing(Family):
     SIZE_KEYS = COMMON_SIZE_KEYS | _SIZE_KEYS
     ROPE_SCALING_REFUSALS = staticmethod(every_scaling_refused)
     FP8_REFUSAL = "not for vision-language models"
-
-    def text_part(self, hf: HfConfig) -> HfConfig:
-        """Sections of rotary embedding are left out: they are no scaling, and change nothing where
-        the positions in time, height and width are equal.
-        """
-        text = {**hf, **(hf.get("text_config") or {}), "model_type": hf["model_type"]}
-        text["tie_word_embeddings"] = bool(
-            hf.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-        )
-        rope = mrope_of(text)
-        plain = rope.get("rope_type", rope.get("type", "default")) in ("default", "mrope")
-        if plain and "mrope_section" in (text.get("rope_scaling") or {}):
-            text = {
-                **text,
-                "rope_scaling": None,
-                "rope_parameters": {**(text.get("rope_parameters") or {}), **rope},
-            }
-            text["rope_parameters"]["rope_type"] = "default"
-        return text
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
         half = sizes.head_dim // 2
@@ -87,12 +67,10 @@ class Seeing(Family):
         return super().tiny_options(sizes) | ids | {"rope_scaling": rope, "vision_config": tower}
 
     def refusals(self, hf: HfConfig) -> list[str]:
-        text = self.text_part(hf)
-        return super().refusals(text) or vision_refusals(hf, text, self.KIND)
+        return super().refusals(hf) or vision_refusals(hf, self.KIND)
 
     def architecture(self, hf: HfConfig) -> Architecture:
-        text = self.text_part(hf)
-        return replace(super().architecture(text), vision=read_vision(hf, text, self.KIND))
+        return replace(super().architecture(hf), vision=read_vision(hf, self.KIND))
 
 
 class Qwen25VL(Seeing, Qwen2):

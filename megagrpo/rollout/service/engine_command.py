@@ -132,8 +132,7 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
 def is_recurrent(model: str) -> bool:
     """Returns whether layers of a model folder keep a state of each request, beside keys and
     values."""
-    file = Path(model) / "config.json"
-    hf = read_description(file) if file.is_file() else {}
+    hf = read_description(Path(model) / "config.json")
     return not model_problems(hf) and architecture_of(hf).linear is not None
 
 

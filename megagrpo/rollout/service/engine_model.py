@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
-from megagrpo.families.architecture import HfConfig
+from megagrpo.families.architecture import HfConfig, text_part
 from megagrpo.families.model import write_description
 from megagrpo.families.models.sparse_attention import dense_config
 from megagrpo.families.quantization import quantization_problems
@@ -40,14 +40,15 @@ def as_engines_see_it(
     tokens (check/problems.py refuses longer samples), which ignores indexers in a publish.
     """
     model = Path(config.model.path)
-    description = model / "config.json"
-    hf = read_description(description) if description.is_file() else {}
+    hf = read_description(model / "config.json")
     quantised = config.rollout.quantization is not None
     text_only = _loads_text_only(exported_config(hf))
     dense = not cuda and "index_topk" in hf
     if stored_otherwise(hf) is None and not (quantised or text_only or dense):
         return config
-    problems = quantization_problems(hf) + load_format_problems(hf, config.rollout.load_format)
+    problems = quantization_problems(text_part(hf)) + load_format_problems(
+        hf, config.rollout.load_format
+    )
     if problems:
         raise ValueError("; ".join(problems))
     if dense and config.rollout.load_format == "model":

@@ -13,7 +13,7 @@ from torch import Tensor
 from megagrpo.check.problems import model_description
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig, ParallelConfig
-from megagrpo.families.architecture import Architecture
+from megagrpo.families.architecture import Architecture, text_part
 from megagrpo.families.family import TinySizes
 from megagrpo.families.table import FAMILIES, architecture_of
 from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
@@ -86,7 +86,7 @@ def make_models(
 def _description(real: dict[str, object], sizes: TinySizes) -> dict[str, object]:
     """Returns config.json of a model of these sizes with the options of a real one."""
     family = FAMILIES[str(real["model_type"])]
-    real = dict(family.text_part(real))
+    real = text_part(real)
     size_keys = family.SIZE_KEYS
     options = {key: value for key, value in real.items() if key not in size_keys}
     absent = (
