@@ -36,17 +36,22 @@ def _without_key(*args, **kwargs) -> logging.LogRecord:
 if _KEY:
     logging.setLogRecordFactory(_without_key)
 
+
+def _prepare_scores() -> None:
+    """Prepares a teacher's engine, in every process that SGLang starts, by a spawn or a fork."""
+    if temperature := environment.get(environment.SCORES_AT):
+        from megagrpo.rollout.service import scoring
+
+        scoring.prepare(float(temperature))
+
+
 if __name__ == "__mp_main__":
     # SGLang ties its processes to the server too, but only after long imports: killed before, it
     # left orphans.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() == 1:
         os._exit(1)
-
-    if temperature := environment.get(environment.SCORES_AT):
-        from megagrpo.rollout.service import scoring
-
-        scoring.prepare(float(temperature))
+    _prepare_scores()
 
 
 if __name__ == "__main__":
@@ -60,6 +65,7 @@ if __name__ == "__main__":
     load_plugins()
     words = [*engine_words(sys.argv[1:]), *([f"--api-key={_KEY}"] if _KEY else [])]
     arguments = prepare_server_args(words)
+    _prepare_scores()
     try:
         run_server(arguments)
     finally:
