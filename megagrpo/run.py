@@ -14,7 +14,8 @@ from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.actor.saving import save_actor
 from megagrpo.actor.start import initial_weights, make_actor, steps_in_all
 from megagrpo.actor.step import holds_token_values
-from megagrpo.batching.batch import LossNeeds, build_batch
+from megagrpo.batching.batch import build_batch
+from megagrpo.batching.rows import LossNeeds
 from megagrpo.checkpoint.groups import gather_surplus
 from megagrpo.checkpoint.resume import (
     find_checkpoint,

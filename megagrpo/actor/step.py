@@ -17,9 +17,16 @@ from megagrpo.actor.head import Loss, TokenValues, gathered, over_tokens, with_d
 from megagrpo.actor.megatron.model import HiddenStatesModel
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.actor.schedule import from_last_stage, run_schedule, sum_over_ranks
-from megagrpo.algo.loss import Denominators, LossInputs, count_denominators, objective
+from megagrpo.algo.loss import (
+    Denominators,
+    LossInputs,
+    StreamInputs,
+    count_denominators,
+    count_streams,
+    objective,
+    stream_losses,
+)
 from megagrpo.algo.rollouts import counted_tokens, of_samples, rollouts_of
-from megagrpo.algo.streams import StreamInputs, count_streams, stream_losses
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.types import Batch, MicroBatch, ReferenceStates, on_device
 
@@ -186,10 +193,7 @@ def update(
                 print(exc, flush=True)
                 non_finite += 1
                 continue
-            tokens = {
-                f"stream/{name}_tokens": float(n) for name, n in denominators.of_streams.items()
-            }
-            passes[-1].append({"updates": 1.0, **sums, **tokens})
+            passes[-1].append({"updates": 1.0, **sums})
     actor.gather_parameters()
     of_passes = list(map(_added, passes))
     whole = _added(of_passes)
@@ -290,9 +294,10 @@ def backward(
     actor.zero_grad()
     of_model = over_tokens(actor, batch, temperature, token_loss)
     on_last_stage = with_draft(actor, of_model, temperature, denominators.num_tokens)
-    return sum_over_ranks(
-        actor, run_schedule(actor, batch, rows, on_last_stage, forward_only=False)
-    )
+    sums = run_schedule(actor, batch, rows, on_last_stage, forward_only=False)
+    of_streams = denominators.of_streams.items()
+    tokens = {f"stream/{name}_tokens": float(number) for name, number in of_streams}
+    return sum_over_ranks(actor, sums) | tokens
 
 
 def likelihood_step(actor: MegatronActor, batch: Batch) -> dict[str, float]:

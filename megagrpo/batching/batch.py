@@ -2,79 +2,28 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from megagrpo.algo.rollouts import of_rollouts, of_samples
 from megagrpo.batching.balance import balanced_parts, sample_cost
-from megagrpo.config.algorithm import AlgorithmConfig
-from megagrpo.config.objective.streams import Writer
+from megagrpo.batching.rows import (
+    NO_NEEDS,
+    LossNeeds,
+    SampleRow,
+    of_responses,
+    rows_of,
+    streams_of,
+    with_demonstration,
+)
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import attention_length, patch_cost
 from megagrpo.mesh import Mesh
-from megagrpo.types import (
-    Batch,
-    ImageRef,
-    Outcome,
-    Prompt,
-    Rewards,
-    RolloutGroup,
-    Routing,
-    Sample,
-    Streams,
-    TeacherScores,
-    Updates,
-)
-
-_DEMONSTRATION = "demonstration"  # status of a rollout that the data has written
-
-
-class LossNeeds(NamedTuple):
-    """What decides which parts of a batch the experiment's loss needs."""
-
-    algorithm: AlgorithmConfig = AlgorithmConfig()  # its components
-    graders: Mapping[str, float] = {}  # weights of those whose scores the estimator reads
-
-
-NO_NEEDS = LossNeeds()
-
-
-@dataclass(frozen=True)
-class _Row:
-    """Holds one sample on its way to the rank that trains on it. T response tokens."""
-
-    sample_id: int
-    rollout_id: int  # in the order of sample ids
-    group_id: int
-    prompt: np.ndarray  # int32 ids
-    response: np.ndarray  # [T] int32
-    response_mask: np.ndarray | None  # [T] bool, False on tokens of a tool; None: all were sampled
-    logprobs: np.ndarray  # [T] float32, by the engine
-    versions: (
-        np.ndarray | None
-    )  # [T] int32, of the weights that sampled; None if nothing reads them, or nothing was sampled
-    reward: float  # of its rollout
-    valid: bool
-    truncated: bool
-    greedy_reward: float  # of the group's greedy response; NaN where there is none
-    token_rewards: tuple[tuple[int, float], ...]  # as in Outcome, of its own tokens
-    parts: tuple[float, ...]  # scores of its rollout, by grader
-    routed_experts: (
-        np.ndarray | None
-    )  # of this rank's layers, as in Sample; None if unknown or never read
-    images: tuple[ImageRef, ...]  # of its prompt
-    weights: dict[str, np.ndarray]  # by component of the loss: [T] float32; {}: rl alone
-    teacher: TeacherScores | None
-
-    @property
-    def length(self) -> int:
-        """Tokens of prompt and response."""
-        return len(self.prompt) + len(self.response)
+from megagrpo.types import Batch, Rewards, RolloutGroup, Routing, Updates
 
 
 def build_batch(
@@ -99,15 +48,14 @@ def build_batch(
     """
     most = max((len(g.samples) for g in groups), default=0)
     most = max(mesh.gather_dp(most))
-    if needs.algorithm.components:
-        groups = list(map(_with_demonstration, groups))
+    groups = list(map(with_demonstration, groups))
     experts = _cut_experts(groups, None)
     if routed_layers is not None:
         experts = mesh.cut_by_leader(tuple(routed_layers), partial(_cut_experts, groups))
     mine = [
         row
         for group, of_group in zip(groups, experts, strict=True)
-        for row in _rows(group, most, trained_version is not None, of_group, needs)
+        for row in rows_of(group, most, trained_version is not None, of_group, needs)
     ]
     own = [(r.sample_id, r.rollout_id, r.group_id, _cost(r, arch)) for r in mine]
     sizes = sorted(of_sample for part in mesh.gather_dp(own) for of_sample in part)
@@ -125,10 +73,9 @@ def build_batch(
     has_greedy = any(mesh.gather_dp(has_greedy))
     in_order = sorted(received, key=lambda r: r.sample_id)
     batch = _to_tensors(in_order, dense, updates, has_greedy, trained_version)
-    if needs.algorithm.components:
-        batch = replace(batch, streams=_streams(in_order, needs.algorithm))
     if needs.graders:
         batch = replace(batch, rewards=_with_scores(batch.rewards, in_order, needs.graders))
+    batch = replace(batch, streams=streams_of(in_order, needs.algorithm))
     if routed_layers is not None:
         batch = _with_routed_experts(batch, in_order, len(routed_layers))
     return batch
@@ -150,137 +97,15 @@ def _owners(
     return owner
 
 
-def _cost(row: _Row, arch: Architecture | None) -> int:
+def _cost(row: SampleRow, arch: Architecture | None) -> int:
     if arch is None:
         return sample_cost(row.length)
     patches = sum(math.prod(image.grid) for image in row.images)
     return sample_cost(row.length, attention_length(arch)) + round(patches * patch_cost(arch))
 
 
-def _with_demonstration(group: RolloutGroup) -> RolloutGroup:
-    """Returns the group with its row's demonstration as one more rollout: no reward, no statistic,
-    and no token of rl counts it."""
-    ids = group.prompt.demonstration
-    if ids is None:
-        return group
-    sample = Sample(
-        index=len(group.samples),
-        rollout=len(group.outcomes),
-        token_ids=ids,
-        logprobs=np.zeros(len(ids)),
-        finish_reason="stop",
-        weight_version=0,
-        text="",
-        loss_mask=np.zeros(len(ids)),
-    )
-    outcomes = (*group.outcomes, Outcome(_DEMONSTRATION))
-    return replace(group, samples=(*group.samples, sample), outcomes=outcomes)
-
-
-def _weights(
-    prompt: Prompt, sample: Sample, other: Writer, algorithm: AlgorithmConfig
-) -> dict[str, np.ndarray]:
-    """Returns the weights of a sample's tokens by component, [T] float32 each. other: who wrote the
-    tokens that the policy did not sample."""
-    found: dict[str, np.ndarray] = {}
-    for component in algorithm.components:
-        of_policy, of_other = (
-            algorithm.weight_of(component, writer, prompt.source) for writer in ("policy", other)
-        )
-        known = component != "distillation" or sample.teacher is not None
-        factor = prompt.weights.get(component, 1.0) if known else 0.0
-        sampled = True if sample.loss_mask is None else sample.loss_mask
-        weights = np.full(len(sample.token_ids), factor, np.float32)
-        found[component] = weights * np.where(sampled, of_policy, of_other).astype(np.float32)
-    return found
-
-
-def _streams(rows: Sequence[_Row], algorithm: AlgorithmConfig) -> Streams:
-    weights = {
-        name: _of_responses(rows, (row.weights[name] for row in rows), np.float32)
-        for name in algorithm.components
-    }
-    if algorithm.distillation is None:
-        return Streams(weights)
-    scores = [row.teacher for row in rows]
-    logprobs = (None if score is None else score.logprobs for score in scores)
-    streams = Streams(weights, _of_responses(rows, logprobs, np.float32))
-    if not (width := algorithm.distillation.num_candidates):
-        return streams
-    ids = (None if score is None else score.top_ids for score in scores)
-    candidates = (None if score is None else score.top_logprobs for score in scores)
-    return replace(
-        streams,
-        top_ids=_of_responses(rows, ids, np.int32, width=width),
-        top_logprobs=_of_responses(rows, candidates, np.float32, width=width),
-    )
-
-
-def _rows(
-    group: RolloutGroup,
-    most: int,
-    with_versions: bool,
-    experts: Sequence[np.ndarray | None],
-    needs: LossNeeds,
-) -> list[_Row]:
-    greedy = group.greedy_outcome
-    comparable = greedy is None or greedy.ok
-    order = [sample.of_rollout for sample in group.samples]
-    assert order == sorted(order), "samples come one rollout after the other"
-    rows = []
-    for number, (samples, outcome) in enumerate(zip(group.rollouts, group.outcomes, strict=True)):
-        is_sampled = outcome.status != _DEMONSTRATION
-        other: Writer = "tool" if is_sampled else "data"
-        first = group.group_id * most
-        start = 0  # among the response tokens of the rollout
-        for sample in samples:
-            end = start + len(sample.token_ids)
-            prompt = group.prompt.token_ids if sample.prompt_ids is None else sample.prompt_ids
-            inside = [
-                (index - start, reward)
-                for index, reward in outcome.token_rewards
-                if start <= index < end
-            ]
-            row = _Row(
-                # samples have the same with demonstrations as without
-                sample_id=first + sample.index if is_sampled else -1 - group.group_id,
-                rollout_id=first + number if is_sampled else -1 - group.group_id,
-                group_id=group.group_id,
-                prompt=prompt,
-                response=sample.token_ids,
-                response_mask=sample.loss_mask,
-                logprobs=sample.logprobs,
-                versions=sample.token_versions() if with_versions and is_sampled else None,
-                reward=outcome.value if outcome.ok else 0.0,
-                valid=outcome.ok and comparable,
-                truncated=sample.finish_reason == "length",
-                greedy_reward=greedy.value if greedy is not None and greedy.ok else math.nan,
-                token_rewards=tuple(inside) if outcome.ok else (),
-                parts=_scores(outcome, tuple(needs.graders)),
-                routed_experts=experts[sample.index],
-                images=group.prompt.images,
-                weights=_weights(group.prompt, sample, other, needs.algorithm),
-                teacher=sample.teacher,
-            )
-            rows.append(row)
-            start = end
-    return rows
-
-
-def _scores(outcome: Outcome, graders: Sequence[str]) -> tuple[float, ...]:
-    """Returns the score of each grader; zeros of a response without a score."""
-    if not outcome.ok:
-        return (0.0,) * len(graders)
-    if missing := [name for name in graders if name not in outcome.parts]:
-        raise ValueError(
-            f"a group has no score of {', '.join(missing)}: it was sampled before reward.graders "
-            "changed; resume with the graders of its checkpoint"
-        )
-    return tuple(outcome.parts[name].value for name in graders)
-
-
 def _to_tensors(
-    rows: Sequence[_Row],
+    rows: Sequence[SampleRow],
     dense: dict[int, int],
     updates: Updates,
     has_greedy: bool,
@@ -291,7 +116,7 @@ def _to_tensors(
     if trained_version is not None:
         versions = (row.versions for row in rows)
         of_rows = (None if each is None else trained_version - each for each in versions)
-        lags = _of_responses(rows, of_rows, np.int32, default=0)
+        lags = of_responses(rows, of_rows, np.int32, default=0)
     parts = (part for row in rows for part in (row.prompt, row.response))
     return Batch(
         sample_ids=torch.tensor([row.sample_id for row in rows], dtype=torch.int64),
@@ -300,8 +125,8 @@ def _to_tensors(
         tokens=torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *parts])),
         lengths=torch.tensor([row.length for row in rows], dtype=torch.int64),
         prompt_lengths=torch.tensor([len(row.prompt) for row in rows], dtype=torch.int64),
-        loss_mask=_of_responses(rows, (r.response_mask for r in rows), np.bool_, default=True),
-        rollout_logprobs=_of_responses(rows, (r.logprobs for r in rows), np.float32),
+        loss_mask=of_responses(rows, (r.response_mask for r in rows), np.bool_, default=True),
+        rollout_logprobs=of_responses(rows, (r.logprobs for r in rows), np.float32),
         rewards=_rewards(rows, has_greedy),
         truncated=torch.tensor([row.truncated for row in rows], dtype=torch.bool),
         lags=lags,
@@ -311,30 +136,11 @@ def _to_tensors(
     )
 
 
-def _of_responses(
-    rows: Sequence[_Row],
-    values: Iterable[np.ndarray | None],
-    kind: type[np.generic],
-    default: object = 0,
-    width: int | None = None,
-) -> torch.Tensor:
-    """Returns values of responses, [T] or [T, width], as those of all tokens, 0 on prompts; of a
-    response without, the default."""
-    of_token = () if width is None else (width,)
-    flat = np.zeros((sum(row.length for row in rows), *of_token), kind)
-    start = 0
-    for row, of_row in zip(rows, values, strict=True):
-        end = start + row.length
-        flat[start + len(row.prompt) : end] = default if of_row is None else of_row
-        start = end
-    return torch.from_numpy(flat)
-
-
-def _rewards(rows: Sequence[_Row], has_greedy: bool) -> Rewards:
+def _rewards(rows: Sequence[SampleRow], has_greedy: bool) -> Rewards:
     greedy = torch.tensor([row.greedy_reward for row in rows], dtype=torch.float64)
     tokens = None
     if any(row.token_rewards for row in rows):
-        tokens = _of_responses(rows, map(_token_rewards, rows), np.float64)
+        tokens = of_responses(rows, map(_token_rewards, rows), np.float64)
     return Rewards(
         values=torch.tensor([row.reward for row in rows], dtype=torch.float64),
         valid=torch.tensor([row.valid for row in rows], dtype=torch.bool),
@@ -343,14 +149,16 @@ def _rewards(rows: Sequence[_Row], has_greedy: bool) -> Rewards:
     )
 
 
-def _with_scores(rewards: Rewards, rows: Sequence[_Row], graders: Mapping[str, float]) -> Rewards:
+def _with_scores(
+    rewards: Rewards, rows: Sequence[SampleRow], graders: Mapping[str, float]
+) -> Rewards:
     """Returns the rewards with the scores of each grader and its weight."""
     parts = torch.tensor([row.parts for row in rows], dtype=torch.float64)
     weights = torch.tensor(list(graders.values()), dtype=torch.float64)
     return replace(rewards, parts=parts.view(len(rows), len(weights)), weights=weights)
 
 
-def _token_rewards(row: _Row) -> np.ndarray:
+def _token_rewards(row: SampleRow) -> np.ndarray:
     """Returns the rewards of the response's tokens, [T] float64."""
     out = np.zeros(len(row.response))
     for index, reward in row.token_rewards:
@@ -374,7 +182,7 @@ def _cut_experts(
     ]
 
 
-def _with_routed_experts(batch: Batch, rows: Sequence[_Row], num_layers: int) -> Batch:
+def _with_routed_experts(batch: Batch, rows: Sequence[SampleRow], num_layers: int) -> Batch:
     """Returns the batch with its samples' routed experts, if any are known.
 
     A sample from a checkpoint has none if it was sampled before they were recorded.

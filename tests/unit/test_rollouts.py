@@ -11,7 +11,8 @@ from megagrpo.algo.advantage import with_advantages
 from megagrpo.algo.loss import LossInputs, count_denominators, objective
 from megagrpo.algo.rollouts import counted_tokens, of_rollouts, of_samples, rollouts_of
 from megagrpo.algo.statistics import alone
-from megagrpo.batching.batch import LossNeeds, build_batch, shuffle_rewards
+from megagrpo.batching.batch import build_batch, shuffle_rewards
+from megagrpo.batching.rows import LossNeeds
 from megagrpo.batching.updates import one_pass
 from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.config.algorithm import AlgorithmConfig

@@ -7,11 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from megagrpo.algo.loss import Denominators, LossInputs, objective
+from megagrpo.algo.loss import (
+    Denominators,
+    LossInputs,
+    StreamInputs,
+    count_streams,
+    objective,
+    stream_losses,
+)
 from megagrpo.algo.rollouts import counted_tokens
 from megagrpo.algo.statistics import alone
-from megagrpo.algo.streams import StreamInputs, count_streams, stream_losses
-from megagrpo.batching.batch import LossNeeds, build_batch
+from megagrpo.batching.batch import build_batch
+from megagrpo.batching.rows import LossNeeds
 from megagrpo.batching.updates import one_pass
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.monitor.dump import read_dump, write_dump

@@ -21,8 +21,7 @@ from megagrpo.actor.megatron.model import build_chunk
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.routing import tokens as routed_tokens
 from megagrpo.actor.routing.tokens import own_places
-from megagrpo.algo.loss import objective
-from megagrpo.algo.streams import count_streams
+from megagrpo.algo.loss import count_streams, objective
 from megagrpo.batching import microbatch
 from megagrpo.batching.microbatch import plan_micro_batches, targets
 from megagrpo.families.family import Family
