@@ -28,7 +28,9 @@ def distilled(service, loss: str, **sections) -> dict[str, object]:
     return experiment(**(said | sections))
 
 
-def scores_of(teachers: Teachers, given: list[np.ndarray | None], prompt=None) -> list[TeacherScores]:
+def scores_of(
+    teachers: Teachers, given: list[np.ndarray | None], prompt=None
+) -> list[TeacherScores]:
     """Of all responses at once."""
 
     async def run():
@@ -120,7 +122,9 @@ def test_engines_of_teachers(tiny_model, tmp_path, deterministic):
 
         prompt = Prompt(0, "", CONTEXT, "", teachers=(("math", 1.0),))
         os.kill(service.control.status().engines[1].pid, signal.SIGKILL)
-        again = scores_of(Teachers(distilled(service, "reverse_kl"), 1, service.control), [None] * 3, prompt)
+        again = scores_of(
+            Teachers(distilled(service, "reverse_kl"), 1, service.control), [None] * 3, prompt
+        )
         for scores, rows, ids in zip(again, of_math, RESPONSES, strict=True):
             assert_equal(scores, rows, ids, False)
         until(lambda: service.control.status().engines[1].restarts == 1, 60)
