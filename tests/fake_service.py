@@ -35,6 +35,9 @@ class FakeService:
     cache_tokens: int | None = None
     load_now: dict[str, float] = field(default_factory=dict)
     hang: Callable[[dict], bool] = lambda body: False
+    teachers: tuple[str, ...] = ()  # whose engines are at the same URL
+    score_script: list = field(default_factory=list)  # as `script`, of requests for scores
+    scored: list[dict] = field(default_factory=list)
     requests: list[dict] = field(default_factory=list)
     marked: list[tuple] = field(default_factory=list)
 
@@ -58,9 +61,13 @@ class FakeService:
         }
         engine |= {"restarts": 0, "pid": 1, "reason": "", "load_now": self.load_now}
         engine["cache_tokens"] = self.cache_tokens
+        scoring = [
+            engine | {"id": f"teacher-{name}-0", "teacher": name, "serves": True}
+            for name in self.teachers
+        ]
         found = {
             "failed": self.failed,
-            "engines": [engine],
+            "engines": [engine, *scoring],
         }
         return web.json_response(found)
 
@@ -72,8 +79,10 @@ class FakeService:
 
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
-        self.requests.append(body)
-        step = self.script.pop(0) if self.script else {}
+        scores = "logprob_start_len" in body
+        (self.scored if scores else self.requests).append(body)
+        script = self.score_script if scores else self.script
+        step = script.pop(0) if script else {}
         while self.hang(body):
             await asyncio.sleep(0.01)
         if step == "hang":
@@ -84,6 +93,8 @@ class FakeService:
             return web.Response(body=step, content_type="text/html")
         if isinstance(step, int):
             return web.Response(status=step, text="on purpose")
+        if scores:
+            return web.json_response({"text": "", "meta_info": scores_of(body) | step})
         # The response is a function of the request alone: the seed's last digits, as tokens.
         tokens = [int(digit) for digit in str(body["sampling_params"]["sampling_seed"])[-4:]]
         meta = {
@@ -92,7 +103,32 @@ class FakeService:
             "weight_versions": [],
         }
         meta["output_token_logprobs"] = [[-0.5, token, None] for token in tokens]
+        if number := body.get("top_logprobs_num"):
+            meta["output_top_logprobs"] = [tokens_at(token, number) for token in tokens]
         return web.json_response({"text": "", "output_ids": tokens, "meta_info": meta | step})
+
+
+def tokens_at(token: int, number: int) -> list[list]:
+    """As SGLang lists the most probable tokens of a position."""
+    return [[-0.5 * (1 + rank), token + rank, None] for rank in range(number)]
+
+
+def scores_of(body: dict) -> dict:
+    """Of a request: the log-probability of a token is a hundredth of its id, as is that of others at
+    its position."""
+    first, *rest = body["input_ids"][body["logprob_start_len"] :]
+    meta = {
+        "finish_reason": {"type": "length", "length": 0},
+        "weight_version": "default",
+        "input_token_logprobs": [[None, first, None], *([-t / 100, t, None] for t in rest)],
+    }
+    if number := body.get("top_logprobs_num"):
+        meta["input_top_logprobs"] = [None, *(tokens_at(token, number) for token in rest)]
+    if asked := body.get("token_ids_logprob"):
+        k = len(asked) // len(rest)
+        rows = [asked[i * k : i * k + k] for i in range(len(rest))]
+        meta["input_token_ids_logprobs"] = [None, *([[-t / 100, t, None] for t in r] for r in rows)]
+    return meta
 
 
 @contextmanager

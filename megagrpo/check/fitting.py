@@ -1,7 +1,7 @@
 """Checks that an experiment fits into the memory of its GPUs: trainers, engines, and both if they
 share GPUs."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,12 @@ from megagrpo.config.layout import layout_problems
 from megagrpo.config.placement import needs_gpus
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
 from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import architecture_of, model_problems, parameter_counts
+from megagrpo.families.table import (
+    architecture_of,
+    model_problems,
+    parameter_counts,
+    stored_otherwise,
+)
 
 _LARGE = 1e9  # parameters, from which float32 on any device is no choice but a default
 _SHIPPED_MODELS = Path(megagrpo.__file__).parents[1] / "configs" / "models"
@@ -90,6 +95,33 @@ def experiment_memory(
     return step_memory(config, model_work(arch), assumed_lengths(config), gpu, gpus)
 
 
+def teachers_memory(
+    config: ExperimentConfig, lengths: Lengths | None = None, gpu: Hardware | None = None
+) -> Iterator[tuple[str, EngineSide]]:
+    """Yields the name of each teacher whose engines the run starts, and the memory of a rank of
+    them; none of models that nothing describes."""
+    longest = longest_samples(config)["data"]
+    for name, teacher in config.teachers.items():
+        theirs = with_model(config.of_teacher(name)) if teacher.path else config
+        hf = model_description(theirs)
+        if teacher.path is None or hf is None or model_problems(hf) or stored_otherwise(hf):
+            continue
+        work = model_work(architecture_of(hf))
+        counted = lengths or assumed_lengths(config)
+        hardware = gpu or hardware_of(config.cluster.gpu)
+        yield name, engine_side(work, server_of(theirs.rollout), counted, longest, hardware)
+
+
+def teachers_misfits(
+    config: ExperimentConfig, lengths: Lengths | None = None, gpu: Hardware | None = None
+) -> list[str]:
+    """Returns why engines of teachers do not fit into the memory of GPUs."""
+    if not needs_gpus(config):
+        return []
+    found = teachers_memory(config, lengths, gpu)
+    return [f"teachers.{name}: {text}" for name, side in found for text in side.problems]
+
+
 def fit_problems(config: ExperimentConfig, gpus_per_node: int | None = None) -> list[str]:
     """Returns why an experiment for GPUs does not fit into their memory, or that it does not say
     whether it is for GPUs; [] for a model that nothing describes."""
@@ -108,4 +140,5 @@ def fit_problems(config: ExperimentConfig, gpus_per_node: int | None = None) -> 
         ]
     if layout_problems(arch, config.actor):
         return problems
+    problems += teachers_misfits(config)
     return problems + list(experiment_memory(config, arch, gpus_per_node).problems)

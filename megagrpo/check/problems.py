@@ -9,12 +9,17 @@ from pathlib import Path
 
 from megagrpo.actor.megatron.fields import expected_kernels
 from megagrpo.check.engine_layout import engine_layout_problems
+from megagrpo.check.teachers import teacher_problems, unknown_teachers
 from megagrpo.checkpoint.folder import latest, layout_problem, place_problem, step_of
 from megagrpo.config.fields import complaints
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.placement import Nodes, placement_problems
+<<<<<<< HEAD
 from megagrpo.config.schema import DataConfig, ExperimentConfig, RewardConfig
 from megagrpo.data.curriculum import load_curriculum
+=======
+from megagrpo.config.schema import DataConfig, ExperimentConfig
+>>>>>>> teach
 from megagrpo.data.hub import is_hub_name
 from megagrpo.data.rows import read_rows
 from megagrpo.families.architecture import Architecture
@@ -56,8 +61,10 @@ def preflight(config: ExperimentConfig, nodes: Nodes | None = None) -> list[str]
     problems += placement_problems(config, nodes)
     hf = model_description(config)
     if hf is not None:
-        tokenizer = Path(config.model.tokenizer or config.model.path) / "tokenizer.json"
-        problems += check_against_model(config, hf, _largest_token_id(tokenizer))
+        folder = Path(config.model.tokenizer or model_folder(config) or config.model.path)
+        largest = _largest_token_id(folder / "tokenizer.json")
+        problems += check_against_model(config, hf, largest)
+        problems += teacher_problems(config, folder, longest_samples(config)["data"], largest)
     return problems
 
 
@@ -264,7 +271,7 @@ def _broken_lines(config: ExperimentConfig) -> Iterator[str]:
     for data in config.data_sections.values():
         if all(Path(path).exists() for path in data.paths):
             problems: list[str] = []
-            for text in complaints(_read_lines, data, config.reward, problems):
+            for text in complaints(_read_lines, data, config, problems):
                 yield text if any(path in text for path in data.paths) else f"{data.name}: {text}"
             yield from named_first(problems)
 
@@ -276,9 +283,11 @@ def named_first(problems: Sequence[str]) -> Iterator[str]:
         yield f"and {len(problems) - _NAMED:,} more rows like these"
 
 
-def _read_lines(data: DataConfig, reward: RewardConfig, problems: list[str]) -> None:
+def _read_lines(data: DataConfig, config: ExperimentConfig, problems: list[str]) -> None:
     """Adds the problems of rows. Raises ValueError for those of the whole."""
+    reward = config.reward
     rows = read_rows(data, problems)
+    problems += unknown_teachers(config, rows)
     names = [row.grader for row in rows]
     known = {
         name: entry.grader for entry in reward.entries for name in (entry.short_name, entry.grader)

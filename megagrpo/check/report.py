@@ -17,7 +17,13 @@ from megagrpo.actor.megatron.fields import (
 )
 from megagrpo.check.checkpoint_cost import checkpoint_lines, disk_advice
 from megagrpo.check.engine_memory import concurrency_report, host_cache_bytes
-from megagrpo.check.fitting import StepMemory, experiment_memory, fit_problems, with_model
+from megagrpo.check.fitting import (
+    StepMemory,
+    experiment_memory,
+    fit_problems,
+    teachers_memory,
+    with_model,
+)
 from megagrpo.check.hardware import gigabytes
 from megagrpo.check.libraries import library_problems
 from megagrpo.check.loading import LoadingTest, try_loading
@@ -355,6 +361,11 @@ def _rollout(config: ExperimentConfig) -> list[str]:
         f"{math.ceil(samples / at_once)} waves at best",
         f"  reward     {_reward(config)}",
     ]
+    for name, teacher in config.teachers.items():
+        where = (
+            teacher.url or f"{teacher.num_engines} engine(s) of tp {teacher.tp}, ep {teacher.ep}"
+        )
+        lines.append(f"  teacher    {name}: {teacher.path or 'elsewhere'}, {where}")
     if sampling.environment:
         lines.append(f"  environment  {sampling.environment.function}")
     if sampling.agent:
@@ -394,6 +405,10 @@ def _memory(config: ExperimentConfig, arch: Architecture | None, everything: boo
         f"{_listed(memory, phase, None if everything else _ON_SCREEN)}",
         f"  an engine rank holds about {gigabytes(memory.engine.resident)} of weights{of_states}, "
         "before its cache",
+    ]
+    lines += [
+        f"  one of teacher {name} about {gigabytes(side.resident)}"
+        for name, side in teachers_memory(config)
     ]
     if everything:
         lines += [

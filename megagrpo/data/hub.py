@@ -46,7 +46,8 @@ def with_local_files(
         *around, key = map(str, keys)
         section = cast(dict[str, Plain], value_at(values, keys[:-1]))
         names = [section[key]] if isinstance(section[key], str) else section[key]
-        whole = around[0] == weights and key != "tokenizer"
+        of = "model" if around[0] == "teachers" else around[0]
+        whole = of == weights and key != "tokenizer"
         resolve = partial(_local_folder, weights=whole)
         if key == "path" and around[0] in _SPLITS:
             resolve = partial(_local_files, splits=_SPLITS[around[0]])
@@ -74,6 +75,10 @@ def _places(values: dict[str, Plain]) -> Iterator[KeyPath]:
             (*section, "sources", number, "path")
             for number, _ in enumerate(sources if isinstance(sources, list) else [])
         ]
+    teachers = values["teachers"]
+    keys += [
+        ("teachers", name, "path") for name in (teachers if isinstance(teachers, dict) else ())
+    ]
     yield from (key for key in keys if value_at(values, key))
 
 

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from megagrpo.check.fitting import with_model
+from megagrpo.check.fitting import teachers_memory, teachers_misfits, with_model
 from megagrpo.check.hardware import usable_bytes
 from megagrpo.config.actor import ActorConfig
-from megagrpo.config.placement import Nodes, occupied_gpus, placement_problems
+from megagrpo.config.placement import Nodes, engine_ranks, occupied_gpus, placement_problems
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.table import parameter_counts
 from megagrpo.system.arguments import positive
@@ -57,7 +57,8 @@ def placed_plan(
     target = target_of(config, hardware, gpus_per_node, lengths)
     plan = plan_step(config, target)
     placed = placement_problems(config, Nodes(target.gpus_per_node))
-    return replace(plan, problems=(*placed, *plan.problems))
+    misfits = teachers_misfits(config, target.lengths, target.hardware)
+    return replace(plan, problems=(*placed, *plan.problems, *misfits))
 
 
 def report(plan: Plan) -> list[str]:
@@ -67,7 +68,7 @@ def report(plan: Plan) -> list[str]:
     actor = plan.config.actor
     rollout = plan.config.rollout
     trainer_nodes = -(-actor.world_size // target.gpus_per_node)
-    engine_nodes = -(-rollout.num_engines * rollout.tp // target.gpus_per_node)
+    engine_nodes = -(-engine_ranks(plan.config) // target.gpus_per_node)
     shared = rollout.colocate or occupied_gpus(plan.config) <= target.gpus_per_node
     where = "the same nodes" if shared else f"{engine_nodes} nodes"
     room = usable_bytes(target.hardware)
@@ -94,6 +95,7 @@ def report(plan: Plan) -> list[str]:
         f"{_parts(engine.parts)}",
         f"  cache    {engine.cache_tokens:,} tokens an engine; {engine.concurrent} samples of "
         f"these lengths run concurrently in a full engine, of {samples:,.0f} that it gets a step",
+        *_teacher_lines(plan),
         "",
         *_step_lines(plan),
     ]
@@ -102,6 +104,17 @@ def report(plan: Plan) -> list[str]:
         search = f"  --search {nodes} proposes layouts of as many nodes that fit"
         lines += ["", "DOES NOT FIT", *(f"  {problem}" for problem in plan.problems), search]
     return lines
+
+
+def _teacher_lines(plan: Plan) -> list[str]:
+    teachers = plan.config.teachers
+    return [
+        f"teacher    {name}: {teachers[name].num_engines} of tp {teachers[name].tp}, a rank "
+        f"{side.total / 1e9:.1f} of {side.capacity / 1e9:.1f} GB: {_parts(side.parts)}"
+        for name, side in teachers_memory(
+            plan.config, plan.target.lengths, plan.target.hardware
+        )
+    ]
 
 
 def _layout(actor: ActorConfig) -> str:

@@ -1,0 +1,288 @@
+"""Teachers: refusals, places, rows that name them, and scores of responses over real HTTP."""
+
+import json
+from contextlib import closing
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+from fake_service import FakeService, running
+from sampling import experiment, prompt_set, source_of
+
+from megagrpo.check.problems import preflight
+from megagrpo.checkpoint.groups import read_groups, write_groups
+from megagrpo.config.data import DataConfig
+from megagrpo.config.load import ConfigError, load_config
+from megagrpo.config.placement import Nodes, occupied_gpus, place, placement_problems
+from megagrpo.data.rows import read_rows
+from megagrpo.mesh import LeaderError
+from megagrpo.monitor.metrics import Metrics
+from megagrpo.rollout.control import ServiceStatus
+from megagrpo.rollout.generation import SamplingParams
+from megagrpo.rollout.service.engine_command import ServerPlace, engine_environment
+from megagrpo.rollout.teachers import mixture
+from megagrpo.types import EngineInfo, TeacherScores
+
+URL = "http://somewhere:30000"
+TWO = {"math": {"path": "m1"}, "code": {"path": "m2"}}
+DISTILLED = "algorithm: {distillation: {}}"
+MINIMAL = "name: t\noutput_dir: o\nmodel: {path: m}\ndata: {path: d.jsonl}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("teachers: {math: {}}\n" + DISTILLED, "teachers.math: a teacher has a path or a url"),
+        (
+            "teachers: {math: {path: a, url: http://b}}\n" + DISTILLED,
+            "a path or a url, one of them",
+        ),
+        ("teachers: {math: {url: b}}\n" + DISTILLED, "url b is none of a server"),
+        (
+            "teachers: {math: {path: a, tp: 4, ep: 3}}\n" + DISTILLED,
+            "tp 4 is not a multiple of ep 3",
+        ),
+        (
+            "teachers: {math: {path: a, gpus: 3}}\n" + DISTILLED,
+            "teachers.math.gpus = 3: unknown key",
+        ),
+        ("teachers: {Math-1: {path: a}}\n" + DISTILLED, "teachers: Math-1: names are part of"),
+        ("teachers: {math: {path: a}}", "nothing learns from their scores"),
+        (DISTILLED, "algorithm.distillation without teachers"),
+        ("teachers: {math: {path: a}, code: {path: b}}\n" + DISTILLED, "no data.teacher_key says"),
+        (
+            "teachers: {math: {path: a}}\nrollout: {colocate: true}\nweights: {transport: ipc}\n"
+            + DISTILLED,
+            "teachers math under rollout.colocate",
+        ),
+        (
+            f"teachers: {{math: {{url: '{URL}'}}}}\nsampling: {{temperature: 0.7}}\n" + DISTILLED,
+            "teachers math with sampling.temperature 0.7: SGLang scores at temperature 1",
+        ),
+        (
+            f"teachers: {{math: {{url: '{URL}'}}}}\n"
+            "algorithm: {distillation: {loss: student_topk}}",
+            "with distillation.loss student_topk: SGLang scores one list",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(tmp_path, text, said):
+    file = tmp_path / "e.yaml"
+    file.write_text(MINIMAL + text)
+    with pytest.raises(ConfigError, match=said) as error:
+        load_config(file)
+    assert str(error.value).startswith(f"{file}: 1 problem"), str(error.value)
+
+
+def distilled(teachers: dict, loss: str = "reverse_kl", **sections):
+    sections["data"] = {"path": "d"} | ({"teacher_key": "by"} if len(teachers) > 1 else {})
+    sections["algorithm"] = {"distillation": {"loss": loss, "top_k": 2}}
+    return experiment(teachers=teachers, **sections)
+
+
+def test_engines_of_teachers_have_settings_of_their_own():
+    rollout = {"tp": 4, "num_engines": 2, "max_running_requests": 7}
+    config = distilled(
+        {"math": {"path": "m1", "tp": 2}, "code": {"url": URL}},
+        rollout=rollout | {"min_healthy_engines": 2},
+        actor={"draft": {}, "routing_replay": "rollout"},
+        sampling={"temperature": 1.0},
+    )
+    theirs = config.of_teacher("math")
+    assert (theirs.model.path, theirs.rollout.tp, theirs.rollout.num_engines) == ("m1", 2, 1)
+    assert theirs.rollout.load_format == "model" and theirs.rollout.max_running_requests == 7
+    assert theirs.actor.draft is None and theirs.actor.routing_replay is None
+    assert list(config.engine_sizes) == ["", "math"] and config.num_servers == 3
+    place = ServerPlace(0, "127.0.0.1", 1, "", cuda=True, num_cores=1, scores=True)
+    assert engine_environment(theirs, place)["MEGAGRPO_SCORES_AT"] == "1.0"
+    assert "MEGAGRPO_SCORES_AT" not in engine_environment(config, replace(place, scores=False))
+
+
+def test_teachers_fill_the_rest_of_the_engines_nodes():
+    teachers = {
+        "math": {"path": "m1", "tp": 4},
+        "code": {"path": "m2", "tp": 16, "nodes_per_engine": 2},
+    }
+    rollout = {"tp": 4, "num_engines": 3, "host": "eth0"}
+    config = distilled(teachers, actor={"world_size": 8}, rollout=rollout)
+    found = place(config, Nodes(8))
+    assert found.names == ("0", "1", "2", "math 0", "code 0")
+    nodes = [sorted({gpu.node for gpu in engine}) for engine in found.engines]
+    assert nodes == [[1], [1], [2], [2], [3, 4]] and found.rollout_nodes == 4
+    gpus = [gpu for engine in found.engines for gpu in engine]
+    assert len(set(gpus)) == len(gpus) == 32 and occupied_gpus(config) == 40
+    few = placement_problems(config, Nodes(8, 1, 3))
+    assert "3 rollout nodes" in few[0] and "it may be 4 to 6" in few[0]
+    small = distilled({"math": {"path": "m1"}}, actor={"world_size": 1})
+    assert [gpu.number for (gpu,) in place(small, Nodes(3)).engines] == [1, 2]
+    (problem,) = placement_problems(small, Nodes(2, 1, 0))
+    assert "2 engine ranks (rollout.num_engines x tp, with teachers')" in problem
+
+
+ROWS = [
+    ("math", (("math", 1.0),)),
+    ({"math": 3, "code": 1}, (("math", 0.75), ("code", 0.25))),
+    ('{"code": 0.5}', (("code", 1.0),)),
+    ({"math": 2.0, "code": None}, (("math", 1.0),)),
+    ("", ()),
+    (None, ()),
+]
+
+
+def test_rows_name_their_teachers(tmp_path):
+    file = tmp_path / "d.jsonl"
+    rows = [{"prompt": "p", "answer": "a", "by": value} for value, _ in ROWS]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataConfig(path=str(file), teacher_key="by")
+    assert [row.teachers for row in read_rows(data)] == [expected for _, expected in ROWS]
+    bad = [{"math": -1}, ["math"], 3, {"math": "much"}, "{"]
+    rows = [{"prompt": "p", "answer": "a", "by": value} for value in bad]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    problems: list[str] = []
+    assert read_rows(data, problems) == []
+    assert [problem.split(": ")[0] for problem in problems] == [f"{file}:{i + 1}" for i in range(5)]
+
+
+def test_rows_that_name_unknown_teachers_are_refused_by_their_lines(tmp_path):
+    file = tmp_path / "d.jsonl"
+    values = ["math", {"math": 1, "code": 1}, "physics"]
+    rows = [{"prompt": "p", "answer": "a", "by": value} for value in values]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = distilled(TWO, "teacher_topk")
+    config = config.model_copy(update={"data": DataConfig(path=str(file), teacher_key="by")})
+    said = [problem for problem in preflight(config) if str(file) in problem]
+    assert said[0].startswith(f"{file}:2: teachers math, code with distillation.loss teacher_topk")
+    assert said[1] == f"{file}:3: teacher 'physics' is not among teachers (math, code)"
+    assert len(said) == 2
+
+
+def test_the_tokenizer_of_a_teacher_is_the_models(tmp_path):
+    def folder(name: str, vocab: dict, size: int = 8) -> str:
+        path = tmp_path / name
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps({"model_type": "other", "vocab_size": size}))
+        tokenizer = {"model": {"vocab": vocab}, "added_tokens": [{"content": "<eos>", "id": 2}]}
+        (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+        return str(path)
+
+    ids = {"a": 0, "b": 1}
+    teachers = {
+        "same": {"path": folder("same", ids, size=64)},  # embeddings may be padded
+        "turned": {"path": folder("turned", {"a": 1, "b": 0})},
+        "more": {"path": folder("more", ids | {"c": 3})},
+        "small": {"path": folder("small", ids, size=2)},
+        "missing": {"path": str(tmp_path / "missing")},
+    }
+    config = distilled(teachers)
+    model = config.model.model_copy(update={"path": folder("model", ids)})
+    said = preflight(config.model_copy(update={"model": model}))
+    found = {name: [text for text in said if f"teachers.{name}.path" in text] for name in teachers}
+    assert found["same"] == [] and all(len(found[name]) == 1 for name in list(teachers)[1:])
+    assert "another tokenizer" in found["turned"][0] and "differs in 'a'" in found["turned"][0]
+    assert "differs in 'c'" in found["more"][0]
+    assert "2 embeddings (vocab_size)" in found["small"][0] and "token id 2" in found["small"][0]
+    assert "holds no config.json" in found["missing"][0]
+
+
+def test_a_status_of_an_older_service_has_no_teachers():
+    engine = EngineInfo("engine-0", "", "ready", 1, 1, 0, 1, "")
+    status = ServiceStatus(None, (engine, replace(engine, id="teacher-m-0", teacher="m")))
+    text = msgspec.json.encode(status)
+    found = msgspec.json.decode(text, type=ServiceStatus)
+    assert [e.id for e in found.engines_of("")] == ["engine-0"]
+    assert [e.id for e in found.engines_of("m")] == ["teacher-m-0"]
+    plain = msgspec.json.decode(text.replace(b'"teacher":"m"', b'"x":1'), type=ServiceStatus)
+    assert len(plain.engines_of("")) == 2
+
+
+def test_a_mixture_is_one_of_probabilities():
+    a = TeacherScores(np.log([0.5, 0.1]), [[1, 2]] * 2, np.log([[0.5, 0.2]] * 2))
+    b = TeacherScores(np.log([0.25, 0.9]), [[1, 2]] * 2, np.log([[0.1, 0.3]] * 2))
+    mixed = mixture([0.2, 0.8], [a, b])
+    assert np.allclose(np.exp(mixed.logprobs), [0.3, 0.74], atol=1e-6)
+    assert np.allclose(np.exp(mixed.top_logprobs), [[0.18, 0.28]] * 2, atol=1e-6)
+    assert mixed.top_ids.tolist() == [[1, 2]] * 2
+    far = TeacherScores([-300.0], None, None)
+    assert np.allclose(mixture([0.5, 0.5], [far, far]).logprobs, -300.0)
+
+
+def groups_of(service: FakeService, config, prompts=None, metrics=None):
+    service.teachers = tuple(config.teachers)
+    with running(service), closing(source_of(service.control, config)) as source:
+        prompts = prompts or prompt_set().prompts[:2]
+        groups = source.next(0, prompts, 0)
+        held_out = source.evaluate(prompts, 0, SamplingParams.of(config.sampling), 1)
+        source.add_metrics(metrics or Metrics())
+    assert all(sample.teacher is None for group in held_out for sample in group.samples)
+    return groups
+
+
+@pytest.mark.parametrize("loss", ["reverse_kl", "student_topk", "teacher_topk"])
+def test_responses_come_with_scores_of_the_only_teacher(loss):
+    service, metrics = FakeService(), Metrics()
+    groups = groups_of(service, distilled({"math": {"path": "m1"}}, loss), metrics=metrics)
+    samples = [sample for group in groups for sample in group.samples]
+    assert len(samples) == len(service.scored) == 4
+    for sample in samples:
+        assert np.allclose(sample.teacher.logprobs, -sample.token_ids / 100)
+        assert (sample.teacher.top_ids is None) == (loss == "reverse_kl")
+        if loss != "reverse_kl":
+            pairs = [[token, token + 1] for token in sample.token_ids]
+            assert sample.teacher.top_ids.tolist() == pairs
+        if loss == "student_topk":
+            assert np.allclose(sample.teacher.top_logprobs, -np.array(pairs) / 100)
+    for body in service.scored:
+        assert body["logprob_start_len"] == 1 and len(body["input_ids"]) == 6
+        assert body["sampling_params"]["max_new_tokens"] == 0
+    asked = {body.get("top_logprobs_num") for body in service.requests}
+    assert asked == ({2, None} if loss == "student_topk" else {None}), "an evaluation needs none"
+    found = metrics.reduced(lambda tensor, kind: tensor)
+    assert found["teachers/tokens"] == 16 and found["teachers/retries"] == 0
+    assert 0 < found["teachers/score_s_mean"] <= found["teachers/score_s_sum"]
+
+
+def test_rows_go_to_their_teachers():
+    service = FakeService()
+    first, second = prompt_set().prompts[:2]
+    both = (("math", 0.5), ("code", 0.5))
+    prompts = [replace(first, teachers=both), second]
+    groups = groups_of(service, distilled(TWO), prompts)
+    assert len(service.scored) == 4, "two samples of the first prompt, by both"
+    assert all(np.allclose(s.teacher.logprobs, -s.token_ids / 100) for s in groups[0].samples)
+    assert all(sample.teacher is None for sample in groups[1].samples), "its row names none"
+
+
+SHORT = {"input_token_logprobs": [[None, 1, None]]}
+NOTHING = {"input_token_logprobs": [[None, 1, None], *[[None, 1, None]] * 4]}
+ABORTED = {"finish_reason": {"type": "abort", "message": "ending"}}
+
+
+@pytest.mark.parametrize("problem", [500, "drop", SHORT, NOTHING, ABORTED, b"<html>"], ids=str)
+def test_a_bad_score_is_asked_for_again(problem):
+    service, metrics = FakeService(score_script=[problem]), Metrics()
+    groups = groups_of(service, distilled({"math": {"path": "m1"}}), metrics=metrics)
+    assert all(sample.teacher is not None for group in groups for sample in group.samples)
+    assert len(service.scored) == 5
+    assert metrics.reduced(lambda tensor, kind: tensor)["teachers/retries"] == 1
+
+
+def test_a_step_without_scores_fails_and_names_the_teacher():
+    service = FakeService(score_script=[500] * 99)
+    config = distilled({"math": {"path": "m1"}}, rollout={"step_timeout_s": 1.0})
+    said = (
+        r"wait for .*its teachers.*; teacher math: \d+ retries, the last because of: .*status 500"
+    )
+    with pytest.raises(LeaderError, match=said):
+        groups_of(service, config)
+
+
+def test_groups_keep_scores_and_teachers(tmp_path):
+    both = (("math", 0.5), ("code", 0.5))
+    (group,) = groups_of(
+        FakeService(),
+        distilled(TWO, "student_topk"),
+        [replace(prompt_set().prompts[0], teachers=both)],
+    )
+    write_groups(tmp_path / "groups.npz", [group])
+    assert read_groups(tmp_path / "groups.npz") == [group]
