@@ -14,12 +14,8 @@ from megagrpo.checkpoint.folder import latest, layout_problem, place_problem, st
 from megagrpo.config.fields import complaints
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.placement import Nodes, placement_problems
-<<<<<<< HEAD
-from megagrpo.config.schema import DataConfig, ExperimentConfig, RewardConfig
-from megagrpo.data.curriculum import load_curriculum
-=======
 from megagrpo.config.schema import DataConfig, ExperimentConfig
->>>>>>> teach
+from megagrpo.data.curriculum import load_curriculum
 from megagrpo.data.hub import is_hub_name
 from megagrpo.data.rows import read_rows
 from megagrpo.families.architecture import Architecture
