@@ -184,14 +184,20 @@ def test_components_of_the_loss_are_certified(subject, tmp_path: Path):
     """Tokens of the policy, of a tool and of demonstrations, with a teacher's scores of candidates;
     and a component divided by one rank's tokens."""
     common = subject(algorithm="streams, student's top-k")
-    cases = [case(name) for name in ("DP2", "TP2+SP", "PP2", "CP2", "EP2")]
     wrong = case("DP2", "components-counted-on-each-rank")
-    _, found = measured(tmp_path, [common | each for each in [*cases, wrong]])
-    assert found[: len(cases)] == [[]] * len(cases)
-    assert any("gradient of" in problem for problem in found[-1])
-    alone = subject(algorithm="distillation alone, rejection")
-    _, found = measured(tmp_path, [alone | case("DP2"), alone | case("CP2")])
-    assert found == [[]] * 2
+    jobs = [common | each for each in (case("DP2"), case("TP2+SP"), case("CP2"), wrong)]
+    _, found = measured(tmp_path, jobs)
+    assert found[:3] == [[]] * 3
+    assert any("gradient of" in problem for problem in found[3])
+
+
+@pytest.mark.slow
+def test_components_of_the_loss_are_certified_in_every_layout(subject, tmp_path: Path):
+    names = [name for name in ALGORITHMS if "streams" in name or "distillation" in name]
+    layouts = [name for name, (ranks, _) in LAYOUTS.items() if ranks == 2]
+    jobs = [subject(algorithm=name) | case(layout) for name in names for layout in layouts]
+    _, found = measured(tmp_path, jobs)
+    assert found == [[]] * 2 * len(layouts)
 
 
 @pytest.mark.parametrize(
