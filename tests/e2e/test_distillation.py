@@ -81,7 +81,8 @@ def test_killed_with_teachers_and_run_again_it_is_the_same_run(
         # of 8 prompts two have no teacher; each has a demonstration, of its answer and the end
         assert 0 < entry["stream/distillation_tokens"] < entry["stream/reference_kl_tokens"]
         assert entry["stream/cross_entropy_tokens"] >= 2 * 8
-        assert entry["teachers/tokens"] == entry["stream/distillation_tokens"]
+        if not staleness:  # else scores are of responses to later steps
+            assert entry["teachers/tokens"] == entry["stream/distillation_tokens"]
     assert entries[STEPS]["stream/distillation_kl"] > 1e-3
 
     folder = experiments / f"distilled-{staleness}-resumed"
