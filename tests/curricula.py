@@ -67,6 +67,9 @@ class NoActor:
 
     reshardable = True
 
+    def __init__(self, part: Path):
+        pass
+
     def write(self) -> dict:
         return {}
 
@@ -95,6 +98,6 @@ def continued(mesh: Mesh, url: str, folder: Path, config: ExperimentConfig, end:
         source.drain()
         mesh.from_main(lambda: control.mark_ready("engine-0", 1, state.step), "publish")
     whole = replace(state, ahead=gather_surplus(source.finished(), mesh))
-    PendingSave(folder, whole, ANY, CheckpointConfig(), lambda _: NoActor(), mesh).finish()
+    PendingSave(folder, whole, ANY, CheckpointConfig(), NoActor, mesh).finish()
     source.close()
     return steps

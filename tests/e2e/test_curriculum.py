@@ -1,7 +1,6 @@
 """A run with data.curriculum that samples ahead: solved rows are left out, and killed and run again
 it is the same run."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -51,7 +50,6 @@ def test_killed_in_a_curriculum_and_run_again_it_is_the_same_run(experiments: Pa
         taken.append(
             [(row, sum(r >= PASS for r in of) >= EASY * len(of)) for row, of in rewards.items()]
         )
-    print(json.dumps(taken))
     assert_left_out(taken, staleness=1, return_after=RETURN_AFTER)
     entry = metrics(whole)[STEPS]
     pools = ("unseen", "hard", "medium", "easy")

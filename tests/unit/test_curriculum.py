@@ -1,21 +1,41 @@
 """data.curriculum: weights of rows in closed form, draws that depend on nothing else, what is refused,
 and the steps of a loop."""
 
+import hashlib
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_service import FakeService, running
 from sampling import MESH, experiment, source_of, take
 
-from megagrpo.config.schema import CurriculumConfig, DataConfig, ExperimentConfig
+from megagrpo.check.problems import preflight
+from megagrpo.checkpoint import resume
+from megagrpo.checkpoint import save as checkpoint
+from megagrpo.checkpoint.save import PendingSave, RunIdentity
+from megagrpo.config.load import dump_config
+from megagrpo.config.schema import (
+    CheckpointConfig,
+    CurriculumConfig,
+    DataConfig,
+    ExperimentConfig,
+)
 from megagrpo.data.curriculum import Curriculum, describe_curriculum, load_curriculum
 from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import LeaderError
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.types import Outcome, Prompt, RolloutGroup, RowResults, TrainState
-from tests.curricula import Steps, assert_left_out, continued, dropping, prompt_set, section
+from tests.curricula import (
+    NoActor,
+    Steps,
+    assert_left_out,
+    continued,
+    dropping,
+    prompt_set,
+    section,
+)
 
 pytestmark = pytest.mark.verifies(
     "runs",
@@ -211,6 +231,46 @@ def test_check_says_the_formula():
     )
 
 
+def test_preflight_loads_the_function_and_a_record_has_its_digest(own, tmp_path):
+    wrong = experiment(data=section(name=f"{own}:goods"))
+    found = [text for text in preflight(wrong) if "curriculum" in text]
+    assert len(found) == 1 and "no function goods; did you mean 'good'?" in found[0]
+    dump_config(experiment(data=section(name=f"{own}:good")), tmp_path / "config.yaml")
+    digest = hashlib.sha256(OWN.encode()).hexdigest()
+    record = f"# data.curriculum.name: {own}:good, sha256 {digest}"
+    assert record in (tmp_path / "config.yaml").read_text()
+
+
+def test_results_are_not_of_other_rows(tmp_path, monkeypatch):
+    rows = [["a.jsonl", 4, "a4"]]
+    state = TrainState(step=3, curriculum=results([None, 1.0, 0.5, 0.0]))
+    folder = PendingSave(
+        tmp_path / "checkpoints",
+        state,
+        RunIdentity({}, {}, rows),
+        CheckpointConfig(),
+        NoActor,
+        MESH,
+    ).finish()
+    load = lambda *_: checkpoint.load(folder, RunIdentity({}, {}), lambda part: None, MESH)  # noqa: E731
+    monkeypatch.setattr(resume, "load_checkpoint", load)
+    config = experiment(output_dir=str(tmp_path), checkpoint={"resume": "other_data"})
+    actor = SimpleNamespace(mesh=MESH)
+    assert resume.resume(config, folder, actor, rows).curriculum == state.curriculum
+    assert resume.resume(config, folder, actor, [["a.jsonl", 5, "a5"]]).curriculum is None
+
+
+def test_bytes_of_a_row_in_a_checkpoint(tmp_path):
+    sizes = []
+    for number in (1000, 3000):
+        state = TrainState(step=number, curriculum=results([0.5] * number))
+        folder = PendingSave(
+            tmp_path, state, RunIdentity({}, {}), CheckpointConfig(), NoActor, MESH
+        ).finish()
+        sizes.append(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
+    assert (sizes[1] - sizes[0]) / 2000 == pytest.approx(24, abs=0.1)
+
+
 # ---- the steps of a loop -----------------------------------------------------------------------
 
 STEPS = 6
@@ -236,7 +296,7 @@ def test_batches_of_dynamic_sampling_and_of_remax_are_drawn_the_same_after_a_res
     config = dropping(2, dynamic_sampling={}, advantage={"name": "remax"})
     whole = steps_of(tmp_path / "whole", config, STEPS)
     assert not any(solved for step in whole for _, solved in step)
-    for stop_after in range(1, STEPS):
+    for stop_after in (1, 3):
         assert steps_of(tmp_path / str(stop_after), config, stop_after, STEPS) == whole
 
 

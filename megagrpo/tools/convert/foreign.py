@@ -160,7 +160,9 @@ _OTHERS = {
         r"(?m)^\[(?:orchestrator|inference|trainer)[\].]|prime_rl|uv run rl @",
         "model.name is model.path, group_size (once rollouts_per_example) is train.group_size, "
         "orchestrator.batch_size counts samples: divided by the group it is "
-        "train.num_prompts_per_step, max_off_policy_steps is rollout.max_staleness, its "
+        "train.num_prompts_per_step, max_off_policy_steps is rollout.max_staleness, "
+        "buffer.online_difficulty_filtering is algorithm.dynamic_sampling, buffer.easy_threshold "
+        "and hard_threshold are data.curriculum's easy_at_least and hard_at_most, its "
         "environments run as sampling.agent: {function: verifiers}",
     ),
     "ms-swift": (
