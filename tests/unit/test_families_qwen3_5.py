@@ -60,6 +60,8 @@ def test_published_sizes(hf: dict, total: float, active: float):
         ({"attn_output_gate": False}, "attn_output_gate False"),
         ({"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid'"),
         ({"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
+        ({"norm_topk_prob": False}, "norm_topk_prob False"),
         ({"linear_num_value_heads": 40}, "linear_num_key_heads"),
         ({"head_dim": 252}, "partial_rotary_factor"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),

@@ -1,7 +1,8 @@
-"""The text part of Qwen3.5 and 3.6: gated delta nets, and gated attention in every fourth layer.
+"""Qwen3-Next, and the text part of Qwen3.5 and 3.6: gated delta nets, and gated attention in every
+fourth layer.
 
-Published files are of vision-language models, whose tower (model.visual.*) and
-multi-token-prediction layers (mtp.*) are not loaded.
+Published files of Qwen3.5 are of vision-language models, whose tower (model.visual.*) is not loaded,
+nor are multi-token-prediction layers (mtp.*) of any.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Qwen35(Family):
     ROUNDING = 10
     DRAFT_REFUSAL = "its multi-token-prediction layers (mtp.*) are not loaded"
     LEFT_OUT = ("model.visual.", "mtp.")
+    GROUPED: ClassVar[bool] = False  # of LinearAttention
     FP8_REFUSAL = "not for models with gated delta nets"
 
     def __init__(self, part: str = ""):
@@ -67,6 +69,8 @@ class Qwen35(Family):
             "attn_output_gate": (True,),
             "output_gate_type": (None, "silu", "swish"),
             "mlp_only_layers": (None, []),
+            "decoder_sparse_step": (1,),
+            "norm_topk_prob": (True,),
         }
         problems = [
             f"{key} {hf[key]!r} is not supported; supported: {values[-1]!r}"
@@ -103,6 +107,7 @@ class Qwen35(Family):
                 value_dim=hf["linear_value_head_dim"],
                 kernel=hf["linear_conv_kernel_dim"],
                 layers=layers,
+                grouped=self.GROUPED,
             ),
         )
 
@@ -215,6 +220,14 @@ class Qwen35Moe(Qwen35):
         }
 
 
+class Qwen3Next(Qwen35Moe):
+    """The text model before Qwen3.5; its files have the rows of two projections together."""
+
+    HF_CLASS = "Qwen3NextForCausalLM"
+    LEFT_OUT = ("mtp.",)
+    GROUPED = True
+
+
 def _with_dense_width(hf: HfConfig) -> HfConfig:
     """Adds what transformers' class does not write where every layer has experts."""
     return {"intermediate_size": hf.get("moe_intermediate_size"), **hf}
@@ -231,7 +244,10 @@ def _layer_types(hf: HfConfig) -> list[str]:
 def _linear_tensors(hidden: int, linear: LinearAttention, prefix: str) -> Iterator[TensorSpec]:
     heads = linear.value_heads
     values = heads * linear.value_dim
-    for name, rows in (("qkv", linear.channels), ("z", values), ("b", heads), ("a", heads)):
+    inputs = {"qkv": linear.channels, "z": values, "b": heads, "a": heads}
+    if linear.grouped:
+        inputs = {"qkvz": linear.channels + values, "ba": 2 * heads}
+    for name, rows in inputs.items():
         yield TensorSpec(f"{prefix}in_proj_{name}.weight", (rows, hidden), "matrix")
     yield TensorSpec(prefix + "conv1d.weight", (linear.channels, 1, linear.kernel), "convolution")
     yield TensorSpec(prefix + "A_log", (heads,), "bias", dtype="float32")  # as in engines
@@ -243,15 +259,15 @@ def _linear_tensors(hidden: int, linear: LinearAttention, prefix: str) -> Iterat
 def _load_linear(
     layer: GatedDelta, linear: LinearAttention, hf: Mapping[str, Tensor], prefix: str, shard: Shard
 ) -> None:
-    """Loads a gated delta net, whose rows stand key head by key head; in files kind by kind."""
+    """Loads a gated delta net, whose rows stand key head by key head; in files mostly kind by
+    kind."""
     heads = linear.key_heads
     keys = heads * linear.key_dim
 
     def by_head(tensor: Tensor) -> Tensor:
         return tensor.view(heads, len(tensor) // heads, *tensor.shape[1:])
 
-    def fill(target: Tensor, mixed: Tensor, *others: Tensor) -> None:
-        parts = (mixed[:keys], mixed[keys : 2 * keys], mixed[2 * keys :], *others)
+    def fill(target: Tensor, parts: list[Tensor]) -> None:
         target = target.view(heads // shard.size, -1, *target.shape[1:])
         start = 0
         for part in map(by_head, parts):
@@ -259,8 +275,13 @@ def _load_linear(
             target[:, start:end].copy_(shard.rows(part))
             start = end
 
-    fill(layer.in_proj.weight, *(hf[f"{prefix}in_proj_{x}.weight"] for x in ("qkv", *"zba")))
-    fill(layer.conv1d, hf[prefix + "conv1d.weight"])
+    def by_kind(mixed: Tensor) -> list[Tensor]:
+        return [mixed[:keys], mixed[keys : 2 * keys], mixed[2 * keys :]]
+
+    names = ("qkvz", "ba") if linear.grouped else ("qkv", "z", "b", "a")
+    inputs = [hf[f"{prefix}in_proj_{name}.weight"] for name in names]
+    fill(layer.in_proj.weight, inputs if linear.grouped else by_kind(inputs[0]) + inputs[1:])
+    fill(layer.conv1d, by_kind(hf[prefix + "conv1d.weight"]))
     layer.A_log.copy_(shard.rows(hf[prefix + "A_log"]))
     layer.dt_bias.copy_(shard.rows(hf[prefix + "dt_bias"]))
     layer.norm.copy_(hf[prefix + "norm.weight"])
