@@ -21,6 +21,7 @@ from megagrpo.families.architecture import (
     rotary_fraction,
 )
 from megagrpo.families.family import Family, TinySizes
+from megagrpo.families.fused_experts import FusedExperts
 from megagrpo.families.loading import Shard
 from megagrpo.families.tensors import TensorSpec, layer_prefix
 
@@ -56,7 +57,7 @@ class Qwen35(Family):
     # to 1.1e-5 off one's, weights 2.5e-6; transformers' in float32 3.9e-5 off its own in float64.
     ROUNDING = 10
     DRAFT_REFUSAL = "its multi-token-prediction layers (mtp.*) are not loaded"
-    LEFT_OUT = ("model.visual.", "mtp.")
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("model.visual.", "mtp.")
     GROUPED: ClassVar[bool] = False  # of LinearAttention
     FP8_REFUSAL = "not for models with gated delta nets"
 
@@ -157,11 +158,8 @@ class Qwen35(Family):
         }
 
 
-class Qwen35Moe(Qwen35):
-    """With experts in every layer, and one that every token meets, times a sigmoid of the token.
-
-    Published files hold the experts of a layer in two tensors.
-    """
+class Qwen35Moe(FusedExperts, Qwen35):
+    """With experts in every layer, and one that every token meets, times a sigmoid of the token."""
 
     HF_CLASS = "Qwen3_5MoeForCausalLM"
     REQUIRED_KEYS = (
@@ -188,27 +186,9 @@ class Qwen35Moe(Qwen35):
             shared_gate=True,
         )
 
-    def stored(self, hf: Mapping[str, Tensor], name: str) -> Tensor:
-        stored = self.stored_name(name)
-        layer, found, expert = stored.partition(".experts.")
-        if not found or stored in hf:
-            return hf[stored]
-        number, projection, _ = expert.split(".")
-        if projection == "down_proj":
-            return hf[f"{layer}.experts.down_proj"][int(number)]
-        gate, up = hf[f"{layer}.experts.gate_up_proj"][int(number)].chunk(2)
-        return gate if projection == "gate_proj" else up
-
-    def layer_tensors(self, arch: Architecture, index: int) -> Iterator[TensorSpec]:
-        specs = super().layer_tensors(arch, index)
-        if not self._part:
-            yield from specs
-            return
-        yield from (spec for spec in specs if not spec.expert)
-        experts, hidden, width = arch.num_experts, arch.hidden_size, arch.expert_ffn_size
-        prefix = layer_prefix(index) + "mlp.experts."
-        yield TensorSpec(prefix + "gate_up_proj", (experts, 2 * width, hidden), "matrix", True)
-        yield TensorSpec(prefix + "down_proj", (experts, hidden, width), "matrix", True)
+    @property
+    def fuses_experts(self) -> bool:
+        return bool(self._part)
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
         return super().tiny_options(sizes) | {
