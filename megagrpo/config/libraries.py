@@ -205,6 +205,7 @@ _SERVER_REFUSED = {
         *prefix_mm_cache trust_mm_* limit_mm_* enable_multimodal allowed_media_domains media_url_*
         image_processor_backend disable_fast_image_processor""",
     "diffusion models are not trained": "dllm_*",
+    "an indexer's choice is not replayed (docs/experts.md)": "enable_return_indexer_topk",
     "a publish writes into a rank's parameters, which offloading replaces": (
         "cpu_offload_gb offload_* ple_offload_*"
     ),

@@ -68,6 +68,7 @@ class LinearAttention:
     value_dim: int
     kernel: int  # tokens of the convolution
     layers: tuple[bool, ...]
+    grouped: bool = False  # rows of files stand key head by key head; else kind by kind
 
     @property
     def channels(self) -> int:

@@ -18,7 +18,7 @@ from megagrpo.families.family import Family
 from megagrpo.families.models.deepseek_v3 import DeepseekV3, KimiK25
 from megagrpo.families.models.dense import Llama, Qwen2, Qwen3
 from megagrpo.families.models.minimax_m2 import MiniMaxM2
-from megagrpo.families.models.qwen3_5 import Qwen35, Qwen35Moe
+from megagrpo.families.models.qwen3_5 import Qwen3Next, Qwen35, Qwen35Moe
 from megagrpo.families.models.sigmoid_moe import Glm4Moe
 from megagrpo.families.models.softmax_moe import Mixtral, Qwen3Moe
 from megagrpo.families.models.sparse_attention import DeepseekV32, GlmMoeDsa
@@ -52,6 +52,7 @@ FAMILIES: dict[str, Family] = {
     "kimi_k25": KimiK25(),
     "deepseek_v32": DeepseekV32(),
     "glm_moe_dsa": GlmMoeDsa(),
+    "qwen3_next": Qwen3Next(),
 }
 _PREDICTION_LAYERS = "num_nextn_predict_layers"
 

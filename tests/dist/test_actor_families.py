@@ -19,6 +19,7 @@ from tests.dist.cases import (
     FAMILY_LAYOUTS,
     LAYOUTS,
     MORE_FAMILIES,
+    ONE_RANK,
     RECOMPUTE,
 )
 from tests.dist.figures import LayoutFigures
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture(scope="module")
 def hf_families(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("hf_families")
-    run_transformers(folder, "hf_reference.py", *FAMILIES)
+    run_transformers(folder, "hf_reference.py", *FAMILIES, *ONE_RANK)
     return folder
 
 
@@ -53,7 +54,9 @@ def one_rank_jobs(folder: Path, model: str) -> dict[tuple[str, str, str], dict]:
 @pytest.fixture(scope="module")
 def one_rank(hf_families: Path, layout_figures: LayoutFigures) -> Path:
     jobs = {
-        key: job for model in FAMILIES for key, job in one_rank_jobs(hf_families, model).items()
+        key: job
+        for model in (*FAMILIES, *ONE_RANK)
+        for key, job in one_rank_jobs(hf_families, model).items()
     }
     check(hf_families, 1, jobs, layout_figures)
     return hf_families

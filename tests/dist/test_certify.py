@@ -294,6 +294,7 @@ def test_norms_over_all_heads_are_certified_and_their_fault_found(subject, tmp_p
         "kimi_k2",
         "minimax_m2",
         "qwen3_5_moe",
+        "qwen3_next",
     ],
 )
 def test_large_families_are_certified(subject, tmp_path: Path, family: str):

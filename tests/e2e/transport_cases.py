@@ -41,6 +41,7 @@ MOE = (
     "qwen3_5_moe_text",
     "minimax_m2",
     "glm_moe_dsa",
+    "qwen3_next",
 )
 FAMILIES, TIED = DENSE + MOE, ("llama",)
 # A name that is no family -> the family, and what its config.json has otherwise. transformers gives
@@ -58,6 +59,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"layer_types": ["linear_attention", "full_attention"], "full_attention_interval": 2},
     ),
 }
+VARIANTS["qwen3_next"] = ("qwen3_next", VARIANTS["qwen3_5_moe_text"][1])
 TRAINERS: dict[str, tuple[int, dict[str, int]]] = {  # ranks, layout
     "1": (1, {}),
     "TP2+SP": (2, {"tp": 2}),
@@ -103,6 +105,9 @@ COMPUTED = {
     ("glm_moe_dsa", "TP1"): ("1", "TP2xPP2"),
     ("glm_moe_dsa", "TP2"): ("TP2xEP2", "PP2"),
     ("glm_moe_dsa", "TP2xEP2"): ("TP2+SP", "EP2"),
+    ("qwen3_next", "TP1"): ("1", "TP2xPP2"),
+    ("qwen3_next", "TP2"): ("TP2xEP2",),
+    ("qwen3_next", "TP2xEP2"): ("PP2", "EP2"),
 }
 # after a transport's name: weights.delta, and a publish after which a fiftieth has changed
 CHANGES = ", changes"

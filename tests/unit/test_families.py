@@ -46,6 +46,7 @@ DIGESTS = {
     ("qwen3_5_moe_text", False): "a99c3a5bbd35aa75",
     ("qwen3_5", False): "1cf43c388982de8b",
     ("qwen3_5_text", False): "b16f53c19f6d225f",
+    ("qwen3_next", False): "9f7162e55e55a912",
 }
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -54,7 +55,7 @@ LLAMA3 = {
 UNSCALED = (
     *("glm4_moe", "deepseek_v3", "kimi_k2", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
     *("minimax_m2", "kimi_k25", "deepseek_v32", "glm_moe_dsa"),
-    *("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_text"),
+    *("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_text", "qwen3_next"),
 )
 TOY = '''
 """A family whose MLP has Mixtral's names."""
@@ -139,7 +140,7 @@ def test_what_would_be_silently_wrong_is_refused_by_name(family, tmp_path):
         family not in ("qwen2", "glm4_moe", "qwen2_5_vl")
     )
     assert bool(model_problems(hf | {"partial_rotary_factor": 0.25})) == (
-        family != "glm4_moe" and not family.startswith("qwen3_5")
+        family != "glm4_moe" and not family.startswith(("qwen3_5", "qwen3_next"))
     )
     assert bool(model_problems(hf | {"rope_scaling": LLAMA3})) == (family in UNSCALED)
     del hf["rms_norm_eps"]

@@ -43,8 +43,19 @@ A35 = published(
 )  # fmt: skip
 
 
+# the values that transformers' class has by default, which are of the 80B-A3B
+NEXT = {
+    "model_type": "qwen3_next", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 5632,
+    "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 262144, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 512,
+    "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("hf", "total", "active"), [(LARGE, 396.3, 16.3), (A122, 122.1, 9.0), (A35, 34.7, 2.9)]
+    ("hf", "total", "active"),
+    [(NEXT, 79.7, 3.6), (LARGE, 396.3, 16.3), (A122, 122.1, 9.0), (A35, 34.7, 2.9)],
 )
 def test_published_sizes(hf: dict, total: float, active: float):
     """Without vision tower and multi-token-prediction layer."""
@@ -60,6 +71,8 @@ def test_published_sizes(hf: dict, total: float, active: float):
         ({"attn_output_gate": False}, "attn_output_gate False"),
         ({"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid'"),
         ({"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
+        ({"norm_topk_prob": False}, "norm_topk_prob False"),
         ({"linear_num_value_heads": 40}, "linear_num_key_heads"),
         ({"head_dim": 252}, "partial_rotary_factor"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
@@ -111,6 +124,7 @@ def test_the_text_part_of_a_vision_language_model():
         assert is_left_out(arch, name)
     assert not any(is_left_out(arch, name) for name in names)
     assert [text.split(":")[0] for text in left_out(LARGE)] == ["model.visual.*", "mtp.*"]
+    assert [text.split(":")[0] for text in left_out(NEXT)] == ["mtp.*"]
     assert exported_config(LARGE) == LARGE
     assert not Model.read(FOLDER).sees_images
 

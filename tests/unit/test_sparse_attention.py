@@ -59,6 +59,9 @@ def test_an_indexer_is_not_trained_and_a_draft_and_adapters_are_refused():
     actor = ActorConfig(megatron={"dsa_indexer_topk": 1, "dsa_kernel_backend": "cudnn"})
     ((path, problem),) = setting_problems(actor, lengths(1, 1).rollout)
     assert path[-1] == "dsa_indexer_topk" and "set by model.path" in problem
+    returned = lengths(1, 1, rollout={"sglang": {"enable_return_indexer_topk": True}})
+    ((_, problem),) = setting_problems(returned.actor, returned.rollout)
+    assert problem == "is refused: an indexer's choice is not replayed (docs/experts.md)"
     draft = {"draft": {}}
     (problem,) = check_against_model(lengths(8, 8, actor=draft), GLM5)
     assert "actor.draft is not supported with a glm_moe_dsa model" in problem

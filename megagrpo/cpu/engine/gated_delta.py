@@ -169,15 +169,16 @@ def fused_sigmoid_mul_cpu(x, gate) -> None:
 
 
 def norm_then_gate(module) -> None:
-    """Patches sglang.kernels.ops.attention.fla.layernorm_gated: the norm of a delta net's output is
-    a Triton kernel."""
+    """Patches a module of sglang.kernels.ops.attention.fla: the norm of a delta net's output is a
+    Triton kernel, Qwen3.5's in layernorm_gated, Qwen3-Next's in fused_norm_gate."""
+    norm = getattr(module, "FusedRMSNormGated", None) or module.RMSNorm
 
     def forward(self, x, z):
-        assert self.norm_before_gate and self.group_size is None, "Qwen3.5's"
+        assert getattr(self, "norm_before_gate", True), "as in both"
         gate = _sigmoid(z) if self.activation == "sigmoid" else _silu(z)
         return (_norm(x.float(), self.weight.float(), self.eps) * gate).to(x.dtype)
 
-    module.RMSNorm.forward = forward
+    norm.forward = forward
 
 
 def gate_shared_experts(module) -> None:

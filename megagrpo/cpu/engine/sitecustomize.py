@@ -265,6 +265,7 @@ REPAIRS = {
     "sglang.srt.models.deepseek_common.attention_backend_handler": absorb_latent_attention,
     "sglang.srt.batch_invariant_ops.batch_invariant_ops": batch_invariant_products,
     "sglang.kernels.ops.attention.fla.layernorm_gated": repair_of("gated_delta", "norm_then_gate"),
+    "sglang.kernels.ops.attention.fla.fused_norm_gate": repair_of("gated_delta", "norm_then_gate"),
     "sglang.kernels.ops.elementwise.elementwise": repair_of("gated_delta", "gate_shared_experts"),
     "sglang.srt.models.minimax_m2": repair_of("head_norms", "install"),
     "sglang.srt.speculative.draft_utils": repair_of("draft_attention", "draft_with_torch_native"),

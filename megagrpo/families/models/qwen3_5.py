@@ -1,7 +1,8 @@
-"""The text part of Qwen3.5 and 3.6: gated delta nets, and gated attention in every fourth layer.
+"""Qwen3-Next, and the text part of Qwen3.5 and 3.6: gated delta nets, and gated attention in every
+fourth layer.
 
-Published files are of vision-language models, whose tower (model.visual.*) and
-multi-token-prediction layers (mtp.*) are not loaded.
+Published files of Qwen3.5 are of vision-language models, whose tower (model.visual.*) is not loaded,
+nor are multi-token-prediction layers (mtp.*) of any.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from megagrpo.families.architecture import (
     rotary_fraction,
 )
 from megagrpo.families.family import Family, TinySizes
+from megagrpo.families.fused_experts import FusedExperts
 from megagrpo.families.loading import Shard
 from megagrpo.families.tensors import TensorSpec, layer_prefix
 
@@ -55,7 +57,8 @@ class Qwen35(Family):
     # to 1.1e-5 off one's, weights 2.5e-6; transformers' in float32 3.9e-5 off its own in float64.
     ROUNDING = 10
     DRAFT_REFUSAL = "its multi-token-prediction layers (mtp.*) are not loaded"
-    LEFT_OUT = ("model.visual.", "mtp.")
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ("model.visual.", "mtp.")
+    GROUPED: ClassVar[bool] = False  # of LinearAttention
     FP8_REFUSAL = "not for models with gated delta nets"
 
     def __init__(self, part: str = ""):
@@ -67,6 +70,8 @@ class Qwen35(Family):
             "attn_output_gate": (True,),
             "output_gate_type": (None, "silu", "swish"),
             "mlp_only_layers": (None, []),
+            "decoder_sparse_step": (1,),
+            "norm_topk_prob": (True,),
         }
         problems = [
             f"{key} {hf[key]!r} is not supported; supported: {values[-1]!r}"
@@ -103,6 +108,7 @@ class Qwen35(Family):
                 value_dim=hf["linear_value_head_dim"],
                 kernel=hf["linear_conv_kernel_dim"],
                 layers=layers,
+                grouped=self.GROUPED,
             ),
         )
 
@@ -152,11 +158,8 @@ class Qwen35(Family):
         }
 
 
-class Qwen35Moe(Qwen35):
-    """With experts in every layer, and one that every token meets, times a sigmoid of the token.
-
-    Published files hold the experts of a layer in two tensors.
-    """
+class Qwen35Moe(FusedExperts, Qwen35):
+    """With experts in every layer, and one that every token meets, times a sigmoid of the token."""
 
     HF_CLASS = "Qwen3_5MoeForCausalLM"
     REQUIRED_KEYS = (
@@ -183,27 +186,9 @@ class Qwen35Moe(Qwen35):
             shared_gate=True,
         )
 
-    def stored(self, hf: Mapping[str, Tensor], name: str) -> Tensor:
-        stored = self.stored_name(name)
-        layer, found, expert = stored.partition(".experts.")
-        if not found or stored in hf:
-            return hf[stored]
-        number, projection, _ = expert.split(".")
-        if projection == "down_proj":
-            return hf[f"{layer}.experts.down_proj"][int(number)]
-        gate, up = hf[f"{layer}.experts.gate_up_proj"][int(number)].chunk(2)
-        return gate if projection == "gate_proj" else up
-
-    def layer_tensors(self, arch: Architecture, index: int) -> Iterator[TensorSpec]:
-        specs = super().layer_tensors(arch, index)
-        if not self._part:
-            yield from specs
-            return
-        yield from (spec for spec in specs if not spec.expert)
-        experts, hidden, width = arch.num_experts, arch.hidden_size, arch.expert_ffn_size
-        prefix = layer_prefix(index) + "mlp.experts."
-        yield TensorSpec(prefix + "gate_up_proj", (experts, 2 * width, hidden), "matrix", True)
-        yield TensorSpec(prefix + "down_proj", (experts, hidden, width), "matrix", True)
+    @property
+    def fuses_experts(self) -> bool:
+        return bool(self._part)
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
         return super().tiny_options(sizes) | {
@@ -213,6 +198,14 @@ class Qwen35Moe(Qwen35):
             "shared_expert_intermediate_size": sizes.expert_ffn_size,
             "router_aux_loss_coef": 0.0,
         }
+
+
+class Qwen3Next(Qwen35Moe):
+    """The text model before Qwen3.5; its files have the rows of two projections together."""
+
+    HF_CLASS = "Qwen3NextForCausalLM"
+    LEFT_OUT = ("mtp.",)
+    GROUPED = True
 
 
 def _with_dense_width(hf: HfConfig) -> HfConfig:
@@ -231,7 +224,10 @@ def _layer_types(hf: HfConfig) -> list[str]:
 def _linear_tensors(hidden: int, linear: LinearAttention, prefix: str) -> Iterator[TensorSpec]:
     heads = linear.value_heads
     values = heads * linear.value_dim
-    for name, rows in (("qkv", linear.channels), ("z", values), ("b", heads), ("a", heads)):
+    inputs = {"qkv": linear.channels, "z": values, "b": heads, "a": heads}
+    if linear.grouped:
+        inputs = {"qkvz": linear.channels + values, "ba": 2 * heads}
+    for name, rows in inputs.items():
         yield TensorSpec(f"{prefix}in_proj_{name}.weight", (rows, hidden), "matrix")
     yield TensorSpec(prefix + "conv1d.weight", (linear.channels, 1, linear.kernel), "convolution")
     yield TensorSpec(prefix + "A_log", (heads,), "bias", dtype="float32")  # as in engines
@@ -243,15 +239,15 @@ def _linear_tensors(hidden: int, linear: LinearAttention, prefix: str) -> Iterat
 def _load_linear(
     layer: GatedDelta, linear: LinearAttention, hf: Mapping[str, Tensor], prefix: str, shard: Shard
 ) -> None:
-    """Loads a gated delta net, whose rows stand key head by key head; in files kind by kind."""
+    """Loads a gated delta net, whose rows stand key head by key head; in files mostly kind by
+    kind."""
     heads = linear.key_heads
     keys = heads * linear.key_dim
 
     def by_head(tensor: Tensor) -> Tensor:
         return tensor.view(heads, len(tensor) // heads, *tensor.shape[1:])
 
-    def fill(target: Tensor, mixed: Tensor, *others: Tensor) -> None:
-        parts = (mixed[:keys], mixed[keys : 2 * keys], mixed[2 * keys :], *others)
+    def fill(target: Tensor, parts: list[Tensor]) -> None:
         target = target.view(heads // shard.size, -1, *target.shape[1:])
         start = 0
         for part in map(by_head, parts):
@@ -259,8 +255,13 @@ def _load_linear(
             target[:, start:end].copy_(shard.rows(part))
             start = end
 
-    fill(layer.in_proj.weight, *(hf[f"{prefix}in_proj_{x}.weight"] for x in ("qkv", *"zba")))
-    fill(layer.conv1d, hf[prefix + "conv1d.weight"])
+    def by_kind(mixed: Tensor) -> list[Tensor]:
+        return [mixed[:keys], mixed[keys : 2 * keys], mixed[2 * keys :]]
+
+    names = ("qkvz", "ba") if linear.grouped else ("qkv", "z", "b", "a")
+    inputs = [hf[f"{prefix}in_proj_{name}.weight"] for name in names]
+    fill(layer.in_proj.weight, inputs if linear.grouped else by_kind(inputs[0]) + inputs[1:])
+    fill(layer.conv1d, by_kind(hf[prefix + "conv1d.weight"]))
     layer.A_log.copy_(shard.rows(hf[prefix + "A_log"]))
     layer.dt_bias.copy_(shard.rows(hf[prefix + "dt_bias"]))
     layer.norm.copy_(hf[prefix + "norm.weight"])

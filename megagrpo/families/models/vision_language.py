@@ -3,7 +3,6 @@ tower before it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -14,13 +13,13 @@ from megagrpo.families.architecture import (
     every_scaling_refused,
 )
 from megagrpo.families.family import Family, TinySizes
+from megagrpo.families.fused_experts import FusedExperts
 from megagrpo.families.models.dense import Qwen2, Qwen3
 from megagrpo.families.models.softmax_moe import Qwen3Moe
-from megagrpo.families.tensors import TensorSpec
 from megagrpo.families.vision import read_vision, vision_refusals
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 
 # of the text part and of the tower, and what follows from the size of a head
@@ -96,12 +95,13 @@ class Qwen3VL(Seeing, Qwen3):
         )
 
 
-class Qwen3VLMoe(Qwen3VL, Qwen3Moe):
+class Qwen3VLMoe(FusedExperts, Qwen3VL, Qwen3Moe):
     """Qwen3-MoE with that tower; a layer's experts are two tensors, each expert's matrices
     transposed."""
 
     HF_CLASS = "Qwen3VLMoeForConditionalGeneration"
     SIZE_KEYS = Qwen3Moe.SIZE_KEYS | _SIZE_KEYS
+    TRANSPOSED = True
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
         # absent as in older files: transformers' router and SGLang's default both divide
@@ -112,26 +112,3 @@ class Qwen3VLMoe(Qwen3VL, Qwen3Moe):
                 "of the model"
             )
         return problems
-
-    def stored(self, hf: Mapping[str, Tensor], name: str) -> Tensor:
-        layer, found, expert = name.partition(".experts.")
-        if not found:
-            return super().stored(hf, name)
-        number, projection, _ = expert.split(".")
-        prefix = self.stored_name(layer) + ".experts."
-        if projection == "down_proj":
-            return hf[prefix + "down_proj"][int(number)].t()
-        both = hf[prefix + "gate_up_proj"][int(number)]
-        width = both.shape[1] // 2
-        return (both[:, :width] if projection == "gate_proj" else both[:, width:]).t()
-
-    def layer_tensors(self, arch: Architecture, index: int) -> Iterator[TensorSpec]:
-        experts = arch.num_experts
-        hidden = arch.hidden_size
-        width = arch.expert_ffn_size
-        for spec in super().layer_tensors(arch, index):
-            if not spec.expert:
-                yield spec
-        prefix = f"model.layers.{index}.mlp.experts."
-        yield TensorSpec(prefix + "gate_up_proj", (experts, hidden, 2 * width), "matrix", True)
-        yield TensorSpec(prefix + "down_proj", (experts, width, hidden), "matrix", True)

@@ -24,6 +24,7 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from tests.dist.workers.samples import LENGTHS, NUM_SAMPLES, VOCAB, WIDTH, samples
@@ -106,6 +107,10 @@ CONFIGS = {
         rope_parameters=_PLAIN,
     ),
     "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(**_QWEN35, **_QWEN35_MOE),
+    "qwen3_next": lambda: Qwen3NextConfig(
+        **(_QWEN35 | {"rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.25}}), **_QWEN35_MOE,
+        norm_topk_prob=True,
+    ),
     "qwen3_5": lambda: Qwen3_5TextConfig(**(_QWEN35 | {"tie_word_embeddings": True})),
     "glm_moe_dsa": lambda: GlmMoeDsaConfig(
         **_SPARSE, **_NO_GROUPS, rms_norm_eps=1e-6, rope_parameters=_PLAIN
