@@ -111,9 +111,7 @@ def _teacher_lines(plan: Plan) -> list[str]:
     return [
         f"teacher    {name}: {teachers[name].num_engines} of tp {teachers[name].tp}, a rank "
         f"{side.total / 1e9:.1f} of {side.capacity / 1e9:.1f} GB: {_parts(side.parts)}"
-        for name, side in teachers_memory(
-            plan.config, plan.target.lengths, plan.target.hardware
-        )
+        for name, side in teachers_memory(plan.config, plan.target.lengths, plan.target.hardware)
     ]
 
 
