@@ -26,6 +26,7 @@ from megagrpo.config.objective.correction import Band, Rejection, TruncatedImpor
 from megagrpo.config.reward import OPTIONS
 from megagrpo.config.rollout import AgentConfig, EnvironmentConfig
 from megagrpo.config.schema import DataConfig, ExperimentConfig, ModelConfig
+from megagrpo.config.teachers import TeacherConfig
 from megagrpo.tools.convert.foreign import FRAMEWORKS, Entry, entries
 
 _HEAD = """\
@@ -79,6 +80,7 @@ _OPTIONAL: dict[str, Section] = {
     "algorithm.mismatch.weight, name: tis": TruncatedImportance(name="tis"),
     "algorithm.mismatch.weight, name: icepop or mis_mask": Band(name="icepop"),
     "algorithm.mismatch.reject": Rejection(high=2.0),
+    "teachers.NAME": TeacherConfig(path="m"),
 }
 
 
@@ -127,7 +129,8 @@ def _add_section(
         )
         intro = {"required": "Required. ", "none": "Optional. "}.get(_default(field), "")
         if of_list:
-            _add_section(lines, f"{below}.0", of_list[0], seen)
+            named = get_origin(field.annotation) is dict
+            _add_section(lines, f"{below}.{'NAME' if named else 0}", of_list[0], seen)
         elif len(inner) == 1:
             _add_section(lines, below, inner[0], seen, intro)
         elif inner:
@@ -287,7 +290,7 @@ def _tables(experiment: ExperimentConfig) -> Iterator[tuple[str, list[Rule]]]:
     for path, section in examples.items():
         own = [] if section is experiment else section.problems()
         if found := [*own, *section.excludes(experiment)]:
-            yield path, found
+            yield path or "teachers", found
 
 
 def _walk(path: str, section: Section) -> Iterator[tuple[str, Section]]:

@@ -148,6 +148,14 @@ class Sample(WithArrays):
         """Returns the index of its rollout within the group."""
         return self.index if self.rollout is None else self.rollout
 
+    @property
+    def num_candidates(self) -> int | None:
+        """Returns the number of tokens beside its own that teachers scored at each position; None
+        without scores."""
+        if self.teacher is None:
+            return None
+        return 0 if self.teacher.top_ids is None else self.teacher.top_ids.shape[1]
+
     def token_versions(self) -> np.ndarray:
         """Returns the version of the weights that sampled each token, [T] int32; a tool's repeat
         the previous."""
@@ -202,6 +210,12 @@ class RolloutGroup:
         for sample in self.samples:
             found[sample.of_rollout].append(sample)
         return tuple(map(tuple, found))
+
+    def is_scored(self, every_row: bool, num_candidates: int) -> bool:
+        """Returns whether its samples have the scores of their row's teachers: of every row, or of
+        rows that name some."""
+        wanted = num_candidates if every_row or self.prompt.teachers else None
+        return all(sample.num_candidates == wanted for sample in self.samples)
 
     def is_of(self, oldest: int) -> bool:
         """Returns whether all its tokens are of these weights or newer ones; a rollout that failed

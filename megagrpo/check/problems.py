@@ -9,7 +9,6 @@ from pathlib import Path
 
 from megagrpo.actor.megatron.fields import expected_kernels
 from megagrpo.check.engine_layout import engine_layout_problems
-from megagrpo.check.teachers import teacher_problems, unknown_teachers
 from megagrpo.checkpoint.folder import latest, layout_problem, place_problem, step_of
 from megagrpo.config.fields import complaints
 from megagrpo.config.layout import layout_problems
@@ -17,7 +16,8 @@ from megagrpo.config.placement import Nodes, placement_problems
 from megagrpo.config.schema import DataConfig, ExperimentConfig
 from megagrpo.data.curriculum import load_curriculum
 from megagrpo.data.hub import is_hub_name
-from megagrpo.data.rows import read_rows
+from megagrpo.data.rows import Row, read_rows
+from megagrpo.data.vocabulary import different_tokens
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import (
     architecture_of,
@@ -60,7 +60,7 @@ def preflight(config: ExperimentConfig, nodes: Nodes | None = None) -> list[str]
         folder = Path(config.model.tokenizer or model_folder(config) or config.model.path)
         largest = _largest_token_id(folder / "tokenizer.json")
         problems += check_against_model(config, hf, largest)
-        problems += teacher_problems(config, folder, longest_samples(config)["data"], largest)
+        problems += _teacher_problems(config, folder, longest_samples(config)["data"], largest)
     return problems
 
 
@@ -210,6 +210,38 @@ def _sparse_problems(config: ExperimentConfig, arch: Architecture) -> Iterator[s
         )
 
 
+def _teacher_problems(
+    config: ExperimentConfig, tokenizer: Path, longest: int, largest_token_id: int | None
+) -> Iterator[str]:
+    """Yields what is wrong with the files of teachers and with the cut of their engines.
+
+    tokenizer: folder of the trained model's. longest: tokens that a teacher scores.
+    """
+    for name, teacher in config.teachers.items():
+        if teacher.path is None or is_hub_name(teacher.path):
+            continue  # names on the Hub were judged as the experiment was read
+        folder = Path(teacher.path)
+        key = f"teachers.{name}.path: {folder}"
+        if not (folder / "config.json").is_file():
+            yield f"{key} holds no config.json, so it is no Hugging Face model folder"
+            continue
+        hf = read_description(folder / "config.json")
+        if not model_problems(hf):  # else one of SGLang's models that no trainer has
+            arch = architecture_of(hf)
+            cuts = engine_layout_problems(config.of_teacher(name).rollout, arch)
+            yield from (text.replace("rollout.", f"teachers.{name}.", 1) for text in cuts)
+            if longest > arch.max_positions:
+                yield f"{key} has {arch.max_positions} positions, and samples up to {longest} tokens"
+        vocabulary = hf.get("vocab_size") or (hf.get("text_config") or {}).get("vocab_size")
+        if vocabulary is not None and (largest_token_id or 0) >= vocabulary:
+            yield (
+                f"{key} has {vocabulary} embeddings (vocab_size), but {tokenizer} token id "
+                f"{largest_token_id}"
+            )
+        if tokenizer.is_dir() and (problem := different_tokens(folder, tokenizer)):
+            yield f"{key} {problem}; distillation needs the same ids for the same tokens"
+
+
 def _missing_files(config: ExperimentConfig) -> Iterator[str]:
     wanted = [("model.path", config.model.path)]
     if config.model.tokenizer is not None:
@@ -283,7 +315,7 @@ def _read_lines(data: DataConfig, config: ExperimentConfig, problems: list[str])
     """Adds the problems of rows. Raises ValueError for those of the whole."""
     reward = config.reward
     rows = read_rows(data, problems)
-    problems += unknown_teachers(config, rows)
+    problems += _unknown_teachers(config, rows)
     names = [row.grader for row in rows]
     known = {
         name: entry.grader for entry in reward.entries for name in (entry.short_name, entry.grader)
@@ -297,6 +329,23 @@ def _read_lines(data: DataConfig, config: ExperimentConfig, problems: list[str])
         for grader in graders:
             said = complaints(check_answer, grader, row.answer)
             problems += [f"{row.location}: {problem}" for problem in said]
+
+
+def _unknown_teachers(config: ExperimentConfig, rows: Sequence[Row]) -> Iterator[str]:
+    """Yields which rows name teachers that do not exist, or several that no loss mixes."""
+    distillation = config.algorithm.distillation
+    own_sets = distillation is not None and distillation.loss == "teacher_topk"
+    for row in rows:
+        names = [name for name, _ in row.teachers]
+        for name in names:
+            if name not in config.teachers:
+                known = ", ".join(config.teachers)
+                yield f"{row.location}: teacher {name!r} is not among teachers ({known})"
+        if own_sets and len(names) > 1:
+            yield (
+                f"{row.location}: teachers {', '.join(names)} with distillation.loss teacher_topk: "
+                "each has most probable tokens of its own; name one, or take student_topk"
+            )
 
 
 def _function_problems(config: ExperimentConfig) -> Iterator[str]:

@@ -119,7 +119,8 @@ def resume(
             print("data.curriculum begins anew: what it knows is of other rows", flush=True)
     # Without max_staleness too, a surplus is one version old.
     oldest = state.step - max(config.rollout.max_staleness, 1)
-    young = [group for group in state.surplus if group.is_of(oldest)]
+    scored = [group for group in state.surplus if group.is_scored(*config.scoring)]
+    young = [group for group in scored if group.is_of(oldest)]
     # A step takes at least one batch: else the surplus would get too old.
     wanted = config.train.num_prompts_per_step
     if config.algorithm.dynamic_sampling is not None and len(young) >= wanted:
@@ -132,7 +133,9 @@ def resume(
             "are left out"
         )
         print(
-            f"{left_out}: their weights are older than rollout.max_staleness allows now", flush=True
+            f"{left_out}: their weights are older than rollout.max_staleness allows now, or "
+            "teachers have changed",
+            flush=True,
         )
     state.surplus = deal_surplus(young, actor.mesh)
     return state

@@ -183,7 +183,10 @@ def sections(annotations: Iterable[object]) -> list[type[Section]]:
 
 
 def elements(annotation: object) -> list[object]:
-    """Returns the types of a list's elements; none if the annotation is no list."""
+    """Returns the types of a list's elements, or of the sections that are a map's values; none if
+    the annotation is neither."""
+    if get_origin(annotation) is dict:
+        return list(sections(members(get_args(annotation)[1])))
     return members(get_args(annotation)[0]) if get_origin(annotation) is list else []
 
 
@@ -191,8 +194,12 @@ def annotations_at(root: type[Section], path: KeyPath) -> list[object]:
     """Returns the types of the value at `path`; none if the schema has no such key."""
     found: list[object] = [root]
     for key in path:
-        if isinstance(key, int):
-            found = [item for member in found for item in elements(member)]
+        kind = list if isinstance(key, int) else dict
+        inside = [
+            item for member in found if get_origin(member) is kind for item in elements(member)
+        ]
+        if inside or isinstance(key, int):
+            found = inside
         else:
             fields = [
                 section.model_fields[key]

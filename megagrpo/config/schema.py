@@ -300,6 +300,14 @@ class ExperimentConfig(Section):
         return {"": self.rollout, **theirs}
 
     @property
+    def scoring(self) -> tuple[bool, int]:
+        """Whether every row has a teacher, and how many tokens teachers score at each position
+        beside the sampled one."""
+        distillation = self.algorithm.distillation
+        every_row = bool(self.teachers) and self.data.teacher_key is None
+        return every_row, 0 if distillation is None else distillation.num_candidates
+
+    @property
     def num_servers(self) -> int:
         """Server processes of all engines that the run starts: one on each of their nodes."""
         return sum(of.num_engines * of.nodes_per_engine for of in self.engine_sizes.values())
@@ -342,6 +350,7 @@ class ExperimentConfig(Section):
             self.algorithm,
             self.reward,
             self.actor,
+            self,
         )
         of_files = [
             Rule(rule.when, f"{key}: {rule.because}", rule.remedy)
@@ -349,5 +358,7 @@ class ExperimentConfig(Section):
             if data is not self.data
             for rule in data.problems()
         ]
-        between = [rule for section in sections for rule in section.excludes(self)]
-        return [*of_files, *between, *teacher_rules(self)]
+        return [*of_files, *(rule for section in sections for rule in section.excludes(self))]
+
+    def excludes(self, experiment: "ExperimentConfig") -> list[Rule]:
+        return teacher_rules(experiment)

@@ -3,7 +3,7 @@ thread.
 
 rollouts/step_000012.replica_0.jsonl has one line per prompt: text, answer, and each sample with the
 reward and outcome of its rollout, its finish reason, and with an environment its turns: who said
-what, and each turn's reward. A step has a file for each replica, with groups in order of their ids;
+what, and each turn's reward; with teachers the response's log-probability under them. A step has a file for each replica, with groups in order of their ids;
 `read_rollouts` merges them.
 """
 
@@ -113,6 +113,11 @@ def _record(group: RolloutGroup, decode: Decode) -> dict:
             "weight_version": sample.weight_version,
             **({"newer_weights": sample.newer} if sample.newer else {}),
             **({} if sample.prompt_ids is None else {"prompt": decode(sample.prompt_ids)}),
+            **(
+                {}
+                if sample.teacher is None
+                else {"teacher_logprob": float(sample.teacher.logprobs.sum())}
+            ),
             **(
                 {"turns": turns_of(sample, rewards[sample.of_rollout], decode)}
                 if outcome.end

@@ -194,7 +194,7 @@ class RetryPolicy:
         return min(self.cap_s, self.base_s * 2**attempt) * random.uniform(0.5, 1.0)
 
 
-class Refused(Exception):
+class UnusableAnswer(Exception):
     """Raised by an attempt that gave no usable answer."""
 
 
@@ -228,7 +228,7 @@ class EngineRequest(Protocol[T_co]):
         """Returns the request as SGLang takes it; called when it leaves."""
 
     def read(self, text: bytes, arch: Architecture | None) -> T_co:
-        """Reads an answer. Raises Refused and WrongExperts if another one may be better,
+        """Reads an answer. Raises UnusableAnswer and WrongExperts if another one may be better,
         GenerationFailed if none."""
 
 
@@ -329,7 +329,7 @@ class Attempt(Generic[T_co]):
         try:
             async with self._limit:
                 return await self._response()
-        except (Refused, WrongExperts) as exc:
+        except (UnusableAnswer, WrongExperts) as exc:
             self.problem = str(exc)
         except (aiohttp.ClientError, TimeoutError) as exc:
             lost = self._limit.expired()
@@ -351,7 +351,7 @@ class Attempt(Generic[T_co]):
                     answer.status == 400
                 ):  # the request itself is wrong: another attempt would fail alike
                     raise GenerationFailed(f"{url} refused a request: {why[:1000]}")
-                raise Refused(f"status {answer.status}: {why[:500]}")
+                raise UnusableAnswer(f"status {answer.status}: {why[:500]}")
             text = await answer.read()
         read = partial(request.read, text, client.experts)
         if len(text) < _LONG:
@@ -363,7 +363,7 @@ def _read(
     text: bytes, request: SampleRequest, ids: np.ndarray, arch: Architecture | None
 ) -> Response:
     """Returns the response of an answer's text; ids: of the prompt. Raises GenerationFailed,
-    WrongExperts, and Refused, also for a proxy's page and a truncated answer."""
+    WrongExperts, and UnusableAnswer, also for a proxy's page and a truncated answer."""
     with unreadable(text):
         answer = _ANSWERS.decode(text)
         response = _checked(answer, request)
@@ -378,9 +378,9 @@ def _read(
 
 
 def unreadable(text: bytes) -> AbstractContextManager[None]:
-    """Raises Refused for what is raised inside the block, in reading what is no answer of
+    """Raises UnusableAnswer for what is raised inside the block, in reading what is no answer of
     /generate."""
-    return translated(f"in its answer {text[:200]!r}", *_NO_ANSWER, raised=Refused)
+    return translated(f"in its answer {text[:200]!r}", *_NO_ANSWER, raised=UnusableAnswer)
 
 
 def _check_images(answer: Answer, images: SentImages | None, ids: np.ndarray) -> None:
@@ -398,7 +398,7 @@ def _check_images(answer: Answer, images: SentImages | None, ids: np.ndarray) ->
 
 
 def _checked(answer: Answer, request: SampleRequest) -> Response:
-    """Returns the response of an /generate answer. Raises Refused if it is cut off or sampled by
+    """Returns the response of an /generate answer. Raises UnusableAnswer if it is cut off or sampled by
     other weights."""
     meta = answer["meta_info"]
     reason = end_of_request(meta)
@@ -409,7 +409,7 @@ def _checked(answer: Answer, request: SampleRequest) -> Response:
     if not all(map(request.accepts, versions)):
         found = sorted({text for _, text in texts} | {meta["weight_version"]})
         needed = f"{request.version}{' or newer' if request.or_newer else ''}"
-        raise Refused(f"sampled by weights of version {found}, wanted {needed}")
+        raise UnusableAnswer(f"sampled by weights of version {found}, wanted {needed}")
     token_ids, logprobs = read_pairs(meta.get("output_token_logprobs", b"[]"))
     newer, num_cached = tuple(spans[1:]), meta.get("cached_tokens", 0)
     accepted = tuple(meta.get("spec_correct_drafts_histogram") or ())
@@ -417,18 +417,20 @@ def _checked(answer: Answer, request: SampleRequest) -> Response:
     if request.top_k:
         top_ids = read_lists(meta.get("output_top_logprobs", []), request.top_k)[0]
         if len(top_ids) != len(token_ids):
-            raise Refused(f"top tokens of {len(top_ids)} positions for {len(token_ids)} tokens")
+            raise UnusableAnswer(
+                f"top tokens of {len(top_ids)} positions for {len(token_ids)} tokens"
+            )
     return Response(
         token_ids, logprobs, reason, spans[0][1], newer, None, num_cached, accepted, top_ids
     )
 
 
 def end_of_request(meta: Meta) -> str:
-    """Returns what ended a request, stop or length. Raises Refused for anything else: the engine
+    """Returns what ended a request, stop or length. Raises UnusableAnswer for anything else: the engine
     was paused or is ending."""
     reason = meta["finish_reason"]
     if reason is None or reason["type"] not in ("stop", "length"):
-        raise Refused(f"the engine ended the request: {reason}")
+        raise UnusableAnswer(f"the engine ended the request: {reason}")
     return str(reason["type"])
 
 

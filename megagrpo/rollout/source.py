@@ -240,7 +240,8 @@ class RolloutSource:
             restored = {group_id: self._restored.pop(group_id, None) for group_id in group_ids}
             for each in mine:
                 group = restored[each.group_id]
-                if group is not None and _fits(group, each.prompt, job, oldest):
+                scored = group is not None and group.is_scored(*self._config.scoring)
+                if group is not None and scored and _fits(group, each.prompt, job, oldest):
                     batch.finished[each.group_id] = group
         missing = [each for each in mine if each.group_id not in batch.finished]
         batch.work = self._background.submit(

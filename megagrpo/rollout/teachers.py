@@ -19,8 +19,8 @@ from megagrpo.rollout.control import ServiceControl
 from megagrpo.rollout.engine_choice import Affinity, Engines
 from megagrpo.rollout.generation import (
     GenerationClient,
-    Refused,
     RetryPolicy,
+    UnusableAnswer,
     end_of_request,
     read_lists,
     unreadable,
@@ -70,14 +70,14 @@ class ScoreRequest:
             "return_logprob": True,
             "logprob_start_len": len(self.ids) - self.length - 1,
         }
-        if self.candidates is not None:  # see service/scoring.py
+        if self.candidates is not None:  # see service/engine_process.py
             body["token_ids_logprob"] = self.candidates.reshape(-1)
         elif self.top_k:
             body["top_logprobs_num"] = self.top_k
         return body
 
     def read(self, text: bytes, arch: Architecture | None) -> TeacherScores:
-        """Returns the scores of an answer's text. Raises Refused if they are not of the
+        """Returns the scores of an answer's text. Raises UnusableAnswer if they are not of the
         response."""
         with unreadable(text):
             meta = _ANSWERS.decode(text)["meta_info"]
@@ -93,7 +93,9 @@ class ScoreRequest:
                 ids, top = read_lists(meta.get("input_top_logprobs", [])[1:], self.top_k)
             lengths = {len(array) for array in (logprobs, ids, top) if array is not None}
             if lengths != {self.length} or not np.isfinite(logprobs).all():
-                raise Refused(f"log-probabilities of {lengths} tokens, or none, of {self.length}")
+                raise UnusableAnswer(
+                    f"log-probabilities of {lengths} tokens, or none, of {self.length}"
+                )
         return TeacherScores(logprobs, ids, top)
 
 
@@ -107,7 +109,7 @@ class Teachers:
         self._config = config
         self._retry = RetryPolicy.of(config)
         distillation = config.algorithm.distillation
-        top_k = 0 if distillation is None else distillation.num_candidates
+        _, top_k = config.scoring
         given = distillation is not None and distillation.loss == "student_topk"
         # tokens of each position, of the policy or of the teacher, that are scored besides
         self.num_given, self.top_k = (top_k, 0) if given else (0, top_k)

@@ -8,9 +8,19 @@ import numpy as np
 import pytest
 import torch
 from engine_logprobs import logits_by
+from run_megagrpo import (
+    Job,
+    assert_same_run,
+    metrics,
+    rollouts,
+    run_experiment,
+    succeed,
+    write_experiment,
+)
 from running_service import START_S, running_service
 from tiny_model import make_tiny_model
 
+from megagrpo.rollout.control import find_service
 from megagrpo.rollout.teachers import Teachers
 from megagrpo.system.environment import API_KEY
 from megagrpo.types import Prompt, TeacherScores
@@ -128,3 +138,43 @@ def test_engines_of_teachers(tiny_model, tmp_path, deterministic):
         for scores, rows, ids in zip(again, of_math, RESPONSES, strict=True):
             assert_equal(scores, rows, ids, False)
         until(lambda: service.control.status().engines[1].restarts == 1, 60)
+
+
+STEPS = 4
+
+
+@pytest.mark.slow
+def test_a_run_whose_teacher_and_then_everything_is_killed_is_the_undisturbed_one(experiments):
+    """Two runs of the same steps, ahead of the weights; nothing is trained without a score."""
+    sections = {
+        "train": {"num_steps": STEPS},
+        "rollout": {"deterministic": True, "max_staleness": 1},
+        "weights": {"in_flight": "drain"},
+        "sampling": {"temperature": 0.7},
+        "checkpoint": {"every": 1, "keep": 20},
+        "teachers": {"first": {"path": str(experiments / "model")}},
+        "algorithm": {
+            "distillation": {"loss": "student_topk", "top_k": 4},
+            "mismatch": {"weight": {"name": "tis"}},
+        },
+    }
+    whole = experiments / "taught"
+    run_experiment(whole, **sections)
+    folder = experiments / "taught_again"
+    config = write_experiment(folder, **sections)
+
+    def teacher():
+        return find_service(folder).status().engines[1]
+
+    with Job("run", config) as job:
+        job.wait_for_step(1)
+        os.kill(teacher().pid, signal.SIGKILL)
+        job.wait_for_step(2)
+        job.wait_for(lambda: teacher().restarts == 1, "a restart")  # then everything is killed
+    succeed("run", config)
+    assert_same_run(folder, whole, STEPS)
+    for step, groups in rollouts(folder).items():
+        scores = [s["teacher_logprob"] for group in groups for s in group["samples"]]
+        assert all(np.isfinite(score) and score < 0 for score in scores), step
+    entries = metrics(whole)
+    assert entries[STEPS]["teachers/tokens"] > 0 and entries[STEPS]["teachers/restarts"] == 0

@@ -277,6 +277,18 @@ def test_a_step_without_scores_fails_and_names_the_teacher():
         groups_of(service, config)
 
 
+def test_groups_of_an_earlier_start_are_used_if_they_have_the_scores_that_are_needed():
+    config = distilled({"math": {"path": "m1"}}, "student_topk")
+    scored, *_ = groups_of(FakeService(), config)
+    bare = replace(scored, samples=tuple(replace(s, teacher=None) for s in scored.samples))
+    assert scored.is_scored(*config.scoring) and not bare.is_scored(*config.scoring)
+    assert not scored.is_scored(*distilled({"math": {"path": "m1"}}).scoring), "other candidates"
+    assert bare.is_scored(*experiment().scoring) and not scored.is_scored(*experiment().scoring)
+    by_column = distilled(TWO, "student_topk").scoring
+    named = replace(bare.prompt, teachers=(("code", 1.0),))
+    assert bare.is_scored(*by_column) and not replace(bare, prompt=named).is_scored(*by_column)
+
+
 def test_groups_keep_scores_and_teachers(tmp_path):
     both = (("math", 0.5), ("code", 0.5))
     (group,) = groups_of(
@@ -286,3 +298,4 @@ def test_groups_keep_scores_and_teachers(tmp_path):
     )
     write_groups(tmp_path / "groups.npz", [group])
     assert read_groups(tmp_path / "groups.npz") == [group]
+    assert group.samples[0].teacher.top_ids.shape == (4, 2)

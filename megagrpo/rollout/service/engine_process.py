@@ -9,6 +9,8 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megagrpo.system import environment
 
@@ -37,12 +39,76 @@ if _KEY:
     logging.setLogRecordFactory(_without_key)
 
 
-def _prepare_scores() -> None:
-    """Prepares a teacher's engine, in every process that SGLang starts, by a spawn or a fork."""
-    if temperature := environment.get(environment.SCORES_AT):
-        from megagrpo.rollout.service import scoring
+@dataclass(frozen=True)
+class _Candidates:
+    """Tokens to score at the positions of a request, k at each, in the part of it that a forward
+    reads."""
 
-        scoring.prepare(float(temperature))
+    ids: Sequence[int]  # k after k, of all positions with log-probabilities
+    k: int
+    first: int  # of these positions that is in the part
+
+    def __len__(self) -> int:
+        return 0  # SGLang would score as many again for the position after the last
+
+    def at(self, position: int) -> Sequence[int]:
+        """Returns the tokens of a position of the part; after the last any, which are dropped."""
+        begin = (self.first + position) * self.k
+        return self.ids[begin : begin + self.k] or self.ids[: self.k]
+
+
+def _prepare_scores() -> None:
+    """Makes a teacher's engine score at the temperature of samples, and read token_ids_logprob as k
+    tokens after k, of each position.
+
+    SGLang 0.5.21 scores input at temperature 1, and the same tokens at all positions. Called in
+    every process that it starts, by a spawn or before a fork.
+    """
+    temperature = float(environment.get(environment.SCORES_AT, 0))
+    if not temperature:
+        return
+    import torch
+    from sglang.srt.layers import logprob_processor
+    from sglang.srt.layers.logits_processor import LogitsProcessor
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    logits_of = LogitsProcessor._get_logits
+    prepare_batch = ScheduleBatch.prepare_for_extend
+    of_chunk = logprob_processor.get_token_ids_logprobs_chunk
+
+    def scaled(self, *args, **kwargs):
+        return logits_of(self, *args, **kwargs).div_(temperature)
+
+    def prepared(batch, *args, **kwargs):
+        prepare_batch(batch, *args, **kwargs)
+        parts = zip(batch.reqs, batch.prefix_lens, batch.extend_logprob_start_lens, strict=True)
+        if batch.token_ids_logprobs is not None:
+            batch.token_ids_logprobs = [_candidates(*part) for part in parts]
+
+    def by_position(logprobs, candidates, lengths, values, ids, begun=0, **kwargs):
+        """begun: positions of the first request that were in earlier chunks."""
+        k = max(each.k for each in candidates if each is not None)
+        rows = []
+        for number, (each, length) in enumerate(zip(candidates, lengths, strict=True)):
+            positions = range(0 if number else begun, length)
+            rows += [[0] * k if each is None else each.at(i) for i in positions]
+        columns = torch.tensor(rows[: len(logprobs)], device=logprobs.device)
+        asked = [None if each is None else list(range(k)) for each in candidates]
+        return of_chunk(logprobs.gather(1, columns), asked, lengths, values, ids, begun, **kwargs)
+
+    LogitsProcessor._get_logits = scaled
+    ScheduleBatch.prepare_for_extend = prepared
+    logprob_processor.get_token_ids_logprobs_chunk = by_position
+
+
+def _candidates(request, num_cached, start) -> _Candidates | None:
+    """Returns those of the part of a request after `num_cached` tokens; start: of its
+    log-probabilities in the part."""
+    ids = request.logprob.token_ids_logprob
+    if ids is None:
+        return None
+    positions = len(request.origin_input_ids) - 1 - request.logprob_start_len
+    return _Candidates(ids, len(ids) // positions, num_cached + start - request.logprob_start_len)
 
 
 if __name__ == "__mp_main__":
