@@ -125,7 +125,8 @@ function showSample({ run, group, sample }) {
   const end = sample.outcome.end ? `, the rollout by ${sample.outcome.end}` : "";
   const facts = [`step ${group.step}, prompt ${group.prompt_id}, sample ${sample.index}${rollout} of ${group.size}`, reward,
     `advantage ${number(sample.advantage, 5)}`, `${sample.num_tokens} tokens, ended by ${sample.finish_reason}${end}`,
-    `weights ${sample.weight_version}`];
+    `weights ${sample.weight_version}`,
+    ...(sample.teacher_logprob === undefined ? [] : [`teacher's log-probability ${number(sample.teacher_logprob, 5)}`])];
   const pane = byId("detail");
   pane.replaceChildren(make("h2", facts.join("  \u00b7  ")), make("h2", "prompt"), make("pre", sample.prompt ?? group.prompt),
     make("h2", "answer"), make("pre", group.answer), make("h2", "response"));
