@@ -27,7 +27,13 @@ from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.curriculum import Curriculum
 from megagrpo.data.images import ImageStore
-from megagrpo.data.prompts import PromptSet, describe_dropped, load_prompts, load_tokenizer
+from megagrpo.data.prompts import (
+    PromptSet,
+    describe_dropped,
+    load_prompts,
+    load_tokenizer,
+    refuse_long_demonstration,
+)
 from megagrpo.data.texts import decoder
 from megagrpo.families.model import Model
 from megagrpo.mesh import LeaderError, Mesh, RunStopped
@@ -85,6 +91,7 @@ class Inputs:
         tokenizer = load_tokenizer(model)
         images = ImageStore.of(model, config.run_folder.images)
         prompts = load_prompts(config.data, tokenizer, images)
+        refuse_long_demonstration(prompts.prompts, config.sampling.max_response_tokens)
         held_out = config.eval_data
         eval_prompts = load_prompts(held_out, tokenizer, images) if held_out else None
         decode = decoder(tokenizer, model, config.sampling.skip_special_tokens)

@@ -29,6 +29,7 @@ from megagrpo.data.messages import Message, render_messages
 from megagrpo.data.prompts import (
     load_tokenizer,
     refuse_long,
+    refuse_long_demonstration,
     render_rows,
     require_template,
 )
@@ -161,6 +162,8 @@ def _try_rows(
     for start in range(0, len(tried), _CHUNK):
         found = render_rows(data, tokenizer, tried[start : start + _CHUNK], store, problems)
         lengths |= {prompt.id: len(prompt.token_ids) for prompt in found}
+        with collected(problems):
+            refuse_long_demonstration(found, config.sampling.max_response_tokens)
         first += first_of_each(found)
         if time.monotonic() - said > _QUIET_S:
             said = time.monotonic()

@@ -6,7 +6,7 @@ state to save.
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -310,6 +310,16 @@ def refuse_long(data: DataConfig, lengths: Sequence[tuple[int, int]]) -> None:
             f"{part.name}: no prompt of at most {most} tokens (data.max_prompt_tokens); the "
             f"shortest has {shortest} tokens"
         )
+
+
+def refuse_long_demonstration(prompts: Iterable[Prompt], most: int) -> None:
+    """Raises ValueError for a demonstration of more than `most` tokens, by file and line."""
+    for prompt in prompts:
+        if prompt.demonstration is not None and (length := len(prompt.demonstration)) > most:
+            raise ValueError(
+                f"{prompt.location}: the demonstration has {length} tokens with its end, more than "
+                f"sampling.max_response_tokens {most}; shorten it, or raise that"
+            )
 
 
 def describe_dropped(data: DataConfig, prompts: PromptSet) -> str:

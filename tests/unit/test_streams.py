@@ -20,7 +20,9 @@ from megagrpo.algo.statistics import alone
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.rows import LossNeeds
 from megagrpo.batching.updates import one_pass
+from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.data.prompts import refuse_long_demonstration
 from megagrpo.monitor.dump import read_dump, write_dump
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TeacherScores
 from tests.unit.golden_cases import cases, close, tensor
@@ -243,6 +245,21 @@ def test_a_dumped_step_has_its_streams(tmp_path):
     for name, weights in batch.streams.weights.items():
         assert torch.equal(read.streams.weights[name], weights)
     assert torch.equal(read.streams.teacher_logprobs, batch.streams.teacher_logprobs)
+
+
+def test_a_checkpoint_has_what_streams_need(tmp_path):
+    group = group_of(
+        demonstration=[7, 7, 2], weights={"rl": 0.5}, teachers=(("a", 0.25), ("b", 0.75))
+    )
+    write_groups(tmp_path / "groups", [group])
+    assert list(read_groups(tmp_path / "groups")) == [group]
+
+
+def test_a_long_demonstration_is_refused():
+    prompts = [group_of().prompt, replace(group_of(demonstration=[7] * 9).prompt, location="a:2")]
+    refuse_long_demonstration(prompts, 9)
+    with pytest.raises(ValueError, match="a:2: the demonstration has 9 tokens with its end"):
+        refuse_long_demonstration(prompts, 8)
 
 
 def test_distillation_alone_leaves_rl_no_token():
