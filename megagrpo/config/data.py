@@ -132,7 +132,8 @@ class DataConfig(Section):
     """Column of a row's weights by component of the loss, `{rl: 0, cross_entropy: 1}`; they multiply
     those of `algorithm.streams`."""
     demonstration_key: str | None = None
-    """Column of a response to learn, no longer than `sampling.max_response_tokens`, for streams that are written by data; empty: none."""
+    """Column of a response to learn, no longer than `sampling.max_response_tokens`, for streams that
+    are written by data; empty: none."""
     chat_template: bool = False
     """Render prompts with the tokenizer's chat template."""
     chat_template_args: dict[str, str | int | float | bool] = Field(default={})
