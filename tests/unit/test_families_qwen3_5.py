@@ -166,5 +166,7 @@ def test_costs_of_both_kinds_of_layers():
     alone = ActorConfig.model_validate({"dtype": "bfloat16"})
     [stage] = stage_parameters(arch, alone)
     assert (stage.dense, stage.expert) == (whole.dense, whole.expert)
-    short = architecture_of(published(layer_types=["full_attention"] * 60))
+    short = architecture_of(
+        published(layer_types=["full_attention"] * 60, full_attention_interval=1)
+    )
     assert attention_length(arch) == pytest.approx(4 * attention_length(short), rel=0.05)

@@ -38,8 +38,8 @@ _LINEAR_SIZES = (
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )
-_KINDS = {"linear_attention": True, "full_attention": False}
-_INTERVAL = 4  # of transformers' class, if config.json has neither layer_types nor an interval
+_ATTENTION = ("linear_attention", "full_attention")
+_INTERVAL = 4  # of transformers' and SGLang's classes, if config.json has none
 _ROTARY_FRACTION = 0.25  # likewise
 
 
@@ -48,7 +48,7 @@ class Qwen35(Family):
 
     HF_CLASS = "Qwen3_5ForCausalLM"
     REQUIRED_KEYS: ClassVar[tuple[str, ...]] = _LINEAR_SIZES
-    SIZE_KEYS = COMMON_SIZE_KEYS | {*_LINEAR_SIZES[:4]}
+    SIZE_KEYS = COMMON_SIZE_KEYS | {*_LINEAR_SIZES[:4], "full_attention_interval"}
     ROPE_SCALING_REFUSALS = staticmethod(every_scaling_refused)
     PARTIAL_ROTARY = True
     TAKES_ADAPTERS = False
@@ -78,11 +78,11 @@ class Qwen35(Family):
             for key, values in expected.items()
             if hf.get(key, values[0]) not in values
         ]
-        kinds = _layer_types(hf)
-        if len(kinds) != hf["num_hidden_layers"] or not set(kinds) <= _KINDS.keys():
+        kinds = [_ATTENTION[not linear] for linear in _are_linear(hf)]
+        if hf.get("layer_types") not in (None, kinds):
             problems.append(
-                f"layer_types must name one of {', '.join(_KINDS)} for each of the "
-                f"{hf['num_hidden_layers']} layers"
+                f"layer_types is not full attention in every {_interval(hf)}-th of "
+                f"{hf['num_hidden_layers']} layers (full_attention_interval), as engines build them"
             )
         if hf["linear_num_value_heads"] % hf["linear_num_key_heads"]:
             problems.append("linear_num_key_heads must divide linear_num_value_heads")
@@ -94,7 +94,6 @@ class Qwen35(Family):
         return problems
 
     def architecture(self, hf: HfConfig) -> Architecture:
-        layers = tuple(_KINDS[kind] for kind in _layer_types(hf))
         return replace(
             decoder_architecture(hf),
             qk_norm=True,
@@ -107,7 +106,7 @@ class Qwen35(Family):
                 key_dim=hf["linear_key_head_dim"],
                 value_dim=hf["linear_value_head_dim"],
                 kernel=hf["linear_conv_kernel_dim"],
-                layers=layers,
+                layers=_are_linear(hf),
                 grouped=self.GROUPED,
             ),
         )
@@ -143,9 +142,6 @@ class Qwen35(Family):
 
     def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
         rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
-        kinds = [
-            "full_attention" if i % 4 == 3 else "linear_attention" for i in range(sizes.num_layers)
-        ]
         return {
             "rope_parameters": rope,
             "linear_num_key_heads": sizes.num_heads,
@@ -154,7 +150,6 @@ class Qwen35(Family):
             "linear_value_head_dim": 16,
             "linear_conv_kernel_dim": 4,
             "full_attention_interval": 4,
-            "layer_types": kinds,
         }
 
 
@@ -213,12 +208,12 @@ def _with_dense_width(hf: HfConfig) -> HfConfig:
     return {"intermediate_size": hf.get("moe_intermediate_size"), **hf}
 
 
-def _layer_types(hf: HfConfig) -> list[str]:
-    interval = hf.get("full_attention_interval") or _INTERVAL
-    return hf.get("layer_types") or [
-        "linear_attention" if (index + 1) % interval else "full_attention"
-        for index in range(hf["num_hidden_layers"])
-    ]
+def _interval(hf: HfConfig) -> int:
+    return hf.get("full_attention_interval") or _INTERVAL
+
+
+def _are_linear(hf: HfConfig) -> tuple[bool, ...]:
+    return tuple((index + 1) % _interval(hf) > 0 for index in range(hf["num_hidden_layers"]))
 
 
 def _linear_tensors(hidden: int, linear: LinearAttention, prefix: str) -> Iterator[TensorSpec]:
