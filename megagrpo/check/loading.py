@@ -189,7 +189,8 @@ def _try_rows(
             source = latest(config.run_folder.checkpoints)
             if source is not None and config.checkpoint.resume == "auto":
                 with suppress(OSError):  # of a damaged checkpoint, whose load gives the reason
-                    trial.problems += filter(None, [data_problem(source, fingerprint(in_use))])
+                    problem = data_problem(source, fingerprint(in_use))
+                    trial.problems.extend(filter(None, [problem]))
     return list(first_of_each(first))
 
 
