@@ -192,7 +192,8 @@ def _try_rows(
             source = latest(config.run_folder.checkpoints)
             if source is not None and config.checkpoint.resume == "auto":
                 with suppress(OSError):  # of a damaged checkpoint, whose load gives the reason
-                    trial.problems.extend(filter(None, [data_problem(source, fingerprint(in_use))]))
+                    if problem := data_problem(source, fingerprint(in_use)):
+                        trial.problems.append(problem)
     return list(first_of_each(first))
 
 

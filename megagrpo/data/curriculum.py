@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from itertools import chain
 
 import numpy as np
 
@@ -24,14 +24,8 @@ from megagrpo.types import Prompt, RolloutGroup, RowResults
 POOLS = ("unseen", "hard", "medium", "easy")
 _BUILT_IN = {name: f"{__name__}:{name}" for name in ("pools", "drop_solved")}
 
-
-class GroupResult(NamedTuple):
-    """What one group showed of its row."""
-
-    group_id: int
-    row: int  # its place in the data, not its id
-    pass_rate: float
-    reward_mean: float
+# (id of a group, the place of its row in the data, its pass rate, its mean reward)
+GroupResult = tuple[int, int, float, float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +150,7 @@ class Curriculum:
         scored = [(g.group_id, [o.value for o in g.outcomes if o.ok]) for g in groups]
         limit = self.options.pass_reward
         return [
-            GroupResult(
+            (
                 group_id,
                 int(results.drawn[group_id - cursor]),
                 sum(reward >= limit for reward in rewards) / len(rewards),
@@ -167,15 +161,16 @@ class Curriculum:
         ]
 
     def recorded(
-        self, results: RowResults, shown: Sequence[GroupResult], step: int, consumed: int
+        self, results: RowResults, shown: list[list[GroupResult]], step: int, consumed: int
     ) -> RowResults:
-        """Returns the state after a step that consumed the first `consumed` of the rows drawn."""
+        """Returns the state after a step that consumed the first `consumed` of the rows drawn.
+        shown: of each replica."""
         arrays = {name: array.copy() for name, array in vars(results).items()}
-        for of in sorted(shown):  # a row may have several groups: the last counts
-            arrays["last_step"][of.row] = step
-            arrays["times_seen"][of.row] += 1
-            arrays["pass_rate"][of.row] = of.pass_rate
-            arrays["reward_mean"][of.row] = of.reward_mean
+        for _, row, pass_rate, reward_mean in sorted(chain(*shown)):  # of one row the last counts
+            arrays["last_step"][row] = step
+            arrays["times_seen"][row] += 1
+            arrays["pass_rate"][row] = pass_rate
+            arrays["reward_mean"][row] = reward_mean
         return RowResults(**arrays | {"drawn": results.drawn[consumed:]})
 
     def _weights(self, results: RowResults, step: int) -> np.ndarray:

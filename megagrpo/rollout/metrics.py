@@ -87,7 +87,7 @@ def curriculum_metrics(metrics: Metrics, shown: Sequence[GroupResult], pools: np
     shown: this rank's. pools: of each row before the step.
     """
     for number, pool in enumerate(POOLS):
-        rewards = [of.reward_mean for of in shown if pools[of.row] == number]
+        rewards = [mean for _, row, _, mean in shown if pools[row] == number]
         metrics.add_max(f"curriculum/{pool}_rows", int((pools == number).sum()))
         metrics.add_mean(f"curriculum/{pool}_fraction", len(rewards), len(shown))
         metrics.add_mean(f"curriculum/{pool}_reward_mean", sum(rewards), len(rewards))

@@ -129,7 +129,7 @@ class GroupChoice:
             return None
         own = curriculum.shown(results, state.data_cursor, generated)
         curriculum_metrics(metrics, own, curriculum.pools(results))
-        shown = [result for part in self.mesh.gather_dp(own) for result in part]
+        shown = self.mesh.gather_dp(own)
         return curriculum.recorded(results, shown, state.step + 1, consumed)
 
     def _start(self, state: TrainState, later: int, oldest: int) -> None:

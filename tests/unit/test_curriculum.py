@@ -27,6 +27,7 @@ from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import LeaderError
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.types import Outcome, Prompt, RolloutGroup, RowResults, TrainState
+from tests import experiments
 from tests.curricula import (
     NoActor,
     Steps,
@@ -128,7 +129,9 @@ def test_what_groups_show_is_kept_by_row():
         group(11, Outcome("error")),  # shows nothing
         group(13, score(0.5), score(-1.0), score(0.5)),
     ]
-    after = made.recorded(of, made.shown(of, 10, groups), 7, 4)
+    after = made.recorded(
+        of, [made.shown(of, 10, groups[:2]), made.shown(of, 10, groups[2:])], 7, 4
+    )
     assert after == RowResults(
         last_step=[0, 7, 7, 0],
         times_seen=[0, 1, 2, 0],
@@ -254,7 +257,7 @@ def test_results_are_not_of_other_rows(tmp_path, monkeypatch):
     ).finish()
     load = lambda *_: checkpoint.load(folder, RunIdentity({}, {}), lambda part: None, MESH)  # noqa: E731
     monkeypatch.setattr(resume, "load_checkpoint", load)
-    config = experiment(output_dir=str(tmp_path), checkpoint={"resume": "other_data"})
+    config = experiments.experiment(output_dir=str(tmp_path), checkpoint={"resume": "other_data"})
     actor = SimpleNamespace(mesh=MESH)
     assert resume.resume(config, folder, actor, rows).curriculum == state.curriculum
     assert resume.resume(config, folder, actor, [["a.jsonl", 5, "a5"]]).curriculum is None

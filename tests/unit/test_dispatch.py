@@ -266,7 +266,7 @@ def owner_of(config: ExperimentConfig, service: FakeService) -> Iterator[Samplin
     """What samples in a run, with real graders."""
     inputs = SimpleNamespace(
         prompts=prompt_set(), eval_prompts=prompt_set(WANTED), decode=digits, answering=NoAnswer(), images=None,
-        close=lambda: None,
+        curriculum=None, close=lambda: None,
     )  # fmt: skip
     nothing = lambda *_: None  # noqa: E731
     with Sampling(config, MESH, inputs, service.control, nothing, nothing) as owner:
