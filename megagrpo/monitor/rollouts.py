@@ -3,8 +3,8 @@ thread.
 
 rollouts/step_000012.replica_0.jsonl has one line per prompt: text, answer, and each sample with the
 reward and outcome of its rollout, its finish reason, and with an environment its turns: who said
-what, and each turn's reward; with teachers the response's log-probability under them. A step has a file for each replica, with groups in order of their ids;
-`read_rollouts` merges them.
+what, and each turn's reward; with teachers the response's log-probability under them. A step has a
+file for each replica, with groups in order of their ids; `read_rollouts` merges them.
 """
 
 import heapq
