@@ -91,6 +91,11 @@ def test_a_server_that_runs_elsewhere_scores_as_transformers(service, monkeypatc
 
 
 @pytest.mark.slow
+@pytest.mark.verifies(
+    "runs",
+    "teachers' engines score as transformers does within 1e-5, at temperature 0.7, for each loss of "
+    "distillation and as a mixture; a killed one comes back and its scores are waited for",
+)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_engines_of_teachers(tiny_model, tmp_path, deterministic):
     """At the temperature of samples, for every loss, alone and as a mixture; a killed one comes
@@ -168,6 +173,10 @@ STEPS = 4
 
 
 @pytest.mark.slow
+@pytest.mark.verifies(
+    "runs",
+    "a run with a teacher, which is killed, and then everything, has the bits of the undisturbed one",
+)
 def test_a_run_whose_teacher_and_then_everything_is_killed_is_the_undisturbed_one(experiments):
     """Two runs of the same steps, ahead of the weights; nothing is trained without a score."""
     sections = {
