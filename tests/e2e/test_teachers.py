@@ -21,10 +21,15 @@ from running_service import START_S, running_service
 from tiny_model import make_tiny_model
 
 from megagrpo.rollout.control import find_service
+from megagrpo.rollout.service.engine_command import (
+    ServerPlace,
+    engine_environment,
+    engine_python_path,
+)
 from megagrpo.rollout.teachers import Teachers
-from megagrpo.system.environment import API_KEY
+from megagrpo.system.environment import API_KEY, child_environment
 from megagrpo.types import Prompt, TeacherScores
-from tests.experiments import experiment, until
+from tests.experiments import experiment, python, until
 
 CONTEXT = np.array([1, *range(40, 60)], np.int32)
 RESPONSES = [np.array([*range(60, 60 + n), 2], np.int32) for n in (1, 30, 200)]
@@ -86,6 +91,11 @@ def test_a_server_that_runs_elsewhere_scores_as_transformers(service, monkeypatc
 
 
 @pytest.mark.slow
+@pytest.mark.verifies(
+    "runs",
+    "teachers' engines score as transformers does within 1e-5, at temperature 0.7, for each loss of "
+    "distillation and as a mixture; a killed one comes back and its scores are waited for",
+)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_engines_of_teachers(tiny_model, tmp_path, deterministic):
     """At the temperature of samples, for every loss, alone and as a mixture; a killed one comes
@@ -140,10 +150,33 @@ def test_engines_of_teachers(tiny_model, tmp_path, deterministic):
         until(lambda: service.control.status().engines[1].restarts == 1, 60)
 
 
+SPAWNED = """
+import runpy
+runpy.run_module("megagrpo.rollout.service.engine_process", run_name="__mp_main__")
+from sglang.srt.layers.logits_processor import LogitsProcessor
+print(LogitsProcessor._get_logits.__name__)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scores", [False, True])
+def test_a_process_that_sglang_spawns_is_prepared_too(tiny_model, scores):
+    """On a CPU it forks them, unlike on GPUs."""
+    place = ServerPlace(0, "127.0.0.1", 1, "", cuda=False, num_cores=1, scores=scores)
+    config = experiment(model={"path": str(tiny_model)}, sampling={"temperature": 0.7})
+    env = child_environment(engine_environment(config, place), engine_python_path(place))
+    said = python("-c", SPAWNED, env=env).splitlines()
+    assert said[-1] == ("scaled" if scores else "_get_logits")
+
+
 STEPS = 4
 
 
 @pytest.mark.slow
+@pytest.mark.verifies(
+    "runs",
+    "a run with a teacher, which is killed, and then everything, has the bits of the undisturbed one",
+)
 def test_a_run_whose_teacher_and_then_everything_is_killed_is_the_undisturbed_one(experiments):
     """Two runs of the same steps, ahead of the weights; nothing is trained without a score."""
     sections = {
