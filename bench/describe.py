@@ -23,10 +23,10 @@ from megagrpo.config.fields import (
 )
 from megagrpo.config.libraries import REFUSED
 from megagrpo.config.objective.correction import Band, Rejection, TruncatedImportance
+from megagrpo.config.objective.teachers import TeacherConfig
 from megagrpo.config.reward import OPTIONS
 from megagrpo.config.rollout import AgentConfig, EnvironmentConfig
 from megagrpo.config.schema import DataConfig, ExperimentConfig, ModelConfig
-from megagrpo.config.teachers import TeacherConfig
 from megagrpo.tools.convert.foreign import FRAMEWORKS, Entry, entries
 
 _HEAD = """\

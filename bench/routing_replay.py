@@ -44,8 +44,8 @@ from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig
 from megagrpo.families.model import Model
+from megagrpo.rollout.answer_arrays import read_experts
 from megagrpo.rollout.control import bearer
-from megagrpo.rollout.routed_experts import read_experts
 from megagrpo.types import Batch, Outcome, Prompt, RolloutGroup, Sample
 from megagrpo.weights.actor_weights import load_initial_weights
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder

@@ -69,8 +69,7 @@ def build_batch(
         [row for row in mine if owner[row.rollout_id] == rank] for rank in range(mesh.dp_size)
     ]
     received = [row for part in mesh.exchange_dp(outgoing) for row in part]
-    has_greedy = any(g.greedy_outcome is not None for g in groups)
-    has_greedy = any(mesh.gather_dp(has_greedy))
+    has_greedy = any(mesh.gather_dp(any(g.greedy_outcome is not None for g in groups)))
     in_order = sorted(received, key=lambda r: r.sample_id)
     batch = _to_tensors(in_order, dense, updates, has_greedy, trained_version)
     if needs.graders:

@@ -33,7 +33,7 @@ from megagrpo.data.prompts import (
     render_rows,
     require_template,
 )
-from megagrpo.data.rows import fingerprint, read_rows
+from megagrpo.data.rows import Row, fingerprint, read_rows
 from megagrpo.data.texts import decoder
 from megagrpo.families.model import Model
 from megagrpo.rewards.trial_texts import first_of_each, grade_trial_texts
@@ -187,14 +187,19 @@ def _try_rows(
     if len(lengths) == len(rows) and not unread:
         refuse_long(data, [(row.of, lengths[row.id]) for row in rows])
         if data == config.data:
-            in_use = [row for row in rows if row.id in kept]
-            Curriculum.of(config, in_use)
-            source = latest(config.run_folder.checkpoints)
-            if source is not None and config.checkpoint.resume == "auto":
-                with suppress(OSError):  # of a damaged checkpoint, whose load gives the reason
-                    if problem := data_problem(source, fingerprint(in_use)):
-                        trial.problems.append(problem)
+            _try_rows_in_use(config, [row for row in rows if row.id in kept], trial)
     return list(first_of_each(first))
+
+
+def _try_rows_in_use(config: ExperimentConfig, rows: Sequence[Row], trial: LoadingTest) -> None:
+    """Raises ValueError if a curriculum cannot draw from them; notes that a checkpoint has
+    others."""
+    Curriculum.of(config, rows)
+    source = latest(config.run_folder.checkpoints)
+    if source is not None and config.checkpoint.resume == "auto":
+        with suppress(OSError):  # of a damaged checkpoint, whose load gives the reason
+            if problem := data_problem(source, fingerprint(rows)):
+                trial.problems.append(problem)
 
 
 def _say_first_row(

@@ -23,9 +23,9 @@ from megagrpo.config.fields import (
     Rule,
     Section,
 )
+from megagrpo.config.objective.teachers import TeacherConfig, teacher_rules
 from megagrpo.config.reward import GraderConfig, RewardConfig
 from megagrpo.config.rollout import RolloutConfig, SamplingConfig, WeightsConfig
-from megagrpo.config.teachers import TeacherConfig, teacher_rules
 from megagrpo.families.model import Model
 from megagrpo.system.run_folder import RunFolder
 

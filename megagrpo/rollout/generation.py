@@ -19,11 +19,10 @@ import orjson
 from megagrpo.config.schema import EvalConfig, ExperimentConfig, SamplingConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.rollout.admission import AdmissionQueue
+from megagrpo.rollout.answer_arrays import WrongExperts, read_experts, read_lists, read_pairs
 from megagrpo.rollout.control import bearer
 from megagrpo.rollout.engine_choice import Affinity, Engines
-from megagrpo.rollout.logprob_pairs import read_pairs
-from megagrpo.rollout.response import Answer, Meta, Response, TokenList, version_number
-from megagrpo.rollout.routed_experts import WrongExperts, read_experts
+from megagrpo.rollout.response import Answer, Meta, Response, version_number
 from megagrpo.system.errors import translated
 from megagrpo.types import EngineInfo
 
@@ -432,13 +431,3 @@ def end_of_request(meta: Meta) -> str:
     if reason is None or reason["type"] not in ("stop", "length"):
         raise UnusableAnswer(f"the engine ended the request: {reason}")
     return str(reason["type"])
-
-
-def read_lists(lists: Sequence[TokenList | None], k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns ids [T, k] int32 and log-probabilities [T, k] float32 of lists [logprob, id, text],
-    k for each position. Raises ValueError for other lists."""
-    if any(one is None or len(one) != k for one in lists):
-        raise ValueError(f"not {k} tokens for every position")
-    pairs = [(entry[1], entry[0]) for one in lists if one is not None for entry in one]
-    ids, logprobs = np.array(pairs, np.float64).reshape(len(lists), k, 2).transpose(2, 0, 1)
-    return ids.astype(np.int32), logprobs.astype(np.float32)

@@ -92,7 +92,7 @@ class Meta(TypedDict):
 
     weight_version: str
     finish_reason: dict[str, object] | None  # "type": "stop", "length" or "abort"
-    output_token_logprobs: NotRequired[msgspec.Raw]  # JSON that logprob_pairs.py reads
+    output_token_logprobs: NotRequired[msgspec.Raw]  # JSON that answer_arrays.py reads
     weight_versions: NotRequired[list[VersionSpan] | None]
     routed_experts: NotRequired[msgspec.Raw]  # base64 in quotes
     image_tokens: NotRequired[int]

@@ -18,7 +18,6 @@ from megagrpo.rollout.control import ServiceControl, ServiceFailed, ServiceUnrea
 from megagrpo.rollout.generation import SamplingParams
 from megagrpo.rollout.jobs import SampledBatch, SamplingJob, numbered_prompts
 from megagrpo.rollout.response import CacheUse
-from megagrpo.rollout.routed_experts import for_other_ranks
 from megagrpo.rollout.sampler import Sampler
 from megagrpo.rollout.teachers import ScoringUse
 from megagrpo.system.background import BackgroundLoop
@@ -356,3 +355,15 @@ def _fits(restored: RolloutGroup, prompt: Prompt, job: SamplingJob, oldest: int)
     )
     short = all(len(sample.token_ids) <= job.params.max_tokens for sample in restored.samples)
     return same and short and restored.is_of(oldest)
+
+
+def for_other_ranks(group: RolloutGroup) -> RolloutGroup:
+    """Returns the group without experts and texts, for ranks that do not sample.
+
+    They get the experts of their own layers with the batch; the leader grades and records the
+    texts.
+    """
+    return replace(
+        group,
+        samples=tuple(replace(sample, routed_experts=None, text="") for sample in group.samples),
+    )

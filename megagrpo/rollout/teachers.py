@@ -15,6 +15,7 @@ import numpy as np
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.rollout.admission import AdmissionQueue
+from megagrpo.rollout.answer_arrays import read_lists
 from megagrpo.rollout.control import ServiceControl
 from megagrpo.rollout.engine_choice import Affinity, Engines
 from megagrpo.rollout.generation import (
@@ -22,7 +23,6 @@ from megagrpo.rollout.generation import (
     RetryPolicy,
     UnusableAnswer,
     end_of_request,
-    read_lists,
     unreadable,
 )
 from megagrpo.rollout.response import Answer

@@ -10,7 +10,7 @@ from sampling import experiment, source_of
 
 from megagrpo.mesh import LeaderError, Mesh
 from megagrpo.rollout.control import ServiceControl
-from megagrpo.rollout.routed_experts import for_other_ranks
+from megagrpo.rollout.source import for_other_ranks
 from megagrpo.types import Prompt, RolloutGroup
 from tests.dist.workers.launch import run_meshes
 

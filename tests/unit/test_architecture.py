@@ -70,7 +70,7 @@ ONLY_IN = {
     "sglang": r"weights/engines/loader\.py|rollout/service/(engine_process|engine_words|scoring|\w+_dry_run)\.py"
     r"|cpu/engine/",
     "sgl_kernel": r"cpu/engine/",
-    "simdjson": r"rollout/logprob_pairs\.py",
+    "simdjson": r"rollout/answer_arrays\.py",
     "triton": r"weights/digests/triton_kernel\.py",
     "matplotlib": r"tools/report\.py",
     "rich": r"check/doctor\.py",

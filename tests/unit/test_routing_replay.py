@@ -29,6 +29,7 @@ from megagrpo.families.table import architecture_of
 from megagrpo.monitor.rollouts import RolloutLog, read_rollouts
 from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.agents.make import make_answering
+from megagrpo.rollout.answer_arrays import WrongExperts, read_experts
 from megagrpo.rollout.engine_choice import Engines
 from megagrpo.rollout.generation import (
     GenerationClient,
@@ -37,9 +38,8 @@ from megagrpo.rollout.generation import (
     SamplingParams,
 )
 from megagrpo.rollout.response import Response
-from megagrpo.rollout.routed_experts import WrongExperts, for_other_ranks, read_experts
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
-from megagrpo.rollout.source import RolloutSource
+from megagrpo.rollout.source import RolloutSource, for_other_ranks
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.certify.tiny_model import hf_config
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample

@@ -6,9 +6,9 @@ import numpy as np
 import orjson
 import pytest
 
-from megagrpo.rollout import logprob_pairs
+from megagrpo.rollout import answer_arrays
+from megagrpo.rollout.answer_arrays import read_pairs
 from megagrpo.rollout.generation import SampleRequest, SamplingParams, _read
-from megagrpo.rollout.logprob_pairs import read_pairs
 
 chance = np.random.default_rng(0)
 SIZE = 5000
@@ -46,7 +46,7 @@ def written(values: np.ndarray) -> bytes:
 
 @pytest.mark.parametrize("name", VALUES)
 def test_same_bits_as_a_parser(name, monkeypatch):
-    monkeypatch.setattr(logprob_pairs, "orjson", None)  # without an object for each token
+    monkeypatch.setattr(answer_arrays, "orjson", None)  # without an object for each token
     text = written(VALUES[name])
     assert same_bits(read_pairs(text), by_json(text))
 
@@ -65,7 +65,7 @@ def test_same_bits_as_a_parser(name, monkeypatch):
     ],
 )
 def test_spaces_and_numbers_of_every_form(text, monkeypatch):
-    monkeypatch.setattr(logprob_pairs, "orjson", None)
+    monkeypatch.setattr(answer_arrays, "orjson", None)
     assert same_bits(read_pairs(text), by_json(text))
 
 
