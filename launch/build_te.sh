@@ -5,7 +5,7 @@
 # MAX_JOBS: compilers at a time, by default one for every core. Exit status 1: says which header or tool is missing.
 set -euo pipefail
 venv="${1:?usage: launch/build_te.sh VENV [VERSION] [WHEEL FOLDER]}"
-version="${2:-2.11.0}"
+version="${2:-2.14.1}"
 folder="${3:-}"
 python="$venv/bin/python"
 started=$SECONDS
@@ -20,7 +20,8 @@ command -v g++ >/dev/null || { say "no C++ compiler: install g++" >&2; exit 1; }
     "nvidia-cuda-nvcc==$cuda.*" "nvidia-cuda-crt==$cuda.*" "nvidia-nvvm==$cuda.*" "nvidia-cuda-cccl==$cuda.*"
 "$python" -m pip install --no-compile "transformer_engine_cu13==$version" "transformer_engine==$version"
 
-# 2.11 takes headers from CUDA_HOME only, which has no cuDNN and NCCL, and has no variable for wheels (2.13 has one).
+# Setup takes headers from CUDA_HOME only, which has no cuDNN and NCCL; its variable for wheels came with 2.13. CPATH
+# serves every version.
 nvidia="$("$python" -c 'import nvidia; print(list(nvidia.__path__)[0])')"
 includes=()
 for include in "$nvidia"/*/include; do includes+=("$include"); done

@@ -16,7 +16,7 @@ import torch
 from megagrpo.config.actor import ActorConfig
 from megagrpo.system import environment
 
-_TRANSFORMER_ENGINE_BELOW = (2, 12)  # the newest whose signatures were compared
+_TRANSFORMER_ENGINE_BELOW = "2.15"  # those below were compared with what Megatron-Core calls
 
 
 def uses_transformer_engine(config: ActorConfig) -> bool:
@@ -40,9 +40,8 @@ def _admits_transformer_engine() -> bool:
     if not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None:
         return False
     version = importlib.metadata.version("transformer_engine")
-    admitted = tuple(int(part) for part in version.split(".")[:2]) < _TRANSFORMER_ENGINE_BELOW
-    bound = ".".join(map(str, _TRANSFORMER_ENGINE_BELOW))
-    reason = "" if admitted else f"Megatron-Core takes versions below {bound}"
+    admitted = _release(version) < _release(_TRANSFORMER_ENGINE_BELOW)
+    reason = "" if admitted else f"Megatron-Core takes versions below {_TRANSFORMER_ENGINE_BELOW}"
     if admitted:
         try:
             importlib.import_module("transformer_engine.pytorch")
@@ -65,6 +64,10 @@ def _admits_transformer_engine() -> bool:
             stacklevel=2,
         )
     return not reason
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def prepare_host(
@@ -161,11 +164,12 @@ def why_no_gpu() -> str:
 
 
 def slow_attention(packing: bool, deterministic: bool) -> str:
-    """Returns why Transformer Engine 2.11 has no kernel for attention on this GPU but one that
-    holds all scores."""
+    """Returns why the installed Transformer Engine has no kernel for attention on this GPU but one
+    that holds all scores; from 2.14 on with cuDNN 9.18.1 or newer."""
     major, minor = torch.cuda.get_device_capability()
-    packed = packing and (major < 9 or major == 12)
-    if not packed and not (deterministic and major >= 10):
+    old = _release(importlib.metadata.version("transformer_engine")) < (2, 14)
+    packed = packing and (major < 9 or (major == 12 and old))
+    if not packed and not (deterministic and (major == 12 or (major >= 10 and old))):
         return ""
     if any(importlib.util.find_spec(name) for name in ("flash_attn_2_cuda", "flash_attn_3")):
         return ""

@@ -96,8 +96,8 @@ def test_the_reason_is_what_torch_says(monkeypatch: pytest.MonkeyPatch):
     "version, settings, expected",
     [
         ("2.11.0", ["dtype=bfloat16"], True),
-        ("2.11.1+cu13", ["dtype=bfloat16"], True),
-        ("2.12.0", ["dtype=bfloat16"], False),
+        ("2.14.1+cu13", ["dtype=bfloat16"], True),
+        ("2.15.0", ["dtype=bfloat16"], False),
         ("2.20.2", ["dtype=bfloat16"], False),
         ("2.11.0", [], False),  # float32
         ("2.11.0", ["dtype=bfloat16", "lora={rank: 4}"], False),
@@ -110,7 +110,7 @@ def test_where_layers_are_transformer_engines(installed, version, settings, expe
     installed(version)
     with warnings.catch_warnings(record=True) as told:
         assert uses_transformer_engine(actor(*settings)) is expected
-    assert [version in str(one.message) for one in told] == ([True] if version > "2.12" else [])
+    assert [version in str(one.message) for one in told] == ([True] if version >= "2.15" else [])
 
 
 @pytest.mark.parametrize(
@@ -163,19 +163,23 @@ def test_context_parallelism_on_a_gpu_needs_its_attention(settings, refused):
 
 
 @pytest.mark.parametrize(
-    ("capability", "packing", "deterministic", "said"),
+    ("capability", "packing", "deterministic", "version", "said"),
     [
-        ((9, 0), True, True, ""),
-        ((8, 0), True, False, "packed rows on GPUs of compute capability 8.0"),
-        ((8, 0), False, True, ""),
-        ((10, 0), True, False, ""),
-        ((10, 0), True, True, "deterministic runs on GPUs of compute capability 10.0"),
-        ((12, 0), True, False, "packed rows"),
+        ((9, 0), True, True, "2.11.0", ""),
+        ((8, 0), True, False, "2.14.1", "packed rows on GPUs of compute capability 8.0"),
+        ((8, 0), False, True, "2.14.1", ""),
+        ((10, 0), True, False, "2.11.0", ""),
+        ((10, 0), True, True, "2.11.0", "deterministic runs on GPUs of compute capability 10.0"),
+        ((10, 0), True, True, "2.14.1", ""),
+        ((12, 0), True, False, "2.13.0", "packed rows"),
+        ((12, 0), True, False, "2.14.1", ""),
+        ((12, 0), True, True, "2.14.1", "deterministic runs on GPUs of compute capability 12.0"),
     ],
 )
 def test_gpus_without_a_fused_attention_are_told(
-    monkeypatch, capability, packing, deterministic, said
+    monkeypatch, capability, packing, deterministic, version, said
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     found = slow_attention(packing, deterministic)
     assert said in found if said else not found

@@ -118,11 +118,11 @@ def on_gpus(environment, tmp_path, monkeypatch):
     """on_gpus(...) returns the findings of a machine with this driver, this answer of torch, and
     these packages."""
     environment(
-        "megagrpo", "0.1", *OURS, 'transformer-engine[core_cu13,pytorch]>=2.9,<2.12; extra == "te"'
+        "megagrpo", "0.1", *OURS, 'transformer-engine[core_cu13,pytorch]>=2.9,<2.15; extra == "te"'
     )
     environment("torch", "2.13.0")
 
-    def findings(driver, answer, engine="2.11.0", torch_part=True, nvcc="toolkit/13.0"):
+    def findings(driver, answer, engine="2.14.1", torch_part=True, nvcc="toolkit/13.0"):
         programs = tmp_path / nvcc / "bin"
         programs.mkdir(parents=True, exist_ok=True)
         for name in ("nvcc", "ninja"):
@@ -206,12 +206,12 @@ def test_a_driver_too_old_or_missing(on_gpus):
         (None, True, "warning", "without it"),
         ("2.20.2", True, "error", "pip uninstall"),
         ("2.8.0", True, "error", "pip uninstall"),
-        ("2.11.0", False, "error", "was not built"),
+        ("2.14.1", False, "error", "was not built"),
     ],
 )
 def test_transformer_engine_out_of_bounds_or_in_part(on_gpus, version, torch_part, status, remedy):
     found = on_gpus("580.65.06", SEES, engine=version, torch_part=torch_part)["transformer-engine"]
-    assert (found.status, found.wanted) == (status, "<2.12,>=2.9") and remedy in found.remedy
+    assert (found.status, found.wanted) == (status, "<2.15,>=2.9") and remedy in found.remedy
 
 
 def test_torch_is_asked_in_another_process(environment, monkeypatch):

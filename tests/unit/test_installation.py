@@ -27,10 +27,10 @@ ROOT = Path(__file__).parents[2]
 SOURCES = {
     ("cuda-tile", "1.6.0rc5"): (),
     **{
-        ("transformer-engine-torch", f"2.{minor}.0"): (
+        ("transformer-engine-torch", version): (
             "torch>=2.1", "einops", "onnxscript", "onnx", "packaging", "pydantic", "nvdlfw-inspect",
         )
-        for minor in (9, 10, 11)
+        for version in ("2.9.0", "2.10.0", "2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.14.1")
     },
 }  # fmt: skip
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(5, 36)]
@@ -97,7 +97,7 @@ def test_extras_gpu_and_te_resolve_on_linux(python, tmp_path):
         f"Python {python}: {len(found)} packages, "
         + ", ".join(f"{n} {found[n]}" for n in ("torch", "sglang"))
     )
-    assert found["transformer-engine"] == found["transformer-engine-torch"] == "2.11.0"
+    assert found["transformer-engine"] == found["transformer-engine-torch"] == "2.14.1"
     assert (
         found["torch"].startswith("2.13.0")
         and found["sglang"] == "0.5.21"
@@ -150,7 +150,7 @@ def test_transformer_engine_may_fail_or_be_left_out(planted, says, tmp_path):
         if path.name != planted.get("lacks"):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch(0o755)
-    wheel = "touch {}/transformer_engine_torch-2.11.0-cp311.whl".format(
+    wheel = "touch {}/transformer_engine_torch-2.14.1-cp311.whl".format(
         "$(echo $* | sed 's/.*--wheel-dir //; s/ .*//')"
     )
     values = {"cuda": "13.0", "wheel": wheel, "folder": tmp_path, "imports": "exit 0"} | planted

@@ -63,8 +63,18 @@ from megagrpo.weights.copies.record import Copy, record_copies
 from megagrpo.weights.transports.reshard_plan import trainer_atoms
 
 assert optimizer.Adam.__module__.startswith("transformer_engine") and distrib_optimizer.USING_TE_OPTIMIZER
-# Megatron-Core 0.19 takes Transformer Engine's norm together with a function that 2.11 has not
-assert clip_grads.l2_norm_impl.__module__ == "megagrpo.actor.megatron.internals_0_19"
+# Megatron-Core 0.19 takes Transformer Engine's norm together with a function that came with 2.14
+assert clip_grads.multi_tensor_scale_tensor_impl.__module__.startswith("transformer_engine")
+# but not for gradients of several types, which its kernels would misread
+mixed = [torch.full((7,), 3.0), torch.full((5,), 5.0, dtype=torch.bfloat16), torch.full((3,), 2.0)]
+norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, None, [mixed], False)
+assert torch.equal(norm, torch.tensor([200.0]).sqrt()), norm
+parameters = [torch.nn.Parameter(torch.zeros_like(values)) for values in mixed]
+for parameter, values in zip(parameters, mixed, strict=True):
+    parameter.decoupled_grad = values
+clip_grads.clip_grad_by_total_norm_fp32(parameters, 1.0, 2.0, use_decoupled_grad=True)
+half = [torch.full_like(values, expected) for values, expected in zip(mixed, (1.5, 2.5, 1.0))]
+assert all(map(torch.allclose, mixed, half)), mixed
 
 
 def rank_of(arch, config, hf, rank):

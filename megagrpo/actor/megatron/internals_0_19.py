@@ -27,7 +27,7 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
-from megatron.core.utils import local_multi_tensor_l2_norm
+from megatron.core.utils import local_multi_tensor_scale
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 
@@ -74,8 +74,10 @@ def install() -> None:
     # unpickle only what they know, would end themselves at the first publish.
     safe_load_from_bytes.__module__ = torch.storage.__name__
     safe_load_from_bytes.__qualname__ = safe_load_from_bytes.__name__ = "_load_from_bytes"
-    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:  # without Transformer Engine and Apex
-        clip_grads.l2_norm_impl = _norm_of_tensors
+    # Transformer Engine's and Apex's kernels read every gradient as the first one's type; with
+    # main_grads_dtype bfloat16 those of float32 parameters (A_log of gated delta nets) are float32.
+    clip_grads.l2_norm_impl = _norm_of_tensors
+    clip_grads.multi_tensor_scale_impl = local_multi_tensor_scale
     share_angles()
     for name in _ADVISORS:
         logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
@@ -101,7 +103,7 @@ def _norm_of_tensors(
 ) -> tuple[Tensor, None]:
     """Returns the norm [1] of all tensors of the first list; Megatron's own waits for the device
     once a tensor."""
-    norms = torch._foreach_norm(tensor_lists[0])
+    norms = torch._foreach_norm(tensor_lists[0], dtype=torch.float32)
     return torch.linalg.vector_norm(torch.stack(norms))[None], None
 
 

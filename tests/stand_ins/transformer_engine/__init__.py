@@ -9,5 +9,5 @@ computed them.
 
 from . import common, pytorch
 
-__version__ = "2.11.0"  # the newest that megatron-core 0.16.1 allows
+__version__ = "2.14.1"  # why: docs/evidence/gpu.md
 __all__ = ["common", "pytorch"]

@@ -34,9 +34,12 @@ def moe_unpermute(
     restore_shape: torch.Size | None = None,
     map_type: str = "mask",
     probs: Tensor | None = None,
+    pad_offsets: Tensor | None = None,
 ) -> Tensor:
     """Returns the sums [tokens, hidden] of what moe_permute took apart, weighted by merging_probs
     [tokens, experts]."""
+    if pad_offsets is not None:
+        raise NotImplementedError("the stand-in for Transformer Engine pads no experts")
     expert, token = row_id_map
     if merging_probs is not None:
         inp = inp * merging_probs.t()[expert, token][:, None]

@@ -34,15 +34,17 @@ class GroupedLinear(TransformerEngineBaseModule):
         ub_name: str | None = None,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
         name: str | None = None,
     ) -> None:
         super().__init__()
         assert not ub_overlap_rs and not ub_overlap_ag, (
             "GroupedLinear doesn't support Userbuffer overlap."
         )
-        if bias or delay_wgrad_compute:
+        if bias or delay_wgrad_compute or single_grouped_weight or single_grouped_bias:
             raise NotImplementedError(
-                "the stand-in for Transformer Engine has experts without biases, none delayed"
+                "the stand-in for Transformer Engine has experts without biases, none delayed or joined"
             )
         dtype = torch.get_default_dtype() if params_dtype is None else params_dtype
         self._take_parallel(tp_group, tp_size, parallel_mode, sequence_parallel)

@@ -2,7 +2,12 @@
 
 from .fused_adam import FusedAdam
 from .fused_sgd import FusedSGD
-from .multi_tensor import multi_tensor_applier, multi_tensor_l2norm, multi_tensor_scale
+from .multi_tensor import (
+    multi_tensor_applier,
+    multi_tensor_l2norm,
+    multi_tensor_scale,
+    multi_tensor_scale_tensor,
+)
 
 __all__ = [
     "FusedAdam",
@@ -10,4 +15,5 @@ __all__ = [
     "multi_tensor_applier",
     "multi_tensor_l2norm",
     "multi_tensor_scale",
+    "multi_tensor_scale_tensor",
 ]

@@ -61,7 +61,9 @@ class FusedAdam(torch.optim.Optimizer):
                 else:
                     p.decoupled_grad.zero_()
 
-    def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
+    def get_unscaled_state(
+        self, param: Tensor, state_name: str, skip_unscale: bool = False
+    ) -> Tensor:
         """Returns a state: float32, or int16 remainders of master weights."""
         return self.state[param][state_name]
 
