@@ -244,6 +244,7 @@ def test_one_engine_killed_while_the_other_serves(trainer):
     trainer.publish()
 
 
+@pytest.mark.slow  # in CI a killed engine
 def test_hung_scheduler_is_found_and_replaced(trainer):
     """Its HTTP process still answers. The other engine takes its samples; it gets the weights
     before a request."""

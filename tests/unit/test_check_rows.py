@@ -171,6 +171,7 @@ def test_other_data_than_the_checkpoints_is_a_problem(tried, tmp_path):
     assert tried([RIGHT] * 4)[0].problems == [], "its load gives the reason"
 
 
+@pytest.mark.slow
 def test_the_tool_turn_is_tried_in_a_process_of_sglang(tried, model):
     """The other families: test_tool_parsers.py."""
     from tests.unit.test_tool_parsers import tokenizer_of
