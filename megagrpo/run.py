@@ -33,6 +33,7 @@ from megagrpo.data.prompts import (
     load_prompts,
     load_tokenizer,
     refuse_long_demonstration,
+    refuse_unknown_teacher,
 )
 from megagrpo.data.texts import decoder
 from megagrpo.families.model import Model
@@ -91,6 +92,7 @@ class Inputs:
         tokenizer = load_tokenizer(model)
         images = ImageStore.of(model, config.run_folder.images)
         prompts = load_prompts(config.data, tokenizer, images)
+        refuse_unknown_teacher(prompts.prompts, config.teachers)
         refuse_long_demonstration(prompts.prompts, config.sampling.max_response_tokens)
         held_out = config.eval_data
         eval_prompts = load_prompts(held_out, tokenizer, images) if held_out else None

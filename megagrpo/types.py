@@ -104,6 +104,7 @@ class TeacherScores(WithArrays):
     # the teacher; None for reverse_kl
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None  # [T, k] float32, of these under the teachers
+    loss: str = ""  # of algorithm.distillation, for which they were asked
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +142,8 @@ class Sample(WithArrays):
         None  # index of its rollout within the group; None: its own index, one sample a rollout
     )
     prompt_ids: np.ndarray | None = None  # int32, what it continues; None: the group's prompt
+    # tokens, from its first on, that an earlier sample of its rollout has: context, of no component
+    shared: int = 0
     teacher: TeacherScores | None = None  # None: its row has no teacher
 
     @property
@@ -211,11 +214,15 @@ class RolloutGroup:
             found[sample.of_rollout].append(sample)
         return tuple(map(tuple, found))
 
-    def is_scored(self, every_row: bool, num_candidates: int) -> bool:
-        """Returns whether its samples have the scores of their row's teachers: of every row, or of
-        rows that name some."""
+    def is_scored(self, every_row: bool, loss: str, num_candidates: int) -> bool:
+        """Returns whether its samples have the scores of their row's teachers that this loss needs:
+        of every row, or of rows that name some."""
         wanted = num_candidates if every_row or self.prompt.teachers else None
-        return all(sample.num_candidates == wanted for sample in self.samples)
+        return all(
+            sample.num_candidates == wanted
+            and (sample.teacher is None or sample.teacher.loss == loss)
+            for sample in self.samples
+        )
 
     def is_of(self, oldest: int) -> bool:
         """Returns whether all its tokens are of these weights or newer ones; a rollout that failed

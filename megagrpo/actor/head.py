@@ -26,6 +26,16 @@ Loss = tuple[Tensor, dict[str, Tensor]]  # scalar, metric sums
 
 
 @dataclass(frozen=True)
+class Candidates:
+    """Holds the log-probabilities of k tokens at each of R targets: [R, k], the model's with a
+    gradient."""
+
+    logprobs: Tensor
+    teacher: Tensor
+    grid: Callable[[Tensor], Tensor]  # values of the targets [R] -> [n, S]
+
+
+@dataclass(frozen=True)
 class TokenValues:
     """Holds the model's values of a micro-batch's n samples: [n, S] each, 0 off the trained tokens,
     with gradients."""
@@ -33,8 +43,7 @@ class TokenValues:
     logprobs: Tensor
     entropy: Tensor
     full_kl: Tensor | None  # where batch.reference is there
-    # [n, S, k], where batch.streams has them: log-probabilities of its top_ids
-    top_logprobs: Tensor | None = None
+    candidates: Candidates | None = None  # where they are asked for, and batch.streams has them
 
 
 # Computes the loss of one micro-batch from the values of its sampled tokens.
@@ -45,26 +54,30 @@ LastStage = Callable[[MicroBatch, HiddenStatesModel, Tensor], Loss]
 
 
 def over_tokens(
-    actor: MegatronActor, batch: Batch, temperature: float, token_loss: LossOfTokens
+    actor: MegatronActor,
+    batch: Batch,
+    temperature: float,
+    token_loss: LossOfTokens,
+    with_candidates: bool = False,
 ) -> LastStage:
-    """Returns what turns hidden states into the values of sampled tokens and gives them to
-    `token_loss`."""
+    """Returns what turns hidden states into the values of targets and gives them to `token_loss`.
+
+    with_candidates: those of the tokens that distillation compares, too.
+    """
 
     def from_hidden(micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor) -> Loss:
         flat = micro.targets.flat
         places = micro.target_grid
         tokens = micro.padded(batch.tokens).flatten()[places].long()[:, None]
-        candidates = None if batch.streams is None else batch.streams.top_ids
-        if candidates is not None:
-            of_all = micro.padded(candidates).flatten(0, 1)
-            tokens = torch.cat((tokens, of_all[places].long()), dim=1)
+        streams = batch.streams if with_candidates else None
+        if streams is not None and streams.top_ids is not None:
+            of_targets = micro.padded(streams.top_ids).flatten(0, 1)[places]
+            tokens = torch.cat((tokens, of_targets.long()), dim=1)
         logprobs, entropy = token_values(actor, chunk, hidden, flat, tokens, temperature)
 
         def grid(by_token: Tensor) -> Tensor:
-            rest = by_token.shape[1:]
-            empty = by_token.new_zeros(len(micro.members) * micro.longest, *rest)
-            whole = empty.index_put((places,), by_token).view(-1, micro.longest, *rest)
-            return _all_context_ranks(whole)
+            empty = by_token.new_zeros(len(micro.members) * micro.longest)
+            return _all_context_ranks(empty.index_put((places,), by_token).view(-1, micro.longest))
 
         full_kl = None
         if (reference := batch.reference) is not None:
@@ -83,8 +96,12 @@ def over_tokens(
             full_kl = grid(
                 chunked_full_kl(of_policy, weight, *of_reference, temperature, rows, shard)
             )
-        top = None if candidates is None else grid(logprobs[:, 1:])
-        return token_loss(micro, TokenValues(grid(logprobs[:, 0]), grid(entropy), full_kl, top))
+        candidates = None
+        if streams is not None and streams.top_logprobs is not None:
+            teacher = micro.padded(streams.top_logprobs).flatten(0, 1)[places]
+            candidates = Candidates(logprobs[:, 1:], teacher, grid)
+        values = TokenValues(grid(logprobs[:, 0]), grid(entropy), full_kl, candidates)
+        return token_loss(micro, values)
 
     return from_hidden
 

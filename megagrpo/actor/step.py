@@ -21,6 +21,7 @@ from megagrpo.algo.loss import (
     Denominators,
     LossInputs,
     StreamInputs,
+    candidate_gaps,
     count_denominators,
     count_streams,
     objective,
@@ -285,14 +286,14 @@ def backward(
         inputs = _loss_inputs(batch, micro, values, counted)
         loss, sums = objective(inputs, algorithm, denominators)
         if denominators.of_streams:
-            streams = _stream_inputs(batch, micro, values)
+            streams = _stream_inputs(batch, micro, values, algorithm)
             more, of_streams = stream_losses(inputs, streams, algorithm, denominators.of_streams)
             loss, sums = loss + more.to(loss.dtype), sums | of_streams
         return loss, {"loss/total": loss.detach(), **sums}
 
     counted = of_samples(counted_tokens(batch), batch)
     actor.zero_grad()
-    of_model = over_tokens(actor, batch, temperature, token_loss)
+    of_model = over_tokens(actor, batch, temperature, token_loss, with_candidates=True)
     on_last_stage = with_draft(actor, of_model, temperature, denominators.num_tokens)
     sums = run_schedule(actor, batch, rows, on_last_stage, forward_only=False)
     of_streams = denominators.of_streams.items()
@@ -346,18 +347,21 @@ def _loss_inputs(
     )
 
 
-def _stream_inputs(batch: Batch, micro: MicroBatch, values: TokenValues) -> StreamInputs:
+def _stream_inputs(
+    batch: Batch, micro: MicroBatch, values: TokenValues, algorithm: AlgorithmConfig
+) -> StreamInputs:
     streams = batch.streams
     assert streams is not None
-
-    def padded(field: Tensor | None) -> Tensor | None:
-        return None if field is None else micro.padded(field)
-
+    teacher = streams.teacher_logprobs
+    found = values.candidates
+    compared = None
+    if found is not None and algorithm.distillation is not None:
+        gaps = candidate_gaps(found.logprobs, found.teacher, algorithm.distillation)
+        compared = found.grid(gaps)
     return StreamInputs(
         weights={name: micro.padded(of_one) for name, of_one in streams.weights.items()},
-        teacher_logprobs=padded(streams.teacher_logprobs),
-        top_logprobs=values.top_logprobs,
-        top_teacher=padded(streams.top_logprobs),
+        teacher_logprobs=None if teacher is None else micro.padded(teacher),
+        candidate_gaps=compared,
     )
 
 

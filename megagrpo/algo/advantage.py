@@ -188,15 +188,18 @@ def _with_trained_mask(
     if options.reject is not None:
         of_denominators = counted if options.reject.keep_denominator else None
         correction = Correction(weights, of_denominators, before_rejection=counted)
-    return _without_rejected(replace(batch, loss_mask=trained, correction=correction)), metrics
+    return _with_corrected(
+        replace(batch, loss_mask=trained, correction=correction), algorithm
+    ), metrics
 
 
-def _without_rejected(batch: Batch) -> Batch:
-    """Returns the batch with no rejected token in distillation: the policy did not sample it."""
-    before, streams = batch.correction.before_rejection, batch.streams
-    if before is None or streams is None or "distillation" not in streams.weights:
+def _with_corrected(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
+    """Returns the batch without the tokens of reverse_kl that the correction rejects, or has no
+    weight for: those without a reward, or of responses that are left out."""
+    distillation, streams = algorithm.distillation, batch.streams
+    if streams is None or distillation is None or distillation.loss != "reverse_kl":
         return batch
-    weights = streams.weights["distillation"].masked_fill(before & ~batch.loss_mask, 0.0)
+    weights = streams.weights["distillation"].masked_fill(~batch.loss_mask, 0.0)
     return replace(
         batch, streams=replace(streams, weights=streams.weights | {"distillation": weights})
     )

@@ -19,6 +19,7 @@ from megagrpo.algo.policy_loss import PolicyInputs, TokenLoss, token_loss
 from megagrpo.algo.statistics import Reduce
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.fields import Aggregation
+from megagrpo.config.objective.streams import DistillationConfig
 from megagrpo.types import Batch
 
 
@@ -199,13 +200,11 @@ def _without_masked(inputs: LossInputs, mask: Tensor) -> LossInputs:
 
 @dataclass(frozen=True)
 class StreamInputs:
-    """The inputs of a micro-batch's components, beside those of rl: [n, S], or [n, S, k] of k
-    candidate tokens."""
+    """The inputs of a micro-batch's components, beside those of rl: [n, S] each."""
 
     weights: dict[str, Tensor]  # by component, 0 off its tokens
     teacher_logprobs: Tensor | None = None  # of the sampled tokens
-    top_logprobs: Tensor | None = None  # of the candidates, with gradient
-    top_teacher: Tensor | None = None  # likewise, by the teacher
+    candidate_gaps: Tensor | None = None  # with gradient, see the function
 
 
 def count_streams(batch: Batch, rows: Tensor, reduce: Reduce) -> dict[str, int]:
@@ -263,31 +262,30 @@ def stream_losses(
 def _distillation(
     inputs: LossInputs, streams: StreamInputs, mask: Tensor, algorithm: AlgorithmConfig
 ) -> Tensor:
-    """Returns the loss of every token [n, S]; verl's docs/algo/opd.md, arXiv 2306.13649.
+    """Returns the loss of every token [n, S].
 
-    Those of reverse_kl take the correction of the trainer/rollout mismatch as the policy loss does.
+    That of reverse_kl takes the correction of the trainer/rollout mismatch as the policy loss does.
     """
     options = algorithm.distillation
     assert options is not None, "the component has tokens only where it is configured"
+    if options.loss != "reverse_kl":
+        return _of(streams.candidate_gaps, mask)
     most = math.inf if options.loss_max is None else options.loss_max
-    if options.loss == "reverse_kl":
-        old, teacher = (_of(x, mask) for x in (inputs.old_logprobs, streams.teacher_logprobs))
-        advantages = (teacher - old).clamp(-most, most)
-        logprobs, rollout = (_of(x, mask) for x in (inputs.logprobs, inputs.rollout_logprobs))
-        policy_inputs = PolicyInputs(logprobs, old, advantages, mask, rollout)
-        value = token_loss(policy_inputs, algorithm.loss).value
-        if inputs.policy_weights is None:
-            return value
-        corrected = mask & (inputs.loss_mask > 0)
-        return torch.where(corrected, value * inputs.policy_weights, value)
-    of_candidates = mask[..., None]
-    policy, teacher = (
-        _of(x, of_candidates).clamp(min=options.logprob_min)
-        for x in (streams.top_logprobs, streams.top_teacher)
-    )
+    old, teacher = (_of(x, mask) for x in (inputs.old_logprobs, streams.teacher_logprobs))
+    logprobs, rollout = (_of(x, mask) for x in (inputs.logprobs, inputs.rollout_logprobs))
+    advantages = (teacher - old).clamp(-most, most)
+    policy_inputs = PolicyInputs(logprobs, old, advantages, mask, rollout)
+    value = token_loss(policy_inputs, algorithm.loss).value
+    return value if inputs.policy_weights is None else value * inputs.policy_weights
+
+
+def candidate_gaps(logprobs: Tensor, teacher: Tensor, options: DistillationConfig) -> Tensor:
+    """Returns the loss of positions [R] from the log-probabilities of k tokens at each, [R, k]: the
+    policy's and the teacher's. verl's docs/algo/opd.md, arXiv 2306.13649."""
+    policy, teacher = (x.clamp(min=options.logprob_min) for x in (logprobs, teacher))
     ahead, behind = (policy, teacher) if options.loss == "student_topk" else (teacher, policy)
-    value = (ahead.exp() * (ahead - behind)).sum(-1)
-    return value.clamp(-most, most)
+    most = math.inf if options.loss_max is None else options.loss_max
+    return (ahead.exp() * (ahead - behind)).sum(-1).clamp(-most, most)
 
 
 def _of(values: Tensor | None, mask: Tensor) -> Tensor:

@@ -157,6 +157,7 @@ def _weights(
         sampled = True if sample.loss_mask is None else sample.loss_mask
         weights = np.full(len(sample.token_ids), factor, np.float32)
         found[component] = weights * np.where(sampled, of_policy, of_other).astype(np.float32)
+        found[component][: sample.shared] = 0.0
     return found
 
 

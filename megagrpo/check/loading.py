@@ -194,7 +194,9 @@ def _try_rows(
 def _try_rows_in_use(config: ExperimentConfig, rows: Sequence[Row], trial: LoadingTest) -> None:
     """Raises ValueError if a curriculum cannot draw from them; notes that a checkpoint has
     others."""
-    Curriculum.of(config, rows)
+    ratios = [source.ratio for source in config.data.sources if source.ratio is not None]
+    sizes = [sum(row.of == number for row in rows) for number in range(len(ratios))]
+    Curriculum.of(config, rows, tuple(zip(ratios, sizes, strict=True)))
     source = latest(config.run_folder.checkpoints)
     if source is not None and config.checkpoint.resume == "auto":
         with suppress(OSError):  # of a damaged checkpoint, whose load gives the reason

@@ -1,6 +1,7 @@
 """Finds every problem of an experiment that is known before a start. Loads no torch."""
 
 import json
+import math
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -30,6 +31,7 @@ from megagrpo.rollout.agents.environments import load_environment
 from megagrpo.rollout.agents.program_worker import load_program
 
 _NAMED = 10  # rows
+_SPARED = 7  # positions that SGLang 0.5.21 leaves free in a request that it only reads
 # on the Hugging Face Hub, by what the names of their models begin with
 _OWNERS = {
     "Qwen": "Qwen",
@@ -230,8 +232,17 @@ def _teacher_problems(
             arch = architecture_of(hf)
             cuts = engine_layout_problems(config.of_teacher(name).rollout, arch)
             yield from (text.replace("rollout.", f"teachers.{name}.", 1) for text in cuts)
-            if longest > arch.max_positions:
-                yield f"{key} has {arch.max_positions} positions, and samples up to {longest} tokens"
+            given = config.rollout.sglang.get("context_length")
+            if given is not None and given > arch.max_positions:
+                yield (
+                    f"rollout.sglang.context_length {given} is more than the {arch.max_positions} "
+                    f"positions of {key}: SGLang would not start it; lower it"
+                )
+            if longest > (limit := min(arch.max_positions, given or math.inf) - _SPARED):
+                yield (
+                    f"{key} scores up to {limit} tokens ({_SPARED} below its positions), and samples "
+                    f"have up to {longest}"
+                )
         vocabulary = hf.get("vocab_size") or (hf.get("text_config") or {}).get("vocab_size")
         if vocabulary is not None and (largest_token_id or 0) >= vocabulary:
             yield (
@@ -316,6 +327,7 @@ def _read_lines(data: DataConfig, config: ExperimentConfig, problems: list[str])
     reward = config.reward
     rows = read_rows(data, problems)
     problems += _unknown_teachers(config, rows)
+    problems += _unused_streams(config, rows)
     names = [row.grader for row in rows]
     known = {
         name: entry.grader for entry in reward.entries for name in (entry.short_name, entry.grader)
@@ -345,6 +357,24 @@ def _unknown_teachers(config: ExperimentConfig, rows: Sequence[Row]) -> Iterator
             yield (
                 f"{row.location}: teachers {', '.join(names)} with distillation.loss teacher_topk: "
                 "each has most probable tokens of its own; name one, or take student_topk"
+            )
+
+
+def _unused_streams(config: ExperimentConfig, rows: Sequence[Row]) -> Iterator[str]:
+    """Yields sources of streams that no row has, and rows with weights of components without
+    tokens."""
+    components = config.algorithm.components
+    sources = sorted({row.source for row in rows})
+    for stream in config.algorithm.streams:
+        for source in stream.sources:
+            if source not in sources:
+                found = ", ".join(filter(None, sources)) or "none"
+                yield f"algorithm.streams: no row is of source {source!r}; there are: {found}"
+    for row in rows:
+        if unused := ", ".join(sorted(row.weights.keys() - set(components))):
+            yield (
+                f"{row.location}: weights of {unused}, which no stream gives a token; the components "
+                f"are {', '.join(components)}"
             )
 
 

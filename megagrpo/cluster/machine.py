@@ -17,7 +17,7 @@ from typing import IO
 from megagrpo.cluster.supervise import ALONE, Child, Launch, torchrun
 from megagrpo.config.load import dump_config
 from megagrpo.config.placement import Nodes, engine_ranks, occupied_gpus, place
-from megagrpo.config.schema import ExperimentConfig
+from megagrpo.config.schema import OF_TRAINING, ExperimentConfig
 from megagrpo.rollout.service.addresses import interface_of, own_address
 from megagrpo.rollout.service.engine_command import on_gpus
 from megagrpo.system import environment
@@ -187,7 +187,7 @@ def with_one_engine(
             "checkpoint": config.checkpoint.model_copy(update={"dir": None}),  # the run's own
             "teachers": {},
             "algorithm": config.algorithm.model_copy(update={"distillation": None, "streams": []}),
-            "data": config.data.model_copy(update={"teacher_key": None}),
+            "data": config.data.model_copy(update=dict.fromkeys(OF_TRAINING)),
         }
     )
 

@@ -93,7 +93,7 @@ class AlgorithmConfig(Section):
     advantage_clip: PositiveFloat | None = None
     """Limit advantages to [-advantage_clip, advantage_clip]."""
     mask_truncated: bool = False
-    """Leave responses that ended by length out of the loss, not out of the statistics."""
+    """Leave responses that ended by length out of rl's loss, not out of the statistics."""
     mismatch: MismatchConfig = MismatchConfig()
     dynamic_sampling: DynamicSampling | None = None
     distillation: DistillationConfig | None = None
@@ -182,28 +182,7 @@ class AlgorithmConfig(Section):
         alone = train.group_size == 1
         all_zero = alone and self.reward.normalises_by_group
         all_equal = alone and self.dynamic_sampling
-        data = experiment.data
-        by_data = any("data" in stream.written_by and stream.weight for stream in self.streams)
-        drafted = experiment.actor.has_draft and any(
-            stream.component == "rl" for stream in self.streams
-        )
         return [
-            Rule(
-                by_data != (data.demonstration_key is not None),
-                "data.demonstration_key and a stream in algorithm.streams that is written_by data "
-                "belong together, and one of them is missing",
-                "write both, or none",
-            ),
-            Rule(
-                data.weight_key and not self.streams,
-                "data.weight_key has weights of components, and there is no stream to multiply",
-                "name them in algorithm.streams, or remove weight_key",
-            ),
-            Rule(
-                drafted,
-                "a trained draft learns from rl's tokens, which algorithm.streams leaves some out of",
-                "remove the stream of component rl, or do not train the draft",
-            ),
             Rule(
                 apart,
                 f"algorithm.kl.estimator full, actor.parallel.cp {parallel.cp} and {updates} updates a step "
@@ -324,8 +303,14 @@ class AlgorithmConfig(Section):
             for variant in (self.loss, self.advantage)
             if variant.aggregations is not None and self.aggregation not in variant.aggregations
         ]
-        if self.kl.loss_coef and self.kl.estimator == "k1":
+        in_loss = self.kl.loss_coef or "reference_kl" in self.components
+        if in_loss and self.kl.estimator == "k1":
             out.append("the gradient of k1 as a loss is 0 in expectation; use k2, k3 or k1+")
+        if self.dynamic_sampling is not None and self.components:
+            out.append(
+                "dynamic_sampling drops groups by their rewards, and with them demonstrations and "
+                "teachers' scores"
+            )
         if self.dynamic_sampling and self.advantage.reads_parts:
             out.append(
                 "dynamic_sampling leaves out groups whose sums are equal, of which "

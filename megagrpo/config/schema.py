@@ -23,6 +23,7 @@ from megagrpo.config.fields import (
     Rule,
     Section,
 )
+from megagrpo.config.objective.streams import stream_rules
 from megagrpo.config.objective.teachers import TeacherConfig, teacher_rules
 from megagrpo.config.reward import GraderConfig, RewardConfig
 from megagrpo.config.rollout import RolloutConfig, SamplingConfig, WeightsConfig
@@ -54,7 +55,7 @@ __all__ = [
 
 
 DEFAULT_STEPS = 100
-_OF_TRAINING = ("teacher_key", "weight_key", "demonstration_key")  # keys of `data` alone
+OF_TRAINING = ("teacher_key", "weight_key", "demonstration_key")  # keys of `data` alone
 
 
 class TrainConfig(Section):
@@ -300,12 +301,14 @@ class ExperimentConfig(Section):
         return {"": self.rollout, **theirs}
 
     @property
-    def scoring(self) -> tuple[bool, int]:
-        """Whether every row has a teacher, and how many tokens teachers score at each position
-        beside the sampled one."""
+    def scoring(self) -> tuple[bool, str, int]:
+        """Whether every row has a teacher, for which loss, and how many tokens teachers score at
+        each position beside the sampled one."""
         distillation = self.algorithm.distillation
-        every_row = bool(self.teachers) and self.data.teacher_key is None
-        return every_row, 0 if distillation is None else distillation.num_candidates
+        if distillation is None:
+            return False, "", 0
+        every_row = self.data.teacher_key is None
+        return every_row, distillation.loss, distillation.num_candidates
 
     @property
     def num_servers(self) -> int:
@@ -323,7 +326,7 @@ class ExperimentConfig(Section):
         """The prompts of the evaluation, with the keys of `data` that it leaves out."""
         if self.eval is None:
             return None
-        none = dict.fromkeys(_OF_TRAINING)
+        none = dict.fromkeys(OF_TRAINING)
         return self.data.reading(self.eval.data, path=self.eval.data.path, limit=None, **none)
 
     @property
@@ -332,7 +335,7 @@ class ExperimentConfig(Section):
         if self.sft is None:
             return None
         files: dict[str, object] = {"sources": [], "path": self.sft.path, "grader_by_source": {}}
-        none = dict.fromkeys(("extra_key", "grader_key", "source_key", "limit", *_OF_TRAINING))
+        none = dict.fromkeys(("extra_key", "grader_key", "source_key", "limit", *OF_TRAINING))
         return self.data.model_copy(update=files | none)
 
     @property
@@ -361,4 +364,4 @@ class ExperimentConfig(Section):
         return [*of_files, *(rule for section in sections for rule in section.excludes(self))]
 
     def excludes(self, experiment: "ExperimentConfig") -> list[Rule]:
-        return teacher_rules(experiment)
+        return [*stream_rules(experiment), *teacher_rules(experiment)]

@@ -6,7 +6,7 @@ state to save.
 
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -310,6 +310,14 @@ def refuse_long(data: DataConfig, lengths: Sequence[tuple[int, int]]) -> None:
             f"{part.name}: no prompt of at most {most} tokens (data.max_prompt_tokens); the "
             f"shortest has {shortest} tokens"
         )
+
+
+def refuse_unknown_teacher(prompts: Iterable[Prompt], known: Container[str]) -> None:
+    """Raises ValueError for a row whose teacher is not among those of the experiment."""
+    for prompt in prompts:
+        for name, _ in prompt.teachers:
+            if name not in known:
+                raise ValueError(f"{prompt.location}: teacher {name!r} is not among teachers")
 
 
 def refuse_long_demonstration(prompts: Iterable[Prompt], most: int) -> None:

@@ -160,13 +160,8 @@ def _row(data: DataPart, of: int, row_id: int, location: str, values: Values) ->
 def _teachers(values: Values, key: str | None, location: str) -> tuple[tuple[str, float], ...]:
     """Returns the teachers of a row and their weights, which sum to 1: one name, or weights by
     name, also as JSON."""
-    found = None if key is None else _field(values, key, location)
-    if isinstance(found, str) and found.startswith("{"):
-        with translated(f"{location}: {key!r} is not JSON", json.JSONDecodeError):
-            found = json.loads(found)
+    found = _by_name(values, key, location)
     weights = {found: 1.0} if isinstance(found, str) and found else found or {}
-    if isinstance(weights, dict):  # a parquet file has every name in every row
-        weights = {name: weight for name, weight in weights.items() if weight is not None}
     if not isinstance(weights, dict) or not all(
         type(weight) in (int, float) and 0 < weight < math.inf for weight in weights.values()
     ):
@@ -180,20 +175,30 @@ def _teachers(values: Values, key: str | None, location: str) -> tuple[tuple[str
 
 def _weights(values: Values, data: DataConfig, location: str) -> dict[str, float]:
     """Returns a row's weights by component of the loss."""
-    if (key := data.weight_key) is None:
-        return {}
-    found = _field(values, key, location)
+    key = data.weight_key
+    found = _by_name(values, key, location) or {}
     names = get_args(Component)
     if not isinstance(found, dict) or not all(
-        name in names and type(weight) in (int, float) and weight >= 0
+        name in names and type(weight) in (int, float) and 0 <= weight < math.inf
         for name, weight in found.items()
-        if weight is not None  # in a parquet file every row has every name
     ):
         raise ValueError(
             f"{location}: {key!r} should be weights of components, {{rl: 0, cross_entropy: 1}}, "
             f"numbers from 0 on for some of {', '.join(names)}; is {found!r:.80}"
         )
-    return {name: float(weight) for name, weight in found.items() if weight is not None}
+    return {name: float(weight) for name, weight in found.items()}
+
+
+def _by_name(values: Values, key: str | None, location: str) -> object:
+    """Returns the values by name of a column, also of JSON in a text, without nulls (a parquet file
+    has every name in every row); or what else is there."""
+    found = None if key is None else _field(values, key, location)
+    if isinstance(found, str) and found.startswith("{"):
+        with translated(f"{location}: {key!r} is not JSON", json.JSONDecodeError):
+            found = json.loads(found)
+    if isinstance(found, dict):
+        return {name: value for name, value in found.items() if value is not None}
+    return found
 
 
 def _demonstration(values: Values, data: DataConfig, location: str) -> str:

@@ -10,11 +10,15 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from megagrpo.types import EngineInfo
+
+# tokens in flight for each that the caches hold: the next request is there when one ends
+_IN_FLIGHT = 1.1
 _BURST = 64  # requests admitted before the event loop sends them: it would prepare all others first
 _REMEMBERED = 4096  # samples: older ones were sampled by another policy
 _ASSUMED = 8  # samples of the full length, as a prior
@@ -35,6 +39,15 @@ class AdmissionQueue:
         self._waiting: list[_Waiting] = []  # a heap
         self._arrivals = itertools.count()
         self._burst = _BURST  # that may be admitted now
+
+    def share(self, engines: Sequence[EngineInfo], at_once: int, num_leaders: int) -> None:
+        """Sets both limits to one leader's share of these engines; at_once: requests of each."""
+        number = len(engines)
+        self.limit = max(1, number * at_once // num_leaders)
+        sizes = [engine.cache_tokens for engine in engines if engine.cache_tokens]
+        if sizes:
+            self.tokens = _IN_FLIGHT * number * sum(sizes) / len(sizes) / num_leaders
+        self.admit()
 
     @asynccontextmanager
     async def admitted(

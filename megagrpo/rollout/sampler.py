@@ -35,9 +35,6 @@ from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 T = TypeVar("T")
 _LOOK_S = 2.0  # between questions to a service that does not answer
 _LONG = 8192  # tokens of a response that is decoded in a thread
-_IN_FLIGHT = (
-    1.1  # tokens in flight for each that the caches hold: the next request is there when one ends
-)
 
 
 @dataclass(frozen=True)
@@ -156,17 +153,9 @@ class Sampler:
     async def count_engines(self) -> None:
         """Sets the limits of requests in flight to this leader's share of the engines."""
         await self._engines.look()
-        engines = self._engines.listed
-        number = len(engines)
-        sizes = [engine.cache_tokens for engine in engines if engine.cache_tokens]
-        self._admission.limit = max(
-            1, number * self._config.rollout.max_running_requests // self._num_leaders
-        )
-        if sizes:
-            self._admission.tokens = (
-                _IN_FLIGHT * number * sum(sizes) / len(sizes) / self._num_leaders
-            )
-        self._admission.admit()
+        at_once = self._config.rollout.max_running_requests
+        self._admission.share(self._engines.listed, at_once, self._num_leaders)
+        await self.teachers.count_engines()
 
     async def _answer(self) -> bool:
         """Counts engines. Returns False if the service does not answer: the rank that waits sees to
@@ -242,7 +231,7 @@ class Sampler:
             mask = sample.loss_mask
             if mask is not None:
                 scores = replace(scores, logprobs=np.where(mask, scores.logprobs, 0))
-            return replace(sample, teacher=scores)
+            return replace(sample, teacher=replace(scores, loss=self.teachers.loss))
 
         return await all_of([scored(*pair) for pair in zip(samples, parts, strict=True)])
 
@@ -336,6 +325,7 @@ class Sampler:
             loss_mask=part.loss_mask,
             routed_experts=response.routed_experts,
             prompt_ids=part.prompt_ids,
+            shared=part.shared,
         )
 
 

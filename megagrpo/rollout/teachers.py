@@ -106,11 +106,10 @@ class Teachers:
     """
 
     def __init__(self, config: ExperimentConfig, num_leaders: int, control: ServiceControl):
-        self._config = config
+        self._config, self._num_leaders = config, num_leaders
         self._retry = RetryPolicy.of(config)
-        distillation = config.algorithm.distillation
-        _, top_k = config.scoring
-        given = distillation is not None and distillation.loss == "student_topk"
+        _, self.loss, top_k = config.scoring
+        given = self.loss == "student_topk"
         # tokens of each position, of the policy or of the teacher, that are scored besides
         self.num_given, self.top_k = (top_k, 0) if given else (0, top_k)
         self._engines: dict[str, Engines] = {}
@@ -120,8 +119,7 @@ class Teachers:
             if teacher.url is not None:
                 key = environment.get(environment.API_KEY, "")
                 self._engines[name] = Engines(partial(_elsewhere, name, teacher.url), key)
-            at_once = teacher.num_engines * config.rollout.max_running_requests // num_leaders
-            self._admission[name] = AdmissionQueue(max(1, at_once))
+            self._admission[name] = AdmissionQueue()
         self.use = ScoringUse()  # since the last step
 
     def of(self, prompt: Prompt) -> Sequence[tuple[str, float]]:
@@ -129,6 +127,16 @@ class Teachers:
         if self._config.data.teacher_key is not None:
             return prompt.teachers
         return [(name, 1.0) for name in self._config.teachers]
+
+    async def count_engines(self) -> None:
+        """Sets the limits of requests in flight to this leader's share of the teachers' engines.
+        Raises ServiceUnreachable."""
+        for name, engines in self._engines.items():
+            await engines.look()
+            queue = self._admission[name]
+            queue.share(
+                engines.listed, self._config.rollout.max_running_requests, self._num_leaders
+            )
 
     def opened(self) -> "OpenTeachers":
         """Returns them with connections, as an async context manager."""

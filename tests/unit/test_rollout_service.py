@@ -96,7 +96,7 @@ def experiment(folder: Path, **rollout) -> ExperimentConfig:
 def test_ray_is_tried_again_and_failed_attempts_leave_nothing(tmp_path, monkeypatch):
     fake = FakeRay(monkeypatch, failures=2)
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    with ray_cluster.in_ray_cluster(experiment(tmp_path).rollout, None):
+    with ray_cluster.in_ray_cluster(experiment(tmp_path), None):
         folder = Path(fake.attempts[-1]["_temp_dir"]).parent
         assert folder.is_dir() and len(fake.attempts) == 3
         assert all(process.wait(10) != 0 for process in fake.left), (
@@ -132,7 +132,7 @@ def test_the_service_gives_up_with_one_line(tmp_path, monkeypatch, capfd):
 @pytest.mark.parametrize("address", [None, "10.0.0.1:6379"])
 def test_a_given_address_is_joined_and_a_private_cluster_is_small(tmp_path, monkeypatch, address):
     fake = FakeRay(monkeypatch, failures=0)
-    with ray_cluster.in_ray_cluster(experiment(tmp_path, num_engines=3).rollout, address):
+    with ray_cluster.in_ray_cluster(experiment(tmp_path, num_engines=3), address):
         [options] = fake.attempts
     assert options["address"] == (address or "local")
     assert options.get("num_cpus") == (5 if address is None else None)

@@ -1,5 +1,6 @@
 """Components of the loss: which tokens each has, its value and gradient, and their sum."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -7,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from megagrpo.algo.advantage import with_advantages
 from megagrpo.algo.loss import (
     Denominators,
     LossInputs,
     StreamInputs,
+    candidate_gaps,
     count_streams,
     objective,
     stream_losses,
@@ -20,14 +23,20 @@ from megagrpo.algo.statistics import alone
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.rows import LossNeeds
 from megagrpo.batching.updates import one_pass
+from megagrpo.check.problems import preflight
 from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.data import DataConfig
+from megagrpo.config.objective.streams import DistillationConfig
 from megagrpo.data.prompts import refuse_long_demonstration
+from megagrpo.data.rows import read_rows
 from megagrpo.monitor.dump import read_dump, write_dump
-from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TeacherScores
+from megagrpo.types import AlgoState, Outcome, Prompt, RolloutGroup, Sample, TeacherScores
+from tests.experiments import experiment
 from tests.unit.golden_cases import cases, close, tensor
 from tests.unit.test_batch import ALONE
 
+CE = {"component": "cross_entropy"}
 DISTILLED = [{"component": "rl", "weight": 0.0}]
 
 
@@ -83,69 +92,54 @@ def test_candidates_are_compared_as_distributions_are(loss: str):
     logits = torch.tensor([0.3, -1.0, 0.5, 0.0], dtype=torch.float64, requires_grad=True)
     policy = logits.log_softmax(0)
     teacher = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64).log()
-    chosen = policy[0].view(1, 1)
-    inputs = replace(
-        inputs_of(chosen, chosen.detach(), torch.ones(1, 1)), ref_logprobs=None, advantages=chosen
-    )
-    streams = StreamInputs(
-        {"distillation": torch.full((1, 1), 3.0)},
-        teacher[0].view(1, 1),
-        policy.view(1, 1, 4),
-        teacher.view(1, 1, 4),
-    )
-    algorithm = algorithm_of(distillation={"loss": loss, "top_k": 4})
-    total, _ = stream_losses(inputs, streams, algorithm, {"distillation": 2})
-    (gradient,) = torch.autograd.grad(total, logits)
+    gaps = candidate_gaps(policy[None], teacher[None], DistillationConfig(loss=loss, top_k=4))
+    (gradient,) = torch.autograd.grad(gaps.sum(), logits)
     p, q = policy.detach().exp(), teacher.exp()
     gap = p.log() - teacher
     if loss == "student_topk":
         kl, by_logits = (p * gap).sum(), p * (gap - (p * gap).sum())
     else:
         kl, by_logits = -(q * gap).sum(), p - q
-    assert float(total) == pytest.approx(1.5 * float(kl))
-    torch.testing.assert_close(gradient, 1.5 * by_logits)
+    torch.testing.assert_close(gaps[0], kl)
+    torch.testing.assert_close(gradient, by_logits)
 
 
 @pytest.mark.parametrize("case", cases("distillation.json"))
 def test_candidates_as_verl_compares_them(case: dict):
-    student = tensor(case["inputs"]["student_topk"])[None].requires_grad_()
-    teacher = tensor(case["inputs"]["teacher_topk"])[None]
-    chosen = student[..., 0]
-    inputs = replace(
-        inputs_of(chosen, chosen.detach(), torch.ones(chosen.shape)),
-        ref_logprobs=None,
-        advantages=chosen.detach(),
-    )
+    student = tensor(case["inputs"]["student_topk"]).requires_grad_()
     params = case["params"]
-    algorithm = algorithm_of(
-        distillation={
-            "loss": "teacher_topk" if params["loss_mode"] == "forward" else "student_topk",
-            "top_k": student.shape[-1],
-            "logprob_min": params["log_prob_min"],
-        }
+    options = DistillationConfig(
+        loss="teacher_topk" if params["loss_mode"] == "forward" else "student_topk",
+        top_k=student.shape[-1],
+        logprob_min=params["log_prob_min"],
     )
-    streams = StreamInputs({"distillation": torch.ones(chosen.shape)}, chosen, student, teacher)
-    total, _ = stream_losses(inputs, streams, algorithm, {"distillation": 1})
-    (gradient,) = torch.autograd.grad(total, student)
-    close(total, sum(case["outputs"]["losses"]))
-    close(gradient[0], case["outputs"]["grad_student_topk"])
+    gaps = candidate_gaps(student, tensor(case["inputs"]["teacher_topk"]), options)
+    (gradient,) = torch.autograd.grad(gaps.sum(), student)
+    close(gaps, case["outputs"]["losses"])
+    close(gradient, case["outputs"]["grad_student_topk"])
 
 
 def test_candidates_are_limited():
     """An improbable candidate counts as one of logprob_min, and a token as at most loss_max."""
-    policy = torch.tensor([[[-0.1, -50.0]]], dtype=torch.float64, requires_grad=True)
-    teacher = torch.tensor([[[-9.0, -0.2]]], dtype=torch.float64)
-    chosen = policy[..., 0]
-    inputs = replace(
-        inputs_of(chosen, chosen.detach(), torch.ones(1, 1)), ref_logprobs=None, advantages=chosen
-    )
-    streams = StreamInputs({"distillation": torch.ones(1, 1)}, chosen, policy, teacher)
-    options = {"loss": "teacher_topk", "top_k": 2, "logprob_min": -4.0}
+    policy = torch.tensor([[-0.1, -50.0]], dtype=torch.float64)
+    teacher = torch.tensor([[-9.0, -0.2]], dtype=torch.float64)
     right = math.exp(-4) * (-4 + 0.1) + math.exp(-0.2) * (-0.2 + 4)
     for limit, value in ((None, right), (1.5, 1.5)):
-        algorithm = algorithm_of(distillation=options | {"loss_max": limit})
-        loss, _ = stream_losses(inputs, streams, algorithm, {"distillation": 1})
-        assert float(loss) == pytest.approx(value)
+        options = DistillationConfig(loss="teacher_topk", top_k=2, logprob_min=-4.0, loss_max=limit)
+        assert float(candidate_gaps(policy, teacher, options)) == pytest.approx(value)
+
+
+def test_candidates_enter_with_their_weights():
+    """Only on the component's tokens, whatever stands elsewhere."""
+    logprobs = row(-1.0, -0.5, -2.0).requires_grad_()
+    gaps = row(3.0, 5.0, math.nan).requires_grad_()
+    inputs = inputs_of(logprobs, logprobs.detach(), row(1, 1, 1))
+    streams = StreamInputs({"distillation": row(0.5, 0.0, 0.0)}, row(0.0, 0.0, 0.0), gaps)
+    algorithm = algorithm_of(distillation={"loss": "student_topk"})
+    loss, _ = stream_losses(inputs, streams, algorithm, {"distillation": 4})
+    (gradient,) = torch.autograd.grad(loss, gaps)
+    assert float(loss) == pytest.approx(0.5 * 3 / 4)
+    assert gradient[0].tolist() == pytest.approx([0.5 / 4, 0.0, 0.0])
 
 
 def test_a_mixture_is_the_sum_of_its_components():
@@ -262,6 +256,62 @@ def test_a_long_demonstration_is_refused():
         refuse_long_demonstration(prompts, 8)
 
 
+def test_what_an_earlier_sample_has_is_of_no_component():
+    """Of two paths of a rollout that share a turn and a tool's answer, the second is trained on
+    from its own turn on."""
+    first = Sample(0, [5, 6, 7], [-1] * 3, "stop", 0, "", [1, 0, 1], rollout=0)
+    second = replace(first, index=1, loss_mask=np.array([False, False, True]), shared=2)
+    group = group_of()
+    group = RolloutGroup(0, group.prompt, (first, second), group.outcomes[:1])
+    algorithm = algorithm_of(
+        streams=[{"component": "cross_entropy", "written_by": ["policy", "tool"]}]
+    )
+    needs = LossNeeds(algorithm)
+    weights = build_batch([group], one_pass(1), ALONE, needs=needs).streams.weights
+    assert weights["cross_entropy"].tolist() == [0, 0, 1, 1, 1, 0, 0, 0, 0, 1]
+    assert weights["rl"].tolist() == [0, 0, 1, 0, 1, 0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("loss", ["reverse_kl", "teacher_topk"])
+def test_reverse_kl_has_the_tokens_that_are_corrected(loss: str):
+    """Rejected ones, and those of the response without a score, are not distilled; candidates need
+    no correction."""
+    algorithm = algorithm_of(
+        distillation={"loss": loss, "top_k": 1},
+        mismatch={"weight": {"name": "tis"}, "reject": {"over": "token", "high": 2.0}},
+    )
+    batch, _ = streams_of(algorithm)
+    old = batch.rollout_logprobs + torch.arange(len(batch.tokens)).eq(2) * 3.0  # 20 times as likely
+    batch = replace(batch, old_logprobs=old)
+    done, _, _ = with_advantages(batch, algorithm, alone, AlgoState(), 8)
+    distilled = done.streams.weights["distillation"] != 0
+    if loss == "reverse_kl":
+        assert torch.equal(distilled, done.loss_mask) and distilled.sum() == 3
+    else:
+        assert distilled.sum() == 5
+
+
+@pytest.mark.parametrize(
+    ("value", "weights"),
+    [
+        ({"rl": 0, "cross_entropy": 1.5, "distillation": None}, {"rl": 0.0, "cross_entropy": 1.5}),
+        ('{"rl": 2}', {"rl": 2.0}),
+        (None, {}),
+        ({"reward": 1}, None),
+        ({"rl": -1}, None),
+    ],
+)
+def test_weights_of_rows(tmp_path, value: object, weights: dict | None):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": "a", "answer": "b", "w": value}))
+    data = DataConfig(path=str(file), weight_key="w")
+    if weights is not None:
+        assert read_rows(data)[0].weights == weights
+        return
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: 'w' should be weights of components"):
+        read_rows(data)
+
+
 def test_distillation_alone_leaves_rl_no_token():
     batch, weights = streams_of(algorithm_of(distillation={}, streams=DISTILLED))
     assert not any(weights["rl"]) and sum(weights["distillation"]) == 5
@@ -289,6 +339,39 @@ def test_a_row_without_a_teacher_is_not_distilled():
     assert batch.streams.top_ids[2:6].tolist() == ids.tolist()
     assert batch.streams.top_logprobs[2:6].tolist() == scores.tolist()
     assert batch.streams.top_ids[6:].abs().sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"data": {"path": "d", "demonstration_key": "shown"}}, "data.demonstration_key and a"),
+        ({"algorithm": {"streams": [CE | {"written_by": ["data"]}]}}, "data.demonstration_key and"),
+        ({"algorithm": {"streams": [CE | {"written_by": ["tool"]}]}}, "written_by tool: responses"),
+        ({"data": {"path": "d", "weight_key": "w"}}, "data.weight_key has weights of components"),
+        ({"actor": {"draft": {}}, "algorithm": {"streams": [CE]}}, "a trained draft with several"),
+    ],
+)
+def test_what_does_not_go_together_with_other_sections(sections: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        experiment(**sections)
+    kept = {"actor": {"draft": {"train": False}}, "algorithm": {"streams": [CE]}}
+    assert experiment(**kept).algorithm.components == ("rl", "cross_entropy")
+
+
+def test_streams_without_tokens_are_found_by_check(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    rows = [
+        {"prompt": "a", "answer": "1", "s": "math"},
+        {"prompt": "b", "answer": "2", "s": "code"},
+    ]
+    file.write_text("\n".join(json.dumps(row | {"w": {"reference_kl": 1}}) for row in rows))
+    config = experiment(
+        data={"path": str(file), "source_key": "s", "weight_key": "w"},
+        algorithm={"streams": [CE | {"sources": ["math", "maths"]}]},
+    )
+    found = "\n".join(preflight(config))
+    assert "no row is of source 'maths'; there are: code, math" in found
+    assert "rows.jsonl:2: weights of reference_kl, which no stream gives a token" in found
 
 
 @pytest.mark.parametrize(

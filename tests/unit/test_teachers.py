@@ -86,7 +86,7 @@ def test_engines_of_teachers_have_settings_of_their_own():
     config = distilled(
         {"math": {"path": "m1", "tp": 2}, "code": {"url": URL}},
         rollout=rollout | {"min_healthy_engines": 2},
-        actor={"draft": {}, "routing_replay": "rollout"},
+        actor={"draft": {"train": False}, "routing_replay": "rollout"},
         sampling={"temperature": 1.0},
     )
     theirs = config.of_teacher("math")

@@ -26,6 +26,7 @@ class SamplePart:
     response: Response = field(default_factory=_nothing)
     masks: list[np.ndarray] | None = field(default_factory=list)
     """bool, False on the words of an environment; None: all tokens are the model's"""
+    shared: int = 0  # tokens of the response, from its first on, that an earlier sample has
 
     def add(self, response: Response, sampled: bool) -> None:
         """Appends a turn. sampled: whether it is trained on."""

@@ -148,6 +148,8 @@ class Conversation:
                 if turn is not first:
                     part.add_said(turn.added)
                 part.add(turn.response, sampled=turn.number not in ends)
+                if turn.number in ends:
+                    part.shared = len(part.response.token_ids)
                 ends.setdefault(turn.number, before + len(part.response.token_ids) - 1)
             stopped_at = len(parts) if leaf is self._stopped_at else stopped_at
             parts.append(part)

@@ -87,7 +87,7 @@ def _prepare_scores() -> None:
 
     def by_position(logprobs, candidates, lengths, values, ids, begun=0, **kwargs):
         """begun: positions of the first request that were in earlier chunks."""
-        k = max(each.k for each in candidates if each is not None)
+        k = max((each.k for each in candidates if each is not None), default=1)
         rows = []
         for number, (each, length) in enumerate(zip(candidates, lengths, strict=True)):
             positions = range(0 if number else begun, length)
@@ -105,7 +105,7 @@ def _candidates(request, num_cached, start) -> _Candidates | None:
     """Returns those of the part of a request after `num_cached` tokens; start: of its
     log-probabilities in the part."""
     ids = request.logprob.token_ids_logprob
-    if ids is None:
+    if ids is None or request.logprob_start_len < 0:  # SGLang makes another of one that is too long
         return None
     positions = len(request.origin_input_ids) - 1 - request.logprob_start_len
     return _Candidates(ids, len(ids) // positions, num_cached + start - request.logprob_start_len)

@@ -35,6 +35,7 @@ import ray
 from aiohttp import web
 
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.data.vocabulary import different_tokens
 from megagrpo.rollout.service.addresses import own_address
 from megagrpo.rollout.service.engine_command import on_gpus
 from megagrpo.rollout.service.engine_model import as_engines_see_it
@@ -59,8 +60,9 @@ def serve(config: ExperimentConfig, run_dir: Path, ray_address: str | None = Non
     ray_address: "host:port" of a running Ray cluster to join; without it a private one is started
     on this machine. When the engines are up, run_dir/service.json holds {"url": ...}. Raises
     ValueError if rollout.host is no address or interface of this machine, engines cannot start from
-    a quantised model, or they require GPUs and none is visible.
+    a quantised model, they require GPUs and none is visible, or a teacher has other tokens.
     """
+    _refuse_other_tokens(config)
     folder = RunFolder(run_dir.absolute())
     folder.service.unlink(missing_ok=True)  # an older run's URL would mislead trainers
     api_key = make_key(folder.service_key)
@@ -79,6 +81,13 @@ def serve(config: ExperimentConfig, run_dir: Path, ray_address: str | None = Non
     finally:
         for left in (folder.service, folder.service_key, folder.service_progress):
             left.unlink(missing_ok=True)
+
+
+def _refuse_other_tokens(config: ExperimentConfig) -> None:
+    own = Path(config.model.tokenizer or config.model.path)
+    for name, teacher in config.teachers.items():
+        if teacher.path is not None and (problem := different_tokens(Path(teacher.path), own)):
+            raise ValueError(f"teachers.{name}.path: {teacher.path} {problem}")
 
 
 def make_key(file: Path) -> str:
