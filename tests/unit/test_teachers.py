@@ -12,17 +12,21 @@ from sampling import experiment, prompt_set, source_of
 
 from megagrpo.check.problems import preflight
 from megagrpo.checkpoint.groups import read_groups, write_groups
+from megagrpo.cluster.machine import with_one_engine
 from megagrpo.config.data import DataConfig
-from megagrpo.config.load import ConfigError, load_config
+from megagrpo.config.load import ConfigError, dump_config, load_config
 from megagrpo.config.placement import Nodes, occupied_gpus, place, placement_problems
+from megagrpo.data.prompts import refuse_unknown_teacher
 from megagrpo.data.rows import read_rows
 from megagrpo.mesh import LeaderError
 from megagrpo.monitor.metrics import Metrics
+from megagrpo.rollout.admission import AdmissionQueue
 from megagrpo.rollout.control import ServiceStatus
 from megagrpo.rollout.generation import SamplingParams
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_environment
 from megagrpo.rollout.teachers import mixture
-from megagrpo.types import EngineInfo, TeacherScores
+from megagrpo.system.run_folder import RunFolder
+from megagrpo.types import EngineInfo, Prompt, TeacherScores
 
 URL = "http://somewhere:30000"
 TWO = {"math": {"path": "m1"}, "code": {"path": "m2"}}
@@ -283,6 +287,8 @@ def test_groups_of_an_earlier_start_are_used_if_they_have_the_scores_that_are_ne
     bare = replace(scored, samples=tuple(replace(s, teacher=None) for s in scored.samples))
     assert scored.is_scored(*config.scoring) and not bare.is_scored(*config.scoring)
     assert not scored.is_scored(*distilled({"math": {"path": "m1"}}).scoring), "other candidates"
+    other = distilled({"math": {"path": "m1"}}, "teacher_topk")
+    assert not scored.is_scored(*other.scoring), "candidates of the other side"
     assert bare.is_scored(*experiment().scoring) and not scored.is_scored(*experiment().scoring)
     by_column = distilled(TWO, "student_topk").scoring
     named = replace(bare.prompt, teachers=(("code", 1.0),))
@@ -299,3 +305,34 @@ def test_groups_keep_scores_and_teachers(tmp_path):
     write_groups(tmp_path / "groups.npz", [group])
     assert read_groups(tmp_path / "groups.npz") == [group]
     assert group.samples[0].teacher.top_ids.shape == (4, 2)
+
+
+def test_one_engine_alone_has_nothing_of_teachers_and_streams(tmp_path):
+    """What `try` and `bisect` hand to a service reads as an experiment."""
+    data = {"path": "d", "teacher_key": "by", "weight_key": "w", "demonstration_key": "shown"}
+    streams = [{"component": "cross_entropy", "written_by": ["data"]}]
+    config = experiment(
+        data=data,
+        teachers={"math": {"path": "m1"}},
+        algorithm={"distillation": {}, "streams": streams},
+    )
+    alone = with_one_engine(config, RunFolder(tmp_path), {})
+    dump_config(alone, tmp_path / "config.yaml")
+    read = load_config(str(tmp_path / "config.yaml"), [])
+    assert read.teachers == {} and read.algorithm.components == ()
+
+
+def test_a_row_of_an_unknown_teacher_is_refused_at_the_start():
+    prompt = Prompt(0, "", [1], "", location="a.jsonl:3", teachers=(("mth", 1.0),))
+    with pytest.raises(ValueError, match="a.jsonl:3: teacher 'mth' is not among teachers"):
+        refuse_unknown_teacher([prompt], {"math"})
+    refuse_unknown_teacher([prompt], {"mth"})
+
+
+def test_limits_of_requests_are_a_share_of_the_engines_that_answer():
+    queue = AdmissionQueue()
+    engine = EngineInfo("t", "", "ready", None, 0, 0, 0, "", cache_tokens=1000, teacher="t")
+    queue.share([engine, replace(engine, cache_tokens=3000)], at_once=9, num_leaders=2)
+    assert queue.limit == 9 and queue.tokens == pytest.approx(1.1 * 2000)
+    queue.share([replace(engine, cache_tokens=None)], at_once=1, num_leaders=2)
+    assert queue.limit == 1
