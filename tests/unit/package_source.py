@@ -73,6 +73,17 @@ def functions() -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     ]
 
 
+def _with_whole_strings(text: str) -> Iterator[tokenize.TokenInfo]:
+    """The tokens of a text; an f-string is one, as before Python 3.12."""
+    depth = 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        name = tokenize.tok_name[token.type]
+        depth -= name == "FSTRING_END"
+        if not depth and name != "FSTRING_END":
+            yield token
+        depth += name == "FSTRING_START"
+
+
 @cache
 def tokens(path: Path) -> tuple[int, ...]:
     """The line of each code token of a file: without comments, docstrings and line ends."""
@@ -84,7 +95,7 @@ def tokens(path: Path) -> tuple[int, ...]:
     }
     return tuple(
         token.start[0]
-        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+        for token in _with_whole_strings(path.read_text())
         if token.type not in NO_CODE
         and not (token.type == tokenize.STRING and token.start[0] in docstrings)
     )

@@ -334,7 +334,8 @@ def test_no_engine_that_is_ready_is_no_try(monkeypatch):
             looks.append(None)
             if len(looks) > 50:
                 raise LookupError("enough")
-            return SimpleNamespace(engines=[SimpleNamespace(state="starting", url="")])
+            starting = SimpleNamespace(state="starting", url="")
+            return SimpleNamespace(engines_of=lambda teacher: [starting])
 
     parsers = EngineParsers(Restarting(), "qwen25")
     with pytest.raises(LookupError):
