@@ -106,7 +106,8 @@ class Teachers:
     """
 
     def __init__(self, config: ExperimentConfig, num_leaders: int, control: ServiceControl):
-        self._config, self._num_leaders = config, num_leaders
+        self._config = config
+        self._num_leaders = num_leaders
         self._retry = RetryPolicy.of(config)
         _, self.loss, top_k = config.scoring
         given = self.loss == "student_topk"
