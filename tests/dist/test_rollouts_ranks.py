@@ -30,9 +30,7 @@ Found = dict[
 
 def advantages(mesh: Mesh, shuffle: bool) -> Found:
     mine = split_groups()[mesh.dp_rank :: mesh.dp_size]
-    batch = build_batch(
-        mine, one_pass(NUM_GROUPS, 2), mesh, needs=LossNeeds(needs=LossNeeds(graders=GRADERS))
-    )
+    batch = build_batch(mine, one_pass(NUM_GROUPS, 2), mesh, needs=LossNeeds(graders=GRADERS))
     if shuffle:
         batch = shuffle_rewards(batch, 1, 3, mesh)
     reduce = alone if mesh.dp_size == 1 else mesh.reduce
