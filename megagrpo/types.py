@@ -380,8 +380,9 @@ class Batch:
     def trained_mask(self) -> "Tensor":
         """The tokens of any component, and all others of the loss mask, [T] bool."""
         mask = self.loss_mask
-        for component in self.streams.weights if self.streams else ():
-            mask = mask | self._of(component) if component != "rl" else mask
+        others = () if self.streams is None else self.streams.weights.keys() - {"rl"}
+        for component in others:
+            mask = mask | self._of(component)
         return mask
 
     def _of(self, component: str) -> "Tensor":

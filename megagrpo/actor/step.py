@@ -32,12 +32,8 @@ from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.types import Batch, MicroBatch, ReferenceStates, on_device
 
 _COUNTS = ("updates", "padded", "real", "tokens")  # sums of a pass that are no metrics
-_DIVIDED = (
-    "loss/",
-    "router/",
-    "draft/",
-    "stream/",
-)  # of an update, by its denominators; others are sums
+# of an update, by its denominators; others are sums
+_DIVIDED = ("loss/", "router/", "draft/", "stream/")
 
 
 def token_logprobs(actor: MegatronActor, batch: Batch, temperature: float) -> Tensor:

@@ -188,9 +188,8 @@ def _with_trained_mask(
     if options.reject is not None:
         of_denominators = counted if options.reject.keep_denominator else None
         correction = Correction(weights, of_denominators, before_rejection=counted)
-    return _with_corrected(
-        replace(batch, loss_mask=trained, correction=correction), algorithm
-    ), metrics
+    corrected = replace(batch, loss_mask=trained, correction=correction)
+    return _with_corrected(corrected, algorithm), metrics
 
 
 def _with_corrected(batch: Batch, algorithm: AlgorithmConfig) -> Batch:

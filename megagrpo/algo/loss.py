@@ -239,21 +239,19 @@ def stream_losses(
     for name, number in counts.items():
         weights = streams.weights[name]
         mask = weights != 0
-        logprobs = inputs.logprobs.masked_fill(~mask, 0.0)
+        logprobs = _of(inputs.logprobs, mask)
         match name:
             case "cross_entropy":
                 value = -logprobs
             case "reference_kl":
-                assert inputs.ref_logprobs is not None, "see AlgorithmConfig.uses_reference"
                 kl = algorithm.kl
-                reference = inputs.ref_logprobs.masked_fill(~mask, 0.0)
+                reference = _of(inputs.ref_logprobs, mask)
                 value = kl_penalty(logprobs, reference, kl.estimator, kl.value_clamp)
             case _:
                 value = _distillation(inputs, streams, mask, algorithm)
                 gap = _of(streams.teacher_logprobs, mask) - _of(inputs.old_logprobs, mask)
                 sums["stream/distillation_kl"] = -gap.double().sum() / max(number, 1)
-        weighted = (value * weights).masked_fill(~mask, 0.0)
-        share = weighted.sum(dtype=torch.float64) / max(number, 1)
+        share = _of(value * weights, mask).sum(dtype=torch.float64) / max(number, 1)
         sums[f"loss/{name}"] = share.detach()
         loss = loss + share
     return loss, sums

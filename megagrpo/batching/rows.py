@@ -1,4 +1,4 @@
-"""Samples on their way from the groups of a replica to the rank that trains on them: one row each."""
+"""Samples on their way from a replica's groups to the rank that trains on them: one row each."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -183,17 +183,18 @@ def streams_of(rows: Sequence[SampleRow], algorithm: AlgorithmConfig) -> Streams
     }
     if algorithm.distillation is None:
         return Streams(weights)
-    scores = [row.teacher for row in rows]
-    logprobs = (None if score is None else score.logprobs for score in scores)
-    streams = Streams(weights, of_responses(rows, logprobs, np.float32))
+
+    def of_teachers(name: str, kind: type[np.generic], width: int | None = None) -> torch.Tensor:
+        scores = (None if row.teacher is None else getattr(row.teacher, name) for row in rows)
+        return of_responses(rows, scores, kind, width=width)
+
+    streams = Streams(weights, of_teachers("logprobs", np.float32))
     if not (width := algorithm.distillation.num_candidates):
         return streams
-    ids = (None if score is None else score.top_ids for score in scores)
-    candidates = (None if score is None else score.top_logprobs for score in scores)
     return replace(
         streams,
-        top_ids=of_responses(rows, ids, np.int32, width=width),
-        top_logprobs=of_responses(rows, candidates, np.float32, width=width),
+        top_ids=of_teachers("top_ids", np.int32, width),
+        top_logprobs=of_teachers("top_logprobs", np.float32, width),
     )
 
 

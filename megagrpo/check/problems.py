@@ -1,6 +1,5 @@
 """Finds every problem of an experiment that is known before a start. Loads no torch."""
 
-import json
 import math
 import shutil
 from collections.abc import Iterator, Sequence
@@ -17,8 +16,8 @@ from megagrpo.config.placement import Nodes, placement_problems
 from megagrpo.config.schema import DataConfig, ExperimentConfig
 from megagrpo.data.curriculum import load_curriculum
 from megagrpo.data.hub import is_hub_name
-from megagrpo.data.rows import Row, read_rows
-from megagrpo.data.vocabulary import different_tokens
+from megagrpo.data.rows import Row, read_rows, unknown_teachers
+from megagrpo.data.vocabulary import different_tokens, token_ids
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import (
     architecture_of,
@@ -60,7 +59,8 @@ def preflight(config: ExperimentConfig, nodes: Nodes | None = None) -> list[str]
     hf = model_description(config)
     if hf is not None:
         folder = Path(config.model.tokenizer or model_folder(config) or config.model.path)
-        largest = _largest_token_id(folder / "tokenizer.json")
+        # None without tokenizer.json: load_tokenizer checks after loading
+        largest = max(token_ids(folder).values(), default=None)
         problems += check_against_model(config, hf, largest)
         problems += _teacher_problems(config, folder, longest_samples(config)["data"], largest)
     return problems
@@ -326,7 +326,7 @@ def _read_lines(data: DataConfig, config: ExperimentConfig, problems: list[str])
     """Adds the problems of rows. Raises ValueError for those of the whole."""
     reward = config.reward
     rows = read_rows(data, problems)
-    problems += _unknown_teachers(config, rows)
+    problems += _teachers_of_rows(config, rows)
     problems += _unused_streams(config, rows)
     names = [row.grader for row in rows]
     known = {
@@ -343,16 +343,13 @@ def _read_lines(data: DataConfig, config: ExperimentConfig, problems: list[str])
             problems += [f"{row.location}: {problem}" for problem in said]
 
 
-def _unknown_teachers(config: ExperimentConfig, rows: Sequence[Row]) -> Iterator[str]:
+def _teachers_of_rows(config: ExperimentConfig, rows: Sequence[Row]) -> Iterator[str]:
     """Yields which rows name teachers that do not exist, or several that no loss mixes."""
     distillation = config.algorithm.distillation
     own_sets = distillation is not None and distillation.loss == "teacher_topk"
     for row in rows:
         names = [name for name, _ in row.teachers]
-        for name in names:
-            if name not in config.teachers:
-                known = ", ".join(config.teachers)
-                yield f"{row.location}: teacher {name!r} is not among teachers ({known})"
+        yield from unknown_teachers(row, config.teachers)
         if own_sets and len(names) > 1:
             yield (
                 f"{row.location}: teachers {', '.join(names)} with distillation.loss teacher_topk: "
@@ -399,14 +396,3 @@ def _function_problems(config: ExperimentConfig) -> Iterator[str]:
 def is_made(config: ExperimentConfig, path: str) -> bool:
     """Returns whether this experiment's own `megagrpo sft` writes `path`."""
     return config.sft is not None and Path(path) == Path(config.model.path)
-
-
-def _largest_token_id(path: Path) -> int | None:
-    """Returns the largest id in tokenizer.json; None without that file: load_tokenizer checks after
-    loading."""
-    if not path.is_file():
-        return None
-    tokenizer = json.loads(path.read_text(encoding="utf-8"))
-    vocab = tokenizer["model"].get("vocab", {})
-    ids = list(vocab.values()) if isinstance(vocab, dict) else [len(vocab) - 1]
-    return max([*ids, *(token["id"] for token in tokenizer.get("added_tokens", []))])

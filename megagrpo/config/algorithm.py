@@ -29,11 +29,7 @@ from megagrpo.config.objective.own import (
 )
 from megagrpo.config.objective.policy_loss import DppoLoss, PolicyLossConfig, PpoClipLoss
 from megagrpo.config.objective.reward_shaping import RewardShapingConfig
-from megagrpo.config.objective.streams import (
-    DistillationConfig,
-    StreamConfig,
-    Writer,
-)
+from megagrpo.config.objective.streams import DistillationConfig, StreamConfig, Writer
 
 if TYPE_CHECKING:
     from megagrpo.config.schema import ExperimentConfig

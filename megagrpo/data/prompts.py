@@ -6,7 +6,7 @@ state to save.
 
 import math
 import random
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -25,7 +25,7 @@ from megagrpo.data.messages import (
     with_system_prompt,
     words_of,
 )
-from megagrpo.data.rows import Row, fingerprint, iterate_rows
+from megagrpo.data.rows import Row, fingerprint, iterate_rows, unknown_teachers
 from megagrpo.families.architecture import text_part
 from megagrpo.families.model import Model
 from megagrpo.families.table import read_description
@@ -312,12 +312,11 @@ def refuse_long(data: DataConfig, lengths: Sequence[tuple[int, int]]) -> None:
         )
 
 
-def refuse_unknown_teacher(prompts: Iterable[Prompt], known: Container[str]) -> None:
+def refuse_unknown_teacher(prompts: Iterable[Prompt], known: Collection[str]) -> None:
     """Raises ValueError for a row whose teacher is not among those of the experiment."""
     for prompt in prompts:
-        for name, _ in prompt.teachers:
-            if name not in known:
-                raise ValueError(f"{prompt.location}: teacher {name!r} is not among teachers")
+        for problem in unknown_teachers(prompt, known):
+            raise ValueError(problem)
 
 
 def refuse_long_demonstration(prompts: Iterable[Prompt], most: int) -> None:

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
@@ -20,6 +20,7 @@ from megagrpo.config.data import DataConfig, DataPart
 from megagrpo.config.objective.streams import Component
 from megagrpo.data.messages import checked_messages, without_nulls
 from megagrpo.system.errors import collected, explained, translated
+from megagrpo.types import Prompt
 
 Values = dict[str, object]
 _ROWS_AT_ONCE = 256  # of a parquet file, whose rows may hold images
@@ -171,6 +172,15 @@ def _teachers(values: Values, key: str | None, location: str) -> tuple[tuple[str
         )
     total = sum(weights.values())
     return tuple((name, weight / total) for name, weight in weights.items())
+
+
+def unknown_teachers(row: Row | Prompt, known: Collection[str]) -> list[str]:
+    """Returns which teachers of a row are not among those of the experiment, a sentence each."""
+    return [
+        f"{row.location}: teacher {name!r} is not among teachers ({', '.join(known)})"
+        for name, _ in row.teachers
+        if name not in known
+    ]
 
 
 def _weights(values: Values, data: DataConfig, location: str) -> dict[str, float]:

@@ -19,10 +19,17 @@ def different_tokens(folder: Path, of_model: Path) -> str:
 
 def _tokens(folder: Path) -> dict[str, int | str]:
     """Returns the id of every token; without tokenizer.json a digest of every file instead."""
+    if found := token_ids(folder):
+        return dict(found)
+    files = [path for pattern in _OTHER_FILES for path in folder.glob(pattern)]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def token_ids(folder: Path) -> dict[str, int]:
+    """Returns the id of every token in tokenizer.json; {} without that file."""
     file = folder / "tokenizer.json"
     if not file.is_file():
-        files = [path for pattern in _OTHER_FILES for path in folder.glob(pattern)]
-        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+        return {}
     tokenizer = json.loads(file.read_text(encoding="utf-8"))
     vocab = tokenizer["model"].get("vocab", {})
     if isinstance(vocab, list):  # of token and score

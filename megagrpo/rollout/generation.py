@@ -397,8 +397,8 @@ def _check_images(answer: Answer, images: SentImages | None, ids: np.ndarray) ->
 
 
 def _checked(answer: Answer, request: SampleRequest) -> Response:
-    """Returns the response of an /generate answer. Raises UnusableAnswer if it is cut off or sampled by
-    other weights."""
+    """Returns the response of an /generate answer. Raises UnusableAnswer if it is cut off or sampled
+    by other weights."""
     meta = answer["meta_info"]
     reason = end_of_request(meta)
     texts = [(span["start"], span["version"]) for span in meta.get("weight_versions") or ()]
@@ -425,8 +425,8 @@ def _checked(answer: Answer, request: SampleRequest) -> Response:
 
 
 def end_of_request(meta: Meta) -> str:
-    """Returns what ended a request, stop or length. Raises UnusableAnswer for anything else: the engine
-    was paused or is ending."""
+    """Returns what ended a request, stop or length. Raises UnusableAnswer for anything else: the
+    engine was paused or is ending."""
     reason = meta["finish_reason"]
     if reason is None or reason["type"] not in ("stop", "length"):
         raise UnusableAnswer(f"the engine ended the request: {reason}")

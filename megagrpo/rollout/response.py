@@ -69,9 +69,11 @@ def _joined_top_ids(*parts: Response) -> np.ndarray | None:
     k = next((part.top_ids.shape[1] for part in parts if part.top_ids is not None), None)
     if k is None:
         return None
-    none = [np.zeros((len(part.token_ids), k), np.int32) for part in parts]
-    found = [part.top_ids for part in parts]
-    return np.concatenate([a if a is not None else b for a, b in zip(found, none, strict=True)])
+    found = (
+        np.zeros((len(part.token_ids), k), np.int32) if part.top_ids is None else part.top_ids
+        for part in parts
+    )
+    return np.concatenate(list(found))
 
 
 UNVERIFIED = -1  # the version of weights that no trainer has verified, older than every other

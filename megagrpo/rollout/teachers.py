@@ -1,5 +1,5 @@
-"""Scores of responses by their rows' teachers: requests of prompt and response, log-probabilities of
-the response back."""
+"""Scores of responses by their rows' teachers: requests of prompt and response, log-probabilities
+of the response back."""
 
 import asyncio
 import time

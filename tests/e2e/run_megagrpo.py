@@ -306,6 +306,21 @@ def reached_before(folder: Path, end: int, middle: int) -> int:
     return middle
 
 
+def assert_killed_run_is_the_same(
+    folder: Path, reference: Path, num_steps: int, kill_after: int, middle: int, **sections
+) -> None:
+    """An experiment that is killed once step `kill_after` is saved, with everything that it started,
+    and run again, has the bits of an undisturbed one. middle: as in reached_before."""
+    config = write_experiment(folder, **sections)
+    saved = folder / "checkpoints" / f"step_{kill_after:06d}"
+    with Job("run", config, "--set", "train.num_steps=500") as job:
+        job.wait_for(saved.exists, f"step {kill_after}", 400)
+        job.kill()
+    reached_before(folder, num_steps, middle)
+    succeed("run", config)
+    assert_same_run(folder, reference, num_steps)
+
+
 def engine(run_dir: Path) -> dict | None:
     """The first engine as the service of this run describes it; None while there is no service."""
     try:

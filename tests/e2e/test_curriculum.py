@@ -5,14 +5,10 @@ from pathlib import Path
 
 import pytest
 from run_megagrpo import (
-    Job,
-    assert_same_run,
+    assert_killed_run_is_the_same,
     metrics,
-    reached_before,
     rollouts,
     run_experiment,
-    succeed,
-    write_experiment,
 )
 
 from tests.curricula import assert_left_out
@@ -57,10 +53,4 @@ def test_killed_in_a_curriculum_and_run_again_it_is_the_same_run(experiments: Pa
     assert sum(entry[f"curriculum/{pool}_fraction"] for pool in pools) == 1
 
     folder = experiments / "curriculum-resumed"
-    config = write_experiment(folder, **SECTIONS)
-    with Job("run", config, "--set", "train.num_steps=500") as job:
-        job.wait_for(lambda: (folder / "checkpoints" / "step_000003").exists(), "step 3", 400)
-        job.kill()
-    reached_before(folder, STEPS, middle=3)
-    succeed("run", config)
-    assert_same_run(folder, whole, STEPS)
+    assert_killed_run_is_the_same(folder, whole, STEPS, kill_after=3, middle=3, **SECTIONS)

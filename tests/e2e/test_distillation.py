@@ -10,12 +10,9 @@ import pytest
 from run_megagrpo import (
     PREPARE,
     RECIPE,
-    Job,
-    assert_same_run,
+    assert_killed_run_is_the_same,
     metrics,
-    reached_before,
     run_experiment,
-    succeed,
     write_experiment,
 )
 
@@ -86,13 +83,7 @@ def test_killed_with_teachers_and_run_again_it_is_the_same_run(
     assert entries[STEPS]["stream/distillation_kl"] > 1e-3
 
     folder = experiments / f"distilled-{staleness}-resumed"
-    config = write_experiment(folder, **sections)
-    with Job("run", config, "--set", "train.num_steps=500") as job:
-        job.wait_for(lambda: (folder / "checkpoints" / "step_000002").exists(), "step 2", 400)
-        job.kill()
-    reached_before(folder, STEPS, middle=2)
-    succeed("run", config)
-    assert_same_run(folder, whole, STEPS)
+    assert_killed_run_is_the_same(folder, whole, STEPS, kill_after=2, middle=2, **sections)
 
 
 LOSSES = ("policy", "distillation", "cross_entropy", "reference_kl")

@@ -12,15 +12,11 @@ from pathlib import Path
 
 import pytest
 from run_megagrpo import (
-    Job,
     assert_agrees,
-    assert_same_run,
+    assert_killed_run_is_the_same,
     metrics,
-    reached_before,
     rollouts,
     run_experiment,
-    succeed,
-    write_experiment,
 )
 
 from megagrpo.rewards.graders.format import exact
@@ -142,10 +138,4 @@ def test_each_source_is_passed_in_its_own_order(whole):
 @pytest.mark.slow
 def test_killed_in_a_mixture_and_run_again_it_is_the_same_run(whole):
     folder = whole.parent / "mixture-resumed"
-    config = write_experiment(folder, **sections(folder))
-    with Job("run", config, "--set", "train.num_steps=500") as job:
-        job.wait_for(lambda: (folder / "checkpoints" / "step_000001").exists(), "step 1", 400)
-        job.kill()
-    reached_before(folder, STEPS, middle=STEPS - 1)
-    succeed("run", config)
-    assert_same_run(folder, whole, STEPS)
+    assert_killed_run_is_the_same(folder, whole, STEPS, 1, STEPS - 1, **sections(folder))

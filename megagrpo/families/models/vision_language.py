@@ -4,7 +4,7 @@ tower before it."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from megagrpo.families.architecture import (
     COMMON_SIZE_KEYS,
@@ -17,10 +17,6 @@ from megagrpo.families.fused_experts import FusedExperts
 from megagrpo.families.models.dense import Qwen2, Qwen3
 from megagrpo.families.models.softmax_moe import Qwen3Moe
 from megagrpo.families.vision import read_vision, vision_refusals
-
-if TYPE_CHECKING:
-    pass
-
 
 # of the text part and of the tower, and what follows from the size of a head
 _SIZE_KEYS = {
