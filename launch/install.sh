@@ -18,17 +18,19 @@ use_it="\`source $venv/bin/activate\` puts megagrpo on the PATH"
 
 say() { printf '[install] %s\n' "$*"; }
 
-# Not above 3.13: Megatron-Core has no wheel for it. uv's and pyenv's are last: they may be others' environments.
+# 3.12 first, which Megatron-Core's metadata ask for; not above 3.13, for which it has no wheel; one that can give an
+# environment a pip. uv's and pyenv's are last: they may be others' environments.
 find_python() {
-    local candidate
-    for candidate in python3 python3.13 python3.12 python3.11 "$(uv python find --no-project 3.12 2>/dev/null)" \
+    local candidate fits='import importlib.util, sys, venv
+sys.exit(not (3, 11) <= sys.version_info < (3, 14) or not any(map(importlib.util.find_spec, ("ensurepip", "pip"))))'
+    for candidate in python3.12 python3 python3.13 python3.11 "$(uv python find --no-project 3.12 2>/dev/null)" \
         "$(newest_of_pyenv 3.12)" "$(newest_of_pyenv 3.11)"; do
-        if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
+        if "$candidate" -c "$fits" 2>/dev/null; then
             command -v "$candidate"
             return
         fi
     done
-    say "no Python from 3.11 to 3.13 found: as python3, python3.13, python3.12 or python3.11, uv's or pyenv's" >&2
+    say "no Python from 3.11 to 3.13 found: as python3.12, python3, python3.13 or python3.11, uv's or pyenv's" >&2
     return 1
 }
 

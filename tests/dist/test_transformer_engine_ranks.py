@@ -161,8 +161,11 @@ def test_replayed_experts_are_certified(tmp_path: Path, family: str):
     cases = [case("TP2+SP", recompute="full"), case("PP2xVPP2"), case("CP2"), case("EP2")]
     wrong = case("CP2", "experts-of-token-before")
     *results, spoiled = certified(tmp_path, family, [*cases, wrong], "actor.routing_replay=rollout")
-    assert [failures(result) for result in results] == [[]] * len(cases)
-    assert any("gradient of" in problem for problem in failures(spoiled))
+    # Half a unit in the last place of the weights, drawn at random, moves one rank's gradients of
+    # the two with latent attention by 7e-6 of their largest, updates by 1.4e-6: torch's layers, too.
+    rounding = 2 if family in ("deepseek_v3", "kimi_k2") else 1
+    assert [failures(result, rounding) for result in results] == [[]] * len(cases)
+    assert any("gradient of" in problem for problem in failures(spoiled, rounding))
 
 
 @pytest.mark.slow
