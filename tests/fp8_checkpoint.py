@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megagrpo.families.quantization import SCALES
 from megagrpo.weights.hf_folder import HfFolder
 
 WHOLE = (
@@ -17,6 +18,8 @@ WHOLE = (
     "norm",
     "mlp.gate.",
     "moe.gate.",
+    "shared_expert_gate.",
+    *("in_proj_a.", "in_proj_b.", "in_proj_ba."),
 )  # what published checkpoints do not quantise
 
 
@@ -46,11 +49,16 @@ def quantise_folder(
     stored: dict[str, Tensor] = {}
     plain: dict[str, Tensor] = {}
     for name, tensor in hf.items():
-        if tensor.dim() != 2 or any(word in name for word in WHOLE):
+        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):  # a stack of matrices
+            values, scales = zip(*(quantised(one.float(), block) for one in tensor), strict=True)
+            parts = [dequantised(*both, block) for both in zip(values, scales, strict=True)]
+            stored[name], stored[name + SCALES] = torch.stack(values), torch.stack(scales)
+            plain[name] = torch.stack(parts)
+        elif tensor.dim() != 2 or any(word in name for word in WHOLE):
             stored[name] = plain[name] = tensor.bfloat16()
         else:
-            stored[name], stored[name + "_scale_inv"] = quantised(tensor.float(), block)
-            plain[name] = dequantised(stored[name], stored[name + "_scale_inv"], block)
+            stored[name], stored[name + SCALES] = quantised(tensor.float(), block)
+            plain[name] = dequantised(stored[name], stored[name + SCALES], block)
     description = json.loads((source / "config.json").read_text())
     method = {
         "quant_method": "fp8",
@@ -74,9 +82,10 @@ def _write(
         ):
             shutil.copyfile(file, folder / file.name)
     (folder / "config.json").write_text(json.dumps(description))
-    places = {
-        name: f"model-{number % shards + 1}.safetensors" for number, name in enumerate(tensors)
-    }
+    matrices = [name for name in tensors if not name.endswith(SCALES)]
+    files = {name: f"model-{n % shards + 1}.safetensors" for n, name in enumerate(matrices)}
+    # scales beside their matrix: SGLang reads stacks of scales after a stack of matrices only
+    places = {name: files[name.removesuffix(SCALES)] for name in tensors}
     for file in set(places.values()):
         save_file({name: tensors[name] for name in tensors if places[name] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))

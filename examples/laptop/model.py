@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from examples.laptop.recipe import TinyModelConfig
 from examples.laptop.squares import FAMILY, make_seeing_model
-from megagrpo.families.table import architecture_of, model_problems
+from megagrpo.families.table import FAMILIES, architecture_of, model_problems
 from megagrpo.tools.certify.tiny_model import MAX_POSITIONS, VOCAB, hf_config, random_tensors
 from megagrpo.weights.hf_folder import write_hf_folder
 
@@ -106,6 +106,11 @@ def _problems(config: TinyModelConfig) -> list[str]:
     if config.family in _NO_HEAD_DIM and width != config.hidden_size:
         problems.append(
             f"{config.family} needs num_heads x head_dim {width} = hidden_size {config.hidden_size}"
+        )
+    if f"{config.family}_text" in FAMILIES:
+        problems.append(
+            f"family {config.family} is a part of a vision-language model's files; its tiny one is "
+            f"{config.family}_text"
         )
     if config.experts_per_token > config.num_experts:
         problems.append(

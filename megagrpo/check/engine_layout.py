@@ -125,8 +125,13 @@ def _fp8_cuts(rollout: RolloutConfig, arch: Architecture) -> Iterator[str]:
         return not any(_cuts(changed, arch)) and not _odd_parts(arch, server_of(changed))
 
     may = [str(tp) for tp in _TRIED if fits(tp)]
-    if server.attention_tp < server.tp and all(name.startswith("MLP") for name in odd):
-        may.append("the same with rollout.sglang.moe_dense_tp_size: 1")
+    wholes = {"shared expert": "moe_a2a_backend: deepep"}
+    if server.attention_tp < server.tp:
+        wholes["MLP"] = "moe_dense_tp_size: 1"
+    names = [name.rpartition(" ")[0] for name in odd]
+    if wholes.keys() >= {*names}:
+        settings = ", ".join(wholes[name] for name in names)
+        may.append(f"the same with rollout.sglang: {{{settings}}}")
     remedy = (
         f"tp may be {' or '.join(may)}" if may else "no tp gives whole ones: remove quantization"
     )
@@ -154,8 +159,15 @@ def _odd_parts(arch: Architecture, server: Server) -> list[str]:
             sizes["keys and values"] = heads * (mla.nope_dim + mla.v_dim)
             sizes["attention's output"] = heads * mla.v_dim
     else:
-        sizes["queries"] = heads * arch.head_dim
+        sizes["queries"] = heads * arch.head_dim * (1 + arch.output_gate)
         sizes["keys"] = max(arch.num_kv_heads / part, 1) * arch.head_dim
+        if whole and arch.output_gate:
+            sizes["attention's output"] = heads * arch.head_dim
+    if linear := arch.linear:
+        sizes["delta net's keys"] = linear.key_heads / part * linear.key_dim
+        sizes["delta net's values"] = linear.value_heads / part * linear.value_dim
+    if arch.shared_ffn_size:
+        sizes["shared expert"] = arch.shared_ffn_size / server.shared_tp
     if not arch.is_moe or arch.dense_layers:
         sizes["MLP"] = arch.ffn_size / server.dense_tp
     if arch.is_moe:

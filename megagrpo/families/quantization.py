@@ -8,6 +8,8 @@ from megagrpo.families.architecture import HfConfig
 
 _KEY = "quantization_config"
 FP8_BLOCK = (128, 128)  # rows and columns with one scale, in engines
+# Projections of gated delta nets with a row a head, as published FP8 files of Qwen3-Next exempt them.
+FP8_EXEMPT = ("in_proj_a", "in_proj_b", "in_proj_ba")
 SCALES = "_scale_inv"  # after a tensor's name: the name of its blocks' scales
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True}
 INT4_WORD = 8  # columns of INT4 in one int32
@@ -105,10 +107,13 @@ def dequantised_config(hf: HfConfig) -> dict[str, object]:
 
 
 def fp8_config(hf: HfConfig) -> dict[str, object]:
-    """Returns the config.json of the same model in FP8, as DeepSeek-V3's names it: no tensor is
-    exempted by name."""
-    method = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-    return {**dequantised_config(hf), _KEY: method | {"weight_block_size": list(FP8_BLOCK)}}
+    """Returns the config.json of the same model in FP8, as DeepSeek-V3's names it: only FP8_EXEMPT
+    is exempted by name."""
+    method: dict[str, object] = {"quant_method": "fp8", "fmt": "e4m3"}
+    method |= {"activation_scheme": "dynamic", "weight_block_size": list(FP8_BLOCK)}
+    if "linear_num_key_heads" in hf:
+        method["modules_to_not_convert"] = list(FP8_EXEMPT)
+    return {**dequantised_config(hf), _KEY: method}
 
 
 def stored_form(hf: HfConfig) -> str | None:

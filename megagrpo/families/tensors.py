@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from megagrpo.families.architecture import Architecture
+from megagrpo.families.quantization import FP8_EXEMPT
 
 # a router, what latent attention projects down, a draft's projection, and an indexer
 _WHOLE = (
@@ -54,9 +55,10 @@ class TensorSpec:
     @property
     def in_fp8(self) -> bool:
         """Tells whether engines with FP8 weights keep it in FP8: matrices of layers but routers, as
-        DeepSeek-V3."""
+        DeepSeek-V3, gates of shared experts, and what FP8_EXEMPT names."""
         layer = self.kind == "matrix" and ".layers." in self.name
-        return layer and self.name.split(".")[-2] not in ("gate", "eh_proj")
+        plain = ("gate", "eh_proj", "shared_expert_gate", *FP8_EXEMPT)
+        return layer and self.name.split(".")[-2] not in plain
 
 
 class GatedNames(NamedTuple):

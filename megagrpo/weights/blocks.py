@@ -1,5 +1,5 @@
 """FP8 as DeepSeek-V3 publishes it: E4M3 values with one float32 scale for each block of 128 x 128
-of a matrix.
+of a matrix, or of each matrix of a stack [experts, n, m].
 
     scale(block) = max(|x| over the block, 1e-12) / 448        value = e4m3(x / scale(block))
 
@@ -21,9 +21,15 @@ _LARGEST, _SMALLEST = 448.0, 1e-12
 
 def grid_of(start: Sequence[int], size: Sequence[int]) -> Box:
     """Returns the blocks that a part of a matrix touches, as a box of the grid of blocks."""
-    first = tuple(a // block for a, block in zip(start, FP8_BLOCK, strict=True))
-    stop = (-(-(a + n) // block) for a, n, block in zip(start, size, FP8_BLOCK, strict=True))
+    block = _block(len(start))
+    first = tuple(a // n for a, n in zip(start, block, strict=True))
+    stop = (-(-(a + n) // by) for a, n, by in zip(start, size, block, strict=True))
     return Box(first, tuple(b - a for a, b in zip(first, stop, strict=True)))
+
+
+def whole_grid(shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the numbers of blocks of a tensor of this shape, for each of its dimensions."""
+    return grid_of((0,) * len(shape), shape).size
 
 
 def block_maxima(values: Tensor, start: tuple[int, ...]) -> Tensor:
@@ -31,14 +37,13 @@ def block_maxima(values: Tensor, start: tuple[int, ...]) -> Tensor:
 
     values: a part [n, m] of a matrix, which begins at `start`.
     """
-    grid = grid_of(start, tuple(values.shape))
-    padded = torch.zeros(
-        [n * b for n, b in zip(grid.size, FP8_BLOCK, strict=True)], device=values.device
-    )
-    top, left = (first % block for first, block in zip(start, FP8_BLOCK, strict=True))
-    padded[top : top + values.shape[0], left : left + values.shape[1]] = values
-    rows, columns = grid.size
-    return padded.abs_().view(rows, FP8_BLOCK[0], columns, FP8_BLOCK[1]).amax((1, 3))
+    *stack, rows, columns = grid_of(start, tuple(values.shape)).size
+    height, width = FP8_BLOCK
+    padded = torch.zeros([*stack, rows * height, columns * width], device=values.device)
+    top, left = (first % block for first, block in zip(start[-2:], FP8_BLOCK, strict=True))
+    padded[..., top : top + values.shape[-2], left : left + values.shape[-1]] = values
+    blocks = padded.abs_().unflatten(-1, (columns, width)).unflatten(-3, (rows, height))
+    return blocks.amax((-3, -1))
 
 
 def block_scales(maxima: Tensor) -> Tensor:
@@ -61,6 +66,10 @@ def dequantise(values: Tensor, start: tuple[int, ...], scales: Tensor) -> Tensor
 def _of_elements(scales: Tensor, start: tuple[int, ...], shape: Sequence[int]) -> Tensor:
     """Returns the scale of each element of a part that begins at `start`; scales of the blocks that
     it touches."""
-    for dim, (first, block) in enumerate(zip(start, FP8_BLOCK, strict=True)):
+    for dim, (first, block) in enumerate(zip(start, _block(len(start)), strict=True)):
         scales = scales.repeat_interleave(block, dim).narrow(dim, first % block, shape[dim])
     return scales
+
+
+def _block(dims: int) -> tuple[int, ...]:
+    return (*(1,) * (dims - 2), *FP8_BLOCK)

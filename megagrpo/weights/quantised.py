@@ -17,7 +17,14 @@ from torch import Tensor
 from megagrpo.families.quantization import SCALES
 from megagrpo.mesh import Mesh
 from megagrpo.weights.actor_weights import ActorWeights
-from megagrpo.weights.blocks import FP8, block_maxima, block_scales, grid_of, quantise
+from megagrpo.weights.blocks import (
+    FP8,
+    block_maxima,
+    block_scales,
+    grid_of,
+    quantise,
+    whole_grid,
+)
 from megagrpo.weights.copies.record import Copy, Specs
 from megagrpo.weights.copies.views import row_major
 
@@ -32,13 +39,13 @@ def quantised_specs(specs: Specs, names: Set[str]) -> Specs:
         if name not in names:
             found[name] = shape, dtype
             continue
-        if len(shape) != 2:
+        if len(shape) < 2:
             raise ValueError(
                 f"HF tensor {name} {shape} has FP8 parameters in the engine, but blocks are of "
                 "matrices"
             )
         found[name] = shape, FP8
-        found[name + SCALES] = grid_of((0, 0), shape).size, torch.float32
+        found[name + SCALES] = whole_grid(shape), torch.float32
     return found
 
 
@@ -50,7 +57,7 @@ def quantised_copies(copies: Sequence[Copy], specs: Specs, names: Set[str]) -> l
     found += [Copy(c.hf, c.start, c.size, _twin(c.parameter), c.offset, c.strides) for c in mine]
     for copy in mine:  # scales lie in a grid of the whole tensor
         blocks = grid_of(copy.start, copy.size)
-        strides = row_major(grid_of((0, 0), specs[copy.hf][0]).size)
+        strides = row_major(whole_grid(specs[copy.hf][0]))
         offset = sum(first * stride for first, stride in zip(blocks.start, strides, strict=True))
         found.append(
             Copy(copy.hf + SCALES, blocks.start, blocks.size, copy.hf + SCALES, offset, strides)
@@ -101,7 +108,7 @@ class _QuantisedView:
         self._parts = [copy.restrict(box) for copy in mine for box in copy.box.split(_AT_ONCE)]
         self._quantised = {copy.parameter for copy in mine}
         self._grids = {  # of all, on every rank
-            name: grid_of((0, 0), shape).size
+            name: whole_grid(shape)
             for name, (shape, _) in weights.hf_specs.items()
             if name in weights.fp8
         }

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp
 from sglang.srt.distributed import bootstrap, parallel_state
 from sglang.srt.layers.dp_attention import initialize_dp_attention
 from sglang.srt.layers.moe import initialize_moe_config
@@ -133,6 +134,7 @@ def pretended_engine(server: ServerArgs) -> Iterator[ModelConfig]:
     """Initialises SGLang as its scheduler process does before building the model, for one rank."""
     publish(server, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
     config = ModelConfig.from_server_args(server)
+    adjust_config_with_unaligned_cpu_tp(config, LoadConfig(), 1)
     initialize_moe_config()
     try:
         with only_fake_groups():  # SGLang adds gloo groups to every one
@@ -157,6 +159,13 @@ def main(folder: Path, family: str) -> dict:
         path=str(folder / "model"), family=family, expert_ffn_size=128, **(SIZES | own)
     )
     hf = hf_config(sizes) | {"vocab_size": 131}
+    if "linear_num_key_heads" in hf:  # one layer of each kind, in whole blocks
+        hf |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+        hf |= {"layer_types": ["linear_attention", "full_attention"], "full_attention_interval": 2}
+    if family in ("qwen3_5", "qwen3_5_moe"):  # as published: a part of a vision-language model
+        name = hf["architectures"][0].replace("ForCausalLM", "ForConditionalGeneration")
+        kind = {"model_type": family, "architectures": [name], "vision_config": {}}
+        hf = hf | kind | {"text_config": hf | {"model_type": f"{family}_text"}}
     tensors = random_tensors(architecture_of(hf), torch.Generator().manual_seed(0))
     write_model(folder / "model", hf, tensors, sizes.alphabet)
     quantise_folder(folder / "model", folder / "fp8", folder / "twin", (128, 128))
@@ -180,9 +189,9 @@ def main(folder: Path, family: str) -> dict:
         "cpu",
     ]
     load_plugins()
-    server = prepare_server_args(
-        [*words, "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-    )
+    words += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+    words += ["--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"]
+    server = prepare_server_args(words)
 
     def read(model: torch.nn.Module, files) -> None:
         names = [(name, file) for file in files for name in file.keys()]  # noqa: SIM118
@@ -217,8 +226,10 @@ def main(folder: Path, family: str) -> dict:
         padding = (
             2 * (model.lm_head.weight.shape[0] - hf["vocab_size"]) * sizes.hidden_size
         )  # of two vocabularies
-        found["bytes"] = sum(  # GLM-4.5's routers are in float32 there, and published in bfloat16
-            p.numel() * 2 if name.endswith(".gate.weight") else p.nbytes
+        found["bytes"] = sum(  # in float32 there, published in bfloat16: some routers and norms
+            p.numel() * 2
+            if name.endswith((".gate.weight", "linear_attn.norm.weight"))
+            else p.nbytes
             for name, p in model.named_parameters()
             if p.dim()
         )

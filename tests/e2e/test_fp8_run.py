@@ -20,10 +20,13 @@ LATENT = SIZES | {
     "num_kv_heads": 4,
 }
 
+RECURRENT = SIZES | {"family": "qwen3_5_moe_text", "num_layers": 4, "num_heads": 8}
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "transport, sizes", [("reshard", SIZES), ("broadcast", SIZES), ("reshard", LATENT)]
+    "transport, sizes",
+    [("reshard", SIZES), ("broadcast", SIZES), ("reshard", LATENT), ("reshard", RECURRENT)],
 )
 def test_an_engine_in_fp8_samples_and_takes_every_publish(tmp_path, transport, sizes):
     """With latent attention the matrices that SGLang makes of a projection are proven, too."""
@@ -45,9 +48,10 @@ def test_an_engine_in_fp8_samples_and_takes_every_publish(tmp_path, transport, s
         wire_bytes = {entries[step]["publish/wire_bytes"] for step in range(1, STEPS + 1)}
         assert len(wire_bytes) == 1, "every publish moves the same bytes"
     for step in range(1, STEPS + 1):
-        assert 1e-3 < entries[step]["mismatch/logprob_abs_mean"] < 0.3, (
-            "of a random model: measured 0.084 to 0.103"
-        )
+        # Of random models. Measured: 0.084 to 0.103, with gated delta nets 0.41, where the same
+        # roundings in transformers' model in float32 move log-probabilities by 0.52.
+        bound = 0.6 if sizes is RECURRENT else 0.3
+        assert 1e-3 < entries[step]["mismatch/logprob_abs_mean"] < bound
 
 
 @pytest.mark.slow

@@ -38,6 +38,8 @@ def arch_of(name: str) -> Architecture:
         ("Qwen3-235B-A22B", 8, 1, "expert 192", "1 or 2 or 4"),
         ("Qwen3-30B-A3B", 4, 1, "expert 192", "1 or 2"),
         ("GLM-4.5-Air", 1, 1, "MLP 10944", None),
+        ("Qwen3.5-397B-A17B", 16, 16, "shared expert 64", "1 or 2 or 4 or 8"),
+        ("Qwen3.5-397B-A17B", 8, 8, None, None),
         ("DeepSeek-V3-0324", 16, 16, None, None),
         ("Qwen3-235B-A22B", 4, 1, None, None),
         ("Qwen3-235B-A22B", 8, 8, None, None),
@@ -83,9 +85,13 @@ def test_what_data_parallel_attention_and_deepep_add(quantization):
 def test_dense_layers_may_be_whole_beside_data_parallel_attention():
     arch = arch_of("DeepSeek-V3-0324")
     (problem,) = engine_layout_problems(engines(32, 32, dp=8, quantization="fp8"), arch)
-    assert problem.endswith("or the same with rollout.sglang.moe_dense_tp_size: 1")
-    whole = engines(32, 32, dp=8, quantization="fp8", moe_dense_tp_size=1)
-    assert not engine_layout_problems(whole, arch)
+    whole = {"moe_dense_tp_size": 1, "moe_a2a_backend": "deepep"}
+    says = "{moe_a2a_backend: deepep, moe_dense_tp_size: 1}"
+    assert problem.endswith(f"or the same with rollout.sglang: {says}")
+    assert not engine_layout_problems(engines(32, 32, dp=8, quantization="fp8", **whole), arch)
+    del whole["moe_a2a_backend"]
+    (problem,) = engine_layout_problems(engines(32, 32, dp=8, quantization="fp8", **whole), arch)
+    assert "left over: shared expert 64; " in problem
     work = model_work(arch)
     before = server_of(engines(32, 32, dp=8))
     added = weight_bytes(work, replace(before, dense_tp=1)) - weight_bytes(work, before)

@@ -110,6 +110,7 @@ def test_the_tokenizer_gives_back_every_text_and_marks_unknown_characters(text):
         ({"num_kv_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
         ({"head_dim": 15}, "head_dim 15 is odd"),
         ({"family": "llama", "head_dim": 32}, "needs num_heads x head_dim 128 = hidden_size 64"),
+        ({"family": "qwen3_5_moe"}, "its tiny one is qwen3_5_moe_text"),
         ({"experts_per_token": 5}, "experts_per_token 5 is more than num_experts 4"),
         ({"family": "glm4_moe", "experts_per_token": 1}, "num_experts_per_tok 1 is not supported"),
     ],

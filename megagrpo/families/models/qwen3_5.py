@@ -59,7 +59,6 @@ class Qwen35(Family):
     DRAFT_REFUSAL = "its multi-token-prediction layers (mtp.*) are not loaded"
     LEFT_OUT: ClassVar[tuple[str, ...]] = ("model.visual.", "mtp.")
     GROUPED: ClassVar[bool] = False  # of LinearAttention
-    FP8_REFUSAL = "not for models with gated delta nets"
 
     def __init__(self, part: str = ""):
         """part: what files of a vision-language model put before the names of the text part."""
