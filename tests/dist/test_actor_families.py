@@ -25,6 +25,7 @@ from tests.dist.cases import (
 from tests.dist.figures import LayoutFigures
 from tests.dist.test_actor_layouts import GRADIENT_BOUNDS, LOGIT_BOUND, check, jobs_of
 from tests.dist.workers.launch import run_ranks, run_transformers
+from tests.published import as_published
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -187,26 +188,6 @@ def test_layers_that_only_speculate_are_not_loaded(one_rank: Path):
     assert HfFolder(one_rank / "speculate" / "exported").keys() == HfFolder(source).keys()
 
 
-def as_published(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of a text model as files of Qwen3.5 have them: a layer's experts in two tensors."""
-    fused: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        stored = name.replace("model.", "model.language_model.", 1)
-        if ".experts." not in stored:
-            fused[stored] = tensor
-        elif ".experts.0.down_proj." in stored:
-            layer = name.partition("0.down_proj")[0]
-            down, gate, up = (
-                [tensors[f"{layer}{expert}.{part}_proj.weight"] for expert in range(8)]
-                for part in ("down", "gate", "up")
-            )
-            prefix = stored.partition("0.down_proj")[0]
-            fused[prefix + "down_proj"] = torch.stack(down)
-            both = [torch.cat(pair) for pair in zip(gate, up, strict=True)]
-            fused[prefix + "gate_up_proj"] = torch.stack(both)
-    return fused
-
-
 def test_the_text_part_of_a_vision_language_file_is_loaded(one_rank: Path):
     """As published: nested config.json, other names, experts together, a tower and layers that
     speculate beside them."""
@@ -217,7 +198,7 @@ def test_the_text_part_of_a_vision_language_file_is_loaded(one_rank: Path):
     for suffix, more in (("", others), (".gradients", {})):
         target = Path(f"{folder}{suffix}")
         target.mkdir()
-        stored = as_published(load_file(Path(f"{source}{suffix}") / "model.safetensors"))
+        stored = as_published(HfFolder(f"{source}{suffix}").items())
         save_file({**stored, **more}, target / "model.safetensors")
         (target / "config.json").write_text(json.dumps({**kind, "text_config": text}))
     shutil.copy(f"{source}.pt", f"{folder}.pt")
@@ -225,7 +206,7 @@ def test_the_text_part_of_a_vision_language_file_is_loaded(one_rank: Path):
     [result] = run_ranks(2, one_rank / "publish", [job])
     assert result["logits"] < LOGIT_BOUND
     assert max(result["gradients"].values()) < GRADIENT_BOUNDS["qwen3_5_moe"]
-    stored = as_published(load_file(source / "model.safetensors"))
+    stored = as_published(HfFolder(source).items())
     exported = load_file(one_rank / "publish" / "exported" / "model.safetensors")
     assert exported.keys() == stored.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in stored.items())

@@ -23,6 +23,7 @@ from megagrpo.system.run_folder import RunFolder
 from megagrpo.weights.engines.client import EngineConnection
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
 from tests.experiments import ROOT, until
+from tests.published import as_published
 
 pytestmark = [
     pytest.mark.slow,
@@ -169,21 +170,7 @@ def make_seeing_model(folder: Path, text: Path) -> Path:
     experts of a layer in two tensors."""
     hf, part = (read_description(path / "config.json") for path in (SEEING, text))
     hf |= {"text_config": part} | {key: part[key] for key in part if key.endswith("token_id")}
-    tensors, experts = {}, {}
-    for name, tensor in HfFolder(text).items():
-        layer, found, rest = name.replace("model.", "model.language_model.", 1).partition(
-            ".experts."
-        )
-        if found:
-            number, kind, _ = rest.split(".")
-            experts.setdefault(f"{layer}.experts.", {})[int(number), kind] = tensor
-        else:
-            tensors[layer] = tensor
-    for prefix, parts in experts.items():
-        numbers = range(part["num_experts"])
-        both = [torch.cat([parts[n, "gate_proj"], parts[n, "up_proj"]]) for n in numbers]
-        tensors[prefix + "gate_up_proj"] = torch.stack(both)
-        tensors[prefix + "down_proj"] = torch.stack([parts[n, "down_proj"] for n in numbers])
+    tensors = as_published(HfFolder(text).items())
     write_model(folder, hf | {"pad_token_id": 0}, tensors, "0123456789")
     return folder
 
