@@ -20,6 +20,7 @@ WHOLE = (
     "moe.gate.",
     "shared_expert_gate.",
     *("in_proj_a.", "in_proj_b.", "in_proj_ba."),
+    *("indexer.wk.", "indexer.weights_proj."),
 )  # what published checkpoints do not quantise
 
 

@@ -8,8 +8,9 @@ from megagrpo.families.architecture import HfConfig
 
 _KEY = "quantization_config"
 FP8_BLOCK = (128, 128)  # rows and columns with one scale, in engines
-# Projections of gated delta nets with a row a head, as published FP8 files of Qwen3-Next exempt them.
-FP8_EXEMPT = ("in_proj_a", "in_proj_b", "in_proj_ba")
+# What published FP8 files keep out of it: projections of gated delta nets with a row a head, and what
+# SGLang has in bfloat16 of an indexer.
+FP8_EXEMPT = ("in_proj_a", "in_proj_b", "in_proj_ba", "wk", "weights_proj")
 SCALES = "_scale_inv"  # after a tensor's name: the name of its blocks' scales
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True}
 INT4_WORD = 8  # columns of INT4 in one int32
@@ -111,7 +112,7 @@ def fp8_config(hf: HfConfig) -> dict[str, object]:
     is exempted by name."""
     method: dict[str, object] = {"quant_method": "fp8", "fmt": "e4m3"}
     method |= {"activation_scheme": "dynamic", "weight_block_size": list(FP8_BLOCK)}
-    if "linear_num_key_heads" in hf:
+    if hf.keys() & {"linear_num_key_heads", "index_topk"}:
         method["modules_to_not_convert"] = list(FP8_EXEMPT)
     return {**dequantised_config(hf), _KEY: method}
 

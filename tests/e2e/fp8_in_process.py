@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.update_config import adjust_config_with_unaligned_cpu_tp
 from sglang.srt.distributed import bootstrap, parallel_state
+from sglang.srt.layers.attention.dsa import dsa_indexer
 from sglang.srt.layers.dp_attention import initialize_dp_attention
 from sglang.srt.layers.moe import initialize_moe_config
 from sglang.srt.layers.moe.topk import StandardTopKOutput
@@ -34,7 +36,8 @@ from safetensors import safe_open
 from examples.laptop.model import write_model
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.cpu.engine import block_fp8
-from megagrpo.families.table import architecture_of, model_tensors
+from megagrpo.families.models.deepseek_v3 import DeepseekV3
+from megagrpo.families.table import FAMILIES, architecture_of, model_tensors
 from megagrpo.mesh import LeaderError, make_mesh
 from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.environment import temporarily
@@ -131,7 +134,12 @@ def layer_outputs(model: torch.nn.Module) -> dict[str, float]:
 
 @contextmanager
 def pretended_engine(server: ServerArgs) -> Iterator[ModelConfig]:
-    """Initialises SGLang as its scheduler process does before building the model, for one rank."""
+    """Initialises SGLang as its scheduler process does before building the model, for one rank.
+
+    Indexers are built as on a Hopper. This process is not used for anything else.
+    """
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    dsa_indexer._is_cuda, dsa_indexer.deep_gemm = True, SimpleNamespace(get_num_sms=lambda: 132)
     publish(server, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
     config = ModelConfig.from_server_args(server)
     adjust_config_with_unaligned_cpu_tp(config, LoadConfig(), 1)
@@ -154,7 +162,7 @@ def pretended_engine(server: ServerArgs) -> Iterator[ModelConfig]:
 
 def main(folder: Path, family: str) -> dict:
     latent = {"hidden_size": 512, "num_kv_heads": 4, "head_dim": 32}  # whole blocks
-    own = latent if family in ("deepseek_v3", "kimi_k2", "kimi_k25") else {}
+    own = latent if isinstance(FAMILIES[family], DeepseekV3) else {}
     sizes = TinyModelConfig(
         path=str(folder / "model"), family=family, expert_ffn_size=128, **(SIZES | own)
     )
@@ -162,6 +170,10 @@ def main(folder: Path, family: str) -> dict:
     if "linear_num_key_heads" in hf:  # one layer of each kind, in whole blocks
         hf |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
         hf |= {"layer_types": ["linear_attention", "full_attention"], "full_attention_interval": 2}
+    if (
+        family == "glm_moe_dsa"
+    ):  # as published: SGLang then has two of the indexer's matrices in one
+        hf |= {"indexer_rope_interleave": True}
     if family in ("qwen3_5", "qwen3_5_moe"):  # as published: a part of a vision-language model
         name = hf["architectures"][0].replace("ForCausalLM", "ForConditionalGeneration")
         kind = {"model_type": family, "architectures": [name], "vision_config": {}}

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 from run_megagrpo import (
+    assert_agrees,
     assert_same_run,
     make_inputs,
     metrics,
     run_experiment,
     write_experiment,
 )
+from test_tools import SAYS_IT_AGAIN
 
 pytestmark = [
     pytest.mark.slow,
@@ -56,3 +58,13 @@ def test_colocated_engines_sample_the_same_bits(inputs):
     colocated = {"deterministic": True, "colocate": True}
     run_experiment(asleep, train=train, rollout=colocated, weights={"transport": "ipc"})
     assert_same_run(apart, asleep, NUM_STEPS)
+
+
+def test_turns_go_on_from_the_states_before_them(inputs):
+    """Each turn begins with all tokens before it, of which the engine may keep states."""
+    folder = inputs / "turns"
+    sampling = {"max_response_tokens": 24, **SAYS_IT_AGAIN}
+    run_experiment(folder, train={"num_steps": NUM_STEPS}, sampling=sampling)
+    assert_agrees(folder)
+    entries = metrics(folder)
+    assert all(entries[step]["response/tool_use_fraction"] > 0 for step in range(1, NUM_STEPS + 1))

@@ -42,7 +42,6 @@ class DeepseekV32(DeepseekV3):
         *_INDEXER_KEYS,
         *("index_topk_freq", "index_skip_topk_offset", "indexer_types", "mlp_layer_types"),
     }
-    FP8_REFUSAL = "SGLang keeps part of the indexer in bfloat16, which no test has published"
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
         problems = super().own_refusals(hf)
