@@ -155,7 +155,9 @@ def test_selection_does_not_depend_on_the_layout(tmp_path, world):
     for one, many in zip(whole[2:], resumed, strict=True):
         assert many["chosen"] != [] and by_id(many["chosen"]) == one["chosen"]
         assert by_id(many["surplus"]) == one["surplus"]
-        assert many["cursor"] == one["cursor"] and many["metrics"] == one["metrics"]
+        assert many["cursor"] == one["cursor"]
+        # sums of floats, which Python 3.12 rounds once for all that a rank adds
+        assert many["metrics"] == pytest.approx(one["metrics"], rel=1e-12)
 
 
 def test_too_few_groups_is_an_error_that_says_what_to_do():

@@ -116,6 +116,16 @@ def decode_in_one_call(module) -> None:
     module.TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
 
 
+def no_nccl(module) -> None:
+    """A build of torch for CUDA brings NCCL, by which ranks would make communicators of GPUs that
+    are not there."""
+
+    def library(path=None):
+        raise OSError("NCCL without a GPU")
+
+    module.NCCLLibrary = library
+
+
 def reduce_scatter_without_nccl(module) -> None:
     """Data-parallel attention with expert parallelism adds up the experts' parts by NCCL only. Here
     they are all reduced and cut, as SGLang does in the deterministic mode."""
@@ -254,6 +264,7 @@ REPAIRS = {
     "sglang.srt.mem_cache.pool_host.common": plain_host_buffers,
     "sglang.srt.mem_cache.pool_host.mha": copies_between_tiers,
     "sglang.srt.mem_cache.pool_host.mla": copies_between_tiers,
+    "sglang.srt.distributed.device_communicators.pynccl": no_nccl,
     "sglang.srt.distributed.parallel_state": reduce_scatter_without_nccl,
     "sglang.srt.utils.weight_checker": no_cuda_synchronize,
     "sglang.srt.layers.rotary_embedding.factory": rotary_embedding_without_scaling,
