@@ -15,9 +15,15 @@ answers sampled as in training. Writes bench/results/learning_NAME.*
 
 The first seed once under each set of variables, which make libraries round as on other processors.
 Writes bench/results/learning_NAME_arithmetic.*
+
+    python bench/learning.py quickstart --families qwen3_5_moe minimax_m2
+
+The first seed once for each family, its recipe with another family, and a control of each. Writes
+bench/results/learning_NAME_families.*
 """
 
 import argparse
+import re
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -41,6 +47,7 @@ def main() -> None:
     parser.add_argument(
         "--under", action="append", default=[], help="variables of the environment: NAME=VALUE ..."
     )
+    parser.add_argument("--families", nargs="+", default=[], help="tiny models of these instead")
     parser.add_argument(
         "--set", action="append", default=[], dest="overrides", help="passed to every command"
     )
@@ -51,7 +58,9 @@ def main() -> None:
     args = parser.parse_args()
     for name in args.experiments if args.under else ():
         _under_each(name, args)
-    for name in () if args.under else args.experiments:
+    for name in args.experiments if args.families else ():
+        _of_each_family(name, args)
+    for name in () if args.under or args.families else args.experiments:
         with ThreadPoolExecutor(args.jobs) as pool:
             runs = [
                 pool.submit(_seed, name, seed, args.folder, args.overrides) for seed in args.seeds
@@ -76,6 +85,23 @@ def _under_each(name: str, args: argparse.Namespace) -> None:
             row = _seed(name, args.seeds[0], args.folder, args.overrides)
         rows.append(row | {"run": f"{row['run']}, {variables or 'as it is'}"})
         _write_table(f"{name}_arithmetic", args, rows)
+
+
+def _of_each_family(name: str, args: argparse.Namespace) -> None:
+    rows, seed = [], args.seeds[0]
+    text = (ROOT / "examples" / "laptop" / f"{name}.yaml").read_text()
+    for family in args.families:
+        folder = args.folder / family
+        folder.mkdir(parents=True, exist_ok=True)
+        recipe, found = re.subn(r"family: \w+", f"family: {family}", text)
+        assert found == 1, f"{name}.yaml has one model"
+        (folder / "recipe.yaml").write_text(recipe)
+        for run in (
+            _seed(name, seed, folder, args.overrides, folder / "recipe.yaml"),
+            _control(name, seed, folder, args.overrides),
+        ):
+            rows.append(run | {"run": f"{family}, {run['run']}"})
+            _write_table(f"{name}_families", args, rows)
 
 
 def _write(name: str, args: argparse.Namespace, rows: list[dict]) -> None:
@@ -106,12 +132,12 @@ def _write_table(name: str, args: argparse.Namespace, rows: list[dict]) -> None:
     )
 
 
-def _seed(name: str, seed: int, root: Path, overrides: list[str]) -> dict:
+def _seed(name: str, seed: int, root: Path, overrides: list[str], recipe: str | Path = "") -> dict:
     folder, config = root / f"{name}-{seed}", root / f"{name}-{seed}.yaml"
     shutil.rmtree(folder, ignore_errors=True)
     write_config(name, config, {f"runs/{name}": str(folder)})
     started = time.time()
-    prepare(config, name, [f"seed={seed}", *overrides])
+    prepare(config, recipe or name, [f"seed={seed}", *overrides])
     for command in ("sft", "run"):
         call_megagrpo(command, config, [f"seed={seed}", *overrides])
     return _measure(f"seed {seed}", folder, time.time() - started)
