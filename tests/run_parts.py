@@ -271,7 +271,11 @@ def main(arguments: list[str]) -> int:
         full = "not slow" not in arguments
         together = parts_together(full) | parts_of_arithmetic(full)
         results |= run(together, SIDE_BY_SIDE, arguments, Path(logs))
-    failed = [name for name, ended in results.items() if ended.status not in (0, NO_TESTS)]
+    failed = [
+        f"{name} (exit status {ended.status})"
+        for name, ended in results.items()
+        if ended.status not in (0, NO_TESTS)
+    ]
     for name, ended in results.items():
         print(f"[test] {name}: {ended.counts.strip('= ') or 'ended without a count'}")
     print(table := seconds_table(results))
