@@ -19,7 +19,7 @@ Writes bench/results/learning_NAME_arithmetic.*
     python bench/learning.py quickstart --families qwen3_5_moe minimax_m2
 
 The first seed once for each family, its recipe with another family, and a control of each. Writes
-bench/results/learning_NAME_families.*
+bench/results/learning_NAME_families.*, of one family alone learning_NAME_FAMILY.*
 """
 
 import argparse
@@ -89,6 +89,7 @@ def _under_each(name: str, args: argparse.Namespace) -> None:
 
 def _of_each_family(name: str, args: argparse.Namespace) -> None:
     rows, seed = [], args.seeds[0]
+    table = args.families[0] if len(args.families) == 1 else "families"
     text = (ROOT / "examples" / "laptop" / f"{name}.yaml").read_text()
     for family in args.families:
         folder = args.folder / family
@@ -101,7 +102,7 @@ def _of_each_family(name: str, args: argparse.Namespace) -> None:
             _control(name, seed, folder, args.overrides),
         ):
             rows.append(run | {"run": f"{family}, {run['run']}"})
-            _write_table(f"{name}_families", args, rows)
+            _write_table(f"{name}_{table}", args, rows)
 
 
 def _write(name: str, args: argparse.Namespace, rows: list[dict]) -> None:
