@@ -97,11 +97,9 @@ def _of_each_family(name: str, args: argparse.Namespace) -> None:
         recipe, found = re.subn(r"family: \w+", f"family: {family}", text)
         assert found == 1, f"{name}.yaml has one model"
         (folder / "recipe.yaml").write_text(recipe)
-        for run in (
-            _seed(name, seed, folder, args.overrides, folder / "recipe.yaml"),
-            _control(name, seed, folder, args.overrides),
-        ):
-            rows.append(run | {"run": f"{family}, {run['run']}"})
+        for run, words in ((_seed, [folder / "recipe.yaml"]), (_control, [])):
+            row = run(name, seed, folder, args.overrides, *words)
+            rows.append(row | {"run": f"{family}, {row['run']}"})
             _write_table(f"{name}_{table}", args, rows)
 
 

@@ -4,7 +4,7 @@ read as bfloat16, or rejected.
 Engines may have their weights in FP8, too: in the blocks of DeepSeek-V3.
 """
 
-from megagrpo.families.architecture import HfConfig
+from megagrpo.families.architecture import HfConfig, text_part
 
 _KEY = "quantization_config"
 FP8_BLOCK = (128, 128)  # rows and columns with one scale, in engines
@@ -112,7 +112,7 @@ def fp8_config(hf: HfConfig) -> dict[str, object]:
     is exempted by name."""
     method: dict[str, object] = {"quant_method": "fp8", "fmt": "e4m3"}
     method |= {"activation_scheme": "dynamic", "weight_block_size": list(FP8_BLOCK)}
-    if hf.keys() & {"linear_num_key_heads", "index_topk"}:
+    if text_part(hf).keys() & {"linear_num_key_heads", "index_topk"}:
         method["modules_to_not_convert"] = list(FP8_EXEMPT)
     return {**dequantised_config(hf), _KEY: method}
 

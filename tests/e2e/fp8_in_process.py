@@ -49,6 +49,7 @@ from megagrpo.weights.exchange import Exchange
 from tests.fp8_checkpoint import quantise_folder
 from tests.pretended_groups import only_fake_groups
 
+VOCAB = 131
 SIZES = {
     "hidden_size": 256,
     "num_layers": 2,
@@ -166,7 +167,7 @@ def main(folder: Path, family: str) -> dict:
     sizes = TinyModelConfig(
         path=str(folder / "model"), family=family, expert_ffn_size=128, **(SIZES | own)
     )
-    hf = hf_config(sizes) | {"vocab_size": 131}
+    hf = hf_config(sizes) | {"vocab_size": VOCAB}
     if "linear_num_key_heads" in hf:  # one layer of each kind, in whole blocks
         hf |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
         hf |= {"layer_types": ["linear_attention", "full_attention"], "full_attention_interval": 2}
@@ -177,7 +178,8 @@ def main(folder: Path, family: str) -> dict:
     if family in ("qwen3_5", "qwen3_5_moe"):  # as published: a part of a vision-language model
         name = hf["architectures"][0].replace("ForCausalLM", "ForConditionalGeneration")
         kind = {"model_type": family, "architectures": [name], "vision_config": {}}
-        hf = hf | kind | {"text_config": hf | {"model_type": f"{family}_text"}}
+        text = hf | {"model_type": f"{family}_text"}
+        hf = {key: hf[key] for key in hf if key.endswith("token_id")} | kind | {"text_config": text}
     tensors = random_tensors(architecture_of(hf), torch.Generator().manual_seed(0))
     write_model(folder / "model", hf, tensors, sizes.alphabet)
     quantise_folder(folder / "model", folder / "fp8", folder / "twin", (128, 128))
@@ -236,7 +238,7 @@ def main(folder: Path, family: str) -> dict:
                 exchange.close()
         found["parameters"] = len(list(model.parameters()))
         padding = (
-            2 * (model.lm_head.weight.shape[0] - hf["vocab_size"]) * sizes.hidden_size
+            2 * (model.lm_head.weight.shape[0] - VOCAB) * sizes.hidden_size
         )  # of two vocabularies
         found["bytes"] = sum(  # in float32 there, published in bfloat16: some routers and norms
             p.numel() * 2
