@@ -11,9 +11,10 @@ from torch import nn
 from megagrpo.check.problems import check_against_model
 from megagrpo.cpu.engine import block_fp8
 from megagrpo.families.family import TinySizes
-from megagrpo.families.quantization import FP8_EXEMPT
-from megagrpo.families.table import FAMILIES, architecture_of, model_tensors
+from megagrpo.families.quantization import FP8_EXEMPT, fp8_config
+from megagrpo.families.table import FAMILIES, architecture_of, model_problems, model_tensors
 from megagrpo.mesh import make_mesh
+from megagrpo.rollout.service.engine_command import is_recurrent
 from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.certify.tiny_model import hf_config
@@ -293,3 +294,15 @@ def test_the_stand_in_multiplies_dequantised_blocks_and_rounded_activations():
     assert torch.allclose(found, alone, rtol=1e-4, atol=1e-3), (
         "equal experts, whose shares sum to 1"
     )
+
+
+def test_engines_of_a_vision_language_file_keep_their_states_and_plain_projections(tmp_path):
+    """The text part decides, which stands in a section of config.json."""
+    text = hf_config(TinySizes(family="qwen3_5_moe_text")) | {"vocab_size": 32}
+    hf = {"model_type": "qwen3_5_moe", "text_config": text, "vision_config": {}}
+    described = fp8_config(hf)
+    assert described["quantization_config"]["modules_to_not_convert"] == list(FP8_EXEMPT)
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    assert not model_problems(hf) and is_recurrent(str(tmp_path))
+    (problem,) = model_problems(described)  # a checkpoint in FP8
+    assert "experts apart" in problem and "bfloat16 release" in problem

@@ -15,7 +15,12 @@ from typing import Any
 from megagrpo.config.libraries import setting_problems
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.families.table import architecture_of, model_problems, read_description
+from megagrpo.families.table import (
+    architecture_of,
+    exported_config,
+    model_problems,
+    read_description,
+)
 from megagrpo.system.environment import (
     SCORES_AT,
     WEIGHT_LOADER,
@@ -132,7 +137,7 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
 def is_recurrent(model: str) -> bool:
     """Returns whether layers of a model folder keep a state of each request, beside keys and
     values."""
-    hf = read_description(Path(model) / "config.json")
+    hf = exported_config(read_description(Path(model) / "config.json"))  # engines' may be in FP8
     return not model_problems(hf) and architecture_of(hf).linear is not None
 
 
