@@ -9,6 +9,7 @@ import re
 
 ALLOWED = {
     "CUDA": r"no CUDA device|.*needs CUDA.*|.*no GPU.*",
+    "a build of torch without CUDA": r"the pretended device is for a build of torch without CUDA",
     "Triton, which comes with torch for CUDA": r"no Triton: .*",
     "Transformer Engine, which needs CUDA": r"Transformer Engine is( not)? installed",
     "root": r".*(needs root|started by root|mounted by root|need root and iproute2)",
