@@ -56,24 +56,25 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "learning")
     args = parser.parse_args()
-    for name in args.experiments if args.under else ():
-        _under_each(name, args)
-    for name in args.experiments if args.families else ():
-        _of_each_family(name, args)
-    for name in () if args.under or args.families else args.experiments:
-        with ThreadPoolExecutor(args.jobs) as pool:
-            runs = [
-                pool.submit(_seed, name, seed, args.folder, args.overrides) for seed in args.seeds
-            ]
-            for seed, run in list(zip(args.seeds, runs, strict=True))[: args.controls]:
-                run.result()  # the control needs its warm-up
-                runs.append(pool.submit(_control, name, seed, args.folder, args.overrides))
-            if (args.folder / f"{name}-{args.seeds[0]}" / "data" / "permuted.jsonl").exists():
-                runs.append(pool.submit(_permuted, name, args.seeds[0], args.folder))
-            for _ in as_completed(
-                runs
-            ):  # they take long: every result is kept as soon as it is there
-                _write(name, args, [run.result() for run in runs if run.done()])
+    for name in args.experiments:
+        if args.under:
+            _under_each(name, args)
+        elif args.families:
+            _of_each_family(name, args)
+        else:
+            _each_seed(name, args)
+
+
+def _each_seed(name: str, args: argparse.Namespace) -> None:
+    with ThreadPoolExecutor(args.jobs) as pool:
+        runs = [pool.submit(_seed, name, seed, args.folder, args.overrides) for seed in args.seeds]
+        for seed, run in list(zip(args.seeds, runs, strict=True))[: args.controls]:
+            run.result()  # the control needs its warm-up
+            runs.append(pool.submit(_control, name, seed, args.folder, args.overrides))
+        if (args.folder / f"{name}-{args.seeds[0]}" / "data" / "permuted.jsonl").exists():
+            runs.append(pool.submit(_permuted, name, args.seeds[0], args.folder))
+        for _ in as_completed(runs):  # they take long: every result is kept as soon as it is there
+            _write(name, args, [run.result() for run in runs if run.done()])
 
 
 def _under_each(name: str, args: argparse.Namespace) -> None:

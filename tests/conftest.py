@@ -48,13 +48,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.pluginmanager.hasplugin("timeout"):  # as on a bare machine with a GPU
-        return
+    timed = config.pluginmanager.hasplugin("timeout")  # not on a bare machine with a GPU
     here = Path(__file__).parent
     for item in items:
         folder = item.path.relative_to(here).parts[0] if item.path.is_relative_to(here) else ""
-        if folder in TIMEOUT_S and item.get_closest_marker("timeout") is None:
+        if timed and folder in TIMEOUT_S and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(TIMEOUT_S[folder]))
+        on_device = folder == "hostcuda" or config.getoption("--hostcuda")
+        if on_device and _torch_is_for_cuda():  # before any fixture makes models
+            reason = "the pretended device is for a build of torch without CUDA"
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@cache
+def _torch_is_for_cuda() -> bool:
+    import torch
+
+    return torch.version.cuda is not None
 
 
 @pytest.fixture(scope="session")

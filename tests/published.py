@@ -1,4 +1,4 @@
-"""Tensors of Qwen3.5 as its published files have them."""
+"""Qwen3.5 as its published files have it: the text part of a vision-language model."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -7,9 +7,16 @@ import torch
 from torch import Tensor
 
 
+def published_config(text: dict) -> dict:
+    """config.json, by that of the text model. The tower is named, and of no size."""
+    name = text["architectures"][0].replace("ForCausalLM", "ForConditionalGeneration")
+    kind = {"model_type": text["model_type"].removesuffix("_text"), "architectures": [name]}
+    ends = {key: value for key, value in text.items() if key.endswith("token_id")}
+    return ends | kind | {"text_config": text, "vision_config": {}}
+
+
 def as_published(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """A text model's, named as a part of a vision-language model; a layer's experts are in two
-    tensors."""
+    """A text model's tensors by their other names; a layer's experts are in two tensors."""
     found: dict[str, Tensor] = {}
     experts: dict[str, dict[str, dict[int, Tensor]]] = defaultdict(lambda: defaultdict(dict))
     for name, tensor in tensors:

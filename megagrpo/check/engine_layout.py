@@ -128,9 +128,8 @@ def _fp8_cuts(rollout: RolloutConfig, arch: Architecture) -> Iterator[str]:
     wholes = {"shared expert": "moe_a2a_backend: deepep"}
     if server.attention_tp < server.tp:
         wholes["MLP"] = "moe_dense_tp_size: 1"
-    names = [name.rpartition(" ")[0] for name in odd]
-    if wholes.keys() >= {*names}:
-        settings = ", ".join(wholes[name] for name in names)
+    if wholes.keys() >= odd.keys():
+        settings = ", ".join(wholes[name] for name in odd)
         may.append(f"the same with rollout.sglang: {{{settings}}}")
     remedy = (
         f"tp may be {' or '.join(may)}" if may else "no tp gives whole ones: remove quantization"
@@ -138,12 +137,12 @@ def _fp8_cuts(rollout: RolloutConfig, arch: Architecture) -> Iterator[str]:
     yield (
         "rollout.quantization fp8: SGLang cuts matrices into blocks of "
         f"{' x '.join(map(str, FP8_BLOCK))}, and with rollout.tp = {server.tp}, ep = {server.ep} parts are left over: "
-        f"{', '.join(odd)}; {remedy}"
+        f"{', '.join(f'{name} {size:g}' for name, size in odd.items())}; {remedy}"
     )
 
 
-def _odd_parts(arch: Architecture, server: Server) -> list[str]:
-    """Names the parts that SGLang refuses: validate_block_quant_shapes and Fp8MoEMethod of its
+def _odd_parts(arch: Architecture, server: Server) -> dict[str, float]:
+    """Returns by name the sizes of the parts that SGLang refuses: validate_block_quant_shapes and Fp8MoEMethod of its
     layers/quantization/fp8.py.
 
     A matrix whose output joins several is always judged, another one only if it is cut over all
@@ -172,4 +171,4 @@ def _odd_parts(arch: Architecture, server: Server) -> list[str]:
         sizes["MLP"] = arch.ffn_size / server.dense_tp
     if arch.is_moe:
         sizes["expert"] = arch.expert_ffn_size / (server.tp / server.ep)
-    return [f"{name} {size:g}" for name, size in sizes.items() if size % FP8_BLOCK[0]]
+    return {name: size for name, size in sizes.items() if size % FP8_BLOCK[0]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from megagrpo.families.architecture import Architecture
+from megagrpo.families.architecture import Architecture, HfConfig
 from megagrpo.families.family import Family
 from megagrpo.families.tensors import TensorSpec, layer_prefix
 
@@ -23,6 +23,15 @@ class FusedExperts(Family):
     def fuses_experts(self) -> bool:
         """Tells whether the files are such."""
         return True
+
+    def own_refusals(self, hf: HfConfig) -> list[str]:
+        problems = super().own_refusals(hf)
+        if self.fuses_experts and hf.get("quantization_config"):
+            problems.append(
+                "quantization_config: fused experts in FP8, and published FP8 files, which have the "
+                "experts apart, are not read; name the bfloat16 release of the model"
+            )
+        return problems
 
     def stored(self, hf: Mapping[str, Tensor], name: str) -> Tensor:
         layer, found, expert = name.partition(".experts.")

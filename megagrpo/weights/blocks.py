@@ -33,9 +33,9 @@ def whole_grid(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def block_maxima(values: Tensor, start: tuple[int, ...]) -> Tensor:
-    """Returns the largest |element| of each block, float32 [blocks, blocks].
+    """Returns the largest |element| of each block, float32 [..., blocks, blocks].
 
-    values: a part [n, m] of a matrix, which begins at `start`.
+    values: a part [..., n, m] of a matrix or a stack, which begins at `start`.
     """
     *stack, rows, columns = grid_of(start, tuple(values.shape)).size
     height, width = FP8_BLOCK

@@ -25,7 +25,7 @@ from tests.dist.cases import (
 from tests.dist.figures import LayoutFigures
 from tests.dist.test_actor_layouts import GRADIENT_BOUNDS, LOGIT_BOUND, check, jobs_of
 from tests.dist.workers.launch import run_ranks, run_transformers
-from tests.published import as_published
+from tests.published import as_published, published_config
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -193,14 +193,13 @@ def test_the_text_part_of_a_vision_language_file_is_loaded(one_rank: Path):
     speculate beside them."""
     source, folder = one_rank / "qwen3_5_moe", one_rank / "published"
     text = json.loads((source / "config.json").read_text())
-    kind = {"model_type": "qwen3_5_moe", "architectures": ["Qwen3_5MoeForConditionalGeneration"]}
     others = {"model.visual.pos_embed.weight": torch.zeros(4, 8), "mtp.fc.weight": torch.zeros(2)}
     for suffix, more in (("", others), (".gradients", {})):
         target = Path(f"{folder}{suffix}")
         target.mkdir()
         stored = as_published(HfFolder(f"{source}{suffix}").items())
         save_file({**stored, **more}, target / "model.safetensors")
-        (target / "config.json").write_text(json.dumps({**kind, "text_config": text}))
+        (target / "config.json").write_text(json.dumps(published_config(text)))
     shutil.copy(f"{source}.pt", f"{folder}.pt")
     job = {"do": "forward", "model": str(folder), "parallel": LAYOUTS["TP2xEP2"]}
     [result] = run_ranks(2, one_rank / "publish", [job])

@@ -48,6 +48,7 @@ from megagrpo.weights.copies.record import record_copies
 from megagrpo.weights.exchange import Exchange
 from tests.fp8_checkpoint import quantise_folder
 from tests.pretended_groups import only_fake_groups
+from tests.published import published_config
 
 VOCAB = 131
 SIZES = {
@@ -161,25 +162,26 @@ def pretended_engine(server: ServerArgs) -> Iterator[ModelConfig]:
         reset_context()
 
 
-def main(folder: Path, family: str) -> dict:
-    latent = {"hidden_size": 512, "num_kv_heads": 4, "head_dim": 32}  # whole blocks
+def described(folder: Path, family: str) -> tuple[TinyModelConfig, dict]:
+    """Sizes of whole blocks, and config.json."""
+    latent = {"hidden_size": 512, "num_kv_heads": 4, "head_dim": 32}
     own = latent if isinstance(FAMILIES[family], DeepseekV3) else {}
     sizes = TinyModelConfig(
         path=str(folder / "model"), family=family, expert_ffn_size=128, **(SIZES | own)
     )
     hf = hf_config(sizes) | {"vocab_size": VOCAB}
-    if "linear_num_key_heads" in hf:  # one layer of each kind, in whole blocks
+    if "linear_num_key_heads" in hf:  # one layer of each kind
         hf |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
         hf |= {"layer_types": ["linear_attention", "full_attention"], "full_attention_interval": 2}
-    if (
-        family == "glm_moe_dsa"
-    ):  # as published: SGLang then has two of the indexer's matrices in one
+    if family == "glm_moe_dsa":  # as published; SGLang then joins two matrices of its indexer
         hf |= {"indexer_rope_interleave": True}
-    if family in ("qwen3_5", "qwen3_5_moe"):  # as published: a part of a vision-language model
-        name = hf["architectures"][0].replace("ForCausalLM", "ForConditionalGeneration")
-        kind = {"model_type": family, "architectures": [name], "vision_config": {}}
-        text = hf | {"model_type": f"{family}_text"}
-        hf = {key: hf[key] for key in hf if key.endswith("token_id")} | kind | {"text_config": text}
+    if f"{family}_text" in FAMILIES:
+        hf = published_config(hf | {"model_type": f"{family}_text"})
+    return sizes, hf
+
+
+def main(folder: Path, family: str) -> dict:
+    sizes, hf = described(folder, family)
     tensors = random_tensors(architecture_of(hf), torch.Generator().manual_seed(0))
     write_model(folder / "model", hf, tensors, sizes.alphabet)
     quantise_folder(folder / "model", folder / "fp8", folder / "twin", (128, 128))

@@ -170,15 +170,6 @@ class Qwen35Moe(FusedExperts, Qwen35):
     def refusals(self, hf: HfConfig) -> list[str]:
         return super().refusals(_with_dense_width(hf))
 
-    def own_refusals(self, hf: HfConfig) -> list[str]:
-        problems = super().own_refusals(hf)
-        if self._part and hf.get("quantization_config"):
-            problems.append(
-                "quantization_config: published FP8 files of the vision-language model have its "
-                "experts apart, as they are not read; name its bfloat16 release"
-            )
-        return problems
-
     def architecture(self, hf: HfConfig) -> Architecture:
         return replace(
             super().architecture(_with_dense_width(hf)),

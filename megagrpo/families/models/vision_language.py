@@ -101,10 +101,4 @@ class Qwen3VLMoe(FusedExperts, Qwen3VL, Qwen3Moe):
 
     def own_refusals(self, hf: HfConfig) -> list[str]:
         # absent as in older files: transformers' router and SGLang's default both divide
-        problems = super().own_refusals({"norm_topk_prob": True, **hf})
-        if hf.get("quantization_config"):
-            problems.append(
-                "quantization_config: fused experts in FP8 are not read; name the bfloat16 release "
-                "of the model"
-            )
-        return problems
+        return super().own_refusals({"norm_topk_prob": True, **hf})
