@@ -29,7 +29,6 @@ import pyarrow.parquet
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.common import RESULTS, ROOT, provenance, write_results
-from megagrpo.check.fitting import fit_problems
 from megagrpo.check.problems import preflight
 from megagrpo.cluster.submit import Request, submit
 from megagrpo.config.load import ConfigError, load_config
@@ -37,6 +36,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.tools.convert.command import translate
 from megagrpo.tools.convert.foreign import FRAMEWORKS
 from megagrpo.tools.convert.translation import Translation
+from megagrpo.tools.plan.fitting import fit_problems
 
 STATUSES = ("translated", "as here", "not translated", "unknown")
 USER = [{"role": "user", "content": "What is 1 + 1?"}]

@@ -10,8 +10,8 @@ closed forms, nothing runs. Writes bench/results/plan_engines.{json,md}.
 from common import ROOT, provenance, write_results
 
 from megagrpo.check.engine_layout import engine_layout_problems
-from megagrpo.check.fitting import with_model
 from megagrpo.config.load import load_config
+from megagrpo.tools.plan.fitting import with_model
 from megagrpo.tools.plan.roofline import plan_step, target_of
 
 NAMES = ("qwen3_235b_a22b", "glm45_355b", "deepseek_v3_671b", "kimi_k2_1t")

@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 from common import RESULTS, provenance, write_results
 
-from megagrpo.check.engine_memory import Lengths
 from megagrpo.check.hardware import usable_bytes
-from megagrpo.check.trainer_memory import Load, trainer_side
 from megagrpo.config.load import load_config
+from megagrpo.tools.plan.engine_memory import Lengths
 from megagrpo.tools.plan.roofline import Plan, plan_step, target_of, train_seconds
+from megagrpo.tools.plan.trainer_memory import Load, trainer_side
 
 ROOT = Path(__file__).resolve().parent.parent
 NEMO = "NeMo-RL docs/about/performance-summary.md, v0.4, DGX-H100, bf16"

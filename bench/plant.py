@@ -249,7 +249,7 @@ FAULTS = (
     ),
     Fault(
         "experts' state divided by ranks that hold other experts",
-        "check/trainer_memory.py",
+        "tools/plan/trainer_memory.py",
         "stage // (p.etp * p.ep)) if",
         "stage // p.etp) if",
         ("unit/test_planning_memory.py",),

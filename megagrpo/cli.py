@@ -57,6 +57,7 @@ _TOOLS = {
         "megagrpo.tools.bisect.command",
         "run the same tokens through an engine and the trainer, and name where they first differ",
     ),
+    "check": _Tool("megagrpo.tools.explain", "explain the experiment without starting anything"),
     "plan": _Tool(
         "megagrpo.tools.plan.command",
         "memory of both sides and a roofline of a step, from the model's config.json",
@@ -192,9 +193,7 @@ def _load(args: argparse.Namespace) -> ExperimentConfig:
     )
     load = partial(load_config, args.config, args.overrides, fetch=fetch)
     if args.command == "check":
-        from megagrpo.check.report import later_problems
-
-        return load(later=later_problems)
+        return load(later=import_module(_TOOLS["check"].module).later_problems)
     if args.command != "train" or under_torchrun():
         return load()
     from megagrpo.check.libraries import library_problems
@@ -306,18 +305,6 @@ def _add_submit(commands: _Commands) -> None:
 
 def _add_preparation(commands: _Commands) -> None:
     commands.add_with_config("sft", _sft, "supervised warm-up with the same actor")
-    check = commands.add_with_config(
-        "check", _check, "explain the experiment without starting anything"
-    )
-    check.add_argument(
-        "--all",
-        action="store_true",
-        help="also all ranks, and all settings of Megatron and SGLang",
-    )
-    check.add_argument(
-        "--hardware",
-        help="GPUs for which SGLang resolves the engines' arguments, such as H100; takes seconds",
-    )
 
 
 def _add_checkpoints(commands: _Commands) -> None:
@@ -405,12 +392,6 @@ def _sft(args: argparse.Namespace, config: ExperimentConfig) -> int:
     if config.sft is None:
         raise ValueError(f"{args.config} has no sft section: there is no warm-up to run")
     return sft_main(config) if under_torchrun() else train_ranks(config, ["sft"])
-
-
-def _check(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    from megagrpo.check.report import check_command
-
-    return check_command(config, args.config, args.overrides, args.hardware, args.all)
 
 
 def _export(args: argparse.Namespace, config: ExperimentConfig) -> int:

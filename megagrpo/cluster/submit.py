@@ -6,11 +6,11 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import megagrpo
-from megagrpo.check.fitting import fit_problems
 from megagrpo.check.problems import preflight
 from megagrpo.config.placement import Nodes, needs_gpus, place
 from megagrpo.config.schema import ExperimentConfig
@@ -51,7 +51,8 @@ def submit(config: ExperimentConfig, experiment: list[str], request: Request, dr
     `dry_run` prints the script and the command instead. Raises ValueError with all problems.
     """
     problems = misfits(config, request) + preflight(config, nodes_of(request))
-    problems += fit_problems(config, request.gpus_per_node)
+    fitting = import_module("megagrpo.tools.plan.fitting")  # beside the core, which knows its name
+    problems += fitting.fit_problems(config, request.gpus_per_node)
     scripts = Path(megagrpo.__file__).parent.parent / "slurm"
     if not scripts.is_dir():
         problems.append(

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.check.trainer_memory import Load, trainer_side
 from megagrpo.config.schema import ActorConfig
 from megagrpo.families.model import Model
+from megagrpo.tools.plan.trainer_memory import Load, trainer_side
 from tests.dist.cases import LAYOUTS
 from tests.dist.test_actor_layouts import problems_of
 from tests.dist.workers.launch import run_ranks, run_transformers

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.check.trainer_memory import Load, in_flight, trainer_stages
 from megagrpo.config.schema import ActorConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.model import Model
 from megagrpo.tools.certify.tiny_model import hf_config
+from megagrpo.tools.plan.trainer_memory import Load, in_flight, trainer_stages
 from tests.dist.workers.launch import run_ranks
 
 # of the bytes that an update adds at its peak: a CPU's kernels have temporaries that are not

@@ -13,13 +13,13 @@ from test_exchange import KEY, NUM_PROMPT_TOKENS, PlainSource, exchange_for, exp
 from transport_cases import make_model
 
 from examples.laptop.model import write_model
-from megagrpo.check.layer_costs import model_work
 from megagrpo.cpu import engine_command as stand_ins
 from megagrpo.families.model import Model
 from megagrpo.families.table import read_description
 from megagrpo.rollout.service.engine_command import num_states
 from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.run_folder import RunFolder
+from megagrpo.tools.plan.layer_costs import model_work
 from megagrpo.weights.engines.client import EngineConnection
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
 from tests.experiments import ROOT, until

@@ -9,7 +9,6 @@ from engine_process import started_engines
 from test_exchange import PlainSource, exchange_for, experiment
 from transport_cases import make_model
 
-from megagrpo.check.layer_costs import model_work
 from megagrpo.cpu import engine_command as stand_ins
 from megagrpo.families.family import TinySizes
 from megagrpo.families.model import Model
@@ -23,6 +22,7 @@ from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.system.environment import child_environment
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.tools.certify.tiny_model import hf_config
+from megagrpo.tools.plan.layer_costs import model_work
 from tests.experiments import ROOT, python
 
 pytestmark = [

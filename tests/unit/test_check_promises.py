@@ -8,10 +8,10 @@ import pytest
 
 from megagrpo import cli
 from megagrpo.check import libraries
-from megagrpo.check.report import explain
 from megagrpo.config.fields import Section, members, sections
 from megagrpo.config.load import ConfigError, load_config
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.tools.explain import explain
 from tests.experiments import QUICKSTART, ROOT, experiment, python
 
 

@@ -11,9 +11,9 @@ from examples.laptop.recipe import TinyModelConfig
 from megagrpo.check import loading
 from megagrpo.check.loading import LoadingTest, try_loading
 from megagrpo.check.problems import preflight
-from megagrpo.check.report import explain, known_problems
 from megagrpo.data.rows import fingerprint, read_rows
 from megagrpo.sandbox import sandbox
+from megagrpo.tools.explain import explain, known_problems
 from tests.experiments import ROOT, experiment
 
 RIGHT = {"prompt": "12+3", "answer": "15"}

@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 
 from megagrpo import cli
-from megagrpo.check import report
-from megagrpo.check.engine_memory import concurrency_report
 from megagrpo.check.loading import LoadingTest
-from megagrpo.check.report import explain
 from megagrpo.config.load import load_config
+from megagrpo.tools.explain import explain
+from megagrpo.tools.plan.engine_memory import concurrency_report
 from tests.experiments import QUICKSTART, ROOT
 
 SCREEN = 40  # lines
@@ -61,7 +60,7 @@ def test_check_fits_on_a_screen_and_begins_with_the_verdict(path: Path):
 
 
 def test_the_experiment_is_wrong_is_one_exit_code(monkeypatch, capsys):
-    monkeypatch.setattr(report, "_library_problems", lambda config: [])
+    monkeypatch.setattr("megagrpo.tools.explain._library_problems", lambda config: [])
     Path("empty.yaml").write_text("")
     for command in (["check"], ["plan"], ["run"], ["submit", "--dry-run"], ["sft"], ["try"]):
         for experiment in ("absent.yaml", "empty.yaml", str(QUICKSTART)):

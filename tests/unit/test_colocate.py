@@ -21,12 +21,12 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from examples.laptop.model import make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.check.report import explain
 from megagrpo.cluster.machine import _devices
 from megagrpo.cluster.nodes import Node, run_node
 from megagrpo.config.load import load_config
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_command
 from megagrpo.rollout.service.sleep import CACHE, WEIGHTS, EngineMemory, SleepFailed
+from megagrpo.tools.explain import explain
 from megagrpo.weights.copies.views import ParameterSlice
 from megagrpo.weights.transports.ipc import IpcTransport
 from megagrpo.weights.transports.reshard_plan import Nearness

@@ -13,7 +13,6 @@ from examples.laptop.model import make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
 from megagrpo.check.loading import try_loading
 from megagrpo.check.problems import check_against_model, is_made, preflight
-from megagrpo.check.report import explain
 from megagrpo.config.layout import layout_problems, rank_coordinates
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
 from megagrpo.config.load import load_config
@@ -22,6 +21,7 @@ from megagrpo.families.model import Model
 from megagrpo.families.table import read_description
 from megagrpo.system.environment import child_environment
 from megagrpo.tools.certify.tiny_model import hf_config
+from megagrpo.tools.explain import explain
 from tests.experiments import QUICKSTART, ROOT, python
 
 BIG = read_description(ROOT / "configs" / "models" / "Qwen3-235B-A22B" / "config.json")
@@ -227,7 +227,7 @@ def test_explaining_starts_nothing_and_loads_no_torch(prepared):
     code = f"""
 import json, sys
 from megagrpo.config.load import load_config, PRESETS as PRESET_FOLDER
-from megagrpo.check.report import explain
+from megagrpo.tools.explain import explain
 explain(load_config({str(QUICKSTART)!r}, ["actor.megatron.apply_rope_fusion=false", "rollout.sglang.page_size=64"]))
 print(json.dumps(sorted({{"torch", "transformers", "megatron", "ray", "sglang"}} & set(sys.modules))))
 """

@@ -13,7 +13,6 @@ from aiohttp import web
 from fake_service import FakeService, running
 from sampling import MESH, digits, experiment, prompt_set, source_of, take
 
-from megagrpo.check.engine_memory import concurrency_report
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import LeaderError, RunStopped
@@ -22,6 +21,7 @@ from megagrpo.rollout import source as source_module
 from megagrpo.rollout.agents.answering import NoAnswer
 from megagrpo.rollout.generation import SamplingParams
 from megagrpo.run import Run, Sampling
+from megagrpo.tools.plan.engine_memory import concurrency_report
 from megagrpo.types import Outcome, RolloutGroup, Sample, TrainState
 from tests.experiments import QUICKSTART, until
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megagrpo.check.libraries import library_problems
-from megagrpo.check.report import settings_report
 from megagrpo.config.libraries import REFUSED, SERVER, setting_problems
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.cpu.engine_command import FOLDER
@@ -22,6 +21,7 @@ from megagrpo.rollout.service.engine_command import (
     on_gpus,
 )
 from megagrpo.system.environment import child_environment
+from megagrpo.tools.explain import settings_report
 from tests.experiments import experiment, python
 
 

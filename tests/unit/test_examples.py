@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.check.fitting import with_model
 from megagrpo.check.problems import check_against_model, longest_samples, model_description
-from megagrpo.check.report import explain
 from megagrpo.cluster.submit import Request, misfits, nodes_of, submit
 from megagrpo.config.load import load_config
 from megagrpo.config.placement import placement_problems
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.table import FAMILIES, architecture_of
+from megagrpo.tools.explain import explain
 from megagrpo.tools.plan.command import placed_plan, report
+from megagrpo.tools.plan.fitting import with_model
 from tests.experiments import ROOT, python
 
 pytestmark = pytest.mark.verifies(

@@ -72,7 +72,7 @@ TRIES_THE_TOY = """
 import json, shutil, sys
 from pathlib import Path
 from megagrpo.config.load import load_config
-from megagrpo.check.report import explain
+from megagrpo.tools.explain import explain
 
 folder = Path(sys.argv[2])
 (folder / "tiny").mkdir()

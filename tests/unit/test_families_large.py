@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.check.report import explain
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
@@ -24,6 +23,7 @@ from megagrpo.families.table import (
     read_description,
 )
 from megagrpo.tools.certify.tiny_model import hf_config
+from megagrpo.tools.explain import explain
 from tests.experiments import QUICKSTART, ROOT, python
 
 

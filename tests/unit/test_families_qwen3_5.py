@@ -6,8 +6,6 @@ import json
 import pytest
 
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.check.layer_costs import layer_cost
-from megagrpo.check.trainer_memory import stage_parameters
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
@@ -24,6 +22,8 @@ from megagrpo.families.table import (
     parameter_counts,
 )
 from megagrpo.tools.certify.tiny_model import hf_config
+from megagrpo.tools.plan.layer_costs import layer_cost
+from megagrpo.tools.plan.trainer_memory import stage_parameters
 from tests.experiments import QUICKSTART, ROOT
 
 FOLDER = ROOT / "configs" / "models" / "Qwen3.5-397B-A17B"

@@ -17,8 +17,6 @@ import transformers
 from safetensors.torch import save_file
 
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.check.engine_memory import tower_elements
-from megagrpo.check.trainer_memory import stage_parameters, trained_elements
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.layout import layout_problems
 from megagrpo.families.architecture import Architecture
@@ -31,6 +29,8 @@ from megagrpo.families.table import (
 )
 from megagrpo.families.vision import tower_tensors
 from megagrpo.tools.certify.tiny_model import hf_config, random_tensors
+from megagrpo.tools.plan.engine_memory import tower_elements
+from megagrpo.tools.plan.trainer_memory import stage_parameters, trained_elements
 from megagrpo.weights.actor_weights import load_initial_weights
 from tests.experiments import ROOT
 

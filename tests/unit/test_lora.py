@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.check.checkpoint_cost import checkpoint_cost
-from megagrpo.check.report import explain
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ActorConfig
 from megagrpo.families.table import architecture_of, model_tensors
 from megagrpo.families.tensors import adapter_tensors
 from megagrpo.tools.certify.tiny_model import hf_config
+from megagrpo.tools.explain import explain
+from megagrpo.tools.plan.checkpoint_cost import checkpoint_cost
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
 from tests.experiments import QUICKSTART
 

@@ -16,9 +16,7 @@ from megagrpo.actor.megatron.fields import (
     transformer_fields,
 )
 from megagrpo.check import libraries
-from megagrpo.check.layer_costs import optimizer_bytes
 from megagrpo.check.problems import model_description
-from megagrpo.check.report import settings_report
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.fields import annotations_at
 from megagrpo.config.libraries import REFUSED, SERVER, refusal
@@ -27,6 +25,8 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.model import Model
 from megagrpo.families.table import architecture_of
 from megagrpo.system.environment import child_environment
+from megagrpo.tools.explain import settings_report
+from megagrpo.tools.plan.layer_costs import optimizer_bytes
 from tests.experiments import QUICKSTART, ROOT, experiment, python
 from tests.unit.test_examples import CONFIGS, LAPTOP, MODELS, described
 

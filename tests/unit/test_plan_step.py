@@ -8,20 +8,7 @@ import numpy as np
 import pytest
 
 from megagrpo.check.engine_layout import server_of
-from megagrpo.check.engine_memory import (
-    EngineSide,
-    Lengths,
-    assumed_lengths,
-    engine_side,
-    expert_bytes,
-    lengths_of_run,
-    weight_bytes,
-    weight_elements,
-)
-from megagrpo.check.fitting import with_model
 from megagrpo.check.hardware import CONTEXT_BYTES, HARDWARE, hardware_of
-from megagrpo.check.layer_costs import model_work
-from megagrpo.check.trainer_memory import Load, links, trainer_side
 from megagrpo.cli import main
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.load import load_config
@@ -34,6 +21,18 @@ from megagrpo.families.vision import tower_tensors
 from megagrpo.system.run_folder import RunFolder, write_json_lines
 from megagrpo.tools.plan import search
 from megagrpo.tools.plan.command import placed_plan, report
+from megagrpo.tools.plan.engine_memory import (
+    EngineSide,
+    Lengths,
+    assumed_lengths,
+    engine_side,
+    expert_bytes,
+    lengths_of_run,
+    weight_bytes,
+    weight_elements,
+)
+from megagrpo.tools.plan.fitting import with_model
+from megagrpo.tools.plan.layer_costs import model_work
 from megagrpo.tools.plan.roofline import (
     Target,
     given_lengths,
@@ -44,6 +43,7 @@ from megagrpo.tools.plan.roofline import (
     train_seconds,
 )
 from megagrpo.tools.plan.search import best_layouts, changes
+from megagrpo.tools.plan.trainer_memory import Load, links, trainer_side
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "configs" / "models"

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from examples.laptop.recipe import TinyModelConfig
-from megagrpo.check.checkpoint_cost import checkpoint_cost
-from megagrpo.check.report import explain
-from megagrpo.check.trainer_memory import Load, in_flight, trainer_stages
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ActorConfig, ParallelConfig
 from megagrpo.families.table import architecture_of, parameter_counts
 from megagrpo.tools.certify.tiny_model import hf_config
+from megagrpo.tools.explain import explain
+from megagrpo.tools.plan.checkpoint_cost import checkpoint_cost
+from megagrpo.tools.plan.trainer_memory import Load, in_flight, trainer_stages
 from tests.experiments import QUICKSTART
 
 pytestmark = pytest.mark.verifies(

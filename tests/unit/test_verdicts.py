@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.check.fitting import with_model
 from megagrpo.check.problems import check_against_model, hub_hint, model_description
-from megagrpo.check.report import known_problems
 from megagrpo.cluster.submit import Request, submit
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.tools.explain import known_problems
 from megagrpo.tools.plan.command import placed_plan
+from megagrpo.tools.plan.fitting import with_model
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 SIZES = (

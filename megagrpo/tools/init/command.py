@@ -6,11 +6,9 @@ from pathlib import Path
 
 import yaml
 
-from megagrpo.check.fitting import with_model
 from megagrpo.check.hardware import usable_bytes
 from megagrpo.check.loading import try_loading
 from megagrpo.check.problems import describe_model
-from megagrpo.check.report import known_problems
 from megagrpo.cluster.machine import visible_gpus
 from megagrpo.config.load import Plain, load_config, plain_yaml
 from megagrpo.data.hub import with_local_files
@@ -18,8 +16,10 @@ from megagrpo.families.table import architecture_of, parameter_counts
 from megagrpo.system.arguments import positive
 from megagrpo.system.progress import Progress
 from megagrpo.system.run_folder import write_whole
+from megagrpo.tools.explain import known_problems
 from megagrpo.tools.init.experiment import Draft, draft_experiment
 from megagrpo.tools.plan.command import TIGHT
+from megagrpo.tools.plan.fitting import with_model
 from megagrpo.tools.plan.roofline import target_of
 from megagrpo.tools.plan.search import best_layouts, changes
 

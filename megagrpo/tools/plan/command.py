@@ -6,7 +6,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from megagrpo.check.fitting import teachers_memory, teachers_misfits, with_model
 from megagrpo.check.hardware import usable_bytes
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.placement import Nodes, engine_ranks, occupied_gpus, placement_problems
@@ -14,6 +13,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.table import parameter_counts
 from megagrpo.system.arguments import positive
 from megagrpo.system.progress import Progress
+from megagrpo.tools.plan.fitting import teachers_memory, teachers_misfits, with_model
 from megagrpo.tools.plan.roofline import Plan, plan_step, target_of
 from megagrpo.tools.plan.search import best_layouts, changes
 

@@ -13,7 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from megagrpo.check.engine_layout import Server
-from megagrpo.check.engine_memory import (
+from megagrpo.check.hardware import HOST_GB_S, HOST_MEMORY_GB_S, Hardware, hardware_of
+from megagrpo.check.problems import described_architecture
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.families.architecture import Architecture
+from megagrpo.tools.plan.engine_memory import (
     EngineSide,
     Lengths,
     assumed_lengths,
@@ -22,19 +26,15 @@ from megagrpo.check.engine_memory import (
     sorted_lengths,
     weight_bytes,
 )
-from megagrpo.check.fitting import step_memory
-from megagrpo.check.hardware import HOST_GB_S, HOST_MEMORY_GB_S, Hardware, hardware_of
-from megagrpo.check.layer_costs import (
+from megagrpo.tools.plan.fitting import step_memory
+from megagrpo.tools.plan.layer_costs import (
     HOST_ADAM_BYTES,
     ITEM,
     ModelWork,
     model_work,
     optimizer_bytes,
 )
-from megagrpo.check.problems import described_architecture
-from megagrpo.check.trainer_memory import RankMemory, StageCost, TrainerSide
-from megagrpo.config.schema import ExperimentConfig
-from megagrpo.families.architecture import Architecture
+from megagrpo.tools.plan.trainer_memory import RankMemory, StageCost, TrainerSide
 
 # read and written for each float32 weight of a shard: gradient, two moments, the weight
 _OPTIMIZER_BYTES = 40.0

@@ -8,15 +8,15 @@ from operator import itemgetter
 from typing import TypeVar
 
 from megagrpo.check.engine_layout import engine_layout_problems, server_of
-from megagrpo.check.engine_memory import engine_side
-from megagrpo.check.fitting import load_of
 from megagrpo.check.hardware import usable_bytes
-from megagrpo.check.trainer_memory import trainer_stages
 from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.tools.plan.engine_memory import engine_side
+from megagrpo.tools.plan.fitting import load_of
 from megagrpo.tools.plan.roofline import Plan, Target, plan_step, rollout_seconds, train_seconds
+from megagrpo.tools.plan.trainer_memory import trainer_stages
 
 T = TypeVar("T")
 _DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)  # pipeline stages

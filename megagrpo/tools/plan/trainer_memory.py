@@ -7,13 +7,13 @@ Bytes of one rank are given by part.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megagrpo.check.checkpoint_cost import checkpoint_cost, stage_of_layer, stages_of
-from megagrpo.check.layer_costs import LayerCost, layer_cost, optimizer_bytes
 from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import tensor_groups
 from megagrpo.families.tensors import TensorSpec
+from megagrpo.tools.plan.checkpoint_cost import checkpoint_cost, stage_of_layer, stages_of
+from megagrpo.tools.plan.layer_costs import LayerCost, layer_cost, optimizer_bytes
 
 PHASES = ("load", "rollout", "logprobs", "reference", "update", "publish", "checkpoint", "resume")
 _TILE_COLUMNS = 8192  # of algo/logprob.py, which loads torch

@@ -11,10 +11,8 @@ import numpy as np
 
 from megagrpo.check.engine_layout import Server, server_of
 from megagrpo.check.hardware import CONTEXT_BYTES, Hardware, hardware_of, usable_bytes
-from megagrpo.check.layer_costs import ITEM, ModelWork, model_work
 from megagrpo.check.libraries import resolve_all
 from megagrpo.check.problems import described_architecture, longest_samples, model_description
-from megagrpo.check.trainer_memory import RankMemory, TrainerSide
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.architecture import Architecture
@@ -24,6 +22,8 @@ from megagrpo.monitor.rollouts import read_rollouts
 from megagrpo.rollout.admission import tokens_in_cache
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 from megagrpo.system.run_folder import RunFolder
+from megagrpo.tools.plan.layer_costs import ITEM, ModelWork, model_work
+from megagrpo.tools.plan.trainer_memory import RankMemory, TrainerSide
 
 FP8_ITEM = 1 + 4 / math.prod(FP8_BLOCK)  # bytes of an element: a block has one float32 scale
 _POINTS = 4096  # of a distribution that is given by numbers

@@ -7,18 +7,8 @@ from pathlib import Path
 
 import megagrpo
 from megagrpo.check.engine_layout import server_of
-from megagrpo.check.engine_memory import (
-    EngineSide,
-    Lengths,
-    assumed_lengths,
-    engine_side,
-    gpu_phases,
-    memory_problems,
-)
 from megagrpo.check.hardware import EXPERT_IMBALANCE, Hardware, hardware_of
-from megagrpo.check.layer_costs import ModelWork, model_work
 from megagrpo.check.problems import longest_samples, model_description
-from megagrpo.check.trainer_memory import Load, RankMemory, TrainerSide, links, trainer_side
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.placement import needs_gpus
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
@@ -29,6 +19,16 @@ from megagrpo.families.table import (
     parameter_counts,
     stored_otherwise,
 )
+from megagrpo.tools.plan.engine_memory import (
+    EngineSide,
+    Lengths,
+    assumed_lengths,
+    engine_side,
+    gpu_phases,
+    memory_problems,
+)
+from megagrpo.tools.plan.layer_costs import ModelWork, model_work
+from megagrpo.tools.plan.trainer_memory import Load, RankMemory, TrainerSide, links, trainer_side
 
 _LARGE = 1e9  # parameters, from which float32 on any device is no choice but a default
 _SHIPPED_MODELS = Path(megagrpo.__file__).parents[1] / "configs" / "models"

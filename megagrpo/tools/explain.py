@@ -1,5 +1,6 @@
 """The text of `megagrpo check`: verdict, then layout, batch sizes, memory and formula."""
 
+import argparse
 import math
 import textwrap
 from collections.abc import Sequence
@@ -15,20 +16,10 @@ from megagrpo.actor.megatron.fields import (
     optimizer_fields,
     transformer_fields,
 )
-from megagrpo.check.checkpoint_cost import checkpoint_lines, disk_advice
-from megagrpo.check.engine_memory import concurrency_report, host_cache_bytes
-from megagrpo.check.fitting import (
-    StepMemory,
-    experiment_memory,
-    fit_problems,
-    teachers_memory,
-    with_model,
-)
 from megagrpo.check.hardware import gigabytes
 from megagrpo.check.libraries import library_problems
 from megagrpo.check.loading import LoadingTest, try_loading
 from megagrpo.check.problems import is_made, longest_samples, model_description, preflight
-from megagrpo.check.trainer_memory import trained_elements
 from megagrpo.config.layout import layout_problems, rank_coordinates
 from megagrpo.config.libraries import given_settings
 from megagrpo.config.load import located
@@ -46,6 +37,16 @@ from megagrpo.families.table import (
 )
 from megagrpo.rewards.graders.table import SERVICES, machine_problem
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
+from megagrpo.tools.plan.checkpoint_cost import checkpoint_lines, disk_advice
+from megagrpo.tools.plan.engine_memory import concurrency_report, host_cache_bytes
+from megagrpo.tools.plan.fitting import (
+    StepMemory,
+    experiment_memory,
+    fit_problems,
+    teachers_memory,
+    with_model,
+)
+from megagrpo.tools.plan.trainer_memory import trained_elements
 
 _MORE = "--all: ranks, micro-batches, memory by phase, costs of a save, fields handed to libraries"
 _ON_SCREEN = 4  # of what is named without --all: data files, parts of memory
@@ -72,28 +73,26 @@ def _library_problems(config: ExperimentConfig) -> list[str]:
     return [f"{'.'.join(map(str, keys))}: {text}" for keys, text in found]
 
 
-def check_command(
-    config: ExperimentConfig,
-    path: str,
-    overrides: Sequence[str],
-    hardware: str | None,
-    everything: bool,
-) -> int:
-    """Prints the text of `megagrpo check`; test-loads tokenizer and data, imports torch. Returns
-    the exit code.
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Adds the options of the command line."""
+    every = "also all ranks, and all settings of Megatron and SGLang"
+    command.add_argument("--all", action="store_true", help=every)
+    kind = "GPUs for which SGLang resolves the engines' arguments, such as H100; takes seconds"
+    command.add_argument("--hardware", help=kind)
 
-    path, overrides: from which the experiment was read. hardware: see check/engine_memory.py.
-    everything: see explain.
-    """
+
+def run(args: argparse.Namespace, config: ExperimentConfig) -> int:
+    """Prints the text of `megagrpo check`; test-loads tokenizer and data, imports torch. Returns
+    the exit code."""
     with ThreadPoolExecutor() as pool:  # libraries: seconds, in other processes
         of_libraries = pool.submit(_library_problems, config)
         trial = try_loading(config)
         problems = [*known_problems(config, trial), *of_libraries.result()]
     at_once = []
     if set(problems) <= set(trial.problems):
-        at_once = concurrency_report(config, hardware, everything)
-    problems = located(path, overrides, problems)
-    print(explain(config, trial, at_once, everything, problems))
+        at_once = concurrency_report(config, args.hardware, args.all)
+    problems = located(args.config, args.overrides, problems)
+    print(explain(config, trial, at_once, args.all, problems))
     return 2 if problems else 0
 
 
@@ -113,7 +112,7 @@ def explain(
 ) -> str:
     """Returns the description of the experiment, which begins with `problems` and advice.
 
-    at_once: lines of check/engine_memory.py about the engines. everything: also every GPU, and
+    at_once: lines of tools/plan/engine_memory.py about the engines. everything: also every GPU, and
     all settings that are passed to Megatron and SGLang. problems: default: the known ones.
     """
     problems = known_problems(config, trial) if problems is None else problems
